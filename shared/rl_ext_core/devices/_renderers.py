@@ -80,7 +80,7 @@ class EglView:
         """The devices that a renderer gets to see: it asks for ten."""
         return self.devices[:_EGL_LIMIT]
 
-    def by_ordinal(self) -> dict[int, int]:
+    def egl_index_by_ordinal(self) -> dict[int, int]:
         """Map CUDA ordinals to EGL indices, as EGL_CUDA_DEVICE_NV tells them: of visible GPUs, under the mask.
 
         :raises RefusedError: CUDA's order is unknown
@@ -228,10 +228,10 @@ def _robosuite(environ: Mapping[str, str], view: EglView) -> int:
 
 def mujoco_4(environ: Mapping[str, str], view: EglView) -> int:
     """Follow mujoco 4: through EGL_CUDA_DEVICE_NV, where a number means a visible device or a CUDA id."""
-    by_ordinal = view.by_ordinal()
+    egl_index_by_ordinal = view.egl_index_by_ordinal()
     mask = _mujoco_4_mask(environ.get(MASK))
-    shown = _mujoco_4_shown(by_ordinal, mask)
-    front = shown or [by_ordinal[ordinal] for ordinal in sorted(by_ordinal)]
+    shown = _mujoco_4_shown(egl_index_by_ordinal, mask)
+    front = shown or [egl_index_by_ordinal[ordinal] for ordinal in sorted(egl_index_by_ordinal)]
     ordered = front + [device.index for device in view.reachable if device.index not in front]
     value = environ.get(INDEX)
     if value is None:
@@ -243,8 +243,8 @@ def mujoco_4(environ: Mapping[str, str], view: EglView) -> int:
         return shown[number]
     if shown and mask and number in mask:
         return shown[mask.index(number)]
-    if number in by_ordinal:
-        return by_ordinal[number]
+    if number in egl_index_by_ordinal:
+        return egl_index_by_ordinal[number]
     if not 0 <= number < len(ordered):
         raise _out_of_range_error(INDEX, number, len(ordered), view)
     return ordered[number]
@@ -268,12 +268,12 @@ def _mujoco_4_mask(value: str | None) -> list[int] | None:
     return None if any(number < 0 for number in numbers) else numbers or None
 
 
-def _mujoco_4_shown(by_ordinal: Mapping[int, int], mask: Sequence[int] | None) -> list[int]:
-    if not mask or not by_ordinal:
+def _mujoco_4_shown(egl_index_by_ordinal: Mapping[int, int], mask: Sequence[int] | None) -> list[int]:
+    if not mask or not egl_index_by_ordinal:
         return []
     for wanted in (mask, range(len(mask))):
-        if all(number in by_ordinal for number in wanted):
-            return [by_ordinal[number] for number in wanted]
+        if all(number in egl_index_by_ordinal for number in wanted):
+            return [egl_index_by_ordinal[number] for number in wanted]
     return []
 
 
