@@ -95,15 +95,15 @@ def defer_signals(function: _F) -> _F:
             _last_handlers = handlers
         if not _deferred:
             return function(*args, **kwargs)
-        aside = _deferred
+        deferred = _deferred
         try:
-            for pair in aside:
+            for pair in deferred:
                 _set_handler(pair[0], _record_signal)
             _active = True
             return function(*args, **kwargs)
         finally:
             _active = False
-            _restore_handlers(aside)
+            _restore_handlers(deferred)
             if _pending:
                 run_pending_handlers()
 
