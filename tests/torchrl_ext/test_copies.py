@@ -133,7 +133,7 @@ def test_a_compiled_step() -> None:
         compiled.eager()
 
 
-class Reuses(Walk):
+class ReusesBuffer(Walk):
     """Observes into one buffer."""
 
     def __init__(self, buffer: Any) -> None:
@@ -151,7 +151,7 @@ BUFFERS: list[Callable[[], Any]] = [lambda: np.zeros(4, np.float32), lambda: tor
 @pytest.mark.parametrize("make", BUFFERS, ids=["NumPy", "torch"])
 def test_sharing_is_what_false_means(make: Any) -> None:
     buffer = make()
-    env = GymWrapper(Reuses(buffer), copy=False)
+    env = GymWrapper(ReusesBuffer(buffer), copy=False)
     first = env.rand_step(env.reset())
     assert storage_pointers(first["next", "observation"]) == storage_pointers([torch.as_tensor(buffer)])
     env.rand_step(env.step_mdp(first))
@@ -198,8 +198,8 @@ def test_arrays_that_torch_takes_in_no_way_are_copied() -> None:
 
 
 INNER: dict[str, Any] = {
-    "NumPy": lambda: Reuses(BUFFERS[0]()),
-    "torch": lambda: Reuses(BUFFERS[1]()),
+    "NumPy": lambda: ReusesBuffer(BUFFERS[0]()),
+    "torch": lambda: ReusesBuffer(BUFFERS[1]()),
     "Isaac": lambda: Isaac(4, final_obs=True),
     "Isaac, lost": lambda: Isaac(4),
     "Isaac by ids": lambda: IsaacByIds(4, final_obs=True, overwrites_actions=True),
