@@ -238,7 +238,7 @@ class Engine:
         observation, info = self._stepper.reset(mask.cpu().numpy(), **kwargs)
         return self._read(observation), info
 
-    def not_done(self) -> tuple[torch.Tensor, ...]:
+    def make_unset_flags(self) -> tuple[torch.Tensor, ...]:
         """Make flags for what follows a reset: done, terminated, truncated."""
         return unset_flags((*self.batch_size, 1), self.device)
 

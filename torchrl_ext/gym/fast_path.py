@@ -147,7 +147,7 @@ class FastStepMixin(EnvBase):
                 elif len(rows) < len(mask):
                     _zero(root, fresh, mask, rows)
             _place(root, fresh, engine.containers)
-            root["done"], root["terminated"], root["truncated"] = engine.not_done()
+            root["done"], root["terminated"], root["truncated"] = engine.make_unset_flags()
         return tensordict, new_tensordict(root, engine.batch_size, engine.device)
 
     rand_action = _RandAction()

@@ -289,7 +289,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
             engine = self._ready()
             data, info = engine.reset(None if mask is None else mask.reshape(-1), **kwargs)
             data = dict(data)
-        data["done"], data["terminated"], data["truncated"] = engine.not_done()
+        data["done"], data["terminated"], data["truncated"] = engine.make_unset_flags()
         out = new_tensordict(data, self.batch_size, self.device)
         return self._with_info(out, info) if self.info_dict_reader else out
 
