@@ -253,11 +253,11 @@ class Environments:
         try:
             message = pack(entries)
         except Exception as error:
-            self._blame(entries, error)
+            self._raise_unpicklable(entries, error)
             raise
         self._answer(message)
 
-    def _blame(self, entries: Sequence[Entry | None], error: Exception) -> None:
+    def _raise_unpicklable(self, entries: Sequence[Entry | None], error: Exception) -> None:
         """Raise what says which entry of an information cannot be sent."""
         for number, entry in enumerate(entries):
             for where, info in zip(("info", "the info of reset"), entry or (), strict=False):
