@@ -34,7 +34,7 @@ IMPORT_TIME_VARIABLES = (BACKEND, PLATFORM)
 MUJOCO_NAMES = ("mujoco", "gymnasium", "dm_control", "robosuite")
 NAMES = (*MUJOCO_NAMES, "pyrender", "sapien")
 # Suites that render through another one's package.
-_THROUGH = {"libero": "robosuite", "mani_skill": "sapien"}
+_RENDERS_WITH = {"libero": "robosuite", "mani_skill": "sapien"}
 
 # mujoco's, robosuite's and dm_control's eglQueryDevicesEXT() ask for no more.
 _EGL_LIMIT = 10
@@ -128,12 +128,12 @@ def find_renderer(name: str, versions: Mapping[str, str]) -> Renderer:
     :raises InvalidArgumentError: no such renderer is known
     :raises MissingDependencyError: it is not installed
     """
-    if name not in (*NAMES, *_THROUGH):
+    if name not in (*NAMES, *_RENDERS_WITH):
         raise InvalidArgumentError(
-            f"renderer={name!r} is not known here; expected one of {', '.join(map(repr, (*NAMES, *_THROUGH)))}. "
+            f"renderer={name!r} is not known here; expected one of {', '.join(map(repr, (*NAMES, *_RENDERS_WITH)))}. "
             'Environments that are built on MuJoCo\'s Python package follow its rule: write renderer="mujoco"'
         )
-    found = _THROUGH.get(name, name)
+    found = _RENDERS_WITH.get(name, name)
     missing = next((package for package in _packages(found) if package not in versions), None)
     if missing is not None:
         extra = "mujoco" if found == "gymnasium" else found
