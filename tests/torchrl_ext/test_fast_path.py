@@ -36,7 +36,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 @contextmanager
-def upstreams_way() -> Iterator[list[str]]:
+def record_upstream_calls() -> Iterator[list[str]]:
     """Note how often upstream's methods are called, and replace none: that would be an override."""
     codes = {getattr(EnvBase, name).__code__: name for name in ("step", "step_and_maybe_reset", "maybe_reset")}
     calls: list[str] = []
@@ -55,7 +55,7 @@ def upstreams_way() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("make", [*MAKERS.values(), lambda cls: cls(Isaac(4))], ids=[*MAKERS, "torch"])
 def test_rollouts_transforms_and_collectors_take_it(make: Any) -> None:
-    with upstreams_way() as calls:
+    with record_upstream_calls() as calls:
         seeded_rollout(make(GymWrapper), 30)
         seeded_rollout(make(GymWrapper), 30, break_when_any_done=True)
         seeded_rollout(make(GymWrapper).append_transform(StepCounter()), 20)  # TransformedEnv calls _step itself
@@ -116,7 +116,7 @@ def test_what_is_not_plain_goes_upstreams_way(name: str, odd: str, method: str) 
                 break
         return results
 
-    with upstreams_way() as calls:
+    with record_upstream_calls() as calls:
         ours = played(GymWrapper)
     if not (odd in ("text", "parameter", "nested text") and method == "step"):  # which carries nothing on
         assert method in calls
@@ -128,14 +128,14 @@ def test_what_is_not_plain_goes_upstreams_way(name: str, odd: str, method: str) 
 
 
 def test_infos_and_type_checks_go_upstreams_way() -> None:
-    with upstreams_way() as calls:
+    with record_upstream_calls() as calls:
         env = GymWrapper(Walk()).set_info_dict_reader(default_info_dict_reader(["age"]))
         env.rollout(5, break_when_any_done=False)
     assert calls.count("step_and_maybe_reset") == 4  # the last one is no more than a step
     assert calls.count("step") == 5
     env = GymWrapper(Walk(9, 9))
     env.run_type_checks = True
-    with upstreams_way() as calls:
+    with record_upstream_calls() as calls:
         env.rollout(3)
     assert calls.count("step") == 3
     env = GymWrapper(Walk(9, 9))
@@ -180,7 +180,7 @@ def test_parts_that_a_subclass_overrides(name: str) -> None:
 def test_subclasses_that_override_no_part_of_a_step() -> None:
     behind = type("Behind", (), {"read_obs": lambda self, observation: 1 / 0})
     for bases in ((GymWrapper,), (GymWrapper, behind)):
-        with upstreams_way() as calls:
+        with record_upstream_calls() as calls:
             found = seeded_rollout(type("Own", bases, {"hello": lambda self: "hello"})(Walk()), 20)
             assert_same(found, seeded_rollout(GymWrapper(Walk()), 20))
         assert calls == []
