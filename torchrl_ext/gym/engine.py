@@ -23,7 +23,7 @@ from torchrl_ext.gym.io import (
     compile_reward,
     compile_value,
     counted_from_zero,
-    unset_flags,
+    zero_flags,
 )
 
 __all__ = ["Engine", "refuse_frame_skip"]
@@ -240,7 +240,7 @@ class Engine:
 
     def make_unset_flags(self) -> tuple[torch.Tensor, ...]:
         """Make flags for what follows a reset: done, terminated, truncated."""
-        return unset_flags((*self.batch_size, 1), self.device)
+        return zero_flags((*self.batch_size, 1), self.device)
 
     # -- what survives a copy or a move
 

@@ -30,7 +30,7 @@ __all__ = [
     "compile_reward",
     "compile_value",
     "counted_from_zero",
-    "unset_flags",
+    "zero_flags",
 ]
 
 Convert = Callable[[Any], Any]
@@ -396,7 +396,7 @@ def _compile_column(shape: tuple[int, ...], dtype: torch.dtype, name: str, devic
     return lambda value: convert(value.reshape(shape) if getattr(value, "shape", None) == flat else value)
 
 
-def unset_flags(shape: tuple[int, ...], device: torch.device | None) -> Flags:
+def zero_flags(shape: tuple[int, ...], device: torch.device | None) -> Flags:
     """Make the flags done, terminated and truncated, none of which is set.
 
     :param shape: shape of each, with its trailing axis
@@ -429,7 +429,7 @@ def compile_flags(
                 f"'terminated' and 'truncated' are {terminated!r} and {truncated!r}; expected one boolean each"
             ) from None
         if not (end or cut):
-            return unset_flags(shape, device), False
+            return zero_flags(shape, device), False
         flags = ((True,), (end or finite_horizon,), (cut and not finite_horizon,))
         return torch.tensor(flags, device=device).unbind(0), True
 
