@@ -76,7 +76,7 @@ def main(
         mine.execute(name, data)
         if name == "close":
             return
-    mine.close_what_is_open()
+    mine.close_open_environments()
 
 
 def _require_dict(info: Any, method: str) -> None:
@@ -102,7 +102,7 @@ class Environments:
         self._reset_due: set[int] = set()  # their next step is a reset
         self._reply, self._block, self._cells, self._first = reply, block, cells, first
         self._envs: list[Any] = []
-        processes.on_abnormal_exit(self.close_what_is_open)
+        processes.on_abnormal_exit(self.close_open_environments)
         for number, env_fn in enumerate(env_fns):
             self._set_phase(number, _CONSTRUCTOR)
             self._envs.append(checked(env_fn()))
@@ -143,7 +143,7 @@ class Environments:
             # The environment is as it was; the caller may try something else.
             return pack(ExceptionRecord.of(error))
 
-    def close_what_is_open(self) -> None:
+    def close_open_environments(self) -> None:
         """Close the environments as well as that goes: this process ends, and nobody listens."""
         while self._envs:
             with contextlib.suppress(Exception):
