@@ -38,7 +38,7 @@ _RENDERS_WITH = {"libero": "robosuite", "mani_skill": "sapien"}
 
 # mujoco's, robosuite's and dm_control's eglQueryDevicesEXT() ask for no more.
 _EGL_LIMIT = 10
-_SYNONYMS_OF_GLFW = ("enable", "enabled", "on", "true", "1", "glfw", "")
+_GLFW_VALUES = ("enable", "enabled", "on", "true", "1", "glfw", "")
 _OFF = ("disable", "disabled", "off", "false", "0")
 
 
@@ -334,7 +334,7 @@ def _pyrender_backend(environ: Mapping[str, str]) -> str:
 
 
 def _canonical(value: str) -> str:
-    if value in _SYNONYMS_OF_GLFW or value == "glx":
+    if value in _GLFW_VALUES or value == "glx":
         return "glfw"
     if value in _OFF:
         return "none"
