@@ -186,7 +186,7 @@ def test_subclasses_that_override_no_part_of_a_step() -> None:
         assert calls == []
 
 
-def noting(calls: list[str], method: Any) -> Any:
+def count_calls(calls: list[str], method: Any) -> Any:
     def noted(*args: Any, **kwargs: Any) -> Any:
         calls.append("called")
         return method(*args, **kwargs)
@@ -198,7 +198,7 @@ def noting(calls: list[str], method: Any) -> Any:
 def test_methods_on_the_instance(name: str) -> None:
     env, calls = GymWrapper(Walk()), list[str]()
     env.rollout(3)
-    method = noting(calls, getattr(env, name))
+    method = count_calls(calls, getattr(env, name))
     setattr(env, name, method)
     found = seeded_rollout(env, 30)
     assert len(calls) > 2
@@ -209,7 +209,7 @@ def test_methods_on_the_instance(name: str) -> None:
 def test_methods_that_were_replaced_in_torchrls_class(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     env, calls = GymWrapper(Walk()), list[str]()
     env.rollout(3)
-    monkeypatch.setattr(EnvBase, name, noting(calls, getattr(EnvBase, name)))
+    monkeypatch.setattr(EnvBase, name, count_calls(calls, getattr(EnvBase, name)))
     found = seeded_rollout(env, 30)
     assert len(calls) >= 29
     monkeypatch.undo()
