@@ -245,15 +245,15 @@ class Engine:
     # -- what survives a copy or a move
 
     @property
-    def memory(self) -> Any:
+    def carried_state(self) -> Any:
         """What the next step and reset have to know of the last one; None if nothing."""
         current = None if self._stepper is None else self._stepper.current
         return None if current is None and self._pending is None else (current, self._pending)
 
-    def take_up(self, memory: Any) -> None:
+    def take_up(self, carried_state: Any) -> None:
         """Remember what another engine of the same environment did, maybe on another device."""
-        if memory is not None:
-            self._stepper.current, pending = memory
+        if carried_state is not None:
+            self._stepper.current, pending = carried_state
             if pending is not None and self.device is not None:
                 mask, observations, info = pending
                 pending = mask.to(self.device), {k: v.to(self.device) for k, v in observations.items()}, info

@@ -239,7 +239,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         """Let the next call compile the engine again, and keep what it remembers of the last step."""
         own = self.__dict__
         if own.get("_engine") is not None:
-            own["_resume"], own["_engine"] = own["_engine"].memory, None
+            own["_resume"], own["_engine"] = own["_engine"].carried_state, None
 
     def _current(self) -> Any:
         """Return the engine; None if there is none, or if what it was compiled from has been replaced."""
@@ -328,7 +328,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         state = dict(super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__)
         engine = state.get("_engine")
         if engine is not None:  # closures, which the copy compiles again
-            state["_engine"], state["_resume"] = None, engine.memory
+            state["_engine"], state["_resume"] = None, engine.carried_state
         return state
 
     def fast_encoding(self, mode: bool = True) -> None:
