@@ -14,7 +14,7 @@ from rl_ext_core.vector import channel
 from rl_ext_core.vector.channel import Cell, MemoryLayout
 from rl_ext_core.vector.environments import Options
 from rl_ext_core.vector.pool import Pool
-from rl_ext_core.vector.worker import PHASES, Environments
+from rl_ext_core.vector.worker import PHASES, WorkerEnvironments
 
 __all__ = ["RayPool"]
 
@@ -37,14 +37,14 @@ class Actor:
     def __init__(self) -> None:
         self._messages: list[bytes] = []
         self._cells = channel.new_cells()
-        self._envs: Environments | None = None
+        self._envs: WorkerEnvironments | None = None
 
     def execute(self, command: bytes) -> Answer:
         """Do what a command says."""
         name, data = channel.unpack(command)
         try:
             if name == "build":
-                self._envs = Environments(self._messages.append, bytearray, self._cells, 0, data)
+                self._envs = WorkerEnvironments(self._messages.append, bytearray, self._cells, 0, data)
             elif self._envs is None:
                 raise RuntimeError(
                     "Ray has started this actor again, without its environments; leave max_restarts and "

@@ -25,7 +25,7 @@ __all__ = [
     "PHASES",
     "TERMINATED",
     "TRUNCATED",
-    "Environments",
+    "WorkerEnvironments",
     "main",
 ]
 
@@ -71,7 +71,7 @@ def main(
         os.chdir(folder)
         os.environ["PWD"] = folder
     channel = WorkerChannel(*end)
-    mine = Environments(channel.reply, memory.map, channel.cells, first, env_fns, autoreset)
+    mine = WorkerEnvironments(channel.reply, memory.map, channel.cells, first, env_fns, autoreset)
     for name, data in channel.commands():
         mine.execute(name, data)
         if name == "close":
@@ -86,7 +86,7 @@ def _require_dict(info: Any, method: str) -> None:
         )
 
 
-class Environments:
+class WorkerEnvironments:
     """Those of one worker, and what is done with them."""
 
     def __init__(
