@@ -39,7 +39,7 @@ _RENDERS_WITH = {"libero": "robosuite", "mani_skill": "sapien"}
 # mujoco's, robosuite's and dm_control's eglQueryDevicesEXT() ask for no more.
 _EGL_LIMIT = 10
 _GLFW_VALUES = ("enable", "enabled", "on", "true", "1", "glfw", "")
-_OFF = ("disable", "disabled", "off", "false", "0")
+_OFF_VALUES = ("disable", "disabled", "off", "false", "0")
 
 
 class RendererFailsError(Exception):
@@ -336,7 +336,7 @@ def _pyrender_backend(environ: Mapping[str, str]) -> str:
 def _canonical(value: str) -> str:
     if value in _GLFW_VALUES or value == "glx":
         return "glfw"
-    if value in _OFF:
+    if value in _OFF_VALUES:
         return "none"
     if value in ("egl", "osmesa"):
         return value
