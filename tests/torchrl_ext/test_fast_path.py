@@ -146,7 +146,7 @@ def test_infos_and_type_checks_go_upstreams_way() -> None:
 # -- methods that are replaced
 
 
-def overriding(base: Any, name: str, change: Callable[[Any], Any]) -> Any:
+def make_overriding_subclass(base: Any, name: str, change: Callable[[Any], Any]) -> Any:
     """A subclass whose method changes what the method of ``base`` gives."""
     method = getattr(base, name)
     return type("Mixed", (base,), {name: lambda *args, **kwargs: change(method(*args, **kwargs))})
@@ -168,7 +168,9 @@ OVERRIDDEN: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_parts_that_a_subclass_overrides(name: str) -> None:
-    ours, theirs = (overriding(base, name, OVERRIDDEN[name]) for base in (GymWrapper, upstream.GymWrapper))
+    ours, theirs = (
+        make_overriding_subclass(base, name, OVERRIDDEN[name]) for base in (GymWrapper, upstream.GymWrapper)
+    )
     unchanged = seeded_rollout(GymWrapper(Walk()), 30)
     plain = [unchanged["next", "reward"].sum(), unchanged["observation"].sum()]
     for cls in (ours, type("Deeper", (ours,), {})):
@@ -242,7 +244,9 @@ def test_readers_that_nothing_calls_are_refused(name: str, monkeypatch: pytest.M
 
 
 def test_random_actions_of_a_subclass_that_draws_its_own() -> None:
-    draws = overriding(GymWrapper, "rand_action", lambda data: data.set("action", torch.tensor([0, 0, 1])))
+    draws = make_overriding_subclass(
+        GymWrapper, "rand_action", lambda data: data.set("action", torch.tensor([0, 0, 1]))
+    )
     rollout = TransformedEnv(draws(Walk()), StepCounter()).rollout(20, break_when_any_done=False)
     assert rollout["action"][:, 2].all()
 
