@@ -250,7 +250,7 @@ class Engine:
         current = None if self._stepper is None else self._stepper.current
         return None if current is None and self._pending is None else (current, self._pending)
 
-    def take_up(self, carried_state: Any) -> None:
+    def restore_carried_state(self, carried_state: Any) -> None:
         """Remember what another engine of the same environment did, maybe on another device."""
         if carried_state is not None:
             self._stepper.current, pending = carried_state

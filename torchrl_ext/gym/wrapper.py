@@ -257,7 +257,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         own, engine = self.__dict__, self._current()
         if engine is None:
             engine = self._compile(None)
-            engine.take_up(own["_resume"])
+            engine.restore_carried_state(own["_resume"])
             own["_engine"], own["_resume"] = engine, None
         return engine
 
