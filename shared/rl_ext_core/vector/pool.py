@@ -23,7 +23,7 @@ from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, MemoryLayout, SharedMemory, WorkerHandle
 from rl_ext_core.vector.environments import Options, check_env_fns, factories_of
-from rl_ext_core.vector.worker import CONVERTED, IDLE_IN, PHASES, Entry, main
+from rl_ext_core.vector.worker import CONVERTED, IDLE_IN, PHASES, Entry, run_worker
 
 __all__ = ["UNFINISHED_SECONDS", "Pool", "Resets", "Timings", "make_pool"]
 
@@ -159,7 +159,7 @@ class Pool:
                     own = os.path.join(self.working_directory, str(worker.number))
                     directory = own, None if cwd in (None, "own") else os.path.abspath(cwd)
                 arguments = self._memory, worker.first, factories, directory, self._autoreset
-                worker.launch(context, main, arguments, spins=self._spins)
+                worker.launch(context, run_worker, arguments, spins=self._spins)
         except BaseException:
             for worker in workers:
                 worker.end()

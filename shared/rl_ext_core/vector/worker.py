@@ -26,7 +26,7 @@ __all__ = [
     "TERMINATED",
     "TRUNCATED",
     "WorkerEnvironments",
-    "main",
+    "run_worker",
 ]
 
 PHASES = ("start", "idle", "constructor", "reset", "step", "close", *CALLS)
@@ -46,7 +46,7 @@ TERMINATED, TRUNCATED, CONVERTED = 1, 2, 4
 ENDED = TERMINATED | TRUNCATED
 
 
-def main(
+def run_worker(
     end: tuple[Any, ...],
     memory: SharedMemory,
     first: int,
