@@ -170,7 +170,7 @@ def _packages(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((name, "mujoco"))) if name in MUJOCO_NAMES else (name,)
 
 
-def index_for(renderer: Renderer, target: EglDevice, view: EglView, environ: Mapping[str, str]) -> str:
+def find_index_value(renderer: Renderer, target: EglDevice, view: EglView, environ: Mapping[str, str]) -> str:
     """Find the value of MUJOCO_EGL_DEVICE_ID that leads this renderer to ``target``.
 
     :raises DeviceUnavailableError: none does

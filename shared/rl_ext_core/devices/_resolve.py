@@ -460,7 +460,7 @@ def _decide_egl_rendering(
     renderer: Renderer, device: EglDevice, machine: Machine, request: Request, computing: Decision
 ) -> Decision:
     try:
-        index = _renderers.index_for(renderer, device, EglView.of(machine), machine.environ)
+        index = _renderers.find_index_value(renderer, device, EglView.of(machine), machine.environ)
     except DeviceUnavailableError as error:
         raise DeviceUnavailableError(f"{request}: {error}") from error
     gpu = machine.inventory.gpu(device.uuid) if device.uuid else None
