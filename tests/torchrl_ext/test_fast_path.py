@@ -74,7 +74,7 @@ def named(env: Any, data: Any) -> Any:
     return data
 
 
-ODD: dict[str, Callable[[Any, Any], Any]] = {
+UNUSUAL_DATA: dict[str, Callable[[Any, Any], Any]] = {
     "locked": lambda env, data: data.lock_(),
     "next": lambda env, data: data.set("next", TensorDict({"extra": torch.ones(*env.batch_size, 1)}, env.batch_size)),
     "some steps": lambda env, data: data.set("_step", torch.zeros(*env.batch_size, 1, dtype=torch.bool)),
@@ -91,7 +91,12 @@ ODD: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.sample(quick=12, ci=36)
 @pytest.mark.parametrize(
     ("name", "odd"),
-    [(name, odd) for name in MAKERS for odd in ODD if name.startswith("batch") or odd not in ("lazy", "named")],
+    [
+        (name, odd)
+        for name in MAKERS
+        for odd in UNUSUAL_DATA
+        if name.startswith("batch") or odd not in ("lazy", "named")
+    ],
 )
 @pytest.mark.parametrize("method", ["step", "step_and_maybe_reset"])
 def test_what_is_not_plain_goes_upstreams_way(name: str, odd: str, method: str) -> None:
@@ -101,7 +106,7 @@ def test_what_is_not_plain_goes_upstreams_way(name: str, odd: str, method: str) 
         torch.manual_seed(0)
         data, results = env.reset(), []
         for _ in range(4):
-            data = ODD[odd](env, env.rand_action(data))
+            data = UNUSUAL_DATA[odd](env, env.rand_action(data))
             try:
                 result = getattr(env, method)(data)
             except Exception as error:  # upstream may refuse it, and then ours does
