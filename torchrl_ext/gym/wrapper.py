@@ -131,7 +131,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
             options["env_type"] = "numpy" if kwargs["convert_actions_to_numpy"] else "torch"
             options["trust_env_type"] = True  # it tells what the environment takes, not what it returns
         # Not by nn.Module's attributes, which take ten times as long.
-        self.__dict__.update(_options=options, _engine=None, _resume=None)
+        self.__dict__.update(_options=options, _engine=None, _carried_state=None)
         # A NumPy environment may have a device, too; whether a single one is torch, its first observation shows.
         if options["env_type"] == "torch" or (options["env_type"] == "auto" and num_envs_of(env) is not None):
             kwargs.setdefault("device", device_of(env))
@@ -194,7 +194,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         is_dict, takes_dict = (isinstance(getattr(space, "spaces", None), dict) for space in known)
         own.update(
             _engine=None,
-            _resume=None,
+            _carried_state=None,
             _takes_dict=takes_dict,
             _is_dict=is_dict,
             _observed=frozenset(self.observation_spec.keys()),  # infos are registered later
@@ -239,7 +239,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         """Let the next call compile the engine again, and keep what it remembers of the last step."""
         own = self.__dict__
         if own.get("_engine") is not None:
-            own["_resume"], own["_engine"] = own["_engine"].carried_state, None
+            own["_carried_state"], own["_engine"] = own["_engine"].carried_state, None
 
     def _current(self) -> Any:
         """Return the engine; None if there is none, or if what it was compiled from has been replaced."""
@@ -247,7 +247,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         self._refuse_overrides()
         engine = own["_engine"]
         if engine is not None and engine.env is not own["_env"]:
-            own["_engine"] = own["_resume"] = None  # its memory is of another environment
+            own["_engine"] = own["_carried_state"] = None  # its memory is of another environment
         elif engine is not None and (engine.frame_skip != self.wrapper_frame_skip or not self.is_spec_locked):
             self._drop_engine()
         return own["_engine"]
@@ -257,8 +257,8 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         own, engine = self.__dict__, self._current()
         if engine is None:
             engine = self._compile(None)
-            engine.restore_carried_state(own["_resume"])
-            own["_engine"], own["_resume"] = engine, None
+            engine.restore_carried_state(own["_carried_state"])
+            own["_engine"], own["_carried_state"] = engine, None
         return engine
 
     def _action_of(self, tensordict: TensorDictBase) -> Any:
@@ -280,11 +280,13 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
             if not mask.any():  # type: ignore[union-attr]
                 return tensordict.exclude("_reset")
         own = self.__dict__
-        if self._current() is None and (mask is None or (not partial_mask and (kwargs or own["_resume"] is None))):
+        if self._current() is None and (
+            mask is None or (not partial_mask and (kwargs or own["_carried_state"] is None))
+        ):
             result = self._env.reset(**kwargs)
             engine = self._compile(check_result_length(result, RESET)[0])
             data, info = engine.begin(result)
-            own["_engine"], own["_resume"] = engine, None
+            own["_engine"], own["_carried_state"] = engine, None
         else:
             engine = self._ready()
             data, info = engine.reset(None if mask is None else mask.reshape(-1), **kwargs)
@@ -328,7 +330,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         state = dict(super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__)
         engine = state.get("_engine")
         if engine is not None:  # closures, which the copy compiles again
-            state["_engine"], state["_resume"] = None, engine.carried_state
+            state["_engine"], state["_carried_state"] = None, engine.carried_state
         return state
 
     def fast_encoding(self, mode: bool = True) -> None:
