@@ -23,7 +23,7 @@ from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, MemoryLayout, SharedMemory, WorkerHandle
 from rl_ext_core.vector.environments import Options, check_env_fns, factories_of
-from rl_ext_core.vector.worker import CONVERTED, IDLE_IN, PHASES, Entry, run_worker
+from rl_ext_core.vector.worker import CONVERTED, IDLE_IN, PHASES, StepEntry, run_worker
 
 __all__ = ["UNFINISHED_SECONDS", "Pool", "Resets", "Timings", "make_pool"]
 
@@ -298,7 +298,7 @@ class Pool:
         # By comparing bytes, a tenth of what NumPy takes.
         return self._flags == self._kinds == self._zeros and all(worker.answer is None for worker in self.workers)
 
-    def entries(self, *, to_reset: bool = False) -> list[tuple[int, Entry]]:
+    def entries(self, *, to_reset: bool = False) -> list[tuple[int, StepEntry]]:
         """Return the answers to a step or a reset, by the numbers of environments that have something to tell."""
         answers = [(worker.first, self._get_answer(worker, to_reset) or ()) for worker in self.workers]
         return [(n, entry) for first, answer in answers for n, entry in enumerate(answer, first) if entry is not None]

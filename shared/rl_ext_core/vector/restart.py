@@ -16,7 +16,7 @@ from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import WorkerHandle
 from rl_ext_core.vector.environments import Options
 from rl_ext_core.vector.pool import Pool, Resets
-from rl_ext_core.vector.worker import TRUNCATED, Entry
+from rl_ext_core.vector.worker import TRUNCATED, StepEntry
 
 __all__ = ["RestartingPool"]
 
@@ -99,7 +99,7 @@ class RestartingPool(Pool):
             self.end(error if isinstance(error, WorkerError) else WorkerError(text))
             raise
 
-    def _replace(self, worker: WorkerHandle, first: WorkerError, to_reset: bool) -> list[Entry]:
+    def _replace(self, worker: WorkerHandle, first: WorkerError, to_reset: bool) -> list[StepEntry]:
         """Replace a worker that has failed by a new process, reset its environments, and return its answer.
 
         :raises WorkerError: If the limit is reached.
@@ -120,7 +120,7 @@ class RestartingPool(Pool):
         rows = slice(worker.first, worker.last)
         self.arrays["reward"][rows], self.arrays["reward kind"][rows] = 0.0, 0
         self.arrays["flags"][rows] = TRUNCATED
-        entries: list[Entry] = []
+        entries: list[StepEntry] = []
         for index, (_, info, _, _) in enumerate(infos, worker.first):
             error = {"worker_error": self._worker_error(first, index)}
             # Nothing was returned yet where the first reset fails: then there is no last observation to return.

@@ -40,7 +40,7 @@ REWARD_KINDS: dict[type, int] = {float: 0, np.float64: 0, np.float32: 1, int: 2,
 OTHER_REWARD = 4
 _EXACT = 2**53
 # Information of a step, of the reset after it, a reward that is no plain number, the observation before the reset.
-Entry = tuple[dict[str, Any], dict[str, Any] | None, Any, Any]
+StepEntry = tuple[dict[str, Any], dict[str, Any] | None, Any, Any]
 # What flags say of the episode, and that the observation's dtype could not hold its values.
 TERMINATED, TRUNCATED, CONVERTED = 1, 2, 4
 ENDED = TERMINATED | TRUNCATED
@@ -248,7 +248,7 @@ class WorkerEnvironments:
         else:
             self._answer_infos(entries)
 
-    def _answer_infos(self, entries: Sequence[Entry | None]) -> None:
+    def _answer_infos(self, entries: Sequence[StepEntry | None]) -> None:
         """Answer with an entry for each environment."""
         try:
             message = pack(entries)
@@ -257,7 +257,7 @@ class WorkerEnvironments:
             raise
         self._answer(message)
 
-    def _raise_unpicklable(self, entries: Sequence[Entry | None], error: Exception) -> None:
+    def _raise_unpicklable(self, entries: Sequence[StepEntry | None], error: Exception) -> None:
         """Raise what says which entry of an information cannot be sent."""
         for number, entry in enumerate(entries):
             for where, info in zip(("info", "the info of reset"), entry or (), strict=False):
