@@ -195,7 +195,7 @@ def find_index_value(renderer: Renderer, target: EglDevice, view: EglView, envir
     )
 
 
-def vulkan_device(gpu: Gpu, visible: tuple[str, ...]) -> str:
+def vulkan_device_name(gpu: Gpu, visible: tuple[str, ...]) -> str:
     """Name a GPU as SAPIEN does, in releases 2 and 3: as CUDA counts where CUDA shows it, else by its PCI address.
 
     Its default is the first that Vulkan lists, or in release 3 the first of those that CUDA shows, which need not be

@@ -483,7 +483,7 @@ def _decide_vulkan_rendering(
     renderer: Renderer, gpu: Gpu, machine: Machine, request: Request, computing: Decision
 ) -> Decision:
     """Name the GPU as an argument: Vulkan reads no variable, and lists GPUs in an order of its own."""
-    name = _renderers.vulkan_device(gpu, machine.visible.uuids)
+    name = _renderers.vulkan_device_name(gpu, machine.visible.uuids)
     rule = Step(f"rule of {renderer}", "device", name, gpu.uuid)
     return dataclasses.replace(
         computing,
