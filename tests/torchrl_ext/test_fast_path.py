@@ -90,30 +90,30 @@ UNUSUAL_DATA: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.sample(quick=12, ci=36)
 @pytest.mark.parametrize(
-    ("name", "odd"),
+    ("name", "unusual"),
     [
-        (name, odd)
+        (name, unusual)
         for name in MAKERS
-        for odd in UNUSUAL_DATA
-        if name.startswith("batch") or odd not in ("lazy", "named")
+        for unusual in UNUSUAL_DATA
+        if name.startswith("batch") or unusual not in ("lazy", "named")
     ],
 )
 @pytest.mark.parametrize("method", ["step", "step_and_maybe_reset"])
-def test_what_is_not_plain_goes_upstreams_way(name: str, odd: str, method: str) -> None:
+def test_what_is_not_plain_goes_upstreams_way(name: str, unusual: str, method: str) -> None:
     def played(cls: Any) -> Any:
         env = MAKERS[name](cls)
         env.set_seed(0)
         torch.manual_seed(0)
         data, results = env.reset(), []
         for _ in range(4):
-            data = UNUSUAL_DATA[odd](env, env.rand_action(data))
+            data = UNUSUAL_DATA[unusual](env, env.rand_action(data))
             try:
                 result = getattr(env, method)(data)
             except Exception as error:  # upstream may refuse it, and then ours does
                 return [*results, type(error)]
             results += list(result) if isinstance(result, tuple) else [result]
             data = result[1].copy() if isinstance(result, tuple) else env.step_mdp(result)
-            data = data.clone().unlock_() if odd != "on a device" else env.reset()
+            data = data.clone().unlock_() if unusual != "on a device" else env.reset()
             if isinstance(data, LazyStackedTensorDict):
                 data = data.contiguous()
             data.pop("note", None)
@@ -123,7 +123,7 @@ def test_what_is_not_plain_goes_upstreams_way(name: str, odd: str, method: str) 
 
     with record_upstream_calls() as calls:
         ours = played(GymWrapper)
-    if not (odd in ("text", "parameter", "nested text") and method == "step"):  # which carries nothing on
+    if not (unusual in ("text", "parameter", "nested text") and method == "step"):  # which carries nothing on
         assert method in calls
     for one, other in zip(ours, played(upstream.GymWrapper), strict=True):
         if isinstance(other, type):
