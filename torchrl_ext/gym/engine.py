@@ -123,7 +123,7 @@ class Engine:
         rows, final = self._final_observation(rows, mask, info)
         if self._stepper.resets_in_step:
             observations = {key: data[key] for key in self._keys}
-            data.update(_overwritten(self._leaves, observations, mask, rows, final))
+            data.update(_overwrite_rows(self._leaves, observations, mask, rows, final))
             self._pending = (mask.clone(), observations, info)
         return data, True, info
 
@@ -212,7 +212,7 @@ class Engine:
         fresh, new_info = self._reset_rows(left)
         rows = left.nonzero().view(-1)
         merged = merge_infos(info, new_info, rows.tolist(), count)
-        return _overwritten(self._leaves, observations, left, rows, fresh), merged
+        return _overwrite_rows(self._leaves, observations, left, rows, fresh), merged
 
     def reset_done(self, data: Entries) -> Entries:
         """Return the observations that follow a step in which something may be done.
@@ -230,7 +230,7 @@ class Engine:
         before = {key: data[key] for key in self._keys}
         if not len(rows):
             return before
-        return _overwritten(self._leaves, before, mask, rows, self.reset(mask)[0])
+        return _overwrite_rows(self._leaves, before, mask, rows, self.reset(mask)[0])
 
     def _reset_rows(self, mask: torch.Tensor, **kwargs: Any) -> tuple[Entries, Any]:
         """Reset some rows; what is returned of the others is not to be read."""
@@ -300,7 +300,7 @@ def _leaves_of(spec: Composite) -> Leaves:
     return {key: _leaves_of(part) if isinstance(part, Composite) else part for key, part in spec.items()}
 
 
-def _overwritten(
+def _overwrite_rows(
     leaves: Leaves, target: Any, mask: torch.Tensor, rows: torch.Tensor | None, values: Any, path: tuple[str, ...] = ()
 ) -> Entries:
     """Copy observations, and write others into some rows of the copies.
@@ -317,7 +317,7 @@ def _overwritten(
     for key, part in leaves.items():
         old, new, here = target[key], None if values is None else _entry(values, key, path), (*path, key)
         if isinstance(part, dict):
-            result[key] = new_tensordict(_overwritten(part, old, mask, rows, new, here), old.batch_size, old.device)
+            result[key] = new_tensordict(_overwrite_rows(part, old, mask, rows, new, here), old.batch_size, old.device)
             continue
         if new is None:
             new = torch.full((), float("nan") if old.is_floating_point() else 0, dtype=old.dtype, device=old.device)
