@@ -23,7 +23,7 @@ from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, MemoryLayout, SharedMemory, WorkerHandle
 from rl_ext_core.vector.environments import Options, check_env_fns, factories_of
-from rl_ext_core.vector.worker import CONVERTED, IDLE_IN, PHASES, StepEntry, run_worker
+from rl_ext_core.vector.worker import CONVERTED, IDLE_FRAMES, PHASES, StepEntry, run_worker
 
 __all__ = ["UNFINISHED_SECONDS", "Pool", "Resets", "Timings", "make_pool"]
 
@@ -166,7 +166,9 @@ class Pool:
             raise
         for group in self._failure_groups(workers):
             interrupt_wait = functools.partial(_interrupt_waits, group)
-            watch = processes.Watch([worker.process for worker in group], idle_in=IDLE_IN, on_failure=interrupt_wait)
+            watch = processes.Watch(
+                [worker.process for worker in group], idle_in=IDLE_FRAMES, on_failure=interrupt_wait
+            )
             for worker in group:
                 worker.watch = watch
 

@@ -19,7 +19,7 @@ from rl_ext_core.vector.environments import CALLS, checked, copy_output
 __all__ = [
     "CONVERTED",
     "ENDED",
-    "IDLE_IN",
+    "IDLE_FRAMES",
     "REWARD_KINDS",
     "OTHER_REWARD",
     "PHASES",
@@ -34,7 +34,7 @@ _IDLE, _CONSTRUCTOR, _RESET, _STEP, _CLOSE = (
     PHASES.index(phase) for phase in ("idle", "constructor", "reset", "step", "close")
 )
 # Where it waits for commands, by which a worker that hangs is told from one that does not.
-IDLE_IN = ("/rl_ext_core/vector/channel.py",)
+IDLE_FRAMES = ("/rl_ext_core/vector/channel.py",)
 # What rewards are that 64-bit floats hold exactly; Stable Baselines3's SubprocVecEnv hands over what it got.
 REWARD_KINDS: dict[type, int] = {float: 0, np.float64: 0, np.float32: 1, int: 2, np.int64: 2, bool: 3, np.bool_: 3}
 OTHER_REWARD = 4
