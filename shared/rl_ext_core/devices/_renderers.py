@@ -152,11 +152,11 @@ def find_renderer(name: str, versions: Mapping[str, str]) -> Renderer:
     if found == "robosuite":
         return Renderer(found, version, _robosuite_backend, _robosuite)
     if found == "dm_control":
-        return Renderer(found, version, _dm_control_backend, _raw)
+        return Renderer(found, version, _dm_control_backend, _select_by_egl_index)
     through_cuda = int(re.match(r"\d*", versions["mujoco"])[0] or 0) >= 4  # type: ignore[index]
     backend = mujoco_backend if found == "mujoco" else _gymnasium_backend
     version = version if found == "mujoco" else f"{version} (mujoco {versions['mujoco']})"
-    return Renderer(found, version, backend, mujoco_4 if through_cuda else _raw)
+    return Renderer(found, version, backend, mujoco_4 if through_cuda else _select_by_egl_index)
 
 
 def installed(versions: Mapping[str, str]) -> tuple[Renderer, ...]:
@@ -207,7 +207,7 @@ def vulkan_device_name(gpu: Gpu, visible: tuple[str, ...]) -> str:
     return f"pci:{gpu.pci.removeprefix('0000:')}"
 
 
-def _raw(environ: Mapping[str, str], view: EglView) -> int:
+def _select_by_egl_index(environ: Mapping[str, str], view: EglView) -> int:
     """Follow mujoco up to 3 and dm_control: EGL's own index, else the first device that starts."""
     value = environ.get(INDEX)
     if value is None:
