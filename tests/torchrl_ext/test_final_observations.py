@@ -24,7 +24,7 @@ ways = pytest.mark.parametrize("looks", [True, False], ids=["as on a CPU", "as o
 nesting = pytest.mark.parametrize("nested", [False, True])
 
 
-def wrapped(env: Any, *, looks: bool = True, **kwargs: Any) -> Any:
+def wrap(env: Any, *, looks: bool = True, **kwargs: Any) -> Any:
     wrapper = GymWrapper(env, **{"categorical_action_encoding": True, **kwargs})
     wrapper.reset()
     wrapper.__dict__["_engine"]._finds_done_rows = looks
@@ -56,7 +56,7 @@ def check_chain(rollout: Any, place: Any = "observation") -> None:
 def test_every_form(form: str, lengths: list[int], nested: bool, torch_tensors: bool, looks: bool) -> None:
     for categorical, name in ((True, "final_obs"), (False, "final_observation")):  # the latter of older environments
         inner = SameStep(lengths, form, nested=nested, torch_tensors=torch_tensors, name=name)
-        env = wrapped(inner, looks=looks, categorical_action_encoding=categorical)
+        env = wrap(inner, looks=looks, categorical_action_encoding=categorical)
         rollout = env.rollout(13, break_when_any_done=False)
         check_chain(rollout, place_of(nested))
         for data in (rollout, rollout["next"]) if nested else ():
@@ -76,7 +76,7 @@ def test_what_is_not_given_is_nan_or_the_observation_before(info: Any, torch_ten
         inner = SameStep([1, 2, 5], None, nested=nested, torch_tensors=torch_tensors)
         step = inner.step
         inner.step = lambda action, step=step: (*step(action)[:-1], info)  # type: ignore[method-assign]
-        rollout = wrapped(inner, missing_final_obs=missing, looks=looks).rollout(9, break_when_any_done=False)
+        rollout = wrap(inner, missing_final_obs=missing, looks=looks).rollout(9, break_when_any_done=False)
         place, done = place_of(nested), rollout["next", "done"].squeeze(-1)
         assert rollout[place].isfinite().all()
         assert torch.equal(rollout["next"][place][~done], rollout[place][~done] + torch.tensor([0.0, 0.0, 1.0]))
@@ -90,7 +90,7 @@ def test_what_is_not_given_is_nan_or_the_observation_before(info: Any, torch_ten
 
 def test_the_observation_before_stays_whatever_is_done_to_the_data() -> None:
     def play(edits: bool) -> Any:
-        env = wrapped(SameStep([2, 3, 5], None, nested=True), missing_final_obs="previous")
+        env = wrap(SameStep([2, 3, 5], None, nested=True), missing_final_obs="previous")
         data, found = env.reset(), []
         for _ in range(9):
             before, data = env.step_and_maybe_reset(env.rand_action(data))
@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_named(name: str) -> None:
     inner = SameStep([2, 4], "batch" if nested else form, nested=nested)
     final = inner.final
     inner.final = lambda rows: fault(final(rows))  # type: ignore[method-assign]
-    env = wrapped(inner)
+    env = wrap(inner)
     with pytest.raises(EnvironmentOutputError, match=message):
         env.rollout(5, break_when_any_done=False)
     inner.final = final  # type: ignore[method-assign]
@@ -152,7 +152,7 @@ def test_as_gymnasium_made_them_from_dicts() -> None:
         return {**batch, "inner": {**batch["inner"], "_place": mask}, "_inner": mask, "_kind": mask}
 
     env.final = with_masks  # type: ignore[method-assign]
-    check_chain(wrapped(env).rollout(9, break_when_any_done=False), ("inner", "place"))
+    check_chain(wrap(env).rollout(9, break_when_any_done=False), ("inner", "place"))
 
 
 def test_whole_numbers_of_last_observations() -> None:
@@ -160,14 +160,14 @@ def test_whole_numbers_of_last_observations() -> None:
     inner.single_observation_space = spaces.Box(-9999, 9999, (3,), np.int64)
     observation, final = inner.observation, inner.final
     inner.observation = lambda rows: observation(rows).astype(np.int64)
-    assert wrapped(inner).rollout(9, break_when_any_done=False)["next", "observation"].dtype is torch.int64
+    assert wrap(inner).rollout(9, break_when_any_done=False)["next", "observation"].dtype is torch.int64
     inner.final = lambda rows: [np.full(3, 0.5) for _ in final(rows)]
     with pytest.raises(EnvironmentOutputError, match=r"final_obs observation.*float64, which loses"):
-        wrapped(inner).rollout(9, break_when_any_done=False)
+        wrap(inner).rollout(9, break_when_any_done=False)
 
 
 def test_the_loss_can_be_an_error_as_on_a_gpu() -> None:
-    env = wrapped(SameStep([3, 3], None), missing_final_obs="error", looks=False)
+    env = wrap(SameStep([3, 3], None), missing_final_obs="error", looks=False)
     assert env.rollout(2).shape == (2, 2)
     with pytest.raises(EnvironmentOutputError, match=r"final_obs.*missing_final_obs="):
         env.rollout(4)
@@ -185,7 +185,7 @@ def test_graphs_and_dtypes_of_last_observations(form: str, looks: bool) -> None:
         return value if value is None else value.double().requires_grad_() * 1
 
     inner.final = lambda rows: changed(final(rows))  # type: ignore[method-assign]
-    rollout = wrapped(inner, looks=looks).rollout(7, break_when_any_done=False)
+    rollout = wrap(inner, looks=looks).rollout(7, break_when_any_done=False)
     assert not rollout["next", "observation"].requires_grad
     assert rollout["next", "observation"].dtype is torch.float32
     check_chain(rollout)
@@ -195,7 +195,7 @@ def test_graphs_and_dtypes_of_last_observations(form: str, looks: bool) -> None:
 @pytest.mark.parametrize("final_obs", [True, False])
 def test_isaacs_fashion(final_obs: bool, looks: bool) -> None:
     inner = Isaac(6, final_obs=final_obs)
-    env = wrapped(inner, looks=looks)
+    env = wrap(inner, looks=looks)
     check_env_specs(env)
     rollout = env.rollout(20, break_when_any_done=False)
     done = rollout["next", "done"].squeeze(-1)
@@ -211,7 +211,7 @@ def test_isaacs_fashion(final_obs: bool, looks: bool) -> None:
 
 def test_the_way_of_a_gpu_gives_what_that_of_a_cpu_gives() -> None:
     def rollout(looks: bool, **kwargs: Any) -> Any:
-        env = wrapped(IsaacByIds(5, final_obs=True), looks=looks, **kwargs)
+        env = wrap(IsaacByIds(5, final_obs=True), looks=looks, **kwargs)
         env.set_seed(0)
         torch.manual_seed(0)
         data = env.reset().set("hidden", torch.ones(5, 2))
@@ -227,7 +227,7 @@ def test_the_way_of_a_gpu_gives_what_that_of_a_cpu_gives() -> None:
 
 def test_the_observation_before_is_the_environments_under_transforms() -> None:
     def rollout(*transforms: Any) -> Any:
-        env = TransformedEnv(wrapped(IsaacByIds(3), missing_final_obs="previous"), *transforms)
+        env = TransformedEnv(wrap(IsaacByIds(3), missing_final_obs="previous"), *transforms)
         env.set_seed(0)
         torch.manual_seed(0)
         return env.rollout(8, break_when_any_done=False)
