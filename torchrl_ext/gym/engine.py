@@ -324,7 +324,7 @@ def _overwrite_rows(
             new = new.expand_as(old)
         if rows is None:
             wide = mask.view(-1, *([1] * (old.ndim - 1)))
-            result[key] = torch.where(wide, _fitted(part, old, new, len(mask), here), old)
+            result[key] = torch.where(wide, _convert_final(part, old, new, len(mask), here), old)
         else:
             if type(new) is np.ndarray and old.is_cpu and new.shape[1:] == old.shape[1:] and len(new) == len(rows):
                 filled = old.clone().numpy()  # writing in NumPy takes less than half of the time
@@ -334,7 +334,7 @@ def _overwrite_rows(
                     continue
             if type(new) is torch.Tensor and new.shape == old.shape:
                 new = new.index_select(0, rows)
-            result[key] = old.index_copy(0, rows, _fitted(part, old, new, len(rows), here))
+            result[key] = old.index_copy(0, rows, _convert_final(part, old, new, len(rows), here))
     return result
 
 
@@ -354,7 +354,7 @@ def _entry(values: Any, key: str, path: tuple[str, ...]) -> Any:
     return values[key]
 
 
-def _fitted(spec: Any, old: torch.Tensor, new: Any, count: int, path: tuple[str, ...]) -> torch.Tensor:
+def _convert_final(spec: Any, old: torch.Tensor, new: Any, count: int, path: tuple[str, ...]) -> torch.Tensor:
     shape = (count, *old.shape[1:])
     if type(new) is np.ndarray and new.dtype.kind in "fiub" and new.flags.c_contiguous and new.flags.writeable:
         new = torch.from_numpy(new)
