@@ -25,7 +25,7 @@ from rl_ext_core.factory.convert import convert
 from rl_ext_core.factory.record import game_of_id, spec_of_id
 from rl_ext_core.isolation import Isolation, Verdict, probe
 from rl_ext_core.vector import environments
-from rl_ext_core.vector.environments import Options, at_least_one, check_env_fns, check_seconds, factories_of
+from rl_ext_core.vector.environments import Options, check_count, check_env_fns, check_seconds, factories_of
 from sb3_ext.gym_vec_env import GymVecEnv
 from sb3_ext.multi_agent_vec_env import MultiAgentVecEnv, is_parallel_env
 from sb3_ext.vec_env import SharedMemoryVecEnv
@@ -86,7 +86,7 @@ def make_vec_env(
 
     Source: https://github.com/openai/retro/issues/2
     """
-    count = resources.usable_cores() if n_envs is None else at_least_one("n_envs", n_envs)
+    count = resources.usable_cores() if n_envs is None else check_count("n_envs", n_envs)
     seed = None if seed is None else operator.index(seed)  # gymnasium takes Python's integers alone
     wrappers: list[Any] = [functools.partial(wrapper_class, **(wrapper_kwargs or {}))] if wrapper_class else []
     parallel = hasattr(env_id, "possible_agents") and is_parallel_env(env_id)

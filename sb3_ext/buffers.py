@@ -38,7 +38,7 @@ from rl_ext_core.devices import resolve
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.checkpoint import checksum, reduced_and_held, as_corrupt_pickle
 from rl_ext_core.frames.planning import MemoryWatch
-from rl_ext_core.vector.environments import at_least_one
+from rl_ext_core.vector.environments import check_count
 from sb3_ext.observation_view import ObservationView
 from sb3_ext.observations import STORE_OPTIONS, Observations
 
@@ -221,7 +221,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         storage_dir: str | os.PathLike[str] | None = None,
         num_threads: int | None = None,
     ) -> None:
-        buffer_size, n_envs = at_least_one("buffer_size", buffer_size), at_least_one("n_envs", n_envs)
+        buffer_size, n_envs = check_count("buffer_size", buffer_size), check_count("n_envs", n_envs)
         # Not ReplayBuffer's: it would allocate what this class exists to avoid.
         BaseBuffer.__init__(self, buffer_size, observation_space, action_space, resolve(device).compute, n_envs=n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
@@ -528,7 +528,7 @@ if hasattr(buffers, "NStepReplayBuffer"):  # from Stable Baselines3 2.7 on; all 
         def __init__(self, *args: Any, n_steps: int | None = None, gamma: float | None = None, **kwargs: Any) -> None:
             algorithm = _find_building_algorithm(self)
             if n_steps is not None:
-                n_steps = at_least_one("n_steps", n_steps)
+                n_steps = check_count("n_steps", n_steps)
             theirs = getattr(algorithm, "n_steps", 1)
             if theirs > 1:
                 n_steps = _check_matches_algorithm("n_steps", n_steps, theirs)
@@ -786,7 +786,7 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
         quality: int | Mapping[str, int] = 95,
         num_threads: int | None = None,
     ) -> None:
-        buffer_size, n_envs = at_least_one("buffer_size", buffer_size), at_least_one("n_envs", n_envs)
+        buffer_size, n_envs = check_count("buffer_size", buffer_size), check_count("n_envs", n_envs)
         self._create_observations(
             observation_space,
             (buffer_size, n_envs),

@@ -26,7 +26,7 @@ from rl_ext_core.frames import FrameStore
 from rl_ext_core.frames.folder import checked_path
 from rl_ext_core.frames.planning import MemoryWatch
 from rl_ext_core.frames.recycle import RecycledArrays
-from rl_ext_core.vector.environments import at_least_one
+from rl_ext_core.vector.environments import check_count
 from sb3_ext.observation_view import ObservationView
 
 IndexArray = npt.NDArray[np.int64]
@@ -161,8 +161,8 @@ class Observations:
         for name, value in options.items():
             if isinstance(value, Mapping) and (unknown := [key for key in value if key not in by_key]):
                 raise InvalidArgumentError(f"{name} is given for {unknown}, which are not among the keys {[*by_key]}")
-        self.num_threads = None if num_threads is None else at_least_one("num_threads", num_threads)
-        self.max_bytes = None if max_bytes is None else at_least_one("max_bytes", max_bytes)
+        self.num_threads = None if num_threads is None else check_count("num_threads", num_threads)
+        self.max_bytes = None if max_bytes is None else check_count("max_bytes", max_bytes)
         folders = _folder_by_key(storage_dir, [*by_key])
         parts: dict[Any, Part] = {}
         try:
@@ -406,5 +406,5 @@ def _options_for_key(key: Any, options: Mapping[str, Any], *, image: bool) -> di
     for name, default in _DEFAULTS.items():
         value = options.get(name, default)
         value = value.get(key, default) if isinstance(value, Mapping) else value if image else default
-        chosen[name] = at_least_one(name, value) if default is None and value is not None else value
+        chosen[name] = check_count(name, value) if default is None and value is not None else value
     return chosen

@@ -29,7 +29,7 @@ __all__ = [
     "CALLS",
     "EpisodeMonitor",
     "Options",
-    "at_least_one",
+    "check_count",
     "check_env_fns",
     "check_seconds",
     "checked",
@@ -46,7 +46,7 @@ __all__ = [
 # -- what callers pass
 
 
-def at_least_one(name: str, value: Any, least: int = 1) -> int:
+def check_count(name: str, value: Any, least: int = 1) -> int:
     """Return a whole number from 1 on, or from ``least``, or refuse the value."""
     try:
         number = operator.index(value)
@@ -106,14 +106,14 @@ class Options:
                 f'Write start_method="{methods[0]}", or leave it out'
             )
         if self.n_workers is not None:
-            at_least_one("n_workers", self.n_workers)
+            check_count("n_workers", self.n_workers)
         for name in ("start_timeout", "step_timeout", "close_timeout"):
             check_seconds(name, getattr(self, name))
         if self.restart not in (None, "truncate"):
             raise InvalidArgumentError(
                 f'restart={self.restart!r} is neither "truncate" nor None. Write restart="truncate"'
             )
-        at_least_one("max_restarts", self.max_restarts, least=0)
+        check_count("max_restarts", self.max_restarts, least=0)
         if self.cwd not in (None, "own") and not os.path.isdir(self.cwd):
             raise InvalidArgumentError(
                 f'cwd={self.cwd!r} is not a folder: expected "own" (an empty directory for each worker), a folder of '
