@@ -150,7 +150,7 @@ def find_renderer(name: str, versions: Mapping[str, str]) -> Renderer:
     if found == "pyrender":
         return Renderer(found, version, _pyrender_backend, _pyrender, (PLATFORM,), PYRENDER_INDEX)
     if found == "robosuite":
-        return Renderer(found, version, _robosuite_backend, _robosuite)
+        return Renderer(found, version, _robosuite_backend, _select_robosuite)
     if found == "dm_control":
         return Renderer(found, version, _dm_control_backend, _select_by_egl_index)
     through_cuda = int(re.match(r"\d*", versions["mujoco"])[0] or 0) >= 4  # type: ignore[index]
@@ -215,7 +215,7 @@ def _select_by_egl_index(environ: Mapping[str, str], view: EglView) -> int:
     return _index(INDEX, _integer(INDEX, value), view)
 
 
-def _robosuite(environ: Mapping[str, str], view: EglView) -> int:
+def _select_robosuite(environ: Mapping[str, str], view: EglView) -> int:
     """Follow robosuite 1.5: MUJOCO_EGL_DEVICE_ID, else the mask's first entry, taken for EGL's own index."""
     name = INDEX if environ.get(INDEX) is not None else MASK
     value = environ.get(name)
