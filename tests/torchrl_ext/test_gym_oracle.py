@@ -44,7 +44,7 @@ gymnasium.register_envs(ale_py)
 Build = Callable[[Any], Any]  # of one of the two classes
 
 
-def both(build: Build) -> tuple[Any, Any]:
+def build_both(build: Build) -> tuple[Any, Any]:
     return build(GymWrapper), build(upstream.GymWrapper)
 
 
@@ -157,7 +157,7 @@ CASES: dict[str, Build] = {
 @pytest.mark.sample(quick=10)
 @pytest.mark.parametrize("name", CASES)
 def test_rollouts_are_those_of_upstream(name: str) -> None:
-    ours, theirs = both(CASES[name])
+    ours, theirs = build_both(CASES[name])
     # None of STAGGERED ends with the 69th step: upstream's next reset were wrong then (test_upstream_defects.py).
     rollout = assert_same_rollouts(ours, theirs, 69)
     assert rollout["next", "done"].any() or name.startswith(("Pendulum", "Pong", "action"))
@@ -172,7 +172,7 @@ def test_rollouts_are_those_of_upstream(name: str) -> None:
 @pytest.mark.parametrize("stop", ["any", "all"])
 def test_a_batch_until_the_first_or_the_last_is_done(stop: str) -> None:
     found, expected = (
-        seeded_rollout(env, 50, **{f"break_when_{stop}_done": True}) for env in both(CASES["staggered, SameStep"])
+        seeded_rollout(env, 50, **{f"break_when_{stop}_done": True}) for env in build_both(CASES["staggered, SameStep"])
     )
     assert found.shape == (3, 7 if stop == "any" else 13)
     assert_same(found, expected)
@@ -190,7 +190,7 @@ def test_collectors(name: str) -> None:
         finally:
             collector.shutdown()
 
-    ours, theirs = map(collected, both(CASES[name]))
+    ours, theirs = map(collected, build_both(CASES[name]))
     assert len(ours) == 3
     for one, other in zip(ours, theirs, strict=True):
         assert_same(one, other)
@@ -239,7 +239,7 @@ def check_spaces(observed: Any, taken: Any, categorical: bool, count: int | None
         return Sampled(observed, taken)
 
     options = {"categorical_action_encoding": categorical}
-    ours, theirs = both(made(make, **options) if count is None else batch(make, "Disabled", count, **options))
+    ours, theirs = build_both(made(make, **options) if count is None else batch(make, "Disabled", count, **options))
     assert_same_rollouts(ours, theirs, 12)
     check_env_specs(ours)
     first, second = (getattr(env._env, "envs", [env._env])[0] for env in (theirs, ours))
@@ -264,7 +264,7 @@ def test_every_space(name: str, count: int | None, categorical: bool) -> None:
 
 def test_sequences_of_any_length() -> None:
     space = spaces.Sequence(box(2), stack=True)
-    ours, theirs = both(made(partial(Sampled, space, spaces.Discrete(3))))
+    ours, theirs = build_both(made(partial(Sampled, space, spaces.Discrete(3))))
     found, expected = (seeded_rollout(env, 12, return_contiguous=False) for env in (ours, theirs))
     for one, other in zip(found.unbind(0), expected.unbind(0), strict=True):
         assert_same(one, other)
@@ -307,7 +307,7 @@ def test_vectors_that_are_not_one_hot(action: list[Any], count: int | None) -> N
         return [int(single.received[-1]) for single in getattr(env._env, "envs", [env._env])]
 
     make = partial(Sampled, box(2), spaces.Discrete(2))
-    ours, theirs = both(made(make) if count is None else batch(make, "Disabled", count))
+    ours, theirs = build_both(made(make) if count is None else batch(make, "Disabled", count))
     assert taken(ours) == taken(theirs)
 
 
@@ -339,14 +339,14 @@ def test_a_reset_of_some() -> None:
         data = env.step_mdp(env.step(env.rand_action(data)))
         return env.reset(data.set("_reset", torch.tensor([[True], [False], [True]])))
 
-    assert_same(*map(play, both(batch(WalkWithoutInfos, "Disabled"))))
-    for env in both(made(Walk)):
+    assert_same(*map(play, build_both(batch(WalkWithoutInfos, "Disabled"))))
+    for env in build_both(made(Walk)):
         with pytest.raises(RuntimeError, match="Partial resets"):
             env.reset(env.reset().set("_reset", torch.zeros(1, dtype=torch.bool)))
 
 
 def test_seeds() -> None:
-    ours, theirs = both(made(Walk))
+    ours, theirs = build_both(made(Walk))
     assert ours.set_seed(5) == theirs.set_seed(5)
     assert ours.set_seed(5, static_seed=True) == 5
     assert_same(ours.reset(seed=7), theirs.reset(seed=7))
@@ -398,7 +398,7 @@ def test_what_a_policy_leaves_is_carried_on(name: str) -> None:
             seen += [before, data.copy()]
         return seen
 
-    for one, other in zip(*map(play, both(BUILDERS[name])), strict=True):
+    for one, other in zip(*map(play, build_both(BUILDERS[name])), strict=True):
         assert_same(one, other)
 
 
@@ -429,7 +429,7 @@ def _walk(cls: Any) -> Any:
 
 @pytest.mark.slow
 def test_in_processes_of_upstreams() -> None:
-    ours, theirs = both(lambda cls: ParallelEnv(2, partial(_walk, cls), mp_start_method="fork"))
+    ours, theirs = build_both(lambda cls: ParallelEnv(2, partial(_walk, cls), mp_start_method="fork"))
     try:
         assert_same_rollouts(ours, theirs, 40)
     finally:
