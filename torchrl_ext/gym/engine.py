@@ -157,7 +157,7 @@ class Engine:
         if rows is None:
             final = find(None, info)
             is_lost = final is None and self._missing == "error" and bool(mask.any())
-            if is_lost or (final is not None and not (self._starts is None and _is_batch(final, mask.numel()))):
+            if is_lost or (final is not None and not (self._starts is None and _has_row_per_env(final, mask.numel()))):
                 rows = mask.nonzero().view(-1)
         if rows is not None:
             final = find(rows, info)
@@ -288,10 +288,10 @@ def _has_finite_horizon(env: Any, asked: bool | None) -> bool:
 # -- rows of observations
 
 
-def _is_batch(final: Any, count: int) -> bool:
+def _has_row_per_env(final: Any, count: int) -> bool:
     """Return whether last observations are tensors with a row for every sub-environment."""
     if isinstance(final, dict):
-        return all(_is_batch(part, count) for part in final.values())
+        return all(_has_row_per_env(part, count) for part in final.values())
     return isinstance(final, torch.Tensor) and final.shape[:1] == (count,)
 
 
