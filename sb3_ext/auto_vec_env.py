@@ -122,7 +122,7 @@ def make_vec_env(
         env_id = game_of_id(env_id) or env_id  # what builds a game of stable-retro, which gymnasium does not know
     source = functools.cache(lambda: _factory_source(env_id, env_kwargs or {}))
     limit = (vec_env_kwargs or {}).get("start_timeout")
-    base = functools.cache(lambda: convert(source(), verify=True, timeout=limit).then(environments.checked))
+    base = functools.cache(lambda: convert(source(), verify=True, timeout=limit).then(environments.check_environment))
 
     def probe_factories() -> list[EnvFactory[Any]]:
         # All that will run, but for files: those of the monitors are not for trials.
@@ -137,7 +137,9 @@ def make_vec_env(
         return [functools.reduce(EnvFactory.then, wrappers_of_rank(rank), factory) for rank, factory in made]
 
     def build_env(rank: int) -> Any:
-        return functools.reduce(lambda env, wrap: wrap(env), wrappers_of_rank(rank), environments.checked(source()()))
+        return functools.reduce(
+            lambda env, wrap: wrap(env), wrappers_of_rank(rank), environments.check_environment(source()())
+        )
 
     def build_in_process() -> VecEnv:
         if devices is not None or isinstance(source(), EnvFactory) or not callable(source()):

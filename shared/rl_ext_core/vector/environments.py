@@ -32,7 +32,7 @@ __all__ = [
     "check_count",
     "check_env_fns",
     "check_seconds",
-    "checked",
+    "check_environment",
     "copy_output",
     "factories_of",
     "make",
@@ -145,7 +145,7 @@ def make(spec: Any, env_kwargs: dict[str, Any]) -> Any:
         return gymnasium.make(spec, **env_kwargs)
 
 
-def checked(environment: Any) -> Any:
+def check_environment(environment: Any) -> Any:
     """Return an environment of gymnasium as it is, one of the old gym inside shimmy's wrapper, and refuse others."""
     if isinstance(environment, gymnasium.Env):
         return environment

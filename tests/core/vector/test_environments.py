@@ -10,7 +10,7 @@ import gymnasium
 import pytest
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidTypeError, MissingDependencyError
-from rl_ext_core.vector.environments import EpisodeMonitor, checked
+from rl_ext_core.vector.environments import EpisodeMonitor, check_environment
 from tests.sb3_ext.vec_worlds import Counting
 
 
@@ -55,12 +55,12 @@ class Converted(gymnasium.Env[Any, Any]):
 def test_environments_of_gym_are_converted_by_shimmy(kind: type, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, env, gym = f"GymV{version}CompatibilityV0", kind(), ModuleType("gym")
     with pytest.raises(InvalidTypeError, match=r"expected one of gymnasium\. Use a class that inherits"):
-        checked(env)  # gym is not loaded: of no known library
+        check_environment(env)  # gym is not loaded: of no known library
     gym.Env = Old  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "gym", gym)
     monkeypatch.setitem(sys.modules, "shimmy", SimpleNamespace(**{name: Converted}))  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match=rf"`{kind.__name__}` is an environment of gym 0\.{version}"):
-        assert checked(env).inside is env
+        assert check_environment(env).inside is env
     monkeypatch.setitem(sys.modules, "shimmy", None)  # type: ignore[arg-type]
     with pytest.raises(MissingDependencyError, match=rf"gym 0\.{version}, .*{name}\(env=env\)"):
-        checked(env)
+        check_environment(env)
