@@ -669,7 +669,7 @@ def _predicted_vulkan(renderer: Renderer, situation: Situation) -> Prediction:
 def _why(renderer: Renderer, environ: Mapping[str, str], index: int) -> tuple[str, str]:
     """Return which variable has chosen EGL device ``index``."""
     mask, value = environ.get(MASK), environ.get(renderer.index)
-    through_cuda = renderer.select_egl_device is _renderers.mujoco_4
+    through_cuda = renderer.select_egl_device is _renderers.select_mujoco_4
     where = f"EGL device {index}"
     if renderer.name == "robosuite" and environ.get(BACKEND, "egl") != "egl":
         where += f" (robosuite takes EGL in place of {BACKEND}={environ[BACKEND]!r})"

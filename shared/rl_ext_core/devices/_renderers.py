@@ -156,7 +156,7 @@ def find_renderer(name: str, versions: Mapping[str, str]) -> Renderer:
     through_cuda = int(re.match(r"\d*", versions["mujoco"])[0] or 0) >= 4  # type: ignore[index]
     backend = mujoco_backend if found == "mujoco" else _gymnasium_backend
     version = version if found == "mujoco" else f"{version} (mujoco {versions['mujoco']})"
-    return Renderer(found, version, backend, mujoco_4 if through_cuda else _select_by_egl_index)
+    return Renderer(found, version, backend, select_mujoco_4 if through_cuda else _select_by_egl_index)
 
 
 def installed(versions: Mapping[str, str]) -> tuple[Renderer, ...]:
@@ -226,7 +226,7 @@ def _select_robosuite(environ: Mapping[str, str], view: EglView) -> int:
     return _index(name, numbers[0], view)
 
 
-def mujoco_4(environ: Mapping[str, str], view: EglView) -> int:
+def select_mujoco_4(environ: Mapping[str, str], view: EglView) -> int:
     """Follow mujoco 4: through EGL_CUDA_DEVICE_NV, where a number means a visible device or a CUDA id."""
     egl_index_by_ordinal = view.egl_index_by_ordinal()
     mask = _mujoco_4_mask(environ.get(MASK))
