@@ -48,7 +48,7 @@ def build_both(build: Build) -> tuple[Any, Any]:
     return build(GymWrapper), build(upstream.GymWrapper)
 
 
-def made(make: Callable[[], Any], **options: Any) -> Build:
+def wrapping(make: Callable[[], Any], **options: Any) -> Build:
     return lambda cls: cls(make(), **options)
 
 
@@ -97,34 +97,34 @@ norm = partial(ObservationNorm, loc=0.5, scale=2.0, in_keys=["observation"])
 norm_place = partial(ObservationNorm, loc=0.5, scale=2.0, in_keys=[("inner", "place")])
 AGE = [Unbounded((), dtype=torch.int64)]
 cut = (RewardSum, InitTracker, partial(StepCounter, 5))
-nested = under(made(DictWalk), norm_place, *cut)
+nested = under(wrapping(DictWalk), norm_place, *cut)
 
 CASES: dict[str, Build] = {
-    "CartPole": made(cartpole),
-    "Pendulum": made(partial(gymnasium.make, "Pendulum-v1")),
-    "HalfCheetah": made(short_cheetah),
-    "Pong": made(pong),
-    "Walk": made(Walk),
-    "nested": made(DictWalk),
-    "nested on a device": made(DictWalk, device="cpu"),
-    "two rewards": made(VectorRewards),
+    "CartPole": wrapping(cartpole),
+    "Pendulum": wrapping(partial(gymnasium.make, "Pendulum-v1")),
+    "HalfCheetah": wrapping(short_cheetah),
+    "Pong": wrapping(pong),
+    "Walk": wrapping(Walk),
+    "nested": wrapping(DictWalk),
+    "nested on a device": wrapping(DictWalk, device="cpu"),
+    "two rewards": wrapping(VectorRewards),
     "categorical": by_id("CartPole-v1", categorical_action_encoding=True),
     "frames skipped": by_id("CartPole-v1", frame_skip=3),
     "Pendulum, frames skipped": by_id("Pendulum-v1", frame_skip=3),
     "pixels and more": by_id("CartPole-v1", from_pixels=True, pixels_only=False),
     "infos": lambda cls: cls(short_cheetah()).auto_register_info_dict(),
     "infos by name": lambda cls: cls(Walk()).set_info_dict_reader(default_info_dict_reader(["age"], spec=AGE)),
-    "HalfCheetah, normalised": under(made(short_cheetah), DoubleToFloat, norm, partial(RewardScaling, 0.1, 2.0)),
+    "HalfCheetah, normalised": under(wrapping(short_cheetah), DoubleToFloat, norm, partial(RewardScaling, 0.1, 2.0)),
     "image, cut": under(
-        made(partial(Sampled, spaces.Box(0, 255, (8, 8, 3)), spaces.Discrete(3))),
+        wrapping(partial(Sampled, spaces.Box(0, 255, (8, 8, 3)), spaces.Discrete(3))),
         *(partial(ToTensorImage, in_keys=["pixels"]), RewardSum, partial(StepCounter, 4)),
     ),
     "nested, cut": nested,
-    "frame skip as a transform": under(made(partial(Walk, 6, 20)), partial(FrameSkipTransform, 2)),
-    "text": made(Spoken),
-    "text on a device": made(Spoken, device="cpu"),
+    "frame skip as a transform": under(wrapping(partial(Walk, 6, 20)), partial(FrameSkipTransform, 2)),
+    "text": wrapping(Spoken),
+    "text on a device": wrapping(Spoken, device="cpu"),
     "a mask": under(
-        made(Masked), partial(t.DTypeCastTransform, torch.int8, torch.bool, in_keys=["action_mask"]), t.ActionMask
+        wrapping(Masked), partial(t.DTypeCastTransform, torch.int8, torch.bool, in_keys=["action_mask"]), t.ActionMask
     ),
     "actions, discretised": under(pendulum, partial(t.ActionDiscretizer, 5)),
     "actions, scaled": under(pendulum, t.ActionScaling),
@@ -239,7 +239,7 @@ def check_spaces(observed: Any, taken: Any, categorical: bool, count: int | None
         return Sampled(observed, taken)
 
     options = {"categorical_action_encoding": categorical}
-    ours, theirs = build_both(made(make, **options) if count is None else batch(make, "Disabled", count, **options))
+    ours, theirs = build_both(wrapping(make, **options) if count is None else batch(make, "Disabled", count, **options))
     assert_same_rollouts(ours, theirs, 12)
     check_env_specs(ours)
     first, second = (getattr(env._env, "envs", [env._env])[0] for env in (theirs, ours))
@@ -264,7 +264,7 @@ def test_every_space(name: str, count: int | None, categorical: bool) -> None:
 
 def test_sequences_of_any_length() -> None:
     space = spaces.Sequence(box(2), stack=True)
-    ours, theirs = build_both(made(partial(Sampled, space, spaces.Discrete(3))))
+    ours, theirs = build_both(wrapping(partial(Sampled, space, spaces.Discrete(3))))
     found, expected = (seeded_rollout(env, 12, return_contiguous=False) for env in (ours, theirs))
     for one, other in zip(found.unbind(0), expected.unbind(0), strict=True):
         assert_same(one, other)
@@ -307,7 +307,7 @@ def test_vectors_that_are_not_one_hot(action: list[Any], count: int | None) -> N
         return [int(single.received[-1]) for single in getattr(env._env, "envs", [env._env])]
 
     make = partial(Sampled, box(2), spaces.Discrete(2))
-    ours, theirs = build_both(made(make) if count is None else batch(make, "Disabled", count))
+    ours, theirs = build_both(wrapping(make) if count is None else batch(make, "Disabled", count))
     assert taken(ours) == taken(theirs)
 
 
@@ -340,13 +340,13 @@ def test_a_reset_of_some() -> None:
         return env.reset(data.set("_reset", torch.tensor([[True], [False], [True]])))
 
     assert_same(*map(play, build_both(batch(WalkWithoutInfos, "Disabled"))))
-    for env in build_both(made(Walk)):
+    for env in build_both(wrapping(Walk)):
         with pytest.raises(RuntimeError, match="Partial resets"):
             env.reset(env.reset().set("_reset", torch.zeros(1, dtype=torch.bool)))
 
 
 def test_seeds() -> None:
-    ours, theirs = build_both(made(Walk))
+    ours, theirs = build_both(wrapping(Walk))
     assert ours.set_seed(5) == theirs.set_seed(5)
     assert ours.set_seed(5, static_seed=True) == 5
     assert_same(ours.reset(seed=7), theirs.reset(seed=7))
@@ -376,8 +376,8 @@ def extras(env: Any) -> dict[str, Any]:
 
 
 BUILDERS: dict[str, Build] = {
-    "single": made(partial(WalkWithoutInfos, 3, 3)),
-    "nested": made(partial(DictWalk, 3, 3)),
+    "single": wrapping(partial(WalkWithoutInfos, 3, 3)),
+    "nested": wrapping(partial(DictWalk, 3, 3)),
     "SameStep": batch([partial(WalkWithoutInfos, n, n) for n in (3, 5)], "SameStep", 2),
     "nested, Disabled": batch(DictWalk, "Disabled", 2),
 }
