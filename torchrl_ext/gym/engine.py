@@ -62,7 +62,7 @@ class Engine:
         env, batch_size, device, keys = self.env, self.batch_size, self.device, wrapper.action_keys
         self._leaves, self._key, self._missing = _leaves_of(observation), key, options["missing_final_obs"]
         self._keys = tuple(self._leaves)
-        self.containers = tuple(name for name, part in self._leaves.items() if isinstance(part, dict))
+        self.nested_keys = tuple(name for name, part in self._leaves.items() if isinstance(part, dict))
         # None: the environment's action is a dict.
         self.action_key = keys[0] if len(keys) == 1 and not wrapper.__dict__["_takes_dict"] else None
         env_device = device_of(env)

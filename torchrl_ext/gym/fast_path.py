@@ -136,7 +136,7 @@ class FastStepMixin(EnvBase):
             return super().step_and_maybe_reset(tensordict)
         engine = self.__dict__["_engine"]
         data, done = self._take_step(entries, tensordict)
-        _place(root, data, engine.containers)
+        _place(root, data, engine.nested_keys)
         del root["reward"]
         if done:
             fresh = engine.reset_done(data)
@@ -146,7 +146,7 @@ class FastStepMixin(EnvBase):
                     _zero(root, fresh, mask & ~mask.all(), None)
                 elif len(rows) < len(mask):
                     _zero(root, fresh, mask, rows)
-            _place(root, fresh, engine.containers)
+            _place(root, fresh, engine.nested_keys)
             root["done"], root["terminated"], root["truncated"] = engine.make_unset_flags()
         return tensordict, new_tensordict(root, engine.batch_size, engine.device)
 
@@ -181,11 +181,11 @@ def _copied(entries: dict[str, Any]) -> dict[str, Any] | None:
     return root
 
 
-def _place(root: dict[str, Any], data: dict[str, Any], containers: tuple[str, ...]) -> None:
+def _place(root: dict[str, Any], data: dict[str, Any], nested_keys: tuple[str, ...]) -> None:
     """Write new entries over old ones; containers are copied, and keep their other entries."""
-    old: dict[str, Any] = {key: root.get(key) for key in containers}
+    old: dict[str, Any] = {key: root.get(key) for key in nested_keys}
     root.update(data)
-    for key in containers:
+    for key in nested_keys:
         new, before = data[key].copy(), old[key]
         root[key] = before.update(new) if type(before) is TensorDict else new
 
