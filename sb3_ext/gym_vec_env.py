@@ -19,7 +19,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.arrays import to_numpy
 from rl_ext_core.vector.autoreset import layers
-from rl_ext_core.vector.environments import EpisodeMonitor, copy_output, name_of
+from rl_ext_core.vector.environments import EpisodeMonitor, copy_output, qualified_name
 from rl_ext_core.vector.spaces import attribute_of, device_of, space_by_attributes
 from rl_ext_core.vector.stepper import Stepper, num_envs_of
 from sb3_ext._compat import call_in_workers
@@ -321,7 +321,7 @@ def _select_observation(space: Any, key: str | None, device: Any) -> tuple[Any, 
 def _wrapper_names(wrapper_class: type) -> set[str]:
     """Return the names of a class of wrappers, of those that stand for it, and of those derived from it."""
     names = {wrapper_class.__name__}.union(*map(_wrapper_names, wrapper_class.__subclasses__()))
-    return names | {EpisodeMonitor.__name__} if name_of(wrapper_class) in EpisodeMonitor.stands_for else names
+    return names | {EpisodeMonitor.__name__} if qualified_name(wrapper_class) in EpisodeMonitor.stands_for else names
 
 
 def _bound_actions(space: Any, clip: Any) -> Any:

@@ -15,7 +15,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.vector.environments import Options, name_of, store_reward
+from rl_ext_core.vector.environments import Options, qualified_name, store_reward
 from rl_ext_core.vector.pool import Pool, Timings, make_pool
 from rl_ext_core.vector.ray import RayPool
 from rl_ext_core.vector.worker import ENDED, OTHER_REWARD, TRUNCATED
@@ -200,7 +200,7 @@ class PoolVecEnv(CheckedVecEnv):
 
     def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
         """Return which environments have a wrapper of a class, or of one of the same name and module."""
-        return self._call_pool("env_is_wrapped", name_of(wrapper_class), indices)
+        return self._call_pool("env_is_wrapped", qualified_name(wrapper_class), indices)
 
     def _call_pool(self, name: str, data: Any, indices: Indices) -> list[Any]:
         self._require_idle()

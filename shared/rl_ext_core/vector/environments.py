@@ -37,7 +37,7 @@ __all__ = [
     "factories_of",
     "make",
     "monitored",
-    "name_of",
+    "qualified_name",
     "seeded",
     "store_reward",
 ]
@@ -283,14 +283,14 @@ class EpisodeMonitor(gymnasium.Wrapper[Any, Any, Any, Any]):
 # -- calls
 
 
-def name_of(wrapper_class: type) -> tuple[str, str]:
+def qualified_name(wrapper_class: type) -> tuple[str, str]:
     """Return what ``env_is_wrapped`` of a worker takes: to unpickle the class, it would have to import its module."""
     return wrapper_class.__module__, wrapper_class.__qualname__
 
 
 def _is_wrapped(env: Any, name: tuple[str, str]) -> bool:
     while isinstance(env, gymnasium.Wrapper):
-        if name in map(name_of, type(env).__mro__) or name in getattr(type(env), "stands_for", ()):
+        if name in map(qualified_name, type(env).__mro__) or name in getattr(type(env), "stands_for", ()):
             return True
         env = env.env
     return False

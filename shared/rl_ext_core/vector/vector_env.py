@@ -15,7 +15,7 @@ from gymnasium.vector.utils import batch_space, iterate
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, _combined_error_class
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.environments import Options, name_of, store_reward
+from rl_ext_core.vector.environments import Options, qualified_name, store_reward
 from rl_ext_core.vector.pool import make_pool
 from rl_ext_core.vector.worker import OTHER_REWARD, TERMINATED, TRUNCATED
 
@@ -230,7 +230,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         """
         self._require_idle("env_is_wrapped")
         chosen = range(self.num_envs) if indices is None else indices
-        return self._pool.call(chosen, "env_is_wrapped", name_of(wrapper_class))
+        return self._pool.call(chosen, "env_is_wrapped", qualified_name(wrapper_class))
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Begin a call of a method: see :meth:`call`."""
