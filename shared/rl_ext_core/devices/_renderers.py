@@ -148,7 +148,7 @@ def find_renderer(name: str, versions: Mapping[str, str]) -> Renderer:
     if found == "sapien":
         return Renderer(found, version, lambda environ: "vulkan", None, (), "")
     if found == "pyrender":
-        return Renderer(found, version, _pyrender_backend, _pyrender, (PLATFORM,), PYRENDER_INDEX)
+        return Renderer(found, version, _pyrender_backend, _select_pyrender, (PLATFORM,), PYRENDER_INDEX)
     if found == "robosuite":
         return Renderer(found, version, _robosuite_backend, _select_robosuite)
     if found == "dm_control":
@@ -250,7 +250,7 @@ def select_mujoco_4(environ: Mapping[str, str], view: EglView) -> int:
     return ordered[number]
 
 
-def _pyrender(environ: Mapping[str, str], view: EglView) -> int:
+def _select_pyrender(environ: Mapping[str, str], view: EglView) -> int:
     """Follow pyrender 0.1: EGL's own index among all devices, as Python counts in a list."""
     value = environ.get(PYRENDER_INDEX, "0")
     number, count = _integer(PYRENDER_INDEX, value), len(view.devices)
