@@ -61,7 +61,7 @@ def batch(make: Any, mode: str, count: int = 3, **options: Any) -> Build:
     return lambda cls: cls(vector(make, count, mode, asynchronous=asynchronous), **options)
 
 
-def under(build: Build, *transforms: Callable[[], Any]) -> Build:
+def with_transforms(build: Build, *transforms: Callable[[], Any]) -> Build:
     return lambda cls: build(cls).append_transform(Compose(*(transform() for transform in transforms)))
 
 
@@ -97,7 +97,7 @@ norm = partial(ObservationNorm, loc=0.5, scale=2.0, in_keys=["observation"])
 norm_place = partial(ObservationNorm, loc=0.5, scale=2.0, in_keys=[("inner", "place")])
 AGE = [Unbounded((), dtype=torch.int64)]
 cut = (RewardSum, InitTracker, partial(StepCounter, 5))
-nested = under(wrapping(DictWalk), norm_place, *cut)
+nested = with_transforms(wrapping(DictWalk), norm_place, *cut)
 
 CASES: dict[str, Build] = {
     "CartPole": wrapping(cartpole),
@@ -114,26 +114,30 @@ CASES: dict[str, Build] = {
     "pixels and more": by_id("CartPole-v1", from_pixels=True, pixels_only=False),
     "infos": lambda cls: cls(short_cheetah()).auto_register_info_dict(),
     "infos by name": lambda cls: cls(Walk()).set_info_dict_reader(default_info_dict_reader(["age"], spec=AGE)),
-    "HalfCheetah, normalised": under(wrapping(short_cheetah), DoubleToFloat, norm, partial(RewardScaling, 0.1, 2.0)),
-    "image, cut": under(
+    "HalfCheetah, normalised": with_transforms(
+        wrapping(short_cheetah), DoubleToFloat, norm, partial(RewardScaling, 0.1, 2.0)
+    ),
+    "image, cut": with_transforms(
         wrapping(partial(Sampled, spaces.Box(0, 255, (8, 8, 3)), spaces.Discrete(3))),
         *(partial(ToTensorImage, in_keys=["pixels"]), RewardSum, partial(StepCounter, 4)),
     ),
     "nested, cut": nested,
-    "frame skip as a transform": under(wrapping(partial(Walk, 6, 20)), partial(FrameSkipTransform, 2)),
+    "frame skip as a transform": with_transforms(wrapping(partial(Walk, 6, 20)), partial(FrameSkipTransform, 2)),
     "text": wrapping(Spoken),
     "text on a device": wrapping(Spoken, device="cpu"),
-    "a mask": under(
+    "a mask": with_transforms(
         wrapping(Masked), partial(t.DTypeCastTransform, torch.int8, torch.bool, in_keys=["action_mask"]), t.ActionMask
     ),
-    "actions, discretised": under(pendulum, partial(t.ActionDiscretizer, 5)),
-    "actions, scaled": under(pendulum, t.ActionScaling),
-    "actions, cast": under(
+    "actions, discretised": with_transforms(pendulum, partial(t.ActionDiscretizer, 5)),
+    "actions, scaled": with_transforms(pendulum, t.ActionScaling),
+    "actions, cast": with_transforms(
         pendulum, partial(t.DTypeCastTransform, torch.float32, torch.float64, in_keys_inv=["action"])
     ),
-    "actions, renamed": under(pendulum, partial(t.RenameTransform, [], [], ["action"], ["act"])),
-    "actions, unsqueezed": under(pendulum, partial(t.UnsqueezeTransform, -1, in_keys=[], in_keys_inv=["action"])),
-    "actions, several": under(pendulum, partial(t.MultiAction, stack_rewards=False)),
+    "actions, renamed": with_transforms(pendulum, partial(t.RenameTransform, [], [], ["action"], ["act"])),
+    "actions, unsqueezed": with_transforms(
+        pendulum, partial(t.UnsqueezeTransform, -1, in_keys=[], in_keys_inv=["action"])
+    ),
+    "actions, several": with_transforms(pendulum, partial(t.MultiAction, stack_rewards=False)),
     # Upstream takes these two modes.
     "CartPole, SameStep": batch(cartpole, "SameStep"),
     "CartPole, Disabled": batch(cartpole, "Disabled"),
@@ -146,9 +150,9 @@ CASES: dict[str, Build] = {
     "nested, Disabled, infos": lambda cls: batch(DictWalk, "Disabled")(cls).auto_register_info_dict(),
     "processes, SameStep": batch(STAGGERED, "SameStep", 2, asynchronous=True),
     "processes, Disabled": batch(STAGGERED, "Disabled", 2, asynchronous=True),
-    "SameStep, under transforms": under(batch(STAGGERED, "SameStep"), RewardSum, InitTracker, StepCounter),
-    "Disabled, cut": under(batch(WalkWithoutInfos, "Disabled"), *cut),
-    "nested, Disabled, cut": under(batch(DictWalk, "Disabled"), *cut),
+    "SameStep, under transforms": with_transforms(batch(STAGGERED, "SameStep"), RewardSum, InitTracker, StepCounter),
+    "Disabled, cut": with_transforms(batch(WalkWithoutInfos, "Disabled"), *cut),
+    "nested, Disabled, cut": with_transforms(batch(DictWalk, "Disabled"), *cut),
     "serial": lambda cls: SerialEnv(2, partial(cls, Walk())),
     "serial, of transforms": lambda cls: SerialEnv(2, partial(nested, cls)),
 }
