@@ -131,7 +131,7 @@ class FastStepMixin(EnvBase):
         compiled = "_compiled_step_and_maybe_reset" in self.__dict__
         hooked = getattr(self, "_post_step_mdp_hooks", None) is not None
         entries = None if compiled or hooked else self._plain_entries(tensordict)
-        root = None if entries is None else _copied(entries)
+        root = None if entries is None else _copy_entries(entries)
         if entries is None or root is None:
             return super().step_and_maybe_reset(tensordict)
         engine = self.__dict__["_engine"]
@@ -168,13 +168,13 @@ class FastStepMixin(EnvBase):
         return next_tensordict_out
 
 
-def _copied(entries: dict[str, Any]) -> dict[str, Any] | None:
+def _copy_entries(entries: dict[str, Any]) -> dict[str, Any] | None:
     """Copy entries and their containers, but not tensors; None if one is of a class that may need more than that."""
     root = {}
     for key, value in entries.items():
         if type(value) is torch.Tensor:
             root[key] = value
-        elif type(value) is TensorDict and _copied(value._tensordict) is not None:
+        elif type(value) is TensorDict and _copy_entries(value._tensordict) is not None:
             root[key] = value.copy()
         else:
             return None
