@@ -25,7 +25,7 @@ from rl_ext_core.factory.convert import convert
 from rl_ext_core.factory.record import game_of_id, spec_of_id
 from rl_ext_core.isolation import Isolation, Verdict, probe
 from rl_ext_core.vector import environments
-from rl_ext_core.vector.environments import Options, check_count, check_env_fns, check_seconds, factories_of
+from rl_ext_core.vector.environments import Options, check_count, check_env_fns, check_seconds, make_factories
 from sb3_ext.gym_vec_env import GymVecEnv
 from sb3_ext.multi_agent_vec_env import MultiAgentVecEnv, is_parallel_env
 from sb3_ext.vec_env import SharedMemoryVecEnv
@@ -274,7 +274,7 @@ class AutoVecEnv:
         def build_in_process() -> VecEnv:
             # The caller's own functions, which may share objects with each other: a factory would unpickle copies.
             own = all(callable(env_fn) for env_fn in env_fns)
-            return DummyVecEnv(list(env_fns) if own else list[Any](factories_of(env_fns)))
+            return DummyVecEnv(list(env_fns) if own else list[Any](make_factories(env_fns)))
 
         def probe_factories() -> list[EnvFactory[Any]]:
             made = {id(env_fn): as_factory(env_fn, verify=False) for env_fn in env_fns}
@@ -282,7 +282,7 @@ class AutoVecEnv:
 
         how = isolation, options, probe_timeout
         return _build_vec_env(
-            functools.partial(factories_of, env_fns), build_in_process, probe_factories, len(env_fns), *how
+            functools.partial(make_factories, env_fns), build_in_process, probe_factories, len(env_fns), *how
         )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.channel import Layout
-from rl_ext_core.vector.environments import check_env_fns, copy_output, factories_of
+from rl_ext_core.vector.environments import check_env_fns, copy_output, make_factories
 from sb3_ext.vec_env import CheckedVecEnv, Indices
 
 __all__ = ["MultiAgentVecEnv", "is_parallel_env"]
@@ -71,7 +71,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         check_env_fns(env_fns)
         self.envs: list[Any] = []
         try:
-            for factory in factories_of(env_fns):
+            for factory in make_factories(env_fns):
                 self.envs.append(factory())
                 if not is_parallel_env(self.envs[-1]):
                     raise InvalidTypeError(

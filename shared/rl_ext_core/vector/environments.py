@@ -34,7 +34,7 @@ __all__ = [
     "check_seconds",
     "check_environment",
     "copy_output",
-    "factories_of",
+    "make_factories",
     "make",
     "monitored",
     "qualified_name",
@@ -121,7 +121,7 @@ class Options:
             )
 
 
-def factories_of(env_fns: Sequence[Any], timeout: float | None = None) -> list[EnvFactory[Any]]:
+def make_factories(env_fns: Sequence[Any], timeout: float | None = None) -> list[EnvFactory[Any]]:
     """Turn functions, or what else stands for an environment, into factories, each for its place in the list.
 
     Those that are for a worker already stay as they are. An object that is there several times is turned once.

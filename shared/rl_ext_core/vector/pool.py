@@ -22,7 +22,7 @@ from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, MemoryLayout, SharedMemory, WorkerHandle
-from rl_ext_core.vector.environments import Options, check_env_fns, factories_of
+from rl_ext_core.vector.environments import Options, check_env_fns, make_factories
 from rl_ext_core.vector.worker import CONVERTED, IDLE_FRAMES, PHASES, StepEntry, run_worker
 
 __all__ = ["UNFINISHED_SECONDS", "Pool", "Resets", "Timings", "make_pool"]
@@ -98,7 +98,7 @@ class Pool:
     ) -> None:
         begin = time.perf_counter()
         check_env_fns(env_fns)
-        self._factories = factories_of(env_fns, options.start_timeout)
+        self._factories = make_factories(env_fns, options.start_timeout)
         self._options, self._autoreset = options, autoreset
         count = min(options.n_workers or len(env_fns), len(env_fns))
         # In order, and as evenly as possible.
