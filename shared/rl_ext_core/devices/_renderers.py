@@ -211,8 +211,8 @@ def _select_by_egl_index(environ: Mapping[str, str], view: EglView) -> int:
     """Follow mujoco up to 3 and dm_control: EGL's own index, else the first device that starts."""
     value = environ.get(INDEX)
     if value is None:
-        return _index(INDEX, 0, view)
-    return _index(INDEX, _integer(INDEX, value), view)
+        return _check_index(INDEX, 0, view)
+    return _check_index(INDEX, _integer(INDEX, value), view)
 
 
 def _select_robosuite(environ: Mapping[str, str], view: EglView) -> int:
@@ -220,10 +220,10 @@ def _select_robosuite(environ: Mapping[str, str], view: EglView) -> int:
     name = INDEX if environ.get(INDEX) is not None else MASK
     value = environ.get(name)
     if value is None:
-        return _index(INDEX, 0, view)
+        return _check_index(INDEX, 0, view)
     # The whole list must be numbers, though one of them is used.
     numbers = [_integer(name, entry) for entry in ([value] if value.isdigit() else value.split(","))]
-    return _index(name, numbers[0], view)
+    return _check_index(name, numbers[0], view)
 
 
 def select_mujoco_4(environ: Mapping[str, str], view: EglView) -> int:
@@ -285,7 +285,7 @@ def _integer(name: str, value: str) -> int:
         raise RendererFailsError(name, text) from None
 
 
-def _index(name: str, number: int, view: EglView) -> int:
+def _check_index(name: str, number: int, view: EglView) -> int:
     count = len(view.reachable)
     if not count:
         raise RendererFailsError(name, "EGL lists no device")
