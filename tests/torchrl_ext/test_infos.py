@@ -105,7 +105,7 @@ def test_that_a_single_reset_does_not_tell(told: Any) -> None:
     assert (rollout["age"][rollout["observation"][:, 1] == 0] == 0).all()
 
 
-def reporting(inner: Any, name: str, value: Any) -> Any:
+def report_info(inner: Any, name: str, value: Any) -> Any:
     """Tell a part of its state, which it goes on to write into, in the infos of steps."""
     step = inner.step
 
@@ -119,7 +119,7 @@ def reporting(inner: Any, name: str, value: Any) -> Any:
 
 def test_are_copied() -> None:
     count = np.zeros(2)
-    inner = reporting(Walk(9, 9), "count", lambda: np.add(count, 1, out=count))
+    inner = report_info(Walk(9, 9), "count", lambda: np.add(count, 1, out=count))
     env = GymWrapper(inner).set_info_dict_reader(
         default_info_dict_reader(["count"], spec=[Unbounded((2,), dtype=torch.float64)])
     )
@@ -281,7 +281,7 @@ def test_numbers_in_infos_are_registered(name: str, mode: str | None) -> None:
     value, dtype = VALUES[name]
 
     def make() -> Any:
-        return reporting(Walk(3, 5), "value", lambda: value)
+        return report_info(Walk(3, 5), "value", lambda: value)
 
     env = GymWrapper(vector(make, 2, mode) if mode else make()).auto_register_info_dict()
     check_env_specs(env)
@@ -297,7 +297,7 @@ def test_numbers_in_infos_are_registered(name: str, mode: str | None) -> None:
 )
 def test_infos_that_make_no_tensor(value: Any, count: int | None) -> None:
     def make() -> Any:
-        return reporting(Walk(3, 3), "value", lambda: value)
+        return report_info(Walk(3, 3), "value", lambda: value)
 
     def wrapped() -> Any:
         return GymWrapper(vector(make, count, "SameStep") if count else make())
@@ -312,7 +312,7 @@ def test_infos_that_make_no_tensor(value: Any, count: int | None) -> None:
 
 
 def test_one_number_for_a_batch_is_named() -> None:
-    inner = reporting(IsaacByIds(3, final_obs=True), "mean", lambda: 2.5)
+    inner = report_info(IsaacByIds(3, final_obs=True), "mean", lambda: 2.5)
     env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(["mean"]))
     with pytest.raises(EnvironmentOutputError, match=r"info 'mean' has the shape \(\).*\(3,\)"):
         env.rollout(2)
@@ -320,7 +320,7 @@ def test_one_number_for_a_batch_is_named() -> None:
 
 def test_none_in_infos_counts_as_absent() -> None:
     inner = Walk(3, 3)
-    reporting(inner, "goal", lambda: None if inner.step_count % 2 else 2.5)
+    report_info(inner, "goal", lambda: None if inner.step_count % 2 else 2.5)
     spec = {"goal": Unbounded((), dtype=torch.float64)}
     env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(list(spec), spec=spec))
     assert env.rollout(6, break_when_any_done=False)["next", "goal"].tolist() == [0, 2.5, 0, 0, 2.5, 0]
