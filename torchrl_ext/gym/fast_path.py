@@ -136,7 +136,7 @@ class FastStepMixin(EnvBase):
             return super().step_and_maybe_reset(tensordict)
         engine = self.__dict__["_engine"]
         data, done = self._take_step(entries, tensordict)
-        _place(root, data, engine.nested_keys)
+        _write_entries(root, data, engine.nested_keys)
         del root["reward"]
         if done:
             fresh = engine.reset_done(data)
@@ -146,7 +146,7 @@ class FastStepMixin(EnvBase):
                     _zero(root, fresh, mask & ~mask.all(), None)
                 elif len(rows) < len(mask):
                     _zero(root, fresh, mask, rows)
-            _place(root, fresh, engine.nested_keys)
+            _write_entries(root, fresh, engine.nested_keys)
             root["done"], root["terminated"], root["truncated"] = engine.make_unset_flags()
         return tensordict, new_tensordict(root, engine.batch_size, engine.device)
 
@@ -181,7 +181,7 @@ def _copy_entries(entries: dict[str, Any]) -> dict[str, Any] | None:
     return root
 
 
-def _place(root: dict[str, Any], data: dict[str, Any], nested_keys: tuple[str, ...]) -> None:
+def _write_entries(root: dict[str, Any], data: dict[str, Any], nested_keys: tuple[str, ...]) -> None:
     """Write new entries over old ones; containers are copied, and keep their other entries."""
     old: dict[str, Any] = {key: root.get(key) for key in nested_keys}
     root.update(data)
