@@ -321,7 +321,11 @@ def _select_observation(space: Any, key: str | None, device: Any) -> tuple[Any, 
 def _wrapper_names(wrapper_class: type) -> set[str]:
     """Return the names of a class of wrappers, of those that stand for it, and of those derived from it."""
     names = {wrapper_class.__name__}.union(*map(_wrapper_names, wrapper_class.__subclasses__()))
-    return names | {EpisodeMonitor.__name__} if qualified_name(wrapper_class) in EpisodeMonitor.stands_for else names
+    return (
+        names | {EpisodeMonitor.__name__}
+        if qualified_name(wrapper_class) in EpisodeMonitor.equivalent_classes
+        else names
+    )
 
 
 def _bound_actions(space: Any, clip: Any) -> Any:

@@ -229,7 +229,7 @@ class EpisodeMonitor(gymnasium.Wrapper[Any, Any, Any, Any]):
     """
 
     # What ``env_is_wrapped`` is asked for.
-    stands_for = (("stable_baselines3.common.monitor", "Monitor"),)
+    equivalent_classes = (("stable_baselines3.common.monitor", "Monitor"),)
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
@@ -290,7 +290,7 @@ def qualified_name(wrapper_class: type) -> tuple[str, str]:
 
 def _is_wrapped(env: Any, name: tuple[str, str]) -> bool:
     while isinstance(env, gymnasium.Wrapper):
-        if name in map(qualified_name, type(env).__mro__) or name in getattr(type(env), "stands_for", ()):
+        if name in map(qualified_name, type(env).__mro__) or name in getattr(type(env), "equivalent_classes", ()):
             return True
         env = env.env
     return False
