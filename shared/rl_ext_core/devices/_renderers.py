@@ -212,7 +212,7 @@ def _select_by_egl_index(environ: Mapping[str, str], view: EglView) -> int:
     value = environ.get(INDEX)
     if value is None:
         return _check_index(INDEX, 0, view)
-    return _check_index(INDEX, _integer(INDEX, value), view)
+    return _check_index(INDEX, _parse_integer(INDEX, value), view)
 
 
 def _select_robosuite(environ: Mapping[str, str], view: EglView) -> int:
@@ -222,7 +222,7 @@ def _select_robosuite(environ: Mapping[str, str], view: EglView) -> int:
     if value is None:
         return _check_index(INDEX, 0, view)
     # The whole list must be numbers, though one of them is used.
-    numbers = [_integer(name, entry) for entry in ([value] if value.isdigit() else value.split(","))]
+    numbers = [_parse_integer(name, entry) for entry in ([value] if value.isdigit() else value.split(","))]
     return _check_index(name, numbers[0], view)
 
 
@@ -238,7 +238,7 @@ def select_mujoco_4(environ: Mapping[str, str], view: EglView) -> int:
         if not ordered:
             raise RendererFailsError(INDEX, "EGL lists no device")
         return ordered[0]
-    number = _integer(INDEX, value)
+    number = _parse_integer(INDEX, value)
     if 0 <= number < len(shown):
         return shown[number]
     if shown and mask and number in mask:
@@ -253,7 +253,7 @@ def select_mujoco_4(environ: Mapping[str, str], view: EglView) -> int:
 def _select_pyrender(environ: Mapping[str, str], view: EglView) -> int:
     """Follow pyrender 0.1: EGL's own index among all devices, as Python counts in a list."""
     value = environ.get(PYRENDER_INDEX, "0")
-    number, count = _integer(PYRENDER_INDEX, value), len(view.devices)
+    number, count = _parse_integer(PYRENDER_INDEX, value), len(view.devices)
     if not -count <= number < count:
         raise RendererFailsError(PYRENDER_INDEX, f'rendering ends in "ValueError: Invalid device ID ({number})"')
     return number % count
@@ -277,7 +277,7 @@ def _mujoco_4_shown(egl_index_by_ordinal: Mapping[int, int], mask: Sequence[int]
     return []
 
 
-def _integer(name: str, value: str) -> int:
+def _parse_integer(name: str, value: str) -> int:
     try:
         return int(value)
     except ValueError:
