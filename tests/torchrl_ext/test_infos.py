@@ -220,7 +220,7 @@ def test_infos_of_rows_equal_those_of_single_environments(form: str, mode: str) 
             assert_same(costs(env, limit), costs_of_singles(when, limit))
 
 
-def one_by_one(parts: list[Any]) -> Any:
+def as_object_array(parts: list[Any]) -> Any:
     """Arrange infos as gymnasium did before 1.0."""
     objects = np.full(len(parts), None, object)
     for row, part in enumerate(parts):
@@ -231,7 +231,7 @@ def one_by_one(parts: list[Any]) -> Any:
 FINAL_INFOS: dict[str, Any] = {
     "tensors": lambda steps, done: {"age": torch.as_tensor(steps), "late": torch.as_tensor(steps > 2)},
     "arrays": lambda steps, done: {"age": steps, "late": steps > 2},
-    "objects": lambda steps, done: one_by_one(
+    "objects": lambda steps, done: as_object_array(
         [{"age": step} if end else None for step, end in zip(steps, done, strict=True)]
     ),
     "list": lambda steps, done: [{"age": step} if end else None for step, end in zip(steps, done, strict=True)],
