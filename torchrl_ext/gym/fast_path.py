@@ -143,9 +143,9 @@ class FastStepMixin(EnvBase):
             if engine.batch_size:
                 mask, rows = data["done"].view(-1), engine.rows
                 if rows is None:  # a GPU is not asked which rows, and whether all
-                    _zero(root, fresh, mask & ~mask.all(), None)
+                    _zero_other_entries(root, fresh, mask & ~mask.all(), None)
                 elif len(rows) < len(mask):
-                    _zero(root, fresh, mask, rows)
+                    _zero_other_entries(root, fresh, mask, rows)
             _write_entries(root, fresh, engine.nested_keys)
             root["done"], root["terminated"], root["truncated"] = engine.make_unset_flags()
         return tensordict, new_tensordict(root, engine.batch_size, engine.device)
@@ -190,11 +190,13 @@ def _write_entries(root: dict[str, Any], data: dict[str, Any], nested_keys: tupl
         root[key] = before.update(new) if type(before) is TensorDict else new
 
 
-def _zero(entries: dict[str, Any], fresh: dict[str, Any], done: torch.Tensor, rows: torch.Tensor | None) -> None:
+def _zero_other_entries(
+    entries: dict[str, Any], fresh: dict[str, Any], done: torch.Tensor, rows: torch.Tensor | None
+) -> None:
     """Set other entries (actions, hidden states) of rows that are reset to zero, as ``EnvBase.reset`` does."""
     for key, value in entries.items():
         if type(value) is TensorDict:
-            _zero(value._tensordict, fresh[key]._tensordict if key in fresh else {}, done, rows)
+            _zero_other_entries(value._tensordict, fresh[key]._tensordict if key in fresh else {}, done, rows)
         elif key not in fresh and key not in _FLAGS:
             is_row = done.view(-1, *([1] * (value.ndim - 1))) if rows is None else None
             entries[key] = value.index_fill(0, rows, 0) if is_row is None else value.masked_fill(is_row, 0)
