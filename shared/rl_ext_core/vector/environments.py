@@ -51,13 +51,15 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise InvalidTypeError(f"{name}={value!r} must be a whole number, for example {name}={_like(value)}") from None
+        raise InvalidTypeError(
+            f"{name}={value!r} must be a whole number, for example {name}={_suggest_count(value)}"
+        ) from None
     if number < least:
         raise InvalidArgumentError(f"{name}={number} must be at least {least}")
     return number
 
 
-def _like(value: Any) -> str:
+def _suggest_count(value: Any) -> str:
     """Return a whole number that may be what was meant: 1e6 and "4GB" have one."""
     from rl_ext_core.frames.planning import parse_bytes  # which workers need not load
 
