@@ -316,7 +316,7 @@ def _gymnasium_backend(environ: Mapping[str, str]) -> str:
 def _dm_control_backend(environ: Mapping[str, str]) -> str:
     value = environ.get(BACKEND, "glfw")
     if value == "glx":
-        raise RendererFailsError(BACKEND, _no_backend(value))
+        raise RendererFailsError(BACKEND, _invalid_backend_text(value))
     return _canonical(value)
 
 
@@ -340,10 +340,10 @@ def _canonical(value: str) -> str:
         return "none"
     if value in ("egl", "osmesa"):
         return value
-    raise RendererFailsError(BACKEND, _no_backend(value))
+    raise RendererFailsError(BACKEND, _invalid_backend_text(value))
 
 
-def _no_backend(value: str) -> str:
+def _invalid_backend_text(value: str) -> str:
     return f'import ends in "RuntimeError: invalid value for environment variable MUJOCO_GL: {value}"'
 
 
