@@ -195,15 +195,15 @@ FORMS: dict[str, Any] = {
 
 
 LENGTHS = (3, 5, 9)
-ODD = {"cost": Unbounded((), dtype=torch.float64), "odd": Unbounded((), dtype=torch.bool)}
+COST_SPECS = {"cost": Unbounded((), dtype=torch.float64), "odd": Unbounded((), dtype=torch.bool)}
 
 
 def costs(env: Any, limit: int) -> Any:
     """Return the infos of a rollout that a transform truncates, by TorchRL's reader and by another one."""
-    env = GymWrapper(env).set_info_dict_reader(default_info_dict_reader(list(ODD), spec=ODD))
+    env = GymWrapper(env).set_info_dict_reader(default_info_dict_reader(list(COST_SPECS), spec=COST_SPECS))
     env = env.set_info_dict_reader(read_costs).append_transform(StepCounter(limit))
     rollout = env.rollout(13, break_when_any_done=False)
-    return rollout.select(*ODD, "nested", *(("next", key) for key in (*ODD, "nested")))
+    return rollout.select(*COST_SPECS, "nested", *(("next", key) for key in (*COST_SPECS, "nested")))
 
 
 @cache
