@@ -34,7 +34,7 @@ _base_methods = attrgetter("step", "step_and_maybe_reset", "rand_action", "_step
 _BASE = _base_methods(EnvBase)
 
 
-def _overridden(cls: type, names: set[str]) -> str | None:
+def _find_override(cls: type, names: set[str]) -> str | None:
     """Return the first of these methods that is neither TorchRL's nor this package's, or None."""
     for name in sorted(names):
         owner = next(base for base in cls.__mro__ if name in vars(base))
@@ -80,8 +80,8 @@ class FastStepMixin(EnvBase):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._methods, cls._is_plain = _methods_of(cls), _overridden(cls, _STEPS) is None
-        ignored = _overridden(cls, _READERS | _TRANSFORMS)
+        cls._methods, cls._is_plain = _methods_of(cls), _find_override(cls, _STEPS) is None
+        ignored = _find_override(cls, _READERS | _TRANSFORMS)
         if ignored is not None:
             _refuse(cls, ignored)
 
@@ -89,7 +89,7 @@ class FastStepMixin(EnvBase):
         """Refuse methods that are not called and were set on the instance, or on a class after its definition."""
         if not self.__dict__.keys().isdisjoint(_READERS):
             _refuse(type(self), min(_READERS & self.__dict__.keys()))
-        if _methods_of(type(self)) != self._methods and (name := _overridden(type(self), _READERS)) is not None:
+        if _methods_of(type(self)) != self._methods and (name := _find_override(type(self), _READERS)) is not None:
             _refuse(type(self), name)
 
     def _plain_entries(self, tensordict: TensorDictBase) -> dict[str, Any] | None:
