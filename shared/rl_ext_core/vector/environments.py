@@ -298,7 +298,7 @@ def _is_wrapped(env: Any, name: tuple[str, str]) -> bool:
     return False
 
 
-def _has(env: Any, name: str) -> bool:
+def _has_attr(env: Any, name: str) -> bool:
     try:
         env.get_wrapper_attr(name)
     except AttributeError:
@@ -317,7 +317,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "render": lambda env, _: env.render(),
     "env_method": lambda env, data: env.get_wrapper_attr(data[0])(*data[1], **data[2]),
     "get_attr": lambda env, name: env.get_wrapper_attr(name),
-    "has_attr": _has,
+    "has_attr": _has_attr,
     "set_attr": lambda env, data: setattr(env, *data),
     "env_is_wrapped": _is_wrapped,
     "call": _call_or_get,
