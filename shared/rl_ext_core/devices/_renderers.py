@@ -301,7 +301,7 @@ def _out_of_range_error(name: str, number: int, count: int, view: EglView) -> Re
 
 
 def mujoco_backend(environ: Mapping[str, str]) -> str:
-    return _canonical(environ.get(BACKEND, "").lower().strip())
+    return _normalize_backend(environ.get(BACKEND, "").lower().strip())
 
 
 def _gymnasium_backend(environ: Mapping[str, str]) -> str:
@@ -317,7 +317,7 @@ def _dm_control_backend(environ: Mapping[str, str]) -> str:
     value = environ.get(BACKEND, "glfw")
     if value == "glx":
         raise RendererFailsError(BACKEND, _invalid_backend_text(value))
-    return _canonical(value)
+    return _normalize_backend(value)
 
 
 def _robosuite_backend(environ: Mapping[str, str]) -> str:
@@ -333,7 +333,7 @@ def _pyrender_backend(environ: Mapping[str, str]) -> str:
     raise RendererFailsError(PLATFORM, f'rendering ends in "ValueError: Unsupported PyOpenGL platform: {value}"')
 
 
-def _canonical(value: str) -> str:
+def _normalize_backend(value: str) -> str:
     if value in _GLFW_VALUES or value == "glx":
         return "glfw"
     if value in _OFF_VALUES:
