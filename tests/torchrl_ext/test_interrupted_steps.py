@@ -27,7 +27,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def begun(name: str) -> tuple[Any, Any]:
+def prepare_env(name: str) -> tuple[Any, Any]:
     """An environment before the step that ends its first episode, and the data."""
     env = MAKERS[name]()
     env.set_seed(0)
@@ -58,7 +58,7 @@ def test_the_next_rollout_is_as_ever(name: str, every: int, call: str) -> None:
     state: dict[str, Any] = {}
 
     def prepare() -> Callable[[], Any]:
-        env, data = begun(name)
+        env, data = prepare_env(name)
         if call == "the first rollout":
             env = MAKERS[name]()
         state.update(env=env, data=data, kept=data.clone())
@@ -81,7 +81,7 @@ def test_a_partial_reset_after_it_tells_how_the_environments_are(name: str, call
     state: dict[str, Any] = {}
 
     def prepare() -> Callable[[], Any]:
-        env, data = begun(name)
+        env, data = prepare_env(name)
         state.update(env=env)
         return lambda: CALLS[call](env, data)
 
@@ -103,7 +103,7 @@ def test_the_observation_before_is_not_that_of_another_step() -> None:
     refusals: list[str] = []
 
     def prepare() -> Callable[[], Any]:
-        env, data = begun("torch")
+        env, data = prepare_env("torch")
         state.update(env=env, before=data.clone())
         return lambda: env.step(data)
 
