@@ -44,7 +44,7 @@ def _find_override(cls: type, names: set[str]) -> str | None:
     return None
 
 
-def _refuse(cls: type, name: str) -> None:
+def _raise_override_error(cls: type, name: str) -> None:
     raise InvalidTypeError(
         f"{cls.__name__} overrides {name}, which is not called here. Override _step and _reset, or subclass "
         "torchrl.envs.GymWrapper"
@@ -83,14 +83,14 @@ class FastStepMixin(EnvBase):
         cls._methods, cls._is_plain = _methods_of(cls), _find_override(cls, _STEPS) is None
         ignored = _find_override(cls, _READERS | _TRANSFORMS)
         if ignored is not None:
-            _refuse(cls, ignored)
+            _raise_override_error(cls, ignored)
 
     def _refuse_overrides(self) -> None:
         """Refuse methods that are not called and were set on the instance, or on a class after its definition."""
         if not self.__dict__.keys().isdisjoint(_READERS):
-            _refuse(type(self), min(_READERS & self.__dict__.keys()))
+            _raise_override_error(type(self), min(_READERS & self.__dict__.keys()))
         if _methods_of(type(self)) != self._methods and (name := _find_override(type(self), _READERS)) is not None:
-            _refuse(type(self), name)
+            _raise_override_error(type(self), name)
 
     def _plain_entries(self, tensordict: TensorDictBase) -> dict[str, Any] | None:
         """Return the entries of a TensorDict if this step can take the fast path, else None."""
