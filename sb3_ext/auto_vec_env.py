@@ -126,7 +126,7 @@ def make_vec_env(
 
     def probe_factories() -> list[EnvFactory[Any]]:
         # All that will run, but for files: those of the monitors are not for trials.
-        return [functools.reduce(EnvFactory.then, [environments.monitored, *wrappers], base())] * count
+        return [functools.reduce(EnvFactory.then, [environments.wrap_in_monitor, *wrappers], base())] * count
 
     def wrappers_of_rank(rank: int) -> list[Callable[[Any], Any]]:
         seeded = [] if seed is None else [functools.partial(environments.seeded, seed=seed + rank)]
@@ -205,7 +205,7 @@ def _factory_source(env_id: Any, env_kwargs: dict[str, Any]) -> Any:
 
 def _monitor_wrapper(rank: int, monitor_dir: str | None, monitor_kwargs: dict[str, Any]) -> Any:
     if monitor_dir is None and not monitor_kwargs:
-        return environments.monitored
+        return environments.wrap_in_monitor
     if monitor_dir is None:
         return functools.partial(Monitor, **monitor_kwargs)
     folder = os.path.abspath(monitor_dir)  # workers may have a working directory of their own

@@ -36,7 +36,7 @@ __all__ = [
     "copy_output",
     "make_factories",
     "make",
-    "monitored",
+    "wrap_in_monitor",
     "qualified_name",
     "seeded",
     "store_reward",
@@ -217,7 +217,7 @@ def seeded(environment: Any, seed: int) -> Any:
     return environment
 
 
-def monitored(environment: Any) -> Any:
+def wrap_in_monitor(environment: Any) -> Any:
     """Record returns and lengths of episodes: by Stable Baselines3's own class where that is loaded already."""
     theirs = sys.modules.get("stable_baselines3.common.monitor")
     return EpisodeMonitor(environment) if theirs is None else theirs.Monitor(environment)
