@@ -134,7 +134,7 @@ def find_renderer(name: str, versions: Mapping[str, str]) -> Renderer:
             'Environments that are built on MuJoCo\'s Python package follow its rule: write renderer="mujoco"'
         )
     found = _RENDERS_WITH.get(name, name)
-    missing = next((package for package in _packages(found) if package not in versions), None)
+    missing = next((package for package in _required_packages(found) if package not in versions), None)
     if missing is not None:
         extra = "mujoco" if found == "gymnasium" else found
         if found in MUJOCO_NAMES:
@@ -162,11 +162,13 @@ def find_renderer(name: str, versions: Mapping[str, str]) -> Renderer:
 def installed(versions: Mapping[str, str]) -> tuple[Renderer, ...]:
     """Return the rules of all renderers that are installed: gymnasium alone renders nothing that is decided on here."""
     return tuple(
-        find_renderer(name, versions) for name in NAMES if all(package in versions for package in _packages(name))
+        find_renderer(name, versions)
+        for name in NAMES
+        if all(package in versions for package in _required_packages(name))
     )
 
 
-def _packages(name: str) -> tuple[str, ...]:
+def _required_packages(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((name, "mujoco"))) if name in MUJOCO_NAMES else (name,)
 
 
