@@ -40,12 +40,12 @@ def answers(num_workers: int, tmp_path_factory: pytest.TempPathFactory) -> list[
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert left(mark) == []
+    assert wait_for_processes(mark) == []
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def left(mark: str) -> list[str]:
+def wait_for_processes(mark: str) -> list[str]:
     """List what still runs of those that were given this variable; the fork server ends just after its parent."""
     deadline = time.monotonic() + 120
     while True:
