@@ -11,21 +11,21 @@ from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.vector.arrays import to_torch
 from rl_ext_core.vector.stepper import infos_to_dict, objects
 
-__all__ = ["merge_infos", "numbers_for_reader", "owned"]
+__all__ = ["merge_infos", "numbers_for_reader", "copy_info"]
 
 _NUMBERS = "biufc"  # kinds of NumPy's dtypes
 
 
-def owned(info: Any) -> Any:
+def copy_info(info: Any) -> Any:
     """Copy the arrays and tensors of an info, which environments write into again; JAX's arrays become tensors."""
     if isinstance(info, dict):
-        return {key: owned(value) for key, value in info.items()}
+        return {key: copy_info(value) for key, value in info.items()}
     if isinstance(info, list):
-        return [owned(part) for part in info]
+        return [copy_info(part) for part in info]
     if isinstance(info, np.ndarray):
         if info.dtype != object or info.ndim != 1:
             return info.copy()
-        return objects([owned(part) for part in info])
+        return objects([copy_info(part) for part in info])
     info = to_torch(info)
     return info.detach().clone() if isinstance(info, torch.Tensor) else info
 

@@ -20,7 +20,7 @@ from rl_ext_core.vector.spaces import device_of
 from rl_ext_core.vector.stepper import RESET, num_envs_of, check_result_length
 from torchrl_ext._compat import new_tensordict, has_fast_path
 from torchrl_ext.gym.engine import Engine, refuse_frame_skip
-from torchrl_ext.gym.infos import numbers_for_reader, owned
+from torchrl_ext.gym.infos import numbers_for_reader, copy_info
 from torchrl_ext.gym.specs import SingleSpaces, batched_specs, finite, is_ragged, starts
 from torchrl_ext.parallel import ParallelEnv
 
@@ -296,7 +296,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         return self._with_info(out, info) if self.info_dict_reader else out
 
     def _with_info(self, out: TensorDictBase, info: Any) -> TensorDictBase:
-        info = {} if info is None else owned(info)
+        info = {} if info is None else copy_info(info)
         for reader in self.info_dict_reader:
             # TorchRL's reader accepts arrays and tensors only; other readers get the info unchanged.
             is_default = isinstance(reader, default_info_dict_reader)
