@@ -18,7 +18,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.arrays import to_numpy
-from rl_ext_core.vector.autoreset import layers
+from rl_ext_core.vector.autoreset import wrapper_chain
 from rl_ext_core.vector.environments import EpisodeMonitor, copy_output, qualified_name
 from rl_ext_core.vector.spaces import attribute_of, device_of, space_by_attributes
 from rl_ext_core.vector.stepper import Stepper, num_envs_of
@@ -218,7 +218,7 @@ class GymVecEnv(CheckedVecEnv):
                 f"{type(self._base).__name__} has no sub-environments that could differ in {attr_name!r}. Set it for "
                 f"all: set_attr({attr_name!r}, value)"
             )
-        owner = next((layer for layer in layers(self.env) if attr_name in vars(layer)), self._base)
+        owner = next((layer for layer in wrapper_chain(self.env) if attr_name in vars(layer)), self._base)
         setattr(owner, attr_name, value)
 
     def env_method(
@@ -238,7 +238,7 @@ class GymVecEnv(CheckedVecEnv):
     def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
         """Return which environments have a wrapper of a class: around all of them, or around each."""
         chosen = self._resolve_indices(indices, self.num_envs)
-        if any(isinstance(layer, wrapper_class) for layer in layers(self.env)):
+        if any(isinstance(layer, wrapper_class) for layer in wrapper_chain(self.env)):
             return [True for _ in chosen]
         if isinstance(self._base, SyncVectorEnv):
             return [is_wrapped(self._base.envs[index], wrapper_class) for index in chosen]
@@ -248,7 +248,7 @@ class GymVecEnv(CheckedVecEnv):
 
     def _find_owner(self, name: str) -> Any:
         """Return the outermost wrapper that has an attribute; the environment if there is none."""
-        return next((layer for layer in layers(self.env) if hasattr(layer, name)), self._base)
+        return next((layer for layer in wrapper_chain(self.env) if hasattr(layer, name)), self._base)
 
     def _call_sub_envs(
         self, indices: Indices, name: str, *args: Any, required_attr: str | None = None, **kwargs: Any

@@ -19,7 +19,15 @@ import numpy as np
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.vector.arrays import mapped
 
-__all__ = ["Autoreset", "PartialReset", "accepts", "find_mode", "layers", "require_synchronous", "get_library_rules"]
+__all__ = [
+    "Autoreset",
+    "PartialReset",
+    "accepts",
+    "find_mode",
+    "wrapper_chain",
+    "require_synchronous",
+    "get_library_rules",
+]
 
 # (n,) booleans of NumPy, and arguments of a reset -> what that returns: of all rows, or of the chosen ones only.
 PartialReset = Callable[..., Any]
@@ -64,7 +72,7 @@ class LibraryRules(NamedTuple):
     info: str
 
 
-def layers(env: Any) -> list[Any]:
+def wrapper_chain(env: Any) -> list[Any]:
     """Return an environment and the wrappers around it, the outermost first."""
     found = [env]
     while len(found) < 100 and getattr(found[-1], "__dict__", {}).get("env") is not None:
@@ -87,7 +95,7 @@ def find_mode(env: Any, asked: object, *, speaks_torch: bool) -> Autoreset | Non
         if found is not None:
             return Autoreset.of(found)
     # ManiSkill's vector wrapper has an attribute, mjlab a setting.
-    settings = [getattr(layer, "__dict__", {}).get("auto_reset") for layer in layers(env)]
+    settings = [getattr(layer, "__dict__", {}).get("auto_reset") for layer in wrapper_chain(env)]
     for resets in (*settings, getattr(getattr(base, "cfg", None), "auto_reset", None)):
         if isinstance(resets, bool):
             return Autoreset.SAME_STEP if resets else Autoreset.DISABLED
@@ -158,7 +166,7 @@ def _by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
     """Call the outermost reset that may change anything, if all from there on pass the keyword on."""
     from gymnasium import Wrapper, wrappers
 
-    chain = layers(env)
+    chain = wrapper_chain(env)
     only_look = (Wrapper.reset, wrappers.OrderEnforcing.reset, wrappers.PassiveEnvChecker.reset)
     while len(chain) > 1 and "reset" not in vars(chain[0]) and getattr(type(chain[0]), "reset", None) in only_look:
         del chain[0]
@@ -176,7 +184,7 @@ def _by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
 
 
 def _by_option(env: Any, option: str, value: Callable[[Any], Any]) -> PartialReset:
-    base, is_known = layers(env)[-1], False
+    base, is_known = wrapper_chain(env)[-1], False
 
     def passing(**kwargs: Any) -> Any:
         """Reset, and refuse wrappers that do not pass the option on: they would reset all rows."""
@@ -197,7 +205,7 @@ def _by_option(env: Any, option: str, value: Callable[[Any], Any]) -> PartialRes
             if before is not None:
                 base.reset = before
         if not any(received):
-            names = ", ".join(type(layer).__name__ for layer in layers(env)[:-1])
+            names = ", ".join(type(layer).__name__ for layer in wrapper_chain(env)[:-1])
             raise InvalidArgumentError(
                 f"a wrapper around {type(base).__name__} ({names}) does not pass options[{option!r}] on, so that some "
                 "sub-environments cannot be reset alone. Write def reset(self, **kwargs) and "
@@ -211,7 +219,7 @@ def _by_option(env: Any, option: str, value: Callable[[Any], Any]) -> PartialRes
         # of every sub-environment, such as the sums of RecordEpisodeStatistics and NormalizeReward.
         kept = [
             (layer, name, old.copy())
-            for layer in layers(env)[:-1]
+            for layer in wrapper_chain(env)[:-1]
             for name, old in vars(layer).items()
             if isinstance(old, np.ndarray) and old.shape[:1] == mask.shape
         ]
