@@ -71,7 +71,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         _check_variable(BACKEND)
-        with _index_hidden() if self._name == _BINDING else _explained():
+        with _hide_index() if self._name == _BINDING else _explained():
             self._loader.exec_module(module)
         _PATCHES[self._name](module)
 
@@ -83,7 +83,7 @@ class _Loader(importlib.abc.Loader):
 
 
 @contextmanager
-def _index_hidden() -> Iterator[None]:
+def _hide_index() -> Iterator[None]:
     """Hide the variable for the length of an import that refuses it and does not use it."""
     hidden = os.environ.pop(INDEX, None)
     try:
