@@ -49,13 +49,13 @@ def wait_for_processes(mark: str) -> list[str]:
     """List what still runs of those that were given this variable; the fork server ends just after its parent."""
     deadline = time.monotonic() + 120
     while True:
-        running = [process for process in psutil.process_iter() if marked(process, mark)]
+        running = [process for process in psutil.process_iter() if has_variable(process, mark)]
         if not running or time.monotonic() > deadline:
             return [str(process) for process in running]
         time.sleep(0.1)
 
 
-def marked(process: psutil.Process, mark: str) -> bool:
+def has_variable(process: psutil.Process, mark: str) -> bool:
     try:
         return process.environ().get("LAB2D_LOG") == mark
     except psutil.Error:
