@@ -56,7 +56,7 @@ def merge_infos(info: Any, other: Any, rows: list[int], count: int) -> Any:
             old, new = (part if isinstance(part, dict) else {} for part in (old, new))
             merged[key] = merge_infos(old, new, rows, count)
         else:
-            merged[key] = _with_rows(old, new, rows, count) if key in info else new
+            merged[key] = _replace_rows(old, new, rows, count) if key in info else new
     return merged
 
 
@@ -64,7 +64,7 @@ def _has_rows(value: Any, count: int) -> bool:
     return isinstance(value, (np.ndarray, torch.Tensor)) and value.shape[:1] == (count,)
 
 
-def _with_rows(old: Any, new: Any, rows: list[int], count: int) -> Any:
+def _replace_rows(old: Any, new: Any, rows: list[int], count: int) -> Any:
     """Return a copy with rows of another value; None stands for no value."""
     old, new = to_torch(old), to_torch(new)
     if not _has_rows(old, count):
