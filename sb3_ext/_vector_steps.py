@@ -15,7 +15,7 @@ from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.arrays import framework_of, keep_freed_memory, take, to_framework, to_numpy
-from rl_ext_core.vector.autoreset import accepts
+from rl_ext_core.vector.autoreset import accepts_parameter
 from rl_ext_core.vector.environments import copy_output, store_reward
 from rl_ext_core.vector.stepper import Stepper, infos_to_dict, is_mask, one_each, drop_final_keys
 
@@ -200,7 +200,7 @@ class BatchStepper:
                 "set_options({...}) with one dict"
             )
         given: dict[str, Any] = {"options": dict(options[0])} if options[0] else {}
-        if seeds[0] is not None and accepts(self.stepper.env.reset, "seed"):
+        if seeds[0] is not None and accepts_parameter(self.stepper.env.reset, "seed"):
             given["seed"] = int(seeds[0])  # environments number on from it, as ``VecEnv.seed`` does
         elif seeds[0] is not None:
             warnings.warn(

@@ -22,7 +22,7 @@ from rl_ext_core.vector.arrays import mapped
 __all__ = [
     "Autoreset",
     "PartialReset",
-    "accepts",
+    "accepts_parameter",
     "find_mode",
     "wrapper_chain",
     "require_synchronous",
@@ -102,7 +102,7 @@ def find_mode(env: Any, asked: object, *, speaks_torch: bool) -> Autoreset | Non
     return get_library_rules(env).mode or (Autoreset.SAME_STEP if speaks_torch else None)
 
 
-def accepts(function: Any, name: str, *, any_keyword: bool = True) -> bool:
+def accepts_parameter(function: Any, name: str, *, any_keyword: bool = True) -> bool:
     """Return whether a function is known to have a parameter of a name, or to accept any keyword."""
     try:
         parameters = inspect.signature(function).parameters
@@ -170,7 +170,7 @@ def _by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
     only_look = (Wrapper.reset, wrappers.OrderEnforcing.reset, wrappers.PassiveEnvChecker.reset)
     while len(chain) > 1 and "reset" not in vars(chain[0]) and getattr(type(chain[0]), "reset", None) in only_look:
         del chain[0]
-    stops = next((layer for layer in chain if not accepts(layer.reset, "env_ids")), None)
+    stops = next((layer for layer in chain if not accepts_parameter(layer.reset, "env_ids")), None)
 
     def reset(mask: Any, **kwargs: Any) -> Any:
         if stops is not None:
@@ -320,7 +320,7 @@ _FUNCTIONAL = _is_of("gymnasium.envs.functional_jax_env.FunctionalJaxVectorEnv")
 
 
 def _has_env_ids(base: Any) -> bool:
-    return accepts(getattr(base, "reset", None), "env_ids", any_keyword=False)
+    return accepts_parameter(getattr(base, "reset", None), "env_ids", any_keyword=False)
 
 
 # The first row that includes an environment counts. All tell last observations as info["final_obs"] (before 1.0:
