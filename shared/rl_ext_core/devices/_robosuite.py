@@ -71,7 +71,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         _check_variable(BACKEND)
-        with _hide_index() if self._name == _BINDING else _explained():
+        with _hide_index() if self._name == _BINDING else _explain_errors():
             self._loader.exec_module(module)
         _PATCHES[self._name](module)
 
@@ -94,7 +94,7 @@ def _hide_index() -> Iterator[None]:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _explain_errors() -> Iterator[None]:
     """Turn what fails in OpenGL into an error that says where rendering was meant to happen."""
     try:
         yield
@@ -119,7 +119,7 @@ def _patch_binding(module: ModuleType) -> None:
 
     @functools.wraps(draw)
     def draw_or_explain(self: Any) -> None:
-        with _explained():
+        with _explain_errors():
             draw(self)
 
     context.__del__ = _is_patched(free_if_made)
@@ -140,12 +140,12 @@ def _patch_context(module: ModuleType) -> None:
         if hangs:
             raise DeviceConflictError(hangs)
         _warn_of(device_id)
-        with _explained():
+        with _explain_errors():
             make(self, max_width, max_height, device_id=-1)
 
     @functools.wraps(make_current)
     def make_current_or_explain(self: Any) -> None:
-        with _explained():
+        with _explain_errors():
             make_current(self)
 
     context.__init__ = _is_patched(make_as_decided)
