@@ -19,7 +19,7 @@ def seeds(processes: list[int]) -> list[list[int]]:
     return [[seed for process, seed in built if process == wanted] for wanted in processes]
 
 
-def mine() -> int:
+def count_own_simulators() -> int:
     return len(seeds([os.getpid()])[0])
 
 
@@ -44,7 +44,7 @@ def the_line(num_workers: int) -> dict[str, Any]:
         "shape": list(rollout.shape),
         "frames differ": different(rollout["RGB"][:, 0]),
         "first seeds": [chain[0] for chain in seeds(workers)],
-        "simulators of the parent": mine(),
+        "simulators of the parent": count_own_simulators(),
         "private MiB": [private_mib(worker) for worker in workers],
     }
     envs.close()
@@ -55,7 +55,7 @@ def the_instance(num_workers: int) -> dict[str, Any]:
     instance = MeltingpotEnv("commons_harvest__open", max_steps=100)
     instance.rollout(2)
     instance.max_steps = 4  # the constructor's arguments no longer tell what it is
-    before = mine()
+    before = count_own_simulators()
     chains, lengths = [], []
     for _ in range(2):
         envs = ParallelEnv(num_workers, instance, seed=0)
@@ -66,7 +66,7 @@ def the_instance(num_workers: int) -> dict[str, Any]:
     return {
         "chains": chains,
         "ends": [[[step for step, done in enumerate(row) if done] for row in rows] for rows in lengths],
-        "simulators of the parent": mine() - before,
+        "simulators of the parent": count_own_simulators() - before,
         "instance afterwards": list(instance.rollout(10).shape),
     }
 
