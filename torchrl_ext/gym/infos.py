@@ -126,7 +126,7 @@ def numbers_for_reader(info: Any, reader: Any, batch_size: torch.Size) -> Any:
                 f"per sub-environment. {_advice(info, batch_size)}"
             )
         else:
-            found[key] = value if value is info[key] else _cast(value, reader.info_spec, key)
+            found[key] = value if value is info[key] else _cast_to_spec(value, reader.info_spec, key)
     return found
 
 
@@ -139,7 +139,7 @@ def _is_readable(value: Any, *, text: bool) -> bool:
     return kind in _NUMBERS or (text and kind != "O")
 
 
-def _cast(value: np.ndarray[Any, Any], specs: Any, key: str) -> Any:
+def _cast_to_spec(value: np.ndarray[Any, Any], specs: Any, key: str) -> Any:
     """Cast to the dtype of a spec, so that a key may hold an integer in one step and a float in the next."""
     tensor = torch.from_numpy(value)
     spec = None if specs is None else specs.get(key, None)
