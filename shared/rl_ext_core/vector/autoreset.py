@@ -23,7 +23,7 @@ __all__ = [
     "Autoreset",
     "PartialReset",
     "accepts_parameter",
-    "find_mode",
+    "find_autoreset_mode",
     "wrapper_chain",
     "require_synchronous",
     "get_library_rules",
@@ -81,7 +81,7 @@ def wrapper_chain(env: Any) -> list[Any]:
     return found if found[-1] is base else [*found, base]
 
 
-def find_mode(env: Any, asked: object, *, speaks_torch: bool) -> Autoreset | None:
+def find_autoreset_mode(env: Any, asked: object, *, speaks_torch: bool) -> Autoreset | None:
     """Find the mode of a vectorized environment: as asked for, its attribute, its metadata, its library's.
 
     :param asked: a mode, its name or value; None: not set

@@ -13,7 +13,13 @@ import numpy as np
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from rl_ext_core.vector.arrays import copied, leaves, mapped, stacked, take, to_numpy
-from rl_ext_core.vector.autoreset import Autoreset, PartialReset, find_mode, require_synchronous, get_library_rules
+from rl_ext_core.vector.autoreset import (
+    Autoreset,
+    PartialReset,
+    find_autoreset_mode,
+    require_synchronous,
+    get_library_rules,
+)
 from rl_ext_core.vector.spaces import attribute_of
 
 __all__ = [
@@ -76,7 +82,7 @@ class Stepper:
             get_library_rules(env),
             missing_final_obs,
         )
-        self._mode = find_mode(env, autoreset_mode, speaks_torch=speaks_torch)
+        self._mode = find_autoreset_mode(env, autoreset_mode, speaks_torch=speaks_torch)
         self._reset_rows: PartialReset | None = None
         if self._mode in (Autoreset.NEXT_STEP, Autoreset.DISABLED):
             self._find_partial_reset()
