@@ -139,7 +139,7 @@ def _patch_context(module: ModuleType) -> None:
         hangs = _apply.inherited_display_error()
         if hangs:
             raise DeviceConflictError(hangs)
-        _warn_of(device_id)
+        _warn_ignored_device(device_id)
         with _explain_errors():
             make(self, max_width, max_height, device_id=-1)
 
@@ -179,7 +179,7 @@ def _check_variable(variable: str) -> None:
         )
 
 
-def _warn_of(device_id: int) -> None:
+def _warn_ignored_device(device_id: int) -> None:
     """Say once that the device which robosuite's own argument names is not the one that renders."""
     assert _decision is not None, "guard() has been called"
     if device_id != -1 and device_id not in _ignored and str(device_id) != _decision.variables.get(INDEX):
