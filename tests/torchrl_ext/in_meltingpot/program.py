@@ -36,7 +36,7 @@ def private_mib(process: int) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) // 1024
 
 
-def the_line(num_workers: int) -> dict[str, Any]:
+def run_documented_line(num_workers: int) -> dict[str, Any]:
     envs = ParallelEnv(num_workers, MeltingpotEnv("commons_harvest__open"))
     rollout = envs.rollout(5)
     workers = workers_of(envs)
@@ -72,4 +72,4 @@ def the_instance(num_workers: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps([the_line(int(sys.argv[1])), the_instance(2)]))
+    sys.stdout.write(json.dumps([run_documented_line(int(sys.argv[1])), the_instance(2)]))
