@@ -117,7 +117,7 @@ def numbers_for_reader(info: Any, reader: Any, batch_size: torch.Size) -> Any:
             found.pop(key, None)
         elif not _is_readable(value, text=reader.keys is not None):
             raise EnvironmentOutputError(
-                f"info {key!r} is {_short(info[key])} of type {type(info[key]).__name__}; expected a number or an "
+                f"info {key!r} is {_short_repr(info[key])} of type {type(info[key]).__name__}; expected a number or an "
                 f"array of numbers. {_advice(info, batch_size)}"
             )
         elif tuple(value.shape[: len(batch_size)]) != tuple(batch_size):
@@ -190,6 +190,6 @@ def _advice(info: dict[str, Any], batch_size: torch.Size) -> str:
     return f"Name the keys to read: env.auto_register_info_dict(info_dict_reader={reader})"
 
 
-def _short(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
