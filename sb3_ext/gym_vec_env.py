@@ -105,7 +105,7 @@ class GymVecEnv(CheckedVecEnv):
         stepper = Stepper(
             vector_env,
             autoreset_mode=autoreset_mode,
-            speaks_torch=device is not None,
+            uses_torch=device is not None,
             missing_final_obs=missing_final_obs,
             partial_resets=False,
         )

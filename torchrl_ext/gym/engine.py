@@ -89,7 +89,7 @@ class Engine:
             self._stepper = Stepper(
                 env,
                 autoreset_mode=options["autoreset_mode"],
-                speaks_torch=env_type == "torch",
+                uses_torch=env_type == "torch",
                 missing_final_obs=self._missing,
             )
             # Asking a GPU whether anything is done makes the step wait for it; a reset of some rows has to.

@@ -81,11 +81,11 @@ def wrapper_chain(env: Any) -> list[Any]:
     return found if found[-1] is base else [*found, base]
 
 
-def find_autoreset_mode(env: Any, asked: object, *, speaks_torch: bool) -> Autoreset | None:
+def find_autoreset_mode(env: Any, asked: object, *, uses_torch: bool) -> Autoreset | None:
     """Find the mode of a vectorized environment: as asked for, its attribute, its metadata, its library's.
 
     :param asked: a mode, its name or value; None: not set
-    :param speaks_torch: whether it steps on tensors; such environments reset rows in the step unless they set a mode
+    :param uses_torch: whether it steps on tensors; such environments reset rows in the step unless they set a mode
     :return: the mode; None if it is not known
     :raises InvalidArgumentError: If there is no such mode.
     """
@@ -99,7 +99,7 @@ def find_autoreset_mode(env: Any, asked: object, *, speaks_torch: bool) -> Autor
     for resets in (*settings, getattr(getattr(base, "cfg", None), "auto_reset", None)):
         if isinstance(resets, bool):
             return Autoreset.SAME_STEP if resets else Autoreset.DISABLED
-    return get_library_rules(env).mode or (Autoreset.SAME_STEP if speaks_torch else None)
+    return get_library_rules(env).mode or (Autoreset.SAME_STEP if uses_torch else None)
 
 
 def accepts_parameter(function: Any, name: str, *, any_keyword: bool = True) -> bool:

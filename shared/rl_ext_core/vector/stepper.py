@@ -58,7 +58,7 @@ class Stepper:
 
     :param env: vectorized, wrapped or not
     :param autoreset_mode: of :class:`Autoreset`, or its name; None: as the environment tells
-    :param speaks_torch: whether it steps on tensors
+    :param uses_torch: whether it steps on tensors
     :param missing_final_obs: if an environment resets rows in the step and returns no last observations: ``"error"``
         raises, ``"previous"`` returns the observations before, ``"nan"`` returns None
     :param partial_resets: whether the caller also resets rows in the midst of their episodes
@@ -71,7 +71,7 @@ class Stepper:
         env: Any,
         *,
         autoreset_mode: Any = None,
-        speaks_torch: bool = False,
+        uses_torch: bool = False,
         missing_final_obs: str = "error",
         partial_resets: bool = True,
     ) -> None:
@@ -82,7 +82,7 @@ class Stepper:
             get_library_rules(env),
             missing_final_obs,
         )
-        self._mode = find_autoreset_mode(env, autoreset_mode, speaks_torch=speaks_torch)
+        self._mode = find_autoreset_mode(env, autoreset_mode, uses_torch=uses_torch)
         self._reset_rows: PartialReset | None = None
         if self._mode in (Autoreset.NEXT_STEP, Autoreset.DISABLED):
             self._find_partial_reset()
