@@ -33,7 +33,7 @@ _BINDING = "robosuite.utils.binding_utils"
 _CONTEXT = "robosuite.renderers.context.egl_context"
 
 _decision: Decision | None = None
-_ignored: set[int] = set()
+_warned_device_ids: set[int] = set()
 
 
 def patch_robosuite(decision: Decision) -> None:
@@ -182,8 +182,8 @@ def _check_variable(variable: str) -> None:
 def _warn_ignored_device(device_id: int) -> None:
     """Say once that the device which robosuite's own argument names is not the one that renders."""
     assert _decision is not None, "guard() has been called"
-    if device_id != -1 and device_id not in _ignored and str(device_id) != _decision.variables.get(INDEX):
-        _ignored.add(device_id)
+    if device_id != -1 and device_id not in _warned_device_ids and str(device_id) != _decision.variables.get(INDEX):
+        _warned_device_ids.add(device_id)
         _log.warning(
             "render_gpu_device_id=%d is not used: this process renders on %s, as decided; ask for a GPU with "
             "resolve(..., render=...)",
