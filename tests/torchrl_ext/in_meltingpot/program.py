@@ -51,7 +51,7 @@ def run_documented_line(num_workers: int) -> dict[str, Any]:
     return answer | {"workers left": [worker for worker in workers if Path(f"/proc/{worker}").exists()]}
 
 
-def the_instance(num_workers: int) -> dict[str, Any]:
+def run_changed_instance(num_workers: int) -> dict[str, Any]:
     instance = MeltingpotEnv("commons_harvest__open", max_steps=100)
     instance.rollout(2)
     instance.max_steps = 4  # the constructor's arguments no longer tell what it is
@@ -72,4 +72,4 @@ def the_instance(num_workers: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps([run_documented_line(int(sys.argv[1])), the_instance(2)]))
+    sys.stdout.write(json.dumps([run_documented_line(int(sys.argv[1])), run_changed_instance(2)]))
