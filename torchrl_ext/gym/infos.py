@@ -112,7 +112,7 @@ def numbers_for_reader(info: Any, reader: Any, batch_size: torch.Size) -> Any:
         found = {key: value for key, value in info.items() if not isinstance(value, dict)}
         keys = [key for key in found if not (reader.ignore_private and key.startswith("_"))]
     for key in keys:
-        value = _as_array(info.get(key))
+        value = _as_numeric_array(info.get(key))
         if value is None:
             found.pop(key, None)
         elif not _is_readable(value, text=reader.keys is not None):
@@ -146,7 +146,7 @@ def _cast_to_spec(value: np.ndarray[Any, Any], specs: Any, key: str) -> Any:
     return tensor.to(spec.dtype) if spec is not None and torch.can_cast(tensor.dtype, spec.dtype) else tensor
 
 
-def _as_array(value: Any) -> Any:
+def _as_numeric_array(value: Any) -> Any:
     """Return numbers, lists of them and arrays of objects as arrays of numbers, None if there is no value.
 
     Other values, NumPy's numbers among them, are returned unchanged, and rows without a value are zero.
@@ -179,7 +179,7 @@ def _advice(info: dict[str, Any], batch_size: torch.Size) -> str:
     """Return a line that registers values which can be read, with their dtypes."""
     specs: dict[str, str] = {}
     for key, value in info.items():
-        array = _as_array(value)
+        array = _as_numeric_array(value)
         is_number = _is_readable(array, text=False)
         if is_number and array.shape[: len(batch_size)] == batch_size and not key.startswith("_") and len(specs) < 3:
             tensor = torch.as_tensor(array)
