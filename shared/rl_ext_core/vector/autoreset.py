@@ -60,7 +60,7 @@ class LibraryRules(NamedTuple):
     :ivar includes: whether an unwrapped environment belongs to it
     :ivar mode: of environments that set none; None if it is not known
     :ivar partial_reset: from an environment, wrapped and unwrapped, and its mode to the way to reset some rows
-    :ivar keeps_others: whether that reset is known to leave the other rows alone
+    :ivar keeps_other_rows: whether that reset is known to leave the other rows alone
     :ivar info: whether a step's info without ``final_info`` describes the ``"last"`` step or the ``"reset"`` after it
     """
 
@@ -68,7 +68,7 @@ class LibraryRules(NamedTuple):
     includes: Callable[[Any], bool]
     mode: Autoreset | None
     partial_reset: Callable[[Any, Any, Autoreset], PartialReset]
-    keeps_others: bool
+    keeps_other_rows: bool
     info: str
 
 

@@ -86,7 +86,7 @@ class Stepper:
         self._reset_rows: PartialReset | None = None
         if self._mode in (Autoreset.NEXT_STEP, Autoreset.DISABLED):
             self._find_partial_reset()
-        self._checks_others = not self._rules.keeps_others and (partial_resets or self._mode is Autoreset.DISABLED)
+        self._checks_others = not self._rules.keeps_other_rows and (partial_resets or self._mode is Autoreset.DISABLED)
         self._remembers = missing_final_obs == "previous" or self._checks_others
         # Copies of the observation before the last step and of the one after it, where they are needed later.
         self.previous: Any = None
@@ -205,7 +205,7 @@ class Stepper:
         self.current = mapped(copied, observation) if self._remembers else None
 
     def _find_partial_reset(self) -> PartialReset:
-        if self._mode is Autoreset.NEXT_STEP and not self._rules.keeps_others:
+        if self._mode is Autoreset.NEXT_STEP and not self._rules.keeps_other_rows:
             raise InvalidArgumentError(
                 f"{type(self._base).__name__} resets sub-environments one step after their episodes have ended "
                 "(autoreset_mode NextStep), and is not known to reset some of them when asked to: the step in between "
