@@ -102,7 +102,7 @@ def _explain_errors() -> Iterator[None]:
         _apply.clear_failed_display("robosuite")
         why = " ".join(str(error).split()).rstrip(".") or type(error).__name__  # PyOpenGL's are tables of many lines
         raise DeviceUnavailableError(
-            f"robosuite cannot render on {_target()}: {why}. See what EGL offers: rl-ext doctor --verify"
+            f"robosuite cannot render on {_describe_target()}: {why}. See what EGL offers: rl-ext doctor --verify"
         ) from error
 
 
@@ -160,7 +160,7 @@ def _is_patched(function: Callable[..., None]) -> Callable[..., None]:
 _PATCHES = {_BINDING: _patch_binding, _CONTEXT: _patch_context}
 
 
-def _target() -> str:
+def _describe_target() -> str:
     assert _decision is not None, "guard() has been called"
     if _decision.egl is None:
         return "the CPU (OSMesa)"
@@ -188,7 +188,7 @@ def _warn_ignored_device(device_id: int) -> None:
             "render_gpu_device_id=%d is not used: this process renders on %s, as decided; ask for a GPU with "
             "resolve(..., render=...)",
             device_id,
-            _target(),
+            _describe_target(),
         )
 
 
