@@ -27,7 +27,7 @@ def workers_of(envs: Any) -> list[int]:
     return [worker.pid for worker in envs._workers]
 
 
-def different(frames: Any) -> bool:
+def all_differ(frames: Any) -> bool:
     return all(bool((one != other).any()) for at, one in enumerate(frames) for other in frames[:at])
 
 
@@ -42,7 +42,7 @@ def run_documented_line(num_workers: int) -> dict[str, Any]:
     workers = workers_of(envs)
     answer = {
         "shape": list(rollout.shape),
-        "frames differ": different(rollout["RGB"][:, 0]),
+        "frames differ": all_differ(rollout["RGB"][:, 0]),
         "first seeds": [chain[0] for chain in seeds(workers)],
         "simulators of the parent": count_own_simulators(),
         "private MiB": [private_mib(worker) for worker in workers],
