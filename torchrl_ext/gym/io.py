@@ -67,7 +67,7 @@ def compile_value(
                 return value.detach().to(device)
             return value.detach().clone() if copy else value.detach()
         found = _tensor(value, shape, dtype, name)
-        if found.dtype is not dtype and _loses(found, dtype):
+        if found.dtype is not dtype and _loses_information(found, dtype):
             raise EnvironmentOutputError(
                 f"{name!r} has the dtype {found.dtype}, which loses information as {dtype}, the dtype of its space. "
                 "Write the space with the dtype that the environment returns"
@@ -107,7 +107,7 @@ def _reshaped(found: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | Non
     return found.reshape(shape) if [n for n in found.shape if n != 1] == [n for n in shape if n != 1] else None
 
 
-def _loses(found: torch.Tensor, dtype: torch.dtype) -> bool:
+def _loses_information(found: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether a cast loses more than precision: fractions, signs, or the upper digits of integers.
 
     Values on a GPU are not read, because the step would wait for them: a cast that may lose something counts.
