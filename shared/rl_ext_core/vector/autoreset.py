@@ -233,7 +233,7 @@ def _by_option(env: Any, option: str, value: Callable[[Any], Any]) -> PartialRes
     return reset
 
 
-def _replacing(reset_rows: Callable[..., Any]) -> Callable[[Any, Any, Autoreset], PartialReset]:
+def _patch_reset(reset_rows: Callable[..., Any]) -> Callable[[Any, Any, Autoreset], PartialReset]:
     """Replace an environment's reset by one that follows ``reset_mask``, so that wrappers around it can pass it on."""
 
     def partial_reset(env: Any, base: Any, mode: Autoreset) -> PartialReset:
@@ -328,13 +328,13 @@ def _has_env_ids(base: Any) -> bool:
 TABLE = (
     # library, includes, mode, partial reset, keeps others, info without final_info
     LibraryRules("ALE AtariVectorEnv", _is_of("ale_py."), None, _by_mask_in_ale, True, "reset"),
-    LibraryRules("EnvPool", _is_of("envpool."), Autoreset.NEXT_STEP, _replacing(_reset_envpool), True, "last"),
+    LibraryRules("EnvPool", _is_of("envpool."), Autoreset.NEXT_STEP, _patch_reset(_reset_envpool), True, "last"),
     LibraryRules("Isaac Lab, mjlab", _has_env_ids, None, _by_env_ids, True, "last"),
     LibraryRules("ManiSkill", _is_of("mani_skill"), Autoreset.DISABLED, _by_env_idx, True, "last"),
     LibraryRules("SyncVectorEnv, ours", _POOLS, None, _by_mask, True, "last"),
     LibraryRules("AsyncVectorEnv", _WORKERS, None, _by_mask_in_workers, True, "last"),
-    LibraryRules("CartPoleVectorEnv", _CARTPOLE, None, _replacing(_reset_cartpole), True, "last"),
-    LibraryRules("phys2d (JAX)", _FUNCTIONAL, Autoreset.NEXT_STEP, _replacing(_reset_functional), True, "last"),
+    LibraryRules("CartPoleVectorEnv", _CARTPOLE, None, _patch_reset(_reset_cartpole), True, "last"),
+    LibraryRules("phys2d (JAX)", _FUNCTIONAL, Autoreset.NEXT_STEP, _patch_reset(_reset_functional), True, "last"),
     LibraryRules("others", lambda base: True, None, _by_mask, False, "last"),
 )
 
