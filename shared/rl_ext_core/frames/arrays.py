@@ -113,7 +113,7 @@ class PoolArrays(NamedTuple):
     sums: Numbers  # (n, 5)
     free_blocks: Numbers  # a stack
     unsealed: Numbers  # numbers of full blocks
-    turned: Numbers  # blocks that became full while a stack was pushed
+    filled: Numbers  # blocks that became full while a stack was pushed
     edges: Bytes  # a bit a grain: whether a free run begins or ends there
     users: Numbers  # blocks a reference frame
     reference_sums: Numbers  # their checksums
@@ -219,7 +219,7 @@ def _array_specs(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], type[np.gener
         "sums": ((has_checksums * sizes.blocks, N_SUMS), np.uint32),
         "free_blocks": ((sizes.blocks,), np.uint32),
         "unsealed": ((sizes.blocks,), np.uint32),
-        "turned": ((1024,), np.uint32),
+        "filled": ((1024,), np.uint32),
         "edges": ((_edge_bytes(sizes.grains),), np.uint8),
         "users": ((sizes.references,), np.uint32),
         "reference_sums": ((has_checksums * sizes.references,), np.uint32),
@@ -374,7 +374,7 @@ class PoolMemory:
         if blocks > sizes.blocks or grains > sizes.grains or references > sizes.references:
             self._raise_full()
         rows = dict.fromkeys(("blocks", "sums", "free_blocks", "unsealed"), blocks)
-        rows |= {"edges": _edge_bytes(grains), "turned": len(self._arrays["turned"])}
+        rows |= {"edges": _edge_bytes(grains), "filled": len(self._arrays["filled"])}
         rows |= dict.fromkeys(("users", "reference_sums", "free_references"), references)
         rows |= dict.fromkeys(("streams", "last", "frame", "open", "entry_sums"), streams)
         n_bytes = {name: n * self._row_bytes(name) for name, n in rows.items()}

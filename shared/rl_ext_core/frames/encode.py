@@ -254,14 +254,14 @@ def _store_full_block(p, s, seals):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _start_block(p, s, frame, geometry, bound, seals, turned, scratch):  # type: ignore[no-untyped-def]
+def _start_block(p, s, frame, geometry, bound, seals, filled, scratch):  # type: ignore[no-untyped-def]
     """Puts a stream's full block away and begins the next; returns how many blocks were put away so far."""
     before = p.streams[s, OPEN_BLOCK]
     if before > 0:
         if p.blocks[before, KIND] == OPEN:
             _store_full_block(p, s, seals)
-        p.turned[turned] = uint32(before)
-        turned += 1
+        p.filled[filled] = uint32(before)
+        filled += 1
     block = allocate_number(p, BLOCKS, FREE_BLOCKS, p.free_blocks)
     p.blocks[block, KIND] = uint32(OPEN)
     p.blocks[block, STREAM] = uint32(s)
@@ -276,14 +276,14 @@ def _start_block(p, s, frame, geometry, bound, seals, turned, scratch):  # type:
     p.streams[s, OPEN_BLOCK] = block
     p.streams[s, OPEN_FRAMES] = 0
     p.streams[s, OPEN_BYTES] = 0
-    return turned
+    return filled
 
 
 @njit(nogil=True)
-def _append_frame(p, s, frame, geometry, bound, seals, turned, scratch):  # type: ignore[no-untyped-def]
+def _append_frame(p, s, frame, geometry, bound, seals, filled, scratch):  # type: ignore[no-untyped-def]
     """Appends a frame to a stream."""
     if p.streams[s, OPEN_BLOCK] == 0 or p.streams[s, OPEN_FRAMES] == 1 << geometry.block_shift:
-        turned = _start_block(p, s, frame, geometry, bound, seals, turned, scratch)
+        filled = _start_block(p, s, frame, geometry, bound, seals, filled, scratch)
     target = address_in(p.open, s) + uint64(p.streams[s, OPEN_BYTES])
     newest = address_in(p.frame, s)
     size = write_entry(newest, frame, target, scratch, geometry, bound)
@@ -295,7 +295,7 @@ def _append_frame(p, s, frame, geometry, bound, seals, turned, scratch):  # type
     p.head[FRAMES] += 1
     if seals == AT_ONCE:
         _store_full_block(p, s, seals)
-    return turned
+    return filled
 
 
 @njit(nogil=True)
@@ -326,7 +326,7 @@ def _push_stack(p, s, stack, order, geometry, bound, shared_mask, seals, scratch
     n_stack, n_bytes = geometry.n_stack, geometry.frame_bytes
     last = _newest_stack_address(p, s, geometry)
     newest = p.streams[s, NEWEST]
-    turned = int64(0)
+    filled = int64(0)
     frames = scratch + uint64(SCRATCH_FRAMES * (n_bytes + GROUP))
     known = newest != 0 and p.streams[s, ORDER] == order
     if known and equal_bytes(last, stack, n_stack * n_bytes):
@@ -340,7 +340,7 @@ def _push_stack(p, s, stack, order, geometry, bound, shared_mask, seals, scratch
         first = count_padding(frames, geometry)
         depth = n_stack - first
     for position in range(first, n_stack):
-        turned = _append_frame(p, s, frames + uint64(position * n_bytes), geometry, bound, seals, turned, scratch)
+        filled = _append_frame(p, s, frames + uint64(position * n_bytes), geometry, bound, seals, filled, scratch)
     if geometry.keeps_stack:
         copy_bytes(last, stack, n_stack * n_bytes)
     handle = p.streams[s, OPEN_BLOCK] | ((p.streams[s, OPEN_FRAMES] - 1) << PLACE_SHIFT) | (depth << DEPTH_SHIFT)
@@ -348,8 +348,8 @@ def _push_stack(p, s, stack, order, geometry, bound, shared_mask, seals, scratch
     release_handle(p, newest, geometry)
     p.streams[s, NEWEST] = handle
     p.streams[s, ORDER] = order
-    for i in range(turned):  # only now: until it was known which of them the stack needs, all were
-        release_block(p, int64(p.turned[i]), geometry)
+    for i in range(filled):  # only now: until it was known which of them the stack needs, all were
+        release_block(p, int64(p.filled[i]), geometry)
     return handle
 
 

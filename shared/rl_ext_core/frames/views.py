@@ -113,7 +113,7 @@ class PoolPointers(NamedTuple):
     sums: Any
     free_blocks: Any
     unsealed: Any
-    turned: Any
+    filled: Any
     edges: Any
     users: Any
     reference_sums: Any
@@ -137,7 +137,7 @@ _N_GEOMETRY = len(Geometry._fields)
 _N_ARRAYS = len(PoolArrays._fields)
 _FIELD = {name: _N_GEOMETRY + 3 * number for number, name in enumerate(PoolArrays._fields)}
 _BLOCKS, _SUMS, _STREAMS, _LAST = _FIELD["blocks"], _FIELD["sums"], _FIELD["streams"], _FIELD["last"]
-_HEAD, _FREE_BLOCKS, _UNSEALED, _FILLED = (_FIELD[name] for name in ("head", "free_blocks", "unsealed", "turned"))
+_HEAD, _FREE_BLOCKS, _UNSEALED, _FILLED = (_FIELD[name] for name in ("head", "free_blocks", "unsealed", "filled"))
 _EDGES, _USERS, _REFERENCE_SUMS = _FIELD["edges"], _FIELD["users"], _FIELD["reference_sums"]
 _FREE_REFERENCES, _FRAME, _OPEN = _FIELD["free_references"], _FIELD["frame"], _FIELD["open"]
 _ENTRY_SUMS, _STARTS = _FIELD["entry_sums"], _N_GEOMETRY + 3 * _N_ARRAYS
