@@ -11,9 +11,9 @@ if "LAB2D_LOG" in os.environ:
 
     build = dmlab2d.Lab2d
 
-    def build_and_say_so(runfiles_root: str, settings: Mapping[str, str]) -> Any:
+    def build_and_log(runfiles_root: str, settings: Mapping[str, str]) -> Any:
         with open(os.environ["LAB2D_LOG"], "a") as log:
             log.write(f"{os.getpid()} {settings['env_seed']}\n")
         return build(runfiles_root, settings)
 
-    dmlab2d.Lab2d = build_and_say_so
+    dmlab2d.Lab2d = build_and_log
