@@ -149,7 +149,7 @@ def _index_shape(spec: TensorSpec) -> tuple[int, ...]:
     return (*spec.shape[:-1], len(spec.nvec)) if isinstance(spec, MultiOneHot) else tuple(spec.shape[:-1])
 
 
-def _shifted(values: Any, start: Any) -> Any:
+def _add_start(values: Any, start: Any) -> Any:
     """Add to integers what their space counts from. TorchRL's specs count from zero."""
     if isinstance(values, torch.Tensor):
         return values + torch.as_tensor(start, dtype=values.dtype, device=values.device)
@@ -164,7 +164,7 @@ def counted_from_zero(values: Any, start: Any) -> Any:
         is_dict = isinstance(values, dict)
         return {key: counted_from_zero(part, start.get(key)) for key, part in values.items()} if is_dict else values
     if isinstance(values, torch.Tensor):
-        return values if values.is_floating_point() else _shifted(values, -np.asarray(start))
+        return values if values.is_floating_point() else _add_start(values, -np.asarray(start))
     array = np.asarray(values)
     return array.astype(np.int64) - start if array.dtype.kind in "iu" else values
 
@@ -218,7 +218,7 @@ def compile_action(
             value = library.stack(library.unravel_index(value, nvec), -1)
             value = value.astype(space.dtype) if library is np else value
         if start is not None:
-            value = _shifted(value, start)
+            value = _add_start(value, start)
         return value if device is None or library is np else value.to(device)
 
     return convert if env_type != "jax" else lambda action: _jax_array(convert(action), spec.dtype)
