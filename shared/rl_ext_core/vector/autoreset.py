@@ -238,13 +238,15 @@ def _patch_reset(reset_rows: Callable[..., Any]) -> Callable[[Any, Any, Autorese
 
     def partial_reset(env: Any, base: Any, mode: Autoreset) -> PartialReset:
         if "reset" not in vars(base):
-            base.reset = partial(_reset, base, reset_rows)
+            base.reset = partial(_reset_with_mask, base, reset_rows)
         return _by_mask(env, base, mode)
 
     return partial_reset
 
 
-def _reset(env: Any, reset_rows: Any, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+def _reset_with_mask(
+    env: Any, reset_rows: Any, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any
+) -> Any:
     rest = {key: value for key, value in (options or {}).items() if key != "reset_mask"}
     given = {key: value for key, value in kwargs.items() if value is not None}  # EnvPool before 1.2 takes numbers alone
     given |= {"options": rest} if rest else {}
