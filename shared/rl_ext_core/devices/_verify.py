@@ -169,17 +169,17 @@ def main() -> None:
     name, device, render = sys.argv[1:]
     try:
         decision = resolve(device, render=render, renderer=name)
-        _tell(_decided(decision))
-        _tell(_see(name, decision))
+        _write_result(_decided(decision))
+        _write_result(_see(name, decision))
     except (ModuleNotFoundError, MissingDependencyError) as error:
-        _tell({"failure": _error_text(error), "missing": True})
+        _write_result({"failure": _error_text(error), "missing": True})
     except Exception as error:
-        _tell({"failure": _error_text(error)})
+        _write_result({"failure": _error_text(error)})
     # What drivers and libraries do to an interpreter that ends is not what was asked.
     os._exit(0)
 
 
-def _tell(seen: dict[str, Any]) -> None:
+def _write_result(seen: dict[str, Any]) -> None:
     sys.stdout.write(f"\n{_MARK}{json.dumps(seen)}\n")
     sys.stdout.flush()
 
