@@ -14,7 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.torchrl_ext.environments import Isaac
 from torchrl_ext import GymWrapper
 
-WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "cpu", "numpy", "tolist")
+SYNCHRONIZING = (
+    "_local_scalar_dense",
+    "nonzero",
+    "is_nonzero",
+    "equal",
+    "masked_select",
+    "unique",
+    "cpu",
+    "numpy",
+    "tolist",
+)
 
 
 class Operations(TorchDispatchMode):
@@ -66,7 +76,7 @@ def operations_of_steps(*, looks: bool, final_obs: bool, missing: str = "nan") -
             step, tensordict = wrapper.step_and_maybe_reset(tensordict)
             done += step["next", "done"].sum()
     assert done > 0, "nothing was done in these steps"
-    return [name for name in watch.names if name in WAITS]
+    return [name for name in watch.names if name in SYNCHRONIZING]
 
 
 def test_a_step_on_a_gpu_does_not_wait_for_it() -> None:
