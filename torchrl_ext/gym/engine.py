@@ -22,7 +22,7 @@ from torchrl_ext.gym.io import (
     compile_one_hot,
     compile_reward,
     compile_value,
-    counted_from_zero,
+    subtract_start,
     zero_flags,
 )
 
@@ -162,7 +162,7 @@ class Engine:
         if rows is not None:
             final = find(rows, info)
         if self._starts is not None:
-            final = counted_from_zero(final, self._starts)
+            final = subtract_start(final, self._starts)
         return rows, final if self._key is None or final is None else {self._key: final}
 
     def info_of_step(self, info: Any) -> Any:

@@ -29,7 +29,7 @@ __all__ = [
     "compile_one_hot",
     "compile_reward",
     "compile_value",
-    "counted_from_zero",
+    "subtract_start",
     "zero_flags",
 ]
 
@@ -156,13 +156,13 @@ def _add_start(values: Any, start: Any) -> Any:
     return values + start
 
 
-def counted_from_zero(values: Any, start: Any) -> Any:
+def subtract_start(values: Any, start: Any) -> Any:
     """Subtract from an environment's integers what their space counts from: a number, an array, or a dict of them."""
     if start is None:
         return values
     if isinstance(start, dict):
         is_dict = isinstance(values, dict)
-        return {key: counted_from_zero(part, start.get(key)) for key, part in values.items()} if is_dict else values
+        return {key: subtract_start(part, start.get(key)) for key, part in values.items()} if is_dict else values
     if isinstance(values, torch.Tensor):
         return values if values.is_floating_point() else _add_start(values, -np.asarray(start))
     array = np.asarray(values)
@@ -323,7 +323,7 @@ def compile_observation(
     """
     if starts is not None:
         read = compile_observation(spec, key=key, device=device, copy=copy)
-        return lambda observation: read(counted_from_zero(observation, starts))
+        return lambda observation: read(subtract_start(observation, starts))
     if key is None:
         return _compile_part(spec, (), device, copy)
     read = _compile_part(spec[key], (key,), device, copy)
