@@ -114,7 +114,7 @@ def accepts_parameter(function: Any, name: str, *, any_keyword: bool = True) -> 
 def require_synchronous(env: Any) -> None:
     """Refuse EnvPool's and ALE's asynchronous mode, in which a step returns ``batch_size`` of the rows, and players."""
     base = getattr(env, "unwrapped", env)
-    if not _is_of("envpool.", "ale_py.")(base):
+    if not _is_defined_in("envpool.", "ale_py.")(base):
         return
     settings = getattr(getattr(base, "spec", None), "config", base)  # EnvPool has a config, ALE has attributes
     size, count = getattr(settings, "batch_size", None), getattr(settings, "num_envs", None)
@@ -308,17 +308,17 @@ def _indices(mask: Any, base: Any) -> Any:
 # -- the table
 
 
-def _is_of(*prefixes: str) -> Callable[[Any], bool]:
+def _is_defined_in(*prefixes: str) -> Callable[[Any], bool]:
     """Return whether the class of an environment, or one of its bases, is defined under one of these names."""
     return lambda base: any(
         f"{kind.__module__}.{kind.__qualname__}".startswith(prefixes) for kind in type(base).__mro__
     )
 
 
-_POOLS = _is_of("gymnasium.vector.sync_vector_env.SyncVectorEnv", "rl_ext_core.vector.")
-_WORKERS = _is_of("gymnasium.vector.async_vector_env.AsyncVectorEnv")
-_CARTPOLE = _is_of("gymnasium.envs.classic_control.cartpole.CartPoleVectorEnv")
-_FUNCTIONAL = _is_of("gymnasium.envs.functional_jax_env.FunctionalJaxVectorEnv")
+_POOLS = _is_defined_in("gymnasium.vector.sync_vector_env.SyncVectorEnv", "rl_ext_core.vector.")
+_WORKERS = _is_defined_in("gymnasium.vector.async_vector_env.AsyncVectorEnv")
+_CARTPOLE = _is_defined_in("gymnasium.envs.classic_control.cartpole.CartPoleVectorEnv")
+_FUNCTIONAL = _is_defined_in("gymnasium.envs.functional_jax_env.FunctionalJaxVectorEnv")
 
 
 def _has_env_ids(base: Any) -> bool:
@@ -329,10 +329,12 @@ def _has_env_ids(base: Any) -> bool:
 # "final_observation"), if they reset rows in the step; in other modes, the step's observation is the last one.
 TABLE = (
     # library, includes, mode, partial reset, keeps others, info without final_info
-    LibraryRules("ALE AtariVectorEnv", _is_of("ale_py."), None, _by_mask_in_ale, True, "reset"),
-    LibraryRules("EnvPool", _is_of("envpool."), Autoreset.NEXT_STEP, _patch_reset(_reset_envpool), True, "last"),
+    LibraryRules("ALE AtariVectorEnv", _is_defined_in("ale_py."), None, _by_mask_in_ale, True, "reset"),
+    LibraryRules(
+        "EnvPool", _is_defined_in("envpool."), Autoreset.NEXT_STEP, _patch_reset(_reset_envpool), True, "last"
+    ),
     LibraryRules("Isaac Lab, mjlab", _has_env_ids, None, _by_env_ids, True, "last"),
-    LibraryRules("ManiSkill", _is_of("mani_skill"), Autoreset.DISABLED, _by_env_idx, True, "last"),
+    LibraryRules("ManiSkill", _is_defined_in("mani_skill"), Autoreset.DISABLED, _by_env_idx, True, "last"),
     LibraryRules("SyncVectorEnv, ours", _POOLS, None, _by_mask, True, "last"),
     LibraryRules("AsyncVectorEnv", _WORKERS, None, _by_mask_in_workers, True, "last"),
     LibraryRules("CartPoleVectorEnv", _CARTPOLE, None, _patch_reset(_reset_cartpole), True, "last"),
