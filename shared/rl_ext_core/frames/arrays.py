@@ -45,7 +45,7 @@ _MAX_NUMBER = 2**32 - 2
 _RESERVED_KINDS = BLOCKS, GRAINS, REFERENCES, STREAMS  # of what there has to be room for
 
 # How many rows of an array are in use.
-COUNTS = {
+COUNT_FIELDS = {
     "blocks": BLOCKS,
     "sums": BLOCKS,
     "free_blocks": FREE_BLOCKS,
@@ -299,7 +299,7 @@ class PoolMemory:
     def nbytes(self) -> int:
         """Bytes held."""
         head, layout = self._head, self._layout
-        rows = sum(self._arrays[name][: int(head[field])].nbytes for name, field in COUNTS.items())
+        rows = sum(self._arrays[name][: int(head[field])].nbytes for name, field in COUNT_FIELDS.items())
         references = int(head[REFERENCES]) * (layout.frame_bytes + SLACK)
         grains = int(head[GRAINS])
         return rows + grains * self._sizes.grain + grains // 8 + references + self.stream_nbytes

@@ -15,7 +15,7 @@ from rl_ext_core._system import LAZY
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames import arrays as state
 from rl_ext_core.frames.allocator import list_free_runs
-from rl_ext_core.frames.arrays import COUNTS, PoolArrays, PoolMemory, Sizes
+from rl_ext_core.frames.arrays import COUNT_FIELDS, PoolArrays, PoolMemory, Sizes
 from rl_ext_core.frames.auto import Encoding
 from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.codecs import (
@@ -631,7 +631,7 @@ class FramePool:
         n_streams = int(head[state.STREAMS])
         opened_bytes = self._pool.streams[:n_streams, state.OPEN_BYTES].tolist()
         opened = [row[:n] for row, n in zip(self._pool.open, opened_bytes, strict=False)]
-        used: dict[str, npt.NDArray[Any]] = {name: arrays[name][: head[field]] for name, field in COUNTS.items()}
+        used: dict[str, npt.NDArray[Any]] = {name: arrays[name][: head[field]] for name, field in COUNT_FIELDS.items()}
         used |= {
             "head": head,
             "last": arrays["last"][:n_streams, : layout.stack_bytes],
@@ -685,7 +685,7 @@ class FramePool:
     def _load_arrays(self, stored: dict[str, Any]) -> None:
         if not self._sizes.has_checksums:
             stored = {**stored, "blocks": _drop_sealed_columns(stored["blocks"])}
-        for name in (*COUNTS, "last", "frame", "entry_sums", "contents", "references"):
+        for name in (*COUNT_FIELDS, "last", "frame", "entry_sums", "contents", "references"):
             target = self._arrays[name]
             part = stored[name][: len(target)]  # in memory of this process alone there are no checksums
             self._region.reserve(state.array_offset(name, self._sizes), target[: len(part)].nbytes)
