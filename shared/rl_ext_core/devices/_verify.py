@@ -169,7 +169,7 @@ def main() -> None:
     name, device, render = sys.argv[1:]
     try:
         decision = resolve(device, render=render, renderer=name)
-        _write_result(_decided(decision))
+        _write_result(_describe_decision(decision))
         _write_result(_see(name, decision))
     except (ModuleNotFoundError, MissingDependencyError) as error:
         _write_result({"failure": _error_text(error), "missing": True})
@@ -184,7 +184,7 @@ def _write_result(seen: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _decided(decision: Decision) -> dict[str, Any]:
+def _describe_decision(decision: Decision) -> dict[str, Any]:
     return {
         "decided": decision.render,
         "uuid": decision.render_gpu.uuid if decision.render_gpu else None,
