@@ -31,7 +31,7 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def on_gpus(inventory: Any = MACHINE, **options: Any) -> list[Decision]:
+def gpu_decisions(inventory: Any = MACHINE, **options: Any) -> list[Decision]:
     options = {"render": "same", "renderer": "robosuite", "environ": {}, **options}
     return [resolve("auto", worker=number, inventory=inventory, **options) for number in range(3)]
 
@@ -44,7 +44,7 @@ def on_gpus(inventory: Any = MACHINE, **options: Any) -> list[Decision]:
 def test_each_worker_has_its_gpu_before_mujoco_is_imported(form: str, method: str) -> None:
     """Fork servers have imported mujoco, with TorchRL: it reads the backend at import, the number of the GPU later."""
     source: Any = DeviceReporting if form == "class" else DeviceReporting()
-    env = ParallelEnv(3, source, devices=on_gpus(), mp_start_method=method)
+    env = ParallelEnv(3, source, devices=gpu_decisions(), mp_start_method=method)
     env.reset()
     at_construction, now, read_by_mujoco, device = zip(*env.device_settings(), strict=True)
     env.close()
@@ -58,7 +58,7 @@ def test_each_worker_has_its_gpu_before_mujoco_is_imported(form: str, method: st
 def test_forked_workers_refuse_what_comes_too_late() -> None:
     """This process has imported mujoco, and so have its forks."""
     with pytest.raises(WorkerError, match="DeviceConflictError") as caught:
-        ParallelEnv(3, DeviceReporting(), devices=on_gpus(renderer="mujoco"), mp_start_method="fork")
+        ParallelEnv(3, DeviceReporting(), devices=gpu_decisions(renderer="mujoco"), mp_start_method="fork")
     assert isinstance(caught.value.__cause__, DeviceConflictError)
 
 
