@@ -212,7 +212,7 @@ def compile_action(
 
     def convert(action: Any) -> Any:
         if action.shape != shape:
-            action = _checked_action(action, spec, path)
+            action = _reshape_action(action, spec, path)
         value = decode(action)
         if nvec is not None:
             value = library.stack(library.unravel_index(value, nvec), -1)
@@ -224,7 +224,7 @@ def compile_action(
     return convert if env_type != "jax" else lambda action: _jax_array(convert(action), spec.dtype)
 
 
-def _checked_action(action: torch.Tensor, spec: TensorSpec, path: tuple[str, ...]) -> torch.Tensor:
+def _reshape_action(action: torch.Tensor, spec: TensorSpec, path: tuple[str, ...]) -> torch.Tensor:
     fitting = _reshaped(action, spec.shape)
     if fitting is not None:
         return fitting
