@@ -321,7 +321,7 @@ _CARTPOLE = _is_defined_in("gymnasium.envs.classic_control.cartpole.CartPoleVect
 _FUNCTIONAL = _is_defined_in("gymnasium.envs.functional_jax_env.FunctionalJaxVectorEnv")
 
 
-def _has_env_ids(base: Any) -> bool:
+def _accepts_env_ids(base: Any) -> bool:
     return accepts_parameter(getattr(base, "reset", None), "env_ids", any_keyword=False)
 
 
@@ -333,7 +333,7 @@ TABLE = (
     LibraryRules(
         "EnvPool", _is_defined_in("envpool."), Autoreset.NEXT_STEP, _patch_reset(_reset_envpool), True, "last"
     ),
-    LibraryRules("Isaac Lab, mjlab", _has_env_ids, None, _by_env_ids, True, "last"),
+    LibraryRules("Isaac Lab, mjlab", _accepts_env_ids, None, _by_env_ids, True, "last"),
     LibraryRules("ManiSkill", _is_defined_in("mani_skill"), Autoreset.DISABLED, _by_env_idx, True, "last"),
     LibraryRules("SyncVectorEnv, ours", _POOLS, None, _by_mask, True, "last"),
     LibraryRules("AsyncVectorEnv", _WORKERS, None, _by_mask_in_workers, True, "last"),
