@@ -230,7 +230,7 @@ def _reshape_action(action: torch.Tensor, spec: TensorSpec, path: tuple[str, ...
         return fitting
     advice = "categorical_action_encoding=True for indices" if isinstance(spec, OneHot) else "an action of this shape"
     raise InvalidArgumentError(
-        f"the action{_at(path)} has the shape {tuple(action.shape)}; expected {tuple(spec.shape)}, the shape of its "
+        f"the action{_quoted_path(path)} has the shape {tuple(action.shape)}; expected {tuple(spec.shape)}, the shape of its "
         f"{type(spec).__name__} spec. Write {advice}"
     )
 
@@ -345,7 +345,7 @@ def _compile_part(spec: TensorSpec, path: tuple[str, ...], device: torch.device 
     def read_all(observation: Any) -> Any:
         if not isinstance(observation, dict):
             raise EnvironmentOutputError(
-                f"observation{_at(path)} is of type {type(observation).__name__}; its space is a Dict of "
+                f"observation{_quoted_path(path)} is of type {type(observation).__name__}; its space is a Dict of "
                 f"{sorted(spec.keys())}"
             )
         try:
@@ -355,7 +355,7 @@ def _compile_part(spec: TensorSpec, path: tuple[str, ...], device: torch.device 
             if missing == "observation" and "state" in observation:  # as TorchRL calls a lone "state"
                 return read_all({**observation, "observation": observation["state"]})
             raise EnvironmentOutputError(
-                f"observation{_at((*path, missing))} is missing: the environment returned "
+                f"observation{_quoted_path((*path, missing))} is missing: the environment returned "
                 f"{sorted(map(str, observation))}"
             ) from None
         return new_tensordict(found, batch_size, device) if path else found
@@ -363,7 +363,7 @@ def _compile_part(spec: TensorSpec, path: tuple[str, ...], device: torch.device 
     return read_all
 
 
-def _at(path: tuple[str, ...]) -> str:
+def _quoted_path(path: tuple[str, ...]) -> str:
     return f" {'.'.join(path)!r}" if path else ""
 
 
