@@ -21,7 +21,7 @@ from rl_ext_core.frames.arrays import (
     ORDER,
     N_RECENT,
     N_STREAM,
-    NEVER,
+    SEAL_NEVER,
     NEWEST,
     NEWEST_STREAM,
     OPEN,
@@ -248,7 +248,7 @@ def _store_full_block(p, s, seals):  # type: ignore[no-untyped-def]
     block = p.streams[s, OPEN_BLOCK]
     store_bytes(p, block, address_in(p.open, s), p.streams[s, OPEN_BYTES], False)
     p.streams[s, OPEN_BYTES] = 0
-    if seals != NEVER:
+    if seals != SEAL_NEVER:
         p.unsealed[p.head[UNSEALED]] = uint32(block)
         p.head[UNSEALED] += 1
 
