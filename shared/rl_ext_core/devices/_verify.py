@@ -170,7 +170,7 @@ def main() -> None:
     try:
         decision = resolve(device, render=render, renderer=name)
         _write_result(_describe_decision(decision))
-        _write_result(_see(name, decision))
+        _write_result(_inspect_context(name, decision))
     except (ModuleNotFoundError, MissingDependencyError) as error:
         _write_result({"failure": _error_text(error), "missing": True})
     except Exception as error:
@@ -197,7 +197,7 @@ def _error_text(error: Exception) -> str:
     return first if isinstance(error, RlExtError) else f"{type(error).__name__}: {first}"
 
 
-def _see(name: str, decision: Decision) -> dict[str, Any]:
+def _inspect_context(name: str, decision: Decision) -> dict[str, Any]:
     """Apply the decision, make a context, and look at what it is on."""
     # A process of another container may go by this number; it does so before, too.
     before = _gpus_of_this_process()
