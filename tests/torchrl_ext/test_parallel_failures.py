@@ -40,7 +40,7 @@ def failing(when: str, how: str = "raise", **options: Any) -> ParallelEnv:
     return ParallelEnv(2, source, overrides=[{}, {"when": when, "how": how}], **options)
 
 
-def live(env: ParallelEnv) -> None:
+def use_everything(env: ParallelEnv) -> None:
     """Do one after the other all that an environment may fail at."""
     env.reset()
     env.rollout(5, break_when_any_done=False)
@@ -94,10 +94,10 @@ def test_failures_reach_the_parent(when: str, how: str, method: str | None, use_
     seed = None if when == "reset" else 5  # with one, environments are reset when they are built
     env = failing(when, how, use_buffers=use_buffers, mp_start_method=method, seed=seed)
     if (when, how) == ("close", "os._exit"):
-        live(env)  # that is what closing is for
+        use_everything(env)  # that is what closing is for
         return
     with within_reach(env) as caught:
-        live(env)
+        use_everything(env)
     error, (kind, said) = caught.value, HOWS[how]
     assert (error.worker, error.kind) == (1, kind)
     assert str(error).startswith("worker 1 of 2")
@@ -123,7 +123,7 @@ def test_workers_that_hang_are_found_by_the_time_limit(when: str, use_buffers: b
     limits = {"start_timeout": 15.0} if when == "constructor" else {"step_timeout": 3.0}
     env = failing(when, "hang", use_buffers=use_buffers, **limits)
     with within_reach(env) as caught:
-        live(env)
+        use_everything(env)
     assert (caught.value.worker, caught.value.kind) == (1, "timeout")
     assert f"did not answer within {limits.popitem()[1]:g} s" in str(caught.value)
     assert "in fail" in str(caught.value)  # the function that hangs
@@ -176,7 +176,7 @@ def test_data_of_a_failed_step_are_not_handed_out() -> None:
 def test_of_two_failures_the_first_is_told() -> None:
     env = ParallelEnv(3, factory(), overrides=[{}, {"when": "step", "how": "hang"}, {"when": "step"}])
     with within_reach(env) as caught:
-        live(env)
+        use_everything(env)
     assert (caught.value.worker, caught.value.kind) == (2, "exception")
 
 
@@ -215,7 +215,7 @@ def test_ctrl_c_ends_the_workers(when: str, use_buffers: bool) -> None:
         env.reset()
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        live(env) if when == "constructor" else env.rollout(5) if when == "step" else env.fetch()
+        use_everything(env) if when == "constructor" else env.rollout(5) if when == "step" else env.fetch()
     assert not workers_left()
     env.close()
     if when != "constructor":
