@@ -327,7 +327,7 @@ def _accepts_env_ids(base: Any) -> bool:
 
 # The first row that includes an environment counts. All tell last observations as info["final_obs"] (before 1.0:
 # "final_observation"), if they reset rows in the step; in other modes, the step's observation is the last one.
-TABLE = (
+LIBRARIES = (
     # library, includes, mode, partial reset, keeps others, info without final_info
     LibraryRules("ALE AtariVectorEnv", _is_defined_in("ale_py."), None, _by_mask_in_ale, True, "reset"),
     LibraryRules(
@@ -346,4 +346,4 @@ TABLE = (
 def get_library_rules(env: Any) -> LibraryRules:
     """Return the row of the table for a vectorized environment, wrapped or not."""
     base = getattr(env, "unwrapped", env)
-    return next(rules for rules in TABLE if rules.includes(base))
+    return next(rules for rules in LIBRARIES if rules.includes(base))
