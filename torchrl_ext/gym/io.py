@@ -268,7 +268,7 @@ def _compile_decoder(spec: TensorSpec, env_type: str, is_array: bool, clip: floa
     if isinstance(spec, MultiOneHot):
         decode = partial(spec.to_categorical, safe=False)
     elif isinstance(spec, OneHot):
-        decode = _places_of_ones if env_type == "numpy" else lambda action: action.long().argmax(-1)
+        decode = _one_hot_indices if env_type == "numpy" else lambda action: action.long().argmax(-1)
     elif clip is not None and spec.dtype.is_floating_point:
         decode = partial(torch.clamp, min=-clip, max=clip)
     else:
@@ -282,7 +282,7 @@ def _compile_decoder(spec: TensorSpec, env_type: str, is_array: bool, clip: floa
     return lambda action: int(decode(action.detach().cpu()).item())  # environments index with it
 
 
-def _places_of_ones(action: torch.Tensor) -> np.ndarray[Any, Any]:
+def _one_hot_indices(action: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return the indices of one-hot vectors, in a third of torch's time."""
     values = action.numpy()
     # TorchRL's argmax is that of integers.
@@ -292,7 +292,7 @@ def _places_of_ones(action: torch.Tensor) -> np.ndarray[Any, Any]:
 def _place_of_one(action: torch.Tensor) -> int:
     """Return the index of one one-hot vector, in a third of NumPy's time."""
     values = action.tolist()
-    return values.index(1) if 1 in values else int(_places_of_ones(action.cpu()))  # as TorchRL for other vectors
+    return values.index(1) if 1 in values else int(_one_hot_indices(action.cpu()))  # as TorchRL for other vectors
 
 
 def _jax_array(action: torch.Tensor, dtype: torch.dtype) -> Any:
