@@ -230,7 +230,9 @@ class FramePool:
         else:
             name = next(name for name in codec_names() if zlib.crc32(name.encode()) == codec)
             self.codec = self._check_codec(name, quality).for_frames(layout)
-        self._seals = (state.AT_ONCE if self.codec.lossy else state.IN_TURN) if self.codec.seals else state.SEAL_NEVER
+        self._seals = (
+            (state.AT_ONCE if self.codec.lossy else state.SEAL_LATER) if self.codec.seals else state.SEAL_NEVER
+        )
         # Rows of the streams are as long as this layout needs, not as the largest one would.
         rows = {"frame": layout.frame_bytes + SLACK, "open": block_length * (layout.frame_bytes + ENTRY_HEADER) + SLACK}
         for name, n_bytes in rows.items():
