@@ -140,7 +140,7 @@ def _run_process(command: Sequence[str], limit_s: float) -> dict[str, Any]:
     if told and not done.returncode:
         return told
     last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    return {**told, "failure": f"the process ended {_ending(done.returncode)}: {last}"}
+    return {**told, "failure": f"the process ended {_describe_exit(done.returncode)}: {last}"}
 
 
 def _parse_output(output: str) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _parse_output(output: str) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
 
 
-def _ending(status: int) -> str:
+def _describe_exit(status: int) -> str:
     if status >= 0:
         return f"with exit status {status}"
     try:
