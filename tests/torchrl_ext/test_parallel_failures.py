@@ -58,7 +58,7 @@ def test_more_workers_than_descriptors_are_refused(monkeypatch: pytest.MonkeyPat
 
 
 @contextmanager
-def within_reach(env: ParallelEnv) -> Iterator[Any]:
+def expect_worker_error(env: ParallelEnv) -> Iterator[Any]:
     """Expect a failure; afterwards there is no process, closing is fine, and the environment can be used anew."""
     with pytest.raises(WorkerError) as caught:
         yield caught
@@ -96,7 +96,7 @@ def test_failures_reach_the_parent(when: str, how: str, method: str | None, use_
     if (when, how) == ("close", "os._exit"):
         use_everything(env)  # that is what closing is for
         return
-    with within_reach(env) as caught:
+    with expect_worker_error(env) as caught:
         use_everything(env)
     error, (kind, said) = caught.value, HOWS[how]
     assert (error.worker, error.kind) == (1, kind)
@@ -122,7 +122,7 @@ def test_workers_that_hang_are_found_by_the_time_limit(when: str, use_buffers: b
     # A worker that is started imports its class first, which may take a while.
     limits = {"start_timeout": 15.0} if when == "constructor" else {"step_timeout": 3.0}
     env = failing(when, "hang", use_buffers=use_buffers, **limits)
-    with within_reach(env) as caught:
+    with expect_worker_error(env) as caught:
         use_everything(env)
     assert (caught.value.worker, caught.value.kind) == (1, "timeout")
     assert f"did not answer within {limits.popitem()[1]:g} s" in str(caught.value)
@@ -136,7 +136,7 @@ def test_workers_killed_while_idle(then: Any, use_buffers: bool) -> None:
     env = ParallelEnv(2, Well, use_buffers=use_buffers)
     env.reset()
     os.kill(env._workers[1].pid, signal.SIGKILL)
-    with within_reach(env) as caught:
+    with expect_worker_error(env) as caught:
         then(env)
     assert "worker 1 of 2 was killed by SIGKILL" in str(caught.value)
 
@@ -175,7 +175,7 @@ def test_data_of_a_failed_step_are_not_handed_out() -> None:
 
 def test_of_two_failures_the_first_is_told() -> None:
     env = ParallelEnv(3, factory(), overrides=[{}, {"when": "step", "how": "hang"}, {"when": "step"}])
-    with within_reach(env) as caught:
+    with expect_worker_error(env) as caught:
         use_everything(env)
     assert (caught.value.worker, caught.value.kind) == (2, "exception")
 
@@ -186,7 +186,7 @@ def test_after_a_result_that_this_process_cannot_read_the_next_one_is_not_mixed_
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         env.unreadable()
     assert env.fetch(litres=4) == [8, 8]
-    with within_reach(env) as caught:
+    with expect_worker_error(env) as caught:
         env.lock()
     assert "cannot pickle '_thread.lock' object" in str(caught.value)
     assert caught.value.phase == "lock"
