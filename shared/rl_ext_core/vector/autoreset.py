@@ -186,7 +186,7 @@ def _by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
 def _by_option(env: Any, option: str, value: Callable[[Any], Any]) -> PartialReset:
     base, is_known = wrapper_chain(env)[-1], False
 
-    def passing(**kwargs: Any) -> Any:
+    def reset_and_check(**kwargs: Any) -> Any:
         """Reset, and refuse wrappers that do not pass the option on: they would reset all rows."""
         nonlocal is_known
         if is_known or env is base:
@@ -223,7 +223,7 @@ def _by_option(env: Any, option: str, value: Callable[[Any], Any]) -> PartialRes
             for name, old in vars(layer).items()
             if isinstance(old, np.ndarray) and old.shape[:1] == mask.shape
         ]
-        result = passing(options={**(options or {}), option: value(mask)}, **kwargs)
+        result = reset_and_check(options={**(options or {}), option: value(mask)}, **kwargs)
         for layer, name, old in kept:
             new = getattr(layer, name)
             if isinstance(new, np.ndarray) and new.shape == old.shape:
