@@ -278,7 +278,7 @@ def _compile_decoder(spec: TensorSpec, env_type: str, is_array: bool, clip: floa
     if not _is_one_choice(spec) or is_array or np.prod(_index_shape(spec)) != 1:
         return lambda action: np.asarray(decode(action.detach().cpu()))
     if isinstance(spec, OneHot) and spec.ndim == 1 and not spec.dtype.is_floating_point:
-        return _place_of_one
+        return _one_hot_index
     return lambda action: int(decode(action.detach().cpu()).item())  # environments index with it
 
 
@@ -289,7 +289,7 @@ def _one_hot_indices(action: torch.Tensor) -> np.ndarray[Any, Any]:
     return (values.astype(np.int64) if values.dtype.kind == "f" else values).argmax(-1)
 
 
-def _place_of_one(action: torch.Tensor) -> int:
+def _one_hot_index(action: torch.Tensor) -> int:
     """Return the index of one one-hot vector, in a third of NumPy's time."""
     values = action.tolist()
     return values.index(1) if 1 in values else int(_one_hot_indices(action.cpu()))  # as TorchRL for other vectors
