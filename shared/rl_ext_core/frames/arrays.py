@@ -80,7 +80,7 @@ FULL = 2
 SEALED = 3  # likewise, and compressed
 
 # When a full block is noted to be sealed: once the next one begins, or, where it holds one frame, at once.
-SEAL_NEVER, SEAL_LATER, AT_ONCE = 0, 1, 2
+SEAL_NEVER, SEAL_LATER, SEAL_AT_ONCE = 0, 1, 2
 
 # The columns of ``streams``.
 OPEN_BLOCK = 0

@@ -6,7 +6,7 @@ import numpy as np
 from numba import int64, njit, uint8, uint32, uint64
 
 from rl_ext_core.frames.arrays import (
-    AT_ONCE,
+    SEAL_AT_ONCE,
     BLOCKS,
     CLOCK,
     DEPTH_SHIFT,
@@ -293,7 +293,7 @@ def _append_frame(p, s, frame, geometry, bound, seals, filled, scratch):  # type
         p.entry_sums[s, p.streams[s, OPEN_FRAMES]] = entry
     p.streams[s, OPEN_FRAMES] += 1
     p.head[FRAMES] += 1
-    if seals == AT_ONCE:
+    if seals == SEAL_AT_ONCE:
         _store_full_block(p, s, seals)
     return filled
 

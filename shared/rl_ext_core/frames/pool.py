@@ -231,7 +231,7 @@ class FramePool:
             name = next(name for name in codec_names() if zlib.crc32(name.encode()) == codec)
             self.codec = self._check_codec(name, quality).for_frames(layout)
         self._seals = (
-            (state.AT_ONCE if self.codec.lossy else state.SEAL_LATER) if self.codec.seals else state.SEAL_NEVER
+            (state.SEAL_AT_ONCE if self.codec.lossy else state.SEAL_LATER) if self.codec.seals else state.SEAL_NEVER
         )
         # Rows of the streams are as long as this layout needs, not as the largest one would.
         rows = {"frame": layout.frame_bytes + SLACK, "open": block_length * (layout.frame_bytes + ENTRY_HEADER) + SLACK}
@@ -276,7 +276,7 @@ class FramePool:
         """What a stream keeps besides its open block."""
         geometry, layout = self._geometry, self.layout
         # Of a block that was put away at once, the frame still is where it was filled.
-        frames = geometry.keeps_frame + (self._seals == state.AT_ONCE)
+        frames = geometry.keeps_frame + (self._seals == state.SEAL_AT_ONCE)
         return geometry.keeps_stack * layout.stack_bytes + frames * layout.frame_bytes
 
     @property
