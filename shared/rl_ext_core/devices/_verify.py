@@ -27,7 +27,7 @@ from rl_ext_core.errors import MissingDependencyError, RlExtError, install_line
 
 LIMIT_S = 60.0
 # Libraries print to the same stream.
-_MARK = "rl-ext saw: "
+_RESULT_PREFIX = "rl-ext saw: "
 _SOFTWARE = ("llvmpipe", "softpipe", "swrast", "software")
 _MODEL = "<mujoco><worldbody><geom size='1'/></worldbody></mujoco>"
 _SIDE = 64
@@ -147,8 +147,8 @@ def _parse_output(output: str) -> dict[str, Any]:
     """Read what the process told: first what was decided, then what it saw."""
     told: dict[str, Any] = {}
     for line in output.splitlines():
-        if line.startswith(_MARK):
-            told |= json.loads(line[len(_MARK) :])
+        if line.startswith(_RESULT_PREFIX):
+            told |= json.loads(line[len(_RESULT_PREFIX) :])
     return {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
 
 
@@ -180,7 +180,7 @@ def main() -> None:
 
 
 def _write_result(seen: dict[str, Any]) -> None:
-    sys.stdout.write(f"\n{_MARK}{json.dumps(seen)}\n")
+    sys.stdout.write(f"\n{_RESULT_PREFIX}{json.dumps(seen)}\n")
     sys.stdout.flush()
 
 
