@@ -67,7 +67,7 @@ def expect_worker_error(env: ParallelEnv) -> Iterator[Any]:
     env.close()
 
 
-HOWS = {
+FAILURES = {
     "raise": ("exception", "raised ValueError('the well is dry')"),
     "raise what cannot be pickled": ("exception", "raised DryError('the bucket hit the ground at 10.0 m')"),
     "segfault": ("signal", "was killed by SIGSEGV"),
@@ -85,7 +85,7 @@ OCCASIONS = ["constructor", "reset", "step", "method", "close"]
 @pytest.mark.parametrize(
     ("when", "how", "method"),
     [
-        *((*case, None) for case in itertools.product(OCCASIONS, HOWS)),
+        *((*case, None) for case in itertools.product(OCCASIONS, FAILURES)),
         pytest.param("constructor", "raise", "spawn", marks=pytest.mark.exhaustive),
         ("step", "segfault", "fork"),
     ],
@@ -98,7 +98,7 @@ def test_failures_reach_the_parent(when: str, how: str, method: str | None, use_
         return
     with expect_worker_error(env) as caught:
         use_everything(env)
-    error, (kind, said) = caught.value, HOWS[how]
+    error, (kind, said) = caught.value, FAILURES[how]
     assert (error.worker, error.kind) == (1, kind)
     assert str(error).startswith("worker 1 of 2")
     assert (error.seed is None) == (seed is None)
