@@ -289,14 +289,14 @@ def _reset_envpool(env: Any, mask: Any, **kwargs: Any) -> Any:
     """Return all rows where EnvPool returns those alone that it has reset; others are zero."""
     rows = np.flatnonzero(mask)
 
-    def scattered(part: Any) -> Any:
+    def scatter(part: Any) -> Any:
         if not isinstance(part, np.ndarray) or part.shape[:1] != rows.shape:
             return part
         full = np.zeros((len(mask), *part.shape[1:]), part.dtype)
         full[rows] = part
         return full
 
-    return mapped(scattered, type(env).reset(env, rows, **kwargs))
+    return mapped(scatter, type(env).reset(env, rows, **kwargs))
 
 
 def _indices(mask: Any, base: Any) -> Any:
