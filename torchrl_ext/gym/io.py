@@ -195,10 +195,10 @@ def compile_action(
     :raises InvalidArgumentError: If the spec has other choices than the space.
     """
     if isinstance(spec, Composite):
-        again = partial(compile_action, env_type=env_type, batch_size=batch_size, clip=clip, device=device)
+        compile_part = partial(compile_action, env_type=env_type, batch_size=batch_size, clip=clip, device=device)
         spaces, starts = getattr(space, "spaces", {}), start or {}
         parts = {
-            key: again(part, space=spaces.get(key), start=starts.get(key), path=(*path, key))
+            key: compile_part(part, space=spaces.get(key), start=starts.get(key), path=(*path, key))
             for key, part in spec.items()
         }
         return lambda action: {key: convert(action[key]) for key, convert in parts.items()}
