@@ -209,7 +209,7 @@ def _opened_address(opened, block):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _decode(  # type: ignore[no-untyped-def]
+def _decode_frames(  # type: ignore[no-untyped-def]
     p, newest, n_frames, depth, back, next_depth, geometry, bound, out, next_out, decompressor, opened, work, chain
 ):
     """Decodes the ``n_frames`` frames up to ``newest`` once each, and copies them to where they belong.
@@ -346,7 +346,7 @@ def decode_batch(start, stop, state, bound, handles, next_handles, outs, next_ou
                 zero_padding(other, geometry.n_stack - more, geometry)
                 n_frames = max(frames + back, more)
                 if n_frames > 0:
-                    failed += _decode(
+                    failed += _decode_frames(
                         p,
                         newest,
                         n_frames,
