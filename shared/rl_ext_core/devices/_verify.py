@@ -30,7 +30,7 @@ LIMIT_S = 60.0
 _RESULT_PREFIX = "rl-ext saw: "
 _SOFTWARE = ("llvmpipe", "softpipe", "swrast", "software")
 _MODEL = "<mujoco><worldbody><geom size='1'/></worldbody></mujoco>"
-_SIDE = 64
+_IMAGE_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def _gl_strings() -> tuple[str, str]:
 def _create_context(name: str, look: Callable[[], None]) -> object:
     """Make a renderer's context, look at what it is on while it is current, and return what keeps it alive."""
     if name == "pyrender":
-        renderer = import_module("pyrender").OffscreenRenderer(_SIDE, _SIDE)  # and leaves it current
+        renderer = import_module("pyrender").OffscreenRenderer(_IMAGE_SIZE, _IMAGE_SIZE)  # and leaves it current
         look()
         return renderer
     mujoco: Any = import_module("mujoco")
@@ -251,21 +251,25 @@ def _create_context(name: str, look: Callable[[], None]) -> object:
         look()
 
     if name == "dm_control":
-        context: Any = import_module("dm_control._render").Renderer(_SIDE, _SIDE)
+        context: Any = import_module("dm_control._render").Renderer(_IMAGE_SIZE, _IMAGE_SIZE)
         with context.make_current() as thread:  # it renders in a thread of its own
             thread.call(look_inside)
         return context
     if name == "robosuite":
         binding: Any = import_module("robosuite.utils.binding_utils")
         simulation = binding.MjSim.from_xml_string(_MODEL)
-        context = binding.MjRenderContextOffscreen(simulation, device_id=-1, max_width=_SIDE, max_height=_SIDE)
+        context = binding.MjRenderContextOffscreen(
+            simulation, device_id=-1, max_width=_IMAGE_SIZE, max_height=_IMAGE_SIZE
+        )
     elif name == "gymnasium":
         viewer: Any = import_module("gymnasium.envs.mujoco.mujoco_rendering").OffScreenViewer
         # Releases before 1.0 take the size from the model.
         sized = "width" in inspect.signature(viewer).parameters
-        context = viewer(model, mujoco.MjData(model), **({"width": _SIDE, "height": _SIDE} if sized else {}))
+        context = viewer(
+            model, mujoco.MjData(model), **({"width": _IMAGE_SIZE, "height": _IMAGE_SIZE} if sized else {})
+        )
     else:
-        context = mujoco.GLContext(_SIDE, _SIDE)
+        context = mujoco.GLContext(_IMAGE_SIZE, _IMAGE_SIZE)
         context.make_current()
     look_inside()
     return context
