@@ -301,7 +301,7 @@ def test_ctrl_c_anywhere(call: str, every: int, use_buffers: bool) -> None:
     at = 1
     while where := interrupt(functools.partial(CALLS[call], env), at, below=BELOW):
         # A step of one that is closed would start workers whose environments nobody has reset.
-        said = go_on(env, stepping=at % 2 == 1 and not env.is_closed)
+        said = continue_without_reset(env, stepping=at % 2 == 1 and not env.is_closed)
         assert said == "" or "interrupted" in said or "closed/non started" in said, where
         data = env.rollout(3, break_when_any_done=False)
         assert data["next", "observation"][..., 1].tolist() == [[1, 2, 3]] * 2, where
@@ -311,7 +311,7 @@ def test_ctrl_c_anywhere(call: str, every: int, use_buffers: bool) -> None:
     assert not workers_left()
 
 
-def go_on(env: ParallelEnv, *, stepping: bool) -> str:
+def continue_without_reset(env: ParallelEnv, *, stepping: bool) -> str:
     """Go on without a reset, and return what is said against it."""
     try:
         env.step(env.fake_tensordict()) if stepping else env.fetch()
