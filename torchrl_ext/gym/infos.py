@@ -9,7 +9,7 @@ import torch
 
 from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.vector.arrays import to_torch
-from rl_ext_core.vector.stepper import infos_to_dict, objects
+from rl_ext_core.vector.stepper import infos_to_dict, object_array
 
 __all__ = ["merge_infos", "numbers_for_reader", "copy_info"]
 
@@ -25,7 +25,7 @@ def copy_info(info: Any) -> Any:
     if isinstance(info, np.ndarray):
         if info.dtype != object or info.ndim != 1:
             return info.copy()
-        return objects([copy_info(part) for part in info])
+        return object_array([copy_info(part) for part in info])
     info = to_torch(info)
     return info.detach().clone() if isinstance(info, torch.Tensor) else info
 
@@ -76,7 +76,7 @@ def _replace_rows(old: Any, new: Any, rows: list[int], count: int) -> Any:
         )
     values = _copy_for(old, new)
     if values is None:  # no dtype or shape holds both
-        values, new = (objects(list(part) if _has_rows(part, count) else [part] * count) for part in (old, new))
+        values, new = (object_array(list(part) if _has_rows(part, count) else [part] * count) for part in (old, new))
     values[rows] = new[rows]
     return values
 

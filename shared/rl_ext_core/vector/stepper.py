@@ -30,7 +30,7 @@ __all__ = [
     "infos_to_dict",
     "is_mask",
     "num_envs_of",
-    "objects",
+    "object_array",
     "one_each",
     "check_result_length",
     "drop_final_keys",
@@ -274,12 +274,14 @@ def infos_to_dict(infos: Any) -> Any:
     collected: dict[str, Any] = {}
     for key in dict.fromkeys(key for part in parts for key in part):
         values = [part.get(key) for part in parts]
-        collected[key] = infos_to_dict(values) if any(isinstance(value, dict) for value in values) else objects(values)
+        collected[key] = (
+            infos_to_dict(values) if any(isinstance(value, dict) for value in values) else object_array(values)
+        )
         collected[f"_{key}"] = np.array([key in part for part in parts])
     return collected
 
 
-def objects(values: list[Any]) -> Array:
+def object_array(values: list[Any]) -> Array:
     """Return an array of objects, whatever these are."""
     array = np.empty(len(values), object)
     for place, value in enumerate(values):
