@@ -22,7 +22,7 @@ __all__ = [
     "HalfBounded",
     "SingleSpaces",
     "batched_specs",
-    "finite",
+    "with_finite_samples",
     "is_ragged",
     "starts",
     "to_gymnasium",
@@ -61,10 +61,12 @@ def _half_bounded(spec: Bounded) -> HalfBounded:
     return HalfBounded(spec.space.low, spec.space.high, spec.shape, device=spec.device, dtype=spec.dtype)
 
 
-def finite(spec: TensorSpec) -> TensorSpec:
+def with_finite_samples(spec: TensorSpec) -> TensorSpec:
     """Make the random values of Boxes with some infinite bounds finite."""
     if isinstance(spec, Composite):
-        return Composite({key: finite(part) for key, part in spec.items()}, device=spec.device, shape=spec.shape)
+        return Composite(
+            {key: with_finite_samples(part) for key, part in spec.items()}, device=spec.device, shape=spec.shape
+        )
     if not isinstance(spec, Bounded) or not spec.dtype.is_floating_point:
         return spec
     return spec if all(bound.isfinite().all() for bound in spec.space) else _half_bounded(spec)

@@ -21,7 +21,7 @@ from rl_ext_core.vector.stepper import RESET, num_envs_of, check_result_length
 from torchrl_ext._compat import new_tensordict, has_fast_path
 from torchrl_ext.gym.engine import Engine, refuse_frame_skip
 from torchrl_ext.gym.infos import numbers_for_reader, copy_info
-from torchrl_ext.gym.specs import SingleSpaces, batched_specs, finite, is_ragged, starts
+from torchrl_ext.gym.specs import SingleSpaces, batched_specs, with_finite_samples, is_ragged, starts
 from torchrl_ext.parallel import ParallelEnv
 
 __all__ = ["GymEnv", "GymWrapper"]
@@ -183,7 +183,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
                 f"({type(error).__name__}: {error}). Write gymnasium.spaces.Dict, with a key for each part, in place "
                 "of a Tuple or of a MultiDiscrete with several axes, and dtypes that torch has"
             ) from error
-        self.action_spec = finite(self.action_spec)
+        self.action_spec = with_finite_samples(self.action_spec)
         shared = sorted(map(str, set(self.observation_spec.keys(True, True)) & set(self.action_keys)))
         if shared:
             raise InvalidArgumentError(
