@@ -507,7 +507,7 @@ class FramePool:
         wanted = [(part, address_of(array)) for part, array in both if array is not None]
         if wanted:
             self._check_contents([part for part, _ in wanted])
-            self._decode(wanted, num_threads)
+            self._decode_into(wanted, num_threads)
             self._count_use(len(rows))
         return True
 
@@ -597,7 +597,7 @@ class FramePool:
             wanted.append((self._check_handles(next_handles), address_of(next_out)))
             self._check_output(next_out, len(handles))
         self._check_contents([part for part, _ in wanted])
-        self._decode(wanted, num_threads)
+        self._decode_into(wanted, num_threads)
 
     def _check_contents(self, wanted: list[Handles]) -> None:
         if self._unchecked is None:
@@ -609,7 +609,7 @@ class FramePool:
                 "they were stored; to keep what is intact, salvage the folder"
             )
 
-    def _decode(self, wanted: Sequence[tuple[Handles, int]], num_threads: int) -> None:
+    def _decode_into(self, wanted: Sequence[tuple[Handles, int]], num_threads: int) -> None:
         damaged = decode_stacks(self._state, self._geometry, self.codec, wanted, num_threads=num_threads)
         if damaged:
             raise CorruptFileError(
