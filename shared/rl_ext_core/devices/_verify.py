@@ -28,7 +28,7 @@ from rl_ext_core.errors import MissingDependencyError, RlExtError, install_line
 LIMIT_S = 60.0
 # Libraries print to the same stream.
 _RESULT_PREFIX = "rl-ext saw: "
-_SOFTWARE = ("llvmpipe", "softpipe", "swrast", "software")
+_SOFTWARE_NAMES = ("llvmpipe", "softpipe", "swrast", "software")
 _MODEL = "<mujoco><worldbody><geom size='1'/></worldbody></mujoco>"
 _IMAGE_SIZE = 64
 
@@ -67,7 +67,7 @@ class Verification:
         """What differs from the decision, one sentence; None if nothing does."""
         if self.failure is not None:
             return self.failure
-        if self.decided == "gpu" and any(word in self.gl_renderer.lower() for word in _SOFTWARE):
+        if self.decided == "gpu" and any(word in self.gl_renderer.lower() for word in _SOFTWARE_NAMES):
             return f"a GPU was decided on, and the CPU rendered ({self.gl_renderer})"
         if self.egl is not None and self.egl != self.predicted:
             return f"EGL device {self.predicted} was decided on, and EGL device {self.egl} rendered"
