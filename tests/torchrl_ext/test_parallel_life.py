@@ -142,7 +142,7 @@ class Simulated(Failing):
         super().close()
 
 
-def runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -167,7 +167,7 @@ def test_a_worker_fails_while_what_it_has_forked_lives_on(
         env.fetch()
     assert caught.value.kind != "timeout"
     end = time.monotonic() + 120
-    while (left := list(filter(runs, map(int, pids.read_text().split())))) and time.monotonic() < end:
+    while (left := list(filter(is_running, map(int, pids.read_text().split())))) and time.monotonic() < end:
         time.sleep(0.01)
     assert not left
     env.close()
