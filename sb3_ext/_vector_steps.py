@@ -17,7 +17,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.vector.arrays import framework_of, keep_freed_memory, take, to_framework, to_numpy
 from rl_ext_core.vector.autoreset import accepts_parameter
 from rl_ext_core.vector.environments import copy_output, store_reward
-from rl_ext_core.vector.stepper import Stepper, infos_to_dict, is_mask, one_each, drop_final_keys
+from rl_ext_core.vector.stepper import Stepper, infos_to_dict, is_mask, is_per_env, drop_final_keys
 
 __all__ = ["BatchStepper", "EndedEpisode", "ObservationLayout", "SubEnvStepper"]
 
@@ -245,7 +245,7 @@ class BatchStepper:
         """Return an info as a dict of arrays and their masks, from that or a list with a dict for each environment."""
         if isinstance(info, dict):
             return info
-        each = list(info) if one_each(info) or isinstance(info, tuple) else None
+        each = list(info) if is_per_env(info) or isinstance(info, tuple) else None
         if each is not None and len(each) == self._num_envs:
             return infos_to_dict(each)  # type: ignore[no-any-return]
         found = f"a value of type {type(info).__name__}" if each is None else f"a list of {len(each)} infos"

@@ -31,7 +31,7 @@ __all__ = [
     "is_mask",
     "num_envs_of",
     "object_array",
-    "one_each",
+    "is_per_env",
     "check_result_length",
     "drop_final_keys",
 ]
@@ -247,7 +247,7 @@ def check_result_length(result: Any, expected: tuple[str, ...]) -> tuple[Any, ..
     )
 
 
-def one_each(values: Any) -> bool:
+def is_per_env(values: Any) -> bool:
     """Return whether there is one object for each sub-environment, instead of arrays."""
     return isinstance(values, list) or (isinstance(values, np.ndarray) and values.dtype == object)
 
@@ -268,7 +268,7 @@ def drop_final_keys(info: Any) -> Any:
 
 def infos_to_dict(infos: Any) -> Any:
     """Return infos that come one by one, some of them None, as a dict of arrays of objects and their masks."""
-    if not one_each(infos):
+    if not is_per_env(infos):
         return infos
     parts = [part if isinstance(part, dict) else {} for part in infos]
     collected: dict[str, Any] = {}
@@ -311,7 +311,7 @@ def _rows_of(final: Any, rows: Any, count: int) -> Any:
             f"final_obs is of type {type(final).__name__} and holds {length} rows; expected {count}, or {len(rows)}, "
             "those that are done"
         )
-    if not one_each(final):
+    if not is_per_env(final):
         return take(final, rows) if length == count else final
     each = [final[row] for row in rows.tolist()] if length == count else list(final)
     absent = [row for row, single in zip(rows.tolist(), each, strict=True) if single is None]
