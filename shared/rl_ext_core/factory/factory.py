@@ -113,9 +113,9 @@ class EnvFactory(Generic[_Env]):
         """Whether environments go through a function that :meth:`then` added."""
         return bool(self._adapters)
 
-    def line(self) -> str:
+    def to_source(self) -> str:
         """Return the source line that a person would write in place of it, as well as it can be told."""
-        return self._recipe.line
+        return self._recipe.to_source
 
     def then(self, adapt: Callable[[Any], Any], *, preload: Sequence[str] = ()) -> EnvFactory[Any]:
         """Return a factory whose environments go through a function, e.g. a wrapper's class.
@@ -229,7 +229,7 @@ class EnvFactory(Generic[_Env]):
 
     def __repr__(self) -> str:
         worker = "" if self._worker is None else f", worker={self._worker.index}"
-        return f"EnvFactory({self._recipe.line!r}, origin={self.origin!r}{worker})"
+        return f"EnvFactory({self._recipe.to_source!r}, origin={self.origin!r}{worker})"
 
 
 def _unpacked(packed: bytes) -> EnvFactory[Any]:
@@ -300,7 +300,7 @@ class Recipe:
 
     :ivar origin: by which route: ``"callable"``, ``"class"``, ``"id"``, ``"spec"``, ``"constructor"`` or ``"pickle"``
     :ivar packed: what is unpickled, no sooner than when it is needed: that imports the environment's modules
-    :ivar line: the source line that a person would write
+    :ivar to_source: the source line that a person would write
     :ivar takes_arguments: whether overrides are the callable's arguments; else they are set on the copy
     :ivar parameters: of the callable, as far as they can be named
     :ivar is_anew: whether the callable is unpickled each time, because it holds an environment: two calls give two
@@ -311,7 +311,7 @@ class Recipe:
 
     origin: str
     packed: bytes = dataclasses.field(repr=False)
-    line: str
+    to_source: str
     takes_arguments: bool = False
     parameters: tuple[str, ...] = ()
     is_anew: bool = False
@@ -359,7 +359,7 @@ class Recipe:
                 _owner(live, name, value)
             if self.takes_arguments and name not in self.parameters and not takes_any:
                 raise InvalidArgumentError(
-                    f"{self.line} takes no argument {name}={value!r}; it takes {', '.join(self.parameters) or 'none'}. "
+                    f"{self.to_source} takes no argument {name}={value!r}; it takes {', '.join(self.parameters) or 'none'}. "
                     f"Hand over a function that does, e.g. lambda {name}: MyEnv({name}={name})"
                 )
 
@@ -378,7 +378,7 @@ def _called(build: Any, specs: Iterable[Any], arguments: Mapping[str, Any]) -> A
     return build(**arguments)
 
 
-def by_calling(build: Any, origin: str, line: str, *, takes_arguments: bool) -> Recipe:
+def by_calling(build: Any, origin: str, to_source: str, *, takes_arguments: bool) -> Recipe:
     """Pack a callable.
 
     :raises NotCopyableError: it holds what cannot be pickled
@@ -394,10 +394,10 @@ def by_calling(build: Any, origin: str, line: str, *, takes_arguments: bool) -> 
         path = compare.unpicklable(found)
         name = f"{path} ({walk.full_name(type(found.objects[path]))}): " if path else ""
         raise NotCopyableError(
-            f"{line} cannot be pickled for a worker: {name}{str(error) or type(error).__name__}. Make that inside "
+            f"{to_source} cannot be pickled for a worker: {name}{str(error) or type(error).__name__}. Make that inside "
             "of the function that builds the environment"
         ) from error
-    return Recipe(origin, packed, line, takes_arguments, parameters, is_anew, None if is_anew else called)
+    return Recipe(origin, packed, to_source, takes_arguments, parameters, is_anew, None if is_anew else called)
 
 
 def _parameters(build: Any) -> tuple[str, ...]:

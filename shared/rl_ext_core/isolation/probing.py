@@ -97,7 +97,7 @@ def _tried(
     """Run trials, and keep the verdict in a file if there is one."""
     from rl_ext_core.isolation.judge import Judge  # A kept verdict needs none of it.
 
-    what = f"{len(tried) + 1} instances of {tried[0].line()}"
+    what = f"{len(tried) + 1} instances of {tried[0].to_source()}"
     _log.info('trying %s in temporary processes; isolation="process" skips this', what)
     judge = Judge(tried, steps, timeout)
     verdict = judge.verdict()

@@ -197,7 +197,7 @@ def test_classes_of_the_main_module_travel_and_stay_as_they_are(way: str, tmp_pa
 def test_game_of_stable_retro_is_built_by_its_name() -> None:
     pytest.importorskip("stable_retro")
     factory = as_factory("Airstriker-Genesis-v0")
-    assert (factory.origin, factory.line()) == ("id", "stable_retro.make('Airstriker-Genesis-v0')")
+    assert (factory.origin, factory.to_source()) == ("id", "stable_retro.make('Airstriker-Genesis-v0')")
     env = factory()
     assert (env.unwrapped.gamename, env.render_mode) == ("Airstriker-Genesis-v0", "rgb_array")
     env.close()

@@ -66,7 +66,7 @@ taking = dict(make=lambda gain=2.0, *, length=3, **kwargs: Line(gain, length, **
 
 
 @pytest.mark.parametrize(
-    ("build", "line"),
+    ("build", "to_source"),
     [
         (alone, "lambda: Line(2.0)"),
         (in_call.args[0], "lambda: Line(3.0)"),
@@ -85,8 +85,8 @@ taking = dict(make=lambda gain=2.0, *, length=3, **kwargs: Line(gain, length, **
         (Rewards(), "Rewards(...)"),
     ],
 )
-def test_what_can_be_called_is_shown_as_it_is_written(build: Any, line: str) -> None:
-    assert line_of_callable(build) == line
+def test_what_can_be_called_is_shown_as_it_is_written(build: Any, to_source: str) -> None:
+    assert line_of_callable(build) == to_source
 
 
 def test_a_lambda_of_a_notebook_cell_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,18 +119,18 @@ INSTANCES = [
 ]
 
 
-@pytest.mark.parametrize(("env", "line"), INSTANCES, ids=_line_of)
-def test_lines_of_instances_build_equals_unless_they_have_dots(env: Any, line: str) -> None:
-    assert line_of_instance(env) == line
-    if "..." not in line:
+@pytest.mark.parametrize(("env", "to_source"), INSTANCES, ids=_line_of)
+def test_lines_of_instances_build_equals_unless_they_have_dots(env: Any, to_source: str) -> None:
+    assert line_of_instance(env) == to_source
+    if "..." not in to_source:
         names = {**vars(copying), **vars(gym.wrappers), "gymnasium": gymnasium, "Told": Told, "double": double}
-        assert life(eval(line, names)()) == life(as_factory(env, verify=False)())
+        assert life(eval(to_source, names)()) == life(as_factory(env, verify=False)())
 
 
 def test_lines_of_specifications() -> None:
-    assert as_factory(gym.spec("FrozenLake-v1")).line() == "lambda: gymnasium.make('FrozenLake-v1')"
+    assert as_factory(gym.spec("FrozenLake-v1")).to_source() == "lambda: gymnasium.make('FrozenLake-v1')"
     told = Told(gym.make("copies/Line-v0"), 5.0).spec
-    assert as_factory(told).line() == "lambda: Told(gymnasium.make('copies/Line-v0'), scale=5.0)"
+    assert as_factory(told).to_source() == "lambda: Told(gymnasium.make('copies/Line-v0'), scale=5.0)"
 
 
 def test_a_made_environment_that_gymnasium_no_longer_knows_has_a_line() -> None:
