@@ -24,7 +24,7 @@ __all__ = [
     "batched_specs",
     "with_finite_samples",
     "is_ragged",
-    "starts",
+    "find_starts",
     "to_gymnasium",
 ]
 
@@ -206,13 +206,13 @@ def _is_batch(space: Any, batch: torch.Size) -> bool:
     return tuple(space.shape or ())[: len(batch)] == tuple(batch)
 
 
-def starts(space: Any, *, of_batch: bool) -> Any:
+def find_starts(space: Any, *, of_batch: bool) -> Any:
     """Return what the integers of a space count from: a number, an array, a dict of them; None if that is zero.
 
     :param of_batch: whether it is made one of a batch: gymnasium makes a Box of the values of many MultiDiscretes
     """
     if isinstance(space, spaces.Dict):
-        parts = {key: starts(part, of_batch=of_batch) for key, part in space.spaces.items()}
+        parts = {key: find_starts(part, of_batch=of_batch) for key, part in space.spaces.items()}
         return parts if any(part is not None for part in parts.values()) else None
     kinds = (spaces.Discrete,) if of_batch else (spaces.Discrete, spaces.MultiDiscrete)
     start = space.start if isinstance(space, kinds) else 0

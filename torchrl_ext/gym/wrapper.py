@@ -21,7 +21,7 @@ from rl_ext_core.vector.stepper import RESET, num_envs_of, check_result_length
 from torchrl_ext._compat import new_tensordict, has_fast_path
 from torchrl_ext.gym.engine import Engine, refuse_frame_skip
 from torchrl_ext.gym.infos import numbers_for_reader, copy_info
-from torchrl_ext.gym.specs import SingleSpaces, batched_specs, with_finite_samples, is_ragged, starts
+from torchrl_ext.gym.specs import SingleSpaces, batched_specs, with_finite_samples, is_ragged, find_starts
 from torchrl_ext.parallel import ParallelEnv
 
 __all__ = ["GymEnv", "GymWrapper"]
@@ -198,7 +198,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
             _takes_dict=takes_dict,
             _is_dict=is_dict,
             _observed=frozenset(self.observation_spec.keys()),  # infos are registered later
-            _starts=tuple(starts(space, of_batch=of_batch) for space in known),
+            _starts=tuple(find_starts(space, of_batch=of_batch) for space in known),
             # A MultiDiscrete of the batch has a part for each sub-environment.
             _action_space=None if single.is_batched else single.action_space,
         )
