@@ -187,7 +187,7 @@ class FrameStore:
         self.max_bytes = max_bytes if max_bytes is None else index(max_bytes)
         encoding = _checked(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
         self._chooser, self.seen = chooser, 0
-        self._shape = (self.n_envs, *layout.shape)
+        self._batch_shape = (self.n_envs, *layout.shape)
         # The kernels release the GIL: a thread that samples must not read a block while another one fills it.
         self._lock = thread_lock()
         self.position, self.full, self.dropped = 0, False, 0
@@ -482,9 +482,9 @@ class FrameStore:
         """
         layout = self.layout
         stacks = np.asarray(stacks)
-        if stacks.shape != self._shape:
+        if stacks.shape != self._batch_shape:
             raise InvalidArgumentError(
-                f"{name} has shape {stacks.shape}, expected {self._shape}: (number of environments, "
+                f"{name} has shape {stacks.shape}, expected {self._batch_shape}: (number of environments, "
                 "*observation shape). Nothing was stored."
             )
         if stacks.dtype != layout.dtype:
@@ -576,7 +576,7 @@ class FrameStore:
         for start in range(0, self.size, COPY_BATCH):
             rows = np.arange(start, min(start + COPY_BATCH, self.size))
             pool.reserve_rows(int(rows[-1]) + 1)
-            before, after = (part.reshape(len(rows), *self._shape) for part in self.transitions(rows))
+            before, after = (part.reshape(len(rows), *self._batch_shape) for part in self.transitions(rows))
             for row, stacks, nexts in zip(rows.tolist(), before, after, strict=True):
                 pool.index[row] = pool.put_pairs(address_of(stacks), order, address_of(nexts), order)
                 pool.update_row_checksum(row)
