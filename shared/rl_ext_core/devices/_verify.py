@@ -25,7 +25,7 @@ from rl_ext_core.devices.decision import Decision
 from rl_ext_core.devices.inventory import NvmlUnavailableError, nvml_session
 from rl_ext_core.errors import MissingDependencyError, RlExtError, install_line
 
-LIMIT_S = 60.0
+TIMEOUT_S = 60.0
 # Libraries print to the same stream.
 _RESULT_PREFIX = "rl-ext saw: "
 _SOFTWARE_NAMES = ("llvmpipe", "softpipe", "swrast", "software")
@@ -105,7 +105,7 @@ class Verification:
         return f"as predicted{seen} ({self.seconds:.1f} s)"
 
 
-def verify(name: str, device: str = "auto", render: str = "same", *, limit_s: float = LIMIT_S) -> Verification:
+def verify(name: str, device: str = "auto", render: str = "same", *, limit_s: float = TIMEOUT_S) -> Verification:
     """Let a renderer make a context under ``resolve(device, render=render, renderer=name)``.
 
     :param name: of a renderer that is installed

@@ -28,7 +28,7 @@ import rl_ext_core
 from rl_ext_core.cli import new_console
 from rl_ext_core.devices import _renderers, _resolve
 from rl_ext_core.devices._check import Finding, Prediction, Situation, check_environment, guess_variable, predict
-from rl_ext_core.devices._verify import LIMIT_S, Verification, verify
+from rl_ext_core.devices._verify import TIMEOUT_S, Verification, verify
 from rl_ext_core.devices.decision import Decision
 from rl_ext_core.devices.inventory import PACKAGES, Gpu, Inventory, installed_versions, read_record
 from rl_ext_core.errors import (
@@ -401,7 +401,7 @@ def _report(arguments: argparse.Namespace, console: Console) -> DoctorReport:
     for renderer in _renderers.installed(installed_versions()) if arguments.verify else ():
         if renderer.select_egl_device is not None and arguments.renderer in (None, renderer.name):
             silent = arguments.json or not console.is_terminal
-            text = f"trying {renderer.name}, {LIMIT_S:.0f} s at most"
+            text = f"trying {renderer.name}, {TIMEOUT_S:.0f} s at most"
             with contextlib.nullcontext() if silent else console.status(text):
                 seen.append(verify(renderer.name, arguments.device or "auto", arguments.render or "same"))
     return examine(question=question, verified=seen)
