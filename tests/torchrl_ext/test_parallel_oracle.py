@@ -82,7 +82,7 @@ def stored(env: Any) -> Any:
     return before, [int(one["total"]) for one in env.state_dict().values()]
 
 
-DEEDS: dict[str, Callable[[Any], Any]] = {
+OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "rollout": lambda env: env.rollout(5),
     "rollout, cast": lambda env: env.rollout(5, auto_cast_to_device=True, break_when_any_done=False),
     "reset of some": partly,
@@ -99,7 +99,7 @@ DEEDS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.slow
 def test_does_what_upstream_does(pair: tuple[Any, Any]) -> None:
-    for name, deed in DEEDS.items():
+    for name, deed in OPERATIONS.items():
         assert equal(*(result(deed, env) for env in pair)), name
 
 
