@@ -12,7 +12,7 @@ from torchrl.data import Composite, OneHot
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from rl_ext_core.vector.arrays import keep_freed_memory
 from rl_ext_core.vector.spaces import device_of
-from rl_ext_core.vector.stepper import RESET, STATISTICS, STEP, Stepper, check_result_length, drop_final_keys
+from rl_ext_core.vector.stepper import RESET_RESULT, STATISTICS, STEP, Stepper, check_result_length, drop_final_keys
 from torchrl_ext._compat import new_tensordict
 from torchrl_ext.gym.infos import merge_infos
 from torchrl_ext.gym.io import (
@@ -179,7 +179,7 @@ class Engine:
 
         :return: the observations, and the info
         """
-        observation, info = check_result_length(result, RESET)
+        observation, info = check_result_length(result, RESET_RESULT)
         if self._stepper is not None:
             self._stepper.begin(observation)
         return self._read(observation), info

@@ -17,7 +17,7 @@ from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.vector.arrays import framework_of
 from rl_ext_core.vector.autoreset import require_synchronous
 from rl_ext_core.vector.spaces import device_of
-from rl_ext_core.vector.stepper import RESET, num_envs_of, check_result_length
+from rl_ext_core.vector.stepper import RESET_RESULT, num_envs_of, check_result_length
 from torchrl_ext._compat import new_tensordict, has_fast_path
 from torchrl_ext.gym.engine import Engine, refuse_frame_skip
 from torchrl_ext.gym.infos import numbers_for_reader, copy_info
@@ -284,7 +284,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
             mask is None or (not partial_mask and (kwargs or own["_carried_state"] is None))
         ):
             result = self._env.reset(**kwargs)
-            engine = self._compile(check_result_length(result, RESET)[0])
+            engine = self._compile(check_result_length(result, RESET_RESULT)[0])
             data, info = engine.begin(result)
             own["_engine"], own["_carried_state"] = engine, None
         else:

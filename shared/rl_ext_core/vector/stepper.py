@@ -23,7 +23,7 @@ from rl_ext_core.vector.autoreset import (
 from rl_ext_core.vector.spaces import attribute_of
 
 __all__ = [
-    "RESET",
+    "RESET_RESULT",
     "STATISTICS",
     "STEP",
     "Stepper",
@@ -39,7 +39,7 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 
 # What a method of an environment returns, after its name.
-RESET = ("reset", "observation", "info")
+RESET_RESULT = ("reset", "observation", "info")
 STEP = ("step", "observation", "reward", "terminated", "truncated", "info")
 _FINAL = ("final_obs", "final_observation", "final_info")
 # Keys that gymnasium's RecordEpisodeStatistics writes in the last step of an episode, next to the info of the reset.
@@ -194,7 +194,7 @@ class Stepper:
         """
         before, self.previous, self.current = self.current, None, None
         reset = self.env.reset if mask is None else partial(self._reset_rows or self._find_partial_reset(), mask)
-        observation, info = check_result_length(reset(**kwargs), RESET)
+        observation, info = check_result_length(reset(**kwargs), RESET_RESULT)
         self.begin(observation)
         if mask is not None and before is not None and self._checks_others:
             self._require_unchanged(before, observation, ~mask)
@@ -237,7 +237,7 @@ def num_envs_of(env: Any) -> int | None:
 
 
 def check_result_length(result: Any, expected: tuple[str, ...]) -> tuple[Any, ...]:
-    """Refuse a result that does not have as many values as gymnasium's ``RESET`` or ``STEP``."""
+    """Refuse a result that does not have as many values as gymnasium's ``RESET_RESULT`` or ``STEP``."""
     if isinstance(result, (tuple, list)) and len(result) == len(expected) - 1:
         return tuple(result)
     found = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a value of type {type(result).__name__}"
