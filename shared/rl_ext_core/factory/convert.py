@@ -157,7 +157,7 @@ def _of_instance(
     for way in (_as_made, _as_pickled) if verify else (_as_pickled, _as_made):
         recipe = way(environment, line, original, lost)
         if recipe is not None and not verify:
-            return EnvFactory(recipe, live=environment, preload=preload)
+            return EnvFactory(recipe, instance=environment, preload=preload)
         if recipe is None:
             continue
 
@@ -179,7 +179,7 @@ def _of_instance(
         if not examination.lost:
             _warn(examination)
             recipe = dataclasses.replace(recipe, changes=examination.changes)
-            return EnvFactory(recipe, live=environment, preload=preload, examination=examination)
+            return EnvFactory(recipe, instance=environment, preload=preload, examination=examination)
         more = f"; and {len(examination.lost) - 3} more" if len(examination.lost) > 3 else ""
         lost.append(f"{_WAYS[recipe.origin]}, {'; '.join(examination.lost[:3])}{more}")
     name = line.removeprefix("lambda: ").partition("(")[0]

@@ -60,7 +60,7 @@ class EnvFactory(Generic[_Env]):
     :ivar origin: how: ``"callable"``, ``"class"``, ``"id"`` or ``"spec"`` (gymnasium's specification); of an instance,
         ``"spec"`` or ``"constructor"`` (made as the instance was, with what was changed of it since) or, where that is
         not known or not enough, ``"pickle"``
-    :ivar live: the instance that it was made from, in the process that did so; else None
+    :ivar instance: the instance that it was made from, in the process that did so; else None
     :ivar preload: modules that a fork server may import
     :ivar examination: what was measured of a copy; None if nothing was
 
@@ -77,14 +77,14 @@ class EnvFactory(Generic[_Env]):
         self,
         recipe: Recipe,
         *,
-        live: Any = None,
+        instance: Any = None,
         preload: Sequence[str] = (),
         examination: Examination | None = None,
     ) -> None:
         self._recipe = recipe
         self._adapters: tuple[Callable[[Any], Any], ...] = ()
         self._worker: _Worker | None = None
-        self.live = live
+        self.instance = instance
         self.preload = record.merged_modules(preload)
         self.examination = examination
 
@@ -159,11 +159,11 @@ class EnvFactory(Generic[_Env]):
         before = None if self._worker is None else self._worker.entropy
         entropy = before if seed is None else int(seed)
         factories = []
-        for index, decision in enumerate(_decisions(devices, num_workers, self.live)):
+        for index, decision in enumerate(_decisions(devices, num_workers, self.instance)):
             factory = self._copy()
             own = {**self.overrides, **(overrides[index] if overrides is not None else {})}
             decision = decision or self.decision
-            self._recipe.check(own, self.live)
+            self._recipe.check(own, self.instance)
             if decision is not None and "device" in self._recipe.parameters:
                 own.setdefault("device", decision.device)
             enter = _nothing if decision is None else decision.bind(_nothing)
@@ -225,7 +225,7 @@ class EnvFactory(Generic[_Env]):
 
     def __reduce__(self) -> Any:
         # What users have given may be of a script's main module, which plain pickle does not bring along.
-        return _unpacked, (_pickle.dumps({**self.__dict__, "live": None}),)
+        return _unpacked, (_pickle.dumps({**self.__dict__, "instance": None}),)
 
     def __repr__(self) -> str:
         worker = "" if self._worker is None else f", worker={self._worker.index}"
@@ -347,16 +347,16 @@ class Recipe:
         packed = self.packed if self.called is None else _pickle.dumps(self.called)
         return {**self.__dict__, "packed": packed, "called": None}
 
-    def check(self, overrides: Mapping[str, Any], live: Any) -> None:
+    def check(self, overrides: Mapping[str, Any], instance: Any) -> None:
         """Find out whether overrides name something, as far as that can be told without building it.
 
-        :param live: the instance that it is made from; None: there is none
+        :param instance: the instance that it is made from; None: there is none
         :raises InvalidArgumentError: one does not
         """
         takes_any = any(name.startswith("**") for name in self.parameters)
         for name, value in overrides.items():
-            if not self.takes_arguments and live is not None:
-                _owner(live, name, value)
+            if not self.takes_arguments and instance is not None:
+                _owner(instance, name, value)
             if self.takes_arguments and name not in self.parameters and not takes_any:
                 raise InvalidArgumentError(
                     f"{self.to_source} takes no argument {name}={value!r}; it takes {', '.join(self.parameters) or 'none'}. "

@@ -192,11 +192,11 @@ def _users_folder() -> Path | None:
 def _essence(factory: EnvFactory[Any]) -> tuple[Any, ...]:
     """Return what an environment is made from."""
     common = (factory.origin, factory._adapters, dict(factory.overrides))
-    if factory.live is not None:
+    if factory.instance is not None:
         return (
             *common,
-            [*map(type, layers(factory.live))],
-            repr(sorted(fingerprint(factory.live, code=False).tokens.items())),
+            [*map(type, layers(factory.instance))],
+            repr(sorted(fingerprint(factory.instance, code=False).tokens.items())),
         )
     if not factory._recipe.takes_arguments:
         raise ValueError("the recipe of a copy does not describe what was copied")

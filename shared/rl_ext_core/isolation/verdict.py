@@ -29,7 +29,7 @@ LEAST_STEPS = 10
 class Isolation(str, enum.Enum):
     """What instances of an environment share.
 
-    ``INDEPENDENT``: nothing; several may live in one process. ``SINGLE_INSTANCE``: a second one in the same process
+    ``INDEPENDENT``: nothing; several may instance in one process. ``SINGLE_INSTANCE``: a second one in the same process
     fails, or makes the first one fail. ``SHARED_STATE``: a second one changes what the first one returns.
     ``PROCESSES_COLLIDE``: even two processes disturb each other. ``NON_DETERMINISTIC``: a single one does not return
     the same twice, or returns nothing that depends on seeds and actions, so that sharing cannot be detected.
@@ -135,8 +135,8 @@ def declared_by_instance(environment: Any) -> Declaration | None:
 
 def declared_by_source(factory: EnvFactory[Any]) -> Declaration | None:
     """Read what is declared by a factory's instance or class, without building one; None if that is unknown."""
-    if factory.live is not None:
-        return declared_by_instance(factory.live)
+    if factory.instance is not None:
+        return declared_by_instance(factory.instance)
     if factory.origin == "pickle":
         return None
     with contextlib.suppress(Exception):  # Building it shows what is wrong.

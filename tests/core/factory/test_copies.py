@@ -94,8 +94,8 @@ def test_factory_is_taken_as_it_is_and_its_instance_stays_in_this_process() -> N
     assert repr(factory.for_workers(2)[1]) == "EnvFactory('lambda: Line()', origin='class', worker=1)"
     env = Line()
     of_instance = as_factory(env)
-    assert all(one.live is env for one in (of_instance, of_instance.then(Scaled), *of_instance.for_workers(2)))
-    assert pickle.loads(pickle.dumps(of_instance)).live is factory.live is None
+    assert all(one.instance is env for one in (of_instance, of_instance.then(Scaled), *of_instance.for_workers(2)))
+    assert pickle.loads(pickle.dumps(of_instance)).instance is factory.instance is None
 
 
 def test_then_adapts_what_is_built() -> None:
