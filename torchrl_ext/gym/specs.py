@@ -21,7 +21,7 @@ from rl_ext_core.vector.spaces import attribute_of, space_by_attributes
 __all__ = [
     "HalfBounded",
     "SingleSpaces",
-    "batched_specs",
+    "make_batched_specs",
     "with_finite_samples",
     "is_ragged",
     "find_starts",
@@ -79,7 +79,7 @@ def is_ragged(spec: TensorSpec, batch: torch.Size) -> bool:
     return isinstance(spec, Stacked)
 
 
-def batched_specs(
+def make_batched_specs(
     single: SingleSpaces, batch: torch.Size, key: str, device: torch.device | None, categorical: bool
 ) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
     """Make the specs of many sub-environments, as TorchRL makes them from gymnasium's batched spaces.

@@ -21,7 +21,7 @@ from rl_ext_core.vector.stepper import RESET_RESULT, num_envs_of, check_result_l
 from torchrl_ext._compat import new_tensordict, has_fast_path
 from torchrl_ext.gym.engine import Engine, refuse_frame_skip
 from torchrl_ext.gym.infos import numbers_for_reader, copy_info
-from torchrl_ext.gym.specs import SingleSpaces, batched_specs, with_finite_samples, is_ragged, find_starts
+from torchrl_ext.gym.specs import SingleSpaces, make_batched_specs, with_finite_samples, is_ragged, find_starts
 from torchrl_ext.parallel import ParallelEnv
 
 __all__ = ["GymEnv", "GymWrapper"]
@@ -170,7 +170,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         try:
             if batch:
                 key = "pixels" if self.from_pixels else "observation"
-                specs = batched_specs(single, batch, key, self.device, categorical)
+                specs = make_batched_specs(single, batch, key, self.device, categorical)
                 self.observation_spec, self.action_spec, self.reward_spec = specs
                 self.done_spec = self._make_done_spec()
             else:
