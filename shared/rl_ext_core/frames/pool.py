@@ -57,7 +57,7 @@ POOL_FORMAT = 3
 MOST_STREAMS = 256  # trajectories that are followed at a time
 _SHORT_BLOCK_FRAMES, _USUAL_BLOCK_FRAMES = 4, 16
 _USED = 4096  # stacks, each in two or three pages, between which those of a file are given back
-_TRIMMED = 1 << 16  # bytes: free runs that are worth giving back
+_MIN_TRIM_BYTES = 1 << 16  # bytes: free runs that are worth giving back
 _SEALED_STACKS = 64  # at a time: until they are sealed, they take their full size
 
 
@@ -514,13 +514,15 @@ class FramePool:
     def trim(self) -> None:
         """Gives memory back that lies free, where it is much and this process's own."""
         free = int(self._pool.head[state.FREE_GRAINS]) * self._sizes.grain
-        if self._sizes.has_checksums or free < self._trimmed + _TRIMMED:
+        if self._sizes.has_checksums or free < self._trimmed + _MIN_TRIM_BYTES:
             self._trimmed = min(self._trimmed, free)
             return
         self._trimmed = free
         start = state.array_offset("contents", self._sizes)
-        runs = np.zeros((int(self._pool.head[state.FREE_GRAINS]) * self._sizes.grain // _TRIMMED + 1, 2), np.int64)
-        for first, n in runs[: list_free_runs(self._state, _TRIMMED // self._sizes.grain, runs)].tolist():
+        runs = np.zeros(
+            (int(self._pool.head[state.FREE_GRAINS]) * self._sizes.grain // _MIN_TRIM_BYTES + 1, 2), np.int64
+        )
+        for first, n in runs[: list_free_runs(self._state, _MIN_TRIM_BYTES // self._sizes.grain, runs)].tolist():
             # Its first and its last bytes say that it is free.
             begin = -(-(start + (first + 1) * self._sizes.grain) // REGION_PAGE) * REGION_PAGE
             end = (start + (first + n) * self._sizes.grain - 1) // REGION_PAGE * REGION_PAGE
