@@ -105,21 +105,21 @@ class Verification:
         return f"as predicted{seen} ({self.seconds:.1f} s)"
 
 
-def verify(name: str, device: str = "auto", render: str = "same", *, limit_s: float = TIMEOUT_S) -> Verification:
+def verify(name: str, device: str = "auto", render: str = "same", *, timeout_s: float = TIMEOUT_S) -> Verification:
     """Let a renderer make a context under ``resolve(device, render=render, renderer=name)``.
 
     :param name: of a renderer that is installed
     :param device: what computes
     :param render: what renders
-    :param limit_s: seconds after which the process is ended
+    :param timeout_s: seconds after which the process is ended
     :return: what was seen; whatever fails, fails in there
     """
     began = time.monotonic()
-    seen = _run_process([sys.executable, "-m", "rl_ext_core.devices._verify", name, device, render], limit_s)
+    seen = _run_process([sys.executable, "-m", "rl_ext_core.devices._verify", name, device, render], timeout_s)
     return Verification(name=name, **seen, seconds=round(time.monotonic() - began, 2))
 
 
-def _run_process(command: Sequence[str], limit_s: float) -> dict[str, Any]:
+def _run_process(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     try:
         done = subprocess.run(
             command,
@@ -127,13 +127,13 @@ def _run_process(command: Sequence[str], limit_s: float) -> dict[str, Any]:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=limit_s,
+            timeout=timeout_s,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
         said = error.stdout or ""
         told = _parse_output(said if isinstance(said, str) else said.decode(errors="replace"))
-        return {**told, "failure": f"it did not end within {limit_s:.0f} s"}
+        return {**told, "failure": f"it did not end within {timeout_s:.0f} s"}
     except OSError as error:
         return {"failure": f"{sys.executable} could not be started: {error}"}
     told = _parse_output(done.stdout)

@@ -259,7 +259,7 @@ def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
 
 
 def test_a_renderer_that_hangs_or_has_no_device_is_a_failure(steered_by_nothing: pytest.MonkeyPatch) -> None:
-    assert verify("mujoco", limit_s=0.05).problem == "it did not end within 0 s"
+    assert verify("mujoco", timeout_s=0.05).problem == "it did not end within 0 s"
     seen = verify("mujoco", "cuda:0")
     assert 'Write device="cpu"' in (seen.problem or "")
     assert seen.gl_renderer == ""
