@@ -99,8 +99,8 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.slow
 def test_does_what_upstream_does(pair: tuple[Any, Any]) -> None:
-    for name, deed in OPERATIONS.items():
-        assert equal(*(result(deed, env) for env in pair)), name
+    for name, operation in OPERATIONS.items():
+        assert equal(*(result(operation, env) for env in pair)), name
 
 
 @functools.cache
