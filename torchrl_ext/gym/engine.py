@@ -12,7 +12,14 @@ from torchrl.data import Composite, OneHot
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from rl_ext_core.vector.arrays import keep_freed_memory
 from rl_ext_core.vector.spaces import device_of
-from rl_ext_core.vector.stepper import RESET_RESULT, STATISTICS, STEP, Stepper, check_result_length, drop_final_keys
+from rl_ext_core.vector.stepper import (
+    RESET_RESULT,
+    STATISTICS,
+    STEP_RESULT,
+    Stepper,
+    check_result_length,
+    drop_final_keys,
+)
 from torchrl_ext._compat import new_tensordict
 from torchrl_ext.gym.infos import merge_infos
 from torchrl_ext.gym.io import (
@@ -129,7 +136,11 @@ class Engine:
 
     def _step_once(self, action: Any) -> Step:
         action = self._decode(action)
-        return check_result_length(self.env.step(action), STEP) if self._stepper is None else self._stepper.step(action)
+        return (
+            check_result_length(self.env.step(action), STEP_RESULT)
+            if self._stepper is None
+            else self._stepper.step(action)
+        )
 
     def _step_skipping_frames(self, action: Any) -> Step:
         """Sum the rewards of as many steps as are to be skipped, up to an episode's end."""

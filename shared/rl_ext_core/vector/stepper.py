@@ -25,7 +25,7 @@ from rl_ext_core.vector.spaces import attribute_of
 __all__ = [
     "RESET_RESULT",
     "STATISTICS",
-    "STEP",
+    "STEP_RESULT",
     "Stepper",
     "infos_to_dict",
     "is_mask",
@@ -40,7 +40,7 @@ Array = np.ndarray[Any, Any]
 
 # What a method of an environment returns, after its name.
 RESET_RESULT = ("reset", "observation", "info")
-STEP = ("step", "observation", "reward", "terminated", "truncated", "info")
+STEP_RESULT = ("step", "observation", "reward", "terminated", "truncated", "info")
 _FINAL = ("final_obs", "final_observation", "final_info")
 # Keys that gymnasium's RecordEpisodeStatistics writes in the last step of an episode, next to the info of the reset.
 STATISTICS = ("episode", "_episode")
@@ -104,7 +104,7 @@ class Stepper:
         :raises EnvironmentOutputError: If the environment returned something else.
         """
         self.previous, self.current = self.current, None
-        result = check_result_length(self.env.step(action), STEP)
+        result = check_result_length(self.env.step(action), STEP_RESULT)
         if self._remembers:
             self.begin(result[0])
         return result
@@ -237,7 +237,7 @@ def num_envs_of(env: Any) -> int | None:
 
 
 def check_result_length(result: Any, expected: tuple[str, ...]) -> tuple[Any, ...]:
-    """Refuse a result that does not have as many values as gymnasium's ``RESET_RESULT`` or ``STEP``."""
+    """Refuse a result that does not have as many values as gymnasium's ``RESET_RESULT`` or ``STEP_RESULT``."""
     if isinstance(result, (tuple, list)) and len(result) == len(expected) - 1:
         return tuple(result)
     found = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a value of type {type(result).__name__}"
