@@ -171,7 +171,7 @@ class EnvFactory(Generic[_Env]):
             factories.append(factory)
         return factories
 
-    def again(self, attempt: int) -> EnvFactory[_Env]:
+    def for_attempt(self, attempt: int) -> EnvFactory[_Env]:
         """Return the worker's factory for when it is started anew: the environment draws differently.
 
         :param attempt: how often it was started before

@@ -153,7 +153,9 @@ class Pool:
         cwd = self._options.cwd
         try:
             for worker in workers:
-                factories = [factory.again(worker.attempt) for factory in self._factories[worker.first : worker.last]]
+                factories = [
+                    factory.for_attempt(worker.attempt) for factory in self._factories[worker.first : worker.last]
+                ]
                 directory = None
                 if self.working_directory is not None:
                     own = os.path.join(self.working_directory, str(worker.number))

@@ -99,9 +99,15 @@ def in_another_process(*factories: Any) -> list[Any]:
 def test_workers_draw_differently_from_every_generator_and_again_the_same_with_a_seed(make: Any) -> None:
     factory = as_factory(make())
     first, second = factory.for_workers(np.int64(2), seed=np.int64(3))
-    sources = first, pickle.loads(pickle.dumps(second)), second.again(1), factory.for_workers(2, seed=4)[1], second
-    *different, again = in_another_process(*sources)
-    assert again == different[1]
+    sources = (
+        first,
+        pickle.loads(pickle.dumps(second)),
+        second.for_attempt(1),
+        factory.for_workers(2, seed=4)[1],
+        second,
+    )
+    *different, for_attempt = in_another_process(*sources)
+    assert for_attempt == different[1]
     for number, drawn in enumerate(zip(*(seen[0] for seen in different), strict=True)):
         assert len(set(drawn)) == len(different), number
 
@@ -197,11 +203,11 @@ class Group(gym.Env[Any, Any]):
 )
 def test_environments_inside_environments_differ_and_repeat_with_a_seed(make: Any) -> None:
     for source in (make(), make):
-        [one, other], again = (
+        [one, other], for_attempt = (
             [factory().reset()[0].tolist() for factory in as_factory(source, verify=False).for_workers(2, seed=7)]
             for _ in range(2)
         )
-        assert [one, other] == again
+        assert [one, other] == for_attempt
         parts = [str(row) for seen in (one, other) for row in np.reshape(seen, (-1, 4)).tolist()]
         assert len(set(parts)) == len(parts)
 
