@@ -152,11 +152,11 @@ def _with_parts(space: Any, convert: Any) -> Any:
     return spaces.Dict([*zip(space, new, strict=True)]) if isinstance(space, spaces.Dict) else spaces.Tuple(new)
 
 
-def _merged(space: Any) -> Any:
+def _merge_tuples(space: Any) -> Any:
     """Convert Tuples of Discretes, or of MultiDiscretes of one shape, to the MultiDiscretes that TorchRL converts."""
     if not isinstance(space, (spaces.Dict, spaces.Tuple)):
         return space
-    space = _with_parts(space, _merged)
+    space = _with_parts(space, _merge_tuples)
     kinds = {(type(part), part.shape) for part in space.spaces} if isinstance(space, spaces.Tuple) else {}
     if len(kinds) != 1 or not issubclass(next(iter(kinds))[0], (spaces.Discrete, spaces.MultiDiscrete)):
         return space
@@ -187,7 +187,7 @@ class SingleSpaces:
         has_single = any(attribute_of(env, f"single_{name}") is not None for name in names)
         self.is_batched = bool(batch) and not has_single and _is_batch((self.observation_space, action_space), batch)
         if not batch:  # gymnasium's batch of a Tuple is a tuple of batches
-            self.observation_space, action_space = _merged(self.observation_space), _merged(action_space)
+            self.observation_space, action_space = _merge_tuples(self.observation_space), _merge_tuples(action_space)
         self.action_space = action_space if clip is None else _clipped(action_space, clip)
         if clip is not None and self.action_space is action_space:
             raise InvalidArgumentError(
