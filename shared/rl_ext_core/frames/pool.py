@@ -56,7 +56,7 @@ Handles = npt.NDArray[np.int64]
 POOL_FORMAT = 3
 MOST_STREAMS = 256  # trajectories that are followed at a time
 _SHORT_BLOCK_FRAMES, _USUAL_BLOCK_FRAMES = 4, 16
-_USED = 4096  # stacks, each in two or three pages, between which those of a file are given back
+_PAGE_OUT_AFTER = 4096  # stacks, each in two or three pages, between which those of a file are given back
 _MIN_TRIM_BYTES = 1 << 16  # bytes: free runs that are worth giving back
 _SEALED_STACKS = 64  # at a time: until they are sealed, they take their full size
 
@@ -478,7 +478,7 @@ class FramePool:
     def _count_use(self, n_stacks: int) -> None:
         """Counts what is read and written of a file, whose pages are given back before they become many."""
         self._used += n_stacks
-        if self._used > _USED and self._is_ring and self._region.path is not None:
+        if self._used > _PAGE_OUT_AFTER and self._is_ring and self._region.path is not None:
             self._used = 0
             for name in ("contents", "references"):
                 self._region.page_out(state.array_offset(name, self._sizes))
