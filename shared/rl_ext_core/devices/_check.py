@@ -280,7 +280,7 @@ def _find_ignored_variables(situation: Situation) -> Findings:
             yield situation.finding(name, effect, {known: text}, severity)
         else:
             yield situation.finding(name, f"{effect}, for which {text!r} is not valid", {name: None}, "warning")
-    mask = _unread_container_mask(situation)
+    mask = _find_container_mask(situation)
     if mask is not None:
         effect = (
             f"NVIDIA's container runtime reads it when a container starts, and it hides none of the "
@@ -289,7 +289,7 @@ def _find_ignored_variables(situation: Situation) -> Findings:
         yield situation.finding(_CONTAINER, effect, {MASK: mask}, "warning")
 
 
-def _unread_container_mask(situation: Situation) -> str | None:
+def _find_container_mask(situation: Situation) -> str | None:
     """Return the mask that NVIDIA_VISIBLE_DEVICES means, where fewer GPUs are named than are here; None if not."""
     gpus, value = situation.inventory.gpus, situation.environ.get(_CONTAINER, "")
     if MASK in situation.environ or not re.fullmatch(r"\d{1,3}(,\d{1,3})*", value, re.ASCII):
