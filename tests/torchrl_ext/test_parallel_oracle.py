@@ -164,7 +164,7 @@ def test_the_next_call_waits_for_its_own_data() -> None:
 # -- seeds
 
 
-def lived(env: Any, seed: int | None = None) -> Any:
+def run_to_end(env: Any, seed: int | None = None) -> Any:
     """Give a rollout over the ends of episodes, with the same actions for whoever is asked."""
     if seed is not None:
         env.set_seed(seed)
@@ -186,7 +186,7 @@ FORMS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 @functools.cache
 def upstreams(reference: Callable[[], Any]) -> Any:
-    return lived(Upstream(3, reference, mp_start_method="fork"), 7)
+    return run_to_end(Upstream(3, reference, mp_start_method="fork"), 7)
 
 
 @pytest.mark.sample(quick=0, ci=2)
@@ -204,7 +204,7 @@ def upstreams(reference: Callable[[], Any]) -> Any:
 )
 def test_a_seed_does_what_upstreams_set_seed_does(form: str, options: dict[str, Any]) -> None:
     reference, source = FORMS[form]
-    found = lived(ParallelEnv(3, source(), seed=7, **options))
+    found = run_to_end(ParallelEnv(3, source(), seed=7, **options))
     assert (upstreams(reference) == found).all()
     assert len({tuple(row) for row in found["observation"][:, 0].tolist()}) == 3
 
@@ -232,7 +232,7 @@ def seeds_itself(number: int) -> Any:
 @pytest.mark.slow
 def test_a_function_that_seeds_is_left_its_seed() -> None:
     functions = [functools.partial(seeds_itself, number) for number in (5, 6)]
-    expected, found = (lived(kind(2, functions, mp_start_method="fork")) for kind in (Upstream, ParallelEnv))
+    expected, found = (run_to_end(kind(2, functions, mp_start_method="fork")) for kind in (Upstream, ParallelEnv))
     assert (expected == found).all()
 
 
