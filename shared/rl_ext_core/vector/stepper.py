@@ -121,7 +121,7 @@ class Stepper:
         :raises EnvironmentOutputError: If they are lost, or do not fit the rows.
         :raises InvalidArgumentError: If the mode is not known, and nothing in the info shows it.
         """
-        final = _find(info, "final_obs", "final_observation")
+        final = _find_entry(info, "final_obs", "final_observation")
         if self._mode is None and final is None:
             raise InvalidArgumentError(
                 f"{type(self.env).__name__} says nowhere when it resets sub-environments whose episodes have ended, "
@@ -289,9 +289,9 @@ def object_array(values: list[Any]) -> Array:
     return array
 
 
-def _find(info: Any, *names: str) -> Any:
+def _find_entry(info: Any, *names: str) -> Any:
     if isinstance(info, list):
-        each = [_find(part, *names) for part in info]
+        each = [_find_entry(part, *names) for part in info]
         return each if any(part is not None for part in each) else None
     for name in names:
         if isinstance(info, dict) and info.get(name) is not None:
