@@ -196,7 +196,7 @@ class EnvFactory(Generic[_Env]):
         elif not recipe.takes_arguments:
             stream = np.random.SeedSequence()
         else:
-            return self._adapted(recipe.build(overrides))
+            return self._adapt(recipe.build(overrides))
         is_elsewhere, seeded = worker is not None and worker.made_in != process_identity(), set[int]()
         if is_elsewhere:
             # Before it is built: what the environment's own code seeds stays as it says.
@@ -210,9 +210,9 @@ class EnvFactory(Generic[_Env]):
         if not recipe.takes_arguments:
             streams.seed_copy(environment, stream)
         streams.seed_unseeded(environment, stream)
-        return self._adapted(environment)
+        return self._adapt(environment)
 
-    def _adapted(self, environment: Any) -> _Env:
+    def _adapt(self, environment: Any) -> _Env:
         for adapt in self._adapters:
             environment = adapt(environment)
         adapted: _Env = environment
