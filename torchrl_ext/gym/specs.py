@@ -164,10 +164,10 @@ def _merge_tuples(space: Any) -> Any:
     return spaces.MultiDiscrete(counts, start=[part.start for part in space.spaces])
 
 
-def _clipped(space: Any, bound: float) -> Any:
+def _clip_space(space: Any, bound: float) -> Any:
     """Narrow continuous actions to ``[-bound, bound]``; return the same space if there are none."""
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
-        return _with_parts(space, partial(_clipped, bound=bound))
+        return _with_parts(space, partial(_clip_space, bound=bound))
     if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
         return space
     low, high = np.clip(space.low, -bound, bound), np.clip(space.high, -bound, bound)
@@ -188,7 +188,7 @@ class SingleSpaces:
         self.is_batched = bool(batch) and not has_single and _is_batch((self.observation_space, action_space), batch)
         if not batch:  # gymnasium's batch of a Tuple is a tuple of batches
             self.observation_space, action_space = _merge_tuples(self.observation_space), _merge_tuples(action_space)
-        self.action_space = action_space if clip is None else _clipped(action_space, clip)
+        self.action_space = action_space if clip is None else _clip_space(action_space, clip)
         if clip is not None and self.action_space is action_space:
             raise InvalidArgumentError(
                 f"clip_actions={clip} was given, and the action space {action_space} has nothing continuous to clip. "
