@@ -145,7 +145,7 @@ class FramePool:
         self._arrays = {name: region.array(*field) for name, field in state.array_specs(self._sizes).items()}
         region.reserve(state.array_offset("head", self._sizes), self._arrays["head"].nbytes)
         self._known = -1
-        self._trimmed = self._used = 0
+        self._trimmed = self._used_since_page_out = 0
         self._unchecked: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]] | None = None
 
     def verify_on_read(self) -> None:
@@ -477,9 +477,9 @@ class FramePool:
 
     def _count_use(self, n_stacks: int) -> None:
         """Counts what is read and written of a file, whose pages are given back before they become many."""
-        self._used += n_stacks
-        if self._used > _PAGE_OUT_AFTER and self._is_ring and self._region.path is not None:
-            self._used = 0
+        self._used_since_page_out += n_stacks
+        if self._used_since_page_out > _PAGE_OUT_AFTER and self._is_ring and self._region.path is not None:
+            self._used_since_page_out = 0
             for name in ("contents", "references"):
                 self._region.page_out(state.array_offset(name, self._sizes))
 
