@@ -443,7 +443,7 @@ def _guess_mask(mask: str, situation: Situation) -> tuple[str | None, bool]:
             found = [order[number] for number in wanted if number < len(order)]
             complete &= len(found) == len(wanted)
         else:
-            found = _named_by(token, inventory)
+            found = _find_uuids_by_prefix(token, inventory)
             complete &= bool(found)
             by_name |= bool(found)
         entries += [uuid for uuid in found if uuid not in entries]
@@ -457,7 +457,7 @@ def _guess_mask(mask: str, situation: Situation) -> tuple[str | None, bool]:
     return (text, complete) if shown and shown.uuids and shown.stop_reason is None else (None, False)
 
 
-def _named_by(token: str, inventory: Inventory) -> list[str]:
+def _find_uuids_by_prefix(token: str, inventory: Inventory) -> list[str]:
     """Find the GPU or slice whose UUID begins like this; of several GPUs the first."""
     lower = token.lower()
     slices = [slice_ for gpu in inventory.gpus for slice_ in gpu.mig]
