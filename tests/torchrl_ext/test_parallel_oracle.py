@@ -55,7 +55,7 @@ def equal(one: Any, other: Any) -> bool:
     return bool(same.all() if hasattr(same, "all") else same)
 
 
-def partly(env: Any) -> Any:
+def reset_some(env: Any) -> Any:
     td = env.rollout(2)[:, -1].exclude("next")
     td["_reset"] = torch.tensor([[True], [False], [True]])
     return env.reset(td)
@@ -85,7 +85,7 @@ def stored(env: Any) -> Any:
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "rollout": lambda env: env.rollout(5),
     "rollout, cast": lambda env: env.rollout(5, auto_cast_to_device=True, break_when_any_done=False),
-    "reset of some": partly,
+    "reset of some": reset_some,
     "step of some": masked,
     "views": viewed,
     "an attribute": lambda env: list(env.size),
