@@ -136,7 +136,7 @@ class Stepper:
         elif final is not None and rows is not None:
             self._require_own(final, rows)
         if final is not None:
-            return final if rows is None else _rows_of(final, rows, self.num_envs)
+            return final if rows is None else _select_rows(final, rows, self.num_envs)
         if self._missing == "nan" or rows is None:
             return None
         raise EnvironmentOutputError(
@@ -299,12 +299,12 @@ def _find_entry(info: Any, *names: str) -> Any:
     return None
 
 
-def _rows_of(final: Any, rows: Any, count: int) -> Any:
+def _select_rows(final: Any, rows: Any, count: int) -> Any:
     """Return last observations in whatever form they come: a batch, an array for each row, those rows alone."""
     if isinstance(final, dict):
-        return {key: _rows_of(part, rows, count) for key, part in final.items() if not is_mask(final, key, count)}
+        return {key: _select_rows(part, rows, count) for key, part in final.items() if not is_mask(final, key, count)}
     if isinstance(final, tuple):
-        return tuple(_rows_of(part, rows, count) for part in final)
+        return tuple(_select_rows(part, rows, count) for part in final)
     length = len(final) if hasattr(final, "__len__") else None
     if length not in (count, len(rows)):
         raise EnvironmentOutputError(
