@@ -85,7 +85,7 @@ def convert(
             f"{source!r} builds no environment; expected an environment, a function or class that builds one, or an "
             "id. Write as_factory(lambda: MyEnv())"
         )
-    return factory if adapt is None or factory.adapted else factory.then(adapt, preload=preload)
+    return factory if adapt is None or factory.is_adapted else factory.then(adapt, preload=preload)
 
 
 def examined(

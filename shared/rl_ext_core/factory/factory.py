@@ -109,7 +109,7 @@ class EnvFactory(Generic[_Env]):
         return {} if self._worker is None else self._worker.overrides
 
     @property
-    def adapted(self) -> bool:
+    def is_adapted(self) -> bool:
         """Whether environments go through a function that :meth:`then` added."""
         return bool(self._adapters)
 
@@ -215,8 +215,8 @@ class EnvFactory(Generic[_Env]):
     def _adapt(self, environment: Any) -> _Env:
         for adapt in self._adapters:
             environment = adapt(environment)
-        adapted: _Env = environment
-        return adapted
+        is_adapted: _Env = environment
+        return is_adapted
 
     def _copy(self) -> EnvFactory[_Env]:
         other: EnvFactory[_Env] = EnvFactory.__new__(type(self))

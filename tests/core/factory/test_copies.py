@@ -102,7 +102,7 @@ def test_then_adapts_what_is_built() -> None:
     factory = as_factory(make_line).then(Scaled).then(functools.partial(Scaled, scale=5.0))
     env = pickle.loads(pickle.dumps(factory))()
     assert (env.scale, env.env.scale, env.unwrapped.gain) == (5.0, 2.0, 2.0)
-    assert (factory.adapted, as_factory(make_line).adapted) == (True, False)
+    assert (factory.is_adapted, as_factory(make_line).is_adapted) == (True, False)
     assert as_factory("CartPole-v1").then(Scaled, preload=["json"]).preload == ("gymnasium", "json")
 
 
