@@ -143,7 +143,7 @@ def to_gymnasium(space: Any) -> Any:
     )
 
 
-def _with_parts(space: Any, convert: Any) -> Any:
+def _map_parts(space: Any, convert: Any) -> Any:
     """Convert the parts of a Dict or Tuple; return the same space if none changes."""
     old = [*space.values()] if isinstance(space, spaces.Dict) else space.spaces
     new = [convert(part) for part in old]
@@ -156,7 +156,7 @@ def _merge_tuples(space: Any) -> Any:
     """Convert Tuples of Discretes, or of MultiDiscretes of one shape, to the MultiDiscretes that TorchRL converts."""
     if not isinstance(space, (spaces.Dict, spaces.Tuple)):
         return space
-    space = _with_parts(space, _merge_tuples)
+    space = _map_parts(space, _merge_tuples)
     kinds = {(type(part), part.shape) for part in space.spaces} if isinstance(space, spaces.Tuple) else {}
     if len(kinds) != 1 or not issubclass(next(iter(kinds))[0], (spaces.Discrete, spaces.MultiDiscrete)):
         return space
@@ -167,7 +167,7 @@ def _merge_tuples(space: Any) -> Any:
 def _clip_space(space: Any, bound: float) -> Any:
     """Narrow continuous actions to ``[-bound, bound]``; return the same space if there are none."""
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
-        return _with_parts(space, partial(_clip_space, bound=bound))
+        return _map_parts(space, partial(_clip_space, bound=bound))
     if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
         return space
     low, high = np.clip(space.low, -bound, bound), np.clip(space.high, -bound, bound)
