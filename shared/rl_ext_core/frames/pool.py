@@ -145,7 +145,7 @@ class FramePool:
         self._arrays = {name: region.array(*field) for name, field in state.array_specs(self._sizes).items()}
         region.reserve(state.array_offset("head", self._sizes), self._arrays["head"].nbytes)
         self._known = -1
-        self._trimmed = self._used_since_page_out = 0
+        self._free_after_trim = self._used_since_page_out = 0
         self._unchecked: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]] | None = None
 
     def verify_on_read(self) -> None:
@@ -514,10 +514,10 @@ class FramePool:
     def trim(self) -> None:
         """Gives memory back that lies free, where it is much and this process's own."""
         free = int(self._pool.head[state.FREE_GRAINS]) * self._sizes.grain
-        if self._sizes.has_checksums or free < self._trimmed + _MIN_TRIM_BYTES:
-            self._trimmed = min(self._trimmed, free)
+        if self._sizes.has_checksums or free < self._free_after_trim + _MIN_TRIM_BYTES:
+            self._free_after_trim = min(self._free_after_trim, free)
             return
-        self._trimmed = free
+        self._free_after_trim = free
         start = state.array_offset("contents", self._sizes)
         runs = np.zeros(
             (int(self._pool.head[state.FREE_GRAINS]) * self._sizes.grain // _MIN_TRIM_BYTES + 1, 2), np.int64
