@@ -359,7 +359,7 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
     some = (*slices, "0") if "mig" in mask.lower() else ("0", *slices)
     one = {MASK: next((text for text in some if _guess_mask(text, situation)[0]), gpus[0].uuid)}
     if not word or word == "nodevfiles":
-        yield _hidden(mask, word, one, situation)
+        yield _empty_mask_finding(mask, word, one, situation)
     elif re.fullmatch(r"-\d+", word) or word in ("none", "void", "no", "off", "null", "nil", "false", "cpu"):
         effect = f"{word!r} hides all {len(gpus)} GPUs, so that the CPU computes and {_NO_CUDA}"
         yield situation.finding(MASK, effect, {MASK: None}, "warning")
@@ -380,7 +380,7 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
         yield situation.finding(MASK, effect, {MASK: meant} if meant else one, "warning" if harmless else "error")
 
 
-def _hidden(mask: str, word: str, one: Changes, situation: Situation) -> tuple[Finding, Changes]:
+def _empty_mask_finding(mask: str, word: str, one: Changes, situation: Situation) -> tuple[Finding, Changes]:
     """Tell an empty mask: by a launcher that gave no GPU, or by a blank in the shell."""
     ray = any(name.startswith("RAY_") for name in situation.environ)
     slurm = any(name.startswith("SLURM_") for name in situation.environ)
