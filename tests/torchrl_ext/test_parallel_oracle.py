@@ -61,7 +61,7 @@ def reset_some(env: Any) -> Any:
     return env.reset(td)
 
 
-def masked(env: Any) -> Any:
+def step_some(env: Any) -> Any:
     td = env.rand_action(env.reset())
     td["_step"] = torch.tensor([True, False, True])
     return env.step(td)["next", "observation"][[0, 2]]
@@ -86,7 +86,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "rollout": lambda env: env.rollout(5),
     "rollout, cast": lambda env: env.rollout(5, auto_cast_to_device=True, break_when_any_done=False),
     "reset of some": reset_some,
-    "step of some": masked,
+    "step of some": step_some,
     "views": viewed,
     "an attribute": lambda env: list(env.size),
     "a method": lambda env: env.add(1, b=2),
