@@ -134,7 +134,7 @@ class Stepper:
         if final is None and self._missing == "previous":
             final = self.previous
         elif final is not None and rows is not None:
-            self._require_own(final, rows)
+            self._require_unshared(final, rows)
         if final is not None:
             return final if rows is None else _select_rows(final, rows, self.num_envs)
         if self._missing == "nan" or rows is None:
@@ -169,7 +169,7 @@ class Stepper:
         added = {key: following.pop(key) for key in names if "_final_info" in info}
         return {**statistics, **added, **final}, following
 
-    def _require_own(self, final: Any, rows: Any) -> None:
+    def _require_unshared(self, final: Any, rows: Any) -> None:
         """Refuse last observations that are overwritten: SyncVectorEnv resets environments before it copies them."""
         current = getattr(self._base, "_env_obs", None)  # gymnasium's private name: without it, nothing is checked
         if not isinstance(current, list) or not isinstance(final, list | np.ndarray) or len(final) != len(current):
