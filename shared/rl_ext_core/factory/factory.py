@@ -38,7 +38,7 @@ class _Worker:
     """What is a worker's own.
 
     :ivar entropy: None is the operating system's, of each process: one pickle may be used in several
-    :ivar made_in: the process that hands out the factories; its own generators are left alone
+    :ivar creator_process: the process that hands out the factories; its own generators are left alone
     """
 
     index: int
@@ -46,7 +46,7 @@ class _Worker:
     overrides: Mapping[str, Any]
     decision: Decision | None
     enter: Callable[[], None]
-    made_in: uuid.UUID
+    creator_process: uuid.UUID
     attempt: int = 0
 
 
@@ -197,7 +197,7 @@ class EnvFactory(Generic[_Env]):
             stream = np.random.SeedSequence()
         else:
             return self._adapt(recipe.build(overrides))
-        is_elsewhere, seeded = worker is not None and worker.made_in != process_identity(), set[int]()
+        is_elsewhere, seeded = worker is not None and worker.creator_process != process_identity(), set[int]()
         if is_elsewhere:
             # Before it is built: what the environment's own code seeds stays as it says.
             streams.seed_process(stream)
