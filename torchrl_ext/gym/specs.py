@@ -185,7 +185,9 @@ class SingleSpaces:
         names = ("observation_space", "action_space")
         self.observation_space, action_space = (to_gymnasium(attribute_of(env, f"single_{n}", n)) for n in names)
         has_single = any(attribute_of(env, f"single_{name}") is not None for name in names)
-        self.is_batched = bool(batch) and not has_single and _is_batch((self.observation_space, action_space), batch)
+        self.is_batched = (
+            bool(batch) and not has_single and _is_batched_space((self.observation_space, action_space), batch)
+        )
         if not batch:  # gymnasium's batch of a Tuple is a tuple of batches
             self.observation_space, action_space = _merge_tuples(self.observation_space), _merge_tuples(action_space)
         self.action_space = action_space if clip is None else _clip_space(action_space, clip)
@@ -199,10 +201,12 @@ class SingleSpaces:
             self.reward_space = to_gymnasium(reward_space)
 
 
-def _is_batch(space: Any, batch: torch.Size) -> bool:
+def _is_batched_space(space: Any, batch: torch.Size) -> bool:
     """Return whether all parts of a space begin with the axes of a batch."""
     if isinstance(space, (spaces.Dict, tuple)):
-        return all(_is_batch(part, batch) for part in (space.values() if isinstance(space, spaces.Dict) else space))
+        return all(
+            _is_batched_space(part, batch) for part in (space.values() if isinstance(space, spaces.Dict) else space)
+        )
     return tuple(space.shape or ())[: len(batch)] == tuple(batch)
 
 
