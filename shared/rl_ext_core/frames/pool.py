@@ -144,7 +144,7 @@ class FramePool:
         self._region = region
         self._arrays = {name: region.array(*field) for name, field in state.array_specs(self._sizes).items()}
         region.reserve(state.array_offset("head", self._sizes), self._arrays["head"].nbytes)
-        self._known = -1
+        self._known_version = -1
         self._free_after_trim = self._used_since_page_out = 0
         self._unchecked: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]] | None = None
 
@@ -220,7 +220,7 @@ class FramePool:
         """Learns what this or another process has made of the pool."""
         self._region.refresh()
         head = self._arrays["head"]
-        if head[state.SETTINGS_VERSION] == self._known:
+        if head[state.SETTINGS_VERSION] == self._known_version:
             return
         n_stack, axis, block_length, codec, max_error, quality = map(int, head[state.N_STACK : state.QUALITY + 1])
         self.block_length, self.max_error, self.quality = block_length, max_error, quality
@@ -258,7 +258,7 @@ class FramePool:
             SCRATCH_FRAMES * (layout.frame_bytes + GROUP) + layout.stack_bytes + SLACK, dtype=np.uint8
         )
         self._addresses = address_of(self._shared_mask), address_of(self._scratch)
-        self._known = int(head[state.SETTINGS_VERSION])
+        self._known_version = int(head[state.SETTINGS_VERSION])
         if not LAZY:
             self.reserve_rows(len(self._arrays["index"]))  # rows that were never written are read too
 
