@@ -531,10 +531,10 @@ def _find_unlisted_gpu(situation: Situation) -> Findings:
     if gpu and not gpu.mig and inventory.egl is not None and inventory.egl_of(gpu.uuid) is None:
         using = [renderer for renderer in _installed_renderers(situation) if _backend(renderer, environ) == "egl"]
         if any(renderer.select_egl_device for renderer in _installed_renderers(situation)):
-            yield _unlisted(gpu, situation, "error" if using else "warning")
+            yield _unlisted_gpu_finding(gpu, situation, "error" if using else "warning")
 
 
-def _unlisted(gpu: Gpu, situation: Situation, severity: Severity) -> tuple[Finding, Changes]:
+def _unlisted_gpu_finding(gpu: Gpu, situation: Situation, severity: Severity) -> tuple[Finding, Changes]:
     inventory, environ = situation.inventory, situation.environ
     where = "lands on Mesa's CPU device" if any(device.software for device in inventory.egl or ()) else "fails"
     others = any(device.uuid for device in inventory.egl or ())
