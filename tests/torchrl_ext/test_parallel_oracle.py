@@ -67,7 +67,7 @@ def step_some(env: Any) -> Any:
     return env.step(td)["next", "observation"][[0, 2]]
 
 
-def viewed(env: Any) -> Any:
+def use_views(env: Any) -> Any:
     env.reset()
     first, rest = env[0], env[1:]
     return torch.cat([first.rollout(2)["observation"].flatten(), rest.rollout(2)["observation"].flatten()])
@@ -87,7 +87,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "rollout, cast": lambda env: env.rollout(5, auto_cast_to_device=True, break_when_any_done=False),
     "reset of some": reset_some,
     "step of some": step_some,
-    "views": viewed,
+    "views": use_views,
     "an attribute": lambda env: list(env.size),
     "a method": lambda env: env.add(1, b=2),
     "a reset with options": lambda env: env.reset(list_of_kwargs=[{}] * 3),
