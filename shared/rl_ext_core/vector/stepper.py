@@ -87,7 +87,7 @@ class Stepper:
         if self._mode in (Autoreset.NEXT_STEP, Autoreset.DISABLED):
             self._find_partial_reset()
         self._checks_others = not self._rules.keeps_other_rows and (partial_resets or self._mode is Autoreset.DISABLED)
-        self._remembers = missing_final_obs == "previous" or self._checks_others
+        self._stores_observations = missing_final_obs == "previous" or self._checks_others
         # Copies of the observation before the last step and of the one after it, where they are needed later.
         self.previous: Any = None
         self.current: Any = None
@@ -105,7 +105,7 @@ class Stepper:
         """
         self.previous, self.current = self.current, None
         result = check_result_length(self.env.step(action), STEP_RESULT)
-        if self._remembers:
+        if self._stores_observations:
             self.begin(result[0])
         return result
 
@@ -202,7 +202,7 @@ class Stepper:
 
     def begin(self, observation: Any) -> None:
         """Remember an observation if it is needed later; called with that of a reset by others, too."""
-        self.current = mapped(copied, observation) if self._remembers else None
+        self.current = mapped(copied, observation) if self._stores_observations else None
 
     def _find_partial_reset(self) -> PartialReset:
         if self._mode is Autoreset.NEXT_STEP and not self._rules.keeps_other_rows:
