@@ -225,14 +225,14 @@ class EnvFactory(Generic[_Env]):
 
     def __reduce__(self) -> Any:
         # What users have given may be of a script's main module, which plain pickle does not bring along.
-        return _unpacked, (_pickle.dumps({**self.__dict__, "instance": None}),)
+        return _unpickle_factory, (_pickle.dumps({**self.__dict__, "instance": None}),)
 
     def __repr__(self) -> str:
         worker = "" if self._worker is None else f", worker={self._worker.index}"
         return f"EnvFactory({self._recipe.to_source!r}, origin={self.origin!r}{worker})"
 
 
-def _unpacked(packed: bytes) -> EnvFactory[Any]:
+def _unpickle_factory(packed: bytes) -> EnvFactory[Any]:
     factory: EnvFactory[Any] = EnvFactory.__new__(EnvFactory)
     factory.__dict__.update(pickle.loads(packed))
     return factory
