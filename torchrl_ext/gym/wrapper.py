@@ -41,7 +41,7 @@ _VALUES = {
 }
 
 
-class _Meta(type(UpstreamGymWrapper)):  # type: ignore[misc]
+class _GymWrapperMeta(type(UpstreamGymWrapper)):  # type: ignore[misc]
     """Builds the wrapper without the transform that TorchRL puts around vectorized environments."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ class _Meta(type(UpstreamGymWrapper)):  # type: ignore[misc]
             super().__setattr__(name, value)
 
 
-class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
+class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
     """TorchRL's ``GymWrapper`` for environments of NumPy arrays, torch tensors or JAX arrays, single or vectorized.
 
     It replaces ``torchrl.envs.GymWrapper``, and takes its arguments and these:
