@@ -367,7 +367,7 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
         effect = f"CUDA knows no such word and shows no GPU, though that is how Docker names all of them: {_NO_CUDA}"
         yield situation.finding(MASK, effect, {MASK: None})
     else:
-        oddity = shown.stop_reason or _oddity(mask)
+        oddity = shown.stop_reason or _describe_oddity(mask)
         if oddity is None:
             return
         if re.search(r"[][(){}'\"]", mask):
@@ -398,7 +398,7 @@ def _empty_mask_finding(mask: str, word: str, one: Changes, situation: Situation
     return situation.finding(MASK, effect, line)[0], one
 
 
-def _oddity(mask: str) -> str | None:
+def _describe_oddity(mask: str) -> str | None:
     """Return what CUDA skips or cuts off without an error; None if nothing."""
     for entry in mask.split(","):
         text = entry.strip()
