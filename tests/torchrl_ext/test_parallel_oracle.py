@@ -73,7 +73,7 @@ def use_views(env: Any) -> Any:
     return torch.cat([first.rollout(2)["observation"].flatten(), rest.rollout(2)["observation"].flatten()])
 
 
-def stored(env: Any) -> Any:
+def restore_states(env: Any) -> Any:
     env.rollout(4)
     state = env.state_dict()
     env.rollout(4)
@@ -93,7 +93,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "a reset with options": lambda env: env.reset(list_of_kwargs=[{}] * 3),
     "specs": lambda env: (str(env.specs), str(env.fake_tensordict()), str(env)),
     "a transform": lambda env: TransformedEnv(env, RewardSum()).rollout(4),
-    "states": stored,  # the last one: afterwards, upstream is out of step
+    "states": restore_states,  # the last one: afterwards, upstream is out of step
 }
 
 
