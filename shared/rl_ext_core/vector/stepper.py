@@ -77,7 +77,7 @@ class Stepper:
     ) -> None:
         require_synchronous(env)
         self.env, self.num_envs = env, cast(int, num_envs_of(env))
-        self._base, self._rules, self._missing = (
+        self._base, self._rules, self._missing_final_obs = (
             getattr(env, "unwrapped", env),
             get_library_rules(env),
             missing_final_obs,
@@ -131,13 +131,13 @@ class Stepper:
         self._mode = self._mode or Autoreset.SAME_STEP
         if not self.resets_in_step:
             return None
-        if final is None and self._missing == "previous":
+        if final is None and self._missing_final_obs == "previous":
             final = self.previous
         elif final is not None and rows is not None:
             self._require_unshared(final, rows)
         if final is not None:
             return final if rows is None else _select_rows(final, rows, self.num_envs)
-        if self._missing == "nan" or rows is None:
+        if self._missing_final_obs == "nan" or rows is None:
             return None
         raise EnvironmentOutputError(
             f"episodes have ended, {type(self.env).__name__} has reset itself, and its info holds no final_obs: their "
