@@ -202,7 +202,7 @@ class EnvFactory(Generic[_Env]):
             # Before it is built: what the environment's own code seeds stays as it says.
             streams.seed_process(stream)
             if recipe.takes_arguments:
-                recipe.unpacked()  # which imports its modules
+                recipe.load()  # which imports its modules
             streams.seed_shared(stream, seeded)
         environment = recipe.build(overrides)
         if is_elsewhere:
@@ -327,13 +327,13 @@ class Recipe:
         overrides = overrides or {}
         self.check(overrides, None)
         if self.takes_arguments:
-            return _called(*self.unpacked(), overrides)
-        environment = compare.unpack(self.packed) if self.origin == "pickle" else _called(*self.unpacked(), {})
+            return _called(*self.load(), overrides)
+        environment = compare.unpack(self.packed) if self.origin == "pickle" else _called(*self.load(), {})
         compare.apply(environment, self.changes)
         _apply(environment, overrides)
         return environment
 
-    def unpacked(self) -> tuple[Any, Iterable[Any]]:
+    def load(self) -> tuple[Any, Iterable[Any]]:
         """Return the callable, with specifications of ids that it names."""
         if self.called is not None:
             return self.called

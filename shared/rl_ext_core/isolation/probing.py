@@ -200,7 +200,7 @@ def _essence(factory: EnvFactory[Any]) -> tuple[Any, ...]:
         )
     if not factory._recipe.takes_arguments:
         raise ValueError("the recipe of a copy does not describe what was copied")
-    return *common, factory._recipe.unpacked()
+    return *common, factory._recipe.load()
 
 
 def _named_files(recipe: Any) -> Iterator[Any]:

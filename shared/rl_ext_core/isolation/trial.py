@@ -52,7 +52,7 @@ def pack(factories: list[EnvFactory[Any]]) -> bytes:
     :raises Exception: If they cannot be pickled.
     """
     recipes = [factory._recipe for factory in factories]
-    called = [recipe.unpacked() if recipe.takes_arguments else None for recipe in recipes]
+    called = [recipe.load() if recipe.takes_arguments else None for recipe in recipes]
     return _pickle.dumps([factories, called, [factory._adapters for factory in factories]])
 
 

@@ -140,7 +140,7 @@ def declared_by_source(factory: EnvFactory[Any]) -> Declaration | None:
     if factory.origin == "pickle":
         return None
     with contextlib.suppress(Exception):  # Building it shows what is wrong.
-        build, _ = factory._recipe.unpacked()
+        build, _ = factory._recipe.load()
         return _in_metadata(_class_of(build))
     return None
 
