@@ -252,7 +252,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
             self._drop_engine()
         return own["_engine"]
 
-    def _ready(self) -> Any:
+    def _ensure_engine(self) -> Any:
         """Return the engine. After a copy or a move, it is compiled without an observation."""
         own, engine = self.__dict__, self._current()
         if engine is None:
@@ -266,7 +266,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
         return tensordict if key is None else tensordict[key]
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        engine = self._ready()
+        engine = self._ensure_engine()
         data, _, info = engine.step(self._action_of(tensordict))
         out = new_tensordict(data, self.batch_size, self.device)
         return self._with_info(out, engine.info_of_step(info)) if self.info_dict_reader else out
@@ -288,7 +288,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
             data, info = engine.begin(result)
             own["_engine"], own["_carried_state"] = engine, None
         else:
-            engine = self._ready()
+            engine = self._ensure_engine()
             data, info = engine.reset(None if mask is None else mask.reshape(-1), **kwargs)
             data = dict(data)
         data["done"], data["terminated"], data["truncated"] = engine.make_unset_flags()
