@@ -376,7 +376,7 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
         if shown.mig and meant and complete:
             meant = _pick.mig_slice_of_rank(situation.machine) or meant
         harmless = complete and situation.with_changes({MASK: meant}).machine.visible.uuids == shown.uuids
-        effect = f"{oddity}; torch sees {_seen(shown, situation)}"
+        effect = f"{oddity}; torch sees {_describe_visible_gpus(shown, situation)}"
         yield situation.finding(MASK, effect, {MASK: meant} if meant else one, "warning" if harmless else "error")
 
 
@@ -409,7 +409,7 @@ def _describe_oddity(mask: str) -> str | None:
     return None
 
 
-def _seen(shown: _cuda.VisibleGpus, situation: Situation) -> str:
+def _describe_visible_gpus(shown: _cuda.VisibleGpus, situation: Situation) -> str:
     gpus = [situation.inventory.gpu(uuid) for uuid in shown.uuids]
     if not gpus:
         return f"no GPU and {_NO_CUDA}"
