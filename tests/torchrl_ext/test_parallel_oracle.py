@@ -236,7 +236,7 @@ def test_a_function_that_seeds_is_left_its_seed() -> None:
     assert (expected == found).all()
 
 
-def used(well: Well) -> Well:
+def reset_with_seed(well: Well) -> Well:
     well.reset(seed=5)
     return well
 
@@ -247,11 +247,11 @@ class Unseeded(Native):
 
 
 SOURCES: dict[str, Callable[[], Any]] = {
-    "an instance that was used": lambda: GymWrapper(used(Well())),
+    "an instance that was used": lambda: GymWrapper(reset_with_seed(Well())),
     "a class": lambda: Well,
     "a class that takes no seed": lambda: Unseeded,
     "an instance": Well,
-    "a list": lambda: [used(Well()), Well],
+    "a list": lambda: [reset_with_seed(Well()), Well],
 }
 
 
@@ -284,7 +284,7 @@ def test_workers_draw_differently_and_with_a_seed_the_same_in_every_run(form: st
 
 def test_an_instance_does_not_go_on_where_its_copies_began_nor_do_pickles() -> None:
     """Collectors send a pickle to each of their processes."""
-    well, expected = used(Well()), used(Well()).np_random.normal()
+    well, expected = reset_with_seed(Well()), reset_with_seed(Well()).np_random.normal()
     env = ParallelEnv(2, well)
     packed = pickle.dumps(env)
     found = [row for each in (env, pickle.loads(packed), pickle.loads(packed)) for row in draws(each)]
