@@ -20,7 +20,7 @@ __all__ = [
     "framework_of",
     "keep_freed_memory",
     "leaves",
-    "mapped",
+    "map_arrays",
     "stacked",
     "take",
     "to_framework",
@@ -108,13 +108,13 @@ def take(batch: Any, rows: Any) -> Any:
     return batch.detach().index_select(0, torch.as_tensor(rows, device=batch.device))
 
 
-def mapped(function: Callable[..., Any], *values: Any) -> Any:
+def map_arrays(function: Callable[..., Any], *values: Any) -> Any:
     """Call a function with the arrays at each place in dicts and tuples that are nested alike."""
     first = values[0]
     if isinstance(first, dict):
-        return {key: mapped(function, *(value[key] for value in values)) for key in first}
+        return {key: map_arrays(function, *(value[key] for value in values)) for key in first}
     if isinstance(first, tuple):
-        return tuple(mapped(function, *parts) for parts in zip(*values, strict=True))
+        return tuple(map_arrays(function, *parts) for parts in zip(*values, strict=True))
     return function(*values)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.vector.arrays import mapped
+from rl_ext_core.vector.arrays import map_arrays
 
 __all__ = [
     "Autoreset",
@@ -296,7 +296,7 @@ def _reset_envpool(env: Any, mask: Any, **kwargs: Any) -> Any:
         full[rows] = part
         return full
 
-    return mapped(scatter, type(env).reset(env, rows, **kwargs))
+    return map_arrays(scatter, type(env).reset(env, rows, **kwargs))
 
 
 def _indices(mask: Any, base: Any) -> Any:

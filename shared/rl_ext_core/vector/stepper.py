@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
-from rl_ext_core.vector.arrays import copied, leaves, mapped, stacked, take, to_numpy
+from rl_ext_core.vector.arrays import copied, leaves, map_arrays, stacked, take, to_numpy
 from rl_ext_core.vector.autoreset import (
     Autoreset,
     PartialReset,
@@ -202,7 +202,7 @@ class Stepper:
 
     def begin(self, observation: Any) -> None:
         """Remember an observation if it is needed later; called with that of a reset by others, too."""
-        self.current = mapped(copied, observation) if self._stores_observations else None
+        self.current = map_arrays(copied, observation) if self._stores_observations else None
 
     def _find_partial_reset(self) -> PartialReset:
         if self._mode is Autoreset.NEXT_STEP and not self._rules.keeps_other_rows:
@@ -318,6 +318,6 @@ def _select_rows(final: Any, rows: Any, count: int) -> Any:
     if absent:
         raise EnvironmentOutputError(f"final_obs holds nothing for the sub-environments {absent}, which are done")
     try:
-        return mapped(stacked, *each)
+        return map_arrays(stacked, *each)
     except (ValueError, RuntimeError) as error:
         raise EnvironmentOutputError(f"final_obs holds observations of several shapes ({error})") from None
