@@ -327,8 +327,8 @@ class Recipe:
         overrides = overrides or {}
         self.check(overrides, None)
         if self.takes_arguments:
-            return _called(*self.load(), overrides)
-        environment = compare.unpack(self.packed) if self.origin == "pickle" else _called(*self.load(), {})
+            return _call_with_specs(*self.load(), overrides)
+        environment = compare.unpack(self.packed) if self.origin == "pickle" else _call_with_specs(*self.load(), {})
         compare.apply(environment, self.changes)
         _apply(environment, overrides)
         return environment
@@ -364,7 +364,7 @@ class Recipe:
                 )
 
 
-def _called(build: Any, specs: Iterable[Any], arguments: Mapping[str, Any]) -> Any:
+def _call_with_specs(build: Any, specs: Iterable[Any], arguments: Mapping[str, Any]) -> Any:
     for spec in specs:  # of ids that this process does not know
         importlib.import_module("gymnasium").registry.setdefault(spec.id, spec)
     try:
