@@ -241,7 +241,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
         if own.get("_engine") is not None:
             own["_carried_state"], own["_engine"] = own["_engine"].carried_state, None
 
-    def _current(self) -> Any:
+    def _valid_engine(self) -> Any:
         """Return the engine; None if there is none, or if what it was compiled from has been replaced."""
         own = self.__dict__
         self._refuse_overrides()
@@ -254,7 +254,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
 
     def _ensure_engine(self) -> Any:
         """Return the engine. After a copy or a move, it is compiled without an observation."""
-        own, engine = self.__dict__, self._current()
+        own, engine = self.__dict__, self._valid_engine()
         if engine is None:
             engine = self._compile(None)
             engine.restore_carried_state(own["_carried_state"])
@@ -280,7 +280,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
             if not mask.any():  # type: ignore[union-attr]
                 return tensordict.exclude("_reset")
         own = self.__dict__
-        if self._current() is None and (
+        if self._valid_engine() is None and (
             mask is None or (not partial_mask and (kwargs or own["_carried_state"] is None))
         ):
             result = self._env.reset(**kwargs)
