@@ -39,7 +39,7 @@ Changes: TypeAlias = Mapping[str, "str | None"]
 
 _KNOWN = (MASK, ORDER, BACKEND, INDEX, PLATFORM, LOCAL_RANK)
 # Names of their own right that are close to these.
-_NEIGHBOURS = ("MUSA_VISIBLE_DEVICES", PYRENDER_INDEX)
+_SIMILAR_VARIABLES = ("MUSA_VISIBLE_DEVICES", PYRENDER_INDEX)
 # Names that people export for MuJoCo, which does not read them. Other software reads some: pyrender and old releases
 # of dm_control EGL_DEVICE_ID, PyBullet EGL_VISIBLE_DEVICES, and a script of the user's may read an argument's name.
 _UNREAD = {
@@ -223,7 +223,7 @@ def describe_gpu(gpu: Gpu) -> str:
 
 def guess_variable(name: str) -> str | None:
     """Return which variable was meant by a misspelt name; None if it is one, or none."""
-    if name in (*_KNOWN, *_NEIGHBOURS):
+    if name in (*_KNOWN, *_SIMILAR_VARIABLES):
         return None
     if name in _UNREAD:
         return _UNREAD[name]
