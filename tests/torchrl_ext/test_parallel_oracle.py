@@ -185,7 +185,7 @@ FORMS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 @functools.cache
-def upstreams(reference: Callable[[], Any]) -> Any:
+def upstream_rollout(reference: Callable[[], Any]) -> Any:
     return run_to_end(Upstream(3, reference, mp_start_method="fork"), 7)
 
 
@@ -205,7 +205,7 @@ def upstreams(reference: Callable[[], Any]) -> Any:
 def test_a_seed_does_what_upstreams_set_seed_does(form: str, options: dict[str, Any]) -> None:
     reference, source = FORMS[form]
     found = run_to_end(ParallelEnv(3, source(), seed=7, **options))
-    assert (upstreams(reference) == found).all()
+    assert (upstream_rollout(reference) == found).all()
     assert len({tuple(row) for row in found["observation"][:, 0].tolist()}) == 3
 
 
