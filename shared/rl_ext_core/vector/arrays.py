@@ -21,7 +21,7 @@ __all__ = [
     "keep_freed_memory",
     "leaves",
     "map_arrays",
-    "stacked",
+    "stack_arrays",
     "take",
     "to_framework",
     "to_numpy",
@@ -118,7 +118,7 @@ def map_arrays(function: Callable[..., Any], *values: Any) -> Any:
     return function(*values)
 
 
-def stacked(*arrays: Any) -> Any:
+def stack_arrays(*arrays: Any) -> Any:
     """Stack arrays along a new first axis.
 
     :raises ValueError: If their shapes differ.

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
-from rl_ext_core.vector.arrays import copied, leaves, map_arrays, stacked, take, to_numpy
+from rl_ext_core.vector.arrays import copied, leaves, map_arrays, stack_arrays, take, to_numpy
 from rl_ext_core.vector.autoreset import (
     Autoreset,
     PartialReset,
@@ -318,6 +318,6 @@ def _select_rows(final: Any, rows: Any, count: int) -> Any:
     if absent:
         raise EnvironmentOutputError(f"final_obs holds nothing for the sub-environments {absent}, which are done")
     try:
-        return map_arrays(stacked, *each)
+        return map_arrays(stack_arrays, *each)
     except (ValueError, RuntimeError) as error:
         raise EnvironmentOutputError(f"final_obs holds observations of several shapes ({error})") from None
