@@ -304,7 +304,7 @@ class Recipe:
     :ivar takes_arguments: whether overrides are the callable's arguments; else they are set on the copy
     :ivar parameters: of the callable, as far as they can be named
     :ivar is_anew: whether the callable is unpickled each time, because it holds an environment: two calls give two
-    :ivar called: the callable, with specifications of ids that it names: in the process that has packed it the
+    :ivar loaded: the callable, with specifications of ids that it names: in the process that has packed it the
         caller's own, in others as it was unpickled there
     :ivar changes: what is set on a copy of an instance
     """
@@ -315,7 +315,7 @@ class Recipe:
     takes_arguments: bool = False
     parameters: tuple[str, ...] = ()
     is_anew: bool = False
-    called: tuple[Any, Iterable[Any]] | None = dataclasses.field(default=None, repr=False, compare=False)
+    loaded: tuple[Any, Iterable[Any]] | None = dataclasses.field(default=None, repr=False, compare=False)
     changes: tuple[compare.Change, ...] = dataclasses.field(default=(), repr=False)
 
     def build(self, overrides: Mapping[str, Any] | None = None) -> Any:
@@ -335,17 +335,17 @@ class Recipe:
 
     def load(self) -> tuple[Any, Iterable[Any]]:
         """Return the callable, with specifications of ids that it names."""
-        if self.called is not None:
-            return self.called
-        called: tuple[Any, Iterable[Any]] = pickle.loads(self.packed)
+        if self.loaded is not None:
+            return self.loaded
+        loaded: tuple[Any, Iterable[Any]] = pickle.loads(self.packed)
         if not self.is_anew:
-            object.__setattr__(self, "called", called)
-        return called
+            object.__setattr__(self, "loaded", loaded)
+        return loaded
 
     def __getstate__(self) -> dict[str, Any]:
         # As it is now: the user may have changed the script's globals.
-        packed = self.packed if self.called is None else _pickle.dumps(self.called)
-        return {**self.__dict__, "packed": packed, "called": None}
+        packed = self.packed if self.loaded is None else _pickle.dumps(self.loaded)
+        return {**self.__dict__, "packed": packed, "loaded": None}
 
     def check(self, overrides: Mapping[str, Any], instance: Any) -> None:
         """Find out whether overrides name something, as far as that can be told without building it.
@@ -383,12 +383,12 @@ def by_calling(build: Any, origin: str, to_source: str, *, takes_arguments: bool
 
     :raises NotCopyableError: it holds what cannot be pickled
     """
-    called = (build, record.specs_named_by(build))
+    loaded = (build, record.specs_named_by(build))
     # What an instance was made by is unpickled each time too: copies do not share what they are made of.
     is_anew = not takes_arguments or any(map(walk.is_layer, record.referred(build)))
     parameters = _parameters(build) if takes_arguments else ()
     try:
-        packed = _pickle.dumps(called)
+        packed = _pickle.dumps(loaded)
     except Exception as error:
         found = walk.fingerprint(build, code=False)
         path = compare.unpicklable(found)
@@ -397,7 +397,7 @@ def by_calling(build: Any, origin: str, to_source: str, *, takes_arguments: bool
             f"{to_source} cannot be pickled for a worker: {name}{str(error) or type(error).__name__}. Make that inside "
             "of the function that builds the environment"
         ) from error
-    return Recipe(origin, packed, to_source, takes_arguments, parameters, is_anew, None if is_anew else called)
+    return Recipe(origin, packed, to_source, takes_arguments, parameters, is_anew, None if is_anew else loaded)
 
 
 def _parameters(build: Any) -> tuple[str, ...]:

@@ -52,8 +52,8 @@ def pack(factories: list[EnvFactory[Any]]) -> bytes:
     :raises Exception: If they cannot be pickled.
     """
     recipes = [factory._recipe for factory in factories]
-    called = [recipe.load() if recipe.takes_arguments else None for recipe in recipes]
-    return _pickle.dumps([factories, called, [factory._adapters for factory in factories]])
+    loaded = [recipe.load() if recipe.takes_arguments else None for recipe in recipes]
+    return _pickle.dumps([factories, loaded, [factory._adapters for factory in factories]])
 
 
 def serve(connection: Connection[Any, Any], packed: bytes, folder: str, cwd: str) -> None:
@@ -121,9 +121,9 @@ class _Trial:
 
     def _load(self) -> dict[str, Any]:
         self._factories, *parts = pickle.loads(self._packed)
-        for factory, called, adapters in zip(self._factories, *parts, strict=True):
-            if called is not None:
-                object.__setattr__(factory._recipe, "called", called)
+        for factory, loaded, adapters in zip(self._factories, *parts, strict=True):
+            if loaded is not None:
+                object.__setattr__(factory._recipe, "loaded", loaded)
             factory._adapters = adapters
         _disable_monitor_files()
         return {}
