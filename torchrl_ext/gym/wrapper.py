@@ -197,7 +197,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
             _carried_state=None,
             _takes_dict=takes_dict,
             _is_dict=is_dict,
-            _observed=frozenset(self.observation_spec.keys()),  # infos are registered later
+            _observation_names=frozenset(self.observation_spec.keys()),  # infos are registered later
             _starts=tuple(find_starts(space, of_batch=of_batch) for space in known),
             # A MultiDiscrete of the batch has a part for each sub-environment.
             _action_space=None if single.is_batched else single.action_space,
@@ -222,7 +222,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
                 "'reward', 'done', 'terminated' and 'truncated'. Write torchrl.envs.RenameTransform for other names"
             )
         # Without infos. An observation that is not a dict goes to the first entry, as in TorchRL.
-        names = [name for name in spec.keys() if name in own["_observed"]] or [*spec.keys()]  # noqa: SIM118
+        names = [name for name in spec.keys() if name in own["_observation_names"]] or [*spec.keys()]  # noqa: SIM118
         observed = Composite({name: spec[name] for name in names}, shape=spec.shape, device=spec.device)
         env_type, found = own["_options"]["env_type"], None if sample is None else framework_of(sample)
         if env_type == "auto":
