@@ -42,7 +42,7 @@ _KNOWN = (MASK, ORDER, BACKEND, INDEX, PLATFORM, LOCAL_RANK)
 _SIMILAR_VARIABLES = ("MUSA_VISIBLE_DEVICES", PYRENDER_INDEX)
 # Names that people export for MuJoCo, which does not read them. Other software reads some: pyrender and old releases
 # of dm_control EGL_DEVICE_ID, PyBullet EGL_VISIBLE_DEVICES, and a script of the user's may read an argument's name.
-_UNREAD = {
+_UNREAD_VARIABLES = {
     PYRENDER_INDEX: INDEX,
     "EGL_VISIBLE_DEVICE": INDEX,
     "EGL_VISIBLE_DEVICES": INDEX,
@@ -225,8 +225,8 @@ def guess_variable(name: str) -> str | None:
     """Return which variable was meant by a misspelt name; None if it is one, or none."""
     if name in (*_KNOWN, *_SIMILAR_VARIABLES):
         return None
-    if name in _UNREAD:
-        return _UNREAD[name]
+    if name in _UNREAD_VARIABLES:
+        return _UNREAD_VARIABLES[name]
     # Env files leave blanks and a leading "export" in names.
     letters = "".join(re.sub(r"^\s*export\s+", "", name).split()).replace("-", "_").upper()
     return next(iter(difflib.get_close_matches(letters, _KNOWN, 1, 0.88)), None)
@@ -234,7 +234,7 @@ def guess_variable(name: str) -> str | None:
 
 def _find_misspelled_names(situation: Situation) -> Findings:
     for name, value in situation.original.items():
-        known = None if name in _UNREAD else guess_variable(name)
+        known = None if name in _UNREAD_VARIABLES else guess_variable(name)
         right = situation.original.get(known or "")
         text = _guess_value(known, value, situation)
         if known is None or right == text:
@@ -265,7 +265,7 @@ def _find_ignored_variables(situation: Situation) -> Findings:
     environ, versions = situation.environ, situation.inventory.versions
     mujocos = [entry for entry in _installed_renderers(situation) if entry.name in _renderers.MUJOCO_NAMES]
     through_egl = not _renderers.has_display(environ) or any(_backend(entry, environ) == "egl" for entry in mujocos)
-    for name, known in _UNREAD.items():
+    for name, known in _UNREAD_VARIABLES.items():
         if name not in environ or not mujocos or not (through_egl or known == BACKEND):
             continue
         if name == PYRENDER_INDEX and "pyrender" in versions:
