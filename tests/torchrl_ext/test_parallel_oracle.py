@@ -222,7 +222,7 @@ class Drawing(gymnasium.Env[Any, Any]):
         return self.reset()[0], 0.0, False, False, {}
 
 
-def seeds_itself(number: int) -> Any:
+def make_self_seeding_env(number: int) -> Any:
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
@@ -231,7 +231,7 @@ def seeds_itself(number: int) -> Any:
 
 @pytest.mark.slow
 def test_a_function_that_seeds_is_left_its_seed() -> None:
-    functions = [functools.partial(seeds_itself, number) for number in (5, 6)]
+    functions = [functools.partial(make_self_seeding_env, number) for number in (5, 6)]
     expected, found = (run_to_end(kind(2, functions, mp_start_method="fork")) for kind in (Upstream, ParallelEnv))
     assert (expected == found).all()
 
