@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 __all__ = [
-    "copied",
+    "copy_array",
     "framework_of",
     "keep_freed_memory",
     "leaves",
@@ -128,7 +128,7 @@ def stack_arrays(*arrays: Any) -> Any:
     return np.array([to_numpy(array) for array in arrays])
 
 
-def copied(array: Any) -> Any:
+def copy_array(array: Any) -> Any:
     """Copy an array, which environments write into again, except JAX's, which cannot be written."""
     framework = _framework(array)
     if framework == "jax":

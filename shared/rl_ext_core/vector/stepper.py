@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
-from rl_ext_core.vector.arrays import copied, leaves, map_arrays, stack_arrays, take, to_numpy
+from rl_ext_core.vector.arrays import copy_array, leaves, map_arrays, stack_arrays, take, to_numpy
 from rl_ext_core.vector.autoreset import (
     Autoreset,
     PartialReset,
@@ -202,7 +202,7 @@ class Stepper:
 
     def begin(self, observation: Any) -> None:
         """Remember an observation if it is needed later; called with that of a reset by others, too."""
-        self.current = map_arrays(copied, observation) if self._stores_observations else None
+        self.current = map_arrays(copy_array, observation) if self._stores_observations else None
 
     def _find_partial_reset(self) -> PartialReset:
         if self._mode is Autoreset.NEXT_STEP and not self._rules.keeps_other_rows:
