@@ -168,7 +168,7 @@ def test_tensors_cross_in_one_block() -> None:
         torch.zeros(0),
         torch.tensor(7, dtype=torch.int16),
     ]
-    arrays = _vector_steps._unpacked(tensors)
+    arrays = _vector_steps._copy_in_one_block(tensors)
     for array, tensor in zip(arrays, tensors, strict=True):
         assert array.dtype == tensor.numpy().dtype
         np.testing.assert_array_equal(array, tensor.numpy())
