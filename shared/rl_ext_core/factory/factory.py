@@ -303,7 +303,7 @@ class Recipe:
     :ivar to_source: the source line that a person would write
     :ivar takes_arguments: whether overrides are the callable's arguments; else they are set on the copy
     :ivar parameters: of the callable, as far as they can be named
-    :ivar is_anew: whether the callable is unpickled each time, because it holds an environment: two calls give two
+    :ivar reload_each_time: whether the callable is unpickled each time, because it holds an environment: two calls give two
     :ivar loaded: the callable, with specifications of ids that it names: in the process that has packed it the
         caller's own, in others as it was unpickled there
     :ivar changes: what is set on a copy of an instance
@@ -314,7 +314,7 @@ class Recipe:
     to_source: str
     takes_arguments: bool = False
     parameters: tuple[str, ...] = ()
-    is_anew: bool = False
+    reload_each_time: bool = False
     loaded: tuple[Any, Iterable[Any]] | None = dataclasses.field(default=None, repr=False, compare=False)
     changes: tuple[compare.Change, ...] = dataclasses.field(default=(), repr=False)
 
@@ -338,7 +338,7 @@ class Recipe:
         if self.loaded is not None:
             return self.loaded
         loaded: tuple[Any, Iterable[Any]] = pickle.loads(self.packed)
-        if not self.is_anew:
+        if not self.reload_each_time:
             object.__setattr__(self, "loaded", loaded)
         return loaded
 
@@ -385,7 +385,7 @@ def by_calling(build: Any, origin: str, to_source: str, *, takes_arguments: bool
     """
     loaded = (build, record.specs_named_by(build))
     # What an instance was made by is unpickled each time too: copies do not share what they are made of.
-    is_anew = not takes_arguments or any(map(walk.is_layer, record.referred(build)))
+    reload_each_time = not takes_arguments or any(map(walk.is_layer, record.referred(build)))
     parameters = _parameters(build) if takes_arguments else ()
     try:
         packed = _pickle.dumps(loaded)
@@ -397,7 +397,9 @@ def by_calling(build: Any, origin: str, to_source: str, *, takes_arguments: bool
             f"{to_source} cannot be pickled for a worker: {name}{str(error) or type(error).__name__}. Make that inside "
             "of the function that builds the environment"
         ) from error
-    return Recipe(origin, packed, to_source, takes_arguments, parameters, is_anew, None if is_anew else loaded)
+    return Recipe(
+        origin, packed, to_source, takes_arguments, parameters, reload_each_time, None if reload_each_time else loaded
+    )
 
 
 def _parameters(build: Any) -> tuple[str, ...]:
