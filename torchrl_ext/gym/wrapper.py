@@ -226,8 +226,8 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
         observed = Composite({name: spec[name] for name in names}, shape=spec.shape, device=spec.device)
         env_type, found = own["_options"]["env_type"], None if sample is None else framework_of(sample)
         if env_type == "auto":
-            own["_found_type"] = found or own.get("_found_type")
-            env_type = own["_found_type"] or ("numpy" if device_of(self._env) is None else "torch")
+            own["_detected_env_type"] = found or own.get("_detected_env_type")
+            env_type = own["_detected_env_type"] or ("numpy" if device_of(self._env) is None else "torch")
         elif found not in (None, "dlpack", env_type) and "trust_env_type" not in own["_options"]:
             raise InvalidArgumentError(
                 f"env_type={env_type!r}, but the environment's observations are {found}. Write env_type={found!r}, or "
