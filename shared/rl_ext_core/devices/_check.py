@@ -37,7 +37,7 @@ from rl_ext_core.errors import DeviceConflictError, RlExtError
 Severity: TypeAlias = Literal["error", "warning"]
 Changes: TypeAlias = Mapping[str, "str | None"]
 
-_KNOWN = (MASK, ORDER, BACKEND, INDEX, PLATFORM, LOCAL_RANK)
+_KNOWN_VARIABLES = (MASK, ORDER, BACKEND, INDEX, PLATFORM, LOCAL_RANK)
 # Names of their own right that are close to these.
 _SIMILAR_VARIABLES = ("MUSA_VISIBLE_DEVICES", PYRENDER_INDEX)
 # Names that people export for MuJoCo, which does not read them. Other software reads some: pyrender and old releases
@@ -223,13 +223,13 @@ def describe_gpu(gpu: Gpu) -> str:
 
 def guess_variable(name: str) -> str | None:
     """Return which variable was meant by a misspelt name; None if it is one, or none."""
-    if name in (*_KNOWN, *_SIMILAR_VARIABLES):
+    if name in (*_KNOWN_VARIABLES, *_SIMILAR_VARIABLES):
         return None
     if name in _UNREAD_VARIABLES:
         return _UNREAD_VARIABLES[name]
     # Env files leave blanks and a leading "export" in names.
     letters = "".join(re.sub(r"^\s*export\s+", "", name).split()).replace("-", "_").upper()
-    return next(iter(difflib.get_close_matches(letters, _KNOWN, 1, 0.88)), None)
+    return next(iter(difflib.get_close_matches(letters, _KNOWN_VARIABLES, 1, 0.88)), None)
 
 
 def _find_misspelled_names(situation: Situation) -> Findings:
