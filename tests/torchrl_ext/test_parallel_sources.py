@@ -30,7 +30,7 @@ def depths(env: ParallelEnv) -> list[float]:
     return env.rollout(3)["observation"][:, 0, 0].tolist()
 
 
-def changed(depth: float = 3.0) -> Well:
+def make_changed_well(depth: float = 3.0) -> Well:
     well = Well()
     well.depth = depth
     return well
@@ -45,7 +45,7 @@ def transformed(depth: float = 3.0) -> TransformedEnv:
 
 def stacked() -> TransformedEnv:
     """Stack frames in a buffer that is uninitialized before the first reset."""
-    return TransformedEnv(GymWrapper(changed()), CatFrames(1, dim=-1, in_keys=["observation"]))
+    return TransformedEnv(GymWrapper(make_changed_well()), CatFrames(1, dim=-1, in_keys=["observation"]))
 
 
 def make_well(depth: float = 3.0) -> GymWrapper:
@@ -53,17 +53,17 @@ def make_well(depth: float = 3.0) -> GymWrapper:
 
 
 SOURCES: dict[str, Any] = {
-    "an instance": changed,
-    "an instance of TorchRL's": lambda: GymWrapper(changed()),
+    "an instance": make_changed_well,
+    "an instance of TorchRL's": lambda: GymWrapper(make_changed_well()),
     "a transformed instance": transformed,
     "an instance with unused CatFrames": stacked,
     "a function": lambda: make_well,
     "a lambda": lambda: lambda: GymWrapper(Well(3.0)),
     "a partial": lambda: functools.partial(Well, 3.0),
-    "a factory": lambda: as_factory(changed()),
+    "a factory": lambda: as_factory(make_changed_well()),
     "a list of functions": lambda: [make_well, lambda: Well(3.0)],
-    "a list of instances": lambda: [changed(), changed()],
-    "a list of one instance": lambda: [changed()] * 2,
+    "a list of instances": lambda: [make_changed_well(), make_changed_well()],
+    "a list of one instance": lambda: [make_changed_well()] * 2,
 }
 OTHERWISE = ("a transformed instance", "a lambda")
 
@@ -89,7 +89,7 @@ def test_no_form_is_built_in_this_process(form: str, method: str | None, event_l
 
 
 @pytest.mark.sample(quick=0, ci=2)
-@pytest.mark.parametrize("make", [changed, Native, transformed])
+@pytest.mark.parametrize("make", [make_changed_well, Native, transformed])
 def test_instances_stay_as_they_are_and_usable(make: Any, event_log: Path) -> None:
     instance = make()
     instance.reset()
@@ -113,9 +113,9 @@ def test_an_instance_is_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
         "rl_ext_core.factory.compare.in_subprocess",
         lambda *args, **kwargs: asked.append(1) or in_subprocess(*args, **kwargs),
     )
-    ParallelEnv(2, changed())
+    ParallelEnv(2, make_changed_well())
     assert len(asked) == 1
-    factory = as_factory(changed())
+    factory = as_factory(make_changed_well())
     asked.clear()
     ParallelEnv(2, factory)
     assert asked == []
@@ -160,12 +160,12 @@ def test_one_environment_that_needs_no_worker(event_log: Path) -> None:
 
 @pytest.mark.slow
 def test_overrides_are_arguments_of_callables_and_attributes_of_copies() -> None:
-    for source in (GymWrapper(changed()), lambda **kwargs: Well(**kwargs)):
+    for source in (GymWrapper(make_changed_well()), lambda **kwargs: Well(**kwargs)):
         env = ParallelEnv(2, source, overrides=[{"depth": 1.0}, {"depth": 2.0}])
         assert depths(env) == [1.0, 2.0]
         env.close()
     with pytest.raises((InvalidArgumentError, WorkerError), match=r"no layer of Well has the attribute depht.*depth"):
-        ParallelEnv(2, changed(), overrides=[{"depht": 1.0}, {}]).reset()
+        ParallelEnv(2, make_changed_well(), overrides=[{"depht": 1.0}, {}]).reset()
 
 
 def wide(width: float) -> Well:
@@ -177,8 +177,12 @@ def wide(width: float) -> Well:
     ("sources", "overrides", "expected"),
     [
         ([Well, wide], [{"depth": 1.0}, {"width": 2.0}], [1.0, 2.0]),
-        ([changed, wide, changed], [{}, {"width": 2.0}, {"depth": 4.0}], [3.0, 2.0, 4.0]),
-        ([changed(), GymWrapper(changed()), wide], [{"depth": 5.0}, {"_env": Well(6.0)}, {"width": 1.0}], [5, 6, 1]),
+        ([make_changed_well, wide, make_changed_well], [{}, {"width": 2.0}, {"depth": 4.0}], [3.0, 2.0, 4.0]),
+        (
+            [make_changed_well(), GymWrapper(make_changed_well()), wide],
+            [{"depth": 5.0}, {"_env": Well(6.0)}, {"width": 1.0}],
+            [5, 6, 1],
+        ),
     ],
     ids=["classes", "function_twice", "instances"],
 )
@@ -225,7 +229,7 @@ def test_what_builds_something_else_or_cannot_be_copied() -> None:
     with pytest.raises(WorkerError, match=r"builtins\.dict is none that TorchRL has a wrapper for") as caught:
         ParallelEnv(2, dict)
     assert isinstance(caught.value.__cause__, InvalidTypeError)
-    well = changed()
+    well = make_changed_well()
     well.rope = (number for number in range(3))  # type: ignore[attr-defined]
     with pytest.raises(NotCopyableError, match=r"(?s)Well .*rope.*generator.*lambda: Well\("):
         ParallelEnv(2, well)
@@ -233,7 +237,7 @@ def test_what_builds_something_else_or_cannot_be_copied() -> None:
 
 
 def test_copies_that_are_not_compared() -> None:
-    well = changed()
+    well = make_changed_well()
     well.__class__ = type("Well", (Well,), {})  # whose module does not have it
     env = ParallelEnv(2, well, verify=False)
     assert depths(env) == [3.0, 3.0]
