@@ -14,7 +14,7 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.vector.arrays import framework_of, keep_freed_memory, take, to_framework, to_numpy
+from rl_ext_core.vector.arrays import framework_of, keep_freed_memory, take_rows, to_framework, to_numpy
 from rl_ext_core.vector.autoreset import accepts_parameter
 from rl_ext_core.vector.environments import copy_output, store_reward
 from rl_ext_core.vector.stepper import Stepper, infos_to_dict, is_mask, is_per_env, drop_final_keys
@@ -280,7 +280,7 @@ def _select_rows(info: Any, rows: Array, count: int, places: list[Any], *, repea
         if isinstance(value, dict):
             columns[key] = _select_rows(value, rows, count, places, repeats=repeats)
         elif getattr(value, "shape", ())[:1] == (count,):
-            columns[key] = take(value, rows)
+            columns[key] = take_rows(value, rows)
             if isinstance(value, torch.Tensor):
                 places.append((columns, key))
         elif isinstance(value, list | tuple) and len(value) == count:

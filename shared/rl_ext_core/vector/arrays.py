@@ -22,7 +22,7 @@ __all__ = [
     "leaves",
     "map_arrays",
     "stack_arrays",
-    "take",
+    "take_rows",
     "to_framework",
     "to_numpy",
     "to_torch",
@@ -95,7 +95,7 @@ def to_framework(array: Array, framework: str, device: Any = None) -> Any:
     return sys.modules["jax"].numpy.asarray(array) if framework == "jax" else array
 
 
-def take(batch: Any, rows: Any) -> Any:
+def take_rows(batch: Any, rows: Any) -> Any:
     """Return rows of an array as a new one: a tensor on the same device, or NumPy's if rows and array are on the CPU.
 
     Rows of JAX's arrays are NumPy's too, because JAX compiles for each number of rows.

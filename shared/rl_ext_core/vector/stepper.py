@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
-from rl_ext_core.vector.arrays import copy_array, leaves, map_arrays, stack_arrays, take, to_numpy
+from rl_ext_core.vector.arrays import copy_array, leaves, map_arrays, stack_arrays, take_rows, to_numpy
 from rl_ext_core.vector.autoreset import (
     Autoreset,
     PartialReset,
@@ -312,7 +312,7 @@ def _select_rows(final: Any, rows: Any, count: int) -> Any:
             "those that are done"
         )
     if not is_per_env(final):
-        return take(final, rows) if length == count else final
+        return take_rows(final, rows) if length == count else final
     each = [final[row] for row in rows.tolist()] if length == count else list(final)
     absent = [row for row, single in zip(rows.tolist(), each, strict=True) if single is None]
     if absent:
