@@ -33,7 +33,7 @@ class Pool(VectorEnv[Any, Any, Any]):
         self._due = np.zeros(3, bool)
         self._episodes = np.zeros(3, int)
 
-    def _returned(self, rows: Any) -> Any:
+    def _output(self, rows: Any) -> Any:
         observations = np.stack([self._episodes[rows], self._counts[rows]], 1).astype(np.float32)
         return observations, {"elapsed_step": self._counts[rows].copy(), "env_id": rows}
 
@@ -46,14 +46,14 @@ class Pool(VectorEnv[Any, Any, Any]):
             env_id = np.flatnonzero(options["reset_mask"])
         rows = np.arange(3) if env_id is None else env_id
         self._begin(rows)
-        return self._returned(rows)
+        return self._output(rows)
 
     def step(self, actions: Any) -> Any:
         late = self._due.copy()
         self._counts += 1
         self._begin(late.nonzero()[0])
         self._due = ended = self._counts >= np.arange(3) + 3
-        observation, info = self._returned(np.arange(3))
+        observation, info = self._output(np.arange(3))
         return observation, np.ones(3), ended, np.zeros(3, bool), info
 
 
