@@ -14,7 +14,7 @@ from rl_ext_core import _pickle
 from rl_ext_core.errors import InvalidTypeError, NotCopyableError, WorkerError, _missing_dependency_error
 from rl_ext_core.factory import compare, record, simulators
 from rl_ext_core.factory.compare import Examination
-from rl_ext_core.factory.factory import EnvFactory, Recipe, by_calling
+from rl_ext_core.factory.factory import EnvFactory, Recipe, recipe_of_callable
 from rl_ext_core.factory.walk import Fingerprint, fingerprint, full_name
 
 __all__ = ["as_factory", "convert", "examined"]
@@ -119,13 +119,13 @@ def _is_environment(source: Any) -> bool:
 
 def _of_callable(build: Any) -> EnvFactory[Any]:
     line, origin = record.line_of_callable(build), "class" if isinstance(build, type) else "callable"
-    recipe = by_calling(build, origin, line, takes_arguments=True)
+    recipe = recipe_of_callable(build, origin, line, takes_arguments=True)
     return EnvFactory(recipe, preload=record.modules_of_callable(build))
 
 
 def _of_spec(spec: Any, origin: str) -> EnvFactory[Any]:
     build = functools.partial(record.make, copy.deepcopy(spec))
-    recipe = by_calling(build, origin, f"lambda: {record.Call(build.func, build.args)}", takes_arguments=True)
+    recipe = recipe_of_callable(build, origin, f"lambda: {record.Call(build.func, build.args)}", takes_arguments=True)
     return EnvFactory(recipe, preload=("gymnasium", *record.modules_of_callable(spec)))
 
 
@@ -137,7 +137,7 @@ def _of_id(name: str) -> EnvFactory[Any]:
     game = None if name in gymnasium.registry else record.game_of_id(name)
     if game is None:
         return _of_spec(record.spec_of_id(name), "id")
-    return EnvFactory(by_calling(game, "id", f"stable_retro.make({name!r})", takes_arguments=True))
+    return EnvFactory(recipe_of_callable(game, "id", f"stable_retro.make({name!r})", takes_arguments=True))
 
 
 def _of_instance(
@@ -217,7 +217,7 @@ def _as_made(environment: Any, line: str, original: Fingerprint, lost: list[str]
     if call is not None:
         origin = "spec" if call.function is record.make else "constructor"
         with contextlib.suppress(NotCopyableError):
-            return by_calling(call.build, origin, line, takes_arguments=False)
+            return recipe_of_callable(call.build, origin, line, takes_arguments=False)
     lost.append(
         "how it was made is not known, because that was before this package was imported, or by a function that "
         "capture_constructors was not told of"

@@ -378,7 +378,7 @@ def _call_with_specs(build: Any, specs: Iterable[Any], arguments: Mapping[str, A
     return build(**arguments)
 
 
-def by_calling(build: Any, origin: str, to_source: str, *, takes_arguments: bool) -> Recipe:
+def recipe_of_callable(build: Any, origin: str, to_source: str, *, takes_arguments: bool) -> Recipe:
     """Pack a callable.
 
     :raises NotCopyableError: it holds what cannot be pickled
