@@ -33,7 +33,7 @@ else:
     from torchrl_ext._compat import BaseStepMixin as _Steps
 
 # Options with a fixed set of values; the first is the default.
-_VALUES = {
+_CHOICES = {
     "env_type": ("auto", "numpy", "torch", "jax"),
     "copy": (True, False),
     "missing_final_obs": ("nan", "previous", "error"),
@@ -119,7 +119,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
             "autoreset_mode": autoreset_mode,
             "finite_horizon": finite_horizon,
         }
-        for name, values in _VALUES.items():
+        for name, values in _CHOICES.items():
             found = options[name]
             if not any(found is value or (isinstance(value, str) and found == value) for value in values):
                 expected = ", ".join(map(repr, values))
