@@ -52,7 +52,7 @@ _UNREAD_VARIABLES = {
 }
 _READ_ELSEWHERE = ("EGL_VISIBLE_DEVICES", "RENDER_GPU_DEVICE_ID")
 _ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
-_EVERY_GPU = ("all", "*", "any", "auto")  # which is what Docker calls them
+_WORDS_FOR_ALL_GPUS = ("all", "*", "any", "auto")  # which is what Docker calls them
 _QUOTES = " \t\r\n'\"`[](){}<>"
 _NO_CUDA = 'torch.device("cuda") ends in "RuntimeError: No CUDA GPUs are available"'
 _NO_DISPLAY = "mujoco.FatalError: an OpenGL platform library has not been loaded into this process"
@@ -307,7 +307,7 @@ def _find_container_mask(situation: Situation) -> str | None:
 def _is_valid_value(name: str, value: str) -> bool:
     """Whether a variable may have a value, as far as that does not depend on the machine."""
     if name == MASK:
-        return value.lower() not in _EVERY_GPU
+        return value.lower() not in _WORDS_FOR_ALL_GPUS
     if name == ORDER:
         return value in _ORDERS
     return name not in (INDEX, LOCAL_RANK) or _pick.is_rank(value)
@@ -363,7 +363,7 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
     elif re.fullmatch(r"-\d+", word) or word in ("none", "void", "no", "off", "null", "nil", "false", "cpu"):
         effect = f"{word!r} hides all {len(gpus)} GPUs, so that the CPU computes and {_NO_CUDA}"
         yield situation.finding(MASK, effect, {MASK: None}, "warning")
-    elif word in _EVERY_GPU:
+    elif word in _WORDS_FOR_ALL_GPUS:
         effect = f"CUDA knows no such word and shows no GPU, though that is how Docker names all of them: {_NO_CUDA}"
         yield situation.finding(MASK, effect, {MASK: None})
     else:
