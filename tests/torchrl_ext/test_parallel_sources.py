@@ -36,7 +36,7 @@ def make_changed_well(depth: float = 3.0) -> Well:
     return well
 
 
-def transformed(depth: float = 3.0) -> TransformedEnv:
+def make_transformed_well(depth: float = 3.0) -> TransformedEnv:
     env = TransformedEnv(GymWrapper(Well()), RewardSum())
     env.base_env._env.depth = depth
     env.append_transform(StepCounter(5))
@@ -55,7 +55,7 @@ def make_well(depth: float = 3.0) -> GymWrapper:
 SOURCES: dict[str, Any] = {
     "an instance": make_changed_well,
     "an instance of TorchRL's": lambda: GymWrapper(make_changed_well()),
-    "a transformed instance": transformed,
+    "a transformed instance": make_transformed_well,
     "an instance with unused CatFrames": stacked,
     "a function": lambda: make_well,
     "a lambda": lambda: lambda: GymWrapper(Well(3.0)),
@@ -89,7 +89,7 @@ def test_no_form_is_built_in_this_process(form: str, method: str | None, event_l
 
 
 @pytest.mark.sample(quick=0, ci=2)
-@pytest.mark.parametrize("make", [make_changed_well, Native, transformed])
+@pytest.mark.parametrize("make", [make_changed_well, Native, make_transformed_well])
 def test_instances_stay_as_they_are_and_usable(make: Any, event_log: Path) -> None:
     instance = make()
     instance.reset()
