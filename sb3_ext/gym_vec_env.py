@@ -20,7 +20,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.arrays import to_numpy
 from rl_ext_core.vector.autoreset import wrapper_chain
 from rl_ext_core.vector.environments import EpisodeMonitor, copy_output, qualified_name
-from rl_ext_core.vector.spaces import attribute_of, device_of, space_by_attributes
+from rl_ext_core.vector.spaces import find_attribute, device_of, space_by_attributes
 from rl_ext_core.vector.stepper import Stepper, num_envs_of
 from sb3_ext._compat import call_in_workers
 from sb3_ext._vector_steps import BatchStepper, EndedEpisode, ObservationLayout, SubEnvStepper
@@ -289,7 +289,7 @@ def _check_num_envs(env: Any) -> int:
 
 def _single_space(env: Any, name: str) -> Any:
     """Return the space of one sub-environment; EnvPool's has no other."""
-    return _to_gymnasium_space(attribute_of(env, f"single_{name}", name), f"{name} of {type(env).__name__}")
+    return _to_gymnasium_space(find_attribute(env, f"single_{name}", name), f"{name} of {type(env).__name__}")
 
 
 def _to_gymnasium_space(space: Any, whose: str) -> Any:

@@ -16,7 +16,7 @@ from torchrl.data.tensor_specs import BoundedContinuous
 from torchrl.envs.libs import gym as upstream
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.vector.spaces import attribute_of, space_by_attributes
+from rl_ext_core.vector.spaces import find_attribute, space_by_attributes
 
 __all__ = [
     "HalfBounded",
@@ -183,8 +183,8 @@ class SingleSpaces:
     def __init__(self, env: Any, batch: torch.Size, clip: float | None) -> None:
         self.unwrapped = self
         names = ("observation_space", "action_space")
-        self.observation_space, action_space = (to_gymnasium(attribute_of(env, f"single_{n}", n)) for n in names)
-        has_single = any(attribute_of(env, f"single_{name}") is not None for name in names)
+        self.observation_space, action_space = (to_gymnasium(find_attribute(env, f"single_{n}", n)) for n in names)
+        has_single = any(find_attribute(env, f"single_{name}") is not None for name in names)
         self.is_batched = (
             bool(batch) and not has_single and _is_batched_space((self.observation_space, action_space), batch)
         )
@@ -196,7 +196,7 @@ class SingleSpaces:
                 f"clip_actions={clip} was given, and the action space {action_space} has nothing continuous to clip. "
                 "Leave it out"
             )
-        reward_space = attribute_of(env, "reward_space")
+        reward_space = find_attribute(env, "reward_space")
         if reward_space is not None:
             self.reward_space = to_gymnasium(reward_space)
 

@@ -11,10 +11,10 @@ from gymnasium import spaces
 
 from rl_ext_core.vector.arrays import to_numpy
 
-__all__ = ["attribute_of", "device_of", "space_by_attributes"]
+__all__ = ["find_attribute", "device_of", "space_by_attributes"]
 
 
-def attribute_of(env: Any, *names: str) -> Any:
+def find_attribute(env: Any, *names: str) -> Any:
     """Return the first attribute of these names that an environment has, itself or under ``unwrapped``, or None."""
     owners = (env, getattr(env, "unwrapped", env))
     values = (getattr(owner, name, None) for name in names for owner in owners)

@@ -20,7 +20,7 @@ from rl_ext_core.vector.autoreset import (
     require_synchronous,
     get_library_rules,
 )
-from rl_ext_core.vector.spaces import attribute_of
+from rl_ext_core.vector.spaces import find_attribute
 
 __all__ = [
     "RESET_RESULT",
@@ -232,7 +232,7 @@ class Stepper:
 
 def num_envs_of(env: Any) -> int | None:
     """Return the number of sub-environments; None for a single environment."""
-    count: int | None = attribute_of(env, "num_envs")
+    count: int | None = find_attribute(env, "num_envs")
     return getattr(getattr(getattr(env, "spec", None), "config", None), "num_envs", count)  # EnvPool has it there
 
 
