@@ -120,7 +120,7 @@ def test_methods_and_attributes() -> None:
     assert venv.get_attr("render_mode", [1]) == [None]
 
 
-def refused() -> list[tuple[Any, dict[str, Any], type[Exception], str]]:
+def refusal_cases() -> list[tuple[Any, dict[str, Any], type[Exception], str]]:
     odd, small = Isaac(), Isaac()
     odd.single_observation_space = object()
     small.single_observation_space = spaces.Dict({"policy": spaces.Box(0, 1, (3,))})
@@ -142,7 +142,7 @@ def rolled_out(env: Any, options: dict[str, Any]) -> None:
 
 
 def test_what_is_refused() -> None:
-    for env, options, error, said in refused():
+    for env, options, error, said in refusal_cases():
         with pytest.raises(error, match=said):
             rolled_out(env, {"clip_actions": 1, **options})
 
