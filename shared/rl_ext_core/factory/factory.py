@@ -356,7 +356,7 @@ class Recipe:
         takes_any = any(name.startswith("**") for name in self.parameters)
         for name, value in overrides.items():
             if not self.takes_arguments and instance is not None:
-                _owner(instance, name, value)
+                _layer_with_attribute(instance, name, value)
             if self.takes_arguments and name not in self.parameters and not takes_any:
                 raise InvalidArgumentError(
                     f"{self.to_source} takes no argument {name}={value!r}; it takes {', '.join(self.parameters) or 'none'}. "
@@ -413,7 +413,7 @@ def _parameters(build: Any) -> tuple[str, ...]:
     )
 
 
-def _owner(environment: Any, name: str, value: Any) -> Any:
+def _layer_with_attribute(environment: Any, name: str, value: Any) -> Any:
     """Find the outermost layer that has an attribute.
 
     :raises InvalidArgumentError: there is none
@@ -435,7 +435,7 @@ def _apply(environment: Any, overrides: Mapping[str, Any]) -> None:
     :raises InvalidArgumentError: no layer has such an attribute, or it does not keep the value
     """
     for name, value in overrides.items():
-        layer = _owner(environment, name, value)
+        layer = _layer_with_attribute(environment, name, value)
         try:
             setattr(layer, name, value)
         except AttributeError as error:
