@@ -26,11 +26,11 @@ from torchrl_ext.parallel import ParallelEnv
 
 __all__ = ["GymEnv", "GymWrapper"]
 
-_Steps: Any
+_StepMixin: Any
 if has_fast_path():
-    from torchrl_ext.gym.fast_path import FastStepMixin as _Steps
+    from torchrl_ext.gym.fast_path import FastStepMixin as _StepMixin
 else:
-    from torchrl_ext._compat import BaseStepMixin as _Steps
+    from torchrl_ext._compat import BaseStepMixin as _StepMixin
 
 # Options with a fixed set of values; the first is the default.
 _CHOICES = {
@@ -68,7 +68,7 @@ class _GymWrapperMeta(type(UpstreamGymWrapper)):  # type: ignore[misc]
             super().__setattr__(name, value)
 
 
-class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
+class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
     """TorchRL's ``GymWrapper`` for environments of NumPy arrays, torch tensors or JAX arrays, single or vectorized.
 
     It replaces ``torchrl.envs.GymWrapper``, and takes its arguments and these:
