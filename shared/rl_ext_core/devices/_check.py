@@ -590,7 +590,7 @@ def predict(renderer: Renderer, situation: Situation) -> Prediction:
     if computing is not None:
         computes = "cpu" if computing.device == "cpu" else computing.gpu.uuid if computing.gpu else None
     try:
-        found = _predicted(renderer, situation)
+        found = _predict_place(renderer, situation)
     except RendererFailsError as refused:
         return Prediction(title, "fails", refused.text, refused.variable)
     place = "cpu" if found.where == "cpu" else found.uuid if found.where == "gpu" else None
@@ -598,7 +598,7 @@ def predict(renderer: Renderer, situation: Situation) -> Prediction:
     return dataclasses.replace(found, with_compute=None if unknown else place == computes)
 
 
-def _predicted(renderer: Renderer, situation: Situation) -> Prediction:
+def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
     inventory, environ, title = situation.inventory, situation.environ, str(renderer)
     if renderer.select_egl_device is None:
         return _predicted_vulkan(renderer, situation)
