@@ -43,7 +43,7 @@ def make_transformed_well(depth: float = 3.0) -> TransformedEnv:
     return env
 
 
-def stacked() -> TransformedEnv:
+def make_stacked_well() -> TransformedEnv:
     """Stack frames in a buffer that is uninitialized before the first reset."""
     return TransformedEnv(GymWrapper(make_changed_well()), CatFrames(1, dim=-1, in_keys=["observation"]))
 
@@ -56,7 +56,7 @@ SOURCES: dict[str, Any] = {
     "an instance": make_changed_well,
     "an instance of TorchRL's": lambda: GymWrapper(make_changed_well()),
     "a transformed instance": make_transformed_well,
-    "an instance with unused CatFrames": stacked,
+    "an instance with unused CatFrames": make_stacked_well,
     "a function": lambda: make_well,
     "a lambda": lambda: lambda: GymWrapper(Well(3.0)),
     "a partial": lambda: functools.partial(Well, 3.0),
