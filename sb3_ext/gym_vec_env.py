@@ -20,7 +20,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.arrays import to_numpy
 from rl_ext_core.vector.autoreset import wrapper_chain
 from rl_ext_core.vector.environments import EpisodeMonitor, copy_output, qualified_name
-from rl_ext_core.vector.spaces import find_attribute, device_of, space_by_attributes
+from rl_ext_core.vector.spaces import find_attribute, device_of, convert_space
 from rl_ext_core.vector.stepper import Stepper, num_envs_of
 from sb3_ext._compat import call_in_workers
 from sb3_ext._vector_steps import BatchStepper, EndedEpisode, ObservationLayout, SubEnvStepper
@@ -295,7 +295,7 @@ def _single_space(env: Any, name: str) -> Any:
 def _to_gymnasium_space(space: Any, whose: str) -> Any:
     if isinstance(space, gymnasium.Space):
         return space
-    converted = space_by_attributes(space, lambda part: _to_gymnasium_space(part, whose))
+    converted = convert_space(space, lambda part: _to_gymnasium_space(part, whose))
     if converted is None:
         raise InvalidTypeError(
             f"the {whose} is a {type(space).__module__}.{type(space).__name__}; expected one of gymnasium's, or low, "

@@ -16,7 +16,7 @@ from torchrl.data.tensor_specs import BoundedContinuous
 from torchrl.envs.libs import gym as upstream
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.vector.spaces import find_attribute, space_by_attributes
+from rl_ext_core.vector.spaces import find_attribute, convert_space
 
 __all__ = [
     "HalfBounded",
@@ -132,7 +132,7 @@ def to_gymnasium(space: Any) -> Any:
         if not is_nested and upstream._conversion_registry[type(space)] is not None:
             return space
     if is_nested or not isinstance(space, spaces.Space):
-        converted = space_by_attributes(space, to_gymnasium)
+        converted = convert_space(space, to_gymnasium)
         if converted is not None:
             return converted
     raise InvalidArgumentError(

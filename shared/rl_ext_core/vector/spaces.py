@@ -11,7 +11,7 @@ from gymnasium import spaces
 
 from rl_ext_core.vector.arrays import to_numpy
 
-__all__ = ["find_attribute", "device_of", "space_by_attributes"]
+__all__ = ["find_attribute", "device_of", "convert_space"]
 
 
 def find_attribute(env: Any, *names: str) -> Any:
@@ -33,7 +33,7 @@ def device_of(env: Any) -> Any:
     return device if torch is not None and isinstance(device, torch.device) else None
 
 
-def space_by_attributes(space: Any, convert: Callable[[Any], Any]) -> Any:
+def convert_space(space: Any, convert: Callable[[Any], Any]) -> Any:
     """Make a space of gymnasium from another library's, by its attributes.
 
     :param space: with the attributes ``spaces``, ``nvec``, ``low`` and ``high``, or ``n``; or a dict of spaces
