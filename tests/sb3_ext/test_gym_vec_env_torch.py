@@ -134,7 +134,7 @@ def refusal_cases() -> list[tuple[Any, dict[str, Any], type[Exception], str]]:
     ]
 
 
-def rolled_out(env: Any, options: dict[str, Any]) -> None:
+def roll_out(env: Any, options: dict[str, Any]) -> None:
     venv = GymVecEnv(env, **options)
     venv.reset()
     for _ in range(3):
@@ -144,7 +144,7 @@ def rolled_out(env: Any, options: dict[str, Any]) -> None:
 def test_what_is_refused() -> None:
     for env, options, error, said in refusal_cases():
         with pytest.raises(error, match=said):
-            rolled_out(env, {"clip_actions": 1, **options})
+            roll_out(env, {"clip_actions": 1, **options})
 
 
 def test_spaces_of_other_libraries_and_parts_of_observations() -> None:
