@@ -330,7 +330,7 @@ class Recipe:
             return _call_with_specs(*self.load(), overrides)
         environment = compare.unpack(self.packed) if self.origin == "pickle" else _call_with_specs(*self.load(), {})
         compare.apply(environment, self.changes)
-        _apply(environment, overrides)
+        _set_overrides(environment, overrides)
         return environment
 
     def load(self) -> tuple[Any, Iterable[Any]]:
@@ -429,7 +429,7 @@ def _layer_with_attribute(environment: Any, name: str, value: Any) -> Any:
     )
 
 
-def _apply(environment: Any, overrides: Mapping[str, Any]) -> None:
+def _set_overrides(environment: Any, overrides: Mapping[str, Any]) -> None:
     """Set attributes, each on the outermost layer that has it.
 
     :raises InvalidArgumentError: no layer has such an attribute, or it does not keep the value
