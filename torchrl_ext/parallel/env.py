@@ -13,7 +13,7 @@ from torchrl.envs import batched_envs as upstream
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from torchrl_ext._compat import has_supervision
-from torchrl_ext.parallel.plan import Plan
+from torchrl_ext.parallel.plan import WorkerPlan
 
 __all__ = ["ParallelEnv"]
 
@@ -93,7 +93,7 @@ class ParallelEnv(_Base, metaclass=_Meta):
         **kwargs: Any,
     ) -> None:
         num_workers = _checked(num_workers, create_env_fn)
-        plan = Plan(
+        plan = WorkerPlan(
             create_env_fn,
             num_workers,
             seed=seed,
@@ -153,7 +153,7 @@ def _checked(num_workers: Any, create_env_fn: Any) -> int:
 class _Single(SerialEnv):
     """The one environment of ``serial_for_single=True``; metadata are read elsewhere, so that it is the only one."""
 
-    def __init__(self, plan: Plan, **kwargs: Any) -> None:
+    def __init__(self, plan: WorkerPlan, **kwargs: Any) -> None:
         self.__dict__["_plan"] = plan
         super().__init__(1, plan.functions, create_env_kwargs=plan.kwargs, **kwargs)
 
@@ -167,4 +167,4 @@ def _serial(create_env_fn: Any, kwargs: dict[str, Any]) -> SerialEnv:
     named = {"mp_start_method": "start_method", "start_timeout": "timeout", "create_env_kwargs": "kwargs"}
     ours = {name: name for name in ("seed", "overrides", "devices", "verify")}
     options = {option: kwargs.pop(name) for name, option in {**ours, **named}.items() if name in kwargs}
-    return _Single(Plan(create_env_fn, _checked(1, create_env_fn), **options), **kwargs)
+    return _Single(WorkerPlan(create_env_fn, _checked(1, create_env_fn), **options), **kwargs)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rl_ext_core.factory.compare import Examination
     from rl_ext_core.processes.context import WorkerContext
 
-__all__ = ["Plan", "SpeedCheck", "WorkerEnvs"]
+__all__ = ["WorkerPlan", "SpeedCheck", "WorkerEnvs"]
 
 _log = logging.getLogger("torchrl_ext")
 
@@ -39,7 +39,7 @@ _SLOWER = 1.2
 Schema = tuple[tuple[Any, ...], ...]
 
 
-class Plan:
+class WorkerPlan:
     """Turns what users hand over into what TorchRL takes.
 
     :ivar factories: one per worker

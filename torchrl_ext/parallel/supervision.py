@@ -18,7 +18,7 @@ from torchrl.envs import batched_envs as upstream
 from rl_ext_core import processes, resources
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.processes.failures import require_same_process
-from torchrl_ext.parallel.plan import Plan, SpeedCheck
+from torchrl_ext.parallel.plan import WorkerPlan, SpeedCheck
 
 __all__ = ["SupervisedEnv"]
 
@@ -57,7 +57,7 @@ class SupervisedEnv(upstream.ParallelEnv):
     _threads: int
 
     # Before upstream's constructor, torch's modules take no attribute by assignment.
-    _plan: Plan
+    _plan: WorkerPlan
     _start_timeout: float | None = None
     _step_timeout: float | None = None
     _method: str | None = None
