@@ -601,7 +601,7 @@ def predict(renderer: Renderer, situation: Situation) -> Prediction:
 def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
     inventory, environ, title = situation.inventory, situation.environ, str(renderer)
     if renderer.select_egl_device is None:
-        return _predicted_vulkan(renderer, situation)
+        return _predict_vulkan(renderer, situation)
     if renderer.name in _renderers.MUJOCO_NAMES:
         _renderers.mujoco_backend(environ)
     switch, backend = renderer.switches[0], renderer.backend(environ)
@@ -655,7 +655,7 @@ def import_refused(environ: Mapping[str, str]) -> bool:
     return bool(mask) and index is not None and not (index.isdigit() and index in (mask or ""))
 
 
-def _predicted_vulkan(renderer: Renderer, situation: Situation) -> Prediction:
+def _predict_vulkan(renderer: Renderer, situation: Situation) -> Prediction:
     visible = situation.visible.uuids if situation.visible else ()
     if renderer.version.startswith(("0.", "1.", "2.")):
         why = f"unless it is told a device, it takes the first GPU that Vulkan lists, whatever {MASK} says"
