@@ -65,7 +65,7 @@ SOURCES: dict[str, Any] = {
     "a list of instances": lambda: [make_changed_well(), make_changed_well()],
     "a list of one instance": lambda: [make_changed_well()] * 2,
 }
-OTHERWISE = ("a transformed instance", "a lambda")
+FORMS_FOR_OTHER_METHODS = ("a transformed instance", "a lambda")
 
 
 @pytest.mark.sample(quick=3, ci=7)
@@ -73,7 +73,7 @@ OTHERWISE = ("a transformed instance", "a lambda")
     ("form", "method"),
     [
         *((form, None) for form in SOURCES),
-        *(pytest.param(form, method, marks=slow) for form in OTHERWISE for method in ("spawn", "fork")),
+        *(pytest.param(form, method, marks=slow) for form in FORMS_FOR_OTHER_METHODS for method in ("spawn", "fork")),
     ],
 )
 def test_no_form_is_built_in_this_process(form: str, method: str | None, event_log: Path) -> None:
