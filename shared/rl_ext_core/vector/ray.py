@@ -123,7 +123,7 @@ class RayPool(Pool):
 
         :raises WorkerError: If Ray was shut down, and would be started again by this.
         """
-        if not self._is_there():
+        if not self._is_connected():
             failure = self._environment_error(
                 worker, 0, _PHASES_OF.get(name, name), "ray.shutdown() has ended it", kind="exit"
             )
@@ -133,7 +133,7 @@ class RayPool(Pool):
             data = self.arrays["action"][worker.first : worker.last]
         super().send(worker, name, data)
 
-    def _is_there(self) -> bool:
+    def _is_connected(self) -> bool:
         """Whether Ray is the one that the actors were started by."""
         ray = self._ray
         return bool(ray.is_initialized() and ray.get_runtime_context().get_job_id() == self._job)
@@ -182,7 +182,7 @@ class RayPool(Pool):
 
     def _close_environments(self, patience: float | None, limit: float | None) -> list[WorkerError]:
         ray, begin = self._ray, time.monotonic()
-        if not self._is_there():
+        if not self._is_connected():
             return []
         for worker in self.workers:
             worker.send("close", None)  # when it has done what it is at
@@ -203,7 +203,7 @@ class RayPool(Pool):
         return failures
 
     def _end_workers(self) -> None:
-        for worker in self.workers if self._is_there() else ():
+        for worker in self.workers if self._is_connected() else ():
             # Ray may be shut down meanwhile.
             with contextlib.suppress(self._ray.exceptions.RaySystemError, ValueError):
                 self._ray.kill(worker.actor)
