@@ -16,7 +16,7 @@ from sb3_ext import CompressedReplayBuffer
 from tests.sb3_ext.toys import add_all, collect_transitions, make_buffers_for, image_env
 
 
-def filled(channels: int, **options: Any) -> tuple[Any, Any]:
+def fill_buffers(channels: int, **options: Any) -> tuple[Any, Any]:
     """Ours and theirs, around the ring once."""
     venv = image_env(channels, n_stack=3, still=False)
     buffers = make_buffers_for("plain", 200, venv, **options)
@@ -26,7 +26,7 @@ def filled(channels: int, **options: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(("codec", "channels"), [("auto", 3), pytest.param("patch+lz4", 1, marks=pytest.mark.slow)])
 def test_everything_is_within_the_bound(channels: int, codec: str) -> None:
-    ours, theirs = filled(channels, max_error=4, codec=codec)
+    ours, theirs = fill_buffers(channels, max_error=4, codec=codec)
     assert theirs.dones.sum() > 10
     assert theirs.timeouts.sum() > 3
     worst = 0
@@ -46,14 +46,14 @@ def test_everything_is_within_the_bound(channels: int, codec: str) -> None:
 
 
 def test_jpeg_is_by_choice() -> None:
-    ours, _ = filled(3, codec="jpeg", quality=80)
+    ours, _ = fill_buffers(3, codec="jpeg", quality=80)
     assert (ours.codec, ours.n_stack) == ("jpeg", 3)
     for options, text in (
         ({"quality": 80}, "quality=80 is for codec='jpeg' only"),
         ({"codec": "jpeg", "max_error": 4}, "max_error=4 has no effect on codec='jpeg'"),
     ):
         with pytest.raises(InvalidArgumentError, match=text):
-            filled(3, **options)
+            fill_buffers(3, **options)
 
 
 IMAGES = spaces.Box(0, 255, (9, 100, 100), np.uint8), spaces.Discrete(3)
