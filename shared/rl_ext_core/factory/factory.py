@@ -159,7 +159,7 @@ class EnvFactory(Generic[_Env]):
         before = None if self._worker is None else self._worker.entropy
         entropy = before if seed is None else int(seed)
         factories = []
-        for index, decision in enumerate(_decisions(devices, num_workers, self.instance)):
+        for index, decision in enumerate(_decide_for_workers(devices, num_workers, self.instance)):
             factory = self._copy()
             own = {**self.overrides, **(overrides[index] if overrides is not None else {})}
             decision = decision or self.decision
@@ -266,7 +266,7 @@ def _check_workers(num_workers: Any, seed: Any, overrides: Any, devices: Any) ->
             )
 
 
-def _decisions(devices: Any, num_workers: int, environment: Any) -> list[Decision | None]:
+def _decide_for_workers(devices: Any, num_workers: int, environment: Any) -> list[Decision | None]:
     """Return a decision for each worker; the renderer of an instance, if there is one, decides the rule.
 
     :raises InvalidArgumentError: another value
