@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rl_ext_core.factory.compare import Examination
     from rl_ext_core.processes.context import WorkerContext
 
-__all__ = ["WorkerPlan", "SpeedCheck", "WorkerEnvs"]
+__all__ = ["WorkerPlan", "SpeedCheck", "WorkerEnvBuilder"]
 
 _log = logging.getLogger("torchrl_ext")
 
@@ -71,7 +71,7 @@ class WorkerPlan:
                 factories[id(item)] = factory.for_workers(num_workers, seed=seed, overrides=own, devices=devices)
         self.factories = [factories[id(item)][index] for index, item in enumerate(sources)]
         self.seeds = _chain(seed, num_workers)
-        alike = {key: WorkerEnvs(own, self.seeds) for key, own in factories.items()}
+        alike = {key: WorkerEnvBuilder(own, self.seeds) for key, own in factories.items()}
         self._envs = [alike[id(item)] for item in sources]
         self.functions: Any = self._envs[0] if len(alike) == 1 else self._envs
         self.kwargs = _per_worker(kwargs, num_workers)
@@ -134,7 +134,7 @@ def _per_worker(kwargs: Any, num_workers: int) -> list[dict[str, Any]]:
     return [{**entry, "worker": index} for index, entry in enumerate(entries)]
 
 
-class WorkerEnvs:
+class WorkerEnvBuilder:
     """Builds the environment of each worker; one object for all, as TorchRL wants it for environments that are alike.
 
     :param factories: one per worker
