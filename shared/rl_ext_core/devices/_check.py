@@ -634,7 +634,7 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
     if not inventory.egl:
         raise RendererFailsError("EGL", inventory.egl_error or "EGL lists no device")
     device = inventory.egl[renderer.select_egl_device(environ, EglView.of(situation.machine))]
-    variable, why = _why(renderer, environ, device.index)
+    variable, why = _explain_egl_choice(renderer, environ, device.index)
     if device.software:
         return Prediction(title, "cpu", f"{why}, Mesa's on the CPU", variable, device.index)
     if device.uuid is None:
@@ -666,7 +666,7 @@ def _predict_vulkan(renderer: Renderer, situation: Situation) -> Prediction:
     return Prediction(str(renderer), "unknown", why, MASK)
 
 
-def _why(renderer: Renderer, environ: Mapping[str, str], index: int) -> tuple[str, str]:
+def _explain_egl_choice(renderer: Renderer, environ: Mapping[str, str], index: int) -> tuple[str, str]:
     """Return which variable has chosen EGL device ``index``."""
     mask, value = environ.get(MASK), environ.get(renderer.index)
     through_cuda = renderer.select_egl_device is _renderers.select_mujoco_4
