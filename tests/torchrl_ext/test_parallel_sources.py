@@ -278,13 +278,14 @@ def dm_cartpole() -> Any:
     return pytest.importorskip("dm_control.suite").load("cartpole", "balance")
 
 
-def vectorised() -> Any:
+def make_vectorized() -> Any:
     return gymnasium.vector.SyncVectorEnv([Well, Well, Well])
 
 
 @slow
 @pytest.mark.parametrize(
-    ("make", "shape", "copied"), [(vectorised, (2, 3, 3), False), (knights, (2, 3), True), (dm_cartpole, (2, 3), True)]
+    ("make", "shape", "copied"),
+    [(make_vectorized, (2, 3, 3), False), (knights, (2, 3), True), (dm_cartpole, (2, 3), True)],
 )
 def test_environments_of_other_libraries(make: Any, shape: tuple[int, ...], copied: bool) -> None:
     env = ParallelEnv(2, make() if copied else make)
