@@ -148,10 +148,10 @@ class RayPool(Pool):
             self.end(failure)
             raise failure from failure.__cause__
         for worker, answer in zip(asked, answers, strict=True):
-            self._take(worker, answer)
+            self._store_answer(worker, answer)
 
     @defer_signals
-    def _take(self, worker: ActorHandle, answer: Answer) -> None:
+    def _store_answer(self, worker: ActorHandle, answer: Answer) -> None:
         for name, array in worker.receive(answer).items():
             self.arrays[name][worker.first : worker.last] = array
 
