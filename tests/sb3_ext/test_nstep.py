@@ -90,14 +90,14 @@ def test_it_goes_when_nobody_needs_it() -> None:
 
 
 def test_a_buffer_that_is_made_while_a_model_learns_is_not_the_models() -> None:
-    class Makes(BaseCallback):
+    class BufferMaker(BaseCallback):
         def _on_step(self) -> bool:
             self.made = CompressedNStepReplayBuffer(
                 10, self.training_env.observation_space, ACTIONS, n_steps=2, gamma=0.5
             )
             return False
 
-    callback = Makes()
+    callback = BufferMaker()
     dqn(None, gamma=0.9).learn(10, callback)
     assert (callback.made.n_steps, callback.made.gamma) == (2, 0.5)
 
