@@ -166,7 +166,7 @@ class EnvFactory(Generic[_Env]):
             self._recipe.check(own, self.instance)
             if decision is not None and "device" in self._recipe.parameters:
                 own.setdefault("device", decision.device)
-            enter = _nothing if decision is None else decision.bind(_nothing)
+            enter = _do_nothing if decision is None else decision.bind(_do_nothing)
             factory._worker = _Worker(index, entropy, own, decision, enter, process_identity())
             factories.append(factory)
         return factories
@@ -238,7 +238,7 @@ def _unpickle_factory(packed: bytes) -> EnvFactory[Any]:
     return factory
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Build nothing: a decision is applied by what it binds."""
 
 
