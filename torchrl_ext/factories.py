@@ -14,7 +14,7 @@ from rl_ext_core.errors import InvalidTypeError
 from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.convert import convert
 
-__all__ = ["adapt", "as_factory", "factory_of", "metadata_of"]
+__all__ = ["adapt", "as_factory", "make_factory", "metadata_of"]
 
 # tensordict imports the other two, where they are installed, when it first makes a TensorDict of plain data.
 _PRELOAD = ("h5py", "pandas", "torchrl_ext")
@@ -49,10 +49,12 @@ def as_factory(source: Any, *, verify: bool = True, start_method: str | None = N
     :raises WorkerError: building or stepping a copy has failed
     :raises InvalidTypeError: nothing that builds an environment
     """
-    return factory_of(source, verify=verify, start_method=start_method)
+    return make_factory(source, verify=verify, start_method=start_method)
 
 
-def factory_of(source: Any, *, verify: bool, start_method: str | None, timeout: float | None = None) -> EnvFactory[Any]:
+def make_factory(
+    source: Any, *, verify: bool, start_method: str | None, timeout: float | None = None
+) -> EnvFactory[Any]:
     """Do what :func:`as_factory` does, within a number of seconds."""
     return convert(
         source,

@@ -20,7 +20,7 @@ from rl_ext_core import processes, resources
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory.convert import examined
 from rl_ext_core.factory.record import merged_modules
-from torchrl_ext.factories import factory_of, metadata_of
+from torchrl_ext.factories import make_factory, metadata_of
 
 if TYPE_CHECKING:
     from rl_ext_core.factory import EnvFactory
@@ -66,7 +66,7 @@ class WorkerPlan:
         factories: dict[int, list[EnvFactory[Any]]] = {}
         for item in sources:
             if id(item) not in factories:
-                factory = factory_of(item, verify=verify, start_method=start_method, timeout=timeout)
+                factory = make_factory(item, verify=verify, start_method=start_method, timeout=timeout)
                 own = _overrides_of(item, sources, overrides)
                 factories[id(item)] = factory.for_workers(num_workers, seed=seed, overrides=own, devices=devices)
         self.factories = [factories[id(item)][index] for index, item in enumerate(sources)]
