@@ -611,9 +611,13 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
     if backend == "glfw":
         if not _renderers.has_display(environ):
             error = f': "{_NO_DISPLAY}"' if switch == BACKEND else ""
-            raise RendererFailsError(switch, f"{how}: it takes {_window(switch)}, and there is no display{error}")
+            raise RendererFailsError(
+                switch, f"{how}: it takes {_window_library(switch)}, and there is no display{error}"
+            )
         unused = f"; {renderer.index} is for EGL alone" if renderer.index in environ else ""
-        return Prediction(title, "window", f"{how}: it takes {_window(switch)}, and so the display's device{unused}")
+        return Prediction(
+            title, "window", f"{how}: it takes {_window_library(switch)}, and so the display's device{unused}"
+        )
     platform = environ.get(PLATFORM, "")
     # In capitals it passes mujoco's own check, and PyOpenGL knows no such platform.
     if platform not in ("", backend):
@@ -645,7 +649,7 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
     return Prediction(title, "gpu", f"{why}, {describe_gpu(gpu)}", variable, device.index, device.uuid)
 
 
-def _window(switch: str) -> str:
+def _window_library(switch: str) -> str:
     return "GLFW" if switch == BACKEND else "a window of pyglet"
 
 
