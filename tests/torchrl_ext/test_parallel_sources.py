@@ -23,7 +23,7 @@ __all__ = ["event_log", "no_workers_left"]
 
 slow = pytest.mark.slow
 
-WHAT_IS_BUILT = ("built", "reset", "stepped", "closed")
+EVENTS = ("built", "reset", "stepped", "closed")
 
 
 def depths(env: ParallelEnv) -> list[float]:
@@ -78,12 +78,12 @@ FORMS_FOR_OTHER_METHODS = ("a transformed instance", "a lambda")
 )
 def test_no_form_is_built_in_this_process(form: str, method: str | None, event_log: Path) -> None:
     source = SOURCES[form]()
-    before = [count_events(what, in_this_process=True) for what in WHAT_IS_BUILT]
+    before = [count_events(what, in_this_process=True) for what in EVENTS]
     env = ParallelEnv(2, source, mp_start_method=method)
     assert env.observation_spec["observation"].shape == (2, 3)
     assert depths(env) == [3.0, 3.0]
     env.close()
-    assert [count_events(what, in_this_process=True) for what in WHAT_IS_BUILT] == before
+    assert [count_events(what, in_this_process=True) for what in EVENTS] == before
     assert count_events("closed", in_this_process=False) >= 2
     assert env._use_buffers
 
