@@ -144,7 +144,7 @@ class RayPool(Pool):
             # It raises as soon as one has failed, however long others take.
             answers = self._ray.get([worker.pending for worker in asked], timeout=timeout)
         except (self._ray.exceptions.RayError, ActorFailure) as error:
-            failure = self._failure_of(asked, error, timeout)
+            failure = self._find_failure(asked, error, timeout)
             self.end(failure)
             raise failure from failure.__cause__
         for worker, answer in zip(asked, answers, strict=True):
@@ -155,7 +155,7 @@ class RayPool(Pool):
         for name, array in worker.receive(answer).items():
             self.arrays[name][worker.first : worker.last] = array
 
-    def _failure_of(self, asked: Sequence[ActorHandle], error: Exception, timeout: float | None) -> WorkerError:
+    def _find_failure(self, asked: Sequence[ActorHandle], error: Exception, timeout: float | None) -> WorkerError:
         """Make the exception for what getting the answers of actors has raised."""
         ray, pending = self._ray, [worker.pending for worker in asked]
         done = set(ray.wait(pending, num_returns=len(pending), timeout=0)[0])
@@ -196,7 +196,7 @@ class RayPool(Pool):
                     if worker.answer is not None:
                         failures.append(self._exception_error(worker, worker.answer[0], "close", worker.answer[1]))
                 except (ray.exceptions.RayError, ActorFailure) as error:
-                    failures.append(self._failure_of([worker], error, patience))
+                    failures.append(self._find_failure([worker], error, patience))
         late = [worker for worker in self.workers if worker.pending is not None and worker.pending not in ready]
         if late:
             self._warn_of_slow_close(late[0].first, "in close", begin)
