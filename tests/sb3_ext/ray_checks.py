@@ -42,7 +42,7 @@ def actors() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if "ray::Actor" in child.name()]
 
 
-def is_as_sb3s(build: Any, n_workers: int | None) -> None:
+def compare_with_subproc(build: Any, n_workers: int | None) -> None:
     space = build().action_space
     space.seed(0)
     actions = [action_of(space, 3) for _ in range(25)]
@@ -59,7 +59,7 @@ for name, build, n_workers in (
     ("dicts_are_as_sb3s", functools.partial(RandomEnv, "Dict", "Box", "float32"), 2),
     ("tuples_are_as_sb3s", functools.partial(RandomEnv, "Tuple", "Tuple", "large int"), None),
 ):
-    CHECKS[name] = functools.partial(is_as_sb3s, build, n_workers)
+    CHECKS[name] = functools.partial(compare_with_subproc, build, n_workers)
 
 
 @check
