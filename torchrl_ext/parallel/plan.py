@@ -18,7 +18,7 @@ from torchrl.envs.common import EnvMetaData
 
 from rl_ext_core import processes, resources
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.factory.convert import examined
+from rl_ext_core.factory.convert import examine_factory
 from rl_ext_core.factory.record import merged_modules
 from torchrl_ext.factories import make_factory, metadata_of
 
@@ -78,7 +78,7 @@ class WorkerPlan:
         # As upstream's workers: environments may ask how many threads there are when they are built.
         begin = None if num_threads is None else functools.partial(torch.set_num_threads, num_threads)
         self._examined = functools.partial(
-            examined, read=metadata_of, start_method=start_method, begin=begin, timeout=timeout
+            examine_factory, read=metadata_of, start_method=start_method, begin=begin, timeout=timeout
         )
         self._examinations: list[Examination] = []
 

@@ -17,7 +17,7 @@ from rl_ext_core.factory.compare import Examination
 from rl_ext_core.factory.factory import EnvFactory, Recipe, recipe_of_callable
 from rl_ext_core.factory.walk import Fingerprint, fingerprint, full_name
 
-__all__ = ["as_factory", "convert", "examined"]
+__all__ = ["as_factory", "convert", "examine_factory"]
 
 _log = logging.getLogger("rl_ext_core.factory")
 _WAYS = {"pickle": "pickled", "spec": "made by its specification", "constructor": "made as it was"}
@@ -88,7 +88,7 @@ def convert(
     return factory if adapt is None or factory.is_adapted else factory.then(adapt, preload=preload)
 
 
-def examined(
+def examine_factory(
     factory: EnvFactory[Any],
     *,
     read: Callable[[Any], Any],
