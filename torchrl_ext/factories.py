@@ -14,7 +14,7 @@ from rl_ext_core.errors import InvalidTypeError
 from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.convert import convert
 
-__all__ = ["adapt", "as_factory", "make_factory", "metadata_of"]
+__all__ = ["adapt", "as_factory", "make_factory", "read_metadata"]
 
 # tensordict imports the other two, where they are installed, when it first makes a TensorDict of plain data.
 _PRELOAD = ("h5py", "pandas", "torchrl_ext")
@@ -62,12 +62,12 @@ def make_factory(
         start_method=start_method,
         adapt=adapt,
         preload=_PRELOAD,
-        read=metadata_of,
+        read=read_metadata,
         timeout=timeout,
     )
 
 
-def metadata_of(environment: EnvBase) -> EnvMetaData:
+def read_metadata(environment: EnvBase) -> EnvMetaData:
     """Read it of an environment, which caches what it is made from.
 
     :raises RuntimeError: TorchRL's, for transforms that may not be in a worker

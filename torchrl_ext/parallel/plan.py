@@ -20,7 +20,7 @@ from rl_ext_core import processes, resources
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory.convert import examine_factory
 from rl_ext_core.factory.record import merged_modules
-from torchrl_ext.factories import make_factory, metadata_of
+from torchrl_ext.factories import make_factory, read_metadata
 
 if TYPE_CHECKING:
     from rl_ext_core.factory import EnvFactory
@@ -78,7 +78,7 @@ class WorkerPlan:
         # As upstream's workers: environments may ask how many threads there are when they are built.
         begin = None if num_threads is None else functools.partial(torch.set_num_threads, num_threads)
         self._examined = functools.partial(
-            examine_factory, read=metadata_of, start_method=start_method, begin=begin, timeout=timeout
+            examine_factory, read=read_metadata, start_method=start_method, begin=begin, timeout=timeout
         )
         self._examinations: list[Examination] = []
 
@@ -158,7 +158,7 @@ class WorkerEnvBuilder:
             environment = self.factories[worker](**overrides)
             processes.on_abnormal_exit(functools.partial(_close, weakref.ref(environment)))
             # In upstream's worker, where metadata come from there, these errors would be lost likewise.
-            found = metadata_of(environment)
+            found = read_metadata(environment)
             if self.schema is not None:
                 _check(self.schema, _schema(found), worker)
             if seed is not None:
