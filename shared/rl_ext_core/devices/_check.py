@@ -723,7 +723,7 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
         # Who sets nothing may render nothing, and who writes a number may want it.
         harmless = unset or in_vain or (found.where == "cpu" and renderer.index in situation.environ)
         severity: Severity = "warning" if harmless else "error"
-        key = (dataclasses.replace(found, renderer=""), _remedy(renderer, situation), severity)
+        key = (dataclasses.replace(found, renderer=""), _find_rendering_fix(renderer, situation), severity)
         alike.setdefault(key, []).append(renderer)
     without_duplicates = "" if situation.environ == situation.original else "once the other lines are typed, "
     for (found, fix, severity), renderers in alike.items():
@@ -734,7 +734,7 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
         yield situation.finding(found.variable, effect, fix.format(renderers[-1].name), severity)
 
 
-def _remedy(renderer: Renderer, situation: Situation) -> str:
+def _find_rendering_fix(renderer: Renderer, situation: Situation) -> str:
     """Find what leads a renderer to the device that computes, or to the CPU where that cannot render.
 
     :return: a line for the shell, or for Python with a gap for the renderer's name
