@@ -18,7 +18,7 @@ from rl_ext_core.vector.worker import PHASES, WorkerEnvironments
 
 __all__ = ["RayPool"]
 
-_PHASES_OF = {"build": "constructor", "map": "start"}
+_PHASE_OF_COMMAND = {"build": "constructor", "map": "start"}
 
 # A message, empty if there is nothing to say, and what of the arrays goes with it, (environments, ...) each.
 Answer = tuple[bytes, dict[str, Any]]
@@ -125,7 +125,7 @@ class RayPool(Pool):
         """
         if not self._is_connected():
             failure = self._environment_error(
-                worker, 0, _PHASES_OF.get(name, name), "ray.shutdown() has ended it", kind="exit"
+                worker, 0, _PHASE_OF_COMMAND.get(name, name), "ray.shutdown() has ended it", kind="exit"
             )
             self.end(failure)
             raise failure
@@ -171,7 +171,7 @@ class RayPool(Pool):
             count = worker.last - worker.first
             which = "" if count == 1 else f", with environments {worker.first} to {worker.last - 1},"
             kind, what = "exit", f"its actor{which} has died: {error}"
-        return self._environment_error(worker, 0, _PHASES_OF.get(worker.at, worker.at), what, kind=kind)
+        return self._environment_error(worker, 0, _PHASE_OF_COMMAND.get(worker.at, worker.at), what, kind=kind)
 
     def _has_failed(self, answer: Any) -> bool:
         try:
