@@ -95,7 +95,7 @@ def instances_and_make_vec_env() -> None:
     venv.close()
 
 
-def live(venv: RayVecEnv, said: str) -> None:
+def run_episodes(venv: RayVecEnv, said: str) -> None:
     try:
         venv.seed(40)
         venv.reset()
@@ -111,7 +111,9 @@ def live(venv: RayVecEnv, said: str) -> None:
 
 def fails(when: str, how: str, said: str, phase: str, **options: Any) -> WorkerError:
     with pytest.raises(WorkerError, match=said) as caught:
-        live(RayVecEnv([Counting, functools.partial(Failing, when, how), Counting], n_workers=2, **options), said)
+        run_episodes(
+            RayVecEnv([Counting, functools.partial(Failing, when, how), Counting], n_workers=2, **options), said
+        )
     assert caught.value.phase == phase
     return caught.value
 
