@@ -20,7 +20,7 @@ from rl_ext_core.factory.walk import Fingerprint, fingerprint, full_name
 __all__ = ["as_factory", "convert", "examine_factory"]
 
 _log = logging.getLogger("rl_ext_core.factory")
-_WAYS = {"pickle": "pickled", "spec": "made by its specification", "constructor": "made as it was"}
+_ORIGIN_PHRASES = {"pickle": "pickled", "spec": "made by its specification", "constructor": "made as it was"}
 
 
 def as_factory(source: Any, *, verify: bool = True, start_method: str | None = None) -> EnvFactory[Any]:
@@ -181,7 +181,7 @@ def _of_instance(
             recipe = dataclasses.replace(recipe, changes=examination.changes)
             return EnvFactory(recipe, instance=environment, preload=preload, examination=examination)
         more = f"; and {len(examination.lost) - 3} more" if len(examination.lost) > 3 else ""
-        lost.append(f"{_WAYS[recipe.origin]}, {'; '.join(examination.lost[:3])}{more}")
+        lost.append(f"{_ORIGIN_PHRASES[recipe.origin]}, {'; '.join(examination.lost[:3])}{more}")
     name = line.removeprefix("lambda: ").partition("(")[0]
     raise NotCopyableError(
         f"this {name} cannot be copied into a worker: {'. And '.join(lost)}. Hand over a function that builds it as it "
