@@ -25,7 +25,7 @@ else:
     _Base = upstream.ParallelEnv
 
 
-class _Meta(type(upstream.ParallelEnv)):  # type: ignore[misc]
+class _ParallelEnvMeta(type(upstream.ParallelEnv)):  # type: ignore[misc]
     """Takes environments as they come; upstream's would build those of lambdas, in this process."""
 
     def __call__(
@@ -41,7 +41,7 @@ class _Meta(type(upstream.ParallelEnv)):  # type: ignore[misc]
         return super().__call__(num_workers, create_env_fn, *args, auto_wrap_envs=False, **kwargs)
 
 
-class ParallelEnv(_Base, metaclass=_Meta):
+class ParallelEnv(_Base, metaclass=_ParallelEnvMeta):
     """TorchRL's ``ParallelEnv`` that takes an environment: an instance, or anything else that stands for one.
 
     In place of ``torchrl.envs.ParallelEnv``, with its arguments and these:
