@@ -624,7 +624,7 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
         error = f'"ImportError: Cannot use {"EGL" if backend == "egl" else "OSMesa"} rendering platform"'
         error += " or \"AttributeError: module 'mujoco' has no attribute 'Renderer'\""
         raise RendererFailsError(PLATFORM, f"it contradicts {switch}={backend}, and rendering ends in {error}")
-    if renderer.name == "robosuite" and import_refused(environ):
+    if renderer.name == "robosuite" and robosuite_import_fails(environ):
         error = f"AssertionError: {INDEX} needs to be set to one of the device id specified in {MASK}"
         raise RendererFailsError(
             INDEX, f'import robosuite ends in "{error}", as it is no part of {MASK}={environ[MASK]!r}'
@@ -653,7 +653,7 @@ def _window_library(switch: str) -> str:
     return "GLFW" if switch == BACKEND else "a window of pyglet"
 
 
-def import_refused(environ: Mapping[str, str]) -> bool:
+def robosuite_import_fails(environ: Mapping[str, str]) -> bool:
     """Return whether robosuite's assertion at import fails: the index has to be a substring of the mask."""
     mask, index = environ.get(MASK), environ.get(INDEX)
     return bool(mask) and index is not None and not (index.isdigit() and index in (mask or ""))
@@ -756,7 +756,7 @@ def _find_rendering_fix(renderer: Renderer, situation: Situation) -> str:
         changes = {name: value for name, value in decision.variables.items() if environ.get(name) != value}
         count = len(situation.visible.uuids) if situation.visible else 0
         by_process = count > 1 and any(name in environ for name in RANK_VARIABLES)
-        refused = renderer.name == "robosuite" and import_refused(situation.with_changes(changes).environ)
+        refused = renderer.name == "robosuite" and robosuite_import_fails(situation.with_changes(changes).environ)
         return python if refused or by_process or render == "cpu" or not changes else _shell(changes)
     return _MESA
 
