@@ -24,11 +24,11 @@ _LATER = "_of_later"
 class Renamed(importlib.machinery.SourceFileLoader):
     """Reads a module's source with one name changed, and keeps nothing compiled of it."""
 
-    name_that_goes = ""
+    removed_name = ""
 
     def get_code(self, fullname: str) -> Any:
         source = self.get_data(self.get_filename(fullname)).decode()
-        changed = re.sub(rf"\b{self.name_that_goes}\b", self.name_that_goes + _LATER, source)
+        changed = re.sub(rf"\b{self.removed_name}\b", self.removed_name + _LATER, source)
         return compile(changed, self.get_filename(fullname), "exec", dont_inherit=True)
 
 
@@ -63,7 +63,7 @@ def rollout(env: Any) -> list[Any]:
 
 
 def main() -> None:
-    Renamed.name_that_goes = sys.argv[1]
+    Renamed.removed_name = sys.argv[1]
     sys.meta_path.insert(0, Finder())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
