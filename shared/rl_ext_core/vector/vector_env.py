@@ -144,7 +144,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         """Begin to reset environments: see :meth:`reset`."""
         self._require_idle("reset_async")
         options = None if options is None else dict(options)
-        chosen = _mask(None if options is None else options.pop("reset_mask", None), self.num_envs)
+        chosen = _parse_reset_mask(None if options is None else options.pop("reset_mask", None), self.num_envs)
         if isinstance(seed, int | np.integer):
             seed = range(int(seed), int(seed) + self.num_envs)
         seeds: list[int | None] = [None] * self.num_envs if seed is None else list(seed)
@@ -333,7 +333,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         self._pending = ""
 
 
-def _mask(found: Any, num_envs: int) -> Sequence[bool]:
+def _parse_reset_mask(found: Any, num_envs: int) -> Sequence[bool]:
     """Return which environments are to be reset."""
     if found is None:
         return [True] * num_envs
