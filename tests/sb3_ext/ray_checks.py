@@ -109,7 +109,7 @@ def run_episodes(venv: RayVecEnv, said: str) -> None:
         venv.close()
 
 
-def fails(when: str, how: str, said: str, phase: str, **options: Any) -> WorkerError:
+def assert_fails(when: str, how: str, said: str, phase: str, **options: Any) -> WorkerError:
     with pytest.raises(WorkerError, match=said) as caught:
         run_episodes(
             RayVecEnv([Counting, functools.partial(Failing, when, how), Counting], n_workers=2, **options), said
@@ -121,18 +121,20 @@ def fails(when: str, how: str, said: str, phase: str, **options: Any) -> WorkerE
 @check
 def exceptions() -> None:
     for phase in ("constructor", "reset", "step", "close"):
-        error = fails(phase, "raise", "environment 1 of 3.*ValueError.'the rope has snapped'", phase)
+        error = assert_fails(phase, "raise", "environment 1 of 3.*ValueError.'the rope has snapped'", phase)
         assert isinstance(error.__cause__, ValueError)
         assert "vec_worlds.py" in error.traceback
         assert (error.seed, error.worker) == (None if phase == "constructor" else 41, 0)
-    assert fails("step", "raise what does not pickle", "UnpicklableError: a lock|UnpicklableError", "step").kind
-    assert fails("step", "sys.exit", "SystemExit", "step").kind == "exception"
+    assert assert_fails("step", "raise what does not pickle", "UnpicklableError: a lock|UnpicklableError", "step").kind
+    assert assert_fails("step", "sys.exit", "SystemExit", "step").kind == "exception"
 
 
 @check
 def deaths() -> None:
     for how in ("SIGSEGV", "SIGKILL", "os._exit"):
-        error = fails("step", how, r"environment [01] of 3 .*its actor, with environments 0 to 1, has died", "step")
+        error = assert_fails(
+            "step", how, r"environment [01] of 3 .*its actor, with environments 0 to 1, has died", "step"
+        )
         assert error.kind == "exit"
 
 
@@ -170,8 +172,8 @@ def a_ray_that_was_shut_down_is_not_started_anew() -> None:
 
 @check
 def hangs() -> None:
-    fails("step", "hang", "did not answer within 1 s", "step", step_timeout=1)
-    fails("constructor", "hang", "did not answer within 10 s", "constructor", start_timeout=10)
+    assert_fails("step", "hang", "did not answer within 1 s", "step", step_timeout=1)
+    assert_fails("constructor", "hang", "did not answer within 10 s", "constructor", start_timeout=10)
 
 
 @check
