@@ -73,7 +73,7 @@ def convert(
     if isinstance(source, EnvFactory):
         factory = source
     elif isinstance(source, str):
-        factory = _of_id(source)
+        factory = _factory_from_id(source)
     elif record.is_spec(source):
         factory = _of_spec(source, "spec")
     elif _is_environment(source):
@@ -129,7 +129,7 @@ def _of_spec(spec: Any, origin: str) -> EnvFactory[Any]:
     return EnvFactory(recipe, preload=("gymnasium", *record.modules_of_callable(spec)))
 
 
-def _of_id(name: str) -> EnvFactory[Any]:
+def _factory_from_id(name: str) -> EnvFactory[Any]:
     try:
         import gymnasium
     except ImportError as error:
