@@ -92,7 +92,7 @@ class ParallelEnv(_Base, metaclass=_ParallelEnvMeta):
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
-        num_workers = _checked(num_workers, create_env_fn)
+        num_workers = _check_num_workers(num_workers, create_env_fn)
         plan = WorkerPlan(
             create_env_fn,
             num_workers,
@@ -127,7 +127,7 @@ class ParallelEnv(_Base, metaclass=_ParallelEnvMeta):
             self._set_metadata(metadata[0] if self._single_task else metadata)
 
 
-def _checked(num_workers: Any, create_env_fn: Any) -> int:
+def _check_num_workers(num_workers: Any, create_env_fn: Any) -> int:
     if create_env_fn is None:
         is_number = num_workers is None or isinstance(num_workers, numbers.Integral)
         given = "" if is_number else f"; {type(num_workers).__name__} is no number"
@@ -167,4 +167,4 @@ def _serial(create_env_fn: Any, kwargs: dict[str, Any]) -> SerialEnv:
     named = {"mp_start_method": "start_method", "start_timeout": "timeout", "create_env_kwargs": "kwargs"}
     ours = {name: name for name in ("seed", "overrides", "devices", "verify")}
     options = {option: kwargs.pop(name) for name, option in {**ours, **named}.items() if name in kwargs}
-    return _Single(WorkerPlan(create_env_fn, _checked(1, create_env_fn), **options), **kwargs)
+    return _Single(WorkerPlan(create_env_fn, _check_num_workers(1, create_env_fn), **options), **kwargs)
