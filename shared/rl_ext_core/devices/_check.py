@@ -157,7 +157,7 @@ class Situation:
         self, variable: str, effect: str, fix: Changes | str, severity: Severity = "error"
     ) -> tuple[Finding, Changes]:
         """Make a finding, and what typing its line changes: nothing where somebody else's line is the fix."""
-        line = fix if isinstance(fix, str) else _shell(fix)
+        line = fix if isinstance(fix, str) else _to_shell_line(fix)
         found = Finding(variable, self.original.get(variable), effect, line, severity)
         return found, {} if isinstance(fix, str) else fix
 
@@ -205,7 +205,7 @@ def check_environment(
     return tuple(sorted(dict.fromkeys(findings), key=lambda finding: finding.severity))
 
 
-def _shell(changes: Changes) -> str:
+def _to_shell_line(changes: Changes) -> str:
     sets = [f"{name}={shlex.quote(value)}" for name, value in changes.items() if value is not None]
     unsets = [name for name, value in changes.items() if value is None]
     return "; ".join(
@@ -742,7 +742,7 @@ def _find_rendering_fix(renderer: Renderer, situation: Situation) -> str:
     environ = situation.environ
     meant = {name: "osmesa" for name in (BACKEND, PLATFORM) if environ.get(name, "").strip().lower() == "osmesa"}
     if meant and predict(renderer, situation.with_changes(meant)).where == "cpu":
-        return _shell(meant)  # in capitals, which not all renderers take
+        return _to_shell_line(meant)  # in capitals, which not all renderers take
     for render in ("same", "cpu"):
         line = f'resolve("auto", render="{render}", renderer="{{}}").apply()'
         python = f"from rl_ext_core.devices import resolve\n{line}"
@@ -757,7 +757,7 @@ def _find_rendering_fix(renderer: Renderer, situation: Situation) -> str:
         count = len(situation.visible.uuids) if situation.visible else 0
         by_process = count > 1 and any(name in environ for name in RANK_VARIABLES)
         refused = renderer.name == "robosuite" and robosuite_import_fails(situation.with_changes(changes).environ)
-        return python if refused or by_process or render == "cpu" or not changes else _shell(changes)
+        return python if refused or by_process or render == "cpu" or not changes else _to_shell_line(changes)
     return _MESA
 
 
