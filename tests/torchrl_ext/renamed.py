@@ -21,7 +21,7 @@ from typing import Any
 _LATER = "_of_later"
 
 
-class Renamed(importlib.machinery.SourceFileLoader):
+class RenamingLoader(importlib.machinery.SourceFileLoader):
     """Reads a module's source with one name changed, and keeps nothing compiled of it."""
 
     removed_name = ""
@@ -41,7 +41,7 @@ class Finder(importlib.abc.MetaPathFinder):
         # A module may have the name as well; its file has not been renamed.
         spec = importlib.machinery.PathFinder.find_spec(fullname.replace(_LATER, ""), path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            spec.name, spec.loader = fullname, Renamed(fullname, spec.loader.path)
+            spec.name, spec.loader = fullname, RenamingLoader(fullname, spec.loader.path)
         return spec
 
 
@@ -63,7 +63,7 @@ def rollout(env: Any) -> list[Any]:
 
 
 def main() -> None:
-    Renamed.removed_name = sys.argv[1]
+    RenamingLoader.removed_name = sys.argv[1]
     sys.meta_path.insert(0, Finder())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
