@@ -159,7 +159,7 @@ def interrupted_steps_are_waited_for_again() -> None:
 
 
 @check
-def a_ray_that_was_shut_down_is_not_started_anew() -> None:
+def ray_is_not_restarted_after_shutdown() -> None:
     closed, used = RayVecEnv([RandomEnv]), RayVecEnv([RandomEnv] * 2)
     ray.shutdown()
     closed.close()
