@@ -75,7 +75,7 @@ def convert(
     elif isinstance(source, str):
         factory = _factory_from_id(source)
     elif record.is_spec(source):
-        factory = _of_spec(source, "spec")
+        factory = _factory_from_spec(source, "spec")
     elif _is_environment(source):
         factory = _of_instance(source, verify, start_method, adapt, preload, read, timeout)
     elif callable(source):
@@ -123,7 +123,7 @@ def _of_callable(build: Any) -> EnvFactory[Any]:
     return EnvFactory(recipe, preload=record.modules_of_callable(build))
 
 
-def _of_spec(spec: Any, origin: str) -> EnvFactory[Any]:
+def _factory_from_spec(spec: Any, origin: str) -> EnvFactory[Any]:
     build = functools.partial(record.make, copy.deepcopy(spec))
     recipe = recipe_of_callable(build, origin, f"lambda: {record.Call(build.func, build.args)}", takes_arguments=True)
     return EnvFactory(recipe, preload=("gymnasium", *record.modules_of_callable(spec)))
@@ -136,7 +136,7 @@ def _factory_from_id(name: str) -> EnvFactory[Any]:
         raise _missing_dependency_error("gymnasium", "sb3", f"the id {name!r}") from error
     game = None if name in gymnasium.registry else record.game_of_id(name)
     if game is None:
-        return _of_spec(record.spec_of_id(name), "id")
+        return _factory_from_spec(record.spec_of_id(name), "id")
     return EnvFactory(recipe_of_callable(game, "id", f"stable_retro.make({name!r})", takes_arguments=True))
 
 
