@@ -150,7 +150,7 @@ def _check_num_workers(num_workers: Any, create_env_fn: Any) -> int:
     return int(num_workers)  # upstream takes NumPy's integers for lists
 
 
-class _Single(SerialEnv):
+class _SingleSerialEnv(SerialEnv):
     """The one environment of ``serial_for_single=True``; metadata are read elsewhere, so that it is the only one."""
 
     def __init__(self, plan: WorkerPlan, **kwargs: Any) -> None:
@@ -167,4 +167,4 @@ def _serial(create_env_fn: Any, kwargs: dict[str, Any]) -> SerialEnv:
     named = {"mp_start_method": "start_method", "start_timeout": "timeout", "create_env_kwargs": "kwargs"}
     ours = {name: name for name in ("seed", "overrides", "devices", "verify")}
     options = {option: kwargs.pop(name) for name, option in {**ours, **named}.items() if name in kwargs}
-    return _Single(WorkerPlan(create_env_fn, _check_num_workers(1, create_env_fn), **options), **kwargs)
+    return _SingleSerialEnv(WorkerPlan(create_env_fn, _check_num_workers(1, create_env_fn), **options), **kwargs)
