@@ -42,7 +42,7 @@ from rl_ext_core.errors import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Question", "DoctorReport", "add_arguments", "examine", "replay", "run", "show"]
+__all__ = ["Question", "DoctorReport", "add_arguments", "examine", "replay", "run", "print_report"]
 
 FORMAT = 1
 _STYLES = {"error": "bold red", "warning": "yellow", "ok": "green"}
@@ -221,7 +221,7 @@ def replay(text: str, *, question: Question | None = None) -> DoctorReport:
 # As text
 
 
-def show(report: DoctorReport, console: Console) -> None:
+def print_report(report: DoctorReport, console: Console) -> None:
     """Print a report. Lines to copy are never wrapped, and nothing is cut off."""
     installed = {name: report.inventory.versions[name] for name in PACKAGES if name in report.inventory.versions}
     if "torch" in installed:
@@ -382,7 +382,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.write(f"{report.to_json()}\n")
     else:
-        show(report, console)
+        print_report(report, console)
     return 0 if report.healthy else 1
 
 

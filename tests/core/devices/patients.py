@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from rl_ext_core.devices import Gpu, Inventory
-from rl_ext_core.devices.doctor import DoctorReport, examine, show
+from rl_ext_core.devices.doctor import DoctorReport, examine, print_report
 from tests.core.devices.machines import egl, gpus, machine, uuid
 
 EGL = {"MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "egl"}
@@ -60,7 +60,7 @@ def report_of(case: str, **options: Any) -> DoctorReport:
 
 def shown(report: DoctorReport, width: int = 120) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    show(report, console)
+    print_report(report, console)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text
 
