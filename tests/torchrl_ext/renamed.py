@@ -32,7 +32,7 @@ class RenamingLoader(importlib.machinery.SourceFileLoader):
         return compile(changed, self.get_filename(fullname), "exec", dont_inherit=True)
 
 
-class Finder(importlib.abc.MetaPathFinder):
+class RenamingFinder(importlib.abc.MetaPathFinder):
     """Finds the modules of both libraries where they are."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
@@ -64,7 +64,7 @@ def rollout(env: Any) -> list[Any]:
 
 def main() -> None:
     RenamingLoader.removed_name = sys.argv[1]
-    sys.meta_path.insert(0, Finder())
+    sys.meta_path.insert(0, RenamingFinder())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         import torchrl_ext
