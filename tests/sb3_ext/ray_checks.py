@@ -139,7 +139,7 @@ def deaths() -> None:
 
 
 @check
-def interrupted_steps_are_waited_for_again() -> None:
+def interrupted_steps_can_be_awaited_again() -> None:
     venv = RayVecEnv([Counting] * 3, n_workers=2)
     actions = np.zeros(3, dtype=np.int64)
 
