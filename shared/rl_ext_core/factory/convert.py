@@ -79,7 +79,7 @@ def convert(
     elif _is_environment(source):
         factory = _of_instance(source, verify, start_method, adapt, preload, read, timeout)
     elif callable(source):
-        factory = _of_callable(source)
+        factory = _factory_from_callable(source)
     else:
         raise InvalidTypeError(
             f"{source!r} builds no environment; expected an environment, a function or class that builds one, or an "
@@ -117,7 +117,7 @@ def _is_environment(source: Any) -> bool:
     return not isinstance(source, type) and all(callable(getattr(source, name, None)) for name in ("reset", "step"))
 
 
-def _of_callable(build: Any) -> EnvFactory[Any]:
+def _factory_from_callable(build: Any) -> EnvFactory[Any]:
     line, origin = record.line_of_callable(build), "class" if isinstance(build, type) else "callable"
     recipe = recipe_of_callable(build, origin, line, takes_arguments=True)
     return EnvFactory(recipe, preload=record.modules_of_callable(build))
