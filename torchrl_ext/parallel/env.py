@@ -37,7 +37,7 @@ class _ParallelEnvMeta(type(upstream.ParallelEnv)):  # type: ignore[misc]
     ) -> EnvBase:
         kwargs.pop("auto_wrap_envs", None)
         if kwargs.pop("serial_for_single", False) and num_workers == 1:
-            return _serial(create_env_fn, kwargs)
+            return _make_serial_env(create_env_fn, kwargs)
         return super().__call__(num_workers, create_env_fn, *args, auto_wrap_envs=False, **kwargs)
 
 
@@ -161,7 +161,7 @@ class _SingleSerialEnv(SerialEnv):
         _get_metadata = ParallelEnv._get_metadata
 
 
-def _serial(create_env_fn: Any, kwargs: dict[str, Any]) -> SerialEnv:
+def _make_serial_env(create_env_fn: Any, kwargs: dict[str, Any]) -> SerialEnv:
     for name in ("step_timeout", "metadata_from_workers", "shutdown_timeout"):
         kwargs.pop(name, None)
     named = {"mp_start_method": "start_method", "start_timeout": "timeout", "create_env_kwargs": "kwargs"}
