@@ -149,7 +149,7 @@ def examine(
     asked = question or Question()
     machine = Inventory.current() if inventory is None else inventory
     given = os.environ if environ is None else environ
-    variables = {name: given[name] for name in sorted(given) if _matters(name)}
+    variables = {name: given[name] for name in sorted(given) if _is_reported(name)}
     situation = Situation(machine, variables, variables)
     found = [*check_environment(variables, inventory=machine)]
     found += [
@@ -176,7 +176,7 @@ def examine(
     )
 
 
-def _matters(name: str) -> bool:
+def _is_reported(name: str) -> bool:
     if guess_variable(name) is not None or name in _PATHS:
         return True
     return _MATTER.fullmatch(name) is not None and _PRIVATE.search(name) is None
