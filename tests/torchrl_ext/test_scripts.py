@@ -61,7 +61,7 @@ for source in (
 PRINTED = [8, 8, 7, 7, 1, 9, 9, 9, 9]
 
 
-def started(folder: Path, text: str) -> subprocess.Popen[str]:
+def start_script(folder: Path, text: str) -> subprocess.Popen[str]:
     (folder / "script.py").write_text(text)
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'shared'}", "TORCHINDUCTOR_CACHE_DIR": str(folder)}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -96,7 +96,7 @@ def _of_program(folder: Path) -> list[int]:
 @pytest.mark.parametrize("guarded", [False, True], ids=["unguarded", "guarded"])
 def test_what_a_script_defines(guarded: bool, tmp_path: Path) -> None:
     text = OWN + ('if __name__ == "__main__":\n' + textwrap.indent(USES, "    ") if guarded else USES)
-    code, out, err = ended(started(tmp_path, text), tmp_path)
+    code, out, err = ended(start_script(tmp_path, text), tmp_path)
     assert (code, err) == (0, "")
     assert [float(line.split()[0]) for line in out.splitlines()] == PRINTED
     assert [float(line.split()[1]) for line in out.splitlines()] == [2 * size for size in PRINTED]
@@ -116,7 +116,7 @@ print("running", flush=True)
 @pytest.mark.parametrize("last", ["", "del env"])
 def test_scripts_that_do_not_close(last: str, tmp_path: Path) -> None:
     begin = time.monotonic()
-    code, _, err = ended(started(tmp_path, ENDS + last), tmp_path)
+    code, _, err = ended(start_script(tmp_path, ENDS + last), tmp_path)
     assert (code, err) == (0, "")
     assert time.monotonic() - begin < 60
 
@@ -125,7 +125,7 @@ def test_scripts_that_do_not_close(last: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGINT])
 def test_scripts_that_are_ended(signal_: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C goes to the whole group of processes, as a terminal sends it; the others to the script alone."""
-    process = started(tmp_path, ENDS + "while True: env.rollout(10)")
+    process = start_script(tmp_path, ENDS + "while True: env.rollout(10)")
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
     if signal_ == signal.SIGINT:
