@@ -177,7 +177,7 @@ def hangs() -> None:
 
 
 @check
-def nothing_is_left() -> None:
+def no_actor_is_left() -> None:
     end = time.monotonic() + 120
     while left := actors():
         assert time.monotonic() < end, left
