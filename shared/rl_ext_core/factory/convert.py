@@ -77,7 +77,7 @@ def convert(
     elif record.is_spec(source):
         factory = _factory_from_spec(source, "spec")
     elif _is_environment(source):
-        factory = _of_instance(source, verify, start_method, adapt, preload, read, timeout)
+        factory = _factory_from_instance(source, verify, start_method, adapt, preload, read, timeout)
     elif callable(source):
         factory = _factory_from_callable(source)
     else:
@@ -140,7 +140,7 @@ def _factory_from_id(name: str) -> EnvFactory[Any]:
     return EnvFactory(recipe_of_callable(game, "id", f"stable_retro.make({name!r})", takes_arguments=True))
 
 
-def _of_instance(
+def _factory_from_instance(
     environment: Any,
     verify: bool,
     start_method: str | None,
