@@ -91,7 +91,7 @@ class WorkerPlan:
             on_start=on_start,
         )
 
-    def advice(self) -> SpeedCheck:
+    def make_speed_check(self) -> SpeedCheck:
         """Warn of what was measured of copies, if anything; of their speed, once there is something to compare with."""
         sizes = [found.private_bytes for found in self._examinations if found.private_bytes is not None]
         if sentence := resources.memory_warning(max(sizes, default=0), len(self.factories)):

@@ -79,7 +79,7 @@ class SupervisedEnv(upstream.ParallelEnv):
             self._method = self._mp_start_method
         self._threads = torch.get_num_threads()
         if self._speed is None:
-            self._speed = self._plan.advice()
+            self._speed = self._plan.make_speed_check()
         resources.check_open_file_limit(self.num_workers, "ParallelEnv({}, ...)")
         started: list[Any] = []
         try:
