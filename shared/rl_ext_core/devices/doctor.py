@@ -49,7 +49,7 @@ _STYLES = {"error": "bold red", "warning": "yellow", "ok": "green"}
 
 # The variables that go into a report: those that decide on devices, and no others. Reports end up in public bug
 # trackers: NVIDIA_API_KEY or a path below somebody's home must not. In any case: who misspelt one should read of it.
-_MATTER = re.compile(
+_REPORTED_NAMES = re.compile(
     r"""(CUDA|HIP|ROCR|GPU)_\w+ | MUJOCO_\w+ | PYOPENGL_\w+ | (__)?EGL_\w+ | __GLX_\w+ | LIBGL_\w+ | GALLIUM_DRIVER
     | NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES|REQUIRE_\w+|DISABLE_REQUIRE)
     | (LOCAL_|GROUP_)?RANK | (LOCAL_)?WORLD_SIZE | (OMPI|MV2)_COMM_WORLD_(LOCAL_)?RANK
@@ -179,7 +179,7 @@ def examine(
 def _is_reported(name: str) -> bool:
     if guess_variable(name) is not None or name in _PATHS:
         return True
-    return _MATTER.fullmatch(name) is not None and _PRIVATE.search(name) is None
+    return _REPORTED_NAMES.fullmatch(name) is not None and _PRIVATE.search(name) is None
 
 
 def replay(text: str, *, question: Question | None = None) -> DoctorReport:
