@@ -69,7 +69,7 @@ def start_script(folder: Path, text: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder, env=environ, text=True, start_new_session=True, **pipes)
 
 
-def ended(process: subprocess.Popen[str], folder: Path, timeout: float = 150.0) -> tuple[int, str, str]:
+def wait_for_script(process: subprocess.Popen[str], folder: Path, timeout: float = 150.0) -> tuple[int, str, str]:
     """Wait for a script; nothing that it has started may be left."""
     out, err = process.communicate(timeout=timeout)
     end = time.monotonic() + 120
@@ -96,7 +96,7 @@ def _of_program(folder: Path) -> list[int]:
 @pytest.mark.parametrize("guarded", [False, True], ids=["unguarded", "guarded"])
 def test_what_a_script_defines(guarded: bool, tmp_path: Path) -> None:
     text = OWN + ('if __name__ == "__main__":\n' + textwrap.indent(USES, "    ") if guarded else USES)
-    code, out, err = ended(start_script(tmp_path, text), tmp_path)
+    code, out, err = wait_for_script(start_script(tmp_path, text), tmp_path)
     assert (code, err) == (0, "")
     assert [float(line.split()[0]) for line in out.splitlines()] == PRINTED
     assert [float(line.split()[1]) for line in out.splitlines()] == [2 * size for size in PRINTED]
@@ -116,7 +116,7 @@ print("running", flush=True)
 @pytest.mark.parametrize("last", ["", "del env"])
 def test_scripts_that_do_not_close(last: str, tmp_path: Path) -> None:
     begin = time.monotonic()
-    code, _, err = ended(start_script(tmp_path, ENDS + last), tmp_path)
+    code, _, err = wait_for_script(start_script(tmp_path, ENDS + last), tmp_path)
     assert (code, err) == (0, "")
     assert time.monotonic() - begin < 60
 
@@ -132,7 +132,7 @@ def test_scripts_that_are_ended(signal_: signal.Signals, tmp_path: Path) -> None
         os.killpg(process.pid, signal_)
     else:
         process.send_signal(signal_)
-    code, _, err = ended(process, tmp_path, timeout=120)
+    code, _, err = wait_for_script(process, tmp_path, timeout=120)
     assert code == (1 if signal_ == signal.SIGINT else -signal_)
     if signal_ == signal.SIGINT:
         assert err.count("Traceback") == 1
