@@ -29,7 +29,7 @@ from tests.ways import WAYS, run_as
 __all__ = ["compiled", "compiler", "own_cache", "variant"]
 
 
-def seen(venv: VecEnv) -> list[Any]:
+def roll_out(venv: VecEnv) -> list[Any]:
     """What is returned, but for the time, and how exact rewards are; no new seed is set."""
     actions = np.random.default_rng(0).integers(2, size=(60, venv.num_envs))
     found: list[Any] = [venv.reset(), copy.deepcopy(venv.reset_infos)]
@@ -76,8 +76,8 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("call", list(CALLS))
 def test_it_returns_what_sb3s_does(call: str, how: str) -> None:
     env_id, options = CALLS[call]
-    theirs = seen(env_util.make_vec_env(env_id, 3, seed=7, **options))
-    assert_equal(seen(make_vec_env(env_id, 3, seed=7, **options, **OURS[how])), theirs)
+    theirs = roll_out(env_util.make_vec_env(env_id, 3, seed=7, **options))
+    assert_equal(roll_out(make_vec_env(env_id, 3, seed=7, **options, **OURS[how])), theirs)
     assert any(step[2].any() for step in theirs[2:-2])
     assert call != "id" or any("episode" in info for step in theirs[2:-2] for info in step[3])
     assert no_workers()
@@ -109,7 +109,7 @@ def test_files_of_monitors(how: str, tmp_path: Path) -> None:
     found = {}
     for name, make, options in (("theirs", env_util.make_vec_env, {}), ("ours", make_vec_env, OURS[how])):
         folder = tmp_path / name
-        seen(make("CartPole-v1", 2, seed=3, start_index=5, monitor_dir=str(folder), **options))
+        roll_out(make("CartPole-v1", 2, seed=3, start_index=5, monitor_dir=str(folder), **options))
         assert sorted(path.name for path in folder.iterdir()) == ["5.monitor.csv", "6.monitor.csv"]
         texts = [path.read_text().splitlines() for path in sorted(folder.iterdir())]
         assert all(
@@ -123,11 +123,11 @@ def test_files_of_monitors(how: str, tmp_path: Path) -> None:
 def test_instances_and_factories() -> None:
     env = cart_pole()
     env.unwrapped.gravity = 25.0  # type: ignore[attr-defined]
-    theirs = seen(env_util.make_vec_env(lambda: cart_pole(25.0), 2, seed=1))
+    theirs = roll_out(env_util.make_vec_env(lambda: cart_pole(25.0), 2, seed=1))
     for source in (env, as_factory(env)):
         assert isinstance(source, gym.Env | EnvFactory)
-        assert_equal(seen(make_vec_env(source, 2, seed=1, isolation="in-process")), theirs)
-        assert_equal(seen(make_vec_env(source, 2, seed=1, isolation="process")), theirs)
+        assert_equal(roll_out(make_vec_env(source, 2, seed=1, isolation="in-process")), theirs)
+        assert_equal(roll_out(make_vec_env(source, 2, seed=1, isolation="process")), theirs)
 
 
 def test_seeds_make_all_streams_reproducible() -> None:
