@@ -154,7 +154,7 @@ def _factory_from_instance(
     original = fingerprint(environment)
     lost: list[str] = []
     # Of a pickle that is not compared, more can be hoped for.
-    for way in (_as_made, _as_pickled) if verify else (_as_pickled, _as_made):
+    for way in (_recipe_from_record, _as_pickled) if verify else (_as_pickled, _recipe_from_record):
         recipe = way(environment, line, original, lost)
         if recipe is not None and not verify:
             return EnvFactory(recipe, instance=environment, preload=preload)
@@ -207,7 +207,7 @@ def _warn(examination: Examination) -> None:
         )
 
 
-def _as_made(environment: Any, line: str, original: Fingerprint, lost: list[str]) -> Recipe | None:
+def _recipe_from_record(environment: Any, line: str, original: Fingerprint, lost: list[str]) -> Recipe | None:
     """Return the recipe that makes an instance as it was made; None, and why, if that is unknown."""
     for path in original.unpicklable:
         if (name := simulators.file_written(original.objects.get(path))) is not None:
