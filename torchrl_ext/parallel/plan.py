@@ -70,7 +70,7 @@ class WorkerPlan:
                 own = _overrides_of(item, sources, overrides)
                 factories[id(item)] = factory.for_workers(num_workers, seed=seed, overrides=own, devices=devices)
         self.factories = [factories[id(item)][index] for index, item in enumerate(sources)]
-        self.seeds = _chain(seed, num_workers)
+        self.seeds = _worker_seeds(seed, num_workers)
         alike = {key: WorkerEnvBuilder(own, self.seeds) for key, own in factories.items()}
         self._envs = [alike[id(item)] for item in sources]
         self.functions: Any = self._envs[0] if len(alike) == 1 else self._envs
@@ -178,7 +178,7 @@ def _close(reference: weakref.ref[EnvBase]) -> None:
         environment.close()
 
 
-def _chain(seed: int | None, num_workers: int) -> list[int] | None:
+def _worker_seeds(seed: int | None, num_workers: int) -> list[int] | None:
     """Return the seeds that TorchRL's ``set_seed`` gives to the workers."""
     if seed is None:
         return None
