@@ -59,7 +59,7 @@ _REPORTED_NAMES = re.compile(
     | DISPLAY | WAYLAND_DISPLAY""",
     re.VERBOSE | re.IGNORECASE | re.ASCII,
 )
-_PRIVATE = re.compile("KEY|TOKEN|SECRET|PASSW|AUTH|CREDENTIAL|HOME|ROOT|PATH|DIR", re.IGNORECASE)
+_PRIVATE_WORDS = re.compile("KEY|TOKEN|SECRET|PASSW|AUTH|CREDENTIAL|HOME|ROOT|PATH|DIR", re.IGNORECASE)
 # Their paths decide on a driver; other paths only tell where somebody has installed something.
 _PATHS = ("__EGL_VENDOR_LIBRARY_FILENAMES", "__EGL_VENDOR_LIBRARY_DIRS")
 
@@ -179,7 +179,7 @@ def examine(
 def _is_reported(name: str) -> bool:
     if guess_variable(name) is not None or name in _PATHS:
         return True
-    return _REPORTED_NAMES.fullmatch(name) is not None and _PRIVATE.search(name) is None
+    return _REPORTED_NAMES.fullmatch(name) is not None and _PRIVATE_WORDS.search(name) is None
 
 
 def replay(text: str, *, question: Question | None = None) -> DoctorReport:
