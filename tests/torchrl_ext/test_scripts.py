@@ -73,7 +73,7 @@ def wait_for_script(process: subprocess.Popen[str], folder: Path, timeout: float
     """Wait for a script; nothing that it has started may be left."""
     out, err = process.communicate(timeout=timeout)
     end = time.monotonic() + 120
-    while (left := _of_program(folder)) and time.monotonic() < end:
+    while (left := _processes_of_script(folder)) and time.monotonic() < end:
         time.sleep(0.05)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
@@ -81,7 +81,7 @@ def wait_for_script(process: subprocess.Popen[str], folder: Path, timeout: float
     return process.returncode, out, err
 
 
-def _of_program(folder: Path) -> list[int]:
+def _processes_of_script(folder: Path) -> list[int]:
     """List the processes with a program's variables: workers may lead sessions of their own."""
     found = []
     for process in psutil.process_iter():
