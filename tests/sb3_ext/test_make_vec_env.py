@@ -149,7 +149,7 @@ def test_seeds_make_all_streams_reproducible() -> None:
 # -- how far environments are kept apart
 
 
-def built_here(folder: Path) -> int:
+def count_builds_here(folder: Path) -> int:
     return sum(path.name.startswith(f"{os.getpid()}-") for path in folder.iterdir())
 
 
@@ -177,7 +177,7 @@ def test_what_cannot_share_a_process_does_not(name: str, make: Any, variant: Var
     folder.mkdir(parents=True)
     venv = make(functools.partial(build_and_record, variant(name), str(folder)))
     assert len(set(pids(venv))) == 3
-    assert built_here(folder) == 0
+    assert count_builds_here(folder) == 0
     assert "So each of the 3 has its own process." in venv.isolation_report  # type: ignore[attr-defined]
     venv.reset()
     for _ in range(5):
@@ -344,7 +344,7 @@ def test_one_environment_is_not_tried(tmp_path: Path) -> None:
     venv = make_vec_env(functools.partial(build_and_record, Counting, str(tmp_path)), 1)
     assert isinstance(venv, DummyVecEnv)
     assert "only one" in venv.isolation_report  # type: ignore[attr-defined]
-    assert len(list(tmp_path.iterdir())) == built_here(tmp_path) == 1
+    assert len(list(tmp_path.iterdir())) == count_builds_here(tmp_path) == 1
     venv.close()
 
 
