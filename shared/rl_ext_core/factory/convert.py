@@ -154,7 +154,7 @@ def _factory_from_instance(
     original = fingerprint(environment)
     lost: list[str] = []
     # Of a pickle that is not compared, more can be hoped for.
-    for way in (_recipe_from_record, _as_pickled) if verify else (_as_pickled, _recipe_from_record):
+    for way in (_recipe_from_record, _recipe_from_pickle) if verify else (_recipe_from_pickle, _recipe_from_record):
         recipe = way(environment, line, original, lost)
         if recipe is not None and not verify:
             return EnvFactory(recipe, instance=environment, preload=preload)
@@ -225,7 +225,7 @@ def _recipe_from_record(environment: Any, line: str, original: Fingerprint, lost
     return None
 
 
-def _as_pickled(environment: Any, line: str, original: Fingerprint, lost: list[str]) -> Recipe | None:
+def _recipe_from_pickle(environment: Any, line: str, original: Fingerprint, lost: list[str]) -> Recipe | None:
     """Return the recipe that loads a pickle; None, and why, if there is no pickle."""
     for path, reason in original.unpicklable.items():
         lost.append(f"pickled, it has no {path} ({reason})")
