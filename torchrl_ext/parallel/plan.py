@@ -160,7 +160,7 @@ class WorkerEnvBuilder:
             # In upstream's worker, where metadata come from there, these errors would be lost likewise.
             found = read_metadata(environment)
             if self.schema is not None:
-                _check(self.schema, _schema(found), worker)
+                _check_schema(self.schema, _schema(found), worker)
             if seed is not None:
                 # Melting Pot's environments, among others, take no seed; the process's generators are seeded all the
                 # same.
@@ -194,7 +194,7 @@ def _schema(metadata: EnvMetaData) -> Schema:
     return tuple((key, tuple(spec.shape), str(getattr(spec, "dtype", None))) for key, spec in specs)
 
 
-def _check(expected: Schema, found: Schema, worker: int) -> None:
+def _check_schema(expected: Schema, found: Schema, worker: int) -> None:
     """Compare what buffers were made for with what a worker's environment has.
 
     :raises InvalidArgumentError: it does not fit
