@@ -61,7 +61,7 @@ _REPORTED_NAMES = re.compile(
 )
 _PRIVATE_WORDS = re.compile("KEY|TOKEN|SECRET|PASSW|AUTH|CREDENTIAL|HOME|ROOT|PATH|DIR", re.IGNORECASE)
 # Their paths decide on a driver; other paths only tell where somebody has installed something.
-_PATHS = ("__EGL_VENDOR_LIBRARY_FILENAMES", "__EGL_VENDOR_LIBRARY_DIRS")
+_REPORTED_PATHS = ("__EGL_VENDOR_LIBRARY_FILENAMES", "__EGL_VENDOR_LIBRARY_DIRS")
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def examine(
 
 
 def _is_reported(name: str) -> bool:
-    if guess_variable(name) is not None or name in _PATHS:
+    if guess_variable(name) is not None or name in _REPORTED_PATHS:
         return True
     return _REPORTED_NAMES.fullmatch(name) is not None and _PRIVATE_WORDS.search(name) is None
 
