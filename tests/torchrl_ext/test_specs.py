@@ -41,14 +41,14 @@ FOREIGN: dict[str, tuple[Any, Any]] = {
 }
 
 
-def bare(observed: Any, taken: Any) -> Any:
+def spaces_only(observed: Any, taken: Any) -> Any:
     """No more than spaces."""
     return SimpleNamespace(observation_space=observed, action_space=taken, reset=None, step=None)
 
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_spaces_of_other_libraries(name: str) -> None:
-    found, expected = (GymWrapper(bare(space, spaces.Discrete(2))).observation_spec for space in FOREIGN[name])
+    found, expected = (GymWrapper(spaces_only(space, spaces.Discrete(2))).observation_spec for space in FOREIGN[name])
     assert [*found.values()] == [*expected.values()]  # TorchRL names images of gymnasium's "pixels"
 
 
@@ -76,7 +76,7 @@ def test_unknown_spaces(space: Any) -> None:
     for observed, taken in ((space, spaces.Discrete(2)), (box(2), space)):
         text = "register_gym_spec_conversion" if type(space) is spaces.Space else "Write"
         with pytest.raises(InvalidArgumentError, match=text):
-            GymWrapper(bare(observed, taken))
+            GymWrapper(spaces_only(observed, taken))
 
 
 @pytest.mark.parametrize("space", [spaces.Tuple([box(2), box(2)]), spaces.Text(4), spaces.Sequence(box(2), stack=True)])
@@ -168,7 +168,7 @@ VARIANTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_samples_stay_finite_whatever_becomes_of_the_spec(name: str) -> None:
-    spec = VARIANTS[name](GymWrapper(bare(box(2), MIXED)).action_spec)
+    spec = VARIANTS[name](GymWrapper(spaces_only(box(2), MIXED)).action_spec)
     samples = spec.rand((300,))
     assert samples.shape == (300, *spec.shape)
     check_samples(samples)
