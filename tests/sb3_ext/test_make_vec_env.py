@@ -153,7 +153,7 @@ def count_builds_here(folder: Path) -> int:
     return sum(path.name.startswith(f"{os.getpid()}-") for path in folder.iterdir())
 
 
-def pids(venv: VecEnv) -> list[int]:
+def process_ids(venv: VecEnv) -> list[int]:
     """The processes of the environments."""
     if isinstance(venv, DummyVecEnv):
         return [os.getpid()] * venv.num_envs
@@ -176,7 +176,7 @@ def test_what_cannot_share_a_process_does_not(name: str, make: Any, variant: Var
     folder = tmp_path / "cache" / "built"  # which trials may write to
     folder.mkdir(parents=True)
     venv = make(functools.partial(build_and_record, variant(name), str(folder)))
-    assert len(set(pids(venv))) == 3
+    assert len(set(process_ids(venv))) == 3
     assert count_builds_here(folder) == 0
     assert "So each of the 3 has its own process." in venv.isolation_report  # type: ignore[attr-defined]
     venv.reset()
@@ -200,11 +200,11 @@ def test_what_is_independent_and_slow_is_shared_by_as_many_processes_as_there_ar
 ) -> None:
     monkeypatch.setattr("rl_ext_core.resources.usable_cores", lambda: 2)
     venv = make_vec_env(Slow, 4)
-    assert [pids(venv).count(pid) for pid in dict.fromkeys(pids(venv))] == [2, 2]
+    assert [process_ids(venv).count(pid) for pid in dict.fromkeys(process_ids(venv))] == [2, 2]
     assert "So 2 processes share them: a step of 4 takes" in venv.isolation_report  # type: ignore[attr-defined]
     venv.close()
     venv = AutoVecEnv([Slow] * 4, n_workers=3)
-    assert len(set(pids(venv))) == 3
+    assert len(set(process_ids(venv))) == 3
     venv.close()
 
 
@@ -253,7 +253,7 @@ def test_own_working_directories_are_kept_and_named(how: str, tmp_path: Path, mo
         venv = make_vec_env(Logged, 3, cwd="assets" if how == "copies" else "own", monitor_dir="monitors", **options)  # type: ignore[arg-type]
         assert len(list((tmp_path / "monitors").iterdir())) == 3
     assert venv.working_directory in venv.isolation_report
-    count = len(set(pids(venv)))
+    count = len(set(process_ids(venv)))
     assert count == (2 if how == "two workers" else 3)
     venv.reset()
     venv.close()
@@ -332,7 +332,7 @@ def test_the_wrapper_is_tried_too() -> None:
 @pytest.mark.slow
 def test_each_function_is_tried(variant: Variant) -> None:
     venv = AutoVecEnv([variant("GOOD"), *[variant("SHARED_GLOBALS")] * 2])
-    assert len(set(pids(venv))) == 3
+    assert len(set(process_ids(venv))) == 3
     venv.close()
     venv = AutoVecEnv([functools.partial(cart_pole, gravity) for gravity in (1.0, 2.0, 3.0)])
     assert isinstance(venv, DummyVecEnv)
@@ -437,7 +437,7 @@ def test_what_is_asked_for_is_made_without_a_try_and_reported(
     options = {"start_method": FAST, "n_workers": n_workers} if n_workers else {}
     venv = make_vec_env(Counting, n_envs, isolation=isolation, vec_env_kwargs=options)
     assert venv.isolation_report.endswith(said)  # type: ignore[attr-defined]
-    assert len(set(pids(venv))) == min(n_workers or 1, n_envs)
+    assert len(set(process_ids(venv))) == min(n_workers or 1, n_envs)
     venv.close()
 
 
@@ -486,7 +486,7 @@ def test_classes_and_globals_of_the_script(way: str, tmp_path: Path) -> None:
 def test_a_console_game_by_its_name() -> None:
     pytest.importorskip("stable_retro")
     venv = make_vec_env("Airstriker-Genesis-v0", 2, seed=0)
-    assert len(set(pids(venv))) == 2
+    assert len(set(process_ids(venv))) == 2
     assert "Cannot create multiple emulator instances" in venv.isolation_report  # type: ignore[attr-defined]
     assert venv.reset().shape == (2, 224, 320, 3)
     venv.close()
