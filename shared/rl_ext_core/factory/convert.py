@@ -177,7 +177,7 @@ def _factory_from_instance(
                 raise
             examination = examination_of(recipe, careful=True)
         if not examination.lost:
-            _warn(examination)
+            _log_warnings(examination)
             recipe = dataclasses.replace(recipe, changes=examination.changes)
             return EnvFactory(recipe, instance=environment, preload=preload, examination=examination)
         more = f"; and {len(examination.lost) - 3} more" if len(examination.lost) > 3 else ""
@@ -189,7 +189,7 @@ def _factory_from_instance(
     )
 
 
-def _warn(examination: Examination) -> None:
+def _log_warnings(examination: Examination) -> None:
     if examination.opaque:
         more = f" and {len(examination.opaque) - 5} more" if len(examination.opaque) > 5 else ""
         _log.warning(
