@@ -156,7 +156,7 @@ class WorkerEnvBuilder:
         processes.set_status(phase="building the environment", **({} if seed is None else {"seed": seed}))
         try:
             environment = self.factories[worker](**overrides)
-            processes.on_abnormal_exit(functools.partial(_close, weakref.ref(environment)))
+            processes.on_abnormal_exit(functools.partial(_close_if_alive, weakref.ref(environment)))
             # In upstream's worker, where metadata come from there, these errors would be lost likewise.
             found = read_metadata(environment)
             if self.schema is not None:
@@ -172,7 +172,7 @@ class WorkerEnvBuilder:
         return environment
 
 
-def _close(reference: weakref.ref[EnvBase]) -> None:
+def _close_if_alive(reference: weakref.ref[EnvBase]) -> None:
     environment = reference()
     if environment is not None:
         environment.close()
