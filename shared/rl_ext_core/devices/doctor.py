@@ -229,19 +229,19 @@ def print_report(report: DoctorReport, console: Console) -> None:
         built = cuda if cuda.startswith("rocm") else f"CUDA {cuda}" if cuda else "without CUDA"
         installed["torch"] += f" ({built})"
     versions = {"rl-ext": rl_ext_core.__version__, **installed}
-    _line(console, "  ".join(f"{name} {version}" for name, version in versions.items()))
+    _print_line(console, "  ".join(f"{name} {version}" for name, version in versions.items()))
     _table(console, ("nvidia-smi", "name", "PCI", "UUID", "torch", "EGL", "DRM", "free / total"), _gpu_rows(report))
     for text in _other_devices(report.inventory):
-        _line(console, text)
+        _print_line(console, text)
     _heading(console, str(report.question))
     if report.refusal is not None:
-        _line(console, f"refused  {report.refusal}", _STYLES["error"])
+        _print_line(console, f"refused  {report.refusal}", _STYLES["error"])
     for text in report.decision.explain().splitlines() if report.decision else ():
-        _line(console, text)
+        _print_line(console, text)
     _heading(console, "renderers with the present variables")
     if not report.renderers:
-        _line(console, "no renderer that is known here is installed")
-        _line(console, install_line("mujoco"), "bold")
+        _print_line(console, "no renderer that is known here is installed")
+        _print_line(console, install_line("mujoco"), "bold")
     answers = {True: "yes", False: "NO", None: "-"}
     rows = [
         (found.renderer, _describe_place(found, report), answers[found.with_compute], found.why)
@@ -257,16 +257,16 @@ def print_report(report: DoctorReport, console: Console) -> None:
         _table(console, ("renderer", "GL_RENDERER", "GL_VENDOR", "EGL", "result"), tried)
     _heading(console, "findings, each with the line to type")
     if not report.findings:
-        _line(console, "nothing is wrong with the variables", _STYLES["ok"])
+        _print_line(console, "nothing is wrong with the variables", _STYLES["ok"])
     for finding in report.findings:
         value = "" if finding.value is None else f"={finding.value!r}"
         named = finding.variable in ("EGL", "torch", *_renderers.NAMES)
         unset = " is not set" if finding.value is None and not named else ""
-        _line(
+        _print_line(
             console, f"{finding.severity} {finding.variable}{value}{unset}: {finding.effect}", _STYLES[finding.severity]
         )
         for line in finding.fix.splitlines():
-            _line(console, line, "bold")
+            _print_line(console, line, "bold")
 
 
 def _gpu_rows(report: DoctorReport) -> Iterator[tuple[str, ...]]:
@@ -319,10 +319,10 @@ def _describe_place(found: Prediction, report: DoctorReport) -> str:
 
 def _heading(console: Console, text: str) -> None:
     console.print()
-    _line(console, text, "bold cyan")
+    _print_line(console, text, "bold cyan")
 
 
-def _line(console: Console, text: str, style: str = "") -> None:
+def _print_line(console: Console, text: str, style: str = "") -> None:
     """Print a line that the terminal may break, and nobody else: what is copied from there is one line."""
     from rich.text import Text
 
