@@ -549,16 +549,16 @@ def child(kind: str, library: str, done: set[str]) -> None:
     os.chdir(tempfile.mkdtemp(prefix="copies-"))
     logging.getLogger().addHandler(logging.NullHandler())
     copier, warned = Copier(), WarningCollector()
-    worlds: Any = LIBRARIES[library]()
+    named_makers: Any = LIBRARIES[library]()
     if kind == "settings":
-        next(iter(worlds), None)  # imports the library with its renderer
+        next(iter(named_makers), None)  # imports the library with its renderer
         names, cases = names_for_eval(library), collections.Counter[str]()
-        worlds = []
+        named_makers = []
         for make, change, read in SETTINGS.get(library, ()):
             name = f"{make}: {change or 'as constructed'}: {read}"
-            worlds.append((name, functools.partial(eval, make, names), {"change": change, "read": read}))
+            named_makers.append((name, functools.partial(eval, make, names), {"change": change, "read": read}))
             cases[name] += 1
-    for name, make, *settings in worlds:
+    for name, make, *settings in named_makers:
         if name not in done:
             print(json.dumps({"name": name}), flush=True)
             result = check_copy(library, make, copier, warned, name=name, **(settings[0] if settings else {}))
