@@ -161,14 +161,14 @@ def process_ids(venv: VecEnv) -> list[int]:
     return [worker.process.pid for worker in venv._pool.worker_by_env]
 
 
-def with_sb3s(build: Any) -> Any:
+def make_with_sb3(build: Any) -> Any:
     return env_util.make_vec_env(build, 3, seed=0, vec_env_cls=AutoVecEnv)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("name", "make"),
     [
-        pytest.param("CRASH_OF_SECOND", with_sb3s, marks=pytest.mark.exhaustive),
+        pytest.param("CRASH_OF_SECOND", make_with_sb3, marks=pytest.mark.exhaustive),
         ("SHARED_GLOBALS", lambda build: make_vec_env(build, 3, seed=0)),
     ],
 )
