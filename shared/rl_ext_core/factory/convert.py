@@ -145,7 +145,7 @@ def _factory_from_instance(
     verify: bool,
     start_method: str | None,
     adapt: Callable[[Any], Any] | None,
-    adapts: Sequence[str],
+    adapter_modules: Sequence[str],
     read: Callable[[Any], Any] | None,
     timeout: float | None,
 ) -> EnvFactory[Any]:
@@ -165,7 +165,7 @@ def _factory_from_instance(
             return compare.in_subprocess(
                 functools.partial(compare.examine, recipe, original, adapt, read, careful),
                 functools.partial(compare.pack_values, original),
-                preload=record.merged_modules(preload, adapts),
+                preload=record.merged_modules(preload, adapter_modules),
                 start_method=start_method,
                 timeout=timeout,
             )
