@@ -103,12 +103,12 @@ class WorkerPlan:
         known: dict[int, Examination] = {}
         for index, envs in enumerate(self._envs):
             if id(envs) not in known:
-                known[id(envs)] = found = self._examination(index)
+                known[id(envs)] = found = self._examine(index)
                 envs.schema = _schema(found.read)
         self._examinations = [known[id(envs)] for envs in self._envs]
         return [found.read.clone() for found in self._examinations]
 
-    def _examination(self, index: int) -> Examination:
+    def _examine(self, index: int) -> Examination:
         factory, overrides = self.factories[index], dict(self.kwargs[index])
         del overrides["worker"]
         known, its_own = factory.examination, {**factory.overrides, **overrides}
