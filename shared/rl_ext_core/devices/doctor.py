@@ -233,12 +233,12 @@ def print_report(report: DoctorReport, console: Console) -> None:
     _table(console, ("nvidia-smi", "name", "PCI", "UUID", "torch", "EGL", "DRM", "free / total"), _gpu_rows(report))
     for text in _other_devices(report.inventory):
         _print_line(console, text)
-    _heading(console, str(report.question))
+    _print_heading(console, str(report.question))
     if report.refusal is not None:
         _print_line(console, f"refused  {report.refusal}", _STYLES["error"])
     for text in report.decision.explain().splitlines() if report.decision else ():
         _print_line(console, text)
-    _heading(console, "renderers with the present variables")
+    _print_heading(console, "renderers with the present variables")
     if not report.renderers:
         _print_line(console, "no renderer that is known here is installed")
         _print_line(console, install_line("mujoco"), "bold")
@@ -249,13 +249,13 @@ def print_report(report: DoctorReport, console: Console) -> None:
     ]
     _table(console, ("renderer", "renders on", "computes there", "because"), rows)
     if report.verified:
-        _heading(console, "tried under a decision, each in a process of its own")
+        _print_heading(console, "tried under a decision, each in a process of its own")
         tried = [
             (seen.name, seen.gl_renderer or "-", seen.gl_vendor or "-", seen.place, seen.result)
             for seen in report.verified
         ]
         _table(console, ("renderer", "GL_RENDERER", "GL_VENDOR", "EGL", "result"), tried)
-    _heading(console, "findings, each with the line to type")
+    _print_heading(console, "findings, each with the line to type")
     if not report.findings:
         _print_line(console, "nothing is wrong with the variables", _STYLES["ok"])
     for finding in report.findings:
@@ -317,7 +317,7 @@ def _describe_place(found: Prediction, report: DoctorReport) -> str:
     return {"fails": "FAILS", "window": "the display"}.get(found.where, found.where)
 
 
-def _heading(console: Console, text: str) -> None:
+def _print_heading(console: Console, text: str) -> None:
     console.print()
     _print_line(console, text, "bold cyan")
 
