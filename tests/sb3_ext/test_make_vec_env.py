@@ -311,7 +311,7 @@ def test_workers_that_do_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch, ca
     assert re.search(r"2 workers need about .* 0\.0 GB are available: use 1 or fewer", caplog.text)
 
 
-class _Global(gym.Wrapper[Any, Any, Any, Any]):
+class GlobalCounter(gym.Wrapper[Any, Any, Any, Any]):
     """Counts the steps of all."""
 
     steps: ClassVar[list[float]] = [0.0]
@@ -324,7 +324,7 @@ class _Global(gym.Wrapper[Any, Any, Any, Any]):
 
 @pytest.mark.slow
 def test_the_wrapper_is_tried_too() -> None:
-    venv = make_vec_env("CartPole-v1", 2, wrapper_class=_Global)
+    venv = make_vec_env("CartPole-v1", 2, wrapper_class=GlobalCounter)
     assert isinstance(venv, SharedMemoryVecEnv)
     venv.close()
 
