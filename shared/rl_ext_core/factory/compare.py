@@ -86,7 +86,7 @@ class Change:
 class Examination:
     """What building copies has shown.
 
-    :ivar lost: at which paths a copy differs and how, or what went wrong
+    :ivar problems: at which paths a copy differs and how, or what went wrong
     :ivar changes: what is set on a copy
     :ivar opaque: what of an instance could not be looked into: state behind it, changed by calls, is not seen
     :ivar class_attributes: paths of globals and classes' attributes that differ: another process imports them anew
@@ -96,7 +96,7 @@ class Examination:
     :ivar read: what the reader returned for the copy
     """
 
-    lost: Sequence[str] = ()
+    problems: Sequence[str] = ()
     changes: tuple[Change, ...] = ()
     opaque: Sequence[str] = ()
     class_attributes: Sequence[str] = ()
@@ -298,7 +298,7 @@ def examine(
         found = _compared(recipe, original) if recipe.origin == "pickle" else _replayed(recipe, original, careful, ask)
     except Exception as error:
         return Examination([f"building one raises {error!r}"])
-    if found.lost:
+    if found.problems:
         return found
     recipe = dataclasses.replace(recipe, changes=found.changes)
     measured = measure(recipe.build if adapt is None else lambda: adapt(recipe.build()), read)

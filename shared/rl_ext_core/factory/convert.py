@@ -152,10 +152,10 @@ def _factory_from_instance(
     line = record.line_of_instance(environment)
     preload = record.modules_of_instance(environment)
     original = fingerprint(environment)
-    lost: list[str] = []
+    problems: list[str] = []
     # Of a pickle that is not compared, more can be hoped for.
     for way in (_recipe_from_record, _recipe_from_pickle) if verify else (_recipe_from_pickle, _recipe_from_record):
-        recipe = way(environment, line, original, lost)
+        recipe = way(environment, line, original, problems)
         if recipe is not None and not verify:
             return EnvFactory(recipe, instance=environment, preload=preload)
         if recipe is None:
@@ -176,15 +176,15 @@ def _factory_from_instance(
             if error.phase != compare.OPTIONAL:
                 raise
             examination = examination_of(recipe, careful=True)
-        if not examination.lost:
+        if not examination.problems:
             _log_warnings(examination)
             recipe = dataclasses.replace(recipe, changes=examination.changes)
             return EnvFactory(recipe, instance=environment, preload=preload, examination=examination)
-        more = f"; and {len(examination.lost) - 3} more" if len(examination.lost) > 3 else ""
-        lost.append(f"{_ORIGIN_PHRASES[recipe.origin]}, {'; '.join(examination.lost[:3])}{more}")
+        more = f"; and {len(examination.problems) - 3} more" if len(examination.problems) > 3 else ""
+        problems.append(f"{_ORIGIN_PHRASES[recipe.origin]}, {'; '.join(examination.problems[:3])}{more}")
     name = line.removeprefix("lambda: ").partition("(")[0]
     raise NotCopyableError(
-        f"this {name} cannot be copied into a worker: {'. And '.join(lost)}. Hand over a function that builds it as it "
+        f"this {name} cannot be copied into a worker: {'. And '.join(problems)}. Hand over a function that builds it as it "
         f"is to be:\n    {line}"
     )
 
@@ -207,28 +207,28 @@ def _log_warnings(examination: Examination) -> None:
         )
 
 
-def _recipe_from_record(environment: Any, line: str, original: Fingerprint, lost: list[str]) -> Recipe | None:
+def _recipe_from_record(environment: Any, line: str, original: Fingerprint, problems: list[str]) -> Recipe | None:
     """Return the recipe that makes an instance as it was made; None, and why, if that is unknown."""
     for path in original.unpicklable:
         if (name := simulators.file_written(original.objects.get(path))) is not None:
-            lost.append(f"it writes to the file {name} ({path}), which making another one may begin anew")
+            problems.append(f"it writes to the file {name} ({path}), which making another one may begin anew")
             return None
     call = record.call_of(environment)
     if call is not None:
         origin = "spec" if call.function is record.make else "constructor"
         with contextlib.suppress(NotCopyableError):
             return recipe_of_callable(call.build, origin, line, takes_arguments=False)
-    lost.append(
+    problems.append(
         "how it was made is not known, because that was before this package was imported, or by a function that "
         "capture_constructors was not told of"
     )
     return None
 
 
-def _recipe_from_pickle(environment: Any, line: str, original: Fingerprint, lost: list[str]) -> Recipe | None:
+def _recipe_from_pickle(environment: Any, line: str, original: Fingerprint, problems: list[str]) -> Recipe | None:
     """Return the recipe that loads a pickle; None, and why, if there is no pickle."""
     for path, reason in original.unpicklable.items():
-        lost.append(f"pickled, it has no {path} ({reason})")
+        problems.append(f"pickled, it has no {path} ({reason})")
         return None
     kept = original.references  # globals and classes' attributes are those of the process that loads it
     try:
@@ -236,5 +236,5 @@ def _recipe_from_pickle(environment: Any, line: str, original: Fingerprint, lost
     except Exception as error:
         path = compare.unpicklable(original)
         reason = str(error) or type(error).__name__
-        lost.append(f"pickled, it has no {path} ({full_name(type(original.objects[path]))}: {reason})")
+        problems.append(f"pickled, it has no {path} ({full_name(type(original.objects[path]))}: {reason})")
         return None
