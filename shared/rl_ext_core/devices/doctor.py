@@ -230,7 +230,9 @@ def print_report(report: DoctorReport, console: Console) -> None:
         installed["torch"] += f" ({built})"
     versions = {"rl-ext": rl_ext_core.__version__, **installed}
     _print_line(console, "  ".join(f"{name} {version}" for name, version in versions.items()))
-    _table(console, ("nvidia-smi", "name", "PCI", "UUID", "torch", "EGL", "DRM", "free / total"), _gpu_rows(report))
+    _print_table(
+        console, ("nvidia-smi", "name", "PCI", "UUID", "torch", "EGL", "DRM", "free / total"), _gpu_rows(report)
+    )
     for text in _other_devices(report.inventory):
         _print_line(console, text)
     _print_heading(console, str(report.question))
@@ -247,14 +249,14 @@ def print_report(report: DoctorReport, console: Console) -> None:
         (found.renderer, _describe_place(found, report), answers[found.with_compute], found.why)
         for found in report.renderers
     ]
-    _table(console, ("renderer", "renders on", "computes there", "because"), rows)
+    _print_table(console, ("renderer", "renders on", "computes there", "because"), rows)
     if report.verified:
         _print_heading(console, "tried under a decision, each in a process of its own")
         tried = [
             (seen.name, seen.gl_renderer or "-", seen.gl_vendor or "-", seen.place, seen.result)
             for seen in report.verified
         ]
-        _table(console, ("renderer", "GL_RENDERER", "GL_VENDOR", "EGL", "result"), tried)
+        _print_table(console, ("renderer", "GL_RENDERER", "GL_VENDOR", "EGL", "result"), tried)
     _print_heading(console, "findings, each with the line to type")
     if not report.findings:
         _print_line(console, "nothing is wrong with the variables", _STYLES["ok"])
@@ -329,7 +331,7 @@ def _print_line(console: Console, text: str, style: str = "") -> None:
     console.print(Text(_clean(text), style), soft_wrap=True, highlight=False)
 
 
-def _table(
+def _print_table(
     console: Console, columns: Sequence[str], rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]
 ) -> None:
     from rich.table import Table
