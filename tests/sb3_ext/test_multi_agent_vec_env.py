@@ -114,7 +114,7 @@ def test_an_agent_that_joins() -> None:
     env.close()
 
 
-class _Arena(Race):
+class Rejoining(Race):
     """Agent ``runner_1`` dies in step 2 and is back from step 4 on; all infos and actions are written into again."""
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
@@ -132,7 +132,7 @@ class _Arena(Race):
 
 
 def test_an_agent_that_comes_back() -> None:
-    env = MultiAgentVecEnv([functools.partial(_Arena, (9, 2), length=6)])
+    env = MultiAgentVecEnv([functools.partial(Rejoining, (9, 2), length=6)])
     env.seed(0)
     env.reset()
     steps = [env.step(np.zeros(2, int)) for _ in range(6)]
