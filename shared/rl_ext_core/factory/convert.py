@@ -161,7 +161,7 @@ def _factory_from_instance(
         if recipe is None:
             continue
 
-        def examination_of(recipe: Recipe, *, careful: bool) -> Examination:
+        def run_examination(recipe: Recipe, *, careful: bool) -> Examination:
             return compare.in_subprocess(
                 functools.partial(compare.examine, recipe, original, adapt, read, careful),
                 functools.partial(compare.pack_values, original),
@@ -171,11 +171,11 @@ def _factory_from_instance(
             )
 
         try:
-            examination = examination_of(recipe, careful=False)
+            examination = run_examination(recipe, careful=False)
         except WorkerError as error:
             if error.phase != compare.OPTIONAL:
                 raise
-            examination = examination_of(recipe, careful=True)
+            examination = run_examination(recipe, careful=True)
         if not examination.problems:
             _log_warnings(examination)
             recipe = dataclasses.replace(recipe, changes=examination.changes)
