@@ -32,7 +32,7 @@ __all__ = ["WorkerPlan", "SpeedCheck", "WorkerEnvBuilder"]
 _log = logging.getLogger("torchrl_ext")
 
 # The first steps of workers fault their pages in.
-_WARMUP_STEPS, _TIMED = 10, 40
+_WARMUP_STEPS, _TIMED_STEPS = 10, 40
 # Below this, noise decides.
 _SLOWER = 1.2
 
@@ -225,11 +225,11 @@ class SpeedCheck:
         self._begin = time.perf_counter()
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        if self._serial is None or kind is not None or len(self._taken) >= _WARMUP_STEPS + _TIMED:
+        if self._serial is None or kind is not None or len(self._taken) >= _WARMUP_STEPS + _TIMED_STEPS:
             return
         self._taken.append(time.perf_counter() - self._begin)
         parallel = statistics.median(self._taken[_WARMUP_STEPS:] or [0.0])
-        if len(self._taken) == _WARMUP_STEPS + _TIMED and parallel > _SLOWER * self._serial:
+        if len(self._taken) == _WARMUP_STEPS + _TIMED_STEPS and parallel > _SLOWER * self._serial:
             _log.warning(
                 "these %d workers take %.2f ms for a step that takes about %.2f ms in one process (both measured): "
                 "SerialEnv(%d, as_factory(env)) is faster",
