@@ -328,7 +328,7 @@ def _print_line(console: Console, text: str, style: str = "") -> None:
     """Print a line that the terminal may break, and nobody else: what is copied from there is one line."""
     from rich.text import Text
 
-    console.print(Text(_clean(text), style), soft_wrap=True, highlight=False)
+    console.print(Text(_escape_unprintable(text), style), soft_wrap=True, highlight=False)
 
 
 def _print_table(
@@ -341,12 +341,12 @@ def _print_table(
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(_clean(cell)) for cell in row))
+        table.add_row(*(Text(_escape_unprintable(cell)) for cell in row))
     if table.rows:
         console.print(table, highlight=False)
 
 
-def _clean(text: str) -> str:
+def _escape_unprintable(text: str) -> str:
     """Show characters that are none as Python writes them: a report may come from anybody."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
