@@ -148,7 +148,7 @@ def test_an_agent_that_comes_back() -> None:
     env.close()
 
 
-class _InPlace(Race):
+class ActionWriting(Race):
     """Writes into its actions."""
 
     def action_space(self, agent: str) -> Any:
@@ -161,7 +161,7 @@ class _InPlace(Race):
 
 
 def test_actions_of_the_caller_are_not_written_to() -> None:
-    env = MultiAgentVecEnv([_InPlace])
+    env = MultiAgentVecEnv([ActionWriting])
     env.seed(0)
     env.reset()
     actions = np.zeros((3, 1), np.float32)
