@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Change",
     "Examination",
-    "apply",
+    "apply_changes",
     "examine",
     "in_subprocess",
     "measure",
@@ -190,7 +190,7 @@ def _following(holder: Any, step: Step) -> Any:
     return getattr(holder, key) if operation == "field" else holder[key]
 
 
-def apply(environment: Any, changes: Sequence[Change]) -> None:
+def apply_changes(environment: Any, changes: Sequence[Change]) -> None:
     """Set on a copy what was changed of the original.
 
     :raises LookupError: it cannot be set there; the text names the path
@@ -381,7 +381,7 @@ def _outlasting(
         for group in (changes, doubtful):
             for one in group:
                 with contextlib.suppress(Exception):
-                    apply(copy, [one])
+                    apply_changes(copy, [one])
             with contextlib.suppress(Exception), _ended_after(_PATIENCE_S):
                 _reset(driver, 0)
             found.append(fingerprint(copy))

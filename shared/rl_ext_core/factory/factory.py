@@ -329,7 +329,7 @@ class Recipe:
         if self.takes_arguments:
             return _call_with_specs(*self.load(), overrides)
         environment = compare.unpack(self.packed) if self.origin == "pickle" else _call_with_specs(*self.load(), {})
-        compare.apply(environment, self.changes)
+        compare.apply_changes(environment, self.changes)
         _set_overrides(environment, overrides)
         return environment
 
