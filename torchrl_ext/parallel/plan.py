@@ -34,7 +34,7 @@ _log = logging.getLogger("torchrl_ext")
 # The first steps of workers fault their pages in.
 _WARMUP_STEPS, _TIMED_STEPS = 10, 40
 # Below this, noise decides.
-_SLOWER = 1.2
+_MIN_SLOWDOWN = 1.2
 
 Schema = tuple[tuple[Any, ...], ...]
 
@@ -229,7 +229,7 @@ class SpeedCheck:
             return
         self._taken.append(time.perf_counter() - self._begin)
         parallel = statistics.median(self._taken[_WARMUP_STEPS:] or [0.0])
-        if len(self._taken) == _WARMUP_STEPS + _TIMED_STEPS and parallel > _SLOWER * self._serial:
+        if len(self._taken) == _WARMUP_STEPS + _TIMED_STEPS and parallel > _MIN_SLOWDOWN * self._serial:
             _log.warning(
                 "these %d workers take %.2f ms for a step that takes about %.2f ms in one process (both measured): "
                 "SerialEnv(%d, as_factory(env)) is faster",
