@@ -380,7 +380,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.verify and arguments.render == "none":
         raise InvalidArgumentError('--verify renders, so --render "none" leaves nothing to do')
     console = new_console()
-    report = _report(arguments, console)
+    report = _create_report(arguments, console)
     if arguments.json:
         sys.stdout.write(f"{report.to_json()}\n")
     else:
@@ -388,7 +388,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.healthy else 1
 
 
-def _report(arguments: argparse.Namespace, console: Console) -> DoctorReport:
+def _create_report(arguments: argparse.Namespace, console: Console) -> DoctorReport:
     question = _question(arguments)
     if arguments.replay is not None:
         try:
