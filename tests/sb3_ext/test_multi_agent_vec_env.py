@@ -212,7 +212,7 @@ def test_algorithms_train_on_it() -> None:
     env.close()
 
 
-class _Mixed(Race):
+class MixedSpaces(Race):
     def action_space(self, agent: str) -> Any:
         return spaces.Discrete(2 if agent == "runner_1" else 3)
 
@@ -226,7 +226,7 @@ class _Forgetful(Race):
 
 def test_what_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="'runner_1' has the spaces"):
-        MultiAgentVecEnv([_Mixed])
+        MultiAgentVecEnv([MixedSpaces])
     with pytest.raises(InvalidArgumentError, match="environment 1 has the agents"):
         MultiAgentVecEnv([Race, functools.partial(Race, (1, 2))])
     with pytest.raises(InvalidTypeError, match="act in turns"):
