@@ -113,10 +113,10 @@ def pack_values(original: Fingerprint, paths: Sequence[str]) -> list[Change | st
     """Pack what an instance has at paths; a text says why one cannot be set on a copy."""
     found = ((path, part) for path, part in original.objects.items() if path not in original.aliases)
     homes = {id(part): path for path, part in found if walk.is_layer(part)}
-    return [_packed_value(original, path, homes) for path in paths]
+    return [_pack_value(original, path, homes) for path in paths]
 
 
-def _packed_value(original: Fingerprint, path: str, homes: Mapping[int, str]) -> Change | str:
+def _pack_value(original: Fingerprint, path: str, homes: Mapping[int, str]) -> Change | str:
     while path in original.steps and original.steps[path][1] is None:  # what holds it is set
         path = original.steps[path][0]
     steps = _steps_to(original, path)
