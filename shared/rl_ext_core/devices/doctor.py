@@ -389,7 +389,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _create_report(arguments: argparse.Namespace, console: Console) -> DoctorReport:
-    question = _question(arguments)
+    question = _parse_question(arguments)
     if arguments.replay is not None:
         try:
             text = Path(arguments.replay).read_text(encoding="utf-8")
@@ -409,7 +409,7 @@ def _create_report(arguments: argparse.Namespace, console: Console) -> DoctorRep
     return examine(question=question, verified=seen)
 
 
-def _question(arguments: argparse.Namespace) -> Question | None:
+def _parse_question(arguments: argparse.Namespace) -> Question | None:
     """Read the decision to explain; None if none was asked for.
 
     :raises InvalidArgumentError: a device or a renderer is written in no known form
