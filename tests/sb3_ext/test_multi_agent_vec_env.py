@@ -217,7 +217,7 @@ class MixedSpaces(Race):
         return spaces.Discrete(2 if agent == "runner_1" else 3)
 
 
-class _Forgetful(Race):
+class Forgetful(Race):
     def step(self, actions: Any) -> Any:
         observations, *others = super().step(actions)
         observations.pop("runner_1", None)
@@ -234,7 +234,7 @@ def test_what_is_refused() -> None:
     for options in ({"wrapper_class": Race}, {"isolation": "process"}, {"monitor_dir": "logs"}):
         with pytest.raises(InvalidArgumentError, match="is for single environments"):
             make_vec_env(Race(), 2, **options)
-    env = MultiAgentVecEnv([_Forgetful])
+    env = MultiAgentVecEnv([Forgetful])
     env.seed(0)
     env.reset()
     with pytest.raises(EnvironmentOutputError, match="nothing for the agent 'runner_1'"):
