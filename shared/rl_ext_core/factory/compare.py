@@ -178,12 +178,12 @@ def unpack(packed: bytes, environment: Any = None) -> Any:
     def find(place: Any) -> Any:
         if len(place) == 2 and isinstance(place[0], str):
             return operator.attrgetter(place[1])(importlib.import_module(place[0]))
-        return functools.reduce(_following, place, environment)
+        return functools.reduce(_follow_step, place, environment)
 
     return _pickle.loads(packed, find)
 
 
-def _following(holder: Any, step: Step) -> Any:
+def _follow_step(holder: Any, step: Step) -> Any:
     operation, key = step
     if operation == "attribute":
         return walk.attributes(holder)[key]
@@ -203,12 +203,12 @@ def apply_changes(environment: Any, changes: Sequence[Change]) -> None:
 
 
 def _set(environment: Any, change: Change) -> None:
-    holder = functools.reduce(_following, change.steps[:-1], environment)
+    holder = functools.reduce(_follow_step, change.steps[:-1], environment)
     operation, key = change.steps[-1]
     value = unpack(change.packed, environment)
     held: Any = None
     with contextlib.suppress(LookupError, AttributeError):
-        held = _following(holder, change.steps[-1])
+        held = _follow_step(holder, change.steps[-1])
     if _is_written_to(held, value):
         held[...] = value  # others may hold this array, or a library in C its memory
     elif type(held) is type(value) and isinstance(held, (ctypes.Structure, ctypes.Union, ctypes.Array)):
