@@ -216,7 +216,7 @@ class SpeedCheck:
     """
 
     def __init__(self, step_seconds: Sequence[float | None], num_workers: int) -> None:
-        self._serial = None if None in step_seconds else sum(seconds or 0.0 for seconds in step_seconds)
+        self._serial_seconds = None if None in step_seconds else sum(seconds or 0.0 for seconds in step_seconds)
         self._num_workers = num_workers
         self._durations: list[float] = []
         self._begin = 0.0
@@ -225,16 +225,16 @@ class SpeedCheck:
         self._begin = time.perf_counter()
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        if self._serial is None or kind is not None or len(self._durations) >= _WARMUP_STEPS + _TIMED_STEPS:
+        if self._serial_seconds is None or kind is not None or len(self._durations) >= _WARMUP_STEPS + _TIMED_STEPS:
             return
         self._durations.append(time.perf_counter() - self._begin)
         parallel = statistics.median(self._durations[_WARMUP_STEPS:] or [0.0])
-        if len(self._durations) == _WARMUP_STEPS + _TIMED_STEPS and parallel > _MIN_SLOWDOWN * self._serial:
+        if len(self._durations) == _WARMUP_STEPS + _TIMED_STEPS and parallel > _MIN_SLOWDOWN * self._serial_seconds:
             _log.warning(
                 "these %d workers take %.2f ms for a step that takes about %.2f ms in one process (both measured): "
                 "SerialEnv(%d, as_factory(env)) is faster",
                 self._num_workers,
                 parallel * 1e3,
-                self._serial * 1e3,
+                self._serial_seconds * 1e3,
                 self._num_workers,
             )
