@@ -233,7 +233,7 @@ def print_report(report: DoctorReport, console: Console) -> None:
     _print_table(
         console, ("nvidia-smi", "name", "PCI", "UUID", "torch", "EGL", "DRM", "free / total"), _gpu_rows(report)
     )
-    for text in _other_devices(report.inventory):
+    for text in _describe_other_devices(report.inventory):
         _print_line(console, text)
     _print_heading(console, str(report.question))
     if report.refusal is not None:
@@ -292,7 +292,7 @@ def _gpu_rows(report: DoctorReport) -> Iterator[tuple[str, ...]]:
         yield str(gpu.index), gpu.name, gpu.pci, gpu.uuid[:length], torch, egl, drm, memory
 
 
-def _other_devices(inventory: Inventory) -> Iterator[str]:
+def _describe_other_devices(inventory: Inventory) -> Iterator[str]:
     """Name the slices, EGL's devices that are none of these GPUs, and what did not answer."""
     if not inventory.gpus:
         yield f"no GPU: {inventory.nvml_error or 'NVML lists none'}"
