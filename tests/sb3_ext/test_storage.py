@@ -21,7 +21,7 @@ from tests.sb3_ext.toys import add_all, collect_transitions, dict_env, sample_ba
 ENVS: dict[str, Any] = {"plain": image_env, "n-step": image_env, "dict": dict_env, "hindsight": lambda: reach(size=36)}
 
 
-def new(kind: str, rows: int, venv: Any, **options: Any) -> Any:
+def make_compressed(kind: str, rows: int, venv: Any, **options: Any) -> Any:
     return make_buffers_for(kind, rows, venv, **options)[0]
 
 
@@ -54,13 +54,13 @@ def test_infos_are_not_for_folders(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidArgumentError, match="copy_info_dict=True keeps dictionaries, which storage_dir does not"
     ):
-        new("hindsight", 40, venv, copy_info_dict=True, storage_dir=tmp_path)
-    new("hindsight", 40, venv, storage_dir=tmp_path).close()
+        make_compressed("hindsight", 40, venv, copy_info_dict=True, storage_dir=tmp_path)
+    make_compressed("hindsight", 40, venv, storage_dir=tmp_path).close()
 
 
 def test_an_episodes_row_is_not_changed_by_what_cannot_be_added(tmp_path: Path) -> None:
     venv = reach()
-    ours = new("hindsight", 20, venv, storage_dir=tmp_path)
+    ours = make_compressed("hindsight", 20, venv, storage_dir=tmp_path)
     transitions = collect_transitions(venv, 50)  # the ring is full
     add_all([ours], transitions[:-1])
     before = ours.ep_start.copy(), ours.ep_length.copy()
@@ -70,7 +70,7 @@ def test_an_episodes_row_is_not_changed_by_what_cannot_be_added(tmp_path: Path) 
     assert (ours.ep_start == before[0]).all()
     assert (ours.ep_length == before[1]).all()
     ours.close()
-    new("hindsight", 20, venv, storage_dir=tmp_path).close()
+    make_compressed("hindsight", 20, venv, storage_dir=tmp_path).close()
 
 
 @pytest.mark.parametrize("length", [9, pytest.param(400, marks=pytest.mark.slow)])
@@ -92,13 +92,13 @@ def test_hindsight_forgets_episodes_whose_start_is_gone(length: int) -> None:
 @pytest.mark.filterwarnings("ignore:The last trajectory")
 def test_a_trajectory_that_was_cut_after_a_flush_is_no_damage(tmp_path: Path) -> None:
     venv = ENVS["hindsight"]()
-    buffer = new("hindsight", 40, venv, storage_dir=tmp_path / "a")
+    buffer = make_compressed("hindsight", 40, venv, storage_dir=tmp_path / "a")
     add_all((buffer,), collect_transitions(venv, 22))
     buffer.flush()
     buffer.truncate_last_trajectory()
     dones = buffer.dones[: buffer.pos].copy()
     buffer.close()
-    buffer = new("hindsight", 40, venv, storage_dir=tmp_path / "a")
+    buffer = make_compressed("hindsight", 40, venv, storage_dir=tmp_path / "a")
     np.testing.assert_array_equal(buffer.dones[: buffer.pos], dones)
     buffer.close()
 
@@ -106,13 +106,13 @@ def test_a_trajectory_that_was_cut_after_a_flush_is_no_damage(tmp_path: Path) ->
 def test_folders_of_two_buffers_are_not_one(tmp_path: Path) -> None:
     venv = ENVS["dict"]()
     for name, count in (("a", 30), ("b", 5)):
-        buffer = new("dict", 40, venv, storage_dir=tmp_path / name)
+        buffer = make_compressed("dict", 40, venv, storage_dir=tmp_path / name)
         add_all([buffer], collect_transitions(venv, count))
         buffer.close()
     shutil.rmtree(tmp_path / "a" / "place")
     shutil.copytree(tmp_path / "b" / "place", tmp_path / "a" / "place")
     with pytest.raises(InvalidArgumentError, match=r"holds folders of different buffers, one for each of .*put back"):
-        new("dict", 40, venv, storage_dir=tmp_path / "a")
+        make_compressed("dict", 40, venv, storage_dir=tmp_path / "a")
 
 
 @pytest.mark.parametrize(
@@ -121,16 +121,16 @@ def test_folders_of_two_buffers_are_not_one(tmp_path: Path) -> None:
 def test_a_folder_that_another_one_has_taken_the_place_of_is_left_alone(leave: Any, tmp_path: Path) -> None:
     venv, path = image_env(still=False), tmp_path / "run"
     transitions = collect_transitions(venv, 140)
-    former = new("plain", 200, venv, storage_dir=path)
+    former = make_compressed("plain", 200, venv, storage_dir=path)
     add_all([former], transitions[:50])
     leave(path)
-    latter = new("plain", 200, venv, storage_dir=path)
+    latter = make_compressed("plain", 200, venv, storage_dir=path)
     add_all([latter], transitions[:30])
     add_all([former], transitions[50:])  # how frames are stored is chosen again, which writes others
     assert len(former.observations[:140]) == 140
     latter.close()
     former.close()
-    opened = new("plain", 200, venv, storage_dir=path)
+    opened = make_compressed("plain", 200, venv, storage_dir=path)
     assert opened.size() == 30
     np.testing.assert_array_equal(opened.observations[:30], [transition[0] for transition in transitions[:30]])
     opened.close()
@@ -143,7 +143,7 @@ def test_a_process_that_is_killed_while_it_samples_leaves_no_damage(tmp_path: Pa
     child = os.fork()
     if child == 0:
         try:
-            buffer = new("n-step", 40, venv, storage_dir=tmp_path / "a")
+            buffer = make_compressed("n-step", 40, venv, storage_dir=tmp_path / "a")
             add_all((buffer,), transitions)
             buffer.flush()
             buffer._normalize_obs = lambda *args: os._exit(9)  # killed in the middle of a batch
@@ -151,7 +151,7 @@ def test_a_process_that_is_killed_while_it_samples_leaves_no_damage(tmp_path: Pa
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    buffer = new("n-step", 40, venv, storage_dir=tmp_path / "a")
+    buffer = make_compressed("n-step", 40, venv, storage_dir=tmp_path / "a")
     assert buffer.recovered == (30, 0, 0)
     buffer.close()
 
@@ -160,7 +160,7 @@ def test_a_process_that_is_killed_while_it_samples_leaves_no_damage(tmp_path: Pa
 def test_another_thread_that_adds_waits_until_a_batch_is_decoded(kind: str) -> None:
     venv = ENVS[kind]()
     transitions = collect_transitions(venv, 60)
-    buffer = new(kind, 200, venv)
+    buffer = make_compressed(kind, 200, venv)
     add_all([buffer], transitions)
     decode, added = buffer._observations.decode, threading.Event()
 
@@ -183,7 +183,7 @@ def test_another_thread_that_adds_waits_until_a_batch_is_decoded(kind: str) -> N
 def test_a_buffer_is_saved_while_another_thread_adds() -> None:
     venv = ENVS["dict"]()
     transitions = collect_transitions(venv, 40)
-    buffer = new("dict", 40, venv)
+    buffer = make_compressed("dict", 40, venv)
     for number, transition in enumerate(transitions):
         buffer.add(*transition[:3], np.full(venv.num_envs, number), *transition[4:])
     done = threading.Event()
