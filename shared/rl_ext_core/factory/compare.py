@@ -127,7 +127,7 @@ def _pack_value(original: Fingerprint, path: str, homes: Mapping[int, str]) -> C
             return reason
     packed = original.objects[path]
 
-    def place_of(value: Any) -> Any:
+    def location_of(value: Any) -> Any:
         """Say where a copy has an environment, or a wrapper, to which the value refers."""
         home = homes.get(id(value))
         if value is packed or home is None or home.startswith(path):
@@ -135,7 +135,7 @@ def _pack_value(original: Fingerprint, path: str, homes: Mapping[int, str]) -> C
         return _steps_to(original, home)
 
     try:
-        return Change(path, steps, _pickle.dumps(packed, place_of))
+        return Change(path, steps, _pickle.dumps(packed, location_of))
     except Exception as error:
         return str(error).partition("\n")[0] or type(error).__name__
 
