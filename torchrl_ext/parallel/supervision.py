@@ -30,7 +30,7 @@ _LONG_S = 10.0
 _log = logging.getLogger("torchrl_ext")
 
 
-def _surrounded(name: str, phase: str | None = None, *, drains: bool = False) -> Any:
+def _as_operation(name: str, phase: str | None = None, *, drains: bool = False) -> Any:
     """Return upstream's method, as an operation that waits for the workers."""
     method = getattr(upstream.ParallelEnv, name)
 
@@ -208,12 +208,12 @@ class SupervisedEnv(upstream.ParallelEnv):
         finally:
             self._closing = False
 
-    _reset = _surrounded("_reset", "reset")
-    set_seed = _surrounded("set_seed")
-    state_dict = _surrounded("state_dict")
+    _reset = _as_operation("_reset", "reset")
+    set_seed = _as_operation("set_seed")
+    state_dict = _as_operation("state_dict")
     # Upstream leaves flags set by which it would take the next step's data for ready.
-    load_state_dict = _surrounded("load_state_dict", drains=True)
-    __setitem__ = _surrounded("__setitem__", drains=True)
+    load_state_dict = _as_operation("load_state_dict", drains=True)
+    __setitem__ = _as_operation("__setitem__", drains=True)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         with self._operation("step"), self._speed or contextlib.nullcontext():
