@@ -65,13 +65,13 @@ def shown(report: DoctorReport, width: int = 120) -> str:
     return text
 
 
-def damages(data: Any) -> Iterator[Any]:
+def corrupted_copies(data: Any) -> Iterator[Any]:
     """Yield copies with one part left out, or replaced by something of another kind."""
     for key in list(data) if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
         rest, copy = data.copy(), data.copy()
         del rest[key]
         yield rest
-        for damaged in damages(data[key]):
+        for damaged in corrupted_copies(data[key]):
             copy[key] = damaged
             yield copy
     yield from (None, -1, 1.5, True, "x", [], {}, [1], {"a": 1})

@@ -19,7 +19,7 @@ from rl_ext_core.errors import CorruptFileError
 from tests.core.devices import processes
 from tests.core.devices.fakes import build
 from tests.core.devices.machines import egl, gpus, machine, uuid
-from tests.core.devices.patients import CASES, EGL, NO_GPU, WITHOUT_EGL, FakeNvml, damages, report_of, shown
+from tests.core.devices.patients import CASES, EGL, NO_GPU, WITHOUT_EGL, FakeNvml, corrupted_copies, report_of, shown
 
 HEALTHY = {"CUDA_VISIBLE_DEVICES": "0", "MUJOCO_EGL_DEVICE_ID": "0"}
 
@@ -196,7 +196,7 @@ def test_a_report_with_any_part_missing_or_of_another_type_is_refused_or_shown()
     # The rest follows from these, and is not read.
     data = {name: data[name] for name in ("format", "inventory", "environ", "decision", "question", "verified")}
     outcomes = {True: 0, False: 0}
-    for damaged in damages(data):
+    for damaged in corrupted_copies(data):
         try:
             shown(replay(json.dumps(damaged)))
         except CorruptFileError:

@@ -16,7 +16,7 @@ from rl_ext_core.devices import EglDevice, Gpu, Inventory, _probe, inventory
 from rl_ext_core.errors import CorruptFileError
 from tests.core.devices import machines
 from tests.core.devices.fakes import build
-from tests.core.devices.patients import FakeNvml, damages
+from tests.core.devices.patients import FakeNvml, corrupted_copies
 
 
 def calls(log: Path) -> Counter[str]:
@@ -328,7 +328,7 @@ def test_json_that_is_cut_short_or_damaged_anywhere_is_refused_or_another_invent
         with pytest.raises(CorruptFileError):
             Inventory.from_json(text[:length])
     refused = 0
-    for data in damages(json.loads(text)):
+    for data in corrupted_copies(json.loads(text)):
         try:
             found = Inventory.from_json(json.dumps(data))
         except CorruptFileError:
