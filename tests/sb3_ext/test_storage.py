@@ -29,10 +29,10 @@ def test_a_folder_of_other_keys_is_refused(tmp_path: Path) -> None:
     image, vector = spaces.Box(0, 255, (2, 30, 30), np.uint8), spaces.Box(-1, 1, (3,), np.float32)
     actions = spaces.Discrete(2)
 
-    def made(**keys: Any) -> CompressedDictReplayBuffer:
+    def open_dict_buffer(**keys: Any) -> CompressedDictReplayBuffer:
         return CompressedDictReplayBuffer(50, spaces.Dict(keys), actions, "cpu", storage_dir=tmp_path)
 
-    buffer = made(image=image, vector=vector)
+    buffer = open_dict_buffer(image=image, vector=vector)
     for _ in range(20):
         obs = sample_batch(buffer.observation_space, 1)
         buffer.add(obs, obs, np.zeros(1), np.zeros(1), np.zeros(1), [{}])
@@ -40,11 +40,11 @@ def test_a_folder_of_other_keys_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidArgumentError, match=r"holds \['vector'\], which does not belong to the keys \['image'\]"
     ):
-        made(image=image)
+        open_dict_buffer(image=image)
     with pytest.raises(InvalidArgumentError, match=r"has nothing of \['other'\], and transitions of the other keys"):
-        made(image=image, vector=vector, other=vector)
+        open_dict_buffer(image=image, vector=vector, other=vector)
     (tmp_path / "other").rename(tmp_path.parent / "gone")
-    buffer = made(image=image, vector=vector)
+    buffer = open_dict_buffer(image=image, vector=vector)
     assert buffer.size() == 20
     buffer.close()
 
