@@ -197,12 +197,12 @@ def apply_changes(environment: Any, changes: Sequence[Change]) -> None:
     """
     for change in changes:
         try:
-            _set(environment, change)
+            _apply_change(environment, change)
         except Exception as error:
             raise LookupError(f"{change.path} cannot be set on a copy: {error!r}") from error
 
 
-def _set(environment: Any, change: Change) -> None:
+def _apply_change(environment: Any, change: Change) -> None:
     holder = functools.reduce(_follow_step, change.steps[:-1], environment)
     operation, key = change.steps[-1]
     value = unpack(change.packed, environment)
