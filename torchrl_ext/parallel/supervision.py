@@ -91,7 +91,7 @@ class SupervisedEnv(upstream.ParallelEnv):
                     started.append(process)
                     for env in starting:
                         if len(started) == env.num_workers:
-                            stack.enter_context(env._watched(started).operation("start", env._start_timeout))
+                            stack.enter_context(env._start_watch(started).operation("start", env._start_timeout))
 
                 context = self._plan.context(self._method, watch)
                 self._check_buffers(context.get_start_method())
@@ -101,7 +101,7 @@ class SupervisedEnv(upstream.ParallelEnv):
             self._failed, self._unfinished = None, False
         except BaseException:
             if self._watch is None and started:
-                self._watched(started)
+                self._start_watch(started)
             self._discard()
             raise
         finally:
@@ -110,7 +110,7 @@ class SupervisedEnv(upstream.ParallelEnv):
     def _cleanup_failed_worker_startup(self) -> None:
         """Leave the workers to what surrounds this: ended here, they would seem to have failed."""
 
-    def _watched(self, started: Sequence[Any]) -> processes.Watch:
+    def _start_watch(self, started: Sequence[Any]) -> processes.Watch:
         # Nothing of this may refer to the ParallelEnv, which ends its workers when nobody refers to it any more.
         wake = functools.partial(_wake, self._events, self._shm_done_flags, self.parent_channels)
         watch = processes.Watch(list(started), seeds=self._plan.seeds, on_failure=wake)
