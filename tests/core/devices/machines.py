@@ -67,7 +67,7 @@ def machine(
     )
 
 
-def typed(line: str, environ: Mapping[str, str]) -> dict[str, str]:
+def run_shell_line(line: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Do what a shell does with such a line."""
     variables = dict(environ)
     for command in line.split("; "):

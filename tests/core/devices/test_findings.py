@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rl_ext_core.devices import EglDevice, Finding, Inventory, _apply, _cuda, _renderers, check_environment, resolve
 from rl_ext_core.devices.doctor import examine
-from tests.core.devices.machines import egl, machine, typed, uuid
+from tests.core.devices.machines import egl, machine, run_shell_line, uuid
 from tests.core.devices.processes import run
 
 MASK, ORDER, GL, INDEX = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID"
@@ -261,7 +261,7 @@ def test_a_mistake_is_found_and_mended_by_the_line_that_is_offered(
     assert environ == before
     assert not caplog.records
     if found.fix.startswith(("export", "unset")) and not found.variable.startswith("__"):  # which changes the machine
-        assert check(typed(found.fix, environ), inventory) == ()
+        assert check(run_shell_line(found.fix, environ), inventory) == ()
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_a_misspelled_name_of_a_value_that_would_not_do_is_to_go(name: str, valu
     environ = {**others, name: value}
     (found,) = (entry for entry in check(environ, FOUR) if entry.variable == name)
     assert (found.fix, found.severity) == (f"unset {name}", "warning")
-    assert check(typed(found.fix, environ), FOUR) == check(others, FOUR)
+    assert check(run_shell_line(found.fix, environ), FOUR) == check(others, FOUR)
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_several_mistakes_are_told_apart() -> None:
     assert (differs.severity, differs.fix) == ("warning", "unset cuda_visible_devices")
     robust, mask = check({**SCREEN, MASK: "1,"}, only(FOUR, "robosuite"))
     assert "ValueError: invalid literal for int() with base 10: ''" in robust.effect
-    assert (typed(robust.fix, {})[INDEX], mask.severity, mask.fix) == ("1", "warning", f"export {MASK}=1")
+    assert (run_shell_line(robust.fix, {})[INDEX], mask.severity, mask.fix) == ("1", "warning", f"export {MASK}=1")
 
 
 GRID = [(renderer, "3.9.0") for renderer in RENDERERS] + [("mujoco", "4.0.0"), ("gymnasium", "4.0.0")]
@@ -421,7 +421,7 @@ def _leads(renderer: str, environ: Mapping[str, str], there: Inventory) -> str:
 
 def _applied_line(finding: Finding, renderer: str, environ: Mapping[str, str], there: Inventory) -> dict[str, str]:
     if finding.fix.startswith("export"):
-        after = typed(finding.fix, environ)
+        after = run_shell_line(finding.fix, environ)
         assert renderer != "robosuite" or not after.get(MASK) or after[INDEX] in after[MASK]  # or the import would fail
         return after
     assert f'renderer="{renderer}"' in finding.fix

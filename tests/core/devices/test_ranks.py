@@ -10,7 +10,7 @@ import pytest
 from rl_ext_core.devices import Inventory, check_environment, resolve
 from rl_ext_core.devices.doctor import examine
 from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError
-from tests.core.devices.machines import machine, typed, uuid
+from tests.core.devices.machines import machine, run_shell_line, uuid
 
 MASK, RANK, TASK = "CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "SLURM_LOCALID"
 OMPI, MV2, HYDRA, PMI = (
@@ -114,7 +114,7 @@ def test_a_rank_beyond_the_visible_gpus_is_refused_by_its_own_launcher(
     assert found.variable == next(name for name in (RANK, *MPI, TASK) if name in environ)
     if found.fix.startswith("export"):
         assert found.fix == fix
-        after = typed(found.fix, environ)
+        after = run_shell_line(found.fix, environ)
         assert resolve(inventory=there, environ=after).mig == SLICES[1]
         assert check_environment(after, inventory=there) == ()
     else:
@@ -166,7 +166,7 @@ def test_a_rank_that_contradicts_an_outer_launcher_is_reported(environ: dict[str
         name = found[0].variable
         assert (found[0].severity, found[0].fix) == ("warning", f"unset {name}")
         assert f"{name}={environ[name]!r} contradicts" in decision.warnings[0]
-        assert check_environment(typed(found[0].fix, environ), inventory=FOUR) == ()
+        assert check_environment(run_shell_line(found[0].fix, environ), inventory=FOUR) == ()
     # A named device or worker does not depend on ranks.
     for ask in ({"device": "cuda:0"}, {"worker": 1}, {"rank": 0}, {"pick": "free-memory"}):
         assert resolve(**ask, inventory=FOUR, environ=environ).warnings == ()  # type: ignore[arg-type]
