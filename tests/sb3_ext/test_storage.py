@@ -168,13 +168,13 @@ def test_another_thread_that_adds_waits_until_a_batch_is_decoded(kind: str) -> N
         add_all([buffer], transitions[:1])
         added.set()
 
-    def meanwhile(*places: Any) -> Any:
+    def decode_while_adding(*places: Any) -> Any:
         thread.start()
         assert not added.wait(0.1)
         return decode(*places)
 
     thread = threading.Thread(target=add)
-    buffer._observations.decode = meanwhile
+    buffer._observations.decode = decode_while_adding
     buffer.sample(8)
     thread.join()
     assert added.is_set()
