@@ -209,7 +209,7 @@ def _apply_change(environment: Any, change: Change) -> None:
     held: Any = None
     with contextlib.suppress(LookupError, AttributeError):
         held = _follow_step(holder, change.steps[-1])
-    if _is_written_to(held, value):
+    if _fits_in_place(held, value):
         held[...] = value  # others may hold this array, or a library in C its memory
     elif type(held) is type(value) and isinstance(held, (ctypes.Structure, ctypes.Union, ctypes.Array)):
         ctypes.memmove(ctypes.byref(held), ctypes.byref(value), ctypes.sizeof(value))
@@ -225,7 +225,7 @@ def _apply_change(environment: Any, change: Change) -> None:
         holder[key] = value
 
 
-def _is_written_to(held: Any, value: Any) -> bool:
+def _fits_in_place(held: Any, value: Any) -> bool:
     """Whether a value goes into an array, or a tensor, that is there."""
     is_array = hasattr(held, "dtype") and hasattr(type(held), "__setitem__")
     if type(held) is not type(value) or not is_array or not getattr(held, "shape", ()):
