@@ -125,7 +125,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         """Return who has started the workers: this, or what this is a view of."""
         return self.__dict__.get("_parent_env") or self
 
-    def _settle(self) -> None:
+    def _discard_if_interrupted(self) -> None:
         """End the workers if a call was broken off: nobody knows what they will answer, and to which call."""
         owner = self._owner()
         watch = owner._watch
@@ -198,7 +198,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         :param raise_if_closed: object to closing twice; to close after a worker's failure is not that
         """
         if self._owner() is self:
-            self._settle()
+            self._discard_if_interrupted()
             raise_if_closed = raise_if_closed and self._failed is None
         self._failed, self._closing = None, True
         # Upstream forgets the specs before it says so: interrupted in between, nobody would make them again.
@@ -250,7 +250,7 @@ class _Operation:
         owner = env._owner()
         if owner._watch is not None and self._phase != "close":
             require_same_process(owner._watch.owner)
-        env._settle()
+        env._discard_if_interrupted()
         if owner is env and env._owns_workers and env.is_closed:
             if self._phase == "step" and env._failed is not None:
                 raise WorkerError(
