@@ -188,12 +188,12 @@ def test_a_buffer_is_saved_while_another_thread_adds() -> None:
         buffer.add(*transition[:3], np.full(venv.num_envs, number), *transition[4:])
     done = threading.Event()
 
-    def go_on() -> None:
+    def keep_adding() -> None:
         while not done.is_set():
             for number, transition in enumerate(transitions):
                 buffer.add(*transition[:3], np.full(venv.num_envs, number), *transition[4:])
 
-    thread = threading.Thread(target=go_on)
+    thread = threading.Thread(target=keep_adding)
     thread.start()
     try:
         for _ in range(8):
