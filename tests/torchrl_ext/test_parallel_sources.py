@@ -13,7 +13,7 @@ import torch
 from torchrl.envs import CatFrames, RewardSum, SerialEnv, StepCounter, TransformedEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, WorkerError
-from rl_ext_core.factory.compare import in_subprocess
+from rl_ext_core.factory.compare import run_in_subprocess
 from rl_ext_core.factory.walk import fingerprint
 from tests.torchrl_ext.parallel_checks import event_log, new_workers, no_workers_left
 from tests.torchrl_ext.parallel_environments import Native, Well, count_events
@@ -110,8 +110,8 @@ def test_an_instance_is_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that compares a copy with it reads of that copy what buffers are made by."""
     asked = []
     monkeypatch.setattr(
-        "rl_ext_core.factory.compare.in_subprocess",
-        lambda *args, **kwargs: asked.append(1) or in_subprocess(*args, **kwargs),
+        "rl_ext_core.factory.compare.run_in_subprocess",
+        lambda *args, **kwargs: asked.append(1) or run_in_subprocess(*args, **kwargs),
     )
     ParallelEnv(2, make_changed_well())
     assert len(asked) == 1

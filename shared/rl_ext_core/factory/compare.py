@@ -41,7 +41,7 @@ __all__ = [
     "Examination",
     "apply_changes",
     "examine",
-    "in_subprocess",
+    "run_in_subprocess",
     "measure",
     "pack_values",
     "unpack",
@@ -237,7 +237,7 @@ def _fits_in_place(held: Any, value: Any) -> bool:
 # In the process that is thrown away.
 
 
-def in_subprocess(
+def run_in_subprocess(
     task: Callable[[Ask], Examination],
     answer: Ask = lambda paths: [],
     *,

@@ -107,7 +107,7 @@ def examine_factory(
     """
     environ = None if factory.decision is None else factory.decision.variables
     task = functools.partial(compare.measure, functools.partial(factory, **overrides), read, begin=begin)
-    return compare.in_subprocess(
+    return compare.run_in_subprocess(
         task, preload=factory.preload, start_method=start_method, environ=environ, timeout=timeout
     )
 
@@ -162,7 +162,7 @@ def _factory_from_instance(
             continue
 
         def run_examination(recipe: Recipe, *, careful: bool) -> Examination:
-            return compare.in_subprocess(
+            return compare.run_in_subprocess(
                 functools.partial(compare.examine, recipe, original, adapt, read, careful),
                 functools.partial(compare.pack_values, original),
                 preload=record.merged_modules(preload, adapter_modules),
