@@ -349,7 +349,7 @@ def test_workers_that_do_not_fit_and_cost_more_time_than_they_save(
 def test_a_forked_child_that_lets_go_of_it_leaves_the_workers_alone() -> None:
     env = ParallelEnv(2, "CartPole-v1")
     env.reset()
-    for leave in (env.close, env._discard):
+    for leave in (env.close, env._kill_workers):
         child = os.fork()
         if child == 0:
             try:

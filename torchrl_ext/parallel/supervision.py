@@ -102,7 +102,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         except BaseException:
             if self._watch is None and started:
                 self._start_watch(started)
-            self._discard()
+            self._kill_workers()
             raise
         finally:
             self._mp_start_method = self._method
@@ -131,7 +131,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         watch = owner._watch
         # The ending of the workers may have been broken off as well.
         if owner._unfinished or (watch is not None and watch.is_closing):
-            owner._discard()
+            owner._kill_workers()
 
     def _drain(self) -> None:
         """Read what the workers have still to say, so that no later call takes it for its own answer."""
@@ -144,7 +144,7 @@ class SupervisedEnv(upstream.ParallelEnv):
             self._shm_done_flags[index] = 0
             event.clear()
 
-    def _discard(self) -> None:
+    def _kill_workers(self) -> None:
         """End the workers by force."""
         watch = self._watch
         if watch is not None:
@@ -268,7 +268,7 @@ class _Operation:
         try:
             self._limited.__enter__()
         except WorkerError:
-            owner._discard()
+            owner._kill_workers()
             raise
         self._watch = watch
 
@@ -287,12 +287,12 @@ class _Operation:
                 pass
         except BaseException:
             if watch.failure is not None:
-                owner._discard()
+                owner._kill_workers()
             raise
         if error is None or isinstance(error, Exception):
             owner.__dict__["_unfinished"] = False
         else:
-            owner._discard()
+            owner._kill_workers()
 
     def _drain(self) -> None:
         # A worker may have failed meanwhile, which is told in a better way.
