@@ -124,7 +124,7 @@ def _run_forked(code: str, environ: dict[str, str], timeout_s: float) -> subproc
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunResult:
     """How it went.
 
     :param answer: what the lines assigned to ``answer``; None if they did not come so far
@@ -137,7 +137,7 @@ class Ended:
     stderr: str
 
 
-def run(*parts: str, timeout_s: float = 120, python: Path = Path(sys.executable), **variables: str) -> Ended:
+def run(*parts: str, timeout_s: float = 120, python: Path = Path(sys.executable), **variables: str) -> RunResult:
     """Run lines of Python, given in one or several parts, under these variables that steer devices, and no others.
 
     :param python: of another environment, where this project need not be installed
@@ -152,8 +152,10 @@ def run(*parts: str, timeout_s: float = 120, python: Path = Path(sys.executable)
             command, cwd=ROOT, env=environ, stdout=pipe, stderr=pipe, text=True, timeout=timeout_s, check=False
         )
     if done.returncode:
-        return Ended(None, _raised(done.stderr.splitlines()) or f"exit {done.returncode}: {done.stderr}", done.stderr)
-    return Ended(json.loads(done.stdout.splitlines()[-1]), "", done.stderr)
+        return RunResult(
+            None, _raised(done.stderr.splitlines()) or f"exit {done.returncode}: {done.stderr}", done.stderr
+        )
+    return RunResult(json.loads(done.stdout.splitlines()[-1]), "", done.stderr)
 
 
 def environment(**variables: str) -> dict[str, str]:
