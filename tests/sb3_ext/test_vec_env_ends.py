@@ -54,7 +54,7 @@ def closed(folder: Path) -> int:
     return sum(file.read_text() == "closed" for file in folder.iterdir())
 
 
-def until(condition: Callable[[], Any]) -> bool:
+def wait_until(condition: Callable[[], Any]) -> bool:
     end = time.monotonic() + PATIENCE_S
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
@@ -95,7 +95,7 @@ def test_a_failure_leaves_no_simulator(how: str, closed_too: int, tmp_path: Path
         venv.step(ACTIONS)
     with pytest.raises(WorkerError, match="environment 1 of 3"):
         venv.step(ACTIONS)
-    assert until(lambda: not simulators(tmp_path))
+    assert wait_until(lambda: not simulators(tmp_path))
     assert closed(tmp_path) == closed_too
     venv.close()
 
@@ -120,7 +120,7 @@ def test_what_is_dropped_is_closed_and_keeps_nothing_open(method: str, options: 
     assert [once(dropped=True) for _ in range(3)] == [before] * 3
     assert threading.active_count() == threads
     assert no_workers()
-    assert until(lambda: not simulators(tmp_path))
+    assert wait_until(lambda: not simulators(tmp_path))
     assert closed(tmp_path) == 8
 
 
