@@ -254,7 +254,7 @@ def run_in_subprocess(
     """
     context = processes.get_context(start_method, preload=preload, environs=[environ or {}], label=_LABEL)
     ours, theirs = context.Pipe()
-    process = context.Process(target=_main, args=(theirs, _pickle.dumps(task)))
+    process = context.Process(target=_serve_task, args=(theirs, _pickle.dumps(task)))
     with ours, theirs:
         process.start()
         theirs.close()
@@ -273,7 +273,7 @@ def run_in_subprocess(
     return examination
 
 
-def _main(connection: Connection, packed: bytes) -> None:
+def _serve_task(connection: Connection, packed: bytes) -> None:
     def ask(paths: Sequence[str]) -> Any:
         connection.send_bytes(pickle.dumps(list(paths)))
         return pickle.loads(connection.recv_bytes())
