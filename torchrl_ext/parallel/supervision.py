@@ -62,7 +62,7 @@ class SupervisedEnv(upstream.ParallelEnv):
     _step_timeout: float | None = None
     _method: str | None = None
     _watch: processes.Watch | None = None
-    _failed: str | None = None
+    _failure_summary: str | None = None
     _speed: SpeedCheck | None = None
     _closing = _unfinished = False
 
@@ -98,7 +98,7 @@ class SupervisedEnv(upstream.ParallelEnv):
                 self._mp_start_method = _Registered(stack.enter_context(processes.named_context(context)))
                 super()._start_workers()
                 starting.clear()
-            self._failed, self._unfinished = None, False
+            self._failure_summary, self._unfinished = None, False
         except BaseException:
             if self._watch is None and started:
                 self._start_watch(started)
@@ -148,7 +148,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         """End the workers by force."""
         watch = self._watch
         if watch is not None:
-            self._failed = "a call was interrupted" if watch.failure is None else watch.failure.summary
+            self._failure_summary = "a call was interrupted" if watch.failure is None else watch.failure.summary
             self._release(watch)
             torch.set_num_threads(self._threads)
         self._unfinished = False
@@ -186,7 +186,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         except WorkerError as error:
             if error.kind != "timeout":
                 raise
-            self._failed = None
+            self._failure_summary = None
             what = str(error).partition(";")[0]
             _log.warning("%s: the workers were ended. ParallelEnv(shutdown_timeout=None) waits for them", what)
         else:
@@ -199,8 +199,8 @@ class SupervisedEnv(upstream.ParallelEnv):
         """
         if self._owner() is self:
             self._discard_if_interrupted()
-            raise_if_closed = raise_if_closed and self._failed is None
-        self._failed, self._closing = None, True
+            raise_if_closed = raise_if_closed and self._failure_summary is None
+        self._failure_summary, self._closing = None, True
         # Upstream forgets the specs before it says so: interrupted in between, nobody would make them again.
         self.__dict__["_properties_set"] = False
         try:
@@ -252,9 +252,9 @@ class _Operation:
             require_same_process(owner._watch.owner)
         env._discard_if_interrupted()
         if owner is env and env._owns_workers and env.is_closed:
-            if self._phase == "step" and env._failed is not None:
+            if self._phase == "step" and env._failure_summary is not None:
                 raise WorkerError(
-                    f"there are no workers, because {env._failed}; reset() starts new ones", phase=self._phase
+                    f"there are no workers, because {env._failure_summary}; reset() starts new ones", phase=self._phase
                 )
             env._create_td()
             env._start_workers()
