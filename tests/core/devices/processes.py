@@ -20,8 +20,18 @@ ROOT = Path(__file__).resolve().parents[3]
 _MESA = Path("/usr/share/glvnd/egl_vendor.d/50_mesa.json")
 _TRACEBACK = "Traceback (most recent call last):"
 # What decides on devices on this machine must not decide in there.
-_STEERING = ("CUDA_", "MUJOCO_", "PYOPENGL_", "EGL_", "DISPLAY", "WAYLAND_", "XDG_SESSION_TYPE", "LOCAL_RANK", "SLURM_")
-_STEERING += ("OMPI_", "MV2_", "MPI_", "PMI_")
+_DEVICE_VARIABLE_PREFIXES = (
+    "CUDA_",
+    "MUJOCO_",
+    "PYOPENGL_",
+    "EGL_",
+    "DISPLAY",
+    "WAYLAND_",
+    "XDG_SESSION_TYPE",
+    "LOCAL_RANK",
+    "SLURM_",
+)
+_DEVICE_VARIABLE_PREFIXES += ("OMPI_", "MV2_", "MPI_", "PMI_")
 _PREAMBLE = """
 import logging, os
 from rl_ext_core.devices import import_robosuite, resolve
@@ -161,7 +171,7 @@ def run(*parts: str, timeout_s: float = 120, python: Path = Path(sys.executable)
 def environment(**variables: str) -> dict[str, str]:
     """Give this process's variables, of those that steer devices only ``variables``."""
     # Some have COLUMNS set, by which tables are made.
-    left_out = (*_STEERING, "COLUMNS")
+    left_out = (*_DEVICE_VARIABLE_PREFIXES, "COLUMNS")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     if _MESA.exists():
         environ["__EGL_VENDOR_LIBRARY_FILENAMES"] = str(_MESA)
