@@ -43,15 +43,15 @@ class WithSimulator(Failing):
     def close(self) -> None:
         self._simulator.kill()
         self._simulator.wait()
-        self._file.write_text("closed")
+        self._file.write_text("count_closed")
 
 
 def simulators(folder: Path) -> list[int]:
     return [int(file.name) for file in folder.iterdir() if psutil.pid_exists(int(file.name))]
 
 
-def closed(folder: Path) -> int:
-    return sum(file.read_text() == "closed" for file in folder.iterdir())
+def count_closed(folder: Path) -> int:
+    return sum(file.read_text() == "count_closed" for file in folder.iterdir())
 
 
 def wait_until(condition: Callable[[], Any]) -> bool:
@@ -96,7 +96,7 @@ def test_a_failure_leaves_no_simulator(how: str, closed_too: int, tmp_path: Path
     with pytest.raises(WorkerError, match="environment 1 of 3"):
         venv.step(ACTIONS)
     assert wait_until(lambda: not simulators(tmp_path))
-    assert closed(tmp_path) == closed_too
+    assert count_closed(tmp_path) == closed_too
     venv.close()
 
 
@@ -121,7 +121,7 @@ def test_what_is_dropped_is_closed_and_keeps_nothing_open(method: str, options: 
     assert threading.active_count() == threads
     assert no_workers()
     assert wait_until(lambda: not simulators(tmp_path))
-    assert closed(tmp_path) == 8
+    assert count_closed(tmp_path) == 8
 
 
 class Writing(Counting):
