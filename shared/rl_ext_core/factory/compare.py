@@ -295,7 +295,11 @@ def examine(
     :param ask: returns changes for paths of the original, or why there is none
     """
     try:
-        found = _compared(recipe, original) if recipe.origin == "pickle" else _replayed(recipe, original, careful, ask)
+        found = (
+            _compare_pickled(recipe, original)
+            if recipe.origin == "pickle"
+            else _replayed(recipe, original, careful, ask)
+        )
     except Exception as error:
         return Examination([f"building one raises {error!r}"])
     if found.problems:
@@ -306,7 +310,7 @@ def examine(
     return dataclasses.replace(measured, **kept)
 
 
-def _compared(recipe: Recipe, original: Fingerprint) -> Examination:
+def _compare_pickled(recipe: Recipe, original: Fingerprint) -> Examination:
     """Compare the original as it stands with what was pickled of it."""
     with _built(recipe) as copy:
         mine = fingerprint(copy)
