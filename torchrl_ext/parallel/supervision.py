@@ -64,7 +64,7 @@ class SupervisedEnv(upstream.ParallelEnv):
     _watch: processes.Watch | None = None
     _failure_summary: str | None = None
     _speed: SpeedCheck | None = None
-    _closing = _unfinished = False
+    _closing = _has_open_call = False
 
     def _check_buffers(self, method: str) -> None:
         if method == "fork" and self._use_buffers and not (self._share_memory or self._memmap):
@@ -98,7 +98,7 @@ class SupervisedEnv(upstream.ParallelEnv):
                 self._mp_start_method = _Registered(stack.enter_context(processes.named_context(context)))
                 super()._start_workers()
                 starting.clear()
-            self._failure_summary, self._unfinished = None, False
+            self._failure_summary, self._has_open_call = None, False
         except BaseException:
             if self._watch is None and started:
                 self._start_watch(started)
@@ -130,7 +130,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         owner = self._owner()
         watch = owner._watch
         # The ending of the workers may have been broken off as well.
-        if owner._unfinished or (watch is not None and watch.is_closing):
+        if owner._has_open_call or (watch is not None and watch.is_closing):
             owner._kill_workers()
 
     def _drain(self) -> None:
@@ -151,7 +151,7 @@ class SupervisedEnv(upstream.ParallelEnv):
             self._failure_summary = "a call was interrupted" if watch.failure is None else watch.failure.summary
             self._release(watch)
             torch.set_num_threads(self._threads)
-        self._unfinished = False
+        self._has_open_call = False
 
     def _release(self, watch: processes.Watch) -> None:
         """Let go of the workers, the channels to them and the memory that they share."""
@@ -231,7 +231,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         return _Call(attr, self) if isinstance(value, upstream._dispatch_caller_parallel) else value
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_watch": None, "_shm_done_flags": None, "_unfinished": False}
+        return {**super().__getstate__(), "_watch": None, "_shm_done_flags": None, "_has_open_call": False}
 
 
 class _Operation:
@@ -264,7 +264,7 @@ class _Operation:
             env.is_closed = env.is_closed or not owner.is_closed
             return
         self._limited = watch.operation(self._phase, timeout=self._timeout)
-        owner.__dict__["_unfinished"] = True  # torch's modules take a while to set an attribute
+        owner.__dict__["_has_open_call"] = True  # torch's modules take a while to set an attribute
         try:
             self._limited.__enter__()
         except WorkerError:
@@ -290,7 +290,7 @@ class _Operation:
                 owner._kill_workers()
             raise
         if error is None or isinstance(error, Exception):
-            owner.__dict__["_unfinished"] = False
+            owner.__dict__["_has_open_call"] = False
         else:
             owner._kill_workers()
 
