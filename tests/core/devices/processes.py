@@ -163,7 +163,7 @@ def run(*parts: str, timeout_s: float = 120, python: Path = Path(sys.executable)
         )
     if done.returncode:
         return RunResult(
-            None, _raised(done.stderr.splitlines()) or f"exit {done.returncode}: {done.stderr}", done.stderr
+            None, _find_error_line(done.stderr.splitlines()) or f"exit {done.returncode}: {done.stderr}", done.stderr
         )
     return RunResult(json.loads(done.stdout.splitlines()[-1]), "", done.stderr)
 
@@ -178,7 +178,7 @@ def environment(**variables: str) -> dict[str, str]:
     return {**environ, **variables}
 
 
-def _raised(lines: list[str]) -> str:
+def _find_error_line(lines: list[str]) -> str:
     """Find the line that names what ended the program; causes come before it, noise of destructors after it."""
     starts = [number for number, line in enumerate(lines) if line == _TRACEBACK and not _ignored(lines, number)]
     return next((line for line in lines[starts[-1] + 1 :] if line and line[0] != " "), "") if starts else ""
