@@ -46,7 +46,7 @@ class WithSimulator(Failing):
         self._file.write_text("count_closed")
 
 
-def simulators(folder: Path) -> list[int]:
+def running_simulators(folder: Path) -> list[int]:
     return [int(file.name) for file in folder.iterdir() if psutil.pid_exists(int(file.name))]
 
 
@@ -95,7 +95,7 @@ def test_a_failure_leaves_no_simulator(how: str, closed_too: int, tmp_path: Path
         venv.step(ACTIONS)
     with pytest.raises(WorkerError, match="environment 1 of 3"):
         venv.step(ACTIONS)
-    assert wait_until(lambda: not simulators(tmp_path))
+    assert wait_until(lambda: not running_simulators(tmp_path))
     assert count_closed(tmp_path) == closed_too
     venv.close()
 
@@ -120,7 +120,7 @@ def test_what_is_dropped_is_closed_and_keeps_nothing_open(method: str, options: 
     assert [once(dropped=True) for _ in range(3)] == [before] * 3
     assert threading.active_count() == threads
     assert no_workers()
-    assert wait_until(lambda: not simulators(tmp_path))
+    assert wait_until(lambda: not running_simulators(tmp_path))
     assert count_closed(tmp_path) == 8
 
 
