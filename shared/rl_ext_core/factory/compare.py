@@ -298,7 +298,7 @@ def examine(
         found = (
             _compare_pickled(recipe, original)
             if recipe.origin == "pickle"
-            else _replayed(recipe, original, careful, ask)
+            else _compare_rebuilt(recipe, original, careful, ask)
         )
     except Exception as error:
         return Examination([f"building one raises {error!r}"])
@@ -322,7 +322,7 @@ def _compare_pickled(recipe: Recipe, original: Fingerprint) -> Examination:
     return Examination(different, opaque=_named(original.opaque), class_attributes=classes)
 
 
-def _replayed(recipe: Recipe, original: Fingerprint, careful: bool, ask: Ask) -> Examination:
+def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: Ask) -> Examination:
     """Find out what the original has that no new instance has, and whether one has it when that is set on it."""
     habits = _Habits(recipe, careful)
     mine = habits.fresh[0]
