@@ -60,7 +60,7 @@ class SupervisedEnv(upstream.ParallelEnv):
     _plan: WorkerPlan
     _start_timeout: float | None = None
     _step_timeout: float | None = None
-    _method: str | None = None
+    _user_start_method: str | None = None
     _watch: processes.Watch | None = None
     _failure_summary: str | None = None
     _speed: SpeedCheck | None = None
@@ -76,7 +76,7 @@ class SupervisedEnv(upstream.ParallelEnv):
 
     def _start_workers(self) -> None:
         if not isinstance(self._mp_start_method, _Registered):  # it is where the last start was interrupted
-            self._method = self._mp_start_method
+            self._user_start_method = self._mp_start_method
         self._threads = torch.get_num_threads()
         if self._speed is None:
             self._speed = self._plan.make_speed_check()
@@ -93,7 +93,7 @@ class SupervisedEnv(upstream.ParallelEnv):
                         if len(started) == env.num_workers:
                             stack.enter_context(env._start_watch(started).operation("start", env._start_timeout))
 
-                context = self._plan.context(self._method, watch)
+                context = self._plan.context(self._user_start_method, watch)
                 self._check_buffers(context.get_start_method())
                 self._mp_start_method = _Registered(stack.enter_context(processes.named_context(context)))
                 super()._start_workers()
@@ -105,7 +105,7 @@ class SupervisedEnv(upstream.ParallelEnv):
             self._kill_workers()
             raise
         finally:
-            self._mp_start_method = self._method
+            self._mp_start_method = self._user_start_method
 
     def _cleanup_failed_worker_startup(self) -> None:
         """Leave the workers to what surrounds this: ended here, they would seem to have failed."""
