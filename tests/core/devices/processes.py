@@ -180,9 +180,11 @@ def environment(**variables: str) -> dict[str, str]:
 
 def _find_error_line(lines: list[str]) -> str:
     """Find the line that names what ended the program; causes come before it, noise of destructors after it."""
-    starts = [number for number, line in enumerate(lines) if line == _TRACEBACK and not _ignored(lines, number)]
+    starts = [
+        number for number, line in enumerate(lines) if line == _TRACEBACK and not _is_ignored_error(lines, number)
+    ]
     return next((line for line in lines[starts[-1] + 1 :] if line and line[0] != " "), "") if starts else ""
 
 
-def _ignored(lines: list[str], traceback: int) -> bool:
+def _is_ignored_error(lines: list[str], traceback: int) -> bool:
     return traceback > 0 and lines[traceback - 1].startswith("Exception ignored")
