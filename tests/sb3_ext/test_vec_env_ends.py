@@ -106,7 +106,7 @@ def test_a_failure_leaves_no_simulator(how: str, closed_too: int, tmp_path: Path
     [(FAST, {"restart": "truncate"}), pytest.param("forkserver", {}, marks=pytest.mark.exhaustive)],
 )
 def test_what_is_dropped_is_closed_and_keeps_nothing_open(method: str, options: Any, tmp_path: Path) -> None:
-    def once(*, dropped: bool) -> int:
+    def use_and_drop(*, dropped: bool) -> int:
         venv = SharedMemoryVecEnv([functools.partial(WithSimulator, str(tmp_path))] * 2, method, **options)
         venv.reset()
         venv.step(ACTIONS[:2])
@@ -116,8 +116,8 @@ def test_what_is_dropped_is_closed_and_keeps_nothing_open(method: str, options: 
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
-    before, threads = once(dropped=False), threading.active_count()
-    assert [once(dropped=True) for _ in range(3)] == [before] * 3
+    before, threads = use_and_drop(dropped=False), threading.active_count()
+    assert [use_and_drop(dropped=True) for _ in range(3)] == [before] * 3
     assert threading.active_count() == threads
     assert no_workers()
     assert wait_until(lambda: not running_simulators(tmp_path))
