@@ -338,7 +338,7 @@ def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: 
         return Examination([f"{_said(path, original, mine)} ({why})" for path, why in refused.items()])
     changes = tuple({one.path: one for one in answers.values() if isinstance(one, Change)}.values())
     if not careful:
-        changes += _outlasting(recipe, original, habits, changes, ask)
+        changes += _changes_within_episode(recipe, original, habits, changes, ask)
     if left or changes:
         with _built(dataclasses.replace(recipe, changes=changes)) as copy:
             mine = fingerprint(copy)
@@ -361,7 +361,7 @@ def _has_state(path: str, why: str, original: Fingerprint) -> bool:
     return path.startswith("<") or not {why, *(original.token(path) or ())[:2]} & _STATELESS
 
 
-def _outlasting(
+def _changes_within_episode(
     recipe: Recipe, original: Fingerprint, habits: _Habits, changes: Sequence[Change], ask: Ask
 ) -> tuple[Change, ...]:
     """Return what else is to be set: settings that are part of an episode all the same, such as a goal that was fixed.
