@@ -75,7 +75,7 @@ class SupervisedEnv(upstream.ParallelEnv):
             )
 
     def _start_workers(self) -> None:
-        if not isinstance(self._mp_start_method, _Registered):  # it is where the last start was interrupted
+        if not isinstance(self._mp_start_method, _ContextName):  # it is where the last start was interrupted
             self._user_start_method = self._mp_start_method
         self._threads = torch.get_num_threads()
         if self._speed is None:
@@ -95,7 +95,7 @@ class SupervisedEnv(upstream.ParallelEnv):
 
                 context = self._plan.context(self._user_start_method, watch)
                 self._check_buffers(context.get_start_method())
-                self._mp_start_method = _Registered(stack.enter_context(processes.named_context(context)))
+                self._mp_start_method = _ContextName(stack.enter_context(processes.named_context(context)))
                 super()._start_workers()
                 starting.clear()
             self._failure_summary, self._has_open_call = None, False
@@ -312,7 +312,7 @@ class _Call(upstream._dispatch_caller_parallel):
         return _Call(super().__getattr__(name).attr, self.parallel_env)
 
 
-class _Registered(str):
+class _ContextName(str):
     """The name of a context of ours, which stands in for the user's start method while workers are started."""
 
     __slots__ = ()
