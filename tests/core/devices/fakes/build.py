@@ -40,14 +40,16 @@ def compile_into(folder: Path, compiler: str) -> None:
     (folder / "libEGL.so").symlink_to("libEGL.so.1")
 
 
-def numbers(values: Sequence[Any] | None) -> str | None:
+def join_numbers(values: Sequence[Any] | None) -> str | None:
     return None if values is None else ",".join(map(str, values))
 
 
 def configuration(gpus: int = 4, **settings: Any) -> dict[str, str]:
     """Name the variables of a machine, ``egl_order`` for ``FAKE_EGL_ORDER``; the C sources say what they mean."""
     given = {"gpus": gpus, **settings}
-    texts = {name: value if isinstance(value, (str, int, Path)) else numbers(value) for name, value in given.items()}
+    texts = {
+        name: value if isinstance(value, (str, int, Path)) else join_numbers(value) for name, value in given.items()
+    }
     return {f"FAKE_{name.upper()}": str(text) for name, text in texts.items() if text is not None}
 
 
