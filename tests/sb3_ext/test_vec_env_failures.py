@@ -43,7 +43,7 @@ PHASES = {"constructor": "constructor", "reset": "reset", "step": "step", "reset
 BEFORE_CLOSE = [when for when in PHASES if when != "close"]
 
 
-def live(venv: SharedMemoryVecEnv) -> None:
+def run_episodes(venv: SharedMemoryVecEnv) -> None:
     """Do one after the other all that an environment may fail at."""
     venv.seed(40)
     venv.reset()
@@ -84,7 +84,7 @@ def test_failures_reach_the_caller(when: str, how: str, method: str) -> None:
     with caught() as found:
         venv = failing(when, how, start_method=method)
         try:
-            live(venv)
+            run_episodes(venv)
         finally:
             venv.close()
             venv.close()
@@ -110,7 +110,7 @@ def test_failures_reach_the_caller(when: str, how: str, method: str) -> None:
 def test_hangs_are_found_by_the_time_limits(when: str, how: str) -> None:
     limits = {"start_timeout": 10.0} if when == "constructor" else {"step_timeout": 5.0}
     with caught() as found:
-        live(failing(when, how, **limits))
+        run_episodes(failing(when, how, **limits))
     error = found.value
     assert (error.worker, error.kind, error.phase) == (1, "timeout", PHASES[when])
     assert f"did not answer within {next(iter(limits.values())):g} s" in str(error)
@@ -141,7 +141,7 @@ def test_the_time_limit_of_the_start_is_that_of_copying_an_instance_too() -> Non
 @pytest.mark.parametrize(("n_workers", "worker", "how"), [(1, 0, "SIGSEGV"), (2, 1, "raise")])
 def test_the_environment_is_named_where_workers_have_several(n_workers: int, worker: int, how: str) -> None:
     with caught() as found:
-        live(failing("step", how, at=2, n_workers=n_workers, start_method=FAST, step_timeout=60.0))
+        run_episodes(failing("step", how, at=2, n_workers=n_workers, start_method=FAST, step_timeout=60.0))
     assert (found.value.worker, found.value.notes["environment"], found.value.seed) == (worker, 2, 42)
     assert str(found.value).startswith("environment 2 of 3 (seed 42), in step: ")
 
@@ -161,7 +161,7 @@ def test_a_worker_that_is_killed_while_it_waits_is_found_at_the_next_call() -> N
 @pytest.mark.parametrize("n_workers", [1, 3])
 def test_an_information_that_does_not_pickle_is_named(n_workers: int) -> None:
     with caught() as found:
-        live(SharedMemoryVecEnv([Counting, Unpicklable, Counting], FAST, n_workers=n_workers))
+        run_episodes(SharedMemoryVecEnv([Counting, Unpicklable, Counting], FAST, n_workers=n_workers))
     assert found.value.notes["environment"] == 1
     assert "info['lock'] cannot be pickled" in str(found.value)
     assert isinstance(found.value.__cause__, EnvironmentOutputError)
@@ -264,7 +264,7 @@ def test_an_information_that_is_none_is_named(when: str, info: Any) -> None:
     method = "reset" if when == "reset" else "step"
     said = rf"environment 1 of 3.*in {method}: raised .*{method}\(\) returned an info of type {type(info).__name__}"
     with caught() as found:
-        live(SharedMemoryVecEnv([Counting, functools.partial(Informing, when, info), Counting], FAST))
+        run_episodes(SharedMemoryVecEnv([Counting, functools.partial(Informing, when, info), Counting], FAST))
     assert re.search(said, str(found.value)), found.value
 
 
