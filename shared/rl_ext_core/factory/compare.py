@@ -319,7 +319,7 @@ def _compare_pickled(recipe: Recipe, original: Fingerprint) -> Examination:
     paths = original.differences(mine)
     classes = [path for path in paths if path.startswith("<")]
     different = [_said(path, original, mine) for path in paths if not path.startswith("<")]
-    return Examination(different, opaque=_named(original.opaque), class_attributes=classes)
+    return Examination(different, opaque=_format_opaque(original.opaque), class_attributes=classes)
 
 
 def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: Ask) -> Examination:
@@ -353,7 +353,7 @@ def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: 
         left, classes = habits.changed(original, mine)  # by now, both have met the same classes
         left = [path for path in left if path.startswith(done) or not habits.is_left_to_use(path, original)]
     different = [_said(path, original, mine) for path in left]
-    return Examination(different, changes, opaque=_named(opaque), class_attributes=classes)
+    return Examination(different, changes, opaque=_format_opaque(opaque), class_attributes=classes)
 
 
 def _has_state(path: str, why: str, original: Fingerprint) -> bool:
@@ -393,7 +393,7 @@ def _changes_within_episode(
     return tuple(one for one in doubtful if with_them.token(one.path) != without.token(one.path))
 
 
-def _named(opaque: Mapping[str, str]) -> list[str]:
+def _format_opaque(opaque: Mapping[str, str]) -> list[str]:
     return [f"{path} ({name})" for path, name in opaque.items()]
 
 
