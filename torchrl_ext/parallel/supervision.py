@@ -112,7 +112,7 @@ class SupervisedEnv(upstream.ParallelEnv):
 
     def _start_watch(self, started: Sequence[Any]) -> processes.Watch:
         # Nothing of this may refer to the ParallelEnv, which ends its workers when nobody refers to it any more.
-        wake = functools.partial(_wake, self._events, self._shm_done_flags, self.parent_channels)
+        wake = functools.partial(_wake_parent, self._events, self._shm_done_flags, self.parent_channels)
         watch = processes.Watch(list(started), seeds=self._plan.seeds, on_failure=wake)
         self.__dict__["_watch"] = watch
         return watch
@@ -318,7 +318,7 @@ class _ContextName(str):
     __slots__ = ()
 
 
-def _wake(events: Sequence[Any], flags: Any, channels: Sequence[Any]) -> None:
+def _wake_parent(events: Sequence[Any], flags: Any, channels: Sequence[Any]) -> None:
     """Have upstream's waiting for workers end: for these events and flags, and for messages.
 
     The other end of a channel may be open in a process that the worker has forked.
