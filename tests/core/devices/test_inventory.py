@@ -24,7 +24,7 @@ def calls(log: Path) -> Counter[str]:
     return Counter(log.read_text().splitlines()) if log.exists() else Counter()
 
 
-def noted(log: Path, function: str) -> list[str]:
+def processes_calling(log: Path, function: str) -> list[str]:
     """List the processes that have called a function."""
     return [line.split()[1] for line in calls(log) if line.split()[0] == function]
 
@@ -232,8 +232,10 @@ def test_the_machine_is_read_once_and_no_decision_starts_cuda_or_loads_a_driver_
     settings = build.configuration(names=NAMES, fastest_first=(2, 1, 0, 3), egl_order=(2, 3, 0, 1, -1), log=log)
     settings |= {"CUDA_VISIBLE_DEVICES": "0,2", "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
     process = drivers.run([sys.executable, "-c", RESOLVE], settings).strip()
-    assert len(noted(log, "cuInit")) == len(noted(log, "eglQueryDevicesEXT")) == 3  # read three times
-    assert process not in [*noted(log, "cuInit"), *noted(log, "eglQueryDevicesEXT")]
+    assert (
+        len(processes_calling(log, "cuInit")) == len(processes_calling(log, "eglQueryDevicesEXT")) == 3
+    )  # read three times
+    assert process not in [*processes_calling(log, "cuInit"), *processes_calling(log, "eglQueryDevicesEXT")]
     assert {line.split()[0]: count for line, count in calls(log).items() if process in line} == {
         "nvmlInitWithFlags": 3,
         "nvmlShutdown": 3,
@@ -248,7 +250,7 @@ def test_where_cuda_fails_its_order_is_unknown_and_between_gpus_alike_nobody_ask
     assert (failed.fastest_first, len(failed.gpus), len(failed.egl or ())) == (None, 4, 5)
     alike = drivers.inventory(build.configuration(log=log), without=("cuda.c",))
     assert alike.fastest_first == tuple(machines.uuid(number) for number in range(4))
-    assert noted(log, "cuInit") == []
+    assert processes_calling(log, "cuInit") == []
 
 
 def test_an_interpreter_that_cannot_be_started_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
