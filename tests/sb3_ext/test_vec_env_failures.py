@@ -52,7 +52,7 @@ def run_episodes(venv: SharedMemoryVecEnv) -> None:
     venv.close()
 
 
-def failing(when: str, how: str, *, at: int = 1, **options: Any) -> SharedMemoryVecEnv:
+def make_failing_vec_env(when: str, how: str, *, at: int = 1, **options: Any) -> SharedMemoryVecEnv:
     """Three environments, of which one fails."""
     env_fns: list[Any] = [Counting] * 3
     env_fns[at] = functools.partial(Failing, when, how)
@@ -82,7 +82,7 @@ def test_failures_reach_the_caller(when: str, how: str, method: str) -> None:
         pytest.skip("that is what closing is for")
     kind, said = HOWS[how]
     with caught() as found:
-        venv = failing(when, how, start_method=method)
+        venv = make_failing_vec_env(when, how, start_method=method)
         try:
             run_episodes(venv)
         finally:
@@ -110,7 +110,7 @@ def test_failures_reach_the_caller(when: str, how: str, method: str) -> None:
 def test_hangs_are_found_by_the_time_limits(when: str, how: str) -> None:
     limits = {"start_timeout": 10.0} if when == "constructor" else {"step_timeout": 5.0}
     with caught() as found:
-        run_episodes(failing(when, how, **limits))
+        run_episodes(make_failing_vec_env(when, how, **limits))
     error = found.value
     assert (error.worker, error.kind, error.phase) == (1, "timeout", PHASES[when])
     assert f"did not answer within {next(iter(limits.values())):g} s" in str(error)
@@ -141,7 +141,7 @@ def test_the_time_limit_of_the_start_is_that_of_copying_an_instance_too() -> Non
 @pytest.mark.parametrize(("n_workers", "worker", "how"), [(1, 0, "SIGSEGV"), (2, 1, "raise")])
 def test_the_environment_is_named_where_workers_have_several(n_workers: int, worker: int, how: str) -> None:
     with caught() as found:
-        run_episodes(failing("step", how, at=2, n_workers=n_workers, start_method=FAST, step_timeout=60.0))
+        run_episodes(make_failing_vec_env("step", how, at=2, n_workers=n_workers, start_method=FAST, step_timeout=60.0))
     assert (found.value.worker, found.value.notes["environment"], found.value.seed) == (worker, 2, 42)
     assert str(found.value).startswith("environment 2 of 3 (seed 42), in step: ")
 
