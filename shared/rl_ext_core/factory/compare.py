@@ -397,7 +397,7 @@ def _format_opaque(opaque: Mapping[str, str]) -> list[str]:
     return [f"{path} ({name})" for path, name in opaque.items()]
 
 
-def _lives(recipe: Recipe, careful: bool) -> Iterator[tuple[list[Fingerprint], frozenset[str]]]:
+def _record_histories(recipe: Recipe, careful: bool) -> Iterator[tuple[list[Fingerprint], frozenset[str]]]:
     """Build two instances, one after the other: of some simulators there can be only one."""
     for number in (0, 1):
         try:
@@ -490,7 +490,7 @@ class _Habits:
     """What instances have by being made, by an episode, and by what they have lived through."""
 
     def __init__(self, recipe: Recipe, careful: bool) -> None:
-        lives, made_anew = zip(*_lives(recipe, careful), strict=True)
+        lives, made_anew = zip(*_record_histories(recipe, careful), strict=True)
         self.fresh = [life[0] for life in lives]
         self._all = [one for life in lives for one in life]
         self._after_reset = [lives[0][1], *(life[-1] for life in lives)]
