@@ -180,7 +180,7 @@ class SupervisedEnv(upstream.ParallelEnv):
                     for channel, _ in group:
                         channel.send(("close", None))
                     for _, worker in group:
-                        _join(worker)
+                        _join_and_report(worker)
                 if any(worker.exitcode for worker in self._workers):
                     raise EOFError
         except WorkerError as error:
@@ -331,7 +331,7 @@ def _wake_parent(events: Sequence[Any], flags: Any, channels: Sequence[Any]) -> 
             shared.shutdown(socket.SHUT_RDWR)
 
 
-def _join(worker: Any) -> None:
+def _join_and_report(worker: Any) -> None:
     """Wait until a worker has closed its environment, and say when that takes long."""
     worker.join(_LONG_S)
     if worker.is_alive():
