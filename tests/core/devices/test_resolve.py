@@ -264,7 +264,7 @@ REFUSED: list[Refused] = [
 
 
 @pytest.fixture(autouse=True)
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def clear_logged_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_resolve, "_logged_sentences", set())
 
 
