@@ -60,7 +60,7 @@ def make_failing_vec_env(when: str, how: str, *, at: int = 1, **options: Any) ->
 
 
 @contextmanager
-def caught(kind: type[Exception] = WorkerError) -> Iterator[Any]:
+def expect_failure(kind: type[Exception] = WorkerError) -> Iterator[Any]:
     """Expect a failure, and that nothing is left."""
     with pytest.raises(kind) as found:
         yield found
@@ -81,7 +81,7 @@ def test_failures_reach_the_caller(when: str, how: str, method: str) -> None:
     if (when, how) == ("close", "os._exit"):
         pytest.skip("that is what closing is for")
     kind, said = HOWS[how]
-    with caught() as found:
+    with expect_failure() as found:
         venv = make_failing_vec_env(when, how, start_method=method)
         try:
             run_episodes(venv)
@@ -109,7 +109,7 @@ def test_failures_reach_the_caller(when: str, how: str, method: str) -> None:
 @pytest.mark.parametrize("when", BEFORE_CLOSE)
 def test_hangs_are_found_by_the_time_limits(when: str, how: str) -> None:
     limits = {"start_timeout": 10.0} if when == "constructor" else {"step_timeout": 5.0}
-    with caught() as found:
+    with expect_failure() as found:
         run_episodes(make_failing_vec_env(when, how, **limits))
     error = found.value
     assert (error.worker, error.kind, error.phase) == (1, "timeout", PHASES[when])
@@ -140,7 +140,7 @@ def test_the_time_limit_of_the_start_is_that_of_copying_an_instance_too() -> Non
 
 @pytest.mark.parametrize(("n_workers", "worker", "how"), [(1, 0, "SIGSEGV"), (2, 1, "raise")])
 def test_the_environment_is_named_where_workers_have_several(n_workers: int, worker: int, how: str) -> None:
-    with caught() as found:
+    with expect_failure() as found:
         run_episodes(make_failing_vec_env("step", how, at=2, n_workers=n_workers, start_method=FAST, step_timeout=60.0))
     assert (found.value.worker, found.value.notes["environment"], found.value.seed) == (worker, 2, 42)
     assert str(found.value).startswith("environment 2 of 3 (seed 42), in step: ")
@@ -150,7 +150,7 @@ def test_a_worker_that_is_killed_while_it_waits_is_found_at_the_next_call() -> N
     venv = SharedMemoryVecEnv([RandomEnv] * 3, FAST)
     venv.reset()
     os.kill(venv.env_method("pid")[2], signal.SIGKILL)
-    with caught() as found:
+    with expect_failure() as found:
         venv.step(ACTIONS)
     assert str(found.value).startswith("environment 2 of 3, between two calls: was killed by SIGKILL")
     with pytest.raises(WorkerError, match="environment 2 of 3"):
@@ -160,7 +160,7 @@ def test_a_worker_that_is_killed_while_it_waits_is_found_at_the_next_call() -> N
 
 @pytest.mark.parametrize("n_workers", [1, 3])
 def test_an_information_that_does_not_pickle_is_named(n_workers: int) -> None:
-    with caught() as found:
+    with expect_failure() as found:
         run_episodes(SharedMemoryVecEnv([Counting, Unpicklable, Counting], FAST, n_workers=n_workers))
     assert found.value.notes["environment"] == 1
     assert "info['lock'] cannot be pickled" in str(found.value)
@@ -178,7 +178,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("space", "observation", "said"), WRONG)
 def test_observations_that_do_not_fit_their_space_are_refused(space: Any, observation: Any, said: str) -> None:
-    with caught() as found:
+    with expect_failure() as found:
         SharedMemoryVecEnv([functools.partial(Returning, space, observation)], FAST).reset()
     assert said in str(found.value)
     assert isinstance(found.value.__cause__, EnvironmentOutputError)
@@ -263,7 +263,7 @@ def test_what_cannot_be_used_is_refused(env_fns: Any, options: Any, kind: type[E
 def test_an_information_that_is_none_is_named(when: str, info: Any) -> None:
     method = "reset" if when == "reset" else "step"
     said = rf"environment 1 of 3.*in {method}: raised .*{method}\(\) returned an info of type {type(info).__name__}"
-    with caught() as found:
+    with expect_failure() as found:
         run_episodes(SharedMemoryVecEnv([Counting, functools.partial(Informing, when, info), Counting], FAST))
     assert re.search(said, str(found.value)), found.value
 
