@@ -402,7 +402,7 @@ def _record_histories(recipe: Recipe, careful: bool) -> Iterator[tuple[list[Fing
     for number in (0, 1):
         try:
             with _built(recipe) as copy:
-                life = _lived(copy, number, careful)
+                life = _record_history(copy, number, careful)
         except Exception:
             if number == 0:
                 raise
@@ -422,7 +422,7 @@ def _built(recipe: Recipe) -> Iterator[Any]:
         _close(copy)
 
 
-def _lived(environment: Any, number: int, careful: bool) -> tuple[list[Fingerprint], frozenset[str]]:
+def _record_history(environment: Any, number: int, careful: bool) -> tuple[list[Fingerprint], frozenset[str]]:
     """Take fingerprints of an instance: new, reset if it is the first, with a history, and reset again.
 
     :param number: of the history
