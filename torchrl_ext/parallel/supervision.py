@@ -228,7 +228,7 @@ class SupervisedEnv(upstream.ParallelEnv):
 
     def __getattr__(self, attr: str) -> Any:
         value = super().__getattr__(attr)
-        return _Call(attr, self) if isinstance(value, upstream._dispatch_caller_parallel) else value
+        return _WorkerCall(attr, self) if isinstance(value, upstream._dispatch_caller_parallel) else value
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_watch": None, "_shm_done_flags": None, "_has_open_call": False}
@@ -300,7 +300,7 @@ class _Operation:
             self._env._drain()
 
 
-class _Call(upstream._dispatch_caller_parallel):
+class _WorkerCall(upstream._dispatch_caller_parallel):
     """A method or attribute of the workers' environments."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
@@ -308,8 +308,8 @@ class _Call(upstream._dispatch_caller_parallel):
         with env._operation(self.attr if isinstance(self.attr, str) else ".".join(self.attr)):
             return super().__call__(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> _Call:
-        return _Call(super().__getattr__(name).attr, self.parallel_env)
+    def __getattr__(self, name: str) -> _WorkerCall:
+        return _WorkerCall(super().__getattr__(name).attr, self.parallel_env)
 
 
 class _ContextName(str):
