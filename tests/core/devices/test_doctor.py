@@ -220,7 +220,7 @@ def test_a_report_with_any_part_missing_or_of_another_type_is_refused_or_shown()
 
 # Every renderer is tried for real, and whatever fails becomes a row.
 @pytest.fixture
-def steered_by_nothing(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def without_device_variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Take away what decides on devices here, and leave Mesa's EGL."""
     for name in set(os.environ) - set(processes.environment()):
         monkeypatch.delenv(name)
@@ -239,12 +239,12 @@ def steered_by_nothing(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     ],
 )
 def test_a_renderer_renders_on_the_cpu_as_predicted(
-    name: str, where: str, steered_by_nothing: pytest.MonkeyPatch
+    name: str, where: str, without_device_variables: pytest.MonkeyPatch
 ) -> None:
     if util.find_spec(name) is None:
         pytest.skip("it is not installed")
     if where == "OSMesa":
-        steered_by_nothing.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", os.devnull)
+        without_device_variables.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", os.devnull)
     seen = verify(name)
     assert seen.problem is None, seen
     assert seen.gl_vendor if where == "OSMesa" else "llvmpipe" in seen.gl_renderer
@@ -257,10 +257,10 @@ def test_a_renderer_renders_on_the_cpu_as_predicted(
     [("gymnasium", "imageio", "gymnasium[mujoco]"), ("robosuite", "PIL", "rl-ext[robosuite]")],
 )
 def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
-    name: str, package: str, extra: str, steered_by_nothing: pytest.MonkeyPatch, tmp_path: Path
+    name: str, package: str, extra: str, without_device_variables: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}', name={package!r})")
-    steered_by_nothing.setenv("PYTHONPATH", str(tmp_path))
+    without_device_variables.setenv("PYTHONPATH", str(tmp_path))
     seen = verify(name)
     assert package in (seen.problem or "")
     assert seen.missing
@@ -269,7 +269,7 @@ def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
     assert lines[0].endswith(f'{extra}"')
 
 
-def test_a_renderer_that_hangs_or_has_no_device_is_a_failure(steered_by_nothing: pytest.MonkeyPatch) -> None:
+def test_a_renderer_that_hangs_or_has_no_device_is_a_failure(without_device_variables: pytest.MonkeyPatch) -> None:
     assert verify("mujoco", timeout_s=0.05).problem == "it did not end within 0 s"
     seen = verify("mujoco", "cuda:0")
     assert 'Write device="cpu"' in (seen.problem or "")
