@@ -65,10 +65,10 @@ def expect_failure(kind: type[Exception] = WorkerError) -> Iterator[Any]:
     with pytest.raises(kind) as found:
         yield found
     assert no_workers()
-    assert not [thread for thread in threading.enumerate() if thread.name == "rl_ext_core-watch" and not _ends(thread)]
+    assert not [thread for thread in threading.enumerate() if thread.name == "rl_ext_core-watch" and not joins(thread)]
 
 
-def _ends(thread: threading.Thread) -> bool:
+def joins(thread: threading.Thread) -> bool:
     thread.join(AT_MOST_S)
     return not thread.is_alive()
 
