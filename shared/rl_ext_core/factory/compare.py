@@ -312,7 +312,7 @@ def examine(
 
 def _compare_pickled(recipe: Recipe, original: Fingerprint) -> Examination:
     """Compare the original as it stands with what was pickled of it."""
-    with _built(recipe) as copy:
+    with _temporary_copy(recipe) as copy:
         mine = fingerprint(copy)
         if (error := _failure_of(copy)) is not None:
             return Examination([f"a reset of a copy raises {error!r}"])
@@ -340,12 +340,12 @@ def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: 
     if not careful:
         changes += _changes_within_episode(recipe, original, habits, changes, ask)
     if left or changes:
-        with _built(dataclasses.replace(recipe, changes=changes)) as copy:
+        with _temporary_copy(dataclasses.replace(recipe, changes=changes)) as copy:
             mine = fingerprint(copy)
             error = _failure_of(copy)
         done = tuple(change.path for change in changes)
         if error is not None:
-            with _built(recipe) as copy:
+            with _temporary_copy(recipe) as copy:
                 if _failure_of(copy) is None:  # as with a simulator's handle: of another process
                     return Examination(
                         [f"a copy on which {', '.join(done[:3])} was set raises {error!r} when it is reset"]
@@ -378,7 +378,7 @@ def _changes_within_episode(
     if not doubtful:
         return ()
     found = []
-    with _built(recipe) as copy, _optional():
+    with _temporary_copy(recipe) as copy, _optional():
         driver = _driver_of(copy)
         if driver is None:
             return ()
@@ -401,7 +401,7 @@ def _record_histories(recipe: Recipe, careful: bool) -> Iterator[tuple[list[Fing
     """Build two instances, one after the other: of some simulators there can be only one."""
     for number in (0, 1):
         try:
-            with _built(recipe) as copy:
+            with _temporary_copy(recipe) as copy:
                 life = _record_history(copy, number, careful)
         except Exception:
             if number == 0:
@@ -413,7 +413,7 @@ def _record_histories(recipe: Recipe, careful: bool) -> Iterator[tuple[list[Fing
 
 
 @contextlib.contextmanager
-def _built(recipe: Recipe) -> Iterator[Any]:
+def _temporary_copy(recipe: Recipe) -> Iterator[Any]:
     streams.seed_process(streams.sequence(_SEED, 0))
     copy = recipe.build()
     try:
