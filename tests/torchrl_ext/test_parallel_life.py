@@ -206,7 +206,7 @@ class Slow(Well):
 def test_closing_takes_as_long_as_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("torchrl_ext.parallel.supervision._LONG_S", 0.2)
+    monkeypatch.setattr("torchrl_ext.parallel.supervision._SLOW_CLOSE_S", 0.2)
     env = ParallelEnv(2, Slow, create_env_kwargs={"file": str(tmp_path / "video"), "seconds": 0.7})
     env.rollout(3)
     (tmp_path / "video").unlink(missing_ok=True)  # of a copy that was tried

@@ -25,7 +25,7 @@ __all__ = ["SupervisedEnv"]
 # An attribute that all environments have, and that a ParallelEnv does not ask its workers for.
 _PING = "batch_size"
 # After this it is said that closing takes long.
-_LONG_S = 10.0
+_SLOW_CLOSE_S = 10.0
 
 _log = logging.getLogger("torchrl_ext")
 
@@ -333,12 +333,12 @@ def _wake_parent(events: Sequence[Any], flags: Any, channels: Sequence[Any]) -> 
 
 def _join_and_report(worker: Any) -> None:
     """Wait until a worker has closed its environment, and say when that takes long."""
-    worker.join(_LONG_S)
+    worker.join(_SLOW_CLOSE_S)
     if worker.is_alive():
         _log.warning(
             "%s has been closing its environment for %g s and is waited for; ParallelEnv(shutdown_timeout=60) would "
             "end it after a minute",
             worker.name,
-            _LONG_S,
+            _SLOW_CLOSE_S,
         )
         worker.join()
