@@ -401,17 +401,17 @@ def test_over_all_orders_and_masks_there_is_a_finding_where_the_rule_leads_elsew
     for order, mask in itertools.product(itertools.permutations(range(3)), [None, *masks]):
         there = only(machine(3, order=order, versions={"mujoco": mujoco}), renderer)
         environ = EGL if mask is None else {**EGL, MASK: mask}
-        right = _leads(renderer, environ, there) == (mask or "0").split(",")[0]
+        right = _selected_gpu(renderer, environ, there) == (mask or "0").split(",")[0]
         about = [finding for finding in check(environ, there) if f"{renderer} " in finding.effect]
         assert len(about) == (not right)
         for finding in about:
             after = _applied_line(finding, renderer, environ, there)
-            assert _leads(renderer, after, there) == (mask or "0").split(",")[0]
+            assert _selected_gpu(renderer, after, there) == (mask or "0").split(",")[0]
         findings += len(about)
     assert findings
 
 
-def _leads(renderer: str, environ: Mapping[str, str], there: Inventory) -> str:
+def _selected_gpu(renderer: str, environ: Mapping[str, str], there: Inventory) -> str:
     visible = tuple(uuid(int(number)) for number in environ.get(MASK, "0,1,2").split(","))
     rule = _renderers.find_renderer(renderer, there.versions)
     view = _renderers.EglView(there.egl or (), visible)
