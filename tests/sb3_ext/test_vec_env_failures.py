@@ -117,7 +117,7 @@ def test_hangs_are_found_by_the_time_limits(when: str, how: str) -> None:
     assert ("does not even react to signals" in str(error)) or "in fail" in str(error) or "in hang_in_c" in str(error)
 
 
-class Alone(gym.Env[Any, Any]):
+class SingleProcess(gym.Env[Any, Any]):
     """Waits for ever for its simulator, which serves one process only."""
 
     observation_space, action_space = spaces.Box(-1, 1), spaces.Discrete(2)
@@ -135,7 +135,7 @@ class Alone(gym.Env[Any, Any]):
 
 def test_the_time_limit_of_the_start_is_that_of_copying_an_instance_too() -> None:
     with pytest.raises(WorkerError, match=r"did not answer within 2 s"):
-        SharedMemoryVecEnv([Alone()], start_timeout=2)
+        SharedMemoryVecEnv([SingleProcess()], start_timeout=2)
 
 
 @pytest.mark.parametrize(("n_workers", "worker", "how"), [(1, 0, "SIGSEGV"), (2, 1, "raise")])
