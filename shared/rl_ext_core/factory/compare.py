@@ -314,7 +314,7 @@ def _compare_pickled(recipe: Recipe, original: Fingerprint) -> Examination:
     """Compare the original as it stands with what was pickled of it."""
     with _temporary_copy(recipe) as copy:
         mine = fingerprint(copy)
-        if (error := _failure_of(copy)) is not None:
+        if (error := _reset_error(copy)) is not None:
             return Examination([f"a reset of a copy raises {error!r}"])
     paths = original.differences(mine)
     classes = [path for path in paths if path.startswith("<")]
@@ -342,11 +342,11 @@ def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: 
     if left or changes:
         with _temporary_copy(dataclasses.replace(recipe, changes=changes)) as copy:
             mine = fingerprint(copy)
-            error = _failure_of(copy)
+            error = _reset_error(copy)
         done = tuple(change.path for change in changes)
         if error is not None:
             with _temporary_copy(recipe) as copy:
-                if _failure_of(copy) is None:  # as with a simulator's handle: of another process
+                if _reset_error(copy) is None:  # as with a simulator's handle: of another process
                     return Examination(
                         [f"a copy on which {', '.join(done[:3])} was set raises {error!r} when it is reset"]
                     )
@@ -463,7 +463,7 @@ def _record_history(environment: Any, number: int, careful: bool) -> tuple[list[
     return found, made_anew
 
 
-def _failure_of(environment: Any) -> Exception | None:
+def _reset_error(environment: Any) -> Exception | None:
     """Return what a reset of an environment raises."""
     driver = _driver_of(environment)
     try:
