@@ -243,7 +243,7 @@ class _Operation:
     def __init__(self, env: SupervisedEnv, phase: str, timeout: float | None) -> None:
         self._env, self._phase, self._timeout = env, phase, timeout
         self._watch: processes.Watch | None = None
-        self._limited: Any = None
+        self._watch_operation: Any = None
 
     def __enter__(self) -> None:
         env = self._env
@@ -263,10 +263,10 @@ class _Operation:
             # A view of workers that have ended: upstream says so, unless others have taken their place.
             env.is_closed = env.is_closed or not owner.is_closed
             return
-        self._limited = watch.operation(self._phase, timeout=self._timeout)
+        self._watch_operation = watch.operation(self._phase, timeout=self._timeout)
         owner.__dict__["_has_open_call"] = True  # torch's modules take a while to set an attribute
         try:
-            self._limited.__enter__()
+            self._watch_operation.__enter__()
         except WorkerError:
             owner._kill_workers()
             raise
@@ -281,7 +281,7 @@ class _Operation:
         try:
             if isinstance(error, Exception) and watch.failure is None:
                 self._drain()
-            self._limited.__exit__(kind, error, where)
+            self._watch_operation.__exit__(kind, error, where)
             # Where upstream waits for flags, it was woken by these, and has read what the worker did not write.
             with watch.operation(self._phase):
                 pass
