@@ -28,12 +28,12 @@ def counts(venv: SharedMemoryVecEnv) -> list[int]:
     return [int(count) for count in venv.step(ACTIONS)[0][:, 0]]
 
 
-def left(venv: SharedMemoryVecEnv) -> str:
+def close_and_drop(venv: SharedMemoryVecEnv) -> str:
     venv.close()
     vars(venv).clear()  # as if it was dropped
     gc.collect()
     util._exit_function()  # type: ignore[attr-defined]  # by which multiprocessing ends children at exit
-    return "left"
+    return "close_and_drop"
 
 
 def own() -> list[int]:
@@ -53,7 +53,7 @@ def test_forked_process_cannot_use_the_workers_and_leaves_them_alone(options: di
     for call in REFUSED:
         text = result_in_fork(lambda call=call: call(venv))
         assert text.startswith("InvalidArgumentError: these environments belong to process ")
-    assert result_in_fork(lambda: left(venv)) == "'left'"
+    assert result_in_fork(lambda: close_and_drop(venv)) == "'left'"
     assert result_in_fork(own) == "[2, 2]"
     assert counts(venv) == [1, 1]
     venv.close()
