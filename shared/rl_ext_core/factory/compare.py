@@ -387,7 +387,7 @@ def _changes_within_episode(
                 with contextlib.suppress(Exception):
                     apply_changes(copy, [one])
             with contextlib.suppress(Exception), _ended_after(_PATIENCE_S):
-                _reset(driver, 0)
+                _seeded_reset(driver, 0)
             found.append(fingerprint(copy))
     without, with_them = found
     return tuple(one for one in doubtful if with_them.token(one.path) != without.token(one.path))
@@ -433,9 +433,9 @@ def _record_history(environment: Any, number: int, careful: bool) -> tuple[list[
     if driver is not None:
         with contextlib.suppress(Exception), _ended_after(_PATIENCE_S):  # what it has shown until then is known
             if number == 0:
-                _reset(driver, 0)
+                _seeded_reset(driver, 0)
                 found.append(fingerprint(environment))
-            _reset(driver, 1 + number)
+            _seeded_reset(driver, 1 + number)
             until = time.monotonic() + _HISTORY_S
             for _ in range(_STEPS[number]):
                 driver.step()
@@ -445,7 +445,7 @@ def _record_history(environment: Any, number: int, careful: bool) -> tuple[list[
                 with contextlib.suppress(Exception), _optional():
                     environment.render()
             found.append(fingerprint(environment))
-            _reset(driver, 0)
+            _seeded_reset(driver, 0)
             found.append(fingerprint(environment))
     found += found[-1:] * (4 - number - len(found))
     *_, used, again = found
@@ -469,7 +469,7 @@ def _reset_error(environment: Any) -> Exception | None:
     try:
         if driver is not None:
             with _ended_after(_PATIENCE_S):
-                _reset(driver, 0)
+                _seeded_reset(driver, 0)
     except Exception as error:
         return error
     return None
@@ -481,7 +481,7 @@ def _driver_of(environment: Any, number: int = 0) -> Driver | None:
     return None if records else driver_for(environment, seed=_SEED + number)
 
 
-def _reset(driver: Driver, number: int) -> None:
+def _seeded_reset(driver: Driver, number: int) -> None:
     streams.seed_process(streams.sequence(_SEED, number))  # what it draws from
     driver.reset(_SEED + number)
 
