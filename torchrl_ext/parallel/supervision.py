@@ -63,7 +63,7 @@ class SupervisedEnv(upstream.ParallelEnv):
     _user_start_method: str | None = None
     _watch: processes.Watch | None = None
     _failure_summary: str | None = None
-    _speed: SpeedCheck | None = None
+    _speed_check: SpeedCheck | None = None
     _closing = _has_open_call = False
 
     def _check_buffers(self, method: str) -> None:
@@ -78,8 +78,8 @@ class SupervisedEnv(upstream.ParallelEnv):
         if not isinstance(self._mp_start_method, _ContextName):  # it is where the last start was interrupted
             self._user_start_method = self._mp_start_method
         self._threads = torch.get_num_threads()
-        if self._speed is None:
-            self._speed = self._plan.make_speed_check()
+        if self._speed_check is None:
+            self._speed_check = self._plan.make_speed_check()
         resources.check_open_file_limit(self.num_workers, "ParallelEnv({}, ...)")
         started: list[Any] = []
         try:
@@ -216,14 +216,14 @@ class SupervisedEnv(upstream.ParallelEnv):
     __setitem__ = _as_operation("__setitem__", drains=True)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._operation("step"), self._speed or contextlib.nullcontext():
+        with self._operation("step"), self._speed_check or contextlib.nullcontext():
             return super()._step(*args, **kwargs)
 
     def step_and_maybe_reset(self, *args: Any, **kwargs: Any) -> Any:
         """Step, and reset what has ended, as upstream's does."""
         if not self._use_buffers:  # it calls the two above
             return super().step_and_maybe_reset(*args, **kwargs)
-        with self._operation("step"), self._speed or contextlib.nullcontext():
+        with self._operation("step"), self._speed_check or contextlib.nullcontext():
             return super().step_and_maybe_reset(*args, **kwargs)
 
     def __getattr__(self, attr: str) -> Any:
