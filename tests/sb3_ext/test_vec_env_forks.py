@@ -36,7 +36,7 @@ def close_and_drop(venv: SharedMemoryVecEnv) -> str:
     return "close_and_drop"
 
 
-def own() -> list[int]:
+def use_own_env() -> list[int]:
     made = SharedMemoryVecEnv([Counting] * 2, "fork")
     made.reset()
     made.step(ACTIONS)
@@ -54,7 +54,7 @@ def test_forked_process_cannot_use_the_workers_and_leaves_them_alone(options: di
         text = result_in_fork(lambda call=call: call(venv))
         assert text.startswith("InvalidArgumentError: these environments belong to process ")
     assert result_in_fork(lambda: close_and_drop(venv)) == "'left'"
-    assert result_in_fork(own) == "[2, 2]"
+    assert result_in_fork(use_own_env) == "[2, 2]"
     assert counts(venv) == [1, 1]
     venv.close()
     assert no_workers()
