@@ -324,7 +324,7 @@ def _compare_pickled(recipe: Recipe, original: Fingerprint) -> Examination:
 
 def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: Ask) -> Examination:
     """Find out what the original has that no new instance has, and whether one has it when that is set on it."""
-    habits = _Habits(recipe, careful)
+    habits = _StateClassifier(recipe, careful)
     mine = habits.fresh[0]
     left, classes = habits.changed(original, mine)
     hidden = {p: why for p, why in {**original.opaque, **original.unpicklable}.items() if _has_state(p, why, original)}
@@ -362,7 +362,7 @@ def _has_state(path: str, why: str, original: Fingerprint) -> bool:
 
 
 def _changes_within_episode(
-    recipe: Recipe, original: Fingerprint, habits: _Habits, changes: Sequence[Change], ask: Ask
+    recipe: Recipe, original: Fingerprint, habits: _StateClassifier, changes: Sequence[Change], ask: Ask
 ) -> tuple[Change, ...]:
     """Return what else is to be set: settings that are part of an episode all the same, such as a goal that was fixed.
 
@@ -486,7 +486,7 @@ def _seeded_reset(driver: Driver, number: int) -> None:
     driver.reset(_SEED + number)
 
 
-class _Habits:
+class _StateClassifier:
     """What instances have by being made, by an episode, and by what they have lived through."""
 
     def __init__(self, recipe: Recipe, careful: bool) -> None:
