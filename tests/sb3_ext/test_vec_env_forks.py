@@ -24,7 +24,7 @@ REFUSED: list[Callable[[SharedMemoryVecEnv], Any]] = [
 ]
 
 
-def counts(venv: SharedMemoryVecEnv) -> list[int]:
+def step_counts(venv: SharedMemoryVecEnv) -> list[int]:
     return [int(count) for count in venv.step(ACTIONS)[0][:, 0]]
 
 
@@ -40,7 +40,7 @@ def use_own_env() -> list[int]:
     made = SharedMemoryVecEnv([Counting] * 2, "fork")
     made.reset()
     made.step(ACTIONS)
-    found = counts(made)
+    found = step_counts(made)
     made.close()
     return found
 
@@ -55,6 +55,6 @@ def test_forked_process_cannot_use_the_workers_and_leaves_them_alone(options: di
         assert text.startswith("InvalidArgumentError: these environments belong to process ")
     assert result_in_fork(lambda: close_and_drop(venv)) == "'left'"
     assert result_in_fork(use_own_env) == "[2, 2]"
-    assert counts(venv) == [1, 1]
+    assert step_counts(venv) == [1, 1]
     venv.close()
     assert no_workers()
