@@ -324,21 +324,23 @@ def _compare_pickled(recipe: Recipe, original: Fingerprint) -> Examination:
 
 def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: Ask) -> Examination:
     """Find out what the original has that no new instance has, and whether one has it when that is set on it."""
-    habits = _StateClassifier(recipe, careful)
-    mine = habits.fresh[0]
-    left, classes = habits.changed(original, mine)
+    classifier = _StateClassifier(recipe, careful)
+    mine = classifier.fresh[0]
+    left, classes = classifier.changed(original, mine)
     hidden = {p: why for p, why in {**original.opaque, **original.unpicklable}.items() if _has_state(p, why, original)}
-    opaque = {path: name for path, name in hidden.items() if not habits.is_of_episode(path)}
+    opaque = {path: name for path, name in hidden.items() if not classifier.is_of_episode(path)}
     answers = dict(zip(left, ask(left) if left else (), strict=True))
     # Of what cannot be set, that which a history makes by itself is left to the copy: a window, a cache.
     refused = {
-        path: why for path, why in answers.items() if isinstance(why, str) and not habits.is_left_to_use(path, original)
+        path: why
+        for path, why in answers.items()
+        if isinstance(why, str) and not classifier.is_left_to_use(path, original)
     }
     if refused:
         return Examination([f"{_said(path, original, mine)} ({why})" for path, why in refused.items()])
     changes = tuple({one.path: one for one in answers.values() if isinstance(one, Change)}.values())
     if not careful:
-        changes += _changes_within_episode(recipe, original, habits, changes, ask)
+        changes += _changes_within_episode(recipe, original, classifier, changes, ask)
     if left or changes:
         with _temporary_copy(dataclasses.replace(recipe, changes=changes)) as copy:
             mine = fingerprint(copy)
@@ -350,8 +352,8 @@ def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: 
                     return Examination(
                         [f"a copy on which {', '.join(done[:3])} was set raises {error!r} when it is reset"]
                     )
-        left, classes = habits.changed(original, mine)  # by now, both have met the same classes
-        left = [path for path in left if path.startswith(done) or not habits.is_left_to_use(path, original)]
+        left, classes = classifier.changed(original, mine)  # by now, both have met the same classes
+        left = [path for path in left if path.startswith(done) or not classifier.is_left_to_use(path, original)]
     different = [_said(path, original, mine) for path in left]
     return Examination(different, changes, opaque=_format_opaque(opaque), class_attributes=classes)
 
@@ -362,7 +364,7 @@ def _has_state(path: str, why: str, original: Fingerprint) -> bool:
 
 
 def _changes_within_episode(
-    recipe: Recipe, original: Fingerprint, habits: _StateClassifier, changes: Sequence[Change], ask: Ask
+    recipe: Recipe, original: Fingerprint, classifier: _StateClassifier, changes: Sequence[Change], ask: Ask
 ) -> tuple[Change, ...]:
     """Return what else is to be set: settings that are part of an episode all the same, such as a goal that was fixed.
 
@@ -371,7 +373,7 @@ def _changes_within_episode(
     :param changes: what is set already
     """
     set_already = tuple(one.path for one in changes)
-    paths = [path for path in habits.doubtful(original) if not path.startswith(set_already)][:_MOST_DOUBTFUL]
+    paths = [path for path in classifier.doubtful(original) if not path.startswith(set_already)][:_MOST_DOUBTFUL]
     answers = zip(paths, ask(paths) if paths else (), strict=True)
     # Others are set with what holds them.
     doubtful = [one for path, one in answers if isinstance(one, Change) and one.path == path]
