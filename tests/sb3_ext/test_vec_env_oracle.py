@@ -30,7 +30,9 @@ from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, open_vec_env
 from tests.sb3_ext.vec_worlds import ACTIONS, OBSERVATIONS, REWARDS, RandomEnv, Returning, ReusedArrayEnv
 
 
-def check(build: Any, steps: int = 25, n_envs: int = 3, n_workers: int | None = None, **options: Any) -> list[Any]:
+def compare_with_subproc(
+    build: Any, steps: int = 25, n_envs: int = 3, n_workers: int | None = None, **options: Any
+) -> list[Any]:
     space = build().action_space
     space.seed(0)
     actions = [action_of(space, n_envs) for _ in range(steps)]
@@ -60,7 +62,9 @@ CASES = [
 def test_it_returns_what_subproc_vec_env_returns(
     observations: str, actions: str, rewards: str, infos: bool, n_workers: int | None
 ) -> None:
-    seen = check(functools.partial(RandomEnv, observations, actions, rewards, infos=infos), n_workers=n_workers)
+    seen = compare_with_subproc(
+        functools.partial(RandomEnv, observations, actions, rewards, infos=infos), n_workers=n_workers
+    )
     dones = np.array([step[2] for step in seen[2:]])
     assert 0 < dones.sum() < dones.size
     told = [info for step in seen[2:] for info in step[3]]
