@@ -373,18 +373,18 @@ def _changes_within_episode(
     :param changes: what is set already
     """
     set_already = tuple(one.path for one in changes)
-    paths = [path for path in classifier.doubtful(original) if not path.startswith(set_already)][:_MOST_DOUBTFUL]
+    paths = [path for path in classifier.doubtful_paths(original) if not path.startswith(set_already)][:_MOST_DOUBTFUL]
     answers = zip(paths, ask(paths) if paths else (), strict=True)
     # Others are set with what holds them.
-    doubtful = [one for path, one in answers if isinstance(one, Change) and one.path == path]
-    if not doubtful:
+    doubtful_paths = [one for path, one in answers if isinstance(one, Change) and one.path == path]
+    if not doubtful_paths:
         return ()
     found = []
     with _temporary_copy(recipe) as copy, _optional():
         driver = _driver_of(copy)
         if driver is None:
             return ()
-        for group in (changes, doubtful):
+        for group in (changes, doubtful_paths):
             for one in group:
                 with contextlib.suppress(Exception):
                     apply_changes(copy, [one])
@@ -392,7 +392,7 @@ def _changes_within_episode(
                 _seeded_reset(driver, 0)
             found.append(fingerprint(copy))
     without, with_them = found
-    return tuple(one for one in doubtful if with_them.token(one.path) != without.token(one.path))
+    return tuple(one for one in doubtful_paths if with_them.token(one.path) != without.token(one.path))
 
 
 def _format_opaque(opaque: Mapping[str, str]) -> list[str]:
@@ -537,7 +537,7 @@ class _StateClassifier:
                 found[path] = None
         return list(found), classes
 
-    def doubtful(self, original: Fingerprint) -> Iterator[str]:
+    def doubtful_paths(self, original: Fingerprint) -> Iterator[str]:
         """Return the paths at which the original has plain data that no reset has put there."""
         for path in self.fresh[0].differences(original):
             token = original.token(path)
