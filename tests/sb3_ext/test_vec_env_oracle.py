@@ -171,7 +171,7 @@ def wrapped() -> gym.Env[Any, Any]:
     return Marked(gym.wrappers.TimeLimit(Monitor(RandomEnv()), 7))
 
 
-def called(venv: VecEnv) -> list[Any]:
+def call_methods(venv: VecEnv) -> list[Any]:
     """Call all of them."""
     venv.set_attr("label", "one", indices=1)
     venv.set_attr("level", [1, 2])
@@ -202,7 +202,7 @@ def called(venv: VecEnv) -> list[Any]:
 @pytest.mark.parametrize("n_workers", [1, 2, 3])
 def test_methods(n_workers: int) -> None:
     with open_vec_env_pair([wrapped] * 3, n_workers=n_workers) as (ours, theirs):
-        assert_equal(called(ours), called(theirs))
+        assert_equal(call_methods(ours), call_methods(theirs))
 
 
 def cart_pole() -> gym.Env[Any, Any]:
