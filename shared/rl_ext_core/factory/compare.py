@@ -326,7 +326,7 @@ def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: 
     """Find out what the original has that no new instance has, and whether one has it when that is set on it."""
     classifier = _StateClassifier(recipe, careful)
     mine = classifier.fresh[0]
-    left, classes = classifier.changed(original, mine)
+    left, classes = classifier.changed_paths(original, mine)
     hidden = {p: why for p, why in {**original.opaque, **original.unpicklable}.items() if _has_state(p, why, original)}
     opaque = {path: name for path, name in hidden.items() if not classifier.is_of_episode(path)}
     answers = dict(zip(left, ask(left) if left else (), strict=True))
@@ -352,7 +352,7 @@ def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: 
                     return Examination(
                         [f"a copy on which {', '.join(done[:3])} was set raises {error!r} when it is reset"]
                     )
-        left, classes = classifier.changed(original, mine)  # by now, both have met the same classes
+        left, classes = classifier.changed_paths(original, mine)  # by now, both have met the same classes
         left = [path for path in left if path.startswith(done) or not classifier.is_left_to_use(path, original)]
     different = [_said(path, original, mine) for path in left]
     return Examination(different, changes, opaque=_format_opaque(opaque), class_attributes=classes)
@@ -526,7 +526,7 @@ class _StateClassifier:
         """Whether a reset makes what is at a path, or what holds that."""
         return self.kind(path) == "episode" or self.is_made_anew(path)
 
-    def changed(self, original: Fingerprint, copy: Fingerprint) -> tuple[list[str], list[str]]:
+    def changed_paths(self, original: Fingerprint, copy: Fingerprint) -> tuple[list[str], list[str]]:
         """List the paths at which a copy is to be changed to be like the original, and those of classes and globals."""
         paths = [path for path in copy.differences(original) if self.kind(path) in ("fixed", "kept")]
         paths = [path for path in paths if original.token(path) != copy.token(path) or not self._is_moved(path)]
