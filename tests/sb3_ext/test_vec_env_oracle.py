@@ -167,7 +167,7 @@ class Marked(gym.Wrapper[Any, Any, Any, Any]):
     mark = 3
 
 
-def wrapped() -> gym.Env[Any, Any]:
+def make_wrapped_env() -> gym.Env[Any, Any]:
     return Marked(gym.wrappers.TimeLimit(Monitor(RandomEnv()), 7))
 
 
@@ -201,7 +201,7 @@ def call_methods(venv: VecEnv) -> list[Any]:
 
 @pytest.mark.parametrize("n_workers", [1, 2, 3])
 def test_methods(n_workers: int) -> None:
-    with open_vec_env_pair([wrapped] * 3, n_workers=n_workers) as (ours, theirs):
+    with open_vec_env_pair([make_wrapped_env] * 3, n_workers=n_workers) as (ours, theirs):
         assert_equal(call_methods(ours), call_methods(theirs))
 
 
