@@ -328,7 +328,7 @@ def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: 
     mine = classifier.fresh[0]
     left, classes = classifier.changed_paths(original, mine)
     hidden = {p: why for p, why in {**original.opaque, **original.unpicklable}.items() if _has_state(p, why, original)}
-    opaque = {path: name for path, name in hidden.items() if not classifier.is_of_episode(path)}
+    opaque = {path: name for path, name in hidden.items() if not classifier.is_episode_state(path)}
     answers = dict(zip(left, ask(left) if left else (), strict=True))
     # Of what cannot be set, that which a history makes by itself is left to the copy: a window, a cache.
     refused = {
@@ -522,7 +522,7 @@ class _StateClassifier:
         """Whether a reset puts another object there, or where that is held."""
         return any(holder in self._made_anew for holder in self._holders(path))
 
-    def is_of_episode(self, path: str) -> bool:
+    def is_episode_state(self, path: str) -> bool:
         """Whether a reset makes what is at a path, or what holds that."""
         return self.kind(path) == "episode" or self.is_made_anew(path)
 
