@@ -26,7 +26,7 @@ from tests.sb3_ext.vec_worlds import Counting, RandomEnv, Failing, FailingOnce
 RESTARTING: dict[str, Any] = {"restart": "truncate", "step_timeout": 60.0}
 
 
-def killed(venv: SharedMemoryVecEnv, index: int) -> None:
+def kill_worker(venv: SharedMemoryVecEnv, index: int) -> None:
     os.kill(venv.env_method("pid", indices=index)[0], signal.SIGKILL)
 
 
@@ -63,7 +63,7 @@ def test_all_environments_of_the_worker_are_truncated() -> None:
     venv.reset()
     before = venv.step(np.zeros(5, np.int64))[0]
     pids = venv.env_method("pid")
-    killed(venv, 4)
+    kill_worker(venv, 4)
     after, _, dones, infos = venv.step(np.zeros(5, np.int64))
     alike = [pid == pids[4] for pid in pids]
     assert 2 <= sum(alike) <= 3
@@ -222,7 +222,7 @@ def test_restarted_environments_draw_differently(seed: int | None) -> None:
     for _ in range(3):
         venv.reset()
         seen.append(venv.env_method("draws", indices=0)[0])
-        killed(venv, 0)
+        kill_worker(venv, 0)
         venv.step(np.zeros(2, np.int64))
     venv.close()
     for name in ("random", "numpy", "torch", "libc", "own"):
