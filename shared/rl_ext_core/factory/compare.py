@@ -334,7 +334,7 @@ def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: 
     refused = {
         path: why
         for path, why in answers.items()
-        if isinstance(why, str) and not classifier.is_left_to_use(path, original)
+        if isinstance(why, str) and not classifier.is_restored_by_use(path, original)
     }
     if refused:
         return Examination([f"{_said(path, original, mine)} ({why})" for path, why in refused.items()])
@@ -353,7 +353,7 @@ def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: 
                         [f"a copy on which {', '.join(done[:3])} was set raises {error!r} when it is reset"]
                     )
         left, classes = classifier.changed_paths(original, mine)  # by now, both have met the same classes
-        left = [path for path in left if path.startswith(done) or not classifier.is_left_to_use(path, original)]
+        left = [path for path in left if path.startswith(done) or not classifier.is_restored_by_use(path, original)]
     different = [_said(path, original, mine) for path in left]
     return Examination(different, changes, opaque=_format_opaque(opaque), class_attributes=classes)
 
@@ -571,7 +571,7 @@ class _StateClassifier:
                 return True
         return False
 
-    def is_left_to_use(self, path: str, original: Fingerprint) -> bool:
+    def is_restored_by_use(self, path: str, original: Fingerprint) -> bool:
         """Whether an instance gets what cannot be set by being used, or a reset makes it anew."""
         if self.kind(path) == "fixed":
             return False
