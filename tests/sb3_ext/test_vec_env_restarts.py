@@ -195,7 +195,7 @@ def test_attribute_that_was_not_set_before_the_worker_died_is_named() -> None:
     venv.close()
 
 
-def stepped(venv: SharedMemoryVecEnv, count: int) -> None:
+def step_repeatedly(venv: SharedMemoryVecEnv, count: int) -> None:
     venv.reset()
     for _ in range(count):
         venv.step(np.zeros(venv.num_envs, np.int64))
@@ -206,7 +206,7 @@ def test_the_limit_of_restarts(when: str, caplog: pytest.LogCaptureFixture) -> N
     env_fns = [Counting, functools.partial(Failing, when, "SIGSEGV", after=0)]
     venv = SharedMemoryVecEnv(env_fns, FAST, max_restarts=3, **RESTARTING)
     with caplog.at_level(logging.WARNING, "sb3_ext"), pytest.raises(WorkerError, match=f"in {when}: .*SIGSEGV"):
-        stepped(venv, 4)
+        step_repeatedly(venv, 4)
     assert venv.timings.restarts == 3
     assert no_workers()
     assert [f"(restart {count} of 3)" in caplog.messages[count - 1] for count in (1, 2, 3)] == [True] * 3
