@@ -510,7 +510,7 @@ class _StateClassifier:
         if any(token != after[0] for token in after):
             return "kept"
         varies = any(one.token(path) != after[0] for one in self._all)
-        return "episode" if varies or self.is_made_anew(path) else "fixed"
+        return "episode" if varies or self.is_replaced_at_reset(path) else "fixed"
 
     def _holders(self, path: str) -> Iterator[str]:
         """Return a path, that of what holds it, and so on."""
@@ -518,13 +518,13 @@ class _StateClassifier:
             yield path
             path = self._steps[path][0]
 
-    def is_made_anew(self, path: str) -> bool:
+    def is_replaced_at_reset(self, path: str) -> bool:
         """Whether a reset puts another object there, or where that is held."""
         return any(holder in self._made_anew for holder in self._holders(path))
 
     def is_episode_state(self, path: str) -> bool:
         """Whether a reset makes what is at a path, or what holds that."""
-        return self.kind(path) == "episode" or self.is_made_anew(path)
+        return self.kind(path) == "episode" or self.is_replaced_at_reset(path)
 
     def changed_paths(self, original: Fingerprint, copy: Fingerprint) -> tuple[list[str], list[str]]:
         """List the paths at which a copy is to be changed to be like the original, and those of classes and globals."""
@@ -565,7 +565,7 @@ class _StateClassifier:
             if steps is None:
                 return False
             holder = steps[0]
-            if holder in found or (is_new and self.is_made_anew(holder)):
+            if holder in found or (is_new and self.is_replaced_at_reset(holder)):
                 return True
             if original.token(holder) != copy.token(holder) and self.kind(holder) in ("own", "episode"):
                 return True
@@ -576,7 +576,7 @@ class _StateClassifier:
         if self.kind(path) == "fixed":
             return False
         below = [path, *(each for each in original.tokens if each.startswith(path))]
-        return self.is_made_anew(path) or all(self._is_usual(each, original.token(each)) for each in below)
+        return self.is_replaced_at_reset(path) or all(self._is_usual(each, original.token(each)) for each in below)
 
     def _is_usual(self, path: str, token: Any) -> bool:
         """Whether instances that were used have such a part, or parts that vary."""
