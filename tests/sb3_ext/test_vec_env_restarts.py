@@ -120,7 +120,7 @@ class Settable(Counting):
             os._exit(3)
         return super().step(action)
 
-    def found(self) -> Any:
+    def get_state(self) -> Any:
         return self.level, self.bonus, self._options
 
     def set_bonus(self, bonus: int) -> None:
@@ -161,7 +161,7 @@ def test_attributes_and_reset_options_of_a_replaced_environment() -> None:
         assert after[index, 1] == np.float32(np.random.default_rng(int(again[1])).random())
     levels = [{"name": "first"}, {"name": "first"}, {"name": "third"}]
     bonus = 0 if replaced[2] else 4
-    assert venv.env_method("found") == [(levels[index], bonus * (index == 2), {"start": 9}) for index in range(3)]
+    assert venv.env_method("get_state") == [(levels[index], bonus * (index == 2), {"start": 9}) for index in range(3)]
     venv.close()
 
 
@@ -176,7 +176,7 @@ def test_reset_in_which_a_worker_dies_keeps_seed_and_options_and_says_so(tmp_pat
     np.testing.assert_array_equal(venv.reset(), expected)
     assert "worker_error" not in venv.reset_infos[0]
     assert venv.reset_infos[1]["worker_error"].startswith("environment 1 of 2 (seed 6), in reset: ended with exit code")
-    assert [options for *_, options in venv.env_method("found")] == [{"start": 9}] * 2
+    assert [options for *_, options in venv.env_method("get_state")] == [{"start": 9}] * 2
     venv.close()
 
 
