@@ -497,7 +497,7 @@ class _StateClassifier:
         self._all = [one for life in lives for one in life]
         self._after_reset = [lives[0][1], *(life[-1] for life in lives)]
         self.kind = functools.cache(self._kind)
-        self._steps, self._made_anew = lives[0][2].steps, made_anew[0]
+        self._steps, self._replaced_at_reset = lives[0][2].steps, made_anew[0]
 
     def _kind(self, path: str) -> str:
         """Return what a path leads to: "own" of each instance, "kept", of the "episode", or "fixed".
@@ -520,7 +520,7 @@ class _StateClassifier:
 
     def is_replaced_at_reset(self, path: str) -> bool:
         """Whether a reset puts another object there, or where that is held."""
-        return any(holder in self._made_anew for holder in self._holders(path))
+        return any(holder in self._replaced_at_reset for holder in self._holders(path))
 
     def is_episode_state(self, path: str) -> bool:
         """Whether a reset makes what is at a path, or what holds that."""
