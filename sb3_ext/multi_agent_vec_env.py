@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.vector.channel import Layout
+from rl_ext_core.vector.channel import MemoryLayout
 from rl_ext_core.vector.environments import check_env_fns, copy_output, make_factories
 from sb3_ext.vec_env import CheckedVecEnv, Indices
 
@@ -81,7 +81,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
             self.agents: list[Any] = list(self.envs[0].possible_agents)
             spaces = self._common_spaces()
             super().__init__(len(self.envs) * len(self.agents), *spaces)
-            layout = self._layout = Layout.of(self.num_envs, *spaces)
+            layout = self._layout = MemoryLayout.of(self.num_envs, *spaces)
         except BaseException:
             self._close_envs()
             raise
