@@ -20,7 +20,7 @@ LONG_S = 1.0
 
 
 @pytest.fixture
-def _long(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def long_spinning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Spin on any machine, and so long that what happens in a wait happens meanwhile; forked workers inherit it."""
     monkeypatch.setattr(channel, "should_spin", lambda num_workers: True)
     for name in ("ANSWER_SECONDS", "COMMAND_SECONDS", "_PREEMPTED_SECONDS"):
@@ -35,7 +35,7 @@ def test_each_has_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
         assert should_spin(num_workers) is expected
 
 
-@pytest.mark.usefixtures("_long")
+@pytest.mark.usefixtures("long_spinning")
 def test_the_death_of_a_worker_is_noticed() -> None:
     venv = SharedMemoryVecEnv([Counting, lambda: Failing("step", "os._exit", after=0)], FAST)
     venv.reset()
@@ -43,7 +43,7 @@ def test_the_death_of_a_worker_is_noticed() -> None:
         venv.step(np.zeros(2, np.int64))
 
 
-@pytest.mark.usefixtures("_long")
+@pytest.mark.usefixtures("long_spinning")
 def test_bytes_that_nobody_reads_while_it_spins_stop_nobody() -> None:
     venv = SharedMemoryVecEnv([Counting], FAST)
     venv.reset()
