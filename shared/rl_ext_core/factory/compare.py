@@ -451,7 +451,7 @@ def _record_history(environment: Any, number: int, careful: bool) -> tuple[list[
             found.append(fingerprint(environment))
     found += found[-1:] * (4 - number - len(found))
     *_, used, again = found
-    made_anew = frozenset(
+    replaced_at_reset = frozenset(
         path
         for path, (_, operation, _) in used.steps.items()
         if operation in ("attribute", "item")
@@ -462,7 +462,7 @@ def _record_history(environment: Any, number: int, careful: bool) -> tuple[list[
     )
     for one in found:
         one.objects.clear()
-    return found, made_anew
+    return found, replaced_at_reset
 
 
 def _reset_error(environment: Any) -> Exception | None:
@@ -492,12 +492,12 @@ class _StateClassifier:
     """What instances have by being made, by an episode, and by what they have lived through."""
 
     def __init__(self, recipe: Recipe, careful: bool) -> None:
-        lives, made_anew = zip(*_record_histories(recipe, careful), strict=True)
+        lives, replaced_at_reset = zip(*_record_histories(recipe, careful), strict=True)
         self.fresh = [life[0] for life in lives]
         self._all = [one for life in lives for one in life]
         self._after_reset = [lives[0][1], *(life[-1] for life in lives)]
         self.kind = functools.cache(self._kind)
-        self._steps, self._replaced_at_reset = lives[0][2].steps, made_anew[0]
+        self._steps, self._replaced_at_reset = lives[0][2].steps, replaced_at_reset[0]
 
     def _kind(self, path: str) -> str:
         """Return what a path leads to: "own" of each instance, "kept", of the "episode", or "fixed".
