@@ -152,7 +152,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
                 part.write(observation)
 
     def _copy_observations(self, rows: Any = slice(None)) -> Any:
-        return self._layout.joined([array[rows].copy() for array in self._observations])
+        return self._layout.build_observation([array[rows].copy() for array in self._observations])
 
     def step_async(self, actions: Any) -> None:
         """Store the actions of the next step, (n_envs · agents, ...); those of agents that have ended are ignored."""
