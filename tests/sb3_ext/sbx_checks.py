@@ -25,7 +25,7 @@ def weights(model: Any) -> list[np.ndarray]:
     return [np.asarray(leaf) for state in states for leaf in jax.tree_util.tree_leaves(state.params)]
 
 
-def trained(algorithm: Any, policy: str, env: VecEnv, steps: int, **options: Any) -> list[np.ndarray]:
+def train_weights(algorithm: Any, policy: str, env: VecEnv, steps: int, **options: Any) -> list[np.ndarray]:
     env.seed(1)
     model = algorithm(policy, env, seed=1, batch_size=16, **options)
     model.learn(steps)
@@ -41,17 +41,17 @@ def equal(found: list[list[np.ndarray]]) -> bool:
 def main() -> dict[str, bool]:
     images = {"buffer_size": 300, "learning_starts": 50}
     dqn = [
-        trained(sbx.DQN, "CnnPolicy", image_env(n_envs=1), 120, replay_buffer_class=cls, **images)
+        train_weights(sbx.DQN, "CnnPolicy", image_env(n_envs=1), 120, replay_buffer_class=cls, **images)
         for cls in (ReplayBuffer, CompressedReplayBuffer)
     ]
     pendulums = [lambda: gym.make("Pendulum-v1")] * 2
     ppo = [
-        trained(sbx.PPO, "MlpPolicy", make(pendulums), 128, n_steps=32, n_epochs=2, rollout_buffer_class=cls)
+        train_weights(sbx.PPO, "MlpPolicy", make(pendulums), 128, n_steps=32, n_epochs=2, rollout_buffer_class=cls)
         for make, cls in ((DummyVecEnv, RolloutBuffer), (SharedMemoryVecEnv, CompressedRolloutBuffer))
     ]
     vectorised = gym.make_vec("Pendulum-v1", 2, vectorization_mode="sync")
     sac = [
-        trained(sbx.SAC, "MlpPolicy", env, 40, buffer_size=500, learning_starts=20)
+        train_weights(sbx.SAC, "MlpPolicy", env, 40, buffer_size=500, learning_starts=20)
         for env in (DummyVecEnv(pendulums), GymVecEnv(vectorised))
     ]
     return {"DQN": equal(dqn), "PPO": equal(ppo), "SAC": equal(sac)}
