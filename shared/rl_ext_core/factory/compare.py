@@ -529,7 +529,7 @@ class _StateClassifier:
     def changed_paths(self, original: Fingerprint, copy: Fingerprint) -> tuple[list[str], list[str]]:
         """List the paths at which a copy is to be changed to be like the original, and those of classes and globals."""
         paths = [path for path in copy.differences(original) if self.kind(path) in ("fixed", "kept")]
-        paths = [path for path in paths if original.token(path) != copy.token(path) or not self._is_moved(path)]
+        paths = [path for path in paths if original.token(path) != copy.token(path) or not self._alias_varies(path)]
         classes = [path for path in paths if path.startswith("<") and self.kind(path) == "fixed"]
         found: dict[str, None] = {}
         for path in paths:
@@ -553,7 +553,7 @@ class _StateClassifier:
         tokens = self.fresh[0].tokens
         return path.startswith("<") or any(f"{holder}.<is>" in tokens for holder in self._holders(path))
 
-    def _is_moved(self, path: str) -> bool:
+    def _alias_varies(self, path: str) -> bool:
         """Whether an episode, or a reset, puts there what is also elsewhere."""
         return any(one.aliases.get(path) != self.fresh[0].aliases.get(path) for one in self._all)
 
