@@ -33,7 +33,7 @@ def train_weights(algorithm: Any, policy: str, env: VecEnv, steps: int, **option
     return weights(model)
 
 
-def equal(found: list[list[np.ndarray]]) -> bool:
+def all_equal(found: list[list[np.ndarray]]) -> bool:
     first, *others = found
     return bool(first) and all(len(first) == len(b) and all(map(np.array_equal, first, b)) for b in others)
 
@@ -54,7 +54,7 @@ def main() -> dict[str, bool]:
         train_weights(sbx.SAC, "MlpPolicy", env, 40, buffer_size=500, learning_starts=20)
         for env in (DummyVecEnv(pendulums), GymVecEnv(vectorised))
     ]
-    return {"DQN": equal(dqn), "PPO": equal(ppo), "SAC": equal(sac)}
+    return {"DQN": all_equal(dqn), "PPO": all_equal(ppo), "SAC": all_equal(sac)}
 
 
 if __name__ == "__main__":
