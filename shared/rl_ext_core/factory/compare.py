@@ -533,7 +533,7 @@ class _StateClassifier:
         classes = [path for path in paths if path.startswith("<") and self.kind(path) == "fixed"]
         found: dict[str, None] = {}
         for path in paths:
-            if not path.startswith("<") and not self._is_covered(path, found, original, copy):
+            if not path.startswith("<") and not self._is_covered_by_holder(path, found, original, copy):
                 found[path] = None
         return list(found), classes
 
@@ -557,7 +557,9 @@ class _StateClassifier:
         """Whether an episode, or a reset, puts there what is also elsewhere."""
         return any(one.aliases.get(path) != self.fresh[0].aliases.get(path) for one in self._all)
 
-    def _is_covered(self, path: str, found: Mapping[str, None], original: Fingerprint, copy: Fingerprint) -> bool:
+    def _is_covered_by_holder(
+        self, path: str, found: Mapping[str, None], original: Fingerprint, copy: Fingerprint
+    ) -> bool:
         """Whether what holds a path is set, or is of an episode, or is each instance's own."""
         is_new, holder = copy.token(path) is None, path
         while holder:
