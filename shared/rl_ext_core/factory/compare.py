@@ -578,9 +578,11 @@ class _StateClassifier:
         if self.kind(path) == "fixed":
             return False
         below = [path, *(each for each in original.tokens if each.startswith(path))]
-        return self.is_replaced_at_reset(path) or all(self._is_usual(each, original.token(each)) for each in below)
+        return self.is_replaced_at_reset(path) or all(
+            self._occurs_in_histories(each, original.token(each)) for each in below
+        )
 
-    def _is_usual(self, path: str, token: Any) -> bool:
+    def _occurs_in_histories(self, path: str, token: Any) -> bool:
         """Whether instances that were used have such a part, or parts that vary."""
         found = [other for one in self._all if (other := one.token(path)) is not None]
         return token in found or any(other != found[0] for other in found)
