@@ -432,7 +432,7 @@ def verify_contents(state, handles, unchecked, unchecked_references, right):  # 
             block = int64(p.blocks[block, PREVIOUS])
 
 
-def decode_stacks(
+def decode(
     state: Counts,
     geometry: Geometry,
     codec: Codec,

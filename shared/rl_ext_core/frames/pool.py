@@ -26,7 +26,7 @@ from rl_ext_core.frames.codecs import (
     codec_names,
     get_codec,
 )
-from rl_ext_core.frames.decode_stacks import are_valid_handles, verify_contents, decode_stacks, handles_of_pairs
+from rl_ext_core.frames.decode import are_valid_handles, verify_contents, decode, handles_of_pairs
 from rl_ext_core.frames.encode import (
     end_streams,
     put_pairs,
@@ -612,7 +612,7 @@ class FramePool:
             )
 
     def _decode_into(self, wanted: Sequence[tuple[Handles, int]], num_threads: int) -> None:
-        damaged = decode_stacks(self._state, self._geometry, self.codec, wanted, num_threads=num_threads)
+        damaged = decode(self._state, self._geometry, self.codec, wanted, num_threads=num_threads)
         if damaged:
             raise CorruptFileError(
                 f"{damaged} of {len(wanted[0][0])} {self._item_name} cannot be read: their blocks are damaged, as by a "
