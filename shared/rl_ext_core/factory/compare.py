@@ -318,7 +318,7 @@ def _compare_pickled(recipe: Recipe, original: Fingerprint) -> Examination:
             return Examination([f"a reset of a copy raises {error!r}"])
     paths = original.differences(mine)
     classes = [path for path in paths if path.startswith("<")]
-    different = [_said(path, original, mine) for path in paths if not path.startswith("<")]
+    different = [_describe_difference(path, original, mine) for path in paths if not path.startswith("<")]
     return Examination(different, opaque=_format_opaque(original.opaque), class_attributes=classes)
 
 
@@ -337,7 +337,7 @@ def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: 
         if isinstance(why, str) and not classifier.is_restored_by_use(path, original)
     }
     if refused:
-        return Examination([f"{_said(path, original, mine)} ({why})" for path, why in refused.items()])
+        return Examination([f"{_describe_difference(path, original, mine)} ({why})" for path, why in refused.items()])
     changes = tuple({one.path: one for one in answers.values() if isinstance(one, Change)}.values())
     if not careful:
         changes += _changes_within_episode(recipe, original, classifier, changes, ask)
@@ -354,7 +354,7 @@ def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: 
                     )
         left, classes = classifier.changed_paths(original, mine)  # by now, both have met the same classes
         left = [path for path in left if path.startswith(done) or not classifier.is_restored_by_use(path, original)]
-    different = [_said(path, original, mine) for path in left]
+    different = [_describe_difference(path, original, mine) for path in left]
     return Examination(different, changes, opaque=_format_opaque(opaque), class_attributes=classes)
 
 
@@ -588,7 +588,7 @@ class _StateClassifier:
         return token in found or any(other != found[0] for other in found)
 
 
-def _said(path: str, original: Fingerprint, copy: Fingerprint) -> str:
+def _describe_difference(path: str, original: Fingerprint, copy: Fingerprint) -> str:
     mine, its = _value(original, path), _value(copy, path)
     if path in original.aliases and mine == its:
         return f"{path} is {original.resolved(path)} in the instance and another object in a copy"
