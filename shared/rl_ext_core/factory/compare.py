@@ -589,7 +589,7 @@ class _StateClassifier:
 
 
 def _describe_difference(path: str, original: Fingerprint, copy: Fingerprint) -> str:
-    mine, its = _value(original, path), _value(copy, path)
+    mine, its = _describe_value(original, path), _describe_value(copy, path)
     if path in original.aliases and mine == its:
         return f"{path} is {original.resolved(path)} in the instance and another object in a copy"
     if mine == its:
@@ -597,7 +597,7 @@ def _describe_difference(path: str, original: Fingerprint, copy: Fingerprint) ->
     return f"{path or 'the environment'} is {mine} in the instance and {its} in a copy"
 
 
-def _value(of: Fingerprint, path: str) -> str:
+def _describe_value(of: Fingerprint, path: str) -> str:
     token = of.token(path)
     if token is None:
         return "missing"
