@@ -626,14 +626,14 @@ def measure(
     built = time.perf_counter() - started
     try:
         result = None if read is None else read(environment)
-        step = _timed(environment)
+        step = _time_steps(environment)
         private = resources.private_memory()
     finally:
         _close(environment)
     return Examination(build_seconds=built, step_seconds=step, private_bytes=private, read=result)
 
 
-def _timed(environment: Any) -> float | None:
+def _time_steps(environment: Any) -> float | None:
     driver = _driver_of(environment)
     if driver is None:
         return None
