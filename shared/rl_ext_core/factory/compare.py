@@ -380,7 +380,7 @@ def _changes_within_episode(
     if not doubtful_paths:
         return ()
     found = []
-    with _temporary_copy(recipe) as copy, _optional():
+    with _temporary_copy(recipe) as copy, _optional_phase():
         driver = _driver_of(copy)
         if driver is None:
             return ()
@@ -444,7 +444,7 @@ def _record_history(environment: Any, number: int, careful: bool) -> tuple[list[
                 if time.monotonic() > until:
                     break
             if getattr(environment, "render_mode", None) not in (None, "human") and not careful:
-                with contextlib.suppress(Exception), _optional():
+                with contextlib.suppress(Exception), _optional_phase():
                     environment.render()
             found.append(fingerprint(environment))
             _seeded_reset(driver, 0)
@@ -652,7 +652,7 @@ def _time_steps(environment: Any) -> float | None:
 
 
 @contextlib.contextmanager
-def _optional() -> Iterator[None]:
+def _optional_phase() -> Iterator[None]:
     processes.set_status(phase=OPTIONAL)
     try:
         yield
