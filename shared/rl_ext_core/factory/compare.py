@@ -388,7 +388,7 @@ def _changes_within_episode(
             for one in group:
                 with contextlib.suppress(Exception):
                     apply_changes(copy, [one])
-            with contextlib.suppress(Exception), _ended_after(_PATIENCE_S):
+            with contextlib.suppress(Exception), _time_limit(_PATIENCE_S):
                 _seeded_reset(driver, 0)
             found.append(fingerprint(copy))
     without, with_them = found
@@ -433,7 +433,7 @@ def _record_history(environment: Any, number: int, careful: bool) -> tuple[list[
     found = [fingerprint(environment)]
     driver = _driver_of(environment, number)
     if driver is not None:
-        with contextlib.suppress(Exception), _ended_after(_PATIENCE_S):  # what it has shown until then is known
+        with contextlib.suppress(Exception), _time_limit(_PATIENCE_S):  # what it has shown until then is known
             if number == 0:
                 _seeded_reset(driver, 0)
                 found.append(fingerprint(environment))
@@ -470,7 +470,7 @@ def _reset_error(environment: Any) -> Exception | None:
     driver = _driver_of(environment)
     try:
         if driver is not None:
-            with _ended_after(_PATIENCE_S):
+            with _time_limit(_PATIENCE_S):
                 _seeded_reset(driver, 0)
     except Exception as error:
         return error
@@ -638,7 +638,7 @@ def _time_steps(environment: Any) -> float | None:
     if driver is None:
         return None
     try:
-        with _ended_after(_TIMING_PATIENCE_S):
+        with _time_limit(_TIMING_PATIENCE_S):
             driver.reset(None)
             driver.step()  # the first one fills caches
             count, begin = 0, time.perf_counter()
@@ -661,7 +661,7 @@ def _optional_phase() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ended_after(seconds: float) -> Iterator[None]:
+def _time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeoutError after so many seconds."""
     if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
         yield
