@@ -65,7 +65,7 @@ _STATELESS = {
 
 Reader = Callable[[Any], Any]
 Step = tuple[str, Any]
-Ask = Callable[[Sequence[str]], "list[Change | str]"]
+ChangeRequest = Callable[[Sequence[str]], "list[Change | str]"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,8 +238,8 @@ def _fits_in_place(held: Any, value: Any) -> bool:
 
 
 def run_in_subprocess(
-    task: Callable[[Ask], Examination],
-    answer: Ask = lambda paths: [],
+    task: Callable[[ChangeRequest], Examination],
+    answer: ChangeRequest = lambda paths: [],
     *,
     preload: Sequence[str] = (),
     start_method: str | None = None,
@@ -284,7 +284,7 @@ def _serve_task(connection: Connection, packed: bytes) -> None:
 
 
 def examine(
-    recipe: Recipe, original: Fingerprint, adapt: Reader | None, read: Reader | None, careful: bool, ask: Ask
+    recipe: Recipe, original: Fingerprint, adapt: Reader | None, read: Reader | None, careful: bool, ask: ChangeRequest
 ) -> Examination:
     """Find out whether a recipe gives what is the original's equal, and measure a copy.
 
@@ -322,7 +322,7 @@ def _compare_pickled(recipe: Recipe, original: Fingerprint) -> Examination:
     return Examination(different, opaque=_format_opaque(original.opaque), class_attributes=classes)
 
 
-def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: Ask) -> Examination:
+def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: ChangeRequest) -> Examination:
     """Find out what the original has that no new instance has, and whether one has it when that is set on it."""
     classifier = _StateClassifier(recipe, careful)
     mine = classifier.fresh[0]
@@ -364,7 +364,7 @@ def _has_state(path: str, why: str, original: Fingerprint) -> bool:
 
 
 def _changes_within_episode(
-    recipe: Recipe, original: Fingerprint, classifier: _StateClassifier, changes: Sequence[Change], ask: Ask
+    recipe: Recipe, original: Fingerprint, classifier: _StateClassifier, changes: Sequence[Change], ask: ChangeRequest
 ) -> tuple[Change, ...]:
     """Return what else is to be set: settings that are part of an episode all the same, such as a goal that was fixed.
 
@@ -610,7 +610,7 @@ def _describe_value(of: Fingerprint, path: str) -> str:
 def measure(
     build: Callable[[], Any],
     read: Reader | None = None,
-    ask: Ask | None = None,
+    ask: ChangeRequest | None = None,
     *,
     begin: Callable[[], object] | None = None,
 ) -> Examination:
