@@ -274,17 +274,22 @@ def run_in_subprocess(
 
 
 def _serve_task(connection: Connection, packed: bytes) -> None:
-    def ask(paths: Sequence[str]) -> Any:
+    def request_changes(paths: Sequence[str]) -> Any:
         connection.send_bytes(pickle.dumps(list(paths)))
         return pickle.loads(connection.recv_bytes())
 
-    connection.send_bytes(_pickle.dumps(pickle.loads(packed)(ask)))
+    connection.send_bytes(_pickle.dumps(pickle.loads(packed)(request_changes)))
     connection.close()
     kill_descendants()  # this process may be gone, in good order, before it is killed with all that it has started
 
 
 def examine(
-    recipe: Recipe, original: Fingerprint, adapt: Reader | None, read: Reader | None, careful: bool, ask: ChangeRequest
+    recipe: Recipe,
+    original: Fingerprint,
+    adapt: Reader | None,
+    read: Reader | None,
+    careful: bool,
+    request_changes: ChangeRequest,
 ) -> Examination:
     """Find out whether a recipe gives what is the original's equal, and measure a copy.
 
@@ -292,13 +297,13 @@ def examine(
     :param adapt: turns an environment into what will be stepped, e.g. one of TorchRL
     :param read: called with that; what it returns is in the result
     :param careful: leave out what may end the process, such as rendering without a display
-    :param ask: returns changes for paths of the original, or why there is none
+    :param request_changes: returns changes for paths of the original, or why there is none
     """
     try:
         found = (
             _compare_pickled(recipe, original)
             if recipe.origin == "pickle"
-            else _compare_rebuilt(recipe, original, careful, ask)
+            else _compare_rebuilt(recipe, original, careful, request_changes)
         )
     except Exception as error:
         return Examination([f"building one raises {error!r}"])
@@ -322,14 +327,16 @@ def _compare_pickled(recipe: Recipe, original: Fingerprint) -> Examination:
     return Examination(different, opaque=_format_opaque(original.opaque), class_attributes=classes)
 
 
-def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: ChangeRequest) -> Examination:
+def _compare_rebuilt(
+    recipe: Recipe, original: Fingerprint, careful: bool, request_changes: ChangeRequest
+) -> Examination:
     """Find out what the original has that no new instance has, and whether one has it when that is set on it."""
     classifier = _StateClassifier(recipe, careful)
     mine = classifier.fresh[0]
     left, classes = classifier.changed_paths(original, mine)
     hidden = {p: why for p, why in {**original.opaque, **original.unpicklable}.items() if _has_state(p, why, original)}
     opaque = {path: name for path, name in hidden.items() if not classifier.is_episode_state(path)}
-    answers = dict(zip(left, ask(left) if left else (), strict=True))
+    answers = dict(zip(left, request_changes(left) if left else (), strict=True))
     # Of what cannot be set, that which a history makes by itself is left to the copy: a window, a cache.
     refused = {
         path: why
@@ -340,7 +347,7 @@ def _compare_rebuilt(recipe: Recipe, original: Fingerprint, careful: bool, ask: 
         return Examination([f"{_describe_difference(path, original, mine)} ({why})" for path, why in refused.items()])
     changes = tuple({one.path: one for one in answers.values() if isinstance(one, Change)}.values())
     if not careful:
-        changes += _changes_within_episode(recipe, original, classifier, changes, ask)
+        changes += _changes_within_episode(recipe, original, classifier, changes, request_changes)
     if left or changes:
         with _temporary_copy(dataclasses.replace(recipe, changes=changes)) as copy:
             mine = fingerprint(copy)
@@ -364,7 +371,11 @@ def _has_state(path: str, why: str, original: Fingerprint) -> bool:
 
 
 def _changes_within_episode(
-    recipe: Recipe, original: Fingerprint, classifier: _StateClassifier, changes: Sequence[Change], ask: ChangeRequest
+    recipe: Recipe,
+    original: Fingerprint,
+    classifier: _StateClassifier,
+    changes: Sequence[Change],
+    request_changes: ChangeRequest,
 ) -> tuple[Change, ...]:
     """Return what else is to be set: settings that are part of an episode all the same, such as a goal that was fixed.
 
@@ -374,7 +385,7 @@ def _changes_within_episode(
     """
     set_already = tuple(one.path for one in changes)
     paths = [path for path in classifier.doubtful_paths(original) if not path.startswith(set_already)][:_MOST_DOUBTFUL]
-    answers = zip(paths, ask(paths) if paths else (), strict=True)
+    answers = zip(paths, request_changes(paths) if paths else (), strict=True)
     # Others are set with what holds them.
     doubtful_paths = [one for path, one in answers if isinstance(one, Change) and one.path == path]
     if not doubtful_paths:
@@ -610,7 +621,7 @@ def _describe_value(of: Fingerprint, path: str) -> str:
 def measure(
     build: Callable[[], Any],
     read: Reader | None = None,
-    ask: ChangeRequest | None = None,
+    request_changes: ChangeRequest | None = None,
     *,
     begin: Callable[[], object] | None = None,
 ) -> Examination:
