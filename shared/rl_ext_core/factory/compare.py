@@ -53,7 +53,7 @@ OPTIONAL = "what a copy can be tried without"  # the phase of a failure after wh
 _SEED = 20_231
 # Steps of the two histories; each ends after so many seconds at the latest. A step may wait forever, for what only the
 # user's program does; on the time of a step only advice depends.
-_STEPS, _HISTORY_S, _PATIENCE_S = (30, 7), 1.0, 60.0
+_STEPS, _HISTORY_S, _HISTORY_TIMEOUT_S = (30, 7), 1.0, 60.0
 _TIMING_S, _TIMING_STEPS, _TIMING_PATIENCE_S = 0.1, 200, 10.0
 _LONGEST = 40
 _MOST_DOUBTFUL = 1000
@@ -399,7 +399,7 @@ def _changes_within_episode(
             for one in group:
                 with contextlib.suppress(Exception):
                     apply_changes(copy, [one])
-            with contextlib.suppress(Exception), _time_limit(_PATIENCE_S):
+            with contextlib.suppress(Exception), _time_limit(_HISTORY_TIMEOUT_S):
                 _seeded_reset(driver, 0)
             found.append(fingerprint(copy))
     without, with_them = found
@@ -444,7 +444,7 @@ def _record_history(environment: Any, number: int, careful: bool) -> tuple[list[
     found = [fingerprint(environment)]
     driver = _driver_of(environment, number)
     if driver is not None:
-        with contextlib.suppress(Exception), _time_limit(_PATIENCE_S):  # what it has shown until then is known
+        with contextlib.suppress(Exception), _time_limit(_HISTORY_TIMEOUT_S):  # what it has shown until then is known
             if number == 0:
                 _seeded_reset(driver, 0)
                 found.append(fingerprint(environment))
@@ -481,7 +481,7 @@ def _reset_error(environment: Any) -> Exception | None:
     driver = _driver_of(environment)
     try:
         if driver is not None:
-            with _time_limit(_PATIENCE_S):
+            with _time_limit(_HISTORY_TIMEOUT_S):
                 _seeded_reset(driver, 0)
     except Exception as error:
         return error
