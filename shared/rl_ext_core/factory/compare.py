@@ -54,7 +54,7 @@ _SEED = 20_231
 # Steps of the two histories; each ends after so many seconds at the latest. A step may wait forever, for what only the
 # user's program does; on the time of a step only advice depends.
 _STEPS, _HISTORY_S, _HISTORY_TIMEOUT_S = (30, 7), 1.0, 60.0
-_TIMING_S, _TIMING_STEPS, _TIMING_PATIENCE_S = 0.1, 200, 10.0
+_TIMING_S, _TIMING_STEPS, _TIMING_TIMEOUT_S = 0.1, 200, 10.0
 _LONGEST = 40
 _MOST_DOUBTFUL = 1000
 # Of what cannot be pickled, these hold no settings.
@@ -649,7 +649,7 @@ def _time_steps(environment: Any) -> float | None:
     if driver is None:
         return None
     try:
-        with _time_limit(_TIMING_PATIENCE_S):
+        with _time_limit(_TIMING_TIMEOUT_S):
             driver.reset(None)
             driver.step()  # the first one fills caches
             count, begin = 0, time.perf_counter()
