@@ -55,7 +55,7 @@ _SEED = 20_231
 # user's program does; on the time of a step only advice depends.
 _STEPS, _HISTORY_S, _HISTORY_TIMEOUT_S = (30, 7), 1.0, 60.0
 _TIMING_S, _TIMING_STEPS, _TIMING_TIMEOUT_S = 0.1, 200, 10.0
-_LONGEST = 40
+_MAX_VALUE_CHARS = 40
 _MOST_DOUBTFUL = 1000
 # Of what cannot be pickled, these hold no settings.
 _STATELESS = {
@@ -614,7 +614,7 @@ def _describe_value(of: Fingerprint, path: str) -> str:
         return "missing"
     if token[0] in walk.SCALAR_TOKENS and isinstance(token[-1], (str, bytes, int, type(None))):
         text = repr(token[-1]) if token[0] in ("str", "bytes") else str(token[-1])
-        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+        return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
     return f"a {token[1]}" if token[0] == "object" else "other data"
 
 
