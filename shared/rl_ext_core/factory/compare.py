@@ -56,7 +56,7 @@ _SEED = 20_231
 _STEPS, _HISTORY_S, _HISTORY_TIMEOUT_S = (30, 7), 1.0, 60.0
 _TIMING_S, _TIMING_STEPS, _TIMING_TIMEOUT_S = 0.1, 200, 10.0
 _MAX_VALUE_CHARS = 40
-_MOST_DOUBTFUL = 1000
+_MAX_DOUBTFUL = 1000
 # Of what cannot be pickled, these hold no settings.
 _STATELESS = {
     *("_thread.lock", "_thread.RLock", "threading.Condition", "threading.Thread", "tempfile.TemporaryDirectory"),
@@ -384,7 +384,7 @@ def _changes_within_episode(
     :param changes: what is set already
     """
     set_already = tuple(one.path for one in changes)
-    paths = [path for path in classifier.doubtful_paths(original) if not path.startswith(set_already)][:_MOST_DOUBTFUL]
+    paths = [path for path in classifier.doubtful_paths(original) if not path.startswith(set_already)][:_MAX_DOUBTFUL]
     answers = zip(paths, request_changes(paths) if paths else (), strict=True)
     # Others are set with what holds them.
     doubtful_paths = [one for path, one in answers if isinstance(one, Change) and one.path == path]
