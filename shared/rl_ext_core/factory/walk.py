@@ -152,7 +152,7 @@ def fingerprint(value: Any, *, code: bool = True) -> Fingerprint:
     walk.name_shared()
     walk.find_ids()
     if code:
-        _Beside(walk).run()
+        _CodeReader(walk).run()
     return walk.found
 
 
@@ -641,7 +641,7 @@ def _flat(item: Any) -> Any:
     return type(item).__name__, len(item), digest(repr(item).encode("utf-8", "surrogatepass"))
 
 
-class _Beside:
+class _CodeReader:
     """What classes have as attributes, and what their methods read of modules: plain data, and code of the user's."""
 
     def __init__(self, walk: _Walk) -> None:
