@@ -692,11 +692,11 @@ class _CodeReader:
         if type(part) in weakref.ProxyTypes:
             return
         if not is_installed(module):
-            self._note(label, part, owner, name)
+            self._add_user_value(label, part, owner, name)
         elif not name.startswith("_") and (token := plain(part)) is not None and token[0] not in _IMPORTED:
             self._found.tokens[label] = token
 
-    def _note(self, label: str, part: Any, owner: Any, name: str) -> None:
+    def _add_user_value(self, label: str, part: Any, owner: Any, name: str) -> None:
         """Note what the user's own class or module has under a name."""
         found, functions = self._found, list(functions_in(part))
         kind: Any = type(part)
