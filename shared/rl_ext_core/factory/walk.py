@@ -703,7 +703,7 @@ class _CodeReader:
         if (reason := simulators.why_unpicklable(kind)) is not None:
             found.unpicklable[label] = reason
             return
-        self._note_identity(label, part, owner, name)
+        self._add_identity(label, part, owner, name)
         if functions:
             told = [("function", code_of(one.__code__), plain(one.__defaults__)) for one in functions]
             found.tokens[label] = tuple(told)
@@ -716,7 +716,7 @@ class _CodeReader:
         else:
             found.tokens[label] = plain(part) or _described(part)
 
-    def _note_identity(self, label: str, part: Any, owner: Any, name: str) -> None:
+    def _add_identity(self, label: str, part: Any, owner: Any, name: str) -> None:
         """Note that the environment holds the very object that a module or class has under a name."""
         where = self._walk.seen.get(id(part))
         if where is None or where not in self._found.objects or scalar(part) is not None:
