@@ -650,7 +650,7 @@ class _CodeReader:
     def run(self) -> None:
         """Add it to the fingerprint."""
         for function in self._walk.functions:
-            self._read(function)
+            self._read_function(function)
         for kind in sorted({base for met in self._walk.classes for base in met.__mro__}, key=full_name):
             if name_of(kind)[0].partition(".")[0] not in FIXED and _made_in_python(kind):
                 self._read_class(kind)
@@ -660,12 +660,12 @@ class _CodeReader:
         for name, part in list(vars(kind).items()):
             functions = list(functions_in(part))
             for function in functions:
-                self._read(function)
+                self._read_function(function)
             special = name.startswith("__") and name.endswith("__") and not functions
             if not special and name != "_abc_impl" and type(part) is not types.MemberDescriptorType:
                 self._add(f"<class {full_name(kind)}>.{name}", part, kind, name, name_of(kind)[0])
 
-    def _read(self, function: types.FunctionType) -> None:
+    def _read_function(self, function: types.FunctionType) -> None:
         """Look at the globals that a function reads, and into functions of the user's that it calls."""
         if id(function.__code__) in self._done:
             return
@@ -708,7 +708,7 @@ class _CodeReader:
             told = [("function", code_of(one.__code__), plain(one.__defaults__)) for one in functions]
             found.tokens[label] = tuple(told)
             for function in functions:
-                self._read(function)
+                self._read_function(function)
         elif isinstance(part, type):
             found.tokens[label] = scalar(part)
             if id(part) not in self._done and not is_installed(name_of(part)[0]):
