@@ -714,7 +714,7 @@ class _CodeReader:
             if id(part) not in self._done and not is_installed(name_of(part)[0]):
                 self._read_class(part)
         else:
-            found.tokens[label] = plain(part) or _described(part)
+            found.tokens[label] = plain(part) or _object_token(part)
 
     def _add_identity(self, label: str, part: Any, owner: Any, name: str) -> None:
         """Note that the environment holds the very object that a module or class has under a name."""
@@ -729,7 +729,7 @@ class _CodeReader:
             self._found.references.setdefault(id(part), (module, qualified))
 
 
-def _described(item: Any) -> Any:
+def _object_token(item: Any) -> Any:
     """Return one token for all that an object consists of, equal in every process."""
     walk = _Walk(longest=_SKETCHED)
     walk.through(item)
