@@ -545,7 +545,7 @@ class _Walk:
         yield from self.of_attributes(path, item)
         kind: Any = type(item)
         if issubclass(kind, dict):
-            flat, base = _flat(item), OrderedDict if issubclass(kind, OrderedDict) else dict
+            flat, base = _flat_token(item), OrderedDict if issubclass(kind, OrderedDict) else dict
             labels = None if flat else [_label(key) for key in base.keys(item)]
             keys = digest(repr(labels).encode("utf-8", "surrogatepass"))
             self.found.tokens[path] = flat or ("object", full_name(kind), keys)
@@ -560,7 +560,7 @@ class _Walk:
             if isinstance(item, defaultdict):
                 yield ".default_factory", None, None, item.default_factory
         elif issubclass(kind, (list, tuple, deque)):
-            flat = _flat(item)
+            flat = _flat_token(item)
             limit = (item.maxlen,) if issubclass(kind, deque) else ()
             self.found.tokens[path] = flat or ("object", full_name(kind), len(item), *limit)
             operation = None if issubclass(kind, tuple) else "item"
@@ -631,7 +631,7 @@ def _sketch(item: Any, depth: int = 2) -> str:
     return f"{full_name(type(item))} {known}"
 
 
-def _flat(item: Any) -> Any:
+def _flat_token(item: Any) -> Any:
     """Return the token of a long list, or dictionary, of numbers and texts."""
     if len(item) <= _LONG or type(item) not in (list, dict, deque):
         return None
