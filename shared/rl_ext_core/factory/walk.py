@@ -335,7 +335,7 @@ def is_number(token: Any) -> bool:
     return token is not None and (token[0] in ("float", "complex", "number") or "." in token[0])
 
 
-def plain(item: Any, depth: int = _DEEP) -> Any:
+def plain_token(item: Any, depth: int = _DEEP) -> Any:
     """Return the token of scalars, arrays and plain containers of them; None: there is something else in it."""
     token = scalar(item)
     kind = type(item)
@@ -344,11 +344,11 @@ def plain(item: Any, depth: int = _DEEP) -> Any:
     if token is not None or depth == 0:
         return token
     if kind in (list, tuple, set, frozenset, deque):
-        parts = [plain(part, depth - 1) for part in item]
+        parts = [plain_token(part, depth - 1) for part in item]
         in_order = sorted(parts, key=repr) if kind in (set, frozenset) else parts
         return None if None in parts else (kind.__name__, tuple(in_order))
     if kind in (dict, OrderedDict, defaultdict):
-        pairs = [(plain(key, depth - 1), plain(part, depth - 1)) for key, part in item.items()]
+        pairs = [(plain_token(key, depth - 1), plain_token(part, depth - 1)) for key, part in item.items()]
         return None if any(None in pair for pair in pairs) else (kind.__name__, tuple(pairs))
     return None
 
@@ -381,7 +381,7 @@ def is_global(function: Any) -> bool:
 def code_of(code: types.CodeType) -> str:
     """Shorten what a function does, whatever the file and the lines are."""
     parts: list[Any] = [code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_argcount]
-    parts += [code_of(part) if isinstance(part, types.CodeType) else plain(part, 50) for part in code.co_consts]
+    parts += [code_of(part) if isinstance(part, types.CodeType) else plain_token(part, 50) for part in code.co_consts]
     return digest(repr(parts).encode("utf-8", "surrogatepass"))
 
 
@@ -693,7 +693,7 @@ class _CodeReader:
             return
         if not is_installed(module):
             self._add_user_value(label, part, owner, name)
-        elif not name.startswith("_") and (token := plain(part)) is not None and token[0] not in _IMPORTED:
+        elif not name.startswith("_") and (token := plain_token(part)) is not None and token[0] not in _IMPORTED:
             self._found.tokens[label] = token
 
     def _add_user_value(self, label: str, part: Any, owner: Any, name: str) -> None:
@@ -705,7 +705,7 @@ class _CodeReader:
             return
         self._add_identity(label, part, owner, name)
         if functions:
-            told = [("function", code_of(one.__code__), plain(one.__defaults__)) for one in functions]
+            told = [("function", code_of(one.__code__), plain_token(one.__defaults__)) for one in functions]
             found.tokens[label] = tuple(told)
             for function in functions:
                 self._read_function(function)
@@ -714,7 +714,7 @@ class _CodeReader:
             if id(part) not in self._done and not is_installed(name_of(part)[0]):
                 self._read_class(part)
         else:
-            found.tokens[label] = plain(part) or _object_token(part)
+            found.tokens[label] = plain_token(part) or _object_token(part)
 
     def _add_identity(self, label: str, part: Any, owner: Any, name: str) -> None:
         """Note that the environment holds the very object that a module or class has under a name."""

@@ -223,7 +223,7 @@ class _Instance:
 
 def _digest(value: Any) -> str:
     # Not the pickle: it depends on which equal strings are one object.
-    token = walk.plain(value, _DEEP)
+    token = walk.plain_token(value, _DEEP)
     token = sorted(walk.fingerprint(value, code=False).tokens.items()) if token is None else token
     return hashlib.blake2b(repr(token).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
