@@ -280,7 +280,7 @@ def digest(data: Any) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def scalar(item: Any) -> Any:
+def scalar_token(item: Any) -> Any:
     """Return the token of an immutable value whose identity does not matter; None: it is none."""
     describe = _describer(type(item))
     return None if describe is None else describe(item)
@@ -304,7 +304,7 @@ def _describer(kind: Any) -> Callable[[Any], Any] | None:
     if issubclass(kind, np.dtype):
         return lambda item: ("dtype", repr(item))
     if kind in (slice, range):
-        return lambda item: (name, tuple(scalar(part) for part in (item.start, item.stop, item.step)))
+        return lambda item: (name, tuple(scalar_token(part) for part in (item.start, item.stop, item.step)))
     if issubclass(kind, type):
         return lambda item: ("class", *name_of(item))
     if issubclass(kind, (types.ModuleType, logging.Logger)):
@@ -337,7 +337,7 @@ def is_number(token: Any) -> bool:
 
 def plain_token(item: Any, depth: int = _DEEP) -> Any:
     """Return the token of scalars, arrays and plain containers of them; None: there is something else in it."""
-    token = scalar(item)
+    token = scalar_token(item)
     kind = type(item)
     if token is None and kind is np.ndarray and not item.dtype.hasobject:
         token = _array_token(item)
@@ -362,7 +362,7 @@ def _label(key: Any) -> str | None:
         return None if None in parts else f"({', '.join(map(str, parts))})"
     if type(key) is int:
         return None if key > _BEYOND else repr(key)  # which may be somebody's id
-    token = scalar(key)
+    token = scalar_token(key)
     return None if token is None else f"<{token}>"
 
 
@@ -438,7 +438,7 @@ class _Walk:
         kind = type(item)
         describe = _describer(kind)
         token = None if describe is None else describe(item)
-        if token is None and kind is tuple and None not in (parts := tuple(map(scalar, item))):
+        if token is None and kind is tuple and None not in (parts := tuple(map(scalar_token, item))):
             token = ("tuple", parts)
         if token is not None:
             self.found.tokens[path] = token
@@ -627,7 +627,9 @@ def _of_reduced(reduced: tuple[Any, ...], known: Mapping[str, Any]) -> Iterator[
 
 def _sketch(item: Any, depth: int = 2) -> str:
     """Describe a part of a set well enough to tell it from the others, in every process alike."""
-    known = {name: scalar(part) or (depth and _sketch(part, depth - 1)) for name, part in attributes(item).items()}
+    known = {
+        name: scalar_token(part) or (depth and _sketch(part, depth - 1)) for name, part in attributes(item).items()
+    }
     return f"{full_name(type(item))} {known}"
 
 
@@ -710,7 +712,7 @@ class _CodeReader:
             for function in functions:
                 self._read_function(function)
         elif isinstance(part, type):
-            found.tokens[label] = scalar(part)
+            found.tokens[label] = scalar_token(part)
             if id(part) not in self._done and not is_installed(name_of(part)[0]):
                 self._read_class(part)
         else:
@@ -719,7 +721,7 @@ class _CodeReader:
     def _add_identity(self, label: str, part: Any, owner: Any, name: str) -> None:
         """Note that the environment holds the very object that a module or class has under a name."""
         where = self._walk.seen.get(id(part))
-        if where is None or where not in self._found.objects or scalar(part) is not None:
+        if where is None or where not in self._found.objects or scalar_token(part) is not None:
             return
         self._found.tokens[f"{where}.<is>"] = "is", label
         module = owner.__name__ if isinstance(owner, types.ModuleType) else getattr(owner, "__module__", "")
