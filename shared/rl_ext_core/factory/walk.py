@@ -353,12 +353,12 @@ def plain_token(item: Any, depth: int = _DEEP) -> Any:
     return None
 
 
-def _label(key: Any) -> str | None:
+def _key_label(key: Any) -> str | None:
     """Return a text for a dictionary's key or a set's part; None: it is an object, and others may be like it."""
     if type(key) is str:
         return repr(key) if len(key) < _LONG else digest(key.encode("utf-8", "surrogatepass"))
     if type(key) is tuple:
-        parts = [_label(part) for part in key]
+        parts = [_key_label(part) for part in key]
         return None if None in parts else f"({', '.join(map(str, parts))})"
     if type(key) is int:
         return None if key > _BEYOND else repr(key)  # which may be somebody's id
@@ -546,7 +546,7 @@ class _Walk:
         kind: Any = type(item)
         if issubclass(kind, dict):
             flat, base = _flat_token(item), OrderedDict if issubclass(kind, OrderedDict) else dict
-            labels = None if flat else [_label(key) for key in base.keys(item)]
+            labels = None if flat else [_key_label(key) for key in base.keys(item)]
             keys = digest(repr(labels).encode("utf-8", "surrogatepass"))
             self.found.tokens[path] = flat or ("object", full_name(kind), keys)
             for index, (key, part) in enumerate(() if flat else base.items(item)):
@@ -567,7 +567,7 @@ class _Walk:
             yield from ((f"[{i}]", operation, i, part) for i, part in enumerate(() if flat else list(item)))
         elif issubclass(kind, (set, frozenset)):
             self.found.tokens[path] = "object", full_name(kind), len(item)
-            labeled = [(_label(part), part) for part in item]
+            labeled = [(_key_label(part), part) for part in item]
             named = {text: part for text, part in labeled if text is not None}
             others = sorted((part for text, part in labeled if text is None), key=_sketch)
             yield from ((f"{{{text}}}", None, None, named[text]) for text in sorted(named))
