@@ -67,7 +67,7 @@ Decided = tuple[Inventory, dict[str, str], dict[str, Any], str, int | None, Any,
 Refused = tuple[Inventory, dict[str, str], dict[str, Any], type[RlExtError], str, str]
 
 
-def on(
+def expect_gpu(
     gpu: int, ordinal: int, there: Inventory, environ: Any = None, *, renders: Any = None, says: str = "", **ask: Any
 ) -> Decided:
     """What is decided: nvidia-smi's number, torch's, and what renders: EGL's number, "osmesa", variables or a name."""
@@ -85,62 +85,62 @@ def no(error: type[RlExtError], says: str, fix: str, there: Inventory, environ: 
 GONE, WRONG, TYPE, MISSING = DeviceUnavailableError, InvalidArgumentError, InvalidTypeError, MissingDependencyError
 SAME = {"render": "same"}
 DECIDED: list[Decided] = [
-    on(0, 0, FOUR, says="auto: cuda:0, because it is the first of 4 visible"),
-    on(0, 0, machine(1), says="the only one visible"),
+    expect_gpu(0, 0, FOUR, says="auto: cuda:0, because it is the first of 4 visible"),
+    expect_gpu(0, 0, machine(1), says="the only one visible"),
     cpu(NONE, says="no NVIDIA driver"),
     # Every form of a request finds its GPU under a mask.
-    on(3, 0, FOUR, {MASK: "3,1,2"}, device="cuda"),
-    on(1, 1, FOUR, {MASK: "3,1,2"}, device="cuda:1"),
-    on(2, 2, FOUR, {MASK: "3,1,2"}, device=2),
-    on(1, 1, FOUR, {MASK: "3,1,2"}, device=torch.device("cuda", 1)),
-    on(3, 0, FOUR, {MASK: "3,1,2"}, device=uuid(3)),
-    on(1, 1, FOUR, {MASK: "3,1,2"}, device="GPU-AAAA1"),
-    on(3, 0, FOUR, {MASK: "3,1,2"}, device="nvidia-smi:3"),
-    on(2, 2, FOUR, {MASK: "3,1,2"}, device="pci:00000000:3A:00.0"),
-    on(1, 1, FOUR, {MASK: "3,1,2"}, device="pci:2a:00.0"),
+    expect_gpu(3, 0, FOUR, {MASK: "3,1,2"}, device="cuda"),
+    expect_gpu(1, 1, FOUR, {MASK: "3,1,2"}, device="cuda:1"),
+    expect_gpu(2, 2, FOUR, {MASK: "3,1,2"}, device=2),
+    expect_gpu(1, 1, FOUR, {MASK: "3,1,2"}, device=torch.device("cuda", 1)),
+    expect_gpu(3, 0, FOUR, {MASK: "3,1,2"}, device=uuid(3)),
+    expect_gpu(1, 1, FOUR, {MASK: "3,1,2"}, device="GPU-AAAA1"),
+    expect_gpu(3, 0, FOUR, {MASK: "3,1,2"}, device="nvidia-smi:3"),
+    expect_gpu(2, 2, FOUR, {MASK: "3,1,2"}, device="pci:00000000:3A:00.0"),
+    expect_gpu(1, 1, FOUR, {MASK: "3,1,2"}, device="pci:2a:00.0"),
     cpu(NONE, device="cuda", on_missing="cpu", says="in place of cuda"),
     cpu(FOUR, {MASK: ""}, device="cuda:0", on_missing="cpu", says=f"{MASK}=''"),
     cpu(CPU_BUILD, device=0, on_missing="cpu", says="on_missing"),
     # What had no effect in a mask is said.
-    on(1, 0, FOUR, {MASK: "1,9,2"}, says="stops reading at '9'"),
+    expect_gpu(1, 0, FOUR, {MASK: "1,9,2"}, says="stops reading at '9'"),
     cpu(FOUR, {MASK: "NoDevFiles"}, says="'NoDevFiles'"),
     cpu(NONE, {MASK: "0"}, says="no NVIDIA driver"),
     # The order that CUDA counts in.
-    on(2, 0, UNLIKE, device="nvidia-smi:2"),
-    on(0, 0, UNLIKE, {ORDER: "PCI_BUS_ID"}),
-    on(0, 0, UNLIKE, {MASK: "1"}),
-    on(1, 0, UNLIKE, {MASK: "1", ORDER: "PCI_BUS_ID"}),
-    on(2, 0, UNLIKE, {ORDER: "pci_bus_id"}),  # which CUDA ignores
-    on(1, 0, UNKNOWN, {MASK: uuid(1)}),
-    on(1, 1, UNKNOWN, {ORDER: "PCI_BUS_ID"}, device="cuda:1"),
+    expect_gpu(2, 0, UNLIKE, device="nvidia-smi:2"),
+    expect_gpu(0, 0, UNLIKE, {ORDER: "PCI_BUS_ID"}),
+    expect_gpu(0, 0, UNLIKE, {MASK: "1"}),
+    expect_gpu(1, 0, UNLIKE, {MASK: "1", ORDER: "PCI_BUS_ID"}),
+    expect_gpu(2, 0, UNLIKE, {ORDER: "pci_bus_id"}),  # which CUDA ignores
+    expect_gpu(1, 0, UNKNOWN, {MASK: uuid(1)}),
+    expect_gpu(1, 1, UNKNOWN, {ORDER: "PCI_BUS_ID"}, device="cuda:1"),
     # Launchers.
-    on(2, 2, FOUR, {RANK: "2", "WORLD_SIZE": "4"}),
-    on(1, 1, FOUR, {RANK: "1", MASK: "3,1"}),
+    expect_gpu(2, 2, FOUR, {RANK: "2", "WORLD_SIZE": "4"}),
+    expect_gpu(1, 1, FOUR, {RANK: "1", MASK: "3,1"}),
     cpu(NONE, {RANK: "3"}),
-    on(0, 0, FOUR, {RANK: "3"}, device="cuda"),  # a named device heeds no rank
+    expect_gpu(0, 0, FOUR, {RANK: "3"}, device="cuda"),  # a named device heeds no rank
     cpu(FOUR, {MASK: "", "RAY_JOB_ID": "1"}, says=f"{MASK}=''"),
-    on(2, 2, FOUR, {TASK: "2"}),
-    on(3, 0, FOUR, {TASK: "3", "SLURM_GPUS_PER_TASK": "1", MASK: "3"}, says="a GPU of its own"),
-    on(1, 0, FOUR, {TASK: "2", "SLURM_GPU_BIND": "closest", MASK: "1"}),
-    on(3, 1, FOUR, {TASK: "3", "SLURM_GPUS_PER_TASK": "2", MASK: "2,3"}, says="GPUs of its own"),
-    on(1, 1, FOUR, {TASK: "0", RANK: "1"}),
-    on(1, 1, FOUR, {RANK: "3"}, rank=1),
-    on(3, 1, FOUR, {MASK: "1,3"}, worker=5),
-    on(3, 3, FREE, pick="free-memory", says="3.0 GiB"),
-    on(2, 1, FREE, {MASK: "1,2,0"}, pick="free-memory"),
+    expect_gpu(2, 2, FOUR, {TASK: "2"}),
+    expect_gpu(3, 0, FOUR, {TASK: "3", "SLURM_GPUS_PER_TASK": "1", MASK: "3"}, says="a GPU of its own"),
+    expect_gpu(1, 0, FOUR, {TASK: "2", "SLURM_GPU_BIND": "closest", MASK: "1"}),
+    expect_gpu(3, 1, FOUR, {TASK: "3", "SLURM_GPUS_PER_TASK": "2", MASK: "2,3"}, says="GPUs of its own"),
+    expect_gpu(1, 1, FOUR, {TASK: "0", RANK: "1"}),
+    expect_gpu(1, 1, FOUR, {RANK: "3"}, rank=1),
+    expect_gpu(3, 1, FOUR, {MASK: "1,3"}, worker=5),
+    expect_gpu(3, 3, FREE, pick="free-memory", says="3.0 GiB"),
+    expect_gpu(2, 1, FREE, {MASK: "1,2,0"}, pick="free-memory"),
     # MIG slices.
     cpu(CUT, {MASK: "MIG-00000000"}, says="no MIG slice"),
-    on(1, 0, CUT, says="nothing beside it"),
-    on(1, 0, CUT, {MASK: SLICE}, render="cpu", renders=3),
+    expect_gpu(1, 0, CUT, says="nothing beside it"),
+    expect_gpu(1, 0, CUT, {MASK: SLICE}, render="cpu", renders=3),
     # Builds of torch.
     cpu(CPU_BUILD, says="torch 2.13.0+cpu is built without CUDA"),
     cpu(CPU_BUILD, render="cuda:1", renders=1),
     cpu(CPU_BUILD, **SAME, renders=4, says="because that is"),
-    on(1, 1, NO_TORCH, device="cuda:1"),
+    expect_gpu(1, 1, NO_TORCH, device="cuda:1"),
     cpu(NO_TORCH, device="cpu", render="nvidia-smi:1", renders=1),
     # Rendering.
-    on(1, 1, FOUR, device="cuda:1", renders={}),
-    on(
+    expect_gpu(1, 1, FOUR, device="cuda:1", renders={}),
+    expect_gpu(
         1,
         1,
         FOUR,
@@ -149,35 +149,35 @@ DECIDED: list[Decided] = [
         **SAME,
         renders={BACKEND: "egl", "PYOPENGL_PLATFORM": "egl", INDEX: "3"},
     ),
-    on(0, 0, FOUR, {MASK: "0"}, **SAME, renderer="robosuite", renders={INDEX: "2"}),
-    on(3, 3, FOUR, {RANK: "3"}, **SAME, renderer="gymnasium", renders=1),
-    on(0, 0, FOUR, **SAME, renderer="dm_control", renders=2),
-    on(1, 1, MUJOCO_4, {MASK: "3,1"}, device="cuda:1", **SAME, renders={INDEX: "1"}),
-    on(0, 0, FOUR, {INDEX: "77", BACKEND: "glfw"}, **SAME, renders={INDEX: "2", BACKEND: "egl"}),
+    expect_gpu(0, 0, FOUR, {MASK: "0"}, **SAME, renderer="robosuite", renders={INDEX: "2"}),
+    expect_gpu(3, 3, FOUR, {RANK: "3"}, **SAME, renderer="gymnasium", renders=1),
+    expect_gpu(0, 0, FOUR, **SAME, renderer="dm_control", renders=2),
+    expect_gpu(1, 1, MUJOCO_4, {MASK: "3,1"}, device="cuda:1", **SAME, renders={INDEX: "1"}),
+    expect_gpu(0, 0, FOUR, {INDEX: "77", BACKEND: "glfw"}, **SAME, renders={INDEX: "2", BACKEND: "egl"}),
     cpu(NONE, **SAME, renders=0),
-    on(0, 0, FOUR, render="cuda:1", renders=3),
-    on(0, 0, FOUR, render=3, renders=1),
-    on(0, 0, FOUR, render="GPU-bbbb", renders=0),
-    on(1, 0, FOUR, {MASK: "1"}, render="nvidia-smi:0", renders=2),  # which the mask hides
+    expect_gpu(0, 0, FOUR, render="cuda:1", renders=3),
+    expect_gpu(0, 0, FOUR, render=3, renders=1),
+    expect_gpu(0, 0, FOUR, render="GPU-bbbb", renders=0),
+    expect_gpu(1, 0, FOUR, {MASK: "1"}, render="nvidia-smi:0", renders=2),  # which the mask hides
     cpu(FOUR, {MASK: "2"}, device="cpu", render="auto", renders=0),
     cpu(FOUR, device="cpu", render="auto", worker=5, renders=3),
-    on(0, 0, FOUR, render="egl:3", renders=3),
-    on(0, 0, WITH_INTEGRATED, render="egl:5", renders=5),
-    on(0, 0, FOUR, render="cpu", renders={INDEX: "4"}),
-    on(0, 0, WSL, render="cpu", renders={INDEX: "0", BACKEND: "egl"}),
-    on(0, 0, ONLY_OSMESA, render="cpu", renders={BACKEND: "osmesa", INDEX: None}),
-    on(6, 6, CROWDED, device=6, **SAME, renders=9),
-    on(1, 1, NO_NVIDIA_EGL, device="cuda:1", **SAME, on_missing="cpu", renders=0, says="10_nvidia.json"),
+    expect_gpu(0, 0, FOUR, render="egl:3", renders=3),
+    expect_gpu(0, 0, WITH_INTEGRATED, render="egl:5", renders=5),
+    expect_gpu(0, 0, FOUR, render="cpu", renders={INDEX: "4"}),
+    expect_gpu(0, 0, WSL, render="cpu", renders={INDEX: "0", BACKEND: "egl"}),
+    expect_gpu(0, 0, ONLY_OSMESA, render="cpu", renders={BACKEND: "osmesa", INDEX: None}),
+    expect_gpu(6, 6, CROWDED, device=6, **SAME, renders=9),
+    expect_gpu(1, 1, NO_NVIDIA_EGL, device="cuda:1", **SAME, on_missing="cpu", renders=0, says="10_nvidia.json"),
     cpu(FOUR, device="cuda:9", on_missing="cpu", **SAME, renders=4, says="on_missing: device='cuda:9'"),
     # SAPIEN is handed a name, pyrender reads variables of its own, LIBERO renders through robosuite.
     *(
-        on(1, 1, there, {MASK: "3,1"}, device="cuda:1", **SAME, renderer="sapien", renders="cuda:1")
+        expect_gpu(1, 1, there, {MASK: "3,1"}, device="cuda:1", **SAME, renderer="sapien", renders="cuda:1")
         for there in (SAPIEN, SAPIEN_NO_EGL)
     ),
-    on(1, 1, SAPIEN, {MASK: "3,1"}, device="cuda:1", **SAME, renderer="mani_skill", renders="cuda:1"),
-    on(1, 0, SAPIEN, {MASK: "1"}, render="nvidia-smi:3", renderer="sapien", renders="pci:4a:00.0"),
-    on(1, 0, FAR, {MASK: "1"}, render="nvidia-smi:3", renderer="sapien", renders="pci:0001:4a:00.0"),
-    on(
+    expect_gpu(1, 1, SAPIEN, {MASK: "3,1"}, device="cuda:1", **SAME, renderer="mani_skill", renders="cuda:1"),
+    expect_gpu(1, 0, SAPIEN, {MASK: "1"}, render="nvidia-smi:3", renderer="sapien", renders="pci:4a:00.0"),
+    expect_gpu(1, 0, FAR, {MASK: "1"}, render="nvidia-smi:3", renderer="sapien", renders="pci:0001:4a:00.0"),
+    expect_gpu(
         1,
         1,
         PYRENDER,
@@ -187,7 +187,7 @@ DECIDED: list[Decided] = [
         renderer="pyrender",
         renders={"PYOPENGL_PLATFORM": "egl", "EGL_DEVICE_ID": "3"},
     ),
-    on(0, 0, FOUR, {MASK: "0"}, **SAME, renderer="libero", renders={INDEX: "2"}),
+    expect_gpu(0, 0, FOUR, {MASK: "0"}, **SAME, renderer="libero", renders={INDEX: "2"}),
 ]
 REFUSED: list[Refused] = [
     no(GONE, "'cuda:4'", 'device="cuda:3"', FOUR, device="cuda:4"),
