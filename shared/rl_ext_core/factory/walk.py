@@ -569,7 +569,7 @@ class _Walk:
             self.found.tokens[path] = "object", full_name(kind), len(item)
             labeled = [(_key_label(part), part) for part in item]
             named = {text: part for text, part in labeled if text is not None}
-            others = sorted((part for text, part in labeled if text is None), key=_sketch)
+            others = sorted((part for text, part in labeled if text is None), key=_sort_key_of_part)
             yield from ((f"{{{text}}}", None, None, named[text]) for text in sorted(named))
             yield from ((f"{{#{index}}}", None, None, part) for index, part in enumerate(others))
 
@@ -625,10 +625,11 @@ def _of_reduced(reduced: tuple[Any, ...], known: Mapping[str, Any]) -> Iterator[
     yield from (None if part is None or callable(part) else list(part) for part in contents)
 
 
-def _sketch(item: Any, depth: int = 2) -> str:
+def _sort_key_of_part(item: Any, depth: int = 2) -> str:
     """Describe a part of a set well enough to tell it from the others, in every process alike."""
     known = {
-        name: scalar_token(part) or (depth and _sketch(part, depth - 1)) for name, part in attributes(item).items()
+        name: scalar_token(part) or (depth and _sort_key_of_part(part, depth - 1))
+        for name, part in attributes(item).items()
     }
     return f"{full_name(type(item))} {known}"
 
