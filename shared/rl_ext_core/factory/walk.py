@@ -47,7 +47,7 @@ _LONG = 256  # lists of numbers and texts that are longer get one token
 _LONGEST_TEXT = 4096
 _BEYOND = 1 << 32
 _LONGEST_PATH = 1000
-_SKETCHED = 1000
+_MAX_OBJECT_TOKENS = 1000
 _DEEP = 6
 # Classes and globals of these are in every process what they are here.
 FIXED = sys.stdlib_module_names | {"builtins", "numpy", "torch", "torchrl", "tensordict"}
@@ -734,7 +734,7 @@ class _CodeReader:
 
 def _object_token(item: Any) -> Any:
     """Return one token for all that an object consists of, equal in every process."""
-    walk = _Walk(longest=_SKETCHED)
+    walk = _Walk(longest=_MAX_OBJECT_TOKENS)
     walk.through(item)
     return "object", full_name(type(item)), digest(repr(sorted(walk.found.tokens.items())).encode("utf-8", "replace"))
 
