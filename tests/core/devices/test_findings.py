@@ -50,7 +50,7 @@ EGL, SCREEN = {GL: "egl"}, {"DISPLAY": ":0"}
 CONTAINER = "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=all ..."
 
 
-def only(inventory: Inventory, *renderers: str) -> Inventory:
+def with_renderers(inventory: Inventory, *renderers: str) -> Inventory:
     """The machine with mujoco and these renderers."""
     others = set(RENDERERS) - {"mujoco", *renderers}
     versions = {name: text for name, text in inventory.versions.items() if name not in others}
@@ -119,7 +119,14 @@ MISTAKES: list[Mistake] = [
     ({MASK: f"MIG-{uuid(0)}/1/0"}, CUT, MASK, "error", f"export {MASK}={uuid(0)}", ""),  # that GPU is not cut
     ({MASK: "0,1"}, CUT, MASK, "error", f"export {MASK}={SLICE}", ""),
     ({}, CUT, MASK, "warning", "*", f"{SLICE}, and nothing beside it"),
-    ({**SCREEN, MASK: uuid(1)}, only(FOUR, "robosuite"), "*", "*", f"*{INDEX}=1", 'rendering ends in "ValueError: inv'),
+    (
+        {**SCREEN, MASK: uuid(1)},
+        with_renderers(FOUR, "robosuite"),
+        "*",
+        "*",
+        f"*{INDEX}=1",
+        'rendering ends in "ValueError: inv',
+    ),
     (
         {ORDER: "PCI"},
         UNLIKE,
@@ -141,19 +148,33 @@ MISTAKES: list[Mistake] = [
     ({RANK: "1", MASK: "3"}, BARE, RANK, "error", "torchrun --nproc-per-node=1 train.py", ""),
     ({"SLURM_LOCALID": "-1"}, BARE, "SLURM_LOCALID", "error", "unset SLURM_LOCALID", ""),
     ({"SLURM_LOCALID": "6"}, BARE, "SLURM_LOCALID", "error", "srun --ntasks-per-node=4 python train.py", ""),
-    ({**SCREEN, GL: "EGL"}, only(FOUR, "gymnasium"), GL, "error", f"export {GL}=egl*", "gymnasium 1.4.0"),
-    ({**SCREEN, GL: "egl "}, only(FOUR, "dm_control"), GL, "error", f"export {GL}=egl*", "dm_control 1.0.41"),
-    ({**SCREEN, GL: "'egl'"}, only(FOUR), GL, "error", f"export {GL}=egl*", "mujoco 3.9.0"),
-    ({**SCREEN, GL: ""}, only(FOUR, "gymnasium"), GL, "error", f"export {GL}=egl*", "gymnasium 1.4.0"),
-    ({**SCREEN, GL: "OSMesa"}, only(FOUR, "gymnasium"), GL, "error", f"export {GL}=osmesa*", "gymnasium 1.4.0"),
-    ({**SCREEN, GL: "vulkan"}, only(FOUR, "robosuite"), GL, "error", f"export {GL}=egl*", "robosuite 1.5.1: import"),
+    ({**SCREEN, GL: "EGL"}, with_renderers(FOUR, "gymnasium"), GL, "error", f"export {GL}=egl*", "gymnasium 1.4.0"),
+    ({**SCREEN, GL: "egl "}, with_renderers(FOUR, "dm_control"), GL, "error", f"export {GL}=egl*", "dm_control 1.0.41"),
+    ({**SCREEN, GL: "'egl'"}, with_renderers(FOUR), GL, "error", f"export {GL}=egl*", "mujoco 3.9.0"),
+    ({**SCREEN, GL: ""}, with_renderers(FOUR, "gymnasium"), GL, "error", f"export {GL}=egl*", "gymnasium 1.4.0"),
+    (
+        {**SCREEN, GL: "OSMesa"},
+        with_renderers(FOUR, "gymnasium"),
+        GL,
+        "error",
+        f"export {GL}=osmesa*",
+        "gymnasium 1.4.0",
+    ),
+    (
+        {**SCREEN, GL: "vulkan"},
+        with_renderers(FOUR, "robosuite"),
+        GL,
+        "error",
+        f"export {GL}=egl*",
+        "robosuite 1.5.1: import",
+    ),
     ({**SCREEN, GL: "glfw", INDEX: "0"}, machine(2), "*", "warning", f"export {GL}=egl {PLATFORM}=egl", "EGL alone"),
     ({}, FOUR, GL, "warning", f"export {GL}=egl*", f"{ALL}: "),
     ({GL: "glfw"}, FOUR, GL, "error", f"export {GL}=egl*", ""),
     ({**EGL, PLATFORM: "osmesa"}, FOUR, PLATFORM, "error", "export *", ""),
-    ({**EGL, PLATFORM: "EGL"}, only(FOUR, "dm_control"), PLATFORM, "error", "export *", ""),
+    ({**EGL, PLATFORM: "EGL"}, with_renderers(FOUR, "dm_control"), PLATFORM, "error", "export *", ""),
     ({GL: "osmesa", PLATFORM: "egl"}, FOUR, PLATFORM, "error", "export *", ""),
-    ({**SCREEN, PLATFORM: "osmesa"}, only(FOUR, "robosuite"), PLATFORM, "error", "export *", ""),
+    ({**SCREEN, PLATFORM: "osmesa"}, with_renderers(FOUR, "robosuite"), PLATFORM, "error", "export *", ""),
     # An index that no device has is found once for all renderers.
     *(
         ({**EGL, INDEX: value}, FOUR, INDEX, "error", f"export *{INDEX}=0", f"{ALL}, robosuite 1.5.1: ")
@@ -195,7 +216,7 @@ MISTAKES: list[Mistake] = [
         *("*", "unset __EGL_VENDOR_LIBRARY_FILENAMES", "replaces the drivers"),
     ),
     (
-        *({**EGL, MASK: "3"}, only(dataclasses.replace(FOUR, egl=egl((0, 1, 2)))), "EGL", "*"),
+        *({**EGL, MASK: "3"}, with_renderers(dataclasses.replace(FOUR, egl=egl((0, 1, 2)))), "EGL", "*"),
         *("*docker run*", f"does not list NVIDIA H100 {uuid(3)}"),
     ),
     ({PLATFORM: "egl", MASK: "1"}, PYRENDER, "EGL_DEVICE_ID", "*", "export EGL_DEVICE_ID=3", uuid(2)),
@@ -220,7 +241,14 @@ MISTAKES: list[Mistake] = [
         *({**EGL, "EGL_DEVICE_ID": uuid(2)}, FOUR, "EGL_DEVICE_ID", "warning", "unset EGL_DEVICE_ID"),
         "is not valid",
     ),
-    ({"MUJOCO_RENDERER": "EGL"}, only(FOUR), "MUJOCO_RENDERER", "error", f"export {GL}=egl", f"read {GL} instead"),
+    (
+        {"MUJOCO_RENDERER": "EGL"},
+        with_renderers(FOUR),
+        "MUJOCO_RENDERER",
+        "error",
+        f"export {GL}=egl",
+        f"read {GL} instead",
+    ),
     ({SHOWN: "2"}, BARE, SHOWN, "warning", f"export {MASK}=2", "hides none of the 4 GPUs from this process"),
     # nvidia-smi's number 0 is not CUDA's.
     ({SHOWN: "0", ORDER: "FASTEST_FIRST"}, UNLIKE, SHOWN, "warning", f"export {MASK}={uuid(0)}", "none of the 2"),
@@ -297,7 +325,7 @@ def test_a_misspelled_name_of_a_value_that_would_not_do_is_to_go(name: str, valu
     ],
 )
 def test_a_misspelled_name_is_found_with_the_right_one(name: str, value: str, line: str) -> None:
-    (found,) = (entry for entry in check({**SCREEN, name: value}, only(FOUR)) if entry.variable == name)
+    (found,) = (entry for entry in check({**SCREEN, name: value}, with_renderers(FOUR)) if entry.variable == name)
     assert (found.value, found.fix, found.severity) == (value, line, "error")
     assert repr(name) in found.effect
 
@@ -311,7 +339,7 @@ NEIGHBOURS = """
     PYOPENGL_ERROR_CHECKING PATH HOME
 """
 RIGHT: list[tuple[dict[str, str], Inventory]] = [
-    *(({**SCREEN, name: "1"}, only(FOUR)) for name in NEIGHBOURS.split()),
+    *(({**SCREEN, name: "1"}, with_renderers(FOUR)) for name in NEIGHBOURS.split()),
     ({}, BARE),
     ({}, BARE_CPU),
     (SCREEN, FOUR),
@@ -368,14 +396,14 @@ def test_the_doctor_says_where_sapien_lands_by_itself(version: str, mask: str, w
 
 @pytest.mark.parametrize("renderer", RENDERERS)
 def test_what_a_decision_sets_has_no_findings(renderer: str) -> None:
-    there = only(TURNED, renderer)
+    there = with_renderers(TURNED, renderer)
     variables = resolve("auto", render="same", renderer=renderer, inventory=there, environ={}).variables
     assert check({name: value for name, value in variables.items() if value is not None}, there) == ()
 
 
 def test_several_mistakes_are_told_apart() -> None:
     """Errors come before warnings, and what follows from another is told as such."""
-    found = check({"cuda_visible_devices": "1", **EGL}, only(TURNED, "gymnasium"))
+    found = check({"cuda_visible_devices": "1", **EGL}, with_renderers(TURNED, "gymnasium"))
     assert [finding.variable for finding in found] == ["cuda_visible_devices", INDEX]
     assert f"once the other lines are typed, {INDEX} is not set" in found[1].effect
     assert [entry.severity for entry in check({MASK: "-1", RANK: "x"}, BARE)] == ["error", "warning"]
@@ -384,7 +412,7 @@ def test_several_mistakes_are_told_apart() -> None:
     assert index.fix.endswith(".apply()")
     (differs,) = check({MASK: "1", "cuda_visible_devices": "2"}, BARE)
     assert (differs.severity, differs.fix) == ("warning", "unset cuda_visible_devices")
-    robust, mask = check({**SCREEN, MASK: "1,"}, only(FOUR, "robosuite"))
+    robust, mask = check({**SCREEN, MASK: "1,"}, with_renderers(FOUR, "robosuite"))
     assert "ValueError: invalid literal for int() with base 10: ''" in robust.effect
     assert (run_shell_line(robust.fix, {})[INDEX], mask.severity, mask.fix) == ("1", "warning", f"export {MASK}=1")
 
@@ -399,7 +427,7 @@ def test_over_all_orders_and_masks_there_is_a_finding_where_the_rule_leads_elsew
     findings = 0
     masks = [",".join(numbers) for length in (1, 2, 3) for numbers in itertools.permutations("012", length)]
     for order, mask in itertools.product(itertools.permutations(range(3)), [None, *masks]):
-        there = only(machine(3, order=order, versions={"mujoco": mujoco}), renderer)
+        there = with_renderers(machine(3, order=order, versions={"mujoco": mujoco}), renderer)
         environ = EGL if mask is None else {**EGL, MASK: mask}
         right = _selected_gpu(renderer, environ, there) == (mask or "0").split(",")[0]
         about = [finding for finding in check(environ, there) if f"{renderer} " in finding.effect]
