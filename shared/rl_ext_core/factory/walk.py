@@ -45,7 +45,7 @@ SCALAR_TOKENS = {kind.__name__ for kind in _SCALARS} | {"tuple", "enum", "dtype"
 SCALAR_TOKENS |= {"number", "builtin", "typing", *_OF_TORCH}
 _LONG = 256  # lists of numbers and texts that are longer get one token
 _LONGEST_TEXT = 4096
-_BEYOND = 1 << 32
+_SMALLEST_ID = 1 << 32
 _LONGEST_PATH = 1000
 _MAX_OBJECT_TOKENS = 1000
 _DEEP = 6
@@ -361,7 +361,7 @@ def _key_label(key: Any) -> str | None:
         parts = [_key_label(part) for part in key]
         return None if None in parts else f"({', '.join(map(str, parts))})"
     if type(key) is int:
-        return None if key > _BEYOND else repr(key)  # which may be somebody's id
+        return None if key > _SMALLEST_ID else repr(key)  # which may be somebody's id
     token = scalar_token(key)
     return None if token is None else f"<{token}>"
 
@@ -442,7 +442,7 @@ class _Walk:
             token = ("tuple", parts)
         if token is not None:
             self.found.tokens[path] = token
-            if kind is int and item > _BEYOND:
+            if kind is int and item > _SMALLEST_ID:
                 self._numbers.append((path, item))
             return
         first = self.seen.setdefault(id(item), path)
