@@ -37,14 +37,14 @@ NOTHING_RENDERS = dataclasses.replace(machine(0, osmesa=False), egl=())
 CPU_TORCH = {"torch": "2.13.0+cpu", "torch.cuda": ""}
 
 
-def later(devices: tuple[EglDevice, ...], by: int) -> tuple[EglDevice, ...]:
+def shift_indices(devices: tuple[EglDevice, ...], by: int) -> tuple[EglDevice, ...]:
     return tuple(dataclasses.replace(device, index=device.index + by) for device in devices)
 
 
-SOFTWARE_FIRST = dataclasses.replace(FOUR, egl=(EglDevice(0, True), *later(egl(range(4), software=False), 1)))
+SOFTWARE_FIRST = dataclasses.replace(FOUR, egl=(EglDevice(0, True), *shift_indices(egl(range(4), software=False), 1)))
 _SOFTWARE = tuple(EglDevice(place, software=True) for place in range(4))
 PYRENDER = machine(4, order=(2, 3, 0, 1), versions={"pyrender": "0.1.45"}, without=RENDERERS)
-TWELVE = dataclasses.replace(machine(8), egl=_SOFTWARE + later(egl(range(8), software=False), 4))
+TWELVE = dataclasses.replace(machine(8), egl=_SOFTWARE + shift_indices(egl(range(8), software=False), 4))
 WSL = dataclasses.replace(machine(1), egl=(EglDevice(0, software=True),), wsl=True)
 EGL, SCREEN = {GL: "egl"}, {"DISPLAY": ":0"}
 CONTAINER = "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=all ..."
