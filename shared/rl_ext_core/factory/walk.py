@@ -51,7 +51,7 @@ _MAX_OBJECT_TOKENS = 1000
 _DEEP = 6
 # Classes and globals of these are in every process what they are here.
 FIXED = sys.stdlib_module_names | {"builtins", "numpy", "torch", "torchrl", "tensordict"}
-_OURS = {"rl_ext_core", "torchrl_ext", "sb3_ext"}  # may run from a checkout
+_OWN_PACKAGES = {"rl_ext_core", "torchrl_ext", "sb3_ext"}  # may run from a checkout
 _NAMED_IN_C = (
     types.WrapperDescriptorType,
     types.MethodDescriptorType,
@@ -675,13 +675,13 @@ class _CodeReader:
         self._done.add(id(function.__code__))
         space = function.__globals__
         module = str(space.get("__name__"))
-        if module.partition(".")[0] in FIXED | _OURS:
+        if module.partition(".")[0] in FIXED | _OWN_PACKAGES:
             return
         for name in sorted(globals_in(function.__code__)):
             part: Any = space.get(name)
             if not issubclass(type(part), types.ModuleType):  # of a proxy, by its own type
                 self._add_global(module, space, name)
-            elif part.__name__.partition(".")[0] not in FIXED | _OURS:
+            elif part.__name__.partition(".")[0] not in FIXED | _OWN_PACKAGES:
                 for used in sorted(set(function.__code__.co_names) & vars(part).keys()):
                     self._add_global(part.__name__, vars(part), used)
 
@@ -773,7 +773,7 @@ def _assigned_outside(code: types.CodeType) -> frozenset[str]:
 def is_installed(module: str) -> bool:
     """Whether a module's package was installed, and is not the user's own."""
     package = module.partition(".")[0]
-    if package in FIXED | _OURS:
+    if package in FIXED | _OWN_PACKAGES:
         return True
     found = sys.modules.get(package)
     file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), None)
