@@ -496,7 +496,7 @@ def test_whatever_the_environment_holds_it_is_judged_and_left_as_it_is(
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def this_process(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """This process on a machine with four GPUs, where no library has read anything."""
     monkeypatch.setattr(Inventory, "current", lambda **_: FOUR)
     monkeypatch.setattr(_cuda, "_uuids_seen_by_torch", lambda: None)
@@ -512,9 +512,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_mask_that_was_set_after_cuda_had_started(here: pytest.MonkeyPatch) -> None:
-    here.setenv(MASK, "0")
-    here.setattr(_cuda, "_uuids_seen_by_torch", lambda: (uuid(1),))
+def test_a_mask_that_was_set_after_cuda_had_started(this_process: pytest.MonkeyPatch) -> None:
+    this_process.setenv(MASK, "0")
+    this_process.setattr(_cuda, "_uuids_seen_by_torch", lambda: (uuid(1),))
     (found,) = check_environment()
     assert (found.variable, found.fix) == (MASK, f"export {MASK}=0")
     assert "torch started CUDA in this process with 1, other ones" in found.effect
@@ -522,33 +522,33 @@ def test_a_mask_that_was_set_after_cuda_had_started(here: pytest.MonkeyPatch) ->
     assert check_environment({**EGL, MASK: "0"}) == ()
 
 
-def test_the_index_that_torchrl_sets_itself_is_not_a_finding(here: pytest.MonkeyPatch) -> None:
-    here.setenv("EGL_DEVICE_ID", "1")
-    here.delitem(sys.modules, "torchrl.envs.libs.dm_control", raising=False)
+def test_the_index_that_torchrl_sets_itself_is_not_a_finding(this_process: pytest.MonkeyPatch) -> None:
+    this_process.setenv("EGL_DEVICE_ID", "1")
+    this_process.delitem(sys.modules, "torchrl.envs.libs.dm_control", raising=False)
     assert [found.variable for found in check_environment()] == ["EGL_DEVICE_ID", INDEX]
-    here.setitem(sys.modules, "torchrl.envs.libs.dm_control", types.ModuleType("dm_control"))
+    this_process.setitem(sys.modules, "torchrl.envs.libs.dm_control", types.ModuleType("dm_control"))
     assert check_environment() == ()
 
 
-def test_a_display_that_was_made_elsewhere(here: pytest.MonkeyPatch) -> None:
-    here.setattr(_apply, "_module_display", lambda module: "display" if module == "mujoco.egl" else None)
-    here.setattr(_apply, "egl_index_of", lambda _: 3)
+def test_a_display_that_was_made_elsewhere(this_process: pytest.MonkeyPatch) -> None:
+    this_process.setattr(_apply, "_module_display", lambda module: "display" if module == "mujoco.egl" else None)
+    this_process.setattr(_apply, "egl_index_of", lambda _: 3)
     assert check_environment() == ()  # nobody has asked for another one
-    here.setenv(INDEX, "0")
+    this_process.setenv(INDEX, "0")
     (found,) = check_environment()  # once, though mujoco and gymnasium share it
     assert (found.variable, found.fix) == (INDEX, f"export {INDEX}=0")
     assert "mujoco.egl renders on EGL device 3 already" in found.effect
 
 
-def test_a_decision_that_was_applied_is_not_judged(here: pytest.MonkeyPatch) -> None:
+def test_a_decision_that_was_applied_is_not_judged(this_process: pytest.MonkeyPatch) -> None:
     decision = resolve("cuda:1", render="same", renderer="robosuite", inventory=TURNED, environ={})
     for name, value in decision.variables.items():
-        here.setenv(name, str(value))
-    here.setenv(MASK, "0")  # robosuite's assertion would fail on it, and is seen to
+        this_process.setenv(name, str(value))
+    this_process.setenv(MASK, "0")  # robosuite's assertion would fail on it, and is seen to
     assert len(check_environment()) == 2
-    here.setattr(_apply, "current", decision)
+    this_process.setattr(_apply, "current", decision)
     assert check_environment() == ()
-    here.setenv(INDEX, "2")
+    this_process.setenv(INDEX, "2")
     assert len(check_environment()) == 2
 
 
