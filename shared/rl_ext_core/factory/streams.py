@@ -147,7 +147,7 @@ def seed_shared(stream: np.random.SeedSequence, seeded: set[int], environment: A
     names = {base.__module__ for layer in layers for base in type(layer).__mro__}
     for module, found in sorted(sys.modules.items()):
         package = module.partition(".")[0]
-        own = not walk.is_installed(package) or (module in names and package not in walk.FIXED)
+        own = not walk.is_installed(package) or (module in names and package not in walk.STABLE_PACKAGES)
         if not own or not isinstance(found, types.ModuleType):
             continue
         # By their types: weak proxies of what is gone raise when they are asked for their class.

@@ -50,7 +50,7 @@ _LONGEST_PATH = 1000
 _MAX_OBJECT_TOKENS = 1000
 _DEEP = 6
 # Classes and globals of these are in every process what they are here.
-FIXED = sys.stdlib_module_names | {"builtins", "numpy", "torch", "torchrl", "tensordict"}
+STABLE_PACKAGES = sys.stdlib_module_names | {"builtins", "numpy", "torch", "torchrl", "tensordict"}
 _OWN_PACKAGES = {"rl_ext_core", "torchrl_ext", "sb3_ext"}  # may run from a checkout
 _NAMED_IN_C = (
     types.WrapperDescriptorType,
@@ -655,7 +655,7 @@ class _CodeReader:
         for function in self._walk.functions:
             self._read_function(function)
         for kind in sorted({base for met in self._walk.classes for base in met.__mro__}, key=full_name):
-            if name_of(kind)[0].partition(".")[0] not in FIXED and _made_in_python(kind):
+            if name_of(kind)[0].partition(".")[0] not in STABLE_PACKAGES and _made_in_python(kind):
                 self._read_class(kind)
 
     def _read_class(self, kind: type) -> None:
@@ -675,13 +675,13 @@ class _CodeReader:
         self._done.add(id(function.__code__))
         space = function.__globals__
         module = str(space.get("__name__"))
-        if module.partition(".")[0] in FIXED | _OWN_PACKAGES:
+        if module.partition(".")[0] in STABLE_PACKAGES | _OWN_PACKAGES:
             return
         for name in sorted(globals_in(function.__code__)):
             part: Any = space.get(name)
             if not issubclass(type(part), types.ModuleType):  # of a proxy, by its own type
                 self._add_global(module, space, name)
-            elif part.__name__.partition(".")[0] not in FIXED | _OWN_PACKAGES:
+            elif part.__name__.partition(".")[0] not in STABLE_PACKAGES | _OWN_PACKAGES:
                 for used in sorted(set(function.__code__.co_names) & vars(part).keys()):
                     self._add_global(part.__name__, vars(part), used)
 
@@ -773,7 +773,7 @@ def _assigned_outside(code: types.CodeType) -> frozenset[str]:
 def is_installed(module: str) -> bool:
     """Whether a module's package was installed, and is not the user's own."""
     package = module.partition(".")[0]
-    if package in FIXED | _OWN_PACKAGES:
+    if package in STABLE_PACKAGES | _OWN_PACKAGES:
         return True
     found = sys.modules.get(package)
     file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), None)
