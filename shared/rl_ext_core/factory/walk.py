@@ -43,7 +43,7 @@ _SCALARS: frozenset[type] = frozenset((bool, int, float, complex, str, bytes, *_
 # The first part of tokens of values whose identity does not matter.
 SCALAR_TOKENS = {kind.__name__ for kind in _SCALARS} | {"tuple", "enum", "dtype", "slice", "range", "class", "module"}
 SCALAR_TOKENS |= {"number", "builtin", "typing", *_OF_TORCH}
-_LONG = 256  # lists of numbers and texts that are longer get one token
+_LONG_CONTAINER = 256  # lists of numbers and texts that are longer get one token
 _LONGEST_TEXT = 4096
 _SMALLEST_ID = 1 << 32
 _LONGEST_PATH = 1000
@@ -356,7 +356,7 @@ def plain_token(item: Any, depth: int = _DEEP) -> Any:
 def _key_label(key: Any) -> str | None:
     """Return a text for a dictionary's key or a set's part; None: it is an object, and others may be like it."""
     if type(key) is str:
-        return repr(key) if len(key) < _LONG else digest(key.encode("utf-8", "surrogatepass"))
+        return repr(key) if len(key) < _LONG_CONTAINER else digest(key.encode("utf-8", "surrogatepass"))
     if type(key) is tuple:
         parts = [_key_label(part) for part in key]
         return None if None in parts else f"({', '.join(map(str, parts))})"
@@ -636,7 +636,7 @@ def _sort_key_of_part(item: Any, depth: int = 2) -> str:
 
 def _flat_token(item: Any) -> Any:
     """Return the token of a long list, or dictionary, of numbers and texts."""
-    if len(item) <= _LONG or type(item) not in (list, dict, deque):
+    if len(item) <= _LONG_CONTAINER or type(item) not in (list, dict, deque):
         return None
     kinds = set(map(type, item)) | (set(map(type, item.values())) if type(item) is dict else set())
     if not kinds <= {int, float, bool, str, type(None)}:
