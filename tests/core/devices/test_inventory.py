@@ -32,7 +32,9 @@ def processes_calling(log: Path, function: str) -> list[str]:
 # What NVML tells, by a pynvml that is made up.
 
 
-def read(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Gpu], fails: Any = None) -> tuple[Inventory, FakeNvml]:
+def read_fake_nvml(
+    monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Gpu], fails: Any = None
+) -> tuple[Inventory, FakeNvml]:
     nvml = FakeNvml(gpus, fails)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(inventory, "_cached_inventory", None)
@@ -52,7 +54,7 @@ def test_a_driver_that_fails_leaves_the_inventory_empty_and_says_why(
     function: str, kind: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fails = {function: (kind, "Driver/library version mismatch")}
-    found, nvml = read(monkeypatch, machines.gpus(4), fails)
+    found, nvml = read_fake_nvml(monkeypatch, machines.gpus(4), fails)
     assert (found.gpus, found.fastest_first) == ((), ())
     assert reason in str(found.nvml_error)
     assert nvml.started == 0
@@ -79,7 +81,7 @@ def test_a_driver_that_fails_leaves_the_inventory_empty_and_says_why(
 def test_gpus_are_those_that_nvml_tells(
     gpus: Sequence[Gpu], fails: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, nvml = read(monkeypatch, gpus, fails)
+    found, nvml = read_fake_nvml(monkeypatch, gpus, fails)
     assert (found.gpus, found.nvml_error) == (expected, None)
     assert found.fastest_first == tuple(gpu.uuid for gpu in gpus)
     assert nvml.started == (1 if "nvmlShutdown" in fails else 0)
@@ -90,7 +92,7 @@ def test_between_gpus_that_differ_cuda_tells_the_order(order: Any, monkeypatch: 
     uuids = None if order is None else tuple(machines.uuid(number) for number in order)
     monkeypatch.setattr(_probe, "query_cuda_order", lambda: uuids)
     first, second = machines.gpus(2)
-    found, _ = read(monkeypatch, (dataclasses.replace(first, name="NVIDIA A2"), second))
+    found, _ = read_fake_nvml(monkeypatch, (dataclasses.replace(first, name="NVIDIA A2"), second))
     assert found.fastest_first == uuids
 
 
