@@ -40,7 +40,7 @@ class FrameView(torch.Tensor):
     _handles: torch.Tensor
     _column: FrameColumn
     _storage: Any
-    _emptied: int
+    _expected_empty_count: int
 
     @staticmethod
     def __new__(cls, handles: torch.Tensor, column: FrameColumn, storage: Any, emptied: int | None = None) -> FrameView:
@@ -48,7 +48,7 @@ class FrameView(torch.Tensor):
         shape = (*handles.shape, *column.shape)
         view: FrameView = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=column.dtype)
         view._handles, view._column, view._storage = handles, column, storage
-        view._emptied = storage.emptied if emptied is None else emptied
+        view._expected_empty_count = storage.emptied if emptied is None else emptied
         return view
 
     def decoded(self) -> torch.Tensor:
@@ -61,7 +61,7 @@ class FrameView(torch.Tensor):
         return images
 
     def _check_not_emptied(self) -> None:
-        if self._emptied != self._storage.emptied:
+        if self._expected_empty_count != self._storage.emptied:
             raise InvalidArgumentError(
                 "these images are gone, since the storage was emptied after they were taken from it; keep them with "
                 "batch = buffer[:].clone() before buffer.empty()"
@@ -75,7 +75,7 @@ class FrameView(torch.Tensor):
         self = args[0]
         if isinstance(self, FrameView):
             if (handles := self._rearrange_handles(func, args, kwargs)) is not None:
-                return FrameView(handles, self._column, self._storage, self._emptied)
+                return FrameView(handles, self._column, self._storage, self._expected_empty_count)
             if func is _aten.index.Tensor and _n_axes(args[1]) <= self._handles.ndim:
                 return self._read(func(self._handles, args[1]))
         return func(*tree_map(_decode_view, args), **tree_map(_decode_view, kwargs))
