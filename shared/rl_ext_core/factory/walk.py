@@ -44,7 +44,7 @@ _SCALARS: frozenset[type] = frozenset((bool, int, float, complex, str, bytes, *_
 SCALAR_TOKENS = {kind.__name__ for kind in _SCALARS} | {"tuple", "enum", "dtype", "slice", "range", "class", "module"}
 SCALAR_TOKENS |= {"number", "builtin", "typing", *_OF_TORCH}
 _LONG_CONTAINER = 256  # lists of numbers and texts that are longer get one token
-_LONGEST_TEXT = 4096
+_MAX_TEXT = 4096
 _SMALLEST_ID = 1 << 32
 _LONGEST_PATH = 1000
 _MAX_OBJECT_TOKENS = 1000
@@ -320,7 +320,7 @@ def _describer(kind: Any) -> Callable[[Any], Any] | None:
 
 def _of_text(text: Any) -> Any:
     kind = type(text)
-    if len(text) <= _LONGEST_TEXT:
+    if len(text) <= _MAX_TEXT:
         return kind.__name__, text
     return kind.__name__, len(text), digest(text.encode("utf-8", "surrogatepass") if kind is str else text)
 
