@@ -117,12 +117,12 @@ def test_each_rule_picks_what_the_renderer_picks_or_fails_with_it(renderer: str,
         for value in VALUES[len(cases) // 2 % 5 :: 5]:
             steering = environ if value is None else {**environ, rule.index: value}
             cases.append(case(order, steering))
-            expected.append(picked(rule, steering, view, order))
+            expected.append(selected_gpu(rule, steering, view, order))
     assert len(cases) == 3072
     assert ask(renderer, cases) == expected
 
 
-def picked(
+def selected_gpu(
     rule: _renderers.Renderer, environ: Mapping[str, str], view: _renderers.EglView, order: Sequence[int]
 ) -> int | None:
     try:
@@ -155,7 +155,7 @@ def test_each_rule_reads_odd_masks_as_the_renderer_does(renderer: str, lacks: st
         view = _renderers.EglView.of(Machine(dataclasses.replace(machine, egl=egl), environ))
         steering = environ if value is None else {**environ, rule.index: value}
         cases.append(case(order, steering, FAKE_GPUS="8", FAKE_EGL_LACKS=lacks))
-        expected.append(picked(rule, steering, view, order))
+        expected.append(selected_gpu(rule, steering, view, order))
     assert {None, -1, 0, 1} <= set(expected)
     assert ask(renderer, cases) == expected
 
