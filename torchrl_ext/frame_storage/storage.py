@@ -132,7 +132,7 @@ class FrameStorage(TensorStorage):
     _journal: Journal | None = None  # where other processes, or later ones, may have to make them whole
     _resume_cursor: int | None = None  # of a storage that was opened again, until the first element is added
     _n_touched = 0  # places from here on were never written by this process
-    emptied = 0  # how often
+    _empty_count = 0  # how often
     _pending_places: Places = np.zeros(0, dtype=np.int64)  # that are being written
     _exposed = False  # whether views of elements in a folder were handed out
 
@@ -474,7 +474,7 @@ class FrameStorage(TensorStorage):
         with self.lock:
             self._refresh()
             super()._empty()
-            self.emptied += 1
+            self._empty_count += 1
             self._pending_places = self._pending_places[:0]
             if self._budget is not None:  # which has made it smaller
                 self._uninitialize()

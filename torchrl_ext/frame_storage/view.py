@@ -33,7 +33,7 @@ class FrameView(torch.Tensor):
     :param handles: handles of the images, a view of the storage's.
     :param column: whose images these are.
     :param storage: the storage.
-    :param emptied: how often it had been emptied when these were there; default: as often as by now.
+    :param _empty_count: how often it had been emptied when these were there; default: as often as by now.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -43,12 +43,14 @@ class FrameView(torch.Tensor):
     _expected_empty_count: int
 
     @staticmethod
-    def __new__(cls, handles: torch.Tensor, column: FrameColumn, storage: Any, emptied: int | None = None) -> FrameView:
+    def __new__(
+        cls, handles: torch.Tensor, column: FrameColumn, storage: Any, _empty_count: int | None = None
+    ) -> FrameView:
         """Return a tensor without memory of its own."""
         shape = (*handles.shape, *column.shape)
         view: FrameView = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=column.dtype)
         view._handles, view._column, view._storage = handles, column, storage
-        view._expected_empty_count = storage.emptied if emptied is None else emptied
+        view._expected_empty_count = storage._empty_count if _empty_count is None else _empty_count
         return view
 
     def decoded(self) -> torch.Tensor:
@@ -61,7 +63,7 @@ class FrameView(torch.Tensor):
         return images
 
     def _check_not_emptied(self) -> None:
-        if self._expected_empty_count != self._storage.emptied:
+        if self._expected_empty_count != self._storage._empty_count:
             raise InvalidArgumentError(
                 "these images are gone, since the storage was emptied after they were taken from it; keep them with "
                 "batch = buffer[:].clone() before buffer.empty()"
