@@ -46,7 +46,7 @@ SCALAR_TOKENS |= {"number", "builtin", "typing", *_OF_TORCH}
 _LONG_CONTAINER = 256  # lists of numbers and texts that are longer get one token
 _MAX_TEXT = 4096
 _SMALLEST_ID = 1 << 32
-_LONGEST_PATH = 1000
+_MAX_PATH = 1000
 _MAX_OBJECT_TOKENS = 1000
 _DEEP = 6
 # Classes and globals of these are in every process what they are here.
@@ -455,7 +455,7 @@ class _Walk:
         kind: Any = type(item)
         found = self.found
         self.classes[kind] = None
-        if len(path) > _LONGEST_PATH:
+        if len(path) > _MAX_PATH:
             short = f"{path[:60]}...{digest(path.encode('utf-8', 'surrogatepass'))}"
             found.objects[short], found.steps[short] = item, found.steps[path]
             path = short
