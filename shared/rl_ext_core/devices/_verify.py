@@ -132,24 +132,24 @@ def _run_process(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired as error:
         said = error.stdout or ""
-        told = _parse_output(said if isinstance(said, str) else said.decode(errors="replace"))
-        return {**told, "failure": f"it did not end within {timeout_s:.0f} s"}
+        answer = _parse_output(said if isinstance(said, str) else said.decode(errors="replace"))
+        return {**answer, "failure": f"it did not end within {timeout_s:.0f} s"}
     except OSError as error:
         return {"failure": f"{sys.executable} could not be started: {error}"}
-    told = _parse_output(done.stdout)
-    if told and not done.returncode:
-        return told
+    answer = _parse_output(done.stdout)
+    if answer and not done.returncode:
+        return answer
     last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    return {**told, "failure": f"the process ended {_describe_exit(done.returncode)}: {last}"}
+    return {**answer, "failure": f"the process ended {_describe_exit(done.returncode)}: {last}"}
 
 
 def _parse_output(output: str) -> dict[str, Any]:
     """Read what the process told: first what was decided, then what it saw."""
-    told: dict[str, Any] = {}
+    answer: dict[str, Any] = {}
     for line in output.splitlines():
         if line.startswith(_RESULT_PREFIX):
-            told |= json.loads(line[len(_RESULT_PREFIX) :])
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
+            answer |= json.loads(line[len(_RESULT_PREFIX) :])
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in answer.items()}
 
 
 def _describe_exit(status: int) -> str:

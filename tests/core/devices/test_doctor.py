@@ -293,9 +293,9 @@ SAY = f"import os, time; print({_verify._MARK + json.dumps({'decided': 'gpu'})!r
 def test_a_process_that_ends_early_is_told_by_how_it_ended_and_what_it_had_decided(
     code: str, failure: str, decided: str | None
 ) -> None:
-    told = _verify._run_process([sys.executable, "-S", "-c", code], 10 if "sleep" in code else 60)
-    assert failure in told["failure"]
-    assert told.get("decided") == decided
+    answer = _verify._run_process([sys.executable, "-S", "-c", code], 10 if "sleep" in code else 60)
+    assert failure in answer["failure"]
+    assert answer.get("decided") == decided
     assert "could not be started" in _verify._run_process(["/nowhere/python"], 20)["failure"]
 
 
