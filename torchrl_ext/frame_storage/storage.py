@@ -596,11 +596,11 @@ class FrameStorage(TensorStorage):
     def settle(self) -> None:
         """Note all that lies in files as it is now, whatever was written to it in place."""
         with self.lock:
-            self._settle()
+            self._flush_files()
             if self._exposed and self._journal is not None:
                 self._journal.expose()  # who has views may go on
 
-    def _settle(self) -> None:
+    def _flush_files(self) -> None:
         self._check_open()
         self._refresh()
         if self._rows is not None and self._exposed:
@@ -612,7 +612,7 @@ class FrameStorage(TensorStorage):
     def close(self) -> None:
         """Give up what is held; with ``storage_dir``, the folder can be opened again then, also by another process."""
         with self.lock:
-            self._settle()
+            self._flush_files()
             self._release_folder()
             self._closed, self._len = True, 0
 
