@@ -48,7 +48,7 @@ _MAX_TEXT = 4096
 _SMALLEST_ID = 1 << 32
 _MAX_PATH = 1000
 _MAX_OBJECT_TOKENS = 1000
-_DEEP = 6
+_MAX_DEPTH = 6
 # Classes and globals of these are in every process what they are here.
 STABLE_PACKAGES = sys.stdlib_module_names | {"builtins", "numpy", "torch", "torchrl", "tensordict"}
 _OWN_PACKAGES = {"rl_ext_core", "torchrl_ext", "sb3_ext"}  # may run from a checkout
@@ -335,7 +335,7 @@ def is_number(token: Any) -> bool:
     return token is not None and (token[0] in ("float", "complex", "number") or "." in token[0])
 
 
-def plain_token(item: Any, depth: int = _DEEP) -> Any:
+def plain_token(item: Any, depth: int = _MAX_DEPTH) -> Any:
     """Return the token of scalars, arrays and plain containers of them; None: there is something else in it."""
     token = scalar_token(item)
     kind = type(item)
