@@ -108,7 +108,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
             raise InvalidArgumentError("this FrameStorage is empty: there is nothing to save; add something first")
         path = Path(path)
         if storage._is_stored_in(path):
-            return storage.settle()
+            return storage.flush()
         made = not path.exists()
         try:
             entries = [] if made else [entry.name for entry in sorted(path.iterdir())]

@@ -96,7 +96,7 @@ def recover(
     following = note.following % len(rows) if length == len(rows) else length
     journal.written(length, following)
     if alone:
-        journal.settle()
+        journal.flush()
     return length, following
 
 
@@ -182,7 +182,7 @@ def _keep_longest_run(folder: StoreFolder, rows: Any, columns: list[FrameColumn]
         column.recover_handles(column.handles(rows, len(rows)))
     folder.rows.note(np.arange(len(places)))
     folder.journal.written(len(places), len(places))
-    folder.journal.settle()
+    folder.journal.flush()
     folder.rows.make_sure_of(folder.journal.read()[0].n_written)
     return len(places), note.length
 

@@ -593,7 +593,7 @@ class FrameStorage(TensorStorage):
         self._bump_mutation_revision()
 
     @defer_signals
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Note all that lies in files as it is now, whatever was written to it in place."""
         with self.lock:
             self._flush_files()
@@ -606,7 +606,7 @@ class FrameStorage(TensorStorage):
         if self._rows is not None and self._exposed:
             self._rows.note(np.arange(self._len_along_dim0))
         if self._journal is not None:
-            self._journal.settle()
+            self._journal.flush()
 
     @defer_signals
     def close(self) -> None:

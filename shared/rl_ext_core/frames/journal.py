@@ -133,7 +133,7 @@ class Journal:
         if not self._latest().exposed:
             self._note(exposed=1)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Note twice what counts, so that damage to either note does no harm, and that elements do not change."""
         for _ in self._slots:
             self._note(exposed=0)

@@ -793,7 +793,7 @@ class FrameStore:
             try:
                 if folder.ours and folder.journal is not None:
                     self.flush()
-                    folder.journal.settle()
+                    folder.journal.flush()
             finally:
                 folder.close()
                 _open_stores.discard(self)
