@@ -670,8 +670,8 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
         """Have hindsight pass over the episodes of a row, from there on."""
         for env in np.flatnonzero(self.ep_length[row]).tolist():
             past = (row - self.ep_start[row, env]) % self.buffer_size
-            rest = np.arange(max(self.ep_length[row, env] - past, 0))
-            self.ep_length[(row + rest) % self.buffer_size, env] = 0
+            free_stream_buffers = np.arange(max(self.ep_length[row, env] - past, 0))
+            self.ep_length[(row + free_stream_buffers) % self.buffer_size, env] = 0
 
     @atomic
     def reset(self) -> None:
@@ -841,7 +841,7 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
         """
         super().compute_returns_and_advantage(last_values, dones)
         for store in self._observations.stores:
-            store.rest()
+            store.free_stream_buffers()
 
     _get_samples: Any = without_copy(RolloutBuffer._get_samples)
 

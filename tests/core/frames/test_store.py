@@ -37,10 +37,12 @@ BUDGET = 100_000
 @st.composite
 def layouts(draw: st.DrawFn) -> StackLayout:
     n_stack, channels = draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 2, 3]))
-    rest = draw(st.lists(st.integers(1, 9), min_size=0, max_size=2))
+    free_stream_buffers = draw(st.lists(st.integers(1, 9), min_size=0, max_size=2))
     first = draw(st.booleans())
-    shape = [n_stack * channels, *rest] if first else [*rest, n_stack * channels]
-    return StackLayout(tuple(shape), np.dtype(draw(st.sampled_from(DTYPES))), n_stack, 0 if first else len(rest))
+    shape = [n_stack * channels, *free_stream_buffers] if first else [*free_stream_buffers, n_stack * channels]
+    return StackLayout(
+        tuple(shape), np.dtype(draw(st.sampled_from(DTYPES))), n_stack, 0 if first else len(free_stream_buffers)
+    )
 
 
 @st.composite
@@ -74,14 +76,14 @@ def test_a_store_equals_plain_arrays(data: st.DataObject, layout: StackLayout, c
     for _ in range(data.draw(st.integers(1, 3))):
         options = data.draw(episodes())
         append_all((plain, *stores), make_transitions(layout, n_envs=n_envs, **options))
-        action = data.draw(st.sampled_from(["read", "pickle", "clear", "rest", "save"]))
+        action = data.draw(st.sampled_from(["read", "pickle", "clear", "free_stream_buffers", "save"]))
         if action == "pickle":
             stores = [pickle.loads(pickle.dumps(store)) for store in stores]
         if action == "save":
             stores = [saved_and_loaded(store) for store in stores]
-        if action == "rest":
+        if action == "free_stream_buffers":
             for store in stores:
-                store.rest()
+                store.free_stream_buffers()
         if action == "clear":
             for store in (plain, *stores):
                 store.clear()
@@ -170,7 +172,7 @@ def test_memory_does_not_grow_around_the_ring_and_is_less_after_a_rest(codec: st
             held.append(store.nbytes)
     assert max(held[4:]) <= 1.1 * max(held[:4])
     assert max(held[12:]) <= 1.01 * max(held[4:12])
-    store.rest()
+    store.free_stream_buffers()
     assert store.nbytes < held[-1]
 
 
@@ -179,7 +181,7 @@ def test_an_adaptive_store_that_is_cleared_after_a_rest_keeps_what_it_found_out(
     for _ in range(3):
         plain = ReferenceStore(40, 2, GREY)
         append_all((store, plain), make_transitions(GREY, n_steps=40, contents="sparse"))
-        store.rest()
+        store.free_stream_buffers()
         check_contents(store, plain)
         assert store.layout == GREY
         store.clear()
