@@ -37,12 +37,12 @@ RECORD = "_rl_ext_record"  # the attribute in which ``record`` keeps how an inst
 Part = tuple[str, "str | None", Any, Any]
 _Found = TypeVar("_Found")
 
-_OF_TORCH = ("dtype", "device", "layout", "memory_format", "Size")
+_TORCH_SCALARS = ("dtype", "device", "layout", "memory_format", "Size")
 _SINGLE = (type(None), type(...), type(NotImplemented))
 _SCALARS: frozenset[type] = frozenset((bool, int, float, complex, str, bytes, *_SINGLE))
 # The first part of tokens of values whose identity does not matter.
 SCALAR_TOKENS = {kind.__name__ for kind in _SCALARS} | {"tuple", "enum", "dtype", "slice", "range", "class", "module"}
-SCALAR_TOKENS |= {"number", "builtin", "typing", *_OF_TORCH}
+SCALAR_TOKENS |= {"number", "builtin", "typing", *_TORCH_SCALARS}
 _LONG_CONTAINER = 256  # lists of numbers and texts that are longer get one token
 _MAX_TEXT = 4096
 _SMALLEST_ID = 1 << 32
@@ -292,7 +292,7 @@ def _describer(kind: Any) -> Callable[[Any], Any] | None:
     name, torch = kind.__name__, sys.modules.get("torch")
     if kind in (str, bytes):
         return _of_text
-    of_torch = torch is not None and any(kind is getattr(torch, name, None) for name in _OF_TORCH)
+    of_torch = torch is not None and any(kind is getattr(torch, name, None) for name in _TORCH_SCALARS)
     if of_torch or kind in (float, complex, type(...), type(NotImplemented)):
         return lambda item: (name, repr(item))  # NaN is equal to itself in this form
     if kind in _SCALARS:
