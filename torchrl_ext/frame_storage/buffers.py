@@ -180,6 +180,6 @@ class ByteBudget:
                     f"max_bytes={self.max_bytes} is too little: {len(storage)} elements of this kind take {held} "
                     "bytes; pass a larger max_bytes, or add fewer at a time"
                 )
-            storage.drop_oldest(max(len(storage) // _DROP_DIVISOR, 1))
+            storage._drop_oldest(max(len(storage) // _DROP_DIVISOR, 1))
             held = storage.used_nbytes
         self._before = held

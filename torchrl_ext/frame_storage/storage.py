@@ -491,7 +491,7 @@ class FrameStorage(TensorStorage):
             self._resume_cursor = None
 
     @defer_signals
-    def drop_oldest(self, n: int) -> None:
+    def _drop_oldest(self, n: int) -> None:
         """Forget the oldest elements; the storage holds that many fewer from now on.
 
         :param n: how many; where they lie at the end and the beginning, those at the end.
