@@ -38,8 +38,8 @@ Part = tuple[str, "str | None", Any, Any]
 _Found = TypeVar("_Found")
 
 _TORCH_SCALARS = ("dtype", "device", "layout", "memory_format", "Size")
-_SINGLE = (type(None), type(...), type(NotImplemented))
-_SCALARS: frozenset[type] = frozenset((bool, int, float, complex, str, bytes, *_SINGLE))
+_SINGLETONS = (type(None), type(...), type(NotImplemented))
+_SCALARS: frozenset[type] = frozenset((bool, int, float, complex, str, bytes, *_SINGLETONS))
 # The first part of tokens of values whose identity does not matter.
 SCALAR_TOKENS = {kind.__name__ for kind in _SCALARS} | {"tuple", "enum", "dtype", "slice", "range", "class", "module"}
 SCALAR_TOKENS |= {"number", "builtin", "typing", *_TORCH_SCALARS}
