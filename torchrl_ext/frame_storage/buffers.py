@@ -160,7 +160,7 @@ class ByteBudget:
                     f"{type(writer).__name__}; leave max_bytes out, or writer="
                 )
 
-    def keep(self, storage: Any) -> None:
+    def enforce(self, storage: Any) -> None:
         """Make room for as much as came last, so that the bytes held stay below the limit.
 
         :raises OutOfMemoryError: if not even a few elements fit.

@@ -355,7 +355,7 @@ class FrameStorage(TensorStorage):
             if set_cursor:
                 self._resume_cursor = None
                 if self._budget is not None:
-                    self._budget.keep(self)
+                    self._budget.enforce(self)
 
     def _set(self, cursor: Any, data: Any, *, set_cursor: bool) -> None:
         fresh = not self.initialized
