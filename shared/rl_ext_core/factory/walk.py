@@ -64,7 +64,7 @@ _IMPORTED = {"module", "class", "function", "builtin", "typing"}  # what a libra
 _TYPING = (types.GenericAlias, types.UnionType, typing.TypeVar, type(typing.Any), type(typing.List[int]))  # noqa: UP006
 _WRAPPERS: set[type] = {property, staticmethod, classmethod, types.MethodType, functools.partial}
 _WRAPPERS |= {functools.partialmethod, functools.cached_property, functools._lru_cache_wrapper}
-_IN_C = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
+_C_DESCRIPTORS = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
 _CONTAINERS = (dict, list, set, frozenset, tuple, deque)
 _TRANSPARENT = {object, typing.Generic, OrderedDict, defaultdict, *_CONTAINERS}
 # Operations on globals, and in how many low bits of their argument there is something else than the name.
@@ -264,7 +264,7 @@ def _made_in_python(kind: Any) -> bool:
         return False
     for name, part in vars(kind).items():
         is_getset = type(part) is types.GetSetDescriptorType and name not in ("__dict__", "__weakref__")
-        if (is_getset or type(part) in _IN_C) and part.__objclass__ is kind:
+        if (is_getset or type(part) in _C_DESCRIPTORS) and part.__objclass__ is kind:
             return False
     return True
 
