@@ -140,7 +140,7 @@ class ByteBudget:
         self.max_bytes = max_bytes
         self._before = 0
 
-    def check(self, storage: Any) -> None:
+    def check_buffers(self, storage: Any) -> None:
         """Refuse buffers that remember places, which change.
 
         :raises InvalidArgumentError: If a writer does not overwrite the oldest, or a sampler has records by place.

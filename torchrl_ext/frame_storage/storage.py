@@ -224,7 +224,7 @@ class FrameStorage(TensorStorage):
             )
         self._checkpointer = FrameStorageCheckpointer() if value is None else value
         if self._budget is not None:
-            self._budget.check(self)
+            self._budget.check_buffers(self)
         # The last thing that a buffer does with its storage while it is made: its writer is there by now.
         make_kill_safe(self)
         if self._resume_cursor is not None:
@@ -343,7 +343,7 @@ class FrameStorage(TensorStorage):
         """
         self._check_open()
         if self._budget is not None:
-            self._budget.check(self)
+            self._budget.check_buffers(self)
         with self.lock:
             try:
                 self._refresh()
