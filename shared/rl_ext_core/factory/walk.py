@@ -68,7 +68,7 @@ _C_DESCRIPTORS = (types.WrapperDescriptorType, types.MethodDescriptorType, types
 _CONTAINERS = (dict, list, set, frozenset, tuple, deque)
 _TRANSPARENT = {object, typing.Generic, OrderedDict, defaultdict, *_CONTAINERS}
 # Operations on globals, and in how many low bits of their argument there is something else than the name.
-_OF_GLOBALS = {
+_GLOBAL_OPERATIONS = {
     number: int(name == "LOAD_GLOBAL" and sys.version_info >= (3, 11))
     for name, number in dis.opmap.items()
     if "GLOBAL" in name or name == "LOAD_NAME"
@@ -756,8 +756,8 @@ def globals_in(code: types.CodeType) -> frozenset[str]:
     for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
         argument = high | low
         high = argument << 8 if operation == dis.EXTENDED_ARG else 0
-        if operation in _OF_GLOBALS:
-            found.add(code.co_names[argument >> _OF_GLOBALS[operation]])
+        if operation in _GLOBAL_OPERATIONS:
+            found.add(code.co_names[argument >> _GLOBAL_OPERATIONS[operation]])
     within = (part for part in code.co_consts if isinstance(part, types.CodeType))
     return frozenset(found.union(*map(globals_in, within)))
 
