@@ -74,19 +74,19 @@ def map_rows(folder: StoreFolder) -> TensorDict:
 
 
 def recover(
-    rows: Any, columns: list[FrameColumn], journal: Journal, folder: StoreFolder | None, *, who: str, alone: bool
+    rows: Any, columns: list[FrameColumn], journal: Journal, folder: StoreFolder | None, *, who: str, reopening: bool
 ) -> tuple[int, int]:
     """Make elements whole that another process left behind.
 
     :param folder: where they lie, or None for memory.
     :param who: what to log of that process.
-    :param alone: whether nobody used the files since; they are compared with their checksums then.
+    :param reopening: whether nobody used the files since; they are compared with their checksums then.
     :return: how many elements count along the first dimension, and where the next one goes.
     :raises CorruptFileError: if there are fewer than were noted, or they are not what was stored.
     """
     if folder is not None:
         folder.rows.refresh()
-    note, writing = journal.read() if folder is None or not alone else _read_checked_note(folder)
+    note, writing = journal.read() if folder is None or not reopening else _read_checked_note(folder)
     length = _drop_torn_rows(rows, note, writing, who)
     if folder is not None:
         folder.rows.note(np.unique(writing))
@@ -95,7 +95,7 @@ def recover(
         column.recover(rows, length, None if folder is None else folder.path)
     following = note.following % len(rows) if length == len(rows) else length
     journal.written(length, following)
-    if alone:
+    if reopening:
         journal.flush()
     return length, following
 

@@ -303,7 +303,7 @@ class FrameStorage(TensorStorage):
         with reading(f"{folder.path} is"):
             self._add_columns(folder.settings["columns"], len(rows))
             self._set_rows(rows)
-        self._resume_cursor = self._recover("their process", alone=True)
+        self._resume_cursor = self._recover("their process", reopening=True)
 
     def _set_rows(self, rows: Any) -> None:
         self._storage = rows
@@ -575,10 +575,12 @@ class FrameStorage(TensorStorage):
             self._journal.expose()
             self._exposed = True
 
-    def _recover(self, who: str, *, alone: bool = False) -> int:
+    def _recover(self, who: str, *, reopening: bool = False) -> int:
         """Make whole what another process left behind; return where elements go on."""
         assert self._journal is not None
-        length, following = recover(self._storage, self._columns, self._journal, self._folder, who=who, alone=alone)
+        length, following = recover(
+            self._storage, self._columns, self._journal, self._folder, who=who, reopening=reopening
+        )
         self._len = length * (self.max_size // len(self._storage))
         self._set_last_cursor((following - 1) % length if length else None)
         return following
