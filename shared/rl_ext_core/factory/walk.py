@@ -60,7 +60,13 @@ _NAMED_IN_C = (
     types.MemberDescriptorType,
     types.MethodWrapperType,
 )
-_IMPORTED = {"module", "class", "function", "builtin", "typing"}  # what a library has of these depends on imports
+_IMPORT_DEPENDENT = {
+    "module",
+    "class",
+    "function",
+    "builtin",
+    "typing",
+}  # what a library has of these depends on imports
 _TYPING = (types.GenericAlias, types.UnionType, typing.TypeVar, type(typing.Any), type(typing.List[int]))  # noqa: UP006
 _WRAPPERS: set[type] = {property, staticmethod, classmethod, types.MethodType, functools.partial}
 _WRAPPERS |= {functools.partialmethod, functools.cached_property, functools._lru_cache_wrapper}
@@ -696,7 +702,9 @@ class _CodeReader:
             return
         if not is_installed(module):
             self._add_user_value(label, part, owner, name)
-        elif not name.startswith("_") and (token := plain_token(part)) is not None and token[0] not in _IMPORTED:
+        elif (
+            not name.startswith("_") and (token := plain_token(part)) is not None and token[0] not in _IMPORT_DEPENDENT
+        ):
             self._found.tokens[label] = token
 
     def _add_user_value(self, label: str, part: Any, owner: Any, name: str) -> None:
