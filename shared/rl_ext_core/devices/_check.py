@@ -566,7 +566,7 @@ def _unlisted_gpu_finding(gpu: Gpu, situation: Situation, severity: Severity) ->
 
 
 def _installed_renderers(situation: Situation) -> tuple[Renderer, ...]:
-    return _renderers.installed(situation.inventory.versions)
+    return _renderers.installed_renderers(situation.inventory.versions)
 
 
 def _backend(renderer: Renderer, environ: Mapping[str, str]) -> str | None:

@@ -159,7 +159,7 @@ def find_renderer(name: str, versions: Mapping[str, str]) -> Renderer:
     return Renderer(found, version, backend, select_mujoco_4 if through_cuda else _select_by_egl_index)
 
 
-def installed(versions: Mapping[str, str]) -> tuple[Renderer, ...]:
+def installed_renderers(versions: Mapping[str, str]) -> tuple[Renderer, ...]:
     """Return the rules of all renderers that are installed: gymnasium alone renders nothing that is decided on here."""
     return tuple(
         find_renderer(name, versions)

@@ -170,7 +170,7 @@ def examine(
         question=asked,
         decision=decision,
         refusal=refusal,
-        renderers=tuple(predict(renderer, situation) for renderer in _renderers.installed(machine.versions)),
+        renderers=tuple(predict(renderer, situation) for renderer in _renderers.installed_renderers(machine.versions)),
         findings=tuple(sorted(found, key=lambda finding: finding.severity)),
         verified=tuple(verified),
     )
@@ -223,12 +223,14 @@ def replay(text: str, *, question: Question | None = None) -> DoctorReport:
 
 def print_report(report: DoctorReport, console: Console) -> None:
     """Print a report. Lines to copy are never wrapped, and nothing is cut off."""
-    installed = {name: report.inventory.versions[name] for name in PACKAGES if name in report.inventory.versions}
-    if "torch" in installed:
+    installed_renderers = {
+        name: report.inventory.versions[name] for name in PACKAGES if name in report.inventory.versions
+    }
+    if "torch" in installed_renderers:
         cuda = report.inventory.versions.get("torch.cuda", "")
         built = cuda if cuda.startswith("rocm") else f"CUDA {cuda}" if cuda else "without CUDA"
-        installed["torch"] += f" ({built})"
-    versions = {"rl-ext": rl_ext_core.__version__, **installed}
+        installed_renderers["torch"] += f" ({built})"
+    versions = {"rl-ext": rl_ext_core.__version__, **installed_renderers}
     _print_line(console, "  ".join(f"{name} {version}" for name, version in versions.items()))
     _print_table(
         console, ("nvidia-smi", "name", "PCI", "UUID", "torch", "EGL", "DRM", "free / total"), _gpu_rows(report)
@@ -306,7 +308,7 @@ def _describe_other_devices(inventory: Inventory) -> Iterator[str]:
     if inventory.egl_error:
         yield f"EGL: {inventory.egl_error}"
     if inventory.osmesa is not None:
-        yield f"OSMesa: {'installed' if inventory.osmesa else 'not installed'}"
+        yield f"OSMesa: {'installed_renderers' if inventory.osmesa else 'not installed_renderers'}"
 
 
 def _describe_place(found: Prediction, report: DoctorReport) -> str:
@@ -400,7 +402,7 @@ def _create_report(arguments: argparse.Namespace, console: Console) -> DoctorRep
             ) from error
         return replay(text, question=question)
     seen = []
-    for renderer in _renderers.installed(installed_versions()) if arguments.verify else ():
+    for renderer in _renderers.installed_renderers(installed_versions()) if arguments.verify else ():
         if renderer.select_egl_device is not None and arguments.renderer in (None, renderer.name):
             silent = arguments.json or not console.is_terminal
             text = f"trying {renderer.name}, {TIMEOUT_S:.0f} s at most"
