@@ -74,12 +74,18 @@ def map_rows(folder: StoreFolder) -> TensorDict:
 
 
 def recover(
-    rows: Any, columns: list[FrameColumn], journal: Journal, folder: StoreFolder | None, *, who: str, reopening: bool
+    rows: Any,
+    columns: list[FrameColumn],
+    journal: Journal,
+    folder: StoreFolder | None,
+    *,
+    process_name: str,
+    reopening: bool,
 ) -> tuple[int, int]:
     """Make elements whole that another process left behind.
 
     :param folder: where they lie, or None for memory.
-    :param who: what to log of that process.
+    :param process_name: what to log of that process.
     :param reopening: whether nobody used the files since; they are compared with their checksums then.
     :return: how many elements count along the first dimension, and where the next one goes.
     :raises CorruptFileError: if there are fewer than were noted, or they are not what was stored.
@@ -87,7 +93,7 @@ def recover(
     if folder is not None:
         folder.rows.refresh()
     note, writing = journal.read() if folder is None or not reopening else _read_checked_note(folder)
-    length = _drop_torn_rows(rows, note, writing, who)
+    length = _drop_torn_rows(rows, note, writing, process_name)
     if folder is not None:
         folder.rows.note(np.unique(writing))
     for column in columns:
@@ -115,7 +121,7 @@ def _read_checked_note(folder: StoreFolder) -> tuple[Note, Places]:
     return note, writing
 
 
-def _drop_torn_rows(rows: Any, note: Note, writing: Places, who: str) -> int:
+def _drop_torn_rows(rows: Any, note: Note, writing: Places, process_name: str) -> int:
     """Take out elements that were half written; return how many elements are left.
 
     Those at the end are cut off. One in the middle of a full ring becomes a copy of the one before it, which counts.
@@ -134,7 +140,7 @@ def _drop_torn_rows(rows: Any, note: Note, writing: Places, who: str) -> int:
     _logger.warning(
         "%d elements were being written when %s ended: %d are lost, %d became copies of the one before",
         len(torn),
-        who,
+        process_name,
         len(torn) - len(inside),
         len(inside),
     )

@@ -575,11 +575,11 @@ class FrameStorage(TensorStorage):
             self._journal.expose()
             self._exposed = True
 
-    def _recover(self, who: str, *, reopening: bool = False) -> int:
+    def _recover(self, process_name: str, *, reopening: bool = False) -> int:
         """Make whole what another process left behind; return where elements go on."""
         assert self._journal is not None
         length, following = recover(
-            self._storage, self._columns, self._journal, self._folder, who=who, reopening=reopening
+            self._storage, self._columns, self._journal, self._folder, process_name=process_name, reopening=reopening
         )
         self._len = length * (self.max_size // len(self._storage))
         self._set_last_cursor((following - 1) % length if length else None)
