@@ -206,7 +206,7 @@ def layers(environment: Any) -> Iterator[Any]:
 def is_layer(value: Any) -> bool:
     """Whether this is an environment or a wrapper of one: its class resets and steps."""
     kind: Any = type(value)
-    return _steps(kind) and dictionary(value) is not None
+    return _has_reset_and_step(kind) and dictionary(value) is not None
 
 
 def _per_class(function: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
@@ -215,7 +215,7 @@ def _per_class(function: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
 
 
 @_per_class
-def _steps(kind: Any) -> bool:
+def _has_reset_and_step(kind: Any) -> bool:
     names = {name for base in kind.__mro__ for name in vars(base)}
     return "reset" in names and "step" in names
 
