@@ -637,7 +637,7 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
         return Prediction(title, "unknown", "EGL was not asked when this was recorded")
     if not inventory.egl:
         raise RendererFailsError("EGL", inventory.egl_error or "EGL lists no device")
-    device = inventory.egl[renderer.select_egl_device(environ, EglView.of(situation.machine))]
+    device = inventory.egl[renderer.select_egl_device(environ, EglView.from_machine(situation.machine))]
     variable, why = _explain_egl_choice(renderer, environ, device.index)
     if device.software:
         return Prediction(title, "cpu", f"{why}, Mesa's on the CPU", variable, device.index)

@@ -67,7 +67,7 @@ class EglView:
     visible: tuple[str, ...] | None
 
     @classmethod
-    def of(cls, machine: Machine) -> EglView:
+    def from_machine(cls, machine: Machine) -> EglView:
         """Return what a renderer finds on a machine under the variables that are in force."""
         try:
             visible: tuple[str, ...] | None = machine.visible.uuids

@@ -112,7 +112,7 @@ def test_each_rule_picks_what_the_renderer_picks_or_fails_with_it(renderer: str,
     cases, expected = [], []
     for order, mask in grid():
         environ = {"CUDA_VISIBLE_DEVICES": str(build.numbers(mask))}
-        view = _renderers.EglView.of(Machine(machine_of(order, renderer), environ))
+        view = _renderers.EglView.from_machine(Machine(machine_of(order, renderer), environ))
         # Each pair with two of them: what is read in an odd mask has a test of its own.
         for value in VALUES[len(cases) // 2 % 5 :: 5]:
             steering = environ if value is None else {**environ, rule.index: value}
@@ -152,7 +152,7 @@ def test_each_rule_reads_odd_masks_as_the_renderer_does(renderer: str, lacks: st
         machine = machine_of(order, renderer, 8)
         egl = tuple(dataclasses.replace(device, cuda=device.cuda and not lacks) for device in machine.egl or ())
         environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
-        view = _renderers.EglView.of(Machine(dataclasses.replace(machine, egl=egl), environ))
+        view = _renderers.EglView.from_machine(Machine(dataclasses.replace(machine, egl=egl), environ))
         steering = environ if value is None else {**environ, rule.index: value}
         cases.append(case(order, steering, FAKE_GPUS="8", FAKE_EGL_LACKS=lacks))
         expected.append(selected_gpu(rule, steering, view, order))
