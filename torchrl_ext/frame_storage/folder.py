@@ -22,7 +22,7 @@ from rl_ext_core.frames.folder import Rows, StoreFolder, reading
 from rl_ext_core.frames.journal import Journal, Note, Places
 from rl_ext_core.frames.store import longest_run
 from torchrl_ext.frame_storage.columns import FrameColumn
-from torchrl_ext.frame_storage.format import described, dtype_from_name, rebuild
+from torchrl_ext.frame_storage.format import describe_rows, dtype_from_name, rebuild
 
 _logger = logging.getLogger("torchrl_ext")
 
@@ -50,7 +50,7 @@ def begin(folder: StoreFolder, columns: list[FrameColumn], rows: Any) -> None:
             f"a storage in files holds TensorDicts, got {type(rows).__name__}; convert the data: "
             "data.to_tensordict(), or store without storage_dir"
         )
-    description = described(rows, values=False)[0]
+    description = describe_rows(rows, values=False)[0]
     n_bytes = (math.prod(leaf["shape"][1:]) * dtype_from_name(leaf["dtype"]).itemsize for leaf in description["leaves"])
     folder.rows = Rows(len(rows))
     # NumPy does not know all dtypes, but their bytes.

@@ -32,7 +32,7 @@ def dtype_from_name(name: Any) -> torch.dtype:
     return _DTYPES[name]
 
 
-def described(rows: Any, *, values: bool) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def describe_rows(rows: Any, *, values: bool) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Return what a TensorDict is like, in values that JSON knows, and its tensors.
 
     :param rows: with at least one batch dimension.
@@ -137,7 +137,7 @@ def pack(rows: Any, frames: list[dict[str, Any]]) -> dict[str, Any]:
     :param frames: what a pool says of itself, for each column. It has its own checksum.
     :raises InvalidTypeError: if elements hold what is neither a tensor nor a plain value.
     """
-    description, tensors = described(rows, values=True)
+    description, tensors = describe_rows(rows, values=True)
     flat = [tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)) for tensor in tensors]
     leaves = [part.view(torch.uint8).numpy() for part in flat]  # NumPy does not know all dtypes, but their bytes
     return {"rows": description, "leaves": leaves, "sums": [*map(checksum, leaves)], "frames": frames}
