@@ -214,7 +214,7 @@ def _apply_change(environment: Any, change: Change) -> None:
     elif type(held) is type(value) and isinstance(held, (ctypes.Structure, ctypes.Union, ctypes.Array)):
         ctypes.memmove(ctypes.byref(held), ctypes.byref(value), ctypes.sizeof(value))
     elif operation == "attribute":
-        names = walk.dictionary(holder)
+        names = walk.instance_dict(holder)
         if names is not None and (key in names or key not in walk.attributes(holder)):
             names[key] = value
         else:  # of a slot

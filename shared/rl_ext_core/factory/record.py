@@ -25,7 +25,7 @@ import numpy as np
 
 from rl_ext_core._import_path import when_imported
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, _combined_error_class
-from rl_ext_core.factory.walk import RECORD, dictionary, full_name, globals_in, is_layer, layers
+from rl_ext_core.factory.walk import RECORD, instance_dict, full_name, globals_in, is_layer, layers
 
 __all__ = ["Call", "call_of", "capture_constructors", "recorded", "start"]
 
@@ -243,7 +243,7 @@ _MANY = 10_000  # items of a container, and hundreds of bytes of an array: longe
 
 
 def _remember(instance: Any, function: Any, frozen: Call | None) -> None:
-    held = dictionary(instance)
+    held = instance_dict(instance)
     if frozen is not None and held is not None:
         held[RECORD] = _Record(instance, dataclasses.replace(frozen, function=function))
 
@@ -270,7 +270,7 @@ class _UnknownError(Exception):
 
 def recorded(instance: Any) -> Call | None:
     """Return the call that made an instance, with its arguments as they are; None: it is not known."""
-    record = (dictionary(instance) or {}).get(RECORD)
+    record = (instance_dict(instance) or {}).get(RECORD)
     if record is None or record.owner != id(instance):
         return None
     call: Call = record.call

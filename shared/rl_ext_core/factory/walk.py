@@ -206,7 +206,7 @@ def layers(environment: Any) -> Iterator[Any]:
 def is_layer(value: Any) -> bool:
     """Whether this is an environment or a wrapper of one: its class resets and steps."""
     kind: Any = type(value)
-    return _has_reset_and_step(kind) and dictionary(value) is not None
+    return _has_reset_and_step(kind) and instance_dict(value) is not None
 
 
 def _per_class(function: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
@@ -238,12 +238,12 @@ def attributes(instance: Any) -> dict[str, Any]:
     for name, slot in _slots(type(instance)).items():
         with contextlib.suppress(AttributeError):  # empty
             found[name] = slot.__get__(instance)
-    found |= dictionary(instance) or {}
+    found |= instance_dict(instance) or {}
     found.pop(RECORD, None)
     return found
 
 
-def dictionary(instance: Any) -> dict[str, Any] | None:
+def instance_dict(instance: Any) -> dict[str, Any] | None:
     """Return what ``vars()`` returns, past ``__getattribute__``; None: there is none."""
     try:
         found = object.__getattribute__(instance, "__dict__")
