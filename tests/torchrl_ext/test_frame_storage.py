@@ -493,7 +493,7 @@ def test_the_sign_of_a_zero_is_a_change() -> None:
     storage = FrameStorage(4, pixels=["pixels"])
     storage.set(range(4), TensorDict({"pixels": torch.zeros(4, 8, 8)}, [4]))
     storage[:]["pixels"].neg_()
-    assert storage[:]["pixels"].decoded().signbit().all()
+    assert storage[:]["pixels"].decode().signbit().all()
 
 
 def test_images_that_were_taken_before_the_storage_was_emptied_are_refused() -> None:

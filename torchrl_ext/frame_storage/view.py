@@ -53,7 +53,7 @@ class FrameView(torch.Tensor):
         view._expected_empty_count = storage._empty_count if _empty_count is None else _empty_count
         return view
 
-    def decoded(self) -> torch.Tensor:
+    def decode(self) -> torch.Tensor:
         """Return the images, as a tensor of their own."""
         return self._read(self._handles)
 
@@ -109,7 +109,7 @@ class FrameView(torch.Tensor):
         parts = index if isinstance(index, tuple) else (index,)
         value = _decode_view(value)
         if _n_axes(parts) > self._handles.ndim or any(part is None or part is ... for part in parts):
-            before = self.decoded()
+            before = self.decode()
             images = before.clone()
             images[index] = value
             return self._store(images, before)
@@ -136,25 +136,25 @@ class FrameView(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the images as an array."""
-        return self.decoded().numpy(force=force)
+        return self.decode().numpy(force=force)
 
     def tolist(self) -> Any:
         """Return the images as nested lists."""
-        return self.decoded().tolist()
+        return self.decode().tolist()
 
     @property
     def _images(self) -> torch.Tensor:
-        return self.decoded()
+        return self.decode()
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         """Say what is to be counted where TensorDict counts bytes."""
         return ["_images"], None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.decoded().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.decode().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.decoded().clone()
+        return self.decode().clone()
 
 
 def _n_axes(parts: Any) -> int:
@@ -172,7 +172,7 @@ def _call_mutating(func: Any, args: Any, kwargs: Any) -> Any:
             return [decode_argument(each, argument) for each in value]
         if not isinstance(value, FrameView):
             return value
-        before = value.decoded()
+        before = value.decode()
         if argument.alias_info is None or not argument.alias_info.is_write:
             return before
         written.append((value, before.clone(), before))
@@ -190,4 +190,4 @@ def _call_mutating(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _decode_view(value: Any) -> Any:
-    return value.decoded() if isinstance(value, FrameView) else value
+    return value.decode() if isinstance(value, FrameView) else value
