@@ -384,10 +384,12 @@ def is_global(function: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=10_000)
-def code_of(code: types.CodeType) -> str:
+def code_digest(code: types.CodeType) -> str:
     """Shorten what a function does, whatever the file and the lines are."""
     parts: list[Any] = [code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_argcount]
-    parts += [code_of(part) if isinstance(part, types.CodeType) else plain_token(part, 50) for part in code.co_consts]
+    parts += [
+        code_digest(part) if isinstance(part, types.CodeType) else plain_token(part, 50) for part in code.co_consts
+    ]
     return digest(repr(parts).encode("utf-8", "surrogatepass"))
 
 
@@ -513,7 +515,7 @@ class _Walk:
 
     def of_function(self, path: str, function: types.FunctionType) -> Iterator[Part]:
         self.functions.append(function)
-        self.found.tokens[path] = "function", code_of(function.__code__)
+        self.found.tokens[path] = "function", code_digest(function.__code__)
         for name in ("__defaults__", "__kwdefaults__"):
             yield f".{name}", None, None, getattr(function, name)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -716,7 +718,7 @@ class _CodeReader:
             return
         self._add_identity(label, part, owner, name)
         if functions:
-            told = [("function", code_of(one.__code__), plain_token(one.__defaults__)) for one in functions]
+            told = [("function", code_digest(one.__code__), plain_token(one.__defaults__)) for one in functions]
             found.tokens[label] = tuple(told)
             for function in functions:
                 self._read_function(function)
