@@ -103,7 +103,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
         :raises InvalidTypeError: if elements hold what is neither a tensor nor a plain value. Nothing is written then.
         :raises StorageError: if the files cannot be written.
         """
-        storage._check_open()
+        storage._require_open()
         if not storage.initialized:
             raise InvalidArgumentError("this FrameStorage is empty: there is nothing to save; add something first")
         path = Path(path)
@@ -149,7 +149,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
         :raises InvalidArgumentError: if they hold more than the storage has room for.
         """
         path = Path(path)
-        storage._check_open()
+        storage._require_open()
         if storage._is_stored_in(path):
             return
         if (path / MANIFEST).exists():

@@ -230,7 +230,7 @@ class FrameStorage(TensorStorage):
         if self._resume_cursor is not None:
             set_writer_cursor(self, self._resume_cursor)
 
-    def _check_open(self) -> None:
+    def _require_open(self) -> None:
         if self._closed:
             raise InvalidArgumentError("this FrameStorage is closed; open its folder again, with the same arguments")
         self.lock.check_process()
@@ -341,7 +341,7 @@ class FrameStorage(TensorStorage):
         :raises InvalidTypeError: if it is no TensorDict, or a dtype is another one.
         :raises InvalidArgumentError: if a shape is another one. Whatever is raised, nothing is stored.
         """
-        self._check_open()
+        self._require_open()
         if self._budget is not None:
             self._budget.check_buffers(self)
         with self.lock:
@@ -415,7 +415,7 @@ class FrameStorage(TensorStorage):
         lazy = is_slices(index)
         if lazy:
             refuse_setting_key()
-        self._check_open()
+        self._require_open()
         with self.lock:
             self._refresh()
             self._mark_exposed(index)
@@ -430,7 +430,7 @@ class FrameStorage(TensorStorage):
     @defer_signals
     def _read_images(self, column: FrameColumn, handles: torch.Tensor) -> torch.Tensor:
         """Return the images of a column that these handles name."""
-        self._check_open()
+        self._require_open()
         with self.lock:
             return column.decode([handles])[0]
 
@@ -440,7 +440,7 @@ class FrameStorage(TensorStorage):
 
         :param handles: a view of the elements'.
         """
-        self._check_open()
+        self._require_open()
         if handles.ndim == 0:
             handles = handles.unsqueeze(0)
         numbers = resolve_places(index_to_cpu(index), handles.shape)
@@ -470,7 +470,7 @@ class FrameStorage(TensorStorage):
 
     @defer_signals
     def _empty(self) -> None:
-        self._check_open()
+        self._require_open()
         with self.lock:
             self._refresh()
             super()._empty()
@@ -603,7 +603,7 @@ class FrameStorage(TensorStorage):
                 self._journal.expose()  # who has views may go on
 
     def _flush_files(self) -> None:
-        self._check_open()
+        self._require_open()
         self._refresh()
         if self._rows is not None and self._exposed:
             self._rows.note(np.arange(self._len_along_dim0))
@@ -724,7 +724,7 @@ class FrameStorage(TensorStorage):
 
         It is for :meth:`load_state_dict` of a ``FrameStorage`` only, since it holds images compressed.
         """
-        self._check_open()
+        self._require_open()
         with self.lock:
             return as_state(*self._contents(), self._len) if self.initialized else State(initialized=False, _len=0)
 
@@ -735,7 +735,7 @@ class FrameStorage(TensorStorage):
         :raises CorruptFileError: if it is damaged.
         :raises InvalidArgumentError: if there is no room for it, or it is of another kind of storage.
         """
-        self._check_open()
+        self._require_open()
         if state_dict.get("frame_storage") is not None:
             self._replace_contents(*from_state(state_dict))
         elif state_dict.get("initialized"):
