@@ -297,7 +297,7 @@ def _describer(kind: Any) -> Callable[[Any], Any] | None:
     """Return what gives the tokens of a class's instances; None: they are entered."""
     name, torch = kind.__name__, sys.modules.get("torch")
     if kind in (str, bytes):
-        return _of_text
+        return _text_token
     of_torch = torch is not None and any(kind is getattr(torch, name, None) for name in _TORCH_SCALARS)
     if of_torch or kind in (float, complex, type(...), type(NotImplemented)):
         return lambda item: (name, repr(item))  # NaN is equal to itself in this form
@@ -324,7 +324,7 @@ def _describer(kind: Any) -> Callable[[Any], Any] | None:
     return (lambda item: ("typing", repr(item))) if issubclass(kind, _TYPING) else None
 
 
-def _of_text(text: Any) -> Any:
+def _text_token(text: Any) -> Any:
     kind = type(text)
     if len(text) <= _MAX_TEXT:
         return kind.__name__, text
