@@ -134,7 +134,7 @@ class FrameStorage(TensorStorage):
     _n_touched = 0  # places from here on were never written by this process
     _empty_count = 0  # how often
     _pending_places: Places = np.zeros(0, dtype=np.int64)  # that are being written
-    _exposed = False  # whether views of elements in a folder were handed out
+    _has_exposed_views = False  # whether views of elements in a folder were handed out
 
     @defer_signals
     def __init__(
@@ -321,7 +321,7 @@ class FrameStorage(TensorStorage):
     def _drop_contents(self) -> None:
         self._columns, self._journal, self._rows = [], None, None
         self._storage, self.initialized = None, False
-        self.max_size, self._n_touched, self._exposed = self._initial_max_size, 0, False
+        self.max_size, self._n_touched, self._has_exposed_views = self._initial_max_size, 0, False
         self.__dict__.pop("_total_shape_value", None)
 
     def _uninitialize(self) -> None:
@@ -568,12 +568,12 @@ class FrameStorage(TensorStorage):
 
     def _mark_exposed(self, index: Any) -> None:
         """Note that elements are handed out as views, which the caller may write to."""
-        if self._rows is None or self._journal is None or self._exposed:
+        if self._rows is None or self._journal is None or self._has_exposed_views:
             return
         parts = index if isinstance(index, tuple) else (index,)
         if not any(isinstance(part, (list, range)) or getattr(part, "ndim", 0) for part in parts):
             self._journal.expose()
-            self._exposed = True
+            self._has_exposed_views = True
 
     def _recover(self, process_name: str, *, reopening: bool = False) -> int:
         """Make whole what another process left behind; return where elements go on."""
@@ -599,13 +599,13 @@ class FrameStorage(TensorStorage):
         """Note all that lies in files as it is now, whatever was written to it in place."""
         with self.lock:
             self._flush_files()
-            if self._exposed and self._journal is not None:
+            if self._has_exposed_views and self._journal is not None:
                 self._journal.expose()  # who has views may go on
 
     def _flush_files(self) -> None:
         self._require_open()
         self._refresh()
-        if self._rows is not None and self._exposed:
+        if self._rows is not None and self._has_exposed_views:
             self._rows.note(np.arange(self._len_along_dim0))
         if self._journal is not None:
             self._journal.flush()
