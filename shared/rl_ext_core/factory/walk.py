@@ -320,7 +320,7 @@ def _describer(kind: Any) -> Callable[[Any], Any] | None:
     if issubclass(kind, _NAMED_IN_C):
         return lambda item: ("builtin", str(getattr(item, "__module__", None)), item.__qualname__)
     if issubclass(kind, types.BuiltinFunctionType):
-        return _of_builtin
+        return _builtin_token
     return (lambda item: ("typing", repr(item))) if issubclass(kind, _TYPING) else None
 
 
@@ -331,7 +331,7 @@ def _text_token(text: Any) -> Any:
     return kind.__name__, len(text), digest(text.encode("utf-8", "surrogatepass") if kind is str else text)
 
 
-def _of_builtin(function: Any) -> Any:
+def _builtin_token(function: Any) -> Any:
     has_owner = not isinstance(function.__self__, (type, types.ModuleType, type(None)))
     return None if has_owner else ("builtin", str(function.__module__), function.__qualname__)
 
