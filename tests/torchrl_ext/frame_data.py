@@ -139,7 +139,7 @@ class Twins:
             assert_same(*self.both(lambda buffer: buffer.sample(batch_size)))
 
 
-def transitions(n: int, **options: Any) -> TensorDict:
+def make_transitions(n: int, **options: Any) -> TensorDict:
     """So many transitions of one environment."""
     return Videos(1, **options).collect(n).reshape(-1)
 

@@ -25,14 +25,14 @@ from torchrl.data import (
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, NotCopyableError, StorageError
 from rl_ext_core.frames.folder import StoreFolder
-from tests.torchrl_ext.frame_data import Videos, assert_same, buffer_of, transitions
+from tests.torchrl_ext.frame_data import Videos, assert_same, buffer_of, make_transitions
 from torchrl_ext import FrameStorage
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer
 
 
 def _filled(n: int) -> TensorDictReplayBuffer:
     buffer = buffer_of(n)
-    buffer.extend(transitions(n))
+    buffer.extend(make_transitions(n))
     return buffer
 
 
@@ -75,7 +75,7 @@ def test_a_checkpoint_takes_the_place_of_the_one_before_when_it_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = buffer_of(100)
-    data = transitions(100)
+    data = make_transitions(100)
     buffer.extend(data[:30].clone())
     storage = buffer.storage
     storage.dumps(tmp_path / "checkpoint")
@@ -118,7 +118,7 @@ def test_damaged_checkpoints_are_refused_and_change_nothing(tmp_path: Path) -> N
     files = [path for path in (tmp_path / "checkpoint").rglob("*") if path.is_file() and path.stat().st_size]
     assert len(files) > 15
     target = FrameStorage(100)
-    target.set(range(10), transitions(10, seed=5))
+    target.set(range(10), make_transitions(10, seed=5))
     before = target[:].clone()
     for file in files:
         contents = file.read_bytes()
@@ -144,7 +144,7 @@ def test_a_checkpointer_that_would_save_no_images_is_refused() -> None:
 
 
 def test_other_storages_and_this_one_do_not_take_each_others_states(tmp_path: Path) -> None:
-    data = transitions(30)
+    data = make_transitions(30)
     ours, theirs = buffer_of(100), TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=16)
     for buffer in (ours, theirs):
         buffer.extend(data.clone())
@@ -164,8 +164,8 @@ def test_other_storages_and_this_one_do_not_take_each_others_states(tmp_path: Pa
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_process_that_is_killed_while_it_saves_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
     old, new = FrameStorage(100), FrameStorage(100)
-    old.set(range(30), transitions(30))
-    new_data = transitions(40, seed=2)
+    old.set(range(30), make_transitions(30))
+    new_data = make_transitions(40, seed=2)
     new.set(range(40), new_data.clone())
     seen = set()
     for call in ("rename", "replace", "unlink", "rmdir", "mkdir", "open"):
@@ -206,7 +206,7 @@ def _die_at(call: str, number: int, *, after: bool) -> None:
 
 def _fill_folder(folder: Path) -> None:
     buffer = buffer_of(150, storage_dir=folder)
-    buffer.extend(transitions(20))
+    buffer.extend(make_transitions(20))
     buffer.storage.close()
 
 
@@ -216,16 +216,16 @@ def test_a_folder_with_half_made_files_is_taken_over(tmp_path: Path, monkeypatch
         patch.setattr(Path, "replace", lambda *_: 1 / 0)
         patch.setattr(StoreFolder, "begin_anew", lambda folder: folder.close())  # as where the process is killed
         with pytest.raises(ZeroDivisionError):
-            buffer.extend(transitions(20))
+            buffer.extend(make_transitions(20))
     assert (tmp_path / "rows").exists()
     buffer = buffer_of(150, storage_dir=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            buffer.extend(transitions(20))
+            buffer.extend(make_transitions(20))
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-    buffer.extend(transitions(20))
+    buffer.extend(make_transitions(20))
     assert len(buffer) == 20
 
 
@@ -249,7 +249,7 @@ def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monk
 @pytest.mark.parametrize("closed", [True, False])
 def test_numbers_that_the_user_wrote_in_place_are_no_damage(closed: bool, tmp_path: Path) -> None:
     buffer = buffer_of(150, storage_dir=tmp_path)
-    buffer.extend(transitions(30))
+    buffer.extend(make_transitions(30))
     buffer[:]["next", "reward"][3] = 7.0
     buffer[5]["action"].fill_(3)
     buffer.storage[0:10]["pixels"][2] = 9
@@ -274,14 +274,14 @@ def test_what_does_not_go_with_a_folder_is_refused(tmp_path: Path) -> None:
         storage=FrameStorage(150, storage_dir=tmp_path), writer=TensorDictMaxValueWriter(), batch_size=16
     )
     with pytest.raises(InvalidArgumentError, match=r"goes on at 20, got elements for 0, since a writer .* leave out"):
-        buffer.extend(transitions(20))
+        buffer.extend(make_transitions(20))
     with pytest.raises(InvalidArgumentError, match="max_bytes"):
         buffer_of(150, storage_dir=tmp_path, max_bytes=10)
     buffer = buffer_of(150, storage_dir=tmp_path / "one")
     with pytest.raises(InvalidArgumentError, match="LazyMemmapStorage"):
-        buffer.extend(transitions(5).exclude("pixels", ("next", "pixels")))
+        buffer.extend(make_transitions(5).exclude("pixels", ("next", "pixels")))
     buffer = buffer_of(150, storage_dir=tmp_path / "two")
-    buffer.extend(transitions(5))
+    buffer.extend(make_transitions(5))
     with pytest.raises(NotCopyableError, match="cannot be pickled"):
         buffer.storage.__reduce_ex__(2)
     with pytest.raises(InvalidArgumentError, match="leave out storage_dir"):
@@ -291,7 +291,7 @@ def test_what_does_not_go_with_a_folder_is_refused(tmp_path: Path) -> None:
 def test_saving_to_its_own_folder_and_loading_from_it_copies_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "storage"
     buffer = buffer_of(150, storage_dir=folder)
-    data = transitions(20)
+    data = make_transitions(20)
     buffer.extend(data.clone())
     buffer[:]["next", "reward"][3] = 7
     before = {file.name: file.stat().st_size for file in folder.iterdir()}
