@@ -543,7 +543,7 @@ class _Walk:
         try:
             reducer = cloudpickle.Pickler.dispatch_table.get(kind)
             reduced = item.__reduce_ex__(4) if reducer is None else reducer(item)
-            parts = list(_of_reduced(reduced, attributes(item))) if isinstance(reduced, tuple) else [reduced]
+            parts = list(_reduced_parts(reduced, attributes(item))) if isinstance(reduced, tuple) else [reduced]
         except Exception:
             self.found.opaque[path] = full_name(kind)
             return
@@ -624,7 +624,7 @@ def _reader(kind: Any) -> Callable[[_Walk, str, Any], Iterator[Part]]:
     return _Walk.of_container if issubclass(kind, _CONTAINERS) else _Walk.of_attributes
 
 
-def _of_reduced(reduced: tuple[Any, ...], known: Mapping[str, Any]) -> Iterator[Any]:
+def _reduced_parts(reduced: tuple[Any, ...], known: Mapping[str, Any]) -> Iterator[Any]:
     """Return what a reduction consists of, except attributes, which are known already."""
     function, args, state, *contents = (*reduced, None)[: max(3, len(reduced))]
     yield from (function, *args)
