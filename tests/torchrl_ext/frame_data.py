@@ -144,7 +144,7 @@ def make_transitions(n: int, **options: Any) -> TensorDict:
     return Videos(1, **options).collect(n).reshape(-1)
 
 
-def buffer_of(size: int, **options: Any) -> TensorDictReplayBuffer:
+def make_buffer(size: int, **options: Any) -> TensorDictReplayBuffer:
     """A buffer over our storage."""
     return TensorDictReplayBuffer(storage=FrameStorage(size, **options), batch_size=16)
 

@@ -25,20 +25,20 @@ from torchrl.data import (
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, NotCopyableError, StorageError
 from rl_ext_core.frames.folder import StoreFolder
-from tests.torchrl_ext.frame_data import Videos, assert_same, buffer_of, make_transitions
+from tests.torchrl_ext.frame_data import Videos, assert_same, make_buffer, make_transitions
 from torchrl_ext import FrameStorage
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer
 
 
 def _filled(n: int) -> TensorDictReplayBuffer:
-    buffer = buffer_of(n)
+    buffer = make_buffer(n)
     buffer.extend(make_transitions(n))
     return buffer
 
 
 def _through_state_dict(buffer: Any, size: int, tmp_path: Path) -> Any:
     torch.save(buffer.storage.state_dict(), tmp_path / "state.pt")
-    loaded = buffer_of(size, ndim=buffer.storage.ndim)
+    loaded = make_buffer(size, ndim=buffer.storage.ndim)
     state = {**buffer.state_dict(), "_storage": torch.load(tmp_path / "state.pt", weights_only=True)}
     loaded.load_state_dict(state)
     return loaded
@@ -46,7 +46,7 @@ def _through_state_dict(buffer: Any, size: int, tmp_path: Path) -> Any:
 
 def _through_dumps(buffer: Any, size: int, tmp_path: Path) -> Any:
     buffer.dumps(tmp_path / "checkpoint")
-    loaded = buffer_of(size, ndim=buffer.storage.ndim)
+    loaded = make_buffer(size, ndim=buffer.storage.ndim)
     loaded.loads(tmp_path / "checkpoint")
     return loaded
 
@@ -55,7 +55,7 @@ def _through_dumps(buffer: Any, size: int, tmp_path: Path) -> Any:
 def test_another_storage_takes_what_one_held_where_it_fits(way: Any, tmp_path: Path) -> None:
     videos = Videos(1)
     for size, other in ((50, 80), (1, 1)):
-        buffer = buffer_of(size)
+        buffer = make_buffer(size)
         buffer.extend(videos.collect(size).reshape(-1))
         loaded = way(buffer, other, tmp_path)
         assert_same(loaded[:], buffer[:])
@@ -63,7 +63,7 @@ def test_another_storage_takes_what_one_held_where_it_fits(way: Any, tmp_path: P
         assert len(loaded) == other
     with pytest.raises(InvalidArgumentError, match=r"80 elements .* do not fit into FrameStorage\(20"):
         way(_filled(80), 20, tmp_path)
-    buffer = buffer_of(100, ndim=2)  # holds 105 of 7 environments
+    buffer = make_buffer(100, ndim=2)  # holds 105 of 7 environments
     for _ in range(4):
         buffer.extend(Videos(5).collect(7).transpose(0, 1).contiguous())
     loaded = way(buffer, 100, tmp_path)
@@ -74,7 +74,7 @@ def test_another_storage_takes_what_one_held_where_it_fits(way: Any, tmp_path: P
 def test_a_checkpoint_takes_the_place_of_the_one_before_when_it_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    buffer = buffer_of(100)
+    buffer = make_buffer(100)
     data = make_transitions(100)
     buffer.extend(data[:30].clone())
     storage = buffer.storage
@@ -145,7 +145,7 @@ def test_a_checkpointer_that_would_save_no_images_is_refused() -> None:
 
 def test_other_storages_and_this_one_do_not_take_each_others_states(tmp_path: Path) -> None:
     data = make_transitions(30)
-    ours, theirs = buffer_of(100), TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=16)
+    ours, theirs = make_buffer(100), TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=16)
     for buffer in (ours, theirs):
         buffer.extend(data.clone())
     others = (TensorDictReplayBuffer(storage=storage) for storage in (LazyTensorStorage(100), LazyMemmapStorage(100)))
@@ -205,20 +205,20 @@ def _die_at(call: str, number: int, *, after: bool) -> None:
 
 
 def _fill_folder(folder: Path) -> None:
-    buffer = buffer_of(150, storage_dir=folder)
+    buffer = make_buffer(150, storage_dir=folder)
     buffer.extend(make_transitions(20))
     buffer.storage.close()
 
 
 def test_a_folder_with_half_made_files_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = buffer_of(150, storage_dir=tmp_path)
+    buffer = make_buffer(150, storage_dir=tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", lambda *_: 1 / 0)
         patch.setattr(StoreFolder, "begin_anew", lambda folder: folder.close())  # as where the process is killed
         with pytest.raises(ZeroDivisionError):
             buffer.extend(make_transitions(20))
     assert (tmp_path / "rows").exists()
-    buffer = buffer_of(150, storage_dir=tmp_path)
+    buffer = make_buffer(150, storage_dir=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", lambda *_: 1 / 0)
@@ -230,7 +230,7 @@ def test_a_folder_with_half_made_files_is_taken_over(tmp_path: Path, monkeypatch
 
 
 def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = buffer_of(150, storage_dir=tmp_path)
+    buffer = make_buffer(150, storage_dir=tmp_path)
     videos = Videos(1)
     buffer.extend(videos.collect(20).reshape(-1))
     before = buffer[:].clone()
@@ -248,13 +248,13 @@ def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monk
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_numbers_that_the_user_wrote_in_place_are_no_damage(closed: bool, tmp_path: Path) -> None:
-    buffer = buffer_of(150, storage_dir=tmp_path)
+    buffer = make_buffer(150, storage_dir=tmp_path)
     buffer.extend(make_transitions(30))
     buffer[:]["next", "reward"][3] = 7.0
     buffer[5]["action"].fill_(3)
     buffer.storage[0:10]["pixels"][2] = 9
     buffer.storage.close() if closed else buffer.storage._release_folder()  # the latter as if it had been killed
-    buffer = buffer_of(150, storage_dir=tmp_path)
+    buffer = make_buffer(150, storage_dir=tmp_path)
     assert buffer[3]["next", "reward"] == 7.0
     assert buffer[5]["action"] == 3
     assert (buffer[torch.tensor([2])]["pixels"] == 9).all()
@@ -265,7 +265,7 @@ def test_numbers_that_the_user_wrote_in_place_are_no_damage(closed: bool, tmp_pa
 def test_other_arguments_than_the_folders_are_refused(options: Any, tmp_path: Path) -> None:
     _fill_folder(tmp_path)
     with pytest.raises(InvalidArgumentError, match="was made with"):
-        buffer_of(**{"size": 150, "storage_dir": tmp_path, **options})
+        make_buffer(**{"size": 150, "storage_dir": tmp_path, **options})
 
 
 def test_what_does_not_go_with_a_folder_is_refused(tmp_path: Path) -> None:
@@ -276,11 +276,11 @@ def test_what_does_not_go_with_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"goes on at 20, got elements for 0, since a writer .* leave out"):
         buffer.extend(make_transitions(20))
     with pytest.raises(InvalidArgumentError, match="max_bytes"):
-        buffer_of(150, storage_dir=tmp_path, max_bytes=10)
-    buffer = buffer_of(150, storage_dir=tmp_path / "one")
+        make_buffer(150, storage_dir=tmp_path, max_bytes=10)
+    buffer = make_buffer(150, storage_dir=tmp_path / "one")
     with pytest.raises(InvalidArgumentError, match="LazyMemmapStorage"):
         buffer.extend(make_transitions(5).exclude("pixels", ("next", "pixels")))
-    buffer = buffer_of(150, storage_dir=tmp_path / "two")
+    buffer = make_buffer(150, storage_dir=tmp_path / "two")
     buffer.extend(make_transitions(5))
     with pytest.raises(NotCopyableError, match="cannot be pickled"):
         buffer.storage.__reduce_ex__(2)
@@ -290,7 +290,7 @@ def test_what_does_not_go_with_a_folder_is_refused(tmp_path: Path) -> None:
 
 def test_saving_to_its_own_folder_and_loading_from_it_copies_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "storage"
-    buffer = buffer_of(150, storage_dir=folder)
+    buffer = make_buffer(150, storage_dir=folder)
     data = make_transitions(20)
     buffer.extend(data.clone())
     buffer[:]["next", "reward"][3] = 7
@@ -332,7 +332,7 @@ def test_a_process_that_is_killed_while_it_gives_a_folder_up_leaves_nothing_in_t
 
 def _fill(folder: Path, said: Any) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000))
-    buffer = buffer_of(3000, storage_dir=folder, codec="patch")
+    buffer = make_buffer(3000, storage_dir=folder, codec="patch")
     random = torch.Generator().manual_seed(0)
     try:
         while True:
@@ -354,7 +354,7 @@ def test_a_disk_that_becomes_full_is_an_error_and_no_end_of_the_process(tmp_path
     writer.join(600)  # until it hangs
     assert writer.exitcode == 7
     assert said.value > 0
-    buffer = buffer_of(3000, storage_dir=tmp_path / "storage", codec="patch")
+    buffer = make_buffer(3000, storage_dir=tmp_path / "storage", codec="patch")
     assert len(buffer) == 8 * said.value
     buffer[:].clone()
     buffer.extend(
@@ -379,7 +379,7 @@ def test_a_folder_that_another_storage_has_taken_the_place_of_is_left_alone(tmp_
 @pytest.mark.parametrize("way", [_through_state_dict, _through_dumps, lambda buffer, *_: copy.deepcopy(buffer)])
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_a_storage_that_was_emptied_is_saved_and_copied(way: Any, ndim: int, tmp_path: Path) -> None:
-    buffer = buffer_of(60, ndim=ndim)
+    buffer = make_buffer(60, ndim=ndim)
     data = Videos(2).collect(20)
     for _ in range(2):
         buffer.extend(data.clone() if ndim == 2 else data.reshape(-1))
@@ -392,7 +392,7 @@ def test_a_storage_that_was_emptied_is_saved_and_copied(way: Any, ndim: int, tmp
 
 
 def test_a_key_that_comes_late_is_refused(tmp_path: Path) -> None:
-    buffer = buffer_of(50, storage_dir=tmp_path)
+    buffer = make_buffer(50, storage_dir=tmp_path)
     data = Videos(1).collect(20).reshape(-1)
     buffer.extend(data[:10])
     with pytest.raises(InvalidArgumentError, match=r"'late' was not among the first elements"):

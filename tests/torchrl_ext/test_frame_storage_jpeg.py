@@ -32,7 +32,7 @@ def pictures(n: int, *, seed: int = 0, n_envs: int = 1) -> TensorDict:
     return Videos(n_envs, seed=seed, smooth=True).collect(n).reshape(-1)
 
 
-def buffer_of(size: int = 100, **options: Any) -> TensorDictReplayBuffer:
+def make_buffer(size: int = 100, **options: Any) -> TensorDictReplayBuffer:
     return TensorDictReplayBuffer(storage=FrameStorage(size, **{"codec": "jpeg", **options}), batch_size=16)
 
 
@@ -56,7 +56,7 @@ def check(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize("quality", [95, 50])
 @pytest.mark.parametrize("batch", [1, 7, 60])
 def test_what_is_sampled_is_what_jpeg_makes_of_each_frame(batch: int, quality: int) -> None:
-    ours, theirs = buffer_of(quality=quality), twin_of()
+    ours, theirs = make_buffer(quality=quality), twin_of()
     data = pictures(140, n_envs=2)
     for part, made in zip(data.split(batch), oracle(data, quality).split(batch), strict=True):
         ours.extend(part.clone())
@@ -68,7 +68,7 @@ def test_what_is_sampled_is_what_jpeg_makes_of_each_frame(batch: int, quality: i
 
 
 def test_a_frame_reads_the_same_from_its_first_moment_on() -> None:
-    buffer, data = buffer_of(300), pictures(150)
+    buffer, data = make_buffer(300), pictures(150)
     seen = []
     for row, made in zip(data, oracle(data), strict=True):
         buffer.add(row.clone())
@@ -79,7 +79,7 @@ def test_a_frame_reads_the_same_from_its_first_moment_on() -> None:
 
 
 def test_damaged_images_are_reported() -> None:
-    buffer = buffer_of()
+    buffer = make_buffer()
     buffer.extend(pictures(60))
     buffer.storage._columns[0].pool._arrays["contents"][: 60 * 256] = 7
     with pytest.raises(CorruptFileError, match="cannot be read"):
@@ -109,7 +109,7 @@ def test_one_that_may_lose_less_does_not_take_over_what_was_saved(
 
 
 def test_where_an_image_cannot_be_made_nothing_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer, data = buffer_of(50), pictures(80)
+    buffer, data = make_buffer(50), pictures(80)
     buffer.extend(data[:40].clone())
     before, held = buffer[:].clone(), buffer.storage._columns[0].pool.held
 
