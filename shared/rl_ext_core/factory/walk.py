@@ -154,7 +154,7 @@ def fingerprint(value: Any, *, code: bool = True) -> Fingerprint:
     :param code: whether attributes of classes and globals that their methods read belong to it
     """
     walk = _Walk()
-    walk.through(value)
+    walk.visit_all(value)
     walk.name_shared()
     walk.find_ids()
     if code:
@@ -434,7 +434,7 @@ class _Walk:
         self._cells: dict[int, list[tuple[str, bool]]] = {}
         self._waiting: deque[tuple[str, Any]] = deque()
 
-    def through(self, value: Any) -> None:
+    def visit_all(self, value: Any) -> None:
         """Visit a value and all that it reaches."""
         self._take("", value)
         while self._waiting and len(self.found.tokens) <= self._longest:
@@ -745,7 +745,7 @@ class _CodeReader:
 def _object_token(item: Any) -> Any:
     """Return one token for all that an object consists of, equal in every process."""
     walk = _Walk(longest=_MAX_OBJECT_TOKENS)
-    walk.through(item)
+    walk.visit_all(item)
     return "object", full_name(type(item)), digest(repr(sorted(walk.found.tokens.items())).encode("utf-8", "replace"))
 
 
