@@ -26,7 +26,7 @@ def test_a_changed_source_is_compiled_anew(tmp_path: Path) -> None:
             source.write("\n")
         digests.add(machine.sources_digest(tmp_path))
     assert len(digests) == 1 + len(sources)
-    assert decode.gather._cache._cache_file._source_stamp[1] == machine._DIGEST
+    assert decode.decode_batch._cache._cache_file._source_stamp[1] == machine._DIGEST
 
 
 BOUNDS = """

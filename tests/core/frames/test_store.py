@@ -331,14 +331,14 @@ def test_kernels_are_compiled_once_however_places_lie_in_memory() -> None:
     out = np.empty((6, *GREY.shape), GREY.dtype)
     rows, envs = np.arange(6), np.zeros(6, dtype=np.int64)
     store.get(rows, envs, out)
-    expected, compiled = out.copy(), len(decode.gather.signatures)
+    expected, compiled = out.copy(), len(decode.decode_batch.signatures)
     frozen = rows.copy()
     frozen.setflags(write=False)
     for places in ((np.repeat(rows, 2)[::2], np.zeros(12, np.int64)[::2]), (frozen, envs), (np.arange(7)[:-1], envs)):
         out[:] = 0
         store.get(*places, out)
         np.testing.assert_array_equal(out, expected)
-    assert len(decode.gather.signatures) == compiled
+    assert len(decode.decode_batch.signatures) == compiled
     with pytest.raises(InvalidArgumentError, match="must be as many numbers of dtype int64"):
         store.get(rows[None], envs[None], out[:1])
 
