@@ -188,7 +188,7 @@ def make_film() -> Any:
     return GymWrapper(Film())
 
 
-def contents(rows: Any, keys: list[Any]) -> Counter[str]:
+def count_elements(rows: Any, keys: list[Any]) -> Counter[str]:
     """How often each element is there, as hashes of what it holds under these keys."""
     arrays = [rows[key].numpy().reshape(len(rows), -1) for key in keys]
     return Counter(

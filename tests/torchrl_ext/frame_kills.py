@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torchrl.data import TensorDictReplayBuffer
 
-from tests.torchrl_ext.frame_data import Videos, contents
+from tests.torchrl_ext.frame_data import Videos, count_elements
 from torchrl_ext import FrameStorage
 
 KEYS = ["pixels", ("next", "pixels"), "action", ("next", "reward"), ("inner", "vector")]
@@ -28,7 +28,7 @@ def known() -> Any:
 @functools.cache
 def known_contents() -> list[str]:
     """What each of them holds."""
-    return [next(iter(contents(known()[i : i + 1], KEYS))) for i in range(len(known()))]
+    return [next(iter(count_elements(known()[i : i + 1], KEYS))) for i in range(len(known()))]
 
 
 def part_of(number: int, size: int) -> slice:

@@ -18,7 +18,7 @@ import pytest
 from torchrl.data import TensorDictReplayBuffer
 
 from rl_ext_core.errors import StorageError
-from tests.torchrl_ext.frame_data import contents
+from tests.torchrl_ext.frame_data import count_elements
 from tests.torchrl_ext.frame_kills import (
     KEYS,
     add_for_ever,
@@ -52,9 +52,9 @@ def _kill(worker: Any) -> None:
 def _check(buffer: Any) -> Any:
     """All that is held is whole; returns what is held."""
     rows = buffer[:]
-    held = contents(rows, KEYS)
+    held = count_elements(rows, KEYS)
     assert not set(held) - set(known_contents())
-    assert contents(buffer[np.arange(len(rows))], KEYS) == held
+    assert count_elements(buffer[np.arange(len(rows))], KEYS) == held
     pool = buffer.storage._columns[0].pool
     assert pool.held == 2 * len(rows)
     return held
@@ -100,7 +100,7 @@ def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> No
                 assert held >= _sum([0, *(i for n in complete for i in range(n))], batch), "nothing complete is lost"
                 assert length % batch == 0
                 assert length <= (1 + sum(complete) + len(said)) * batch
-            assert not set(contents(buffer.sample(), KEYS)) - set(known_contents())
+            assert not set(count_elements(buffer.sample(), KEYS)) - set(known_contents())
         number = sum(worker.is_alive() for worker in workers)
         assert number == 2
     finally:

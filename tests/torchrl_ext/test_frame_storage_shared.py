@@ -10,7 +10,7 @@ from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from rl_ext_core.errors import InvalidArgumentError
-from tests.torchrl_ext.frame_data import Videos, collect_into, contents, make_film
+from tests.torchrl_ext.frame_data import Videos, collect_into, count_elements, make_film
 from torchrl_ext import FrameStorage
 
 KEYS = ["pixels", ("next", "pixels"), "action", ("next", "reward"), ("next", "done"), ("inner", "vector")]
@@ -48,13 +48,13 @@ def test_what_two_processes_collect_is_what_they_collect_one_after_the_other(fir
     start = Videos(1, seed=9).collect(first).reshape(-1)
     buffer.extend(start.clone())
     workers = _run(collect_into, buffer, [1, 2], BATCHES)
-    expected = sum((contents(rows, KEYS) for rows in [start, *_serial([1, 2], BATCHES)]), Counter())
+    expected = sum((count_elements(rows, KEYS) for rows in [start, *_serial([1, 2], BATCHES)]), Counter())
     while any(worker.is_alive() for worker in workers):
-        seen = contents(buffer.sample(), KEYS)
+        seen = count_elements(buffer.sample(), KEYS)
         assert not set(seen) - set(expected), "the learner sees whole transitions only"
     _join(workers)
     assert len(buffer) == first + 2 * 2 * sum(BATCHES)
-    assert contents(buffer[:], KEYS) == expected
+    assert count_elements(buffer[:], KEYS) == expected
     with pytest.raises(InvalidArgumentError, match="load it first"):
         buffer.storage.load_state_dict(buffer.storage.state_dict())
 
@@ -87,10 +87,10 @@ def test_collectors_of_torchrl_fill_a_shared_storage(kind: Any) -> None:
                 buffer.sample()
     finally:
         collector.shutdown()
-    stored = contents(buffer[:], FILM_KEYS)
+    stored = count_elements(buffer[:], FILM_KEYS)
     if kind is MultiSyncCollector:
-        assert stored == contents(_collected(400), FILM_KEYS)
+        assert stored == count_elements(_collected(400), FILM_KEYS)
     else:  # one process may get further than the other
         assert sum(stored.values()) >= 400
-        assert not set(stored) - set(contents(_collected(1600), FILM_KEYS))
+        assert not set(stored) - set(count_elements(_collected(1600), FILM_KEYS))
     assert buffer.storage._columns[0].pool.layout.n_stack == 4
