@@ -436,11 +436,11 @@ class _Walk:
 
     def visit_all(self, value: Any) -> None:
         """Visit a value and all that it reaches."""
-        self._take("", value)
+        self._visit("", value)
         while self._waiting and len(self.found.tokens) <= self._longest:
             self._enter(*self._waiting.popleft())
 
-    def _take(self, path: str, item: Any) -> None:
+    def _visit(self, path: str, item: Any) -> None:
         """Note what is at a path; what has parts waits to be entered."""
         self.found.objects[path] = item  # also keeps the ids of what was met from being used again
         kind = type(item)
@@ -476,7 +476,7 @@ class _Walk:
         for step, operation, key, part in _reader(kind)(self, path, item):
             where = path + step
             found.steps[where] = path, operation, key
-            self._take(where, part)
+            self._visit(where, part)
 
     # Methods that return the parts of an object, and set its token where the class alone is not enough.
 
