@@ -20,7 +20,7 @@ _FILES = ("torchrl_ext/", "rl_ext_core/frames", "torchrl/data/replay_buffers", "
 
 
 @functools.cache
-def known() -> Any:
+def all_transitions() -> Any:
     """All transitions that are ever added."""
     return Videos(2, seed=3).collect(300).reshape(-1)
 
@@ -28,18 +28,18 @@ def known() -> Any:
 @functools.cache
 def known_contents() -> list[str]:
     """What each of them holds."""
-    return [next(iter(count_elements(known()[i : i + 1], KEYS))) for i in range(len(known()))]
+    return [next(iter(count_elements(all_transitions()[i : i + 1], KEYS))) for i in range(len(all_transitions()))]
 
 
 def part_of(number: int, size: int) -> slice:
     """The transitions that are added as the ``number``-th batch."""
-    start = number * size % (len(known()) - size)
+    start = number * size % (len(all_transitions()) - size)
     return slice(start, start + size)
 
 
 def batch_of(number: int, size: int) -> Any:
     """That batch."""
-    return known()[part_of(number, size)].clone()
+    return all_transitions()[part_of(number, size)].clone()
 
 
 def add_for_ever(buffer: Any, said: Any, batch: int) -> None:
@@ -82,4 +82,4 @@ def die_while_adding(buffer: Any, number: int, batch: int, line: int) -> None:
     buffer.extend(data)
 
 
-known()
+all_transitions()
