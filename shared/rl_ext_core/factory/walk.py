@@ -438,7 +438,7 @@ class _Walk:
         """Visit a value and all that it reaches."""
         self._visit("", value)
         while self._waiting and len(self.found.tokens) <= self._longest:
-            self._enter(*self._waiting.popleft())
+            self._visit_parts(*self._waiting.popleft())
 
     def _visit(self, path: str, item: Any) -> None:
         """Note what is at a path; what has parts waits to be entered."""
@@ -459,7 +459,7 @@ class _Walk:
         else:
             self._waiting.append((path, item))
 
-    def _enter(self, path: str, item: Any) -> None:
+    def _visit_parts(self, path: str, item: Any) -> None:
         kind: Any = type(item)
         found = self.found
         self.classes[kind] = None
