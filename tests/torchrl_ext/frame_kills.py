@@ -26,7 +26,7 @@ def all_transitions() -> Any:
 
 
 @functools.cache
-def known_contents() -> list[str]:
+def all_hashes() -> list[str]:
     """What each of them holds."""
     return [next(iter(count_elements(all_transitions()[i : i + 1], KEYS))) for i in range(len(all_transitions()))]
 

@@ -24,7 +24,7 @@ from tests.torchrl_ext.frame_kills import (
     add_for_ever,
     batch_of,
     die_while_adding,
-    known_contents,
+    all_hashes,
     open_folder,
     part_of,
 )
@@ -53,7 +53,7 @@ def _check(buffer: Any) -> Any:
     """All that is held is whole; returns what is held."""
     rows = buffer[:]
     held = count_elements(rows, KEYS)
-    assert not set(held) - set(known_contents())
+    assert not set(held) - set(all_hashes())
     assert count_elements(buffer[np.arange(len(rows))], KEYS) == held
     pool = buffer.storage._columns[0].pool
     assert pool.held == 2 * len(rows)
@@ -67,7 +67,7 @@ def _shared(size: int, batch: int, **options: Any) -> Any:
 
 
 def _sum(numbers: Any, batch: int) -> Any:
-    return Counter(held for number in numbers for held in known_contents()[part_of(number, batch)])
+    return Counter(held for number in numbers for held in all_hashes()[part_of(number, batch)])
 
 
 def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> None:
@@ -100,7 +100,7 @@ def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> No
                 assert held >= _sum([0, *(i for n in complete for i in range(n))], batch), "nothing complete is lost"
                 assert length % batch == 0
                 assert length <= (1 + sum(complete) + len(said)) * batch
-            assert not set(count_elements(buffer.sample(), KEYS)) - set(known_contents())
+            assert not set(count_elements(buffer.sample(), KEYS)) - set(all_hashes())
         number = sum(worker.is_alive() for worker in workers)
         assert number == 2
     finally:
