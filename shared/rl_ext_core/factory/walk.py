@@ -480,7 +480,7 @@ class _Walk:
 
     # Methods that return the parts of an object, and set its token where the class alone is not enough.
 
-    def of_attributes(self, path: str, item: Any) -> Iterator[Part]:
+    def parts_of_attributes(self, path: str, item: Any) -> Iterator[Part]:
         kind: Any = type(item)
         own, skipped = attributes(item), simulators.kept_by_library(kind)
         return ((f".{n}", "attribute", n, own[n]) for n in sorted(own, key=str) if n not in skipped)
@@ -511,7 +511,7 @@ class _Walk:
             start = array.__array_interface__["data"][0]
             low, high = sum(s for s in strides if s < 0), sum(s for s in strides if s > 0)
             self._arrays.append((path, start + low, start + high + array.itemsize))
-        yield from self.of_attributes(path, array)
+        yield from self.parts_of_attributes(path, array)
 
     def of_function(self, path: str, function: types.FunctionType) -> Iterator[Part]:
         self.functions.append(function)
@@ -534,7 +534,7 @@ class _Walk:
 
     def of_foreign(self, path: str, item: Any) -> Iterator[Part]:
         """Return the attributes of an object of a class in C, and what it is pickled as."""
-        yield from self.of_attributes(path, item)
+        yield from self.parts_of_attributes(path, item)
         kind: Any = type(item)
         if simulators.is_left_alone(kind):
             return
@@ -550,7 +550,7 @@ class _Walk:
         yield from ((f".<reduced {i}>", None, None, part) for i, part in enumerate(parts))
 
     def of_container(self, path: str, item: Any) -> Iterator[Part]:
-        yield from self.of_attributes(path, item)
+        yield from self.parts_of_attributes(path, item)
         kind: Any = type(item)
         if issubclass(kind, dict):
             flat, base = _flat_token(item), OrderedDict if issubclass(kind, OrderedDict) else dict
@@ -621,7 +621,7 @@ def _reader(kind: Any) -> Callable[[_Walk, str, Any], Iterator[Part]]:
         return _Walk.of_generator
     if is_foreign(kind):
         return _Walk.of_foreign
-    return _Walk.of_container if issubclass(kind, _CONTAINERS) else _Walk.of_attributes
+    return _Walk.of_container if issubclass(kind, _CONTAINERS) else _Walk.parts_of_attributes
 
 
 def _reduced_parts(reduced: tuple[Any, ...], known: Mapping[str, Any]) -> Iterator[Any]:
