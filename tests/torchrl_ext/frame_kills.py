@@ -31,7 +31,7 @@ def all_hashes() -> list[str]:
     return [next(iter(count_elements(all_transitions()[i : i + 1], KEYS))) for i in range(len(all_transitions()))]
 
 
-def part_of(number: int, size: int) -> slice:
+def batch_slice(number: int, size: int) -> slice:
     """The transitions that are added as the ``number``-th batch."""
     start = number * size % (len(all_transitions()) - size)
     return slice(start, start + size)
@@ -39,7 +39,7 @@ def part_of(number: int, size: int) -> slice:
 
 def batch_of(number: int, size: int) -> Any:
     """That batch."""
-    return all_transitions()[part_of(number, size)].clone()
+    return all_transitions()[batch_slice(number, size)].clone()
 
 
 def add_for_ever(buffer: Any, said: Any, batch: int) -> None:

@@ -26,7 +26,7 @@ from tests.torchrl_ext.frame_kills import (
     die_while_adding,
     all_hashes,
     open_folder,
-    part_of,
+    batch_slice,
 )
 from torchrl_ext import FrameStorage
 from torchrl_ext.frame_storage.buffers import NoLock
@@ -67,7 +67,7 @@ def _shared(size: int, batch: int, **options: Any) -> Any:
 
 
 def _sum(numbers: Any, batch: int) -> Any:
-    return Counter(held for number in numbers for held in all_hashes()[part_of(number, batch)])
+    return Counter(held for number in numbers for held in all_hashes()[batch_slice(number, batch)])
 
 
 def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> None:
