@@ -485,7 +485,7 @@ class _Walk:
         own, skipped = attributes(item), simulators.kept_by_library(kind)
         return ((f".{n}", "attribute", n, own[n]) for n in sorted(own, key=str) if n not in skipped)
 
-    def of_fields(self, path: str, item: Any) -> Iterator[Part]:
+    def parts_of_fields(self, path: str, item: Any) -> Iterator[Part]:
         fields, are_set = simulators.fields(item)
         return ((f".{name}", "field" if are_set else None, name, part) for name, part in fields.items())
 
@@ -612,7 +612,7 @@ def _reader(kind: Any) -> Callable[[_Walk, str, Any], Iterator[Part]]:
     if kind is weakref.ref:
         return _Walk.of_reference
     if simulators.field_reader(kind) is not None:
-        return _Walk.of_fields
+        return _Walk.parts_of_fields
     if issubclass(kind, np.ndarray):
         return _Walk.of_array
     if torch is not None and issubclass(kind, torch.Tensor):
