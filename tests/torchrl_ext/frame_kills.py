@@ -37,7 +37,7 @@ def batch_slice(number: int, size: int) -> slice:
     return slice(start, start + size)
 
 
-def batch_of(number: int, size: int) -> Any:
+def make_batch(number: int, size: int) -> Any:
     """That batch."""
     return all_transitions()[batch_slice(number, size)].clone()
 
@@ -46,7 +46,7 @@ def add_for_ever(buffer: Any, said: Any, batch: int) -> None:
     """Counts the batches that are complete."""
     torch.set_num_threads(1)
     while True:
-        buffer.extend(batch_of(said.value, batch))
+        buffer.extend(make_batch(said.value, batch))
         said.value += 1
 
 
@@ -77,7 +77,7 @@ class DieAt:
 def die_while_adding(buffer: Any, number: int, batch: int, line: int) -> None:
     """Adds a batch and is killed meanwhile."""
     torch.set_num_threads(1)
-    data = batch_of(number, batch)
+    data = make_batch(number, batch)
     sys.settrace(DieAt(line))
     buffer.extend(data)
 

@@ -22,7 +22,7 @@ from tests.torchrl_ext.frame_data import count_elements
 from tests.torchrl_ext.frame_kills import (
     KEYS,
     add_for_ever,
-    batch_of,
+    make_batch,
     die_while_adding,
     all_hashes,
     open_folder,
@@ -62,7 +62,7 @@ def _check(buffer: Any) -> Any:
 
 def _shared(size: int, batch: int, **options: Any) -> Any:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(size, **options), shared=True, batch_size=16)
-    buffer.extend(batch_of(0, batch))
+    buffer.extend(make_batch(0, batch))
     return buffer
 
 
@@ -124,8 +124,8 @@ LINES = 660  # that adding a batch takes, or somewhat more
 def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *, full: bool, **options: Any) -> bool:
     """A process is killed at a line; returns whether the lock was free."""
     buffer = _shared(90 if full else 300, 30, **options)
-    buffer.extend(batch_of(1, 30))
-    buffer.extend(batch_of(2, 30))
+    buffer.extend(make_batch(1, 30))
+    buffer.extend(make_batch(2, 30))
     worker = context.Process(target=die_while_adding, args=(buffer, 3, 30, line))
     worker.start()
     worker.join(60)
@@ -139,7 +139,7 @@ def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *
     assert held >= _sum(kept, 30)
     assert len(buffer) == (90 if full else 90 + 30 * complete)
     assert not (complete and lost)
-    buffer.extend(batch_of(4, 30))
+    buffer.extend(make_batch(4, 30))
     assert _check(buffer) >= _sum([2, 3, 4] if complete else [*kept, 4], 30)
     assert len(buffer) == (90 if full else 120 + 30 * complete)
     buffer.storage.close()
