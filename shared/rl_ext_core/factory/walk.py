@@ -489,7 +489,7 @@ class _Walk:
         fields, are_set = simulators.fields(item)
         return ((f".{name}", "field" if are_set else None, name, part) for name, part in fields.items())
 
-    def of_reference(self, path: str, item: Any) -> Iterator[Part]:
+    def parts_of_reference(self, path: str, item: Any) -> Iterator[Part]:
         yield "()", None, None, item()
 
     def of_generator(self, path: str, item: Any) -> Iterator[Part]:
@@ -610,7 +610,7 @@ def _reader(kind: Any) -> Callable[[_Walk, str, Any], Iterator[Part]]:
     if kind is types.FunctionType:
         return _Walk.of_function
     if kind is weakref.ref:
-        return _Walk.of_reference
+        return _Walk.parts_of_reference
     if simulators.field_reader(kind) is not None:
         return _Walk.parts_of_fields
     if issubclass(kind, np.ndarray):
