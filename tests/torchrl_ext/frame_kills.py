@@ -42,7 +42,7 @@ def make_batch(number: int, size: int) -> Any:
     return all_transitions()[batch_slice(number, size)].clone()
 
 
-def add_for_ever(buffer: Any, said: Any, batch: int) -> None:
+def add_until_killed(buffer: Any, said: Any, batch: int) -> None:
     """Counts the batches that are complete."""
     torch.set_num_threads(1)
     while True:

@@ -21,7 +21,7 @@ from rl_ext_core.errors import StorageError
 from tests.torchrl_ext.frame_data import count_elements
 from tests.torchrl_ext.frame_kills import (
     KEYS,
-    add_for_ever,
+    add_until_killed,
     make_batch,
     die_while_adding,
     all_hashes,
@@ -79,7 +79,7 @@ def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> No
 
     def start() -> Any:
         said.append(sharedctypes.RawValue("q", 0))
-        workers.append(context.Process(target=add_for_ever, args=(buffer, said[-1], batch)))
+        workers.append(context.Process(target=add_until_killed, args=(buffer, said[-1], batch)))
         workers[-1].start()
         return workers[-1], said[-1]
 
@@ -181,7 +181,7 @@ def test_no_semaphore_is_left_that_a_process_could_be_killed_with(late: bool) ->
 @pytest.mark.slow
 def test_a_folder_is_in_use_as_long_as_any_process_shares_it(context: Any, tmp_path: Path) -> None:
     buffer, said = _shared(300, 30, storage_dir=tmp_path), sharedctypes.RawValue("q", 0)
-    worker = context.Process(target=add_for_ever, args=(buffer, said, 30))
+    worker = context.Process(target=add_until_killed, args=(buffer, said, 30))
     worker.start()
     while not said.value:
         time.sleep(0.001)
