@@ -492,7 +492,7 @@ class _Walk:
     def parts_of_reference(self, path: str, item: Any) -> Iterator[Part]:
         yield "()", None, None, item()
 
-    def of_generator(self, path: str, item: Any) -> Iterator[Part]:
+    def parts_of_generator(self, path: str, item: Any) -> Iterator[Part]:
         self.found.tokens[path] = "generator", full_name(type(item))
         return iter(())
 
@@ -618,7 +618,7 @@ def _reader(kind: Any) -> Callable[[_Walk, str, Any], Iterator[Part]]:
     if torch is not None and issubclass(kind, torch.Tensor):
         return _Walk.of_tensor
     if is_generator_class(kind):
-        return _Walk.of_generator
+        return _Walk.parts_of_generator
     if is_foreign(kind):
         return _Walk.of_foreign
     return _Walk.of_container if issubclass(kind, _CONTAINERS) else _Walk.parts_of_attributes
