@@ -42,12 +42,12 @@ def make_batch(number: int, size: int) -> Any:
     return all_transitions()[batch_slice(number, size)].clone()
 
 
-def add_until_killed(buffer: Any, said: Any, batch: int) -> None:
+def add_until_killed(buffer: Any, n_complete: Any, batch: int) -> None:
     """Counts the batches that are complete."""
     torch.set_num_threads(1)
     while True:
-        buffer.extend(make_batch(said.value, batch))
-        said.value += 1
+        buffer.extend(make_batch(n_complete.value, batch))
+        n_complete.value += 1
 
 
 def open_folder(folder: Any, size: int, **options: Any) -> Any:

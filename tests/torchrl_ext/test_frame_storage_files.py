@@ -330,32 +330,32 @@ def test_a_process_that_is_killed_while_it_gives_a_folder_up_leaves_nothing_in_t
     assert step > 5
 
 
-def _fill(folder: Path, said: Any) -> None:
+def _fill(folder: Path, n_complete: Any) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000))
     buffer = make_buffer(3000, storage_dir=folder, codec="patch")
     random = torch.Generator().manual_seed(0)
     try:
         while True:
             noise = torch.randint(0, 256, (8, 3, 60, 50), dtype=torch.uint8, generator=random)
-            buffer.extend(TensorDict({"pixels": noise, "number": torch.full((8,), said.value)}, [8]))
-            said.value += 1
+            buffer.extend(TensorDict({"pixels": noise, "number": torch.full((8,), n_complete.value)}, [8]))
+            n_complete.value += 1
     except StorageError:
-        assert len(buffer) == 8 * said.value
-        assert buffer[:]["number"].tolist() == [i for i in range(said.value) for _ in range(8)]
+        assert len(buffer) == 8 * n_complete.value
+        assert buffer[:]["number"].tolist() == [i for i in range(n_complete.value) for _ in range(8)]
         os._exit(7)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_disk_that_becomes_full_is_an_error_and_no_end_of_the_process(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    said = context.Value("q", 0)
-    writer = context.Process(target=_fill, args=(tmp_path / "storage", said))
+    n_complete = context.Value("q", 0)
+    writer = context.Process(target=_fill, args=(tmp_path / "storage", n_complete))
     writer.start()
     writer.join(600)  # until it hangs
     assert writer.exitcode == 7
-    assert said.value > 0
+    assert n_complete.value > 0
     buffer = make_buffer(3000, storage_dir=tmp_path / "storage", codec="patch")
-    assert len(buffer) == 8 * said.value
+    assert len(buffer) == 8 * n_complete.value
     buffer[:].clone()
     buffer.extend(
         TensorDict({"pixels": torch.zeros(8, 3, 60, 50, dtype=torch.uint8), "number": torch.zeros(8).long()}, [8])

@@ -74,14 +74,14 @@ def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> No
     """Two processes add; one of them is killed, and another one takes its place."""
     buffer = _shared(size, batch)
     random = np.random.default_rng(batch + size)
-    said: list[Any] = []
+    n_complete: list[Any] = []
     workers: list[Any] = []
 
     def start() -> Any:
-        said.append(sharedctypes.RawValue("q", 0))
-        workers.append(context.Process(target=add_until_killed, args=(buffer, said[-1], batch)))
+        n_complete.append(sharedctypes.RawValue("q", 0))
+        workers.append(context.Process(target=add_until_killed, args=(buffer, n_complete[-1], batch)))
         workers[-1].start()
-        return workers[-1], said[-1]
+        return workers[-1], n_complete[-1]
 
     at_work = [start(), start()]
     try:
@@ -94,12 +94,12 @@ def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> No
             _kill(victim)
             at_work.append(start())
             with buffer.storage.lock:
-                complete = [number.value for number in said]
+                complete = [number.value for number in n_complete]
                 held, length = _check(buffer), len(buffer)
             if size >= 100_000:
                 assert held >= _sum([0, *(i for n in complete for i in range(n))], batch), "nothing complete is lost"
                 assert length % batch == 0
-                assert length <= (1 + sum(complete) + len(said)) * batch
+                assert length <= (1 + sum(complete) + len(n_complete)) * batch
             assert not set(count_elements(buffer.sample(), KEYS)) - set(all_hashes())
         number = sum(worker.is_alive() for worker in workers)
         assert number == 2
@@ -180,10 +180,10 @@ def test_no_semaphore_is_left_that_a_process_could_be_killed_with(late: bool) ->
 
 @pytest.mark.slow
 def test_a_folder_is_in_use_as_long_as_any_process_shares_it(context: Any, tmp_path: Path) -> None:
-    buffer, said = _shared(300, 30, storage_dir=tmp_path), sharedctypes.RawValue("q", 0)
-    worker = context.Process(target=add_until_killed, args=(buffer, said, 30))
+    buffer, n_complete = _shared(300, 30, storage_dir=tmp_path), sharedctypes.RawValue("q", 0)
+    worker = context.Process(target=add_until_killed, args=(buffer, n_complete, 30))
     worker.start()
-    while not said.value:
+    while not n_complete.value:
         time.sleep(0.001)
         assert worker.is_alive()
     buffer.storage.close()
