@@ -496,7 +496,7 @@ class _Walk:
         self.found.tokens[path] = "generator", full_name(type(item))
         return iter(())
 
-    def of_tensor(self, path: str, tensor: Any) -> Iterator[Part]:
+    def parts_of_tensor(self, path: str, tensor: Any) -> Iterator[Part]:
         token = self.found.tokens[path] = _tensor_token(tensor, sys.modules["torch"])
         if tensor.device.type == "cpu" and token[-1] not in ("unread", "uninitialized") and tensor.is_shared():
             self.found.unpicklable[path] = "it lies in memory that processes share, and a copy would not"
@@ -616,7 +616,7 @@ def _reader(kind: Any) -> Callable[[_Walk, str, Any], Iterator[Part]]:
     if issubclass(kind, np.ndarray):
         return _Walk.of_array
     if torch is not None and issubclass(kind, torch.Tensor):
-        return _Walk.of_tensor
+        return _Walk.parts_of_tensor
     if is_generator_class(kind):
         return _Walk.parts_of_generator
     if is_foreign(kind):
