@@ -106,11 +106,11 @@ def test_a_pool_with_no_numbers_left_refuses_and_keeps_what_it_has(monkeypatch: 
     assert_same(storage[:], before)
 
 
-def _use(storage: FrameStorage, said: Any) -> None:
+def _use(storage: FrameStorage, messages: Any) -> None:
     try:
         storage.set(0, _data()[0])
     except NotCopyableError as error:
-        said.put(str(error))
+        messages.put(str(error))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -119,10 +119,10 @@ def test_a_storage_that_came_along_with_a_fork_is_not_used() -> None:
     buffer.extend(_data())
     before = buffer[:].clone()
     context = multiprocessing.get_context("fork")
-    said = context.Queue()
-    child = context.Process(target=_use, args=(buffer.storage, said))
+    messages = context.Queue()
+    child = context.Process(target=_use, args=(buffer.storage, messages))
     child.start()
-    assert "came along with a fork" in said.get(timeout=100)
+    assert "came along with a fork" in messages.get(timeout=100)
     child.join(60)
     assert_same(buffer[:], before)
 
