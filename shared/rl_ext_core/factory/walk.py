@@ -502,7 +502,7 @@ class _Walk:
             self.found.unpicklable[path] = "it lies in memory that processes share, and a copy would not"
         return iter(())
 
-    def of_array(self, path: str, array: Any) -> Iterator[Part]:
+    def parts_of_array(self, path: str, array: Any) -> Iterator[Part]:
         self.found.tokens[path] = _array_token(array)
         if array.dtype.hasobject:
             yield from ((f"[{i}]", None, None, part) for i, part in enumerate(array.ravel().tolist()))
@@ -614,7 +614,7 @@ def _reader(kind: Any) -> Callable[[_Walk, str, Any], Iterator[Part]]:
     if simulators.field_reader(kind) is not None:
         return _Walk.parts_of_fields
     if issubclass(kind, np.ndarray):
-        return _Walk.of_array
+        return _Walk.parts_of_array
     if torch is not None and issubclass(kind, torch.Tensor):
         return _Walk.parts_of_tensor
     if is_generator_class(kind):
