@@ -55,7 +55,7 @@ def open_folder(folder: Any, size: int, **options: Any) -> Any:
     return TensorDictReplayBuffer(storage=FrameStorage(size, storage_dir=folder, **options), batch_size=16)
 
 
-class DieAt:
+class KillAtLine:
     """Kills this process when so many lines of the storage's code were executed.
 
     :param line: how many.
@@ -78,7 +78,7 @@ def die_while_adding(buffer: Any, number: int, batch: int, line: int) -> None:
     """Adds a batch and is killed meanwhile."""
     torch.set_num_threads(1)
     data = make_batch(number, batch)
-    sys.settrace(DieAt(line))
+    sys.settrace(KillAtLine(line))
     buffer.extend(data)
 
 
