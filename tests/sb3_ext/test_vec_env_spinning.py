@@ -50,7 +50,7 @@ def test_bytes_that_nobody_reads_while_it_spins_stop_nobody() -> None:
     (worker,) = venv._pool.workers
     for _ in range(70_000):  # more than a pipe holds
         worker.wake_worker()
-    worker.wake()
+    worker.interrupt_wait()
     assert [venv.step(np.zeros(1, np.int64))[0][0, 0] for _ in range(3)] == [1, 2, 3]
     time.sleep(LONG_S + 0.2)  # it blocks
     assert venv.step(np.zeros(1, np.int64))[0][0, 0] == 4
