@@ -513,7 +513,7 @@ class _Walk:
             self._arrays.append((path, start + low, start + high + array.itemsize))
         yield from self.parts_of_attributes(path, array)
 
-    def of_function(self, path: str, function: types.FunctionType) -> Iterator[Part]:
+    def parts_of_function(self, path: str, function: types.FunctionType) -> Iterator[Part]:
         self.functions.append(function)
         self.found.tokens[path] = "function", code_digest(function.__code__)
         for name in ("__defaults__", "__kwdefaults__"):
@@ -608,7 +608,7 @@ def _reader(kind: Any) -> Callable[[_Walk, str, Any], Iterator[Part]]:
     """Return what finds the parts of a class's instances."""
     torch = sys.modules.get("torch")
     if kind is types.FunctionType:
-        return _Walk.of_function
+        return _Walk.parts_of_function
     if kind is weakref.ref:
         return _Walk.parts_of_reference
     if simulators.field_reader(kind) is not None:
