@@ -74,7 +74,7 @@ class KillAtLine:
         return self
 
 
-def die_while_adding(buffer: Any, number: int, batch: int, line: int) -> None:
+def add_and_be_killed(buffer: Any, number: int, batch: int, line: int) -> None:
     """Adds a batch and is killed meanwhile."""
     torch.set_num_threads(1)
     data = make_batch(number, batch)

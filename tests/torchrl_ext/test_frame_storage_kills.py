@@ -23,7 +23,7 @@ from tests.torchrl_ext.frame_kills import (
     KEYS,
     add_until_killed,
     make_batch,
-    die_while_adding,
+    add_and_be_killed,
     all_hashes,
     open_folder,
     batch_slice,
@@ -126,7 +126,7 @@ def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *
     buffer = _shared(90 if full else 300, 30, **options)
     buffer.extend(make_batch(1, 30))
     buffer.extend(make_batch(2, 30))
-    worker = context.Process(target=die_while_adding, args=(buffer, 3, 30, line))
+    worker = context.Process(target=add_and_be_killed, args=(buffer, 3, 30, line))
     worker.start()
     worker.join(60)
     assert worker.exitcode == -signal.SIGKILL
