@@ -129,8 +129,10 @@ def make_vec_env(
         return [functools.reduce(EnvFactory.then, [environments.wrap_in_monitor, *wrappers], base())] * count
 
     def wrappers_of_rank(rank: int) -> list[Callable[[Any], Any]]:
-        seeded = [] if seed is None else [functools.partial(environments.seeded, seed=seed + rank)]
-        return [*seeded, _monitor_wrapper(rank, monitor_dir, monitor_kwargs or {}), *wrappers]
+        seed_action_space = (
+            [] if seed is None else [functools.partial(environments.seed_action_space, seed=seed + rank)]
+        )
+        return [*seed_action_space, _monitor_wrapper(rank, monitor_dir, monitor_kwargs or {}), *wrappers]
 
     def factories() -> list[EnvFactory[Any]]:
         made = enumerate(base().for_workers(count, seed=seed, devices=devices), start_index)

@@ -38,7 +38,7 @@ __all__ = [
     "make",
     "wrap_in_monitor",
     "qualified_name",
-    "seeded",
+    "seed_action_space",
     "store_reward",
 ]
 
@@ -211,7 +211,7 @@ def store_reward(rewards: np.ndarray[Any, Any], index: int, reward: Any) -> None
         ) from error
 
 
-def seeded(environment: Any, seed: int) -> Any:
+def seed_action_space(environment: Any, seed: int) -> Any:
     """Seed the space that actions are sampled from."""
     environment.action_space.seed(seed)
     return environment
