@@ -532,7 +532,7 @@ class _Walk:
             if part is not None and not isinstance(part, types.ModuleType):
                 yield f".<global {name}>", None, None, part
 
-    def of_foreign(self, path: str, item: Any) -> Iterator[Part]:
+    def parts_of_foreign(self, path: str, item: Any) -> Iterator[Part]:
         """Return the attributes of an object of a class in C, and what it is pickled as."""
         yield from self.parts_of_attributes(path, item)
         kind: Any = type(item)
@@ -620,7 +620,7 @@ def _reader(kind: Any) -> Callable[[_Walk, str, Any], Iterator[Part]]:
     if is_generator_class(kind):
         return _Walk.parts_of_generator
     if is_foreign(kind):
-        return _Walk.of_foreign
+        return _Walk.parts_of_foreign
     return _Walk.of_container if issubclass(kind, _CONTAINERS) else _Walk.parts_of_attributes
 
 
