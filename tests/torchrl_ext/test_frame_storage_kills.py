@@ -66,7 +66,7 @@ def _shared(size: int, batch: int, **options: Any) -> Any:
     return buffer
 
 
-def _sum(numbers: Any, batch: int) -> Any:
+def _count_batches(numbers: Any, batch: int) -> Any:
     return Counter(held for number in numbers for held in all_hashes()[batch_slice(number, batch)])
 
 
@@ -97,7 +97,9 @@ def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> No
                 complete = [number.value for number in n_complete]
                 held, length = _check(buffer), len(buffer)
             if size >= 100_000:
-                assert held >= _sum([0, *(i for n in complete for i in range(n))], batch), "nothing complete is lost"
+                assert held >= _count_batches([0, *(i for n in complete for i in range(n))], batch), (
+                    "nothing complete is lost"
+                )
                 assert length % batch == 0
                 assert length <= (1 + sum(complete) + len(n_complete)) * batch
             assert not set(count_elements(buffer.sample(), KEYS)) - set(all_hashes())
@@ -135,12 +137,12 @@ def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *
     made_whole = f"process {worker.pid} " in caplog.text
     lost = "30 elements were being written when process" in caplog.text
     kept = [1, 2] if full else [0, 1, 2]
-    complete = held >= _sum([*kept, 3], 30)
-    assert held >= _sum(kept, 30)
+    complete = held >= _count_batches([*kept, 3], 30)
+    assert held >= _count_batches(kept, 30)
     assert len(buffer) == (90 if full else 90 + 30 * complete)
     assert not (complete and lost)
     buffer.extend(make_batch(4, 30))
-    assert _check(buffer) >= _sum([2, 3, 4] if complete else [*kept, 4], 30)
+    assert _check(buffer) >= _count_batches([2, 3, 4] if complete else [*kept, 4], 30)
     assert len(buffer) == (90 if full else 120 + 30 * complete)
     buffer.storage.close()
     return made_whole
