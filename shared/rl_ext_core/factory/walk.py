@@ -549,7 +549,7 @@ class _Walk:
             return
         yield from ((f".<reduced {i}>", None, None, part) for i, part in enumerate(parts))
 
-    def of_container(self, path: str, item: Any) -> Iterator[Part]:
+    def parts_of_container(self, path: str, item: Any) -> Iterator[Part]:
         yield from self.parts_of_attributes(path, item)
         kind: Any = type(item)
         if issubclass(kind, dict):
@@ -621,7 +621,7 @@ def _reader(kind: Any) -> Callable[[_Walk, str, Any], Iterator[Part]]:
         return _Walk.parts_of_generator
     if is_foreign(kind):
         return _Walk.parts_of_foreign
-    return _Walk.of_container if issubclass(kind, _CONTAINERS) else _Walk.parts_of_attributes
+    return _Walk.parts_of_container if issubclass(kind, _CONTAINERS) else _Walk.parts_of_attributes
 
 
 def _reduced_parts(reduced: tuple[Any, ...], known: Mapping[str, Any]) -> Iterator[Any]:
