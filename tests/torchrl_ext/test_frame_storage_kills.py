@@ -60,7 +60,7 @@ def _check(buffer: Any) -> Any:
     return held
 
 
-def _shared(size: int, batch: int, **options: Any) -> Any:
+def _make_shared_buffer(size: int, batch: int, **options: Any) -> Any:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(size, **options), shared=True, batch_size=16)
     buffer.extend(make_batch(0, batch))
     return buffer
@@ -72,7 +72,7 @@ def _count_batches(numbers: Any, batch: int) -> Any:
 
 def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> None:
     """Two processes add; one of them is killed, and another one takes its place."""
-    buffer = _shared(size, batch)
+    buffer = _make_shared_buffer(size, batch)
     random = np.random.default_rng(batch + size)
     n_complete: list[Any] = []
     workers: list[Any] = []
@@ -125,7 +125,7 @@ LINES = 660  # that adding a batch takes, or somewhat more
 
 def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *, full: bool, **options: Any) -> bool:
     """A process is killed at a line; returns whether the lock was free."""
-    buffer = _shared(90 if full else 300, 30, **options)
+    buffer = _make_shared_buffer(90 if full else 300, 30, **options)
     buffer.extend(make_batch(1, 30))
     buffer.extend(make_batch(2, 30))
     worker = context.Process(target=add_and_be_killed, args=(buffer, 3, 30, line))
@@ -182,7 +182,7 @@ def test_no_semaphore_is_left_that_a_process_could_be_killed_with(late: bool) ->
 
 @pytest.mark.slow
 def test_a_folder_is_in_use_as_long_as_any_process_shares_it(context: Any, tmp_path: Path) -> None:
-    buffer, n_complete = _shared(300, 30, storage_dir=tmp_path), sharedctypes.RawValue("q", 0)
+    buffer, n_complete = _make_shared_buffer(300, 30, storage_dir=tmp_path), sharedctypes.RawValue("q", 0)
     worker = context.Process(target=add_until_killed, args=(buffer, n_complete, 30))
     worker.start()
     while not n_complete.value:
