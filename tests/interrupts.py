@@ -88,7 +88,9 @@ def interrupt(call: Callable[[], Any], at: int, *, below: tuple[str, ...]) -> st
     return _Steps(comes_at, below).run(call)
 
 
-def everywhere(prepare: Callable[[], Callable[[], Any]], *, below: tuple[str, ...], every: int = 1) -> Iterator[str]:
+def interrupt_everywhere(
+    prepare: Callable[[], Callable[[], Any]], *, below: tuple[str, ...], every: int = 1
+) -> Iterator[str]:
     """Run a call to its end once, then interrupt it at each place that it came by, the first time and the last.
 
     A place is a line together with the line that called its function: what a loop does a hundred times is

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rl_ext_core._interrupts import run_pending_handlers, defer_signals
-from tests.interrupts import everywhere, interrupt
+from tests.interrupts import interrupt_everywhere, interrupt
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_an_interrupted_call_is_done_or_not_begun() -> None:
         return counters[-1].both
 
     seen = set()
-    for where in everywhere(prepare, below=("test_interrupts.py", "_interrupts.py")):
+    for where in interrupt_everywhere(prepare, below=("test_interrupts.py", "_interrupts.py")):
         seen.add((counters[-1].first, counters[-1].second))
         assert counters[-1].first == counters[-1].second, where
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, where

@@ -25,7 +25,7 @@ from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from sb3_ext import RayVecEnv, as_factory, make_vec_env
-from tests.interrupts import everywhere
+from tests.interrupts import interrupt_everywhere
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, rollout
 from tests.sb3_ext.vec_worlds import Counting, RandomEnv, Failing
 
@@ -150,7 +150,7 @@ def interrupted_steps_can_be_awaited_again() -> None:
         return venv.step_wait
 
     n_waited = 0
-    for where in everywhere(prepare, below=("/vector/ray.py",)):
+    for where in interrupt_everywhere(prepare, below=("/vector/ray.py",)):
         if venv.waiting:
             n_waited += 1
             assert venv.step_wait()[0][:, 0].tolist() == [2, 2, 2], where

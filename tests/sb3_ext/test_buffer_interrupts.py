@@ -15,7 +15,7 @@ import torch as th
 from gymnasium import spaces
 from sb3_contrib.common.recurrent.type_aliases import RNNStates
 
-from tests.interrupts import everywhere
+from tests.interrupts import interrupt_everywhere
 from tests.sb3_ext.toys import REPLAY, ROLLOUT
 
 BELOW = ("sb3_ext/", "rl_ext_core/frames/", "_interrupts.py", "common/buffers.py", "her_replay_buffer.py")
@@ -149,7 +149,7 @@ def check(kind: str, call: Callable[[Any], Any], there: int, *, every: int, fold
     before, before_and_on = state(buffers[-1]), add_more()
     prepare()()
     after, after_and_on = state(buffers[-1]), add_more()
-    for where in everywhere(prepare, below=BELOW, every=every):
+    for where in interrupt_everywhere(prepare, below=BELOW, every=every):
         found = state(buffers[-1])
         assert found in (before, after), where
         then = add_more()

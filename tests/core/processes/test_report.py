@@ -10,7 +10,7 @@ import pytest
 
 from rl_ext_core.processes import report as report_module
 from rl_ext_core.processes.report import ExceptionRecord, WorkerReport, ReportWriter
-from tests.interrupts import everywhere
+from tests.interrupts import interrupt_everywhere
 
 
 @pytest.fixture
@@ -52,7 +52,9 @@ def test_notes_take_anything_and_stay_small(report: WorkerReport) -> None:
 def test_notes_that_are_cut_short_by_death_are_old_new_or_none(report: WorkerReport) -> None:
     writer, old, new = ReportWriter(report.fd), {"phase": "reset", "text": "x" * 100}, {"phase": "step"}
     seen = []
-    for _ in everywhere(lambda: writer.write_notes(old) or (lambda: writer.write_notes(new)), below=("/report.py",)):  # type: ignore[func-returns-value]
+    for _ in interrupt_everywhere(
+        lambda: writer.write_notes(old) or (lambda: writer.write_notes(new)), below=("/report.py",)
+    ):  # type: ignore[func-returns-value]
         assert report.notes in (old, new, {})
         seen.append(report.notes)
     assert old in seen
