@@ -155,7 +155,7 @@ def fingerprint(value: Any, *, code: bool = True) -> Fingerprint:
     """
     walk = _Walk()
     walk.visit_all(value)
-    walk.name_shared()
+    walk.add_sharing_tokens()
     walk.find_ids()
     if code:
         _CodeReader(walk).run()
@@ -589,7 +589,7 @@ class _Walk:
                 if path in self.found.tokens and self.found.objects[path] == number:
                     self.found.tokens[path] = "id of", self.seen[number]
 
-    def name_shared(self) -> None:
+    def add_sharing_tokens(self) -> None:
         """Note which arrays lie in one piece of memory, and which functions share a variable that one assigns to."""
         for uses in self._cells.values():
             if any(assigns for _, assigns in uses):
