@@ -49,7 +49,7 @@ def _kill(worker: Any) -> None:
     worker.join()
 
 
-def _check(buffer: Any) -> Any:
+def _check_all_whole(buffer: Any) -> Any:
     """All that is held is whole; returns what is held."""
     rows = buffer[:]
     held = count_elements(rows, KEYS)
@@ -95,7 +95,7 @@ def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> No
             at_work.append(start())
             with buffer.storage.lock:
                 complete = [number.value for number in n_complete]
-                held, length = _check(buffer), len(buffer)
+                held, length = _check_all_whole(buffer), len(buffer)
             if size >= 100_000:
                 assert held >= _count_batches([0, *(i for n in complete for i in range(n))], batch), (
                     "nothing complete is lost"
@@ -133,7 +133,7 @@ def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *
     worker.join(60)
     assert worker.exitcode == -signal.SIGKILL
     caplog.clear()
-    held = _check(buffer)
+    held = _check_all_whole(buffer)
     made_whole = f"process {worker.pid} " in caplog.text
     lost = "30 elements were being written when process" in caplog.text
     kept = [1, 2] if full else [0, 1, 2]
@@ -142,7 +142,7 @@ def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *
     assert len(buffer) == (90 if full else 90 + 30 * complete)
     assert not (complete and lost)
     buffer.extend(make_batch(4, 30))
-    assert _check(buffer) >= _count_batches([2, 3, 4] if complete else [*kept, 4], 30)
+    assert _check_all_whole(buffer) >= _count_batches([2, 3, 4] if complete else [*kept, 4], 30)
     assert len(buffer) == (90 if full else 120 + 30 * complete)
     buffer.storage.close()
     return made_whole
@@ -163,7 +163,7 @@ def test_a_process_may_be_killed_that_shares_a_storage_in_a_folder(
         folder = tmp_path / str(line)
         check_a_kill_at(context, line, caplog, full=False, storage_dir=folder)
         reopened = open_folder(folder, 300)
-        assert len(_check(reopened)) == len(set(_check(reopened)))
+        assert len(_check_all_whole(reopened)) == len(set(_check_all_whole(reopened)))
         reopened.storage.close()
 
 
@@ -194,4 +194,4 @@ def test_a_folder_is_in_use_as_long_as_any_process_shares_it(context: Any, tmp_p
             open_folder(tmp_path, 300)
     finally:
         _kill(worker)
-    assert len(_check(open_folder(tmp_path, 300))) > 0
+    assert len(_check_all_whole(open_folder(tmp_path, 300))) > 0
