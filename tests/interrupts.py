@@ -71,7 +71,7 @@ def _is_finalizing(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def interrupt(call: Callable[[], Any], at: int, *, below: tuple[str, ...]) -> str | None:
+def interrupt_at(call: Callable[[], Any], at: int, *, below: tuple[str, ...]) -> str | None:
     """Run ``call`` with Ctrl-C at its step number ``at``; return where that was, or None if the call has fewer steps.
 
     :param at: counts from 1.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rl_ext_core._interrupts import run_pending_handlers, defer_signals
-from tests.interrupts import interrupt_everywhere, interrupt
+from tests.interrupts import interrupt_everywhere, interrupt_at
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +163,7 @@ def test_a_process_that_a_thread_has_forked_defers_as_well() -> None:
             code = 1
             try:
                 counter = _Counter()
-                where = interrupt(counter.both, 3, below=("test_interrupts.py",))
+                where = interrupt_at(counter.both, 3, below=("test_interrupts.py",))
                 code = where is None or (counter.first, counter.second) != (1, 1)
             finally:
                 os._exit(code)

@@ -20,7 +20,7 @@ from stable_baselines3 import HerReplayBuffer
 from stable_baselines3.common.save_util import save_to_pkl
 
 from rl_ext_core.errors import InvalidArgumentError
-from tests.interrupts import interrupt
+from tests.interrupts import interrupt_at
 from tests.sb3_ext.toys import REPLAY, assert_same_draws
 
 N_STACK, FRAME = 3, (6, 5)
@@ -124,7 +124,7 @@ class SameAsUpstream(RuleBasedStateMachine):
     def interrupt_add(self, at: int) -> None:
         transition = self.world.transition(discontinuous=False)
         before = self.ours.pos, self.ours.full
-        interrupt(lambda: self.ours.add(*transition), at, below=BELOW)
+        interrupt_at(lambda: self.ours.add(*transition), at, below=BELOW)
         newest = self.ours.rewards[(self.ours.pos - 1) % self.ours.buffer_size]
         if (self.ours.pos, self.ours.full) != before or (newest == transition[3]).all():
             self.theirs.add(*transition)

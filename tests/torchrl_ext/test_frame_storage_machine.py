@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
-from tests.interrupts import interrupt
+from tests.interrupts import interrupt_at
 from tests.torchrl_ext.frame_data import Videos, assert_same
 from torchrl_ext import FrameStorage
 
@@ -71,7 +71,7 @@ class SameAsUpstream(RuleBasedStateMachine):
     def interrupt_extend(self, n: int, at: int) -> None:
         data = self._data(min(n, self.rows))
         first = torch.tensor([int(self.theirs.writer._cursor)])
-        interrupt(lambda: self._extend(self.ours, data), at, below=BELOW)
+        interrupt_at(lambda: self._extend(self.ours, data), at, below=BELOW)
         stored = len(self.ours.storage.get(slice(None))) > int(first) and torch.equal(
             self.ours.storage.get(first)["inner", "vector"], data[:1]["inner", "vector"]
         )

@@ -30,7 +30,7 @@ from torchrl.envs import GymEnv
 from torchrl.envs import ParallelEnv as Upstream
 
 from rl_ext_core.errors import WorkerError
-from tests.interrupts import interrupt
+from tests.interrupts import interrupt_at
 from tests.torchrl_ext.parallel_checks import event_log, new_workers, no_workers_left, workers_left
 from tests.torchrl_ext.parallel_environments import Failing, Well, count_events
 from torchrl_ext import GymWrapper, ParallelEnv
@@ -299,7 +299,7 @@ def test_ctrl_c_anywhere(call: str, every: int, use_buffers: bool) -> None:
     env = ParallelEnv(2, Failing, use_buffers=use_buffers)
     env.reset()
     at = 1
-    while where := interrupt(functools.partial(CALLS[call], env), at, below=BELOW):
+    while where := interrupt_at(functools.partial(CALLS[call], env), at, below=BELOW):
         # A step of one that is closed would start workers whose environments nobody has reset.
         said = continue_without_reset(env, stepping=at % 2 == 1 and not env.is_closed)
         assert said == "" or "interrupted" in said or "closed/non started" in said, where
