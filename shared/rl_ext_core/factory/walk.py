@@ -156,7 +156,7 @@ def fingerprint(value: Any, *, code: bool = True) -> Fingerprint:
     walk = _Walk()
     walk.visit_all(value)
     walk.add_sharing_tokens()
-    walk.find_ids()
+    walk.mark_ids()
     if code:
         _CodeReader(walk).run()
     return walk.found
@@ -581,7 +581,7 @@ class _Walk:
             yield from ((f"{{{text}}}", None, None, named[text]) for text in sorted(named))
             yield from ((f"{{#{index}}}", None, None, part) for index, part in enumerate(others))
 
-    def find_ids(self) -> None:
+    def mark_ids(self) -> None:
         """Note numbers that are the id of something here: in a copy they lead elsewhere."""
         for path, number in self._numbers:
             if number in self.seen:
