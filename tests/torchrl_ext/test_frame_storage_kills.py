@@ -123,7 +123,9 @@ def test_processes_that_are_killed_neither_block_others_nor_leave_anything_half_
 LINES = 660  # that adding a batch takes, or somewhat more
 
 
-def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *, full: bool, **options: Any) -> bool:
+def check_kill_at_line(
+    context: Any, line: int, caplog: pytest.LogCaptureFixture, *, full: bool, **options: Any
+) -> bool:
     """A process is killed at a line; returns whether the lock was free."""
     buffer = _make_shared_buffer(90 if full else 300, 30, **options)
     buffer.extend(make_batch(1, 30))
@@ -151,7 +153,7 @@ def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("full", [True, False])
 def test_a_process_may_be_killed_at_any_line(context: Any, full: bool, caplog: pytest.LogCaptureFixture) -> None:
-    made_whole = [check_a_kill_at(context, line, caplog, full=full) for line in range(5, LINES, LINES // 12)]
+    made_whole = [check_kill_at_line(context, line, caplog, full=full) for line in range(5, LINES, LINES // 12)]
     assert sum(made_whole) > 6
 
 
@@ -161,7 +163,7 @@ def test_a_process_may_be_killed_that_shares_a_storage_in_a_folder(
 ) -> None:
     for line in range(50, LINES, LINES // 6):
         folder = tmp_path / str(line)
-        check_a_kill_at(context, line, caplog, full=False, storage_dir=folder)
+        check_kill_at_line(context, line, caplog, full=False, storage_dir=folder)
         reopened = open_folder(folder, 300)
         assert len(_check_all_whole(reopened)) == len(set(_check_all_whole(reopened)))
         reopened.storage.close()
