@@ -19,9 +19,9 @@ _NOT = "not interrupted"
 class _Steps:
     """Follows the steps of a call through code in the named files, and asks at each whether Ctrl-C comes there."""
 
-    def __init__(self, comes_at: Callable[[Place], bool], below: tuple[str, ...]) -> None:
+    def __init__(self, comes_at: Callable[[Place], bool], code_paths: tuple[str, ...]) -> None:
         self.comes_at = comes_at
-        self.below = below
+        self.code_paths = code_paths
         self.where: str | None = None
 
     def run(self, call: Callable[[], Any]) -> str | None:
@@ -52,7 +52,7 @@ class _Steps:
 
     def _counts(self, frame: FrameType) -> bool:
         # Where a generator is closed, its ``with`` ends before Python looks for signals; a trace function comes before.
-        return frame.f_code.co_name != "_holding" and any(part in frame.f_code.co_filename for part in self.below)
+        return frame.f_code.co_name != "_holding" and any(part in frame.f_code.co_filename for part in self.code_paths)
 
     def _step(self, frame: FrameType, event: str) -> None:
         caller = frame.f_back or frame
@@ -71,11 +71,11 @@ def _is_finalizing(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def interrupt_at(call: Callable[[], Any], at: int, *, below: tuple[str, ...]) -> str | None:
+def interrupt_at(call: Callable[[], Any], at: int, *, code_paths: tuple[str, ...]) -> str | None:
     """Run ``call`` with Ctrl-C at its step number ``at``; return where that was, or None if the call has fewer steps.
 
     :param at: counts from 1.
-    :param below: parts of paths: only code in files with one of them counts.
+    :param code_paths: parts of paths: only code in files with one of them counts.
     :raises Exception: what the call raises other than KeyboardInterrupt.
     """
     left = at
@@ -85,11 +85,11 @@ def interrupt_at(call: Callable[[], Any], at: int, *, below: tuple[str, ...]) ->
         left -= 1
         return left <= 0
 
-    return _Steps(comes_at, below).run(call)
+    return _Steps(comes_at, code_paths).run(call)
 
 
 def interrupt_everywhere(
-    prepare: Callable[[], Callable[[], Any]], *, below: tuple[str, ...], every: int = 1
+    prepare: Callable[[], Callable[[], Any]], *, code_paths: tuple[str, ...], every: int = 1
 ) -> Iterator[str]:
     """Run a call to its end once, then interrupt it at each place that it came by, the first time and the last.
 
@@ -105,7 +105,7 @@ def interrupt_everywhere(
         visits[place] += 1
         return False
 
-    _Steps(comes_nowhere, below).run(prepare())
+    _Steps(comes_nowhere, code_paths).run(prepare())
     yield _NOT
     targets = [(place, visit) for place, times in visits.items() for visit in sorted({1, times})]
     for number, (target, visit) in enumerate(targets[::every]):
@@ -116,6 +116,6 @@ def interrupt_everywhere(
             left -= place == target
             return left == 0
 
-        yield _Steps(comes_at, below).run(prepare()) or _NOT
+        yield _Steps(comes_at, code_paths).run(prepare()) or _NOT
         if number % 64 == 63:
             gc.collect()  # what tracebacks hold in cycles is large, and too few objects for Python to look for it

@@ -45,7 +45,7 @@ def test_an_interrupted_call_is_done_or_not_begun() -> None:
         return counters[-1].both
 
     seen = set()
-    for where in interrupt_everywhere(prepare, below=("test_interrupts.py", "_interrupts.py")):
+    for where in interrupt_everywhere(prepare, code_paths=("test_interrupts.py", "_interrupts.py")):
         seen.add((counters[-1].first, counters[-1].second))
         assert counters[-1].first == counters[-1].second, where
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, where
@@ -163,7 +163,7 @@ def test_a_process_that_a_thread_has_forked_defers_as_well() -> None:
             code = 1
             try:
                 counter = _Counter()
-                where = interrupt_at(counter.both, 3, below=("test_interrupts.py",))
+                where = interrupt_at(counter.both, 3, code_paths=("test_interrupts.py",))
                 code = where is None or (counter.first, counter.second) != (1, 1)
             finally:
                 os._exit(code)

@@ -46,7 +46,7 @@ def make_box_observation(space: spaces.Box, time: int) -> np.ndarray:
 
 def make_observation(space: Any, time: int) -> Any:
     return (
-        {key: make_box_observation(below, time) for key, below in space.items()}
+        {key: make_box_observation(code_paths, time) for key, code_paths in space.items()}
         if isinstance(space, spaces.Dict)
         else make_box_observation(space, time)
     )
@@ -149,7 +149,7 @@ def check(kind: str, call: Callable[[Any], Any], there: int, *, every: int, fold
     before, before_and_on = state(buffers[-1]), add_more()
     prepare()()
     after, after_and_on = state(buffers[-1]), add_more()
-    for where in interrupt_everywhere(prepare, below=BELOW, every=every):
+    for where in interrupt_everywhere(prepare, code_paths=BELOW, every=every):
         found = state(buffers[-1])
         assert found in (before, after), where
         then = add_more()

@@ -124,7 +124,7 @@ class SameAsUpstream(RuleBasedStateMachine):
     def interrupt_add(self, at: int) -> None:
         transition = self.world.transition(discontinuous=False)
         before = self.ours.pos, self.ours.full
-        interrupt_at(lambda: self.ours.add(*transition), at, below=BELOW)
+        interrupt_at(lambda: self.ours.add(*transition), at, code_paths=BELOW)
         newest = self.ours.rewards[(self.ours.pos - 1) % self.ours.buffer_size]
         if (self.ours.pos, self.ours.full) != before or (newest == transition[3]).all():
             self.theirs.add(*transition)

@@ -146,7 +146,7 @@ def test_a_call_that_is_interrupted_is_done_or_not_begun(name: str, kind: str, t
         return cases[-1].call
 
     prepare()()  # compiles
-    done = [cases[-1].check(where) for where in interrupt_everywhere(prepare, below=BELOW, every=97)]
+    done = [cases[-1].check(where) for where in interrupt_everywhere(prepare, code_paths=BELOW, every=97)]
     assert done, "not interrupted at all"
 
 
@@ -161,7 +161,7 @@ def test_the_first_elements_may_be_interrupted(in_folder: bool, every: int, tmp_
         made.append(FrameStorage(SIZE, storage_dir=folder))
         return lambda: made[-1].set(range(20), FIRST.clone())
 
-    for where in interrupt_everywhere(prepare, below=BELOW, every=every):
+    for where in interrupt_everywhere(prepare, code_paths=BELOW, every=every):
         assert len(made[-1]) in (0, 20), where
         made[-1].set(range(20, 24), FIRST[:4].clone())
         made[-1].set(range(20), FIRST.clone())

@@ -71,7 +71,7 @@ class SameAsUpstream(RuleBasedStateMachine):
     def interrupt_extend(self, n: int, at: int) -> None:
         data = self._data(min(n, self.rows))
         first = torch.tensor([int(self.theirs.writer._cursor)])
-        interrupt_at(lambda: self._extend(self.ours, data), at, below=BELOW)
+        interrupt_at(lambda: self._extend(self.ours, data), at, code_paths=BELOW)
         stored = len(self.ours.storage.get(slice(None))) > int(first) and torch.equal(
             self.ours.storage.get(first)["inner", "vector"], data[:1]["inner", "vector"]
         )

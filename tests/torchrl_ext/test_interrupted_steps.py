@@ -65,7 +65,7 @@ def test_the_next_rollout_is_as_ever(name: str, every: int, call: str) -> None:
         return lambda: CALLS[call](env, data)
 
     count = 0
-    for _ in interrupt_everywhere(prepare, below=("torchrl_ext/",), every=every * (4 if "rollout" in call else 1)):
+    for _ in interrupt_everywhere(prepare, code_paths=("torchrl_ext/",), every=every * (4 if "rollout" in call else 1)):
         count += 1
         found = seeded_rollout(state["env"], 8)
         assert_same(found, expected)
@@ -85,7 +85,7 @@ def test_a_partial_reset_after_it_tells_how_the_environments_are(name: str, call
         state.update(env=env)
         return lambda: CALLS[call](env, data)
 
-    for _ in interrupt_everywhere(prepare, below=("torchrl_ext/",), every=5):
+    for _ in interrupt_everywhere(prepare, code_paths=("torchrl_ext/",), every=5):
         env = state["env"]
         data = env.reset(TensorDict({"_reset": torch.tensor([[True], [False]])}, [2]))
         each = env._env.envs
@@ -107,7 +107,7 @@ def test_the_observation_before_is_not_that_of_another_step() -> None:
         state.update(env=env, before=data.clone())
         return lambda: env.step(data)
 
-    for _ in interrupt_everywhere(prepare, below=("torchrl_ext/",), every=3):
+    for _ in interrupt_everywhere(prepare, code_paths=("torchrl_ext/",), every=3):
         env = state["env"]
         inner = env._env
         steps = inner.steps.clone()

@@ -299,7 +299,7 @@ def test_ctrl_c_anywhere(call: str, every: int, use_buffers: bool) -> None:
     env = ParallelEnv(2, Failing, use_buffers=use_buffers)
     env.reset()
     at = 1
-    while where := interrupt_at(functools.partial(CALLS[call], env), at, below=BELOW):
+    while where := interrupt_at(functools.partial(CALLS[call], env), at, code_paths=BELOW):
         # A step of one that is closed would start workers whose environments nobody has reset.
         said = continue_without_reset(env, stepping=at % 2 == 1 and not env.is_closed)
         assert said == "" or "interrupted" in said or "closed/non started" in said, where

@@ -53,7 +53,7 @@ def test_notes_that_are_cut_short_by_death_are_old_new_or_none(report: WorkerRep
     writer, old, new = ReportWriter(report.fd), {"phase": "reset", "text": "x" * 100}, {"phase": "step"}
     seen = []
     for _ in interrupt_everywhere(
-        lambda: writer.write_notes(old) or (lambda: writer.write_notes(new)), below=("/report.py",)
+        lambda: writer.write_notes(old) or (lambda: writer.write_notes(new)), code_paths=("/report.py",)
     ):  # type: ignore[func-returns-value]
         assert report.notes in (old, new, {})
         seen.append(report.notes)
