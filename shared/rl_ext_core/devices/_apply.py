@@ -36,13 +36,13 @@ _MAX_EGL_DEVICES = 64
 
 _inherited_displays: set[str] = set()
 
-current: Decision | None = None
+applied_decision: Decision | None = None
 
 
 def _reset_after_fork() -> None:
     # What the parent's libraries have read, this process's may read anew; a worker gets a decision of its own.
-    global current
-    current = None
+    global applied_decision
+    applied_decision = None
     # What a parent's display has started (Mesa: threads) is not there in a child, where every use of it hangs.
     _inherited_displays.update(name for name in set(_DISPLAY_MODULES.values()) if _module_display(name))
 
@@ -55,13 +55,13 @@ def apply(decision: Decision, environ: MutableMapping[str, str]) -> None:
 
     :raises DeviceConflictError: too late; nothing is changed then
     """
-    global current
+    global applied_decision
     if not decision.variables:
         return
     for _, conflict in (*display_conflicts(decision), *import_conflicts(decision)):
         raise DeviceConflictError(conflict)
     set_variables(decision.variables, environ)
-    current = decision
+    applied_decision = decision
     clear_failed_display(renderer_of(decision))
     if renderer_of(decision) == "robosuite":
         from rl_ext_core.devices import _robosuite

@@ -73,7 +73,7 @@ class BoundFactory(Generic[_Env]):
         :raises DeviceConflictError: a library in this process has read other settings already, or this worker has built
             an environment under another decision
         """
-        applied = _apply.current
+        applied = _apply.applied_decision
         if applied is None or _have_same_variables(applied, self.decision):
             self.decision.apply()
         elif self._creator_process == process_identity():
