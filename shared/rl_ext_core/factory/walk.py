@@ -473,7 +473,7 @@ class _Walk:
         if (reason := simulators.why_unpicklable(kind)) is not None:
             found.unpicklable[path] = reason
             return
-        for step, operation, key, part in _reader(kind)(self, path, item):
+        for step, operation, key, part in _parts_reader(kind)(self, path, item):
             where = path + step
             found.steps[where] = path, operation, key
             self._visit(where, part)
@@ -604,7 +604,7 @@ class _Walk:
 
 
 @_per_class
-def _reader(kind: Any) -> Callable[[_Walk, str, Any], Iterator[Part]]:
+def _parts_reader(kind: Any) -> Callable[[_Walk, str, Any], Iterator[Part]]:
     """Return what finds the parts of a class's instances."""
     torch = sys.modules.get("torch")
     if kind is types.FunctionType:
