@@ -36,7 +36,7 @@ def make_buffer(size: int = 100, **options: Any) -> TensorDictReplayBuffer:
     return TensorDictReplayBuffer(storage=FrameStorage(size, **{"codec": "jpeg", **options}), batch_size=16)
 
 
-def twin_of(size: int = 100, ndim: int = 1) -> TensorDictReplayBuffer:
+def make_lazy_buffer(size: int = 100, ndim: int = 1) -> TensorDictReplayBuffer:
     return TensorDictReplayBuffer(storage=LazyTensorStorage(size, ndim=ndim), batch_size=16)
 
 
@@ -56,7 +56,7 @@ def check(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize("quality", [95, 50])
 @pytest.mark.parametrize("batch", [1, 7, 60])
 def test_what_is_sampled_is_what_jpeg_makes_of_each_frame(batch: int, quality: int) -> None:
-    ours, theirs = make_buffer(quality=quality), twin_of()
+    ours, theirs = make_buffer(quality=quality), make_lazy_buffer()
     data = pictures(140, n_envs=2)
     for part, made in zip(data.split(batch), oracle(data, quality).split(batch), strict=True):
         ours.extend(part.clone())
