@@ -18,8 +18,8 @@ from sb3_contrib.common.recurrent.type_aliases import RNNStates
 from tests.interrupts import interrupt_everywhere
 from tests.sb3_ext.toys import REPLAY, ROLLOUT
 
-BELOW = ("sb3_ext/", "rl_ext_core/frames/", "_interrupts.py", "common/buffers.py", "her_replay_buffer.py")
-BELOW += ("maskable/buffers.py", "recurrent/buffers.py")
+CODE_PATHS = ("sb3_ext/", "rl_ext_core/frames/", "_interrupts.py", "common/buffers.py", "her_replay_buffer.py")
+CODE_PATHS += ("maskable/buffers.py", "recurrent/buffers.py")
 EVERY = [pytest.param(1, marks=pytest.mark.exhaustive), 41]
 SIZE, N_ENVS = 6, 2
 BOX = spaces.Box(0, 255, (2, 8, 8), np.uint8)
@@ -149,7 +149,7 @@ def check(kind: str, call: Callable[[Any], Any], there: int, *, every: int, fold
     before, before_and_on = state(buffers[-1]), add_more()
     prepare()()
     after, after_and_on = state(buffers[-1]), add_more()
-    for where in interrupt_everywhere(prepare, code_paths=BELOW, every=every):
+    for where in interrupt_everywhere(prepare, code_paths=CODE_PATHS, every=every):
         found = state(buffers[-1])
         assert found in (before, after), where
         then = add_more()

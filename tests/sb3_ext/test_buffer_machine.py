@@ -28,7 +28,7 @@ IMAGE = spaces.Box(0, 255, (N_STACK, *FRAME), np.uint8)
 PLACE = spaces.Box(-np.inf, np.inf, (2,), np.float32)
 ACTIONS = spaces.Box(-1, 1, (2,), np.float32)
 ROWS = ("actions", "rewards", "dones", "timeouts")
-BELOW = ("/sb3_ext/", "/rl_ext_core/")
+CODE_PATHS = ("/sb3_ext/", "/rl_ext_core/")
 
 
 class Rewards:
@@ -124,7 +124,7 @@ class SameAsUpstream(RuleBasedStateMachine):
     def interrupt_add(self, at: int) -> None:
         transition = self.world.transition(discontinuous=False)
         before = self.ours.pos, self.ours.full
-        interrupt_at(lambda: self.ours.add(*transition), at, code_paths=BELOW)
+        interrupt_at(lambda: self.ours.add(*transition), at, code_paths=CODE_PATHS)
         newest = self.ours.rewards[(self.ours.pos - 1) % self.ours.buffer_size]
         if (self.ours.pos, self.ours.full) != before or (newest == transition[3]).all():
             self.theirs.add(*transition)

@@ -18,7 +18,7 @@ from tests.interrupts import interrupt_everywhere
 from tests.sb3_ext.vec_checks import FAST, no_workers
 from tests.sb3_ext.vec_worlds import Counting, Failing
 
-BELOW = ("rl_ext_core/vector", "rl_ext_core/processes/watch", "sb3_ext/vec_env")
+CODE_PATHS = ("rl_ext_core/vector", "rl_ext_core/processes/watch", "sb3_ext/vec_env")
 ACTIONS = np.zeros(3, np.int64)
 OPTIONS: dict[str, dict[str, Any]] = {
     "one each": {},
@@ -94,7 +94,7 @@ def test_calls_after_an_interrupted_one(call: str, options: str, every: int, mon
         return lambda: CALLS[call](venv)
 
     seen = 0
-    for where in interrupt_everywhere(prepare, code_paths=BELOW, every=every):
+    for where in interrupt_everywhere(prepare, code_paths=CODE_PATHS, every=every):
         seen += 1
         # What comes next is about the environments as they are, whatever was done to them.
         then = seen % 4
@@ -132,7 +132,7 @@ def test_close_again_after_an_interrupted_close(options: str, begun: bool, every
     made.clear()
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    for where in interrupt_everywhere(prepare, code_paths=BELOW, every=every):
+    for where in interrupt_everywhere(prepare, code_paths=CODE_PATHS, every=every):
         made.pop().close()
         assert no_workers(), where
     made.clear()
@@ -146,7 +146,7 @@ def test_an_interrupted_start_leaves_nothing(every: int) -> None:
     def prepare() -> Callable[[], Any]:
         return lambda: SharedMemoryVecEnv([World] * 2, FAST).close()
 
-    for where in interrupt_everywhere(prepare, code_paths=BELOW, every=every):
+    for where in interrupt_everywhere(prepare, code_paths=CODE_PATHS, every=every):
         assert no_workers(), where
 
 
@@ -165,7 +165,7 @@ def test_an_interrupted_restart_is_done_again_or_ends_the_workers_with_one_sente
         made[0].step(ACTIONS[:2])
         return lambda: made[0].step(ACTIONS[:2])
 
-    for where in interrupt_everywhere(prepare, code_paths=BELOW, every=every):
+    for where in interrupt_everywhere(prepare, code_paths=CODE_PATHS, every=every):
         venv = made[0]
         try:
             if venv.waiting:

@@ -16,7 +16,7 @@ from tests.interrupts import interrupt_everywhere
 from tests.torchrl_ext.frame_data import Videos, assert_same
 from torchrl_ext import FrameStorage
 
-BELOW = ("torchrl_ext/frame", "rl_ext_core/")
+CODE_PATHS = ("torchrl_ext/frame", "rl_ext_core/")
 SIZE = 24
 FIRST, SECOND, THIRD = (Videos(1, seed=seed).collect(n).reshape(-1) for seed, n in ((0, 20), (1, 7), (2, 9)))
 
@@ -146,7 +146,7 @@ def test_a_call_that_is_interrupted_is_done_or_not_begun(name: str, kind: str, t
         return cases[-1].call
 
     prepare()()  # compiles
-    done = [cases[-1].check(where) for where in interrupt_everywhere(prepare, code_paths=BELOW, every=97)]
+    done = [cases[-1].check(where) for where in interrupt_everywhere(prepare, code_paths=CODE_PATHS, every=97)]
     assert done, "not interrupted at all"
 
 
@@ -161,7 +161,7 @@ def test_the_first_elements_may_be_interrupted(in_folder: bool, every: int, tmp_
         made.append(FrameStorage(SIZE, storage_dir=folder))
         return lambda: made[-1].set(range(20), FIRST.clone())
 
-    for where in interrupt_everywhere(prepare, code_paths=BELOW, every=every):
+    for where in interrupt_everywhere(prepare, code_paths=CODE_PATHS, every=every):
         assert len(made[-1]) in (0, 20), where
         made[-1].set(range(20, 24), FIRST[:4].clone())
         made[-1].set(range(20), FIRST.clone())

@@ -20,7 +20,7 @@ from tests.interrupts import interrupt_at
 from tests.torchrl_ext.frame_data import Videos, assert_same
 from torchrl_ext import FrameStorage
 
-BELOW = ("torchrl_ext/frame", "rl_ext_core/")
+CODE_PATHS = ("torchrl_ext/frame", "rl_ext_core/")
 
 
 class SameAsUpstream(RuleBasedStateMachine):
@@ -71,7 +71,7 @@ class SameAsUpstream(RuleBasedStateMachine):
     def interrupt_extend(self, n: int, at: int) -> None:
         data = self._data(min(n, self.rows))
         first = torch.tensor([int(self.theirs.writer._cursor)])
-        interrupt_at(lambda: self._extend(self.ours, data), at, code_paths=BELOW)
+        interrupt_at(lambda: self._extend(self.ours, data), at, code_paths=CODE_PATHS)
         stored = len(self.ours.storage.get(slice(None))) > int(first) and torch.equal(
             self.ours.storage.get(first)["inner", "vector"], data[:1]["inner", "vector"]
         )

@@ -285,7 +285,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "state": lambda env: env.load_state_dict(env.state_dict()),
     "close": lambda env: env.close(),
 }
-BELOW = ("/torchrl_ext/parallel/", "/rl_ext_core/processes/", "/batched_envs.py")
+CODE_PATHS = ("/torchrl_ext/parallel/", "/rl_ext_core/processes/", "/batched_envs.py")
 
 
 # What is raised while Python finalizes an object ends there, and is told as a warning.
@@ -299,7 +299,7 @@ def test_ctrl_c_anywhere(call: str, every: int, use_buffers: bool) -> None:
     env = ParallelEnv(2, Failing, use_buffers=use_buffers)
     env.reset()
     at = 1
-    while where := interrupt_at(functools.partial(CALLS[call], env), at, code_paths=BELOW):
+    while where := interrupt_at(functools.partial(CALLS[call], env), at, code_paths=CODE_PATHS):
         # A step of one that is closed would start workers whose environments nobody has reset.
         said = continue_without_reset(env, stepping=at % 2 == 1 and not env.is_closed)
         assert said == "" or "interrupted" in said or "closed/non started" in said, where

@@ -15,7 +15,7 @@ from rl_ext_core.frames import FrameStore
 from tests.core.frames.disk_toys import LAYOUT, N_ENVS, transition
 from tests.interrupts import interrupt_everywhere
 
-BELOW = ("rl_ext_core/frames/", "rl_ext_core/_interrupts.py")
+CODE_PATHS = ("rl_ext_core/frames/", "rl_ext_core/_interrupts.py")
 CAPACITY = 12
 NUMBERS = {(before[0].tobytes(), after[0].tobytes()): n for n in range(60) for before, after in [transition(n)]}
 
@@ -110,7 +110,7 @@ def test_a_store_is_as_before_the_call_or_as_after_it(name: str, kind: str, ever
     call(*stores[-1])
     after = held(stores[-1][0])
     saved_or_not = set()
-    for where in interrupt_everywhere(prepare, code_paths=BELOW, every=every):
+    for where in interrupt_everywhere(prepare, code_paths=CODE_PATHS, every=every):
         store, folder = stores[-1]
         found = held(store)
         assert found in (before, after), where
@@ -149,7 +149,7 @@ def test_a_folder_is_open_or_closed(name: str, kind: str, every: int, tmp_path: 
             store.close()
         return lambda: opened.append(make(kind, folder))
 
-    for where in interrupt_everywhere(prepare, code_paths=BELOW, every=every):
+    for where in interrupt_everywhere(prepare, code_paths=CODE_PATHS, every=every):
         if opened:
             opened.pop().close()
         store = make(kind, tmp_path / str(number))
@@ -166,6 +166,6 @@ def test_a_file_that_was_being_read_can_be_read(kind: str, tmp_path: Path) -> No
     store = fill(make(kind, None), *range(14))
     store.save(tmp_path / "saved")
     for where in interrupt_everywhere(
-        lambda: lambda: type(store).load(tmp_path / "saved"), code_paths=BELOW, every=211
+        lambda: lambda: type(store).load(tmp_path / "saved"), code_paths=CODE_PATHS, every=211
     ):
         assert held(type(store).load(tmp_path / "saved")) == held(store), where
