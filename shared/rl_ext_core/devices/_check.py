@@ -140,7 +140,7 @@ class Situation:
             return None
 
     @cached_property
-    def computing(self) -> Decision | None:
+    def compute_decision(self) -> Decision | None:
         """What ``resolve("auto")`` would compute on; None where it would refuse."""
         try:
             return decide_compute(parse_device("auto", "device"), self.machine, Picker())
@@ -183,7 +183,7 @@ def check_environment(
     if is_this_process and "torchrl.envs.libs.dm_control" in sys.modules and "pyrender" not in machine.versions:
         variables.pop(PYRENDER_INDEX, None)  # TorchRL sets it when it is imported, to no effect
     original = situation = Situation(machine, variables, variables)
-    applied = _apply.current.variables if is_this_process and _apply.current else {}
+    applied = _apply.applied_decision.variables if is_this_process and _apply.applied_decision else {}
     # A decision that is in force in this process has seen to the renderers.
     decision_in_force = bool(applied) and all(variables.get(name) == value for name, value in applied.items())
     findings: list[Finding] = []
@@ -480,7 +480,7 @@ def _find_rank_mistakes(situation: Situation) -> Findings:
         text = value.strip(_QUOTES)
         effect = f'{value!r} is not a rank: int(os.environ["{name}"]) and resolve("auto") refuse it'
         yield situation.finding(name, effect, {name: text if _pick.is_rank(text) else None})
-    elif shown and shown.uuids and situation.computing is None:
+    elif shown and shown.uuids and situation.compute_decision is None:
         yield _high_rank_finding(name, int(value), len(shown.uuids), situation)
     elif shown and (different := _pick.find_rank_contradiction(situation.machine)):
         other = f"{different[1]}={environ[different[1]]!r}"
@@ -527,7 +527,7 @@ def _find_missing_cuda(situation: Situation) -> Findings:
 def _find_unlisted_gpu(situation: Situation) -> Findings:
     """Find a GPU that computes and that EGL does not list."""
     inventory, environ = situation.inventory, situation.environ
-    gpu = situation.computing.gpu if situation.computing else None
+    gpu = situation.compute_decision.gpu if situation.compute_decision else None
     if gpu and not gpu.mig and inventory.egl is not None and inventory.egl_of(gpu.uuid) is None:
         using = [renderer for renderer in _installed_renderers(situation) if _backend(renderer, environ) == "egl"]
         if any(renderer.select_egl_device for renderer in _installed_renderers(situation)):
@@ -585,10 +585,12 @@ def _backend(renderer: Renderer, environ: Mapping[str, str]) -> str | None:
 
 def predict(renderer: Renderer, situation: Situation) -> Prediction:
     """Predict where a renderer renders with the present variables."""
-    computing, title = situation.computing, str(renderer)
+    compute_decision, title = situation.compute_decision, str(renderer)
     computes = None
-    if computing is not None:
-        computes = "cpu" if computing.device == "cpu" else computing.gpu.uuid if computing.gpu else None
+    if compute_decision is not None:
+        computes = (
+            "cpu" if compute_decision.device == "cpu" else compute_decision.gpu.uuid if compute_decision.gpu else None
+        )
     try:
         found = _predict_place(renderer, situation)
     except RendererFailsError as refused:
@@ -694,8 +696,8 @@ def _explain_egl_choice(renderer: Renderer, environ: Mapping[str, str], index: i
 def _find_rendering_mistakes(situation: Situation) -> Findings:
     """Find renderers that fail, or render elsewhere than where it is computed; those that fare alike in one finding."""
     alike: dict[tuple[Prediction, str, Severity], list[Renderer]] = {}
-    computing = situation.computing
-    gpu = computing.gpu if computing else None
+    compute_decision = situation.compute_decision
+    gpu = compute_decision.gpu if compute_decision else None
     for renderer in _installed_renderers(situation):
         found = predict(renderer, situation)
         if (
@@ -714,7 +716,7 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
         listed = gpu is None or gpu.mig or situation.inventory.egl_of(gpu.uuid)
         if (found.where != "fails" and not listed) or (found.variable == "EGL" and gpu and not gpu.mig):
             continue  # that EGL does not list the GPU is told already
-        elsewhere = found.egl is not None and not (computing and computing.device == "cpu")
+        elsewhere = found.egl is not None and not (compute_decision and compute_decision.device == "cpu")
         if found.where != "fails" and not elsewhere and not in_vain:
             continue  # OSMesa was asked for by name, and a GPU may render where the CPU computes
         if gpu and gpu.mig and found.where == "cpu":
@@ -725,11 +727,11 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
         severity: Severity = "warning" if harmless else "error"
         key = (dataclasses.replace(found, renderer=""), _find_rendering_fix(renderer, situation), severity)
         alike.setdefault(key, []).append(renderer)
-    without_duplicates = "" if situation.environ == situation.original else "once the other lines are typed, "
+    prefix = "" if situation.environ == situation.original else "once the other lines are typed, "
     for (found, fix, severity), renderers in alike.items():
-        effect = f"{', '.join(map(str, renderers))}: {without_duplicates}{found.why}"
-        if found.where != "fails" and computing:
-            effect += f", while {computing.device}{f', {describe_gpu(gpu)},' if gpu else ''} computes"
+        effect = f"{', '.join(map(str, renderers))}: {prefix}{found.why}"
+        if found.where != "fails" and compute_decision:
+            effect += f", while {compute_decision.device}{f', {describe_gpu(gpu)},' if gpu else ''} computes"
         # The last one stands for all: a decision for robosuite, which comes last, suits the others.
         yield situation.finding(found.variable, effect, fix.format(renderers[-1].name), severity)
 
@@ -746,11 +748,11 @@ def _find_rendering_fix(renderer: Renderer, situation: Situation) -> str:
     for render in ("same", "cpu"):
         line = f'resolve("auto", render="{render}", renderer="{{}}").apply()'
         python = f"from rl_ext_core.devices import resolve\n{line}"
-        if situation.computing is None:
+        if situation.compute_decision is None:
             return python  # which will say what is in the way
         try:
             request = parse_device(render, "render")
-            decision = decide_render(request, renderer.name, situation.machine, situation.computing, Picker())
+            decision = decide_render(request, renderer.name, situation.machine, situation.compute_decision, Picker())
         except RlExtError:
             continue
         changes = {name: value for name, value in decision.variables.items() if environ.get(name) != value}

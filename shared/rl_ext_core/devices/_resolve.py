@@ -333,35 +333,39 @@ def _format_device_count(count: int) -> str:
 # What renders
 
 
-def decide_render(request: Request, name: str, machine: Machine, computing: Decision, picker: Picker) -> Decision:
+def decide_render(
+    request: Request, name: str, machine: Machine, compute_decision: Decision, picker: Picker
+) -> Decision:
     """Decide which device renders beside the one that computes.
 
     :raises DeviceUnavailableError: it cannot be made to render
     """
     if request.kind == "none":
-        return computing
+        return compute_decision
     renderer = _renderers.find_renderer(name, machine.inventory.versions)
-    if request.kind == "cpu" or (request.kind == "same" and computing.device == "cpu"):
+    if request.kind == "cpu" or (request.kind == "same" and compute_decision.device == "cpu"):
         gpus = machine.inventory.gpus if request.kind == "same" else ()
         notes = tuple(
             'render="same" renders on the CPU, because that is what computes; for a GPU write '
             f'render="nvidia-smi:{gpu.index}"'
             for gpu in gpus[:1]
         )
-        return _decide_cpu_rendering(renderer, machine, request, computing, notes)
+        return _decide_cpu_rendering(renderer, machine, request, compute_decision, notes)
     if request.kind == "egl":
         if renderer.select_egl_device is None:
             raise DeviceUnavailableError(f'{request}: {renderer} does not render through EGL. Write render="same"')
-        return _decide_egl_rendering(renderer, _find_egl_device(request, machine), machine, request, computing)
-    gpu = _find_rendering_gpu(request, machine, computing, picker)
+        return _decide_egl_rendering(renderer, _find_egl_device(request, machine), machine, request, compute_decision)
+    gpu = _find_rendering_gpu(request, machine, compute_decision, picker)
     _check_not_mig(gpu, request)
     if renderer.select_egl_device is None:
-        return _decide_vulkan_rendering(renderer, gpu, machine, request, computing)
-    return _decide_egl_rendering(renderer, _find_egl_device_of_gpu(gpu, machine, request), machine, request, computing)
+        return _decide_vulkan_rendering(renderer, gpu, machine, request, compute_decision)
+    return _decide_egl_rendering(
+        renderer, _find_egl_device_of_gpu(gpu, machine, request), machine, request, compute_decision
+    )
 
 
 def _decide_cpu_rendering(
-    renderer: Renderer, machine: Machine, request: Request, computing: Decision, notes: tuple[str, ...] = ()
+    renderer: Renderer, machine: Machine, request: Request, compute_decision: Decision, notes: tuple[str, ...] = ()
 ) -> Decision:
     """Render on the CPU: on Mesa's software device of EGL where there is one, else with OSMesa."""
     if renderer.select_egl_device is None:
@@ -370,11 +374,11 @@ def _decide_cpu_rendering(
             'Write render="none", and leave images out of the observations'
         )
     inventory = machine.inventory_with_egl
-    computing = dataclasses.replace(computing, warnings=computing.warnings + notes)
+    compute_decision = dataclasses.replace(compute_decision, warnings=compute_decision.warnings + notes)
     device = next((device for device in inventory.egl or () if device.software), None)
     if device is not None:
         try:
-            return _decide_egl_rendering(renderer, device, machine, request, computing)
+            return _decide_egl_rendering(renderer, device, machine, request, compute_decision)
         except DeviceUnavailableError:
             if not inventory.osmesa:
                 raise
@@ -384,19 +388,19 @@ def _decide_cpu_rendering(
             f"{f' ({inventory.egl_error})' if inventory.egl_error else ''}. Write: apt-get install libegl1 libegl-mesa0"
         )
     return dataclasses.replace(
-        computing,
+        compute_decision,
         render="cpu",
         renderer=str(renderer),
         variables=renderer.variables("osmesa", None),
-        steps=(*computing.steps, request.step("the CPU, OSMesa")),
+        steps=(*compute_decision.steps, request.step("the CPU, OSMesa")),
     )
 
 
-def _find_rendering_gpu(request: Request, machine: Machine, computing: Decision, picker: Picker) -> Gpu:
+def _find_rendering_gpu(request: Request, machine: Machine, compute_decision: Decision, picker: Picker) -> Gpu:
     if request.kind == "same":
-        if computing.gpu is None:
-            raise DeviceUnavailableError(f"{request}: {computing.warnings[0]}. {_CPU_RENDERING_HINT}")
-        return computing.gpu
+        if compute_decision.gpu is None:
+            raise DeviceUnavailableError(f"{request}: {compute_decision.warnings[0]}. {_CPU_RENDERING_HINT}")
+        return compute_decision.gpu
     if request.kind in ("uuid", "nvidia-smi", "pci"):
         # No renderer heeds the mask where it is told a device: a GPU that is hidden from CUDA renders if it is named.
         return _find_gpu(request, machine.inventory)
@@ -457,10 +461,10 @@ def _check_not_mig(gpu: Gpu, request: Request) -> None:
 
 
 def _decide_egl_rendering(
-    renderer: Renderer, device: EglDevice, machine: Machine, request: Request, computing: Decision
+    renderer: Renderer, device: EglDevice, machine: Machine, request: Request, compute_decision: Decision
 ) -> Decision:
     try:
-        index = _renderers.find_index_value(renderer, device, EglView.of(machine), machine.environ)
+        index = _renderers.find_index_value(renderer, device, EglView.from_machine(machine), machine.environ)
     except DeviceUnavailableError as error:
         raise DeviceUnavailableError(f"{request}: {error}") from error
     gpu = machine.inventory.gpu(device.uuid) if device.uuid else None
@@ -469,27 +473,27 @@ def _decide_egl_rendering(
     who = "the CPU" if device.software else gpu.uuid if gpu else "a device that NVML does not know"
     rule = Step(f"rule of {renderer}", renderer.index, index, f"EGL device {device.index}")
     return dataclasses.replace(
-        computing,
+        compute_decision,
         render="cpu" if device.software else "gpu",
         render_gpu=gpu,
         egl=device,
         renderer=str(renderer),
         variables=renderer.variables("egl", index),
-        steps=(*computing.steps, request.step(f"EGL device {device.index}, {who}"), rule),
+        steps=(*compute_decision.steps, request.step(f"EGL device {device.index}, {who}"), rule),
     )
 
 
 def _decide_vulkan_rendering(
-    renderer: Renderer, gpu: Gpu, machine: Machine, request: Request, computing: Decision
+    renderer: Renderer, gpu: Gpu, machine: Machine, request: Request, compute_decision: Decision
 ) -> Decision:
     """Name the GPU as an argument: Vulkan reads no variable, and lists GPUs in an order of its own."""
     name = _renderers.vulkan_device_name(gpu, machine.visible.uuids)
     rule = Step(f"rule of {renderer}", "device", name, gpu.uuid)
     return dataclasses.replace(
-        computing,
+        compute_decision,
         render="gpu",
         render_gpu=gpu,
         renderer=str(renderer),
         render_device=name,
-        steps=(*computing.steps, request.step(gpu.uuid), rule),
+        steps=(*compute_decision.steps, request.step(gpu.uuid), rule),
     )
