@@ -276,7 +276,7 @@ def _made_in_python(kind: Any) -> bool:
 
 
 @_per_class
-def is_foreign(kind: Any) -> bool:
+def has_c_memory(kind: Any) -> bool:
     """Whether instances have memory of a class in C, other than the plain containers."""
     return any(base not in _TRANSPARENT and not _made_in_python(base) for base in kind.__mro__)
 
@@ -619,7 +619,7 @@ def _parts_reader(kind: Any) -> Callable[[_Walk, str, Any], Iterator[Part]]:
         return _Walk.parts_of_tensor
     if is_generator_class(kind):
         return _Walk.parts_of_generator
-    if is_foreign(kind):
+    if has_c_memory(kind):
         return _Walk.parts_of_foreign
     return _Walk.parts_of_container if issubclass(kind, _CONTAINERS) else _Walk.parts_of_attributes
 
