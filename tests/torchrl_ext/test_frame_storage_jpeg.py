@@ -28,7 +28,7 @@ def oracle(data: TensorDict, quality: int = 95) -> TensorDict:
     return made
 
 
-def pictures(n: int, *, seed: int = 0, n_envs: int = 1) -> TensorDict:
+def make_pictures(n: int, *, seed: int = 0, n_envs: int = 1) -> TensorDict:
     return Videos(n_envs, seed=seed, smooth=True).collect(n).reshape(-1)
 
 
@@ -57,7 +57,7 @@ def check(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize("batch", [1, 7, 60])
 def test_what_is_sampled_is_what_jpeg_makes_of_each_frame(batch: int, quality: int) -> None:
     ours, theirs = make_buffer(quality=quality), make_lazy_buffer()
-    data = pictures(140, n_envs=2)
+    data = make_pictures(140, n_envs=2)
     for part, made in zip(data.split(batch), oracle(data, quality).split(batch), strict=True):
         ours.extend(part.clone())
         theirs.extend(made.clone())
@@ -68,7 +68,7 @@ def test_what_is_sampled_is_what_jpeg_makes_of_each_frame(batch: int, quality: i
 
 
 def test_a_frame_reads_the_same_from_its_first_moment_on() -> None:
-    buffer, data = make_buffer(300), pictures(150)
+    buffer, data = make_buffer(300), make_pictures(150)
     seen = []
     for row, made in zip(data, oracle(data), strict=True):
         buffer.add(row.clone())
@@ -80,7 +80,7 @@ def test_a_frame_reads_the_same_from_its_first_moment_on() -> None:
 
 def test_damaged_images_are_reported() -> None:
     buffer = make_buffer()
-    buffer.extend(pictures(60))
+    buffer.extend(make_pictures(60))
     buffer.storage._columns[0].pool._arrays["contents"][: 60 * 256] = 7
     with pytest.raises(CorruptFileError, match="cannot be read"):
         buffer.sample()
@@ -99,7 +99,7 @@ def test_one_that_may_lose_less_does_not_take_over_what_was_saved(
     saved: dict[str, Any], options: dict[str, Any], text: str
 ) -> None:
     storage = FrameStorage(100, **saved)
-    storage.set(range(70), pictures(70))
+    storage.set(range(70), make_pictures(70))
     state = storage.state_dict()
     with pytest.raises(InvalidArgumentError, match=text):
         FrameStorage(100, **options).load_state_dict(state)
@@ -109,7 +109,7 @@ def test_one_that_may_lose_less_does_not_take_over_what_was_saved(
 
 
 def test_where_an_image_cannot_be_made_nothing_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer, data = make_buffer(50), pictures(80)
+    buffer, data = make_buffer(50), make_pictures(80)
     buffer.extend(data[:40].clone())
     before, held = buffer[:].clone(), buffer.storage._columns[0].pool.held
 
