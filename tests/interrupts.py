@@ -19,8 +19,8 @@ _NOT = "not interrupted"
 class _Steps:
     """Follows the steps of a call through code in the named files, and asks at each whether Ctrl-C comes there."""
 
-    def __init__(self, comes_at: Callable[[Place], bool], code_paths: tuple[str, ...]) -> None:
-        self.comes_at = comes_at
+    def __init__(self, should_interrupt: Callable[[Place], bool], code_paths: tuple[str, ...]) -> None:
+        self.should_interrupt = should_interrupt
         self.code_paths = code_paths
         self.where: str | None = None
 
@@ -57,7 +57,7 @@ class _Steps:
     def _step(self, frame: FrameType, event: str) -> None:
         caller = frame.f_back or frame
         place = (frame.f_code.co_filename, frame.f_lineno, event, caller.f_code.co_filename, caller.f_lineno)
-        if self.comes_at(place) and not _is_finalizing(frame):
+        if self.should_interrupt(place) and not _is_finalizing(frame):
             self.where = "{}:{} {}, called at {}:{}".format(*place)
             sys.settrace(None)
             sys.setprofile(None)
@@ -80,12 +80,12 @@ def interrupt_at(call: Callable[[], Any], at: int, *, code_paths: tuple[str, ...
     """
     left = at
 
-    def comes_at(place: Place) -> bool:
+    def should_interrupt(place: Place) -> bool:
         nonlocal left
         left -= 1
         return left <= 0
 
-    return _Steps(comes_at, code_paths).run(call)
+    return _Steps(should_interrupt, code_paths).run(call)
 
 
 def interrupt_everywhere(
@@ -111,11 +111,11 @@ def interrupt_everywhere(
     for number, (target, visit) in enumerate(targets[::every]):
         left = visit
 
-        def comes_at(place: Place, target: Place = target) -> bool:
+        def should_interrupt(place: Place, target: Place = target) -> bool:
             nonlocal left
             left -= place == target
             return left == 0
 
-        yield _Steps(comes_at, code_paths).run(prepare()) or _NOT
+        yield _Steps(should_interrupt, code_paths).run(prepare()) or _NOT
         if number % 64 == 63:
             gc.collect()  # what tracebacks hold in cycles is large, and too few objects for Python to look for it
