@@ -199,11 +199,11 @@ class Machine:
         :raises DeviceConflictError: torch has started CUDA under another mask
         """
         shown = visible(self.inventory, self.environ)
-        started = None if self._given_inventory is not None else _uuids_seen_by_torch()
-        if started is not None and self.inventory.gpus and not shown.mig and started != shown.uuids:
+        torch_uuids = None if self._given_inventory is not None else _uuids_seen_by_torch()
+        if torch_uuids is not None and self.inventory.gpus and not shown.mig and torch_uuids != shown.uuids:
             raise DeviceConflictError(
                 f"{MASK}={self.environ.get(MASK)!r} shows {len(shown.uuids)} GPUs, but torch started CUDA in this "
-                f"process with {len(started)}, other ones or another order: the variable was changed afterwards. "
+                f"process with {len(torch_uuids)}, other ones or another order: the variable was changed afterwards. "
                 f"Set {MASK} before the program starts"
             )
         return shown
@@ -241,7 +241,7 @@ class Machine:
             return f"the installed torch {versions['torch']} is built without CUDA"
         mask = self.environ.get(MASK)
         if mask is not None and (self.inventory.gpus or not self.inventory.nvml_error):
-            return f"{MASK}={mask!r} shows none{f': {self.visible.stop_reason}' if self.visible.ended and mask else ''}"
+            return f"{MASK}={mask!r} shows none{f': {self.visible.stop_reason}' if self.visible.stop_reason and mask else ''}"
         return self.inventory.nvml_error or "NVML lists no GPU on this machine"
 
     @property
