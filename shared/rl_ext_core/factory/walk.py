@@ -256,17 +256,17 @@ def instance_dict(instance: Any) -> dict[str, Any] | None:
 def _slots(kind: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for base in kind.__mro__:
-        if _made_in_python(base):
+        if _is_python_class(base):
             members = {n: part for n, part in vars(base).items() if type(part) is types.MemberDescriptorType}
             found = {**members, **found}
     return found
 
 
 @_per_class
-def _made_in_python(kind: Any) -> bool:
+def _is_python_class(kind: Any) -> bool:
     """Whether a class statement made this class: then its instances hold nothing but attributes."""
     # Libraries such as nanobind make their classes by a metaclass in C.
-    if type(kind) is not type and not _made_in_python(type(kind)):
+    if type(kind) is not type and not _is_python_class(type(kind)):
         return False
     for name, part in vars(kind).items():
         is_getset = type(part) is types.GetSetDescriptorType and name not in ("__dict__", "__weakref__")
@@ -278,7 +278,7 @@ def _made_in_python(kind: Any) -> bool:
 @_per_class
 def has_c_memory(kind: Any) -> bool:
     """Whether instances have memory of a class in C, other than the plain containers."""
-    return any(base not in _TRANSPARENT and not _made_in_python(base) for base in kind.__mro__)
+    return any(base not in _TRANSPARENT and not _is_python_class(base) for base in kind.__mro__)
 
 
 def digest(data: Any) -> str:
@@ -663,7 +663,7 @@ class _CodeReader:
         for function in self._walk.functions:
             self._read_function(function)
         for kind in sorted({base for met in self._walk.classes for base in met.__mro__}, key=full_name):
-            if name_of(kind)[0].partition(".")[0] not in STABLE_PACKAGES and _made_in_python(kind):
+            if name_of(kind)[0].partition(".")[0] not in STABLE_PACKAGES and _is_python_class(kind):
                 self._read_class(kind)
 
     def _read_class(self, kind: type) -> None:
