@@ -20,7 +20,7 @@ from torchrl_ext import FrameStorage
 GREY = StackLayout((STACK, HEIGHT, WIDTH), np.dtype(np.uint8), STACK, 0)
 
 
-def oracle(data: TensorDict, quality: int = 95) -> TensorDict:
+def through_jpeg(data: TensorDict, quality: int = 95) -> TensorDict:
     """The same transitions with images that went through JPEG."""
     made = data.clone()
     for key in ("pixels", ("next", "pixels")):
@@ -58,7 +58,7 @@ def check(ours: Any, theirs: Any) -> None:
 def test_what_is_sampled_is_what_jpeg_makes_of_each_frame(batch: int, quality: int) -> None:
     ours, theirs = make_buffer(quality=quality), make_lazy_buffer()
     data = make_pictures(140, n_envs=2)
-    for part, made in zip(data.split(batch), oracle(data, quality).split(batch), strict=True):
+    for part, made in zip(data.split(batch), through_jpeg(data, quality).split(batch), strict=True):
         ours.extend(part.clone())
         theirs.extend(made.clone())
         if batch > 1:
@@ -70,7 +70,7 @@ def test_what_is_sampled_is_what_jpeg_makes_of_each_frame(batch: int, quality: i
 def test_a_frame_reads_the_same_from_its_first_moment_on() -> None:
     buffer, data = make_buffer(300), make_pictures(150)
     seen = []
-    for row, made in zip(data, oracle(data), strict=True):
+    for row, made in zip(data, through_jpeg(data), strict=True):
         buffer.add(row.clone())
         seen.append(buffer[len(buffer) - 1].clone())
         assert torch.equal(seen[-1]["next", "pixels"], made["next", "pixels"])
@@ -123,4 +123,4 @@ def test_where_an_image_cannot_be_made_nothing_is_stored(monkeypatch: pytest.Mon
     assert buffer.storage._columns[0].pool.held == held
     assert_same(buffer[:].clone(), before)
     buffer.storage.set(range(30, 50), data[40:60])
-    assert torch.equal(buffer[30:50]["pixels"].clone(), oracle(data[40:60])["pixels"])
+    assert torch.equal(buffer[30:50]["pixels"].clone(), through_jpeg(data[40:60])["pixels"])
