@@ -101,11 +101,11 @@ def interrupt_everywhere(
     """
     visits: Counter[Place] = Counter()
 
-    def comes_nowhere(place: Place) -> bool:
+    def count_visit(place: Place) -> bool:
         visits[place] += 1
         return False
 
-    _Steps(comes_nowhere, code_paths).run(prepare())
+    _Steps(count_visit, code_paths).run(prepare())
     yield _NOT
     targets = [(place, visit) for place, times in visits.items() for visit in sorted({1, times})]
     for number, (target, visit) in enumerate(targets[::every]):
