@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Question", "DoctorReport", "add_arguments", "examine", "replay", "run", "print_report"]
 
-FORMAT = 1
+REPORT_FORMAT = 1
 _STYLES = {"error": "bold red", "warning": "yellow", "ok": "green"}
 
 # The variables that go into a report: those that decide on devices, and no others. Reports end up in public bug
@@ -114,7 +114,7 @@ class DoctorReport:
     def to_dict(self) -> dict[str, Any]:
         """Return what :meth:`to_json` writes, as plain dicts, lists, numbers and text."""
         plain = {field.name: _to_plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return {"format": FORMAT, "rl_ext": rl_ext_core.__version__, **plain}
+        return {"format": REPORT_FORMAT, "rl_ext": rl_ext_core.__version__, **plain}
 
     def to_json(self) -> str:
         """Write it down for a bug report; :func:`replay` reads it."""
@@ -192,8 +192,8 @@ def replay(text: str, *, question: Question | None = None) -> DoctorReport:
     """
     try:
         data = json.loads(text)
-        if data["format"] != FORMAT:
-            raise CorruptFileError(f"this report is not of format {FORMAT}, the one that this version reads")
+        if data["format"] != REPORT_FORMAT:
+            raise CorruptFileError(f"this report is not of format {REPORT_FORMAT}, the one that this version reads")
         inventory = Inventory.from_json(json.dumps(data["inventory"]))
         uuids = {gpu.uuid for gpu in inventory.gpus}
         if any(device.index != place for place, device in enumerate(inventory.egl or ())):
@@ -223,14 +223,12 @@ def replay(text: str, *, question: Question | None = None) -> DoctorReport:
 
 def print_report(report: DoctorReport, console: Console) -> None:
     """Print a report. Lines to copy are never wrapped, and nothing is cut off."""
-    installed_renderers = {
-        name: report.inventory.versions[name] for name in PACKAGES if name in report.inventory.versions
-    }
-    if "torch" in installed_renderers:
+    packages = {name: report.inventory.versions[name] for name in PACKAGES if name in report.inventory.versions}
+    if "torch" in packages:
         cuda = report.inventory.versions.get("torch.cuda", "")
         built = cuda if cuda.startswith("rocm") else f"CUDA {cuda}" if cuda else "without CUDA"
-        installed_renderers["torch"] += f" ({built})"
-    versions = {"rl-ext": rl_ext_core.__version__, **installed_renderers}
+        packages["torch"] += f" ({built})"
+    versions = {"rl-ext": rl_ext_core.__version__, **packages}
     _print_line(console, "  ".join(f"{name} {version}" for name, version in versions.items()))
     _print_table(
         console, ("nvidia-smi", "name", "PCI", "UUID", "torch", "EGL", "DRM", "free / total"), _gpu_rows(report)
@@ -308,7 +306,7 @@ def _describe_other_devices(inventory: Inventory) -> Iterator[str]:
     if inventory.egl_error:
         yield f"EGL: {inventory.egl_error}"
     if inventory.osmesa is not None:
-        yield f"OSMesa: {'installed_renderers' if inventory.osmesa else 'not installed_renderers'}"
+        yield f"OSMesa: {'installed' if inventory.osmesa else 'not installed'}"
 
 
 def _describe_place(found: Prediction, report: DoctorReport) -> str:
