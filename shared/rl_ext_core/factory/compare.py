@@ -602,7 +602,7 @@ class _StateClassifier:
 def _describe_difference(path: str, original: Fingerprint, copy: Fingerprint) -> str:
     mine, its = _describe_value(original, path), _describe_value(copy, path)
     if path in original.aliases and mine == its:
-        return f"{path} is {original.resolved(path)} in the instance and another object in a copy"
+        return f"{path} is {original.canonical_path(path)} in the instance and another object in a copy"
     if mine == its:
         return f"{path or 'the environment'} has other contents in a copy"
     return f"{path or 'the environment'} is {mine} in the instance and {its} in a copy"

@@ -104,7 +104,7 @@ class Fingerprint:
     objects: dict[str, Any] = dataclasses.field(default_factory=dict)
     steps: dict[str, tuple[str, str | None, Any]] = dataclasses.field(default_factory=dict)
 
-    def resolved(self, path: str) -> str:
+    def canonical_path(self, path: str) -> str:
         """Return the path under which the tokens of a part are."""
         if path in self.tokens or not self.aliases:
             return path
@@ -113,13 +113,13 @@ class Fingerprint:
         # Each step makes the holder's own path a first one.
         for end in range(len(path) - 1, 0, -1):
             if path[end] in ".[({" and path[:end] in self.aliases:
-                return self.resolved(self.aliases[path[:end]] + path[end:])
+                return self.canonical_path(self.aliases[path[:end]] + path[end:])
         return path
 
     def token(self, path: str) -> Any:
         """Return the token of a part; None: there is no such part."""
         found = self.tokens.get(path)
-        return self.tokens.get(self.resolved(path)) if found is None else found
+        return self.tokens.get(self.canonical_path(path)) if found is None else found
 
     def differences(self, other: Fingerprint) -> list[str]:
         """List the paths at which two differ, the shortest first."""
@@ -133,7 +133,7 @@ class Fingerprint:
             return True
         # Each of the two paths leads to one object in one, and has to in the other.
         return any(
-            path in one.aliases and another.resolved(path) != another.resolved(one.aliases[path])
+            path in one.aliases and another.canonical_path(path) != another.canonical_path(one.aliases[path])
             for one, another in ((self, other), (other, self))
         )
 
