@@ -40,7 +40,7 @@ def make_lazy_buffer(size: int = 100, ndim: int = 1) -> TensorDictReplayBuffer:
     return TensorDictReplayBuffer(storage=LazyTensorStorage(size, ndim=ndim), batch_size=16)
 
 
-def check(ours: Any, theirs: Any) -> None:
+def compare_buffers(ours: Any, theirs: Any) -> None:
     assert len(ours) == len(theirs)
     assert_same(ours[:].clone(), theirs[:])
     for seed in range(3):
@@ -62,8 +62,8 @@ def test_what_is_sampled_is_what_jpeg_makes_of_each_frame(batch: int, quality: i
         ours.extend(part.clone())
         theirs.extend(made.clone())
         if batch > 1:
-            check(ours, theirs)
-    check(ours, theirs)
+            compare_buffers(ours, theirs)
+    compare_buffers(ours, theirs)
     assert ours.storage._columns[0].pool.layout == GREY
 
 
