@@ -16,7 +16,7 @@ Place = tuple[str, int, str, str, int]
 _NOT = "not interrupted"
 
 
-class _Steps:
+class _StepTracer:
     """Follows the steps of a call through code in the named files, and asks at each whether Ctrl-C comes there."""
 
     def __init__(self, should_interrupt: Callable[[Place], bool], code_paths: tuple[str, ...]) -> None:
@@ -85,7 +85,7 @@ def interrupt_at(call: Callable[[], Any], at: int, *, code_paths: tuple[str, ...
         left -= 1
         return left <= 0
 
-    return _Steps(should_interrupt, code_paths).run(call)
+    return _StepTracer(should_interrupt, code_paths).run(call)
 
 
 def interrupt_everywhere(
@@ -105,7 +105,7 @@ def interrupt_everywhere(
         visits[place] += 1
         return False
 
-    _Steps(count_visit, code_paths).run(prepare())
+    _StepTracer(count_visit, code_paths).run(prepare())
     yield _NOT
     targets = [(place, visit) for place, times in visits.items() for visit in sorted({1, times})]
     for number, (target, visit) in enumerate(targets[::every]):
@@ -116,6 +116,6 @@ def interrupt_everywhere(
             left -= place == target
             return left == 0
 
-        yield _Steps(should_interrupt, code_paths).run(prepare()) or _NOT
+        yield _StepTracer(should_interrupt, code_paths).run(prepare()) or _NOT
         if number % 64 == 63:
             gc.collect()  # what tracebacks hold in cycles is large, and too few objects for Python to look for it
