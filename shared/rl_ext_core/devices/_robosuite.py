@@ -63,23 +63,23 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 class _Loader(importlib.abc.Loader):
     def __init__(self, loader: importlib.abc.Loader, name: str) -> None:
-        self._loader = loader
+        self._wrapped_loader = loader
         self._name = name
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
+        return self._wrapped_loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         _check_variable(BACKEND)
         with _hide_index() if self._name == _BINDING else _explain_errors():
-            self._loader.exec_module(module)
+            self._wrapped_loader.exec_module(module)
         _PATCHES[self._name](module)
 
     def __getattr__(self, name: str) -> Any:
         # linecache and inspect ask the loader for the source.
-        if name == "_loader":  # a copy that is being made has none yet
+        if name == "_wrapped_loader":  # a copy that is being made has none yet
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        return getattr(self._wrapped_loader, name)
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def _patch_binding(module: ModuleType) -> None:
         with _explain_errors():
             draw(self)
 
-    context.__del__ = _is_patched(free_if_made)
+    context.__del__ = _mark_patched(free_if_made)
     context._set_mujoco_context_and_buffers = draw_or_explain
 
 
@@ -148,11 +148,11 @@ def _patch_context(module: ModuleType) -> None:
         with _explain_errors():
             make_current(self)
 
-    context.__init__ = _is_patched(make_as_decided)
+    context.__init__ = _mark_patched(make_as_decided)
     context.make_current = make_current_or_explain
 
 
-def _is_patched(function: Callable[..., None]) -> Callable[..., None]:
+def _mark_patched(function: Callable[..., None]) -> Callable[..., None]:
     function._is_patched = True  # type: ignore[attr-defined]
     return function
 
