@@ -209,24 +209,24 @@ def is_layer(value: Any) -> bool:
     return _has_reset_and_step(kind) and instance_dict(value) is not None
 
 
-def _per_class(function: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
+def _cached_per_class(function: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
     """Keep what a function of a class returns."""
     return functools.lru_cache(maxsize=10_000)(function)
 
 
-@_per_class
+@_cached_per_class
 def _has_reset_and_step(kind: Any) -> bool:
     names = {name for base in kind.__mro__ for name in vars(base)}
     return "reset" in names and "step" in names
 
 
-@_per_class
+@_cached_per_class
 def name_of(kind: Any) -> tuple[str, str]:
     """Return module and qualified name of a class."""
     return str(getattr(kind, "__module__", "builtins")), kind.__qualname__  # SWIG's has no module
 
 
-@_per_class
+@_cached_per_class
 def full_name(kind: Any) -> str:
     """Return module and name of a class in one."""
     return ".".join(name_of(kind))
@@ -252,7 +252,7 @@ def instance_dict(instance: Any) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None  # that of a class is a view
 
 
-@_per_class
+@_cached_per_class
 def _slots(kind: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for base in kind.__mro__:
@@ -262,7 +262,7 @@ def _slots(kind: Any) -> dict[str, Any]:
     return found
 
 
-@_per_class
+@_cached_per_class
 def _is_python_class(kind: Any) -> bool:
     """Whether a class statement made this class: then its instances hold nothing but attributes."""
     # Libraries such as nanobind make their classes by a metaclass in C.
@@ -275,7 +275,7 @@ def _is_python_class(kind: Any) -> bool:
     return True
 
 
-@_per_class
+@_cached_per_class
 def has_c_memory(kind: Any) -> bool:
     """Whether instances have memory of a class in C, other than the plain containers."""
     return any(base not in _TRANSPARENT and not _is_python_class(base) for base in kind.__mro__)
@@ -292,7 +292,7 @@ def scalar_token(item: Any) -> Any:
     return None if describe is None else describe(item)
 
 
-@_per_class
+@_cached_per_class
 def _describer(kind: Any) -> Callable[[Any], Any] | None:
     """Return what gives the tokens of a class's instances; None: they are entered."""
     name, torch = kind.__name__, sys.modules.get("torch")
@@ -409,7 +409,7 @@ def _tensor_token(tensor: Any, torch: Any) -> Any:
         return *name, "uninitialized"
 
 
-@_per_class
+@_cached_per_class
 def is_generator_class(kind: Any) -> bool:
     """Whether random numbers are drawn from instances."""
     torch = sys.modules.get("torch")
@@ -603,7 +603,7 @@ class _Walk:
             end = max(end, high)
 
 
-@_per_class
+@_cached_per_class
 def _parts_reader(kind: Any) -> Callable[[_Walk, str, Any], Iterator[Part]]:
     """Return what finds the parts of a class's instances."""
     torch = sys.modules.get("torch")
