@@ -39,13 +39,13 @@ from rl_ext_core.frames.machine import SUM_START, add_bytes, copy_bytes, fold_su
 from rl_ext_core.frames.region import address_of, allocate
 from rl_ext_core.frames.views import pool_in
 
-_NUMBER = 0xFFFFFFFF
+_BLOCK_MASK = 0xFFFFFFFF
 
 
 @njit(nogil=True, inline="always")
 def unpack_handle(handle):  # type: ignore[no-untyped-def]
     """The block of a stack's newest frame, the place there, and the number of frames."""
-    return handle & _NUMBER, (handle >> PLACE_SHIFT) & 0xFFFF, handle >> DEPTH_SHIFT
+    return handle & _BLOCK_MASK, (handle >> PLACE_SHIFT) & 0xFFFF, handle >> DEPTH_SHIFT
 
 
 @njit(nogil=True, inline="always")
