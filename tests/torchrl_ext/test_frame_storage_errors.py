@@ -127,7 +127,7 @@ def test_a_storage_that_came_along_with_a_fork_is_not_used() -> None:
     assert_same(buffer[:], before)
 
 
-def _two(size: int = 32, *, ndim: int = 1) -> tuple[FrameStorage, LazyTensorStorage]:
+def _make_both_storages(size: int = 32, *, ndim: int = 1) -> tuple[FrameStorage, LazyTensorStorage]:
     """A full storage of each kind with the same elements."""
     storages = FrameStorage(size, ndim=ndim), LazyTensorStorage(size, ndim=ndim)
     for storage in storages:
@@ -154,7 +154,7 @@ def _check_still_the_same(ours: FrameStorage, theirs: LazyTensorStorage) -> None
 @pytest.mark.parametrize("index", INDICES)
 @pytest.mark.parametrize("kind", [torch.tensor, list, lambda index: (torch.tensor(index),)])
 def test_of_elements_for_one_place_the_last_one_is_stored(index: list[int], kind: Any) -> None:
-    ours, theirs = _two()
+    ours, theirs = _make_both_storages()
     for seed in range(3):
         data = Videos(1, seed=seed + 10).collect(len(index)).reshape(-1)
         for storage in (ours, theirs):
@@ -164,7 +164,7 @@ def test_of_elements_for_one_place_the_last_one_is_stored(index: list[int], kind
 
 @pytest.mark.parametrize("index", [*INDICES, [7]])
 def test_of_images_for_one_place_of_a_slice_the_last_one_is_stored(index: list[int]) -> None:
-    ours, theirs = _two()
+    ours, theirs = _make_both_storages()
     for seed in range(3):
         images = Videos(1, seed=seed + 10).collect(len(index)).reshape(-1)["pixels"]
         for storage in (ours, theirs):
@@ -174,7 +174,7 @@ def test_of_images_for_one_place_of_a_slice_the_last_one_is_stored(index: list[i
 
 
 def test_places_of_two_dimensions_may_repeat_as_well() -> None:
-    ours, theirs = _two(ndim=2)
+    ours, theirs = _make_both_storages(ndim=2)
     index = torch.tensor([0, 0, -8, 5]), torch.tensor([3, 3, -1, 2])
     rows = Videos(4, seed=8).collect(3).transpose(0, 1).contiguous()
     for storage in (ours, theirs):
@@ -187,14 +187,14 @@ def test_places_of_two_dimensions_may_repeat_as_well() -> None:
 
 @pytest.mark.parametrize("index", [torch.tensor([32]), [-33], 32, (torch.tensor([0]), torch.tensor([0]))])
 def test_places_that_are_not_there_are_refused(index: Any) -> None:
-    storage, theirs = _two()
+    storage, theirs = _make_both_storages()
     with pytest.raises(InvalidArgumentError, match="names no places of a storage of shape"):
         storage.set(index, _data(1)[0] if index == 32 else _data(1), set_cursor=False)
     assert_same(storage[torch.arange(32)], theirs[torch.arange(32)])
 
 
 def test_elements_that_differ_in_shape_are_refused() -> None:
-    storage, theirs = _two()
+    storage, theirs = _make_both_storages()
     short = _data(2)[0].set("action", torch.zeros(3))
     with pytest.raises(InvalidArgumentError, match="differ in shape"):
         storage.set(torch.tensor([0, 1]), [_data(1)[0], short], set_cursor=False)
@@ -211,7 +211,7 @@ def test_elements_that_differ_in_shape_are_refused() -> None:
 
 @pytest.mark.parametrize("index", [None, True, (None, 3)])
 def test_an_index_that_adds_a_dimension_is_refused(index: Any) -> None:
-    storage, theirs = _two()
+    storage, theirs = _make_both_storages()
     with pytest.raises(
         InvalidArgumentError, match=r"adds a dimension and names no elements.* Write storage\[:\] = data"
     ):
