@@ -13,7 +13,7 @@ from typing import Any
 
 # A line, the return of a function (whose result is lost then) or that of one in C, and the line that called it.
 Place = tuple[str, int, str, str, int]
-_NOT = "not interrupted"
+_NOT_INTERRUPTED = "not interrupted"
 
 
 class _StepTracer:
@@ -106,7 +106,7 @@ def interrupt_everywhere(
         return False
 
     _StepTracer(count_visit, code_paths).run(prepare())
-    yield _NOT
+    yield _NOT_INTERRUPTED
     targets = [(place, visit) for place, times in visits.items() for visit in sorted({1, times})]
     for number, (target, visit) in enumerate(targets[::every]):
         left = visit
@@ -116,6 +116,6 @@ def interrupt_everywhere(
             left -= place == target
             return left == 0
 
-        yield _StepTracer(should_interrupt, code_paths).run(prepare()) or _NOT
+        yield _StepTracer(should_interrupt, code_paths).run(prepare()) or _NOT_INTERRUPTED
         if number % 64 == 63:
             gc.collect()  # what tracebacks hold in cycles is large, and too few objects for Python to look for it
