@@ -77,7 +77,7 @@ def test_before_a_library_has_read_anything_the_last_decision_counts() -> None:
 
 
 # What was imported, under which MUJOCO_GL; for which renderer the decision is; what the error names, if there is one.
-IMPORTED = [
+IMPORT_CASES = [
     ("mujoco", None, "mujoco", r"mujoco\.\S*gl_context took MUJOCO_GL='' .* needs 'egl': .* above `import mujoco`"),
     ("mujoco", "osmesa", "mujoco", r"mujoco\.\S*gl_context took MUJOCO_GL='osmesa' .* needs 'egl'"),
     ("mujoco", "osmesa", "gymnasium", r"PyOpenGL was imported for osmesa, .* above the first import of mujoco"),
@@ -98,7 +98,7 @@ IMPORTED = [
 
 
 @pytest.mark.sample(quick=2)
-@pytest.mark.parametrize(("imported", "backend", "renderer", "says"), IMPORTED)
+@pytest.mark.parametrize(("imported", "backend", "renderer", "says"), IMPORT_CASES)
 def test_too_late_names_the_module_and_the_line_and_changes_nothing(
     imported: str, backend: str | None, renderer: str, says: str
 ) -> None:
@@ -112,7 +112,7 @@ def test_too_late_names_the_module_and_the_line_and_changes_nothing(
             answer = variables()
         except RuntimeError as error:
             from rl_ext_core.devices import _apply
-            answer = [repr(error), environ == dict(os.environ), finders == sys.meta_path, _apply.current is None]
+            answer = [repr(error), environ == dict(os.environ), finders == sys.meta_path, _apply.applied_decision is None]
         """,
         **({} if backend is None else {"MUJOCO_GL": backend}),
     )
@@ -163,8 +163,8 @@ def test_a_display_of_unknown_device_is_refused() -> None:
         f"""
         {DISPLAY["mujoco"]}
         from rl_ext_core.devices import _apply
-        assert _apply.index_of(0) is None  # EGL does not tell the device of a display that is none
-        _apply.index_of = lambda display: None
+        assert _apply.egl_index_of(0) is None  # EGL does not tell the device of a display that is none
+        _apply.egl_index_of = lambda display: None
         {ON_MESA.format(renderer="mujoco")}.apply()
         """,
         MUJOCO_GL="egl",
@@ -223,7 +223,7 @@ def test_a_process_forked_before_any_display_may_decide_otherwise() -> None:
         {ON_GPU_2.format(renderer="mujoco")}.apply()
         def other():
             from rl_ext_core.devices import _apply
-            assert _apply.current is None
+            assert _apply.applied_decision is None
             {ON_MESA.format(renderer="mujoco")}.apply()
             return variables(), draw() > 10
         answer = [in_child(other), variables()]
@@ -246,7 +246,7 @@ def test_mujoco_4_keeps_what_it_has_read_where_it_is_looked_for() -> None:
         import mujoco
         {ON_MESA.format(renderer="mujoco")}.apply()
         from rl_ext_core.devices import _apply
-        answer = [draw() > 10, _apply.index_of(_apply.display_of("mujoco"))]
+        answer = [draw() > 10, _apply.egl_index_of(_apply.display_of("mujoco"))]
         """,
         python=python,
         MUJOCO_GL="egl",
