@@ -124,7 +124,7 @@ class Fingerprint:
     def differences(self, other: Fingerprint) -> list[str]:
         """List the paths at which two differ, the shortest first."""
         paths = {**self.tokens, **other.tokens, **self.aliases, **other.aliases}
-        return ordered(path for path in paths if self.differs(path, other))
+        return sort_paths(path for path in paths if self.differs(path, other))
 
     def differs(self, path: str, other: Fingerprint) -> bool:
         """Whether two differ at a path: in the value, or in what is the same object as another part."""
@@ -142,7 +142,7 @@ class Fingerprint:
         return {**self.__dict__, "objects": {}, "steps": steps, "references": {}}
 
 
-def ordered(paths: Any) -> list[str]:
+def sort_paths(paths: Any) -> list[str]:
     """Sort paths: the environment's own first, then by length."""
     return sorted(paths, key=lambda path: (path.startswith("<"), path.count(".") + path.count("["), path))
 
