@@ -20,7 +20,7 @@ LAST_CHECK = 4096  # transitions an environment, after which what was found is k
 JUDGE_AFTER = 64  # transitions an environment, before which compression says little
 COPY_BATCH = 64  # transitions an environment, or stacks, that are copied at a time
 _LOOK_BACK = 16  # transitions an environment that a layout is found from
-_ALL_CHANGES = 0.95  # noise: not worth decoding
+_NOISE_FRACTION = 0.95  # noise: not worth decoding
 _SMALL_FRAME = 512  # bytes: below, patches save less than the bookkeeping of a block costs
 _LARGE_FRAME = 1024  # bytes, beside which a block's bookkeeping is little
 # Frames a block, by what a frame takes as a fraction of its raw size, up to which a line holds. The more a patch holds,
@@ -124,7 +124,7 @@ class EncodingChooser:
         return max(length // 2, 4) if seals else length
 
     def _is_noise(self, changes: float) -> bool:
-        return self.codec == "auto" and changes > _ALL_CHANGES
+        return self.codec == "auto" and changes > _NOISE_FRACTION
 
     def better_for_store(self, store: FrameStore) -> Encoding | None:
         """How a store's transitions are to be stored from here on; None where they are.
