@@ -106,7 +106,7 @@ def test_a_pool_with_no_numbers_left_refuses_and_keeps_what_it_has(monkeypatch: 
     assert_same(storage[:], before)
 
 
-def _use(storage: FrameStorage, messages: Any) -> None:
+def _report_refusal(storage: FrameStorage, messages: Any) -> None:
     try:
         storage.set(0, _data()[0])
     except NotCopyableError as error:
@@ -120,7 +120,7 @@ def test_a_storage_that_came_along_with_a_fork_is_not_used() -> None:
     before = buffer[:].clone()
     context = multiprocessing.get_context("fork")
     messages = context.Queue()
-    child = context.Process(target=_use, args=(buffer.storage, messages))
+    child = context.Process(target=_report_refusal, args=(buffer.storage, messages))
     child.start()
     assert "came along with a fork" in messages.get(timeout=100)
     child.join(60)
