@@ -39,7 +39,7 @@ class _StepTracer:
         return self.where
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not self._counts(frame):
+        if not self._is_traced(frame):
             return None
         # A generator that is dropped ends without a look for signals.
         if event == "line" or (event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR):
@@ -47,10 +47,10 @@ class _StepTracer:
         return self._trace
 
     def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event == "c_return" and self._counts(frame):
+        if event == "c_return" and self._is_traced(frame):
             self._step(frame, f"{event} of {getattr(arg, '__qualname__', arg)}")
 
-    def _counts(self, frame: FrameType) -> bool:
+    def _is_traced(self, frame: FrameType) -> bool:
         # Where a generator is closed, its ``with`` ends before Python looks for signals; a trace function comes before.
         return frame.f_code.co_name != "_holding" and any(part in frame.f_code.co_filename for part in self.code_paths)
 
