@@ -137,9 +137,9 @@ def test_what_is_predicted_is_what_happens(name: str, environ: dict[str, str]) -
     import importlib
     from rl_ext_core.devices import _apply, _verify
     importlib.import_module("{name}")
-    context = _verify._open("{name}", lambda: None)
+    context = _verify._create_context("{name}", lambda: None)
     display = _apply.display_of("{name}")
-    answer = None if display is None else _apply.index_of(display)
+    answer = None if display is None else _apply.egl_index_of(display)
     sys.stdout.write(json.dumps(answer)); sys.stdout.flush(); os._exit(0)
     """
     ended = processes.run("import json, sys", draw, **environ)
@@ -276,7 +276,7 @@ def test_a_renderer_that_hangs_or_has_no_device_is_a_failure(without_device_vari
     assert seen.gl_renderer == ""
 
 
-SAY = f"import os, time; print({_verify._MARK + json.dumps({'decided': 'gpu'})!r}, flush=True); "
+WRITE_DECISION = f"import os, time; print({_verify._RESULT_PREFIX + json.dumps({'decided': 'gpu'})!r}, flush=True); "
 
 
 @pytest.mark.parametrize(
@@ -286,8 +286,10 @@ SAY = f"import os, time; print({_verify._MARK + json.dumps({'decided': 'gpu'})!r
         ("import os; os.kill(os.getpid(), 40)", "the process ended by signal 40: it said nothing", None),
         ("import sys; sys.exit('no\\ndriver')", "the process ended with exit status 1: driver", None),
         ("pass", "the process ended with exit status 0: it said nothing", None),
-        (SAY + "os.abort()", "by SIGABRT", "gpu"),
-        pytest.param(SAY + "time.sleep(600)", "did not end within 10 s", "gpu", marks=pytest.mark.exhaustive),
+        (WRITE_DECISION + "os.abort()", "by SIGABRT", "gpu"),
+        pytest.param(
+            WRITE_DECISION + "time.sleep(600)", "did not end within 10 s", "gpu", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_a_process_that_ends_early_is_told_by_how_it_ended_and_what_it_had_decided(
