@@ -520,7 +520,7 @@ class _Walk:
             yield f".{name}", None, None, getattr(function, name)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._cells.setdefault(id(cell), []).append(
-                (f"{path}.<{name}>", name in _assigned_outside(function.__code__))
+                (f"{path}.<{name}>", name in _assigned_free_variables(function.__code__))
             )
             with contextlib.suppress(ValueError):  # nothing is in it yet
                 part = cell.cell_contents
@@ -773,7 +773,7 @@ def globals_in(code: types.CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=1000)
-def _assigned_outside(code: types.CodeType) -> frozenset[str]:
+def _assigned_free_variables(code: types.CodeType) -> frozenset[str]:
     """Return the variables of surrounding functions that code assigns to."""
     stored = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_DEREF"}
     return frozenset(stored & set(code.co_freevars))
