@@ -292,7 +292,7 @@ class PoolMemory:
         most = sizes.blocks, sizes.grains, sizes.references, sizes.streams
         self._limits: npt.NDArray[np.int64] = np.array(most, dtype=np.int64)
         grains = -(-arrays["open"].shape[1] // sizes.grain)
-        self.step = np.array([turns, turns * grains, turns, 1], dtype=np.int64)
+        self.per_stack = np.array([turns, turns * grains, turns, 1], dtype=np.int64)
         self.most = self._count_reserved()
 
     @property
@@ -352,7 +352,7 @@ class PoolMemory:
         :raises OutOfMemoryError: if they cannot be numbered.
         :raises StorageError: if a file cannot grow.
         """
-        counts = self._head[list(_RESERVED_KINDS)] + n_stacks * self.step
+        counts = self._head[list(_RESERVED_KINDS)] + n_stacks * self.per_stack
         # Where all streams are in use, one begins anew.
         counts[-1] = min(counts[-1], self._sizes.streams)
         self._reserve(*counts.tolist())

@@ -411,22 +411,24 @@ def _most_similar(p, frame, geometry, bound, scratch):  # type: ignore[no-untype
 
 
 @njit(nogil=True)
-def _has_room(p, most, step, pushes):  # type: ignore[no-untyped-def]
+def _has_room(p, most, per_stack, pushes):  # type: ignore[no-untyped-def]
     return (
-        p.head[BLOCKS] + pushes * step[0] <= most[0]
-        and p.head[GRAINS] + pushes * step[1] <= most[1]
-        and p.head[REFERENCES] + pushes * step[2] <= most[2]
+        p.head[BLOCKS] + pushes * per_stack[0] <= most[0]
+        and p.head[GRAINS] + pushes * per_stack[1] <= most[1]
+        and p.head[REFERENCES] + pushes * per_stack[2] <= most[2]
         and min(p.head[STREAMS] + 1, p.most_streams) <= most[3]
     )
 
 
 @kernel
-def put_stacks(state, bound, most, step, stacks, nexts, n, ended, shared_mask, seals, scratch, handles, next_handles):  # type: ignore[no-untyped-def]
+def put_stacks(
+    state, bound, most, per_stack, stacks, nexts, n, ended, shared_mask, seals, scratch, handles, next_handles
+):  # type: ignore[no-untyped-def]
     """Stores stacks, and those that follow them, as far as there is room; returns how many.
 
     :param bound: how far off a byte may be, or None.
     :param most: how many blocks, grains, reference frames and streams there is room for.
-    :param step: how many of these a stack takes at worst.
+    :param per_stack: how many of these a stack takes at worst.
     :param stacks: address of ``n`` stacks.
     :param nexts: address of ``n`` stacks, or 0.
     :param ended: (n,) whether nothing follows, or (0,).
@@ -442,7 +444,7 @@ def put_stacks(state, bound, most, step, stacks, nexts, n, ended, shared_mask, s
     shared_mask = uint64(shared_mask)
     pushes = 1 if nexts == 0 else 2
     for i in range(n):
-        if not _has_room(p, most, step, pushes):
+        if not _has_room(p, most, per_stack, pushes):
             return i
         stack = uint64(stacks) + uint64(i * stack_bytes)
         s = _find_stream(p, stack, geometry, bound, shared_mask, nexts == 0, scratch)
@@ -464,7 +466,9 @@ def put_stacks(state, bound, most, step, stacks, nexts, n, ended, shared_mask, s
 
 
 @kernel
-def put_pairs(state, bound, most, step, first, stacks, order, nexts, next_order, shared_mask, seals, scratch, pairs):  # type: ignore[no-untyped-def]
+def put_pairs(
+    state, bound, most, per_stack, first, stacks, order, nexts, next_order, shared_mask, seals, scratch, pairs
+):  # type: ignore[no-untyped-def]
     """Stores one transition a stream, as far as there is room; returns the number of the stream that it got to.
 
     :param bound: how far off a byte may be, or None.
@@ -479,7 +483,7 @@ def put_pairs(state, bound, most, step, first, stacks, order, nexts, next_order,
     shared_mask, scratch = uint64(shared_mask), uint64(scratch)
     stack_bytes = geometry.n_stack * geometry.frame_bytes
     for s in range(first, pairs.shape[0]):
-        if not _has_room(p, most, step, 2):
+        if not _has_room(p, most, per_stack, 2):
             return s
         p.head[STREAMS] = max(p.head[STREAMS], s + 1)
         offset = uint64(s * stack_bytes)
