@@ -30,7 +30,7 @@ from torchrl_ext import FrameStorage
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer
 
 
-def _filled(n: int) -> TensorDictReplayBuffer:
+def _make_filled_buffer(n: int) -> TensorDictReplayBuffer:
     buffer = make_buffer(n)
     buffer.extend(make_transitions(n))
     return buffer
@@ -62,7 +62,7 @@ def test_another_storage_takes_what_one_held_where_it_fits(way: Any, tmp_path: P
         loaded.extend(videos.collect(40).reshape(-1))
         assert len(loaded) == other
     with pytest.raises(InvalidArgumentError, match=r"80 elements .* do not fit into FrameStorage\(20"):
-        way(_filled(80), 20, tmp_path)
+        way(_make_filled_buffer(80), 20, tmp_path)
     buffer = make_buffer(100, ndim=2)  # holds 105 of 7 environments
     for _ in range(4):
         buffer.extend(Videos(5).collect(7).transpose(0, 1).contiguous())
@@ -98,7 +98,7 @@ def test_what_cannot_be_dumped_or_loaded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="nothing to save"):
         FrameStorage(100).dumps(tmp_path / "checkpoint")
     assert not list(tmp_path.iterdir())
-    storage = _filled(100).storage
+    storage = _make_filled_buffer(100).storage
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(InvalidArgumentError, match="holds other files"):
         storage.dumps(tmp_path)
@@ -113,7 +113,7 @@ def test_what_cannot_be_dumped_or_loaded_is_refused(tmp_path: Path) -> None:
 
 
 def test_damaged_checkpoints_are_refused_and_change_nothing(tmp_path: Path) -> None:
-    storage = _filled(60).storage
+    storage = _make_filled_buffer(60).storage
     storage.dumps(tmp_path / "checkpoint")
     files = [path for path in (tmp_path / "checkpoint").rglob("*") if path.is_file() and path.stat().st_size]
     assert len(files) > 15
