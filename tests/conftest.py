@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from tests.leaks import children_left, files_below
+from tests.leaks import remaining_children, files_below
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -78,7 +78,7 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
         if "rl_ext_core.processes.server" in sys.modules:
             sys.modules["rl_ext_core.processes.server"].stop_server()  # it is kept until the interpreter ends
-        left = [f"process {child}" for child in children_left()]
+        left = [f"process {child}" for child in remaining_children()]
         own = tmp_path_factory.getbasetemp().parent
         left += [f"file {path}" for path in files_below(ROOT) - before if own not in path.parents]
         # Folders of multiprocessing's own fork server go when the interpreter does; torch makes its cache at import.

@@ -41,7 +41,7 @@ def _lives_long(process: psutil.Process) -> bool:
     return any(mark in " ".join(process.cmdline()) for mark in _KEPT)
 
 
-def children_left(*, grace_s: float = 5.0) -> list[str]:
+def remaining_children(*, grace_s: float = 5.0) -> list[str]:
     """Describe the processes below this one that are still there after ``grace_s`` seconds, and those that others have
     left, which have its ``TMPDIR``.
     """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl_ext_core.processes.server import stop_server
-from tests.leaks import children_left, files_below
+from tests.leaks import remaining_children, files_below
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -23,10 +23,10 @@ def no_servers() -> None:
 
 
 def test_a_child_that_lives_on_is_reported() -> None:
-    assert children_left(grace_s=0) == []
+    assert remaining_children(grace_s=0) == []
     with subprocess.Popen(SLEEP) as child:
         try:
-            assert [line.split(":")[0] for line in children_left(grace_s=0)] == [str(child.pid)]
+            assert [line.split(":")[0] for line in remaining_children(grace_s=0)] == [str(child.pid)]
         finally:
             child.kill()
 
@@ -35,7 +35,7 @@ def test_what_a_child_that_is_gone_has_left_is_reported() -> None:
     script = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL).pid)"
     left = subprocess.run([sys.executable, "-c", script, *SLEEP], stdout=subprocess.PIPE, text=True, check=True)
     try:
-        assert [line.split(":")[0] for line in children_left(grace_s=0)] == [left.stdout.strip()]
+        assert [line.split(":")[0] for line in remaining_children(grace_s=0)] == [left.stdout.strip()]
     finally:
         os.kill(int(left.stdout), signal.SIGKILL)
 
