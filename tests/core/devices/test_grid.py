@@ -36,7 +36,7 @@ ORDERS = list(itertools.permutations(range(4)))
 MASKS = [mask for size in (1, 2, 3, 4) for mask in itertools.permutations(range(4), size)]
 # Why this package exists, and docs/guides/devices.md says: where they are right by themselves. One that gets better
 # lowers what is left to do: then these figures change.
-BY_THE_MASK_ALONE = {"robosuite": 384, "mujoco": 384, "dm_control": 384, "mujoco 4": 984}
+CORRECT_BY_MASK_ALONE = {"robosuite": 384, "mujoco": 384, "dm_control": 384, "mujoco 4": 984}
 VALUES = (None, "0", "1", "2", "3", "4", "5", "", "x", "-1")
 
 Case = dict[str, str]
@@ -99,10 +99,10 @@ def test_the_gpu_that_computes_is_the_one_that_renders(renderer: str, ask: Ask) 
         count += 1
     assert count == 1536
     assert ask(renderer, cases) == wanted
-    if renderer in BY_THE_MASK_ALONE:
+    if renderer in CORRECT_BY_MASK_ALONE:
         alone = [case(order, {"CUDA_VISIBLE_DEVICES": str(build.numbers(mask))}) for order, mask in grid()]
         right = [choice == mask[0] for choice, (_, mask) in zip(ask(renderer, alone), grid(), strict=True)]
-        assert sum(right) == BY_THE_MASK_ALONE[renderer]
+        assert sum(right) == CORRECT_BY_MASK_ALONE[renderer]
 
 
 @pytest.mark.sample
@@ -212,7 +212,7 @@ renderer, module, name = sys.argv[1:]
 decision = resolve("cpu", render="nvidia-smi:3", renderer=renderer)
 decision.apply()
 context = getattr(importlib.import_module(module), name)(64, 64)
-print(decision.egl.index, _apply.index_of(_apply.display_of(renderer)))
+print(decision.egl.index, _apply.egl_index_of(_apply.display_of(renderer)))
 """
 
 
