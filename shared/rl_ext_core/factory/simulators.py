@@ -142,7 +142,7 @@ def records_files(layers: Iterable[Any]) -> bool:
 
 
 @functools.lru_cache(maxsize=10_000)
-def is_elsewhere(kind: Any) -> bool:
+def has_state_in_other_processes(kind: Any) -> bool:
     """Whether instances have state that other processes change: processes, memory that these share."""
     return any(str(getattr(base, "__module__", "")).startswith("multiprocessing.") for base in kind.__mro__)
 

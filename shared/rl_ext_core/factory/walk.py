@@ -468,7 +468,7 @@ class _Walk:
             found.objects[short], found.steps[short] = item, found.steps[path]
             path = short
         found.tokens[path] = "object", full_name(kind)
-        if simulators.is_elsewhere(kind):
+        if simulators.has_state_in_other_processes(kind):
             found.opaque[path] = full_name(kind)
         if (reason := simulators.why_unpicklable(kind)) is not None:
             found.unpicklable[path] = reason
