@@ -362,10 +362,10 @@ def _stream_matches(p, s, stack, geometry, shared_mask, shifts):  # type: ignore
 
 
 @njit(nogil=True)
-def _find_stream(p, stack, geometry, bound, shared_mask, alone, scratch):  # type: ignore[no-untyped-def]
+def _find_stream(p, stack, geometry, bound, shared_mask, without_nexts, scratch):  # type: ignore[no-untyped-def]
     """The stream that a stack continues, or the one that it had best begin anew in. Contents alone decide.
 
-    :param alone: whether stacks come without those that follow them.
+    :param without_nexts: whether stacks come without those that follow them.
     """
     n_streams = p.head[STREAMS]
     for shifts in range(2 if geometry.n_stack > 1 else 1):
@@ -380,7 +380,7 @@ def _find_stream(p, stack, geometry, bound, shared_mask, alone, scratch):  # typ
         for s in range(n_streams):
             if _stream_matches(p, s, stack, geometry, shared_mask, shifts):
                 return s
-    if alone and geometry.n_stack == 1 and geometry.coder == PATCH:
+    if without_nexts and geometry.n_stack == 1 and geometry.coder == PATCH:
         similar = _most_similar(p, stack, geometry, bound, scratch)
         if similar >= 0:
             return similar
