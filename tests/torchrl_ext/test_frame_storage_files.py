@@ -177,7 +177,7 @@ def test_a_process_that_is_killed_while_it_saves_leaves_the_old_checkpoint_or_th
                     try:
                         ours = FrameStorage(100)  # that of the parent is not for its forks
                         ours.set(range(40), new_data.clone())
-                        _die_at(call, number, after=after)
+                        _exit_at_call(call, number, after=after)
                         ours.dumps(tmp_path / "checkpoint")
                     finally:
                         os._exit(0)
@@ -189,7 +189,7 @@ def test_a_process_that_is_killed_while_it_saves_leaves_the_old_checkpoint_or_th
     assert seen == {30, 40}
 
 
-def _die_at(call: str, number: int, *, after: bool) -> None:
+def _exit_at_call(call: str, number: int, *, after: bool) -> None:
     before, left = getattr(os, call), [number]
 
     def die(*args: Any, **kwargs: Any) -> Any:
