@@ -12,7 +12,7 @@ import psutil
 # Files in these are made by running anything at all, or by benchmarks that may run beside the tests.
 IGNORED_FOLDERS = {"__pycache__", "build", "dist", "data", "results", "out", "_build", "notebooks"}
 # In the command lines of processes that live as long as this one.
-_KEPT = ("forkserver", "resource_tracker", "tests.core.devices")
+_LONG_LIVED = ("forkserver", "resource_tracker", "tests.core.devices")
 
 
 def files_below(root: Path) -> set[Path]:
@@ -38,7 +38,7 @@ def workers() -> list[psutil.Process]:
 
 
 def _lives_long(process: psutil.Process) -> bool:
-    return any(mark in " ".join(process.cmdline()) for mark in _KEPT)
+    return any(mark in " ".join(process.cmdline()) for mark in _LONG_LIVED)
 
 
 def remaining_children(*, grace_s: float = 5.0) -> list[str]:
