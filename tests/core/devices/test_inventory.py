@@ -128,7 +128,7 @@ addresses = dict(enumerate({[gpu.pci for gpu in machines.gpus(8)]}, 128))
 nodes = {{f"/sys/class/drm/renderD{{n}}/device": f"/sys/devices/pci0000:00/{{a}}" for n, a in addresses.items()}}
 realpath = os.path.realpath
 os.path.realpath = lambda path, **how: nodes.get(path) or realpath(path, **how)
-_probe._run = lambda question: _probe._answer_egl()
+_probe._run_probe = lambda question: _probe._answer_egl()
 """
 
 
@@ -342,7 +342,7 @@ def test_json_that_is_cut_short_or_damaged_anywhere_is_refused_or_another_invent
     assert refused > 200
 
 
-WRONG: dict[tuple[str, ...], list[Any]] = {
+WRONG_VALUES: dict[tuple[str, ...], list[Any]] = {
     **{("format",): [0, 2, "1", None], ("tpus",): [[]], ("osmesa",): ["yes", 1], ("nvml_error",): [5, False]},
     **{("fastest_first",): [5, "abc", [1], True], ("versions",): [None, ["torch"], {"torch": 2}, {"torch": None}]},
     **{("gpus", "uuid"): [None, 5], ("gpus", "index"): [None, "0", 1.5, True], ("gpus", "memory_total"): [1.5]},
@@ -350,9 +350,9 @@ WRONG: dict[tuple[str, ...], list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", WRONG, ids=".".join)
+@pytest.mark.parametrize("place", WRONG_VALUES, ids=".".join)
 def test_a_field_of_a_wrong_type_is_refused(place: tuple[str, ...]) -> None:
-    for value in WRONG[place]:
+    for value in WRONG_VALUES[place]:
         data = machines.machine().to_dict()
         (data if len(place) == 1 else data[place[0]][0])[place[-1]] = value
         with pytest.raises(CorruptFileError):
