@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["field_reader", "fields", "is_left_alone", "kept_by_library", "seed_simulators", "why_unpicklable"]
+__all__ = ["field_reader", "fields", "is_skipped", "kept_by_library", "seed_simulators", "why_unpicklable"]
 
 # Structures of MuJoCo's that are settings. MjData is the state of an episode, which begins anew at a reset.
 _MUJOCO = ("MjModel", "MjOption", "MjStatistic", "MjVisual", "MjvCamera", "MjvOption")
@@ -148,7 +148,7 @@ def has_state_in_other_processes(kind: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=10_000)
-def is_left_alone(kind: Any) -> bool:
+def is_skipped(kind: Any) -> bool:
     """Whether objects of a class in C are not looked into, and nothing is lost by that."""
     modules = {str(getattr(base, "__module__", "SWIG")) for base in kind.__mro__ if base is not object}
     is_known = any(name in _LEFT_ALONE or name.partition(".")[0] in _LEFT_ALONE for name in modules)

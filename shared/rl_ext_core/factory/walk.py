@@ -536,7 +536,7 @@ class _Walk:
         """Return the attributes of an object of a class in C, and what it is pickled as."""
         yield from self.parts_of_attributes(path, item)
         kind: Any = type(item)
-        if simulators.is_left_alone(kind):
+        if simulators.is_skipped(kind):
             return
         import cloudpickle
 
