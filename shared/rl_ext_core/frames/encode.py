@@ -243,23 +243,23 @@ def _choose_reference(p, s, before, frame, geometry, bound, scratch):  # type: i
 
 
 @njit(nogil=True)
-def _store_full_block(p, s, seals):  # type: ignore[no-untyped-def]
+def _store_full_block(p, s, sealing):  # type: ignore[no-untyped-def]
     """Moves a stream's full block out of its buffer, to be sealed if need be."""
     block = p.streams[s, OPEN_BLOCK]
     store_bytes(p, block, address_in(p.open, s), p.streams[s, OPEN_BYTES], False)
     p.streams[s, OPEN_BYTES] = 0
-    if seals != SEAL_NEVER:
+    if sealing != SEAL_NEVER:
         p.unsealed[p.head[UNSEALED]] = uint32(block)
         p.head[UNSEALED] += 1
 
 
 @njit(nogil=True)
-def _start_block(p, s, frame, geometry, bound, seals, filled, scratch):  # type: ignore[no-untyped-def]
+def _start_block(p, s, frame, geometry, bound, sealing, filled, scratch):  # type: ignore[no-untyped-def]
     """Puts a stream's full block away and begins the next; returns how many blocks were put away so far."""
     before = p.streams[s, OPEN_BLOCK]
     if before > 0:
         if p.blocks[before, KIND] == OPEN:
-            _store_full_block(p, s, seals)
+            _store_full_block(p, s, sealing)
         p.filled[filled] = uint32(before)
         filled += 1
     block = allocate_number(p, BLOCKS, FREE_BLOCKS, p.free_blocks)
@@ -280,10 +280,10 @@ def _start_block(p, s, frame, geometry, bound, seals, filled, scratch):  # type:
 
 
 @njit(nogil=True)
-def _append_frame(p, s, frame, geometry, bound, seals, filled, scratch):  # type: ignore[no-untyped-def]
+def _append_frame(p, s, frame, geometry, bound, sealing, filled, scratch):  # type: ignore[no-untyped-def]
     """Appends a frame to a stream."""
     if p.streams[s, OPEN_BLOCK] == 0 or p.streams[s, OPEN_FRAMES] == 1 << geometry.block_shift:
-        filled = _start_block(p, s, frame, geometry, bound, seals, filled, scratch)
+        filled = _start_block(p, s, frame, geometry, bound, sealing, filled, scratch)
     target = address_in(p.open, s) + uint64(p.streams[s, OPEN_BYTES])
     newest = address_in(p.frame, s)
     size = write_entry(newest, frame, target, scratch, geometry, bound)
@@ -293,8 +293,8 @@ def _append_frame(p, s, frame, geometry, bound, seals, filled, scratch):  # type
         p.entry_sums[s, p.streams[s, OPEN_FRAMES]] = entry
     p.streams[s, OPEN_FRAMES] += 1
     p.head[FRAMES] += 1
-    if seals == SEAL_AT_ONCE:
-        _store_full_block(p, s, seals)
+    if sealing == SEAL_AT_ONCE:
+        _store_full_block(p, s, sealing)
     return filled
 
 
@@ -318,7 +318,7 @@ def _is_shifted(before, after, order, geometry, shared_mask):  # type: ignore[no
 
 
 @njit(nogil=True)
-def _push_stack(p, s, stack, order, geometry, bound, shared_mask, seals, scratch):  # type: ignore[no-untyped-def]
+def _push_stack(p, s, stack, order, geometry, bound, shared_mask, sealing, scratch):  # type: ignore[no-untyped-def]
     """Stores what is new of a stack in a stream; returns its handle.
 
     :param order: how the stack lies there, PLANAR or INTERLEAVED.
@@ -340,7 +340,7 @@ def _push_stack(p, s, stack, order, geometry, bound, shared_mask, seals, scratch
         first = count_padding(frames, geometry)
         depth = n_stack - first
     for position in range(first, n_stack):
-        filled = _append_frame(p, s, frames + uint64(position * n_bytes), geometry, bound, seals, filled, scratch)
+        filled = _append_frame(p, s, frames + uint64(position * n_bytes), geometry, bound, sealing, filled, scratch)
     if geometry.keeps_stack:
         copy_bytes(last, stack, n_stack * n_bytes)
     handle = p.streams[s, OPEN_BLOCK] | ((p.streams[s, OPEN_FRAMES] - 1) << PLACE_SHIFT) | (depth << DEPTH_SHIFT)
@@ -422,7 +422,7 @@ def _has_room(p, most, per_stack, pushes):  # type: ignore[no-untyped-def]
 
 @kernel
 def put_stacks(
-    state, bound, most, per_stack, stacks, nexts, n, ended, shared_mask, seals, scratch, handles, next_handles
+    state, bound, most, per_stack, stacks, nexts, n, ended, shared_mask, sealing, scratch, handles, next_handles
 ):  # type: ignore[no-untyped-def]
     """Stores stacks, and those that follow them, as far as there is room; returns how many.
 
@@ -433,7 +433,7 @@ def put_stacks(
     :param nexts: address of ``n`` stacks, or 0.
     :param ended: (n,) whether nothing follows, or (0,).
     :param shared_mask: address of a mask, see :func:`shared_byte_mask`.
-    :param seals: when full blocks are to be sealed.
+    :param sealing: when full blocks are to be sealed.
     :param scratch: address of ``SCRATCH_FRAMES`` frames with ``GROUP`` bytes behind each, and a stack.
     :param handles: (n,) written.
     :param next_handles: (n,) written where there are any.
@@ -451,7 +451,7 @@ def put_stacks(
         for part in range(pushes):  # one call of what takes long to compile
             following = uint64(nexts) + uint64(i * stack_bytes)
             pushed = following if part else stack
-            handle = _push_stack(p, s, pushed, geometry.stored, geometry, bound, shared_mask, seals, scratch)
+            handle = _push_stack(p, s, pushed, geometry.stored, geometry, bound, shared_mask, sealing, scratch)
             retain_handle(p, handle, geometry)
             if part:
                 next_handles[i] = handle
@@ -467,7 +467,7 @@ def put_stacks(
 
 @kernel
 def put_pairs(
-    state, bound, most, per_stack, first, stacks, order, nexts, next_order, shared_mask, seals, scratch, pairs
+    state, bound, most, per_stack, first, stacks, order, nexts, next_order, shared_mask, sealing, scratch, pairs
 ):  # type: ignore[no-untyped-def]
     """Stores one transition a stream, as far as there is room; returns the number of the stream that it got to.
 
@@ -490,7 +490,7 @@ def put_pairs(
         before = after = so_far = int64(0)
         for part in range(2):  # one call of what takes long to compile
             stack, memory_order = (uint64(nexts), next_order) if part else (uint64(stacks), order)
-            after = _push_stack(p, s, stack + offset, memory_order, geometry, bound, shared_mask, seals, scratch)
+            after = _push_stack(p, s, stack + offset, memory_order, geometry, bound, shared_mask, sealing, scratch)
             if part == 0:
                 before, so_far = after, p.head[FRAMES]
                 retain_handle(p, before, geometry)
@@ -519,14 +519,14 @@ def release_pairs(state, pairs):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def end_streams(state, seals):  # type: ignore[no-untyped-def]
+def end_streams(state, sealing):  # type: ignore[no-untyped-def]
     """Puts away what is being filled: what comes next shares nothing with what was there before."""
     p, geometry = pool_in(state), geometry_in(state)
     for s in range(p.head[STREAMS]):
         block = p.streams[s, OPEN_BLOCK]
         if block > 0:
             if p.blocks[block, KIND] == OPEN:
-                _store_full_block(p, s, seals)
+                _store_full_block(p, s, sealing)
             release_handle(p, p.streams[s, NEWEST], geometry)
             release_block(p, block, geometry)
         zero_bytes(address_in(p.streams, s), 8 * N_STREAM)
