@@ -330,7 +330,7 @@ def test_a_process_that_is_killed_while_it_gives_a_folder_up_leaves_nothing_in_t
     assert step > 5
 
 
-def _fill(folder: Path, n_complete: Any) -> None:
+def _fill_disk(folder: Path, n_complete: Any) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000))
     buffer = make_buffer(3000, storage_dir=folder, codec="patch")
     random = torch.Generator().manual_seed(0)
@@ -349,7 +349,7 @@ def _fill(folder: Path, n_complete: Any) -> None:
 def test_a_disk_that_becomes_full_is_an_error_and_no_end_of_the_process(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     n_complete = context.Value("q", 0)
-    writer = context.Process(target=_fill, args=(tmp_path / "storage", n_complete))
+    writer = context.Process(target=_fill_disk, args=(tmp_path / "storage", n_complete))
     writer.start()
     writer.join(600)  # until it hangs
     assert writer.exitcode == 7
