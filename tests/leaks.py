@@ -31,13 +31,13 @@ def workers() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            kept = process.ppid() == os.getpid() and _lives_long(process)
+            kept = process.ppid() == os.getpid() and _is_long_lived(process)
             if not kept and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
 
-def _lives_long(process: psutil.Process) -> bool:
+def _is_long_lived(process: psutil.Process) -> bool:
     return any(mark in " ".join(process.cmdline()) for mark in _LONG_LIVED)
 
 
@@ -63,7 +63,7 @@ def _pids_of_multiprocessing() -> set[int | None]:
 def _is_orphan(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         folder = os.environ.get("TMPDIR")
-        return folder is not None and not _lives_long(process) and process.environ().get("TMPDIR") == folder
+        return folder is not None and not _is_long_lived(process) and process.environ().get("TMPDIR") == folder
     return False
 
 
