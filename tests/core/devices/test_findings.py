@@ -338,7 +338,7 @@ NEIGHBOURS = """
     EGL_DEVICE_ID EGL_PLATFORM MUJOCO_PATH MUJOCO_PY_MUJOCO_PATH MUJOCO_PLUGIN_PATH MUJOCO_LOG PYGLET_HEADLESS
     PYOPENGL_ERROR_CHECKING PATH HOME
 """
-RIGHT: list[tuple[dict[str, str], Inventory]] = [
+VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
     *(({**SCREEN, name: "1"}, with_renderers(FOUR)) for name in NEIGHBOURS.split()),
     ({}, BARE),
     ({}, BARE_CPU),
@@ -375,7 +375,7 @@ RIGHT: list[tuple[dict[str, str], Inventory]] = [
 ]
 
 
-@pytest.mark.parametrize(("environ", "inventory"), RIGHT, ids=str)
+@pytest.mark.parametrize(("environ", "inventory"), VALID_ENVIRONMENTS, ids=str)
 def test_a_right_environment_has_no_findings(environ: dict[str, str], inventory: Inventory) -> None:
     assert check(environ, inventory) == ()
 
@@ -500,7 +500,7 @@ def this_process(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """This process on a machine with four GPUs, where no library has read anything."""
     monkeypatch.setattr(Inventory, "current", lambda **_: FOUR)
     monkeypatch.setattr(_cuda, "_uuids_seen_by_torch", lambda: None)
-    monkeypatch.setattr(_apply, "current", None)
+    monkeypatch.setattr(_apply, "applied_decision", None)
     monkeypatch.setattr(_apply, "_module_display", lambda _: None)
     for module in ("mujoco.rendering.classic.gl_context", "mujoco.gl_context", "dm_control._render", "OpenGL.platform"):
         monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
