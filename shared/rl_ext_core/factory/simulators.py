@@ -31,7 +31,7 @@ _ALE = {
 _BOX2D = ("gravity", "warmStarting", "continuousPhysics", "subStepping", "autoClearForces")
 # Made anew by whoever makes the environment, from settings that are seen elsewhere, or changed by every step: classes,
 # and packages whose classes hold no settings of an environment's.
-_LEFT_ALONE = {
+_SKIPPED = {
     *("mujoco", "Box2D", "ale_py", "pygame", "OpenGL", "glfw"),
     *("dm_control.mujoco.index", "SWIG", "weakref"),
 }
@@ -151,7 +151,7 @@ def has_state_in_other_processes(kind: Any) -> bool:
 def is_skipped(kind: Any) -> bool:
     """Whether objects of a class in C are not looked into, and nothing is lost by that."""
     modules = {str(getattr(base, "__module__", "SWIG")) for base in kind.__mro__ if base is not object}
-    is_known = any(name in _LEFT_ALONE or name.partition(".")[0] in _LEFT_ALONE for name in modules)
+    is_known = any(name in _SKIPPED or name.partition(".")[0] in _SKIPPED for name in modules)
     return is_known or kind.__name__ == "BlockValuesRefs"  # of pandas: who else refers to an array
 
 
