@@ -230,7 +230,7 @@ class FramePool:
         else:
             name = next(name for name in codec_names() if zlib.crc32(name.encode()) == codec)
             self.codec = self._check_codec(name, quality).for_frames(layout)
-        self._seals = (
+        self._sealing = (
             (state.SEAL_AT_ONCE if self.codec.lossy else state.SEAL_LATER) if self.codec.seals else state.SEAL_NEVER
         )
         # Rows of the streams are as long as this layout needs, not as the largest one would.
@@ -276,7 +276,7 @@ class FramePool:
         """What a stream keeps besides its open block."""
         geometry, layout = self._geometry, self.layout
         # Of a block that was put away at once, the frame still is where it was filled.
-        frames = geometry.keeps_frame + (self._seals == state.SEAL_AT_ONCE)
+        frames = geometry.keeps_frame + (self._sealing == state.SEAL_AT_ONCE)
         return geometry.keeps_stack * layout.stack_bytes + frames * layout.frame_bytes
 
     @property
@@ -378,7 +378,7 @@ class FramePool:
                 len(stacks) - done,
                 ended[done:],
                 self._addresses[0],
-                self._seals,
+                self._sealing,
                 self._addresses[1],
                 handles[done:],
                 next_handles[done:],
@@ -414,7 +414,7 @@ class FramePool:
                     nexts,
                     next_order,
                     self._addresses[0],
-                    self._seals,
+                    self._sealing,
                     self._addresses[1],
                     pairs,
                 )
@@ -531,7 +531,7 @@ class FramePool:
 
     def free_stream_buffers(self) -> None:
         """Gives back what only stacks to come need. Those share nothing with what is there."""
-        end_streams(self._state, self._seals)
+        end_streams(self._state, self._sealing)
         if self.codec.seals:
             seal_full_blocks(self._state, self._pool, self.codec, self._memory)
         for name in ("last", "frame", "open"):
