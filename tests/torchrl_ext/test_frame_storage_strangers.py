@@ -36,7 +36,7 @@ def _data(n: int = 20) -> TensorDict:
     return Videos(1).collect(n).reshape(-1)
 
 
-def _stored(folder: Path) -> Path:
+def _make_folder(folder: Path) -> Path:
     storage = FrameStorage(50, storage_dir=folder)
     storage.set(range(20), _data())
     storage.close()
@@ -51,8 +51,8 @@ def _dumped(folder: Path) -> Path:
 
 
 READERS = {
-    "open": (_stored, lambda folder: FrameStorage(50, storage_dir=folder)[:].clone()),
-    "salvage": (_stored, FrameStorage.salvage),
+    "open": (_make_folder, lambda folder: FrameStorage(50, storage_dir=folder)[:].clone()),
+    "salvage": (_make_folder, FrameStorage.salvage),
     "loads": (_dumped, lambda folder: FrameStorage(50).loads(folder)),
 }
 
@@ -202,7 +202,7 @@ def test_numbers_that_lead_astray_do_not_end_the_process(way: str, tmp_path: Pat
 
 
 def test_a_manifest_that_leads_astray_is_refused(tmp_path: Path) -> None:
-    folder = _stored(tmp_path / "storage")
+    folder = _make_folder(tmp_path / "storage")
     manifest = json.loads((folder / "store.json").read_text())
     del manifest["checksum"]
     for change in (
