@@ -24,7 +24,7 @@ def files_below(root: Path) -> set[Path]:
     return found
 
 
-def workers() -> list[psutil.Process]:
+def running_workers() -> list[psutil.Process]:
     """Return the living processes below this one, but for those that it keeps on purpose: servers that others fork
     from, and multiprocessing's tracker of resources.
     """
