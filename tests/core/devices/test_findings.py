@@ -24,7 +24,7 @@ PLATFORM, RANK, SHOWN, CAN = "PYOPENGL_PLATFORM", "LOCAL_RANK", "NVIDIA_VISIBLE_
 RENDERERS = ("mujoco", "gymnasium", "dm_control", "robosuite")
 ALL = "mujoco 3.9.0, gymnasium 1.4.0 (mujoco 3.9.0), dm_control 1.0.41"
 SLICE, OTHER = "MIG-11111111-0000-4000-8000-000000000000", "MIG-22222222-0000-4000-8000-000000000000"
-FOUR, TURNED, NONE = machine(4), machine(4, order=(2, 3, 0, 1)), machine(0)
+FOUR, REORDERED, NONE = machine(4), machine(4, order=(2, 3, 0, 1)), machine(0)
 # Where nothing renders, the mask is CUDA's alone.
 BARE, BARE_CPU, EIGHT = (machine(count, without=RENDERERS) for count in (4, 0, 8))
 CUT = machine(3, mig={1: [SLICE, OTHER]}, without=RENDERERS)
@@ -184,12 +184,12 @@ MISTAKES: list[Mistake] = [
     ({**EGL, INDEX: "11"}, TWELVE, INDEX, "error", "*", "it asks EGL for 10 devices of 12"),
     ({**EGL, INDEX: "0,1"}, FOUR, INDEX, "error", "*", "dm_control 1.0.41: rendering ends"),
     (
-        *({**EGL, MASK: "0", INDEX: "2"}, TURNED, "*", "error"),
+        *({**EGL, MASK: "0", INDEX: "2"}, REORDERED, "*", "error"),
         'from rl_ext_core.devices import resolve\nresolve("auto", render="same", renderer="robosuite").apply()',
         f'robosuite 1.5.1: import robosuite ends in "AssertionError: {INDEX} needs',
     ),
     (  # EGL lists that one first
-        *({**EGL, MASK: "2"}, TURNED, MASK, "*", "*"),
+        *({**EGL, MASK: "2"}, REORDERED, MASK, "*", "*"),
         f"robosuite 1.5.1: it takes the first entry of {MASK}='2' for EGL's own index: EGL device 2, NVIDIA H100 "
         f"{uuid(0)} (nvidia-smi 0), while cuda:0, NVIDIA H100 {uuid(2)} (nvidia-smi 2), computes",
     ),
@@ -347,7 +347,7 @@ VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
     (EGL, FOUR),
     (EGL, NONE),
     ({**EGL, MASK: "1", INDEX: "1"}, FOUR),
-    ({**EGL, MASK: "2,0,1", INDEX: "0"}, TURNED),
+    ({**EGL, MASK: "2,0,1", INDEX: "0"}, REORDERED),
     ({**EGL, MASK: SLICE, INDEX: "3"}, RENDERS_NOT),
     ({MASK: f"{uuid(1)},{uuid(0)}"}, BARE),
     ({MASK: "GPU-bbbb"}, BARE),
@@ -396,14 +396,14 @@ def test_the_doctor_says_where_sapien_lands_by_itself(version: str, mask: str, w
 
 @pytest.mark.parametrize("renderer", RENDERERS)
 def test_what_a_decision_sets_has_no_findings(renderer: str) -> None:
-    there = with_renderers(TURNED, renderer)
+    there = with_renderers(REORDERED, renderer)
     variables = resolve("auto", render="same", renderer=renderer, inventory=there, environ={}).variables
     assert check({name: value for name, value in variables.items() if value is not None}, there) == ()
 
 
 def test_several_mistakes_are_told_apart() -> None:
     """Errors come before warnings, and what follows from another is told as such."""
-    found = check({"cuda_visible_devices": "1", **EGL}, with_renderers(TURNED, "gymnasium"))
+    found = check({"cuda_visible_devices": "1", **EGL}, with_renderers(REORDERED, "gymnasium"))
     assert [finding.variable for finding in found] == ["cuda_visible_devices", INDEX]
     assert f"once the other lines are typed, {INDEX} is not set" in found[1].effect
     assert [entry.severity for entry in check({MASK: "-1", RANK: "x"}, BARE)] == ["error", "warning"]
@@ -477,7 +477,7 @@ KNOWN = st.sampled_from(
 )
 MORE = dataclasses.replace(FOUR, egl=None), machine(2, versions={"mujoco": "4.0.0"}), machine(2, versions=CPU_TORCH)
 ANY_MACHINE = st.sampled_from(
-    [FOUR, TURNED, NONE, BARE, CUT, UNLIKE, UNKNOWN, NO_NVIDIA_EGL, Inventory(), RENDERS_NOT, *MORE]
+    [FOUR, REORDERED, NONE, BARE, CUT, UNLIKE, UNKNOWN, NO_NVIDIA_EGL, Inventory(), RENDERS_NOT, *MORE]
 )
 
 
@@ -541,7 +541,7 @@ def test_a_display_that_was_made_elsewhere(this_process: pytest.MonkeyPatch) -> 
 
 
 def test_a_decision_that_was_applied_is_not_judged(this_process: pytest.MonkeyPatch) -> None:
-    decision = resolve("cuda:1", render="same", renderer="robosuite", inventory=TURNED, environ={})
+    decision = resolve("cuda:1", render="same", renderer="robosuite", inventory=REORDERED, environ={})
     for name, value in decision.variables.items():
         this_process.setenv(name, str(value))
     this_process.setenv(MASK, "0")  # robosuite's assertion would fail on it, and is seen to
