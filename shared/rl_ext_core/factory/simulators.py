@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["field_reader", "fields", "is_skipped", "kept_by_library", "seed_simulators", "why_unpicklable"]
+__all__ = ["field_reader", "fields", "is_skipped", "library_caches", "seed_simulators", "why_unpicklable"]
 
 # Structures of MuJoCo's that are settings. MjData is the state of an episode, which begins anew at a reset.
 _MUJOCO = ("MjModel", "MjOption", "MjStatistic", "MjVisual", "MjvCamera", "MjvOption")
@@ -105,7 +105,7 @@ _KEPT = {
 
 
 @functools.lru_cache(maxsize=10_000)
-def kept_by_library(kind: Any) -> frozenset[str]:
+def library_caches(kind: Any) -> frozenset[str]:
     """Return attributes of instances that are not looked at: where they are missing, they are made when needed."""
     packages = {str(getattr(base, "__module__", "")).partition(".")[0] for base in kind.__mro__}
     return frozenset(name for package in packages for name in _KEPT.get(package, ()))

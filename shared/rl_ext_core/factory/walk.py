@@ -482,7 +482,7 @@ class _Walk:
 
     def parts_of_attributes(self, path: str, item: Any) -> Iterator[Part]:
         kind: Any = type(item)
-        own, skipped = attributes(item), simulators.kept_by_library(kind)
+        own, skipped = attributes(item), simulators.library_caches(kind)
         return ((f".{n}", "attribute", n, own[n]) for n in sorted(own, key=str) if n not in skipped)
 
     def parts_of_fields(self, path: str, item: Any) -> Iterator[Part]:
