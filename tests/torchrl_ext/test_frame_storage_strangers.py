@@ -43,7 +43,7 @@ def _make_folder(folder: Path) -> Path:
     return folder
 
 
-def _dumped(folder: Path) -> Path:
+def _make_checkpoint(folder: Path) -> Path:
     storage = FrameStorage(50)
     storage.set(range(20), _data())
     storage.dumps(folder)
@@ -53,7 +53,7 @@ def _dumped(folder: Path) -> Path:
 READERS = {
     "open": (_make_folder, lambda folder: FrameStorage(50, storage_dir=folder)[:].clone()),
     "salvage": (_make_folder, FrameStorage.salvage),
-    "loads": (_dumped, lambda folder: FrameStorage(50).loads(folder)),
+    "loads": (_make_checkpoint, lambda folder: FrameStorage(50).loads(folder)),
 }
 
 
