@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def busy(processes: int = 4) -> Iterator[None]:
+def busy_cpus(processes: int = 4) -> Iterator[None]:
     """Keep ``processes`` processes computing; each ends by itself after ten minutes at the latest."""
     spin = "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end: pass"
     running = [subprocess.Popen([sys.executable, "-S", "-c", spin]) for _ in range(processes)]

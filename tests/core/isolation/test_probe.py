@@ -40,7 +40,7 @@ from tests.core.isolation.variants import (
     UNKNOWN,
     VARIANTS,
 )
-from tests.load import busy
+from tests.load import busy_cpus
 from tests.ways import run_as
 
 
@@ -345,7 +345,7 @@ def test_id_that_only_the_script_registers_is_known(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_busy_machine_changes_no_verdict(variant: Variant) -> None:
-    with busy():
+    with busy_cpus():
         assert probe(functools.partial(simulator.Slow, 0.1), cache=False).isolation is INDEPENDENT
         assert probe(variant("SHARED_RANDOM"), cache=False).isolation is SHARED
 
