@@ -29,8 +29,8 @@ FOUR, REORDERED, NONE = machine(4), machine(4, order=(2, 3, 0, 1)), machine(0)
 BARE, BARE_CPU, EIGHT = (machine(count, without=RENDERERS) for count in (4, 0, 8))
 CUT = machine(3, mig={1: [SLICE, OTHER]}, without=RENDERERS)
 RENDERS_NOT = machine(3, mig={1: [SLICE]}, without=("robosuite",))
-UNLIKE = machine(2, fastest_first=(1, 0), without=RENDERERS)
-UNKNOWN = dataclasses.replace(UNLIKE, fastest_first=None)
+DIFFERENT_GPUS = machine(2, fastest_first=(1, 0), without=RENDERERS)
+UNKNOWN = dataclasses.replace(DIFFERENT_GPUS, fastest_first=None)
 NO_NVIDIA_EGL = dataclasses.replace(FOUR, egl=egl(()))
 NO_EGL = dataclasses.replace(FOUR, egl=(), egl_error="libEGL.so.1 is not installed")
 NOTHING_RENDERS = dataclasses.replace(machine(0, osmesa=False), egl=())
@@ -129,15 +129,15 @@ MISTAKES: list[Mistake] = [
     ),
     (
         {ORDER: "PCI"},
-        UNLIKE,
+        DIFFERENT_GPUS,
         ORDER,
         "error",
         f"export {ORDER}=PCI_BUS_ID",
         f"0 is NVIDIA H100 {uuid(1)} (nvidia-smi 1)",
     ),
     ({ORDER: "pci_bus_id"}, BARE, ORDER, "warning", f"export {ORDER}=PCI_BUS_ID", ""),
-    ({ORDER: "fastest"}, UNLIKE, ORDER, "error", f"export {ORDER}=FASTEST_FIRST", ""),
-    ({}, UNLIKE, ORDER, "warning", f"export {ORDER}=PCI_BUS_ID", "(nvidia-smi 1)"),
+    ({ORDER: "fastest"}, DIFFERENT_GPUS, ORDER, "error", f"export {ORDER}=FASTEST_FIRST", ""),
+    ({}, DIFFERENT_GPUS, ORDER, "warning", f"export {ORDER}=PCI_BUS_ID", "(nvidia-smi 1)"),
     ({}, UNKNOWN, ORDER, "error", f"export {ORDER}=PCI_BUS_ID", ""),
     ({ORDER: "FASTEST_FIRST"}, UNKNOWN, ORDER, "error", f"export {ORDER}=PCI_BUS_ID", ""),
     ({RANK: "one"}, BARE, RANK, "error", f"unset {RANK}", ""),
@@ -251,7 +251,14 @@ MISTAKES: list[Mistake] = [
     ),
     ({SHOWN: "2"}, BARE, SHOWN, "warning", f"export {MASK}=2", "hides none of the 4 GPUs from this process"),
     # nvidia-smi's number 0 is not CUDA's.
-    ({SHOWN: "0", ORDER: "FASTEST_FIRST"}, UNLIKE, SHOWN, "warning", f"export {MASK}={uuid(0)}", "none of the 2"),
+    (
+        {SHOWN: "0", ORDER: "FASTEST_FIRST"},
+        DIFFERENT_GPUS,
+        SHOWN,
+        "warning",
+        f"export {MASK}={uuid(0)}",
+        "none of the 2",
+    ),
     # habitat-sim#2424
     *(
         ({**EGL, **variables}, there, "EGL", "warning", '*render="cpu", renderer="robosuite"*', "CUDA and no EGL")
@@ -356,8 +363,8 @@ VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
     ({MASK: "0,2"}, CUT),
     ({MASK: "0"}, BARE_CPU),
     ({GL: "osmesa", PLATFORM: "osmesa"}, FOUR),
-    ({ORDER: "PCI_BUS_ID"}, UNLIKE),
-    ({ORDER: "FASTEST_FIRST"}, UNLIKE),
+    ({ORDER: "PCI_BUS_ID"}, DIFFERENT_GPUS),
+    ({ORDER: "FASTEST_FIRST"}, DIFFERENT_GPUS),
     ({MASK: uuid(1)}, UNKNOWN),
     ({RANK: "3", "WORLD_SIZE": "4"}, BARE),
     ({RANK: "0", MASK: "2"}, BARE),  # torchrun --virtual-local-rank
@@ -477,7 +484,7 @@ KNOWN = st.sampled_from(
 )
 MORE = dataclasses.replace(FOUR, egl=None), machine(2, versions={"mujoco": "4.0.0"}), machine(2, versions=CPU_TORCH)
 ANY_MACHINE = st.sampled_from(
-    [FOUR, REORDERED, NONE, BARE, CUT, UNLIKE, UNKNOWN, NO_NVIDIA_EGL, Inventory(), RENDERS_NOT, *MORE]
+    [FOUR, REORDERED, NONE, BARE, CUT, DIFFERENT_GPUS, UNKNOWN, NO_NVIDIA_EGL, Inventory(), RENDERS_NOT, *MORE]
 )
 
 

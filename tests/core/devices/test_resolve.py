@@ -39,8 +39,8 @@ SLICE, OTHER_SLICE = "MIG-11111111-0000-4000-8000-000000000000", "MIG-22222222-0
 
 FOUR = machine(4, order=(2, 3, 0, 1))
 NONE = machine(0)
-UNLIKE = machine(3, fastest_first=(2, 0, 1))
-UNKNOWN = dataclasses.replace(UNLIKE, fastest_first=None)
+DIFFERENT_GPUS = machine(3, fastest_first=(2, 0, 1))
+UNKNOWN = dataclasses.replace(DIFFERENT_GPUS, fastest_first=None)
 CUT = machine(3, mig={1: [SLICE, OTHER_SLICE]})
 CPU_BUILD = machine(4, versions={"torch": "2.13.0+cpu", "torch.cuda": ""})
 NO_TORCH = machine(2, without=("torch", "torch.cuda"))
@@ -108,11 +108,11 @@ DECIDED: list[Decided] = [
     cpu(FOUR, {MASK: "NoDevFiles"}, says="'NoDevFiles'"),
     cpu(NONE, {MASK: "0"}, says="no NVIDIA driver"),
     # The order that CUDA counts in.
-    expect_gpu(2, 0, UNLIKE, device="nvidia-smi:2"),
-    expect_gpu(0, 0, UNLIKE, {ORDER: "PCI_BUS_ID"}),
-    expect_gpu(0, 0, UNLIKE, {MASK: "1"}),
-    expect_gpu(1, 0, UNLIKE, {MASK: "1", ORDER: "PCI_BUS_ID"}),
-    expect_gpu(2, 0, UNLIKE, {ORDER: "pci_bus_id"}),  # which CUDA ignores
+    expect_gpu(2, 0, DIFFERENT_GPUS, device="nvidia-smi:2"),
+    expect_gpu(0, 0, DIFFERENT_GPUS, {ORDER: "PCI_BUS_ID"}),
+    expect_gpu(0, 0, DIFFERENT_GPUS, {MASK: "1"}),
+    expect_gpu(1, 0, DIFFERENT_GPUS, {MASK: "1", ORDER: "PCI_BUS_ID"}),
+    expect_gpu(2, 0, DIFFERENT_GPUS, {ORDER: "pci_bus_id"}),  # which CUDA ignores
     expect_gpu(1, 0, UNKNOWN, {MASK: uuid(1)}),
     expect_gpu(1, 1, UNKNOWN, {ORDER: "PCI_BUS_ID"}, device="cuda:1"),
     # Launchers.
@@ -397,7 +397,7 @@ ANY_ENVIRON = st.dictionaries(
 MACHINES = (
     FOUR,
     NONE,
-    UNLIKE,
+    DIFFERENT_GPUS,
     UNKNOWN,
     CUT,
     CPU_BUILD,
