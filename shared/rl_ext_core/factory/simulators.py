@@ -96,7 +96,7 @@ def _of_box2d(item: Any) -> dict[str, Any]:
 # Attributes in which libraries keep for themselves what they have made of the others, by package.
 _LAST_OPERATIONS = ("_last_op", "__last_op_queue", "_last_op_queue")
 _LOCKED = {"__lock_parents_weakrefs", "_lock_parents_weakrefs"}
-_KEPT = {
+_LIBRARY_CACHES = {
     "gymnasium": {"_np_random", "_np_random_seed", "_cached_spec"},
     "pandas": {"_cache", "_item_cache"},
     "tensordict": {"_cache", "_has_mps_val", "_is_locked", "_lock_id", *_LAST_OPERATIONS, *_LOCKED},
@@ -108,7 +108,7 @@ _KEPT = {
 def library_caches(kind: Any) -> frozenset[str]:
     """Return attributes of instances that are not looked at: where they are missing, they are made when needed."""
     packages = {str(getattr(base, "__module__", "")).partition(".")[0] for base in kind.__mro__}
-    return frozenset(name for package in packages for name in _KEPT.get(package, ()))
+    return frozenset(name for package in packages for name in _LIBRARY_CACHES.get(package, ()))
 
 
 # Packages of Python's own whose objects belong to one process: files, threads, connections, shared memory.
