@@ -166,7 +166,7 @@ def _read_all(read: Any, folder: Path) -> None:
         pass
 
 
-def _loaded(folder: Path) -> FrameStorage:
+def _load_checkpoint(folder: Path) -> FrameStorage:
     storage = FrameStorage(60)
     storage.loads(folder)
     return storage
@@ -183,7 +183,7 @@ def test_numbers_that_lead_astray_do_not_end_the_process(way: str, tmp_path: Pat
     if way == "open":
         storage.close()
     alter = _alter_stored if way == "open" else _alter_dumped
-    read = _loaded if way == "loads" else lambda folder: FrameStorage(60, storage_dir=folder)
+    read = _load_checkpoint if way == "loads" else lambda folder: FrameStorage(60, storage_dir=folder)
     _read_all(read, shutil.copytree(original, tmp_path / "warm"))
     for seed in range(30):
         folder = tmp_path / f"altered{seed}"
