@@ -25,7 +25,7 @@ def device_variables(source: str) -> list[str]:
     ]
 
 
-def loaded_by(statement: str, packages: set[str]) -> set[str]:
+def modules_loaded_by(statement: str, packages: set[str]) -> set[str]:
     """Run ``statement`` in a fresh interpreter and tell which of ``packages`` it loaded."""
     code = f"import sys\n{statement}\nprint(*sorted({packages!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.boundaries import FOLDERS, ROOT, device_variables, loaded_by
+from tests.boundaries import FOLDERS, ROOT, device_variables, modules_loaded_by
 
 TORCHRL = {"torchrl", "tensordict", "torchrl_ext"}
 SB3 = {"stable_baselines3", "sb3_contrib", "sb3_ext"}
@@ -37,12 +37,12 @@ DECIDE = "import rl_ext_core.devices as d; d.resolve('auto', render='same', rend
     ],
 )
 def test_what_a_statement_loads(statement: str, watched: set[str], expected: set[str]) -> None:
-    assert loaded_by(statement, watched) == expected
+    assert modules_loaded_by(statement, watched) == expected
 
 
 def test_a_module_that_does_not_import_is_not_taken_for_a_light_one() -> None:
     with pytest.raises(AssertionError, match="no_such_module"):
-        loaded_by("import no_such_module", HEAVY)
+        modules_loaded_by("import no_such_module", HEAVY)
 
 
 @pytest.mark.parametrize(

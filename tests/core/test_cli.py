@@ -17,7 +17,7 @@ import rl_ext_core
 from rl_ext_core.cli import main
 from rl_ext_core.devices import Inventory, doctor
 from rl_ext_core.devices.doctor import replay
-from tests.boundaries import loaded_by
+from tests.boundaries import modules_loaded_by
 from tests.core.devices.machines import machine
 from tests.core.devices.patients import CASES, EGL
 from tests.core.devices.processes import environment
@@ -83,12 +83,12 @@ def test_shells_complete_its_options(capsys: Out, monkeypatch: pytest.MonkeyPatc
 
 def test_importing_the_command_line_loads_no_command() -> None:
     watched = {"rl_ext_core.devices", "rich", "numpy", "torch"}
-    assert loaded_by("import rl_ext_core.cli", watched) == set()
+    assert modules_loaded_by("import rl_ext_core.cli", watched) == set()
     statement = (
         "import contextlib, io\nfrom rl_ext_core.cli import main\n"
         "with contextlib.redirect_stdout(io.StringIO()): main(['doctor'])"
     )
-    assert loaded_by(statement, {"torch", "mujoco", "numpy"}) == set()
+    assert modules_loaded_by(statement, {"torch", "mujoco", "numpy"}) == set()
 
 
 def test_this_machine_is_examined_without_a_word_among_the_errors() -> None:

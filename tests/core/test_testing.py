@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from rl_ext_core.testing import CONTENTS, LAYOUTS, make_transitions
-from tests.boundaries import loaded_by
+from tests.boundaries import modules_loaded_by
 
 
 def test_it_loads_no_test_framework() -> None:
     packages = {"pytest", "hypothesis", "torch", "gymnasium", "stable_baselines3", "torchrl"}
-    assert loaded_by("import rl_ext_core.testing", packages) == set()
+    assert modules_loaded_by("import rl_ext_core.testing", packages) == set()
 
 
 @pytest.mark.sample(quick=8)
