@@ -30,7 +30,7 @@ BARE, BARE_CPU, EIGHT = (machine(count, without=RENDERERS) for count in (4, 0, 8
 CUT = machine(3, mig={1: [SLICE, OTHER]}, without=RENDERERS)
 RENDERS_NOT = machine(3, mig={1: [SLICE]}, without=("robosuite",))
 DIFFERENT_GPUS = machine(2, fastest_first=(1, 0), without=RENDERERS)
-UNKNOWN = dataclasses.replace(DIFFERENT_GPUS, fastest_first=None)
+UNKNOWN_ORDER = dataclasses.replace(DIFFERENT_GPUS, fastest_first=None)
 NO_NVIDIA_EGL = dataclasses.replace(FOUR, egl=egl(()))
 NO_EGL = dataclasses.replace(FOUR, egl=(), egl_error="libEGL.so.1 is not installed")
 NOTHING_RENDERS = dataclasses.replace(machine(0, osmesa=False), egl=())
@@ -138,8 +138,8 @@ MISTAKES: list[Mistake] = [
     ({ORDER: "pci_bus_id"}, BARE, ORDER, "warning", f"export {ORDER}=PCI_BUS_ID", ""),
     ({ORDER: "fastest"}, DIFFERENT_GPUS, ORDER, "error", f"export {ORDER}=FASTEST_FIRST", ""),
     ({}, DIFFERENT_GPUS, ORDER, "warning", f"export {ORDER}=PCI_BUS_ID", "(nvidia-smi 1)"),
-    ({}, UNKNOWN, ORDER, "error", f"export {ORDER}=PCI_BUS_ID", ""),
-    ({ORDER: "FASTEST_FIRST"}, UNKNOWN, ORDER, "error", f"export {ORDER}=PCI_BUS_ID", ""),
+    ({}, UNKNOWN_ORDER, ORDER, "error", f"export {ORDER}=PCI_BUS_ID", ""),
+    ({ORDER: "FASTEST_FIRST"}, UNKNOWN_ORDER, ORDER, "error", f"export {ORDER}=PCI_BUS_ID", ""),
     ({RANK: "one"}, BARE, RANK, "error", f"unset {RANK}", ""),
     ({RANK: ""}, BARE, RANK, "error", f"unset {RANK}", ""),
     ({RANK: "'2'"}, BARE, RANK, "error", f"export {RANK}=2", ""),
@@ -365,7 +365,7 @@ VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
     ({GL: "osmesa", PLATFORM: "osmesa"}, FOUR),
     ({ORDER: "PCI_BUS_ID"}, DIFFERENT_GPUS),
     ({ORDER: "FASTEST_FIRST"}, DIFFERENT_GPUS),
-    ({MASK: uuid(1)}, UNKNOWN),
+    ({MASK: uuid(1)}, UNKNOWN_ORDER),
     ({RANK: "3", "WORLD_SIZE": "4"}, BARE),
     ({RANK: "0", MASK: "2"}, BARE),  # torchrun --virtual-local-rank
     ({RANK: "7"}, BARE_CPU),
@@ -484,7 +484,7 @@ KNOWN = st.sampled_from(
 )
 MORE = dataclasses.replace(FOUR, egl=None), machine(2, versions={"mujoco": "4.0.0"}), machine(2, versions=CPU_TORCH)
 ANY_MACHINE = st.sampled_from(
-    [FOUR, REORDERED, NONE, BARE, CUT, DIFFERENT_GPUS, UNKNOWN, NO_NVIDIA_EGL, Inventory(), RENDERS_NOT, *MORE]
+    [FOUR, REORDERED, NONE, BARE, CUT, DIFFERENT_GPUS, UNKNOWN_ORDER, NO_NVIDIA_EGL, Inventory(), RENDERS_NOT, *MORE]
 )
 
 

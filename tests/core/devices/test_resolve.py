@@ -40,7 +40,7 @@ SLICE, OTHER_SLICE = "MIG-11111111-0000-4000-8000-000000000000", "MIG-22222222-0
 FOUR = machine(4, order=(2, 3, 0, 1))
 NONE = machine(0)
 DIFFERENT_GPUS = machine(3, fastest_first=(2, 0, 1))
-UNKNOWN = dataclasses.replace(DIFFERENT_GPUS, fastest_first=None)
+UNKNOWN_ORDER = dataclasses.replace(DIFFERENT_GPUS, fastest_first=None)
 CUT = machine(3, mig={1: [SLICE, OTHER_SLICE]})
 CPU_BUILD = machine(4, versions={"torch": "2.13.0+cpu", "torch.cuda": ""})
 NO_TORCH = machine(2, without=("torch", "torch.cuda"))
@@ -113,8 +113,8 @@ DECIDED: list[Decided] = [
     expect_gpu(0, 0, DIFFERENT_GPUS, {MASK: "1"}),
     expect_gpu(1, 0, DIFFERENT_GPUS, {MASK: "1", ORDER: "PCI_BUS_ID"}),
     expect_gpu(2, 0, DIFFERENT_GPUS, {ORDER: "pci_bus_id"}),  # which CUDA ignores
-    expect_gpu(1, 0, UNKNOWN, {MASK: uuid(1)}),
-    expect_gpu(1, 1, UNKNOWN, {ORDER: "PCI_BUS_ID"}, device="cuda:1"),
+    expect_gpu(1, 0, UNKNOWN_ORDER, {MASK: uuid(1)}),
+    expect_gpu(1, 1, UNKNOWN_ORDER, {ORDER: "PCI_BUS_ID"}, device="cuda:1"),
     # Launchers.
     expect_gpu(2, 2, FOUR, {RANK: "2", "WORLD_SIZE": "4"}),
     expect_gpu(1, 1, FOUR, {RANK: "1", MASK: "3,1"}),
@@ -217,8 +217,10 @@ REFUSED: list[Refused] = [
     expect_error(GONE, f"{MASK}='1'", f"export {MASK}={uuid(0)}", FOUR, {MASK: "1"}, device=uuid(0)),
     expect_error(GONE, f"{MASK}=''", 'device="cpu"', FOUR, {MASK: ""}, device="cuda:0"),
     expect_error(GONE, "'NoDevFiles'", 'device="auto"', FOUR, {MASK: "NoDevFiles"}, device="cuda"),
-    expect_error(GONE, f"{ORDER}=None", f"export {ORDER}=PCI_BUS_ID", UNKNOWN),
-    expect_error(GONE, "'PCI'", f"export {ORDER}=PCI_BUS_ID", UNKNOWN, {ORDER: "PCI", MASK: "x"}, device="cuda:1"),
+    expect_error(GONE, f"{ORDER}=None", f"export {ORDER}=PCI_BUS_ID", UNKNOWN_ORDER),
+    expect_error(
+        GONE, "'PCI'", f"export {ORDER}=PCI_BUS_ID", UNKNOWN_ORDER, {ORDER: "PCI", MASK: "x"}, device="cuda:1"
+    ),
     expect_error(GONE, "LOCAL_RANK='4'", "--nproc-per-node=4", FOUR, {RANK: "4"}),
     expect_error(GONE, f"{MASK}='0'", "--nproc-per-node=1", FOUR, {RANK: "1", MASK: "0"}),
     *(
@@ -398,7 +400,7 @@ MACHINES = (
     FOUR,
     NONE,
     DIFFERENT_GPUS,
-    UNKNOWN,
+    UNKNOWN_ORDER,
     CUT,
     CPU_BUILD,
     NO_TORCH,
