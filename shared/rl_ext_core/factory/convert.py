@@ -210,7 +210,7 @@ def _log_warnings(examination: Examination) -> None:
 def _recipe_from_record(environment: Any, line: str, original: Fingerprint, problems: list[str]) -> Recipe | None:
     """Return the recipe that makes an instance as it was made; None, and why, if that is unknown."""
     for path in original.unpicklable:
-        if (name := simulators.file_written(original.objects.get(path))) is not None:
+        if (name := simulators.name_of_output_file(original.objects.get(path))) is not None:
             problems.append(f"it writes to the file {name} ({path}), which making another one may begin anew")
             return None
     call = record.call_of(environment)

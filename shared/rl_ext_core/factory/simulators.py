@@ -128,7 +128,7 @@ def why_unpicklable(kind: Any) -> str | None:
     return "what it does in the end would be done for every copy" if is_finalizer else None
 
 
-def file_written(item: Any) -> str | None:
+def name_of_output_file(item: Any) -> str | None:
     """Return the name of a file that is open for writing; None: it is something else."""
     with contextlib.suppress(Exception):
         if isinstance(item, io.IOBase) and not item.closed and item.writable() and item.fileno() > 2:
