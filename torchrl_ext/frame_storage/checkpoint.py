@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
 from rl_ext_core._interrupts import run_pending_handlers, defer_signals
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
-from rl_ext_core.frames.folder import MANIFEST, read_json, reading, write_json
+from rl_ext_core.frames.folder import MANIFEST, read_json, as_corrupt_file, write_json
 from torchrl_ext.frame_storage.format import pack, unpack
 
 FORMAT = 3
@@ -51,7 +51,7 @@ def from_state(state: dict[str, Any]) -> tuple[Any, list[dict[str, Any]], int]:
 
     :raises CorruptFileError: if it is damaged.
     """
-    with reading("this state is"):
+    with as_corrupt_file("this state is"):
         return *unpack(_map_tree(state["frame_storage"], torch.Tensor, _as_array)), state["_len"]
 
 
@@ -164,7 +164,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
         if not (path / _METADATA).exists():
             raise CorruptFileError(f"{path} holds no FrameStorage; write it with buffer.dumps(path)")
         metadata = read_json(path / _METADATA, FORMAT)
-        with reading(f"{path} is"):
+        with as_corrupt_file(f"{path} is"):
             if not _CONTENTS.fullmatch(metadata["contents"]):
                 raise CorruptFileError(f"{path / _METADATA} names no contents")
             rows, frames = unpack(_load_arrays(metadata["held"], path / metadata["contents"]))

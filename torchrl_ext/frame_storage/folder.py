@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from rl_ext_core.errors import InvalidTypeError
 from rl_ext_core.frames import SalvageReport
-from rl_ext_core.frames.folder import Rows, StoreFolder, reading
+from rl_ext_core.frames.folder import Rows, StoreFolder, as_corrupt_file
 from rl_ext_core.frames.journal import Journal, Note, Places
 from rl_ext_core.frames.store import longest_run
 from torchrl_ext.frame_storage.columns import FrameColumn
@@ -69,7 +69,7 @@ def map_rows(folder: StoreFolder) -> TensorDict:
     def view(number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.from_numpy(folder.rows.arrays[str(number)].reshape(-1)).view(dtype).reshape(shape)
 
-    with reading(f"{folder.path} is"):
+    with as_corrupt_file(f"{folder.path} is"):
         return rebuild(folder.settings["elements"], view).lock_()
 
 
@@ -151,7 +151,7 @@ def salvage(path: str | os.PathLike[str]) -> SalvageReport:
     """Keep the longest run of intact elements of a damaged folder; see ``FrameStorage.salvage``."""
     folder = open_folder(path, {}, repair=True)
     try:
-        with reading(f"{folder.path} is"):
+        with as_corrupt_file(f"{folder.path} is"):
             rows, kinds = map_rows(folder), (folder.settings or {})["columns"]
             options = {name: value for name, value in folder.options.items() if name not in _STORAGE_ARGUMENTS}
             columns = [

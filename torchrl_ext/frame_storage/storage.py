@@ -21,7 +21,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyab
 from rl_ext_core.frames import SalvageReport
 from rl_ext_core.frames.auto import LAST_CHECK
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, describe_lossiness
-from rl_ext_core.frames.folder import Rows, StoreFolder, reading
+from rl_ext_core.frames.folder import Rows, StoreFolder, as_corrupt_file
 from rl_ext_core.frames.journal import Journal, Places
 from rl_ext_core.frames.region import ProcessLock, RegionFile
 from torchrl_ext.frame_storage.arguments import (
@@ -300,7 +300,7 @@ class FrameStorage(TensorStorage):
         if folder.settings is None:
             return
         self._rows, self._journal, rows = folder.rows, folder.journal, map_rows(folder)
-        with reading(f"{folder.path} is"):
+        with as_corrupt_file(f"{folder.path} is"):
             self._add_columns(folder.settings["columns"], len(rows))
             self._set_rows(rows)
         self._resume_cursor = self._recover("their process", reopening=True)
@@ -711,7 +711,7 @@ class FrameStorage(TensorStorage):
 
     def _restore_columns(self, rows: Any, frames: list[dict[str, Any]]) -> list[FrameColumn]:
         """Columns as they were saved, with whatever leads elsewhere refused."""
-        with reading("the images are"):
+        with as_corrupt_file("the images are"):
             columns = [self._new_column(state, self._shape_for(_example_row(rows))[0]) for state in frames]
             for column, state in zip(columns, frames, strict=True):
                 column.restore(state["pool"])
