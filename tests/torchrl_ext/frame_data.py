@@ -118,7 +118,7 @@ class Twins:
         )
         self.draws = 0
 
-    def both(self, use: Any) -> tuple[Any, Any]:
+    def call_both(self, use: Any) -> tuple[Any, Any]:
         results = []
         self.draws += 1
         for buffer in (self.ours, self.theirs):
@@ -128,7 +128,7 @@ class Twins:
         return results[0], results[1]
 
     def extend(self, data: TensorDict) -> None:
-        ours, theirs = self.both(lambda buffer: buffer.extend(data.clone()))
+        ours, theirs = self.call_both(lambda buffer: buffer.extend(data.clone()))
         if theirs is not None:
             assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
 
@@ -136,7 +136,7 @@ class Twins:
         assert len(self.ours) == len(self.theirs)
         assert_same(self.ours[:], self.theirs[:])
         for _ in range(3):
-            assert_same(*self.both(lambda buffer: buffer.sample(batch_size)))
+            assert_same(*self.call_both(lambda buffer: buffer.sample(batch_size)))
 
 
 def make_transitions(n: int, **options: Any) -> TensorDict:

@@ -138,7 +138,7 @@ def test_a_storage_of_two_dimensions_gives_the_same_bits(ndim: int, sampler: str
     for _ in range(6):
         twins.extend(videos.collect(13))
         assert_same(twins.ours[:], twins.theirs[:])
-        assert_same(*twins.both(lambda buffer: buffer.sample()))
+        assert_same(*twins.call_both(lambda buffer: buffer.sample()))
     assert_same(twins.ours.storage.flatten()[:], twins.theirs.storage.flatten()[:])
 
 
@@ -178,9 +178,9 @@ def test_elements_can_be_written_through_every_way_of_the_buffer() -> None:
         buffer[[]] = data[:0].clone()
         buffer.extend(data[:0].clone())
 
-    twins.both(write)
+    twins.call_both(write)
     twins.check()
-    sizes = twins.both(lambda buffer: buffer[:].bytes())
+    sizes = twins.call_both(lambda buffer: buffer[:].bytes())
     assert sizes[0] == sizes[1]
 
 
@@ -194,7 +194,7 @@ def test_places_are_written_by_every_index_that_reads_them(index: Any) -> None:
         length = len(buffer[index]) if buffer[index].ndim else 0
         buffer.storage[index] = other[:length].clone() if length else other[0].clone()
 
-    twins.both(write)
+    twins.call_both(write)
     twins.check()
 
 
@@ -209,7 +209,7 @@ def test_conditional_updates_write_images_too() -> None:
         generation = torch.tensor([0, 0, 1])
         return buffer.update_if_present(index=index, generation=generation, patch=patch).updated
 
-    ours, theirs = twins.both(update)
+    ours, theirs = twins.call_both(update)
     assert ours.tolist() == theirs.tolist() == [False, True, False] or torch.equal(ours, theirs)
     assert_same(twins.ours[:], twins.theirs[:])
 
@@ -288,9 +288,9 @@ def test_a_slice_of_two_dimensions_is_written_back_to_its_place(part: slice) -> 
         elements["action"].add_(1)
         buffer[part] = elements
 
-    twins.both(write_back)
+    twins.call_both(write_back)
     assert_same(twins.ours[:], twins.theirs[:])
-    twins.both(lambda buffer: buffer.write_all(buffer.read_all_in_order()))
+    twins.call_both(lambda buffer: buffer.write_all(buffer.read_all_in_order()))
     assert_same(twins.ours[:], twins.theirs[:])
     with pytest.raises(InvalidArgumentError, match="elements are named by"):
         twins.ours[:] = twins.ours[:, :3]
@@ -372,7 +372,7 @@ def test_frames_stacked_in_or_after_the_buffer_give_the_same_bits(where: str) ->
         part["pixels"] = part["pixels"][:, -1:].clone()
     twins.extend(data)
     for _ in range(3):
-        assert_same(*twins.both(lambda buffer: buffer.sample()))
+        assert_same(*twins.call_both(lambda buffer: buffer.sample()))
 
 
 @pytest.mark.parametrize("n", [20, 100])

@@ -74,7 +74,7 @@ def step(buffer: Any) -> TensorDict:
 def check(twins: Twins, steps: int = 3) -> None:
     """Compare indices, weights, values and priorities of both buffers."""
     for _ in range(steps):
-        ours, theirs = twins.both(step)
+        ours, theirs = twins.call_both(step)
         assert theirs.get("priority_weight", None) is not None
         assert_same(ours, theirs)
     assert trees(twins.ours) == trees(twins.theirs)
@@ -93,9 +93,9 @@ def test_prioritized_samplers_give_the_batches_of_lazy_tensor_storage(sampler: s
         check(twins)
     for _ in range(5):
         row = videos.collect(1).reshape(-1)[0]
-        twins.both(lambda buffer, row=row: buffer.add(row.clone()))
+        twins.call_both(lambda buffer, row=row: buffer.add(row.clone()))
     check(twins)
-    twins.both(lambda buffer: buffer.empty())
+    twins.call_both(lambda buffer: buffer.empty())
     twins.extend(videos.collect(30).reshape(-1))
     check(twins)
 
@@ -120,7 +120,7 @@ def test_priorities_of_a_storage_of_two_dimensions() -> None:
     for n_steps in (13, 13, 9):
         twins.extend(videos.collect(n_steps))
         for _ in range(3):
-            assert_same(*twins.both(step))
+            assert_same(*twins.call_both(step))
     assert trees(twins.ours) == trees(twins.theirs)
 
 
@@ -141,7 +141,7 @@ def test_priorities_of_a_buffer_without_tensordict_methods() -> None:
         return batch, info
 
     for _ in range(3):
-        (ours, our_info), (theirs, their_info) = twins.both(sample)
+        (ours, our_info), (theirs, their_info) = twins.call_both(sample)
         assert_same(ours, theirs)
         assert torch.equal(our_info["index"], their_info["index"])
         assert torch.equal(our_info["priority_weight"], their_info["priority_weight"])
