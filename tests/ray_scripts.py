@@ -13,7 +13,7 @@ import psutil
 MARK = "RL_EXT_TEST_RUN"
 
 
-def output_of(arguments: list[str], root: Path, *, limit_s: float) -> str:
+def run_ray_script(arguments: list[str], root: Path, *, limit_s: float) -> str:
     """Run a script, check that it leaves nothing behind, and give what it prints.
 
     :param arguments: of the interpreter

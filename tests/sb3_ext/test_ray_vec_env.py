@@ -12,7 +12,7 @@ import pytest
 
 from rl_ext_core.errors import InvalidArgumentError, MissingDependencyError
 from sb3_ext import RayVecEnv
-from tests.ray_scripts import output_of
+from tests.ray_scripts import run_ray_script
 from tests.sb3_ext.vec_worlds import Counting
 
 SCRIPT = Path(__file__).with_name("ray_checks.py")
@@ -23,7 +23,7 @@ def test_in_ray_it_is_as_on_this_machine() -> None:
     if find_spec("ray") is None and "CI" not in os.environ:
         pytest.skip("ray is not installed: pip install './rl-ext[ray]'")
     with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp") as root:
-        lines = output_of([str(SCRIPT), str(Path(root, "ray"))], Path(root), limit_s=800).splitlines()
+        lines = run_ray_script([str(SCRIPT), str(Path(root, "ray"))], Path(root), limit_s=800).splitlines()
     found: dict[str, str] = json.loads(lines[-1])
     assert len(found) > 8
     assert not any(found.values()), "\n".join(found.values())

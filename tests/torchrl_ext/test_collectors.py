@@ -15,7 +15,7 @@ import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 from torchrl.collectors import Collector, MultiSyncCollector
 
-from tests.ray_scripts import output_of
+from tests.ray_scripts import run_ray_script
 from tests.torchrl_ext import collecting
 from tests.torchrl_ext.parallel_checks import event_log, no_workers_left, workers_left
 from tests.torchrl_ext.parallel_environments import Well, count_events
@@ -47,7 +47,7 @@ def script_output(request: pytest.FixtureRequest) -> dict[str, Any]:
     # In /tmp, since the paths of sockets may have 107 characters.
     with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp") as root:
         command = [str(SCRIPT), str(Path(root, "ray")), kind, *RUNS[kind]]
-        results, buffer_length = json.loads(output_of(command, Path(root), limit_s=LIMIT_S).splitlines()[-1])
+        results, buffer_length = json.loads(run_ray_script(command, Path(root), limit_s=LIMIT_S).splitlines()[-1])
     found: dict[str, Any] = {"buffer_length": buffer_length}
     for run, result in zip(RUNS[kind], results, strict=True):
         found.setdefault(run, []).append(arrays(result))
