@@ -27,7 +27,7 @@ SLICE, OTHER = "MIG-11111111-0000-4000-8000-000000000000", "MIG-22222222-0000-40
 FOUR, REORDERED, NONE = machine(4), machine(4, order=(2, 3, 0, 1)), machine(0)
 # Where nothing renders, the mask is CUDA's alone.
 BARE, BARE_CPU, EIGHT = (machine(count, without=RENDERERS) for count in (4, 0, 8))
-CUT = machine(3, mig={1: [SLICE, OTHER]}, without=RENDERERS)
+WITH_MIG = machine(3, mig={1: [SLICE, OTHER]}, without=RENDERERS)
 RENDERS_NOT = machine(3, mig={1: [SLICE]}, without=("robosuite",))
 DIFFERENT_GPUS = machine(2, fastest_first=(1, 0), without=RENDERERS)
 UNKNOWN_ORDER = dataclasses.replace(DIFFERENT_GPUS, fastest_first=None)
@@ -112,13 +112,13 @@ MISTAKES: list[Mistake] = [
     # And robosuite's failure on it is no mistake of its own.
     ({MASK: "", "RAY_JOB_ID": "1", **SCREEN}, FOUR, MASK, "*", "@ray.remote(num_gpus=1)", ""),
     ({MASK: "NoDevFiles", "SLURM_JOB_ID": "1"}, BARE, MASK, "*", "srun --gpus-per-task=1 python train.py", ""),
-    ({MASK: f"{SLICE},{OTHER}"}, CUT, MASK, "warning", f"export {MASK}={SLICE}", ""),
-    ({MASK: SLICE.lower()}, CUT, MASK, "error", f"export {MASK}={SLICE}", ""),
-    ({MASK: "MIG-3333"}, CUT, MASK, "error", f"export {MASK}={SLICE}", ""),
-    ({MASK: "1"}, CUT, MASK, "warning", f"export {MASK}={SLICE}", ""),
-    ({MASK: f"MIG-{uuid(0)}/1/0"}, CUT, MASK, "error", f"export {MASK}={uuid(0)}", ""),  # that GPU is not cut
-    ({MASK: "0,1"}, CUT, MASK, "error", f"export {MASK}={SLICE}", ""),
-    ({}, CUT, MASK, "warning", "*", f"{SLICE}, and nothing beside it"),
+    ({MASK: f"{SLICE},{OTHER}"}, WITH_MIG, MASK, "warning", f"export {MASK}={SLICE}", ""),
+    ({MASK: SLICE.lower()}, WITH_MIG, MASK, "error", f"export {MASK}={SLICE}", ""),
+    ({MASK: "MIG-3333"}, WITH_MIG, MASK, "error", f"export {MASK}={SLICE}", ""),
+    ({MASK: "1"}, WITH_MIG, MASK, "warning", f"export {MASK}={SLICE}", ""),
+    ({MASK: f"MIG-{uuid(0)}/1/0"}, WITH_MIG, MASK, "error", f"export {MASK}={uuid(0)}", ""),  # that GPU is not cut
+    ({MASK: "0,1"}, WITH_MIG, MASK, "error", f"export {MASK}={SLICE}", ""),
+    ({}, WITH_MIG, MASK, "warning", "*", f"{SLICE}, and nothing beside it"),
     (
         {**SCREEN, MASK: uuid(1)},
         with_renderers(FOUR, "robosuite"),
@@ -358,9 +358,9 @@ VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
     ({**EGL, MASK: SLICE, INDEX: "3"}, RENDERS_NOT),
     ({MASK: f"{uuid(1)},{uuid(0)}"}, BARE),
     ({MASK: "GPU-bbbb"}, BARE),
-    ({MASK: SLICE}, CUT),
-    ({MASK: f"MIG-{uuid(1)}/1/0"}, CUT),  # as old drivers write it
-    ({MASK: "0,2"}, CUT),
+    ({MASK: SLICE}, WITH_MIG),
+    ({MASK: f"MIG-{uuid(1)}/1/0"}, WITH_MIG),  # as old drivers write it
+    ({MASK: "0,2"}, WITH_MIG),
     ({MASK: "0"}, BARE_CPU),
     ({GL: "osmesa", PLATFORM: "osmesa"}, FOUR),
     ({ORDER: "PCI_BUS_ID"}, DIFFERENT_GPUS),
@@ -484,7 +484,19 @@ KNOWN = st.sampled_from(
 )
 MORE = dataclasses.replace(FOUR, egl=None), machine(2, versions={"mujoco": "4.0.0"}), machine(2, versions=CPU_TORCH)
 ANY_MACHINE = st.sampled_from(
-    [FOUR, REORDERED, NONE, BARE, CUT, DIFFERENT_GPUS, UNKNOWN_ORDER, NO_NVIDIA_EGL, Inventory(), RENDERS_NOT, *MORE]
+    [
+        FOUR,
+        REORDERED,
+        NONE,
+        BARE,
+        WITH_MIG,
+        DIFFERENT_GPUS,
+        UNKNOWN_ORDER,
+        NO_NVIDIA_EGL,
+        Inventory(),
+        RENDERS_NOT,
+        *MORE,
+    ]
 )
 
 

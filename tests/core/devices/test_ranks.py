@@ -25,7 +25,7 @@ TORCHRUN = {"GROUP_RANK": "0"}
 RENDERERS = ("mujoco", "gymnasium", "dm_control", "robosuite")
 ONE, FOUR, EIGHT = (machine(count, without=RENDERERS) for count in (1, 4, 8))
 SLICES = ["MIG-11111111-0000-4000-8000-000000000000", "MIG-22222222-0000-4000-8000-000000000000"]
-CUT = machine(2, mig={0: SLICES}, without=RENDERERS)
+WITH_MIG = machine(2, mig={0: SLICES}, without=RENDERERS)
 BOTH = ",".join(SLICES)
 ALL_FOUR = "0,1,2,3"
 
@@ -62,8 +62,8 @@ ALL_FOUR = "0,1,2,3"
         (FOUR, {RANK: "2", MASK: "1,2,3", "RAY_JOB_ID": "01"}, 2, "place on this machine"),
         (FOUR, {RANK: "0", MASK: "2", **TORCHRUN}, 0, "place on this machine"),
         # A MIG slice for each process.
-        (CUT, {RANK: "0", MASK: SLICES[1]}, 0, "place on this machine"),
-        (CUT, {TASK: "1", PER_TASK: "1", MASK: SLICES[1]}, 0, "a GPU of its own"),
+        (WITH_MIG, {RANK: "0", MASK: SLICES[1]}, 0, "place on this machine"),
+        (WITH_MIG, {TASK: "1", PER_TASK: "1", MASK: SLICES[1]}, 0, "a GPU of its own"),
     ],
 )
 def test_auto_follows_the_rank_of_the_innermost_launcher(
@@ -96,10 +96,10 @@ def test_auto_follows_the_rank_of_the_innermost_launcher(
         (FOUR, {OMPI: "4"}, f"{OMPI}='4'", "mpirun --map-by ppr:4:node"),
         (FOUR, {HYDRA: "5"}, f"{HYDRA}='5'", "mpiexec -ppn 4"),
         (ONE, {PMI: "1"}, "below 1", 'device="cuda:0"'),
-        (CUT, {RANK: "1", MASK: BOTH}, "one MIG slice", f"export {MASK}={SLICES[1]} {RANK}=0"),
-        (CUT, {TASK: "1", MASK: BOTH}, "one MIG slice", f"export {MASK}={SLICES[1]} {RANK}=0"),
-        (CUT, {RANK: "1"}, "one MIG slice", f"export {MASK}={SLICES[1]} {RANK}=0"),
-        (CUT, {RANK: "2", MASK: BOTH}, f"{RANK}='2'", "torchrun --nproc-per-node=2"),
+        (WITH_MIG, {RANK: "1", MASK: BOTH}, "one MIG slice", f"export {MASK}={SLICES[1]} {RANK}=0"),
+        (WITH_MIG, {TASK: "1", MASK: BOTH}, "one MIG slice", f"export {MASK}={SLICES[1]} {RANK}=0"),
+        (WITH_MIG, {RANK: "1"}, "one MIG slice", f"export {MASK}={SLICES[1]} {RANK}=0"),
+        (WITH_MIG, {RANK: "2", MASK: BOTH}, f"{RANK}='2'", "torchrun --nproc-per-node=2"),
     ],
 )
 def test_a_rank_beyond_the_visible_gpus_is_refused_by_its_own_launcher(
@@ -123,14 +123,14 @@ def test_a_rank_beyond_the_visible_gpus_is_refused_by_its_own_launcher(
 
 def test_a_rank_argument_beyond_the_slices_that_cuda_shows_is_refused() -> None:
     with pytest.raises(DeviceUnavailableError, match=f"Use rank=0 and `export {MASK}={SLICES[1]}`"):
-        resolve(rank=1, inventory=CUT, environ={})
+        resolve(rank=1, inventory=WITH_MIG, environ={})
 
 
 def test_both_findings_on_mig_slices_name_the_slice_of_the_rank() -> None:
-    error, warning = check_environment({RANK: "1", MASK: BOTH}, inventory=CUT)
+    error, warning = check_environment({RANK: "1", MASK: BOTH}, inventory=WITH_MIG)
     assert (error.variable, warning.variable) == (RANK, MASK)
     assert warning.fix == f"export {MASK}={SLICES[1]}"
-    (unset,) = check_environment({RANK: "0"}, inventory=CUT)
+    (unset,) = check_environment({RANK: "0"}, inventory=WITH_MIG)
     assert unset.fix == f"export {MASK}={SLICES[0]}"
 
 

@@ -41,7 +41,7 @@ FOUR = machine(4, order=(2, 3, 0, 1))
 NONE = machine(0)
 DIFFERENT_GPUS = machine(3, fastest_first=(2, 0, 1))
 UNKNOWN_ORDER = dataclasses.replace(DIFFERENT_GPUS, fastest_first=None)
-CUT = machine(3, mig={1: [SLICE, OTHER_SLICE]})
+WITH_MIG = machine(3, mig={1: [SLICE, OTHER_SLICE]})
 CPU_BUILD = machine(4, versions={"torch": "2.13.0+cpu", "torch.cuda": ""})
 NO_TORCH = machine(2, without=("torch", "torch.cuda"))
 MUJOCO_4 = machine(4, order=(2, 3, 0, 1), versions={"mujoco": "4.0.0"})
@@ -131,9 +131,9 @@ DECIDED: list[Decided] = [
     expect_gpu(3, 3, FREE, pick="free-memory", says="3.0 GiB"),
     expect_gpu(2, 1, FREE, {MASK: "1,2,0"}, pick="free-memory"),
     # MIG slices.
-    cpu(CUT, {MASK: "MIG-00000000"}, says="no MIG slice"),
-    expect_gpu(1, 0, CUT, says="nothing beside it"),
-    expect_gpu(1, 0, CUT, {MASK: SLICE}, render="cpu", renders=3),
+    cpu(WITH_MIG, {MASK: "MIG-00000000"}, says="no MIG slice"),
+    expect_gpu(1, 0, WITH_MIG, says="nothing beside it"),
+    expect_gpu(1, 0, WITH_MIG, {MASK: SLICE}, render="cpu", renders=3),
     # Builds of torch.
     cpu(CPU_BUILD, says="torch 2.13.0+cpu is built without CUDA"),
     cpu(CPU_BUILD, render="cuda:1", renders=1),
@@ -233,9 +233,9 @@ REFUSED: list[Refused] = [
     expect_error(WRONG, "worker=-1", "worker=0", FOUR, worker=-1),
     expect_error(WRONG, "pick='memory'", 'pick="rank"', FOUR, pick="memory"),
     expect_error(WRONG, "on_missing='gpu'", 'on_missing="error"', FOUR, device="cuda:9", on_missing="gpu"),
-    expect_error(GONE, f"{MASK}='{SLICE}'", f"export {MASK}={uuid(0)}", CUT, {MASK: SLICE}, device="nvidia-smi:0"),
-    expect_error(GONE, "does not show beside", f"export {MASK}={uuid(2)}", CUT, device="nvidia-smi:2"),
-    expect_error(GONE, SLICE, 'render="cpu"', CUT, {MASK: SLICE}, **SAME),
+    expect_error(GONE, f"{MASK}='{SLICE}'", f"export {MASK}={uuid(0)}", WITH_MIG, {MASK: SLICE}, device="nvidia-smi:0"),
+    expect_error(GONE, "does not show beside", f"export {MASK}={uuid(2)}", WITH_MIG, device="nvidia-smi:2"),
+    expect_error(GONE, SLICE, 'render="cpu"', WITH_MIG, {MASK: SLICE}, **SAME),
     expect_error(GONE, "'cuda:1'", 'device="cpu"', CPU_BUILD, device="cuda:1"),
     expect_error(GONE, "'egl:9'", 'render="same"', FOUR, render="egl:9"),
     expect_error(GONE, "'cuda:4'", 'render="cuda:3"', FOUR, render="cuda:4"),
@@ -269,7 +269,7 @@ REFUSED: list[Refused] = [
     expect_error(GONE, "sapien 3.0.3 renders on GPUs only", "", SAPIEN, device="cpu", **SAME, renderer="sapien"),
     expect_error(GONE, "sapien 3.0.3 does not render through EGL", "", SAPIEN, render="egl:0", renderer="sapien"),
     expect_error(GONE, "MIG slices", "do not render", SAPIEN_CUT, {MASK: "0"}, **SAME, renderer="sapien"),
-    expect_error(GONE, "MIG slices", "do not render", CUT, {MASK: "0"}, render="egl:1"),
+    expect_error(GONE, "MIG slices", "do not render", WITH_MIG, {MASK: "0"}, render="egl:1"),
     expect_error(MISSING, "sapien", "pip install sapien", machine(1), **SAME, renderer="sapien"),
 ]
 
@@ -401,7 +401,7 @@ MACHINES = (
     NONE,
     DIFFERENT_GPUS,
     UNKNOWN_ORDER,
-    CUT,
+    WITH_MIG,
     CPU_BUILD,
     NO_TORCH,
     MUJOCO_4,
