@@ -54,7 +54,7 @@ def field_reader(kind: Any) -> Callable[[Any], dict[str, Any]] | None:
     for base in kind.__mro__:
         module, name = str(getattr(base, "__module__", "")), base.__name__
         if module.startswith("mujoco._structs"):
-            return _of_mujoco if name in _MUJOCO or "." in base.__qualname__ else None
+            return _mujoco_fields if name in _MUJOCO or "." in base.__qualname__ else None
         if module.startswith("ale_py") and name == "ALEInterface":
             return _of_ale
         if module.startswith("Box2D") and (name == "b2World" or name.endswith("Def")):
@@ -62,7 +62,7 @@ def field_reader(kind: Any) -> Callable[[Any], dict[str, Any]] | None:
     return None
 
 
-def _of_mujoco(structure: Any) -> dict[str, Any]:
+def _mujoco_fields(structure: Any) -> dict[str, Any]:
     found = {}
     kind: Any = type(structure)
     for name in _names(kind):
