@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from rl_ext_core.errors import InvalidTypeError
 from rl_ext_core.frames import SalvageReport
-from rl_ext_core.frames.folder import Rows, StoreFolder, as_corrupt_file
+from rl_ext_core.frames.folder import RowArrays, StoreFolder, as_corrupt_file
 from rl_ext_core.frames.journal import Journal, Note, Places
 from rl_ext_core.frames.store import longest_run
 from torchrl_ext.frame_storage.columns import FrameColumn
@@ -52,7 +52,7 @@ def begin(folder: StoreFolder, columns: list[FrameColumn], rows: Any) -> None:
         )
     description = describe_rows(rows, values=False)[0]
     n_bytes = (math.prod(leaf["shape"][1:]) * dtype_from_name(leaf["dtype"]).itemsize for leaf in description["leaves"])
-    folder.rows = Rows(len(rows))
+    folder.rows = RowArrays(len(rows))
     # NumPy does not know all dtypes, but their bytes.
     folder.add_rows(_ROWS_FILE, {str(number): ((n,), np.dtype(np.uint8)) for number, n in enumerate(n_bytes)})
     settings = {"columns": [column.kind for column in columns], "elements": description}

@@ -21,7 +21,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyab
 from rl_ext_core.frames import SalvageReport
 from rl_ext_core.frames.auto import LAST_CHECK
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, describe_lossiness
-from rl_ext_core.frames.folder import Rows, StoreFolder, as_corrupt_file
+from rl_ext_core.frames.folder import RowArrays, StoreFolder, as_corrupt_file
 from rl_ext_core.frames.journal import Journal, Places
 from rl_ext_core.frames.region import ProcessLock, RegionFile
 from torchrl_ext.frame_storage.arguments import (
@@ -128,7 +128,7 @@ class FrameStorage(TensorStorage):
     _storage: Any  # all elements, which TorchRL reads too; int64 handles are where the images would be
     _budget: ByteBudget | None = None
     _folder: StoreFolder | None = None
-    _rows: Rows | None = None  # the elements, where they lie in a folder
+    _rows: RowArrays | None = None  # the elements, where they lie in a folder
     _journal: Journal | None = None  # where other processes, or later ones, may have to make them whole
     _resume_cursor: int | None = None  # of a storage that was opened again, until the first element is added
     _n_touched = 0  # places from here on were never written by this process

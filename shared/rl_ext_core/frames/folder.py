@@ -107,7 +107,7 @@ def read_json(path: Path, version: int) -> dict[str, Any]:
     return found
 
 
-class Rows:
+class RowArrays:
     """Arrays with one row an element, in memory; or in files, which have room for as many as were asked for by
     :meth:`make_sure_of`, and a checksum of each row.
 
@@ -293,7 +293,7 @@ class StoreFolder:
     def _be_new(self, capacity: int) -> None:
         self._identity, self._numbers = os.urandom(16), [0]
         self.settings: dict[str, Any] | None = None
-        self.rows, self.journal = Rows(capacity), None
+        self.rows, self.journal = RowArrays(capacity), None
 
     def _open(self) -> None:
         manifest = self.path / MANIFEST
@@ -316,7 +316,7 @@ class StoreFolder:
                 file = self._file(name).path
                 if not self.repair and not (file.is_file() and file.stat().st_size):
                     raise self.corrupt_file_error(name, "it is gone, or empty")
-            self.rows = Rows(found["rows"]["n_rows"])
+            self.rows = RowArrays(found["rows"]["n_rows"])
             for name, arrays in files.items():
                 fields = {key: (tuple(shape), np.dtype(dtype)) for key, (shape, dtype) in arrays.items()}
                 self.rows.add(name, fields, self._file(name))

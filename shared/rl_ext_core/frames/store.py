@@ -30,7 +30,7 @@ from rl_ext_core.frames.codecs import (
     get_codec,
     describe_lossiness,
 )
-from rl_ext_core.frames.folder import MANIFEST, Rows, StoreFolder, as_corrupt_file
+from rl_ext_core.frames.folder import MANIFEST, RowArrays, StoreFolder, as_corrupt_file
 from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.region import RegionFile, address_of
@@ -200,7 +200,7 @@ class FrameStore:
             self._folder = storage_dir
         else:
             self._folder = StoreFolder(storage_dir, self._requested_settings(encoding), capacity=self.capacity)
-        self._rows = Rows(self.capacity) if self._folder is None else self._folder.rows
+        self._rows = RowArrays(self.capacity) if self._folder is None else self._folder.rows
         try:
             if self._folder is None:
                 self._set_pool(self._new_pool(encoding))
