@@ -34,7 +34,7 @@ from tests.torchrl_ext.frame_data import HEIGHT, STACK, WIDTH, Twins, Videos, as
 from torchrl_ext import FrameStorage, GymWrapper
 
 
-def fresh_first() -> StalenessAwareSampler:
+def make_staleness_sampler() -> StalenessAwareSampler:
     """Prefers elements with a high action, as if it were the version of a policy."""
     sampler = StalenessAwareSampler(max_staleness=3, version_key="action")
     sampler.consumer_version = 5
@@ -52,7 +52,7 @@ SAMPLERS = {
         SliceSamplerWithoutReplacement, slice_len=4, traj_key=("collector", "traj_ids"), strict_length=False
     ),
     "consuming": partial(ConsumingSampler, max_sample_count=2),
-    "fresh": fresh_first,
+    "fresh": make_staleness_sampler,
     "streaming": partial(StreamingSliceSampler, slice_len=4, traj_key=("collector", "traj_ids"), strict_length=False),
     "groups": partial(PromptGroupSampler, samples_per_group=8, group_key="action"),
     "prioritized slices": partial(
