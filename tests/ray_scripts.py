@@ -32,7 +32,7 @@ def run_ray_script(arguments: list[str], root: Path, *, limit_s: float) -> str:
                 output, _ = script.communicate(timeout=limit_s)
             finally:
                 script.kill()
-                processes = left(str(root))
+                processes = wait_for_marked_processes(str(root))
                 for process in processes:
                     process.kill()
                 psutil.wait_procs(processes)
@@ -45,7 +45,7 @@ def run_ray_script(arguments: list[str], root: Path, *, limit_s: float) -> str:
     return output
 
 
-def left(mark: str) -> list[psutil.Process]:
+def wait_for_marked_processes(mark: str) -> list[psutil.Process]:
     """List what still runs of those that were given this variable; servers end just after what they served."""
     deadline = time.monotonic() + 120
     while True:
