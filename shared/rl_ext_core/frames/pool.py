@@ -13,7 +13,7 @@ import numpy.typing as npt
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core._system import LAZY
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
-from rl_ext_core.frames import arrays as state
+from rl_ext_core.frames import arrays as fields
 from rl_ext_core.frames.allocator import list_free_runs
 from rl_ext_core.frames.arrays import COUNT_FIELDS, PoolArrays, PoolMemory, Sizes
 from rl_ext_core.frames.auto import Encoding
@@ -104,7 +104,7 @@ class FramePool:
         self._codec_argument = codec
         self._is_ring = streams is not None
         if streams is not None:
-            self._sizes = state.sizes_for_ring(
+            self._sizes = fields.sizes_for_ring(
                 index(n_handles),
                 layout=layout,
                 block_length=block_length,
@@ -112,7 +112,7 @@ class FramePool:
                 has_checksums=file is not None,
             )
         else:
-            self._sizes = state.sizes_for_handles(
+            self._sizes = fields.sizes_for_handles(
                 index(n_handles),
                 stack_bytes=layout.stack_bytes,
                 n_stack=max(other.n_stack for other in (layout, *candidate_layouts(layout.shape, layout.dtype))),
@@ -122,28 +122,28 @@ class FramePool:
                 grain=grain,
             )
         self._repair = file is not None and file.repair
-        self._attach(new_region(state.region_bytes(self._sizes), file, private=self._is_ring))
+        self._attach(new_region(fields.region_bytes(self._sizes), file, private=self._is_ring))
         self._initialize(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
 
     def _initialize(self, layout: StackLayout, **options: Any) -> None:
-        if self._arrays["head"][state.SETTINGS_VERSION] and not self.was_interrupted:  # found again in a file
+        if self._arrays["head"][fields.SETTINGS_VERSION] and not self.was_interrupted:  # found again in a file
             if self._repair and self._is_ring:
                 self._write_settings(layout, **options)  # it was never another one
-            if self._arrays["head"][state.SETTINGS_SUM] != self._settings_checksum():
+            if self._arrays["head"][fields.SETTINGS_SUM] != self._settings_checksum():
                 raise CorruptFileError(
                     f"{self._region.path} is damaged: the checksum of its head does not match its contents"
                 )
             self.refresh()
             if self._repair:
-                kinds = [state.BLOCKS, state.GRAINS, state.REFERENCES, state.STREAMS]
+                kinds = [fields.BLOCKS, fields.GRAINS, fields.REFERENCES, fields.STREAMS]
                 self._arrays["head"][kinds] = self._memory.most  # what was not used has no right checksum
             return
         self.reconfigure(layout, **options)
 
     def _attach(self, region: PrivateRegion) -> None:
         self._region = region
-        self._arrays = {name: region.array(*field) for name, field in state.array_specs(self._sizes).items()}
-        region.reserve(state.array_offset("head", self._sizes), self._arrays["head"].nbytes)
+        self._arrays = {name: region.array(*field) for name, field in fields.array_specs(self._sizes).items()}
+        region.reserve(fields.array_offset("head", self._sizes), self._arrays["head"].nbytes)
         self._known_version = -1
         self._free_after_trim = self._used_since_page_out = 0
         self._unchecked: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]] | None = None
@@ -151,12 +151,12 @@ class FramePool:
     def verify_on_read(self) -> None:
         """Has all that lies in a file compared with its checksum when it is first read."""
         if self._region.path is not None:
-            n_blocks, n_references = map(int, self._arrays["head"][[state.BLOCKS, state.REFERENCES]])
-            used = self._arrays["blocks"][:n_blocks, state.USERS] > 0
+            n_blocks, n_references = map(int, self._arrays["head"][[fields.BLOCKS, fields.REFERENCES]])
+            used = self._arrays["blocks"][:n_blocks, fields.USERS] > 0
             self._unchecked = used, self._arrays["users"][:n_references] > 0
 
     def _settings_checksum(self) -> int:
-        return zlib.crc32(self._arrays["head"][state.N_STACK : state.QUALITY + 1].tobytes())
+        return zlib.crc32(self._arrays["head"][fields.N_STACK : fields.QUALITY + 1].tobytes())
 
     @defer_signals
     def reconfigure(
@@ -177,15 +177,15 @@ class FramePool:
         resolve_block_length(block_length, codec, most=self._sizes.block_frames)
         max_error = validate_max_error(max_error, codec=codec, dtype=layout.dtype)
         head = self._arrays["head"]
-        head[state.RECONFIGURING] = 1
-        self._region.clear(state.array_offset("blocks", self._sizes))
-        head[: state.SETTINGS_VERSION] = 0
-        head[state.BINS : state.BINS + state.N_BINS] = 0
-        head[state.BLOCKS] = 1
-        head[state.RECENT : state.RECENT + state.N_RECENT] = -1
+        head[fields.RECONFIGURING] = 1
+        self._region.clear(fields.array_offset("blocks", self._sizes))
+        head[: fields.SETTINGS_VERSION] = 0
+        head[fields.BINS : fields.BINS + fields.N_BINS] = 0
+        head[fields.BLOCKS] = 1
+        head[fields.RECENT : fields.RECENT + fields.N_RECENT] = -1
         self._write_settings(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
-        head[state.SETTINGS_VERSION] += 1
-        head[state.RECONFIGURING] = 0
+        head[fields.SETTINGS_VERSION] += 1
+        head[fields.RECONFIGURING] = 0
         self.refresh()
         self._memory.reserve_block(0)
 
@@ -193,15 +193,15 @@ class FramePool:
         self, layout: StackLayout, *, codec: str | Codec, block_length: int, max_error: int, quality: int
     ) -> None:
         head, name = self._arrays["head"], codec if isinstance(codec, str) else codec.name
-        head[[state.N_STACK, state.AXIS, state.BLOCK_LENGTH]] = layout.n_stack, layout.axis, block_length
-        head[[state.MAX_ERROR, state.QUALITY]] = max_error, quality
-        head[state.CODEC] = zlib.crc32(name.encode())
-        head[state.SETTINGS_SUM] = self._settings_checksum()
+        head[[fields.N_STACK, fields.AXIS, fields.BLOCK_LENGTH]] = layout.n_stack, layout.axis, block_length
+        head[[fields.MAX_ERROR, fields.QUALITY]] = max_error, quality
+        head[fields.CODEC] = zlib.crc32(name.encode())
+        head[fields.SETTINGS_SUM] = self._settings_checksum()
 
     @property
     def was_interrupted(self) -> bool:
         """Whether a process was killed while it made another pool of this one, which is empty then."""
-        return bool(self._arrays["head"][state.RECONFIGURING])
+        return bool(self._arrays["head"][fields.RECONFIGURING])
 
     @defer_signals
     def clear(self) -> None:
@@ -220,9 +220,9 @@ class FramePool:
         """Learns what this or another process has made of the pool."""
         self._region.refresh()
         head = self._arrays["head"]
-        if head[state.SETTINGS_VERSION] == self._known_version:
+        if head[fields.SETTINGS_VERSION] == self._known_version:
             return
-        n_stack, axis, block_length, codec, max_error, quality = map(int, head[state.N_STACK : state.QUALITY + 1])
+        n_stack, axis, block_length, codec, max_error, quality = map(int, head[fields.N_STACK : fields.QUALITY + 1])
         self.block_length, self.max_error, self.quality = block_length, max_error, quality
         self.layout = layout = StackLayout(self._shape, self._dtype, n_stack, axis)
         if isinstance(self._codec_argument, Codec) and zlib.crc32(self._codec_argument.name.encode()) == codec:
@@ -231,12 +231,12 @@ class FramePool:
             name = next(name for name in codec_names() if zlib.crc32(name.encode()) == codec)
             self.codec = self._check_codec(name, quality).for_frames(layout)
         self._sealing = (
-            (state.SEAL_AT_ONCE if self.codec.lossy else state.SEAL_LATER) if self.codec.seals else state.SEAL_NEVER
+            (fields.SEAL_AT_ONCE if self.codec.lossy else fields.SEAL_LATER) if self.codec.seals else fields.SEAL_NEVER
         )
         # Rows of the streams are as long as this layout needs, not as the largest one would.
         rows = {"frame": layout.frame_bytes + SLACK, "open": block_length * (layout.frame_bytes + ENTRY_HEADER) + SLACK}
         for name, n_bytes in rows.items():
-            offset = state.array_offset(name, self._sizes)
+            offset = fields.array_offset(name, self._sizes)
             self._arrays[name] = self._region.array(offset, (self._sizes.streams, n_bytes), np.uint8)
         self._geometry = geometry_of(layout, codec=self.codec, block_length=self.block_length, max_error=self.max_error)
         if self._is_ring:  # stacks may lie in memory in another order than frames are stored in
@@ -252,13 +252,13 @@ class FramePool:
         places = address_of(self._arrays["contents"]), self._sizes.grain, address_of(self._arrays["references"])
         arrays = {name: array for name, array in self._arrays.items() if name in PoolArrays._fields}
         self._pool = PoolArrays(**arrays)
-        self._state = state.make_kernel_state(self._pool, self._geometry, (*places, layout.frame_bytes + SLACK))
+        self._state = fields.make_kernel_state(self._pool, self._geometry, (*places, layout.frame_bytes + SLACK))
         self._shared_mask = np.concatenate([shared_byte_mask(layout), np.zeros(SLACK, dtype=np.uint8)])
         self._scratch = np.zeros(
             SCRATCH_FRAMES * (layout.frame_bytes + GROUP) + layout.stack_bytes + SLACK, dtype=np.uint8
         )
         self._addresses = address_of(self._shared_mask), address_of(self._scratch)
-        self._known_version = int(head[state.SETTINGS_VERSION])
+        self._known_version = int(head[fields.SETTINGS_VERSION])
         if not LAZY:
             self.reserve_rows(len(self._arrays["index"]))  # rows that were never written are read too
 
@@ -276,7 +276,7 @@ class FramePool:
         """What a stream keeps besides its open block."""
         geometry, layout = self._geometry, self.layout
         # Of a block that was put away at once, the frame still is where it was filled.
-        frames = geometry.keeps_frame + (self._sealing == state.SEAL_AT_ONCE)
+        frames = geometry.keeps_frame + (self._sealing == fields.SEAL_AT_ONCE)
         return geometry.keeps_stack * layout.stack_bytes + frames * layout.frame_bytes
 
     @property
@@ -296,7 +296,7 @@ class FramePool:
     @property
     def held(self) -> int:
         """Stacks that were put and not released."""
-        return int(self._arrays["head"][state.N_HELD])
+        return int(self._arrays["head"][fields.N_HELD])
 
     @property
     def nbytes(self) -> int:
@@ -341,7 +341,7 @@ class FramePool:
                 self._check_array(array, len(stacks))
         n = len(stacks)
         handles, next_handles = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-        if self._pool.head[state.UNSEALED]:  # of a call that failed, or of a process that was killed
+        if self._pool.head[fields.UNSEALED]:  # of a call that failed, or of a process that was killed
             seal_full_blocks(self._state, self._pool, self.codec, self._memory)
         self._memory.check_capacity(n if nexts is None else 2 * n)
         flags = np.zeros(n, dtype=np.uint8) if ended is None else np.ascontiguousarray(ended).astype(np.uint8)
@@ -355,7 +355,7 @@ class FramePool:
             for put in (handles, next_handles):
                 release_stacks(self._state, put)
             raise
-        self._pool.head[state.N_HELD] += np.count_nonzero(handles) + np.count_nonzero(next_handles)
+        self._pool.head[fields.N_HELD] += np.count_nonzero(handles) + np.count_nonzero(next_handles)
         return handles, next_handles
 
     def _put(
@@ -448,14 +448,14 @@ class FramePool:
         :raises StorageError: if there is no room on the disk.
         """
         for name in ("index", "index_sums"):
-            self._region.reserve(state.array_offset(name, self._sizes), self._arrays[name][:n_rows].nbytes)
+            self._region.reserve(fields.array_offset(name, self._sizes), self._arrays[name][:n_rows].nbytes)
 
     @property
     def reserved_rows(self) -> int:
         """How many rows can be written to; where they are not in a file, none but those that were."""
         if self._region.path is None:
             return 0
-        held = self._region.held(state.array_offset("index", self._sizes)) // self._arrays["index"].strides[0]
+        held = self._region.held(fields.array_offset("index", self._sizes)) // self._arrays["index"].strides[0]
         return min(held, len(self._arrays["index"]))
 
     def update_row_checksum(self, row: int) -> None:
@@ -481,7 +481,7 @@ class FramePool:
         if self._used_since_page_out > _PAGE_OUT_AFTER and self._is_ring and self._region.path is not None:
             self._used_since_page_out = 0
             for name in ("contents", "references"):
-                self._region.page_out(state.array_offset(name, self._sizes))
+                self._region.page_out(fields.array_offset(name, self._sizes))
 
     def get_pairs(
         self,
@@ -513,14 +513,14 @@ class FramePool:
 
     def trim(self) -> None:
         """Gives memory back that lies free, where it is much and this process's own."""
-        free = int(self._pool.head[state.FREE_GRAINS]) * self._sizes.grain
+        free = int(self._pool.head[fields.FREE_GRAINS]) * self._sizes.grain
         if self._sizes.has_checksums or free < self._free_after_trim + _MIN_TRIM_BYTES:
             self._free_after_trim = min(self._free_after_trim, free)
             return
         self._free_after_trim = free
-        start = state.array_offset("contents", self._sizes)
+        start = fields.array_offset("contents", self._sizes)
         runs = np.zeros(
-            (int(self._pool.head[state.FREE_GRAINS]) * self._sizes.grain // _MIN_TRIM_BYTES + 1, 2), np.int64
+            (int(self._pool.head[fields.FREE_GRAINS]) * self._sizes.grain // _MIN_TRIM_BYTES + 1, 2), np.int64
         )
         for first, n in runs[: list_free_runs(self._state, _MIN_TRIM_BYTES // self._sizes.grain, runs)].tolist():
             # Its first and its last bytes say that it is free.
@@ -535,9 +535,9 @@ class FramePool:
         if self.codec.seals:
             seal_full_blocks(self._state, self._pool, self.codec, self._memory)
         for name in ("last", "frame", "open"):
-            start = state.array_offset(name, self._sizes)
+            start = fields.array_offset(name, self._sizes)
             self._region.discard(start, self._arrays[name].nbytes)
-        self._pool.head[state.STREAMS] = 0
+        self._pool.head[fields.STREAMS] = 0
 
     def _check_output(self, array: npt.NDArray[Any], n: int) -> None:
         self._check_array(array, n)
@@ -563,7 +563,7 @@ class FramePool:
         self.refresh()
         handles = self._check_handles(handles)
         release_stacks(self._state, handles)
-        self._pool.head[state.N_HELD] -= np.count_nonzero(handles)
+        self._pool.head[fields.N_HELD] -= np.count_nonzero(handles)
 
     def _check_handles(self, handles: Handles) -> Handles:
         handles = np.ascontiguousarray(handles, dtype=np.int64).reshape(-1)
@@ -632,8 +632,8 @@ class FramePool:
         """What a file needs: plain values, and views of arrays, which are written without a copy; with a checksum."""
         self.refresh()
         layout, head, arrays = self.layout, self._pool.head, self._arrays
-        n_streams = int(head[state.STREAMS])
-        opened_bytes = self._pool.streams[:n_streams, state.OPEN_BYTES].tolist()
+        n_streams = int(head[fields.STREAMS])
+        opened_bytes = self._pool.streams[:n_streams, fields.OPEN_BYTES].tolist()
         opened = [row[:n] for row, n in zip(self._pool.open, opened_bytes, strict=False)]
         used: dict[str, npt.NDArray[Any]] = {name: arrays[name][: head[field]] for name, field in COUNT_FIELDS.items()}
         used |= {
@@ -642,8 +642,8 @@ class FramePool:
             "frame": arrays["frame"][:n_streams, : layout.frame_bytes],
             "entry_sums": arrays["entry_sums"][:n_streams],
             "open": np.concatenate([np.zeros(0, dtype=np.uint8), *opened]),
-            "contents": arrays["contents"][: int(head[state.GRAINS]) * self._sizes.grain],
-            "references": arrays["references"][: int(head[state.REFERENCES]) * (layout.frame_bytes + SLACK)],
+            "contents": arrays["contents"][: int(head[fields.GRAINS]) * self._sizes.grain],
+            "references": arrays["references"][: int(head[fields.REFERENCES]) * (layout.frame_bytes + SLACK)],
         }
         description = {
             "format": POOL_FORMAT,
@@ -692,21 +692,21 @@ class FramePool:
         for name in (*COUNT_FIELDS, "last", "frame", "entry_sums", "contents", "references"):
             target = self._arrays[name]
             part = stored[name][: len(target)]  # in memory of this process alone there are no checksums
-            self._region.reserve(state.array_offset(name, self._sizes), target[: len(part)].nbytes)
+            self._region.reserve(fields.array_offset(name, self._sizes), target[: len(part)].nbytes)
             target = target[: len(part)] if part.ndim == 1 else target[: len(part), : part.shape[1]]
             copy_and_free(target, part) if name in ("contents", "references") else np.copyto(target, part)
         start = 0
-        opened_bytes = stored["streams"][:, state.OPEN_BYTES].tolist()
+        opened_bytes = stored["streams"][:, fields.OPEN_BYTES].tolist()
         opened = self._arrays["open"][: len(opened_bytes)]
-        self._region.reserve(state.array_offset("open", self._sizes), opened.nbytes)
+        self._region.reserve(fields.array_offset("open", self._sizes), opened.nbytes)
         for row, n_bytes in zip(opened, opened_bytes, strict=False):
             row[:n_bytes] = stored["open"][start : start + n_bytes]
             start += n_bytes
         head = self._arrays["head"]
-        head[: state.SETTINGS_VERSION] = stored["head"][: state.SETTINGS_VERSION]
-        kinds = head[[state.BLOCKS, state.GRAINS, state.REFERENCES, state.STREAMS]]
+        head[: fields.SETTINGS_VERSION] = stored["head"][: fields.SETTINGS_VERSION]
+        kinds = head[[fields.BLOCKS, fields.GRAINS, fields.REFERENCES, fields.STREAMS]]
         if not self._memory.try_reserve(kinds) or not free_others(
-            self._state, np.zeros(int(head[state.GRAINS]), dtype=np.bool_)
+            self._state, np.zeros(int(head[fields.GRAINS]), dtype=np.bool_)
         ):
             raise CorruptFileError("the frames are damaged: blocks lie where there is nothing")
 
@@ -725,10 +725,10 @@ class FramePool:
 
 def _drop_sealed_columns(blocks: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Rows of blocks as they are where nobody else can see a half of them: without where they lay before."""
-    rows = blocks[:, : state.N_BLOCK_UNCHECKED].copy()
-    if blocks.shape[1] == state.N_BLOCK:
-        sealed = blocks[:, state.KIND] == state.SEALED
-        for column, apart in ((state.GRAIN, state.SEALED_GRAIN), (state.N_BYTES, state.SEALED_BYTES)):
+    rows = blocks[:, : fields.N_BLOCK_UNCHECKED].copy()
+    if blocks.shape[1] == fields.N_BLOCK:
+        sealed = blocks[:, fields.KIND] == fields.SEALED
+        for column, apart in ((fields.GRAIN, fields.SEALED_GRAIN), (fields.N_BYTES, fields.SEALED_BYTES)):
             rows[sealed, column] = blocks[sealed, apart]
     return rows
 
