@@ -28,7 +28,7 @@ FOUR, REORDERED, NONE = machine(4), machine(4, order=(2, 3, 0, 1)), machine(0)
 # Where nothing renders, the mask is CUDA's alone.
 BARE, BARE_CPU, EIGHT = (machine(count, without=RENDERERS) for count in (4, 0, 8))
 WITH_MIG = machine(3, mig={1: [SLICE, OTHER]}, without=RENDERERS)
-RENDERS_NOT = machine(3, mig={1: [SLICE]}, without=("robosuite",))
+MIG_WITHOUT_ROBOSUITE = machine(3, mig={1: [SLICE]}, without=("robosuite",))
 DIFFERENT_GPUS = machine(2, fastest_first=(1, 0), without=RENDERERS)
 UNKNOWN_ORDER = dataclasses.replace(DIFFERENT_GPUS, fastest_first=None)
 NO_NVIDIA_EGL = dataclasses.replace(FOUR, egl=egl(()))
@@ -195,7 +195,14 @@ MISTAKES: list[Mistake] = [
     ),
     (EGL, SOFTWARE_FIRST, "*", "error", "*", "EGL device 0, Mesa's on the CPU, while cuda:0"),
     ({**EGL, INDEX: "0"}, SOFTWARE_FIRST, "*", "warning", "*", ""),  # who writes its number may want it
-    ({**EGL, MASK: SLICE, INDEX: "1"}, RENDERS_NOT, "*", "*", '*render="cpu"*', "MIG slices, which do not render"),
+    (
+        {**EGL, MASK: SLICE, INDEX: "1"},
+        MIG_WITHOUT_ROBOSUITE,
+        "*",
+        "*",
+        '*render="cpu"*',
+        "MIG slices, which do not render",
+    ),
     ({**EGL, RANK: "2"}, FOUR, "*", "*", "*.apply()", "while cuda:2"),  # no line for the shell suits all processes
     (
         *({}, machine(2, versions=CPU_TORCH, without=RENDERERS), "torch", "*"),
@@ -355,7 +362,7 @@ VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
     (EGL, NONE),
     ({**EGL, MASK: "1", INDEX: "1"}, FOUR),
     ({**EGL, MASK: "2,0,1", INDEX: "0"}, REORDERED),
-    ({**EGL, MASK: SLICE, INDEX: "3"}, RENDERS_NOT),
+    ({**EGL, MASK: SLICE, INDEX: "3"}, MIG_WITHOUT_ROBOSUITE),
     ({MASK: f"{uuid(1)},{uuid(0)}"}, BARE),
     ({MASK: "GPU-bbbb"}, BARE),
     ({MASK: SLICE}, WITH_MIG),
@@ -494,7 +501,7 @@ ANY_MACHINE = st.sampled_from(
         UNKNOWN_ORDER,
         NO_NVIDIA_EGL,
         Inventory(),
-        RENDERS_NOT,
+        MIG_WITHOUT_ROBOSUITE,
         *MORE,
     ]
 )
