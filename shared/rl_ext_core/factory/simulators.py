@@ -45,7 +45,7 @@ def fields(item: Any) -> tuple[dict[str, Any], bool]:
     kind: Any = type(item)
     read = field_reader(kind)
     assert read is not None
-    return read(item), read is not _of_ale
+    return read(item), read is not _ale_fields
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -56,7 +56,7 @@ def field_reader(kind: Any) -> Callable[[Any], dict[str, Any]] | None:
         if module.startswith("mujoco._structs"):
             return _mujoco_fields if name in _MUJOCO or "." in base.__qualname__ else None
         if module.startswith("ale_py") and name == "ALEInterface":
-            return _of_ale
+            return _ale_fields
         if module.startswith("Box2D") and (name == "b2World" or name.endswith("Def")):
             return _of_box2d
     return None
@@ -79,7 +79,7 @@ def _names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("_") and name != _SIGNATURE)
 
 
-def _of_ale(emulator: Any) -> dict[str, Any]:
+def _ale_fields(emulator: Any) -> dict[str, Any]:
     return {name: getattr(emulator, f"get{kind}")(name) for kind, names in _ALE.items() for name in names}
 
 
