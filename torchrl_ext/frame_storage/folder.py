@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from rl_ext_core.errors import InvalidTypeError
 from rl_ext_core.frames import SalvageReport
 from rl_ext_core.frames.folder import RowArrays, StoreFolder, as_corrupt_file
-from rl_ext_core.frames.journal import Journal, Note, Places
+from rl_ext_core.frames.journal import Journal, JournalRecord, Places
 from rl_ext_core.frames.store import longest_run
 from torchrl_ext.frame_storage.columns import FrameColumn
 from torchrl_ext.frame_storage.format import describe_rows, dtype_from_name, rebuild
@@ -106,7 +106,7 @@ def recover(
     return length, following
 
 
-def _read_checked_note(folder: StoreFolder) -> tuple[Note, Places]:
+def _read_checked_note(folder: StoreFolder) -> tuple[JournalRecord, Places]:
     """What counts, of elements that are what they were."""
     note, writing = folder.last_note()
     places = np.arange(note.length)
@@ -121,7 +121,7 @@ def _read_checked_note(folder: StoreFolder) -> tuple[Note, Places]:
     return note, writing
 
 
-def _drop_torn_rows(rows: Any, note: Note, writing: Places, process_name: str) -> int:
+def _drop_torn_rows(rows: Any, note: JournalRecord, writing: Places, process_name: str) -> int:
     """Take out elements that were half written; return how many elements are left.
 
     Those at the end are cut off. One in the middle of a full ring becomes a copy of the one before it, which counts.

@@ -37,7 +37,7 @@ import numpy.typing as npt
 from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError, StorageError
 from rl_ext_core.frames.checkpoint import checksum
-from rl_ext_core.frames.journal import Journal, Note, Places
+from rl_ext_core.frames.journal import Journal, JournalRecord, Places
 from rl_ext_core.frames.region import PrivateRegion, RegionFile, new_region, round_to_pages, storage_error
 
 FORMAT_VERSION = 6
@@ -464,7 +464,7 @@ class StoreFolder:
             self.add_rows(f"row-{name}", {name: (tuple(shape), np.dtype(dtype))})
         return self.rows.arrays[name]
 
-    def last_note(self, n_written: Callable[[], int | None] = lambda: None) -> tuple[Note, Places]:
+    def last_note(self, n_written: Callable[[], int | None] = lambda: None) -> tuple[JournalRecord, Places]:
         """What counts by the latest note, and the rows that were being written.
 
         Where no note is whole, a folder that is mended holds all rows that were ever written, unless it was full.
@@ -480,7 +480,7 @@ class StoreFolder:
             if not self.repair or (found := n_written()) is None:
                 what = "the checksums of both notes are wrong, so which row of a full store is the oldest is not known"
                 raise self.corrupt_file_error(_JOURNAL[0], what) from None
-            note, writing = Note(0, found, found, found, 0, 0), np.zeros(0, dtype=np.int64)
+            note, writing = JournalRecord(0, found, found, found, 0, 0), np.zeros(0, dtype=np.int64)
         if not note.length <= note.n_written <= most or note.following > most:
             raise self.corrupt_file_error(_JOURNAL[0], "it says that there are more elements than rows")
         needed = max(note.n_written, int(writing.max(initial=-1)) + 1)

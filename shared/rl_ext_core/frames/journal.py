@@ -22,7 +22,7 @@ _PLACE = np.dtype(np.int64)
 _PLACES = PAGE  # where the places of elements that are being written begin
 
 
-class Note(NamedTuple):
+class JournalRecord(NamedTuple):
     """What is noted.
 
     :ivar turn: which note it is, counted from 1.
@@ -67,21 +67,21 @@ class Journal:
             self._slots.append(page[number * _SLOT_BYTES :][:_SLOT_BYTES])
         self._places = self._region.array(_PLACES, (self._n_rows,), _PLACE)
 
-    def _crc(self, fields: Note) -> int:
+    def _crc(self, fields: JournalRecord) -> int:
         return zlib.crc32(self._places[: fields.n_writing].data, zlib.crc32(_FIELDS.pack(*fields)))
 
     def _is_whole(self, slot: Any) -> bool:
-        fields = Note(*_FIELDS.unpack_from(slot.data))
+        fields = JournalRecord(*_FIELDS.unpack_from(slot.data))
         crc = _CRC.unpack_from(slot.data, _FIELDS.size)[0]
         if fields.n_writing > self._n_rows or crc != self._crc(fields):
             return False
         places = self._places[: fields.n_writing]
         return bool(((places >= 0) & (places < self._n_rows)).all())
 
-    def _latest(self) -> Note:
-        return max(Note(*_FIELDS.unpack_from(slot.data)) for slot in self._slots)
+    def _latest(self) -> JournalRecord:
+        return max(JournalRecord(*_FIELDS.unpack_from(slot.data)) for slot in self._slots)
 
-    def read(self) -> tuple[Note, Places]:
+    def read(self) -> tuple[JournalRecord, Places]:
         """Return the latest note that is whole, and the places that are being written.
 
         :raises CorruptFileError: if none is.
