@@ -559,7 +559,7 @@ def test_samplers_with_records_by_place_do_not_go_with_a_limit_that_moves_elemen
 pytest.importorskip("ale_py")
 
 
-def _stacked() -> Any:
+def _make_stacked_atari() -> Any:
     """An Atari game as DQN sees it: four grey frames of 84×84."""
     import gymnasium
     from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
@@ -583,8 +583,8 @@ def _as_floats() -> Any:
 @pytest.mark.parametrize(
     ("make", "pixels", "ndim"),
     [
-        (_stacked, None, 1),
-        (_stacked, None, 2),
+        (_make_stacked_atari, None, 1),
+        (_make_stacked_atari, None, 2),
         (_as_floats, ["observation", "pixels", ("next", "observation"), ("next", "pixels")], 1),
     ],
 )
