@@ -49,13 +49,13 @@ def wait_for_marked_processes(mark: str) -> list[psutil.Process]:
     """List what still runs of those that were given this variable; servers end just after what they served."""
     deadline = time.monotonic() + 120
     while True:
-        running = [process for process in psutil.process_iter() if marked(process, mark)]
+        running = [process for process in psutil.process_iter() if has_mark(process, mark)]
         if not running or time.monotonic() > deadline:
             return running
         time.sleep(0.1)
 
 
-def marked(process: psutil.Process, mark: str) -> bool:
+def has_mark(process: psutil.Process, mark: str) -> bool:
     """Whether a process was given this variable."""
     try:
         return bool(process.environ().get(MARK) == mark)
