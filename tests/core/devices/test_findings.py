@@ -26,7 +26,7 @@ ALL = "mujoco 3.9.0, gymnasium 1.4.0 (mujoco 3.9.0), dm_control 1.0.41"
 SLICE, OTHER = "MIG-11111111-0000-4000-8000-000000000000", "MIG-22222222-0000-4000-8000-000000000000"
 FOUR, REORDERED, NONE = machine(4), machine(4, order=(2, 3, 0, 1)), machine(0)
 # Where nothing renders, the mask is CUDA's alone.
-BARE, BARE_CPU, EIGHT = (machine(count, without=RENDERERS) for count in (4, 0, 8))
+WITHOUT_RENDERERS, BARE_CPU, EIGHT = (machine(count, without=RENDERERS) for count in (4, 0, 8))
 WITH_MIG = machine(3, mig={1: [SLICE, OTHER]}, without=RENDERERS)
 MIG_WITHOUT_ROBOSUITE = machine(3, mig={1: [SLICE]}, without=("robosuite",))
 DIFFERENT_GPUS = machine(2, fastest_first=(1, 0), without=RENDERERS)
@@ -95,7 +95,14 @@ MASKS: dict[str, tuple[str, str | None, str]] = {
 Mistake = tuple[dict[str, str], Inventory, str, str, str, str]
 MISTAKES: list[Mistake] = [
     *(
-        ({MASK: mask}, BARE, MASK, severity, f"unset {MASK}" if line is None else f"export {MASK}={line}", effect)
+        (
+            {MASK: mask},
+            WITHOUT_RENDERERS,
+            MASK,
+            severity,
+            f"unset {MASK}" if line is None else f"export {MASK}={line}",
+            effect,
+        )
         for mask, (severity, line, effect) in MASKS.items()
     ),
     (
@@ -107,11 +114,18 @@ MISTAKES: list[Mistake] = [
         "twice, so CUDA shows no device at all, on any",
     ),
     ({MASK: "0a0a7777"}, EIGHT, MASK, "error", f"export {MASK}={uuid(7)}", "reads '0a0a7777' as 0"),
-    ({MASK: "NoDevFiles"}, BARE, MASK, "*", "@ray.remote(num_gpus=1)", ""),
-    ({MASK: "", "RAY_JOB_ID": "1"}, BARE, MASK, "*", "@ray.remote(num_gpus=1)", ""),
+    ({MASK: "NoDevFiles"}, WITHOUT_RENDERERS, MASK, "*", "@ray.remote(num_gpus=1)", ""),
+    ({MASK: "", "RAY_JOB_ID": "1"}, WITHOUT_RENDERERS, MASK, "*", "@ray.remote(num_gpus=1)", ""),
     # And robosuite's failure on it is no mistake of its own.
     ({MASK: "", "RAY_JOB_ID": "1", **SCREEN}, FOUR, MASK, "*", "@ray.remote(num_gpus=1)", ""),
-    ({MASK: "NoDevFiles", "SLURM_JOB_ID": "1"}, BARE, MASK, "*", "srun --gpus-per-task=1 python train.py", ""),
+    (
+        {MASK: "NoDevFiles", "SLURM_JOB_ID": "1"},
+        WITHOUT_RENDERERS,
+        MASK,
+        "*",
+        "srun --gpus-per-task=1 python train.py",
+        "",
+    ),
     ({MASK: f"{SLICE},{OTHER}"}, WITH_MIG, MASK, "warning", f"export {MASK}={SLICE}", ""),
     ({MASK: SLICE.lower()}, WITH_MIG, MASK, "error", f"export {MASK}={SLICE}", ""),
     ({MASK: "MIG-3333"}, WITH_MIG, MASK, "error", f"export {MASK}={SLICE}", ""),
@@ -135,19 +149,26 @@ MISTAKES: list[Mistake] = [
         f"export {ORDER}=PCI_BUS_ID",
         f"0 is NVIDIA H100 {uuid(1)} (nvidia-smi 1)",
     ),
-    ({ORDER: "pci_bus_id"}, BARE, ORDER, "warning", f"export {ORDER}=PCI_BUS_ID", ""),
+    ({ORDER: "pci_bus_id"}, WITHOUT_RENDERERS, ORDER, "warning", f"export {ORDER}=PCI_BUS_ID", ""),
     ({ORDER: "fastest"}, DIFFERENT_GPUS, ORDER, "error", f"export {ORDER}=FASTEST_FIRST", ""),
     ({}, DIFFERENT_GPUS, ORDER, "warning", f"export {ORDER}=PCI_BUS_ID", "(nvidia-smi 1)"),
     ({}, UNKNOWN_ORDER, ORDER, "error", f"export {ORDER}=PCI_BUS_ID", ""),
     ({ORDER: "FASTEST_FIRST"}, UNKNOWN_ORDER, ORDER, "error", f"export {ORDER}=PCI_BUS_ID", ""),
-    ({RANK: "one"}, BARE, RANK, "error", f"unset {RANK}", ""),
-    ({RANK: ""}, BARE, RANK, "error", f"unset {RANK}", ""),
-    ({RANK: "'2'"}, BARE, RANK, "error", f"export {RANK}=2", ""),
-    ({RANK: "9" * 5000}, BARE, RANK, "error", f"unset {RANK}", ""),
-    ({RANK: "4"}, BARE, RANK, "error", "torchrun --nproc-per-node=4 train.py", ""),
-    ({RANK: "1", MASK: "3"}, BARE, RANK, "error", "torchrun --nproc-per-node=1 train.py", ""),
-    ({"SLURM_LOCALID": "-1"}, BARE, "SLURM_LOCALID", "error", "unset SLURM_LOCALID", ""),
-    ({"SLURM_LOCALID": "6"}, BARE, "SLURM_LOCALID", "error", "srun --ntasks-per-node=4 python train.py", ""),
+    ({RANK: "one"}, WITHOUT_RENDERERS, RANK, "error", f"unset {RANK}", ""),
+    ({RANK: ""}, WITHOUT_RENDERERS, RANK, "error", f"unset {RANK}", ""),
+    ({RANK: "'2'"}, WITHOUT_RENDERERS, RANK, "error", f"export {RANK}=2", ""),
+    ({RANK: "9" * 5000}, WITHOUT_RENDERERS, RANK, "error", f"unset {RANK}", ""),
+    ({RANK: "4"}, WITHOUT_RENDERERS, RANK, "error", "torchrun --nproc-per-node=4 train.py", ""),
+    ({RANK: "1", MASK: "3"}, WITHOUT_RENDERERS, RANK, "error", "torchrun --nproc-per-node=1 train.py", ""),
+    ({"SLURM_LOCALID": "-1"}, WITHOUT_RENDERERS, "SLURM_LOCALID", "error", "unset SLURM_LOCALID", ""),
+    (
+        {"SLURM_LOCALID": "6"},
+        WITHOUT_RENDERERS,
+        "SLURM_LOCALID",
+        "error",
+        "srun --ntasks-per-node=4 python train.py",
+        "",
+    ),
     ({**SCREEN, GL: "EGL"}, with_renderers(FOUR, "gymnasium"), GL, "error", f"export {GL}=egl*", "gymnasium 1.4.0"),
     ({**SCREEN, GL: "egl "}, with_renderers(FOUR, "dm_control"), GL, "error", f"export {GL}=egl*", "dm_control 1.0.41"),
     ({**SCREEN, GL: "'egl'"}, with_renderers(FOUR), GL, "error", f"export {GL}=egl*", "mujoco 3.9.0"),
@@ -256,7 +277,14 @@ MISTAKES: list[Mistake] = [
         f"export {GL}=egl",
         f"read {GL} instead",
     ),
-    ({SHOWN: "2"}, BARE, SHOWN, "warning", f"export {MASK}=2", "hides none of the 4 GPUs from this process"),
+    (
+        {SHOWN: "2"},
+        WITHOUT_RENDERERS,
+        SHOWN,
+        "warning",
+        f"export {MASK}=2",
+        "hides none of the 4 GPUs from this process",
+    ),
     # nvidia-smi's number 0 is not CUDA's.
     (
         {SHOWN: "0", ORDER: "FASTEST_FIRST"},
@@ -354,7 +382,7 @@ NEIGHBOURS = """
 """
 VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
     *(({**SCREEN, name: "1"}, with_renderers(FOUR)) for name in NEIGHBOURS.split()),
-    ({}, BARE),
+    ({}, WITHOUT_RENDERERS),
     ({}, BARE_CPU),
     (SCREEN, FOUR),
     ({**SCREEN, GL: "glfw"}, machine(2)),
@@ -363,8 +391,8 @@ VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
     ({**EGL, MASK: "1", INDEX: "1"}, FOUR),
     ({**EGL, MASK: "2,0,1", INDEX: "0"}, REORDERED),
     ({**EGL, MASK: SLICE, INDEX: "3"}, MIG_WITHOUT_ROBOSUITE),
-    ({MASK: f"{uuid(1)},{uuid(0)}"}, BARE),
-    ({MASK: "GPU-bbbb"}, BARE),
+    ({MASK: f"{uuid(1)},{uuid(0)}"}, WITHOUT_RENDERERS),
+    ({MASK: "GPU-bbbb"}, WITHOUT_RENDERERS),
     ({MASK: SLICE}, WITH_MIG),
     ({MASK: f"MIG-{uuid(1)}/1/0"}, WITH_MIG),  # as old drivers write it
     ({MASK: "0,2"}, WITH_MIG),
@@ -373,19 +401,19 @@ VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
     ({ORDER: "PCI_BUS_ID"}, DIFFERENT_GPUS),
     ({ORDER: "FASTEST_FIRST"}, DIFFERENT_GPUS),
     ({MASK: uuid(1)}, UNKNOWN_ORDER),
-    ({RANK: "3", "WORLD_SIZE": "4"}, BARE),
-    ({RANK: "0", MASK: "2"}, BARE),  # torchrun --virtual-local-rank
+    ({RANK: "3", "WORLD_SIZE": "4"}, WITHOUT_RENDERERS),
+    ({RANK: "0", MASK: "2"}, WITHOUT_RENDERERS),  # torchrun --virtual-local-rank
     ({RANK: "7"}, BARE_CPU),
-    ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "1", MASK: "3"}, BARE),
+    ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "1", MASK: "3"}, WITHOUT_RENDERERS),
     ({**EGL, SHOWN: "all", CAN: "compute,graphics,utility"}, FOUR),
-    *(({SHOWN: value}, BARE) for value in ("all", "0,1,2,3", "6,7,8,9", "0,1,2,7", uuid(2))),
-    ({SHOWN: "2", MASK: "2"}, BARE),
+    *(({SHOWN: value}, WITHOUT_RENDERERS) for value in ("all", "0,1,2,3", "6,7,8,9", "0,1,2,7", uuid(2))),
+    ({SHOWN: "2", MASK: "2"}, WITHOUT_RENDERERS),
     ({**EGL, PLATFORM: "egl", "EGL_DEVICE_ID": "0"}, machine(4, versions={"pyrender": "0.1.45"})),
     ({GL: "osmesa", PLATFORM: "osmesa", **SCREEN, "EGL_DEVICE_ID": "2"}, FOUR),
-    ({"EGL_DEVICE_ID": "2"}, BARE),
+    ({"EGL_DEVICE_ID": "2"}, WITHOUT_RENDERERS),
     ({**EGL, SHOWN: "void"}, FOUR),  # Kubernetes gives GPUs in another way
     (EGL, machine(0, versions=CPU_TORCH)),
-    ({MASK: "1", "cuda_visible_devices": "1"}, BARE),
+    ({MASK: "1", "cuda_visible_devices": "1"}, WITHOUT_RENDERERS),
 ]
 
 
@@ -420,11 +448,11 @@ def test_several_mistakes_are_told_apart() -> None:
     found = check({"cuda_visible_devices": "1", **EGL}, with_renderers(REORDERED, "gymnasium"))
     assert [finding.variable for finding in found] == ["cuda_visible_devices", INDEX]
     assert f"once the other lines are typed, {INDEX} is not set" in found[1].effect
-    assert [entry.severity for entry in check({MASK: "-1", RANK: "x"}, BARE)] == ["error", "warning"]
+    assert [entry.severity for entry in check({MASK: "-1", RANK: "x"}, WITHOUT_RENDERERS)] == ["error", "warning"]
     rank, index = check({**EGL, RANK: "9", INDEX: "x"})
     assert (rank.variable, index.variable) == (RANK, INDEX)
     assert index.fix.endswith(".apply()")
-    (differs,) = check({MASK: "1", "cuda_visible_devices": "2"}, BARE)
+    (differs,) = check({MASK: "1", "cuda_visible_devices": "2"}, WITHOUT_RENDERERS)
     assert (differs.severity, differs.fix) == ("warning", "unset cuda_visible_devices")
     robust, mask = check({**SCREEN, MASK: "1,"}, with_renderers(FOUR, "robosuite"))
     assert "ValueError: invalid literal for int() with base 10: ''" in robust.effect
@@ -495,7 +523,7 @@ ANY_MACHINE = st.sampled_from(
         FOUR,
         REORDERED,
         NONE,
-        BARE,
+        WITHOUT_RENDERERS,
         WITH_MIG,
         DIFFERENT_GPUS,
         UNKNOWN_ORDER,
