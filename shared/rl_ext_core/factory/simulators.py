@@ -58,7 +58,7 @@ def field_reader(kind: Any) -> Callable[[Any], dict[str, Any]] | None:
         if module.startswith("ale_py") and name == "ALEInterface":
             return _ale_fields
         if module.startswith("Box2D") and (name == "b2World" or name.endswith("Def")):
-            return _of_box2d
+            return _box2d_fields
     return None
 
 
@@ -83,7 +83,7 @@ def _ale_fields(emulator: Any) -> dict[str, Any]:
     return {name: getattr(emulator, f"get{kind}")(name) for kind, names in _ALE.items() for name in names}
 
 
-def _of_box2d(item: Any) -> dict[str, Any]:
+def _box2d_fields(item: Any) -> dict[str, Any]:
     """Read a world's settings, and all plain ones of a definition, which is no part of a world."""
     kind: Any = type(item)
     names = _BOX2D if kind.__name__ == "b2World" else _names(kind)
