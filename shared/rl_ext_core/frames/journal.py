@@ -97,7 +97,7 @@ class Journal:
             )
         return note, self._places[: note.n_writing].copy()
 
-    def _note(self, **changes: int) -> None:
+    def _write_record(self, **changes: int) -> None:
         latest = self._latest()
         fields = latest._replace(turn=latest.turn + 1, **changes)
         slot = self._slots[fields.turn % 2].data
@@ -106,7 +106,7 @@ class Journal:
 
     def note(self, *, length: int, following: int, n_written: int, exposed: bool) -> None:
         """Note all of that at once; nothing else is being written."""
-        self._note(length=length, following=following, n_written=n_written, exposed=int(exposed), n_writing=0)
+        self._write_record(length=length, following=following, n_written=n_written, exposed=int(exposed), n_writing=0)
 
     def make_sure_of(self, n_places: int) -> None:
         """Make sure that so many places can be noted.
@@ -121,22 +121,22 @@ class Journal:
         self.make_sure_of(len(places))
         n_written = max(self._latest().n_written, int(places.max(initial=-1)) + 1)
         self._places[: len(places)] = places
-        self._note(n_written=n_written, n_writing=len(places))
+        self._write_record(n_written=n_written, n_writing=len(places))
 
     def written(self, length: int, following: int) -> None:
         """Note that they count, how many elements there are, and where the next one goes."""
         n_written = max(self._latest().n_written, length)
-        self._note(length=length, following=following, n_written=n_written, n_writing=0)
+        self._write_record(length=length, following=following, n_written=n_written, n_writing=0)
 
     def expose(self) -> None:
         """Note that elements may change without notice from now on."""
         if not self._latest().exposed:
-            self._note(exposed=1)
+            self._write_record(exposed=1)
 
     def flush(self) -> None:
         """Note twice what counts, so that damage to either note does no harm, and that elements do not change."""
         for _ in self._slots:
-            self._note(exposed=0)
+            self._write_record(exposed=0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_n_rows": self._n_rows, "_region": self._region, "_other": self._other}
