@@ -568,7 +568,7 @@ def _make_stacked_atari() -> Any:
     return GymWrapper(FrameStackObservation(AtariPreprocessing(game), 4))
 
 
-def _as_floats() -> Any:
+def _make_float_atari() -> Any:
     """The same, scaled and stacked by TorchRL: floats between 0 and 1."""
     import gymnasium
     from gymnasium.wrappers import AtariPreprocessing
@@ -585,7 +585,7 @@ def _as_floats() -> Any:
     [
         (_make_stacked_atari, None, 1),
         (_make_stacked_atari, None, 2),
-        (_as_floats, ["observation", "pixels", ("next", "observation"), ("next", "pixels")], 1),
+        (_make_float_atari, ["observation", "pixels", ("next", "observation"), ("next", "pixels")], 1),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -615,5 +615,5 @@ def test_frames_of_a_collector_are_the_same_and_shared(make: Any, pixels: Any, n
     assert_same(buffers[0][:], buffers[1][:])
     for column in storages[0]._columns:
         raw = sum(storages[1]._storage.get(key).nbytes for key in column.keys)
-        assert column.pool.layout.n_stack == (1 if "observation" in column.keys and make is _as_floats else 4)
+        assert column.pool.layout.n_stack == (1 if "observation" in column.keys and make is _make_float_atari else 4)
         assert column.pool.nbytes < raw / 20
