@@ -37,10 +37,10 @@ def run_ray_script(arguments: list[str], root: Path, *, limit_s: float) -> str:
                     process.kill()
                 psutil.wait_procs(processes)
         errors.seek(0)
-        said = errors.read()
-    assert script.returncode == 0, said
+        error_text = errors.read()
+    assert script.returncode == 0, error_text
     assert processes == []
-    assert "leaked" not in said
+    assert "leaked" not in error_text
     assert os.listdir(folders["TMPDIR"]) == []
     return output
 
