@@ -26,7 +26,7 @@ ALL = "mujoco 3.9.0, gymnasium 1.4.0 (mujoco 3.9.0), dm_control 1.0.41"
 SLICE, OTHER = "MIG-11111111-0000-4000-8000-000000000000", "MIG-22222222-0000-4000-8000-000000000000"
 FOUR, REORDERED, NONE = machine(4), machine(4, order=(2, 3, 0, 1)), machine(0)
 # Where nothing renders, the mask is CUDA's alone.
-WITHOUT_RENDERERS, BARE_CPU, EIGHT = (machine(count, without=RENDERERS) for count in (4, 0, 8))
+WITHOUT_RENDERERS, CPU_WITHOUT_RENDERERS, EIGHT = (machine(count, without=RENDERERS) for count in (4, 0, 8))
 WITH_MIG = machine(3, mig={1: [SLICE, OTHER]}, without=RENDERERS)
 MIG_WITHOUT_ROBOSUITE = machine(3, mig={1: [SLICE]}, without=("robosuite",))
 DIFFERENT_GPUS = machine(2, fastest_first=(1, 0), without=RENDERERS)
@@ -107,7 +107,7 @@ MISTAKES: list[Mistake] = [
     ),
     (
         {MASK: "0,1,00"},
-        BARE_CPU,
+        CPU_WITHOUT_RENDERERS,
         MASK,
         "warning",
         f"export {MASK}=0,1",
@@ -303,8 +303,8 @@ MISTAKES: list[Mistake] = [
             ({"WSL_DISTRO_NAME": "Ubuntu"}, dataclasses.replace(WSL, wsl=False)),
         )
     ),
-    ({SHOWN: "void"}, BARE_CPU, SHOWN, "*", "*docker run --gpus all*", "keeps NVIDIA's container runtime"),
-    ({SHOWN: "all"}, BARE_CPU, SHOWN, "*", "*docker run --gpus all*", "started without them"),
+    ({SHOWN: "void"}, CPU_WITHOUT_RENDERERS, SHOWN, "*", "*docker run --gpus all*", "keeps NVIDIA's container runtime"),
+    ({SHOWN: "all"}, CPU_WITHOUT_RENDERERS, SHOWN, "*", "*docker run --gpus all*", "started without them"),
 ]
 
 
@@ -383,7 +383,7 @@ NEIGHBOURS = """
 VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
     *(({**SCREEN, name: "1"}, with_renderers(FOUR)) for name in NEIGHBOURS.split()),
     ({}, WITHOUT_RENDERERS),
-    ({}, BARE_CPU),
+    ({}, CPU_WITHOUT_RENDERERS),
     (SCREEN, FOUR),
     ({**SCREEN, GL: "glfw"}, machine(2)),
     (EGL, FOUR),
@@ -396,14 +396,14 @@ VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
     ({MASK: SLICE}, WITH_MIG),
     ({MASK: f"MIG-{uuid(1)}/1/0"}, WITH_MIG),  # as old drivers write it
     ({MASK: "0,2"}, WITH_MIG),
-    ({MASK: "0"}, BARE_CPU),
+    ({MASK: "0"}, CPU_WITHOUT_RENDERERS),
     ({GL: "osmesa", PLATFORM: "osmesa"}, FOUR),
     ({ORDER: "PCI_BUS_ID"}, DIFFERENT_GPUS),
     ({ORDER: "FASTEST_FIRST"}, DIFFERENT_GPUS),
     ({MASK: uuid(1)}, UNKNOWN_ORDER),
     ({RANK: "3", "WORLD_SIZE": "4"}, WITHOUT_RENDERERS),
     ({RANK: "0", MASK: "2"}, WITHOUT_RENDERERS),  # torchrun --virtual-local-rank
-    ({RANK: "7"}, BARE_CPU),
+    ({RANK: "7"}, CPU_WITHOUT_RENDERERS),
     ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "1", MASK: "3"}, WITHOUT_RENDERERS),
     ({**EGL, SHOWN: "all", CAN: "compute,graphics,utility"}, FOUR),
     *(({SHOWN: value}, WITHOUT_RENDERERS) for value in ("all", "0,1,2,3", "6,7,8,9", "0,1,2,7", uuid(2))),
