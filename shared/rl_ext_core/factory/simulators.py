@@ -65,14 +65,14 @@ def field_reader(kind: Any) -> Callable[[Any], dict[str, Any]] | None:
 def _mujoco_fields(structure: Any) -> dict[str, Any]:
     found = {}
     kind: Any = type(structure)
-    for name in _names(kind):
+    for name in _property_names(kind):
         with contextlib.suppress(Exception):  # of what a model without the feature does not have
             found[name] = getattr(structure, name)
     return found
 
 
 @functools.lru_cache(maxsize=1000)
-def _names(kind: Any) -> tuple[str, ...]:
+def _property_names(kind: Any) -> tuple[str, ...]:
     # Those written in Python, in subclasses, are other names.
     parts = {name: part for base in kind.__mro__ for name, part in vars(base).items() if isinstance(part, property)}
     names = (name for name, part in parts.items() if not isinstance(part.fget, types.FunctionType))
@@ -86,7 +86,7 @@ def _ale_fields(emulator: Any) -> dict[str, Any]:
 def _box2d_fields(item: Any) -> dict[str, Any]:
     """Read a world's settings, and all plain ones of a definition, which is no part of a world."""
     kind: Any = type(item)
-    names = _BOX2D if kind.__name__ == "b2World" else _names(kind)
+    names = _BOX2D if kind.__name__ == "b2World" else _property_names(kind)
     found = {name: getattr(item, name) for name in names if hasattr(item, name)}
     return {name: value for name, value in found.items() if isinstance(value, (bool, int, float, str))} | {
         name: tuple(value) for name, value in found.items() if type(value).__name__ == "b2Vec2"
