@@ -99,11 +99,11 @@ def recover(
     for column in columns:
         column.clear(rows, length, note.n_written)
         column.recover(rows, length, None if folder is None else folder.path)
-    following = note.following % len(rows) if length == len(rows) else length
-    journal.written(length, following)
+    next_row = note.next_row % len(rows) if length == len(rows) else length
+    journal.written(length, next_row)
     if reopening:
         journal.flush()
-    return length, following
+    return length, next_row
 
 
 def _read_checked_note(folder: StoreFolder) -> tuple[JournalRecord, Places]:
@@ -179,7 +179,7 @@ def _keep_longest_run(folder: StoreFolder, rows: Any, columns: list[FrameColumn]
         good[folder.rows.wrong(np.arange(len(good)))] = False
     for column in columns:
         good &= _find_readable(column, rows, good)
-    oldest = note.following % n_places if len(good) == n_places else 0
+    oldest = note.next_row % n_places if len(good) == n_places else 0
     order = (oldest + np.arange(len(good))) % max(len(good), 1)
     places = order[slice(*longest_run(good[order]))]
     rows[: len(places)] = rows[torch.from_numpy(places)].clone()

@@ -578,12 +578,12 @@ class FrameStorage(TensorStorage):
     def _recover(self, process_name: str, *, reopening: bool = False) -> int:
         """Make whole what another process left behind; return where elements go on."""
         assert self._journal is not None
-        length, following = recover(
+        length, next_row = recover(
             self._storage, self._columns, self._journal, self._folder, process_name=process_name, reopening=reopening
         )
         self._len = length * (self.max_size // len(self._storage))
-        self._set_last_cursor((following - 1) % length if length else None)
-        return following
+        self._set_last_cursor((next_row - 1) % length if length else None)
+        return next_row
 
     def _recover_after_kill(self, dead: int) -> None:
         """Recover after a process that was killed while it held the lock."""

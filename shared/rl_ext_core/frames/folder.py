@@ -413,7 +413,7 @@ class StoreFolder:
                 self._mark_half_made()
                 self.rows.add("sums", {_SUMS: ((), np.dtype(np.uint32))}, self._file("sums", new=True))
                 self.journal = self._new_journal()
-                self.journal.note(length=0, following=0, n_written=0, exposed=False)
+                self.journal.note(length=0, next_row=0, n_written=0, exposed=False)
             first = self._numbers[0] + next_generation
             self._numbers = [*range(first, first + kinds)]
             self._write(settings)
@@ -481,7 +481,7 @@ class StoreFolder:
                 what = "the checksums of both notes are wrong, so which row of a full store is the oldest is not known"
                 raise self.corrupt_file_error(_JOURNAL[0], what) from None
             note, writing = JournalRecord(0, found, found, found, 0, 0), np.zeros(0, dtype=np.int64)
-        if not note.length <= note.n_written <= most or note.following > most:
+        if not note.length <= note.n_written <= most or note.next_row > most:
             raise self.corrupt_file_error(_JOURNAL[0], "it says that there are more elements than rows")
         needed = max(note.n_written, int(writing.max(initial=-1)) + 1)
         held, name = self.rows.shortest()

@@ -27,15 +27,15 @@ class JournalRecord(NamedTuple):
 
     :ivar turn: which note it is, counted from 1.
     :ivar length: elements that count, along the first dimension.
-    :ivar following: where the next one goes.
+    :ivar next_row: where the next one goes.
     :ivar n_written: places from here on were never written.
-    :ivar exposed: whether elements may have changed without notice; of a ring, that at ``following``.
+    :ivar exposed: whether elements may have changed without notice; of a ring, that at ``next_row``.
     :ivar n_writing: how many places are being written, and do not count.
     """
 
     turn: int
     length: int
-    following: int
+    next_row: int
     n_written: int
     exposed: int
     n_writing: int
@@ -104,9 +104,9 @@ class Journal:
         _FIELDS.pack_into(slot, 0, *fields)
         _CRC.pack_into(slot, _FIELDS.size, self._crc(fields))
 
-    def note(self, *, length: int, following: int, n_written: int, exposed: bool) -> None:
+    def note(self, *, length: int, next_row: int, n_written: int, exposed: bool) -> None:
         """Note all of that at once; nothing else is being written."""
-        self._write_record(length=length, following=following, n_written=n_written, exposed=int(exposed), n_writing=0)
+        self._write_record(length=length, next_row=next_row, n_written=n_written, exposed=int(exposed), n_writing=0)
 
     def make_sure_of(self, n_places: int) -> None:
         """Make sure that so many places can be noted.
@@ -123,10 +123,10 @@ class Journal:
         self._places[: len(places)] = places
         self._write_record(n_written=n_written, n_writing=len(places))
 
-    def written(self, length: int, following: int) -> None:
+    def written(self, length: int, next_row: int) -> None:
         """Note that they count, how many elements there are, and where the next one goes."""
         n_written = max(self._latest().n_written, length)
-        self._write_record(length=length, following=following, n_written=n_written, n_writing=0)
+        self._write_record(length=length, next_row=next_row, n_written=n_written, n_writing=0)
 
     def expose(self) -> None:
         """Note that elements may change without notice from now on."""

@@ -351,7 +351,7 @@ class FrameStore:
         """Goes to where the next transition goes; says whether one was being added."""
         index = self._pool.index
         note, _ = folder.last_note(lambda: None if index[-1].any() else int(np.count_nonzero(index.any(axis=1))))
-        self.full, self.position = note.n_written == self.capacity, note.following % self.capacity
+        self.full, self.position = note.n_written == self.capacity, note.next_row % self.capacity
         self.dropped = self.n_written - note.length
         return bool(note.exposed)
 
@@ -609,12 +609,12 @@ class FrameStore:
         """Notes what counts. The newest transition does not, as long as its row may be half written."""
         assert self._folder is not None
         assert self._folder.journal is not None
-        length, following, n_written = self.size, self.position, self.n_written
+        length, next_row, n_written = self.size, self.position, self.n_written
         if self._unfinished:
-            length, following = length - 1, (following - 1) % self.capacity
-            n_written = self.capacity if self._was_full else following
+            length, next_row = length - 1, (next_row - 1) % self.capacity
+            n_written = self.capacity if self._was_full else next_row
         self._folder.journal.note(
-            length=length, following=following, n_written=n_written, exposed=writing or self._unfinished
+            length=length, next_row=next_row, n_written=n_written, exposed=writing or self._unfinished
         )
 
     @defer_signals
