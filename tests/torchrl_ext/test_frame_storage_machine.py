@@ -44,11 +44,11 @@ class SameAsUpstream(RuleBasedStateMachine):
         self.temporary = Path(tempfile.mkdtemp())
         self.folder = self.temporary / "a" if in_folder else None
         self.videos = Videos(n_envs)
-        self.ours = self._opened(self.folder)
+        self.ours = self._open_buffer(self.folder)
         self.theirs: Any = self.cls(storage=LazyTensorStorage(self.size, ndim=ndim), batch_size=8)
         self.extend(2)
 
-    def _opened(self, folder: Path | None) -> Any:
+    def _open_buffer(self, folder: Path | None) -> Any:
         storage = FrameStorage(self.size, storage_dir=folder, **self.options)
         return self.cls(storage=storage, batch_size=8)
 
@@ -119,11 +119,11 @@ class SameAsUpstream(RuleBasedStateMachine):
         if self.folder is not None:
             return
         if how == "state_dict":
-            other = self._opened(None)
+            other = self._open_buffer(None)
             other.load_state_dict(copy.deepcopy(self.ours.state_dict()))
         elif how == "dumps":
             self.ours.dumps(self.temporary / "b")
-            other = self._opened(None)
+            other = self._open_buffer(None)
             other.loads(self.temporary / "b")
             shutil.rmtree(self.temporary / "b")
         else:
@@ -135,12 +135,12 @@ class SameAsUpstream(RuleBasedStateMachine):
     def open_again(self) -> None:
         if self.folder is not None:
             self.ours.storage.close()
-            self.ours = self._opened(self.folder)
+            self.ours = self._open_buffer(self.folder)
 
     @rule()
     def find_it_as_a_killed_process_leaves_it(self) -> None:
         if self.folder is not None:
-            left = self._opened(shutil.copytree(self.folder, self.temporary / "left"))
+            left = self._open_buffer(shutil.copytree(self.folder, self.temporary / "left"))
             try:
                 self._compare(left)
             finally:
