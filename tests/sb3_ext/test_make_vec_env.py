@@ -24,7 +24,7 @@ from tests.core.isolation.conftest import Variant, compiled, compiler, own_cache
 from tests.sb3_ext.test_multi_agent_vec_env import Race
 from tests.sb3_ext.vec_checks import FAST, assert_equal, no_workers
 from tests.sb3_ext.vec_worlds import Bounded, Counting, RandomEnv, Failing, Slow, cart_pole, build_and_record
-from tests.ways import WAYS, run_as
+from tests.ways import LAUNCH_MODES, run_as
 
 __all__ = ["compiled", "compiler", "own_cache", "variant"]
 
@@ -476,7 +476,7 @@ for make in (lambda kind: make_vec_env(kind, 2), lambda kind: AutoVecEnv([lambda
 
 
 @pytest.mark.sample(quick=0, ci=1)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", LAUNCH_MODES)
 def test_classes_and_globals_of_the_script(way: str, tmp_path: Path) -> None:
     here, apart = "DummyVecEnv [[4.0], [3.0]] [1, 0] True\n", "SharedMemoryVecEnv [[2.0], [1.0]] [] 0\n"
     assert run_as(way, OF_THE_SCRIPT, tmp_path) == 2 * (here + apart)
