@@ -84,7 +84,12 @@ def expect_error(
     return there, environ or {}, ask, error, says, fix
 
 
-GONE, WRONG, TYPE, MISSING = DeviceUnavailableError, InvalidArgumentError, InvalidTypeError, MissingDependencyError
+UNAVAILABLE, WRONG, TYPE, MISSING = (
+    DeviceUnavailableError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    MissingDependencyError,
+)
 SAME = {"render": "same"}
 DECIDED: list[Decided] = [
     expect_gpu(0, 0, FOUR, says="auto: cuda:0, because it is the first of 4 visible"),
@@ -192,15 +197,15 @@ DECIDED: list[Decided] = [
     expect_gpu(0, 0, FOUR, {MASK: "0"}, **SAME, renderer="libero", renders={INDEX: "2"}),
 ]
 REFUSED: list[Refused] = [
-    expect_error(GONE, "'cuda:4'", 'device="cuda:3"', FOUR, device="cuda:4"),
+    expect_error(UNAVAILABLE, "'cuda:4'", 'device="cuda:3"', FOUR, device="cuda:4"),
     *(
-        expect_error(GONE, repr(str(asked)), 'Write device="cpu"', NONE, device=asked)
+        expect_error(UNAVAILABLE, repr(str(asked)), 'Write device="cpu"', NONE, device=asked)
         for asked in ("cuda", 0, torch.device("cuda:0"), "nvidia-smi:0", "GPU-aa")
     ),
-    expect_error(GONE, "GPU-0123", f'device="{uuid(0)}"', FOUR, device="GPU-0123"),
+    expect_error(UNAVAILABLE, "GPU-0123", f'device="{uuid(0)}"', FOUR, device="GPU-0123"),
     expect_error(WRONG, "'GPU-aaaa' fits 2", f'device="{uuid(0)}"', FOUR, device="GPU-aaaa"),
-    expect_error(GONE, "nvidia-smi:9", "nvidia-smi:0", FOUR, device="nvidia-smi:9"),
-    expect_error(GONE, "pci:ff:00.0", "pci:0000:1a", FOUR, device="pci:ff:00.0"),
+    expect_error(UNAVAILABLE, "nvidia-smi:9", "nvidia-smi:0", FOUR, device="nvidia-smi:9"),
+    expect_error(UNAVAILABLE, "pci:ff:00.0", "pci:0000:1a", FOUR, device="pci:ff:00.0"),
     expect_error(WRONG, "0xe8d4a51000", 'device="auto"', FOUR, device=10**12),
     *(
         expect_error(WRONG, repr(str(asked)), f'Write device="{line}"', FOUR, device=asked)
@@ -214,42 +219,46 @@ REFUSED: list[Refused] = [
         expect_error(TYPE, repr(asked), 'Write device="auto"', FOUR, device=asked)
         for asked in (-1, True, None, b"cpu", 1.0, ["cpu"])
     ),
-    expect_error(GONE, f"{MASK}='1'", f"export {MASK}={uuid(0)}", FOUR, {MASK: "1"}, device=uuid(0)),
-    expect_error(GONE, f"{MASK}=''", 'device="cpu"', FOUR, {MASK: ""}, device="cuda:0"),
-    expect_error(GONE, "'NoDevFiles'", 'device="auto"', FOUR, {MASK: "NoDevFiles"}, device="cuda"),
-    expect_error(GONE, f"{ORDER}=None", f"export {ORDER}=PCI_BUS_ID", UNKNOWN_ORDER),
+    expect_error(UNAVAILABLE, f"{MASK}='1'", f"export {MASK}={uuid(0)}", FOUR, {MASK: "1"}, device=uuid(0)),
+    expect_error(UNAVAILABLE, f"{MASK}=''", 'device="cpu"', FOUR, {MASK: ""}, device="cuda:0"),
+    expect_error(UNAVAILABLE, "'NoDevFiles'", 'device="auto"', FOUR, {MASK: "NoDevFiles"}, device="cuda"),
+    expect_error(UNAVAILABLE, f"{ORDER}=None", f"export {ORDER}=PCI_BUS_ID", UNKNOWN_ORDER),
     expect_error(
-        GONE, "'PCI'", f"export {ORDER}=PCI_BUS_ID", UNKNOWN_ORDER, {ORDER: "PCI", MASK: "x"}, device="cuda:1"
+        UNAVAILABLE, "'PCI'", f"export {ORDER}=PCI_BUS_ID", UNKNOWN_ORDER, {ORDER: "PCI", MASK: "x"}, device="cuda:1"
     ),
-    expect_error(GONE, "LOCAL_RANK='4'", "--nproc-per-node=4", FOUR, {RANK: "4"}),
-    expect_error(GONE, f"{MASK}='0'", "--nproc-per-node=1", FOUR, {RANK: "1", MASK: "0"}),
+    expect_error(UNAVAILABLE, "LOCAL_RANK='4'", "--nproc-per-node=4", FOUR, {RANK: "4"}),
+    expect_error(UNAVAILABLE, f"{MASK}='0'", "--nproc-per-node=1", FOUR, {RANK: "1", MASK: "0"}),
     *(
         expect_error(WRONG, f"LOCAL_RANK={rank!r}", "unset LOCAL_RANK", FOUR, {RANK: rank})
         for rank in ("one", "", "-1", "²")
     ),
-    expect_error(GONE, "SLURM_LOCALID='4'", "srun --ntasks-per-node=4", FOUR, {TASK: "4"}),
-    expect_error(GONE, "rank=8", "--nproc-per-node=4", FOUR, rank=8),
+    expect_error(UNAVAILABLE, "SLURM_LOCALID='4'", "srun --ntasks-per-node=4", FOUR, {TASK: "4"}),
+    expect_error(UNAVAILABLE, "rank=8", "--nproc-per-node=4", FOUR, rank=8),
     expect_error(TYPE, "rank='1'", "rank=0", FOUR, rank="1"),
     expect_error(WRONG, "worker=-1", "worker=0", FOUR, worker=-1),
     expect_error(WRONG, "pick='memory'", 'pick="rank"', FOUR, pick="memory"),
     expect_error(WRONG, "on_missing='gpu'", 'on_missing="error"', FOUR, device="cuda:9", on_missing="gpu"),
-    expect_error(GONE, f"{MASK}='{SLICE}'", f"export {MASK}={uuid(0)}", WITH_MIG, {MASK: SLICE}, device="nvidia-smi:0"),
-    expect_error(GONE, "does not show beside", f"export {MASK}={uuid(2)}", WITH_MIG, device="nvidia-smi:2"),
-    expect_error(GONE, SLICE, 'render="cpu"', WITH_MIG, {MASK: SLICE}, **SAME),
-    expect_error(GONE, "'cuda:1'", 'device="cpu"', CPU_BUILD, device="cuda:1"),
-    expect_error(GONE, "'egl:9'", 'render="same"', FOUR, render="egl:9"),
-    expect_error(GONE, "'cuda:4'", 'render="cuda:3"', FOUR, render="cuda:4"),
-    expect_error(GONE, "'cuda:0'", 'render="cpu"', NONE, device="cpu", render="cuda:0"),
-    expect_error(GONE, f"{MASK}=''", 'render="cpu"', FOUR, {MASK: ""}, device="cpu", render="cuda"),
-    expect_error(GONE, "render='same': mujoco 3.9.0 asks", "NVIDIA_VISIBLE_DEVICES", CROWDED, device="cuda:7", **SAME),
-    expect_error(GONE, f"{uuid(0)}", "NVIDIA_DRIVER_CAPABILITIES=all", NO_NVIDIA_EGL, **SAME),
-    expect_error(GONE, "libEGL.so.1 is not installed", 'render="cpu"', NO_EGL, **SAME),
-    expect_error(GONE, "NVIDIA's driver for WSL has CUDA and no EGL", 'Use render="cpu"', WSL, **SAME),
     expect_error(
-        GONE, "on WSL", 'render="cpu"', dataclasses.replace(WSL, wsl=False), {"WSL_INTEROP": "/run/1"}, **SAME
+        UNAVAILABLE, f"{MASK}='{SLICE}'", f"export {MASK}={uuid(0)}", WITH_MIG, {MASK: SLICE}, device="nvidia-smi:0"
     ),
-    expect_error(GONE, uuid(1), 'render="cpu"', EGL_LACKS_ONE, device="cuda:1", **SAME),
-    expect_error(GONE, "render='cpu'", "apt-get install", NO_EGL, render="cpu", on_missing="cpu"),
+    expect_error(UNAVAILABLE, "does not show beside", f"export {MASK}={uuid(2)}", WITH_MIG, device="nvidia-smi:2"),
+    expect_error(UNAVAILABLE, SLICE, 'render="cpu"', WITH_MIG, {MASK: SLICE}, **SAME),
+    expect_error(UNAVAILABLE, "'cuda:1'", 'device="cpu"', CPU_BUILD, device="cuda:1"),
+    expect_error(UNAVAILABLE, "'egl:9'", 'render="same"', FOUR, render="egl:9"),
+    expect_error(UNAVAILABLE, "'cuda:4'", 'render="cuda:3"', FOUR, render="cuda:4"),
+    expect_error(UNAVAILABLE, "'cuda:0'", 'render="cpu"', NONE, device="cpu", render="cuda:0"),
+    expect_error(UNAVAILABLE, f"{MASK}=''", 'render="cpu"', FOUR, {MASK: ""}, device="cpu", render="cuda"),
+    expect_error(
+        UNAVAILABLE, "render='same': mujoco 3.9.0 asks", "NVIDIA_VISIBLE_DEVICES", CROWDED, device="cuda:7", **SAME
+    ),
+    expect_error(UNAVAILABLE, f"{uuid(0)}", "NVIDIA_DRIVER_CAPABILITIES=all", NO_NVIDIA_EGL, **SAME),
+    expect_error(UNAVAILABLE, "libEGL.so.1 is not installed", 'render="cpu"', NO_EGL, **SAME),
+    expect_error(UNAVAILABLE, "NVIDIA's driver for WSL has CUDA and no EGL", 'Use render="cpu"', WSL, **SAME),
+    expect_error(
+        UNAVAILABLE, "on WSL", 'render="cpu"', dataclasses.replace(WSL, wsl=False), {"WSL_INTEROP": "/run/1"}, **SAME
+    ),
+    expect_error(UNAVAILABLE, uuid(1), 'render="cpu"', EGL_LACKS_ONE, device="cuda:1", **SAME),
+    expect_error(UNAVAILABLE, "render='cpu'", "apt-get install", NO_EGL, render="cpu", on_missing="cpu"),
     expect_error(MISSING, "renderer='mujoco'", "pip install", machine(1, without=("mujoco",)), **SAME),
     expect_error(
         MISSING,
@@ -266,10 +275,12 @@ REFUSED: list[Refused] = [
     expect_error(WRONG, "render='yes'", 'render="same"', FOUR, render="yes"),
     expect_error(TYPE, "render=True", 'render="same"', FOUR, render=True),
     expect_error(TYPE, "render=None", 'render="none"', FOUR, render=None),
-    expect_error(GONE, "sapien 3.0.3 renders on GPUs only", "", SAPIEN, device="cpu", **SAME, renderer="sapien"),
-    expect_error(GONE, "sapien 3.0.3 does not render through EGL", "", SAPIEN, render="egl:0", renderer="sapien"),
-    expect_error(GONE, "MIG slices", "do not render", SAPIEN_CUT, {MASK: "0"}, **SAME, renderer="sapien"),
-    expect_error(GONE, "MIG slices", "do not render", WITH_MIG, {MASK: "0"}, render="egl:1"),
+    expect_error(UNAVAILABLE, "sapien 3.0.3 renders on GPUs only", "", SAPIEN, device="cpu", **SAME, renderer="sapien"),
+    expect_error(
+        UNAVAILABLE, "sapien 3.0.3 does not render through EGL", "", SAPIEN, render="egl:0", renderer="sapien"
+    ),
+    expect_error(UNAVAILABLE, "MIG slices", "do not render", SAPIEN_CUT, {MASK: "0"}, **SAME, renderer="sapien"),
+    expect_error(UNAVAILABLE, "MIG slices", "do not render", WITH_MIG, {MASK: "0"}, render="egl:1"),
     expect_error(MISSING, "sapien", "pip install sapien", machine(1), **SAME, renderer="sapien"),
 ]
 
