@@ -112,7 +112,7 @@ def library_caches(kind: Any) -> frozenset[str]:
 
 
 # Packages of Python's own whose objects belong to one process: files, threads, connections, shared memory.
-_OF_A_PROCESS = {
+_PROCESS_BOUND = {
     *("_cffi_backend", "_csv", "_ctypes", "_io", "_thread", "asyncio", "concurrent", "ctypes", "mmap"),
     *("multiprocessing", "select", "selectors", "socket", "sqlite3", "ssl", "subprocess", "tempfile", "threading"),
 }
@@ -122,7 +122,7 @@ _OF_A_PROCESS = {
 def why_unpicklable(kind: Any) -> str | None:
     """Return why instances are not looked into, and why pickles of them are wrong; None: they are, and are not."""
     module = str(getattr(kind, "__module__", ""))
-    if module.partition(".")[0] in _OF_A_PROCESS:
+    if module.partition(".")[0] in _PROCESS_BOUND:
         return "it belongs to one process"
     is_finalizer = (module, kind.__name__) == ("weakref", "finalize")
     return "what it does in the end would be done for every copy" if is_finalizer else None
