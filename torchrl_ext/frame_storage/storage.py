@@ -555,7 +555,7 @@ class FrameStorage(TensorStorage):
             self._journal.make_sure_of(len(places))
         self._pending_places = places
         if self._journal is not None:
-            self._journal.will_write(places)
+            self._journal.begin_write(places)
         self._n_touched = max(self._n_touched, most)
 
     def _finish_write(self) -> None:
@@ -652,7 +652,7 @@ class FrameStorage(TensorStorage):
             make_kill_safe(self)
             if self._journal is None:
                 self._journal = Journal(len(self._storage))
-                self._journal.will_write(np.arange(self._n_touched))
+                self._journal.begin_write(np.arange(self._n_touched))
                 self._finish_write()
             state: dict[str, Any] = super().__getstate__()
             return state if self._rows is None else {**state, "_storage": None}
@@ -705,7 +705,7 @@ class FrameStorage(TensorStorage):
             self._len, self._n_touched = length, len(rows)
             self._last_cursor = None
             if self._journal is not None:
-                self._journal.will_write(np.arange(len(rows)))
+                self._journal.begin_write(np.arange(len(rows)))
             self._finish_write()
             self._bump_mutation_revision()
 

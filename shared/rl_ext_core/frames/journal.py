@@ -116,7 +116,7 @@ class Journal:
         self._region.refresh()
         self._region.reserve(_PLACES, n_places * _PLACE.itemsize)
 
-    def will_write(self, places: Places) -> None:
+    def begin_write(self, places: Places) -> None:
         """Note which elements do not count until :meth:`written`."""
         self.make_sure_of(len(places))
         n_written = max(self._latest().n_written, int(places.max(initial=-1)) + 1)
