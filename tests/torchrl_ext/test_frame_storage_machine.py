@@ -35,7 +35,7 @@ class SameAsUpstream(RuleBasedStateMachine):
         codec=st.sampled_from(["auto", "raw", "patch", "patch+lz4"]),
         block_length=st.sampled_from([None, 4]),
     )
-    def begin(self, ndim: int, in_folder: bool, rows: int, codec: str, block_length: int | None) -> None:
+    def make_buffers(self, ndim: int, in_folder: bool, rows: int, codec: str, block_length: int | None) -> None:
         n_envs = 2 if ndim == 2 else 1
         self.size, self.rows, self.ndim = rows * n_envs, rows, ndim
         # In two dimensions, 0.14.1's buffer of TensorDicts cannot number one step of several environments.
