@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAUNCH_MODES = ("script", "-c", "stdin", "notebook")
 
 
-def run_as(way: str, text: str, folder: Path, *, limit_s: float = 240) -> str:
+def run_program(way: str, text: str, folder: Path, *, limit_s: float = 240) -> str:
     """Run ``text`` as one of ``LAUNCH_MODES`` in ``folder`` and return what it printed.
 
     What the text defines is in ``__main__``; there is no guard unless it writes one. Lines ``# %%`` part a notebook.

@@ -24,7 +24,7 @@ from tests.core.isolation.conftest import Variant, compiled, compiler, own_cache
 from tests.sb3_ext.test_multi_agent_vec_env import Race
 from tests.sb3_ext.vec_checks import FAST, assert_equal, no_workers
 from tests.sb3_ext.vec_worlds import Bounded, Counting, RandomEnv, Failing, Slow, cart_pole, build_and_record
-from tests.ways import LAUNCH_MODES, run_as
+from tests.ways import LAUNCH_MODES, run_program
 
 __all__ = ["compiled", "compiler", "own_cache", "variant"]
 
@@ -479,7 +479,7 @@ for make in (lambda kind: make_vec_env(kind, 2), lambda kind: AutoVecEnv([lambda
 @pytest.mark.parametrize("way", LAUNCH_MODES)
 def test_classes_and_globals_of_the_script(way: str, tmp_path: Path) -> None:
     here, apart = "DummyVecEnv [[4.0], [3.0]] [1, 0] True\n", "SharedMemoryVecEnv [[2.0], [1.0]] [] 0\n"
-    assert run_as(way, OF_THE_SCRIPT, tmp_path) == 2 * (here + apart)
+    assert run_program(way, OF_THE_SCRIPT, tmp_path) == 2 * (here + apart)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ways import LAUNCH_MODES, run_as
+from tests.ways import LAUNCH_MODES, run_program
 
 TEXT = """
 import dataclasses, enum
@@ -100,4 +100,4 @@ print("well")
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("way", LAUNCH_MODES)
 def test_what_the_script_defines_crosses_processes_and_stays_what_it_is(way: str, tmp_path: Path) -> None:
-    assert run_as(way, TEXT, tmp_path).strip() == "well"
+    assert run_program(way, TEXT, tmp_path).strip() == "well"

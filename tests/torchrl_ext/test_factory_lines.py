@@ -16,7 +16,7 @@ import torchrl_ext
 from rl_ext_core import _pickle
 from rl_ext_core.factory.record import call_of, line_of_instance
 from tests.core.factory.main_script import DEFINED, USED, in_pools
-from tests.ways import LAUNCH_MODES, run_as
+from tests.ways import LAUNCH_MODES, run_program
 
 CASES = [
     (lambda: torchrl.envs.GymEnv("CartPole-v1"), "lambda: GymEnv('CartPole-v1')"),
@@ -73,4 +73,4 @@ PARALLEL = in_pools(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", LAUNCH_MODES)
 def test_what_is_the_main_modules_own_travels_and_stays_as_it_is(way: str, tmp_path: Path) -> None:
-    assert "as expected" in run_as(way, DEFINED + USED + PARALLEL, tmp_path)
+    assert "as expected" in run_program(way, DEFINED + USED + PARALLEL, tmp_path)

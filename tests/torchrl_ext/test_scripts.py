@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.torchrl_ext.parallel_checks import ROOT
-from tests.ways import LAUNCH_MODES, run_as
+from tests.ways import LAUNCH_MODES, run_program
 
 pytestmark = pytest.mark.slow
 
@@ -210,10 +210,10 @@ print(rewards, len(calls))
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("way", LAUNCH_MODES)
 def test_classes_and_globals_of_main_in_a_wrapper(way: str, tmp_path: Path) -> None:
-    assert run_as(way, WRAPPED, tmp_path).strip().endswith("[[4.0, 4.0, 4.0, 4.0], [8.0, 8.0, 8.0, 8.0]] 13")
+    assert run_program(way, WRAPPED, tmp_path).strip().endswith("[[4.0, 4.0, 4.0, 4.0], [8.0, 8.0, 8.0, 8.0]] 13")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", LAUNCH_MODES)
 def test_environments_of_the_main_module(way: str, tmp_path: Path) -> None:
-    assert run_as(way, OF_MAIN, tmp_path).split() == ["[112.0]", "[112.0]", "True"]
+    assert run_program(way, OF_MAIN, tmp_path).split() == ["[112.0]", "[112.0]", "True"]

@@ -21,7 +21,7 @@ from rl_ext_core._import_path import import_path, is_found_elsewhere
 from rl_ext_core.isolation import Isolation, probe
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from tests.boundaries import ROOT
-from tests.ways import LAUNCH_MODES, run_as
+from tests.ways import LAUNCH_MODES, run_program
 
 NAME = "module_of_a_user"
 SOURCE = """
@@ -221,5 +221,5 @@ for kind in ({NAME}.Env, Cell):
 @pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize("way", [way for way in LAUNCH_MODES if way != "script"])
 def test_the_working_directory_changes_before_the_package_is_imported(way: str, tmp_path: Path) -> None:
-    lines = run_as(way, OF_A_NOTEBOOK, tmp_path).splitlines()
+    lines = run_program(way, OF_A_NOTEBOOK, tmp_path).splitlines()
     assert lines == ["(2.0, 2.0) shared-state", "(3.0, 3.0) shared-state"]

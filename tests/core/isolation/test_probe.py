@@ -41,7 +41,7 @@ from tests.core.isolation.variants import (
     VARIANTS,
 )
 from tests.load import busy_cpus
-from tests.ways import run_as
+from tests.ways import run_program
 
 
 @pytest.mark.sample(ci=4)
@@ -321,7 +321,7 @@ print(Base.step is step, one.height(), ByClass.count, live, world)
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("way", ["script", "-c", "stdin", "notebook"])
 def test_classes_and_globals_of_the_script(way: str, tmp_path: Path) -> None:
-    printed = run_as(way, OF_THE_SCRIPT, tmp_path).split("\n")
+    printed = run_program(way, OF_THE_SCRIPT, tmp_path).split("\n")
     expected = ["single-instance", "single-instance", "shared-state", "independent", "shared-state"]
     assert printed[:6] == [*expected, "True 7 0 [] {'x': 0.0}"]
 
@@ -340,7 +340,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_id_that_only_the_script_registers_is_known(tmp_path: Path) -> None:
-    assert run_as("script", REGISTERS, tmp_path) == "independent\n"
+    assert run_program("script", REGISTERS, tmp_path) == "independent\n"
 
 
 @pytest.mark.slow
