@@ -45,7 +45,7 @@ APPLIED = (f"{ON_MESA}.apply()\nimport robosuite", f"import_robosuite({ON_MESA})
 NOISE = re.compile(r"Exception ignored|no attribute|Traceback")
 
 # CUDA_VISIBLE_DEVICES, MUJOCO_EGL_DEVICE_ID and the like; render_gpu_device_id; what robosuite 1.5 makes of them.
-BAFFLING = [
+UPSTREAM_FAILURES = [
     ({"CUDA_VISIBLE_DEVICES": "1"}, -1, r"RuntimeError: The MUJOCO_EGL_DEVICE_ID .* between 0 and 0 .* got 1"),
     ({"CUDA_VISIBLE_DEVICES": "1,0"}, -1, r"RuntimeError: The MUJOCO_EGL_DEVICE_ID .* between 0 and 0 .* got 1"),
     ({"CUDA_VISIBLE_DEVICES": ""}, -1, r"ValueError: invalid literal for int\(\) with base 10: ''"),
@@ -59,7 +59,7 @@ BAFFLING = [
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("variables", "device_id", "error"), BAFFLING)
+@pytest.mark.parametrize(("variables", "device_id", "error"), UPSTREAM_FAILURES)
 def test_without_a_decision_robosuite_fails_like_this(variables: dict[str, str], device_id: int, error: str) -> None:
     ended = run(DRAW, f"import robosuite\nanswer = draw({device_id})", **variables)
     assert ended.answer is None, "robosuite copes with this now: the guard may be dropped for it"
@@ -69,9 +69,9 @@ def test_without_a_decision_robosuite_fails_like_this(variables: dict[str, str],
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("case", range(len(BAFFLING)))
+@pytest.mark.parametrize("case", range(len(UPSTREAM_FAILURES)))
 def test_under_a_decision_it_renders_as_decided(case: int) -> None:
-    (variables, device_id, _), lines = BAFFLING[case], APPLIED[case % 3]
+    (variables, device_id, _), lines = UPSTREAM_FAILURES[case], APPLIED[case % 3]
     ended = run(LOGGED, DRAW, lines, f"answer = [draw({device_id}), variables(), logged]", **variables)
     assert ended.error == ""
     context, settings, logged = ended.answer
