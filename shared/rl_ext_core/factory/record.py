@@ -68,7 +68,7 @@ class Call:
 
     def build(self) -> Any:
         """Make the object, and first what its arguments need; a call that occurs twice makes one object."""
-        return _built(self, {})
+        return _build_value(self, {})
 
     def __str__(self) -> str:
         if self.function is make and self.args and is_spec(self.args[0]):
@@ -82,11 +82,11 @@ class Call:
 _CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial)
 
 
-def _built(value: Any, made: dict[int, Any]) -> Any:
+def _build_value(value: Any, made: dict[int, Any]) -> Any:
     if type(value) is not Call:
-        return _mapped(value, lambda part: _built(part, made))
+        return _mapped(value, lambda part: _build_value(part, made))
     if id(value) not in made:
-        args, kwargs = _built(value.args, made), _built(value.kwargs, made)
+        args, kwargs = _build_value(value.args, made), _build_value(value.kwargs, made)
         made[id(value)] = value.function(*args, **kwargs)
     return made[id(value)]
 
