@@ -100,7 +100,7 @@ def recover(
         column.clear(rows, length, note.n_written)
         column.recover(rows, length, None if folder is None else folder.path)
     next_row = note.next_row % len(rows) if length == len(rows) else length
-    journal.written(length, next_row)
+    journal.end_write(length, next_row)
     if reopening:
         journal.flush()
     return length, next_row
@@ -187,7 +187,7 @@ def _keep_longest_run(folder: StoreFolder, rows: Any, columns: list[FrameColumn]
         column.clear(rows, len(places), len(rows))
         column.recover_handles(column.handles(rows, len(rows)))
     folder.rows.note(np.arange(len(places)))
-    folder.journal.written(len(places), len(places))
+    folder.journal.end_write(len(places), len(places))
     folder.journal.flush()
     folder.rows.make_sure_of(folder.journal.read()[0].n_written)
     return len(places), note.length

@@ -564,7 +564,7 @@ class FrameStorage(TensorStorage):
             self._rows.note(self._pending_places)
         if self._journal is not None:
             last = self._last_cursor_index
-            self._journal.written(self._len_along_dim0, 0 if last is None or not len(self) else last + 1)
+            self._journal.end_write(self._len_along_dim0, 0 if last is None or not len(self) else last + 1)
 
     def _mark_exposed(self, index: Any) -> None:
         """Note that elements are handed out as views, which the caller may write to."""

@@ -117,13 +117,13 @@ class Journal:
         self._region.reserve(_PLACES, n_places * _PLACE.itemsize)
 
     def begin_write(self, places: Places) -> None:
-        """Note which elements do not count until :meth:`written`."""
+        """Note which elements do not count until :meth:`end_write`."""
         self.make_sure_of(len(places))
         n_written = max(self._latest().n_written, int(places.max(initial=-1)) + 1)
         self._places[: len(places)] = places
         self._write_record(n_written=n_written, n_writing=len(places))
 
-    def written(self, length: int, next_row: int) -> None:
+    def end_write(self, length: int, next_row: int) -> None:
         """Note that they count, how many elements there are, and where the next one goes."""
         n_written = max(self._latest().n_written, length)
         self._write_record(length=length, next_row=next_row, n_written=n_written, n_writing=0)
