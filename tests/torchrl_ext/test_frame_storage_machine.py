@@ -154,7 +154,7 @@ class SameAsUpstream(RuleBasedStateMachine):
         assert_same(ours.storage.get(held), self.theirs.storage.get(held))
 
     @invariant()
-    def they_are_the_same(self) -> None:
+    def buffers_are_equal(self) -> None:
         if self.ours is not None:
             self._compare(self.ours)
 
