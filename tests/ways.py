@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAUNCH_MODES = ("script", "-c", "stdin", "notebook")
 
 
-def run_program(way: str, text: str, folder: Path, *, limit_s: float = 240) -> str:
+def run_program(launch_mode: str, text: str, folder: Path, *, limit_s: float = 240) -> str:
     """Run ``text`` as one of ``LAUNCH_MODES`` in ``folder`` and return what it printed.
 
     What the text defines is in ``__main__``; there is no guard unless it writes one. Lines ``# %%`` part a notebook.
@@ -22,12 +22,12 @@ def run_program(way: str, text: str, folder: Path, *, limit_s: float = 240) -> s
     :raises AssertionError: it failed; with what it printed.
     """
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "shared")])}
-    if way == "notebook":
+    if launch_mode == "notebook":
         return _run_notebook(text, folder, environ, limit_s)
     script = folder / "train.py"
     script.write_text(text)
-    arguments = {"script": [str(script)], "-c": ["-c", text], "stdin": ["-"]}[way]
-    standard_input = text if way == "stdin" else None
+    arguments = {"script": [str(script)], "-c": ["-c", text], "stdin": ["-"]}[launch_mode]
+    standard_input = text if launch_mode == "stdin" else None
     done = subprocess.run(
         [sys.executable, *arguments],
         input=standard_input,
@@ -38,7 +38,7 @@ def run_program(way: str, text: str, folder: Path, *, limit_s: float = 240) -> s
         env=environ,
         timeout=limit_s,
     )
-    assert done.returncode == 0, f"{way}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{launch_mode}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 

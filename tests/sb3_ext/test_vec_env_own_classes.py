@@ -98,6 +98,6 @@ print("well")
 
 
 @pytest.mark.sample(quick=0, ci=1)
-@pytest.mark.parametrize("way", LAUNCH_MODES)
-def test_what_the_script_defines_crosses_processes_and_stays_what_it_is(way: str, tmp_path: Path) -> None:
-    assert run_program(way, TEXT, tmp_path).strip() == "well"
+@pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
+def test_what_the_script_defines_crosses_processes_and_stays_what_it_is(launch_mode: str, tmp_path: Path) -> None:
+    assert run_program(launch_mode, TEXT, tmp_path).strip() == "well"

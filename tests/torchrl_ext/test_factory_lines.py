@@ -71,6 +71,6 @@ PARALLEL = in_pools(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", LAUNCH_MODES)
-def test_what_is_the_main_modules_own_travels_and_stays_as_it_is(way: str, tmp_path: Path) -> None:
-    assert "as expected" in run_program(way, DEFINED + USED + PARALLEL, tmp_path)
+@pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
+def test_what_is_the_main_modules_own_travels_and_stays_as_it_is(launch_mode: str, tmp_path: Path) -> None:
+    assert "as expected" in run_program(launch_mode, DEFINED + USED + PARALLEL, tmp_path)

@@ -208,12 +208,14 @@ print(rewards, len(calls))
 
 
 @pytest.mark.sample(quick=0, ci=1)
-@pytest.mark.parametrize("way", LAUNCH_MODES)
-def test_classes_and_globals_of_main_in_a_wrapper(way: str, tmp_path: Path) -> None:
-    assert run_program(way, WRAPPED, tmp_path).strip().endswith("[[4.0, 4.0, 4.0, 4.0], [8.0, 8.0, 8.0, 8.0]] 13")
+@pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
+def test_classes_and_globals_of_main_in_a_wrapper(launch_mode: str, tmp_path: Path) -> None:
+    assert (
+        run_program(launch_mode, WRAPPED, tmp_path).strip().endswith("[[4.0, 4.0, 4.0, 4.0], [8.0, 8.0, 8.0, 8.0]] 13")
+    )
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", LAUNCH_MODES)
-def test_environments_of_the_main_module(way: str, tmp_path: Path) -> None:
-    assert run_program(way, OF_MAIN, tmp_path).split() == ["[112.0]", "[112.0]", "True"]
+@pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
+def test_environments_of_the_main_module(launch_mode: str, tmp_path: Path) -> None:
+    assert run_program(launch_mode, OF_MAIN, tmp_path).split() == ["[112.0]", "[112.0]", "True"]

@@ -189,9 +189,9 @@ ASYNC = in_pools("", "[gym.vector.AsyncVectorEnv]", "envs.reset(seed=0)[0].tolis
 
 
 @pytest.mark.sample(ci=2)
-@pytest.mark.parametrize("way", ["-c", "notebook", "script", "stdin"])
-def test_classes_of_the_main_module_travel_and_stay_as_they_are(way: str, tmp_path: Path) -> None:
-    assert "as expected" in run_program(way, DEFINED + USED + ASYNC, tmp_path)
+@pytest.mark.parametrize("launch_mode", ["-c", "notebook", "script", "stdin"])
+def test_classes_of_the_main_module_travel_and_stay_as_they_are(launch_mode: str, tmp_path: Path) -> None:
+    assert "as expected" in run_program(launch_mode, DEFINED + USED + ASYNC, tmp_path)
 
 
 def test_game_of_stable_retro_is_built_by_its_name() -> None:

@@ -219,7 +219,7 @@ for kind in ({NAME}.Env, Cell):
 
 
 @pytest.mark.sample(quick=0, ci=2)
-@pytest.mark.parametrize("way", [way for way in LAUNCH_MODES if way != "script"])
-def test_the_working_directory_changes_before_the_package_is_imported(way: str, tmp_path: Path) -> None:
-    lines = run_program(way, OF_A_NOTEBOOK, tmp_path).splitlines()
+@pytest.mark.parametrize("launch_mode", [launch_mode for launch_mode in LAUNCH_MODES if launch_mode != "script"])
+def test_the_working_directory_changes_before_the_package_is_imported(launch_mode: str, tmp_path: Path) -> None:
+    lines = run_program(launch_mode, OF_A_NOTEBOOK, tmp_path).splitlines()
     assert lines == ["(2.0, 2.0) shared-state", "(3.0, 3.0) shared-state"]

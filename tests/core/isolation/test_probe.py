@@ -319,9 +319,9 @@ print(Base.step is step, one.height(), ByClass.count, live, world)
 
 
 @pytest.mark.sample(quick=0, ci=1)
-@pytest.mark.parametrize("way", ["script", "-c", "stdin", "notebook"])
-def test_classes_and_globals_of_the_script(way: str, tmp_path: Path) -> None:
-    printed = run_program(way, OF_THE_SCRIPT, tmp_path).split("\n")
+@pytest.mark.parametrize("launch_mode", ["script", "-c", "stdin", "notebook"])
+def test_classes_and_globals_of_the_script(launch_mode: str, tmp_path: Path) -> None:
+    printed = run_program(launch_mode, OF_THE_SCRIPT, tmp_path).split("\n")
     expected = ["single-instance", "single-instance", "shared-state", "independent", "shared-state"]
     assert printed[:6] == [*expected, "True 7 0 [] {'x': 0.0}"]
 
