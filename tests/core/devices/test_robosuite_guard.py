@@ -41,7 +41,7 @@ ON_MESA = "resolve('cpu', render='same', renderer='robosuite')"
 WITH_OSMESA = "resolve('cpu', render='cpu', renderer='robosuite', inventory=machine(0, software=False), environ={})"
 # GPU 2 is EGL device 1, which is not there when it comes to rendering.
 ON_A_GPU = "resolve('cuda:2', render='same', renderer='robosuite', inventory=machine(order=[3, 2, 1, 0]), environ={})"
-APPLIED = (f"{ON_MESA}.apply()\nimport robosuite", f"import_robosuite({ON_MESA})", "import_robosuite()")
+APPLY_LINES = (f"{ON_MESA}.apply()\nimport robosuite", f"import_robosuite({ON_MESA})", "import_robosuite()")
 NOISE = re.compile(r"Exception ignored|no attribute|Traceback")
 
 # CUDA_VISIBLE_DEVICES, MUJOCO_EGL_DEVICE_ID and the like; render_gpu_device_id; what robosuite 1.5 makes of them.
@@ -71,7 +71,7 @@ def test_without_a_decision_robosuite_fails_like_this(variables: dict[str, str],
 @pytest.mark.sample
 @pytest.mark.parametrize("case", range(len(UPSTREAM_FAILURES)))
 def test_under_a_decision_it_renders_as_decided(case: int) -> None:
-    (variables, device_id, _), lines = UPSTREAM_FAILURES[case], APPLIED[case % 3]
+    (variables, device_id, _), lines = UPSTREAM_FAILURES[case], APPLY_LINES[case % 3]
     ended = run(LOGGED, DRAW, lines, f"answer = [draw({device_id}), variables(), logged]", **variables)
     assert ended.error == ""
     context, settings, logged = ended.answer
@@ -273,7 +273,7 @@ def test_a_decision_for_another_renderer_is_refused_and_one_without_rendering_im
 @pytest.mark.slow
 def test_environments_with_cameras_render_under_one() -> None:
     drawing = "answer = [lift(render_gpu_device_id=1), lift(render_gpu_device_id=2), len(logged)]"
-    ended = run(LOGGED, LIFT, APPLIED[2], drawing, CUDA_VISIBLE_DEVICES="1,0")
+    ended = run(LOGGED, LIFT, APPLY_LINES[2], drawing, CUDA_VISIBLE_DEVICES="1,0")
     first, second, logged = ended.answer
     assert min(first, second) > 10, "the images are blank"
     assert logged == 2
