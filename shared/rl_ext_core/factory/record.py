@@ -84,19 +84,19 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial)
 
 def _build_value(value: Any, made: dict[int, Any]) -> Any:
     if type(value) is not Call:
-        return _mapped(value, lambda part: _build_value(part, made))
+        return _map_container(value, lambda part: _build_value(part, made))
     if id(value) not in made:
         args, kwargs = _build_value(value.args, made), _build_value(value.kwargs, made)
         made[id(value)] = value.function(*args, **kwargs)
     return made[id(value)]
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def _map_container(value: Any, change: Callable[[Any], Any]) -> Any:
     kind = type(value)
     if kind is dict:
         return {key: change(part) for key, part in value.items()}
     if kind is functools.partial:
-        return functools.partial(change(value.func), *map(change, value.args), **_mapped(value.keywords, change))
+        return functools.partial(change(value.func), *map(change, value.args), **_map_container(value.keywords, change))
     return kind(map(change, value)) if kind in _CONTAINERS else value
 
 
@@ -261,7 +261,7 @@ def _frozen(value: Any) -> Any:
     if kind is np.ndarray:
         return value.copy() if value.nbytes <= 100 * _MANY else value
     is_long = kind in _CONTAINERS and kind is not functools.partial and len(value) > _MANY
-    return value if is_long else _mapped(value, _frozen)
+    return value if is_long else _map_container(value, _frozen)
 
 
 class _UnknownError(Exception):
@@ -306,7 +306,7 @@ def _call(instance: Any, known: dict[int, Call]) -> Call:
 
 def _replaced(value: Any, known: dict[int, Call]) -> Any:
     if not is_layer(value):
-        return _mapped(value, lambda part: _replaced(part, known))
+        return _map_container(value, lambda part: _replaced(part, known))
     if id(value) not in known:
         known[id(value)] = _call(value, known)
     return known[id(value)]
