@@ -572,7 +572,7 @@ class FrameStorage(TensorStorage):
             return
         parts = index if isinstance(index, tuple) else (index,)
         if not any(isinstance(part, (list, range)) or getattr(part, "ndim", 0) for part in parts):
-            self._journal.expose()
+            self._journal.mark_exposed()
             self._has_exposed_views = True
 
     def _recover(self, process_name: str, *, reopening: bool = False) -> int:
@@ -600,7 +600,7 @@ class FrameStorage(TensorStorage):
         with self.lock:
             self._flush_files()
             if self._has_exposed_views and self._journal is not None:
-                self._journal.expose()  # who has views may go on
+                self._journal.mark_exposed()  # who has views may go on
 
     def _flush_files(self) -> None:
         self._require_open()

@@ -128,7 +128,7 @@ class Journal:
         n_written = max(self._latest().n_written, length)
         self._write_record(length=length, next_row=next_row, n_written=n_written, n_writing=0)
 
-    def expose(self) -> None:
+    def mark_exposed(self) -> None:
         """Note that elements may change without notice from now on."""
         if not self._latest().exposed:
             self._write_record(exposed=1)
