@@ -138,7 +138,7 @@ class SameAsUpstream(RuleBasedStateMachine):
             self.ours = self._open_buffer(self.folder)
 
     @rule()
-    def find_it_as_a_killed_process_leaves_it(self) -> None:
+    def open_copy_of_unclosed_folder(self) -> None:
         if self.folder is not None:
             left = self._open_buffer(shutil.copytree(self.folder, self.temporary / "left"))
             try:
