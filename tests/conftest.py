@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def check_for_leaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fail the session that leaves a process, a file in the repository, or a temporary file."""
     # A private folder: other programs write to the machine's own. pytest's tmp_path lies beside it.
     scratch = tmp_path_factory.mktemp("tmpdir")
