@@ -121,7 +121,7 @@ def test_a_device_that_does_not_render_is_named_with_its_cause_and_no_noise_and_
 
 
 # Each puts a failure where OpenGL has them; the last part is what the error quotes.
-BROKEN = [
+OPENGL_FAILURES = [
     ("context.create_initialized_egl_device_display = lambda device_id: context.EGL.EGL_NO_DISPLAY", "PLATFORM_DEVICE"),
     ("context.EGL.eglCreateContext = lambda *_: None", "Cannot create an EGL context"),
     ("context.EGL.eglMakeCurrent = lambda *_: 0", "Failed to make the EGL context current"),
@@ -131,7 +131,7 @@ BROKEN = [
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize(("breaking", "quoted"), BROKEN)
+@pytest.mark.parametrize(("breaking", "quoted"), OPENGL_FAILURES)
 def test_whatever_fails_in_opengl_says_where_and_fails_alike_twice(breaking: str, quoted: str) -> None:
     ended = run(
         DRAW,
