@@ -220,7 +220,7 @@ def recover(pool: FramePool, handles: Handles, *, most: int = 0) -> npt.NDArray[
     n_blocks = int(head[BLOCKS])
     intact, newest_places = _found_users(pool, handles, most or pool.layout.n_stack)
     n_open = int(np.count_nonzero(p.blocks[:n_blocks, state.KIND] == state.OPEN))
-    pool._memory.make_sure_of(n_open * p.open.shape[1])
+    pool._memory.reserve_block(n_open * p.open.shape[1])
     free_others(pool._state, np.zeros(int(head[GRAINS]), dtype=np.bool_))  # what the lists say is not to be relied on
     close_open(pool._state, newest_places)
     _set_free(p.free_blocks, head, state.FREE_BLOCKS, np.r_[False, p.blocks[1:n_blocks, USERS] == 0])
