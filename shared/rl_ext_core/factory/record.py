@@ -181,7 +181,7 @@ def _hook_new(owner: Any) -> None:
         instance = create(cls) if left else create(cls, *args, **kwargs)
         # Not the arguments of a subclass's own __new__, or of its metaclass.
         if is_call and type(instance) is cls:
-            _remember(instance, cls, _frozen_call(args, kwargs))
+            _remember(instance, cls, _freeze_call(args, kwargs))
         return instance
 
     new._records_calls = True  # type: ignore[attr-defined]
@@ -211,7 +211,7 @@ def _hook_call(meta: Any) -> None:
 
     @functools.wraps(original)
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        frozen = _frozen_call(args, kwargs)
+        frozen = _freeze_call(args, kwargs)
         instance = original(cls, *args, **kwargs)
         if type(cls).__call__ is call:
             _remember(instance, cls, frozen)
@@ -224,7 +224,7 @@ def _hook_call(meta: Any) -> None:
 def _hook_function(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def maker(*args: Any, **kwargs: Any) -> Any:
-        frozen = _frozen_call(args, kwargs)
+        frozen = _freeze_call(args, kwargs)
         instance = function(*args, **kwargs)
         if not any(instance is part for part in (*args, *kwargs.values())):
             _remember(instance, maker, frozen)
@@ -248,7 +248,7 @@ def _remember(instance: Any, function: Any, frozen: Call | None) -> None:
         held[RECORD] = _Record(instance, dataclasses.replace(frozen, function=function))
 
 
-def _frozen_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+def _freeze_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """Copy the plain containers and arrays among arguments, which environments may change; None: it is impossible."""
     try:
         return Call(None, tuple(map(_frozen, args)), {name: _frozen(value) for name, value in kwargs.items()})
