@@ -70,7 +70,7 @@ class Journal:
     def _crc(self, fields: JournalRecord) -> int:
         return zlib.crc32(self._places[: fields.n_writing].data, zlib.crc32(_FIELDS.pack(*fields)))
 
-    def _is_whole(self, slot: Any) -> bool:
+    def _is_intact(self, slot: Any) -> bool:
         fields = JournalRecord(*_FIELDS.unpack_from(slot.data))
         crc = _CRC.unpack_from(slot.data, _FIELDS.size)[0]
         if fields.n_writing > self._n_rows or crc != self._crc(fields):
@@ -87,7 +87,7 @@ class Journal:
         :raises CorruptFileError: if none is.
         """
         for slot in self._slots:
-            if not self._is_whole(slot):
+            if not self._is_intact(slot):
                 slot[:] = 0
         note = self._latest()
         if note.turn == 0:
