@@ -191,7 +191,7 @@ def test_a_buffer_read_back_has_its_priorities(sampler: str, through: Any, n_ste
 
 
 def test_a_folder_opened_again_starts_with_equal_priorities_and_loads_those_of_its_sampler(tmp_path: Path) -> None:
-    def opened() -> TensorDictReplayBuffer:
+    def open_buffer() -> TensorDictReplayBuffer:
         return TensorDictReplayBuffer(
             storage=FrameStorage(SIZE, storage_dir=tmp_path / "frames"),
             sampler=SAMPLERS["plain"](),
@@ -199,13 +199,13 @@ def test_a_folder_opened_again_starts_with_equal_priorities_and_loads_those_of_i
             priority_key="td_error",
         )
 
-    buffer = opened()
+    buffer = open_buffer()
     buffer.extend(Videos(2).collect(40).reshape(-1))
     step(buffer)
     buffer.sampler.dumps(tmp_path / "sampler")
     before = trees(buffer)[0]
     buffer.storage.close()
-    buffer = opened()
+    buffer = open_buffer()
     batch = buffer.sample()
     assert (batch["priority_weight"] == 1).all()
     buffer.sampler.loads(tmp_path / "sampler")
