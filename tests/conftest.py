@@ -89,7 +89,7 @@ def check_for_leaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_server_left() -> Iterator[None]:
+def stop_device_server() -> Iterator[None]:
     """Stop the process that tests of devices fork others from: later tests count this one's children."""
     yield
     if "tests.core.devices.processes" in sys.modules:
