@@ -125,7 +125,7 @@ def test_too_late_names_the_module_and_the_line_and_changes_nothing(
 
 
 # How each renderer makes its display.
-DISPLAY = {
+CREATE_DISPLAY = {
     "mujoco": "import mujoco; context = mujoco.GLContext(8, 8)",
     "gymnasium": "import mujoco.egl; context = mujoco.egl.GLContext(8, 8)",
     "dm_control": "import dm_control._render",
@@ -139,7 +139,7 @@ def test_a_display_on_the_wanted_device_is_fine_and_on_another_is_refused(render
     # EGL itself tells that Mesa's device, made by hand here, is number 0.
     ended = run(
         f"""
-        {DISPLAY[renderer]}
+        {CREATE_DISPLAY[renderer]}
         {ON_MESA.format(renderer=renderer)}.apply()
         environ = dict(os.environ)
         answer = []
@@ -161,7 +161,7 @@ def test_a_display_on_the_wanted_device_is_fine_and_on_another_is_refused(render
 def test_a_display_of_unknown_device_is_refused() -> None:
     ended = run(
         f"""
-        {DISPLAY["mujoco"]}
+        {CREATE_DISPLAY["mujoco"]}
         from rl_ext_core.devices import _apply
         assert _apply.egl_index_of(0) is None  # EGL does not tell the device of a display that is none
         _apply.egl_index_of = lambda display: None
@@ -203,7 +203,7 @@ def test_a_process_forked_after_the_parents_display_gets_an_error_instead_of_a_h
     ended = run(
         IN_CHILD,
         f"""
-        {DISPLAY["mujoco"]}
+        {CREATE_DISPLAY["mujoco"]}
         decision = {ON_MESA.format(renderer=renderer)}
         decision.apply()
         answer = in_child(decision.apply)
