@@ -251,17 +251,17 @@ def _remember(instance: Any, function: Any, frozen: Call | None) -> None:
 def _freeze_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """Copy the plain containers and arrays among arguments, which environments may change; None: it is impossible."""
     try:
-        return Call(None, tuple(map(_frozen, args)), {name: _frozen(value) for name, value in kwargs.items()})
+        return Call(None, tuple(map(_freeze, args)), {name: _freeze(value) for name, value in kwargs.items()})
     except Exception:  # lists that contain themselves: the user's constructor is to work
         return None
 
 
-def _frozen(value: Any) -> Any:
+def _freeze(value: Any) -> Any:
     kind = type(value)
     if kind is np.ndarray:
         return value.copy() if value.nbytes <= 100 * _MANY else value
     is_long = kind in _CONTAINERS and kind is not functools.partial and len(value) > _MANY
-    return value if is_long else _map_container(value, _frozen)
+    return value if is_long else _map_container(value, _freeze)
 
 
 class _UnknownError(Exception):
