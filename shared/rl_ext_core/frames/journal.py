@@ -19,7 +19,7 @@ _FIELDS = struct.Struct("<QQQQQQ")
 _CRC = struct.Struct("<I")  # of the fields and of the places that are being written
 _SLOT_BYTES = 64
 _PLACE = np.dtype(np.int64)
-_PLACES = PAGE  # where the places of elements that are being written begin
+_PLACES_OFFSET = PAGE  # where the places of elements that are being written begin
 
 
 class JournalRecord(NamedTuple):
@@ -55,7 +55,7 @@ class Journal:
 
     def __init__(self, n_rows: int, *, files: tuple[RegionFile, RegionFile] | None = None) -> None:
         self._n_rows = n_rows
-        self._region: PrivateRegion = new_region(_PLACES + n_rows * _PLACE.itemsize, files and files[0])
+        self._region: PrivateRegion = new_region(_PLACES_OFFSET + n_rows * _PLACE.itemsize, files and files[0])
         self._other = self._region if files is None else new_region(PAGE, files[1])
         self._map()
 
@@ -65,7 +65,7 @@ class Journal:
             page = region.array(0, (PAGE,), np.uint8)
             region.reserve(0, PAGE)
             self._slots.append(page[number * _SLOT_BYTES :][:_SLOT_BYTES])
-        self._places = self._region.array(_PLACES, (self._n_rows,), _PLACE)
+        self._places = self._region.array(_PLACES_OFFSET, (self._n_rows,), _PLACE)
 
     def _crc(self, fields: JournalRecord) -> int:
         return zlib.crc32(self._places[: fields.n_writing].data, zlib.crc32(_FIELDS.pack(*fields)))
@@ -114,7 +114,7 @@ class Journal:
         :raises StorageError: if there is no room on the disk.
         """
         self._region.refresh()
-        self._region.reserve(_PLACES, n_places * _PLACE.itemsize)
+        self._region.reserve(_PLACES_OFFSET, n_places * _PLACE.itemsize)
 
     def begin_write(self, places: Places) -> None:
         """Note which elements do not count until :meth:`end_write`."""
