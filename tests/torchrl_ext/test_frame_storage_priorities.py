@@ -52,7 +52,7 @@ def errors_for(indices: Any) -> torch.Tensor:
     return torch.rand(n, generator=torch.Generator().manual_seed(n + int(torch.as_tensor(indices).sum()))) * 9
 
 
-def trees(buffer: Any) -> Any:
+def read_priorities(buffer: Any) -> Any:
     """The priorities of all places, and the greatest one."""
     sampler = buffer.sampler
     leaves = [[tree[place] for place in range(SIZE)] for tree in (sampler._sum_tree, sampler._min_tree)]
@@ -77,7 +77,7 @@ def check(twins: Twins, steps: int = 3) -> None:
         ours, theirs = twins.call_both(step)
         assert theirs.get("priority_weight", None) is not None
         assert_same(ours, theirs)
-    assert trees(twins.ours) == trees(twins.theirs)
+    assert read_priorities(twins.ours) == read_priorities(twins.theirs)
     assert_same(twins.ours[:], twins.theirs[:])
 
 
@@ -121,7 +121,7 @@ def test_priorities_of_a_storage_of_two_dimensions() -> None:
         twins.extend(videos.collect(n_steps))
         for _ in range(3):
             assert_same(*twins.call_both(step))
-    assert trees(twins.ours) == trees(twins.theirs)
+    assert read_priorities(twins.ours) == read_priorities(twins.theirs)
 
 
 def test_priorities_under_a_writer_that_keeps_the_best() -> None:
@@ -181,9 +181,9 @@ def test_a_buffer_read_back_has_its_priorities(sampler: str, through: Any, n_ste
     twins, fresh, videos = make_twins(SAMPLERS[sampler]), make_twins(SAMPLERS[sampler]), Videos(2)
     twins.extend(videos.collect(n_steps).reshape(-1))
     check(twins)
-    before = trees(twins.ours)
+    before = read_priorities(twins.ours)
     twins.ours = through(twins.ours, fresh.ours, tmp_path / "ours")
-    assert trees(twins.ours)[0] == before[0]
+    assert read_priorities(twins.ours)[0] == before[0]
     twins.theirs = through(twins.theirs, fresh.theirs, tmp_path / "theirs")
     check(twins)
     twins.extend(videos.collect(20).reshape(-1))
@@ -203,13 +203,13 @@ def test_a_folder_opened_again_starts_with_equal_priorities_and_loads_those_of_i
     buffer.extend(Videos(2).collect(40).reshape(-1))
     step(buffer)
     buffer.sampler.dumps(tmp_path / "sampler")
-    before = trees(buffer)[0]
+    before = read_priorities(buffer)[0]
     buffer.storage.close()
     buffer = open_buffer()
     batch = buffer.sample()
     assert (batch["priority_weight"] == 1).all()
     buffer.sampler.loads(tmp_path / "sampler")
-    assert trees(buffer)[0] == before
+    assert read_priorities(buffer)[0] == before
     np.random.seed(0)
     assert (buffer.sample()["priority_weight"] != 1).any()
 
@@ -218,12 +218,12 @@ def test_refused_elements_leave_the_priorities_as_they_were() -> None:
     twins, videos = make_twins(), Videos(2)
     twins.extend(videos.collect(30).reshape(-1))
     check(twins)
-    before = trees(twins.ours)
+    before = read_priorities(twins.ours)
     wrong = videos.collect(5).reshape(-1)
     wrong["pixels"] = wrong["pixels"][:, :2]
     for use in (twins.ours.extend, lambda data: twins.ours.add(data[0])):
         with pytest.raises(InvalidArgumentError, match="'pixels' has shape"):
             use(wrong)
-        assert trees(twins.ours) == before
+        assert read_priorities(twins.ours) == before
     twins.extend(videos.collect(40).reshape(-1))
     check(twins)
