@@ -11,7 +11,7 @@ from tests.core.processes.groups import METHODS
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_servers_left() -> Iterator[None]:
+def stop_fork_server() -> Iterator[None]:
     yield
     stop_server()
 
