@@ -239,7 +239,7 @@ def _hook_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return maker
 
 
-_MANY = 10_000  # items of a container, and hundreds of bytes of an array: longer ones are not copied
+_MAX_COPIED_ITEMS = 10_000  # items of a container, and hundreds of bytes of an array: longer ones are not copied
 
 
 def _remember(instance: Any, function: Any, frozen: Call | None) -> None:
@@ -259,8 +259,8 @@ def _freeze_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
 def _freeze(value: Any) -> Any:
     kind = type(value)
     if kind is np.ndarray:
-        return value.copy() if value.nbytes <= 100 * _MANY else value
-    is_long = kind in _CONTAINERS and kind is not functools.partial and len(value) > _MANY
+        return value.copy() if value.nbytes <= 100 * _MAX_COPIED_ITEMS else value
+    is_long = kind in _CONTAINERS and kind is not functools.partial and len(value) > _MAX_COPIED_ITEMS
     return value if is_long else _map_container(value, _freeze)
 
 
