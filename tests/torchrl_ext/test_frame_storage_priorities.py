@@ -46,7 +46,7 @@ SAMPLERS = {
 }
 
 
-def errors_for(indices: Any) -> torch.Tensor:
+def make_td_errors(indices: Any) -> torch.Tensor:
     """TD errors that depend on nothing but the places and their order."""
     n = len(indices)
     return torch.rand(n, generator=torch.Generator().manual_seed(n + int(torch.as_tensor(indices).sum()))) * 9
@@ -64,10 +64,10 @@ def step(buffer: Any) -> TensorDict:
     batch = buffer.sample()
     index = batch["index"]
     if isinstance(buffer, TensorDictReplayBuffer):
-        batch["td_error"] = errors_for(index)
+        batch["td_error"] = make_td_errors(index)
         buffer.update_tensordict_priority(batch)
     else:
-        buffer.update_priority(index, errors_for(index))
+        buffer.update_priority(index, make_td_errors(index))
     return batch
 
 
@@ -108,7 +108,7 @@ def test_prioritized_buffer_class_gives_the_batches_of_lazy_tensor_storage() -> 
     videos = Videos(3)
     for _ in range(4):
         data = videos.collect(20).reshape(-1)
-        data["td_error"] = errors_for(torch.arange(60))
+        data["td_error"] = make_td_errors(torch.arange(60))
         twins.extend(data)
         check(twins)
 
@@ -137,7 +137,7 @@ def test_priorities_of_a_buffer_without_tensordict_methods() -> None:
 
     def sample(buffer: Any) -> Any:
         batch, info = buffer.sample(return_info=True)
-        buffer.update_priority(info["index"], errors_for(info["index"]))
+        buffer.update_priority(info["index"], make_td_errors(info["index"]))
         return batch, info
 
     for _ in range(3):
