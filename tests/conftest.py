@@ -38,7 +38,7 @@ settings.register_profile("project", derandomize=True, database=None, deadline=N
 settings.load_profile("project")
 
 
-_GOLDEN = 0.618034
+_GOLDEN_RATIO = 0.618034
 _LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")  # sockets have names of so many characters
 
 
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for cases in tests.values():
         options = cases[0].get_closest_marker("sample").kwargs  # type: ignore[union-attr]
         slower = [any(case.get_closest_marker(tier) for tier in ("slow", "exhaustive")) for case in cases]
-        order = sorted(range(len(cases)), key=lambda i: (slower[i], i * _GOLDEN % 1))
+        order = sorted(range(len(cases)), key=lambda i: (slower[i], i * _GOLDEN_RATIO % 1))
         for rank, i in enumerate(order):
             if rank >= options.get("ci", len(cases)):
                 cases[i].add_marker("exhaustive")
