@@ -108,13 +108,13 @@ def _loaded(buffer: Any) -> None:
     buffer.storage.set(range(20), OTHER[:20], set_cursor=False)
 
 
-def _other() -> tuple[Any, Any, Any]:
+def _make_other_storage() -> tuple[Any, Any, Any]:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(SIZE), batch_size=8)
     buffer.extend(Videos(1, seed=9).collect(20).reshape(-1))
     return buffer.storage, buffer.storage.state_dict(), buffer[:].clone()
 
 
-DUMPED, STATE, OTHER = _other()
+DUMPED, STATE, OTHER = _make_other_storage()
 
 CALLS: dict[str, Any] = {
     "extend": (lambda buffer, _: buffer.extend(SECOND.clone()), lambda buffer: buffer.extend(SECOND.clone())),
