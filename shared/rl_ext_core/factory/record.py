@@ -181,7 +181,7 @@ def _hook_new(owner: Any) -> None:
         instance = create(cls) if left else create(cls, *args, **kwargs)
         # Not the arguments of a subclass's own __new__, or of its metaclass.
         if is_call and type(instance) is cls:
-            _remember(instance, cls, _freeze_call(args, kwargs))
+            _store_record(instance, cls, _freeze_call(args, kwargs))
         return instance
 
     new._records_calls = True  # type: ignore[attr-defined]
@@ -214,7 +214,7 @@ def _hook_call(meta: Any) -> None:
         frozen = _freeze_call(args, kwargs)
         instance = original(cls, *args, **kwargs)
         if type(cls).__call__ is call:
-            _remember(instance, cls, frozen)
+            _store_record(instance, cls, frozen)
         return instance
 
     call._records_calls = True  # type: ignore[attr-defined]
@@ -227,7 +227,7 @@ def _hook_function(function: Callable[..., Any]) -> Callable[..., Any]:
         frozen = _freeze_call(args, kwargs)
         instance = function(*args, **kwargs)
         if not any(instance is part for part in (*args, *kwargs.values())):
-            _remember(instance, maker, frozen)
+            _store_record(instance, maker, frozen)
         return instance
 
     maker._records_calls = True  # type: ignore[attr-defined]
@@ -242,7 +242,7 @@ def _hook_function(function: Callable[..., Any]) -> Callable[..., Any]:
 _MAX_COPIED_ITEMS = 10_000  # items of a container, and hundreds of bytes of an array: longer ones are not copied
 
 
-def _remember(instance: Any, function: Any, frozen: Call | None) -> None:
+def _store_record(instance: Any, function: Any, frozen: Call | None) -> None:
     held = instance_dict(instance)
     if frozen is not None and held is not None:
         held[RECORD] = _Record(instance, dataclasses.replace(frozen, function=function))
