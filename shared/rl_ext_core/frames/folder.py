@@ -167,7 +167,7 @@ class RowArrays:
         self._files[name] = region, fields
         self._map_fields(region, fields)
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Which arrays there are in which files, in values that JSON knows."""
         files = {
             file: {name: [list(shape), dtype.str] for name, (shape, dtype) in fields.items()}
@@ -429,7 +429,7 @@ class StoreFolder:
             "frames": self._numbers,
             "options": self.options,
             "settings": settings,
-            "rows": self.rows.described(),
+            "rows": self.rows.describe(),
         }
         self._check_there()
         try:
