@@ -26,7 +26,7 @@ FRESH = ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
 METHODS = [*FRESH, pytest.param("fork", marks=pytest.mark.slow)]
 
 
-def in_turns(*cases: Any) -> list[tuple[Any, str]]:
+def pair_with_start_methods(*cases: Any) -> list[tuple[Any, str]]:
     """Give each case one method: what is shown has little to do with how a worker starts."""
     return [(case, ("forkserver", "fork", "spawn")[number % 3]) for number, case in enumerate(cases)]
 

@@ -9,7 +9,7 @@ import pytest
 
 from rl_ext_core.errors import WorkerError
 from tests.core.processes import targets
-from tests.core.processes.groups import FRESH, group, in_turns
+from tests.core.processes.groups import FRESH, group, pair_with_start_methods
 
 
 def failure_of(method: str, command: str, **options: object) -> WorkerError:
@@ -45,7 +45,7 @@ CAUSES = {
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize(("command", "method"), in_turns(*CAUSES))
+@pytest.mark.parametrize(("command", "method"), pair_with_start_methods(*CAUSES))
 def test_the_error_says_why_the_worker_died(command: str, method: str) -> None:
     error = failure_of(method, command)
     kind, pattern = CAUSES[command]

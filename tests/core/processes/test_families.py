@@ -16,7 +16,7 @@ import pytest
 
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes import get_context
-from tests.core.processes.groups import LIMIT_S, Group, group, in_turns
+from tests.core.processes.groups import LIMIT_S, Group, group, pair_with_start_methods
 from tests.core.processes.targets import tell_helpers
 
 
@@ -43,7 +43,7 @@ def fail(workers: Group, command: str, timeout: float | None = None) -> WorkerEr
 @pytest.mark.sample
 @pytest.mark.parametrize(
     ("command", "method"),
-    in_turns("raise_bad_level", "kill", "os_exit", "segfault", "exit_3", "hang", "hang_in_c", "stop"),
+    pair_with_start_methods("raise_bad_level", "kill", "os_exit", "segfault", "exit_3", "hang", "hang_in_c", "stop"),
 )
 def test_what_a_worker_has_started_ends_when_it_fails_or_hangs(command: str, method: str) -> None:
     with group(method, 2) as workers:
@@ -132,7 +132,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize(("number", "method"), in_turns(signal.SIGKILL, signal.SIGTERM, signal.SIGHUP))
+@pytest.mark.parametrize(("number", "method"), pair_with_start_methods(signal.SIGKILL, signal.SIGTERM, signal.SIGHUP))
 def test_all_ends_with_the_parent(number: signal.Signals, method: str, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)

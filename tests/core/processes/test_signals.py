@@ -14,7 +14,7 @@ import pytest
 
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes import get_context
-from tests.core.processes.groups import LIMIT_S, group, in_turns
+from tests.core.processes.groups import LIMIT_S, group, pair_with_start_methods
 from tests.core.processes.test_scripts import Program, clear_sockets, program
 
 __all__ = ["program"]  # a fixture
@@ -100,11 +100,14 @@ def note(number, frame): came.append(signal.Signals(number).name)
         ("SIGUSR1", "note", "forkserver"),
         *(
             pytest.param(name, "note", method, marks=pytest.mark.slow)
-            for name, method in in_turns("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR2", "SIGALRM", "SIGXCPU")
+            for name, method in pair_with_start_methods("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR2", "SIGALRM", "SIGXCPU")
         ),
         pytest.param("SIGUSR1", "signal.SIG_IGN", "forkserver", marks=pytest.mark.slow),
         # These end the parent. Program's fixture fails if a process of its session is left.
-        *((name, "signal.SIG_DFL", method) for name, method in in_turns("SIGUSR1", "SIGQUIT", "SIGKILL")),
+        *(
+            (name, "signal.SIG_DFL", method)
+            for name, method in pair_with_start_methods("SIGUSR1", "SIGQUIT", "SIGKILL")
+        ),
     ],
 )
 def test_signal_to_the_group(name: str, handler: str, method: str, program: Program) -> None:
