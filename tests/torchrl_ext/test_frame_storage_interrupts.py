@@ -47,12 +47,12 @@ class Case:
         """Whether the call was done."""
         storage = self.ours.storage
         assert _is_free(storage.lock), where
-        after = _same(self.ours, self.after)
-        assert after or _same(self.ours, self.before), where
+        after = _are_equal(self.ours, self.after)
+        assert after or _are_equal(self.ours, self.before), where
         twin = self.after if after else self.before
         for buffer in (self.ours, twin):
             buffer.extend(THIRD.clone())
-        assert _same(self.ours, twin), where
+        assert _are_equal(self.ours, twin), where
         assert storage._columns[0].pool.held == 2 * len(storage), where
         if storage._folder is not None:
             storage.close()
@@ -72,7 +72,7 @@ def _is_free(lock: Any) -> bool:
     return bool(taken)
 
 
-def _same(ours: Any, theirs: Any) -> bool:
+def _are_equal(ours: Any, theirs: Any) -> bool:
     if len(ours) != len(theirs) or int(ours.writer._cursor) != int(theirs.writer._cursor):
         return False
     if not len(ours):
