@@ -286,12 +286,12 @@ def call_of(instance: Any) -> Call | None:
     :return: None if one of these is not recorded
     """
     try:
-        return _call(instance, {})
+        return _find_call(instance, {})
     except _UnknownError:
         return None
 
 
-def _call(instance: Any, known: dict[int, Call]) -> Call:
+def _find_call(instance: Any, known: dict[int, Call]) -> Call:
     raw = recorded(instance)
     made = raw is None or full_name(raw.function) == "gymnasium.envs.registration.make"
     if made and (spec := spec_of(instance)) is not None:
@@ -308,7 +308,7 @@ def _replaced(value: Any, known: dict[int, Call]) -> Any:
     if not is_layer(value):
         return _map_container(value, lambda part: _replaced(part, known))
     if id(value) not in known:
-        known[id(value)] = _call(value, known)
+        known[id(value)] = _find_call(value, known)
     return known[id(value)]
 
 
