@@ -175,7 +175,7 @@ class RowArrays:
         }
         return {"n_rows": self.n_rows, "files": files}
 
-    def shortest(self) -> tuple[int, str]:
+    def shortest_file(self) -> tuple[int, str]:
         """How many rows can be written to, and the name of the file that has no more."""
         held = [(region.held(start) // n, region.path.name) for region, start, n in self._parts if n and region.path]
         return min([(self.n_rows, ""), *held])
@@ -183,7 +183,7 @@ class RowArrays:
     @property
     def held(self) -> int:
         """How many rows can be written to."""
-        return self.shortest()[0]
+        return self.shortest_file()[0]
 
     def make_sure_of(self, n_rows: int) -> None:
         """Makes sure that the first rows can be written to.
@@ -484,7 +484,7 @@ class StoreFolder:
         if not note.length <= note.n_written <= most or note.next_row > most:
             raise self.corrupt_file_error(_JOURNAL[0], "it says that there are more elements than rows")
         needed = max(note.n_written, int(writing.max(initial=-1)) + 1)
-        held, name = self.rows.shortest()
+        held, name = self.rows.shortest_file()
         if held < (min(note.length, 1) if self.repair else needed):
             raise self.corrupt_file_error(name, f"by its head there are {held} rows in it, expected {needed}")
         return note, writing
