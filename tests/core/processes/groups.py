@@ -22,8 +22,8 @@ from tests.core.processes import targets
 # Generous: the machine may be busy.
 LIMIT_S = 120
 # The quick tests take what users have. By fork, a worker does not unpickle its function.
-FRESH = ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
-METHODS = [*FRESH, pytest.param("fork", marks=pytest.mark.slow)]
+UNPICKLING_METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+METHODS = [*UNPICKLING_METHODS, pytest.param("fork", marks=pytest.mark.slow)]
 
 
 def pair_with_start_methods(*cases: Any) -> list[tuple[Any, str]]:

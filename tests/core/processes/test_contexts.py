@@ -20,7 +20,7 @@ import pytest
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.processes import get_context, named_context
 from tests.core.processes import targets
-from tests.core.processes.groups import FRESH, LIMIT_S, fails_until_there_are_enough_descriptors, group
+from tests.core.processes.groups import UNPICKLING_METHODS, LIMIT_S, fails_until_there_are_enough_descriptors, group
 
 
 def test_it_is_a_context_of_multiprocessing(method: str) -> None:
@@ -77,7 +77,7 @@ def test_workers_get_the_environment_of_their_start(method: str, monkeypatch: py
     assert seen[2] == dict(os.environ)
 
 
-@pytest.mark.parametrize("method", FRESH)
+@pytest.mark.parametrize("method", UNPICKLING_METHODS)
 def test_variables_are_set_before_the_first_import(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +146,7 @@ def test_what_cannot_be_pickled_fails_in_the_parent_and_leaves_nothing() -> None
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("method", FRESH)
+@pytest.mark.parametrize("method", UNPICKLING_METHODS)
 def test_a_start_for_which_there_are_too_few_descriptors_leaves_all_as_it_was(method: str) -> None:
     with group(method, 1) as workers:
         workers.ask(0, "pid")

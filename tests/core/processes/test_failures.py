@@ -9,7 +9,7 @@ import pytest
 
 from rl_ext_core.errors import WorkerError
 from tests.core.processes import targets
-from tests.core.processes.groups import FRESH, group, pair_with_start_methods
+from tests.core.processes.groups import UNPICKLING_METHODS, group, pair_with_start_methods
 
 
 def failure_of(method: str, command: str, **options: object) -> WorkerError:
@@ -99,7 +99,7 @@ def test_the_error_pickles() -> None:
     assert vars(copy) == vars(error)
 
 
-@pytest.mark.parametrize("method", FRESH)
+@pytest.mark.parametrize("method", UNPICKLING_METHODS)
 def test_an_error_while_arguments_are_unpickled_reaches_the_parent(
     method: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ from textwrap import dedent, indent
 import psutil
 import pytest
 
-from tests.core.processes.groups import FRESH
+from tests.core.processes.groups import UNPICKLING_METHODS
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 120
@@ -163,7 +163,7 @@ def test_error_that_ends_a_script(
     assert [len(re.findall(pattern, errors)) for pattern in once] == [1] * len(once), errors
 
 
-@pytest.mark.parametrize("method", FRESH)
+@pytest.mark.parametrize("method", UNPICKLING_METHODS)
 def test_script_without_guard_whose_workers_need_nothing_of_it(method: str, program: Program) -> None:
     assert program.ended(method, ASK.format(command="pid"), guard="") == (0, "")
 
@@ -226,7 +226,7 @@ def test_an_interrupt_of_the_group_is_the_parents_alone(starting: bool, method: 
     assert errors == "" or (starting and re.match(ignored, errors)), errors
 
 
-@pytest.mark.parametrize("method", FRESH)
+@pytest.mark.parametrize("method", UNPICKLING_METHODS)
 def test_functions_of_the_main_module_run_in_workers(method: str, program: Program) -> None:
     top = """
         from rl_ext_core.processes import get_context
