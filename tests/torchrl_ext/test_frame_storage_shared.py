@@ -18,7 +18,7 @@ FILM_KEYS = ["observation", ("next", "observation"), ("next", "done")]
 BATCHES = [7, 40, 3, 25, 60]
 
 
-def _serial(seeds: list[int], batches: list[int]) -> list[Any]:
+def _collect_serially(seeds: list[int], batches: list[int]) -> list[Any]:
     """What the workers collect, one after the other."""
     collected = []
     for seed in seeds:
@@ -48,7 +48,7 @@ def test_what_two_processes_collect_is_what_they_collect_one_after_the_other(fir
     start = Videos(1, seed=9).collect(first).reshape(-1)
     buffer.extend(start.clone())
     workers = _run(collect_into, buffer, [1, 2], BATCHES)
-    expected = sum((count_elements(rows, KEYS) for rows in [start, *_serial([1, 2], BATCHES)]), Counter())
+    expected = sum((count_elements(rows, KEYS) for rows in [start, *_collect_serially([1, 2], BATCHES)]), Counter())
     while any(worker.is_alive() for worker in workers):
         seen = count_elements(buffer.sample(), KEYS)
         assert not set(seen) - set(expected), "the learner sees whole transitions only"
