@@ -301,12 +301,12 @@ def _find_call(instance: Any, known: dict[int, Call]) -> Call:
         return Call(make, (spec,))
     if raw is None:
         raise _UnknownError
-    return Call(raw.function, _replaced(raw.args, known), _replaced(raw.kwargs, known))
+    return Call(raw.function, _replace_environments(raw.args, known), _replace_environments(raw.kwargs, known))
 
 
-def _replaced(value: Any, known: dict[int, Call]) -> Any:
+def _replace_environments(value: Any, known: dict[int, Call]) -> Any:
     if not is_layer(value):
-        return _map_container(value, lambda part: _replaced(part, known))
+        return _map_container(value, lambda part: _replace_environments(part, known))
     if id(value) not in known:
         known[id(value)] = _find_call(value, known)
     return known[id(value)]
