@@ -221,7 +221,7 @@ class RowArrays:
         return found
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether the last row was ever noted."""
         return bool(self.arrays[_SUMS][-1])
 
