@@ -31,7 +31,7 @@ def pair_with_start_methods(*cases: Any) -> list[tuple[Any, str]]:
     return [(case, ("forkserver", "fork", "spawn")[number % 3]) for number, case in enumerate(cases)]
 
 
-class Group:
+class WorkerGroup:
     def __init__(self, workers: list[Worker], pipes: list[Connection], watch: Watch) -> None:
         self.workers, self.pipes, self.watch = workers, pipes, watch
 
@@ -52,7 +52,7 @@ class Group:
 @contextmanager
 def group(
     method: str, count: int = 3, *, arguments: tuple[Any, ...] = (), watch: dict[str, Any] | None = None, **options: Any
-) -> Iterator[Group]:
+) -> Iterator[WorkerGroup]:
     context = get_context(method, **options)
     workers, pipes = [], []
     try:
@@ -71,7 +71,7 @@ def group(
                 worker.join()
         raise
     try:
-        yield Group(workers, pipes, watching)
+        yield WorkerGroup(workers, pipes, watching)
     finally:
         watching.kill()
         watching.stop()

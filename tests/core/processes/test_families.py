@@ -16,7 +16,7 @@ import pytest
 
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes import get_context
-from tests.core.processes.groups import LIMIT_S, Group, group, pair_with_start_methods
+from tests.core.processes.groups import LIMIT_S, WorkerGroup, group, pair_with_start_methods
 from tests.core.processes.targets import tell_helpers
 
 
@@ -34,7 +34,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def fail(workers: Group, command: str, timeout: float | None = None) -> WorkerError:
+def fail(workers: WorkerGroup, command: str, timeout: float | None = None) -> WorkerError:
     with pytest.raises(WorkerError) as caught, workers.watch.operation("step", timeout=timeout):
         workers.ask(1, command)
     return caught.value
