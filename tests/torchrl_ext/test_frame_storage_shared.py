@@ -59,7 +59,7 @@ def test_what_two_processes_collect_is_what_they_collect_one_after_the_other(fir
         buffer.storage.load_state_dict(buffer.storage.state_dict())
 
 
-def _collected(frames: int) -> Any:
+def _collect_without_buffer(frames: int) -> Any:
     """What two processes collect without a buffer, one batch after the other."""
     collector = MultiSyncCollector([make_film] * 2, None, frames_per_batch=100, total_frames=frames)
     collector.set_seed(3)
@@ -89,8 +89,8 @@ def test_collectors_of_torchrl_fill_a_shared_storage(kind: Any) -> None:
         collector.shutdown()
     stored = count_elements(buffer[:], FILM_KEYS)
     if kind is MultiSyncCollector:
-        assert stored == count_elements(_collected(400), FILM_KEYS)
+        assert stored == count_elements(_collect_without_buffer(400), FILM_KEYS)
     else:  # one process may get further than the other
         assert sum(stored.values()) >= 400
-        assert not set(stored) - set(count_elements(_collected(1600), FILM_KEYS))
+        assert not set(stored) - set(count_elements(_collect_without_buffer(1600), FILM_KEYS))
     assert buffer.storage._columns[0].pool.layout.n_stack == 4
