@@ -27,7 +27,7 @@ from rl_ext_core._import_path import when_imported
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, _combined_error_class
 from rl_ext_core.factory.walk import RECORD, instance_dict, full_name, globals_in, is_layer, layers
 
-__all__ = ["Call", "call_of", "capture_constructors", "recorded", "start"]
+__all__ = ["Call", "call_of", "capture_constructors", "recorded_call", "start"]
 
 # What is recorded, by module: classes with all their subclasses, and functions that make environments.
 _RECORDED: dict[str, tuple[str, ...]] = {
@@ -268,7 +268,7 @@ class _UnknownError(Exception):
     """An instance, or an environment among its arguments, is not recorded."""
 
 
-def recorded(instance: Any) -> Call | None:
+def recorded_call(instance: Any) -> Call | None:
     """Return the call that made an instance, with its arguments as they are; None: it is not known."""
     record = (instance_dict(instance) or {}).get(RECORD)
     if record is None or record.owner != id(instance):
@@ -292,7 +292,7 @@ def call_of(instance: Any) -> Call | None:
 
 
 def _find_call(instance: Any, known: dict[int, Call]) -> Call:
-    raw = recorded(instance)
+    raw = recorded_call(instance)
     made = raw is None or full_name(raw.function) == "gymnasium.envs.registration.make"
     if made and (spec := spec_of(instance)) is not None:
         # gymnasium hands its containers to the constructor, which may have changed them.
@@ -524,7 +524,7 @@ def line_of_instance(environment: Any) -> str:
 
 
 def _expression(environment: Any) -> str:
-    call = recorded(environment)
+    call = recorded_call(environment)
     if call is None and (spec := spec_of(environment)) is not None:
         call = Call(make, (spec,))
     return f"{_name(type(environment))}(...)" if call is None else str(call)

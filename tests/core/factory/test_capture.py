@@ -19,7 +19,7 @@ import pytest
 from rl_ext_core import _pickle
 from rl_ext_core.errors import InvalidTypeError
 from rl_ext_core.factory import as_factory, capture_constructors
-from rl_ext_core.factory.record import Call, call_of, recorded
+from rl_ext_core.factory.record import Call, call_of, recorded_call
 from tests.core.factory.copying import Line, Scaled, life
 
 
@@ -124,12 +124,12 @@ for _cls in (Slotted, Doubled, CapturedOwn):
 )
 def test_recorded_calls_are_those_of_the_outermost_constructor_and_not_of_copies(make: Any, expected: Any) -> None:
     made = make()
-    call = recorded(made)
+    call = recorded_call(made)
     assert (call and (call.function, call.args, call.kwargs)) == expected
 
 
 def test_arguments_are_recorded_as_they_were_when_the_call_was_made() -> None:
-    call = recorded(changing({"gain": 1.0, "layers": [1]}, weights=np.zeros(2)))
+    call = recorded_call(changing({"gain": 1.0, "layers": [1]}, weights=np.zeros(2)))
     assert call is not None
     assert (call.function, call.args) == (changing, ({"gain": 1.0, "layers": [1]},))
     assert call.kwargs["weights"].tolist() == [0, 0]
@@ -146,7 +146,7 @@ def test_constructors_refuse_superfluous_arguments_as_before() -> None:
 def test_records_keep_no_environment_alive_that_its_arguments_refer_to(function: bool) -> None:
     holder = Holder(function)
     env = weakref.ref(holder.env)
-    assert recorded(holder.env) is not None
+    assert recorded_call(holder.env) is not None
     del holder
     gc.collect()
     assert env() is None
