@@ -498,7 +498,7 @@ class StoreFolder:
         (self.path / _MAKING).unlink(missing_ok=True)
 
     @property
-    def ours(self) -> bool:
+    def is_writer(self) -> bool:
         """Whether this is a process that may write to it, and not one forked from that."""
         return self._pid == os.getpid()
 
@@ -506,7 +506,7 @@ class StoreFolder:
         """
         :raises StorageError: in a process that was forked from the one that writes, and after it was closed.
         """
-        if not self.ours:
+        if not self.is_writer:
             raise StorageError(
                 f"{self.path} is written to by process {self._pid}, not by this one, {os.getpid()}, which was forked "
                 "from it: two of them would overwrite each other's frames. Open another storage_dir here"
@@ -516,7 +516,7 @@ class StoreFolder:
     @property
     def closed(self) -> bool:
         """Whether nothing can be read or written any more."""
-        return not self.close.alive and self.ours
+        return not self.close.alive and self.is_writer
 
     def check_open(self) -> None:
         """

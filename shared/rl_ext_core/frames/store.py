@@ -791,7 +791,7 @@ class FrameStore:
             return
         with self._lock:
             try:
-                if folder.ours and folder.journal is not None:
+                if folder.is_writer and folder.journal is not None:
                     self.flush()
                     folder.journal.flush()
             finally:
