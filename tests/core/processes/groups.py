@@ -79,7 +79,7 @@ def group(
             pipe.close()
 
 
-def fails_until_there_are_enough_descriptors(call: Callable[[], Any]) -> Any:
+def retry_with_more_descriptors(call: Callable[[], Any]) -> Any:
     """Make a call with ever more descriptors, and see that nothing is left of those that fail; return its result."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     for more in itertools.count():

@@ -20,7 +20,7 @@ import pytest
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.processes import get_context, named_context
 from tests.core.processes import targets
-from tests.core.processes.groups import UNPICKLING_METHODS, LIMIT_S, fails_until_there_are_enough_descriptors, group
+from tests.core.processes.groups import UNPICKLING_METHODS, LIMIT_S, retry_with_more_descriptors, group
 
 
 def test_it_is_a_context_of_multiprocessing(method: str) -> None:
@@ -156,7 +156,7 @@ def test_a_start_for_which_there_are_too_few_descriptors_leaves_all_as_it_was(me
             process.start()
             return process
 
-        process = fails_until_there_are_enough_descriptors(start)
+        process = retry_with_more_descriptors(start)
         process.join(LIMIT_S)
         assert process.exitcode == 0
         assert workers.ask(0, "pid")  # which a fork server that dies would take along
