@@ -27,7 +27,7 @@ def _collect_serially(seeds: list[int], batches: list[int]) -> list[Any]:
     return collected
 
 
-def _run(target: Any, buffer: Any, seeds: list[int], batches: list[int]) -> list[Any]:
+def _start_workers(target: Any, buffer: Any, seeds: list[int], batches: list[int]) -> list[Any]:
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=target, args=(buffer, seed, batches)) for seed in seeds]
     for worker in workers:
@@ -47,7 +47,7 @@ def test_what_two_processes_collect_is_what_they_collect_one_after_the_other(fir
     buffer = TensorDictReplayBuffer(storage=FrameStorage(2000, codec=codec), shared=True, batch_size=64)
     start = Videos(1, seed=9).collect(first).reshape(-1)
     buffer.extend(start.clone())
-    workers = _run(collect_into, buffer, [1, 2], BATCHES)
+    workers = _start_workers(collect_into, buffer, [1, 2], BATCHES)
     expected = sum((count_elements(rows, KEYS) for rows in [start, *_collect_serially([1, 2], BATCHES)]), Counter())
     while any(worker.is_alive() for worker in workers):
         seen = count_elements(buffer.sample(), KEYS)
