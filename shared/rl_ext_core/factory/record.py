@@ -490,11 +490,11 @@ def line_of_callable(build: Any) -> str:
     if isinstance(build, type):
         return f"lambda: {Call(build)}"
     if getattr(build, "__name__", "") == "<lambda>":
-        return _of_lambda(build) or "lambda: ..."
+        return _lambda_source(build) or "lambda: ..."
     return _name(build) if inspect.isroutine(build) else f"{_name(type(build))}(...)"
 
 
-def _of_lambda(build: Any) -> str | None:
+def _lambda_source(build: Any) -> str | None:
     # Out of the whole file: the lines of a lambda alone are often no valid Python.
     try:
         tree = ast.parse("".join(inspect.findsource(build)[0]))
@@ -538,7 +538,7 @@ def _short(value: Any) -> str:
     if is_layer(value):
         return _expression(value)
     if isinstance(value, type) or inspect.isroutine(value):
-        return _name(value) if _name(value) != "<lambda>" else _of_lambda(value) or "..."
+        return _name(value) if _name(value) != "<lambda>" else _lambda_source(value) or "..."
     text = str(value) if type(value) is Call else repr(value)
     return text if len(text) <= 60 and "\n" not in text and " at 0x" not in text else "..."
 
