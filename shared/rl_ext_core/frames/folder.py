@@ -502,7 +502,7 @@ class StoreFolder:
         """Whether this is a process that may write to it, and not one forked from that."""
         return self._pid == os.getpid()
 
-    def check_ours(self) -> None:
+    def check_writer(self) -> None:
         """
         :raises StorageError: in a process that was forked from the one that writes, and after it was closed.
         """

@@ -463,7 +463,7 @@ class FrameStore:
         stacks, order = self._validate_stacks(observations, name="obs")
         nexts, next_order = self._validate_stacks(next_observations, name="next_obs")
         if self._folder is not None:
-            self._folder.check_ours()
+            self._folder.check_writer()
             self._pool.reserve_rows(row + 1)
             self._rows.make_sure_of(row + 1)
         if self._staged is not None:
@@ -726,7 +726,7 @@ class FrameStore:
         with self._lock:
             self.position, self.full, self.dropped, self._unfinished = 0, False, 0, False
             if self._folder is not None:
-                self._folder.check_ours()
+                self._folder.check_writer()
                 self._write_journal()
             self._pool.clear()
             self._staged = None
@@ -778,7 +778,7 @@ class FrameStore:
     def flush(self) -> None:
         """Makes sure that what was added survives the process. Does nothing without ``storage_dir``."""
         if self._folder is not None:
-            self._folder.check_ours()
+            self._folder.check_writer()
             with self._lock:
                 self._finish_newest()
                 self._write_journal()
