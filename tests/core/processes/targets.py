@@ -152,7 +152,7 @@ def start_helpers() -> list[int]:
     return [program.pid, forked, apart.pid]
 
 
-def tell_helpers(writer: Any) -> None:
+def send_helper_pids(writer: Any) -> None:
     writer.send(start_helpers())
 
 

@@ -17,7 +17,7 @@ import pytest
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes import get_context
 from tests.core.processes.groups import LIMIT_S, WorkerGroup, group, pair_with_start_methods
-from tests.core.processes.targets import tell_helpers
+from tests.core.processes.targets import send_helper_pids
 
 
 def wait_until_gone(pids: Iterable[int]) -> None:
@@ -64,7 +64,7 @@ def test_what_workers_leave_behind_in_good_order_ends_only_if_they_are_watched()
         wait_until_gone([program, forked])
     context = get_context("forkserver")
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=tell_helpers, args=(writer,))
+    process = context.Process(target=send_helper_pids, args=(writer,))
     process.start()
     pids = [apart, *reader.recv()]
     process.join()
