@@ -35,7 +35,7 @@ def _start_workers(target: Any, buffer: Any, seeds: list[int], batches: list[int
     return workers
 
 
-def _join(workers: list[Any]) -> None:
+def _join_workers(workers: list[Any]) -> None:
     for worker in workers:
         worker.join(120)
         assert worker.exitcode == 0
@@ -52,7 +52,7 @@ def test_what_two_processes_collect_is_what_they_collect_one_after_the_other(fir
     while any(worker.is_alive() for worker in workers):
         seen = count_elements(buffer.sample(), KEYS)
         assert not set(seen) - set(expected), "the learner sees whole transitions only"
-    _join(workers)
+    _join_workers(workers)
     assert len(buffer) == first + 2 * 2 * sum(BATCHES)
     assert count_elements(buffer[:], KEYS) == expected
     with pytest.raises(InvalidArgumentError, match="load it first"):
