@@ -72,7 +72,7 @@ class Call:
 
     def __str__(self) -> str:
         if self.function is make and self.args and is_spec(self.args[0]):
-            return _line_of_spec(self.args[0])
+            return _source_of_spec(self.args[0])
         name, module = _name(self.function), str(getattr(self.function, "__module__", ""))
         if module in _RECORDED and not isinstance(self.function, type):
             name = f"{module.removesuffix('.envs.registration').removesuffix(f'.{name}')}.{name}"
@@ -505,7 +505,7 @@ def _lambda_source(build: Any) -> str | None:
     return lines[0] if len(lines) == 1 else None
 
 
-def _line_of_spec(spec: Any) -> str:
+def _source_of_spec(spec: Any) -> str:
     """Return the call of a gymnasium specification: with the arguments that differ from what its id says."""
     known = sys.modules["gymnasium"].registry.get(spec.id)
     usual = {} if known is None else known.kwargs
