@@ -214,7 +214,7 @@ def test_a_folder_with_half_made_files_is_taken_over(tmp_path: Path, monkeypatch
     buffer = make_buffer(150, storage_dir=tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", lambda *_: 1 / 0)
-        patch.setattr(StoreFolder, "begin_anew", lambda folder: folder.close())  # as where the process is killed
+        patch.setattr(StoreFolder, "start_over", lambda folder: folder.close())  # as where the process is killed
         with pytest.raises(ZeroDivisionError):
             buffer.extend(make_transitions(20))
     assert (tmp_path / "rows").exists()

@@ -328,7 +328,7 @@ class FrameStorage(TensorStorage):
         """Be as if nothing was ever stored."""
         self._drop_contents()
         if self._folder is not None:
-            self._folder.begin_anew()
+            self._folder.start_over()
 
     # Elements
 

@@ -374,7 +374,7 @@ class StoreFolder:
         except OSError as error:
             raise storage_error(self.path / _MAKING, error, doing="write") from error
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Deletes a store that holds nothing."""
         self._mark_half_made()
         (self.path / MANIFEST).unlink(missing_ok=True)
