@@ -134,7 +134,7 @@ def kill_after_a_grandchild(end: Any) -> None:
     kill()
 
 
-def noted_kill() -> None:
+def set_status_and_kill() -> None:
     set_status(seed=17, phase="reset", many=[1, 2])
     kill()
 

@@ -82,7 +82,9 @@ def test_the_end_of_a_grandchild_is_not_taken_for_the_workers(end: str) -> None:
 
 
 def test_notes_and_seeds_are_in_the_message_however_it_died() -> None:
-    error = failure_of("forkserver", "noted_kill", arguments=("notes",), watch={"seeds": [5, 6, 7], "label": "Env"})
+    error = failure_of(
+        "forkserver", "set_status_and_kill", arguments=("notes",), watch={"seeds": [5, 6, 7], "label": "Env"}
+    )
     assert str(error).startswith("Env 1 of 3 (seed 17, environment 3, many [1, 2]) was killed by SIGKILL in reset. ")
     assert error.notes == {"environment": 3, "seed": 17, "phase": "reset", "many": [1, 2]}
     assert (error.seed, error.phase) == (17, "reset")
