@@ -118,7 +118,7 @@ def _is_environment(source: Any) -> bool:
 
 
 def _factory_from_callable(build: Any) -> EnvFactory[Any]:
-    line, origin = record.line_of_callable(build), "class" if isinstance(build, type) else "callable"
+    line, origin = record.source_of_callable(build), "class" if isinstance(build, type) else "callable"
     recipe = recipe_of_callable(build, origin, line, takes_arguments=True)
     return EnvFactory(recipe, preload=record.modules_of_callable(build))
 

@@ -483,7 +483,7 @@ def _modules_of(value: Any) -> list[str]:
 # ---- Source lines for messages
 
 
-def line_of_callable(build: Any) -> str:
+def source_of_callable(build: Any) -> str:
     """Return the line of a function, a class or a partial."""
     if isinstance(build, functools.partial):
         return f"lambda: {Call(build.func, build.args, build.keywords)}"

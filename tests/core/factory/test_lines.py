@@ -14,7 +14,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 from rl_ext_core.factory import as_factory
 from rl_ext_core.factory.record import (
-    line_of_callable,
+    source_of_callable,
     line_of_instance,
     modules_of_callable,
     safe_to_preload,
@@ -86,7 +86,7 @@ taking = dict(make=lambda gain=2.0, *, length=3, **kwargs: Line(gain, length, **
     ],
 )
 def test_what_can_be_called_is_shown_as_it_is_written(build: Any, to_source: str) -> None:
-    assert line_of_callable(build) == to_source
+    assert source_of_callable(build) == to_source
 
 
 def test_a_lambda_of_a_notebook_cell_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_a_lambda_of_a_notebook_cell_is_shown(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(linecache.cache, "<cell 1>", (len(source), None, source.splitlines(keepends=True), "<cell 1>"))
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(source, "<cell 1>", "exec"), names)
-    assert line_of_callable(names["make"]) == "lambda: Line(9.0)"
+    assert source_of_callable(names["make"]) == "lambda: Line(9.0)"
 
 
 def _line_of(part: Any) -> str:
