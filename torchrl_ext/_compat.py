@@ -23,7 +23,7 @@ from torchrl.envs.libs.gym import GymWrapper
 __all__ = ["BaseStepMixin", "new_tensordict", "has_fast_path", "has_supervision", "has_wrapper"]
 
 # Supervision of ParallelEnv's workers.
-_SUPERVISION = """
+_SUPERVISION_NAMES = """
     _start_workers _shutdown_workers _create_td _get_metadata _set_metadata _reset _step _workers _events
     _shm_done_flags _worker_indices _owns_workers _parent_env _mp_start_method _use_buffers _single_task
     _metadata_from_workers _properties_set parent_channels shared_tensordicts shared_tensordict_parent
@@ -83,7 +83,7 @@ def _has_all_names(cls: type, names: str, without: str) -> bool:
 def has_supervision() -> bool:
     """Return whether the workers of a ``ParallelEnv`` can be watched; if not, they are TorchRL's."""
     without = "torchrl_ext.ParallelEnv runs TorchRL's workers, which start slower and do not report why they died"
-    return _has_all_names(batched_envs.ParallelEnv, _SUPERVISION, without)
+    return _has_all_names(batched_envs.ParallelEnv, _SUPERVISION_NAMES, without)
 
 
 def has_fast_path() -> bool:
