@@ -108,7 +108,7 @@ def recover(
 
 def _read_checked_note(folder: StoreFolder) -> tuple[JournalRecord, Places]:
     """What counts, of elements that are what they were."""
-    note, writing = folder.last_note()
+    note, writing = folder.read_journal()
     places = np.arange(note.length)
     if note.exposed:
         message = "%s was not closed: whether elements without their images are what they were is not checked"
@@ -171,7 +171,7 @@ def _keep_longest_run(folder: StoreFolder, rows: Any, columns: list[FrameColumn]
     """Move the longest run of elements that are whole to the beginning; return how many it and all were."""
     assert folder.journal is not None
     n_places, held = len(rows), folder.rows.held
-    note, writing = folder.last_note(lambda: None if folder.rows.is_full else held)
+    note, writing = folder.read_journal(lambda: None if folder.rows.is_full else held)
     rows = rows[:held]
     good = np.ones(min(note.length, held), dtype=np.bool_)
     good[writing[writing < len(good)]] = False

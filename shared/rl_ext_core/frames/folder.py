@@ -464,7 +464,7 @@ class StoreFolder:
             self.add_rows(f"row-{name}", {name: (tuple(shape), np.dtype(dtype))})
         return self.rows.arrays[name]
 
-    def last_note(self, n_written: Callable[[], int | None] = lambda: None) -> tuple[JournalRecord, Places]:
+    def read_journal(self, n_written: Callable[[], int | None] = lambda: None) -> tuple[JournalRecord, Places]:
         """What counts by the latest note, and the rows that were being written.
 
         Where no note is whole, a folder that is mended holds all rows that were ever written, unless it was full.

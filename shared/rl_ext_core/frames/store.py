@@ -350,7 +350,7 @@ class FrameStore:
     def _seek_end(self, folder: StoreFolder) -> bool:
         """Goes to where the next transition goes; says whether one was being added."""
         index = self._pool.index
-        note, _ = folder.last_note(lambda: None if index[-1].any() else int(np.count_nonzero(index.any(axis=1))))
+        note, _ = folder.read_journal(lambda: None if index[-1].any() else int(np.count_nonzero(index.any(axis=1))))
         self.full, self.position = note.n_written == self.capacity, note.next_row % self.capacity
         self.dropped = self.n_written - note.length
         return bool(note.exposed)
