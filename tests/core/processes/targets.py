@@ -156,7 +156,7 @@ def send_helper_pids(writer: Any) -> None:
     writer.send(start_helpers())
 
 
-def close_files() -> None:
+def register_file_cleanup() -> None:
     """Have two files removed at the end, the second in vain."""
     files = [tempfile.mkstemp()[1] for _ in range(2)]
     set_status(files=files)

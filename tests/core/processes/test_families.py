@@ -86,7 +86,7 @@ def test_workers_of_workers_end_with_what_they_have_started(method: str) -> None
 @pytest.mark.parametrize("end", ["returns", "fails", "is killed"])
 def test_a_worker_that_ends_early_closes_what_it_has(end: str) -> None:
     with group("forkserver", 2) as workers:
-        workers.ask(1, "close_files")
+        workers.ask(1, "register_file_cleanup")
         closed, other = map(Path, workers.workers[1].report.notes["files"])
         if end == "returns":  # its function has closed it
             workers.close()
