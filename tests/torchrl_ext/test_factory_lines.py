@@ -14,7 +14,7 @@ from torchrl.envs import Compose, RewardSum, SerialEnv, StepCounter, Transformed
 
 import torchrl_ext
 from rl_ext_core import _pickle
-from rl_ext_core.factory.record import call_of, line_of_instance
+from rl_ext_core.factory.record import call_of, source_of_instance
 from tests.core.factory.main_script import DEFINED, USED, in_pools
 from tests.ways import LAUNCH_MODES, run_program
 
@@ -42,7 +42,7 @@ CASES = [
 @pytest.mark.parametrize(("make", "line"), CASES, ids=[line for _, line in CASES])
 def test_lines_and_what_those_without_dots_build(make: Any, line: str) -> None:
     env = make()
-    assert line_of_instance(env) == line
+    assert source_of_instance(env) == line
     package = torchrl_ext if type(env).__module__.startswith("torchrl_ext") else torchrl.envs
     names = {"gymnasium": gym, "SerialEnv": SerialEnv, "GymEnv": package.GymEnv, "GymWrapper": package.GymWrapper}
     rollouts = []

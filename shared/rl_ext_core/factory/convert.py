@@ -149,7 +149,7 @@ def _factory_from_instance(
     read: Callable[[Any], Any] | None,
     timeout: float | None,
 ) -> EnvFactory[Any]:
-    line = record.line_of_instance(environment)
+    line = record.source_of_instance(environment)
     preload = record.modules_of_instance(environment)
     original = fingerprint(environment)
     problems: list[str] = []

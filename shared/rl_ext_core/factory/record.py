@@ -518,7 +518,7 @@ def _source_of_spec(spec: Any) -> str:
     return line
 
 
-def line_of_instance(environment: Any) -> str:
+def source_of_instance(environment: Any) -> str:
     """Return the line of an instance: by its record or its specification, else with dots."""
     return f"lambda: {_expression(environment)}"
 

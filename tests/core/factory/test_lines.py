@@ -15,7 +15,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from rl_ext_core.factory import as_factory
 from rl_ext_core.factory.record import (
     source_of_callable,
-    line_of_instance,
+    source_of_instance,
     modules_of_callable,
     safe_to_preload,
 )
@@ -121,7 +121,7 @@ INSTANCES = [
 
 @pytest.mark.parametrize(("env", "to_source"), INSTANCES, ids=_line_of)
 def test_lines_of_instances_build_equals_unless_they_have_dots(env: Any, to_source: str) -> None:
-    assert line_of_instance(env) == to_source
+    assert source_of_instance(env) == to_source
     if "..." not in to_source:
         names = {**vars(copying), **vars(gym.wrappers), "gymnasium": gymnasium, "Told": Told, "double": double}
         assert life(eval(to_source, names)()) == life(as_factory(env, verify=False)())
@@ -137,7 +137,7 @@ def test_a_made_environment_that_gymnasium_no_longer_knows_has_a_line() -> None:
     gym.register("copies/Gone-v0", entry_point="tests.core.factory.copying:Line", max_episode_steps=5)
     env = gym.make("copies/Gone-v0", gain=2.0)
     del gym.registry["copies/Gone-v0"]
-    assert line_of_instance(env) == "lambda: gymnasium.make('copies/Gone-v0', gain=2.0)"
+    assert source_of_instance(env) == "lambda: gymnasium.make('copies/Gone-v0', gain=2.0)"
     assert as_factory(env)().unwrapped.gain == 2.0
 
 
