@@ -31,7 +31,7 @@ _SUPERVISION_NAMES = """
 """
 
 # Parts of EnvBase's step that the fast path skips.
-_FAST_PATH = """
+_FAST_PATH_NAMES = """
     _step _reset _step_mdp _step_proc_data _reset_proc_data _step_and_maybe_reset _complete_done
     step reset maybe_reset any_done step_mdp step_and_maybe_reset rand_action
     read_action read_done read_obs read_reward _post_step_mdp_hooks _output_transform _reset_output_transform
@@ -88,7 +88,9 @@ def has_supervision() -> bool:
 
 def has_fast_path() -> bool:
     """Return whether steps can skip what plain TensorDicts do not need; if not, they are ``EnvBase``'s."""
-    return _has_all_names(GymWrapper, _FAST_PATH, _SLOW_STEPS) & _has_all_names(TensorDict, _TENSORDICT, _SLOW_STEPS)
+    return _has_all_names(GymWrapper, _FAST_PATH_NAMES, _SLOW_STEPS) & _has_all_names(
+        TensorDict, _TENSORDICT, _SLOW_STEPS
+    )
 
 
 def has_wrapper() -> bool:
