@@ -322,7 +322,7 @@ class StoreFolder:
                 self.rows.add(name, fields, self._file(name))
             self.journal = self._new_journal()
             self.settings = found["settings"]
-        self.remove_others()
+        self.delete_old_frames()
 
     def _check_same(self, there: dict[str, Any]) -> None:
         # Those that are told to others too come first: another n_envs makes another capacity as well.
@@ -420,7 +420,7 @@ class StoreFolder:
         except BaseException:
             self._numbers = before
             raise
-        self.remove_others()
+        self.delete_old_frames()
 
     def _write(self, settings: dict[str, Any]) -> None:
         manifest = {
@@ -489,7 +489,7 @@ class StoreFolder:
             raise self.corrupt_file_error(name, f"by its head there are {held} rows in it, expected {needed}")
         return note, writing
 
-    def remove_others(self) -> None:
+    def delete_old_frames(self) -> None:
         """Deletes frames in whose place others are."""
         self._check_there()
         for path in self.path.glob("frames-*"):

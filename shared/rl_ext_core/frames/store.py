@@ -567,7 +567,7 @@ class FrameStore:
                 folder.frames(next_generation=True)  # removes it
             raise
         self._set_pool(pool)
-        folder.remove_others()  # Windows has kept what was still mapped
+        folder.delete_old_frames()  # Windows has kept what was still mapped
 
     def reencode(self, encoding: Encoding, file: RegionFile | None = None) -> FramePool:
         """A pool with the same transitions in the same rows, which must not have wrapped."""
