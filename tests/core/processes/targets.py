@@ -164,7 +164,7 @@ def register_file_cleanup() -> None:
     on_abnormal_exit(functools.partial(os.unlink, "/nowhere"))
 
 
-def remove_at_exit() -> None:
+def remove_file_at_exit() -> None:
     file = tempfile.mkstemp()[1]
     set_status(file=file)
     atexit.register(os.unlink, file)

@@ -101,7 +101,7 @@ def test_a_worker_that_ends_early_closes_what_it_has(end: str) -> None:
 @pytest.mark.slow
 def test_a_worker_that_fails_runs_its_exit_handlers() -> None:
     with group("spawn", 2) as workers:  # what is forked runs none, as in multiprocessing
-        workers.ask(1, "remove_at_exit")
+        workers.ask(1, "remove_file_at_exit")
         assert not Path(fail(workers, "raise_bad_level").notes["file"]).exists()
 
 
