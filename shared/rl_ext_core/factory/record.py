@@ -520,10 +520,10 @@ def _source_of_spec(spec: Any) -> str:
 
 def source_of_instance(environment: Any) -> str:
     """Return the line of an instance: by its record or its specification, else with dots."""
-    return f"lambda: {_expression(environment)}"
+    return f"lambda: {_source_of_environment(environment)}"
 
 
-def _expression(environment: Any) -> str:
+def _source_of_environment(environment: Any) -> str:
     call = recorded_call(environment)
     if call is None and (spec := spec_of(environment)) is not None:
         call = Call(make, (spec,))
@@ -536,7 +536,7 @@ def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 def _short(value: Any) -> str:
     if is_layer(value):
-        return _expression(value)
+        return _source_of_environment(value)
     if isinstance(value, type) or inspect.isroutine(value):
         return _name(value) if _name(value) != "<lambda>" else _lambda_source(value) or "..."
     text = str(value) if type(value) is Call else repr(value)
