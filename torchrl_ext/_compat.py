@@ -37,7 +37,7 @@ _FAST_PATH_NAMES = """
     read_action read_done read_obs read_reward _post_step_mdp_hooks _output_transform _reset_output_transform
     _compiled_step_and_maybe_reset
 """
-_TENSORDICT = "_new_unsafe _tensordict _td_dim_names _device"
+_TENSORDICT_NAMES = "_new_unsafe _tensordict _td_dim_names _device"
 _SLOW_STEPS = "torchrl_ext.GymWrapper steps as EnvBase does, which takes longer"
 
 # Methods of TorchRL's wrapper that ours overrides or calls, and functions that convert spaces.
@@ -89,7 +89,7 @@ def has_supervision() -> bool:
 def has_fast_path() -> bool:
     """Return whether steps can skip what plain TensorDicts do not need; if not, they are ``EnvBase``'s."""
     return _has_all_names(GymWrapper, _FAST_PATH_NAMES, _SLOW_STEPS) & _has_all_names(
-        TensorDict, _TENSORDICT, _SLOW_STEPS
+        TensorDict, _TENSORDICT_NAMES, _SLOW_STEPS
     )
 
 
@@ -111,7 +111,7 @@ def new_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torc
     return TensorDict(entries, batch_size=batch_size, device=device)
 
 
-if _has_all_names(TensorDict, _TENSORDICT, _SLOW_STEPS):
+if _has_all_names(TensorDict, _TENSORDICT_NAMES, _SLOW_STEPS):
     _new = TensorDict._new_unsafe
 
     def new_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:

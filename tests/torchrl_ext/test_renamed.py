@@ -15,7 +15,9 @@ import tensordict
 from torchrl_ext import _compat
 
 SCRIPT = Path(__file__).with_name("renamed.py")
-NAMES = " ".join([_compat._SUPERVISION_NAMES, _compat._FAST_PATH_NAMES, _compat._TENSORDICT, _compat._WRAPPER]).split()
+NAMES = " ".join(
+    [_compat._SUPERVISION_NAMES, _compat._FAST_PATH_NAMES, _compat._TENSORDICT_NAMES, _compat._WRAPPER]
+).split()
 # TensorDict makes the first of pieces, so that a source without it does not work. Of the second, objects are sent from
 # processes that read the sources as they are.
 CANDIDATES = sorted({name for name in NAMES if name[0] == "_"} - {"_device", "_tensordict"})
