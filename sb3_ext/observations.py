@@ -23,7 +23,7 @@ from rl_ext_core._interrupts import defer_signals
 from rl_ext_core._system import thread_lock
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, RlExtError
 from rl_ext_core.frames import FrameStore
-from rl_ext_core.frames.folder import checked_path
+from rl_ext_core.frames.folder import validate_path
 from rl_ext_core.frames.planning import MemoryWatch
 from rl_ext_core.frames.recycle import RecycledArrays
 from rl_ext_core.vector.environments import check_count
@@ -388,7 +388,7 @@ def _random_start() -> int:
 
 def _folder_by_key(storage_dir: str | os.PathLike[str] | None, keys: list[Any]) -> dict[Any, Path | None]:
     """Return the folder of each key."""
-    path = None if storage_dir is None else checked_path(storage_dir)
+    path = None if storage_dir is None else validate_path(storage_dir)
     if path is None or _SINGLE_KEY in keys:
         return dict.fromkeys(keys, path)
     names = {key: quote(str(key), safe="").replace(".", "%2E") for key in keys}

@@ -52,7 +52,7 @@ Fields = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]  # name, shape of a ro
 _open_folders: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
 
 
-def checked_path(path: str | os.PathLike[str]) -> Path:
+def validate_path(path: str | os.PathLike[str]) -> Path:
     """
     :raises InvalidArgumentError: for an empty path, which would be the current folder.
     """
@@ -267,7 +267,7 @@ class StoreFolder:
         repair: bool = False,
         salvage: str = "rl_ext_core.frames.salvage",
     ) -> None:
-        self.path, self.repair, self._salvage = checked_path(path).absolute(), repair, salvage
+        self.path, self.repair, self._salvage = validate_path(path).absolute(), repair, salvage
         self.options: dict[str, Any] = json.loads(json.dumps(options))
         if repair and not any(self.path.glob("frames-*")):
             raise InvalidArgumentError(f"storage_dir={str(self.path)!r} holds no store")
