@@ -170,7 +170,7 @@ def remove_file_at_exit() -> None:
     atexit.register(os.unlink, file)
 
 
-def files_of_a_program() -> list[str]:
+def list_inherited_files() -> list[str]:
     """Start a program that gets all that may be inherited, and list what it has open."""
     code = "import os; print(*(os.path.realpath(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')), sep='\\n')"
     command = [sys.executable, "-S", "-c", code]

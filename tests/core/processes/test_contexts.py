@@ -101,7 +101,7 @@ def test_signals_and_descriptors_of_the_parent_do_not_reach_workers_and_what_the
             for number in (signal.SIGINT, signal.SIGUSR2):  # anybody may send that by which a worker is asked to end
                 os.kill(workers.workers[0].pid or 0, number)
                 assert workers.ask(0, "pid") == workers.workers[0].pid
-            files = workers.ask(0, "files_of_a_program")
+            files = workers.ask(0, "list_inherited_files")
             assert len(files) > 2
             assert not [file for file in files if "rl_ext_core-report" in file]
     finally:
