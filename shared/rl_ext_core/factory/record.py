@@ -531,10 +531,10 @@ def _source_of_environment(environment: Any) -> str:
 
 
 def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    return ", ".join([*map(_short, args), *(f"{name}={_short(value)}" for name, value in kwargs.items())])
+    return ", ".join([*map(_short_source, args), *(f"{name}={_short_source(value)}" for name, value in kwargs.items())])
 
 
-def _short(value: Any) -> str:
+def _short_source(value: Any) -> str:
     if is_layer(value):
         return _source_of_environment(value)
     if isinstance(value, type) or inspect.isroutine(value):
