@@ -41,7 +41,7 @@ _TENSORDICT_NAMES = "_new_unsafe _tensordict _td_dim_names _device"
 _SLOW_STEPS = "torchrl_ext.GymWrapper steps as EnvBase does, which takes longer"
 
 # Methods of TorchRL's wrapper that ours overrides or calls, and functions that convert spaces.
-_WRAPPER = """
+_WRAPPER_NAMES = """
     _check_kwargs _validate_env _is_batched _get_batch_size _make_specs _make_done_spec
     _categorical_action_encoding _env _step _reset _conversion_registry _gym_to_torchrl_spec_transform
 """
@@ -96,7 +96,7 @@ def has_fast_path() -> bool:
 def has_wrapper() -> bool:
     """Return whether TorchRL's wrapper can be extended; if not, it is used as it is."""
     without = "torchrl_ext.GymWrapper is TorchRL's own, and has none of this package's options"
-    return _has_all_names(GymWrapper, _WRAPPER, without)
+    return _has_all_names(GymWrapper, _WRAPPER_NAMES, without)
 
 
 class BaseStepMixin(EnvBase):

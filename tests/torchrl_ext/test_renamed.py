@@ -16,7 +16,7 @@ from torchrl_ext import _compat
 
 SCRIPT = Path(__file__).with_name("renamed.py")
 NAMES = " ".join(
-    [_compat._SUPERVISION_NAMES, _compat._FAST_PATH_NAMES, _compat._TENSORDICT_NAMES, _compat._WRAPPER]
+    [_compat._SUPERVISION_NAMES, _compat._FAST_PATH_NAMES, _compat._TENSORDICT_NAMES, _compat._WRAPPER_NAMES]
 ).split()
 # TensorDict makes the first of pieces, so that a source without it does not work. Of the second, objects are sent from
 # processes that read the sources as they are.
