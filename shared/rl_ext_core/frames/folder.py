@@ -135,7 +135,9 @@ class RowArrays:
                 region.reserve(start, self._room(shape, dtype))  # their owner may read all of them
             start += self._room(shape, dtype)
         self._held = 0
-        self._summed: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]] | None = None  # addresses, bytes of a row
+        self._checksum_inputs: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]] | None = (
+            None  # addresses, bytes of a row
+        )
 
     def _room(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
         return round_to_pages(max(self.n_rows * math.prod(shape) * dtype.itemsize, 1))
@@ -203,12 +205,12 @@ class RowArrays:
     def _sums_of(self, rows: Places) -> npt.NDArray[np.uint32]:
         from rl_ext_core.frames.machine import sum_rows  # it loads numba
 
-        if self._summed is None:
+        if self._checksum_inputs is None:
             arrays = [array for name, array in self.arrays.items() if name != _SUMS]
             addresses = np.array([array.ctypes.data for array in arrays], dtype=np.uint64)
-            self._summed = addresses, np.array([array[:1].nbytes for array in arrays], dtype=np.int64)
+            self._checksum_inputs = addresses, np.array([array[:1].nbytes for array in arrays], dtype=np.int64)
         found = np.zeros(len(rows), dtype=np.uint32)
-        sum_rows(*self._summed, rows, found)
+        sum_rows(*self._checksum_inputs, rows, found)
         return found
 
     def note(self, rows: Places) -> None:
