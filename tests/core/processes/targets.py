@@ -177,7 +177,7 @@ def list_inherited_files() -> list[str]:
     return subprocess.run(command, close_fds=False, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
 
 
-def nested_pids() -> list[int]:
+def start_nested_worker() -> list[int]:
     """Start a worker of this worker, which starts a program and one in a session of its own."""
     context = get_context("forkserver")
     ours, theirs = context.Pipe()

@@ -76,7 +76,7 @@ def test_what_workers_leave_behind_in_good_order_ends_only_if_they_are_watched()
 
 def test_workers_of_workers_end_with_what_they_have_started(method: str) -> None:
     with group(method, 2) as workers:
-        program, apart = workers.ask(0, "nested_pids")
+        program, apart = workers.ask(0, "start_nested_worker")
         fail(workers, "kill")
         wait_until_gone([program])
         with contextlib.suppress(ProcessLookupError):
