@@ -73,7 +73,7 @@ class Call:
     def __str__(self) -> str:
         if self.function is make and self.args and is_spec(self.args[0]):
             return _source_of_spec(self.args[0])
-        name, module = _name(self.function), str(getattr(self.function, "__module__", ""))
+        name, module = _display_name(self.function), str(getattr(self.function, "__module__", ""))
         if module in _RECORDED and not isinstance(self.function, type):
             name = f"{module.removesuffix('.envs.registration').removesuffix(f'.{name}')}.{name}"
         return f"{name}({_arguments(self.args, self.kwargs)})"
@@ -491,7 +491,7 @@ def source_of_callable(build: Any) -> str:
         return f"lambda: {Call(build)}"
     if getattr(build, "__name__", "") == "<lambda>":
         return _lambda_source(build) or "lambda: ..."
-    return _name(build) if inspect.isroutine(build) else f"{_name(type(build))}(...)"
+    return _display_name(build) if inspect.isroutine(build) else f"{_display_name(type(build))}(...)"
 
 
 def _lambda_source(build: Any) -> str | None:
@@ -527,7 +527,7 @@ def _source_of_environment(environment: Any) -> str:
     call = recorded_call(environment)
     if call is None and (spec := spec_of(environment)) is not None:
         call = Call(make, (spec,))
-    return f"{_name(type(environment))}(...)" if call is None else str(call)
+    return f"{_display_name(type(environment))}(...)" if call is None else str(call)
 
 
 def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -538,11 +538,11 @@ def _short_source(value: Any) -> str:
     if is_layer(value):
         return _source_of_environment(value)
     if isinstance(value, type) or inspect.isroutine(value):
-        return _name(value) if _name(value) != "<lambda>" else _lambda_source(value) or "..."
+        return _display_name(value) if _display_name(value) != "<lambda>" else _lambda_source(value) or "..."
     text = str(value) if type(value) is Call else repr(value)
     return text if len(text) <= 60 and "\n" not in text and " at 0x" not in text else "..."
 
 
-def _name(value: Any) -> str:
+def _display_name(value: Any) -> str:
     name: str = getattr(value, "__qualname__", None) or type(value).__name__
     return name.rpartition("<locals>.")[2]
