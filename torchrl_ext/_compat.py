@@ -67,12 +67,12 @@ def _names_of(cls: type) -> frozenset[str]:
 
 
 @cache
-def _has_all_names(cls: type, names: str, without: str) -> bool:
+def _has_all_names(cls: type, names: str, consequence: str) -> bool:
     missing = [name for name in names.split() if name not in _names_of(cls)]
     if missing:
         versions = f"torchrl {torchrl.__version__}, tensordict {tensordict.__version__}"
         warnings.warn(
-            f"{cls.__name__} of {versions} has no {', '.join(missing)}: {without}. Install a version of rl-ext that "
+            f"{cls.__name__} of {versions} has no {', '.join(missing)}: {consequence}. Install a version of rl-ext that "
             "supports this version, or an earlier TorchRL; the documentation's page Compatibility lists the tested "
             "versions",
             stacklevel=3,
@@ -82,8 +82,8 @@ def _has_all_names(cls: type, names: str, without: str) -> bool:
 
 def has_supervision() -> bool:
     """Return whether the workers of a ``ParallelEnv`` can be watched; if not, they are TorchRL's."""
-    without = "torchrl_ext.ParallelEnv runs TorchRL's workers, which start slower and do not report why they died"
-    return _has_all_names(batched_envs.ParallelEnv, _SUPERVISION_NAMES, without)
+    consequence = "torchrl_ext.ParallelEnv runs TorchRL's workers, which start slower and do not report why they died"
+    return _has_all_names(batched_envs.ParallelEnv, _SUPERVISION_NAMES, consequence)
 
 
 def has_fast_path() -> bool:
@@ -95,8 +95,8 @@ def has_fast_path() -> bool:
 
 def has_wrapper() -> bool:
     """Return whether TorchRL's wrapper can be extended; if not, it is used as it is."""
-    without = "torchrl_ext.GymWrapper is TorchRL's own, and has none of this package's options"
-    return _has_all_names(GymWrapper, _WRAPPER_NAMES, without)
+    consequence = "torchrl_ext.GymWrapper is TorchRL's own, and has none of this package's options"
+    return _has_all_names(GymWrapper, _WRAPPER_NAMES, consequence)
 
 
 class BaseStepMixin(EnvBase):
