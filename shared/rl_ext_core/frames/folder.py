@@ -202,7 +202,7 @@ class RowArrays:
         for region, _ in self._files.values():
             region.refresh()
 
-    def _sums_of(self, rows: Places) -> npt.NDArray[np.uint32]:
+    def _checksums_of(self, rows: Places) -> npt.NDArray[np.uint32]:
         from rl_ext_core.frames.machine import sum_rows  # it loads numba
 
         if self._checksum_inputs is None:
@@ -215,11 +215,11 @@ class RowArrays:
 
     def note(self, rows: Places) -> None:
         """Notes what these rows are now."""
-        self.arrays[_SUMS][rows] = self._sums_of(rows)
+        self.arrays[_SUMS][rows] = self._checksums_of(rows)
 
     def wrong(self, rows: Places) -> Places:
         """Those of these rows that are not what was noted."""
-        found: Places = rows[self._sums_of(rows) != self.arrays[_SUMS][rows]]
+        found: Places = rows[self._checksums_of(rows) != self.arrays[_SUMS][rows]]
         return found
 
     @property
