@@ -192,7 +192,7 @@ def start_nested_worker() -> list[int]:
 NESTED: list[Any] = []
 
 
-def survive_an_interrupt() -> int:
+def child_sigint_disposition() -> int:
     """Return the disposition of SIGINT in a program that is started from here, after an interrupt."""
     signal.raise_signal(signal.SIGINT)
     code = "import signal; print(int(signal.getsignal(signal.SIGINT) is signal.default_int_handler))"

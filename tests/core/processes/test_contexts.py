@@ -97,7 +97,7 @@ def test_signals_and_descriptors_of_the_parent_do_not_reach_workers_and_what_the
     before = signal.signal(signal.SIGUSR2, lambda number, _: handled.append(number))
     try:
         with group(method, 1) as workers:
-            assert workers.ask(0, "survive_an_interrupt") == 1
+            assert workers.ask(0, "child_sigint_disposition") == 1
             for number in (signal.SIGINT, signal.SIGUSR2):  # anybody may send that by which a worker is asked to end
                 os.kill(workers.workers[0].pid or 0, number)
                 assert workers.ask(0, "pid") == workers.workers[0].pid
