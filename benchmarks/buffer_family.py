@@ -34,7 +34,7 @@ from stable_baselines3.common.vec_env import VecFrameStack
 from tqdm import tqdm
 
 from benchmarks import memory, recordings
-from benchmarks.measure import interleaved, machine, resident_bytes, sampling_speed, times_as_fast
+from benchmarks.measure import interleaved, machine, resident_bytes, sampling_speed, speedup
 from benchmarks.processes import run_module
 from benchmarks.replay import Recording
 from sb3_ext import (
@@ -191,7 +191,7 @@ def on_policy(name: str, *, codec: str) -> str:
     }
     turns = {label: iteration(buffer) for label, buffer in buffers.items()}
     interleaved(turns, rounds=2)
-    speed = times_as_fast(interleaved(turns, rounds=20, clock=time.thread_time), "ours", than="plain")
+    speed = speedup(interleaved(turns, rounds=20, clock=time.thread_time), "ours", than="plain")
     plain, ours = (bytes_per_transition("ppo", name, ours=ours, codec=codec) for ours in (False, True))
     before = bytes_per_transition("ppo", name, ours=True, codec=codec, collecting=True)
     return f"{'ppo':6} {name:10} {plain:9,.0f} {ours:7,.0f} {plain / ours:6.0f}× {speed:6.2f}× ({plain / before:.0f}×)"

@@ -29,7 +29,7 @@ from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from benchmarks.gym_vec_env import make_stepper
-from benchmarks.measure import interleaved, machine, options_with_names, record, times_as_fast
+from benchmarks.measure import interleaved, machine, options_with_names, record, speedup
 from benchmarks.processes import descendants_of, own_cpu_s
 from sb3_ext import GymVecEnv, SharedMemoryVecEnv
 
@@ -82,7 +82,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
     print(f"\n{task}: frames a {'CPU ' * options.cpu}second of {count} environments, and per cent of EnvPool alone")
     figures = {}
     for label, found in seconds.items():
-        figures[label] = 100 * times_as_fast(seconds, label, than=RAW)
+        figures[label] = 100 * speedup(seconds, label, than=RAW)
         print(f"{label:28}{steps * count * frames / np.median(found):>12,.0f}{figures[label]:>8.1f} %")
         envs[label].close()
     record("envpool", f"{name}{' (CPU time)' * options.cpu}", **figures)

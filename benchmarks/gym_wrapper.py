@@ -32,7 +32,7 @@ from torchrl.envs import GymWrapper as Upstream
 from torchrl.envs.libs.isaac_lab import IsaacLabWrapper
 
 from benchmarks import isaac_like
-from benchmarks.measure import interleaved, format_ratio, machine, options_with_names, record, times_as_fast
+from benchmarks.measure import interleaved, format_ratio, machine, options_with_names, record, speedup
 from torchrl_ext import GymWrapper
 
 Run = Callable[[], object]
@@ -244,7 +244,7 @@ def measure_numpy_env(name: str, rounds: int) -> None:
         least = dict(alone(run)) if run is make_transformed_stepper else {}
         seconds = time_rounds({"bare": bare(make(), actions, steps), **dict(wrapped(run)), **least}, rounds)
         for device, (label, (theirs, ours, _)) in zip(DEVICES, pairs.items(), strict=True):
-            ratio = times_as_fast(seconds, ours, than=theirs)
+            ratio = speedup(seconds, ours, than=theirs)
             print_row(f"{label}, {loop}", [seconds[theirs], seconds[ours]], ratio, bar, steps)
             if least:
                 loop_itself = seconds[f"free {device}"]

@@ -22,7 +22,7 @@ from stable_baselines3.common.buffers import ReplayBuffer
 from tqdm import tqdm
 
 from benchmarks import recordings
-from benchmarks.measure import machine, resident_bytes, sampling_speed, times_as_fast
+from benchmarks.measure import machine, resident_bytes, sampling_speed, speedup
 from benchmarks.processes import run_module
 from benchmarks.replay_buffer import GAMES, NATURAL
 from rl_ext_core.frames.planning import _measure_costs, _make_sample
@@ -106,7 +106,7 @@ def measure_recording(name: str, data: Path) -> list[str]:
             sampling_speed(ours, plain, batch_size, rounds=max(DRAWS // 10 * 32 // batch_size, 8))
             for batch_size in (32, 256)
         ]
-        speeds.append(times_as_fast(adding, way, than="plain"))
+        speeds.append(speedup(adding, way, than="plain"))
         columns = " ".join(f"{speed:5.2f}×" for speed in speeds)
         lines.append(
             f"{name:21} {way:19} {per_transition:7.0f} {plain_bytes / per_transition:6.1f}× {columns} "

@@ -86,7 +86,7 @@ def interleaved(
     return seconds
 
 
-def times_as_fast(seconds: Mapping[str, np.ndarray], name: str, *, than: str) -> float:
+def speedup(seconds: Mapping[str, np.ndarray], name: str, *, than: str) -> float:
     """The median of the ratios, round by round: above 1, ``name`` is the faster one."""
     return float(np.median(seconds[than] / seconds[name]))
 
@@ -107,7 +107,7 @@ def sampling_speed(
     """
     competitors = {"plain": _sampler(plain, batch_size, draws), "ours": _sampler(ours, batch_size, draws)}
     interleaved(competitors, rounds=3)
-    return times_as_fast(interleaved(competitors, rounds=rounds, clock=clock), "ours", than="plain")
+    return speedup(interleaved(competitors, rounds=rounds, clock=clock), "ours", than="plain")
 
 
 def _sampler(buffer: Any, batch_size: int, draws: int) -> Callable[[], None]:

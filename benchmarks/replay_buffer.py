@@ -22,7 +22,7 @@ from stable_baselines3.common.buffers import ReplayBuffer
 from tqdm import tqdm
 
 from benchmarks import recordings
-from benchmarks.measure import machine, record, sampling_speed, times_as_fast
+from benchmarks.measure import machine, record, sampling_speed, speedup
 from benchmarks.replay import Recording
 from sb3_ext import CompressedReplayBuffer
 
@@ -72,7 +72,7 @@ def measure(name: str, *, codec: str, block_length: int | None, draws: int, step
     speeds = [sampling_speed(ours, plain, size, **turns) for size in (32, 256)]
     ours.num_threads = 2
     speeds.append(sampling_speed(ours, plain, 256, **turns, clock=time.perf_counter))
-    adds = [times_as_fast(seconds, "ours", than="plain") for seconds in laps]
+    adds = [speedup(seconds, "ours", than="plain") for seconds in laps]
 
     row_bytes = plain.actions.itemsize * plain.action_dim + 12
     plain_bytes = 2 * plain.observations[0, 0].nbytes + row_bytes
