@@ -76,7 +76,7 @@ class Call:
         name, module = _display_name(self.function), str(getattr(self.function, "__module__", ""))
         if module in _RECORDED and not isinstance(self.function, type):
             name = f"{module.removesuffix('.envs.registration').removesuffix(f'.{name}')}.{name}"
-        return f"{name}({_arguments(self.args, self.kwargs)})"
+        return f"{name}({_format_arguments(self.args, self.kwargs)})"
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial)
@@ -512,7 +512,7 @@ def _source_of_spec(spec: Any) -> str:
     kwargs = {name: value for name, value in spec.kwargs.items() if repr(value) != repr(usual.get(name, ...))}
     if known is not None and spec.max_episode_steps != known.max_episode_steps:
         kwargs["max_episode_steps"] = -1 if spec.max_episode_steps is None else spec.max_episode_steps
-    line = f"gymnasium.make({_arguments((spec.id,), kwargs)})"
+    line = f"gymnasium.make({_format_arguments((spec.id,), kwargs)})"
     for wrapper in spec.additional_wrappers:
         line = f"{wrapper.name}({', '.join(filter(None, [line, _arguments((), wrapper.kwargs or {})]))})"
     return line
@@ -530,7 +530,7 @@ def _source_of_environment(environment: Any) -> str:
     return f"{_display_name(type(environment))}(...)" if call is None else str(call)
 
 
-def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+def _format_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     return ", ".join([*map(_short_source, args), *(f"{name}={_short_source(value)}" for name, value in kwargs.items())])
 
 
