@@ -47,13 +47,13 @@ _WRAPPER_NAMES = """
 """
 
 
-def _names_in(constants: Iterable[Any]) -> Iterator[str]:
+def _iterate_names(constants: Iterable[Any]) -> Iterator[str]:
     for constant in constants:
         if isinstance(constant, types.CodeType):
             yield from constant.co_names
-            yield from _names_in(constant.co_consts)
+            yield from _iterate_names(constant.co_consts)
         elif isinstance(constant, tuple):
-            yield from _names_in(constant)
+            yield from _iterate_names(constant)
         elif isinstance(constant, str):  # getattr(self, "_name", None)
             yield constant
 
@@ -63,7 +63,7 @@ def _names_of(cls: type) -> frozenset[str]:
     """Collect the names in the code of the modules of a class and its bases."""
     modules = {base.__module__ for base in cls.__mro__ if base.__module__.startswith(("torchrl.", "tensordict."))}
     specs = [importlib.import_module(name).__spec__ for name in modules]
-    return frozenset(_names_in(spec.loader.get_code(spec.name) for spec in specs))  # type: ignore[union-attr]
+    return frozenset(_iterate_names(spec.loader.get_code(spec.name) for spec in specs))  # type: ignore[union-attr]
 
 
 @cache
