@@ -132,14 +132,14 @@ class RowArrays:
             self.arrays[name] = region.array(start, (self.n_rows, *shape), dtype)
             self._parts.append((region, start, math.prod(shape) * dtype.itemsize))
             if not _system.LAZY:
-                region.reserve(start, self._room(shape, dtype))  # their owner may read all of them
-            start += self._room(shape, dtype)
+                region.reserve(start, self._padded_nbytes(shape, dtype))  # their owner may read all of them
+            start += self._padded_nbytes(shape, dtype)
         self._held = 0
         self._checksum_inputs: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]] | None = (
             None  # addresses, bytes of a row
         )
 
-    def _room(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    def _padded_nbytes(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
         return round_to_pages(max(self.n_rows * math.prod(shape) * dtype.itemsize, 1))
 
     def get(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any] | None:
@@ -165,7 +165,7 @@ class RowArrays:
         :raises StorageError: if there is no room on the disk.
         :raises CorruptFileError: if the file is damaged, or has another size.
         """
-        region = new_region(sum(self._room(*field) for field in fields.values()), file, private=True)
+        region = new_region(sum(self._padded_nbytes(*field) for field in fields.values()), file, private=True)
         self._files[name] = region, fields
         self._map_fields(region, fields)
 
