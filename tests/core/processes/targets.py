@@ -115,7 +115,7 @@ def raise_from_cause() -> None:
     raise ValueError("outer") from KeyError("inner")
 
 
-def fail_past_handlers() -> None:
+def abort_past_handlers() -> None:
     with contextlib.suppress(Exception):
         abort_worker(ValueError("past all handlers"))
 

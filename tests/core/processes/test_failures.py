@@ -25,7 +25,7 @@ def failure_of(method: str, command: str, **options: object) -> WorkerError:
 CAUSES = {
     "raise_bad_level": ("exception", r"raised ValueError\('bad level'\) in step:\n    Traceback"),
     "raise_from_cause": ("exception", r"raised ValueError\('outer'\) in step:\n(.*\n)*    KeyError: 'inner'\n"),
-    "fail_past_handlers": ("exception", r"raised ValueError\('past all handlers'\) in step:"),
+    "abort_past_handlers": ("exception", r"raised ValueError\('past all handlers'\) in step:"),
     "raise_needs_arguments": ("exception", r"raised NeedsArgumentsError\('one and two'\) in step:\n    Trace"),
     "raise_unpicklable": ("exception", r"raised UnpicklableError\('lock inside'\) in step:\n    Trace"),
     "raise_when_unpickled": ("exception", r"raised RaisesWhenUnpickledError\('a trap'\) in step:\n    Trace"),
