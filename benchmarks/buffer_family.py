@@ -34,7 +34,7 @@ from stable_baselines3.common.vec_env import VecFrameStack
 from tqdm import tqdm
 
 from benchmarks import memory, recordings
-from benchmarks.measure import interleaved, machine, resident_bytes, sampling_speed, speedup
+from benchmarks.measure import interleaved, machine, resident_bytes, sampling_speedup, speedup
 from benchmarks.processes import run_module
 from benchmarks.replay import Recording
 from sb3_ext import (
@@ -166,7 +166,7 @@ def off_policy(kind: str, name: str, *, codec: str) -> str:
     for transition in transitions(kind, recording):
         for buffer in buffers.values():
             buffer.add(*transition)
-    speeds = [sampling_speed(buffers["ours"], buffers["plain"], size, rounds=DRAWS // 10) for size in (32, 256)]
+    speeds = [sampling_speedup(buffers["ours"], buffers["plain"], size, rounds=DRAWS // 10) for size in (32, 256)]
     del buffers
     plain, ours = (bytes_per_transition(kind, name, ours=ours, codec=codec) for ours in (False, True))
     return f"{kind:6} {name:10} {plain:9,.0f} {ours:7,.0f} {plain / ours:6.0f}× {speeds[0]:6.2f}× {speeds[1]:6.2f}×"

@@ -27,7 +27,7 @@ from stable_baselines3.common.save_util import save_to_pkl
 from tqdm import tqdm
 
 from benchmarks import recordings
-from benchmarks.measure import machine, sampling_speed
+from benchmarks.measure import machine, sampling_speedup
 from benchmarks.processes import run_module
 from benchmarks.replay import Recording, Transition
 from sb3_ext import CompressedReplayBuffer
@@ -84,7 +84,7 @@ def on_disk(recording: Recording, n: int, folder: Path) -> dict[str, float]:
     found["sampled"] = memory() - before
     plain = filled(recording, ReplayBuffer, min(PLAIN_SIZE, n))
     for batch_size in (32, 256):
-        found[f"speed {batch_size}"] = sampling_speed(buffer, plain, batch_size, rounds=DRAWS)
+        found[f"speed {batch_size}"] = sampling_speedup(buffer, plain, batch_size, rounds=DRAWS)
     buffer.close()
     found["on disk"] = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
     start = time.perf_counter()

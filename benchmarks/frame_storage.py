@@ -21,7 +21,7 @@ from tensordict import TensorDict
 from torchrl.data import CompressedListStorage, LazyTensorStorage, TensorDictReplayBuffer
 from tqdm import tqdm
 
-from benchmarks.measure import machine, resident_bytes, sampling_speed
+from benchmarks.measure import machine, resident_bytes, sampling_speedup
 from benchmarks.memory import GAMES, N_ENVS, transitions
 from benchmarks.processes import run_module
 from torchrl_ext import FrameStorage
@@ -87,7 +87,7 @@ def speed(game: str, than: str, codec: str, size: int, *, batch_size: int, draws
     for batch in batches(game, size):
         for name, buffer in pair.items():
             buffer.extend(layout_for(name, batch.clone()))
-    return sampling_speed(pair[codec], pair[than], batch_size, rounds=rounds, draws=draws)
+    return sampling_speedup(pair[codec], pair[than], batch_size, rounds=rounds, draws=draws)
 
 
 def main() -> None:

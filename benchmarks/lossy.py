@@ -22,7 +22,7 @@ from stable_baselines3.common.buffers import ReplayBuffer
 from tqdm import tqdm
 
 from benchmarks import recordings
-from benchmarks.measure import machine, resident_bytes, sampling_speed, speedup
+from benchmarks.measure import machine, resident_bytes, sampling_speedup, speedup
 from benchmarks.processes import run_module
 from benchmarks.replay_buffer import GAMES, NATURAL
 from rl_ext_core.frames.planning import _measure_costs, _make_sample
@@ -103,7 +103,7 @@ def measure_recording(name: str, data: Path) -> list[str]:
         psnr = "exact" if mean_square == 0 else f"{10 * np.log10(255**2 / mean_square):.1f} dB"
         per_transition = resident_bytes_per_transition(name, way, data)
         speeds = [
-            sampling_speed(ours, plain, batch_size, rounds=max(DRAWS // 10 * 32 // batch_size, 8))
+            sampling_speedup(ours, plain, batch_size, rounds=max(DRAWS // 10 * 32 // batch_size, 8))
             for batch_size in (32, 256)
         ]
         speeds.append(speedup(adding, way, than="plain"))

@@ -91,7 +91,7 @@ def speedup(seconds: Mapping[str, np.ndarray], name: str, *, than: str) -> float
     return float(np.median(seconds[than] / seconds[name]))
 
 
-def sampling_speed(
+def sampling_speedup(
     ours: Any,
     plain: Any,
     batch_size: int,

@@ -22,7 +22,7 @@ from stable_baselines3.common.buffers import ReplayBuffer
 from tqdm import tqdm
 
 from benchmarks import recordings
-from benchmarks.measure import machine, record, sampling_speed, speedup
+from benchmarks.measure import machine, record, sampling_speedup, speedup
 from benchmarks.replay import Recording
 from sb3_ext import CompressedReplayBuffer
 
@@ -69,9 +69,9 @@ def measure(name: str, *, codec: str, block_length: int | None, draws: int, step
         laps.append(_time_lap(recording, {"plain": plain, "ours": ours}))
         stored.append(ours.stored_nbytes / recording.n_transitions)
     turns = {"rounds": DRAWS // draws, "draws": draws}
-    speeds = [sampling_speed(ours, plain, size, **turns) for size in (32, 256)]
+    speeds = [sampling_speedup(ours, plain, size, **turns) for size in (32, 256)]
     ours.num_threads = 2
-    speeds.append(sampling_speed(ours, plain, 256, **turns, clock=time.perf_counter))
+    speeds.append(sampling_speedup(ours, plain, 256, **turns, clock=time.perf_counter))
     adds = [speedup(seconds, "ours", than="plain") for seconds in laps]
 
     row_bytes = plain.actions.itemsize * plain.action_dim + 12
