@@ -385,7 +385,7 @@ def recipe_of_callable(build: Any, origin: str, to_source: str, *, takes_argumen
     """
     loaded = (build, record.specs_named_by(build))
     # What an instance was made by is unpickled each time too: copies do not share what they are made of.
-    reload_each_time = not takes_arguments or any(map(walk.is_layer, record.referred(build)))
+    reload_each_time = not takes_arguments or any(map(walk.is_layer, record.referenced_values(build)))
     parameters = _parameters(build) if takes_arguments else ()
     try:
         packed = _pickle.dumps(loaded)

@@ -391,12 +391,12 @@ def specs_named_by(build: Any) -> list[Any]:
     gymnasium = sys.modules.get("gymnasium")
     if gymnasium is None:
         return []
-    names = (value for value in referred(build) if issubclass(type(value), str))
+    names = (value for value in referenced_values(build) if issubclass(type(value), str))
     found = {name: gymnasium.registry[name] for name in names if name in gymnasium.registry}
     return [copy.deepcopy(spec) for spec in found.values() if not str(spec.entry_point).startswith("gymnasium.")]
 
 
-def referred(build: Any) -> Iterator[Any]:
+def referenced_values(build: Any) -> Iterator[Any]:
     """Return what a callable is and refers to: arguments, and a function's constants, variables and globals."""
     waiting, seen = [build], set[int]()
     while waiting:
@@ -464,7 +464,7 @@ def modules_of_instance(environment: Any) -> tuple[str, ...]:
 
 def modules_of_callable(build: Any) -> tuple[str, ...]:
     """Name the modules of what a function refers to that a fork server may import, as far as its code shows."""
-    return safe_to_preload(module for value in referred(build) for module in _modules_of(value))
+    return safe_to_preload(module for value in referenced_values(build) for module in _modules_of(value))
 
 
 def _modules_of(value: Any) -> list[str]:
