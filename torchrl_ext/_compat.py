@@ -59,7 +59,7 @@ def _iterate_names(constants: Iterable[Any]) -> Iterator[str]:
 
 
 @cache
-def _names_of(cls: type) -> frozenset[str]:
+def _collect_names(cls: type) -> frozenset[str]:
     """Collect the names in the code of the modules of a class and its bases."""
     modules = {base.__module__ for base in cls.__mro__ if base.__module__.startswith(("torchrl.", "tensordict."))}
     specs = [importlib.import_module(name).__spec__ for name in modules]
@@ -68,7 +68,7 @@ def _names_of(cls: type) -> frozenset[str]:
 
 @cache
 def _has_all_names(cls: type, names: str, consequence: str) -> bool:
-    missing = [name for name in names.split() if name not in _names_of(cls)]
+    missing = [name for name in names.split() if name not in _collect_names(cls)]
     if missing:
         versions = f"torchrl {torchrl.__version__}, tensordict {tensordict.__version__}"
         warnings.warn(
