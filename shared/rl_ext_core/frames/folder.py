@@ -81,12 +81,12 @@ def as_corrupt_file(what: str) -> Iterator[None]:
 def write_json(path: Path, fields: dict[str, Any]) -> None:
     """Writes plain values and a checksum of them, in place of what the file held before."""
     fields = json.loads(json.dumps(fields))
-    beside = path.with_name(f"{path.name}.new")
-    with beside.open("w") as file:
+    temporary = path.with_name(f"{path.name}.new")
+    with temporary.open("w") as file:
         file.write(json.dumps({**fields, "checksum": checksum(fields)}))
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    temporary.replace(path)
 
 
 def read_json(path: Path, version: int) -> dict[str, Any]:
