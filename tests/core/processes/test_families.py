@@ -20,7 +20,7 @@ from tests.core.processes.groups import LIMIT_S, WorkerGroup, group, pair_with_s
 from tests.core.processes.targets import send_helper_pids
 
 
-def wait_until_gone(pids: Iterable[int]) -> None:
+def wait_until_ended(pids: Iterable[int]) -> None:
     end = time.monotonic() + LIMIT_S
     while left := [pid for pid in pids if _runs(pid)]:
         assert time.monotonic() < end, left
@@ -51,7 +51,7 @@ def test_what_a_worker_has_started_ends_when_it_fails_or_hangs(command: str, met
         fail(workers, command, timeout=0.3 if command in ("hang", "hang_in_c", "stop") else None)
         # What has a session of its own is known by the worker only, and so while that lives.
         dead_at_once = command in ("kill", "os_exit", "segfault")
-        wait_until_gone([*helpers[0], *helpers[1][: 2 if dead_at_once else 3]])
+        wait_until_ended([*helpers[0], *helpers[1][: 2 if dead_at_once else 3]])
         if dead_at_once:
             os.kill(helpers[1][2], signal.SIGKILL)
 
@@ -61,7 +61,7 @@ def test_what_workers_leave_behind_in_good_order_ends_only_if_they_are_watched()
         program, forked, apart = workers.ask(0, "start_helpers")
         workers.close()
         assert workers.workers[0].exitcode == 0
-        wait_until_gone([program, forked])
+        wait_until_ended([program, forked])
     context = get_context("forkserver")
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=send_helper_pids, args=(writer,))
@@ -78,7 +78,7 @@ def test_workers_of_workers_end_with_what_they_have_started(method: str) -> None
     with group(method, 2) as workers:
         program, apart = workers.ask(0, "start_nested_worker")
         fail(workers, "kill")
-        wait_until_gone([program])
+        wait_until_ended([program])
         with contextlib.suppress(ProcessLookupError):
             os.kill(apart, signal.SIGKILL)
 
@@ -112,7 +112,7 @@ def test_closing_has_an_end() -> None:
         for worker in (0, 1):
             workers.ask(worker, "close_slowly")
         assert "bad level" in str(fail(workers, "raise_bad_level"))
-        wait_until_gone([*helpers[0], *helpers[1][:2]])
+        wait_until_ended([*helpers[0], *helpers[1][:2]])
         os.kill(helpers[1][2], signal.SIGKILL)
 
 
@@ -140,7 +140,7 @@ def test_all_ends_with_the_parent(number: signal.Signals, method: str, tmp_path:
     assert parent.stdout is not None
     *apart, _, _, _, _, _, _, _ = pids = list(map(int, parent.stdout.readline().split()))
     parent.send_signal(number)
-    wait_until_gone(pids[len(apart) :])
+    wait_until_ended(pids[len(apart) :])
     for pid in apart:
         os.kill(pid, signal.SIGKILL)
     parent.communicate()
