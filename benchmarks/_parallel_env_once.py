@@ -20,7 +20,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from torchrl.envs import GymEnv, GymWrapper, ParallelEnv
 
 import torchrl_ext
-from benchmarks.measure import interleaved
+from benchmarks.measure import time_in_turns
 from benchmarks.processes import descendants_of, cpu_s, private_mib, proportional_mib
 
 ROLLOUT = 20
@@ -163,8 +163,8 @@ def steps(kind: str, rounds: int) -> dict[str, list[float]]:
         return lambda: env.rollout(length, break_when_any_done=False)
 
     competitors = {name: rollout(env) for name, env in envs.items()}
-    interleaved(competitors, rounds=2)
-    seconds = interleaved(competitors, rounds=rounds)
+    time_in_turns(competitors, rounds=2)
+    seconds = time_in_turns(competitors, rounds=rounds)
     for env in envs.values():
         env.close()
     return {name: (column / length).tolist() for name, column in seconds.items()}

@@ -34,7 +34,7 @@ from stable_baselines3.common.vec_env import VecFrameStack
 from tqdm import tqdm
 
 from benchmarks import memory, recordings
-from benchmarks.measure import interleaved, machine, resident_bytes, sampling_speedup, speedup
+from benchmarks.measure import time_in_turns, machine, resident_bytes, sampling_speedup, speedup
 from benchmarks.processes import run_module
 from benchmarks.replay import Recording
 from sb3_ext import (
@@ -190,8 +190,8 @@ def on_policy(name: str, *, codec: str) -> str:
         for label, ours in (("plain", False), ("ours", True))
     }
     turns = {label: iteration(buffer) for label, buffer in buffers.items()}
-    interleaved(turns, rounds=2)
-    speed = speedup(interleaved(turns, rounds=20, clock=time.thread_time), "ours", than="plain")
+    time_in_turns(turns, rounds=2)
+    speed = speedup(time_in_turns(turns, rounds=20, clock=time.thread_time), "ours", than="plain")
     plain, ours = (bytes_per_transition("ppo", name, ours=ours, codec=codec) for ours in (False, True))
     before = bytes_per_transition("ppo", name, ours=True, codec=codec, collecting=True)
     return f"{'ppo':6} {name:10} {plain:9,.0f} {ours:7,.0f} {plain / ours:6.0f}× {speed:6.2f}× ({plain / before:.0f}×)"
@@ -223,8 +223,8 @@ def compare_learning(name: str, *, codec: str, rounds: int) -> str:
         return lambda: of.learn(ROLLOUT * N_ENVS, reset_num_timesteps=False)
 
     turns = {label: learn(of) for label, of in pair.items()}
-    interleaved(turns, rounds=1)
-    seconds = interleaved(turns, rounds=rounds, clock=time.thread_time)
+    time_in_turns(turns, rounds=1)
+    seconds = time_in_turns(turns, rounds=rounds, clock=time.thread_time)
     ratios = seconds["ours"] / seconds["plain"]
     return (
         f"learn({ROLLOUT * N_ENVS}) on {name}: {np.median(seconds['plain']):.2f} s with SB3's buffer, with ours "

@@ -29,7 +29,7 @@ from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from benchmarks.gym_vec_env import make_stepper
-from benchmarks.measure import interleaved, machine, options_with_names, record, speedup
+from benchmarks.measure import time_in_turns, machine, options_with_names, record, speedup
 from benchmarks.processes import descendants_of, own_cpu_s
 from sb3_ext import GymVecEnv, SharedMemoryVecEnv
 
@@ -78,7 +78,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
         "AsyncVectorEnv": AsyncVectorEnv([build] * count),
     }
     competitors = {label: make_stepper(env, actions) for label, env in envs.items()}
-    seconds = interleaved(competitors, rounds=options.rounds, clock=cpu_time if options.cpu else time.perf_counter)
+    seconds = time_in_turns(competitors, rounds=options.rounds, clock=cpu_time if options.cpu else time.perf_counter)
     print(f"\n{task}: frames a {'CPU ' * options.cpu}second of {count} environments, and per cent of EnvPool alone")
     figures = {}
     for label, found in seconds.items():

@@ -25,7 +25,7 @@ import torch
 from gymnasium.vector import SyncVectorEnv, VectorWrapper
 from stable_baselines3.common.vec_env import DummyVecEnv
 
-from benchmarks.measure import interleaved, format_ratio, machine, options_with_names, speedup
+from benchmarks.measure import time_in_turns, format_ratio, machine, options_with_names, speedup
 from sb3_ext import GymVecEnv
 
 Run = Callable[[], object]
@@ -69,7 +69,7 @@ def make_single_env_stepper(actions: Any) -> Run:
 def cartpole(options: argparse.Namespace) -> None:
     """Environments of Python: through the batches of SyncVectorEnv, or around them."""
     actions = np.random.default_rng(0).integers(2, size=(200, COUNT))
-    seconds = interleaved(
+    seconds = time_in_turns(
         {
             "DummyVecEnv": make_stepper(DummyVecEnv([build] * COUNT), actions),
             "ours": make_stepper(GymVecEnv(SyncVectorEnv([build] * COUNT)), actions),
@@ -111,7 +111,7 @@ def measure_isaac_like(options: argparse.Namespace) -> None:
         competitors["Sb3VecEnvWrapper"] = make_stepper(
             module.Sb3VecEnvWrapper(env(), action_low=-100.0, action_high=100.0), actions
         )
-    seconds = interleaved(competitors, rounds=options.rounds, clock=time.thread_time)
+    seconds = time_in_turns(competitors, rounds=options.rounds, clock=time.thread_time)
     print(f"\ntorch: microseconds of an adapter for a step of {MANY} environments")
     added = {name: (found - seconds["bare"]) / len(actions) * 1e6 for name, found in seconds.items()}
     for name, found in list(added.items())[1:]:

@@ -32,7 +32,7 @@ from torchrl.envs import GymWrapper as Upstream
 from torchrl.envs.libs.isaac_lab import IsaacLabWrapper
 
 from benchmarks import isaac_like
-from benchmarks.measure import interleaved, format_ratio, machine, options_with_names, record, speedup
+from benchmarks.measure import time_in_turns, format_ratio, machine, options_with_names, record, speedup
 from torchrl_ext import GymWrapper
 
 Run = Callable[[], object]
@@ -199,8 +199,8 @@ def print_overheads(
 
 def time_rounds(competitors: Mapping[str, Run], rounds: int) -> dict[str, np.ndarray]:
     """Seconds of each competitor, by rounds, after two that do not count."""
-    interleaved(competitors, rounds=2)
-    return interleaved(competitors, rounds=rounds, clock=time.thread_time)
+    time_in_turns(competitors, rounds=2)
+    return time_in_turns(competitors, rounds=rounds, clock=time.thread_time)
 
 
 def print_row(label: str, seconds: list[np.ndarray], ratio: float, bar: float | None, steps: int) -> None:

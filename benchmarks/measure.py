@@ -64,7 +64,7 @@ def options_with_names(
     return options
 
 
-def interleaved(
+def time_in_turns(
     competitors: Mapping[str, Callable[[], object]],
     *,
     rounds: int,
@@ -106,8 +106,8 @@ def sampling_speedup(
     :param draws: batches in a row; one is held while the next one is drawn, as a training loop does.
     """
     competitors = {"plain": _sampler(plain, batch_size, draws), "ours": _sampler(ours, batch_size, draws)}
-    interleaved(competitors, rounds=3)
-    return speedup(interleaved(competitors, rounds=rounds, clock=clock), "ours", than="plain")
+    time_in_turns(competitors, rounds=3)
+    return speedup(time_in_turns(competitors, rounds=rounds, clock=clock), "ours", than="plain")
 
 
 def _sampler(buffer: Any, batch_size: int, draws: int) -> Callable[[], None]:

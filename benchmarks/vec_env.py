@@ -25,7 +25,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from benchmarks import _vec_env_worlds as worlds
-from benchmarks.measure import interleaved, format_ratio, machine, options_with_names, record, speedup
+from benchmarks.measure import time_in_turns, format_ratio, machine, options_with_names, record, speedup
 from benchmarks.processes import run_module
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import RayVecEnv, SharedMemoryVecEnv
@@ -92,7 +92,7 @@ def rates(name: str, build: Callable[[], Any], n_envs: int, count: int, rounds: 
         }
         for competitor, bare in BARE.items():
             runs[bare] = lambda workers=made[competitor]: workers.env_method("step_many", count)  # type: ignore[misc]
-        seconds = interleaved(runs, rounds=rounds)
+        seconds = time_in_turns(runs, rounds=rounds)
     for competitor, found in seconds.items():
         bar = BARS.get((name, competitor))
         verdict = format_ratio(speedup(seconds, competitor, than=THEIRS), None if name == "busy" else bar)
@@ -132,7 +132,7 @@ def ray(rounds: int, n_envs: int) -> None:
     for name, build, count in (("CartPole", worlds.cart_pole, 100), ("a millisecond", worlds.busy, 20)):
         print(f"\nray, {name}: steps a second of {n_envs} environments in 2 workers")
         made = {competitor: kind([build] * n_envs, n_workers=2) for competitor, kind in WITH_RAY.items()}
-        seconds = interleaved(
+        seconds = time_in_turns(
             {competitor: make_stepper(venv, count) for competitor, venv in made.items()}, rounds=rounds
         )
         for competitor, found in seconds.items():
@@ -152,7 +152,7 @@ def vector(rounds: int, n_envs: int) -> None:
             OURS: SharedMemoryVectorEnv(env_fns),
             SHARING: SharedMemoryVectorEnv(env_fns, n_workers=2),
         }
-        seconds = interleaved(
+        seconds = time_in_turns(
             {competitor: _stepping_vector(env, count) for competitor, env in made.items()}, rounds=rounds
         )
         for competitor, found in seconds.items():
@@ -194,7 +194,7 @@ def learn(rounds: int, n_envs: int) -> None:
         model.set_logger(Logger(None, []))
         runs[competitor] = lambda model=model: model.learn(timesteps)  # type: ignore[misc]
         runs[competitor]()
-    seconds = interleaved(runs, rounds=rounds)
+    seconds = time_in_turns(runs, rounds=rounds)
     for venv in made.values():
         venv.close()
     for competitor, found in seconds.items():
