@@ -383,7 +383,7 @@ def recipe_of_callable(build: Any, origin: str, to_source: str, *, takes_argumen
 
     :raises NotCopyableError: it holds what cannot be pickled
     """
-    loaded = (build, record.specs_named_by(build))
+    loaded = (build, record.named_specs(build))
     # What an instance was made by is unpickled each time too: copies do not share what they are made of.
     reload_each_time = not takes_arguments or any(map(walk.is_layer, record.referenced_values(build)))
     parameters = _parameters(build) if takes_arguments else ()

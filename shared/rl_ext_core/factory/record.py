@@ -383,7 +383,7 @@ def _make_game(game: str, **kwargs: Any) -> Any:
     return stable_retro.make(game, **{"render_mode": "rgb_array", **kwargs})
 
 
-def specs_named_by(build: Any) -> list[Any]:
+def named_specs(build: Any) -> list[Any]:
     """Return the specifications of ids that a function's code or a call names, except gymnasium's own.
 
     Where a script or a notebook has registered them, a worker has not.
