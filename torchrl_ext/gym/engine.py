@@ -67,7 +67,7 @@ class Engine:
         self.env, self.frame_skip = wrapper._env, wrapper.wrapper_frame_skip
         self.batch_size, self.device = wrapper.batch_size, wrapper.device
         env, batch_size, device, keys = self.env, self.batch_size, self.device, wrapper.action_keys
-        self._leaves, self._key, self._missing = _leaves_of(observation), key, options["missing_final_obs"]
+        self._leaves, self._key, self._missing_final_obs = _leaves_of(observation), key, options["missing_final_obs"]
         self._keys = tuple(self._leaves)
         self.nested_keys = tuple(name for name, part in self._leaves.items() if isinstance(part, dict))
         # None: the environment's action is a dict.
@@ -97,7 +97,7 @@ class Engine:
                 env,
                 autoreset_mode=options["autoreset_mode"],
                 uses_torch=env_type == "torch",
-                missing_final_obs=self._missing,
+                missing_final_obs=self._missing_final_obs,
             )
             # Asking a GPU whether anything is done makes the step wait for it; a reset of some rows has to.
             is_cpu = device is None or device.type == "cpu"
@@ -167,7 +167,7 @@ class Engine:
         find = self._stepper.final_observation
         if rows is None:
             final = find(None, info)
-            is_lost = final is None and self._missing == "error" and bool(mask.any())
+            is_lost = final is None and self._missing_final_obs == "error" and bool(mask.any())
             if is_lost or (final is not None and not (self._starts is None and _has_row_per_env(final, mask.numel()))):
                 rows = mask.nonzero().view(-1)
         if rows is not None:
