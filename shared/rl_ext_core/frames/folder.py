@@ -273,7 +273,7 @@ class StoreFolder:
         self.options: dict[str, Any] = json.loads(json.dumps(options))
         if repair and not any(self.path.glob("frames-*")):
             raise InvalidArgumentError(f"storage_dir={str(self.path)!r} holds no store")
-        self._made = not self.path.exists()
+        self._created = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             foreign = sorted(entry.name for entry in self.path.iterdir() if not _is_ours(entry))
@@ -536,7 +536,7 @@ class StoreFolder:
 
     def abandon(self) -> None:
         """Closes it, and leaves nothing where nothing was."""
-        goes = self._made and self._is_there()
+        goes = self._created and self._is_there()
         self.close()
         if goes:
             shutil.rmtree(self.path, ignore_errors=True)
