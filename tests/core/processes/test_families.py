@@ -22,12 +22,12 @@ from tests.core.processes.targets import send_helper_pids
 
 def wait_until_ended(pids: Iterable[int]) -> None:
     end = time.monotonic() + LIMIT_S
-    while left := [pid for pid in pids if _runs(pid)]:
+    while left := [pid for pid in pids if _is_running(pid)]:
         assert time.monotonic() < end, left
         time.sleep(0.01)
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -69,7 +69,7 @@ def test_what_workers_leave_behind_in_good_order_ends_only_if_they_are_watched()
     pids = [apart, *reader.recv()]
     process.join()
     time.sleep(0.2)  # in which it would be killed
-    assert all(map(_runs, pids))
+    assert all(map(_is_running, pids))
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
 
