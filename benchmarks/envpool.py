@@ -29,7 +29,7 @@ from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from benchmarks.gym_vec_env import make_stepper
-from benchmarks.measure import time_in_turns, machine, options_with_names, record, speedup
+from benchmarks.measure import time_in_turns, machine, parse_options, record, speedup
 from benchmarks.processes import descendants_of, own_cpu_s
 from sb3_ext import GymVecEnv, SharedMemoryVecEnv
 
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--envs", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--cpu", action="store_true", help="measure CPU time")
-    options = options_with_names(parser, PARTS)
+    options = parse_options(parser, PARTS)
     try:
         import envpool  # noqa: F401
     except ImportError:

@@ -25,7 +25,7 @@ import torch
 from gymnasium.vector import SyncVectorEnv, VectorWrapper
 from stable_baselines3.common.vec_env import DummyVecEnv
 
-from benchmarks.measure import time_in_turns, format_ratio, machine, options_with_names, speedup
+from benchmarks.measure import time_in_turns, format_ratio, machine, parse_options, speedup
 from sb3_ext import GymVecEnv
 
 Run = Callable[[], object]
@@ -129,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gym_vec_env", description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--isaac-wrapper", metavar="PATH", help="Isaac Lab's isaaclab_rl/sb3.py")
-    options = options_with_names(parser, PARTS)
+    options = parse_options(parser, PARTS)
     print(machine())
     for name in options.names:
         PARTS[name](options)

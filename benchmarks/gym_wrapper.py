@@ -32,7 +32,7 @@ from torchrl.envs import GymWrapper as Upstream
 from torchrl.envs.libs.isaac_lab import IsaacLabWrapper
 
 from benchmarks import isaac_like
-from benchmarks.measure import time_in_turns, format_ratio, machine, options_with_names, record, speedup
+from benchmarks.measure import time_in_turns, format_ratio, machine, parse_options, record, speedup
 from torchrl_ext import GymWrapper
 
 Run = Callable[[], object]
@@ -343,7 +343,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gym_wrapper", description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--isaac-wrapper", type=Path, help="vecenv_wrapper.py of Isaac Lab's isaaclab_rl.torchrl")
-    options = options_with_names(parser, [*NUMPY_ENVS, "vector", "torch"], metavar="environment")
+    options = parse_options(parser, [*NUMPY_ENVS, "vector", "torch"], metavar="environment")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     logging.getLogger("torchrl").setLevel(logging.WARNING)

@@ -28,7 +28,7 @@ from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from benchmarks.measure import format_ratio, machine, options_with_names, record
+from benchmarks.measure import format_ratio, machine, parse_options, record
 from sb3_ext import GymVecEnv
 from torchrl_ext import GymWrapper
 
@@ -157,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=main.__doc__)
     parser.add_argument("--envs", nargs="+", choices=ENVS, default=list(ENVS))
     parser.add_argument("--seeds", type=int, default=3)
-    options = options_with_names(parser, PARTS)
+    options = parse_options(parser, PARTS)
     torch.set_num_threads(1)
     print(machine())
     for name in options.names:

@@ -49,7 +49,7 @@ def machine() -> str:
     return f"{os.cpu_count()} cores of {model}, {platform.system()}, Python {platform.python_version()}"
 
 
-def options_with_names(
+def parse_options(
     parser: argparse.ArgumentParser, names: Collection[str], *, metavar: str = "part"
 ) -> argparse.Namespace:
     """Parses the command line, on which ``names`` may be some of these; all where there is none.

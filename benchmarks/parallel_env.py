@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import format_ratio, machine, options_with_names, speedup
+from benchmarks.measure import format_ratio, machine, parse_options, speedup
 from benchmarks.processes import run_module
 
 LIBRARIES = ("TorchRL", "ours")
@@ -198,7 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parallel_env", description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=4)
-    options = options_with_names(parser, PARTS)
+    options = parse_options(parser, PARTS)
     print(machine())
     for name in options.names:
         PARTS[name](options.rounds, options.workers)

@@ -25,7 +25,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from benchmarks import _vec_env_worlds as worlds
-from benchmarks.measure import time_in_turns, format_ratio, machine, options_with_names, record, speedup
+from benchmarks.measure import time_in_turns, format_ratio, machine, parse_options, record, speedup
 from benchmarks.processes import run_module
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import RayVecEnv, SharedMemoryVecEnv
@@ -253,7 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vec_env", description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--envs", type=int, default=8)
-    options = options_with_names(parser, PARTS)
+    options = parse_options(parser, PARTS)
     print(machine())
     for name in options.names:
         PARTS[name](options.rounds, options.envs)
