@@ -428,7 +428,7 @@ def referenced_values(build: Any) -> Iterator[Any]:
 # own modules are never among them: they change between two runs of a notebook cell.
 # What one import brings along needs no other name: each list has a fork server of its own, which takes time to start
 # and memory to keep. Hence the module that brings all of a package, where there is one.
-_SAFE: dict[str, str | None] = {
+_PRELOADABLE: dict[str, str | None] = {
     "gymnasium": "gymnasium",
     "tensordict": "tensordict",
     "torch": "torch",
@@ -453,7 +453,7 @@ def merged_modules(*lists: Iterable[str]) -> tuple[str, ...]:
 def safe_to_preload(names: Iterable[str]) -> tuple[str, ...]:
     """Keep those that a fork server may import once for all workers."""
     whole, tops = "gymnasium.envs.mujoco", {name: name.partition(".")[0] for name in names}
-    safe = {name: _SAFE[top] or name for name, top in tops.items() if top in _SAFE}
+    safe = {name: _PRELOADABLE[top] or name for name, top in tops.items() if top in _PRELOADABLE}
     return merged_modules(whole if name.startswith(whole) else module for name, module in safe.items())
 
 
