@@ -39,7 +39,7 @@ def _as_operation(name: str, phase: str | None = None, *, drains: bool = False) 
         with self._operation(phase or name):
             result = method(self, *args, **kwargs)
             if drains:
-                self._drain()
+                self._drain_answers()
             return result
 
     return call
@@ -133,7 +133,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         if owner._has_open_call or (watch is not None and watch.is_closing):
             owner._kill_workers()
 
-    def _drain(self) -> None:
+    def _drain_answers(self) -> None:
         """Read what the workers have still to say, so that no later call takes it for its own answer."""
         for channel in self.parent_channels:
             channel.send((_PING, ((), {})))
@@ -280,7 +280,7 @@ class _Operation:
             return
         try:
             if isinstance(error, Exception) and watch.failure is None:
-                self._drain()
+                self._drain_answers()
             self._watch_operation.__exit__(kind, error, where)
             # Where upstream waits for flags, it was woken by these, and has read what the worker did not write.
             with watch.operation(self._phase):
@@ -294,10 +294,10 @@ class _Operation:
         else:
             owner._kill_workers()
 
-    def _drain(self) -> None:
+    def _drain_answers(self) -> None:
         # A worker may have failed meanwhile, which is told in a better way.
         with contextlib.suppress(EOFError, OSError):
-            self._env._drain()
+            self._env._drain_answers()
 
 
 class _WorkerCall(upstream._dispatch_caller_parallel):
