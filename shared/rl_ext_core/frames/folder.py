@@ -285,14 +285,14 @@ class StoreFolder:
                 f"folder, for example storage_dir={str(self.path / 'buffer')!r}"
             )
         self._hold_lock(_locked(self.path / "lock"))
-        self._be_new(capacity)
+        self._reset(capacity)
         try:
             self._open()
         except BaseException:
             self.abandon()
             raise
 
-    def _be_new(self, capacity: int) -> None:
+    def _reset(self, capacity: int) -> None:
         self._identity, self._numbers = os.urandom(16), [0]
         self.settings: dict[str, Any] | None = None
         self.rows, self.journal = RowArrays(capacity), None
@@ -380,7 +380,7 @@ class StoreFolder:
         """Deletes a store that holds nothing."""
         self._mark_half_made()
         (self.path / MANIFEST).unlink(missing_ok=True)
-        self._be_new(self.rows.n_rows)
+        self._reset(self.rows.n_rows)
         self._clear()
 
     def _file(self, name: str, *, new: bool = False) -> RegionFile:
