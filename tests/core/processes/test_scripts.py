@@ -75,7 +75,7 @@ class Program:
         script.write_text(SCRIPT.format(method=method, top=dedent(top), body=body, guard=guard))
         return self.run([str(script)], **options)
 
-    def ended(self, method: str, body: str, **options: str) -> tuple[int, str]:
+    def run_to_end(self, method: str, body: str, **options: str) -> tuple[int, str]:
         """Run a script; return its exit code and what it has printed as errors."""
         process = self.start(method, body, **options)
         _, errors = process.communicate(timeout=LIMIT_S)
@@ -158,19 +158,19 @@ def session_of(pid: int) -> list[psutil.Process]:
 def test_error_that_ends_a_script(
     method: str, body: str, top: str, guard: str, once: list[str], program: Program
 ) -> None:
-    code, errors = program.ended(method, body, top=top, guard=guard)
+    code, errors = program.run_to_end(method, body, top=top, guard=guard)
     assert code == 1
     assert [len(re.findall(pattern, errors)) for pattern in once] == [1] * len(once), errors
 
 
 @pytest.mark.parametrize("method", UNPICKLING_METHODS)
 def test_script_without_guard_whose_workers_need_nothing_of_it(method: str, program: Program) -> None:
-    assert program.ended(method, ASK.format(command="pid"), guard="") == (0, "")
+    assert program.run_to_end(method, ASK.format(command="pid"), guard="") == (0, "")
 
 
 def test_missing_guard_is_explained_where_the_script_raises_an_error_of_its_own(program: Program) -> None:
     body = f"try:\n{indent(START, '    ')}\nexcept Exception as error:\n    raise ValueError('no training') from error"
-    assert re.search(EXPLAINED, program.ended("spawn", body, guard="")[1])
+    assert re.search(EXPLAINED, program.run_to_end("spawn", body, guard="")[1])
 
 
 def clear_sockets(program: Program) -> None:
@@ -190,7 +190,7 @@ def test_workers_that_only_just_start_do_not_outlive_their_parent(method: str, p
 
 @pytest.mark.sample(ci=2)
 def test_the_exit_of_the_interpreter_does_not_wait_for_watched_workers(method: str, program: Program) -> None:
-    assert program.ended(method, OPEN + "    workers.pipes[1].send('hang')\n    sys.exit(7)") == (7, "")
+    assert program.run_to_end(method, OPEN + "    workers.pipes[1].send('hang')\n    sys.exit(7)") == (7, "")
 
 
 @pytest.mark.sample(quick=2, ci=4)
@@ -243,7 +243,7 @@ def test_functions_of_the_main_module_run_in_workers(method: str, program: Progr
         assert type(watch.failure.exception) is MineError, watch.failure
         watch.stop()
     """
-    assert program.ended(method, body, top=top) == (0, "")
+    assert program.run_to_end(method, body, top=top) == (0, "")
 
 
 def test_the_users_choice_of_a_start_method_stays_free(program: Program) -> None:
@@ -254,7 +254,7 @@ def test_the_users_choice_of_a_start_method_stays_free(program: Program) -> None
         assert multiprocessing.get_start_method(allow_none=True) is None
         multiprocessing.set_start_method("spawn")
     """
-    assert program.ended("forkserver", body) == (0, "")
+    assert program.run_to_end("forkserver", body) == (0, "")
 
 
 def test_the_package_need_not_be_installed(program: Program) -> None:
