@@ -191,7 +191,7 @@ def on_policy(name: str, *, codec: str) -> str:
     }
     turns = {label: iteration(buffer) for label, buffer in buffers.items()}
     time_in_turns(turns, rounds=2)
-    speed = speedup(time_in_turns(turns, rounds=20, clock=time.thread_time), "ours", than="plain")
+    speed = speedup(time_in_turns(turns, rounds=20, clock=time.thread_time), "ours", baseline="plain")
     plain, ours = (bytes_per_transition("ppo", name, ours=ours, codec=codec) for ours in (False, True))
     before = bytes_per_transition("ppo", name, ours=True, codec=codec, collecting=True)
     return f"{'ppo':6} {name:10} {plain:9,.0f} {ours:7,.0f} {plain / ours:6.0f}× {speed:6.2f}× ({plain / before:.0f}×)"

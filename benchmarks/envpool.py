@@ -82,7 +82,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
     print(f"\n{task}: frames a {'CPU ' * options.cpu}second of {count} environments, and per cent of EnvPool alone")
     figures = {}
     for label, found in seconds.items():
-        figures[label] = 100 * speedup(seconds, label, than=RAW)
+        figures[label] = 100 * speedup(seconds, label, baseline=RAW)
         print(f"{label:28}{steps * count * frames / np.median(found):>12,.0f}{figures[label]:>8.1f} %")
         envs[label].close()
     record("envpool", f"{name}{' (CPU time)' * options.cpu}", **figures)

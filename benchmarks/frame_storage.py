@@ -81,13 +81,13 @@ def bytes_per_transition(game: str, name: str, size: int) -> float:
     return grown / count
 
 
-def speed(game: str, than: str, codec: str, size: int, *, batch_size: int, draws: int, rounds: int) -> float:
+def speed(game: str, baseline: str, codec: str, size: int, *, batch_size: int, draws: int, rounds: int) -> float:
     """How many times as fast ``FrameStorage`` samples as the other one."""
-    pair = {name: TensorDictReplayBuffer(storage=storage(name, size)) for name in (than, codec)}
+    pair = {name: TensorDictReplayBuffer(storage=storage(name, size)) for name in (baseline, codec)}
     for batch in batches(game, size):
         for name, buffer in pair.items():
             buffer.extend(layout_for(name, batch.clone()))
-    return sampling_speedup(pair[codec], pair[than], batch_size, rounds=rounds, draws=draws)
+    return sampling_speedup(pair[codec], pair[baseline], batch_size, rounds=rounds, draws=draws)
 
 
 def main() -> None:

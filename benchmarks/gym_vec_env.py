@@ -82,7 +82,7 @@ def cartpole(options: argparse.Namespace) -> None:
     )
     print(f"\ncartpole: steps a second of {COUNT} environments")
     for name, found in seconds.items():
-        verdict = format_ratio(speedup(seconds, name, than="DummyVecEnv"), 1.5 if name == "ours" else None)
+        verdict = format_ratio(speedup(seconds, name, baseline="DummyVecEnv"), 1.5 if name == "ours" else None)
         print(f"{name:28}{len(actions) * COUNT / np.median(found):>12,.0f}  {verdict}")
 
 
@@ -117,7 +117,7 @@ def measure_isaac_like(options: argparse.Namespace) -> None:
     for name, found in list(added.items())[1:]:
         verdict = ""
         if options.isaac_wrapper and name.startswith("ours"):
-            verdict = format_ratio(speedup(added, name, than="Sb3VecEnvWrapper"), 3.0 if name == "ours" else None)
+            verdict = format_ratio(speedup(added, name, baseline="Sb3VecEnvWrapper"), 3.0 if name == "ours" else None)
         print(f"{name:28}{np.median(found):>12,.0f}  {verdict}")
 
 

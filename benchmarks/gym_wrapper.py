@@ -244,7 +244,7 @@ def measure_numpy_env(name: str, rounds: int) -> None:
         least = dict(alone(run)) if run is make_transformed_stepper else {}
         seconds = time_rounds({"bare": bare(make(), actions, steps), **dict(wrapped(run)), **least}, rounds)
         for device, (label, (theirs, ours, _)) in zip(DEVICES, pairs.items(), strict=True):
-            ratio = speedup(seconds, ours, than=theirs)
+            ratio = speedup(seconds, ours, baseline=theirs)
             print_row(f"{label}, {loop}", [seconds[theirs], seconds[ours]], ratio, bar, steps)
             if least:
                 loop_itself = seconds[f"free {device}"]

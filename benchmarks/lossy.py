@@ -106,7 +106,7 @@ def measure_recording(name: str, data: Path) -> list[str]:
             sampling_speedup(ours, plain, batch_size, rounds=max(DRAWS // 10 * 32 // batch_size, 8))
             for batch_size in (32, 256)
         ]
-        speeds.append(speedup(adding, way, than="plain"))
+        speeds.append(speedup(adding, way, baseline="plain"))
         columns = " ".join(f"{speed:5.2f}×" for speed in speeds)
         lines.append(
             f"{name:21} {way:19} {per_transition:7.0f} {plain_bytes / per_transition:6.1f}× {columns} "

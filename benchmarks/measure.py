@@ -86,9 +86,9 @@ def time_in_turns(
     return seconds
 
 
-def speedup(seconds: Mapping[str, np.ndarray], name: str, *, than: str) -> float:
+def speedup(seconds: Mapping[str, np.ndarray], name: str, *, baseline: str) -> float:
     """The median of the ratios, round by round: above 1, ``name`` is the faster one."""
-    return float(np.median(seconds[than] / seconds[name]))
+    return float(np.median(seconds[baseline] / seconds[name]))
 
 
 def sampling_speedup(
@@ -107,7 +107,7 @@ def sampling_speedup(
     """
     competitors = {"plain": _sampler(plain, batch_size, draws), "ours": _sampler(ours, batch_size, draws)}
     time_in_turns(competitors, rounds=3)
-    return speedup(time_in_turns(competitors, rounds=rounds, clock=clock), "ours", than="plain")
+    return speedup(time_in_turns(competitors, rounds=rounds, clock=clock), "ours", baseline="plain")
 
 
 def _sampler(buffer: Any, batch_size: int, draws: int) -> Callable[[], None]:

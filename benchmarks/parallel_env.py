@@ -139,7 +139,7 @@ def steps(rounds: int, workers: int) -> None:
     for kind, label in (("CartPole", "CartPole"), ("busy", "CartPole that takes 2 ms")):
         seconds = {name: np.array(column) for name, column in run_once("steps", kind, 10 * rounds).items()}
         for ours, form in (("ours", "the same lambda"), ("ours, an instance", "an instance")):
-            ratio = speedup(seconds, ours, than="TorchRL")
+            ratio = speedup(seconds, ours, baseline="TorchRL")
             columns = (f"{np.median(seconds[name]) * 1e3:.2f}" for name in ("TorchRL", ours))
             print_row(f"{label}, {form}", *columns, verdict=format_ratio(ratio, SPEED_BAR))
 

@@ -72,7 +72,7 @@ def measure(name: str, *, codec: str, block_length: int | None, draws: int, step
     speeds = [sampling_speedup(ours, plain, size, **turns) for size in (32, 256)]
     ours.num_threads = 2
     speeds.append(sampling_speedup(ours, plain, 256, **turns, clock=time.perf_counter))
-    adds = [speedup(seconds, "ours", than="plain") for seconds in laps]
+    adds = [speedup(seconds, "ours", baseline="plain") for seconds in laps]
 
     row_bytes = plain.actions.itemsize * plain.action_dim + 12
     plain_bytes = 2 * plain.observations[0, 0].nbytes + row_bytes

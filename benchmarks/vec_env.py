@@ -95,16 +95,16 @@ def rates(name: str, build: Callable[[], Any], n_envs: int, count: int, rounds: 
         seconds = time_in_turns(runs, rounds=rounds)
     for competitor, found in seconds.items():
         bar = BARS.get((name, competitor))
-        verdict = format_ratio(speedup(seconds, competitor, than=THEIRS), None if name == "busy" else bar)
+        verdict = format_ratio(speedup(seconds, competitor, baseline=THEIRS), None if name == "busy" else bar)
         if competitor in BARE:
-            share = speedup(seconds, competitor, than=BARE[competitor])
+            share = speedup(seconds, competitor, baseline=BARE[competitor])
             verdict += "   " + format_ratio(share, bar if name == "busy" else None, " of bare")
         rate = count * n_envs / np.median(found)
         record(
             "vec_env",
             f"{name}: {competitor}",
             steps_per_second=rate,
-            ratio=speedup(seconds, competitor, than=THEIRS),
+            ratio=speedup(seconds, competitor, baseline=THEIRS),
         )
         print_row(competitor, f"{rate:,.0f}", verdict=verdict)
 
@@ -136,7 +136,7 @@ def ray(rounds: int, n_envs: int) -> None:
             {competitor: make_stepper(venv, count) for competitor, venv in made.items()}, rounds=rounds
         )
         for competitor, found in seconds.items():
-            ratio = format_ratio(speedup(seconds, competitor, than=SharedMemoryVecEnv.__name__), None)
+            ratio = format_ratio(speedup(seconds, competitor, baseline=SharedMemoryVecEnv.__name__), None)
             print_row(competitor, f"{count * n_envs / np.median(found):,.0f}", verdict=ratio)
             made[competitor].close()
     cluster.shutdown()
@@ -157,7 +157,7 @@ def vector(rounds: int, n_envs: int) -> None:
         )
         for competitor, found in seconds.items():
             bar = None if competitor == "AsyncVectorEnv" else 3.0
-            verdict = format_ratio(speedup(seconds, competitor, than="AsyncVectorEnv"), bar)
+            verdict = format_ratio(speedup(seconds, competitor, baseline="AsyncVectorEnv"), bar)
             print_row(competitor, f"{count * n_envs / np.median(found):,.0f}", verdict=verdict)
             made[competitor].close()
 
@@ -198,7 +198,7 @@ def learn(rounds: int, n_envs: int) -> None:
     for venv in made.values():
         venv.close()
     for competitor, found in seconds.items():
-        verdict = format_ratio(speedup(seconds, competitor, than=THEIRS), BARS.get(("learn", competitor)))
+        verdict = format_ratio(speedup(seconds, competitor, baseline=THEIRS), BARS.get(("learn", competitor)))
         print_row(competitor, f"{timesteps / np.median(found):,.0f}", verdict=verdict)
 
 
