@@ -437,7 +437,7 @@ _PRELOADABLE: dict[str, str | None] = {
     **dict.fromkeys(("ale_py", "dm_control", "dm_env", "dmlab2d", "meltingpot", "mujoco", "pettingzoo", "vmas")),
     "rl_ext_core": None,
 }
-_BRINGS = {
+_IMPORTED_WITH = {
     "torchrl_ext": {"gymnasium", "tensordict", "torch", "torchrl.envs"},
     "torchrl.envs": {"tensordict", "torch"},
 }
@@ -446,7 +446,7 @@ _BRINGS = {
 def merged_modules(*lists: Iterable[str]) -> tuple[str, ...]:
     """Return one list for several, the same one whatever their order is."""
     names = {name for names in lists for name in names}
-    brought = {other for name in names for other in _BRINGS.get(name, ())}
+    brought = {other for name in names for other in _IMPORTED_WITH.get(name, ())}
     return tuple(sorted(names - brought))
 
 
