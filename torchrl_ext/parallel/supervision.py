@@ -149,11 +149,11 @@ class SupervisedEnv(upstream.ParallelEnv):
         watch = self._watch
         if watch is not None:
             self._failure_summary = "a call was interrupted" if watch.failure is None else watch.failure.summary
-            self._release(watch)
+            self._release_workers(watch)
             torch.set_num_threads(self._threads)
         self._has_open_call = False
 
-    def _release(self, watch: processes.Watch) -> None:
+    def _release_workers(self, watch: processes.Watch) -> None:
         """Let go of the workers, the channels to them and the memory that they share."""
         watch.kill()
         watch.stop()
@@ -169,7 +169,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         if not self._closing or watch is None:
             return  # upstream has found a dead worker and will raise: the operation says which and why
         if not watch.is_owner:
-            return self._release(watch)  # in a forked child, whose parent goes on with them
+            return self._release_workers(watch)  # in a forked child, whose parent goes on with them
         limit = None if math.isinf(self.shutdown_timeout) else self.shutdown_timeout
         members = list(zip(self.parent_channels, self._workers, strict=True))
         try:
@@ -190,7 +190,7 @@ class SupervisedEnv(upstream.ParallelEnv):
             what = str(error).partition(";")[0]
             _log.warning("%s: the workers were ended. ParallelEnv(shutdown_timeout=None) waits for them", what)
         else:
-            self._release(watch)
+            self._release_workers(watch)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """End the workers.
