@@ -310,7 +310,7 @@ class StoreFolder:
         found = read_json(manifest, FORMAT_VERSION)
         if self.repair:
             self.options = found["options"]
-        self._check_same(found["options"])
+        self._check_options(found["options"])
         with as_corrupt_file(f"{manifest} is"):
             self._identity, self._numbers = bytes.fromhex(found["identity"]), found["frames"]
             files = found["rows"]["files"]
@@ -326,7 +326,7 @@ class StoreFolder:
             self.settings = found["settings"]
         self.delete_old_frames()
 
-    def _check_same(self, there: dict[str, Any]) -> None:
+    def _check_options(self, there: dict[str, Any]) -> None:
         # Those that are told to others too come first: another n_envs makes another capacity as well.
         names = sorted({**there, **self.options}, key=lambda name: name == "capacity")
         differing = [name for name in names if there.get(name) != self.options.get(name)]
