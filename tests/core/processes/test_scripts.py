@@ -103,15 +103,15 @@ class Program:
 
 @pytest.fixture
 def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    made = Program(tmp_path_factory.mktemp("p"))  # not after the test: names of sockets are short
-    yield made
-    for process in made.running:
+    started_program = Program(tmp_path_factory.mktemp("p"))  # not after the test: names of sockets are short
+    yield started_program
+    for process in started_program.running:
         left = session_of(process.pid)
         for one in left:
             one.kill()
         process.communicate()
         assert not left
-    assert not list((made.folder / "tmp").glob("*"))
+    assert not list((started_program.folder / "tmp").glob("*"))
 
 
 def session_of(pid: int) -> list[psutil.Process]:
