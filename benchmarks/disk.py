@@ -169,8 +169,8 @@ def main() -> None:
     ]
     print(machine())
     print(f"{options.name}, {n:,} transitions of {N_ENVS} environments; index: {index / MB:.0f} MB")
-    for what, found, bar in rows:
-        print(f"{what:40} {found:>10} {bar:>10}")
+    for what, found, target in rows:
+        print(f"{what:40} {found:>10} {target:>10}")
 
 
 if __name__ == "__main__":

@@ -191,10 +191,10 @@ def print_overheads(
     """
     seconds = time_rounds(competitors, counts["rounds"])
     print("overhead of step_and_maybe_reset")
-    for label, (theirs, ours, bar) in pairs.items():
+    for label, (theirs, ours, target) in pairs.items():
         ratio = float(np.median((seconds[theirs] - seconds["bare"]) / (seconds[ours] - seconds["bare"])))
         record("gym_wrapper", label, overhead_ratio=ratio)
-        print_row(label, [seconds[name] for name in ("bare", theirs, ours)], ratio, bar, counts["steps"])
+        print_row(label, [seconds[name] for name in ("bare", theirs, ours)], ratio, target, counts["steps"])
 
 
 def time_rounds(competitors: Mapping[str, Run], rounds: int) -> dict[str, np.ndarray]:
@@ -203,10 +203,10 @@ def time_rounds(competitors: Mapping[str, Run], rounds: int) -> dict[str, np.nda
     return time_in_turns(competitors, rounds=rounds, clock=time.thread_time)
 
 
-def print_row(label: str, seconds: list[np.ndarray], ratio: float, bar: float | None, steps: int) -> None:
+def print_row(label: str, seconds: list[np.ndarray], ratio: float, target: float | None, steps: int) -> None:
     """Print microseconds a step, a ratio and its bar, if it has one."""
     columns = " ".join(f"{np.median(column) / steps * 1e6:8.1f}" for column in seconds)
-    print(f"  {label:46} {columns:>26} {format_ratio(ratio, bar)}", flush=True)
+    print(f"  {label:46} {columns:>26} {format_ratio(ratio, target)}", flush=True)
 
 
 def encode_actions(env: EnvBase, actions: list[Any]) -> list[torch.Tensor]:
@@ -233,19 +233,19 @@ def measure_numpy_env(name: str, rounds: int) -> None:
             yield f"free {device}", run(FreeEnv(env), encode_actions(env, actions), steps)
 
     pairs = {
-        f"{name}, {device}": (f"TorchRL {device}", f"ours {device}", bar)
-        for device, bar in zip(DEVICES, (4, 2.8), strict=True)
+        f"{name}, {device}": (f"TorchRL {device}", f"ours {device}", target)
+        for device, target in zip(DEVICES, (4, 2.8), strict=True)
     }
     competitors = {"bare": bare(make(), actions, steps), **dict(wrapped(make_stepper))}
     print_overheads(competitors, pairs, steps=steps, rounds=rounds)
     print("total time")
-    for loop, (run, bar) in LOOPS.items():
+    for loop, (run, target) in LOOPS.items():
         # TransformedEnv calls what its environment is made of; other loops would measure EnvBase's step as well.
         least = dict(alone(run)) if run is make_transformed_stepper else {}
         seconds = time_rounds({"bare": bare(make(), actions, steps), **dict(wrapped(run)), **least}, rounds)
         for device, (label, (theirs, ours, _)) in zip(DEVICES, pairs.items(), strict=True):
             ratio = speedup(seconds, ours, baseline=theirs)
-            print_row(f"{label}, {loop}", [seconds[theirs], seconds[ours]], ratio, bar, steps)
+            print_row(f"{label}, {loop}", [seconds[theirs], seconds[ours]], ratio, target, steps)
             if least:
                 loop_itself = seconds[f"free {device}"]
                 most = float(np.median(seconds[theirs] / (loop_itself + seconds["bare"])))
@@ -292,8 +292,8 @@ def measure_torch_envs(rounds: int, isaac_wrapper: Path | None = None) -> None:
     isaac_lab_wrapper = None if isaac_wrapper is None else load_isaac_lab_wrapper(isaac_wrapper)
     raise_malloc_threshold()
     for final_obs in (False, True):
-        for count, (bar, native_bar) in TORCH_BARS.items():
-            measure_torch_env(count, final_obs, isaac_lab_wrapper, bar=bar, native_bar=native_bar, rounds=rounds)
+        for count, (target, native_bar) in TORCH_BARS.items():
+            measure_torch_env(count, final_obs, isaac_lab_wrapper, target=target, native_bar=native_bar, rounds=rounds)
 
 
 def measure_torch_env(
@@ -301,7 +301,7 @@ def measure_torch_env(
     final_obs: bool,
     isaac_lab_wrapper: Callable[..., EnvBase] | None,
     *,
-    bar: float,
+    target: float,
     native_bar: float | None,
     rounds: int,
 ) -> None:
@@ -318,7 +318,7 @@ def measure_torch_env(
         "ours": make_stepper(GymWrapper(make()), actions, steps),
     }
     name = f"torch, N={count}{', final_obs' if final_obs else ''}"
-    pairs: dict[str, Pair] = {name: ("TorchRL", "ours", bar)}
+    pairs: dict[str, Pair] = {name: ("TorchRL", "ours", target)}
     if native_bar is not None:
         env = IsaacLabWrapper(make(), device="cpu", native_autoreset=True)
         competitors["native"] = make_stepper(env, actions, steps)

@@ -120,7 +120,7 @@ def _sampler(buffer: Any, batch_size: int, draws: int) -> Callable[[], None]:
     return sample
 
 
-def format_ratio(ratio: float, bar: float | None, unit: str = "×") -> str:
+def format_ratio(ratio: float, target: float | None, unit: str = "×") -> str:
     """A ratio, and the bar that it has to reach."""
-    said = "" if bar is None else f"  (≥ {bar:g}{unit}){'' if ratio >= bar else '  missed'}"
+    said = "" if target is None else f"  (≥ {target:g}{unit}){'' if ratio >= target else '  missed'}"
     return f"{ratio:6.2f}{unit}{said}"

@@ -94,11 +94,11 @@ def rates(name: str, build: Callable[[], Any], n_envs: int, count: int, rounds: 
             runs[bare] = lambda workers=made[competitor]: workers.env_method("step_many", count)  # type: ignore[misc]
         seconds = time_in_turns(runs, rounds=rounds)
     for competitor, found in seconds.items():
-        bar = BARS.get((name, competitor))
-        verdict = format_ratio(speedup(seconds, competitor, baseline=THEIRS), None if name == "busy" else bar)
+        target = BARS.get((name, competitor))
+        verdict = format_ratio(speedup(seconds, competitor, baseline=THEIRS), None if name == "busy" else target)
         if competitor in BARE:
             share = speedup(seconds, competitor, baseline=BARE[competitor])
-            verdict += "   " + format_ratio(share, bar if name == "busy" else None, " of bare")
+            verdict += "   " + format_ratio(share, target if name == "busy" else None, " of bare")
         rate = count * n_envs / np.median(found)
         record(
             "vec_env",
@@ -156,8 +156,8 @@ def vector(rounds: int, n_envs: int) -> None:
             {competitor: _stepping_vector(env, count) for competitor, env in made.items()}, rounds=rounds
         )
         for competitor, found in seconds.items():
-            bar = None if competitor == "AsyncVectorEnv" else 3.0
-            verdict = format_ratio(speedup(seconds, competitor, baseline="AsyncVectorEnv"), bar)
+            target = None if competitor == "AsyncVectorEnv" else 3.0
+            verdict = format_ratio(speedup(seconds, competitor, baseline="AsyncVectorEnv"), target)
             print_row(competitor, f"{count * n_envs / np.median(found):,.0f}", verdict=verdict)
             made[competitor].close()
 
