@@ -19,7 +19,7 @@ from torchrl.envs.common import EnvMetaData
 from rl_ext_core import processes, resources
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory.convert import examine_factory
-from rl_ext_core.factory.record import merged_modules
+from rl_ext_core.factory.record import merge_modules
 from torchrl_ext.factories import make_factory, read_metadata
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class WorkerPlan:
         """Return what starts the workers: with the variables of their device decisions."""
         return processes.get_context(
             method,
-            preload=merged_modules(*(factory.preload for factory in self.factories)),
+            preload=merge_modules(*(factory.preload for factory in self.factories)),
             environs=[{} if factory.decision is None else factory.decision.variables for factory in self.factories],
             on_start=on_start,
         )

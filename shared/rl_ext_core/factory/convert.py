@@ -165,7 +165,7 @@ def _factory_from_instance(
             return compare.run_in_subprocess(
                 functools.partial(compare.examine, recipe, original, adapt, read, careful),
                 functools.partial(compare.pack_values, original),
-                preload=record.merged_modules(preload, adapter_modules),
+                preload=record.merge_modules(preload, adapter_modules),
                 start_method=start_method,
                 timeout=timeout,
             )

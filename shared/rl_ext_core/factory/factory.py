@@ -85,7 +85,7 @@ class EnvFactory(Generic[_Env]):
         self._adapters: tuple[Callable[[Any], Any], ...] = ()
         self._worker: _Worker | None = None
         self.instance = instance
-        self.preload = record.merged_modules(preload)
+        self.preload = record.merge_modules(preload)
         self.examination = examination
 
     @property
@@ -125,7 +125,7 @@ class EnvFactory(Generic[_Env]):
         """
         other: EnvFactory[Any] = self._copy()
         other._adapters = (*self._adapters, adapt)
-        other.preload = record.merged_modules(self.preload, preload)
+        other.preload = record.merge_modules(self.preload, preload)
         return other
 
     def for_workers(

@@ -443,7 +443,7 @@ _IMPORTED_WITH = {
 }
 
 
-def merged_modules(*lists: Iterable[str]) -> tuple[str, ...]:
+def merge_modules(*lists: Iterable[str]) -> tuple[str, ...]:
     """Return one list for several, the same one whatever their order is."""
     names = {name for names in lists for name in names}
     brought = {other for name in names for other in _IMPORTED_WITH.get(name, ())}
@@ -454,7 +454,7 @@ def safe_to_preload(names: Iterable[str]) -> tuple[str, ...]:
     """Keep those that a fork server may import once for all workers."""
     whole, tops = "gymnasium.envs.mujoco", {name: name.partition(".")[0] for name in names}
     safe = {name: _PRELOADABLE[top] or name for name, top in tops.items() if top in _PRELOADABLE}
-    return merged_modules(whole if name.startswith(whole) else module for name, module in safe.items())
+    return merge_modules(whole if name.startswith(whole) else module for name, module in safe.items())
 
 
 def modules_of_instance(environment: Any) -> tuple[str, ...]:
