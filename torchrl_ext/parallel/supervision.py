@@ -121,13 +121,13 @@ class SupervisedEnv(upstream.ParallelEnv):
         """Surround a call that waits for the workers."""
         return _Operation(self, phase, self._step_timeout if timeout is None else timeout)
 
-    def _owner(self) -> SupervisedEnv:
+    def _owning_env(self) -> SupervisedEnv:
         """Return who has started the workers: this, or what this is a view of."""
         return self.__dict__.get("_parent_env") or self
 
     def _discard_if_interrupted(self) -> None:
         """End the workers if a call was broken off: nobody knows what they will answer, and to which call."""
-        owner = self._owner()
+        owner = self._owning_env()
         watch = owner._watch
         # The ending of the workers may have been broken off as well.
         if owner._has_open_call or (watch is not None and watch.is_closing):
@@ -197,7 +197,7 @@ class SupervisedEnv(upstream.ParallelEnv):
 
         :param raise_if_closed: object to closing twice; to close after a worker's failure is not that
         """
-        if self._owner() is self:
+        if self._owning_env() is self:
             self._discard_if_interrupted()
             raise_if_closed = raise_if_closed and self._failure_summary is None
         self._failure_summary, self._closing = None, True
@@ -247,7 +247,7 @@ class _Operation:
 
     def __enter__(self) -> None:
         env = self._env
-        owner = env._owner()
+        owner = env._owning_env()
         if owner._watch is not None and self._phase != "close":
             require_same_process(owner._watch.owner)
         env._discard_if_interrupted()
@@ -275,7 +275,7 @@ class _Operation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        watch, owner = self._watch, self._env._owner()
+        watch, owner = self._watch, self._env._owning_env()
         if watch is None or watch is not owner._watch:
             return
         try:
