@@ -355,7 +355,7 @@ class StoreFolder:
     def _has(self, *names: str) -> bool:
         return any((self.path / name).exists() for name in names)
 
-    def _is_there(self) -> bool:
+    def _is_in_place(self) -> bool:
         """Whether the path leads to this folder, and not to another one by now, which may be another store's."""
         with contextlib.suppress(FileNotFoundError):
             # Windows moves no folder with open files.
@@ -363,7 +363,7 @@ class StoreFolder:
         return False
 
     def _check_there(self) -> None:
-        if not self._is_there():
+        if not self._is_in_place():
             raise StorageError(
                 f"{self.path} was moved, deleted or replaced since it was opened here, so nothing more is written to "
                 "it; pass another storage_dir"
@@ -536,7 +536,7 @@ class StoreFolder:
 
     def abandon(self) -> None:
         """Closes it, and leaves nothing where nothing was."""
-        goes = self._created and self._is_there()
+        goes = self._created and self._is_in_place()
         self.close()
         if goes:
             shutil.rmtree(self.path, ignore_errors=True)
