@@ -106,7 +106,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     started_program = Program(tmp_path_factory.mktemp("p"))  # not after the test: names of sockets are short
     yield started_program
     for process in started_program.running:
-        left = session_of(process.pid)
+        left = find_session(process.pid)
         for one in left:
             one.kill()
         process.communicate()
@@ -114,7 +114,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     assert not list((started_program.folder / "tmp").glob("*"))
 
 
-def session_of(pid: int) -> list[psutil.Process]:
+def find_session(pid: int) -> list[psutil.Process]:
     """All processes of a program and its workers, also when their parents are gone, after time for their end.
 
     Workers may lead sessions of their own; they have the program's variables.
@@ -184,7 +184,7 @@ def test_workers_that_only_just_start_do_not_outlive_their_parent(method: str, p
     body = "import signal\nwith group(METHOD):\n    os.kill(os.getpid(), signal.SIGKILL)"
     process = program.start(method, body, top="time.sleep(0.3)")
     process.wait(LIMIT_S)
-    assert not session_of(process.pid)
+    assert not find_session(process.pid)
     clear_sockets(program)
 
 
