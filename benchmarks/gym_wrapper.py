@@ -292,8 +292,10 @@ def measure_torch_envs(rounds: int, isaac_wrapper: Path | None = None) -> None:
     isaac_lab_wrapper = None if isaac_wrapper is None else load_isaac_lab_wrapper(isaac_wrapper)
     raise_malloc_threshold()
     for final_obs in (False, True):
-        for count, (target, native_bar) in TORCH_BARS.items():
-            measure_torch_env(count, final_obs, isaac_lab_wrapper, target=target, native_bar=native_bar, rounds=rounds)
+        for count, (target, native_target) in TORCH_BARS.items():
+            measure_torch_env(
+                count, final_obs, isaac_lab_wrapper, target=target, native_target=native_target, rounds=rounds
+            )
 
 
 def measure_torch_env(
@@ -302,7 +304,7 @@ def measure_torch_env(
     isaac_lab_wrapper: Callable[..., EnvBase] | None,
     *,
     target: float,
-    native_bar: float | None,
+    native_target: float | None,
     rounds: int,
 ) -> None:
     """So many sub-environments."""
@@ -319,10 +321,10 @@ def measure_torch_env(
     }
     name = f"torch, N={count}{', final_obs' if final_obs else ''}"
     pairs: dict[str, Pair] = {name: ("TorchRL", "ours", target)}
-    if native_bar is not None:
+    if native_target is not None:
         env = IsaacLabWrapper(make(), device="cpu", native_autoreset=True)
         competitors["native"] = make_stepper(env, actions, steps)
-        pairs[f"{name}, native_autoreset"] = ("native", "ours", native_bar)
+        pairs[f"{name}, native_autoreset"] = ("native", "ours", native_target)
     if isaac_lab_wrapper is not None:
         competitors["Isaac Lab's"] = make_stepper(isaac_lab_wrapper(make()), actions, steps)
         pairs[f"{name}, Isaac Lab's own wrapper"] = ("Isaac Lab's", "ours", None)
