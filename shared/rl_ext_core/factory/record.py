@@ -450,7 +450,7 @@ def merge_modules(*lists: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(names - brought))
 
 
-def safe_to_preload(names: Iterable[str]) -> tuple[str, ...]:
+def preloadable_modules(names: Iterable[str]) -> tuple[str, ...]:
     """Keep those that a fork server may import once for all workers."""
     whole, tops = "gymnasium.envs.mujoco", {name: name.partition(".")[0] for name in names}
     safe = {name: _PRELOADABLE[top] or name for name, top in tops.items() if top in _PRELOADABLE}
@@ -459,12 +459,12 @@ def safe_to_preload(names: Iterable[str]) -> tuple[str, ...]:
 
 def modules_of_instance(environment: Any) -> tuple[str, ...]:
     """Name the modules of an environment's layers that a fork server may import."""
-    return safe_to_preload([base.__module__ for layer in layers(environment) for base in type(layer).__mro__])
+    return preloadable_modules([base.__module__ for layer in layers(environment) for base in type(layer).__mro__])
 
 
 def modules_of_callable(build: Any) -> tuple[str, ...]:
     """Name the modules of what a function refers to that a fork server may import, as far as its code shows."""
-    return safe_to_preload(module for value in referenced_values(build) for module in _modules_of(value))
+    return preloadable_modules(module for value in referenced_values(build) for module in _modules_of(value))
 
 
 def _modules_of(value: Any) -> list[str]:

@@ -17,7 +17,7 @@ from rl_ext_core.factory.record import (
     source_of_callable,
     source_of_instance,
     modules_of_callable,
-    safe_to_preload,
+    preloadable_modules,
 )
 from tests.core.factory import copying
 from tests.core.factory.copying import Line, Rewards, Scaled, life
@@ -161,4 +161,6 @@ def test_the_packages_of_an_environment_are_found(source: Any) -> None:
 
 def test_the_users_own_modules_are_never_among_them() -> None:
     assert modules_of_callable(lambda: pytest.approx(1)) == ()
-    assert safe_to_preload(["tests.core.factory.copying", "__main__", "matplotlib.pyplot", "gymnasium_robotics"]) == ()
+    assert (
+        preloadable_modules(["tests.core.factory.copying", "__main__", "matplotlib.pyplot", "gymnasium_robotics"]) == ()
+    )
