@@ -54,7 +54,7 @@ class SupervisedEnv(upstream.ParallelEnv):
     is_closed: bool
     _mp_start_method: str | None
     _events: Any
-    _threads: int
+    _n_torch_threads: int
 
     # Before upstream's constructor, torch's modules take no attribute by assignment.
     _plan: WorkerPlan
@@ -77,7 +77,7 @@ class SupervisedEnv(upstream.ParallelEnv):
     def _start_workers(self) -> None:
         if not isinstance(self._mp_start_method, _ContextName):  # it is where the last start was interrupted
             self._user_start_method = self._mp_start_method
-        self._threads = torch.get_num_threads()
+        self._n_torch_threads = torch.get_num_threads()
         if self._speed_check is None:
             self._speed_check = self._plan.make_speed_check()
         resources.check_open_file_limit(self.num_workers, "ParallelEnv({}, ...)")
@@ -150,7 +150,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         if watch is not None:
             self._failure_summary = "a call was interrupted" if watch.failure is None else watch.failure.summary
             self._release_workers(watch)
-            torch.set_num_threads(self._threads)
+            torch.set_num_threads(self._n_torch_threads)
         self._has_open_call = False
 
     def _release_workers(self, watch: processes.Watch) -> None:
