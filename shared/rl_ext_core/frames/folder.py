@@ -362,7 +362,7 @@ class StoreFolder:
             return _system.WINDOWS or os.path.samestat(os.fstat(self._lock), os.stat(self.path / "lock"))
         return False
 
-    def _check_there(self) -> None:
+    def _check_in_place(self) -> None:
         if not self._is_in_place():
             raise StorageError(
                 f"{self.path} was moved, deleted or replaced since it was opened here, so nothing more is written to "
@@ -370,7 +370,7 @@ class StoreFolder:
             )
 
     def _mark_half_made(self) -> None:
-        self._check_there()
+        self._check_in_place()
         try:
             (self.path / _MAKING).touch()
         except OSError as error:
@@ -387,7 +387,7 @@ class StoreFolder:
         if not _FILES.fullmatch(name):
             raise CorruptFileError(f"{self.path / MANIFEST} is damaged: it names {name!r}, which is no file of a store")
         if new:
-            self._check_there()
+            self._check_in_place()
             _delete(self.path / name)  # of a process that was killed
         # Arrays that were asked for by name are in the hands of others, who may write anywhere.
         return RegionFile(self.path / name, self._identity, self.repair, lenient=name.startswith("row-"))
@@ -433,7 +433,7 @@ class StoreFolder:
             "settings": settings,
             "rows": self.rows.describe(),
         }
-        self._check_there()
+        self._check_in_place()
         try:
             write_json(self.path / MANIFEST, manifest)
         except OSError as error:
@@ -493,7 +493,7 @@ class StoreFolder:
 
     def delete_old_frames(self) -> None:
         """Deletes frames in whose place others are."""
-        self._check_there()
+        self._check_in_place()
         for path in self.path.glob("frames-*"):
             if path.name not in self._frames(self._numbers):
                 _system.remove(path)
