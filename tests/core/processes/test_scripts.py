@@ -54,7 +54,7 @@ FAIL = """
     with workers.watch.operation("step"):
         workers.ask(1, "raise_bad_level")
 """
-EXPLAINED = r"WorkerError: worker \d of 3 cannot start. Each worker imports the main script"
+MISSING_GUARD = r"WorkerError: worker \d of 3 cannot start. Each worker imports the main script"
 TO_WRITE = r'\n    if __name__ == "__main__":\n        main\(\)\n'
 OF_MAIN = r"WorkerError: worker \d of 3 {}.* while it imported the main script:"
 
@@ -138,8 +138,8 @@ def find_session(pid: int) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("method", "body", "top", "guard", "once"),
     [
-        ("forkserver", START, "", "", [EXPLAINED, TO_WRITE, "bootstrapping phase"]),
-        pytest.param("spawn", START, "", "", [EXPLAINED, TO_WRITE, "bootstrapping phase"], marks=pytest.mark.slow),
+        ("forkserver", START, "", "", [MISSING_GUARD, TO_WRITE, "bootstrapping phase"]),
+        pytest.param("spawn", START, "", "", [MISSING_GUARD, TO_WRITE, "bootstrapping phase"], marks=pytest.mark.slow),
         # Where a worker imports the script late, this starts nothing.
         ("spawn", ASK.format(command="import_main"), "", "", ["WorkerError: worker 0 of 3 raised RuntimeError"]),
         ("forkserver", START, "if __name__ != '__main__': 1 / 0", GUARD, [OF_MAIN.format("raised Zero"), "1 / 0"]),
@@ -170,7 +170,7 @@ def test_script_without_guard_whose_workers_need_nothing_of_it(method: str, prog
 
 def test_missing_guard_is_explained_where_the_script_raises_an_error_of_its_own(program: Program) -> None:
     body = f"try:\n{indent(START, '    ')}\nexcept Exception as error:\n    raise ValueError('no training') from error"
-    assert re.search(EXPLAINED, program.run_to_end("spawn", body, guard="")[1])
+    assert re.search(MISSING_GUARD, program.run_to_end("spawn", body, guard="")[1])
 
 
 def clear_sockets(program: Program) -> None:
