@@ -269,7 +269,7 @@ def vector(rounds: int) -> None:
 
 
 # Bars for as many sub-environments: against IsaacLabWrapper, and against its native_autoreset.
-TORCH_BARS = {64: (7, 5), 4096: (5, 3), 16384: (3, None)}
+TORCH_TARGETS = {64: (7, 5), 4096: (5, 3), 16384: (3, None)}
 
 
 def load_isaac_lab_wrapper(path: Path) -> Callable[..., EnvBase]:
@@ -292,7 +292,7 @@ def measure_torch_envs(rounds: int, isaac_wrapper: Path | None = None) -> None:
     isaac_lab_wrapper = None if isaac_wrapper is None else load_isaac_lab_wrapper(isaac_wrapper)
     raise_malloc_threshold()
     for final_obs in (False, True):
-        for count, (target, native_target) in TORCH_BARS.items():
+        for count, (target, native_target) in TORCH_TARGETS.items():
             measure_torch_env(
                 count, final_obs, isaac_lab_wrapper, target=target, native_target=native_target, rounds=rounds
             )
