@@ -89,7 +89,7 @@ class _Gymnasium(Driver):
         return plain(result)
 
 
-class _Turns(Driver):
+class _PettingZooAEC(Driver):
     """PettingZoo's AECEnv: one agent after the other."""
 
     def reset(self, seed: int | None) -> Any:
@@ -256,7 +256,7 @@ _DRIVERS: dict[str, Callable[[Any, np.random.Generator], Driver]] = {
     "stable_baselines3.common.vec_env.base_vec_env:VecEnv": _SB3Vector,
     "vmas.simulator.environment.environment:Environment": _Vmas,
     "gymnasium.core:Env": _Gymnasium,
-    "pettingzoo.utils.env:AECEnv": _Turns,
+    "pettingzoo.utils.env:AECEnv": _PettingZooAEC,
     "pettingzoo.utils.env:ParallelEnv": _Together,
     "dm_env._environment:Environment": _DmEnv,
     "robosuite.environments.base:MujocoEnv": _Robosuite,
