@@ -30,7 +30,7 @@ _SLOW_CLOSE_S = 10.0
 _log = logging.getLogger("torchrl_ext")
 
 
-def _as_operation(name: str, phase: str | None = None, *, drains: bool = False) -> Any:
+def _as_operation(name: str, phase: str | None = None, *, drain_after: bool = False) -> Any:
     """Return upstream's method, as an operation that waits for the workers."""
     method = getattr(upstream.ParallelEnv, name)
 
@@ -38,7 +38,7 @@ def _as_operation(name: str, phase: str | None = None, *, drains: bool = False) 
     def call(self: SupervisedEnv, *args: Any, **kwargs: Any) -> Any:
         with self._operation(phase or name):
             result = method(self, *args, **kwargs)
-            if drains:
+            if drain_after:
                 self._drain_answers()
             return result
 
@@ -212,8 +212,8 @@ class SupervisedEnv(upstream.ParallelEnv):
     set_seed = _as_operation("set_seed")
     state_dict = _as_operation("state_dict")
     # Upstream leaves flags set by which it would take the next step's data for ready.
-    load_state_dict = _as_operation("load_state_dict", drains=True)
-    __setitem__ = _as_operation("__setitem__", drains=True)
+    load_state_dict = _as_operation("load_state_dict", drain_after=True)
+    __setitem__ = _as_operation("__setitem__", drain_after=True)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         with self._operation("step"), self._speed_check or contextlib.nullcontext():
