@@ -369,7 +369,7 @@ class StoreFolder:
                 "it; pass another storage_dir"
             )
 
-    def _mark_half_made(self) -> None:
+    def _mark_incomplete(self) -> None:
         self._check_in_place()
         try:
             (self.path / _MAKING).touch()
@@ -378,7 +378,7 @@ class StoreFolder:
 
     def start_over(self) -> None:
         """Deletes a store that holds nothing."""
-        self._mark_half_made()
+        self._mark_incomplete()
         (self.path / MANIFEST).unlink(missing_ok=True)
         self._reset(self.rows.n_rows)
         self._clear()
@@ -412,7 +412,7 @@ class StoreFolder:
         before = self._numbers
         try:
             if self.journal is None:
-                self._mark_half_made()
+                self._mark_incomplete()
                 self.rows.add("sums", {_SUMS: ((), np.dtype(np.uint32))}, self._file("sums", new=True))
                 self.journal = self._new_journal()
                 self.journal.note(length=0, next_row=0, n_written=0, exposed=False)
