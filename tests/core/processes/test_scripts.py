@@ -56,7 +56,7 @@ FAIL = """
 """
 MISSING_GUARD = r"WorkerError: worker \d of 3 cannot start. Each worker imports the main script"
 TO_WRITE = r'\n    if __name__ == "__main__":\n        main\(\)\n'
-OF_MAIN = r"WorkerError: worker \d of 3 {}.* while it imported the main script:"
+MAIN_IMPORT_FAILED = r"WorkerError: worker \d of 3 {}.* while it imported the main script:"
 
 # Of temporary files, by the program's number.
 _folders: dict[int, str] = {}
@@ -142,13 +142,19 @@ def find_session(pid: int) -> list[psutil.Process]:
         pytest.param("spawn", START, "", "", [MISSING_GUARD, TO_WRITE, "bootstrapping phase"], marks=pytest.mark.slow),
         # Where a worker imports the script late, this starts nothing.
         ("spawn", ASK.format(command="import_main"), "", "", ["WorkerError: worker 0 of 3 raised RuntimeError"]),
-        ("forkserver", START, "if __name__ != '__main__': 1 / 0", GUARD, [OF_MAIN.format("raised Zero"), "1 / 0"]),
+        (
+            "forkserver",
+            START,
+            "if __name__ != '__main__': 1 / 0",
+            GUARD,
+            [MAIN_IMPORT_FAILED.format("raised Zero"), "1 / 0"],
+        ),
         pytest.param(
             "spawn",
             START,
             "if __name__ != '__main__': sys.exit(4)",
             GUARD,
-            [OF_MAIN.format("exited by System"), r"sys\.exit\(4\)"],
+            [MAIN_IMPORT_FAILED.format("exited by System"), r"sys\.exit\(4\)"],
             marks=pytest.mark.slow,
         ),
         # An error that ends the parent is printed once.
