@@ -32,7 +32,7 @@ from benchmarks.measure import format_ratio, machine, parse_options, record
 from sb3_ext import GymVecEnv
 from torchrl_ext import GymWrapper
 
-STEPS, COUNT, EVALUATED, LENGTH, BAR = 30_000, 8, 16, 500, 200.0
+STEPS, COUNT, EVALUATED, LENGTH, TARGET = 30_000, 8, 16, 500, 200.0
 # Settings of both libraries' PPO.
 GAMMA, LAMBDA, HORIZON, EPOCHS, MINIBATCH, RATE, CLIP = 0.99, 0.95, 64, 10, 64, 1e-3, 0.2
 
@@ -168,7 +168,7 @@ def main() -> None:
                 found.append(PARTS[name](ENVS[kind], seed))
                 print(f"{found[-1]:.0f}, ", end="", flush=True)
             seconds = (time.perf_counter() - start) / len(found)
-            print(f"lowest {format_ratio(min(found), BAR, unit='')}, {seconds:.0f} s a seed", flush=True)
+            print(f"lowest {format_ratio(min(found), TARGET, unit='')}, {seconds:.0f} s a seed", flush=True)
             record("learning", f"{name} {kind}", **{f"seed {seed}": value for seed, value in enumerate(found)})
 
 
