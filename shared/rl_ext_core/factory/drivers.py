@@ -111,7 +111,7 @@ class _PettingZooAEC(Driver):
         return [self._env.agent_selection, *plain(self._env.last()[:4])]
 
 
-class _Together(Driver):
+class _PettingZooParallel(Driver):
     """PettingZoo's ParallelEnv: all agents at once."""
 
     _seen: tuple[Any, Any] = ({}, {})
@@ -257,7 +257,7 @@ _DRIVERS: dict[str, Callable[[Any, np.random.Generator], Driver]] = {
     "vmas.simulator.environment.environment:Environment": _Vmas,
     "gymnasium.core:Env": _Gymnasium,
     "pettingzoo.utils.env:AECEnv": _PettingZooAEC,
-    "pettingzoo.utils.env:ParallelEnv": _Together,
+    "pettingzoo.utils.env:ParallelEnv": _PettingZooParallel,
     "dm_env._environment:Environment": _DmEnv,
     "robosuite.environments.base:MujocoEnv": _Robosuite,
     "robosuite.wrappers.wrapper:Wrapper": _Robosuite,
