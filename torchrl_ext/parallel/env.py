@@ -17,12 +17,12 @@ from torchrl_ext.parallel.plan import WorkerPlan
 
 __all__ = ["ParallelEnv"]
 
-_Base: Any
+_BaseParallelEnv: Any
 _IS_SUPERVISED = has_supervision()
 if _IS_SUPERVISED:
-    from torchrl_ext.parallel.supervision import SupervisedEnv as _Base
+    from torchrl_ext.parallel.supervision import SupervisedEnv as _BaseParallelEnv
 else:
-    _Base = upstream.ParallelEnv
+    _BaseParallelEnv = upstream.ParallelEnv
 
 
 class _ParallelEnvMeta(type(upstream.ParallelEnv)):  # type: ignore[misc]
@@ -41,7 +41,7 @@ class _ParallelEnvMeta(type(upstream.ParallelEnv)):  # type: ignore[misc]
         return super().__call__(num_workers, create_env_fn, *args, auto_wrap_envs=False, **kwargs)
 
 
-class ParallelEnv(_Base, metaclass=_ParallelEnvMeta):
+class ParallelEnv(_BaseParallelEnv, metaclass=_ParallelEnvMeta):
     """TorchRL's ``ParallelEnv`` that takes an environment: an instance, or anything else that stands for one.
 
     In place of ``torchrl.envs.ParallelEnv``, with its arguments and these:
