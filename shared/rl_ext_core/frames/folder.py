@@ -42,7 +42,7 @@ from rl_ext_core.frames.region import PrivateRegion, RegionFile, new_region, rou
 
 FORMAT_VERSION = 6
 MANIFEST = "store.json"
-_MAKING, _JOURNAL = "making", ("journal", "journal-2")
+_INCOMPLETE, _JOURNAL = "making", ("journal", "journal-2")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _FILES = re.compile(rf"rows|row-{_NAME.pattern}|sums|frames-\d+|journal(-2)?")
 _SUMS = ""  # in place of the name of an array, which is never that short
@@ -300,7 +300,7 @@ class StoreFolder:
     def _open(self) -> None:
         manifest = self.path / MANIFEST
         if not manifest.exists():
-            if self.repair or (self._has(*_JOURNAL) and not self._has(_MAKING)):
+            if self.repair or (self._has(*_JOURNAL) and not self._has(_INCOMPLETE)):
                 raise CorruptFileError(
                     f"{self.path} holds a store, and {MANIFEST} is missing, which says what it is like; put it back, "
                     "or pass another storage_dir. Nothing was deleted"
@@ -348,7 +348,7 @@ class StoreFolder:
 
     def _clear(self) -> None:
         """Deletes what was half made."""
-        for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == _MAKING):
+        for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == _INCOMPLETE):
             if entry.name != "lock":
                 _delete(entry)
 
@@ -372,9 +372,9 @@ class StoreFolder:
     def _mark_incomplete(self) -> None:
         self._check_in_place()
         try:
-            (self.path / _MAKING).touch()
+            (self.path / _INCOMPLETE).touch()
         except OSError as error:
-            raise storage_error(self.path / _MAKING, error, doing="write") from error
+            raise storage_error(self.path / _INCOMPLETE, error, doing="write") from error
 
     def start_over(self) -> None:
         """Deletes a store that holds nothing."""
@@ -497,7 +497,7 @@ class StoreFolder:
         for path in self.path.glob("frames-*"):
             if path.name not in self._frames(self._numbers):
                 _system.remove(path)
-        (self.path / _MAKING).unlink(missing_ok=True)
+        (self.path / _INCOMPLETE).unlink(missing_ok=True)
 
     @property
     def is_writer(self) -> bool:
@@ -551,7 +551,7 @@ class StoreFolder:
 
 
 def _is_ours(entry: Path) -> bool:
-    known = entry.name in ("lock", MANIFEST, f"{MANIFEST}.new", _MAKING) or _FILES.fullmatch(entry.name)
+    known = entry.name in ("lock", MANIFEST, f"{MANIFEST}.new", _INCOMPLETE) or _FILES.fullmatch(entry.name)
     return bool(known) and not entry.is_dir()
 
 
