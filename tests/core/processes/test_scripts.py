@@ -55,7 +55,7 @@ FAIL = """
         workers.ask(1, "raise_bad_level")
 """
 MISSING_GUARD = r"WorkerError: worker \d of 3 cannot start. Each worker imports the main script"
-TO_WRITE = r'\n    if __name__ == "__main__":\n        main\(\)\n'
+GUARD_EXAMPLE = r'\n    if __name__ == "__main__":\n        main\(\)\n'
 MAIN_IMPORT_FAILED = r"WorkerError: worker \d of 3 {}.* while it imported the main script:"
 
 # Of temporary files, by the program's number.
@@ -138,8 +138,10 @@ def find_session(pid: int) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("method", "body", "top", "guard", "once"),
     [
-        ("forkserver", START, "", "", [MISSING_GUARD, TO_WRITE, "bootstrapping phase"]),
-        pytest.param("spawn", START, "", "", [MISSING_GUARD, TO_WRITE, "bootstrapping phase"], marks=pytest.mark.slow),
+        ("forkserver", START, "", "", [MISSING_GUARD, GUARD_EXAMPLE, "bootstrapping phase"]),
+        pytest.param(
+            "spawn", START, "", "", [MISSING_GUARD, GUARD_EXAMPLE, "bootstrapping phase"], marks=pytest.mark.slow
+        ),
         # Where a worker imports the script late, this starts nothing.
         ("spawn", ASK.format(command="import_main"), "", "", ["WorkerError: worker 0 of 3 raised RuntimeError"]),
         (
