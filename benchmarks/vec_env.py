@@ -33,7 +33,7 @@ from sb3_ext import RayVecEnv, SharedMemoryVecEnv
 THEIRS, OURS, SHARING, HERE = "SubprocVecEnv", "one each", "2 workers", "DummyVecEnv"
 BARE = {OURS: "one each, bare", SHARING: "2 workers, bare"}
 WITH_RAY: dict[str, Callable[..., VecEnv]] = {kind.__name__: kind for kind in (SharedMemoryVecEnv, RayVecEnv)}
-BARS = {
+TARGETS = {
     ("steps", OURS): 3.0,
     ("steps", SHARING): 6.0,
     ("frames", OURS): 3.5,
@@ -94,7 +94,7 @@ def rates(name: str, build: Callable[[], Any], n_envs: int, count: int, rounds: 
             runs[bare] = lambda workers=made[competitor]: workers.env_method("step_many", count)  # type: ignore[misc]
         seconds = time_in_turns(runs, rounds=rounds)
     for competitor, found in seconds.items():
-        target = BARS.get((name, competitor))
+        target = TARGETS.get((name, competitor))
         verdict = format_ratio(speedup(seconds, competitor, baseline=THEIRS), None if name == "busy" else target)
         if competitor in BARE:
             share = speedup(seconds, competitor, baseline=BARE[competitor])
@@ -198,7 +198,7 @@ def learn(rounds: int, n_envs: int) -> None:
     for venv in made.values():
         venv.close()
     for competitor, found in seconds.items():
-        verdict = format_ratio(speedup(seconds, competitor, baseline=THEIRS), BARS.get(("learn", competitor)))
+        verdict = format_ratio(speedup(seconds, competitor, baseline=THEIRS), TARGETS.get(("learn", competitor)))
         print_row(competitor, f"{timesteps / np.median(found):,.0f}", verdict=verdict)
 
 
@@ -223,7 +223,7 @@ def start(rounds: int, n_envs: int) -> None:
         seconds = figures(which, "seconds")
         ratio = median(theirs / ours for theirs, ours in zip(seconds["SB3"], seconds["ours"], strict=True))
         columns = (f"{median(seconds[competitor]):.2f} s" for competitor in found)
-        print_row(label, *columns, verdict=format_ratio(ratio, BARS["start", label]))
+        print_row(label, *columns, verdict=format_ratio(ratio, TARGETS["start", label]))
     private = figures(1, "private")
     mine = median(private["ours"])
     verdict = f"(≤ {PRIVATE_MIB} MiB){'' if mine <= PRIVATE_MIB else '  missed'}"
