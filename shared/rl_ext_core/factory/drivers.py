@@ -114,19 +114,19 @@ class _PettingZooAEC(Driver):
 class _PettingZooParallel(Driver):
     """PettingZoo's ParallelEnv: all agents at once."""
 
-    _seen: tuple[Any, Any] = ({}, {})
+    _returned: tuple[Any, Any] = ({}, {})
 
     def reset(self, seed: int | None) -> Any:
-        self._seen = self._env.reset(seed=seed)
-        return plain(self._seen[0])
+        self._returned = self._env.reset(seed=seed)
+        return plain(self._returned[0])
 
     def step(self) -> Any:
         if not self._env.agents:
             return self.reset(None)
-        seen = {agent: [part.get(agent) for part in self._seen] for agent in self._env.agents}
+        seen = {agent: [part.get(agent) for part in self._returned] for agent in self._env.agents}
         drawn = {a: self._draw(self._env.action_space(a), a, _mask(*parts)) for a, parts in seen.items()}
         *result, infos = self._env.step(drawn)
-        self._seen = result[0], infos
+        self._returned = result[0], infos
         return plain(result)
 
 
