@@ -77,7 +77,7 @@ class WorkerPlan:
         self.kwargs = _per_worker(kwargs, num_workers)
         # As upstream's workers: environments may ask how many threads there are when they are built.
         begin = None if num_threads is None else functools.partial(torch.set_num_threads, num_threads)
-        self._examined = functools.partial(
+        self._examine_factory = functools.partial(
             examine_factory, read=read_metadata, start_method=start_method, begin=begin, timeout=timeout
         )
         self._examinations: list[Examination] = []
@@ -114,7 +114,7 @@ class WorkerPlan:
         known, its_own = factory.examination, {**factory.overrides, **overrides}
         if known is not None and isinstance(known.read, EnvMetaData) and not its_own and factory.decision is None:
             return known
-        return self._examined(factory, overrides=overrides)
+        return self._examine_factory(factory, overrides=overrides)
 
 
 def _overrides_of(item: Any, sources: list[Any], overrides: Any) -> Any:
