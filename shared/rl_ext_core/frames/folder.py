@@ -305,7 +305,7 @@ class StoreFolder:
                     f"{self.path} holds a store, and {MANIFEST} is missing, which says what it is like; put it back, "
                     "or pass another storage_dir. Nothing was deleted"
                 )
-            self._clear()
+            self._delete_contents()
             return
         found = read_json(manifest, FORMAT_VERSION)
         if self.repair:
@@ -346,7 +346,7 @@ class StoreFolder:
             f"{self.path / name} is damaged: {what}. {'Put it back from a copy' if self.repair else cure}"
         )
 
-    def _clear(self) -> None:
+    def _delete_contents(self) -> None:
         """Deletes what was half made."""
         for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == _INCOMPLETE):
             if entry.name != "lock":
@@ -381,7 +381,7 @@ class StoreFolder:
         self._mark_incomplete()
         (self.path / MANIFEST).unlink(missing_ok=True)
         self._reset(self.rows.n_rows)
-        self._clear()
+        self._delete_contents()
 
     def _file(self, name: str, *, new: bool = False) -> RegionFile:
         if not _FILES.fullmatch(name):
