@@ -192,11 +192,11 @@ def test_a_forked_child_has_a_server_of_its_own() -> None:
 def test_ctrl_c_is_held_back_from_a_server_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     start, held = util.spawnv_passfds, []
 
-    def noted(path: bytes, arguments: list[str], descriptors: list[int]) -> int:
+    def record_mask(path: bytes, arguments: list[str], descriptors: list[int]) -> int:
         if "forkserver" in str(arguments):
             held.append(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         return int(start(path, arguments, descriptors))
 
-    monkeypatch.setattr(util, "spawnv_passfds", noted)
+    monkeypatch.setattr(util, "spawnv_passfds", record_mask)
     server_of_worker()
     assert held == [True]
