@@ -30,7 +30,7 @@ from benchmarks.processes import run_module
 
 LIBRARIES = ("TorchRL", "ours")
 MELTINGPOT = Path(".venv-meltingpot/bin/python")
-CPU_BAR, MEMORY_BAR, SPEED_BAR = 15, 8, 0.95
+CPU_TARGET, MEMORY_BAR, SPEED_BAR = 15, 8, 0.95
 MANY, MANY_BAR_MIB = 32, 2500 * 1e6 / 2**20
 LIMIT_S = 60
 WIDTH = 52
@@ -93,7 +93,7 @@ def start(rounds: int, workers: int) -> None:
     cpu = [figure(*column, "cpu") for column in columns]
     private = [figure(*column, "private") for column in columns]
     print_row(
-        "CPU, a worker", *(f"{value:.3f} s" for value in cpu), verdict=format_ratio(cpu[0] / max(cpu[1:]), CPU_BAR)
+        "CPU, a worker", *(f"{value:.3f} s" for value in cpu), verdict=format_ratio(cpu[0] / max(cpu[1:]), CPU_TARGET)
     )
     print_row("CPU, a worker and its part of what is shared", *(f"{shared(*column):.2f} s" for column in columns))
     print_row("wall time", *(f"{figure(*column, 'wall'):.2f} s" for column in columns))
