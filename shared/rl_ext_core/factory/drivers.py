@@ -103,7 +103,7 @@ class _PettingZooAEC(Driver):
         observation, _, terminated, truncated, info = self._env.last()
         action = None
         if not (terminated or truncated):
-            action = self._draw(self._env.action_space(agent), agent, _mask(observation, info))
+            action = self._draw(self._env.action_space(agent), agent, _action_mask(observation, info))
         self._env.step(action)
         return self._last() if self._env.agents else []
 
@@ -124,13 +124,13 @@ class _PettingZooParallel(Driver):
         if not self._env.agents:
             return self.reset(None)
         seen = {agent: [part.get(agent) for part in self._returned] for agent in self._env.agents}
-        drawn = {a: self._draw(self._env.action_space(a), a, _mask(*parts)) for a, parts in seen.items()}
+        drawn = {a: self._draw(self._env.action_space(a), a, _action_mask(*parts)) for a, parts in seen.items()}
         *result, infos = self._env.step(drawn)
         self._returned = result[0], infos
         return plain(result)
 
 
-def _mask(observation: Any, info: Any) -> Any:
+def _action_mask(observation: Any, info: Any) -> Any:
     """Find out which actions an agent may take, where the environment says so; None: all of them."""
     for holder in (info, observation):
         if isinstance(holder, Mapping) and holder.get("action_mask") is not None:
