@@ -276,7 +276,7 @@ class StoreFolder:
         self._created = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            foreign = sorted(entry.name for entry in self.path.iterdir() if not _is_ours(entry))
+            foreign = sorted(entry.name for entry in self.path.iterdir() if not _is_store_file(entry))
         except OSError as error:
             raise storage_error(self.path, error, doing="use the folder") from error
         if foreign:
@@ -550,7 +550,7 @@ class StoreFolder:
         self._hold_lock(state["_lock"].detach())
 
 
-def _is_ours(entry: Path) -> bool:
+def _is_store_file(entry: Path) -> bool:
     known = entry.name in ("lock", MANIFEST, f"{MANIFEST}.new", _INCOMPLETE) or _FILES.fullmatch(entry.name)
     return bool(known) and not entry.is_dir()
 
