@@ -162,7 +162,7 @@ def test_a_start_for_which_there_are_too_few_descriptors_leaves_all_as_it_was(me
         assert workers.ask(0, "pid")  # which a fork server that dies would take along
 
 
-def _starts_another(method: str) -> None:
+def _start_worker(method: str) -> None:
     worker = get_context(method).Process(target=targets.pid)
     worker.start()
     worker.join(LIMIT_S)
@@ -171,7 +171,7 @@ def _starts_another(method: str) -> None:
 
 @pytest.mark.sample(ci=2)
 def test_daemons_may_start_workers(method: str) -> None:
-    daemon = multiprocessing.get_context("fork").Process(target=_starts_another, args=(method,), daemon=True)
+    daemon = multiprocessing.get_context("fork").Process(target=_start_worker, args=(method,), daemon=True)
     daemon.start()
     daemon.join(LIMIT_S)
     assert daemon.exitcode == 0
