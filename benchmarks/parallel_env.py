@@ -30,7 +30,7 @@ from benchmarks.processes import run_module
 
 LIBRARIES = ("TorchRL", "ours")
 MELTINGPOT = Path(".venv-meltingpot/bin/python")
-CPU_TARGET, MEMORY_BAR, SPEED_BAR = 15, 8, 0.95
+CPU_TARGET, MEMORY_TARGET, SPEED_BAR = 15, 8, 0.95
 MANY, MANY_BAR_MIB = 32, 2500 * 1e6 / 2**20
 LIMIT_S = 60
 WIDTH = 52
@@ -100,7 +100,7 @@ def start(rounds: int, workers: int) -> None:
     print_row(
         "private memory, a worker, after a rollout",
         *(f"{value:.1f} MiB" for value in private),
-        verdict=format_ratio(private[0] / max(private[1:]), MEMORY_BAR),
+        verdict=format_ratio(private[0] / max(private[1:]), MEMORY_TARGET),
     )
     print_row("memory of all processes", *(f"{figure(*column, 'total'):.0f} MiB" for column in columns))
 
