@@ -53,7 +53,7 @@ class Driver:
         return self._spaces[name].sample() if mask is None else self._spaces[name].sample(np.asarray(mask, np.int8))
 
 
-def within(rng: np.random.Generator, low: Any, high: Any, shape: Any, dtype: Any) -> Any:
+def sample_between(rng: np.random.Generator, low: Any, high: Any, shape: Any, dtype: Any) -> Any:
     """Draw numbers between limits: evenly, or where one limit is infinite from a normal distribution, cut off."""
     low, high = np.broadcast_to(low, shape), np.broadcast_to(high, shape)
     if np.issubdtype(dtype, np.integer):
@@ -163,7 +163,7 @@ class _DmEnv(Driver):
             drawn = [self._draw_by(part) for part in spec]
             return tuple(drawn) if isinstance(spec, tuple) else drawn
         low, high = getattr(spec, "minimum", -np.inf), getattr(spec, "maximum", np.inf)
-        return within(self._rng, low, high, spec.shape, spec.dtype)
+        return sample_between(self._rng, low, high, spec.shape, spec.dtype)
 
 
 class _Robosuite(Driver):
@@ -177,7 +177,7 @@ class _Robosuite(Driver):
 
     def step(self) -> Any:
         low, high = self._env.action_spec
-        *result, _ = self._env.step(within(self._rng, low, high, np.shape(low), np.float64))
+        *result, _ = self._env.step(sample_between(self._rng, low, high, np.shape(low), np.float64))
         return [plain(result), self.reset(None)] if result[2] else plain(result)
 
 
