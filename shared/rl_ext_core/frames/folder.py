@@ -284,7 +284,7 @@ class StoreFolder:
                 f"storage_dir={str(self.path)!r} holds {foreign[0]!r}, which is no part of a store; pass an empty "
                 f"folder, for example storage_dir={str(self.path / 'buffer')!r}"
             )
-        self._hold_lock(_locked(self.path / "lock"))
+        self._hold_lock(_open_lock_file(self.path / "lock"))
         self._reset(capacity)
         try:
             self._open()
@@ -562,7 +562,7 @@ def _delete(path: Path) -> None:
         raise storage_error(path, error, doing="delete") from error
 
 
-def _locked(path: Path) -> int:
+def _open_lock_file(path: Path) -> int:
     """A descriptor of the locked file."""
     try:
         lock = _system.open_locked(path)
