@@ -30,7 +30,7 @@ NESTED = spaces.Dict(
 FAST = {"context": "fork"}
 
 
-def drive(ours: Any, theirs: Any, seed: int, operations: int = 60) -> None:
+def compare_random_operations(ours: Any, theirs: Any, seed: int, operations: int = 60) -> None:
     """Do the same to both, drawn at random, and compare after each."""
     rng = np.random.default_rng(seed)
     assert_equal(ours.reset(seed=seed), theirs.reset(seed=seed), "first reset")
@@ -80,7 +80,7 @@ def test_it_returns_what_sync_vector_env_returns(
         assert ours.observation_space == theirs.observation_space
         assert ours.action_space == theirs.action_space
         assert ours.render_mode == theirs.render_mode
-        drive(ours, theirs, seed=len(str(observations)))
+        compare_random_operations(ours, theirs, seed=len(str(observations)))
         assert_equal(ours.render(), theirs.render())
     finally:
         ours.close()
@@ -92,7 +92,7 @@ def test_it_returns_what_sync_vector_env_returns(
 def test_environments_get_the_actions_that_async_vector_env_gives(actions: str) -> None:
     build = functools.partial(RandomEnv, actions=actions)
     ours, theirs = SharedMemoryVectorEnv([build] * 2, **FAST), AsyncVectorEnv([build] * 2, context="fork")
-    drive(ours, theirs, seed=4, operations=20)
+    compare_random_operations(ours, theirs, seed=4, operations=20)
     assert_equal(ours.call("all_given"), theirs.call("all_given"))
     ours.close()
     theirs.close()
