@@ -36,7 +36,7 @@ class Driver:
         :param seed: for the environment's own generators; None leaves them as they are
         :return: what the environment returned, as plain nested data, without the infos
         """
-        return plain(self._env.reset(seed=seed)[0])
+        return copy_plain_data(self._env.reset(seed=seed)[0])
 
     def step(self) -> Any:
         """Take a step with a drawn action; at the end of an episode, start the next one.
@@ -63,7 +63,7 @@ def sample_between(rng: np.random.Generator, low: Any, high: Any, shape: Any, dt
     return np.clip(np.where(finite, even, rng.standard_normal(shape)), low, high).astype(dtype)
 
 
-def plain(value: Any) -> Any:
+def copy_plain_data(value: Any) -> Any:
     """Copy into plain nested data: dicts, lists, tuples, arrays and tensors, which later steps do not write to."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
@@ -71,9 +71,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, Mapping) or hasattr(value, "batch_size"):  # a TensorDict
-        return {key: plain(part) for key, part in value.items()}
+        return {key: copy_plain_data(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(part) for part in value]
+        return [copy_plain_data(part) for part in value]
     if hasattr(value, "__array__") and not isinstance(value, np.generic):
         return np.array(value)
     return value
@@ -85,8 +85,8 @@ class _Gymnasium(Driver):
     def step(self) -> Any:
         *result, _ = self._env.step(self._draw(self._env.action_space))
         if result[2] or result[3]:
-            return [plain(result), self.reset(None)]
-        return plain(result)
+            return [copy_plain_data(result), self.reset(None)]
+        return copy_plain_data(result)
 
 
 class _PettingZooAEC(Driver):
@@ -108,7 +108,7 @@ class _PettingZooAEC(Driver):
         return self._last() if self._env.agents else []
 
     def _last(self) -> Any:
-        return [self._env.agent_selection, *plain(self._env.last()[:4])]
+        return [self._env.agent_selection, *copy_plain_data(self._env.last()[:4])]
 
 
 class _PettingZooParallel(Driver):
@@ -118,7 +118,7 @@ class _PettingZooParallel(Driver):
 
     def reset(self, seed: int | None) -> Any:
         self._returned = self._env.reset(seed=seed)
-        return plain(self._returned[0])
+        return copy_plain_data(self._returned[0])
 
     def step(self) -> Any:
         if not self._env.agents:
@@ -127,7 +127,7 @@ class _PettingZooParallel(Driver):
         drawn = {a: self._draw(self._env.action_space(a), a, _action_mask(*parts)) for a, parts in seen.items()}
         *result, infos = self._env.step(drawn)
         self._returned = result[0], infos
-        return plain(result)
+        return copy_plain_data(result)
 
 
 def _action_mask(observation: Any, info: Any) -> Any:
@@ -148,13 +148,13 @@ class _DmEnv(Driver):
             if seed is not None and isinstance(found, np.random.RandomState):
                 found.seed(seed)
                 break
-        return plain(tuple(self._env.reset()))
+        return copy_plain_data(tuple(self._env.reset()))
 
     def step(self) -> Any:
         time_step = self._env.step(self._draw_by(self._env.action_spec()))
         if time_step.last():
-            return [plain(tuple(time_step)), self.reset(None)]
-        return plain(tuple(time_step))
+            return [copy_plain_data(tuple(time_step)), self.reset(None)]
+        return copy_plain_data(tuple(time_step))
 
     def _draw_by(self, spec: Any) -> Any:
         if isinstance(spec, Mapping):
@@ -173,12 +173,12 @@ class _Robosuite(Driver):
         if seed is not None and isinstance(getattr(self._env, "rng", None), np.random.Generator):
             # In place: the samplers of placements hold the same generator. Older versions draw from NumPy's own.
             self._env.rng.bit_generator.state = type(self._env.rng.bit_generator)(seed).state
-        return plain(self._env.reset())
+        return copy_plain_data(self._env.reset())
 
     def step(self) -> Any:
         low, high = self._env.action_spec
         *result, _ = self._env.step(sample_between(self._rng, low, high, np.shape(low), np.float64))
-        return [plain(result), self.reset(None)] if result[2] else plain(result)
+        return [copy_plain_data(result), self.reset(None)] if result[2] else copy_plain_data(result)
 
 
 class _TorchRL(Driver):
@@ -191,7 +191,7 @@ class _TorchRL(Driver):
             with contextlib.suppress(NotImplementedError):
                 self._env.set_seed(seed)
         self._data = self._env.reset()
-        return plain(self._data)
+        return copy_plain_data(self._data)
 
     def step(self) -> Any:
         if self._data is None:
@@ -203,18 +203,18 @@ class _TorchRL(Driver):
             torch.manual_seed(int(self._rng.integers(2**31)))
             drawn = self._env.rand_action(self._data)
         taken, self._data = self._env.step_and_maybe_reset(drawn)
-        return [plain(taken.get("next")), plain(self._data)]
+        return [copy_plain_data(taken.get("next")), copy_plain_data(self._data)]
 
 
 class _GymnasiumVector(Driver):
     """gymnasium.vector.VectorEnv."""
 
     def step(self) -> Any:
-        result = plain(self._env.step(self._draw(self._env.action_space))[:4])
+        result = copy_plain_data(self._env.step(self._draw(self._env.action_space))[:4])
         ended = np.asarray(result[2]) | np.asarray(result[3])
         mode: Mapping[str, Any] = self._env.metadata or {}
         if ended.any() and getattr(mode.get("autoreset_mode"), "name", "") == "DISABLED":
-            return [result, plain(self._env.reset(options={"reset_mask": ended})[0])]
+            return [result, copy_plain_data(self._env.reset(options={"reset_mask": ended})[0])]
         return result
 
 
@@ -224,24 +224,24 @@ class _SB3Vector(Driver):
     def reset(self, seed: int | None) -> Any:
         if seed is not None:
             self._env.seed(seed)
-        return plain(self._env.reset())
+        return copy_plain_data(self._env.reset())
 
     def step(self) -> Any:
         drawn = [self._draw(self._env.action_space) for _ in range(self._env.num_envs)]
-        return plain(self._env.step(np.stack(drawn))[:3])
+        return copy_plain_data(self._env.step(np.stack(drawn))[:3])
 
 
 class _Vmas(Driver):
     """VMAS's Environment."""
 
     def reset(self, seed: int | None) -> Any:
-        return plain(self._env.reset(seed=seed))
+        return copy_plain_data(self._env.reset(seed=seed))
 
     def step(self) -> Any:
         *result, _ = self._env.step([self._draw_of(agent) for agent in self._env.agents])
-        result = plain(result)
+        result = copy_plain_data(result)
         ended = result[2] if len(result) == 3 else result[2] | result[3]
-        again = [plain(self._env.reset_at(int(index))) for index in ended.nonzero()]
+        again = [copy_plain_data(self._env.reset_at(int(index))) for index in ended.nonzero()]
         return [*result, again]
 
     def _draw_of(self, agent: Any) -> Any:
