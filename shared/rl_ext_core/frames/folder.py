@@ -134,7 +134,7 @@ class RowArrays:
             if not _system.LAZY:
                 region.reserve(start, self._padded_nbytes(shape, dtype))  # their owner may read all of them
             start += self._padded_nbytes(shape, dtype)
-        self._held = 0
+        self._n_reserved = 0
         self._checksum_inputs: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]] | None = (
             None  # addresses, bytes of a row
         )
@@ -192,10 +192,10 @@ class RowArrays:
 
         :raises StorageError: if there is no room on the disk.
         """
-        if n_rows > self._held:
+        if n_rows > self._n_reserved:
             for region, start, row_bytes in self._parts:
                 region.reserve(start, min(n_rows, self.n_rows) * row_bytes)
-            self._held = self.held
+            self._n_reserved = self.held
 
     def refresh(self) -> None:
         """Learns what other processes have made sure of."""
