@@ -263,7 +263,7 @@ def test_bad_masks_and_seeds() -> None:
     envs.close()
 
 
-class SaysNothing(Counting):
+class LosesInfos(Counting):
     """Has no information after its first episode."""
 
     episodes = 0
@@ -277,7 +277,7 @@ class SaysNothing(Counting):
 @pytest.mark.sample
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_an_information_that_is_none_is_that_of_a_reset(mode: AutoresetMode) -> None:
-    envs = SharedMemoryVectorEnv([SaysNothing] * 2, autoreset_mode=mode)
+    envs = SharedMemoryVectorEnv([LosesInfos] * 2, autoreset_mode=mode)
     envs.reset()
     quiet = 10 if mode is AutoresetMode.NEXT_STEP else 9  # the episode ends with the tenth
     for _ in range(quiet):
