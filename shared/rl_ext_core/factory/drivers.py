@@ -151,16 +151,16 @@ class _DmEnv(Driver):
         return copy_plain_data(tuple(self._env.reset()))
 
     def step(self) -> Any:
-        time_step = self._env.step(self._draw_by(self._env.action_spec()))
+        time_step = self._env.step(self._draw_from_spec(self._env.action_spec()))
         if time_step.last():
             return [copy_plain_data(tuple(time_step)), self.reset(None)]
         return copy_plain_data(tuple(time_step))
 
-    def _draw_by(self, spec: Any) -> Any:
+    def _draw_from_spec(self, spec: Any) -> Any:
         if isinstance(spec, Mapping):
-            return {name: self._draw_by(part) for name, part in spec.items()}
+            return {name: self._draw_from_spec(part) for name, part in spec.items()}
         if isinstance(spec, (list, tuple)):
-            drawn = [self._draw_by(part) for part in spec]
+            drawn = [self._draw_from_spec(part) for part in spec]
             return tuple(drawn) if isinstance(spec, tuple) else drawn
         low, high = getattr(spec, "minimum", -np.inf), getattr(spec, "maximum", np.inf)
         return sample_between(self._rng, low, high, spec.shape, spec.dtype)
