@@ -314,7 +314,7 @@ class StoreFolder:
         with as_corrupt_file(f"{manifest} is"):
             self._identity, self._numbers = bytes.fromhex(found["identity"]), found["frames"]
             files = found["rows"]["files"]
-            for name in (*self._frames(self._numbers), *files, *_JOURNAL):
+            for name in (*self._frame_file_names(self._numbers), *files, *_JOURNAL):
                 file = self._file(name).path
                 if not self.repair and not (file.is_file() and file.stat().st_size):
                     raise self.corrupt_file_error(name, "it is gone, or empty")
@@ -395,7 +395,7 @@ class StoreFolder:
     def _new_journal(self) -> Journal:
         return Journal(self.rows.n_rows, files=(self._file(_JOURNAL[0]), self._file(_JOURNAL[1])))
 
-    def _frames(self, numbers: list[int]) -> list[str]:
+    def _frame_file_names(self, numbers: list[int]) -> list[str]:
         return [f"frames-{number}" for number in numbers]
 
     def frames(self, kind: int = 0, *, next_generation: bool = False) -> RegionFile:
@@ -495,7 +495,7 @@ class StoreFolder:
         """Deletes frames in whose place others are."""
         self._check_in_place()
         for path in self.path.glob("frames-*"):
-            if path.name not in self._frames(self._numbers):
+            if path.name not in self._frame_file_names(self._numbers):
                 _system.remove(path)
         (self.path / _INCOMPLETE).unlink(missing_ok=True)
 
