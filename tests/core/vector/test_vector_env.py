@@ -30,10 +30,10 @@ NESTED = spaces.Dict(
 FAST = {"context": "fork"}
 
 
-def compare_random_operations(ours: Any, theirs: Any, seed: int, operations: int = 60) -> None:
+def compare_random_operations(shared_env: Any, theirs: Any, seed: int, operations: int = 60) -> None:
     """Do the same to both, drawn at random, and compare after each."""
     rng = np.random.default_rng(seed)
-    assert_equal(ours.reset(seed=seed), theirs.reset(seed=seed), "first reset")
+    assert_equal(shared_env.reset(seed=seed), theirs.reset(seed=seed), "first reset")
     theirs.action_space.seed(seed)
     over = np.zeros(theirs.num_envs, bool)
     for number in range(operations):
@@ -42,25 +42,25 @@ def compare_random_operations(ours: Any, theirs: Any, seed: int, operations: int
             what = "mask"
         if what == "step":
             actions = theirs.action_space.sample()
-            ended = ours.step(actions), theirs.step(actions)
+            ended = shared_env.step(actions), theirs.step(actions)
             assert_equal(*ended, f"step {number}")
             over |= ended[1][2] | ended[1][3]
         elif what == "reset":
             how: dict[str, Any] = {"seed": int(rng.integers(99)), "options": {"level": number}}
-            assert_equal(ours.reset(**how), theirs.reset(**how), f"reset {number}")
+            assert_equal(shared_env.reset(**how), theirs.reset(**how), f"reset {number}")
             over[:] = False
         elif what == "mask":
             mask = over if over.any() else rng.random(theirs.num_envs) < 0.5
             mask[rng.integers(theirs.num_envs)] = True
-            results = [env.reset(options={"reset_mask": mask.copy()}) for env in (ours, theirs)]
+            results = [env.reset(options={"reset_mask": mask.copy()}) for env in (shared_env, theirs)]
             assert_equal(*results, f"partial reset {number}")
             over[mask] = False
         elif what == "call":
-            assert_equal(ours.call("double", number, plus=1), theirs.call("double", number, plus=1))
-            assert ours.get_attr("label") == theirs.get_attr("label")
+            assert_equal(shared_env.call("double", number, plus=1), theirs.call("double", number, plus=1))
+            assert shared_env.get_attr("label") == theirs.get_attr("label")
         else:
             values: Any = [f"{number}-{index}" for index in range(theirs.num_envs)] if number % 2 else "all"
-            for env in (ours, theirs):
+            for env in (shared_env, theirs):
                 env.set_attr("label", values)
 
 
@@ -73,17 +73,17 @@ def test_it_returns_what_sync_vector_env_returns(
     observations: Any, rewards: str, n_workers: int | None, mode: AutoresetMode
 ) -> None:
     build = functools.partial(RandomEnv, observations, rewards=rewards)
-    ours = SharedMemoryVectorEnv([build] * 5, n_workers=n_workers, autoreset_mode=mode, **FAST)
+    shared_env = SharedMemoryVectorEnv([build] * 5, n_workers=n_workers, autoreset_mode=mode, **FAST)
     theirs = SyncVectorEnv([build] * 5, autoreset_mode=mode)
     try:
-        assert ours.metadata == theirs.metadata
-        assert ours.observation_space == theirs.observation_space
-        assert ours.action_space == theirs.action_space
-        assert ours.render_mode == theirs.render_mode
-        compare_random_operations(ours, theirs, seed=len(str(observations)))
-        assert_equal(ours.render(), theirs.render())
+        assert shared_env.metadata == theirs.metadata
+        assert shared_env.observation_space == theirs.observation_space
+        assert shared_env.action_space == theirs.action_space
+        assert shared_env.render_mode == theirs.render_mode
+        compare_random_operations(shared_env, theirs, seed=len(str(observations)))
+        assert_equal(shared_env.render(), theirs.render())
     finally:
-        ours.close()
+        shared_env.close()
         theirs.close()
 
 
@@ -91,10 +91,10 @@ def test_it_returns_what_sync_vector_env_returns(
 @pytest.mark.parametrize("actions", ["Discrete from -3", "Box of 64-bit floats", "Dict", "Tuple", "MultiBinary"])
 def test_environments_get_the_actions_that_async_vector_env_gives(actions: str) -> None:
     build = functools.partial(RandomEnv, actions=actions)
-    ours, theirs = SharedMemoryVectorEnv([build] * 2, **FAST), AsyncVectorEnv([build] * 2, context="fork")
-    compare_random_operations(ours, theirs, seed=4, operations=20)
-    assert_equal(ours.call("all_given"), theirs.call("all_given"))
-    ours.close()
+    shared_env, theirs = SharedMemoryVectorEnv([build] * 2, **FAST), AsyncVectorEnv([build] * 2, context="fork")
+    compare_random_operations(shared_env, theirs, seed=4, operations=20)
+    assert_equal(shared_env.call("all_given"), theirs.call("all_given"))
+    shared_env.close()
     theirs.close()
 
 
