@@ -30,16 +30,16 @@ from benchmarks.processes import run_module
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import RayVecEnv, SharedMemoryVecEnv
 
-THEIRS, OURS, SHARING, HERE = "SubprocVecEnv", "one each", "2 workers", "DummyVecEnv"
-BARE = {OURS: "one each, bare", SHARING: "2 workers, bare"}
+THEIRS, ONE_EACH, SHARING, HERE = "SubprocVecEnv", "one each", "2 workers", "DummyVecEnv"
+BARE = {ONE_EACH: "one each, bare", SHARING: "2 workers, bare"}
 WITH_RAY: dict[str, Callable[..., VecEnv]] = {kind.__name__: kind for kind in (SharedMemoryVecEnv, RayVecEnv)}
 TARGETS = {
-    ("steps", OURS): 3.0,
+    ("steps", ONE_EACH): 3.0,
     ("steps", SHARING): 6.0,
-    ("frames", OURS): 3.5,
-    ("busy", OURS): 0.75,
+    ("frames", ONE_EACH): 3.5,
+    ("busy", ONE_EACH): 0.75,
     ("busy", SHARING): 0.75,
-    ("learn", OURS): 1.6,
+    ("learn", ONE_EACH): 1.6,
     ("start", "first"): 4.0,
     ("start", "later"): 50.0,
 }
@@ -58,7 +58,7 @@ def competitors(build: Callable[[], Any], n_envs: int) -> Iterator[dict[str, Vec
     """Make all of them."""
     env_fns = [build] * n_envs
     made: dict[str, VecEnv] = {THEIRS: SubprocVecEnv(env_fns)}
-    made[OURS] = SharedMemoryVecEnv(env_fns)
+    made[ONE_EACH] = SharedMemoryVecEnv(env_fns)
     made[SHARING] = SharedMemoryVecEnv(env_fns, n_workers=2)
     made[HERE] = DummyVecEnv(env_fns)
     try:
@@ -149,7 +149,7 @@ def vector(rounds: int, n_envs: int) -> None:
         env_fns = [build] * n_envs
         made: dict[str, Any] = {
             "AsyncVectorEnv": AsyncVectorEnv(env_fns),
-            OURS: SharedMemoryVectorEnv(env_fns),
+            ONE_EACH: SharedMemoryVectorEnv(env_fns),
             SHARING: SharedMemoryVectorEnv(env_fns, n_workers=2),
         }
         seconds = time_in_turns(
@@ -183,7 +183,7 @@ def learn(rounds: int, n_envs: int) -> None:
     print(f"\nlearn: PPO's timesteps a second with {n_envs} environments, CartPole")
     made: dict[str, VecEnv] = {
         THEIRS: SubprocVecEnv([_with_their_monitor] * n_envs),
-        OURS: SharedMemoryVecEnv([worlds.monitored] * n_envs),
+        ONE_EACH: SharedMemoryVecEnv([worlds.monitored] * n_envs),
         SHARING: SharedMemoryVecEnv([worlds.monitored] * n_envs, n_workers=2),
     }
     torch.set_num_threads(1)
