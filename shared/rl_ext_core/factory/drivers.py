@@ -238,13 +238,13 @@ class _Vmas(Driver):
         return copy_plain_data(self._env.reset(seed=seed))
 
     def step(self) -> Any:
-        *result, _ = self._env.step([self._draw_of(agent) for agent in self._env.agents])
+        *result, _ = self._env.step([self._draw_for_agent(agent) for agent in self._env.agents])
         result = copy_plain_data(result)
         ended = result[2] if len(result) == 3 else result[2] | result[3]
         again = [copy_plain_data(self._env.reset_at(int(index))) for index in ended.nonzero()]
         return [*result, again]
 
-    def _draw_of(self, agent: Any) -> Any:
+    def _draw_for_agent(self, agent: Any) -> Any:
         space = self._env.get_agent_action_space(agent)
         drawn = np.stack([self._draw(space, agent.name) for _ in range(self._env.num_envs)])
         return sys.modules["torch"].as_tensor(drawn, device=self._env.device)
