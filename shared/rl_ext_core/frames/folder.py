@@ -284,7 +284,7 @@ class StoreFolder:
                 f"storage_dir={str(self.path)!r} holds {foreign[0]!r}, which is no part of a store; pass an empty "
                 f"folder, for example storage_dir={str(self.path / 'buffer')!r}"
             )
-        self._hold_lock(_open_lock_file(self.path / "lock"))
+        self._take_lock(_open_lock_file(self.path / "lock"))
         self._reset(capacity)
         try:
             self._open()
@@ -527,7 +527,7 @@ class StoreFolder:
         if self.closed:
             raise StorageError(f"{self.path} was closed; open it again, by another buffer with the same storage_dir")
 
-    def _hold_lock(self, descriptor: int) -> None:
+    def _take_lock(self, descriptor: int) -> None:
         self._pid, self._lock = os.getpid(), descriptor
         # Lets others write to it, once no process that shares the store holds the lock.
         self.close = weakref.finalize(self, os.close, descriptor)
@@ -547,7 +547,7 @@ class StoreFolder:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._hold_lock(state["_lock"].detach())
+        self._take_lock(state["_lock"].detach())
 
 
 def _is_store_file(entry: Path) -> bool:
