@@ -30,37 +30,37 @@ NESTED = spaces.Dict(
 FAST = {"context": "fork"}
 
 
-def compare_random_operations(shared_env: Any, theirs: Any, seed: int, operations: int = 60) -> None:
+def compare_random_operations(shared_env: Any, gymnasium_env: Any, seed: int, operations: int = 60) -> None:
     """Do the same to both, drawn at random, and compare after each."""
     rng = np.random.default_rng(seed)
-    assert_equal(shared_env.reset(seed=seed), theirs.reset(seed=seed), "first reset")
-    theirs.action_space.seed(seed)
-    over = np.zeros(theirs.num_envs, bool)
+    assert_equal(shared_env.reset(seed=seed), gymnasium_env.reset(seed=seed), "first reset")
+    gymnasium_env.action_space.seed(seed)
+    over = np.zeros(gymnasium_env.num_envs, bool)
     for number in range(operations):
         what = rng.choice(["step"] * 8 + ["reset", "mask", "call", "set_attr"])
-        if theirs.metadata["autoreset_mode"] is AutoresetMode.DISABLED and over.any():
+        if gymnasium_env.metadata["autoreset_mode"] is AutoresetMode.DISABLED and over.any():
             what = "mask"
         if what == "step":
-            actions = theirs.action_space.sample()
-            ended = shared_env.step(actions), theirs.step(actions)
+            actions = gymnasium_env.action_space.sample()
+            ended = shared_env.step(actions), gymnasium_env.step(actions)
             assert_equal(*ended, f"step {number}")
             over |= ended[1][2] | ended[1][3]
         elif what == "reset":
             how: dict[str, Any] = {"seed": int(rng.integers(99)), "options": {"level": number}}
-            assert_equal(shared_env.reset(**how), theirs.reset(**how), f"reset {number}")
+            assert_equal(shared_env.reset(**how), gymnasium_env.reset(**how), f"reset {number}")
             over[:] = False
         elif what == "mask":
-            mask = over if over.any() else rng.random(theirs.num_envs) < 0.5
-            mask[rng.integers(theirs.num_envs)] = True
-            results = [env.reset(options={"reset_mask": mask.copy()}) for env in (shared_env, theirs)]
+            mask = over if over.any() else rng.random(gymnasium_env.num_envs) < 0.5
+            mask[rng.integers(gymnasium_env.num_envs)] = True
+            results = [env.reset(options={"reset_mask": mask.copy()}) for env in (shared_env, gymnasium_env)]
             assert_equal(*results, f"partial reset {number}")
             over[mask] = False
         elif what == "call":
-            assert_equal(shared_env.call("double", number, plus=1), theirs.call("double", number, plus=1))
-            assert shared_env.get_attr("label") == theirs.get_attr("label")
+            assert_equal(shared_env.call("double", number, plus=1), gymnasium_env.call("double", number, plus=1))
+            assert shared_env.get_attr("label") == gymnasium_env.get_attr("label")
         else:
-            values: Any = [f"{number}-{index}" for index in range(theirs.num_envs)] if number % 2 else "all"
-            for env in (shared_env, theirs):
+            values: Any = [f"{number}-{index}" for index in range(gymnasium_env.num_envs)] if number % 2 else "all"
+            for env in (shared_env, gymnasium_env):
                 env.set_attr("label", values)
 
 
@@ -74,28 +74,28 @@ def test_it_returns_what_sync_vector_env_returns(
 ) -> None:
     build = functools.partial(RandomEnv, observations, rewards=rewards)
     shared_env = SharedMemoryVectorEnv([build] * 5, n_workers=n_workers, autoreset_mode=mode, **FAST)
-    theirs = SyncVectorEnv([build] * 5, autoreset_mode=mode)
+    gymnasium_env = SyncVectorEnv([build] * 5, autoreset_mode=mode)
     try:
-        assert shared_env.metadata == theirs.metadata
-        assert shared_env.observation_space == theirs.observation_space
-        assert shared_env.action_space == theirs.action_space
-        assert shared_env.render_mode == theirs.render_mode
-        compare_random_operations(shared_env, theirs, seed=len(str(observations)))
-        assert_equal(shared_env.render(), theirs.render())
+        assert shared_env.metadata == gymnasium_env.metadata
+        assert shared_env.observation_space == gymnasium_env.observation_space
+        assert shared_env.action_space == gymnasium_env.action_space
+        assert shared_env.render_mode == gymnasium_env.render_mode
+        compare_random_operations(shared_env, gymnasium_env, seed=len(str(observations)))
+        assert_equal(shared_env.render(), gymnasium_env.render())
     finally:
         shared_env.close()
-        theirs.close()
+        gymnasium_env.close()
 
 
 @pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("actions", ["Discrete from -3", "Box of 64-bit floats", "Dict", "Tuple", "MultiBinary"])
 def test_environments_get_the_actions_that_async_vector_env_gives(actions: str) -> None:
     build = functools.partial(RandomEnv, actions=actions)
-    shared_env, theirs = SharedMemoryVectorEnv([build] * 2, **FAST), AsyncVectorEnv([build] * 2, context="fork")
-    compare_random_operations(shared_env, theirs, seed=4, operations=20)
-    assert_equal(shared_env.call("all_given"), theirs.call("all_given"))
+    shared_env, gymnasium_env = SharedMemoryVectorEnv([build] * 2, **FAST), AsyncVectorEnv([build] * 2, context="fork")
+    compare_random_operations(shared_env, gymnasium_env, seed=4, operations=20)
+    assert_equal(shared_env.call("all_given"), gymnasium_env.call("all_given"))
     shared_env.close()
-    theirs.close()
+    gymnasium_env.close()
 
 
 def test_observations_are_the_callers_unless_told_otherwise() -> None:
