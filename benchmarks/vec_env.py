@@ -30,15 +30,15 @@ from benchmarks.processes import run_module
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import RayVecEnv, SharedMemoryVecEnv
 
-THEIRS, ONE_EACH, SHARING, HERE = "SubprocVecEnv", "one each", "2 workers", "DummyVecEnv"
-BARE = {ONE_EACH: "one each, bare", SHARING: "2 workers, bare"}
+THEIRS, ONE_EACH, TWO_WORKERS, HERE = "SubprocVecEnv", "one each", "2 workers", "DummyVecEnv"
+BARE = {ONE_EACH: "one each, bare", TWO_WORKERS: "2 workers, bare"}
 WITH_RAY: dict[str, Callable[..., VecEnv]] = {kind.__name__: kind for kind in (SharedMemoryVecEnv, RayVecEnv)}
 TARGETS = {
     ("steps", ONE_EACH): 3.0,
-    ("steps", SHARING): 6.0,
+    ("steps", TWO_WORKERS): 6.0,
     ("frames", ONE_EACH): 3.5,
     ("busy", ONE_EACH): 0.75,
-    ("busy", SHARING): 0.75,
+    ("busy", TWO_WORKERS): 0.75,
     ("learn", ONE_EACH): 1.6,
     ("start", "first"): 4.0,
     ("start", "later"): 50.0,
@@ -59,7 +59,7 @@ def competitors(build: Callable[[], Any], n_envs: int) -> Iterator[dict[str, Vec
     env_fns = [build] * n_envs
     made: dict[str, VecEnv] = {THEIRS: SubprocVecEnv(env_fns)}
     made[ONE_EACH] = SharedMemoryVecEnv(env_fns)
-    made[SHARING] = SharedMemoryVecEnv(env_fns, n_workers=2)
+    made[TWO_WORKERS] = SharedMemoryVecEnv(env_fns, n_workers=2)
     made[HERE] = DummyVecEnv(env_fns)
     try:
         yield made
@@ -150,7 +150,7 @@ def vector(rounds: int, n_envs: int) -> None:
         made: dict[str, Any] = {
             "AsyncVectorEnv": AsyncVectorEnv(env_fns),
             ONE_EACH: SharedMemoryVectorEnv(env_fns),
-            SHARING: SharedMemoryVectorEnv(env_fns, n_workers=2),
+            TWO_WORKERS: SharedMemoryVectorEnv(env_fns, n_workers=2),
         }
         seconds = time_in_turns(
             {competitor: _stepping_vector(env, count) for competitor, env in made.items()}, rounds=rounds
@@ -184,7 +184,7 @@ def learn(rounds: int, n_envs: int) -> None:
     made: dict[str, VecEnv] = {
         THEIRS: SubprocVecEnv([_with_their_monitor] * n_envs),
         ONE_EACH: SharedMemoryVecEnv([worlds.monitored] * n_envs),
-        SHARING: SharedMemoryVecEnv([worlds.monitored] * n_envs, n_workers=2),
+        TWO_WORKERS: SharedMemoryVecEnv([worlds.monitored] * n_envs, n_workers=2),
     }
     torch.set_num_threads(1)
     timesteps = 256 * n_envs
