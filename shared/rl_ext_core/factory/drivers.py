@@ -79,7 +79,7 @@ def copy_plain_data(value: Any) -> Any:
     return value
 
 
-class _Gymnasium(Driver):
+class GymnasiumDriver(Driver):
     """gymnasium.Env."""
 
     def step(self) -> Any:
@@ -255,7 +255,7 @@ _DRIVERS: dict[str, Callable[[Any, np.random.Generator], Driver]] = {
     "gymnasium.vector.vector_env:VectorEnv": _GymnasiumVector,
     "stable_baselines3.common.vec_env.base_vec_env:VecEnv": _SB3Vector,
     "vmas.simulator.environment.environment:Environment": _Vmas,
-    "gymnasium.core:Env": _Gymnasium,
+    "gymnasium.core:Env": GymnasiumDriver,
     "pettingzoo.utils.env:AECEnv": _PettingZooAEC,
     "pettingzoo.utils.env:ParallelEnv": _PettingZooParallel,
     "dm_env._environment:Environment": _DmEnv,

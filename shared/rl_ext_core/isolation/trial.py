@@ -146,13 +146,13 @@ class _Instance:
         self._environment = environment
         self._driver: Any = drivers.driver_for(environment, seed=seed)
         if self._driver is None and hasattr(environment, "reset") and hasattr(environment, "action_space"):
-            self._driver = drivers._Gymnasium(environment, np.random.default_rng(seed))
+            self._driver = drivers.GymnasiumDriver(environment, np.random.default_rng(seed))
         if self._driver is None:
             raise InvalidTypeError(
                 f"{type(environment).__module__}.{type(environment).__qualname__} has no known way to be stepped; "
                 "expected an environment of gymnasium, PettingZoo, dm_env, robosuite, TorchRL or Stable Baselines3"
             )
-        if isinstance(self._driver, drivers._Gymnasium):
+        if isinstance(self._driver, drivers.GymnasiumDriver):
             self._driver._env = self
         self._last: Any = None  # the objects that it returned, not copies
         self._infos: list[Any] = []
