@@ -30,7 +30,7 @@ from benchmarks.processes import run_module
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import RayVecEnv, SharedMemoryVecEnv
 
-THEIRS, ONE_EACH, TWO_WORKERS, HERE = "SubprocVecEnv", "one each", "2 workers", "DummyVecEnv"
+THEIRS, ONE_EACH, TWO_WORKERS, DUMMY = "SubprocVecEnv", "one each", "2 workers", "DummyVecEnv"
 BARE = {ONE_EACH: "one each, bare", TWO_WORKERS: "2 workers, bare"}
 WITH_RAY: dict[str, Callable[..., VecEnv]] = {kind.__name__: kind for kind in (SharedMemoryVecEnv, RayVecEnv)}
 TARGETS = {
@@ -60,7 +60,7 @@ def competitors(build: Callable[[], Any], n_envs: int) -> Iterator[dict[str, Vec
     made: dict[str, VecEnv] = {THEIRS: SubprocVecEnv(env_fns)}
     made[ONE_EACH] = SharedMemoryVecEnv(env_fns)
     made[TWO_WORKERS] = SharedMemoryVecEnv(env_fns, n_workers=2)
-    made[HERE] = DummyVecEnv(env_fns)
+    made[DUMMY] = DummyVecEnv(env_fns)
     try:
         yield made
     finally:
