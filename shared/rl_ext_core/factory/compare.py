@@ -427,7 +427,7 @@ def _record_histories(recipe: Recipe, careful: bool) -> Iterator[tuple[list[Fing
 
 @contextlib.contextmanager
 def _temporary_copy(recipe: Recipe) -> Iterator[Any]:
-    streams.seed_process(streams.sequence(_SEED, 0))
+    streams.seed_process(streams.seed_sequence(_SEED, 0))
     copy = recipe.build()
     try:
         yield copy
@@ -495,7 +495,7 @@ def _driver_of(environment: Any, number: int = 0) -> Driver | None:
 
 
 def _seeded_reset(driver: Driver, number: int) -> None:
-    streams.seed_process(streams.sequence(_SEED, number))  # what it draws from
+    streams.seed_process(streams.seed_sequence(_SEED, number))  # what it draws from
     driver.reset(_SEED + number)
 
 

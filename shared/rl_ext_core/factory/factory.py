@@ -192,7 +192,7 @@ class EnvFactory(Generic[_Env]):
         if worker is not None:
             worker.enter()
             overrides = {**worker.overrides, **overrides}
-            stream = streams.sequence(worker.entropy, worker.index, worker.attempt)
+            stream = streams.seed_sequence(worker.entropy, worker.index, worker.attempt)
         elif not recipe.takes_arguments:
             stream = np.random.SeedSequence()
         else:

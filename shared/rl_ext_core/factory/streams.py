@@ -19,13 +19,13 @@ from rl_ext_core.factory import simulators, walk
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["seed_copy", "seed_process", "seed_shared", "seed_unseeded", "sequence", "stream_of"]
+__all__ = ["seed_copy", "seed_process", "seed_shared", "seed_unseeded", "seed_sequence", "stream_of"]
 
 _LEAVES = {int, float, complex, bool, str, bytes, type(None), range, slice}
 _NOT_ENTERED = (type, types.ModuleType, types.FunctionType)
 
 
-def sequence(seed: int | None, worker: int, attempt: int = 0) -> np.random.SeedSequence:
+def seed_sequence(seed: int | None, worker: int, attempt: int = 0) -> np.random.SeedSequence:
     """Return a worker's source of seeds.
 
     :param seed: of the whole group; None takes entropy from the operating system

@@ -131,7 +131,7 @@ class _Trial:
     def _build(self, operation: Operation) -> dict[str, Any]:
         # A constructor that draws from a global generator shares nothing that matters; a step that does so, does.
         seed = 71 + operation.source
-        streams.seed_process(streams.sequence(seed, 0))
+        streams.seed_process(streams.seed_sequence(seed, 0))
         begin = time.perf_counter()
         environment = self._factories[operation.source]()
         seconds = time.perf_counter() - begin
