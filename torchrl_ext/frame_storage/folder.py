@@ -92,14 +92,14 @@ def recover(
     """
     if folder is not None:
         folder.rows.refresh()
-    note, writing = journal.read() if folder is None or not reopening else _read_checked_note(folder)
-    length = _drop_torn_rows(rows, note, writing, process_name)
+    record, writing = journal.read() if folder is None or not reopening else _read_checked_note(folder)
+    length = _drop_torn_rows(rows, record, writing, process_name)
     if folder is not None:
-        folder.rows.note(np.unique(writing))
+        folder.rows.record(np.unique(writing))
     for column in columns:
-        column.clear(rows, length, note.n_written)
+        column.clear(rows, length, record.n_written)
         column.recover(rows, length, None if folder is None else folder.path)
-    next_row = note.next_row % len(rows) if length == len(rows) else length
+    next_row = record.next_row % len(rows) if length == len(rows) else length
     journal.end_write(length, next_row)
     if reopening:
         journal.flush()
@@ -108,26 +108,26 @@ def recover(
 
 def _read_checked_note(folder: StoreFolder) -> tuple[JournalRecord, Places]:
     """What counts, of elements that are what they were."""
-    note, writing = folder.read_journal()
-    places = np.arange(note.length)
-    if note.exposed:
+    record, writing = folder.read_journal()
+    places = np.arange(record.length)
+    if record.exposed:
         message = "%s was not closed: whether elements without their images are what they were is not checked"
         _logger.info(message, folder.path)
-        folder.rows.note(places)
+        folder.rows.record(places)
     elif n_wrong := len(folder.rows.wrong(np.setdiff1d(places, writing))):
         raise folder.corrupt_file_error(
             _ROWS_FILE, f"{n_wrong} of {len(places)} elements have another checksum than when they were stored"
         )
-    return note, writing
+    return record, writing
 
 
-def _drop_torn_rows(rows: Any, note: JournalRecord, writing: Places, process_name: str) -> int:
+def _drop_torn_rows(rows: Any, record: JournalRecord, writing: Places, process_name: str) -> int:
     """Take out elements that were half written; return how many elements are left.
 
     Those at the end are cut off. One in the middle of a full ring becomes a copy of the one before it, which counts.
     """
-    length = min(note.length, len(rows))
-    torn = np.unique(writing[writing < min(len(rows), note.n_written)])
+    length = min(record.length, len(rows))
+    torn = np.unique(writing[writing < min(len(rows), record.n_written)])
     if len(torn) == 0:
         return length
     inside = torn[torn < length]
@@ -171,26 +171,26 @@ def _keep_longest_run(folder: StoreFolder, rows: Any, columns: list[FrameColumn]
     """Move the longest run of elements that are whole to the beginning; return how many it and all were."""
     assert folder.journal is not None
     n_places, held = len(rows), folder.rows.held
-    note, writing = folder.read_journal(lambda: None if folder.rows.is_full else held)
+    record, writing = folder.read_journal(lambda: None if folder.rows.is_full else held)
     rows = rows[:held]
-    good = np.ones(min(note.length, held), dtype=np.bool_)
+    good = np.ones(min(record.length, held), dtype=np.bool_)
     good[writing[writing < len(good)]] = False
-    if not note.exposed:
+    if not record.exposed:
         good[folder.rows.wrong(np.arange(len(good)))] = False
     for column in columns:
         good &= _find_readable(column, rows, good)
-    oldest = note.next_row % n_places if len(good) == n_places else 0
+    oldest = record.next_row % n_places if len(good) == n_places else 0
     order = (oldest + np.arange(len(good))) % max(len(good), 1)
     places = order[slice(*longest_run(good[order]))]
     rows[: len(places)] = rows[torch.from_numpy(places)].clone()
     for column in columns:
         column.clear(rows, len(places), len(rows))
         column.recover_handles(column.handles(rows, len(rows)))
-    folder.rows.note(np.arange(len(places)))
+    folder.rows.record(np.arange(len(places)))
     folder.journal.end_write(len(places), len(places))
     folder.journal.flush()
     folder.rows.make_sure_of(folder.journal.read()[0].n_written)
-    return len(places), note.length
+    return len(places), record.length
 
 
 def _find_readable(column: FrameColumn, rows: Any, good: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

@@ -561,7 +561,7 @@ class FrameStorage(TensorStorage):
     def _finish_write(self) -> None:
         """Note that all that was changed is whole, before anything that was replaced is freed."""
         if self._rows is not None:
-            self._rows.note(self._pending_places)
+            self._rows.record(self._pending_places)
         if self._journal is not None:
             last = self._last_cursor_index
             self._journal.end_write(self._len_along_dim0, 0 if last is None or not len(self) else last + 1)
@@ -606,7 +606,7 @@ class FrameStorage(TensorStorage):
         self._require_open()
         self._refresh()
         if self._rows is not None and self._has_exposed_views:
-            self._rows.note(np.arange(self._len_along_dim0))
+            self._rows.record(np.arange(self._len_along_dim0))
         if self._journal is not None:
             self._journal.flush()
 

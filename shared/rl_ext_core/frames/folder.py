@@ -213,7 +213,7 @@ class RowArrays:
         sum_rows(*self._checksum_inputs, rows, found)
         return found
 
-    def note(self, rows: Places) -> None:
+    def record(self, rows: Places) -> None:
         """Notes what these rows are now."""
         self.arrays[_SUMS][rows] = self._checksums_of(rows)
 
@@ -415,7 +415,7 @@ class StoreFolder:
                 self._mark_incomplete()
                 self.rows.add("sums", {_SUMS: ((), np.dtype(np.uint32))}, self._file("sums", new=True))
                 self.journal = self._new_journal()
-                self.journal.note(length=0, next_row=0, n_written=0, exposed=False)
+                self.journal.record(length=0, next_row=0, n_written=0, exposed=False)
             first = self._numbers[0] + next_generation
             self._numbers = [*range(first, first + kinds)]
             self._write(settings)
@@ -477,19 +477,19 @@ class StoreFolder:
         assert self.journal is not None
         most = self.rows.n_rows
         try:
-            note, writing = self.journal.read()
+            record, writing = self.journal.read()
         except CorruptFileError:
             if not self.repair or (found := n_written()) is None:
                 what = "the checksums of both notes are wrong, so which row of a full store is the oldest is not known"
                 raise self.corrupt_file_error(_JOURNAL[0], what) from None
-            note, writing = JournalRecord(0, found, found, found, 0, 0), np.zeros(0, dtype=np.int64)
-        if not note.length <= note.n_written <= most or note.next_row > most:
+            record, writing = JournalRecord(0, found, found, found, 0, 0), np.zeros(0, dtype=np.int64)
+        if not record.length <= record.n_written <= most or record.next_row > most:
             raise self.corrupt_file_error(_JOURNAL[0], "it says that there are more elements than rows")
-        needed = max(note.n_written, int(writing.max(initial=-1)) + 1)
+        needed = max(record.n_written, int(writing.max(initial=-1)) + 1)
         held, name = self.rows.shortest_file()
-        if held < (min(note.length, 1) if self.repair else needed):
+        if held < (min(record.length, 1) if self.repair else needed):
             raise self.corrupt_file_error(name, f"by its head there are {held} rows in it, expected {needed}")
-        return note, writing
+        return record, writing
 
     def delete_old_frames(self) -> None:
         """Deletes frames in whose place others are."""

@@ -89,13 +89,13 @@ class Journal:
         for slot in self._slots:
             if not self._is_intact(slot):
                 slot[:] = 0
-        note = self._latest()
-        if note.turn == 0:
+        record = self._latest()
+        if record.turn == 0:
             raise CorruptFileError(
                 f"{self._region.path} and the file beside it are damaged: the checksums of their notes do not match "
                 "their contents; salvage what is intact"
             )
-        return note, self._places[: note.n_writing].copy()
+        return record, self._places[: record.n_writing].copy()
 
     def _write_record(self, **changes: int) -> None:
         latest = self._latest()
@@ -104,7 +104,7 @@ class Journal:
         _FIELDS.pack_into(slot, 0, *fields)
         _CRC.pack_into(slot, _FIELDS.size, self._crc(fields))
 
-    def note(self, *, length: int, next_row: int, n_written: int, exposed: bool) -> None:
+    def record(self, *, length: int, next_row: int, n_written: int, exposed: bool) -> None:
         """Note all of that at once; nothing else is being written."""
         self._write_record(length=length, next_row=next_row, n_written=n_written, exposed=int(exposed), n_writing=0)
 

@@ -350,10 +350,10 @@ class FrameStore:
     def _seek_end(self, folder: StoreFolder) -> bool:
         """Goes to where the next transition goes; says whether one was being added."""
         index = self._pool.index
-        note, _ = folder.read_journal(lambda: None if index[-1].any() else int(np.count_nonzero(index.any(axis=1))))
-        self.full, self.position = note.n_written == self.capacity, note.next_row % self.capacity
-        self.dropped = self.n_written - note.length
-        return bool(note.exposed)
+        record, _ = folder.read_journal(lambda: None if index[-1].any() else int(np.count_nonzero(index.any(axis=1))))
+        self.full, self.position = record.n_written == self.capacity, record.next_row % self.capacity
+        self.dropped = self.n_written - record.length
+        return bool(record.exposed)
 
     def _keep_longest_run(self) -> None:
         """Gives up all but the longest run of rows that can be read."""
@@ -603,7 +603,7 @@ class FrameStore:
         self._unfinished = False
 
     def _checksum_newest(self) -> None:
-        self._rows.note(np.array([(self.position - 1) % self.capacity]))
+        self._rows.record(np.array([(self.position - 1) % self.capacity]))
 
     def _write_journal(self, *, writing: bool = False) -> None:
         """Notes what counts. The newest transition does not, as long as its row may be half written."""
@@ -613,7 +613,7 @@ class FrameStore:
         if self._unfinished:
             length, next_row = length - 1, (next_row - 1) % self.capacity
             n_written = self.capacity if self._was_full else next_row
-        self._folder.journal.note(
+        self._folder.journal.record(
             length=length, next_row=next_row, n_written=n_written, exposed=writing or self._unfinished
         )
 

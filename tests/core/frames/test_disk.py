@@ -369,7 +369,7 @@ def test_a_store_that_cannot_be_made_keeps_no_file_open(tmp_path: Path, monkeypa
 
     folder = tmp_path / "a"
     folder.mkdir()
-    monkeypatch.setattr(journal.Journal, "note", refused)
+    monkeypatch.setattr(journal.Journal, "record", refused)
     before = sorted(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(StorageError, match="the disk is full"):

@@ -148,7 +148,7 @@ def test_a_file_that_is_gone_or_was_cut_short_is_noticed(tmp_path: Path, name: s
 def test_notes_of_more_transitions_than_there_can_be_are_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
     store, *_rows = open_store(tmp_path / "a", "patch", CAPACITY, count=50)
     store.flush()
-    store._folder.journal.note(**{"length": 50, "next_row": 50, "n_written": 50, "exposed": False, **wrong})
+    store._folder.journal.record(**{"length": 50, "next_row": 50, "n_written": 50, "exposed": False, **wrong})
     store._folder.close()  # as where the process is killed
     with pytest.raises(CorruptFileError, match="journal is damaged: it says that there are more elements than rows"):
         open_store(tmp_path / "a", "patch", CAPACITY)
