@@ -30,7 +30,7 @@ from benchmarks.processes import run_module
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import RayVecEnv, SharedMemoryVecEnv
 
-THEIRS, ONE_EACH, TWO_WORKERS, DUMMY = "SubprocVecEnv", "one each", "2 workers", "DummyVecEnv"
+SUBPROC, ONE_EACH, TWO_WORKERS, DUMMY = "SubprocVecEnv", "one each", "2 workers", "DummyVecEnv"
 BARE = {ONE_EACH: "one each, bare", TWO_WORKERS: "2 workers, bare"}
 WITH_RAY: dict[str, Callable[..., VecEnv]] = {kind.__name__: kind for kind in (SharedMemoryVecEnv, RayVecEnv)}
 TARGETS = {
@@ -57,7 +57,7 @@ def print_row(label: str, *columns: str, verdict: str = "") -> None:
 def competitors(build: Callable[[], Any], n_envs: int) -> Iterator[dict[str, VecEnv]]:
     """Make all of them."""
     env_fns = [build] * n_envs
-    made: dict[str, VecEnv] = {THEIRS: SubprocVecEnv(env_fns)}
+    made: dict[str, VecEnv] = {SUBPROC: SubprocVecEnv(env_fns)}
     made[ONE_EACH] = SharedMemoryVecEnv(env_fns)
     made[TWO_WORKERS] = SharedMemoryVecEnv(env_fns, n_workers=2)
     made[DUMMY] = DummyVecEnv(env_fns)
@@ -95,7 +95,7 @@ def rates(name: str, build: Callable[[], Any], n_envs: int, count: int, rounds: 
         seconds = time_in_turns(runs, rounds=rounds)
     for competitor, found in seconds.items():
         target = TARGETS.get((name, competitor))
-        verdict = format_ratio(speedup(seconds, competitor, baseline=THEIRS), None if name == "busy" else target)
+        verdict = format_ratio(speedup(seconds, competitor, baseline=SUBPROC), None if name == "busy" else target)
         if competitor in BARE:
             share = speedup(seconds, competitor, baseline=BARE[competitor])
             verdict += "   " + format_ratio(share, target if name == "busy" else None, " of bare")
@@ -104,7 +104,7 @@ def rates(name: str, build: Callable[[], Any], n_envs: int, count: int, rounds: 
             "vec_env",
             f"{name}: {competitor}",
             steps_per_second=rate,
-            ratio=speedup(seconds, competitor, baseline=THEIRS),
+            ratio=speedup(seconds, competitor, baseline=SUBPROC),
         )
         print_row(competitor, f"{rate:,.0f}", verdict=verdict)
 
@@ -182,7 +182,7 @@ def learn(rounds: int, n_envs: int) -> None:
     """PPO on CartPole, as a whole."""
     print(f"\nlearn: PPO's timesteps a second with {n_envs} environments, CartPole")
     made: dict[str, VecEnv] = {
-        THEIRS: SubprocVecEnv([_with_their_monitor] * n_envs),
+        SUBPROC: SubprocVecEnv([_with_their_monitor] * n_envs),
         ONE_EACH: SharedMemoryVecEnv([worlds.monitored] * n_envs),
         TWO_WORKERS: SharedMemoryVecEnv([worlds.monitored] * n_envs, n_workers=2),
     }
@@ -198,7 +198,7 @@ def learn(rounds: int, n_envs: int) -> None:
     for venv in made.values():
         venv.close()
     for competitor, found in seconds.items():
-        verdict = format_ratio(speedup(seconds, competitor, baseline=THEIRS), TARGETS.get(("learn", competitor)))
+        verdict = format_ratio(speedup(seconds, competitor, baseline=SUBPROC), TARGETS.get(("learn", competitor)))
         print_row(competitor, f"{timesteps / np.median(found):,.0f}", verdict=verdict)
 
 
