@@ -19,7 +19,7 @@ from rl_ext_core.factory import simulators, walk
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["seed_copy", "seed_process", "seed_shared", "seed_unseeded", "seed_sequence", "stream_of"]
+__all__ = ["seed_copy", "seed_process", "seed_shared", "seed_unseeded", "seed_sequence", "derive_seed"]
 
 _LEAVES = {int, float, complex, bool, str, bytes, type(None), range, slice}
 _NOT_ENTERED = (type, types.ModuleType, types.FunctionType)
@@ -65,7 +65,7 @@ def _seed_c(word: int) -> None:
         library.srand48(ctypes.c_long(word))
 
 
-def stream_of(stream: np.random.SeedSequence, name: Any) -> np.random.SeedSequence:
+def derive_seed(stream: np.random.SeedSequence, name: Any) -> np.random.SeedSequence:
     """Derive the seed of one generator from its worker's stream.
 
     :param name: differs from those of the worker's other generators; plain data
@@ -130,7 +130,7 @@ def seed_copy(environment: Any, stream: np.random.SeedSequence) -> None:
     """
     held = (item for item in _reachable(environment) if walk.is_generator_class(type(item)))
     for number, generator in enumerate({id(one): one for one in held}.values()):
-        reseed(generator, stream_of(stream, number))
+        reseed(generator, derive_seed(stream, number))
     simulators.seed_simulators(walk.layers(environment), stream)
 
 
@@ -156,7 +156,7 @@ def seed_shared(stream: np.random.SeedSequence, seeded: set[int], environment: A
             for name, item in list(vars(owner).items()):
                 if id(item) not in seeded and (_is_space(item) or walk.is_generator_class(type(item))):
                     seeded.add(id(item))
-                    own_stream = stream_of(stream, f"{module}.{getattr(owner, '__qualname__', '')}.{name}")
+                    own_stream = derive_seed(stream, f"{module}.{getattr(owner, '__qualname__', '')}.{name}")
                     (seed_unseeded if _is_space(item) else reseed)(item, own_stream)
 
 
