@@ -189,7 +189,7 @@ def _keep_longest_run(folder: StoreFolder, rows: Any, columns: list[FrameColumn]
     folder.rows.record(np.arange(len(places)))
     folder.journal.end_write(len(places), len(places))
     folder.journal.flush()
-    folder.rows.make_sure_of(folder.journal.read()[0].n_written)
+    folder.rows.reserve(folder.journal.read()[0].n_written)
     return len(places), record.length
 
 

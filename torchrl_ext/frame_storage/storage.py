@@ -550,9 +550,9 @@ class FrameStorage(TensorStorage):
         """
         most = int(places.max(initial=-1)) + 1
         if self._rows is not None:
-            self._rows.make_sure_of(most)
+            self._rows.reserve(most)
         if self._journal is not None:
-            self._journal.make_sure_of(len(places))
+            self._journal.reserve(len(places))
         self._pending_places = places
         if self._journal is not None:
             self._journal.begin_write(places)

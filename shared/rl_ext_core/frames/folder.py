@@ -109,7 +109,7 @@ def read_json(path: Path, version: int) -> dict[str, Any]:
 
 class RowArrays:
     """Arrays with one row an element, in memory; or in files, which have room for as many as were asked for by
-    :meth:`make_sure_of`, and a checksum of each row.
+    :meth:`reserve`, and a checksum of each row.
 
     :param n_rows: the most that there may be.
     :ivar arrays: of shape ``(n_rows, *shape)``, by name.
@@ -187,7 +187,7 @@ class RowArrays:
         """How many rows can be written to."""
         return self.shortest_file()[0]
 
-    def make_sure_of(self, n_rows: int) -> None:
+    def reserve(self, n_rows: int) -> None:
         """Makes sure that the first rows can be written to.
 
         :raises StorageError: if there is no room on the disk.

@@ -108,7 +108,7 @@ class Journal:
         """Note all of that at once; nothing else is being written."""
         self._write_record(length=length, next_row=next_row, n_written=n_written, exposed=int(exposed), n_writing=0)
 
-    def make_sure_of(self, n_places: int) -> None:
+    def reserve(self, n_places: int) -> None:
         """Make sure that so many places can be noted.
 
         :raises StorageError: if there is no room on the disk.
@@ -118,7 +118,7 @@ class Journal:
 
     def begin_write(self, places: Places) -> None:
         """Note which elements do not count until :meth:`end_write`."""
-        self.make_sure_of(len(places))
+        self.reserve(len(places))
         n_written = max(self._latest().n_written, int(places.max(initial=-1)) + 1)
         self._places[: len(places)] = places
         self._write_record(n_written=n_written, n_writing=len(places))

@@ -320,7 +320,7 @@ class FrameStore:
         torn = self._seek_end(folder)
         overwritten = int(torn and self.full and not self.dropped)
         self.dropped += overwritten  # the oldest, in the row that was being written
-        self._rows.make_sure_of(self.n_written)
+        self._rows.reserve(self.n_written)
         self._pool.reserve_rows(self.n_written)
         counted, n_written = self.size, self.n_written
         if folder.repair:
@@ -465,7 +465,7 @@ class FrameStore:
         if self._folder is not None:
             self._folder.check_writer()
             self._pool.reserve_rows(row + 1)
-            self._rows.make_sure_of(row + 1)
+            self._rows.reserve(row + 1)
         if self._staged is not None:
             self._pool.release_pairs(self._staged)
             self._staged = None
