@@ -16,7 +16,7 @@ import torch
 from torchrl.envs.libs import gym as torchrl_gym
 from torchrl.envs.libs import isaac_lab as torchrl_isaac_lab
 
-OBSERVED = 48  # numbers in an observation and in an action: those of a walking quadruped
+OBSERVATION_SIZE = 48  # numbers in an observation and in an action: those of a walking quadruped
 ACTED = 12
 
 
@@ -47,13 +47,13 @@ class IsaacLike(ManagerBasedEnv):
 
     def __init__(self, num_envs: int, *, final_obs: bool = False, episode_length: int = 100) -> None:
         self.num_envs, self.device = num_envs, "cpu"
-        self.single_observation_space = gymnasium.spaces.Dict({"policy": _box(OBSERVED)})
+        self.single_observation_space = gymnasium.spaces.Dict({"policy": _box(OBSERVATION_SIZE)})
         self.single_action_space = _box(ACTED)
-        self.observation_space = gymnasium.spaces.Dict({"policy": _box(num_envs, OBSERVED)})
+        self.observation_space = gymnasium.spaces.Dict({"policy": _box(num_envs, OBSERVATION_SIZE)})
         self.action_space = _box(num_envs, ACTED)
         self.cfg = SimpleNamespace(is_finite_horizon=False, compute_final_obs=final_obs)
         self._final_obs, self._episode_length = final_obs, episode_length
-        self.obs_buf = {"policy": torch.zeros(num_envs, OBSERVED)}
+        self.obs_buf = {"policy": torch.zeros(num_envs, OBSERVATION_SIZE)}
         self._reward_buf = torch.zeros(num_envs)
         self._terminated = torch.zeros(num_envs, dtype=torch.bool)
         self._time_outs = torch.zeros(num_envs, dtype=torch.bool)
