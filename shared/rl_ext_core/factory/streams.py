@@ -45,7 +45,7 @@ def seed_process(stream: np.random.SeedSequence) -> None:
     np.random.seed(words[1])
     _torch_seed[:] = [words[2]]
     when_imported(["torch"], _seed_torch)
-    _seed_c(words[3])
+    _seed_c_library(words[3])
 
 
 _torch_seed: list[int] = []
@@ -56,7 +56,7 @@ def _seed_torch(torch: Any) -> None:
     torch.manual_seed(_torch_seed[0])
 
 
-def _seed_c(word: int) -> None:
+def _seed_c_library(word: int) -> None:
     # Libraries in C draw from these; the C library starts them with the same number in every process.
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL("ucrtbase" if os.name == "nt" else None)  # there it is no part of the program
