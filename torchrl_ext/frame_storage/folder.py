@@ -114,7 +114,7 @@ def _read_checked_note(folder: StoreFolder) -> tuple[JournalRecord, Places]:
         message = "%s was not closed: whether elements without their images are what they were is not checked"
         _logger.info(message, folder.path)
         folder.rows.record(places)
-    elif n_wrong := len(folder.rows.wrong(np.setdiff1d(places, writing))):
+    elif n_wrong := len(folder.rows.corrupt_rows(np.setdiff1d(places, writing))):
         raise folder.corrupt_file_error(
             _ROWS_FILE, f"{n_wrong} of {len(places)} elements have another checksum than when they were stored"
         )
@@ -176,7 +176,7 @@ def _keep_longest_run(folder: StoreFolder, rows: Any, columns: list[FrameColumn]
     good = np.ones(min(record.length, held), dtype=np.bool_)
     good[writing[writing < len(good)]] = False
     if not record.exposed:
-        good[folder.rows.wrong(np.arange(len(good)))] = False
+        good[folder.rows.corrupt_rows(np.arange(len(good)))] = False
     for column in columns:
         good &= _find_readable(column, rows, good)
     oldest = record.next_row % n_places if len(good) == n_places else 0

@@ -217,7 +217,7 @@ class RowArrays:
         """Notes what these rows are now."""
         self.arrays[_SUMS][rows] = self._checksums_of(rows)
 
-    def wrong(self, rows: Places) -> Places:
+    def corrupt_rows(self, rows: Places) -> Places:
         """Those of these rows that are not what was noted."""
         found: Places = rows[self._checksums_of(rows) != self.arrays[_SUMS][rows]]
         return found

@@ -326,10 +326,13 @@ class FrameStore:
         if folder.repair:
             self._keep_longest_run()
         rows = self._stored_rows()
-        for what, wrong in (("row-*", self._rows.wrong(rows)), ("frames-*", self._pool.corrupt_rows(rows))):
-            if len(wrong):
+        for what, corrupt_rows in (
+            ("row-*", self._rows.corrupt_rows(rows)),
+            ("frames-*", self._pool.corrupt_rows(rows)),
+        ):
+            if len(corrupt_rows):
                 raise folder.corrupt_file_error(
-                    what, f"{len(wrong)} rows have another checksum than when they were stored"
+                    what, f"{len(corrupt_rows)} rows have another checksum than when they were stored"
                 )
         if lost := np.count_nonzero(~recover_pairs(self._pool, rows)):
             raise folder.corrupt_file_error(folder.frames().path.name, f"{lost} transitions lead nowhere")
@@ -360,7 +363,7 @@ class FrameStore:
         from rl_ext_core.frames.recovery import readable_pairs
 
         rows = self._stored_rows()
-        good = ~np.isin(rows, np.concatenate([self._rows.wrong(rows), self._pool.corrupt_rows(rows)]))
+        good = ~np.isin(rows, np.concatenate([self._rows.corrupt_rows(rows), self._pool.corrupt_rows(rows)]))
         self._pool.index[rows[~good]] = 0
         good &= readable_pairs(self._pool, rows)
         start, stop = longest_run(good)
