@@ -92,7 +92,7 @@ def measure_isaac_like(options: argparse.Namespace) -> None:
 
     isaac_like.install()
     torch.set_num_threads(1)
-    actions = list(np.random.default_rng(0).uniform(-1, 1, (20, MANY, isaac_like.ACTED)).astype(np.float32))
+    actions = list(np.random.default_rng(0).uniform(-1, 1, (20, MANY, isaac_like.ACTION_SIZE)).astype(np.float32))
 
     def env() -> Any:
         return isaac_like.IsaacLike(MANY, final_obs=True)

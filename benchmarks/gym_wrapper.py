@@ -309,7 +309,7 @@ def measure_torch_env(
 ) -> None:
     """So many sub-environments."""
     steps = max(15, min(200, 160_000 // count))
-    actions = list(torch.randn(ACTIONS, count, isaac_like.ACTED))
+    actions = list(torch.randn(ACTIONS, count, isaac_like.ACTION_SIZE))
 
     def make() -> isaac_like.IsaacLike:
         return isaac_like.IsaacLike(count, final_obs=final_obs)

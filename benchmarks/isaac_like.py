@@ -17,7 +17,7 @@ from torchrl.envs.libs import gym as torchrl_gym
 from torchrl.envs.libs import isaac_lab as torchrl_isaac_lab
 
 OBSERVATION_SIZE = 48  # numbers in an observation and in an action: those of a walking quadruped
-ACTED = 12
+ACTION_SIZE = 12
 
 
 class ManagerBasedEnv:
@@ -48,9 +48,9 @@ class IsaacLike(ManagerBasedEnv):
     def __init__(self, num_envs: int, *, final_obs: bool = False, episode_length: int = 100) -> None:
         self.num_envs, self.device = num_envs, "cpu"
         self.single_observation_space = gymnasium.spaces.Dict({"policy": _box(OBSERVATION_SIZE)})
-        self.single_action_space = _box(ACTED)
+        self.single_action_space = _box(ACTION_SIZE)
         self.observation_space = gymnasium.spaces.Dict({"policy": _box(num_envs, OBSERVATION_SIZE)})
-        self.action_space = _box(num_envs, ACTED)
+        self.action_space = _box(num_envs, ACTION_SIZE)
         self.cfg = SimpleNamespace(is_finite_horizon=False, compute_final_obs=final_obs)
         self._final_obs, self._episode_length = final_obs, episode_length
         self.obs_buf = {"policy": torch.zeros(num_envs, OBSERVATION_SIZE)}
@@ -91,7 +91,7 @@ class IsaacLike(ManagerBasedEnv):
         observation = self.obs_buf["policy"]
         self._lengths += 1
         observation += 1
-        observation[:, :ACTED].add_(action, alpha=1e-3)
+        observation[:, :ACTION_SIZE].add_(action, alpha=1e-3)
         torch.sum(observation[:, :4], dim=1, out=self._reward_buf)
         torch.ge(self._lengths, self._episode_length, out=self._time_outs)
         done = self._time_outs.nonzero().squeeze(-1)
