@@ -49,10 +49,10 @@ def _parse_seconds(text: str) -> float:
 
 
 def _parse_steps(text: str) -> int:
-    from rl_ext_core.isolation.verdict import LEAST_STEPS
+    from rl_ext_core.isolation.verdict import MIN_STEPS
 
-    if not (text.isascii() and text.isdigit() and int(text[:10]) >= LEAST_STEPS):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {LEAST_STEPS} on")
+    if not (text.isascii() and text.isdigit() and int(text[:10]) >= MIN_STEPS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {MIN_STEPS} on")
     return int(text[:10])
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from rl_ext_core.factory import EnvFactory
 from rl_ext_core.isolation import trial
 from rl_ext_core.isolation.trial import RETURNED, STILL_RETURNED, Operation
-from rl_ext_core.isolation.verdict import LEAST_STEPS, Isolation, Verdict, conclude
+from rl_ext_core.isolation.verdict import MIN_STEPS, Isolation, Verdict, conclude
 from rl_ext_core.processes import get_context
 
 # Seconds for an operation: of an instance alone; of others that many times as long, and at least so long.
@@ -62,7 +62,7 @@ def _life(source: int, order: int, steps: int) -> list[Operation]:
     """Return the resets and steps of an instance: some short episodes, and ``steps`` steps in the first three."""
     step, unseeded = Operation(source, order, "step"), Operation(source, order, "reset")
     first, second = (Operation(source, order, "reset", 1000 * source + seed) for seed in (1, 2))
-    if steps < LEAST_STEPS:
+    if steps < MIN_STEPS:
         return [first, step, step, step, second, *[step] * (steps - 3)]
     episodes = [first, step, step, step, unseeded, step, step, step, second, *[step] * (steps - 6)]
     return [*episodes, unseeded, step, step]
@@ -249,7 +249,7 @@ class Judge:
             self._steps = _SHORT_STEPS
         elif shorten:
             affordable = _STEPPING_S / max(min(run.seconds("step")), 1e-9)
-            self._steps = max(LEAST_STEPS, int(min(self._steps, affordable)))
+            self._steps = max(MIN_STEPS, int(min(self._steps, affordable)))
         ending = [Operation(source, 0, "measure"), Operation(source, 0, "close", counts=False)]
         yield [*_life(source, 0, self._steps)[4:], *ending]
 

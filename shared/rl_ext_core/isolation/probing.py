@@ -21,7 +21,7 @@ from rl_ext_core._import_path import is_found_elsewhere
 from rl_ext_core.errors import InvalidArgumentError, NotCopyableError
 from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.factory.walk import description, fingerprint, layers
-from rl_ext_core.isolation.verdict import LEAST_STEPS, Isolation, Verdict, conclude, declared_by_source
+from rl_ext_core.isolation.verdict import MIN_STEPS, Isolation, Verdict, conclude, declared_by_source
 
 __all__ = ["probe"]
 
@@ -65,8 +65,8 @@ def probe(
     :raises WorkerError: If Python cannot be started.
     """
     began, began_ns = time.monotonic(), time.time_ns()
-    if steps < LEAST_STEPS:
-        raise InvalidArgumentError(f"steps={steps!r} is too small: expected at least {LEAST_STEPS}. Write steps=100")
+    if steps < MIN_STEPS:
+        raise InvalidArgumentError(f"steps={steps!r} is too small: expected at least {MIN_STEPS}. Write steps=100")
     if not (timeout is None or timeout > 0):
         raise InvalidArgumentError(
             f"timeout={timeout!r} is not a time: expected seconds above 0, or None for the default. Write timeout=60"

@@ -23,7 +23,7 @@ _FMI = "canBeInstantiatedOnlyOncePerProcess"
 _KEY = "isolation"
 _MOST_OBJECTS = 20_000
 # Minimum number of steps that probe() compares.
-LEAST_STEPS = 10
+MIN_STEPS = 10
 
 
 class Isolation(str, enum.Enum):
