@@ -120,13 +120,13 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
             contents.mkdir(parents=True)
         except OSError as error:
             raise StorageError(f"cannot write to {path}: {error.strerror}; pass another folder") from error
-        counts = False
+        is_complete = False
         try:
             with storage.lock:
-                held = _save_arrays(pack(*storage.held()), contents)
+                held = _save_arrays(pack(*storage._contents()), contents)
                 metadata = {"format": FORMAT, "contents": contents.name, "len": len(storage), "held": held}
             write_json(path / _METADATA, metadata)
-            counts = True
+            is_complete = True
         except StorageError:
             raise
         except OSError as error:
@@ -135,7 +135,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
                 "another folder"
             ) from error
         finally:
-            if not counts:
+            if not is_complete:
                 shutil.rmtree(path if made else contents, ignore_errors=True)
         for entry in path.iterdir():
             if entry.name not in (_METADATA, contents.name):  # was there before, or is of a program that was killed
