@@ -122,5 +122,5 @@ def _sampler(buffer: Any, batch_size: int, draws: int) -> Callable[[], None]:
 
 def format_ratio(ratio: float, target: float | None, unit: str = "×") -> str:
     """A ratio, and the bar that it has to reach."""
-    said = "" if target is None else f"  (≥ {target:g}{unit}){'' if ratio >= target else '  missed'}"
-    return f"{ratio:6.2f}{unit}{said}"
+    report = "" if target is None else f"  (≥ {target:g}{unit}){'' if ratio >= target else '  missed'}"
+    return f"{ratio:6.2f}{unit}{report}"

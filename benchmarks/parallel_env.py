@@ -151,11 +151,11 @@ def failures(rounds: int, workers: int) -> None:
         for library in LIBRARIES:
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    took, said, closed = run_once("failing", library, failure, Path(folder, "fails"), limit_s=LIMIT_S)
+                    took, report, closed = run_once("failing", library, failure, Path(folder, "fails"), limit_s=LIMIT_S)
                 except HangError:
                     print_row(f"{failure}, {library}", f"> {LIMIT_S} s")
                     continue
-            print_row(f"{failure}, {library}", f"{took:.2f} s", verdict=said.splitlines()[0][:100])
+            print_row(f"{failure}, {library}", f"{took:.2f} s", verdict=report.splitlines()[0][:100])
             if isinstance(closed, str):
                 print_row("    then close()", "", verdict=closed[:100])
 
