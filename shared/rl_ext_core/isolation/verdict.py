@@ -92,7 +92,7 @@ class Verdict:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
 
-_FOLLOWS = {
+_CONSEQUENCES = {
     Isolation.INDEPENDENT: "They may share a process.",
     Isolation.BROKEN: 'Fix the environment first. To skip the trials, write isolation="process".',
     Isolation.UNKNOWN: 'For one process per environment without a trial, write isolation="process".',
@@ -102,7 +102,7 @@ _FOLLOWS = {
 
 def conclude(isolation: Isolation, text: str, by: str = "probe", *, in_process: bool = False) -> Verdict:
     """Return a verdict whose explanation ends with what follows from it."""
-    follows = _FOLLOWS.get(isolation, "Use one process per environment.")
+    follows = _CONSEQUENCES.get(isolation, "Use one process per environment.")
     # What cannot be tried runs as with Stable Baselines3.
     in_process = in_process or isolation in (Isolation.INDEPENDENT, Isolation.UNKNOWN)
     return Verdict(isolation, f"{text} {follows}".rstrip(), by, in_process=in_process)
