@@ -365,7 +365,7 @@ class FrameStorage(TensorStorage):
         old: dict[Key, torch.Tensor] = {}
         new: dict[Key, torch.Tensor] = {}
         undo: Callable[[], None] | None = None
-        begun = False
+        has_begun_write = False
         try:
             where = resolve_target(cursor, data, shape=self._storage.batch_size, ndim=self.ndim)
             if set_cursor and self._resume_cursor is not None and where.places[0] != self._resume_cursor:
@@ -380,7 +380,7 @@ class FrameStorage(TensorStorage):
             ):
                 undo = snapshot_rows(self._storage, where.cursor)
             small, new = encode_images(self._columns, where.data)
-            begun = True
+            has_begun_write = True
             self._begin_write(where.places)
             old = {key: self._storage.get(key)[where.cursor].clone() for key in new}
             super().set(where.cursor, small, set_cursor=set_cursor)
@@ -391,7 +391,7 @@ class FrameStorage(TensorStorage):
                 self._storage.get(key)[where.cursor] = before
             self._len = length
             self._set_last_cursor(last)
-            if begun:
+            if has_begun_write:
                 self._finish_write()
             release(self._columns, new)
             if fresh:
@@ -635,7 +635,7 @@ class FrameStorage(TensorStorage):
             state.pop("_journal", None)
             if self.initialized:
                 rows, frames = self._contents()
-                state["_contents"] = rows.clone(), deepcopy(frames), state.pop("len__context")
+                state["held"] = rows.clone(), deepcopy(frames), state.pop("len__context")
                 state.update(initialized=False, len__context=0)
         return state
 
@@ -659,7 +659,7 @@ class FrameStorage(TensorStorage):
 
     @defer_signals
     def __setstate__(self, state: dict[str, Any]) -> None:
-        _contents, shared = state.pop("_contents", None), "lock" in state
+        contents, shared = state.pop("held", None), "lock" in state
         super().__setstate__(state if shared else {**state, "_storage": None, "_columns": []})
         if not shared:
             self.lock = ProcessLock()
@@ -667,8 +667,8 @@ class FrameStorage(TensorStorage):
         self._register_recovery()
         if self._folder is not None:
             self._storage = map_rows(self._folder)
-        if _contents is not None:
-            self._replace_contents(*_contents)
+        if contents is not None:
+            self._replace_contents(*contents)
 
     def _contents(self) -> tuple[Any, list[dict[str, Any]]]:
         """Return the elements with handles in place of images, and what these refer to. Views, no copies.
