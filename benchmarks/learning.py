@@ -32,7 +32,7 @@ from benchmarks.measure import format_ratio, machine, parse_options, record
 from sb3_ext import GymVecEnv
 from torchrl_ext import GymWrapper
 
-STEPS, COUNT, EVALUATED, LENGTH, TARGET = 30_000, 8, 16, 500, 200.0
+STEPS, COUNT, N_EVAL_ENVS, LENGTH, TARGET = 30_000, 8, 16, 500, 200.0
 # Settings of both libraries' PPO.
 GAMMA, LAMBDA, HORIZON, EPOCHS, MINIBATCH, RATE, CLIP = 0.99, 0.95, 64, 10, 64, 1e-3, 0.2
 
@@ -76,9 +76,9 @@ def sb3(make: Make, seed: int) -> float:
     )
     model.learn(STEPS)
     venv.close()
-    venv = GymVecEnv(make(EVALUATED, seed + 1000))
+    venv = GymVecEnv(make(N_EVAL_ENVS, seed + 1000))
     venv.seed(seed + 1000)
-    observations, returns, running = venv.reset(), np.zeros(EVALUATED), np.ones(EVALUATED, bool)
+    observations, returns, running = venv.reset(), np.zeros(N_EVAL_ENVS), np.ones(N_EVAL_ENVS, bool)
     for _ in range(LENGTH):
         observations, rewards, dones, _ = venv.step(model.predict(observations, deterministic=True)[0])
         returns += rewards * running
@@ -139,7 +139,7 @@ def torchrl(make: Make, seed: int) -> float:
                 torch.nn.utils.clip_grad_norm_(loss.parameters(), 0.5)
                 optimizer.step()
         schedule.step()
-    env = GymWrapper(make(EVALUATED, seed + 1000), categorical_action_encoding=True)
+    env = GymWrapper(make(N_EVAL_ENVS, seed + 1000), categorical_action_encoding=True)
     env.set_seed(seed + 1000)
     with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
         data = env.rollout(LENGTH, actor, break_when_any_done=False)["next"]
