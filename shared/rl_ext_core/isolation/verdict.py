@@ -112,7 +112,7 @@ class Declaration(NamedTuple):
     """A value by which an environment declares its isolation, and the subject of the sentence on it."""
 
     value: str
-    where: str
+    subject: str
 
     def verdict(self) -> Verdict:
         """Return the declared verdict.
@@ -122,10 +122,10 @@ class Declaration(NamedTuple):
         isolation = _DECLARED.get(self.value.lower().replace("_", "-"))
         if isolation is None:
             raise InvalidArgumentError(
-                f"{self.where} is {self.value!r}; expected one of {', '.join(map(repr, _DECLARED))}. Write "
+                f"{self.subject} is {self.value!r}; expected one of {', '.join(map(repr, _DECLARED))}. Write "
                 f'metadata = {{..., "{_KEY}": "{Isolation.SINGLE_INSTANCE.value}"}} in the environment\'s class'
             )
-        return conclude(isolation, f'{self.where[0].upper()}{self.where[1:]} says "{self.value}".', "environment")
+        return conclude(isolation, f'{self.subject[0].upper()}{self.subject[1:]} says "{self.value}".', "environment")
 
 
 def declared_by_instance(environment: Any) -> Declaration | None:
