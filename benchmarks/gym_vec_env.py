@@ -29,7 +29,7 @@ from benchmarks.measure import time_in_turns, format_ratio, machine, parse_optio
 from sb3_ext import GymVecEnv
 
 Run = Callable[[], object]
-COUNT, MANY = 16, 4096
+N_ENVS, MANY = 16, 4096
 
 
 def build() -> Any:
@@ -51,7 +51,7 @@ def make_stepper(env: Any, actions: Any) -> Run:
 
 def make_single_env_stepper(actions: Any) -> Run:
     """Give what steps single environments and does nothing else: no vectorised environment can be faster."""
-    envs = [build() for _ in range(COUNT)]
+    envs = [build() for _ in range(N_ENVS)]
     for seed, env in enumerate(envs):
         env.reset(seed=seed)
 
@@ -68,22 +68,22 @@ def make_single_env_stepper(actions: Any) -> Run:
 
 def cartpole(options: argparse.Namespace) -> None:
     """Environments of Python: through the batches of SyncVectorEnv, or around them."""
-    actions = np.random.default_rng(0).integers(2, size=(200, COUNT))
+    actions = np.random.default_rng(0).integers(2, size=(200, N_ENVS))
     seconds = time_in_turns(
         {
-            "DummyVecEnv": make_stepper(DummyVecEnv([build] * COUNT), actions),
-            "ours": make_stepper(GymVecEnv(SyncVectorEnv([build] * COUNT)), actions),
-            "ours, by its own step": make_stepper(GymVecEnv(VectorWrapper(SyncVectorEnv([build] * COUNT))), actions),
-            "SyncVectorEnv, bare": make_stepper(SyncVectorEnv([build] * COUNT), actions),
+            "DummyVecEnv": make_stepper(DummyVecEnv([build] * N_ENVS), actions),
+            "ours": make_stepper(GymVecEnv(SyncVectorEnv([build] * N_ENVS)), actions),
+            "ours, by its own step": make_stepper(GymVecEnv(VectorWrapper(SyncVectorEnv([build] * N_ENVS))), actions),
+            "SyncVectorEnv, bare": make_stepper(SyncVectorEnv([build] * N_ENVS), actions),
             "environments, bare": make_single_env_stepper(actions),
         },
         rounds=options.rounds,
         clock=time.thread_time,
     )
-    print(f"\ncartpole: steps a second of {COUNT} environments")
+    print(f"\ncartpole: steps a second of {N_ENVS} environments")
     for name, found in seconds.items():
         verdict = format_ratio(speedup(seconds, name, baseline="DummyVecEnv"), 1.5 if name == "ours" else None)
-        print(f"{name:28}{len(actions) * COUNT / np.median(found):>12,.0f}  {verdict}")
+        print(f"{name:28}{len(actions) * N_ENVS / np.median(found):>12,.0f}  {verdict}")
 
 
 def measure_isaac_like(options: argparse.Namespace) -> None:

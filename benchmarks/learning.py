@@ -32,7 +32,7 @@ from benchmarks.measure import format_ratio, machine, parse_options, record
 from sb3_ext import GymVecEnv
 from torchrl_ext import GymWrapper
 
-STEPS, COUNT, N_EVAL_ENVS, LENGTH, TARGET = 30_000, 8, 16, 500, 200.0
+STEPS, N_ENVS, N_EVAL_ENVS, LENGTH, TARGET = 30_000, 8, 16, 500, 200.0
 # Settings of both libraries' PPO.
 GAMMA, LAMBDA, HORIZON, EPOCHS, MINIBATCH, RATE, CLIP = 0.99, 0.95, 64, 10, 64, 1e-3, 0.2
 
@@ -60,7 +60,7 @@ def sb3(make: Make, seed: int) -> float:
     def linear_decay(value: float) -> Callable[[float], float]:
         return lambda left: value * left
 
-    venv = GymVecEnv(make(COUNT, seed))
+    venv = GymVecEnv(make(N_ENVS, seed))
     model = PPO(
         "MlpPolicy",
         venv,
@@ -100,7 +100,7 @@ def network(outputs: int, gain: float) -> MLP:
 def torchrl(make: Make, seed: int) -> float:
     """Train TorchRL's PPO, and return the mean return of what it has learned."""
     torch.manual_seed(seed)
-    env = GymWrapper(make(COUNT, seed), categorical_action_encoding=True)
+    env = GymWrapper(make(N_ENVS, seed), categorical_action_encoding=True)
     env.set_seed(seed)
     scores = TensorDictModule(network(2, 0.01), in_keys=["observation"], out_keys=["logits"])
     actor = ProbabilisticActor(
@@ -118,7 +118,7 @@ def torchrl(make: Make, seed: int) -> float:
         normalize_advantage=True,
     )
     optimizer = torch.optim.Adam(loss.parameters(), RATE)
-    per_batch = COUNT * HORIZON
+    per_batch = N_ENVS * HORIZON
     batches = STEPS // per_batch
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, batches)
     collector = Collector(
