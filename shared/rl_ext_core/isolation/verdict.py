@@ -21,7 +21,7 @@ __all__ = ["Isolation", "Verdict"]
 # The FMI standard's name of its flag; FMPy's model descriptions have an attribute of that name.
 _FMI = "canBeInstantiatedOnlyOncePerProcess"
 _KEY = "isolation"
-_MOST_OBJECTS = 20_000
+_MAX_OBJECTS = 20_000
 # Minimum number of steps that probe() compares.
 MIN_STEPS = 10
 
@@ -177,7 +177,7 @@ def _fmi_flag(environment: Any) -> Declaration | None:
         parts = (
             item.values() if isinstance(item, Mapping) else item if isinstance(item, (list, tuple)) else held.values()
         )
-        for part in itertools.islice(parts, _MOST_OBJECTS - len(waiting)):
+        for part in itertools.islice(parts, _MAX_OBJECTS - len(waiting)):
             if not isinstance(part, (str, bytes, int, float, type, types.ModuleType)) and id(part) not in seen:
                 seen.add(id(part))
                 waiting.append(part)
