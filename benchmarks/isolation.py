@@ -25,7 +25,7 @@ from tests.core.isolation import variants
 from tests.core.isolation.fmu import Decay, make_fmu
 from tests.core.isolation.swmm import Tank
 
-_OWN = 'write make_vec_env(..., cwd="own")'
+_OWN_CWD_HINT = 'write make_vec_env(..., cwd="own")'
 INDEPENDENT, SINGLE = Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE
 
 
@@ -101,11 +101,11 @@ def main() -> None:
             bad = [
                 one
                 for one in (*found, again)
-                if one.isolation is not expected or (_OWN in one.explanation) is not helps
+                if one.isolation is not expected or (_OWN_CWD_HINT in one.explanation) is not helps
             ]
             wrong, total = wrong + len(bad), total + len(found) + 1
             mark = "".join(f"  WRONG: {verdict.isolation.value}, expected {expected.value}" for verdict in bad[:1])
-            cwd = "own" if _OWN in found[0].explanation else ""
+            cwd = "own" if _OWN_CWD_HINT in found[0].explanation else ""
             row = f"{label:34} {found[0].isolation.value:18} {cwd:5} {seconds:8.2f} {cached}{mark}"
             print(row, flush=True)
     variants.SHARED_MEMORY.unlink(missing_ok=True)
