@@ -84,14 +84,14 @@ def probe(
         times = {key: min(2, sum(id(one) == key for one in sources)) for key in [*made][:_MOST_SOURCES]}
         tried = [made[key] for key, count in times.items() for _ in range(count if len(made) > 1 else 2)]
         file = _file_for(tried, cache, steps)
-        verdict = (_read(file) if file is not None else None) or _tried(tried, steps, timeout, file, began_ns)
+        verdict = (_read(file) if file is not None else None) or _run_trials(tried, steps, timeout, file, began_ns)
     if len(made) > _MOST_SOURCES:
         text = f"{verdict.explanation} Not tried: more than {_MOST_SOURCES} different sources."
         verdict = dataclasses.replace(verdict, explanation=text)
     return dataclasses.replace(verdict, seconds=round(time.monotonic() - began, 3))
 
 
-def _tried(
+def _run_trials(
     tried: Sequence[EnvFactory[Any]], steps: int, timeout: float | None, file: Path | None, began_ns: int
 ) -> Verdict:
     """Run trials, and keep the verdict in a file if there is one."""
