@@ -35,15 +35,15 @@ def _cpu_s(process: int | str, *, times: int) -> float:
 
 def private_mib(process: int | str = "self") -> float:
     """What a process shares with no other: what would be free without it."""
-    return _rollup(process, "Private_")
+    return _sum_smaps(process, "Private_")
 
 
 def proportional_mib(process: int | str = "self") -> float:
     """What a process holds, divided by how many hold it: of several processes, these add up."""
-    return _rollup(process, "Pss:")
+    return _sum_smaps(process, "Pss:")
 
 
-def _rollup(process: int | str, prefix: str) -> float:
+def _sum_smaps(process: int | str, prefix: str) -> float:
     lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(prefix)) / MIB
 
