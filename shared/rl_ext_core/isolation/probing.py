@@ -78,7 +78,7 @@ def probe(
         made = {key: as_factory(one, verify=False) for key, one in {id(one): one for one in sources}.items()}
     except NotCopyableError as error:
         return conclude(Isolation.UNKNOWN, f"It could not be tried: {str(error).rstrip('.')}.")
-    verdict = _declared([*made.values()])
+    verdict = _strictest_declaration([*made.values()])
     if verdict is None:
         # Two instances of a source that occurs several times, and at least two in all.
         times = {key: min(2, sum(id(one) == key for one in sources)) for key in [*made][:_MOST_SOURCES]}
@@ -106,7 +106,7 @@ def _run_trials(
     return verdict
 
 
-def _declared(factories: Sequence[EnvFactory[Any]]) -> Verdict | None:
+def _strictest_declaration(factories: Sequence[EnvFactory[Any]]) -> Verdict | None:
     """Return the strictest declared verdict, or None if a source without a declaration might be stricter."""
     declarations = [declared_by_source(factory) for factory in factories]
     verdicts = [declaration.verdict() for declaration in declarations if declaration is not None]
