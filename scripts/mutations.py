@@ -118,7 +118,10 @@ class Sandbox:
 
     def __init__(self, work: Path, tests: list[str]) -> None:
         self.work, self.tree, self.record = work, work / "tree", work / "coverage"
-        self.sound, self.broken = set[str](), set[str]()  # tests that pass without any mutant, and that do not
+        self.passing_unchanged, self.broken = (
+            set[str](),
+            set[str](),
+        )  # tests that pass without any mutant, and that do not
         if not self.tree.exists():
             folders = shutil.ignore_patterns(".git", ".venv", "out", "__pycache__", ".*_cache", ".hypothesis")
             shutil.copytree(ROOT, self.tree, ignore=folders)
@@ -203,10 +206,10 @@ class Sandbox:
                 failed = re.search(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.+?)?)(?: - .*)?$", output, re.MULTILINE)
                 if failed is None or "::" not in failed[1]:  # while tests are imported, or with the whole process
                     return "killed", f"status {status}: {output.strip()[-60:]}"
-                if failed[1] not in self.sound:
+                if failed[1] not in self.passing_unchanged:
                     alone, _ = self.run(["-m", "", failed[1]], limit, NUMBA_CACHE_DIR=str(self.work / "compiled"))
-                    (self.broken if alone else self.sound).add(failed[1])
-                if failed[1] in self.sound:
+                    (self.broken if alone else self.passing_unchanged).add(failed[1])
+                if failed[1] in self.passing_unchanged:
                     return "killed", failed[1]
             return "no test", ""
         finally:
