@@ -83,7 +83,7 @@ def probe(
         # Two instances of a source that occurs several times, and at least two in all.
         times = {key: min(2, sum(id(one) == key for one in sources)) for key in [*made][:_MOST_SOURCES]}
         tried = [made[key] for key, count in times.items() for _ in range(count if len(made) > 1 else 2)]
-        file = _file_for(tried, cache, steps)
+        file = _cache_file(tried, cache, steps)
         verdict = (_read(file) if file is not None else None) or _run_trials(tried, steps, timeout, file, began_ns)
     if len(made) > _MOST_SOURCES:
         text = f"{verdict.explanation} Not tried: more than {_MOST_SOURCES} different sources."
@@ -125,7 +125,7 @@ _IGNORED_VARIABLES = re.compile(
 )
 
 
-def _file_for(factories: Sequence[EnvFactory[Any]], where: bool | str | os.PathLike[str], steps: int) -> Path | None:
+def _cache_file(factories: Sequence[EnvFactory[Any]], where: bool | str | os.PathLike[str], steps: int) -> Path | None:
     """Return the file of a verdict; None: it is not kept.
 
     The name depends on the recipes and the files that they name, on the environment variables, the interpreter, this

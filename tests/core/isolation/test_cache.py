@@ -161,7 +161,7 @@ def test_keys_of_a_script_are_the_same_in_every_run_and_differ_with_its_code(tmp
 
 
 def key(source: Any, steps: int = 100) -> Path | None:
-    return probing._file_for([as_factory(source, verify=False)], "/", steps)
+    return probing._cache_file([as_factory(source, verify=False)], "/", steps)
 
 
 def test_keys_differ_with_recipe_file_steps_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
