@@ -118,7 +118,7 @@ class Sandbox:
 
     def __init__(self, work: Path, tests: list[str]) -> None:
         self.work, self.tree, self.record = work, work / "tree", work / "coverage"
-        self.passing_unchanged, self.broken = (
+        self.passing_unchanged, self.failing_unchanged = (
             set[str](),
             set[str](),
         )  # tests that pass without any mutant, and that do not
@@ -165,7 +165,7 @@ class Sandbox:
                     tests.add(context.partition("|")[0])
         others = {test for test in self.durations if test.startswith(tuple(otherwise))}
         inside, outside = (
-            sorted(group - {""} - self.broken, key=lambda each: (self.durations[each], each))
+            sorted(group - {""} - self.failing_unchanged, key=lambda each: (self.durations[each], each))
             for group in (tests, others - tests)
         )
         firsts = list({test.partition("[")[0]: test for test in reversed(inside)}.values())
@@ -208,7 +208,7 @@ class Sandbox:
                     return "killed", f"status {status}: {output.strip()[-60:]}"
                 if failed[1] not in self.passing_unchanged:
                     alone, _ = self.run(["-m", "", failed[1]], limit, NUMBA_CACHE_DIR=str(self.work / "compiled"))
-                    (self.broken if alone else self.passing_unchanged).add(failed[1])
+                    (self.failing_unchanged if alone else self.passing_unchanged).add(failed[1])
                 if failed[1] in self.passing_unchanged:
                     return "killed", failed[1]
             return "no test", ""
