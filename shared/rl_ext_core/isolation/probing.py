@@ -84,7 +84,9 @@ def probe(
         times = {key: min(2, sum(id(one) == key for one in sources)) for key in [*made][:_MOST_SOURCES]}
         tried = [made[key] for key, count in times.items() for _ in range(count if len(made) > 1 else 2)]
         file = _cache_file(tried, cache, steps)
-        verdict = (_read(file) if file is not None else None) or _run_trials(tried, steps, timeout, file, began_ns)
+        verdict = (_read_verdict(file) if file is not None else None) or _run_trials(
+            tried, steps, timeout, file, began_ns
+        )
     if len(made) > _MOST_SOURCES:
         text = f"{verdict.explanation} Not tried: more than {_MOST_SOURCES} different sources."
         verdict = dataclasses.replace(verdict, explanation=text)
@@ -149,7 +151,7 @@ def _cache_file(factories: Sequence[EnvFactory[Any]], where: bool | str | os.Pat
     )
 
 
-def _read(path: Path) -> Verdict | None:
+def _read_verdict(path: Path) -> Verdict | None:
     """Return a kept verdict; None if there is none, it is damaged, or a file that it depends on has changed."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
