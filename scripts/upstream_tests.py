@@ -27,12 +27,12 @@ class Suite(NamedTuple):
 
     :param tests: its folder of tests.
     :param files: those that use what is replaced, below that folder.
-    :param replaced: its classes and functions, and what stands in their places.
+    :param replacements: its classes and functions, and what stands in their places.
     """
 
     tests: str
     files: tuple[str, ...]
-    replaced: dict[str, str]
+    replacements: dict[str, str]
 
 
 _SB3 = {
@@ -165,8 +165,8 @@ def _compare(theirs: dict[str, str], ours: dict[str, str], differences: dict[str
 def pytest_configure() -> None:
     """Put our classes in the places of the library's, before any test is imported."""
     suite = SUITES[os.environ["RL_EXT_UPSTREAM_SUITE"]]
-    new = {_import_name(old): _import_name(name) for old, name in suite.replaced.items()}
-    defining_modules = {old.split(":")[0] for old in suite.replaced}
+    new = {_import_name(old): _import_name(name) for old, name in suite.replacements.items()}
+    defining_modules = {old.split(":")[0] for old in suite.replacements}
     library = {home.split(".")[0] for home in defining_modules}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] not in library:
@@ -182,7 +182,7 @@ def pytest_configure() -> None:
 def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | None:
     """Give a test that is parametrised by our class the name that it has with the library's."""
     suite = SUITES[os.environ["RL_EXT_UPSTREAM_SUITE"]]
-    names = (old.partition(":")[2] for old, ours in suite.replaced.items() if val is _import_name(ours))
+    names = (old.partition(":")[2] for old, ours in suite.replacements.items() if val is _import_name(ours))
     return next(names, None)
 
 
