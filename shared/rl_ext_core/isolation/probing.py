@@ -104,7 +104,7 @@ def _run_trials(
     judge = Judge(tried, steps, timeout)
     verdict = judge.verdict()
     if file is not None and judge.loaded_files:
-        _write(file, verdict, judge.loaded_files, began_ns)
+        _write_verdict(file, verdict, judge.loaded_files, began_ns)
     return verdict
 
 
@@ -166,7 +166,7 @@ def _read_verdict(path: Path) -> Verdict | None:
     return dataclasses.replace(verdict, declared_by="cache")
 
 
-def _write(path: Path, verdict: Verdict, files: Iterable[str], began_ns: int) -> None:
+def _write_verdict(path: Path, verdict: Verdict, files: Iterable[str], began_ns: int) -> None:
     """Keep a verdict, whole or not at all.
 
     :param files: what was loaded. If one is gone, or was modified since the probe began, nothing is kept

@@ -99,13 +99,13 @@ def test_verdicts_on_libraries_that_are_gone_or_without_a_recipe_are_not_kept(
 )
 def test_damaged_file_is_ignored_and_replaced(damage: Callable[[str], str], tmp_path: Path) -> None:
     path, now = tmp_path / "cache" / "verdict.json", time.time_ns()
-    probing._write(path, VERDICT, [__file__], now)
+    probing._write_verdict(path, VERDICT, [__file__], now)
     assert probing._read_verdict(path) == dataclasses.replace(VERDICT, declared_by="cache")
     text = path.read_text()
     path.write_text(damage(text))
     assert path.read_text() != text
     assert probing._read_verdict(path) is None
-    probing._write(path, VERDICT, [__file__], now)
+    probing._write_verdict(path, VERDICT, [__file__], now)
     assert probing._read_verdict(path) is not None
     assert list(path.parent.iterdir()) == [path]
 
