@@ -65,7 +65,7 @@ class DictWalk(Walk):
         return {"inner": inner, "image": np.full((2, 2, 3), int(place[:2].sum()) % 255, np.uint8)}
 
 
-class Sampled(gymnasium.Env[Any, Any]):
+class SamplingEnv(gymnasium.Env[Any, Any]):
     """Any two spaces; keeps the actions that it gets."""
 
     def __init__(self, observation_space: Any, action_space: Any, length: int = 5) -> None:

@@ -17,7 +17,7 @@ from torchrl.envs import ActionMask, FlattenObservation, TransformedEnv
 
 from rl_ext_core.errors import InvalidArgumentError
 from tests.torchrl_ext.comparing import vector
-from tests.torchrl_ext.environments import Isaac, Sampled, Walk, box
+from tests.torchrl_ext.environments import Isaac, SamplingEnv, Walk, box
 from torchrl_ext import GymWrapper
 
 torch_or_numpy = pytest.mark.parametrize("in_torch", [False, True], ids=["NumPy", "torch"])
@@ -37,7 +37,7 @@ class ActionRecorder(Isaac):
 
 def make_env(space: Any, count: int | None, in_torch: bool) -> tuple[Any, Any]:
     """Make an environment, and a function that returns the last action of each row."""
-    make = partial(Sampled, box(2), space)
+    make = partial(SamplingEnv, box(2), space)
     if count is None:
         one = make()
         return gymnasium.wrappers.NumpyToTorch(one) if in_torch else one, lambda: one.received[-1]
@@ -171,7 +171,7 @@ def test_one_choice_for_all_parts_in_torch(count: int | None) -> None:
     inner, _ = make_env(space, count, True)
     masks = spaces.Box(0, 1, (3, 4), np.bool_)
     if count is None:
-        inner = gymnasium.wrappers.NumpyToTorch(Sampled(spaces.Dict(o=box(2), action_mask=masks), space))
+        inner = gymnasium.wrappers.NumpyToTorch(SamplingEnv(spaces.Dict(o=box(2), action_mask=masks), space))
     env = GymWrapper(inner, categorical_action_encoding=True)
     if count:
         env.action_spec = Categorical(12, shape=env.batch_size)
@@ -181,7 +181,7 @@ def test_one_choice_for_all_parts_in_torch(count: int | None) -> None:
 
 
 def test_number_of_choices_that_the_space_does_not_have_is_refused() -> None:
-    env = GymWrapper(Sampled(box(2), spaces.MultiDiscrete([3, 4])))
+    env = GymWrapper(SamplingEnv(box(2), spaces.MultiDiscrete([3, 4])))
     env.action_spec = Categorical(10)
     with pytest.raises(InvalidArgumentError, match=r"10 choices.*\[3 4\].*12"):
         env.rollout(2)

@@ -20,7 +20,7 @@ from torchrl.data import Unbounded
 from torchrl.envs import StepCounter, check_env_specs
 
 from tests.torchrl_ext.comparing import assert_same, seeded_rollout, storage_pointers, tensors, vector
-from tests.torchrl_ext.environments import DictWalk, Isaac, IsaacByIds, SameStep, Sampled, Walk, box
+from tests.torchrl_ext.environments import DictWalk, Isaac, IsaacByIds, SameStep, SamplingEnv, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
 AGE = [Unbounded((), dtype=torch.int64)]
@@ -261,7 +261,7 @@ ACTIONS += [spaces.Dict(a=box(2), b=spaces.MultiBinary(2)), spaces.Tuple([box(2)
 @pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
 @pytest.mark.parametrize("space", ACTIONS, ids=str)
 def test_actions_are_the_environments_own(space: Any, torch_tensors: bool, categorical: bool) -> None:
-    inner = Sampled(box(2), space)
+    inner = SamplingEnv(box(2), space)
     options = {"convert_actions_to_numpy": not torch_tensors, "categorical_action_encoding": categorical}
     for clip in (None, 0.5) if "Box" in str(space) else (None,):
         env = GymWrapper(inner, env_type="auto", clip_actions=clip, **options)

@@ -37,7 +37,7 @@ from torchrl.envs import transforms as t
 import torchrl_ext
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from tests.torchrl_ext.comparing import assert_same, assert_same_rollouts, seeded_rollout, vector
-from tests.torchrl_ext.environments import STAGGERED, WalkWithoutInfos, DictWalk, Sampled, VectorRewards, Walk, box
+from tests.torchrl_ext.environments import STAGGERED, WalkWithoutInfos, DictWalk, SamplingEnv, VectorRewards, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
 gymnasium.register_envs(ale_py)
@@ -118,7 +118,7 @@ CASES: dict[str, Build] = {
         wrapping(short_cheetah), DoubleToFloat, norm, partial(RewardScaling, 0.1, 2.0)
     ),
     "image, cut": with_transforms(
-        wrapping(partial(Sampled, spaces.Box(0, 255, (8, 8, 3)), spaces.Discrete(3))),
+        wrapping(partial(SamplingEnv, spaces.Box(0, 255, (8, 8, 3)), spaces.Discrete(3))),
         *(partial(ToTensorImage, in_keys=["pixels"]), RewardSum, partial(StepCounter, 4)),
     ),
     "nested, cut": nested,
@@ -240,7 +240,7 @@ def received(value: Any, *, kinds: bool) -> Any:
 
 def check_spaces(observed: Any, taken: Any, categorical: bool, count: int | None) -> Any:
     def make() -> Any:
-        return Sampled(observed, taken)
+        return SamplingEnv(observed, taken)
 
     options = {"categorical_action_encoding": categorical}
     ours, theirs = build_both(wrapping(make, **options) if count is None else batch(make, "Disabled", count, **options))
@@ -268,7 +268,7 @@ def test_every_space(name: str, count: int | None, categorical: bool) -> None:
 
 def test_sequences_of_any_length() -> None:
     space = spaces.Sequence(box(2), stack=True)
-    ours, theirs = build_both(wrapping(partial(Sampled, space, spaces.Discrete(3))))
+    ours, theirs = build_both(wrapping(partial(SamplingEnv, space, spaces.Discrete(3))))
     found, expected = (seeded_rollout(env, 12, return_contiguous=False) for env in (ours, theirs))
     for one, other in zip(found.unbind(0), expected.unbind(0), strict=True):
         assert_same(one, other)
@@ -276,7 +276,7 @@ def test_sequences_of_any_length() -> None:
 
 def test_a_tuple_of_boxes_is_stacked() -> None:
     space = spaces.Tuple([box(2), box(2)])
-    env = GymWrapper(Sampled(space, space))
+    env = GymWrapper(SamplingEnv(space, space))
     space.seed(5)
     expected = np.stack(space.sample())
     space.seed(5)
@@ -290,7 +290,7 @@ def test_dict_actions_reach_the_environment_as_dicts(space: Any, count: int | No
     """Upstream refuses them in a batch, and makes one of one action an array."""
 
     def make() -> Any:
-        return Sampled(box(2), space)
+        return SamplingEnv(box(2), space)
 
     env = GymWrapper(make() if count is None else vector(make, count, "Disabled"), categorical_action_encoding=True)
     check_env_specs(env)
@@ -310,7 +310,7 @@ def test_vectors_that_are_not_one_hot(action: list[Any], count: int | None) -> N
         env.step(env.reset().set("action", given))
         return [int(single.received[-1]) for single in getattr(env._env, "envs", [env._env])]
 
-    make = partial(Sampled, box(2), spaces.Discrete(2))
+    make = partial(SamplingEnv, box(2), spaces.Discrete(2))
     ours, theirs = build_both(wrapping(make) if count is None else batch(make, "Disabled", count))
     assert taken(ours) == taken(theirs)
 

@@ -14,7 +14,7 @@ from torchrl.data import Unbounded
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from tests.torchrl_ext.comparing import vector
-from tests.torchrl_ext.environments import DictWalk, Faulty, SameStep, Sampled, Walk, box
+from tests.torchrl_ext.environments import DictWalk, Faulty, SameStep, SamplingEnv, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
 SINGLE: dict[str, tuple[dict[str, Any], str]] = {
@@ -136,7 +136,7 @@ INTEGERS: dict[str, tuple[Any, Any, str | None]] = {
 @pytest.mark.parametrize("name", INTEGERS)
 def test_values_that_fit_are_taken_and_others_named(name: str) -> None:
     space, value, message = INTEGERS[name]
-    inner = Sampled(space, spaces.Discrete(2))
+    inner = SamplingEnv(space, spaces.Discrete(2))
     env = GymWrapper(inner)
     inner.observation_space = SimpleNamespace(sample=lambda: value)
     if message is None:

@@ -19,7 +19,7 @@ from torchrl.envs import check_env_specs
 
 from rl_ext_core.errors import InvalidArgumentError
 from tests.torchrl_ext.comparing import assert_same, seeded_rollout, vector
-from tests.torchrl_ext.environments import ForeignBox, ForeignDict, Isaac, Sampled, Walk, box
+from tests.torchrl_ext.environments import ForeignBox, ForeignDict, Isaac, SamplingEnv, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
 INF = float("inf")
@@ -83,7 +83,7 @@ def test_unknown_spaces(space: Any) -> None:
 def test_spaces_that_make_no_batch(space: Any) -> None:
     for observed, taken in ((spaces.Dict(a=space), spaces.Discrete(2)), (box(2), space)):
         with pytest.raises(InvalidArgumentError, match=r"vectorized environments.*Write"):
-            GymWrapper(vector(partial(Sampled, observed, taken), 2, "Disabled"))
+            GymWrapper(vector(partial(SamplingEnv, observed, taken), 2, "Disabled"))
 
 
 def test_spaces_that_torchrl_was_taught() -> None:
@@ -99,7 +99,7 @@ def test_spaces_that_torchrl_was_taught() -> None:
         def convert(spec: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
             return Bounded(0.0, 1.0, shape=(1,), device=device)
 
-        env = GymWrapper(Sampled(Angle((), np.float32), spaces.Discrete(2)))
+        env = GymWrapper(SamplingEnv(Angle((), np.float32), spaces.Discrete(2)))
         check_env_specs(env)
         assert env.observation_spec["observation"].shape == (1,)
         batch: Any = Isaac(3)
@@ -131,7 +131,7 @@ def test_an_environment_with_nothing_but_its_methods() -> None:
 
 
 def test_an_action_of_an_observations_name_is_refused() -> None:
-    env = Sampled(spaces.Dict(joint=box(2)), spaces.Dict(joint=box(2)))
+    env = SamplingEnv(spaces.Dict(joint=box(2)), spaces.Dict(joint=box(2)))
     with pytest.raises(InvalidArgumentError, match=r"joint names an observation and an action.*Rename one"):
         GymWrapper(env)
 
@@ -177,9 +177,9 @@ def test_samples_stay_finite_whatever_becomes_of_the_spec(name: str) -> None:
 
 
 def test_random_actions_are_finite_and_in_dicts_and_batches_too() -> None:
-    nested = GymWrapper(Sampled(box(2), spaces.Dict(a=spaces.Dict(b=MIXED), c=spaces.Discrete(2))))
+    nested = GymWrapper(SamplingEnv(box(2), spaces.Dict(a=spaces.Dict(b=MIXED), c=spaces.Discrete(2))))
     check_samples(torch.stack([nested.rand_action()["a", "b"] for _ in range(300)]))
-    batch = GymWrapper(vector(lambda: Sampled(MIXED, MIXED), 5, "SameStep"))
+    batch = GymWrapper(vector(lambda: SamplingEnv(MIXED, MIXED), 5, "SameStep"))
     check_samples(torch.stack([batch.rand_action()["action"] for _ in range(100)]))
     for env in (nested, batch):
         check_env_specs(env)
@@ -190,7 +190,7 @@ def test_random_actions_are_finite_and_in_dicts_and_batches_too() -> None:
 
 @pytest.mark.parametrize("torch_tensors", [False, True])
 def test_clipped_actions(torch_tensors: bool) -> None:
-    numpy = partial(Sampled, box(2), spaces.Box(-INF, INF, (2,)))
+    numpy = partial(SamplingEnv, box(2), spaces.Box(-INF, INF, (2,)))
     inner: Any = Isaac(3) if torch_tensors else vector(numpy, 3, "Disabled")
     received: list[Any] = []
     step = inner.step
@@ -211,7 +211,7 @@ def test_clipping_narrows_and_never_widens() -> None:
     space = spaces.Dict(
         a=spaces.Box(low, high), b=spaces.Discrete(3), c=spaces.Box(-9, 9, (2,), np.int64), d=spaces.MultiBinary(2)
     )
-    inner = Sampled(box(2), space)
+    inner = SamplingEnv(box(2), space)
     env = GymWrapper(inner, clip_actions=1.0, categorical_action_encoding=True)
     bounds = env.full_action_spec["a"].space
     assert torch.equal(bounds.low, torch.tensor([-0.1, -1.0]))
@@ -219,7 +219,7 @@ def test_clipping_narrows_and_never_widens() -> None:
     env.step(env.rand_action(env.reset()).set("c", torch.tensor([9, -9])).set("b", torch.tensor(2)))
     assert inner.received[0]["c"].tolist() == [9, -9]
     assert inner.received[0]["b"] == 2
-    for nothing in (Walk(), Sampled(box(2), spaces.Dict(a=spaces.Discrete(2))), vector(Walk, 2, "SameStep")):
+    for nothing in (Walk(), SamplingEnv(box(2), spaces.Dict(a=spaces.Discrete(2))), vector(Walk, 2, "SameStep")):
         with pytest.raises(InvalidArgumentError, match=r"clip_actions=0\.5 was given, and the action space .* Leave"):
             GymWrapper(nothing, clip_actions=0.5)
 
@@ -311,7 +311,7 @@ def test_integers_that_count_from_elsewhere(name: str, categorical: bool, mode: 
     if mode and name == "Tuple":
         return
     space = COUNTED[name]
-    make = partial(Sampled, spaces.Dict(o=space) if isinstance(space, spaces.Dict) else space, space, 3)
+    make = partial(SamplingEnv, spaces.Dict(o=space) if isinstance(space, spaces.Dict) else space, space, 3)
     inner = gymnasium.vector.SyncVectorEnv([make, make], autoreset_mode=mode) if mode else make()
     env = GymWrapper(inner, categorical_action_encoding=categorical)
     check_env_specs(env)
@@ -327,14 +327,14 @@ def test_integers_that_count_from_elsewhere(name: str, categorical: bool, mode: 
 
 
 def test_torch_actions_that_count_from_elsewhere() -> None:
-    inner = Sampled(box(2), spaces.Discrete(3, start=-2))
+    inner = SamplingEnv(box(2), spaces.Discrete(3, start=-2))
     GymWrapper(gymnasium.wrappers.NumpyToTorch(inner)).rollout(20, break_when_any_done=False)
     assert set(map(int, inner.received)) == {-2, -1, 0}
 
 
 def test_a_batch_of_a_state_and_an_observation() -> None:
     space = spaces.Dict(state=box(2), observation=box(3))
-    env = GymWrapper(vector(partial(Sampled, space, spaces.Discrete(2)), 2, "SameStep"))
+    env = GymWrapper(vector(partial(SamplingEnv, space, spaces.Discrete(2)), 2, "SameStep"))
     check_env_specs(env)
     assert {key: tuple(spec.shape) for key, spec in env.observation_spec.items()} == {
         "state": (2, 2),
@@ -366,7 +366,7 @@ DISCRETES = spaces.Tuple([spaces.Discrete(3), spaces.Discrete(4, start=2), space
 @pytest.mark.parametrize("nested", [False, True])
 def test_tuples_of_different_discretes(nested: bool, categorical: bool) -> None:
     space: Any = spaces.Dict(o=DISCRETES) if nested else DISCRETES
-    env = GymWrapper(Sampled(space, DISCRETES), categorical_action_encoding=categorical)
+    env = GymWrapper(SamplingEnv(space, DISCRETES), categorical_action_encoding=categorical)
     check_env_specs(env)
     rollout = env.rollout(9)
     assert rollout["action"].shape[1:] == ((3,) if categorical else (9,))
@@ -393,7 +393,7 @@ def test_blackjack(categorical: bool) -> None:
 @pytest.mark.parametrize("shape", [(4,), (2, 3)])
 def test_bits_of_several_axes(shape: tuple[int, ...], mode: str | None) -> None:
     space = spaces.MultiBinary(shape)
-    make = partial(Sampled, spaces.Dict(a=space), space)
+    make = partial(SamplingEnv, spaces.Dict(a=space), space)
     inner = vector(make, 2, mode) if mode else make()
     env = GymWrapper(inner)
     check_env_specs(env)
@@ -414,13 +414,13 @@ def test_parts_that_do_not_fit_into_one_tensor_are_refused(categorical: bool) ->
     rows, mixed = spaces.MultiDiscrete([[3, 4], [2, 5]]), spaces.Tuple([box(2), box(3)])
     for observed, taken in ((box(2), rows), (rows, spaces.Discrete(2)), (mixed, spaces.Discrete(2))):
         with pytest.raises(InvalidArgumentError, match=r"Write gymnasium\.spaces\.Dict, with a key for each part"):
-            GymWrapper(Sampled(observed, taken), categorical_action_encoding=categorical)
+            GymWrapper(SamplingEnv(observed, taken), categorical_action_encoding=categorical)
 
 
 @pytest.mark.parametrize("categorical", [False, True])
 def test_tuples_of_multidiscretes_that_count_from_elsewhere(categorical: bool) -> None:
     space = spaces.Tuple([spaces.MultiDiscrete([3, 4], start=[1, 2]), spaces.MultiDiscrete([3, 4])])
-    env = GymWrapper(Sampled(space, space), categorical_action_encoding=categorical)
+    env = GymWrapper(SamplingEnv(space, space), categorical_action_encoding=categorical)
     check_env_specs(env)
     env.rollout(9)
     for action in env._env.received:

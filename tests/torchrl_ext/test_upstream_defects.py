@@ -17,7 +17,7 @@ from torchrl.envs import check_env_specs
 from torchrl.envs.libs.mjlab import MJLabWrapper
 
 from tests.torchrl_ext.comparing import seeded_rollout, vector
-from tests.torchrl_ext.environments import STAGGERED, Isaac, IsaacByIds, Sampled, Walk, box
+from tests.torchrl_ext.environments import STAGGERED, Isaac, IsaacByIds, SamplingEnv, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
 
@@ -84,7 +84,7 @@ def test_dtypes_and_graphs() -> None:
 
 def test_discrete_actions_of_torch_environments() -> None:
     for cls, expected in ((upstream.GymWrapper, [0, 0, 1]), (GymWrapper, 2)):
-        env = Sampled(box(2), spaces.Discrete(3))
+        env = SamplingEnv(box(2), spaces.Discrete(3))
         wrapped = cls(env, convert_actions_to_numpy=False)
         wrapped.step(wrapped.reset().set("action", torch.tensor([0, 0, 1])))
         assert env.received[0].tolist() == expected
