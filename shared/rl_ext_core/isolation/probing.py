@@ -133,7 +133,7 @@ def _cache_file(factories: Sequence[EnvFactory[Any]], where: bool | str | os.Pat
     The name depends on the recipes and the files that they name, on the environment variables, the interpreter, this
     package and the machine. The file itself lists the modules and libraries that were loaded.
     """
-    folder = _users_folder() if where is True else None if where is False else Path(where).absolute()
+    folder = _user_cache_folder() if where is True else None if where is False else Path(where).absolute()
     if folder is None:
         return None
     try:
@@ -185,7 +185,7 @@ def _write_verdict(path: Path, verdict: Verdict, files: Iterable[str], began_ns:
         _log.debug("%s cannot be written: %r", path, error)
 
 
-def _users_folder() -> Path | None:
+def _user_cache_folder() -> Path | None:
     given = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(given if os.path.isabs(given) else os.path.expanduser("~/.cache"), "rl-ext", "isolation")
     return folder if folder.is_absolute() else None  # The user has no home.

@@ -111,11 +111,11 @@ def test_damaged_file_is_ignored_and_replaced(damage: Callable[[str], str], tmp_
 
 
 def test_users_folder_is_the_systems_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probing._users_folder() == Path(os.environ["XDG_CACHE_HOME"], "rl-ext", "isolation")
+    assert probing._user_cache_folder() == Path(os.environ["XDG_CACHE_HOME"], "rl-ext", "isolation")
     monkeypatch.setenv("HOME", str(tmp_path))
     for value in ("", "relative/folder"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert probing._users_folder() == tmp_path / ".cache" / "rl-ext" / "isolation"
+        assert probing._user_cache_folder() == tmp_path / ".cache" / "rl-ext" / "isolation"
 
 
 # -- keys
