@@ -112,7 +112,7 @@ class VectorRewards(Walk):
         return (observation, np.array([reward, -reward], F32), *rest)
 
 
-class Faulty(Walk):
+class FaultyWalk(Walk):
     """Replaces what one call returns."""
 
     def __init__(self, **faults: Any) -> None:

@@ -14,7 +14,7 @@ from torchrl.data import Unbounded
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from tests.torchrl_ext.comparing import vector
-from tests.torchrl_ext.environments import DictWalk, Faulty, SameStep, SamplingEnv, Walk, box
+from tests.torchrl_ext.environments import DictWalk, FaultyWalk, SameStep, SamplingEnv, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
 SINGLE: dict[str, tuple[dict[str, Any], str]] = {
@@ -42,7 +42,7 @@ SINGLE: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", SINGLE)
 def test_single_environments(name: str) -> None:
     faults, message = SINGLE[name]
-    inner = Faulty()
+    inner = FaultyWalk()
     env = GymWrapper(inner)
     data = env.reset()
     for take in (env.step, env.step_and_maybe_reset, lambda data: env._step(data)):
@@ -70,7 +70,7 @@ def test_single_environments(name: str) -> None:
 )
 @pytest.mark.parametrize("first", [True, False])
 def test_resets(fault: Any, message: str, first: bool) -> None:
-    inner = Faulty()
+    inner = FaultyWalk()
     env = GymWrapper(inner)
     if not first:
         env.rollout(3)
@@ -82,13 +82,13 @@ def test_resets(fault: Any, message: str, first: bool) -> None:
 
 
 def test_a_list_of_five_will_do() -> None:
-    result = GymWrapper(Faulty(step=list)).rollout(4)
+    result = GymWrapper(FaultyWalk(step=list)).rollout(4)
     assert result["observation"][:, 1].tolist() == [0, 1, 2, 3]
 
 
 def test_trailing_axes_of_one_come_and_go() -> None:
     faults = {"reward": np.ones((1, 1)), "terminated": np.zeros(1, bool), "truncated": torch.zeros(1, dtype=torch.bool)}
-    inner = Faulty(**faults)
+    inner = FaultyWalk(**faults)
     observation = inner.observation
     inner.observation = lambda: observation()[:, None]  # type: ignore[method-assign]
     rollout = GymWrapper(inner).rollout(4)
