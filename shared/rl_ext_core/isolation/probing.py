@@ -138,7 +138,7 @@ def _cache_file(factories: Sequence[EnvFactory[Any]], where: bool | str | os.Pat
         return None
     try:
         distinct = list({id(factory): factory for factory in factories}.values())
-        recipe = [[description(_essence(factory)) for factory in distinct], [*map(distinct.index, factories)]]
+        recipe = [[description(_identifying_parts(factory)) for factory in distinct], [*map(distinct.index, factories)]]
         files = sorted({*_named_files(recipe)})
     except Exception as error:  # from the user's own code, perhaps
         _log.debug("%r cannot be recognized in another process: %r", factories, error)
@@ -191,7 +191,7 @@ def _user_cache_folder() -> Path | None:
     return folder if folder.is_absolute() else None  # The user has no home.
 
 
-def _essence(factory: EnvFactory[Any]) -> tuple[Any, ...]:
+def _identifying_parts(factory: EnvFactory[Any]) -> tuple[Any, ...]:
     """Return what an environment is made from."""
     common = (factory.origin, factory._adapters, dict(factory.overrides))
     if factory.instance is not None:
