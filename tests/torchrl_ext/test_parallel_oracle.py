@@ -209,7 +209,7 @@ def test_a_seed_does_what_upstreams_set_seed_does(form: str, options: dict[str, 
     assert len({tuple(row) for row in found["observation"][:, 0].tolist()}) == 3
 
 
-class Drawing(gymnasium.Env[Any, Any]):
+class GlobalRandomEnv(gymnasium.Env[Any, Any]):
     """Draws from the generators that all share."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (3,), np.float64)
@@ -226,7 +226,7 @@ def make_self_seeding_env(number: int) -> Any:
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
-    return UpstreamGymWrapper(Drawing())
+    return UpstreamGymWrapper(GlobalRandomEnv())
 
 
 @pytest.mark.slow
