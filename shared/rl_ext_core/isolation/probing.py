@@ -139,7 +139,7 @@ def _cache_file(factories: Sequence[EnvFactory[Any]], where: bool | str | os.Pat
     try:
         distinct = list({id(factory): factory for factory in factories}.values())
         recipe = [[description(_identifying_parts(factory)) for factory in distinct], [*map(distinct.index, factories)]]
-        files = sorted({*_named_files(recipe)})
+        files = sorted({*_files_in_recipe(recipe)})
     except Exception as error:  # from the user's own code, perhaps
         _log.debug("%r cannot be recognized in another process: %r", factories, error)
         return None
@@ -205,7 +205,7 @@ def _identifying_parts(factory: EnvFactory[Any]) -> tuple[Any, ...]:
     return *common, factory._recipe.load()
 
 
-def _named_files(recipe: Any) -> Iterator[Any]:
+def _files_in_recipe(recipe: Any) -> Iterator[Any]:
     """Yield the names and states of files that a recipe names, such as a model, a ROM or the script of a class."""
     if recipe == "__main__":  # Classes are described by their names.
         recipe = getattr(sys.modules["__main__"], "__file__", None)
@@ -217,7 +217,7 @@ def _named_files(recipe: Any) -> Iterator[Any]:
         if len(recipe) == 3 and recipe[0] in ("class", "function") and not is_found_elsewhere(str(recipe[1])):
             raise ValueError(f"the code of {recipe[1]} is not in a file that is found again")
         for part in recipe:
-            yield from _named_files(part)
+            yield from _files_in_recipe(part)
 
 
 def _state(path: str) -> list[int] | None:
