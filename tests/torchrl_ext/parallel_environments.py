@@ -144,7 +144,7 @@ class Failing(Well):
         self._fail_if_due("close")
 
 
-class Native(EnvBase):
+class NativeEnv(EnvBase):
     """An environment of TorchRL's own that draws from torch's global generator, as many do, and has a seed to tell."""
 
     def __init__(self, size: int = 2, note: Any = None, pause: float = 0.0, **kwargs: Any) -> None:

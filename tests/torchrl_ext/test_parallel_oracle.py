@@ -19,14 +19,14 @@ from torchrl.envs import RewardSum, TransformedEnv
 
 from rl_ext_core.errors import InvalidArgumentError
 from tests.torchrl_ext.parallel_checks import no_workers_left
-from tests.torchrl_ext.parallel_environments import Native, Well
+from tests.torchrl_ext.parallel_environments import NativeEnv, Well
 from torchrl_ext import GymWrapper, ParallelEnv
 
 __all__ = ["no_workers_left"]
 
 
-def make_native() -> Native:
-    return Native()
+def make_native() -> NativeEnv:
+    return NativeEnv()
 
 
 def make_cartpole() -> Any:
@@ -147,7 +147,7 @@ def test_options_may_be_set_later() -> None:
 @pytest.mark.slow
 def test_the_next_call_waits_for_its_own_data() -> None:
     """Upstream's does not, after these calls."""
-    env = ParallelEnv(2, functools.partial(Native, pause=0.3))
+    env = ParallelEnv(2, functools.partial(NativeEnv, pause=0.3))
     env.set_seed(3)
     first = env.reset()["observation"]
     for seed, same in ((3, True), (4, False), (3, True), (4, False)):
@@ -241,7 +241,7 @@ def reset_with_seed(well: Well) -> Well:
     return well
 
 
-class Unseeded(Native):
+class Unseeded(NativeEnv):
     def _set_seed(self, seed: int | None) -> None:
         raise NotImplementedError
 

@@ -16,7 +16,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyab
 from rl_ext_core.factory.compare import run_in_subprocess
 from rl_ext_core.factory.walk import fingerprint
 from tests.torchrl_ext.parallel_checks import event_log, new_workers, no_workers_left
-from tests.torchrl_ext.parallel_environments import Native, Well, count_events
+from tests.torchrl_ext.parallel_environments import NativeEnv, Well, count_events
 from torchrl_ext import GymWrapper, ParallelEnv, as_factory
 
 __all__ = ["event_log", "no_workers_left"]
@@ -89,7 +89,7 @@ def test_no_form_is_built_in_this_process(form: str, method: str | None, event_l
 
 
 @pytest.mark.sample(quick=0, ci=2)
-@pytest.mark.parametrize("make", [make_changed_well, Native, make_transformed_well])
+@pytest.mark.parametrize("make", [make_changed_well, NativeEnv, make_transformed_well])
 def test_instances_stay_as_they_are_and_usable(make: Any, event_log: Path) -> None:
     instance = make()
     instance.reset()
@@ -132,12 +132,12 @@ def test_ids_and_specs(source: Any) -> None:
 
 @pytest.mark.slow
 def test_environments_that_differ_and_find_the_threads_of_their_workers_wherever_they_are_built() -> None:
-    def make() -> Native:
+    def make() -> NativeEnv:
         if torch.get_num_threads() != 3:
             raise RuntimeError(f"{torch.get_num_threads()} threads")
-        return Native(size=2)
+        return NativeEnv(size=2)
 
-    env = ParallelEnv(create_env_fn=[make, Native(size=4)], num_sub_threads=3)
+    env = ParallelEnv(create_env_fn=[make, NativeEnv(size=4)], num_sub_threads=3)
     rollout = env.rollout(3)
     assert [part["observation"].shape for part in rollout.unbind(0)] == [(3, 2), (3, 4)]
     assert env.share_individual_td
@@ -214,7 +214,7 @@ def test_kwargs_of_upstream() -> None:
 
 
 def test_overrides_that_change_what_the_buffers_are_made_for() -> None:
-    env = ParallelEnv(2, Native, overrides=[{"size": 3}, {"size": 5}])
+    env = ParallelEnv(2, NativeEnv, overrides=[{"size": 3}, {"size": 5}])
     with pytest.raises(
         WorkerError,
         match=r"the environment of worker 1 differs from what the buffers are for: .*\(5,\).*Overrides that",
