@@ -158,7 +158,7 @@ def _read_verdict(path: Path) -> Verdict | None:
         fields = kept["verdict"]
         fields |= {"isolation": Isolation(fields["isolation"]), "libraries": tuple(fields["libraries"])}
         verdict = Verdict(**fields)
-        if verdict.isolation in _NOT_KEPT or any(_state(name) != state for name, state in kept["files"].items()):
+        if verdict.isolation in _NOT_KEPT or any(_file_state(name) != state for name, state in kept["files"].items()):
             return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         _log.debug("no verdict in %s: %r", path, error)
@@ -172,7 +172,7 @@ def _write_verdict(path: Path, verdict: Verdict, files: Iterable[str], began_ns:
     :param files: what was loaded. If one is gone, or was modified since the probe began, nothing is kept
     :param began_ns: time at which the probe began, in nanoseconds since the epoch
     """
-    states = {file: _state(file) for file in files}
+    states = {file: _file_state(file) for file in files}
     if verdict.isolation in _NOT_KEPT or any(state is None or state[0] >= began_ns for state in states.values()):
         return
     try:
@@ -212,7 +212,7 @@ def _files_in_recipe(recipe: Any) -> Iterator[Any]:
         if recipe is None:
             raise ValueError("a class of a notebook has no file")
     if isinstance(recipe, (str, bytes)) and len(recipe) < 4096 and os.path.isfile(recipe):
-        yield os.fsdecode(recipe), *(_state(os.fsdecode(recipe)) or ())
+        yield os.fsdecode(recipe), *(_file_state(os.fsdecode(recipe)) or ())
     elif isinstance(recipe, (tuple, list)):
         if len(recipe) == 3 and recipe[0] in ("class", "function") and not is_found_elsewhere(str(recipe[1])):
             raise ValueError(f"the code of {recipe[1]} is not in a file that is found again")
@@ -220,7 +220,7 @@ def _files_in_recipe(recipe: Any) -> Iterator[Any]:
             yield from _files_in_recipe(part)
 
 
-def _state(path: str) -> list[int] | None:
+def _file_state(path: str) -> list[int] | None:
     """Return when a file was modified, in nanoseconds, and its size in bytes; None if there is none."""
     try:
         state = os.stat(path)
