@@ -82,7 +82,7 @@ def grid() -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
 def case(order: Sequence[int], environ: Mapping[str, str | None], **more: str) -> Case:
     """Give the variables of a call: the fake machine's, and those that steer the renderer."""
     steering = {name: text for name, text in environ.items() if text is not None}
-    return {"FAKE_GPUS": "4", "FAKE_EGL_ORDER": str(build.numbers(order)), **steering, **more}
+    return {"FAKE_GPUS": "4", "FAKE_EGL_ORDER": str(build.join_numbers(order)), **steering, **more}
 
 
 @pytest.mark.sample
@@ -91,7 +91,7 @@ def test_the_gpu_that_computes_is_the_one_that_renders(renderer: str, ask: Ask) 
     cases, wanted, count = [], [], 0
     for order, mask in grid():
         machine = machine_of(order, renderer)
-        environ = {"CUDA_VISIBLE_DEVICES": str(build.numbers(mask))}
+        environ = {"CUDA_VISIBLE_DEVICES": str(build.join_numbers(mask))}
         for device in ("auto", f"cuda:{count % len(mask)}"):
             decision = resolve(device, render="same", renderer=name_of(renderer), inventory=machine, environ=environ)
             cases.append(case(order, {**environ, **decision.variables}))
@@ -100,7 +100,7 @@ def test_the_gpu_that_computes_is_the_one_that_renders(renderer: str, ask: Ask) 
     assert count == 1536
     assert ask(renderer, cases) == wanted
     if renderer in CORRECT_BY_MASK_ALONE:
-        alone = [case(order, {"CUDA_VISIBLE_DEVICES": str(build.numbers(mask))}) for order, mask in grid()]
+        alone = [case(order, {"CUDA_VISIBLE_DEVICES": str(build.join_numbers(mask))}) for order, mask in grid()]
         right = [choice == mask[0] for choice, (_, mask) in zip(ask(renderer, alone), grid(), strict=True)]
         assert sum(right) == CORRECT_BY_MASK_ALONE[renderer]
 
@@ -111,7 +111,7 @@ def test_each_rule_picks_what_the_renderer_picks_or_fails_with_it(renderer: str,
     rule = _renderers.find_renderer(name_of(renderer), VERSIONS[renderer])
     cases, expected = [], []
     for order, mask in grid():
-        environ = {"CUDA_VISIBLE_DEVICES": str(build.numbers(mask))}
+        environ = {"CUDA_VISIBLE_DEVICES": str(build.join_numbers(mask))}
         view = _renderers.EglView.from_machine(Machine(machine_of(order, renderer), environ))
         # Each pair with two of them: what is read in an odd mask has a test of its own.
         for value in VALUES[len(cases) // 2 % 5 :: 5]:
@@ -181,7 +181,7 @@ def test_eight_gpus_in_any_order_under_any_mask(renderer: str, ask: Ask, monkeyp
         decision = resolve(
             f"cuda:{ordinal}", render="same", renderer=name_of(renderer), inventory=machine, environ=environ
         )
-        fake = {"FAKE_GPUS": "8", "FAKE_FASTEST_FIRST": str(build.numbers(fastest_first))}
+        fake = {"FAKE_GPUS": "8", "FAKE_FASTEST_FIRST": str(build.join_numbers(fastest_first))}
         cases.append(case(order, {**environ, **decision.variables}, **fake))
         wanted.append(visible[ordinal])
     assert ask(renderer, cases) == wanted
@@ -191,7 +191,7 @@ def random_mask(draw: random.Random) -> str:
     """Write some of eight GPUs as indices, or as UUIDs that are cut short but fit one GPU each."""
     chosen = draw.sample(range(8), draw.randint(1, 8))
     if draw.random() < 0.5:
-        return str(build.numbers(chosen))
+        return str(build.join_numbers(chosen))
     return ",".join(machines.uuid(number)[: draw.randint(9, 40)] for number in chosen)
 
 
