@@ -121,7 +121,7 @@ def test_pickles_of_closed_ones(source: Any, dumps: Callable[[Any], bytes]) -> N
 # -- processes of environments, and how they are closed
 
 
-class Simulated(Failing):
+class EnvWithSimulator(Failing):
     """Has a simulator that is a process, and one that was forked, is a daemon and holds all descriptors."""
 
     def __init__(self, pids: str, **options: Any) -> None:
@@ -160,7 +160,7 @@ def test_a_worker_fails_while_what_it_has_forked_lives_on(
     pids = tmp_path / "pids"
     kwargs = [{"pids": str(pids)}, {"pids": str(pids), "when": when, "how": how}]
     options = {"mp_start_method": method, "use_buffers": use_buffers, "step_timeout": 60}
-    env = ParallelEnv(2, Simulated, create_env_kwargs=kwargs, **options)
+    env = ParallelEnv(2, EnvWithSimulator, create_env_kwargs=kwargs, **options)
     with pytest.raises(WorkerError, match="worker 1 of 2") as caught:  # noqa: PT012
         env.reset()
         env.rollout(5, break_when_any_done=False)
