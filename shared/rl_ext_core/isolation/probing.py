@@ -118,7 +118,7 @@ def _strictest_declaration(factories: Sequence[EnvFactory[Any]]) -> Verdict | No
 
 _FORMAT = 7
 # A later probe may find something else.
-_NOT_KEPT = (Isolation.NON_DETERMINISTIC, Isolation.BROKEN, Isolation.UNKNOWN)
+_NOT_CACHED = (Isolation.NON_DETERMINISTIC, Isolation.BROKEN, Isolation.UNKNOWN)
 # Variables of the session, the terminal or the job, by which libraries do not choose what they do.
 _IGNORED_VARIABLES = re.compile(
     r"_|PWD|OLDPWD|SHLVL|LINES|COLUMNS|LS_COLORS|PS[1-4]|TERM.*|COLORTERM|TMUX.*|STY|WINDOWID|HIST.*|LESS.*|EDITOR|PAGER|"
@@ -158,7 +158,7 @@ def _read_verdict(path: Path) -> Verdict | None:
         fields = kept["verdict"]
         fields |= {"isolation": Isolation(fields["isolation"]), "libraries": tuple(fields["libraries"])}
         verdict = Verdict(**fields)
-        if verdict.isolation in _NOT_KEPT or any(_file_state(name) != state for name, state in kept["files"].items()):
+        if verdict.isolation in _NOT_CACHED or any(_file_state(name) != state for name, state in kept["files"].items()):
             return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         _log.debug("no verdict in %s: %r", path, error)
@@ -173,7 +173,7 @@ def _write_verdict(path: Path, verdict: Verdict, files: Iterable[str], began_ns:
     :param began_ns: time at which the probe began, in nanoseconds since the epoch
     """
     states = {file: _file_state(file) for file in files}
-    if verdict.isolation in _NOT_KEPT or any(state is None or state[0] >= began_ns for state in states.values()):
+    if verdict.isolation in _NOT_CACHED or any(state is None or state[0] >= began_ns for state in states.values()):
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
