@@ -39,7 +39,7 @@ _inherited_displays: set[str] = set()
 applied_decision: Decision | None = None
 
 
-def _reset_after_fork() -> None:
+def _drop_parent_state() -> None:
     # What the parent's libraries have read, this process's may read anew; a worker gets a decision of its own.
     global applied_decision
     applied_decision = None
@@ -47,7 +47,7 @@ def _reset_after_fork() -> None:
     _inherited_displays.update(name for name in set(_DISPLAY_MODULES.values()) if _module_display(name))
 
 
-after_fork(_reset_after_fork)
+after_fork(_drop_parent_state)
 
 
 def apply(decision: Decision, environ: MutableMapping[str, str]) -> None:
