@@ -185,7 +185,7 @@ def test_environments_are_closed_when_another_one_fails(how: str, event_log: Pat
     assert count_events("closed", in_this_process=False) - before == 3
 
 
-class Slow(Well):
+class SlowToClose(Well):
     """Takes a while to close, and then still writes."""
 
     def __init__(self, file: str, seconds: float) -> None:
@@ -207,7 +207,7 @@ def test_closing_takes_as_long_as_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("torchrl_ext.parallel.supervision._SLOW_CLOSE_S", 0.2)
-    env = ParallelEnv(2, Slow, create_env_kwargs={"file": str(tmp_path / "video"), "seconds": 0.7})
+    env = ParallelEnv(2, SlowToClose, create_env_kwargs={"file": str(tmp_path / "video"), "seconds": 0.7})
     env.rollout(3)
     (tmp_path / "video").unlink(missing_ok=True)  # of a copy that was tried
     env.close()
@@ -218,7 +218,7 @@ def test_closing_takes_as_long_as_it_takes(
 @slow
 def test_where_closing_has_a_limit_it_ends_with_a_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kwargs = [{"file": str(tmp_path / "video"), "seconds": seconds} for seconds in (0, 1000)]
-    env = ParallelEnv(2, Slow, create_env_kwargs=kwargs, shutdown_timeout=2)
+    env = ParallelEnv(2, SlowToClose, create_env_kwargs=kwargs, shutdown_timeout=2)
     env.reset()
     with caplog.at_level(logging.WARNING):
         env.close()
