@@ -26,7 +26,7 @@ from rl_ext_core.isolation.verdict import MIN_STEPS, Isolation, Verdict, conclud
 __all__ = ["probe"]
 
 _log = logging.getLogger("rl_ext_core.isolation")
-_MOST_SOURCES = 8
+_MAX_SOURCES = 8
 
 
 def probe(
@@ -81,14 +81,14 @@ def probe(
     verdict = _strictest_declaration([*made.values()])
     if verdict is None:
         # Two instances of a source that occurs several times, and at least two in all.
-        times = {key: min(2, sum(id(one) == key for one in sources)) for key in [*made][:_MOST_SOURCES]}
+        times = {key: min(2, sum(id(one) == key for one in sources)) for key in [*made][:_MAX_SOURCES]}
         tried = [made[key] for key, count in times.items() for _ in range(count if len(made) > 1 else 2)]
         file = _cache_file(tried, cache, steps)
         verdict = (_read_verdict(file) if file is not None else None) or _run_trials(
             tried, steps, timeout, file, began_ns
         )
-    if len(made) > _MOST_SOURCES:
-        text = f"{verdict.explanation} Not tried: more than {_MOST_SOURCES} different sources."
+    if len(made) > _MAX_SOURCES:
+        text = f"{verdict.explanation} Not tried: more than {_MAX_SOURCES} different sources."
         verdict = dataclasses.replace(verdict, explanation=text)
     return dataclasses.replace(verdict, seconds=round(time.monotonic() - began, 3))
 
