@@ -19,14 +19,14 @@ from tests.core.devices.fakes import build
 from tests.core.devices.patients import FakeNvml, corrupted_copies
 
 
-def count_calls(log: Path) -> Counter[str]:
+def logged_calls(log: Path) -> Counter[str]:
     """Count the calls that the libraries have noted, by function and process."""
     return Counter(log.read_text().splitlines()) if log.exists() else Counter()
 
 
 def processes_calling(log: Path, function: str) -> list[str]:
     """List the processes that have called a function."""
-    return [line.split()[1] for line in count_calls(log) if line.split()[0] == function]
+    return [line.split()[1] for line in logged_calls(log) if line.split()[0] == function]
 
 
 # What NVML tells, by a pynvml that is made up.
@@ -238,7 +238,7 @@ def test_the_machine_is_read_once_and_no_decision_starts_cuda_or_loads_a_driver_
         len(processes_calling(log, "cuInit")) == len(processes_calling(log, "eglQueryDevicesEXT")) == 3
     )  # read three times
     assert process not in [*processes_calling(log, "cuInit"), *processes_calling(log, "eglQueryDevicesEXT")]
-    assert {line.split()[0]: count for line, count in count_calls(log).items() if process in line} == {
+    assert {line.split()[0]: count for line, count in logged_calls(log).items() if process in line} == {
         "nvmlInitWithFlags": 3,
         "nvmlShutdown": 3,
     }
