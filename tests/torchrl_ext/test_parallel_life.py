@@ -229,7 +229,7 @@ def test_where_closing_has_a_limit_it_ends_with_a_sentence(tmp_path: Path, caplo
         env.close()
 
 
-class Many(Well):
+class ManyKeys(Well):
     """Has an observation of many keys."""
 
     observation_space = spaces.Dict({f"k{index}": spaces.Box(-1, 1, (2,), np.float32) for index in range(300)})
@@ -240,7 +240,7 @@ class Many(Well):
 
 @slow
 def test_any_number_of_observations_goes_through_a_fork_server() -> None:
-    env = ParallelEnv(2, Many, mp_start_method="forkserver")
+    env = ParallelEnv(2, ManyKeys, mp_start_method="forkserver")
     data = env.rollout(3, break_when_any_done=False)
     assert all((data["next", f"k{index}"][:, 2] == 0.3).all() for index in range(300))
     env.close()
