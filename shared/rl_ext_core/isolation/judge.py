@@ -92,7 +92,7 @@ class _Process:
     def __init__(self, context: Any, packed: bytes, folder: Path, cwd: Path) -> None:
         for new in (folder, cwd):
             new.mkdir(exist_ok=True)
-        self._printed = folder / trial.PRINTED
+        self._printed = folder / trial.OUTPUT_FILE
         self._printed.touch()
         self._connection, theirs = context.Pipe()
         with theirs:

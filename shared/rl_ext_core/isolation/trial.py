@@ -28,7 +28,7 @@ from rl_ext_core.isolation.verdict import declared_by_instance
 # Digests of what an instance returned: at once, and when its next operation begins.
 RETURNED, STILL_RETURNED = "returned", "still returned"
 # The file in a trial's folder that gets what it prints.
-PRINTED = "printed"
+OUTPUT_FILE = "printed"
 _DEEP = 50  # levels of nested data that are compared
 # Steps are timed in a loop, for so many steps or seconds: between two operations of a trial caches get cold.
 _TIMED_STEPS, _TIMED_S = 100, 5e-3
@@ -87,7 +87,7 @@ def serve(connection: Connection[Any, Any], packed: bytes, folder: str, cwd: str
 
 def _enter(folder: str, cwd: str) -> None:
     """Print to a file, write no core files, and work in an empty directory."""
-    descriptor = os.open(Path(folder, PRINTED), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    descriptor = os.open(Path(folder, OUTPUT_FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     os.close(descriptor)
