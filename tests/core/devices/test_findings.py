@@ -22,7 +22,7 @@ from tests.core.devices.processes import run
 MASK, ORDER, GL, INDEX = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID"
 PLATFORM, RANK, SHOWN, CAN = "PYOPENGL_PLATFORM", "LOCAL_RANK", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"
 RENDERERS = ("mujoco", "gymnasium", "dm_control", "robosuite")
-ALL = "mujoco 3.9.0, gymnasium 1.4.0 (mujoco 3.9.0), dm_control 1.0.41"
+EVERY_MUJOCO_RENDERER = "mujoco 3.9.0, gymnasium 1.4.0 (mujoco 3.9.0), dm_control 1.0.41"
 SLICE, OTHER = "MIG-11111111-0000-4000-8000-000000000000", "MIG-22222222-0000-4000-8000-000000000000"
 FOUR, REORDERED, NONE = machine(4), machine(4, order=(2, 3, 0, 1)), machine(0)
 # Where nothing renders, the mask is CUDA's alone.
@@ -190,7 +190,7 @@ MISTAKES: list[Mistake] = [
         "robosuite 1.5.1: import",
     ),
     ({**SCREEN, GL: "glfw", INDEX: "0"}, machine(2), "*", "warning", f"export {GL}=egl {PLATFORM}=egl", "EGL alone"),
-    ({}, FOUR, GL, "warning", f"export {GL}=egl*", f"{ALL}: "),
+    ({}, FOUR, GL, "warning", f"export {GL}=egl*", f"{EVERY_MUJOCO_RENDERER}: "),
     ({GL: "glfw"}, FOUR, GL, "error", f"export {GL}=egl*", ""),
     ({**EGL, PLATFORM: "osmesa"}, FOUR, PLATFORM, "error", "export *", ""),
     ({**EGL, PLATFORM: "EGL"}, with_renderers(FOUR, "dm_control"), PLATFORM, "error", "export *", ""),
@@ -198,7 +198,14 @@ MISTAKES: list[Mistake] = [
     ({**SCREEN, PLATFORM: "osmesa"}, with_renderers(FOUR, "robosuite"), PLATFORM, "error", "export *", ""),
     # An index that no device has is found once for all renderers.
     *(
-        ({**EGL, INDEX: value}, FOUR, INDEX, "error", f"export *{INDEX}=0", f"{ALL}, robosuite 1.5.1: ")
+        (
+            {**EGL, INDEX: value},
+            FOUR,
+            INDEX,
+            "error",
+            f"export *{INDEX}=0",
+            f"{EVERY_MUJOCO_RENDERER}, robosuite 1.5.1: ",
+        )
         for value in ("", "x", "-1", "5", "1.0", "²")
     ),
     ({**EGL, INDEX: "11"}, TWELVE, INDEX, "error", "*", "between 0 and 9 (inclusive), got 11"),
@@ -600,7 +607,7 @@ def test_a_decision_that_was_applied_is_not_judged(this_process: pytest.MonkeyPa
         this_process.setenv(name, str(value))
     this_process.setenv(MASK, "0")  # robosuite's assertion would fail on it, and is seen to
     assert len(check_environment()) == 2
-    this_process.setattr(_apply, "current", decision)
+    this_process.setattr(_apply, "applied_decision", decision)
     assert check_environment() == ()
     this_process.setenv(INDEX, "2")
     assert len(check_environment()) == 2
