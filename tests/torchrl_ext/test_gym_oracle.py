@@ -70,7 +70,7 @@ def pong() -> Any:
     return FrameStackObservation(AtariPreprocessing(env, noop_max=5), 4)
 
 
-class Spoken(Walk):
+class TextWalk(Walk):
     observation_space = spaces.Dict(place=spaces.Box(-np.inf, np.inf, (4,), np.float32), mission=spaces.Text(10))  # type: ignore[assignment]
 
     def observation(self) -> Any:
@@ -123,8 +123,8 @@ CASES: dict[str, Build] = {
     ),
     "nested, cut": nested,
     "frame skip as a transform": with_transforms(wrapping(partial(Walk, 6, 20)), partial(FrameSkipTransform, 2)),
-    "text": wrapping(Spoken),
-    "text on a device": wrapping(Spoken, device="cpu"),
+    "text": wrapping(TextWalk),
+    "text on a device": wrapping(TextWalk, device="cpu"),
     "a mask": with_transforms(
         wrapping(Masked), partial(t.DTypeCastTransform, torch.int8, torch.bool, in_keys=["action_mask"]), t.ActionMask
     ),
