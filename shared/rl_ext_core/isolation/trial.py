@@ -29,7 +29,7 @@ from rl_ext_core.isolation.verdict import declared_by_instance
 RETURNED, STILL_RETURNED = "returned", "still returned"
 # The file in a trial's folder that gets what it prints.
 OUTPUT_FILE = "printed"
-_DEEP = 50  # levels of nested data that are compared
+_MAX_DEPTH = 50  # levels of nested data that are compared
 # Steps are timed in a loop, for so many steps or seconds: between two operations of a trial caches get cold.
 _TIMED_STEPS, _TIMED_S = 100, 5e-3
 # Packages with hundreds of modules: the top-level one shows a new version.
@@ -223,7 +223,7 @@ class _Instance:
 
 def _digest(value: Any) -> str:
     # Not the pickle: it depends on which equal strings are one object.
-    token = walk.plain_token(value, _DEEP)
+    token = walk.plain_token(value, _MAX_DEPTH)
     token = sorted(walk.fingerprint(value, code=False).tokens.items()) if token is None else token
     return hashlib.blake2b(repr(token).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
