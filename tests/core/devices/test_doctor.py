@@ -13,7 +13,7 @@ import pytest
 from rl_ext_core.cli import main
 from rl_ext_core.devices import Inventory, _verify
 from rl_ext_core.devices._verify import Verification, verify
-from rl_ext_core.devices.doctor import Question, DoctorReport, examine, replay
+from rl_ext_core.devices.doctor import DoctorReport, Question, examine, replay
 from rl_ext_core.devices.inventory import installed_versions
 from rl_ext_core.errors import CorruptFileError
 from tests.core.devices import processes
@@ -26,11 +26,11 @@ from tests.core.devices.patients import (
     WITHOUT_EGL,
     FakeNvml,
     corrupted_copies,
-    report_of,
     report_as_text,
+    report_of,
 )
 
-HEALTHY = {"CUDA_VISIBLE_DEVICES": "0", "MUJOCO_EGL_DEVICE_ID": "0"}
+HEALTHY_VARIABLES = {"CUDA_VISIBLE_DEVICES": "0", "MUJOCO_EGL_DEVICE_ID": "0"}
 
 
 def places(report: DoctorReport) -> dict[str, tuple[str, int | None, str | None, bool | None]]:
@@ -317,7 +317,7 @@ H100 = "NVIDIA H100/PCIe/SSE2"
     ],
 )
 def test_what_was_tried_is_compared_with_the_decision(seen: Verification, problem: str | None) -> None:
-    report = examine(machine(1), {**EGL, **HEALTHY}, verified=[seen])
+    report = examine(machine(1), {**EGL, **HEALTHY_VARIABLES}, verified=[seen])
     assert report.healthy == (problem is None)
     assert (problem or "as predicted") in report_as_text(report, width=200)
 
