@@ -77,7 +77,7 @@ class TextWalk(Walk):
         return {"place": super().observation(), "mission": f"go {self.step_count}"}
 
 
-class Masked(Walk):
+class MaskedWalk(Walk):
     """Only the action 2 is allowed."""
 
     observation_space = spaces.Dict(o=box(2), action_mask=spaces.MultiBinary(3))  # type: ignore[assignment]
@@ -126,7 +126,9 @@ CASES: dict[str, Build] = {
     "text": wrapping(TextWalk),
     "text on a device": wrapping(TextWalk, device="cpu"),
     "a mask": with_transforms(
-        wrapping(Masked), partial(t.DTypeCastTransform, torch.int8, torch.bool, in_keys=["action_mask"]), t.ActionMask
+        wrapping(MaskedWalk),
+        partial(t.DTypeCastTransform, torch.int8, torch.bool, in_keys=["action_mask"]),
+        t.ActionMask,
     ),
     "actions, discretised": with_transforms(pendulum, partial(t.ActionDiscretizer, 5)),
     "actions, scaled": with_transforms(pendulum, t.ActionScaling),
