@@ -33,7 +33,19 @@ _MAX_DEPTH = 50  # levels of nested data that are compared
 # Steps are timed in a loop, for so many steps or seconds: between two operations of a trial caches get cold.
 _TIMED_STEPS, _TIMED_S = 100, 5e-3
 # Packages with hundreds of modules: the top-level one shows a new version.
-_BIG = {"jax", "matplotlib", "numba", "numpy", "pandas", "scipy", "sklearn", "sympy", "tensordict", "torch", "torchrl"}
+_LARGE_PACKAGES = {
+    "jax",
+    "matplotlib",
+    "numba",
+    "numpy",
+    "pandas",
+    "scipy",
+    "sklearn",
+    "sympy",
+    "tensordict",
+    "torch",
+    "torchrl",
+}
 
 
 class Operation(NamedTuple):
@@ -252,7 +264,7 @@ def _module_files() -> Iterator[str]:
     """Yield files whose change shows that the environment's code has changed."""
     for name, module in list(sys.modules.items()):
         top = name.partition(".")[0]
-        package: Any = sys.modules.get(top) if top in _BIG else module
+        package: Any = sys.modules.get(top) if top in _LARGE_PACKAGES else module
         path = getattr(package, "__file__", None)
         if not isinstance(path, str) or top == "rl_ext_core":
             continue
