@@ -26,8 +26,8 @@ from rl_ext_core.devices._renderers import (
     PLATFORM,
     PYRENDER_INDEX,
     EglView,
-    RendererFailsError,
     Renderer,
+    RendererFailsError,
 )
 from rl_ext_core.devices._resolve import WSL_LIMIT, decide_compute, decide_render, on_wsl, parse_device
 from rl_ext_core.devices.decision import Decision
@@ -51,7 +51,7 @@ _UNREAD_VARIABLES = {
     "MUJOCO_RENDERER": BACKEND,
 }
 _READ_ELSEWHERE = ("EGL_VISIBLE_DEVICES", "RENDER_GPU_DEVICE_ID")
-_ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
+_CUDA_ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
 _WORDS_FOR_ALL_GPUS = ("all", "*", "any", "auto")  # which is what Docker calls them
 _QUOTES = " \t\r\n'\"`[](){}<>"
 _NO_CUDA = 'torch.device("cuda") ends in "RuntimeError: No CUDA GPUs are available"'
@@ -309,7 +309,7 @@ def _is_valid_value(name: str, value: str) -> bool:
     if name == MASK:
         return value.lower() not in _WORDS_FOR_ALL_GPUS
     if name == ORDER:
-        return value in _ORDERS
+        return value in _CUDA_ORDERS
     return name not in (INDEX, LOCAL_RANK) or _pick.is_rank(value)
 
 
@@ -321,7 +321,7 @@ def _find_order_mistakes(situation: Situation) -> Findings:
     by_speed = inventory.fastest_first
     unlike = bool(inventory.gpus) and by_speed != tuple(gpu.uuid for gpu in inventory.gpus)
     first = f": number 0 is {describe_gpu(inventory.gpu(by_speed[0]))}" if unlike and by_speed else ""
-    if value is not None and value.strip() and value not in _ORDERS:
+    if value is not None and value.strip() and value not in _CUDA_ORDERS:
         fix = {ORDER: "FASTEST_FIRST" if "FAST" in value.upper() else "PCI_BUS_ID"}
         effect = f"CUDA does not know it and counts the fastest first{first}"
         yield situation.finding(ORDER, effect, fix, "error" if unlike else "warning")
