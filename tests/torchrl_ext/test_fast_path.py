@@ -65,7 +65,7 @@ def test_rollouts_transforms_and_collectors_take_it(make: Any) -> None:
     assert calls == []
 
 
-class Marked(TensorDict):
+class MarkedTensorDict(TensorDict):
     """A TensorDict that may do more than others."""
 
 
@@ -81,7 +81,7 @@ UNUSUAL_DATA: dict[str, Callable[[Any, Any], Any]] = {
     "text": lambda env, data: data.set_non_tensor("note", "a sentence"),
     "nested text": lambda env, data: data.set("deep", TensorDict({}, env.batch_size).set_non_tensor("note", "text")),
     "parameter": lambda env, data: data.set("weight", nn.Parameter(torch.ones(*env.batch_size, 2))),
-    "subclassed": lambda env, data: Marked(data.to_dict(), batch_size=data.batch_size),
+    "subclassed": lambda env, data: MarkedTensorDict(data.to_dict(), batch_size=data.batch_size),
     "on a device": lambda env, data: data.to("cpu"),
     "lazy": lambda env, data: LazyStackedTensorDict(*data.unbind(0), stack_dim=0),
     "named": named,
