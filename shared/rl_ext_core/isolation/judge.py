@@ -156,11 +156,11 @@ class _Run:
 
     def instances(self) -> list[tuple[int, int]]:
         """Return the source and order of all instances, in the order in which they were built."""
-        return [done[:2] for done, _ in self.performed if done.what == "build"]
+        return [done[:2] for done, _ in self.performed if done.kind == "build"]
 
     def of(self, instance: tuple[int, int]) -> list[tuple[str, dict[str, Any]]]:
         """Return what an instance did, with the answers."""
-        return [(done.what, seen) for done, seen in self.performed if done[:2] == instance and RETURNED in seen]
+        return [(done.kind, seen) for done, seen in self.performed if done[:2] == instance and RETURNED in seen]
 
     def trace(self, source: int) -> list[str]:
         """Return digests of what the first instance of a source returned."""
@@ -168,7 +168,7 @@ class _Run:
 
     def seconds(self, *whats: str) -> list[float]:
         """Return the seconds that operations took."""
-        return [seen["seconds"] for done, seen in self.performed if done.what in whats]
+        return [seen["seconds"] for done, seen in self.performed if done.kind in whats]
 
     def get(self, name: str) -> Any:
         """Return the first entry of this name in the answers; None if there is none."""
@@ -183,10 +183,10 @@ class _Run:
         """Return a clause on the operation that failed, and how it did."""
         assert self.failed is not None
         name = name or self.name(self.failed[:2])
-        doing = f"{_DOING.get(self.failed.what)} {name}"
-        if self.failed.what == "step":
-            doing = f"step {sum(what == 'step' for what, _ in self.of(self.failed[:2])) + 1} of {name}"
-        closed = [self.name(done[:2]) for done, _ in self.performed if done.what == "close"]
+        doing = f"{_DOING.get(self.failed.kind)} {name}"
+        if self.failed.kind == "step":
+            doing = f"step {sum(kind == 'step' for kind, _ in self.of(self.failed[:2])) + 1} of {name}"
+        closed = [self.name(done[:2]) for done, _ in self.performed if done.kind == "close"]
         return f"{doing}{f', after {closed[-1]} was closed,' if closed else ''} {self.how}"
 
     def failure_together(self, alone: _Run) -> str | None:
@@ -255,7 +255,7 @@ class Judge:
 
     def _run_apart(self, *, own: bool = False) -> _Run:
         script = _in_turns(range(len(self._factories)), 0, self._steps, ahead=3, part=2 / 3)
-        counting = (operation._replace(counts=operation.what != "close") for operation in script)
+        counting = (operation._replace(counts=operation.kind != "close") for operation in script)
         turns = itertools.groupby(counting, key=lambda operation: operation.source)
         return self._run((list(operations) for _, operations in turns), _Run(), apart=True, own=own)
 
@@ -355,7 +355,7 @@ class Judge:
         more = _LONGER if run.how.startswith("hangs") else ""
         more = " Trials have an empty working directory." if run.how.startswith(_MISSING) else more
         # An exception of a constructor may be due to the trial.
-        early = run.failed.what == "load" or (run.failed.what == "build" and run.how.startswith("raises"))
+        early = run.failed.kind == "load" or (run.failed.kind == "build" and run.how.startswith("raises"))
         if more or early:
             return conclude(Isolation.UNKNOWN, f"{which} could not be tried: {run.failure('it')}.{more}")
         return conclude(Isolation.BROKEN, f"{which} does not work: {run.failure('it')}.")
@@ -368,8 +368,8 @@ class Judge:
         for instance in run.instances():
             counts = {"reset": 0, "step": 0}
             pairs = zip(run.of(instance), reference.of((instance[0], 0)), strict=False)
-            for (what, seen), (_, expected) in pairs:
-                counts[what] += 1
+            for (kind, seen), (_, expected) in pairs:
+                counts[kind] += 1
                 names = (seen.keys() | expected.keys()) - {"seconds"} - self._varying
                 different = {name for name in names if seen.get(name) != expected.get(name)}
                 if vary:
@@ -377,7 +377,7 @@ class Judge:
                     different &= {RETURNED, STILL_RETURNED}
                 if not different:
                     continue
-                name, when = run.name(instance), f"{what} {counts[what]}"
+                name, when = run.name(instance), f"{kind} {counts[kind]}"
                 if RETURNED in different:
                     return f"{name} returns something else from its {when} on"
                 if STILL_RETURNED in different:

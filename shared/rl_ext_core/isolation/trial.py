@@ -53,7 +53,7 @@ class Operation(NamedTuple):
 
     source: int  # number of the factory that builds it, on which its seeds and actions depend
     order: int  # 1 for instances that are built when all others are closed, else 0
-    what: str  # "load" (the factories), "build", "reset", "step", "measure" or "close"
+    kind: str  # "load" (the factories), "build", "reset", "step", "measure" or "close"
     seed: int | None = None  # of a reset
     counts: bool = True  # whether a failure counts
 
@@ -122,12 +122,12 @@ class _Trial:
         """Perform an operation and return what is observed."""
         instance = self.instances.get((operation.source, operation.order))
         if instance is None:
-            return self._load() if operation.what == "load" else self._build(operation)
-        if operation.what == "measure":
+            return self._load() if operation.kind == "load" else self._build(operation)
+        if operation.kind == "measure":
             libraries, modules = sorted({*_libraries()} - self._libraries), sorted({*_module_files()})
             measured = {"private_bytes": resources.private_memory(), "libraries": libraries, "modules": modules}
             return {**measured, "times": [*instance.time_steps()]}
-        if operation.what == "close":
+        if operation.kind == "close":
             return self.instances.pop((operation.source, operation.order)).close()
         return instance.advance(operation)
 
@@ -194,7 +194,7 @@ class _Instance:
     def advance(self, operation: Operation) -> dict[str, Any]:
         """Reset or step; return digests, and the seconds that it took."""
         observed = self._observe()
-        returned, seconds = self._timed(operation.what, operation.seed)
+        returned, seconds = self._timed(operation.kind, operation.seed)
         return {**observed, RETURNED: _digest(returned), "seconds": seconds}
 
     def time_steps(self) -> Iterator[float]:
@@ -213,10 +213,10 @@ class _Instance:
             return {"complaint": _in_one_line(error)}
         return {}
 
-    def _timed(self, what: str, seed: int | None) -> tuple[Any, float]:
+    def _timed(self, kind: str, seed: int | None) -> tuple[Any, float]:
         """Return what a step or a reset returns, and its seconds: if recorded, without drawing and copying."""
         before, begin = self._seconds, time.perf_counter()
-        returned = self._driver.step() if what == "step" else self._driver.reset(seed)
+        returned = self._driver.step() if kind == "step" else self._driver.reset(seed)
         taken = time.perf_counter() - begin
         return returned, self._seconds - before or taken
 
