@@ -42,10 +42,10 @@ from rl_ext_core.errors import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Question", "DoctorReport", "add_arguments", "examine", "replay", "run", "print_report"]
+__all__ = ["DoctorReport", "Question", "add_arguments", "examine", "print_report", "replay", "run"]
 
 REPORT_FORMAT = 1
-_STYLES = {"error": "bold red", "warning": "yellow", "ok": "green"}
+_SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "ok": "green"}
 
 # The variables that go into a report: those that decide on devices, and no others. Reports end up in public bug
 # trackers: NVIDIA_API_KEY or a path below somebody's home must not. In any case: who misspelt one should read of it.
@@ -237,7 +237,7 @@ def print_report(report: DoctorReport, console: Console) -> None:
         _print_line(console, text)
     _print_heading(console, str(report.question))
     if report.refusal is not None:
-        _print_line(console, f"refused  {report.refusal}", _STYLES["error"])
+        _print_line(console, f"refused  {report.refusal}", _SEVERITY_STYLES["error"])
     for text in report.decision.explain().splitlines() if report.decision else ():
         _print_line(console, text)
     _print_heading(console, "renderers with the present variables")
@@ -259,13 +259,15 @@ def print_report(report: DoctorReport, console: Console) -> None:
         _print_table(console, ("renderer", "GL_RENDERER", "GL_VENDOR", "EGL", "result"), tried)
     _print_heading(console, "findings, each with the line to type")
     if not report.findings:
-        _print_line(console, "nothing is wrong with the variables", _STYLES["ok"])
+        _print_line(console, "nothing is wrong with the variables", _SEVERITY_STYLES["ok"])
     for finding in report.findings:
         value = "" if finding.value is None else f"={finding.value!r}"
         named = finding.variable in ("EGL", "torch", *_renderers.NAMES)
         unset = " is not set" if finding.value is None and not named else ""
         _print_line(
-            console, f"{finding.severity} {finding.variable}{value}{unset}: {finding.effect}", _STYLES[finding.severity]
+            console,
+            f"{finding.severity} {finding.variable}{value}{unset}: {finding.effect}",
+            _SEVERITY_STYLES[finding.severity],
         )
         for line in finding.fix.splitlines():
             _print_line(console, line, "bold")
