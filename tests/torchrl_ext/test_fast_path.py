@@ -259,7 +259,7 @@ def test_random_actions_of_a_subclass_that_draws_its_own() -> None:
 # -- environments, options and specs that are set
 
 
-class Half(gymnasium.Wrapper[Any, Any, Any, Any]):
+class HalvedReward(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> Any:
         observation, reward, *rest = self.env.step(action)
         return observation, float(reward) / 2, *rest
@@ -270,7 +270,7 @@ def observation_of(**entries: Any) -> Callable[[Any], None]:
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {
-    "environment": lambda env: setattr(env, "_env", Half(env._env)),
+    "environment": lambda env: setattr(env, "_env", HalvedReward(env._env)),
     "frame skip": lambda env: setattr(env, "wrapper_frame_skip", 3),
     "observation": observation_of(observation=Unbounded((4,), dtype=torch.float64)),
     "another key": observation_of(state=Unbounded((4,), dtype=torch.float32)),
