@@ -166,9 +166,9 @@ class _Run:
         """Return digests of what the first instance of a source returned."""
         return [seen[RETURNED] for _, seen in self.of((source, 0))]
 
-    def seconds(self, *whats: str) -> list[float]:
+    def seconds(self, *kinds: str) -> list[float]:
         """Return the seconds that operations took."""
-        return [seen["seconds"] for done, seen in self.performed if done.kind in whats]
+        return [seen["seconds"] for done, seen in self.performed if done.kind in kinds]
 
     def get(self, name: str) -> Any:
         """Return the first entry of this name in the answers; None if there is none."""
