@@ -129,7 +129,7 @@ def test_are_copied() -> None:
 # -- keys that some steps lack: a single environment's value, zero where it has none
 
 
-class Costs(gymnasium.Env[Any, Any]):
+class CostInfos(gymnasium.Env[Any, Any]):
     """Infos hold a number of the episode and the step, in those steps that ``when`` names."""
 
     observation_space = box(1)
@@ -208,15 +208,15 @@ def costs(env: Any, limit: int) -> Any:
 
 @cache
 def costs_of_singles(when: str, limit: int) -> Any:
-    return torch.stack([costs(Costs(when, length), limit) for length in LENGTHS])
+    return torch.stack([costs(CostInfos(when, length), limit) for length in LENGTHS])
 
 
 @modes
 @pytest.mark.parametrize("form", FORMS)
 def test_infos_of_rows_equal_those_of_single_environments(form: str, mode: str) -> None:
-    for when in Costs.WHEN:
+    for when in CostInfos.WHEN:
         for limit in (99, 3):
-            env = FORMS[form](vector([partial(Costs, when, length) for length in LENGTHS], 3, mode))
+            env = FORMS[form](vector([partial(CostInfos, when, length) for length in LENGTHS], 3, mode))
             assert_same(costs(env, limit), costs_of_singles(when, limit))
 
 
