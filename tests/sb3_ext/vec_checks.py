@@ -14,7 +14,7 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 
 from sb3_ext.vec_env import SharedMemoryVecEnv
-from tests.leaks import workers
+from tests.leaks import running_workers
 
 FAST = "fork"  # SB3's workers import torch with the other methods
 
@@ -34,9 +34,9 @@ def raise_interrupt_in(owner: type, method: str) -> Iterator[None]:
 def no_workers(grace_s: float = 60) -> bool:
     """Whether there is none, or will be none soon."""
     end = time.monotonic() + grace_s
-    while workers() and time.monotonic() < end:
+    while running_workers() and time.monotonic() < end:
         time.sleep(0.01)
-    return not workers()
+    return not running_workers()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.leaks import workers
+from tests.leaks import running_workers
 from tests.torchrl_ext.parallel_environments import EVENT_LOG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,14 +38,14 @@ def event_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def new_workers() -> list[psutil.Process]:
     """Return those that were not there when the test began, as the process is in which others try copies."""
-    return [worker for worker in workers() if worker not in _earlier_workers]
+    return [worker for worker in running_workers() if worker not in _earlier_workers]
 
 
 @pytest.fixture(autouse=True)
 def no_workers_left() -> Iterator[None]:
     _earlier_workers.clear()
     # A test before may have left an environment to the garbage collector.
-    _earlier_workers.update(workers_left(grace_s=1) if workers() else ())
+    _earlier_workers.update(workers_left(grace_s=1) if running_workers() else ())
     yield
     left = workers_left()
     for process in left:
