@@ -75,7 +75,7 @@ def serve(connection: Connection[Any, Any], packed: bytes, folder: str, cwd: str
     :param folder: a folder of this trial
     :param cwd: the working directory
     """
-    _enter(folder, cwd)
+    _set_up_process(folder, cwd)
     trial, batch = _Trial(packed), [Operation(0, 0, "load")]
     with contextlib.suppress(EOFError, OSError):  # The parent has closed its end.
         while batch is not None:
@@ -97,7 +97,7 @@ def serve(connection: Connection[Any, Any], packed: bytes, folder: str, cwd: str
     os._exit(0)
 
 
-def _enter(folder: str, cwd: str) -> None:
+def _set_up_process(folder: str, cwd: str) -> None:
     """Print to a file, write no core files, and work in an empty directory."""
     descriptor = os.open(Path(folder, OUTPUT_FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for standard in (1, 2):
