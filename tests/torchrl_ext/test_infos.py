@@ -172,7 +172,7 @@ def read_costs(info: Any, data: Any) -> Any:
     return data
 
 
-class InTorch(gymnasium.vector.VectorWrapper):
+class ToTorch(gymnasium.vector.VectorWrapper):
     """Observations, flags and infos as tensors, but for infos of objects."""
 
     def tensors(self, value: Any) -> Any:
@@ -189,7 +189,7 @@ class InTorch(gymnasium.vector.VectorWrapper):
 
 FORMS: dict[str, Any] = {
     "arrays": lambda env: env,
-    "torch": InTorch,
+    "torch": ToTorch,
     "list": gymnasium.wrappers.vector.DictInfoToList,
 }
 
