@@ -440,7 +440,7 @@ LAB = (3, 4, 3, 7, 6)
 WALK_OF_3 = (2, 3, 5)
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """One kind of environment.
 
     :ivar make: makes it, in a mode
@@ -484,82 +484,86 @@ BRAX = ("steps", "truncation")
 CLIP = {"clip_actions": 1.0}
 PREVIOUS = {**CLIP, "missing_final_obs": "previous"}
 
-TABLE: dict[str, Row] = {
+TABLE: dict[str, TableRow] = {
     # gymnasium's, and ours
-    "SyncVectorEnv": Row(sync, ALL, walk_row),
-    "SyncVectorEnv, Dict": Row(vector_of(SyncVectorEnv, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()),
-    "SyncVectorEnv, copy=False": Row(vector_of(SyncVectorEnv, copy=False), ALL, walk_row),
-    "SyncVectorEnv, all rows end together": Row(
+    "SyncVectorEnv": TableRow(sync, ALL, walk_row),
+    "SyncVectorEnv, Dict": TableRow(vector_of(SyncVectorEnv, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()),
+    "SyncVectorEnv, copy=False": TableRow(vector_of(SyncVectorEnv, copy=False), ALL, walk_row),
+    "SyncVectorEnv, all rows end together": TableRow(
         vector_of(SyncVectorEnv, partial(InfoWalk, 4, 4)), ALL, lambda env, row: InfoWalk(4, 4)
     ),
-    "SyncVectorEnv, episodes of one step": Row(
+    "SyncVectorEnv, episodes of one step": TableRow(
         vector_of(SyncVectorEnv, partial(InfoWalk, 1, 2)), ALL, lambda env, row: InfoWalk(1, 2)
     ),
     # In the mode SameStep, gymnasium resets environments before it copies their last observations.
-    "SyncVectorEnv, environments that write to one place": Row(
+    "SyncVectorEnv, environments that write to one place": TableRow(
         vector_of(SyncVectorEnv, InPlaceInfoWalk), (NEXT_STEP, DISABLED), walk_row
     ),
-    "AsyncVectorEnv, environments that write to one place": Row(
+    "AsyncVectorEnv, environments that write to one place": TableRow(
         vector_of(fork, InPlaceInfoWalk), (NEXT_STEP, DISABLED), walk_row
     ),
-    "SharedMemoryVectorEnv, environments that write to one place": Row(vector_of(ours, InPlaceInfoWalk), ALL, walk_row),
-    "AsyncVectorEnv": Row(vector_of(fork), ALL, walk_row),
-    "AsyncVectorEnv, Dict": Row(vector_of(fork, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()),
-    "AsyncVectorEnv, shared_memory=False": Row(vector_of(fork, shared_memory=False), (SAME_STEP, DISABLED), walk_row),
-    "SharedMemoryVectorEnv": Row(vector_of(ours), ALL, walk_row),
-    "SharedMemoryVectorEnv, Dict": Row(vector_of(ours, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()),
-    "vector_entry_point": Row(lambda mode: CartPoleVectorEnv(ROWS, 20), (NEXT_STEP,), CartPoleRow, ()),
-    "vector_entry_point, Disabled": Row(
+    "SharedMemoryVectorEnv, environments that write to one place": TableRow(
+        vector_of(ours, InPlaceInfoWalk), ALL, walk_row
+    ),
+    "AsyncVectorEnv": TableRow(vector_of(fork), ALL, walk_row),
+    "AsyncVectorEnv, Dict": TableRow(vector_of(fork, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()),
+    "AsyncVectorEnv, shared_memory=False": TableRow(
+        vector_of(fork, shared_memory=False), (SAME_STEP, DISABLED), walk_row
+    ),
+    "SharedMemoryVectorEnv": TableRow(vector_of(ours), ALL, walk_row),
+    "SharedMemoryVectorEnv, Dict": TableRow(vector_of(ours, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()),
+    "vector_entry_point": TableRow(lambda mode: CartPoleVectorEnv(ROWS, 20), (NEXT_STEP,), CartPoleRow, ()),
+    "vector_entry_point, Disabled": TableRow(
         lambda mode: CartPoleVectorEnv(ROWS, 20), (DISABLED,), CartPoleRow, (), {"autoreset_mode": "Disabled"}
     ),
     # under gymnasium's wrappers of vectorized environments
-    "RecordEpisodeStatistics": Row(under(wrappers.RecordEpisodeStatistics, sync), ALL, statistics_row, STATISTICS),
-    "RecordEpisodeStatistics of workers": Row(
+    "RecordEpisodeStatistics": TableRow(under(wrappers.RecordEpisodeStatistics, sync), ALL, statistics_row, STATISTICS),
+    "RecordEpisodeStatistics of workers": TableRow(
         under(wrappers.RecordEpisodeStatistics, vector_of(fork)), ALL, statistics_row, STATISTICS
     ),
-    "RecordEpisodeStatistics of ours": Row(
+    "RecordEpisodeStatistics of ours": TableRow(
         under(wrappers.RecordEpisodeStatistics, vector_of(ours)), ALL, statistics_row, STATISTICS
     ),
-    "RecordEpisodeStatistics, no other infos": Row(
+    "RecordEpisodeStatistics, no other infos": TableRow(
         under(wrappers.RecordEpisodeStatistics, vector_of(SyncVectorEnv, Bare)),
         ALL,
         lambda env, row: single_wrappers.RecordEpisodeStatistics(Bare()),
         ("episode.r", "episode.l"),
     ),
-    "a wrapper that adds infos": Row(under(AddInfo, sync), ALL, lambda env, row: AddInfoRow(row), AddInfo.KEYS),
-    "DictInfoToList": Row(under(wrappers.DictInfoToList, sync), ALL, walk_row),
-    "DictInfoToList(RecordEpisodeStatistics)": Row(
+    "a wrapper that adds infos": TableRow(under(AddInfo, sync), ALL, lambda env, row: AddInfoRow(row), AddInfo.KEYS),
+    "DictInfoToList": TableRow(under(wrappers.DictInfoToList, sync), ALL, walk_row),
+    "DictInfoToList(RecordEpisodeStatistics)": TableRow(
         under(wrappers.DictInfoToList, under(wrappers.RecordEpisodeStatistics, sync)), ALL, statistics_row, STATISTICS
     ),
-    "TransformReward": Row(
+    "TransformReward": TableRow(
         under(twice, sync), ALL, lambda env, row: single_wrappers.TransformReward(InfoWalk(), lambda reward: reward * 2)
     ),
-    "TransformObservation": Row(  # gymnasium refuses SameStep
+    "TransformObservation": TableRow(  # gymnasium refuses SameStep
         under(half, sync),
         (NEXT_STEP, DISABLED),
         lambda env, row: single_wrappers.TransformObservation(InfoWalk(), lambda seen: seen / 2, None),
     ),
-    "NumpyToTorch": Row(under(to_torch, sync), (NEXT_STEP, DISABLED), walk_row),  # it converts no final_obs
-    "NumpyToTorch(RecordEpisodeStatistics)": Row(
+    "NumpyToTorch": TableRow(under(to_torch, sync), (NEXT_STEP, DISABLED), walk_row),  # it converts no final_obs
+    "NumpyToTorch(RecordEpisodeStatistics)": TableRow(
         under(to_torch, under(wrappers.RecordEpisodeStatistics, sync)),
         (NEXT_STEP, DISABLED),
         statistics_row,
         STATISTICS,
     ),
-    "RecordEpisodeStatistics(vector_entry_point)": Row(
+    "RecordEpisodeStatistics(vector_entry_point)": TableRow(
         lambda mode: wrappers.RecordEpisodeStatistics(CartPoleVectorEnv(ROWS, 20)), (NEXT_STEP,), CartPoleRow, ()
     ),
     # written in C++; ALE has no infos of last steps in the mode SameStep
-    "ALE": Row(partial(atari, ROWS), (NEXT_STEP,), atari_row, ALE, steps=45),
-    "ALE, SameStep": Row(partial(atari, ROWS), (SAME_STEP,), atari_row, ALE, steps=45, forgets="last"),
-    "EnvPool CartPole": Row(*pool("CartPole-v1"), POOL, needs="envpool"),
-    "EnvPool Pendulum": Row(*pool("Pendulum-v1"), POOL, needs="envpool"),
-    "EnvPool CartPole, RecordEpisodeStatistics": Row(
+    "ALE": TableRow(partial(atari, ROWS), (NEXT_STEP,), atari_row, ALE, steps=45),
+    "ALE, SameStep": TableRow(partial(atari, ROWS), (SAME_STEP,), atari_row, ALE, steps=45, forgets="last"),
+    "EnvPool CartPole": TableRow(*pool("CartPole-v1"), POOL, needs="envpool"),
+    "EnvPool Pendulum": TableRow(*pool("Pendulum-v1"), POOL, needs="envpool"),
+    "EnvPool CartPole, RecordEpisodeStatistics": TableRow(
         *pool("CartPole-v1", wrappers.RecordEpisodeStatistics), (*POOL, "episode.r", "episode.l"), needs="envpool"
     ),
     # on tensors; what Isaac Lab and mjlab reset themselves has no infos of resets
-    "Isaac Lab": Row(lambda mode: Lab(final_obs=True), (SAME_STEP,), lab_row, Lab.KEYS, CLIP, forgets="resets"),
-    "Isaac Lab, no final_obs": Row(
+    "Isaac Lab": TableRow(lambda mode: Lab(final_obs=True), (SAME_STEP,), lab_row, Lab.KEYS, CLIP, forgets="resets"),
+    "Isaac Lab, no final_obs": TableRow(
         lambda mode: Lab(),
         (SAME_STEP,),
         lambda env, row: PreviousAsLast(lab_row(env, row)),
@@ -567,9 +571,9 @@ TABLE: dict[str, Row] = {
         PREVIOUS,
         forgets="resets",
     ),
-    "mjlab, auto_reset=False": Row(lambda mode: Mjlab(), (DISABLED,), lab_row, Lab.KEYS, CLIP),
-    "VMAS": Row(lambda mode: Vmas(), (DISABLED,), lab_row, Lab.KEYS, CLIP),
-    "ManiSkill": Row(
+    "mjlab, auto_reset=False": TableRow(lambda mode: Mjlab(), (DISABLED,), lab_row, Lab.KEYS, CLIP),
+    "VMAS": TableRow(lambda mode: Vmas(), (DISABLED,), lab_row, Lab.KEYS, CLIP),
+    "ManiSkill": TableRow(
         lambda mode: Mani(auto_reset=mode is SAME_STEP),
         (SAME_STEP, DISABLED),
         lambda env, row: IsaacRow(WALK_OF_3, row, key=None),
@@ -580,17 +584,19 @@ TABLE: dict[str, Row] = {
 # last observations in other forms than gymnasium's, of environments of no library
 for _form in SameStep.FORMS:
     for _torch in (False, True):
-        TABLE[f"final_obs as {_form}{', torch' if _torch else ''}"] = Row(
+        TABLE[f"final_obs as {_form}{', torch' if _torch else ''}"] = TableRow(
             lambda mode, form=_form, torch=_torch: SameStep(list(LAB), form, torch_tensors=torch),
             (SAME_STEP,),
             lambda env, row: CountRow(LAB, row),
             (),
             {"env_type": "torch"} if _torch else {},
         )
-TABLE["final_obs, no mode"] = Row(lambda mode: NoMode("batch"), (SAME_STEP,), lambda env, row: CountRow(LAB, row), ())
+TABLE["final_obs, no mode"] = TableRow(
+    lambda mode: NoMode("batch"), (SAME_STEP,), lambda env, row: CountRow(LAB, row), ()
+)
 # in JAX
 for _kind, _infos in {"fast": BRAX, "walk": (*BRAX, "speed", "sums.distance")}.items():
-    TABLE[f"Brax {_kind}"] = Row(
+    TABLE[f"Brax {_kind}"] = TableRow(
         lambda mode, kind=_kind: brax(kind), (SAME_STEP,), BraxRow, _infos, needs="brax", tolerance=1e-4, steps=40
     )
 for _name, _task, _functional, _bound in (
@@ -598,7 +604,7 @@ for _name, _task, _functional, _bound in (
     ("JAX Pendulum", "Pendulum-v0", "PendulumFunctional", [np.pi, 1.0]),
 ):
     for _wrap in ("", "JaxToTorch", "JaxToNumpy"):
-        TABLE[f"{_name}, {_wrap}" if _wrap else _name] = Row(
+        TABLE[f"{_name}, {_wrap}" if _wrap else _name] = TableRow(
             lambda mode, task=_task, wrap=_wrap: getattr(wrappers, wrap or "", lambda env: env)(phys2d(task, mode)),
             (NEXT_STEP,),
             partial(FunctionalRow, _functional, _bound),
@@ -653,7 +659,7 @@ class InSB3:
     :param infos: its option; with "finished", rows that go on have no infos
     """
 
-    def __init__(self, env: Any, row: Row, infos: str, limit: int | None = None) -> None:
+    def __init__(self, env: Any, row: TableRow, infos: str, limit: int | None = None) -> None:
         self.venv = GymVecEnv(env, infos=infos, **row.options)  # type: ignore[arg-type]
         self.keys, self.all = row.infos, infos == "all"
         self.count, self.actions = self.venv.num_envs, self.venv.action_space
@@ -708,7 +714,7 @@ class InTorchRL:
     :param limit: steps after which a transform truncates episodes; what a row has reset itself is not reset again
     """
 
-    def __init__(self, env: Any, row: Row, way: str, limit: int | None = None) -> None:
+    def __init__(self, env: Any, row: TableRow, way: str, limit: int | None = None) -> None:
         wrapped = GymWrapper(env, categorical_action_encoding=True, **row.options)
         self.count, self.actions = wrapped.batch_size[0], wrapped._env
         self.keys, self.way = row.infos if way != "no infos" else (), way
@@ -814,7 +820,12 @@ def assert_same(found: Any, expected: Any, tolerance: float, where: Any) -> None
 
 
 def check(
-    row: Row, mode: AutoresetMode, library: Callable[..., Any], *, limit: int | None = None, after_ends: bool = False
+    row: TableRow,
+    mode: AutoresetMode,
+    library: Callable[..., Any],
+    *,
+    limit: int | None = None,
+    after_ends: bool = False,
 ) -> None:
     """Step an environment through a library, and its rows by hand with the same actions, and compare all there is.
 
@@ -831,7 +842,7 @@ def check(
         stepper.close()
 
 
-def _check(row: Row, env: Any, stepper: Any, limit: int | None) -> None:
+def _check(row: TableRow, env: Any, stepper: Any, limit: int | None) -> None:
     random = np.random.default_rng(SEED)
     begun = stepper.reset(SEED)
     singles = [row.oracle(env, index) for index in range(stepper.count)]
@@ -929,7 +940,7 @@ def test_everything_is_reset_after_rows_have_ended(name: str, mode: AutoresetMod
 @pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("kind", [SyncVectorEnv, fork, ours], ids=["sync", "async", "ours"])
 def test_infos_that_are_registered(kind: Any, mode: AutoresetMode) -> None:
-    row = Row(vector_of(kind, Walk), ALL, lambda env, index: Walk(), ("age", "length"), steps=60)
+    row = TableRow(vector_of(kind, Walk), ALL, lambda env, index: Walk(), ("age", "length"), steps=60)
     check(row, mode, partial(InTorchRL, way="registered"))
 
 
