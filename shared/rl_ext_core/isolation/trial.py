@@ -194,14 +194,14 @@ class _Instance:
     def advance(self, operation: Operation) -> dict[str, Any]:
         """Reset or step; return digests, and the seconds that it took."""
         observed = self._observe()
-        returned, seconds = self._timed(operation.kind, operation.seed)
+        returned, seconds = self._time_operation(operation.kind, operation.seed)
         return {**observed, RETURNED: _digest(returned), "seconds": seconds}
 
     def time_steps(self) -> Iterator[float]:
         """Take steps, and yield the seconds of each."""
         until = time.perf_counter() + _TIMED_S
         for _ in range(_TIMED_STEPS):
-            yield self._timed("step", None)[1]
+            yield self._time_operation("step", None)[1]
             if time.perf_counter() > until:
                 break
 
@@ -213,7 +213,7 @@ class _Instance:
             return {"complaint": _in_one_line(error)}
         return {}
 
-    def _timed(self, kind: str, seed: int | None) -> tuple[Any, float]:
+    def _time_operation(self, kind: str, seed: int | None) -> tuple[Any, float]:
         """Return what a step or a reset returns, and its seconds: if recorded, without drawing and copying."""
         before, begin = self._seconds, time.perf_counter()
         returned = self._driver.step() if kind == "step" else self._driver.reset(seed)
