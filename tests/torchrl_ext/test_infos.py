@@ -51,7 +51,7 @@ def test_specs_of_a_batch(is_registered: bool) -> None:
     check_env_specs(env)
 
 
-class Silent(Walk):
+class SilentReset(Walk):
     """Tells nothing at a reset."""
 
     def __init__(self, told: Any) -> None:
@@ -64,7 +64,7 @@ class Silent(Walk):
 
 @pytest.mark.parametrize("mode", ["SameStep", "Disabled"])
 def test_that_resets_do_not_tell(mode: str) -> None:
-    env = GymWrapper(vector(partial(Silent, {}), 2, mode)).set_info_dict_reader(reader())
+    env = GymWrapper(vector(partial(SilentReset, {}), 2, mode)).set_info_dict_reader(reader())
     rollout = seeded_rollout(env, 12)
     assert rollout["next", "done"].sum() == 4
     assert torch.equal(rollout["next", "age"], rollout["next", "observation"][..., 1].long())  # at an end too
@@ -100,7 +100,7 @@ def test_a_reader_of_ones_own() -> None:
 
 @pytest.mark.parametrize("told", [None, {}])
 def test_that_a_single_reset_does_not_tell(told: Any) -> None:
-    ours, theirs = (cls(Silent(told)).set_info_dict_reader(reader()) for cls in (GymWrapper, upstream.GymWrapper))
+    ours, theirs = (cls(SilentReset(told)).set_info_dict_reader(reader()) for cls in (GymWrapper, upstream.GymWrapper))
     rollout = assert_same_rollouts(ours, theirs, 30)
     assert (rollout["age"][rollout["observation"][:, 1] == 0] == 0).all()
 
