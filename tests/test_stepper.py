@@ -653,7 +653,7 @@ def flat(info: Any, keys: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-class InSB3:
+class SB3Driver:
     """Steps through GymVecEnv.
 
     :param infos: its option; with "finished", rows that go on have no infos
@@ -796,8 +796,8 @@ class InTorchRL:
 
 IN_TORCHRL = partial(InTorchRL, way="rollout")
 LIBRARIES: dict[str, Callable[..., Any]] = {
-    "SB3": partial(InSB3, infos="all"),
-    "SB3, infos of finished rows": partial(InSB3, infos="finished"),
+    "SB3": partial(SB3Driver, infos="all"),
+    "SB3, infos of finished rows": partial(SB3Driver, infos="finished"),
     "TorchRL": IN_TORCHRL,
     "TorchRL, resets by masks": partial(InTorchRL, way="masks"),
     "TorchRL, no infos": partial(InTorchRL, way="no infos"),
