@@ -129,7 +129,7 @@ class _Trial:
             return {**measured, "times": [*instance.time_steps()]}
         if operation.kind == "close":
             return self.instances.pop((operation.source, operation.order)).close()
-        return instance.advance(operation)
+        return instance.reset_or_step(operation)
 
     def _load(self) -> dict[str, Any]:
         self._factories, *parts = pickle.loads(self._packed)
@@ -191,7 +191,7 @@ class _Instance:
         self._infos.append(result[-1])
         return result
 
-    def advance(self, operation: Operation) -> dict[str, Any]:
+    def reset_or_step(self, operation: Operation) -> dict[str, Any]:
         """Reset or step; return digests, and the seconds that it took."""
         observed = self._observe()
         returned, seconds = self._time_operation(operation.kind, operation.seed)
