@@ -53,7 +53,7 @@ def test_environments_by_their_id_take_a_step_that_only_resets() -> None:
         env.close()
 
 
-class InDouble(gymnasium.Env[Any, Any]):
+class DoublePrecisionEnv(gymnasium.Env[Any, Any]):
     """A differentiable environment of float64."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -70,11 +70,11 @@ class InDouble(gymnasium.Env[Any, Any]):
 
 def test_dtypes_and_graphs() -> None:
     torch.manual_seed(0)
-    theirs = upstream.GymWrapper(InDouble(), convert_actions_to_numpy=False)
+    theirs = upstream.GymWrapper(DoublePrecisionEnv(), convert_actions_to_numpy=False)
     step = theirs.rand_step(theirs.reset())
     assert step["next", "observation"].requires_grad
     assert step["next", "reward"].requires_grad
-    ours = GymWrapper(InDouble())
+    ours = GymWrapper(DoublePrecisionEnv())
     step = ours.rand_step(ours.reset())
     for key in ("observation", "reward"):
         assert not step["next", key].requires_grad
