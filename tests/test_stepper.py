@@ -705,7 +705,7 @@ class SB3Driver:
         self.venv.close()
 
 
-class InTorchRL:
+class TorchRLDriver:
     """Steps through GymWrapper.
 
     :param way: ``"rollout"`` (the method that rollouts and collectors call), ``"masks"`` (a step, then a reset of the
@@ -794,13 +794,13 @@ class InTorchRL:
         self.env.close(raise_if_closed=False)
 
 
-IN_TORCHRL = partial(InTorchRL, way="rollout")
+IN_TORCHRL = partial(TorchRLDriver, way="rollout")
 LIBRARIES: dict[str, Callable[..., Any]] = {
     "SB3": partial(SB3Driver, infos="all"),
     "SB3, infos of finished rows": partial(SB3Driver, infos="finished"),
     "TorchRL": IN_TORCHRL,
-    "TorchRL, resets by masks": partial(InTorchRL, way="masks"),
-    "TorchRL, no infos": partial(InTorchRL, way="no infos"),
+    "TorchRL, resets by masks": partial(TorchRLDriver, way="masks"),
+    "TorchRL, no infos": partial(TorchRLDriver, way="no infos"),
 }
 
 
@@ -829,7 +829,7 @@ def check(
 ) -> None:
     """Step an environment through a library, and its rows by hand with the same actions, and compare all there is.
 
-    :param limit: see :class:`InTorchRL`
+    :param limit: see :class:`TorchRLDriver`
     :param after_ends: whether episodes have ended before the reset that everything begins with
     """
     env = row.make(mode)
@@ -921,7 +921,7 @@ def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library:
 @pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
 def test_rows_that_a_transform_truncates_beside_rows_that_end(name: str, mode: AutoresetMode, way: str) -> None:
     skip_without(TABLE[name].needs)
-    check(TABLE[name], mode, partial(InTorchRL, way=way), limit=4)
+    check(TABLE[name], mode, partial(TorchRLDriver, way=way), limit=4)
 
 
 SEEDED = [case for case in CASES if not case[0].startswith(("EnvPool", "final_obs"))]  # those are not by a reset
@@ -941,7 +941,7 @@ def test_everything_is_reset_after_rows_have_ended(name: str, mode: AutoresetMod
 @pytest.mark.parametrize("kind", [SyncVectorEnv, fork, ours], ids=["sync", "async", "ours"])
 def test_infos_that_are_registered(kind: Any, mode: AutoresetMode) -> None:
     row = TableRow(vector_of(kind, Walk), ALL, lambda env, index: Walk(), ("age", "length"), steps=60)
-    check(row, mode, partial(InTorchRL, way="registered"))
+    check(row, mode, partial(TorchRLDriver, way="registered"))
 
 
 # -- what is refused, by both libraries
