@@ -83,7 +83,7 @@ def serve(connection: Connection[Any, Any], packed: bytes, folder: str, cwd: str
                 try:
                     answer = trial.perform(operation)
                 except BaseException as error:
-                    answer = {"raises": _in_one_line(error)}
+                    answer = {"raises": _format_error(error)}
                 connection.send(answer)
                 if "raises" in answer:
                     break
@@ -210,7 +210,7 @@ class _Instance:
         try:
             getattr(self._environment, "close", lambda: None)()
         except Exception as error:
-            return {"complaint": _in_one_line(error)}
+            return {"complaint": _format_error(error)}
         return {}
 
     def _time_operation(self, kind: str, seed: int | None) -> tuple[Any, float]:
@@ -272,5 +272,5 @@ def _module_files() -> Iterator[str]:
             yield path
 
 
-def _in_one_line(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:1000].rstrip('.')}"
