@@ -40,11 +40,11 @@ class Spy(ReplayBuffer):
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         self.chosen.append(action.copy())
-        self.seen.append(described(obs, next_obs, action, reward, done, infos))
+        self.seen.append(comparable(obs, next_obs, action, reward, done, infos))
         super().add(obs, next_obs, action, reward, done, infos)
 
 
-def described(*transition: Any) -> list[Any]:
+def comparable(*transition: Any) -> list[Any]:
     """Everything that a buffer could tell two transitions apart by."""
     *arrays, infos = transition
     kept = [{key: info[key] for key in INFO_KEYS if key in info} for info in infos]
@@ -95,7 +95,7 @@ def assert_same(recording: Recording, spy: Spy, *, transposed_views: bool = True
     assert recording.action_space == spy.action_space
     replay = recording.transitions(transposed_views=transposed_views)
     for t, (replayed, seen) in enumerate(zip(replay, spy.seen, strict=True)):
-        assert described(*replayed) == seen, f"step {t} differs"
+        assert comparable(*replayed) == seen, f"step {t} differs"
 
 
 @pytest.mark.slow
@@ -145,9 +145,9 @@ def test_the_comparison_can_fail() -> None:
     recording = recorders.record_atari("Breakout", steps=2, n_envs=1)
     views, contiguous = recording.transitions(), recording.transitions(transposed_views=False)
     obs, *others = next(views)
-    assert described(obs, *others) != described(*next(contiguous))
+    assert comparable(obs, *others) != comparable(*next(contiguous))
     obs[0, 0, 0, 0] ^= 1
-    assert described(obs, *others) != described(*next(recording.transitions()))
+    assert comparable(obs, *others) != comparable(*next(recording.transitions()))
 
 
 def test_a_recording_survives_its_file(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_recording_survives_its_file(tmp_path: Path) -> None:
     assert loaded.action_space == recording.action_space
     assert len(loaded.terminal_frames) == recording.dones.sum() > 0
     pairs = zip(loaded.transitions(), recording.transitions(), strict=True)
-    assert all(described(*one) == described(*other) for one, other in pairs)
+    assert all(comparable(*one) == comparable(*other) for one, other in pairs)
     np.savez(tmp_path / "old.npz", header=json.dumps({"format": 0}))
     with pytest.raises(ValueError, match=r"old\.npz is not in format .*: delete it"):
         Recording.load(tmp_path / "old.npz")
