@@ -794,11 +794,11 @@ class TorchRLDriver:
         self.env.close(raise_if_closed=False)
 
 
-IN_TORCHRL = partial(TorchRLDriver, way="rollout")
+TORCHRL_DRIVER = partial(TorchRLDriver, way="rollout")
 LIBRARIES: dict[str, Callable[..., Any]] = {
     "SB3": partial(SB3Driver, infos="all"),
     "SB3, infos of finished rows": partial(SB3Driver, infos="finished"),
-    "TorchRL": IN_TORCHRL,
+    "TorchRL": TORCHRL_DRIVER,
     "TorchRL, resets by masks": partial(TorchRLDriver, way="masks"),
     "TorchRL, no infos": partial(TorchRLDriver, way="no infos"),
 }
