@@ -26,7 +26,7 @@ from rl_ext_core.isolation.verdict import MIN_STEPS, Isolation, Verdict, conclud
 from rl_ext_core.processes import get_context
 
 # Seconds for an operation: of an instance alone; of others that many times as long, and at least so long.
-_ALONE_S, _TIMES, _LEAST_S = 300.0, 20, 20.0
+_FIRST_LIMIT_S, _TIMES, _LEAST_S = 300.0, 20, 20.0
 _ENDING_S = 3.0
 # Seconds of steps that are compared; an environment whose first reset and three steps take longer gets a short life.
 _STEPPING_S, _SHORT_STEPS = 2.0, 6
@@ -205,7 +205,7 @@ class Judge:
 
     def __init__(self, factories: Sequence[EnvFactory[Any]], steps: int, timeout: float | None) -> None:
         self._factories, self._steps, self._timeout = list(factories), steps, timeout
-        self._limit = _ALONE_S if timeout is None else timeout
+        self._limit = _FIRST_LIMIT_S if timeout is None else timeout
         self._alike = all(factory is factories[0] for factory in factories)
         self._varying: set[str] = set()  # names of observations that are not the same twice
         self.loaded_files: list[str] = []
@@ -274,7 +274,9 @@ class Judge:
             try:
                 self._start(processes, Path(name).resolve(), len(self._factories) if apart else 1, own)
                 for process in processes:
-                    process.answer(max(_ALONE_S, self._timeout or 0.0))  # it imports, which has no limit of the user's
+                    process.answer(
+                        max(_FIRST_LIMIT_S, self._timeout or 0.0)
+                    )  # it imports, which has no limit of the user's
                 for batch in batches:
                     process = processes[batch[0].source if apart else 0]
                     process.send(batch)
