@@ -84,7 +84,7 @@ def spied(model: BaseAlgorithm, steps: int) -> Spy:
     return model.replay_buffer
 
 
-def recorded_again(venv: Any, spy: Spy, *, n_stack: int) -> Recording:
+def record_again(venv: Any, spy: Spy, *, n_stack: int) -> Recording:
     actions: Iterator[np.ndarray] = iter(spy.chosen)
     policy = Policy("what the model did", lambda venv: next(actions))
     return recorders.record(venv, name="again", policy=policy, n_stack=n_stack, steps=len(spy.chosen))
@@ -113,7 +113,7 @@ def test_the_replay_of_an_atari_game_is_what_dqn_stores(n_envs: int) -> None:
         replay_buffer_class=Spy,
     )
     spy = spied(model, 300)
-    recording = recorded_again(make(), spy, n_stack=4)
+    recording = record_again(make(), spy, n_stack=4)
     assert recording.dones.sum() > 2
     assert_same(recording, spy)
 
@@ -126,9 +126,9 @@ def test_the_replay_of_rgb_frames_is_what_sac_stores(transposed_views: bool) -> 
     venv = VecFrameStack(make(channel_first=not transposed_views), n_stack=3)
     spy = spied(SAC("CnnPolicy", venv, buffer_size=100, replay_buffer_class=Spy), 100)
     if transposed_views:
-        recording = recorded_again(make(channel_first=False), spy, n_stack=3)
+        recording = record_again(make(channel_first=False), spy, n_stack=3)
     else:
-        recording = channel_last(recorded_again(make(channel_first=True), spy, n_stack=3))
+        recording = channel_last(record_again(make(channel_first=True), spy, n_stack=3))
     assert recording.truncated.any()
     assert (recording.dones & ~recording.truncated).any()
     assert_same(recording, spy, transposed_views=transposed_views)
