@@ -795,7 +795,7 @@ class TorchRLDriver:
 
 
 TORCHRL_DRIVER = partial(TorchRLDriver, way="rollout")
-LIBRARIES: dict[str, Callable[..., Any]] = {
+DRIVERS: dict[str, Callable[..., Any]] = {
     "SB3": partial(SB3Driver, infos="all"),
     "SB3, infos of finished rows": partial(SB3Driver, infos="finished"),
     "TorchRL": TORCHRL_DRIVER,
@@ -909,11 +909,11 @@ IDS = [f"{name}-{mode.value}" for name, mode in CASES]
 
 
 @pytest.mark.sample(quick=10, ci=60)
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", DRIVERS)
 @pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
 def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library: str) -> None:
     skip_without(TABLE[name].needs)
-    check(TABLE[name], mode, LIBRARIES[library])
+    check(TABLE[name], mode, DRIVERS[library])
 
 
 @pytest.mark.sample(quick=2, ci=20)
@@ -928,12 +928,12 @@ SEEDED = [case for case in CASES if not case[0].startswith(("EnvPool", "final_ob
 
 
 @pytest.mark.sample(quick=2, ci=20)
-@pytest.mark.parametrize("library", [name for name in LIBRARIES if "," not in name])
+@pytest.mark.parametrize("library", [name for name in DRIVERS if "," not in name])
 @pytest.mark.parametrize(("name", "mode"), SEEDED, ids=[f"{name}-{mode.value}" for name, mode in SEEDED])
 def test_everything_is_reset_after_rows_have_ended(name: str, mode: AutoresetMode, library: str) -> None:
     row = TABLE[name]
     skip_without(row.needs)
-    check(row._replace(steps=30), mode, LIBRARIES[library], after_ends=True)
+    check(row._replace(steps=30), mode, DRIVERS[library], after_ends=True)
 
 
 @pytest.mark.sample(quick=2)
