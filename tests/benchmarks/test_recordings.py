@@ -77,7 +77,7 @@ class Film(gym.Env[np.ndarray, np.ndarray]):
         return frame, float(action.sum()), self.np_random.random() < 0.05, self.t == 9, {}
 
 
-def spied(model: BaseAlgorithm, steps: int) -> Spy:
+def train_with_spy(model: BaseAlgorithm, steps: int) -> Spy:
     model.set_logger(Logger(None, []))  # the default one makes a folder in the machine's temporary one
     model.learn(steps)
     assert isinstance(model.replay_buffer, Spy)
@@ -112,7 +112,7 @@ def test_the_replay_of_an_atari_game_is_what_dqn_stores(n_envs: int) -> None:
         batch_size=4,
         replay_buffer_class=Spy,
     )
-    spy = spied(model, 300)
+    spy = train_with_spy(model, 300)
     recording = record_again(make(), spy, n_stack=4)
     assert recording.dones.sum() > 2
     assert_same(recording, spy)
@@ -124,7 +124,7 @@ def test_the_replay_of_rgb_frames_is_what_sac_stores(transposed_views: bool) -> 
         return make_vec_env(lambda: Film(channel_first=channel_first), n_envs=2, seed=3)
 
     venv = VecFrameStack(make(channel_first=not transposed_views), n_stack=3)
-    spy = spied(SAC("CnnPolicy", venv, buffer_size=100, replay_buffer_class=Spy), 100)
+    spy = train_with_spy(SAC("CnnPolicy", venv, buffer_size=100, replay_buffer_class=Spy), 100)
     if transposed_views:
         recording = record_again(make(channel_first=False), spy, n_stack=3)
     else:
