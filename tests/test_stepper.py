@@ -641,7 +641,7 @@ def rows_of(batch: Any) -> list[Any]:
     return list(batch)
 
 
-def flat(info: Any, keys: Iterable[str]) -> dict[str, Any]:
+def select_numbers(info: Any, keys: Iterable[str]) -> dict[str, Any]:
     """Return the numbers that an info holds under the names of the table."""
     found = {}
     for key in keys:
@@ -672,11 +672,11 @@ class SB3Driver:
         return bool(terminated or truncated), bool(truncated and not terminated)
 
     def info(self, info: dict[str, Any], ended: bool, begun: bool) -> Any:
-        return flat(info, self.keys) if ended or begun or self.all else {}
+        return select_numbers(info, self.keys) if ended or begun or self.all else {}
 
     def reset(self, seed: int) -> tuple[list[Any], list[Any]]:
         self.venv.seed(seed)
-        return rows_of(self.venv.reset()), [flat(info, self.keys) for info in self.venv.reset_infos]
+        return rows_of(self.venv.reset()), [select_numbers(info, self.keys) for info in self.venv.reset_infos]
 
     def step(self, actions: Any) -> Turn:
         observations, rewards, dones, infos = self.venv.step(actions)
@@ -688,9 +688,9 @@ class SB3Driver:
             [info["terminal_observation"] if done else now for (done, info), now in zip(pairs, following, strict=True)],
             list(rewards),
             [(bool(done), info["TimeLimit.truncated"]) for done, info in pairs],
-            [flat(info, self.keys) if done or self.all else {} for done, info in pairs],
+            [select_numbers(info, self.keys) if done or self.all else {} for done, info in pairs],
             following,
-            [flat(info, self.keys) for info in self.venv.reset_infos],
+            [select_numbers(info, self.keys) for info in self.venv.reset_infos],
         )
 
     def end_episodes(self) -> None:
@@ -734,9 +734,9 @@ class TorchRLDriver:
         for key in self.keys:
             if "." in key:
                 if isinstance(info, list):
-                    values = [flat(part, [key]).get(key, 0) for part in info]
+                    values = [select_numbers(part, [key]).get(key, 0) for part in info]
                 else:
-                    values = flat(info, [key]).get(key, np.zeros(self.count))
+                    values = select_numbers(info, [key]).get(key, np.zeros(self.count))
                     values = [0 if value is None else value for value in values]
                 data.set(key, torch.as_tensor([float(value) for value in values]))
         return data
@@ -748,7 +748,7 @@ class TorchRLDriver:
         return bool(terminated), bool(truncated)
 
     def info(self, info: dict[str, Any], ended: bool, begun: bool) -> Any:
-        found = flat(info, self.keys)
+        found = select_numbers(info, self.keys)
         return {key: found.get(key, np.zeros(2) if key == "marks" else 0) for key in self.keys}
 
     def _parts(self, data: Any) -> tuple[list[Any], list[Any]]:
