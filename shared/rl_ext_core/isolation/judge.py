@@ -26,7 +26,7 @@ from rl_ext_core.isolation.verdict import MIN_STEPS, Isolation, Verdict, conclud
 from rl_ext_core.processes import get_context
 
 # Seconds for an operation: of an instance alone; of others that many times as long, and at least so long.
-_FIRST_LIMIT_S, _LIMIT_FACTOR, _LEAST_S = 300.0, 20, 20.0
+_FIRST_LIMIT_S, _LIMIT_FACTOR, _MIN_LIMIT_S = 300.0, 20, 20.0
 _ENDING_S = 3.0
 # Seconds of steps that are compared; an environment whose first reset and three steps take longer gets a short life.
 _STEPPING_S, _SHORT_STEPS = 2.0, 6
@@ -222,7 +222,7 @@ class Judge:
         if alone.failed is not None:
             return self._does_not_work(alone) if declared is None else declared.verdict()
         longest = max(alone.seconds("build", "reset", "step"))
-        self._limit = max(_LEAST_S, _LIMIT_FACTOR * longest) if self._timeout is None else self._timeout
+        self._limit = max(_MIN_LIMIT_S, _LIMIT_FACTOR * longest) if self._timeout is None else self._timeout
         self.loaded_files = [*alone.get("modules"), *(alone.get("libraries") if declared is None else ())]
         times = [*alone.seconds("step")[1:], *alone.get("times")]
         width = min(_AVERAGED, len(times))
