@@ -128,13 +128,13 @@ def test_the_replay_of_rgb_frames_is_what_sac_stores(transposed_views: bool) -> 
     if transposed_views:
         recording = record_again(make(channel_first=False), spy, n_stack=3)
     else:
-        recording = channel_last(record_again(make(channel_first=True), spy, n_stack=3))
+        recording = to_channel_last(record_again(make(channel_first=True), spy, n_stack=3))
     assert recording.truncated.any()
     assert (recording.dones & ~recording.truncated).any()
     assert_same(recording, spy, transposed_views=transposed_views)
 
 
-def channel_last(recording: Recording) -> Recording:
+def to_channel_last(recording: Recording) -> Recording:
     """Recordings keep their frames that way, whatever the environment gave."""
     recording.frames = np.moveaxis(recording.frames, -3, -1)
     recording.terminal_frames = {k: np.moveaxis(f, -3, -1) for k, f in recording.terminal_frames.items()}
