@@ -634,9 +634,9 @@ class Turn(NamedTuple):
     reset_infos: list[dict[str, Any]]
 
 
-def rows_of(batch: Any) -> list[Any]:
+def split_rows(batch: Any) -> list[Any]:
     if isinstance(batch, dict):
-        parts = {key: rows_of(part) for key, part in batch.items()}
+        parts = {key: split_rows(part) for key, part in batch.items()}
         return [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
     return list(batch)
 
@@ -676,11 +676,11 @@ class SB3Driver:
 
     def reset(self, seed: int) -> tuple[list[Any], list[Any]]:
         self.venv.seed(seed)
-        return rows_of(self.venv.reset()), [select_numbers(info, self.keys) for info in self.venv.reset_infos]
+        return split_rows(self.venv.reset()), [select_numbers(info, self.keys) for info in self.venv.reset_infos]
 
     def step(self, actions: Any) -> Turn:
         observations, rewards, dones, infos = self.venv.step(actions)
-        following = rows_of(observations)
+        following = split_rows(observations)
         pairs = list(zip(dones, infos, strict=True))
         assert all(type(info) is dict for done, info in pairs if done)
         assert all(("terminal_observation" in info) == done for done, info in pairs)
@@ -755,8 +755,8 @@ class TorchRLDriver:
         names = set(self.env.observation_spec.keys()) - {*self.keys, "step_count"}
         infos = {key: data[key].numpy() for key in self.keys}
         return (
-            rows_of({key: data[key].numpy() for key in names}),
-            rows_of(infos) if infos else [{} for _ in range(self.count)],
+            split_rows({key: data[key].numpy() for key in names}),
+            split_rows(infos) if infos else [{} for _ in range(self.count)],
         )
 
     def reset(self, seed: int) -> tuple[list[Any], list[Any]]:
