@@ -27,7 +27,7 @@ from rl_ext_core.processes import get_context
 
 # Seconds for an operation: of an instance alone; of others that many times as long, and at least so long.
 _FIRST_LIMIT_S, _LIMIT_FACTOR, _MIN_LIMIT_S = 300.0, 20, 20.0
-_ENDING_S = 3.0
+_CLOSE_TIMEOUT_S = 3.0
 # Seconds of steps that are compared; an environment whose first reset and three steps take longer gets a short life.
 _STEPPING_S, _SHORT_STEPS = 2.0, 6
 _AVERAGED = 10
@@ -123,7 +123,7 @@ class _Process:
         return answer
 
     def _end(self) -> str:
-        self._process.join(_ENDING_S)
+        self._process.join(_CLOSE_TIMEOUT_S)
         code = self._process.exitcode
         if code is not None and code < 0:
             return f"kills the process by {signal.Signals(-code).name}"
@@ -139,7 +139,11 @@ class _Process:
         self.send(None)
         ends = [self._connection, self._process.sentinel]
         with contextlib.suppress(EOFError, OSError):
-            while connection.wait(ends, _ENDING_S) and self._connection.poll() and self._connection.recv() is not None:
+            while (
+                connection.wait(ends, _CLOSE_TIMEOUT_S)
+                and self._connection.poll()
+                and self._connection.recv() is not None
+            ):
                 pass
         self._process.kill()
         self._process.join()
