@@ -69,9 +69,9 @@ def test_a_measurement_that_leaves_processes_hangs_or_fails_is_ended_and_says_so
     run_instead(monkeypatch, program)
     pid = parallel_env.run_once("start")
     deadline = time.monotonic() + 120
-    while alive(pid) and time.monotonic() < deadline:
+    while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not alive(pid)
+    assert not is_alive(pid)
     run_instead(monkeypatch, SLEEPS)
     with pytest.raises(parallel_env.HangError):
         parallel_env.run_once("start", limit_s=0.5)
@@ -80,7 +80,7 @@ def test_a_measurement_that_leaves_processes_hangs_or_fails_is_ended_and_says_so
         parallel_env.run_once("start")
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     # Who collects orphans may be slow: a zombie has ended.
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
