@@ -158,7 +158,7 @@ class Mjlab(Lab):
 
 
 class Vmas(Lab):
-    """As ``Team`` of scripts/check_vmas.py: spaces of one row under the names of the batch's, resets by ``env_ids``."""
+    """As ``Team`` of scripts/check_vmas.py: spaces of one row wrap_with the names of the batch's, resets by ``env_ids``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Vmas(Lab):
 
 
 class Mani(ManiSkill):
-    """In ManiSkill's style: resets by ``env_idx``, last infos under ``final_info``, the others after the reset."""
+    """In ManiSkill's style: resets by ``env_idx``, last infos wrap_with ``final_info``, the others after the reset."""
 
     KEYS = ("age", "number")
 
@@ -380,7 +380,7 @@ def vector_of(kind: Any, make: Any = InfoWalk, **options: Any) -> Callable[[Auto
     return lambda mode: kind([make] * ROWS, autoreset_mode=mode, **options)
 
 
-def under(wrap: Any, make: Callable[[AutoresetMode], Any]) -> Callable[[AutoresetMode], Any]:
+def wrap_with(wrap: Any, make: Callable[[AutoresetMode], Any]) -> Callable[[AutoresetMode], Any]:
     return lambda mode: wrap(make(mode))
 
 
@@ -517,35 +517,44 @@ TABLE: dict[str, TableRow] = {
         lambda mode: CartPoleVectorEnv(ROWS, 20), (DISABLED,), CartPoleRow, (), {"autoreset_mode": "Disabled"}
     ),
     # under gymnasium's wrappers of vectorized environments
-    "RecordEpisodeStatistics": TableRow(under(wrappers.RecordEpisodeStatistics, sync), ALL, statistics_row, STATISTICS),
+    "RecordEpisodeStatistics": TableRow(
+        wrap_with(wrappers.RecordEpisodeStatistics, sync), ALL, statistics_row, STATISTICS
+    ),
     "RecordEpisodeStatistics of workers": TableRow(
-        under(wrappers.RecordEpisodeStatistics, vector_of(fork)), ALL, statistics_row, STATISTICS
+        wrap_with(wrappers.RecordEpisodeStatistics, vector_of(fork)), ALL, statistics_row, STATISTICS
     ),
     "RecordEpisodeStatistics of ours": TableRow(
-        under(wrappers.RecordEpisodeStatistics, vector_of(ours)), ALL, statistics_row, STATISTICS
+        wrap_with(wrappers.RecordEpisodeStatistics, vector_of(ours)), ALL, statistics_row, STATISTICS
     ),
     "RecordEpisodeStatistics, no other infos": TableRow(
-        under(wrappers.RecordEpisodeStatistics, vector_of(SyncVectorEnv, Bare)),
+        wrap_with(wrappers.RecordEpisodeStatistics, vector_of(SyncVectorEnv, Bare)),
         ALL,
         lambda env, row: single_wrappers.RecordEpisodeStatistics(Bare()),
         ("episode.r", "episode.l"),
     ),
-    "a wrapper that adds infos": TableRow(under(AddInfo, sync), ALL, lambda env, row: AddInfoRow(row), AddInfo.KEYS),
-    "DictInfoToList": TableRow(under(wrappers.DictInfoToList, sync), ALL, walk_row),
+    "a wrapper that adds infos": TableRow(
+        wrap_with(AddInfo, sync), ALL, lambda env, row: AddInfoRow(row), AddInfo.KEYS
+    ),
+    "DictInfoToList": TableRow(wrap_with(wrappers.DictInfoToList, sync), ALL, walk_row),
     "DictInfoToList(RecordEpisodeStatistics)": TableRow(
-        under(wrappers.DictInfoToList, under(wrappers.RecordEpisodeStatistics, sync)), ALL, statistics_row, STATISTICS
+        wrap_with(wrappers.DictInfoToList, wrap_with(wrappers.RecordEpisodeStatistics, sync)),
+        ALL,
+        statistics_row,
+        STATISTICS,
     ),
     "TransformReward": TableRow(
-        under(twice, sync), ALL, lambda env, row: single_wrappers.TransformReward(InfoWalk(), lambda reward: reward * 2)
+        wrap_with(twice, sync),
+        ALL,
+        lambda env, row: single_wrappers.TransformReward(InfoWalk(), lambda reward: reward * 2),
     ),
     "TransformObservation": TableRow(  # gymnasium refuses SameStep
-        under(half, sync),
+        wrap_with(half, sync),
         (NEXT_STEP, DISABLED),
         lambda env, row: single_wrappers.TransformObservation(InfoWalk(), lambda seen: seen / 2, None),
     ),
-    "NumpyToTorch": TableRow(under(to_torch, sync), (NEXT_STEP, DISABLED), walk_row),  # it converts no final_obs
+    "NumpyToTorch": TableRow(wrap_with(to_torch, sync), (NEXT_STEP, DISABLED), walk_row),  # it converts no final_obs
     "NumpyToTorch(RecordEpisodeStatistics)": TableRow(
-        under(to_torch, under(wrappers.RecordEpisodeStatistics, sync)),
+        wrap_with(to_torch, wrap_with(wrappers.RecordEpisodeStatistics, sync)),
         (NEXT_STEP, DISABLED),
         statistics_row,
         STATISTICS,
