@@ -58,7 +58,7 @@ _NO_WAY = ' A working directory for each process, cwd="own", does not help: only
 _LONGER = " To wait longer, write probe(source, timeout=...) or make_vec_env(..., probe_timeout=...)."
 
 
-def _life(source: int, order: int, steps: int) -> list[Operation]:
+def _resets_and_steps(source: int, order: int, steps: int) -> list[Operation]:
     """Return the resets and steps of an instance: some short episodes, and ``steps`` steps in the first three."""
     step, unseeded = Operation(source, order, "step"), Operation(source, order, "reset")
     first, second = (Operation(source, order, "reset", 1000 * source + seed) for seed in (1, 2))
@@ -75,7 +75,7 @@ def _in_turns(sources: Iterable[int], order: int, steps: int, *, ahead: int, par
     """
     turns = []
     for place, source in enumerate(sources):
-        life = _life(source, order, steps)
+        life = _resets_and_steps(source, order, steps)
         life = life if source == 0 else life[: int(part * len(life))]
         whole = [Operation(source, order, "build"), *life, Operation(source, order, "close")]
         turns += [(place * ahead + turn, place, operation) for turn, operation in enumerate(whole)]
@@ -247,7 +247,7 @@ class Judge:
 
     def _alone(self, source: int, run: _Run, shorten: bool) -> Iterator[list[Operation]]:
         """Yield batches of operations of one instance, which are fewer if the first ones take long."""
-        beginning = _life(source, 0, self._steps)[:4]
+        beginning = _resets_and_steps(source, 0, self._steps)[:4]
         yield [Operation(source, 0, "build"), *beginning]
         if shorten and sum(run.seconds("reset", "step")) > _STEPPING_S:
             self._steps = _SHORT_STEPS
@@ -255,7 +255,7 @@ class Judge:
             affordable = _STEPPING_S / max(min(run.seconds("step")), 1e-9)
             self._steps = max(MIN_STEPS, int(min(self._steps, affordable)))
         ending = [Operation(source, 0, "measure"), Operation(source, 0, "close", counts=False)]
-        yield [*_life(source, 0, self._steps)[4:], *ending]
+        yield [*_resets_and_steps(source, 0, self._steps)[4:], *ending]
 
     def _run_apart(self, *, own: bool = False) -> _Run:
         script = _in_turns(range(len(self._factories)), 0, self._steps, ahead=3, part=2 / 3)
