@@ -66,16 +66,16 @@ def test_a_measurement_that_leaves_processes_hangs_or_fails_is_ended_and_says_so
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-S', '-c', {SLEEPS!r}]).pid)"
-    run_instead(monkeypatch, program)
+    replace_program(monkeypatch, program)
     pid = parallel_env.run_once("start")
     deadline = time.monotonic() + 120
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_alive(pid)
-    run_instead(monkeypatch, SLEEPS)
+    replace_program(monkeypatch, SLEEPS)
     with pytest.raises(parallel_env.HangError):
         parallel_env.run_once("start", limit_s=0.5)
-    run_instead(monkeypatch, "raise SystemExit('no such thing')")
+    replace_program(monkeypatch, "raise SystemExit('no such thing')")
     with pytest.raises(RuntimeError, match="no such thing"):
         parallel_env.run_once("start")
 
@@ -88,7 +88,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+def replace_program(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     def popen(command: list[str], **options: Any) -> Any:
         return POPEN([sys.executable, "-c", program], **options)
 
