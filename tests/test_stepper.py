@@ -430,7 +430,7 @@ def brax(kind: str) -> Any:
 
 
 fork = partial(AsyncVectorEnv, context="fork")
-ours = partial(SharedMemoryVectorEnv, context="fork", n_workers=2)
+shared_memory_env = partial(SharedMemoryVectorEnv, context="fork", n_workers=2)
 sync = vector_of(SyncVectorEnv)
 twice = partial(wrappers.TransformReward, func=lambda rewards: rewards * 2)
 half = partial(wrappers.TransformObservation, func=lambda observations: observations / 2)
@@ -503,15 +503,17 @@ TABLE: dict[str, TableRow] = {
         vector_of(fork, InPlaceInfoWalk), (NEXT_STEP, DISABLED), walk_row
     ),
     "SharedMemoryVectorEnv, environments that write to one place": TableRow(
-        vector_of(ours, InPlaceInfoWalk), ALL, walk_row
+        vector_of(shared_memory_env, InPlaceInfoWalk), ALL, walk_row
     ),
     "AsyncVectorEnv": TableRow(vector_of(fork), ALL, walk_row),
     "AsyncVectorEnv, Dict": TableRow(vector_of(fork, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()),
     "AsyncVectorEnv, shared_memory=False": TableRow(
         vector_of(fork, shared_memory=False), (SAME_STEP, DISABLED), walk_row
     ),
-    "SharedMemoryVectorEnv": TableRow(vector_of(ours), ALL, walk_row),
-    "SharedMemoryVectorEnv, Dict": TableRow(vector_of(ours, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()),
+    "SharedMemoryVectorEnv": TableRow(vector_of(shared_memory_env), ALL, walk_row),
+    "SharedMemoryVectorEnv, Dict": TableRow(
+        vector_of(shared_memory_env, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()
+    ),
     "vector_entry_point": TableRow(lambda mode: CartPoleVectorEnv(ROWS, 20), (NEXT_STEP,), CartPoleRow, ()),
     "vector_entry_point, Disabled": TableRow(
         lambda mode: CartPoleVectorEnv(ROWS, 20), (DISABLED,), CartPoleRow, (), {"autoreset_mode": "Disabled"}
@@ -524,7 +526,7 @@ TABLE: dict[str, TableRow] = {
         wrap_with(wrappers.RecordEpisodeStatistics, vector_of(fork)), ALL, statistics_row, STATISTICS
     ),
     "RecordEpisodeStatistics of ours": TableRow(
-        wrap_with(wrappers.RecordEpisodeStatistics, vector_of(ours)), ALL, statistics_row, STATISTICS
+        wrap_with(wrappers.RecordEpisodeStatistics, vector_of(shared_memory_env)), ALL, statistics_row, STATISTICS
     ),
     "RecordEpisodeStatistics, no other infos": TableRow(
         wrap_with(wrappers.RecordEpisodeStatistics, vector_of(SyncVectorEnv, Bare)),
@@ -947,7 +949,7 @@ def test_everything_is_reset_after_rows_have_ended(name: str, mode: AutoresetMod
 
 @pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("mode", ALL)
-@pytest.mark.parametrize("kind", [SyncVectorEnv, fork, ours], ids=["sync", "async", "ours"])
+@pytest.mark.parametrize("kind", [SyncVectorEnv, fork, shared_memory_env], ids=["sync", "async", "shared_memory_env"])
 def test_infos_that_are_registered(kind: Any, mode: AutoresetMode) -> None:
     row = TableRow(vector_of(kind, Walk), ALL, lambda env, index: Walk(), ("age", "length"), steps=60)
     check(row, mode, partial(TorchRLDriver, way="registered"))
