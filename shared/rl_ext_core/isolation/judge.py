@@ -68,7 +68,7 @@ def _resets_and_steps(source: int, order: int, steps: int) -> list[Operation]:
     return [*episodes, unseeded, step, step]
 
 
-def _in_turns(sources: Iterable[int], order: int, steps: int, *, ahead: int, part: float) -> list[Operation]:
+def _interleave(sources: Iterable[int], order: int, steps: int, *, ahead: int, part: float) -> list[Operation]:
     """Return the operations of instances that take turns, each some operations ahead of the next one.
 
     All but that of source 0 are closed after a part of their life.
@@ -258,15 +258,15 @@ class Judge:
         yield [*_resets_and_steps(source, 0, self._steps)[4:], *ending]
 
     def _run_apart(self, *, own: bool = False) -> _Run:
-        script = _in_turns(range(len(self._factories)), 0, self._steps, ahead=3, part=2 / 3)
+        script = _interleave(range(len(self._factories)), 0, self._steps, ahead=3, part=2 / 3)
         counting = (operation._replace(counts=operation.kind != "close") for operation in script)
         turns = itertools.groupby(counting, key=lambda operation: operation.source)
         return self._run((list(operations) for _, operations in turns), _Run(), apart=True, own=own)
 
     def _run_together(self) -> _Run:
         sources = range(len(self._factories))
-        script = _in_turns(sources, 0, self._steps, ahead=3, part=2 / 3)
-        script += _in_turns(sources[::-1], 1, self._steps, ahead=6, part=1 / 2)
+        script = _interleave(sources, 0, self._steps, ahead=3, part=2 / 3)
+        script += _interleave(sources[::-1], 1, self._steps, ahead=6, part=1 / 2)
         # Many libraries crash when the process is about to end, which harms nobody.
         return self._run([[*script[:-1], script[-1]._replace(counts=False)]], _Run())
 
