@@ -19,15 +19,15 @@ from torchrl_ext import GymWrapper
 LENGTHS = {"apart": [2, 3, 5], "all at once": [3, 3, 3], "every step": [1, 1, 4], "one": [2]}
 libraries = pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
 # On a GPU, no step asks which are done. The same code runs on the CPU.
-ways = pytest.mark.parametrize("looks", [True, False], ids=["as on a CPU", "as on a GPU"])
+ways = pytest.mark.parametrize("finds_done_rows", [True, False], ids=["as on a CPU", "as on a GPU"])
 
 nesting = pytest.mark.parametrize("nested", [False, True])
 
 
-def wrap(env: Any, *, looks: bool = True, **kwargs: Any) -> Any:
+def wrap(env: Any, *, finds_done_rows: bool = True, **kwargs: Any) -> Any:
     wrapper = GymWrapper(env, **{"categorical_action_encoding": True, **kwargs})
     wrapper.reset()
-    wrapper.__dict__["_engine"]._finds_done_rows = looks
+    wrapper.__dict__["_engine"]._finds_done_rows = finds_done_rows
     return wrapper
 
 
@@ -53,10 +53,10 @@ def check_chain(rollout: Any, place: Any = "observation") -> None:
 @nesting
 @libraries
 @ways
-def test_every_form(form: str, lengths: list[int], nested: bool, torch_tensors: bool, looks: bool) -> None:
+def test_every_form(form: str, lengths: list[int], nested: bool, torch_tensors: bool, finds_done_rows: bool) -> None:
     for categorical, name in ((True, "final_obs"), (False, "final_observation")):  # the latter of older environments
         inner = SameStep(lengths, form, nested=nested, torch_tensors=torch_tensors, name=name)
-        env = wrap(inner, looks=looks, categorical_action_encoding=categorical)
+        env = wrap(inner, finds_done_rows=finds_done_rows, categorical_action_encoding=categorical)
         rollout = env.rollout(13, break_when_any_done=False)
         check_chain(rollout, place_of(nested))
         for data in (rollout, rollout["next"]) if nested else ():
@@ -71,12 +71,16 @@ def test_every_form(form: str, lengths: list[int], nested: bool, torch_tensors: 
 @ways
 @libraries
 @pytest.mark.parametrize("info", [{}, None, ["nothing"] * 3, "nothing"], ids=str)
-def test_what_is_not_given_is_nan_or_the_observation_before(info: Any, torch_tensors: bool, looks: bool) -> None:
+def test_what_is_not_given_is_nan_or_the_observation_before(
+    info: Any, torch_tensors: bool, finds_done_rows: bool
+) -> None:
     for missing, nested in (("nan", True), ("previous", True), ("previous", False)):
         inner = SameStep([1, 2, 5], None, nested=nested, torch_tensors=torch_tensors)
         step = inner.step
         inner.step = lambda action, step=step: (*step(action)[:-1], info)  # type: ignore[method-assign]
-        rollout = wrap(inner, missing_final_obs=missing, looks=looks).rollout(9, break_when_any_done=False)
+        rollout = wrap(inner, missing_final_obs=missing, finds_done_rows=finds_done_rows).rollout(
+            9, break_when_any_done=False
+        )
         place, done = place_of(nested), rollout["next", "done"].squeeze(-1)
         assert rollout[place].isfinite().all()
         assert torch.equal(rollout["next"][place][~done], rollout[place][~done] + torch.tensor([0.0, 0.0, 1.0]))
@@ -167,7 +171,7 @@ def test_whole_numbers_of_last_observations() -> None:
 
 
 def test_the_loss_can_be_an_error_as_on_a_gpu() -> None:
-    env = wrap(SameStep([3, 3], None), missing_final_obs="error", looks=False)
+    env = wrap(SameStep([3, 3], None), missing_final_obs="error", finds_done_rows=False)
     assert env.rollout(2).shape == (2, 2)
     with pytest.raises(EnvironmentOutputError, match=r"final_obs.*missing_final_obs="):
         env.rollout(4)
@@ -175,7 +179,7 @@ def test_the_loss_can_be_an_error_as_on_a_gpu() -> None:
 
 @ways
 @pytest.mark.parametrize("form", ["batch", "list"])
-def test_graphs_and_dtypes_of_last_observations(form: str, looks: bool) -> None:
+def test_graphs_and_dtypes_of_last_observations(form: str, finds_done_rows: bool) -> None:
     inner = SameStep([2, 3], form, torch_tensors=True)
     final = inner.final
 
@@ -185,7 +189,7 @@ def test_graphs_and_dtypes_of_last_observations(form: str, looks: bool) -> None:
         return value if value is None else value.double().requires_grad_() * 1
 
     inner.final = lambda rows: changed(final(rows))  # type: ignore[method-assign]
-    rollout = wrap(inner, looks=looks).rollout(7, break_when_any_done=False)
+    rollout = wrap(inner, finds_done_rows=finds_done_rows).rollout(7, break_when_any_done=False)
     assert not rollout["next", "observation"].requires_grad
     assert rollout["next", "observation"].dtype is torch.float32
     check_chain(rollout)
@@ -193,9 +197,9 @@ def test_graphs_and_dtypes_of_last_observations(form: str, looks: bool) -> None:
 
 @ways
 @pytest.mark.parametrize("final_obs", [True, False])
-def test_isaacs_fashion(final_obs: bool, looks: bool) -> None:
+def test_isaacs_fashion(final_obs: bool, finds_done_rows: bool) -> None:
     inner = Isaac(6, final_obs=final_obs)
-    env = wrap(inner, looks=looks)
+    env = wrap(inner, finds_done_rows=finds_done_rows)
     check_env_specs(env)
     rollout = env.rollout(20, break_when_any_done=False)
     done = rollout["next", "done"].squeeze(-1)
@@ -210,8 +214,8 @@ def test_isaacs_fashion(final_obs: bool, looks: bool) -> None:
 
 
 def test_the_way_of_a_gpu_gives_what_that_of_a_cpu_gives() -> None:
-    def rollout(looks: bool, **kwargs: Any) -> Any:
-        env = wrap(IsaacByIds(5, final_obs=True), looks=looks, **kwargs)
+    def rollout(finds_done_rows: bool, **kwargs: Any) -> Any:
+        env = wrap(IsaacByIds(5, final_obs=True), finds_done_rows=finds_done_rows, **kwargs)
         env.set_seed(0)
         torch.manual_seed(0)
         data = env.reset().set("hidden", torch.ones(5, 2))

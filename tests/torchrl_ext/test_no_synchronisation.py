@@ -62,12 +62,12 @@ class Methods(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations_of_steps(*, looks: bool, final_obs: bool, missing: str = "nan") -> list[str]:
+def operations_of_steps(*, finds_done_rows: bool, final_obs: bool, missing: str = "nan") -> list[str]:
     env = Isaac(6, final_obs=final_obs)
     watch = Operations(env)
     wrapper = GymWrapper(env, missing_final_obs=missing)
     tensordict = wrapper.reset()
-    wrapper.__dict__["_engine"]._finds_done_rows = looks
+    wrapper.__dict__["_engine"]._finds_done_rows = finds_done_rows
     done = 0
     actions = wrapper.action_spec.zero()
     with watch, Methods(watch):
@@ -81,5 +81,5 @@ def operations_of_steps(*, looks: bool, final_obs: bool, missing: str = "nan") -
 
 def test_a_step_on_a_gpu_does_not_wait_for_it() -> None:
     for final_obs, missing in ((True, "nan"), (False, "nan"), (False, "previous")):
-        assert operations_of_steps(looks=False, final_obs=final_obs, missing=missing) == []
-    assert operations_of_steps(looks=True, final_obs=True)  # the check can fail
+        assert operations_of_steps(finds_done_rows=False, final_obs=final_obs, missing=missing) == []
+    assert operations_of_steps(finds_done_rows=True, final_obs=True)  # the check can fail
