@@ -432,7 +432,7 @@ def brax(kind: str) -> Any:
 fork = partial(AsyncVectorEnv, context="fork")
 shared_memory_env = partial(SharedMemoryVectorEnv, context="fork", n_workers=2)
 sync = vector_of(SyncVectorEnv)
-twice = partial(wrappers.TransformReward, func=lambda rewards: rewards * 2)
+double_rewards = partial(wrappers.TransformReward, func=lambda rewards: rewards * 2)
 half = partial(wrappers.TransformObservation, func=lambda observations: observations / 2)
 to_torch = wrappers.NumpyToTorch
 single_wrappers = gymnasium.wrappers
@@ -545,7 +545,7 @@ TABLE: dict[str, TableRow] = {
         STATISTICS,
     ),
     "TransformReward": TableRow(
-        wrap_with(twice, sync),
+        wrap_with(double_rewards, sync),
         ALL,
         lambda env, row: single_wrappers.TransformReward(InfoWalk(), lambda reward: reward * 2),
     ),
@@ -984,7 +984,7 @@ def test_lost_last_observations_are_refused(wrapper: Any) -> None:
 
 @BOTH
 def test_last_observations_that_gymnasium_overwrites_are_refused(wrapper: Any) -> None:
-    env = twice(SyncVectorEnv([InPlaceInfoWalk] * ROWS, autoreset_mode=SAME_STEP))
+    env = double_rewards(SyncVectorEnv([InPlaceInfoWalk] * ROWS, autoreset_mode=SAME_STEP))
     with pytest.raises(EnvironmentOutputError, match="loses last observations"):
         play(wrapper, env)
 
