@@ -145,8 +145,8 @@ class CompressedBuffer(BaseBuffer):
         :return: The tensor, on the device of the buffer
         """
         # To find out whether a small one was decoded takes as long as copying it.
-        alone = self._may_skip_copy and array.nbytes > _SMALL_NBYTES and self._observations.is_decoded_batch(array)
-        return super().to_torch(array, copy and not alone)
+        skip_copy = self._may_skip_copy and array.nbytes > _SMALL_NBYTES and self._observations.is_decoded_batch(array)
+        return super().to_torch(array, copy and not skip_copy)
 
 
 class StoreOptionsMixin(CompressedBuffer):
