@@ -92,8 +92,8 @@ class _Process:
     def __init__(self, context: Any, packed: bytes, folder: Path, cwd: Path) -> None:
         for new in (folder, cwd):
             new.mkdir(exist_ok=True)
-        self._printed = folder / trial.OUTPUT_FILE
-        self._printed.touch()
+        self._output_file = folder / trial.OUTPUT_FILE
+        self._output_file.touch()
         self._connection, theirs = context.Pipe()
         with theirs:
             self._process = context.Process(target=trial.serve, args=(theirs, packed, str(folder), str(cwd)))
@@ -130,7 +130,7 @@ class _Process:
         return "ends the process" if code is None else f"ends the process with exit code {code}"
 
     def _last_words(self) -> str:
-        lines = self._printed.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = self._output_file.read_text(encoding="utf-8", errors="replace").split("\n")
         line = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f" (it printed: {line[-200:]!r})" if line else ""
 
