@@ -27,7 +27,7 @@ SYNCHRONIZING = (
 )
 
 
-class Operations(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """Notes the operations of the wrapper, and leaves out those of the environment."""
 
     def __init__(self, env: Any) -> None:
@@ -52,7 +52,7 @@ class Operations(TorchDispatchMode):
 class Methods(TorchFunctionMode):
     """Notes methods that dispatch nothing on the CPU."""
 
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: OperationRecorder) -> None:
         super().__init__()
         self.operations = operations
 
@@ -64,7 +64,7 @@ class Methods(TorchFunctionMode):
 
 def operations_of_steps(*, finds_done_rows: bool, final_obs: bool, missing: str = "nan") -> list[str]:
     env = Isaac(6, final_obs=final_obs)
-    watch = Operations(env)
+    watch = OperationRecorder(env)
     wrapper = GymWrapper(env, missing_final_obs=missing)
     tensordict = wrapper.reset()
     wrapper.__dict__["_engine"]._finds_done_rows = finds_done_rows
