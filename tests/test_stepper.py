@@ -433,7 +433,7 @@ fork = partial(AsyncVectorEnv, context="fork")
 shared_memory_env = partial(SharedMemoryVectorEnv, context="fork", n_workers=2)
 sync = vector_of(SyncVectorEnv)
 double_rewards = partial(wrappers.TransformReward, func=lambda rewards: rewards * 2)
-half = partial(wrappers.TransformObservation, func=lambda observations: observations / 2)
+halve_observations = partial(wrappers.TransformObservation, func=lambda observations: observations / 2)
 to_torch = wrappers.NumpyToTorch
 single_wrappers = gymnasium.wrappers
 LAB = (3, 4, 3, 7, 6)
@@ -550,7 +550,7 @@ TABLE: dict[str, TableRow] = {
         lambda env, row: single_wrappers.TransformReward(InfoWalk(), lambda reward: reward * 2),
     ),
     "TransformObservation": TableRow(  # gymnasium refuses SameStep
-        wrap_with(half, sync),
+        wrap_with(halve_observations, sync),
         (NEXT_STEP, DISABLED),
         lambda env, row: single_wrappers.TransformObservation(InfoWalk(), lambda seen: seen / 2, None),
     ),
