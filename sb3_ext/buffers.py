@@ -529,9 +529,9 @@ if hasattr(buffers, "NStepReplayBuffer"):  # from Stable Baselines3 2.7 on; all 
             algorithm = _find_building_algorithm(self)
             if n_steps is not None:
                 n_steps = check_count("n_steps", n_steps)
-            theirs = getattr(algorithm, "n_steps", 1)
-            if theirs > 1:
-                n_steps = _check_matches_algorithm("n_steps", n_steps, theirs)
+            algorithm_value = getattr(algorithm, "n_steps", 1)
+            if algorithm_value > 1:
+                n_steps = _check_matches_algorithm("n_steps", n_steps, algorithm_value)
                 _logger.warning(
                     "n_steps=%d of the algorithm is used, although Stable Baselines3 says that it ignores it", n_steps
                 )
@@ -564,13 +564,13 @@ if hasattr(buffers, "NStepReplayBuffer"):  # from Stable Baselines3 2.7 on; all 
             return ReplayBufferSamples(*(self.to_torch(part, copy=False) for part in parts))
 
 
-def _check_matches_algorithm(name: str, ours: Any, theirs: Any) -> Any:
-    if ours is not None and ours != theirs:
+def _check_matches_algorithm(name: str, ours: Any, algorithm_value: Any) -> Any:
+    if ours is not None and ours != algorithm_value:
         raise InvalidArgumentError(
-            f"the replay buffer is given {name}={ours!r} and the algorithm {name}={theirs!r}; leave it out of "
+            f"the replay buffer is given {name}={ours!r} and the algorithm {name}={algorithm_value!r}; leave it out of "
             "replay_buffer_kwargs"
         )
-    return theirs
+    return algorithm_value
 
 
 def _find_building_algorithm(buffer: Any) -> OffPolicyAlgorithm | None:
