@@ -117,12 +117,12 @@ class _Process:
             # A child of the process may hold the other end open.
             answer = self._connection.recv() if self._connection.poll() else None
         if answer is None:
-            raise _FailedError(f"{self._end()}{self._last_words()}")
+            raise _FailedError(f"{self._describe_exit()}{self._last_words()}")
         if "raises" in answer:
             raise _FailedError(f"raises {answer['raises']}")
         return answer
 
-    def _end(self) -> str:
+    def _describe_exit(self) -> str:
         self._process.join(_CLOSE_TIMEOUT_S)
         code = self._process.exitcode
         if code is not None and code < 0:
