@@ -49,7 +49,7 @@ class OperationRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Methods(TorchFunctionMode):
+class MethodRecorder(TorchFunctionMode):
     """Notes methods that dispatch nothing on the CPU."""
 
     def __init__(self, operations: OperationRecorder) -> None:
@@ -70,7 +70,7 @@ def operations_of_steps(*, finds_done_rows: bool, final_obs: bool, missing: str 
     wrapper.__dict__["_engine"]._finds_done_rows = finds_done_rows
     done = 0
     actions = wrapper.action_spec.zero()
-    with watch, Methods(watch):
+    with watch, MethodRecorder(watch):
         for _ in range(12):
             tensordict.set("action", actions)
             step, tensordict = wrapper.step_and_maybe_reset(tensordict)
