@@ -960,7 +960,7 @@ def test_infos_that_are_registered(kind: Any, mode: AutoresetMode) -> None:
 BOTH = pytest.mark.parametrize("wrapper", [GymVecEnv, GymWrapper])
 
 
-def play(wrapper: Any, env: Any, **options: Any) -> None:
+def run_episodes(wrapper: Any, env: Any, **options: Any) -> None:
     stepper = wrapper(env, **options)
     if wrapper is GymWrapper:
         stepper.rollout(60, break_when_any_done=False)
@@ -973,20 +973,20 @@ def play(wrapper: Any, env: Any, **options: Any) -> None:
 @BOTH
 def test_an_unknown_environment_without_a_mode_is_refused_when_an_episode_ends(wrapper: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r'NoMode .*autoreset_mode="SameStep"'):
-        play(wrapper, NoMode(None))
+        run_episodes(wrapper, NoMode(None))
 
 
 @BOTH
 def test_lost_last_observations_are_refused(wrapper: Any) -> None:
     with pytest.raises(EnvironmentOutputError, match=r'missing_final_obs="'):
-        play(wrapper, SameStep(list(LAB), None), missing_final_obs="error")
+        run_episodes(wrapper, SameStep(list(LAB), None), missing_final_obs="error")
 
 
 @BOTH
 def test_last_observations_that_gymnasium_overwrites_are_refused(wrapper: Any) -> None:
     env = double_rewards(SyncVectorEnv([InPlaceInfoWalk] * ROWS, autoreset_mode=SAME_STEP))
     with pytest.raises(EnvironmentOutputError, match="loses last observations"):
-        play(wrapper, env)
+        run_episodes(wrapper, env)
 
 
 class Pool(VectorEnv[Any, Any, Any]):
@@ -1038,7 +1038,7 @@ class Forgets(gymnasium.vector.VectorWrapper[Any, Any, Any, Any, Any]):
 @pytest.mark.parametrize("make", [lambda: SyncVectorEnv([InfoWalk] * ROWS), lambda: CartPoleVectorEnv(ROWS)])
 def test_wrappers_that_forget_which_rows_to_reset_are_refused(make: Any, wrapper: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"\(Forgets\) does not pass options\['reset_mask'\] on"):
-        play(wrapper, Forgets(make()))
+        run_episodes(wrapper, Forgets(make()))
 
 
 @BOTH
@@ -1048,7 +1048,7 @@ def test_a_wrong_env_type_of_a_jax_environment_is_refused(env_type: str, wrapper
     skip_without("jax")
     env = gymnasium.make_vec("phys2d/CartPole-v1", num_envs=ROWS, vectorization_mode="vector_entry_point")
     with pytest.raises(InvalidArgumentError, match=rf"env_type='{env_type}'.* jax. Write env_type='jax'"):
-        play(wrapper, env, env_type=env_type)
+        run_episodes(wrapper, env, env_type=env_type)
 
 
 # -- the rows that need another environment
