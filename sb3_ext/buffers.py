@@ -564,10 +564,10 @@ if hasattr(buffers, "NStepReplayBuffer"):  # from Stable Baselines3 2.7 on; all 
             return ReplayBufferSamples(*(self.to_torch(part, copy=False) for part in parts))
 
 
-def _check_matches_algorithm(name: str, ours: Any, algorithm_value: Any) -> Any:
-    if ours is not None and ours != algorithm_value:
+def _check_matches_algorithm(name: str, given_value: Any, algorithm_value: Any) -> Any:
+    if given_value is not None and given_value != algorithm_value:
         raise InvalidArgumentError(
-            f"the replay buffer is given {name}={ours!r} and the algorithm {name}={algorithm_value!r}; leave it out of "
+            f"the replay buffer is given {name}={given_value!r} and the algorithm {name}={algorithm_value!r}; leave it out of "
             "replay_buffer_kwargs"
         )
     return algorithm_value
