@@ -111,13 +111,13 @@ class _Process:
         """
         if not connection.wait([self._connection, self._process.sentinel], limit):
             self._process.kill()
-            raise _FailedError(f"hangs, or takes more than {limit:g} s{self._last_words()}")
+            raise _FailedError(f"hangs, or takes more than {limit:g} s{self._last_printed_line()}")
         answer: dict[str, Any] | None = None
         with contextlib.suppress(EOFError, OSError):
             # A child of the process may hold the other end open.
             answer = self._connection.recv() if self._connection.poll() else None
         if answer is None:
-            raise _FailedError(f"{self._describe_exit()}{self._last_words()}")
+            raise _FailedError(f"{self._describe_exit()}{self._last_printed_line()}")
         if "raises" in answer:
             raise _FailedError(f"raises {answer['raises']}")
         return answer
@@ -129,7 +129,7 @@ class _Process:
             return f"kills the process by {signal.Signals(-code).name}"
         return "ends the process" if code is None else f"ends the process with exit code {code}"
 
-    def _last_words(self) -> str:
+    def _last_printed_line(self) -> str:
         lines = self._output_file.read_text(encoding="utf-8", errors="replace").split("\n")
         line = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f" (it printed: {line[-200:]!r})" if line else ""
