@@ -34,9 +34,9 @@ class OperationRecorder(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
         self._inside = False
-        self._step, env.step = env.step, self._silently
+        self._step, env.step = env.step, self._step_unrecorded
 
-    def _silently(self, action: Any) -> Any:
+    def _step_unrecorded(self, action: Any) -> Any:
         self._inside = True
         try:
             return self._step(action)
