@@ -1027,7 +1027,7 @@ def test_pools_of_several_players_are_refused(wrapper: Any) -> None:
         wrapper(pool)
 
 
-class Forgets(gymnasium.vector.VectorWrapper[Any, Any, Any, Any, Any]):
+class DropsResetOptions(gymnasium.vector.VectorWrapper[Any, Any, Any, Any, Any]):
     """Does not pass the options of a reset on, with which all rows are reset."""
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
@@ -1038,7 +1038,7 @@ class Forgets(gymnasium.vector.VectorWrapper[Any, Any, Any, Any, Any]):
 @pytest.mark.parametrize("make", [lambda: SyncVectorEnv([InfoWalk] * ROWS), lambda: CartPoleVectorEnv(ROWS)])
 def test_wrappers_that_forget_which_rows_to_reset_are_refused(make: Any, wrapper: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"\(Forgets\) does not pass options\['reset_mask'\] on"):
-        run_episodes(wrapper, Forgets(make()))
+        run_episodes(wrapper, DropsResetOptions(make()))
 
 
 @BOTH
