@@ -162,13 +162,13 @@ class _Run:
         """Return the source and order of all instances, in the order in which they were built."""
         return [done[:2] for done, _ in self.performed if done.kind == "build"]
 
-    def of(self, instance: tuple[int, int]) -> list[tuple[str, dict[str, Any]]]:
+    def answers_of(self, instance: tuple[int, int]) -> list[tuple[str, dict[str, Any]]]:
         """Return what an instance did, with the answers."""
         return [(done.kind, seen) for done, seen in self.performed if done[:2] == instance and RETURNED in seen]
 
     def trace(self, source: int) -> list[str]:
         """Return digests of what the first instance of a source returned."""
-        return [seen[RETURNED] for _, seen in self.of((source, 0))]
+        return [seen[RETURNED] for _, seen in self.answers_of((source, 0))]
 
     def seconds(self, *kinds: str) -> list[float]:
         """Return the seconds that operations took."""
@@ -189,7 +189,7 @@ class _Run:
         name = name or self.name(self.failed[:2])
         doing = f"{_DOING.get(self.failed.kind)} {name}"
         if self.failed.kind == "step":
-            doing = f"step {sum(kind == 'step' for kind, _ in self.of(self.failed[:2])) + 1} of {name}"
+            doing = f"step {sum(kind == 'step' for kind, _ in self.answers_of(self.failed[:2])) + 1} of {name}"
         closed = [self.name(done[:2]) for done, _ in self.performed if done.kind == "close"]
         return f"{doing}{f', after {closed[-1]} was closed,' if closed else ''} {self.how}"
 
@@ -373,7 +373,7 @@ class Judge:
         """
         for instance in run.instances():
             counts = {"reset": 0, "step": 0}
-            pairs = zip(run.of(instance), reference.of((instance[0], 0)), strict=False)
+            pairs = zip(run.answers_of(instance), reference.answers_of((instance[0], 0)), strict=False)
             for (kind, seen), (_, expected) in pairs:
                 counts[kind] += 1
                 names = (seen.keys() | expected.keys()) - {"seconds"} - self._varying
