@@ -261,7 +261,7 @@ def make_sim(**options: Any) -> Any:
     return IsaacByIds(3, lengths=[2, 99, 99], final_obs=True, **options)
 
 
-class Tenfold(gymnasium.Wrapper[Any, Any, Any, Any]):
+class TenfoldObservations(gymnasium.Wrapper[Any, Any, Any, Any]):
     """What a wrapper that normalises does, with a reset that passes on what it is given."""
 
     _observation_space = _action_space = None  # set by gymnasium's constructor
@@ -292,10 +292,10 @@ class ForeignTenfold:
     def unwrapped(self) -> Any:
         return self.env.unwrapped
 
-    reset, step = Tenfold.reset, Tenfold.step
+    reset, step = TenfoldObservations.reset, TenfoldObservations.step
 
 
-class Narrow(Tenfold):
+class Narrow(TenfoldObservations):
     """The same with the signature of gymnasium's."""
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
@@ -304,11 +304,11 @@ class Narrow(Tenfold):
 
 CHAINS = {
     "the environment alone": (lambda env: env, 1),
-    "a wrapper": (Tenfold, 10),
-    "two": (lambda env: Tenfold(Tenfold(env)), 100),
+    "a wrapper": (TenfoldObservations, 10),
+    "two": (lambda env: TenfoldObservations(TenfoldObservations(env)), 100),
     "one of no library": (ForeignTenfold, 10),
-    "under one without a reset": (lambda env: TransformReward(Tenfold(env), lambda reward: reward * 2), 10),
-    "under gymnasium's own": (lambda env: OrderEnforcing(Tenfold(env)), 10),
+    "under one without a reset": (lambda env: TransformReward(TenfoldObservations(env), lambda reward: reward * 2), 10),
+    "under gymnasium's own": (lambda env: OrderEnforcing(TenfoldObservations(env)), 10),
 }
 
 
@@ -328,7 +328,10 @@ def test_every_wrapper_sees_a_partial_reset(name: str) -> None:
     ("wrap", "text"),
     [
         (Narrow, r"Narrow\.reset takes no env_ids.*Write def reset\(self, \*\*kwargs"),
-        (lambda env: Tenfold(OrderEnforcing(Tenfold(env))), r"OrderEnforcing\.reset takes no env_ids"),
+        (
+            lambda env: TenfoldObservations(OrderEnforcing(TenfoldObservations(env))),
+            r"OrderEnforcing\.reset takes no env_ids",
+        ),
     ],
 )
 def test_a_wrapper_that_cannot_pass_it_on_is_named(wrap: Any, text: str) -> None:
