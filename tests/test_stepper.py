@@ -167,7 +167,7 @@ class Vmas(Lab):
         del self.single_observation_space, self.single_action_space
 
 
-class Mani(ManiSkill):
+class ManiSkillEnv(ManiSkill):
     """In ManiSkill's style: resets by ``env_idx``, last infos wrap_with ``final_info``, the others after the reset."""
 
     KEYS = ("age", "number")
@@ -585,10 +585,10 @@ TABLE: dict[str, TableRow] = {
     "mjlab, auto_reset=False": TableRow(lambda mode: Mjlab(), (DISABLED,), lab_row, Lab.KEYS, CLIP),
     "VMAS": TableRow(lambda mode: Vmas(), (DISABLED,), lab_row, Lab.KEYS, CLIP),
     "ManiSkill": TableRow(
-        lambda mode: Mani(auto_reset=mode is SAME_STEP),
+        lambda mode: ManiSkillEnv(auto_reset=mode is SAME_STEP),
         (SAME_STEP, DISABLED),
         lambda env, row: IsaacRow(WALK_OF_3, row, key=None),
-        Mani.KEYS,
+        ManiSkillEnv.KEYS,
         CLIP,
     ),
 }
