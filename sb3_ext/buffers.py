@@ -389,8 +389,10 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         parts = tensor(actions), tensor(dones.reshape(-1, 1)), tensor(rewards)
         if not isinstance(obs, dict):
             return ReplayBufferSamples(tensor(obs), parts[0], tensor(next_obs), *parts[1:])
-        obs_tensors, then = [{key: tensor(array) for key, array in part.items()} for part in (obs, next_obs)]
-        return DictReplayBufferSamples(obs_tensors, parts[0], then, *parts[1:])
+        obs_tensors, next_obs_tensors = [
+            {key: tensor(array) for key, array in part.items()} for part in (obs, next_obs)
+        ]
+        return DictReplayBufferSamples(obs_tensors, parts[0], next_obs_tensors, *parts[1:])
 
     @classmethod
     def load(cls: type[_Buffer], path: str | pathlib.Path, device: th.device | str = "auto") -> _Buffer:
