@@ -166,7 +166,7 @@ class _Run:
         """Return what an instance did, with the answers."""
         return [(done.kind, seen) for done, seen in self.performed if done[:2] == instance and RETURNED in seen]
 
-    def trace(self, source: int) -> list[str]:
+    def digests_of(self, source: int) -> list[str]:
         """Return digests of what the first instance of a source returned."""
         return [seen[RETURNED] for _, seen in self.answers_of((source, 0))]
 
@@ -326,7 +326,7 @@ class Judge:
                 return conclude(Isolation.NON_DETERMINISTIC, _VARIES)
             if (difference := self._difference(one, apart)) is not None:
                 return conclude(Isolation.SHARED_STATE, _DIFFER.format(how=difference))
-        if self._alike and apart.trace(1) == alone.trace(0)[: len(apart.trace(1))]:
+        if self._alike and apart.digests_of(1) == alone.digests_of(0)[: len(apart.digests_of(1))]:
             return conclude(Isolation.NON_DETERMINISTIC, _NOTHING_SEEN.format(steps=self._steps))
         # Stable Baselines3's monitors write a time.
         varying = sorted(name for name in self._varying if not name.endswith("['episode']"))
@@ -346,7 +346,7 @@ class Judge:
             return self._does_not_work(again, f"Number {number} of the sources" if number > 1 else "A single one")
         one = self._run_together()
         failure, confirmed = one.failure_together(alone), self._problem_apart(self._run_apart(), alone)
-        if confirmed is None or (source == 0 and again.trace(0) != alone.trace(0)):
+        if confirmed is None or (source == 0 and again.digests_of(0) != alone.digests_of(0)):
             if failure is not None:
                 return conclude(Isolation.SINGLE_INSTANCE, _FAIL.format(how=failure))
             return conclude(Isolation.NON_DETERMINISTIC, _VARIES)
