@@ -27,7 +27,7 @@ from tensordict.nn import TensorDictModule
 from torchrl._utils import logger
 from torchrl.envs import Compose, RewardSum, StepCounter, TransformedEnv
 
-EXPECTED: tuple[tuple[str, type[Warning]], ...] = (
+IGNORED_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     # TorchRL's own classes inherit from one that TorchRL deprecates.
     ("Creating .* which inherits from WeightUpdaterBase", DeprecationWarning),
 )
@@ -219,6 +219,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    for message, category in EXPECTED:
+    for message, category in IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", message, category)
     main()
