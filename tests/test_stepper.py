@@ -123,7 +123,7 @@ class AddInfoRow(InfoWalk):
         return (*result, {**info, "added": self.row + 1.0})
 
 
-class Lab(IsaacByIds):
+class IsaacLabEnv(IsaacByIds):
     """In Isaac Lab's style: buffers that each step writes again, ``env_ids``, an info without ``final_info``."""
 
     KEYS = ("age", "number")
@@ -149,7 +149,7 @@ class Lab(IsaacByIds):
         return (*result, self._report(info))
 
 
-class Mjlab(Lab):
+class Mjlab(IsaacLabEnv):
     """In mjlab's style: spaces of its own, and a setting that leaves resets to the caller."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -157,7 +157,7 @@ class Mjlab(Lab):
         self.cfg.auto_reset = False
 
 
-class Vmas(Lab):
+class Vmas(IsaacLabEnv):
     """As ``Team`` of scripts/check_vmas.py: spaces of one row wrap_with the names of the batch's, resets by ``env_ids``."""
 
     def __init__(self) -> None:
@@ -573,17 +573,19 @@ TABLE: dict[str, TableRow] = {
         *pool("CartPole-v1", wrappers.RecordEpisodeStatistics), (*POOL, "episode.r", "episode.l"), needs="envpool"
     ),
     # on tensors; what Isaac Lab and mjlab reset themselves has no infos of resets
-    "Isaac Lab": TableRow(lambda mode: Lab(final_obs=True), (SAME_STEP,), lab_row, Lab.KEYS, CLIP, forgets="resets"),
+    "Isaac Lab": TableRow(
+        lambda mode: IsaacLabEnv(final_obs=True), (SAME_STEP,), lab_row, IsaacLabEnv.KEYS, CLIP, forgets="resets"
+    ),
     "Isaac Lab, no final_obs": TableRow(
-        lambda mode: Lab(),
+        lambda mode: IsaacLabEnv(),
         (SAME_STEP,),
         lambda env, row: PreviousAsLast(lab_row(env, row)),
-        Lab.KEYS,
+        IsaacLabEnv.KEYS,
         PREVIOUS,
         forgets="resets",
     ),
-    "mjlab, auto_reset=False": TableRow(lambda mode: Mjlab(), (DISABLED,), lab_row, Lab.KEYS, CLIP),
-    "VMAS": TableRow(lambda mode: Vmas(), (DISABLED,), lab_row, Lab.KEYS, CLIP),
+    "mjlab, auto_reset=False": TableRow(lambda mode: Mjlab(), (DISABLED,), lab_row, IsaacLabEnv.KEYS, CLIP),
+    "VMAS": TableRow(lambda mode: Vmas(), (DISABLED,), lab_row, IsaacLabEnv.KEYS, CLIP),
     "ManiSkill": TableRow(
         lambda mode: ManiSkillEnv(auto_reset=mode is SAME_STEP),
         (SAME_STEP, DISABLED),
