@@ -663,10 +663,10 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
 
     def _invalidate_dropped_episodes(self, count: int) -> None:
         """Those that lost some of their oldest transitions: as upstream does where they are overwritten."""
-        gone = (self.pos - self.size() - 1 - np.arange(count)) % self.buffer_size
+        dropped_rows = (self.pos - self.size() - 1 - np.arange(count)) % self.buffer_size
         if count:
-            self._invalidate_episodes_from(gone[0])
-            self.ep_length[gone] = 0
+            self._invalidate_episodes_from(dropped_rows[0])
+            self.ep_length[dropped_rows] = 0
 
     def _invalidate_episodes_from(self, row: int) -> None:
         """Have hindsight pass over the episodes of a row, from there on."""
