@@ -210,7 +210,7 @@ class Judge:
     def __init__(self, factories: Sequence[EnvFactory[Any]], steps: int, timeout: float | None) -> None:
         self._factories, self._steps, self._timeout = list(factories), steps, timeout
         self._limit = _FIRST_LIMIT_S if timeout is None else timeout
-        self._alike = all(factory is factories[0] for factory in factories)
+        self._is_one_factory = all(factory is factories[0] for factory in factories)
         self._varying: set[str] = set()  # names of observations that are not the same twice
         self.loaded_files: list[str] = []
 
@@ -222,7 +222,7 @@ class Judge:
             why = f"it does not pickle: {str(error).rstrip('.')}"
             return conclude(Isolation.UNKNOWN, f"It could not be tried, because {why}.")
         alone = self._run_alone(shorten=True)
-        declared = alone.get("declared") if self._alike else None
+        declared = alone.get("declared") if self._is_one_factory else None
         if alone.failed is not None:
             return self._does_not_work(alone) if declared is None else declared.verdict()
         longest = max(alone.seconds("build", "reset", "step"))
@@ -326,7 +326,7 @@ class Judge:
                 return conclude(Isolation.NON_DETERMINISTIC, _VARIES)
             if (difference := self._difference(one, apart)) is not None:
                 return conclude(Isolation.SHARED_STATE, _DIFFER.format(how=difference))
-        if self._alike and apart.digests_of(1) == alone.digests_of(0)[: len(apart.digests_of(1))]:
+        if self._is_one_factory and apart.digests_of(1) == alone.digests_of(0)[: len(apart.digests_of(1))]:
             return conclude(Isolation.NON_DETERMINISTIC, _NOTHING_SEEN.format(steps=self._steps))
         # Stable Baselines3's monitors write a time.
         varying = sorted(name for name in self._varying if not name.endswith("['episode']"))
