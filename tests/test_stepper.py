@@ -149,7 +149,7 @@ class IsaacLabEnv(IsaacByIds):
         return (*result, self._report(info))
 
 
-class Mjlab(IsaacLabEnv):
+class MjlabEnv(IsaacLabEnv):
     """In mjlab's style: spaces of its own, and a setting that leaves resets to the caller."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -584,7 +584,7 @@ TABLE: dict[str, TableRow] = {
         PREVIOUS,
         forgets="resets",
     ),
-    "mjlab, auto_reset=False": TableRow(lambda mode: Mjlab(), (DISABLED,), lab_row, IsaacLabEnv.KEYS, CLIP),
+    "mjlab, auto_reset=False": TableRow(lambda mode: MjlabEnv(), (DISABLED,), lab_row, IsaacLabEnv.KEYS, CLIP),
     "VMAS": TableRow(lambda mode: Vmas(), (DISABLED,), lab_row, IsaacLabEnv.KEYS, CLIP),
     "ManiSkill": TableRow(
         lambda mode: ManiSkillEnv(auto_reset=mode is SAME_STEP),
