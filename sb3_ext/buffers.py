@@ -422,8 +422,8 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         return reduced_and_held(self._observations.lock, functools.partial(super().__reduce_ex__, protocol))
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = (*self._UNSAVED_ATTRIBUTES, *self._observations.arrays)
-        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        unsaved = (*self._UNSAVED_ATTRIBUTES, *self._observations.arrays)
+        state = {name: value for name, value in self.__dict__.items() if name not in unsaved}
         return {**state, "format": FORMAT_VERSION, "checksum": _checksum(state)}
 
     def __setstate__(self, state: Any) -> None:
