@@ -224,7 +224,7 @@ class Judge:
         alone = self._run_alone(shorten=True)
         declared = alone.get("declared") if self._is_one_factory else None
         if alone.failed is not None:
-            return self._does_not_work(alone) if declared is None else declared.verdict()
+            return self._verdict_on_failure(alone) if declared is None else declared.verdict()
         longest = max(alone.seconds("build", "reset", "step"))
         self._limit = max(_MIN_LIMIT_S, _LIMIT_FACTOR * longest) if self._timeout is None else self._timeout
         self.loaded_files = [*alone.get("modules"), *(alone.get("libraries") if declared is None else ())]
@@ -343,7 +343,7 @@ class Judge:
         again = self._run_alone(source)
         if again.failed is not None:
             number = list(dict.fromkeys(self._factories)).index(self._factories[source]) + 1
-            return self._does_not_work(again, f"Number {number} of the sources" if number > 1 else "A single one")
+            return self._verdict_on_failure(again, f"Number {number} of the sources" if number > 1 else "A single one")
         one = self._run_together()
         failure, confirmed = one.failure_together(alone), self._problem_apart(self._run_apart(), alone)
         if confirmed is None or (source == 0 and again.digests_of(0) != alone.digests_of(0)):
@@ -356,7 +356,7 @@ class Judge:
         text = _COLLIDE.format(how=confirmed) + (ways or _NO_WAY)
         return conclude(Isolation.PROCESSES_COLLIDE, text, in_process=in_process)
 
-    def _does_not_work(self, run: _Run, which: str = "A single one") -> Verdict:
+    def _verdict_on_failure(self, run: _Run, which: str = "A single one") -> Verdict:
         assert run.failed is not None
         more = _LONGER if run.how.startswith("hangs") else ""
         more = " Trials have an empty working directory." if run.how.startswith(_MISSING) else more
