@@ -157,7 +157,7 @@ class MjlabEnv(IsaacLabEnv):
         self.cfg.auto_reset = False
 
 
-class Vmas(IsaacLabEnv):
+class VmasEnv(IsaacLabEnv):
     """As ``Team`` of scripts/check_vmas.py: spaces of one row wrap_with the names of the batch's, resets by ``env_ids``."""
 
     def __init__(self) -> None:
@@ -585,7 +585,7 @@ TABLE: dict[str, TableRow] = {
         forgets="resets",
     ),
     "mjlab, auto_reset=False": TableRow(lambda mode: MjlabEnv(), (DISABLED,), lab_row, IsaacLabEnv.KEYS, CLIP),
-    "VMAS": TableRow(lambda mode: Vmas(), (DISABLED,), lab_row, IsaacLabEnv.KEYS, CLIP),
+    "VMAS": TableRow(lambda mode: VmasEnv(), (DISABLED,), lab_row, IsaacLabEnv.KEYS, CLIP),
     "ManiSkill": TableRow(
         lambda mode: ManiSkillEnv(auto_reset=mode is SAME_STEP),
         (SAME_STEP, DISABLED),
