@@ -166,13 +166,13 @@ class Observations:
         folders = _folder_by_key(storage_dir, [*by_key])
         parts: dict[Any, Part] = {}
         try:
-            for key, below in by_key.items():
-                shape: Any = get_obs_shape(below)
+            for key, subspace in by_key.items():
+                shape: Any = get_obs_shape(subspace)
                 try:
                     chosen = _options_for_key(key, options, image=key is _SINGLE_KEY or len(shape) > 1)
                     chosen |= {"max_bytes": self.max_bytes, "storage_dir": folders[key]}
                     parts[key] = Part(
-                        key, FrameStore.adaptive(buffer_shape[0], buffer_shape[1], shape, below.dtype, **chosen)
+                        key, FrameStore.adaptive(buffer_shape[0], buffer_shape[1], shape, subspace.dtype, **chosen)
                     )
                 except RlExtError as error:
                     _prefix_key(key, error)
