@@ -243,9 +243,9 @@ class Judge:
 
     def _run_alone(self, source: int = 0, *, shorten: bool = False) -> _Run:
         run = _Run()
-        return self._run(self._alone(source, run, shorten), run)
+        return self._run(self._batches_alone(source, run, shorten), run)
 
-    def _alone(self, source: int, run: _Run, shorten: bool) -> Iterator[list[Operation]]:
+    def _batches_alone(self, source: int, run: _Run, shorten: bool) -> Iterator[list[Operation]]:
         """Yield batches of operations of one instance, which are fewer if the first ones take long."""
         beginning = _resets_and_steps(source, 0, self._steps)[:4]
         yield [Operation(source, 0, "build"), *beginning]
