@@ -451,7 +451,7 @@ class TableRow(NamedTuple):
     :ivar needs: the module that it needs, which is not in every environment of this project
     :ivar tolerance: of floating-point numbers, where the batch is functional_env in another way than a row
     :ivar steps: how many are compared
-    :ivar forgets: infos that the environment does not return where it resets a row: "last" ones, or those of "resets"
+    :ivar missing_infos: infos that the environment does not return where it resets a row: "last" ones, or those of "resets"
     """
 
     make: Callable[[AutoresetMode], Any]
@@ -462,7 +462,7 @@ class TableRow(NamedTuple):
     needs: str = "gymnasium"
     tolerance: float = 0.0
     steps: int = 120
-    forgets: str = ""
+    missing_infos: str = ""
 
 
 def walk_row(env: Any, row: int) -> Any:
@@ -566,7 +566,7 @@ TABLE: dict[str, TableRow] = {
     ),
     # written in C++; ALE has no infos of last steps in the mode SameStep
     "ALE": TableRow(partial(atari, ROWS), (NEXT_STEP,), atari_row, ALE, steps=45),
-    "ALE, SameStep": TableRow(partial(atari, ROWS), (SAME_STEP,), atari_row, ALE, steps=45, forgets="last"),
+    "ALE, SameStep": TableRow(partial(atari, ROWS), (SAME_STEP,), atari_row, ALE, steps=45, missing_infos="last"),
     "EnvPool CartPole": TableRow(*pool("CartPole-v1"), POOL, needs="envpool"),
     "EnvPool Pendulum": TableRow(*pool("Pendulum-v1"), POOL, needs="envpool"),
     "EnvPool CartPole, RecordEpisodeStatistics": TableRow(
@@ -574,7 +574,7 @@ TABLE: dict[str, TableRow] = {
     ),
     # on tensors; what Isaac Lab and mjlab reset themselves has no infos of resets
     "Isaac Lab": TableRow(
-        lambda mode: IsaacLabEnv(final_obs=True), (SAME_STEP,), lab_row, IsaacLabEnv.KEYS, CLIP, forgets="resets"
+        lambda mode: IsaacLabEnv(final_obs=True), (SAME_STEP,), lab_row, IsaacLabEnv.KEYS, CLIP, missing_infos="resets"
     ),
     "Isaac Lab, no final_obs": TableRow(
         lambda mode: IsaacLabEnv(),
@@ -582,7 +582,7 @@ TABLE: dict[str, TableRow] = {
         lambda env, row: PreviousAsLast(lab_row(env, row)),
         IsaacLabEnv.KEYS,
         PREVIOUS,
-        forgets="resets",
+        missing_infos="resets",
     ),
     "mjlab, auto_reset=False": TableRow(lambda mode: MjlabEnv(), (DISABLED,), lab_row, IsaacLabEnv.KEYS, CLIP),
     "VMAS": TableRow(lambda mode: VmasEnv(), (DISABLED,), lab_row, IsaacLabEnv.KEYS, CLIP),
@@ -874,8 +874,8 @@ def _check(row: TableRow, env: Any, stepper: Any, limit: int | None) -> None:
         for index, single in enumerate(singles):
             where: Any = (step, index)
             last, reward, terminated, truncated, info = single.step(actions[index])
-            forgets = row.forgets if terminated or truncated else ""
-            info = {} if forgets == "last" else info
+            missing_infos = row.missing_infos if terminated or truncated else ""
+            info = {} if missing_infos == "last" else info
             truncated = truncated or ages[index] == limit
             ended = bool(terminated or truncated)
             assert turn.flags[index] == stepper.flags(terminated, truncated), where
@@ -885,7 +885,7 @@ def _check(row: TableRow, env: Any, stepper: Any, limit: int | None) -> None:
             if ended:
                 ages[index] = 0
                 first, reset_info = single.reset()
-                reset_info = {} if forgets == "resets" else reset_info
+                reset_info = {} if missing_infos == "resets" else reset_info
                 where = (*where, "reset")
                 assert_same(turn.following[index], stepper.seen(first), row.tolerance, where)
                 assert_same(
