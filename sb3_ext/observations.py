@@ -277,10 +277,10 @@ class Observations:
             return [(self.parts[_SINGLE_KEY], obs, next_obs)]
         for name, given in (("obs", obs), ("next_obs", next_obs)):
             if not isinstance(given, Mapping) or not self.parts.keys() <= given.keys():
-                there = (
+                problem = (
                     f"has keys {list(given)}" if isinstance(given, Mapping) else f"is of type {type(given).__name__}"
                 )
-                raise InvalidArgumentError(f"{name} {there}, expected those of {[*self.parts]}; nothing was stored")
+                raise InvalidArgumentError(f"{name} {problem}, expected those of {[*self.parts]}; nothing was stored")
         return [(part, obs[key], next_obs[key]) for key, part in self.parts.items()]
 
     def _enforce_max_bytes(self, max_bytes: int) -> None:
