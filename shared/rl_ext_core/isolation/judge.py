@@ -257,11 +257,11 @@ class Judge:
         ending = [Operation(source, 0, "measure"), Operation(source, 0, "close", counts=False)]
         yield [*_resets_and_steps(source, 0, self._steps)[4:], *ending]
 
-    def _run_apart(self, *, own: bool = False) -> _Run:
+    def _run_apart(self, *, own_cwd: bool = False) -> _Run:
         script = _interleave(range(len(self._factories)), 0, self._steps, ahead=3, part=2 / 3)
         counting = (operation._replace(counts=operation.kind != "close") for operation in script)
         turns = itertools.groupby(counting, key=lambda operation: operation.source)
-        return self._run((list(operations) for _, operations in turns), _Run(), apart=True, own=own)
+        return self._run((list(operations) for _, operations in turns), _Run(), apart=True, own_cwd=own_cwd)
 
     def _run_together(self) -> _Run:
         sources = range(len(self._factories))
@@ -270,13 +270,15 @@ class Judge:
         # Many libraries crash when the process is about to end, which harms nobody.
         return self._run([[*script[:-1], script[-1]._replace(counts=False)]], _Run())
 
-    def _run(self, batches: Iterable[list[Operation]], run: _Run, *, apart: bool = False, own: bool = False) -> _Run:
+    def _run(
+        self, batches: Iterable[list[Operation]], run: _Run, *, apart: bool = False, own_cwd: bool = False
+    ) -> _Run:
         """Perform operations in new processes: all in one, or each source apart, perhaps in its own directory."""
         operation = Operation(0, 0, "load")
         with tempfile.TemporaryDirectory(prefix="rl-ext-", ignore_cleanup_errors=True) as name:
             processes: list[_Process] = []
             try:
-                self._start(processes, Path(name).resolve(), len(self._factories) if apart else 1, own)
+                self._start(processes, Path(name).resolve(), len(self._factories) if apart else 1, own_cwd)
                 for process in processes:
                     process.answer(
                         max(_FIRST_LIMIT_S, self._timeout or 0.0)
@@ -297,8 +299,8 @@ class Judge:
                     process.close()
         return run
 
-    def _start(self, processes: list[_Process], folder: Path, count: int, own: bool) -> None:
-        """Start processes, which share a folder for temporary files, and also the working directory if not ``own``."""
+    def _start(self, processes: list[_Process], folder: Path, count: int, own_cwd: bool) -> None:
+        """Start processes, which share a folder for temporary files, and also the working directory if not ``own_cwd``."""
         temporary = folder / "tmp"
         temporary.mkdir()
         decision = self._factories[0].decision
@@ -307,7 +309,7 @@ class Judge:
         preload = dict.fromkeys([trial.__name__, *(name for factory in self._factories for name in factory.preload)])
         context = get_context(preload=tuple(preload), environs=[variables] * count, label="trial")
         for number in range(count):
-            cwd = folder / (f"cwd{number}" if own else "cwd")
+            cwd = folder / (f"cwd{number}" if own_cwd else "cwd")
             processes.append(_Process(context, self._packed, folder / str(number), cwd))
 
     # -- comparisons
@@ -350,7 +352,7 @@ class Judge:
             if failure is not None:
                 return conclude(Isolation.SINGLE_INSTANCE, _FAIL.format(how=failure))
             return conclude(Isolation.NON_DETERMINISTIC, _VARIES)
-        helps = self._problem_apart(self._run_apart(own=True), alone) is None
+        helps = self._problem_apart(self._run_apart(own_cwd=True), alone) is None
         in_process = failure is None and self._difference(one, alone) is None
         ways = (_OWN if helps else "") + (_IN_ONE if in_process else "")
         text = _COLLIDE.format(how=confirmed) + (ways or _NO_WAY)
