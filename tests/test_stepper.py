@@ -721,17 +721,17 @@ class SB3Driver:
 class TorchRLDriver:
     """Steps through GymWrapper.
 
-    :param way: ``"rollout"`` (the method that rollouts and collectors call), ``"masks"`` (a step, then a reset of the
+    :param variant: ``"rollout"`` (the method that rollouts and collectors call), ``"masks"`` (a step, then a reset of the
         rows that are done), ``"no infos"`` (without readers of infos, which takes another path), ``"registered"`` (by
         ``auto_register_info_dict``)
     :param limit: steps after which a transform truncates episodes; what a row has reset itself is not reset again
     """
 
-    def __init__(self, env: Any, row: TableRow, way: str, limit: int | None = None) -> None:
+    def __init__(self, env: Any, row: TableRow, variant: str, limit: int | None = None) -> None:
         wrapped = GymWrapper(env, categorical_action_encoding=True, **row.options)
         self.count, self.actions = wrapped.batch_size[0], wrapped._env
-        self.keys, self.way = row.infos if way != "no infos" else (), way
-        if way == "registered":
+        self.keys, self.variant = row.infos if variant != "no infos" else (), variant
+        if variant == "registered":
             wrapped.auto_register_info_dict()
         elif self.keys:
             spec = {key: Unbounded((2,) if key == "marks" else (), dtype=torch.float64) for key in self.keys}
@@ -779,7 +779,7 @@ class TorchRLDriver:
     def step(self, actions: Any) -> Turn:
         spec = self.env.action_spec
         given = self.now.set("action", torch.as_tensor(actions).to(spec.dtype))
-        if self.way == "masks":
+        if self.variant == "masks":
             data = self.env.step(given)
             self.now = self.env.step_mdp(data)
             if data["next", "done"].any():
@@ -807,13 +807,13 @@ class TorchRLDriver:
         self.env.close(raise_if_closed=False)
 
 
-TORCHRL_DRIVER = partial(TorchRLDriver, way="rollout")
+TORCHRL_DRIVER = partial(TorchRLDriver, variant="rollout")
 DRIVERS: dict[str, Callable[..., Any]] = {
     "SB3": partial(SB3Driver, infos="all"),
     "SB3, infos of finished rows": partial(SB3Driver, infos="finished"),
     "TorchRL": TORCHRL_DRIVER,
-    "TorchRL, resets by masks": partial(TorchRLDriver, way="masks"),
-    "TorchRL, no infos": partial(TorchRLDriver, way="no infos"),
+    "TorchRL, resets by masks": partial(TorchRLDriver, variant="masks"),
+    "TorchRL, no infos": partial(TorchRLDriver, variant="no infos"),
 }
 
 
@@ -930,11 +930,11 @@ def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library:
 
 
 @pytest.mark.sample(quick=2, ci=20)
-@pytest.mark.parametrize("way", ["rollout", "masks", "no infos"])
+@pytest.mark.parametrize("variant", ["rollout", "masks", "no infos"])
 @pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
-def test_rows_that_a_transform_truncates_beside_rows_that_end(name: str, mode: AutoresetMode, way: str) -> None:
+def test_rows_that_a_transform_truncates_beside_rows_that_end(name: str, mode: AutoresetMode, variant: str) -> None:
     skip_without(TABLE[name].needs)
-    check(TABLE[name], mode, partial(TorchRLDriver, way=way), limit=4)
+    check(TABLE[name], mode, partial(TorchRLDriver, variant=variant), limit=4)
 
 
 SEEDED = [case for case in CASES if not case[0].startswith(("EnvPool", "final_obs"))]  # those are not by a reset
@@ -954,7 +954,7 @@ def test_everything_is_reset_after_rows_have_ended(name: str, mode: AutoresetMod
 @pytest.mark.parametrize("kind", [SyncVectorEnv, fork, shared_memory_env], ids=["sync", "async", "shared_memory_env"])
 def test_infos_that_are_registered(kind: Any, mode: AutoresetMode) -> None:
     row = TableRow(vector_of(kind, Walk), ALL, lambda env, index: Walk(), ("age", "length"), steps=60)
-    check(row, mode, partial(TorchRLDriver, way="registered"))
+    check(row, mode, partial(TorchRLDriver, variant="registered"))
 
 
 # -- what is refused, by both libraries
