@@ -82,9 +82,9 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
         n_place = 1 if mask is not None and mask.dtype == bool and mask.ndim == n_axes else n_axes
         n_keys = len(keys) + n_axes - n_place
         if sum(part is Ellipsis for part in keys) == 1:
-            at = next(i for i, part in enumerate(keys) if part is Ellipsis)
+            position = next(i for i, part in enumerate(keys) if part is Ellipsis)
             filling = (slice(None),) * (len(self.shape) - n_keys + 1)
-            keys = keys[:at] + filling + keys[at + 1 :]
+            keys = keys[:position] + filling + keys[position + 1 :]
         place, rest = keys[:n_place], keys[n_place:]
         plain = all(isinstance(part, slice) for part in rest) or all(
             isinstance(part, (slice, int, np.integer)) for part in keys
