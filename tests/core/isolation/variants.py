@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent / "sim.c"
 SHARED_MEMORY = Path(f"/dev/shm/toy_simulator-{os.getpid()}")
 
 INDEPENDENT, SINGLE, SHARED = Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE, Isolation.SHARED_STATE
-COLLIDE, UNTOLD, BROKEN = Isolation.PROCESSES_COLLIDE, Isolation.NON_DETERMINISTIC, Isolation.BROKEN
+COLLIDE, NON_DETERMINISTIC, BROKEN = Isolation.PROCESSES_COLLIDE, Isolation.NON_DETERMINISTIC, Isolation.BROKEN
 UNKNOWN = Isolation.UNKNOWN
 
 # The verdict, and what the explanation has to say.
@@ -36,8 +36,8 @@ VARIANTS = {
     "LAZY_TABLE": (SHARED, "returns something else from its step"),
     "CLOSE_CHANGES_OTHERS": (SHARED, "returns something else from its step"),
     "LAST_CLOSE_CHANGES_LATER": (SHARED, "the third returns something else from its step 1"),
-    "SEEDED_BY_CLOCK": (UNTOLD, "does not return the same twice"),
-    "NOTHING_SEEN": (UNTOLD, "nothing that it returned depended on seeds or actions"),
+    "SEEDED_BY_CLOCK": (NON_DETERMINISTIC, "does not return the same twice"),
+    "NOTHING_SEEN": (NON_DETERMINISTIC, "nothing that it returned depended on seeds or actions"),
     "NULL_ALWAYS": (UNKNOWN, "could not be tried: building it raises RuntimeError: the toy simulator gives no handle"),
     "CRASH_IN_STEP": (BROKEN, "step 5 of it kills the process by SIGSEGV"),
 }
