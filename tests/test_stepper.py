@@ -991,7 +991,7 @@ def test_last_observations_that_gymnasium_overwrites_are_refused(wrapper: Any) -
         run_episodes(wrapper, env)
 
 
-class Pool(VectorEnv[Any, Any, Any]):
+class FakeEnvPool(VectorEnv[Any, Any, Any]):
     """Has the settings of an EnvPool whose steps return some of its rows."""
 
     num_envs = 4
@@ -999,7 +999,7 @@ class Pool(VectorEnv[Any, Any, Any]):
     spec: Any = SimpleNamespace(id="Count-v0", config=SimpleNamespace(num_envs=4, batch_size=2))
 
 
-Pool.__module__ = "envpool.imitation"
+FakeEnvPool.__module__ = "envpool.imitation"
 
 
 def real_pool() -> Any:
@@ -1013,7 +1013,7 @@ def real_pool() -> Any:
 @pytest.mark.parametrize("wrap", [lambda env: env, gymnasium.vector.VectorWrapper], ids=["bare", "wrapped"])
 @pytest.mark.parametrize(
     "make",
-    [Pool, partial(AtariVectorEnv, "breakout", 4, batch_size=2), real_pool],
+    [FakeEnvPool, partial(AtariVectorEnv, "breakout", 4, batch_size=2), real_pool],
     ids=["EnvPool", "ALE", "real EnvPool"],
 )
 def test_asynchronous_pools_are_refused_at_construction(make: Any, wrap: Any, wrapper: Any) -> None:
@@ -1023,7 +1023,7 @@ def test_asynchronous_pools_are_refused_at_construction(make: Any, wrap: Any, wr
 
 @BOTH
 def test_pools_of_several_players_are_refused(wrapper: Any) -> None:
-    pool = Pool()
+    pool = FakeEnvPool()
     pool.spec = SimpleNamespace(id="Duel-v0", config=SimpleNamespace(num_envs=4, batch_size=4, max_num_players=2))
     with pytest.raises(InvalidArgumentError, match=r"Pool has 2 players .* for one player"):
         wrapper(pool)
