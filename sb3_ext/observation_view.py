@@ -86,10 +86,10 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
             filling = (slice(None),) * (len(self.shape) - n_keys + 1)
             keys = keys[:position] + filling + keys[position + 1 :]
         place, rest = keys[:n_place], keys[n_place:]
-        plain = all(isinstance(part, slice) for part in rest) or all(
+        is_separable = all(isinstance(part, slice) for part in rest) or all(
             isinstance(part, (slice, int, np.integer)) for part in keys
         )
-        if not plain or any(part is None or part is Ellipsis for part in keys):
+        if not is_separable or any(part is None or part is Ellipsis for part in keys):
             raise InvalidArgumentError(
                 f"cannot index compressed observations by {keys}; pick rows and environments first, then within what "
                 "you got: observations[rows, envs][:, ...]"
