@@ -19,7 +19,7 @@ from rl_ext_core.errors import NotCopyableError
 from rl_ext_core.factory import as_factory
 from rl_ext_core.factory.drivers import driver_for
 
-COPIED, EITHER, SAID = {"copied"}, {"copied", "refused"}, {"copied", "refused", "warned"}
+COPIED, EITHER, NOT_SILENT = {"copied"}, {"copied", "refused"}, {"copied", "refused", "warned"}
 REFUSED, NAMED = {"refused"}, {"refused", "warned"}
 WIDE = gym.spaces.Box(-np.inf, np.inf, (7,), np.float64)
 

@@ -16,7 +16,7 @@ from gymnasium import wrappers
 from rl_ext_core.errors import NotCopyableError
 from rl_ext_core.factory import as_factory
 from tests.core.factory import copying, curricula
-from tests.core.factory.copying import SAID, Line, Scaled, use
+from tests.core.factory.copying import NOT_SILENT, Line, Scaled, use
 from tests.core.factory.curricula import Curriculum
 
 
@@ -194,7 +194,7 @@ def test_changed_global_or_class_attribute_is_copied_or_named(name: str, judge: 
     env = Driven()
     path, change = SHARED[name]
     change(monkeypatch)
-    assert judge(env, path) in SAID
+    assert judge(env, path) in NOT_SILENT
 
 
 @pytest.fixture

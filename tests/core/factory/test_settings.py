@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gymnasium import wrappers
 
-from tests.core.factory.copying import COPIED, EITHER, SAID, Case, Held, Line, Scaled, use
+from tests.core.factory.copying import COPIED, EITHER, NOT_SILENT, Case, Held, Line, Scaled, use
 
 Change = Callable[[Any], object]
 
@@ -204,11 +204,11 @@ CASES: dict[str, Case] = {
     "shared variable": Case(EITHER, _shared_variable, lambda h: h[0](1) + h[1](), lambda env: env.held[0](50)),
     # Iterators, whose progress outlasts resets.
     "iterator of a list": Case(EITHER, lambda: iter(list(range(90))), next, lambda env: next(env.held)),
-    "generator": Case(SAID, lambda: (i * i for i in range(900)), next, lambda env: next(env.held)),
+    "generator": Case(NOT_SILENT, lambda: (i * i for i in range(900)), next, lambda env: next(env.held)),
     "queue": Case(EITHER, lambda: types.SimpleNamespace(q=queue.Queue()),
                   lambda h: h.q.qsize(), lambda env: env.held.q.put(1)),
     # Pickles that leave something out.
-    "singleton": Case(SAID, Single, lambda h: h.v, _set(v=4.0)),
+    "singleton": Case(NOT_SILENT, Single, lambda h: h.v, _set(v=4.0)),
     # Libraries.
     "torch module": Case(EITHER, _torch_module, lambda h: h[0].weight.sum() + h.b.sum() + h.training,
                          lambda env: [env.held.b.data.mul_(7), env.held[0].weight.data.fill_(2.0), env.held.eval()]),
