@@ -1002,7 +1002,7 @@ class FakeEnvPool(VectorEnv[Any, Any, Any]):
 FakeEnvPool.__module__ = "envpool.imitation"
 
 
-def real_pool() -> Any:
+def make_envpool() -> Any:
     skip_without("envpool")
     import envpool
 
@@ -1013,7 +1013,7 @@ def real_pool() -> Any:
 @pytest.mark.parametrize("wrap", [lambda env: env, gymnasium.vector.VectorWrapper], ids=["bare", "wrapped"])
 @pytest.mark.parametrize(
     "make",
-    [FakeEnvPool, partial(AtariVectorEnv, "breakout", 4, batch_size=2), real_pool],
+    [FakeEnvPool, partial(AtariVectorEnv, "breakout", 4, batch_size=2), make_envpool],
     ids=["EnvPool", "ALE", "real EnvPool"],
 )
 def test_asynchronous_pools_are_refused_at_construction(make: Any, wrap: Any, wrapper: Any) -> None:
