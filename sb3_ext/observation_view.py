@@ -83,8 +83,8 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
         n_keys = len(keys) + n_axes - n_place
         if sum(part is Ellipsis for part in keys) == 1:
             position = next(i for i, part in enumerate(keys) if part is Ellipsis)
-            filling = (slice(None),) * (len(self.shape) - n_keys + 1)
-            keys = keys[:position] + filling + keys[position + 1 :]
+            missing_axes = (slice(None),) * (len(self.shape) - n_keys + 1)
+            keys = keys[:position] + missing_axes + keys[position + 1 :]
         place, rest = keys[:n_place], keys[n_place:]
         is_separable = all(isinstance(part, slice) for part in rest) or all(
             isinstance(part, (slice, int, np.integer)) for part in keys
