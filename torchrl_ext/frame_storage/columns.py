@@ -154,7 +154,7 @@ class FrameColumn:
     def _reencode(self, held: list[torch.Tensor], flat: list[Handles]) -> None:
         layout, encoding = self.pool.layout, None
         if self._chooser.n_stack is None:
-            stacks, *following = self._decoded([part[-COPY_BATCH:] for part in flat])
+            stacks, *following = self._decode_to_arrays([part[-COPY_BATCH:] for part in flat])
             layout = matching_layout(layout, stacks, following[0] if following else None)
         if layout != self.pool.layout:
             encoding = self._chooser.first_encoding(layout)
@@ -164,13 +164,13 @@ class FrameColumn:
             return
         pool, parts = self._new_pool(encoding), []
         for start in range(0, len(flat[0]), COPY_BATCH):
-            parts.append(pool.put(*self._decoded([part[start : start + COPY_BATCH] for part in flat])))
+            parts.append(pool.put(*self._decode_to_arrays([part[start : start + COPY_BATCH] for part in flat])))
         self.pool = pool
         encoding.log("stacks")
         for leaf, anew in zip(held, zip(*parts, strict=True), strict=False):
             leaf.copy_(torch.from_numpy(np.concatenate(anew)).reshape(leaf.shape))
 
-    def _decoded(self, handles: list[Handles]) -> list[npt.NDArray[Any]]:
+    def _decode_to_arrays(self, handles: list[Handles]) -> list[npt.NDArray[Any]]:
         outs = [np.empty((len(part), *self.shape), dtype=self._numpy_dtype) for part in handles]
         for part, out in zip(handles, outs, strict=True):
             self.pool.get(part, out)
