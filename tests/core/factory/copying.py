@@ -20,7 +20,7 @@ from rl_ext_core.factory import as_factory
 from rl_ext_core.factory.drivers import driver_for
 
 COPIED, EITHER, NOT_SILENT = {"copied"}, {"copied", "refused"}, {"copied", "refused", "warned"}
-REFUSED, NAMED = {"refused"}, {"refused", "warned"}
+REFUSED, REFUSED_OR_WARNED = {"refused"}, {"refused", "warned"}
 WIDE = gym.spaces.Box(-np.inf, np.inf, (7,), np.float64)
 
 
