@@ -959,7 +959,7 @@ def test_infos_that_are_registered(kind: Any, mode: AutoresetMode) -> None:
 
 # -- what is refused, by both libraries
 
-BOTH = pytest.mark.parametrize("wrapper", [GymVecEnv, GymWrapper])
+BOTH_WRAPPERS = pytest.mark.parametrize("wrapper", [GymVecEnv, GymWrapper])
 
 
 def run_episodes(wrapper: Any, env: Any, **options: Any) -> None:
@@ -972,19 +972,19 @@ def run_episodes(wrapper: Any, env: Any, **options: Any) -> None:
         stepper.step(np.zeros(ROWS, int))
 
 
-@BOTH
+@BOTH_WRAPPERS
 def test_an_unknown_environment_without_a_mode_is_refused_when_an_episode_ends(wrapper: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r'NoMode .*autoreset_mode="SameStep"'):
         run_episodes(wrapper, NoMode(None))
 
 
-@BOTH
+@BOTH_WRAPPERS
 def test_lost_last_observations_are_refused(wrapper: Any) -> None:
     with pytest.raises(EnvironmentOutputError, match=r'missing_final_obs="'):
         run_episodes(wrapper, SameStep(list(LAB), None), missing_final_obs="error")
 
 
-@BOTH
+@BOTH_WRAPPERS
 def test_last_observations_that_gymnasium_overwrites_are_refused(wrapper: Any) -> None:
     env = double_rewards(SyncVectorEnv([InPlaceInfoWalk] * ROWS, autoreset_mode=SAME_STEP))
     with pytest.raises(EnvironmentOutputError, match="loses last observations"):
@@ -1009,7 +1009,7 @@ def make_envpool() -> Any:
     return envpool.make("CartPole-v1", env_type="gymnasium", num_envs=4, batch_size=2)
 
 
-@BOTH
+@BOTH_WRAPPERS
 @pytest.mark.parametrize("wrap", [lambda env: env, gymnasium.vector.VectorWrapper], ids=["bare", "wrapped"])
 @pytest.mark.parametrize(
     "make",
@@ -1021,7 +1021,7 @@ def test_asynchronous_pools_are_refused_at_construction(make: Any, wrap: Any, wr
         wrapper(wrap(make()))
 
 
-@BOTH
+@BOTH_WRAPPERS
 def test_pools_of_several_players_are_refused(wrapper: Any) -> None:
     pool = FakeEnvPool()
     pool.spec = SimpleNamespace(id="Duel-v0", config=SimpleNamespace(num_envs=4, batch_size=4, max_num_players=2))
@@ -1036,14 +1036,14 @@ class DropsResetOptions(gymnasium.vector.VectorWrapper[Any, Any, Any, Any, Any])
         return self.env.reset(seed=seed)
 
 
-@BOTH
+@BOTH_WRAPPERS
 @pytest.mark.parametrize("make", [lambda: SyncVectorEnv([InfoWalk] * ROWS), lambda: CartPoleVectorEnv(ROWS)])
 def test_wrappers_that_forget_which_rows_to_reset_are_refused(make: Any, wrapper: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"\(Forgets\) does not pass options\['reset_mask'\] on"):
         run_episodes(wrapper, DropsResetOptions(make()))
 
 
-@BOTH
+@BOTH_WRAPPERS
 @pytest.mark.parametrize("env_type", ["numpy", "torch"])
 def test_a_wrong_env_type_of_a_jax_environment_is_refused(env_type: str, wrapper: Any) -> None:
     """JAX's own error would not name the option."""
