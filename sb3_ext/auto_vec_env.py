@@ -336,8 +336,8 @@ def _build_vec_env(
         _log.warning("%s", report)
         return untried
     n_workers, why = _choose_n_workers(verdict, n_envs, workers.n_workers)
-    kept = " (An earlier probe found this; files that the environment reads are not watched.)"
-    report = f"{verdict.explanation}{kept if verdict.declared_by == 'cache' else ''} {why}"
+    cache_note = " (An earlier probe found this; files that the environment reads are not watched.)"
+    report = f"{verdict.explanation}{cache_note if verdict.declared_by == 'cache' else ''} {why}"
     _log.info("%s", report)
     if n_workers == 0:
         return _with_report(build_in_process(), report)
