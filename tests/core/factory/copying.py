@@ -147,7 +147,7 @@ def life(env: Any, steps: int = 12) -> list[Any]:
         return [type(error).__name__]
 
 
-def life_of(packed: bytes, steps: int) -> list[Any]:
+def rollout_of_pickle(packed: bytes, steps: int) -> list[Any]:
     """Build what a pickled factory builds, and use it."""
     return life(cloudpickle.loads(packed)(), steps)
 
@@ -170,7 +170,7 @@ def outcome(
         assert "lambda" in refusal or "as_factory(" in refusal, f"no line to write: {refusal}"
         return "refused"
     warned = [record.getMessage() for record in log.records]
-    mine, theirs = life(env, steps), pool.submit(life_of, packed, steps).result()
+    mine, theirs = life(env, steps), pool.submit(rollout_of_pickle, packed, steps).result()
     if mine == theirs:
         return "warned" if warned else "copied"
     assert any(name in message for message in warned), f"lost silently: {theirs} instead of {mine}"
