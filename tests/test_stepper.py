@@ -832,7 +832,7 @@ def assert_same(found: Any, expected: Any, tolerance: float, where: Any) -> None
             assert np.array_equal(left, right.astype(left.dtype)), (where, left, right)
 
 
-def check(
+def compare_with_oracle(
     row: TableRow,
     mode: AutoresetMode,
     library: Callable[..., Any],
@@ -926,7 +926,7 @@ IDS = [f"{name}-{mode.value}" for name, mode in CASES]
 @pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
 def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library: str) -> None:
     skip_without(TABLE[name].needs)
-    check(TABLE[name], mode, DRIVERS[library])
+    compare_with_oracle(TABLE[name], mode, DRIVERS[library])
 
 
 @pytest.mark.sample(quick=2, ci=20)
@@ -934,7 +934,7 @@ def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library:
 @pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
 def test_rows_that_a_transform_truncates_beside_rows_that_end(name: str, mode: AutoresetMode, variant: str) -> None:
     skip_without(TABLE[name].needs)
-    check(TABLE[name], mode, partial(TorchRLDriver, variant=variant), limit=4)
+    compare_with_oracle(TABLE[name], mode, partial(TorchRLDriver, variant=variant), limit=4)
 
 
 SEEDED = [case for case in CASES if not case[0].startswith(("EnvPool", "final_obs"))]  # those are not by a reset
@@ -946,7 +946,7 @@ SEEDED = [case for case in CASES if not case[0].startswith(("EnvPool", "final_ob
 def test_everything_is_reset_after_rows_have_ended(name: str, mode: AutoresetMode, library: str) -> None:
     row = TABLE[name]
     skip_without(row.needs)
-    check(row._replace(steps=30), mode, DRIVERS[library], after_ends=True)
+    compare_with_oracle(row._replace(steps=30), mode, DRIVERS[library], after_ends=True)
 
 
 @pytest.mark.sample(quick=2)
@@ -954,7 +954,7 @@ def test_everything_is_reset_after_rows_have_ended(name: str, mode: AutoresetMod
 @pytest.mark.parametrize("kind", [SyncVectorEnv, fork, shared_memory_env], ids=["sync", "async", "shared_memory_env"])
 def test_infos_that_are_registered(kind: Any, mode: AutoresetMode) -> None:
     row = TableRow(vector_of(kind, Walk), ALL, lambda env, index: Walk(), ("age", "length"), steps=60)
-    check(row, mode, partial(TorchRLDriver, variant="registered"))
+    compare_with_oracle(row, mode, partial(TorchRLDriver, variant="registered"))
 
 
 # -- what is refused, by both libraries
