@@ -380,9 +380,9 @@ def _choose_n_workers(verdict: Verdict, n_envs: int, n_workers: int | None) -> t
     n_workers, seconds = min(n_envs, resources.usable_cores()), verdict.step_seconds
     if seconds is None or n_workers < 2:
         return 0, "So they share this process."
-    build_in_process, there = n_envs * seconds, -(-n_envs // n_workers) * seconds + _STEP_OVERHEAD_SECONDS
-    figures = f"a step of {n_envs} takes {build_in_process * 1e3:.2f} ms here, and about {there * 1e3:.2f} ms in {n_workers} processes"
-    if there >= _MAX_TIME_RATIO * build_in_process:
+    build_in_process, worker_seconds = n_envs * seconds, -(-n_envs // n_workers) * seconds + _STEP_OVERHEAD_SECONDS
+    figures = f"a step of {n_envs} takes {build_in_process * 1e3:.2f} ms here, and about {worker_seconds * 1e3:.2f} ms in {n_workers} processes"
+    if worker_seconds >= _MAX_TIME_RATIO * build_in_process:
         return 0, f"So they share this process: {figures}."
     how = "each has its own process" if n_workers == n_envs else f"{n_workers} processes share them"
     return n_workers, f"So {how}: {figures}."
