@@ -117,9 +117,9 @@ class SupervisedEnv(upstream.ParallelEnv):
         self.__dict__["_watch"] = watch
         return watch
 
-    def _operation(self, phase: str, timeout: float | None = None) -> _Operation:
+    def _operation(self, phase: str, timeout: float | None = None) -> _WorkerOperation:
         """Surround a call that waits for the workers."""
-        return _Operation(self, phase, self._step_timeout if timeout is None else timeout)
+        return _WorkerOperation(self, phase, self._step_timeout if timeout is None else timeout)
 
     def _owning_env(self) -> SupervisedEnv:
         """Return who has started the workers: this, or what this is a view of."""
@@ -173,7 +173,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         limit = None if math.isinf(self.shutdown_timeout) else self.shutdown_timeout
         members = list(zip(self.parent_channels, self._workers, strict=True))
         try:
-            with _Operation(self, "close", limit):
+            with _WorkerOperation(self, "close", limit):
                 watch.expect_exit()
                 # In this mode renderers are to be gone before the next one goes, as upstream has it.
                 for group in [[member] for member in members] if self._metadata_from_workers else [members]:
@@ -234,7 +234,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         return {**super().__getstate__(), "_watch": None, "_shm_done_flags": None, "_has_open_call": False}
 
 
-class _Operation:
+class _WorkerOperation:
     """A call that waits for the workers.
 
     No generator with ``yield``: what Ctrl-C leaves of one runs later, whenever it is collected.
