@@ -139,7 +139,7 @@ def use(env: Any, steps: int = 7, seed: int | None = 0) -> list[Any]:
     return [text(driver.reset(seed)), *(text(driver.step()) for _ in range(steps))]
 
 
-def life(env: Any, steps: int = 12) -> list[Any]:
+def try_rollout(env: Any, steps: int = 12) -> list[Any]:
     """Do the same for comparison; an error is a result like others."""
     try:
         return use(env, steps, seed=3)
@@ -149,7 +149,7 @@ def life(env: Any, steps: int = 12) -> list[Any]:
 
 def rollout_of_pickle(packed: bytes, steps: int) -> list[Any]:
     """Build what a pickled factory builds, and use it."""
-    return life(cloudpickle.loads(packed)(), steps)
+    return try_rollout(cloudpickle.loads(packed)(), steps)
 
 
 def outcome(
@@ -170,7 +170,7 @@ def outcome(
         assert "lambda" in refusal or "as_factory(" in refusal, f"no line to write: {refusal}"
         return "refused"
     warned = [record.getMessage() for record in log.records]
-    mine, theirs = life(env, steps), pool.submit(rollout_of_pickle, packed, steps).result()
+    mine, theirs = try_rollout(env, steps), pool.submit(rollout_of_pickle, packed, steps).result()
     if mine == theirs:
         return "warned" if warned else "copied"
     assert any(name in message for message in warned), f"lost silently: {theirs} instead of {mine}"

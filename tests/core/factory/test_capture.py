@@ -20,7 +20,7 @@ from rl_ext_core import _pickle
 from rl_ext_core.errors import InvalidTypeError
 from rl_ext_core.factory import as_factory, capture_constructors
 from rl_ext_core.factory.record import Call, call_of, recorded_call
-from tests.core.factory.copying import Line, Scaled, life
+from tests.core.factory.copying import Line, Scaled, try_rollout
 
 
 class Equal(Line):
@@ -164,7 +164,7 @@ def test_environments_among_the_arguments_become_calls_and_each_is_built_once() 
     outer = Scaled(make(inner), 4.0)
     call = call_of(outer)
     assert str(call) == "Scaled(Scaled(Line(2.0), scale=3.0), 4.0)"
-    assert life(pickle.loads(_pickle.dumps(call)).build()) == life(outer)
+    assert try_rollout(pickle.loads(_pickle.dumps(call)).build()) == try_rollout(outer)
     call = call_of(Scaled(inner, [inner, {"same": inner}]))  # type: ignore[arg-type]
     assert call is not None
     built = call.build()
@@ -179,7 +179,7 @@ def test_made_environments_are_built_with_the_specification_that_gymnasium_sets(
     assert call is not None
     copied = call.build()
     assert as_factory(env)().unwrapped.spec == env.unwrapped.spec
-    assert life(copied) == life(env)
+    assert try_rollout(copied) == try_rollout(env)
 
 
 def test_nothing_changes_for_what_is_captured_twice() -> None:

@@ -16,7 +16,7 @@ import pytest
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from rl_ext_core.factory import as_factory
-from tests.core.factory.copying import Line, Scaled, life, use
+from tests.core.factory.copying import Line, Scaled, try_rollout, use
 from tests.core.factory.main_script import DEFINED, USED, in_pools
 from tests.ways import run_program
 
@@ -60,7 +60,7 @@ def test_everything_that_builds_an_environment_is_taken(source: Any, origin: str
     env = source if origin is None else factory()
     one, other = factory(), factory()
     assert len({id(env.unwrapped), id(one.unwrapped), id(other.unwrapped)}) == 3
-    assert life(pickle.loads(pickle.dumps(factory))()) == life(env)
+    assert try_rollout(pickle.loads(pickle.dumps(factory))()) == try_rollout(env)
     one.unwrapped.rewards.bonus, one.unwrapped.weights[0] = 50.0, 9.0
     assert (other.unwrapped.rewards.bonus, other.unwrapped.weights[0]) == (1.0, 1.0)
     assert (env.unwrapped.rewards.bonus, env.unwrapped.weights[0]) == (1.0, 1.0)

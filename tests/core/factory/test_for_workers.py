@@ -13,7 +13,7 @@ import pytest
 from rl_ext_core.devices import Decision, resolve
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.factory import as_factory
-from tests.core.factory.copying import Line, Scaled, life
+from tests.core.factory.copying import Line, Scaled, try_rollout
 
 
 def test_each_worker_has_its_overrides_and_its_number() -> None:
@@ -104,7 +104,7 @@ def test_a_copy_with_overrides_does_what_the_original_does_once_it_is_set() -> N
     copy = as_factory(env)(gain=4.0, weights=np.array([1.0, 5.0, 0.0]), _max_episode_steps=9)
     env.unwrapped.gain, env.unwrapped.weights = 4.0, np.array([1.0, 5.0, 0.0])
     env._max_episode_steps = 9
-    assert life(copy) == life(env)
+    assert try_rollout(copy) == try_rollout(env)
 
 
 def test_attributes_of_the_class_are_set_for_one_and_properties_by_their_setters() -> None:

@@ -20,7 +20,7 @@ from rl_ext_core.factory.record import (
     preloadable_modules,
 )
 from tests.core.factory import copying
-from tests.core.factory.copying import Line, Rewards, Scaled, life
+from tests.core.factory.copying import Line, Rewards, Scaled, try_rollout
 
 
 class Told(Scaled, gym.utils.RecordConstructorArgs):
@@ -124,7 +124,7 @@ def test_lines_of_instances_build_equals_unless_they_have_dots(env: Any, to_sour
     assert source_of_instance(env) == to_source
     if "..." not in to_source:
         names = {**vars(copying), **vars(gym.wrappers), "gymnasium": gymnasium, "Told": Told, "double": double}
-        assert life(eval(to_source, names)()) == life(as_factory(env, verify=False)())
+        assert try_rollout(eval(to_source, names)()) == try_rollout(as_factory(env, verify=False)())
 
 
 def test_lines_of_specifications() -> None:
