@@ -297,14 +297,14 @@ class CartPoleRow:
     """gymnasium's vectorized CartPole with one row. All rows share a generator, so a first state is read there."""
 
     def __init__(self, env: Any, row: int) -> None:
-        self.whole, self.row, self.env = env.unwrapped, row, CartPoleVectorEnv(1, env.unwrapped.max_episode_steps)
+        self.batch_env, self.row, self.env = env.unwrapped, row, CartPoleVectorEnv(1, env.unwrapped.max_episode_steps)
         self.env.reset()
 
     def reset(self, *, seed: int | None = None) -> Any:
-        self.env.state = self.whole.state[:, [self.row]].copy()
+        self.env.state = self.batch_env.state[:, [self.row]].copy()
         self.env.steps[:], self.env.prev_done[:] = 0, False
         assert np.abs(self.env.state).max() <= 0.05
-        assert self.whole.steps[self.row] == 0
+        assert self.batch_env.steps[self.row] == 0
         return self.env.state[:, 0].astype(F32), {}
 
     def step(self, action: Any) -> Any:
@@ -327,20 +327,20 @@ class FunctionalRow:
     """A functional environment of gymnasium, without a batch. Its first states are read from the batch."""
 
     def __init__(self, functional: str, bound: Any, env: Any, row: int) -> None:
-        self.whole, self.row, self.bound = env.unwrapped, row, np.array(bound)
+        self.batch_env, self.row, self.bound = env.unwrapped, row, np.array(bound)
         self.env = functional_env(functional)
 
     def reset(self, *, seed: int | None = None) -> Any:
-        self.age, self.state = 0, np.asarray(self.whole.state)[self.row]
+        self.age, self.state = 0, np.asarray(self.batch_env.state)[self.row]
         assert (np.abs(self.state) <= self.bound).all()
-        assert self.whole.steps[self.row] == 0
+        assert self.batch_env.steps[self.row] == 0
         return np.asarray(self.env.observation(self.state, None)), {}
 
     def step(self, action: Any) -> Any:
         before, self.state = self.state, np.asarray(self.env.transition(self.state, action, None))
         self.age += 1
         reward = self.env.reward(before, action, self.state, None)
-        terminated, truncated = self.env.terminal(self.state, None), self.age >= self.whole.time_limit
+        terminated, truncated = self.env.terminal(self.state, None), self.age >= self.batch_env.time_limit
         return np.asarray(self.env.observation(self.state, None)), float(reward), bool(terminated), truncated, {}
 
 
@@ -348,7 +348,7 @@ class BraxRow:
     """One row of a Brax environment. Its first states, with their random keys, are read from the batch."""
 
     def __init__(self, env: Any, row: int) -> None:
-        self.whole, self.row, self.advance = env.unwrapped, row, brax_step(env.unwrapped)
+        self.batch_env, self.row, self.advance = env.unwrapped, row, brax_step(env.unwrapped)
 
     def _infos(self) -> dict[str, Any]:
         return {**self.state.metrics, **self.state.info}
@@ -356,7 +356,7 @@ class BraxRow:
     def reset(self, *, seed: int | None = None) -> Any:
         import jax
 
-        self.state = jax.tree.map(lambda leaf: leaf[self.row], self.whole._state)
+        self.state = jax.tree.map(lambda leaf: leaf[self.row], self.batch_env._state)
         assert self.state.info["steps"] == 0
         return self.state.obs, self._infos()
 
