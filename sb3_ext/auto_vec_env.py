@@ -335,9 +335,9 @@ def _build_vec_env(
         untried = _with_report(build_in_process(), report)
         _log.warning("%s", report)
         return untried
-    n_workers, why = _choose_n_workers(verdict, n_envs, workers.n_workers)
+    n_workers, reason = _choose_n_workers(verdict, n_envs, workers.n_workers)
     cache_note = " (An earlier probe found this; files that the environment reads are not watched.)"
-    report = f"{verdict.explanation}{cache_note if verdict.declared_by == 'cache' else ''} {why}"
+    report = f"{verdict.explanation}{cache_note if verdict.declared_by == 'cache' else ''} {reason}"
     _log.info("%s", report)
     if n_workers == 0:
         return _with_report(build_in_process(), report)
