@@ -18,7 +18,7 @@ from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 from rl_ext_core._interrupts import run_pending_handlers, defer_signals
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
 from rl_ext_core.frames.folder import MANIFEST, read_json, as_corrupt_file, write_json
-from torchrl_ext.frame_storage.format import pack, unpack
+from torchrl_ext.frame_storage.format import pack_rows, unpack
 
 FORMAT = 3
 _METADATA = "frames.json"  # what the folder holds, and in which of its folders
@@ -42,7 +42,7 @@ class State(OrderedDict[str, Any]):
 
 def as_state(rows: Any, frames: list[dict[str, Any]], length: int) -> State:
     """Return a copy of what a storage holds, made of tensors and plain values."""
-    held = _map_tree(pack(rows, frames), np.ndarray, _as_tensor)
+    held = _map_tree(pack_rows(rows, frames), np.ndarray, _as_tensor)
     return State(frame_storage=held, initialized=True, _len=length)
 
 
@@ -123,7 +123,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
         is_complete = False
         try:
             with storage.lock:
-                held = _save_arrays(pack(*storage._contents()), contents)
+                held = _save_arrays(pack_rows(*storage._contents()), contents)
                 metadata = {"format": FORMAT, "contents": contents.name, "len": len(storage), "held": held}
             write_json(path / _METADATA, metadata)
             is_complete = True

@@ -130,7 +130,7 @@ def _require_plain(values: Any, key: Any) -> Any:
     )
 
 
-def pack(rows: Any, frames: list[dict[str, Any]]) -> dict[str, Any]:
+def pack_rows(rows: Any, frames: list[dict[str, Any]]) -> dict[str, Any]:
     """Return elements and frames as arrays and plain values: views, no copies.
 
     :param rows: the elements, with handles in place of images.
@@ -144,7 +144,7 @@ def pack(rows: Any, frames: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def unpack(held: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
-    """Return what :func:`pack` was given.
+    """Return what :func:`pack_rows` was given.
 
     :raises CorruptFileError: if the elements are damaged.
     """
