@@ -128,7 +128,7 @@ def text(value: Any) -> Any:
     return f"{value.dtype} {value.tolist()!r}" if isinstance(value, np.ndarray) else repr(value)
 
 
-def use(env: Any, steps: int = 7, seed: int | None = 0) -> list[Any]:
+def rollout(env: Any, steps: int = 7, seed: int | None = 0) -> list[Any]:
     """Reset and step an environment of any interface, and return what it returned."""
     random.seed(1)
     np.random.seed(1)
@@ -142,7 +142,7 @@ def use(env: Any, steps: int = 7, seed: int | None = 0) -> list[Any]:
 def try_rollout(env: Any, steps: int = 12) -> list[Any]:
     """Do the same for comparison; an error is a result like others."""
     try:
-        return use(env, steps, seed=3)
+        return rollout(env, steps, seed=3)
     except Exception as error:
         return [type(error).__name__]
 

@@ -16,7 +16,7 @@ import pytest
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from rl_ext_core.factory import as_factory
-from tests.core.factory.copying import Line, Scaled, try_rollout, use
+from tests.core.factory.copying import Line, Scaled, try_rollout, rollout
 from tests.core.factory.main_script import DEFINED, USED, in_pools
 from tests.ways import run_program
 
@@ -155,7 +155,7 @@ def _reads_an_attribute_like_a_global() -> Any:
 @pytest.mark.parametrize("make", [_reads_an_attribute_like_a_global, lambda: HoldsProxy(gym.make("CartPole-v1"))])
 def test_odd_environments_are_copied(make: Any, judge: Any) -> None:
     env = make()
-    use(env)
+    rollout(env)
     assert judge(env) == "copied"
 
 

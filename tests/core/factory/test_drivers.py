@@ -11,7 +11,7 @@ import pytest
 from gymnasium import spaces
 
 from rl_ext_core.factory.drivers import driver_for
-from tests.core.factory.copying import use
+from tests.core.factory.copying import rollout
 
 
 class Recorder(gym.Env[Any, Any]):
@@ -96,7 +96,7 @@ def test_two_environments_with_the_same_seeds_do_the_same(name: str) -> None:
     lives = []
     for seed in (4, 4, 5):
         environment = WORLDS[name]()
-        lives.append([str(seen) for seen in use(environment, 40, seed)])
+        lives.append([str(seen) for seen in rollout(environment, 40, seed)])
         environment.close()
     assert lives[0] == lives[1] != lives[2]
     assert len(set(lives[0])) > 5, "all that was returned is alike"

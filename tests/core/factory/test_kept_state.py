@@ -16,7 +16,7 @@ from gymnasium import wrappers
 from rl_ext_core.errors import NotCopyableError
 from rl_ext_core.factory import as_factory
 from tests.core.factory import copying, curricula
-from tests.core.factory.copying import NOT_SILENT, Line, Scaled, use
+from tests.core.factory.copying import NOT_SILENT, Line, Scaled, rollout
 from tests.core.factory.curricula import Curriculum
 
 
@@ -103,14 +103,14 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 def test_state_that_outlasts_resets_is_in_the_copy(name: str, steps: int, judge: Any) -> None:
     make, read = KEPT[name]
     env = make()
-    use(env, steps)
+    rollout(env, steps)
     kept = repr(read(env))
     factory = as_factory(env)
     assert repr(read(factory())) == repr(read(env)) == kept
     assert judge(env, steps=25) == "copied"
     # What is kept is each one's own.
     one, other = factory(), factory()
-    use(one, 30)
+    rollout(one, 30)
     assert repr(read(other)) == kept
     assert repr(read(one)) != kept
 
@@ -120,7 +120,7 @@ def _reset(env: Any) -> None:
 
 
 def _midway(env: Any) -> None:
-    use(env, 5)
+    rollout(env, 5)
 
 
 def _ended(env: Any) -> None:

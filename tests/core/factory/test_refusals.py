@@ -25,7 +25,7 @@ from gymnasium.utils import EzPickle
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, WorkerError
 from rl_ext_core.factory import as_factory
-from tests.core.factory.copying import EITHER, REFUSED, NOT_SILENT, Case, Held, Line, Scaled, use
+from tests.core.factory.copying import EITHER, REFUSED, NOT_SILENT, Case, Held, Line, Scaled, rollout
 
 
 def _locked() -> Any:
@@ -75,7 +75,7 @@ def _end(thing: Any) -> None:
 def test_thing_of_this_process_that_was_put_into_an_environment_is_refused_by_path(name: str, judge: Any) -> None:
     allowed, make = THINGS[name]
     env = Scaled(Line())
-    use(env)
+    rollout(env)
     env.unwrapped.thing = make()  # type: ignore[attr-defined]
     try:
         assert judge(env, "thing") in allowed
@@ -128,7 +128,7 @@ class Forgetful(Line):
 @pytest.mark.parametrize("change", [{}, {"gain": 6.0}, {"note": 3}])
 def test_own_pickle_never_loses_a_change(cls: Any, change: dict[str, Any], judge: Any) -> None:
     env = cls(gain=2.0)
-    use(env)
+    rollout(env)
     for name, value in change.items():
         setattr(env, name, value)
     assert judge(env, "gain" if cls is Forgetful else "note") in EITHER

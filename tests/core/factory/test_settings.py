@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gymnasium import wrappers
 
-from tests.core.factory.copying import COPIED, EITHER, NOT_SILENT, Case, Held, Line, Scaled, use
+from tests.core.factory.copying import COPIED, EITHER, NOT_SILENT, Case, Held, Line, Scaled, rollout
 
 Change = Callable[[Any], object]
 
@@ -58,7 +58,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", LINE)
 def test_each_change_of_an_environment_is_copied_or_named(name: str, judge: Any) -> None:
     env, (allowed, change) = _registered(), LINE[name]
-    use(env)
+    rollout(env)
     change(env)
     assert judge(env, name.strip()) in allowed
 
@@ -69,7 +69,7 @@ def test_each_change_of_an_environment_is_copied_or_named(name: str, judge: Any)
 def test_all_plain_changes_together_are_copied(make: Any, used: bool, judge: Any) -> None:
     env = make()
     if used:
-        use(env)
+        rollout(env)
     for allowed, change in LINE.values():
         if allowed is COPIED:
             change(env)
@@ -220,7 +220,7 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_an_environment_holds_is_copied_as_it_was_changed_or_named(case: str, judge: Any) -> None:
     env = Held(__name__, case)
-    use(env)
+    rollout(env)
     CASES[case].change(env)
     assert judge(env, "held") in CASES[case].allowed
 
@@ -280,7 +280,7 @@ class Resetting(gym.Env[Any, Any]):
 def test_setting_where_a_reset_writes_is_copied(change: Change, used: bool, judge: Any) -> None:
     env = Resetting()
     if used:
-        use(env)
+        rollout(env)
     change(env)
     assert judge(env) == "copied"
 
@@ -339,7 +339,7 @@ WRAPPED: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", WRAPPED)
 def test_environment_under_each_wrapper_is_copied(name: str, judge: Any) -> None:
     env = WRAPPED[name]()
-    use(env)
+    rollout(env)
     assert judge(env, steps=6) == "copied"
     env.close()
 
@@ -362,7 +362,7 @@ OPTIONS: dict[str, tuple[set[str], Callable[[], Any], Change]] = {
 def test_changed_option_of_a_wrapper_is_copied_or_named(name: str, judge: Any) -> None:
     allowed, make, change = OPTIONS[name]
     env = make()
-    use(env)
+    rollout(env)
     change(env)
     assert judge(env, name.strip()) in allowed
 
@@ -390,6 +390,6 @@ class Refusing(gym.Wrapper[Any, Any, Any, Any]):
 @pytest.mark.parametrize("wrapper", [Forwarding, Refusing])
 def test_wrappers_that_take_liberties_are_copied(wrapper: Any, judge: Any) -> None:
     env = wrapper(_cart())
-    use(env)
+    rollout(env)
     env.unwrapped.gravity = 3.0
     assert judge(env) == "copied"

@@ -12,7 +12,7 @@ import pytest
 from gymnasium import wrappers
 
 from rl_ext_core.factory import as_factory
-from tests.core.factory.copying import COPIED, EITHER, REFUSED, use
+from tests.core.factory.copying import COPIED, EITHER, REFUSED, rollout
 
 Change = Callable[[Any], object]
 
@@ -131,7 +131,7 @@ def test_environment_is_copied_in_the_middle_of_its_use(name: str, judge: Any) -
         pytest.xfail(UNSOLVED[name])
     env = MADE[name]()
     if "not used" not in name:
-        use(env)
+        rollout(env)
     assert judge(env, steps=15) == "copied"
     if name not in ("robosuite, as gymnasium's", "TorchRL over robosuite"):  # whose __getattr__ cannot be unpickled
         assert type(as_factory(env, verify=False)()) is type(env)
@@ -190,7 +190,7 @@ CHANGED: dict[str, tuple[set[str], Callable[[], Any], Change]] = {
 def test_changed_setting_is_copied_or_named(name: str, judge: Any) -> None:
     allowed, make, change = CHANGED[name]
     env = make()
-    use(env)
+    rollout(env)
     change(env)
     assert judge(env, name.strip(), steps=15) in allowed
     env.close()
@@ -209,7 +209,7 @@ def test_views_of_a_simulators_memory_are_views_of_the_copys() -> None:
 def test_copies_for_workers_draw_from_streams_of_their_own(name: str) -> None:
     factory = as_factory(MADE[name]())
     first, second = factory.for_workers(2, seed=0)
-    lives = [str(use(make(), 20, None)) for make in (first, second, factory.for_workers(2, seed=0)[1])]
+    lives = [str(rollout(make(), 20, None)) for make in (first, second, factory.for_workers(2, seed=0)[1])]
     assert lives[0] != lives[1] == lives[2]
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from rl_ext_core.factory import as_factory
-from tests.core.factory.copying import Line, use
+from tests.core.factory.copying import Line, rollout
 
 
 class Gone:
@@ -216,11 +216,11 @@ def test_environments_inside_environments_differ_and_repeat_with_a_seed(make: An
 def test_copies_in_this_process_draw_differently_and_again_the_same_with_a_seed(lived: bool) -> None:
     env: Any = gym.make("copies/Line-v0")
     if lived:
-        use(env)
+        rollout(env)
         env.unwrapped.gain = 2.0
     factory = as_factory(env)
-    one, other = (use(make(), seed=None) for make in factory.for_workers(2, seed=1))
+    one, other = (rollout(make(), seed=None) for make in factory.for_workers(2, seed=1))
     assert one != other
-    assert [use(make(), seed=None) for make in factory.for_workers(2, seed=1)] == [one, other]
-    assert use(factory(), seed=None) != use(factory(), seed=None)
-    assert [use(make(), seed=9) for make in factory.for_workers(2, seed=1)] == [use(env, seed=9)] * 2
+    assert [rollout(make(), seed=None) for make in factory.for_workers(2, seed=1)] == [one, other]
+    assert rollout(factory(), seed=None) != rollout(factory(), seed=None)
+    assert [rollout(make(), seed=9) for make in factory.for_workers(2, seed=1)] == [rollout(env, seed=9)] * 2
