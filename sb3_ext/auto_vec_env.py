@@ -122,11 +122,13 @@ def make_vec_env(
         env_id = game_of_id(env_id) or env_id  # what builds a game of stable-retro, which gymnasium does not know
     source = functools.cache(lambda: _factory_source(env_id, env_kwargs or {}))
     limit = (vec_env_kwargs or {}).get("start_timeout")
-    base = functools.cache(lambda: convert(source(), verify=True, timeout=limit).then(environments.check_environment))
+    base_factory = functools.cache(
+        lambda: convert(source(), verify=True, timeout=limit).then(environments.check_environment)
+    )
 
     def probe_factories() -> list[EnvFactory[Any]]:
         # All that will run, but for files: those of the monitors are not for trials.
-        return [functools.reduce(EnvFactory.then, [environments.wrap_in_monitor, *wrappers], base())] * count
+        return [functools.reduce(EnvFactory.then, [environments.wrap_in_monitor, *wrappers], base_factory())] * count
 
     def wrappers_of_rank(rank: int) -> list[Callable[[Any], Any]]:
         seed_action_space = (
@@ -135,7 +137,7 @@ def make_vec_env(
         return [*seed_action_space, _monitor_wrapper(rank, monitor_dir, monitor_kwargs or {}), *wrappers]
 
     def factories() -> list[EnvFactory[Any]]:
-        made = enumerate(base().for_workers(count, seed=seed, devices=devices), start_index)
+        made = enumerate(base_factory().for_workers(count, seed=seed, devices=devices), start_index)
         return [functools.reduce(EnvFactory.then, wrappers_of_rank(rank), factory) for rank, factory in made]
 
     def build_env(rank: int) -> Any:
