@@ -18,7 +18,7 @@ from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 from rl_ext_core._interrupts import run_pending_handlers, defer_signals
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
 from rl_ext_core.frames.folder import MANIFEST, read_json, as_corrupt_file, write_json
-from torchrl_ext.frame_storage.format import pack_rows, unpack
+from torchrl_ext.frame_storage.format import pack_rows, unpack_rows
 
 FORMAT = 3
 _METADATA = "frames.json"  # what the folder holds, and in which of its folders
@@ -52,7 +52,7 @@ def from_state(state: dict[str, Any]) -> tuple[Any, list[dict[str, Any]], int]:
     :raises CorruptFileError: if it is damaged.
     """
     with as_corrupt_file("this state is"):
-        return *unpack(_map_tree(state["frame_storage"], torch.Tensor, _as_array)), state["_len"]
+        return *unpack_rows(_map_tree(state["frame_storage"], torch.Tensor, _as_array)), state["_len"]
 
 
 def _map_tree(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
@@ -167,7 +167,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
         with as_corrupt_file(f"{path} is"):
             if not _CONTENTS.fullmatch(metadata["contents"]):
                 raise CorruptFileError(f"{path / _METADATA} names no contents")
-            rows, frames = unpack(_load_arrays(metadata["held"], path / metadata["contents"]))
+            rows, frames = unpack_rows(_load_arrays(metadata["held"], path / metadata["contents"]))
         storage._replace_contents(rows, frames, metadata["len"])
 
 

@@ -143,7 +143,7 @@ def pack_rows(rows: Any, frames: list[dict[str, Any]]) -> dict[str, Any]:
     return {"rows": description, "leaves": leaves, "sums": [*map(checksum, leaves)], "frames": frames}
 
 
-def unpack(held: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
+def unpack_rows(held: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
     """Return what :func:`pack_rows` was given.
 
     :raises CorruptFileError: if the elements are damaged.
