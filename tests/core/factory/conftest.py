@@ -26,7 +26,7 @@ def elsewhere() -> Iterator[ProcessPoolExecutor]:
 
 
 @pytest.fixture
-def judge(
+def copy_outcome(
     elsewhere: ProcessPoolExecutor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., str]]:
     """Tell whether a copy is ``"copied"``, ``"refused"`` or ``"warned"`` of; one that is lost silently fails."""

@@ -153,10 +153,10 @@ def _reads_an_attribute_like_a_global() -> Any:
 
 
 @pytest.mark.parametrize("make", [_reads_an_attribute_like_a_global, lambda: HoldsProxy(gym.make("CartPole-v1"))])
-def test_odd_environments_are_copied(make: Any, judge: Any) -> None:
+def test_odd_environments_are_copied(make: Any, copy_outcome: Any) -> None:
     env = make()
     rollout(env)
-    assert judge(env) == "copied"
+    assert copy_outcome(env) == "copied"
 
 
 def changed_line() -> Any:

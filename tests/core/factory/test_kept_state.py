@@ -100,14 +100,14 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 @pytest.mark.sample(quick=4)
 @pytest.mark.parametrize("steps", [60, 3])
 @pytest.mark.parametrize("name", KEPT)
-def test_state_that_outlasts_resets_is_in_the_copy(name: str, steps: int, judge: Any) -> None:
+def test_state_that_outlasts_resets_is_in_the_copy(name: str, steps: int, copy_outcome: Any) -> None:
     make, read = KEPT[name]
     env = make()
     rollout(env, steps)
     kept = repr(read(env))
     factory = as_factory(env)
     assert repr(read(factory())) == repr(read(env)) == kept
-    assert judge(env, steps=25) == "copied"
+    assert copy_outcome(env, steps=25) == "copied"
     # What is kept is each one's own.
     one, other = factory(), factory()
     rollout(one, 30)
@@ -132,11 +132,11 @@ def _ended(env: Any) -> None:
 @pytest.mark.sample(quick=3, ci=10)
 @pytest.mark.parametrize("stage", [lambda env: None, _reset, _midway, _ended])
 @pytest.mark.parametrize("make", [_cart, Line, lambda: Rising(_cart()), lambda: gym.make("FrozenLake-v1")])
-def test_copy_of_any_stage_begins_at_a_reset(make: Any, stage: Any, judge: Any) -> None:
+def test_copy_of_any_stage_begins_at_a_reset(make: Any, stage: Any, copy_outcome: Any) -> None:
     env = make()
     env.action_space.seed(1)
     stage(env)
-    assert judge(env) == "copied"
+    assert copy_outcome(env) == "copied"
 
 
 @pytest.mark.parametrize("stage", [_midway, _reset])
@@ -190,11 +190,11 @@ SHARED: dict[str, tuple[str, Callable[[Any], object]]] = {
 
 @pytest.mark.sample(quick=3)
 @pytest.mark.parametrize("name", SHARED)
-def test_changed_global_or_class_attribute_is_copied_or_named(name: str, judge: Any, monkeypatch: Any) -> None:
+def test_changed_global_or_class_attribute_is_copied_or_named(name: str, copy_outcome: Any, monkeypatch: Any) -> None:
     env = Driven()
     path, change = SHARED[name]
     change(monkeypatch)
-    assert judge(env, path) in NOT_SILENT
+    assert copy_outcome(env, path) in NOT_SILENT
 
 
 @pytest.fixture

@@ -72,13 +72,15 @@ def _end(thing: Any) -> None:
 
 @pytest.mark.sample(quick=6)
 @pytest.mark.parametrize("name", THINGS)
-def test_thing_of_this_process_that_was_put_into_an_environment_is_refused_by_path(name: str, judge: Any) -> None:
+def test_thing_of_this_process_that_was_put_into_an_environment_is_refused_by_path(
+    name: str, copy_outcome: Any
+) -> None:
     allowed, make = THINGS[name]
     env = Scaled(Line())
     rollout(env)
     env.unwrapped.thing = make()  # type: ignore[attr-defined]
     try:
-        assert judge(env, "thing") in allowed
+        assert copy_outcome(env, "thing") in allowed
     finally:
         _end(env.unwrapped.thing)  # type: ignore[attr-defined]
 
@@ -88,10 +90,10 @@ CASES = {name: Case(EITHER, make, lambda thing: thing is not None) for name, (_,
 
 @pytest.mark.sample(quick=3)
 @pytest.mark.parametrize("name", CASES)
-def test_thing_that_the_constructor_makes_is_made_anew_or_refused_by_path(name: str, judge: Any) -> None:
+def test_thing_that_the_constructor_makes_is_made_anew_or_refused_by_path(name: str, copy_outcome: Any) -> None:
     env = Held(__name__, name)
     try:
-        assert judge(env, "held") in NOT_SILENT
+        assert copy_outcome(env, "held") in NOT_SILENT
     finally:
         _end(env.held)
 
@@ -126,12 +128,12 @@ class Forgetful(Line):
 
 @pytest.mark.parametrize("cls", [Easy, Forgetful])
 @pytest.mark.parametrize("change", [{}, {"gain": 6.0}, {"note": 3}])
-def test_own_pickle_never_loses_a_change(cls: Any, change: dict[str, Any], judge: Any) -> None:
+def test_own_pickle_never_loses_a_change(cls: Any, change: dict[str, Any], copy_outcome: Any) -> None:
     env = cls(gain=2.0)
     rollout(env)
     for name, value in change.items():
         setattr(env, name, value)
-    assert judge(env, "gain" if cls is Forgetful else "note") in EITHER
+    assert copy_outcome(env, "gain" if cls is Forgetful else "note") in EITHER
     if cls is Easy:
         assert as_factory(env)().gain == env.gain
 
@@ -199,10 +201,10 @@ class Raising(Line):
         raise ArithmeticError("no move here")
 
 
-def test_environment_that_raises_in_its_steps_is_copied_and_raises_too(judge: Any) -> None:
+def test_environment_that_raises_in_its_steps_is_copied_and_raises_too(copy_outcome: Any) -> None:
     env = Raising()
     env.gain = 4.0
-    assert judge(env, "gain") == "copied"
+    assert copy_outcome(env, "gain") == "copied"
     assert as_factory(env)().gain == 4.0
 
 

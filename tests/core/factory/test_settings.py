@@ -56,24 +56,24 @@ MAKERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.sample(quick=4)
 @pytest.mark.parametrize("name", LINE)
-def test_each_change_of_an_environment_is_copied_or_named(name: str, judge: Any) -> None:
+def test_each_change_of_an_environment_is_copied_or_named(name: str, copy_outcome: Any) -> None:
     env, (allowed, change) = _registered(), LINE[name]
     rollout(env)
     change(env)
-    assert judge(env, name.strip()) in allowed
+    assert copy_outcome(env, name.strip()) in allowed
 
 
 @pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("used", [True, False])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=list(MAKERS))
-def test_all_plain_changes_together_are_copied(make: Any, used: bool, judge: Any) -> None:
+def test_all_plain_changes_together_are_copied(make: Any, used: bool, copy_outcome: Any) -> None:
     env = make()
     if used:
         rollout(env)
     for allowed, change in LINE.values():
         if allowed is COPIED:
             change(env)
-    assert judge(env) == "copied"
+    assert copy_outcome(env) == "copied"
 
 
 # Things that environments hold, each changed after seven steps.
@@ -218,17 +218,17 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.sample(quick=8)
 @pytest.mark.parametrize("case", CASES)
-def test_what_an_environment_holds_is_copied_as_it_was_changed_or_named(case: str, judge: Any) -> None:
+def test_what_an_environment_holds_is_copied_as_it_was_changed_or_named(case: str, copy_outcome: Any) -> None:
     env = Held(__name__, case)
     rollout(env)
     CASES[case].change(env)
-    assert judge(env, "held") in CASES[case].allowed
+    assert copy_outcome(env, "held") in CASES[case].allowed
 
 
 @pytest.mark.sample(quick=2, ci=12)
 @pytest.mark.parametrize("case", CASES)
-def test_what_an_environment_holds_unchanged_is_never_different(case: str, judge: Any) -> None:
-    assert judge(Held(__name__, case), "held") in CASES[case].allowed
+def test_what_an_environment_holds_unchanged_is_never_different(case: str, copy_outcome: Any) -> None:
+    assert copy_outcome(Held(__name__, case), "held") in CASES[case].allowed
 
 
 class Resetting(gym.Env[Any, Any]):
@@ -277,12 +277,12 @@ class Resetting(gym.Env[Any, Any]):
     ],
     ids=["made at the first reset", "in a dict that resets make anew", "normalized", "fixed goal", "order"],
 )
-def test_setting_where_a_reset_writes_is_copied(change: Change, used: bool, judge: Any) -> None:
+def test_setting_where_a_reset_writes_is_copied(change: Change, used: bool, copy_outcome: Any) -> None:
     env = Resetting()
     if used:
         rollout(env)
     change(env)
-    assert judge(env) == "copied"
+    assert copy_outcome(env) == "copied"
 
 
 # gymnasium's wrappers, with what has been changed about some.
@@ -337,10 +337,10 @@ WRAPPED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.sample(quick=3)
 @pytest.mark.parametrize("name", WRAPPED)
-def test_environment_under_each_wrapper_is_copied(name: str, judge: Any) -> None:
+def test_environment_under_each_wrapper_is_copied(name: str, copy_outcome: Any) -> None:
     env = WRAPPED[name]()
     rollout(env)
-    assert judge(env, steps=6) == "copied"
+    assert copy_outcome(env, steps=6) == "copied"
     env.close()
 
 
@@ -359,12 +359,12 @@ OPTIONS: dict[str, tuple[set[str], Callable[[], Any], Change]] = {
 
 @pytest.mark.sample(quick=3)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_changed_option_of_a_wrapper_is_copied_or_named(name: str, judge: Any) -> None:
+def test_changed_option_of_a_wrapper_is_copied_or_named(name: str, copy_outcome: Any) -> None:
     allowed, make, change = OPTIONS[name]
     env = make()
     rollout(env)
     change(env)
-    assert judge(env, name.strip()) in allowed
+    assert copy_outcome(env, name.strip()) in allowed
 
 
 class Forwarding(gym.Wrapper[Any, Any, Any, Any]):
@@ -388,8 +388,8 @@ class Refusing(gym.Wrapper[Any, Any, Any, Any]):
 
 
 @pytest.mark.parametrize("wrapper", [Forwarding, Refusing])
-def test_wrappers_that_take_liberties_are_copied(wrapper: Any, judge: Any) -> None:
+def test_wrappers_that_take_liberties_are_copied(wrapper: Any, copy_outcome: Any) -> None:
     env = wrapper(_cart())
     rollout(env)
     env.unwrapped.gravity = 3.0
-    assert judge(env) == "copied"
+    assert copy_outcome(env) == "copied"

@@ -126,13 +126,13 @@ SLOW = {name for name in MADE if "robosuite" in name or name in ("composer", "ch
 
 @pytest.mark.sample(quick=7)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MADE])
-def test_environment_is_copied_in_the_middle_of_its_use(name: str, judge: Any) -> None:
+def test_environment_is_copied_in_the_middle_of_its_use(name: str, copy_outcome: Any) -> None:
     if name in UNSOLVED:
         pytest.xfail(UNSOLVED[name])
     env = MADE[name]()
     if "not used" not in name:
         rollout(env)
-    assert judge(env, steps=15) == "copied"
+    assert copy_outcome(env, steps=15) == "copied"
     if name not in ("robosuite, as gymnasium's", "TorchRL over robosuite"):  # whose __getattr__ cannot be unpickled
         assert type(as_factory(env, verify=False)()) is type(env)
     env.close()
@@ -187,12 +187,12 @@ CHANGED: dict[str, tuple[set[str], Callable[[], Any], Change]] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if row[1] is _lift else n for n, row in CHANGED.items()]
 )
-def test_changed_setting_is_copied_or_named(name: str, judge: Any) -> None:
+def test_changed_setting_is_copied_or_named(name: str, copy_outcome: Any) -> None:
     allowed, make, change = CHANGED[name]
     env = make()
     rollout(env)
     change(env)
-    assert judge(env, name.strip(), steps=15) in allowed
+    assert copy_outcome(env, name.strip(), steps=15) in allowed
     env.close()
 
 
@@ -233,8 +233,8 @@ SINGLE: dict[str, tuple[set[str], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("path", SINGLE)
-def test_what_cannot_be_in_two_processes_is_refused(path: str, tmp_path: Any, judge: Any) -> None:
+def test_what_cannot_be_in_two_processes_is_refused(path: str, tmp_path: Any, copy_outcome: Any) -> None:
     allowed, make = SINGLE[path]
     env = make(tmp_path)
-    assert judge(env, path.strip()) in allowed
+    assert copy_outcome(env, path.strip()) in allowed
     env.close()
