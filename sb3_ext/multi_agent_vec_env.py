@@ -177,15 +177,15 @@ class MultiAgentVecEnv(CheckedVecEnv):
     def _process_step(self, number: int, result: Any, rewards: Any, dones: Any, infos: list[dict[str, Any]]) -> None:
         """Take what one environment returns, and reset it where it is over."""
         observations, all_rewards, terminated, truncated, their_infos = result
-        over = not self.envs[number].agents or all(
+        env_ended = not self.envs[number].agents or all(
             terminated.get(agent, True) or truncated.get(agent, True) for agent in self.envs[number].agents
         )
         for row, agent in self._agent_rows(number):
             if not self._alive[row]:
                 infos[row]["agent_is_dead"] = True
                 ended = terminated.get(agent, False) or truncated.get(agent, False)
-                joins = agent in observations and agent in self.envs[number].agents and not ended and not over
-                if over or joins:
+                joins = agent in observations and agent in self.envs[number].agents and not ended and not env_ended
+                if env_ended or joins:
                     dones[row], infos[row]["terminal_observation"] = True, self._copy_observations(row)
                 if joins:
                     self._write_observation(row, observations[agent])
@@ -204,13 +204,13 @@ class MultiAgentVecEnv(CheckedVecEnv):
             self._lengths[row] += 1
             self._write_observation(row, observations[agent])
             end = bool(terminated.get(agent, False))
-            if end or truncated.get(agent, False) or over:
+            if end or truncated.get(agent, False) or env_ended:
                 info["terminal_observation"], info["TimeLimit.truncated"] = copy_output(observations[agent]), not end
                 total, seconds = round(float(self._returns[row]), 6), round(time.time() - self._start_time, 6)
                 info["episode"] = {"r": total, "l": int(self._lengths[row]), "t": seconds}
                 dones[row], self._alive[row] = True, False
                 self._write_observation(row, None)
-        if over:
+        if env_ended:
             self._reset_env(number)
 
     def close(self) -> None:
