@@ -276,7 +276,7 @@ class FrameStorage(TensorStorage):
         """Make room for elements like ``row``, which has handles in place of images."""
         rows: Any = row.expand(self._shape_for(row))
         if self._folder is not None:
-            rows = self._new_files(self._folder, rows)
+            rows = self._create_files(self._folder, rows)
         else:
             rows = torch.empty_like(rows)
             for key in [key for column in columns for key in column.keys]:
@@ -285,7 +285,7 @@ class FrameStorage(TensorStorage):
         self._columns = columns
         self._set_rows(rows)
 
-    def _new_files(self, folder: StoreFolder, rows: Any) -> Any:
+    def _create_files(self, folder: StoreFolder, rows: Any) -> Any:
         if not self._columns:
             raise InvalidArgumentError(
                 "storage_dir is for data with images, and none were found; use LazyMemmapStorage, or name them: "
