@@ -15,7 +15,7 @@ from tests.core.factory.copying import outcome
 
 
 @pytest.fixture(scope="package")
-def elsewhere() -> Iterator[ProcessPoolExecutor]:
+def spawned_pool() -> Iterator[ProcessPoolExecutor]:
     """Start a process that has imported nothing of this one's, and hashes texts in another way."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         with pytest.MonkeyPatch.context() as patch:
@@ -27,11 +27,11 @@ def elsewhere() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.fixture
 def copy_outcome(
-    elsewhere: ProcessPoolExecutor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    spawned_pool: ProcessPoolExecutor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., str]]:
     """Tell whether a copy is ``"copied"``, ``"refused"`` or ``"warned"`` of; one that is lost silently fails."""
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     caplog.set_level(logging.WARNING, "rl_ext_core")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield functools.partial(outcome, elsewhere, caplog)
+        yield functools.partial(outcome, spawned_pool, caplog)

@@ -213,9 +213,9 @@ def _first(packed: bytes) -> list[Any]:
 
 
 @pytest.mark.usefixtures("imported")
-def test_objects_of_modules_and_classes_stay_those_in_the_copy(elsewhere: Any, caplog: Any) -> None:
+def test_objects_of_modules_and_classes_stay_those_in_the_copy(spawned_pool: Any, caplog: Any) -> None:
     for env in (Curriculum(), wrappers.TimeLimit(Curriculum(), 5)):
-        assert elsewhere.submit(_first, cloudpickle.dumps(as_factory(env))).result()[0] == 1.0
+        assert spawned_pool.submit(_first, cloudpickle.dumps(as_factory(env))).result()[0] == 1.0
     copy = as_factory(Curriculum())()
     held = copy.last, copy.start, copy.level, copy.extra, copy.weights, copy.budget, copy.seen
     level, shared = curricula.LEVEL, (curricula.WEIGHTS, curricula.BUDGET, Curriculum.history)
