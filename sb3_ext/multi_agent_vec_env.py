@@ -184,10 +184,12 @@ class MultiAgentVecEnv(CheckedVecEnv):
             if not self._alive[row]:
                 infos[row]["agent_is_dead"] = True
                 ended = terminated.get(agent, False) or truncated.get(agent, False)
-                joins = agent in observations and agent in self.envs[number].agents and not ended and not env_ended
-                if env_ended or joins:
+                agent_joins = (
+                    agent in observations and agent in self.envs[number].agents and not ended and not env_ended
+                )
+                if env_ended or agent_joins:
                     dones[row], infos[row]["terminal_observation"] = True, self._copy_observations(row)
-                if joins:
+                if agent_joins:
                     self._write_observation(row, observations[agent])
                     self.reset_infos[row] = copy_output(dict(their_infos.get(agent, {})))
                     self._alive[row], self._returns[row], self._lengths[row] = True, 0, 0
