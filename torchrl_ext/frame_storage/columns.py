@@ -87,7 +87,7 @@ class FrameColumn:
         batch = leaves[0].shape[: leaves[0].ndim - len(self.shape)]
         if ended is not None:
             ended = np.repeat(ended, batch.numel() // max(len(ended), 1))
-        arrays = [self._array(leaf, key) for key, leaf in zip(keys, leaves, strict=True)]
+        arrays = [self._as_numpy(leaf, key) for key, leaf in zip(keys, leaves, strict=True)]
         handles = self._put_frames(*arrays, ended=ended)
         return [torch.from_numpy(part).reshape(batch) for part in handles[: len(leaves)]]
 
@@ -117,7 +117,7 @@ class FrameColumn:
                 break
         return handles
 
-    def _array(self, leaf: torch.Tensor, key: Key) -> npt.NDArray[Any]:
+    def _as_numpy(self, leaf: torch.Tensor, key: Key) -> npt.NDArray[Any]:
         if leaf.dtype != self.dtype:
             raise InvalidTypeError(
                 f"{key!r} has dtype {leaf.dtype}, the storage holds {self.dtype}; nothing was stored. If that is "
