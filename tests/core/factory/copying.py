@@ -94,7 +94,7 @@ class Case(NamedTuple):
     change: Callable[[Any], object] = lambda env: None
 
 
-class Held(gym.Env[Any, Any]):
+class HoldingEnv(gym.Env[Any, Any]):
     """Sums in its steps what one of a module's ``CASES`` reads out of ``held``."""
 
     action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-np.inf, np.inf, (1,), np.float64)

@@ -25,7 +25,7 @@ from gymnasium.utils import EzPickle
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, WorkerError
 from rl_ext_core.factory import as_factory
-from tests.core.factory.copying import EITHER, REFUSED, NOT_SILENT, Case, Held, Line, Scaled, rollout
+from tests.core.factory.copying import EITHER, REFUSED, NOT_SILENT, Case, HoldingEnv, Line, Scaled, rollout
 
 
 def _locked() -> Any:
@@ -91,7 +91,7 @@ CASES = {name: Case(EITHER, make, lambda thing: thing is not None) for name, (_,
 @pytest.mark.sample(quick=3)
 @pytest.mark.parametrize("name", CASES)
 def test_thing_that_the_constructor_makes_is_made_anew_or_refused_by_path(name: str, copy_outcome: Any) -> None:
-    env = Held(__name__, name)
+    env = HoldingEnv(__name__, name)
     try:
         assert copy_outcome(env, "held") in NOT_SILENT
     finally:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gymnasium import wrappers
 
-from tests.core.factory.copying import COPIED, EITHER, NOT_SILENT, Case, Held, Line, Scaled, rollout
+from tests.core.factory.copying import COPIED, EITHER, NOT_SILENT, Case, HoldingEnv, Line, Scaled, rollout
 
 Change = Callable[[Any], object]
 
@@ -219,7 +219,7 @@ CASES: dict[str, Case] = {
 @pytest.mark.sample(quick=8)
 @pytest.mark.parametrize("case", CASES)
 def test_what_an_environment_holds_is_copied_as_it_was_changed_or_named(case: str, copy_outcome: Any) -> None:
-    env = Held(__name__, case)
+    env = HoldingEnv(__name__, case)
     rollout(env)
     CASES[case].change(env)
     assert copy_outcome(env, "held") in CASES[case].allowed
@@ -228,7 +228,7 @@ def test_what_an_environment_holds_is_copied_as_it_was_changed_or_named(case: st
 @pytest.mark.sample(quick=2, ci=12)
 @pytest.mark.parametrize("case", CASES)
 def test_what_an_environment_holds_unchanged_is_never_different(case: str, copy_outcome: Any) -> None:
-    assert copy_outcome(Held(__name__, case), "held") in CASES[case].allowed
+    assert copy_outcome(HoldingEnv(__name__, case), "held") in CASES[case].allowed
 
 
 class Resetting(gym.Env[Any, Any]):
