@@ -205,9 +205,12 @@ class MultiAgentVecEnv(CheckedVecEnv):
             self._returns[row] += float(all_rewards[agent])
             self._lengths[row] += 1
             self._write_observation(row, observations[agent])
-            end = bool(terminated.get(agent, False))
-            if end or truncated.get(agent, False) or env_ended:
-                info["terminal_observation"], info["TimeLimit.truncated"] = copy_output(observations[agent]), not end
+            is_terminated = bool(terminated.get(agent, False))
+            if is_terminated or truncated.get(agent, False) or env_ended:
+                info["terminal_observation"], info["TimeLimit.truncated"] = (
+                    copy_output(observations[agent]),
+                    not is_terminated,
+                )
                 total, seconds = round(float(self._returns[row]), 6), round(time.time() - self._start_time, 6)
                 info["episode"] = {"r": total, "l": int(self._lengths[row]), "t": seconds}
                 dones[row], self._alive[row] = True, False
