@@ -86,13 +86,13 @@ def make_kill_safe(storage: Any) -> None:
                 buffer._write_lock = storage.lock
 
 
-def _writers(storage: Any) -> Iterator[Any]:
+def _iterate_writers(storage: Any) -> Iterator[Any]:
     return (getattr(buffer, "_writer", None) for buffer in storage._attached_entities)
 
 
 def set_writer_cursor(storage: Any, place: int) -> None:
     """Let the writers of a storage go on at a place."""
-    for writer in _writers(storage):
+    for writer in _iterate_writers(storage):
         if isinstance(writer, RoundRobinWriter):
             writer._cursor = place
             writer._write_count = max(writer._write_count, len(storage))
@@ -104,7 +104,7 @@ def rewind_writer(storage: Any, cursor: Any) -> None:
     Writers move on first and store then; what they passed over would count as elements from the next ones on.
     """
     places = torch.as_tensor(cursor).reshape(-1).tolist() if isinstance(cursor, (int, torch.Tensor)) else []
-    for writer in _writers(storage) if places else ():
+    for writer in _iterate_writers(storage) if places else ():
         if isinstance(writer, TensorDictMaxValueWriter):
             # It has noted the ranks of what was not stored, in place of those that are there.
             writer._cursor, writer._current_top_values = 0, []
