@@ -23,7 +23,7 @@ from tests.core.factory import copying
 from tests.core.factory.copying import Line, Rewards, Scaled, try_rollout
 
 
-class Told(Scaled, gym.utils.RecordConstructorArgs):
+class RecordsArguments(Scaled, gym.utils.RecordConstructorArgs):
     """A wrapper that tells its arguments."""
 
     def __init__(self, env: gym.Env[Any, Any], scale: float = 2.0) -> None:
@@ -108,7 +108,7 @@ INSTANCES = [
         "lambda: gymnasium.make('CartPole-v1', render_mode='rgb_array', max_episode_steps=-1)",
     ),
     (
-        gym.wrappers.TimeLimit(Told(gym.make("copies/Line-v0", gain=2.0)), 7),
+        gym.wrappers.TimeLimit(RecordsArguments(gym.make("copies/Line-v0", gain=2.0)), 7),
         "lambda: TimeLimit(Told(gymnasium.make('copies/Line-v0', gain=2.0)), 7)",
     ),
     (Scaled(Line(3.0, 8), scale=3.0), "lambda: Scaled(Line(3.0, 8), scale=3.0)"),
@@ -123,13 +123,19 @@ INSTANCES = [
 def test_lines_of_instances_build_equals_unless_they_have_dots(env: Any, to_source: str) -> None:
     assert source_of_instance(env) == to_source
     if "..." not in to_source:
-        names = {**vars(copying), **vars(gym.wrappers), "gymnasium": gymnasium, "Told": Told, "double": double}
+        names = {
+            **vars(copying),
+            **vars(gym.wrappers),
+            "gymnasium": gymnasium,
+            "RecordsArguments": RecordsArguments,
+            "double": double,
+        }
         assert try_rollout(eval(to_source, names)()) == try_rollout(as_factory(env, verify=False)())
 
 
 def test_lines_of_specifications() -> None:
     assert as_factory(gym.spec("FrozenLake-v1")).to_source() == "lambda: gymnasium.make('FrozenLake-v1')"
-    told = Told(gym.make("copies/Line-v0"), 5.0).spec
+    told = RecordsArguments(gym.make("copies/Line-v0"), 5.0).spec
     assert as_factory(told).to_source() == "lambda: Told(gymnasium.make('copies/Line-v0'), scale=5.0)"
 
 
