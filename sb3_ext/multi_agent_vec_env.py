@@ -176,7 +176,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
 
     def _process_step(self, number: int, result: Any, rewards: Any, dones: Any, infos: list[dict[str, Any]]) -> None:
         """Take what one environment returns, and reset it where it is over."""
-        observations, all_rewards, terminated, truncated, their_infos = result
+        observations, all_rewards, terminated, truncated, all_infos = result
         env_ended = not self.envs[number].agents or all(
             terminated.get(agent, True) or truncated.get(agent, True) for agent in self.envs[number].agents
         )
@@ -191,7 +191,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
                     dones[row], infos[row]["terminal_observation"] = True, self._copy_observations(row)
                 if agent_joins:
                     self._write_observation(row, observations[agent])
-                    self.reset_infos[row] = copy_output(dict(their_infos.get(agent, {})))
+                    self.reset_infos[row] = copy_output(dict(all_infos.get(agent, {})))
                     self._alive[row], self._returns[row], self._lengths[row] = True, 0, 0
                 continue
             if agent not in observations or agent not in all_rewards:
@@ -200,7 +200,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
                     "expected an observation and a reward for each agent that was among env.agents before the step"
                 )
             info = infos[row]
-            info.update(copy_output(dict(their_infos.get(agent, {}))))
+            info.update(copy_output(dict(all_infos.get(agent, {}))))
             rewards[row] = all_rewards[agent]
             self._returns[row] += float(all_rewards[agent])
             self._lengths[row] += 1
