@@ -21,7 +21,7 @@ def _need(name: str) -> Any:
     return pytest.importorskip(name)
 
 
-def _made(name: str, **options: Any) -> Any:
+def _make_or_skip(name: str, **options: Any) -> Any:
     try:
         return gym.make(name, **options)
     except (ImportError, gym.error.Error) as error:
@@ -30,7 +30,7 @@ def _made(name: str, **options: Any) -> Any:
 
 def _pong(**options: Any) -> Any:
     gym.register_envs(_need("ale_py"))
-    return _made("ALE/Pong-v5", **options)
+    return _make_or_skip("ALE/Pong-v5", **options)
 
 
 def _preprocessed() -> Any:
@@ -79,11 +79,11 @@ def _vec() -> Any:
 
 SEEN = {"in_keys": ["observation"]}
 MADE: dict[str, Callable[[], Any]] = {
-    "Blackjack": lambda: _made("Blackjack-v1"),
-    "HalfCheetah": lambda: _made("HalfCheetah-v5"),
-    "LunarLander": lambda: _made("LunarLander-v3"),
-    "BipedalWalker": lambda: _made("BipedalWalker-v3"),
-    "CarRacing": lambda: _made("CarRacing-v3"),
+    "Blackjack": lambda: _make_or_skip("Blackjack-v1"),
+    "HalfCheetah": lambda: _make_or_skip("HalfCheetah-v5"),
+    "LunarLander": lambda: _make_or_skip("LunarLander-v3"),
+    "BipedalWalker": lambda: _make_or_skip("BipedalWalker-v3"),
+    "CarRacing": lambda: _make_or_skip("CarRacing-v3"),
     "Pong": _pong,
     "Pong, with options": lambda: _pong(mode=1, difficulty=1, repeat_action_probability=0.0, frameskip=2),
     "Pong, preprocessed": _preprocessed,
