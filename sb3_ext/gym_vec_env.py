@@ -156,10 +156,10 @@ class GymVecEnv(CheckedVecEnv):
             info = {"TimeLimit.truncated": time_out, "terminal_observation": last}
             info["episode"] = episode = {"r": total, "l": length, "t": seconds}
             infos[index] = {**own, **info} if own else info
-            theirs = own.get("episode") if own else None
-            if isinstance(theirs, dict) and theirs:
+            env_episode = own.get("episode") if own else None
+            if isinstance(env_episode, dict) and env_episode:
                 # ManiSkill's has other names: Stable Baselines3 asks for these.
-                infos[index]["episode"] = theirs if "r" in theirs else {**theirs, **episode}
+                infos[index]["episode"] = env_episode if "r" in env_episode else {**env_episode, **episode}
 
     def reset(self) -> Any:
         """Reset all environments, with the seeds and options that were set.
