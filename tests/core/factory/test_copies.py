@@ -66,7 +66,7 @@ def test_everything_that_builds_an_environment_is_taken(source: Any, origin: str
     assert (env.unwrapped.rewards.bonus, env.unwrapped.weights[0]) == (1.0, 1.0)
 
 
-class Noting(Line):
+class RecordsCalls(Line):
     """Notes what is done in this process."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ NOTES: list[str] = []
 
 
 def test_nothing_is_built_or_reset_in_this_process() -> None:
-    for source in (Noting(), Noting, lambda: Noting()):
+    for source in (RecordsCalls(), RecordsCalls, lambda: RecordsCalls()):
         as_factory(source)
     assert NOTES == ["made"]
 
