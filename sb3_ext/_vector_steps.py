@@ -258,9 +258,11 @@ class BatchStepper:
         """Return copies of the infos of some environments. Tensors cross to the CPU together."""
         found: list[dict[str, Any]] = [{} for _ in range(len(rows))]
         if info and found:
-            places: list[tuple[dict[str, Any], str]] = []
-            columns = _select_rows(info, rows, self._num_envs, places, repeats=self.device is None)
-            for (part, key), array in zip(places, _to_cpu_arrays([part[key] for part, key in places]), strict=True):
+            tensor_locations: list[tuple[dict[str, Any], str]] = []
+            columns = _select_rows(info, rows, self._num_envs, tensor_locations, repeats=self.device is None)
+            for (part, key), array in zip(
+                tensor_locations, _to_cpu_arrays([part[key] for part, key in tensor_locations]), strict=True
+            ):
                 part[key] = array
             _fill_infos(found, columns)
         return found
@@ -269,20 +271,20 @@ class BatchStepper:
 # -- infos
 
 
-def _select_rows(info: Any, rows: Array, count: int, places: list[Any], *, repeats: bool) -> dict[str, Any]:
+def _select_rows(info: Any, rows: Array, count: int, tensor_locations: list[Any], *, repeats: bool) -> dict[str, Any]:
     """Return some rows of all values and masks in an info.
 
-    :param places: gets the dict and the key of every tensor
+    :param tensor_locations: gets the dict and the key of every tensor
     :param repeats: whether values without a row for each environment are repeated
     """
     columns: dict[str, Any] = {}
     for key, value in info.items():
         if isinstance(value, dict):
-            columns[key] = _select_rows(value, rows, count, places, repeats=repeats)
+            columns[key] = _select_rows(value, rows, count, tensor_locations, repeats=repeats)
         elif getattr(value, "shape", ())[:1] == (count,):
             columns[key] = take_rows(value, rows)
             if isinstance(value, torch.Tensor):
-                places.append((columns, key))
+                tensor_locations.append((columns, key))
         elif isinstance(value, list | tuple) and len(value) == count:
             columns[key] = [to_numpy(value[row]) for row in rows.tolist()]
         elif repeats:
