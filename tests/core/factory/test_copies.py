@@ -112,12 +112,12 @@ def test_as_factory_works_in_a_thread_and_on_environments_without_driver() -> No
     thread.start()
     thread.join()
     assert found[0]().gain == 3.0
-    env = Turned()
+    env = UnknownInterface()
     env.angle = 0.5
     assert as_factory(env)().angle == 0.5
 
 
-class Turned:
+class UnknownInterface:
     """Resets and steps, and is of no kind that is known."""
 
     angle = 0.0
