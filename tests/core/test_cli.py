@@ -208,7 +208,7 @@ def test_ctrl_c_elsewhere_is_no_traceback(capsys: Out, monkeypatch: pytest.Monke
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(doctor, "_report", interrupted)
+    monkeypatch.setattr(doctor, "_create_report", interrupted)
     assert main(["doctor"]) == 130
     assert said(capsys) == ""
 
