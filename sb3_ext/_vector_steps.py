@@ -259,7 +259,7 @@ class BatchStepper:
         found: list[dict[str, Any]] = [{} for _ in range(len(rows))]
         if info and found:
             tensor_locations: list[tuple[dict[str, Any], str]] = []
-            columns = _select_rows(info, rows, self._num_envs, tensor_locations, repeats=self.device is None)
+            columns = _select_rows(info, rows, self._num_envs, tensor_locations, broadcast=self.device is None)
             for (part, key), array in zip(
                 tensor_locations, _to_cpu_arrays([part[key] for part, key in tensor_locations]), strict=True
             ):
@@ -271,23 +271,23 @@ class BatchStepper:
 # -- infos
 
 
-def _select_rows(info: Any, rows: Array, count: int, tensor_locations: list[Any], *, repeats: bool) -> dict[str, Any]:
+def _select_rows(info: Any, rows: Array, count: int, tensor_locations: list[Any], *, broadcast: bool) -> dict[str, Any]:
     """Return some rows of all values and masks in an info.
 
     :param tensor_locations: gets the dict and the key of every tensor
-    :param repeats: whether values without a row for each environment are repeated
+    :param broadcast: whether values without a row for each environment are repeated
     """
     columns: dict[str, Any] = {}
     for key, value in info.items():
         if isinstance(value, dict):
-            columns[key] = _select_rows(value, rows, count, tensor_locations, repeats=repeats)
+            columns[key] = _select_rows(value, rows, count, tensor_locations, broadcast=broadcast)
         elif getattr(value, "shape", ())[:1] == (count,):
             columns[key] = take_rows(value, rows)
             if isinstance(value, torch.Tensor):
                 tensor_locations.append((columns, key))
         elif isinstance(value, list | tuple) and len(value) == count:
             columns[key] = [to_numpy(value[row]) for row in rows.tolist()]
-        elif repeats:
+        elif broadcast:
             columns[key] = [to_numpy(value)] * len(rows)
     return columns
 
