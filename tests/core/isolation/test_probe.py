@@ -204,7 +204,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "temporary"
 
 
-def gone(notes: Path) -> bool:
+def processes_ended(notes: Path) -> bool:
     until, pids = time.monotonic() + 120, [int(pid) for pid in notes.read_text().split() if pid.isdigit()]
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < until:
         time.sleep(0.01)
@@ -218,7 +218,7 @@ def test_messy_environment_leaves_neither_files_nor_processes(
     assert probe(functools.partial(simulator.Messy, str(notes)), cache=False).isolation is INDEPENDENT
     assert list(Path().iterdir()) == []
     assert [path for path in temporary.iterdir() if not path.name.startswith("pymp-")] == []
-    assert gone(notes)
+    assert processes_ended(notes)
     assert not any(Path(line.split()[2]).exists() for line in notes.read_text().splitlines())
     assert capfd.readouterr() == ("", "")
 
@@ -230,7 +230,7 @@ def test_hanging_environment_is_not_called_broken_and_leaves_nothing(tmp_path: P
     assert verdict.isolation is UNKNOWN
     for words in ("building it hangs, or takes more than 3 s", "timeout=", "probe_timeout=", 'isolation="process"'):
         assert words in verdict.explanation
-    assert gone(notes)
+    assert processes_ended(notes)
 
 
 def test_trials_close_what_they_have_built(tmp_path: Path, temporary: Path) -> None:
@@ -275,7 +275,7 @@ def test_trials_end_with_the_caller(ending: signal.Signals, tmp_path: Path, temp
     caller.send_signal(ending)
     caller.communicate(timeout=120)
     assert caller.returncode in (-ending, 130, 1)
-    assert gone(notes)
+    assert processes_ended(notes)
     assert ending is signal.SIGKILL or list(temporary.iterdir()) == []
 
 
