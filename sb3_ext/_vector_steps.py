@@ -366,10 +366,10 @@ class RunningInfo(dict[str, Any]):
 
 def _to_cpu_arrays(parts: list[Any]) -> list[Array]:
     """Turn tensors into arrays: those on other devices in one copy, those here without one."""
-    away = [index for index, part in enumerate(parts) if isinstance(part, torch.Tensor) and not part.is_cpu]
+    remote = [index for index, part in enumerate(parts) if isinstance(part, torch.Tensor) and not part.is_cpu]
     found = list(parts)
-    if len(away) > 1:
-        for index, array in zip(away, _copy_in_one_block([parts[index] for index in away]), strict=True):
+    if len(remote) > 1:
+        for index, array in zip(remote, _copy_in_one_block([parts[index] for index in remote]), strict=True):
             found[index] = array
     return [part if type(part) is np.ndarray else np.asarray(to_numpy(part)) for part in found]
 
