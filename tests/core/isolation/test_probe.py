@@ -180,14 +180,14 @@ def test_libraries_with_a_single_instance(package: str, source: Any, text: str, 
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("says", [True, False])
-def test_fmu_with_and_without_the_flag(says: bool, tmp_path: Path, compiler: str) -> None:
+@pytest.mark.parametrize("has_flag", [True, False])
+def test_fmu_with_and_without_the_flag(has_flag: bool, tmp_path: Path, compiler: str) -> None:
     needs("fmpy")()
-    fmu = make_fmu(tmp_path / "decay.fmu", compiler, **({} if says else {"flag": ""}))
+    fmu = make_fmu(tmp_path / "decay.fmu", compiler, **({} if has_flag else {"flag": ""}))
     verdict = probe(functools.partial(Decay, str(fmu)), cache=False)
     # FMPy unpacks a copy of the library for each instance: they share nothing.
-    assert (verdict.isolation, verdict.declared_by) == ((SINGLE, "environment") if says else (INDEPENDENT, "probe"))
-    assert ("canBeInstantiatedOnlyOncePerProcess" in verdict.explanation) is says
+    assert (verdict.isolation, verdict.declared_by) == ((SINGLE, "environment") if has_flag else (INDEPENDENT, "probe"))
+    assert ("canBeInstantiatedOnlyOncePerProcess" in verdict.explanation) is has_flag
     assert verdict.step_seconds is not None
 
 
