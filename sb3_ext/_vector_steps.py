@@ -177,21 +177,21 @@ class BatchStepper:
     def _finish_episodes(self, leaves: list[Array], dones: Array, rows: Array, info: Any) -> Any:
         """Return infos, last observations and infos of resets of those ended; put the observations after resets in."""
         final = self.stepper.final_observation(rows, info)
-        last, following = self.stepper.infos(info)
+        last, reset_info = self.stepper.infos(info)
         own = self._infos_of_rows(last, rows)  # before the reset, which may write into it
         if final is not None:
             lasts = self._check_and_cast(_to_cpu_arrays(self.layout.parts(final)), len(rows), copy=False)
         else:
             lasts = [leaf[rows] for leaf in leaves]
             observation, info = self.stepper.reset(dones)
-            following = self._to_dict_info(info)
+            reset_info = self._to_dict_info(info)
             for leaf, new in zip(
                 leaves,
                 self._check_and_cast(_to_cpu_arrays(self.layout.parts(observation)), self._num_envs),
                 strict=True,
             ):
                 leaf[rows] = new[rows]
-        return own, self.layout.rows(lasts), self._infos_of_rows(following, rows)
+        return own, self.layout.rows(lasts), self._infos_of_rows(reset_info, rows)
 
     def reset(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> tuple[Any, list[Any]]:
         if any(option != options[0] for option in options):
