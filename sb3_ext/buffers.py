@@ -278,7 +278,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
     @property
     def next_observations(self) -> Any:  # type: ignore[override]
         """The next observations, likewise."""
-        return self._observations.views(following=True)
+        return self._observations.views(of_next_obs=True)
 
     @atomic
     def add(

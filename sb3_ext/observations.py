@@ -298,12 +298,12 @@ class Observations:
             part.store.get(_as_int64(rows), _as_int64(envs), before[key], after[key], num_threads=num_threads)
         return before.get(_SINGLE_KEY, before), after.get(_SINGLE_KEY, after)
 
-    def _decode_part(self, part: Part, following: bool, rows: IndexArray, envs: IndexArray) -> Array:
+    def _decode_part(self, part: Part, of_next_obs: bool, rows: IndexArray, envs: IndexArray) -> Array:
         found = part.empty(len(rows))
         part.store.get(
             _as_int64(rows),
             _as_int64(envs),
-            *((None, found) if following else (found, None)),
+            *((None, found) if of_next_obs else (found, None)),
             num_threads=self._thread_count(),
         )
         return found
@@ -316,11 +316,11 @@ class Observations:
         found = {key: read(part) for key, part in self.parts.items()}
         return found.get(_SINGLE_KEY, found)
 
-    def views(self, *, following: bool = False, writable: bool = False) -> Any:
+    def views(self, *, of_next_obs: bool = False, writable: bool = False) -> Any:
         """Return Stable Baselines3's ``observations`` or ``next_observations``; a rollout takes assignments."""
 
         def view(part: Part) -> ObservationView:
-            decode, append = partial(self._decode_part, part, following), part.append_step if writable else None
+            decode, append = partial(self._decode_part, part, of_next_obs), part.append_step if writable else None
             return ObservationView(decode, part.buffer_shape, part.shape, part.dtype, append=append)
 
         return self.map_parts(view)
