@@ -95,10 +95,10 @@ class MultiAgentVecEnv(CheckedVecEnv):
 
     def _common_spaces(self) -> tuple[Any, Any]:
         first: Any = None
-        for number, env in enumerate(self.envs):
+        for env_index, env in enumerate(self.envs):
             if list(env.possible_agents) != self.agents or not self.agents:
                 raise InvalidArgumentError(
-                    f"environment {number} has the agents {list(env.possible_agents)}, and environment 0 has "
+                    f"environment {env_index} has the agents {list(env.possible_agents)}, and environment 0 has "
                     f"{self.agents}; expected the same ones, at least one. Build them alike"
                 )
             for agent in self.agents:
@@ -126,22 +126,24 @@ class MultiAgentVecEnv(CheckedVecEnv):
         self._require_open()
         self._actions = None
         self.reset_infos = [{} for _ in range(self.num_envs)]
-        for number in range(len(self.envs)):
-            self._reset_env(number, self._seeds[number * len(self.agents)], self._options[number * len(self.agents)])
+        for env_index in range(len(self.envs)):
+            self._reset_env(
+                env_index, self._seeds[env_index * len(self.agents)], self._options[env_index * len(self.agents)]
+            )
         self._reset_seeds()
         self._reset_options()
         return self._copy_observations()
 
-    def _reset_env(self, number: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
-        observations, infos = self.envs[number].reset(seed=seed, **({"options": options} if options else {}))
-        for row, agent in self._agent_rows(number):
+    def _reset_env(self, env_index: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        observations, infos = self.envs[env_index].reset(seed=seed, **({"options": options} if options else {}))
+        for row, agent in self._agent_rows(env_index):
             self._alive[row] = agent in observations
             self._write_observation(row, observations.get(agent))
             self.reset_infos[row] = copy_output(dict(infos.get(agent, {})))
             self._returns[row] = self._lengths[row] = 0
 
-    def _agent_rows(self, number: int) -> Iterable[tuple[int, Any]]:
-        return enumerate(self.agents, number * len(self.agents))
+    def _agent_rows(self, env_index: int) -> Iterable[tuple[int, Any]]:
+        return enumerate(self.agents, env_index * len(self.agents))
 
     def _write_observation(self, row: int, observation: Any) -> None:
         """Write an agent's observation; zeros where there is none."""
@@ -169,23 +171,23 @@ class MultiAgentVecEnv(CheckedVecEnv):
         rewards, dones = np.zeros(self.num_envs, np.float32), np.zeros(self.num_envs, bool)
         infos: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
         self.reset_infos = list(self.reset_infos)  # those before are the caller's to keep
-        for number, env in enumerate(self.envs):
-            acting = {agent: actions[row] for row, agent in self._agent_rows(number) if self._alive[row]}
-            self._process_step(number, env.step(acting), rewards, dones, infos)
+        for env_index, env in enumerate(self.envs):
+            acting = {agent: actions[row] for row, agent in self._agent_rows(env_index) if self._alive[row]}
+            self._process_step(env_index, env.step(acting), rewards, dones, infos)
         return self._copy_observations(), rewards, dones, infos
 
-    def _process_step(self, number: int, result: Any, rewards: Any, dones: Any, infos: list[dict[str, Any]]) -> None:
+    def _process_step(self, env_index: int, result: Any, rewards: Any, dones: Any, infos: list[dict[str, Any]]) -> None:
         """Take what one environment returns, and reset it where it is over."""
         observations, all_rewards, terminated, truncated, all_infos = result
-        env_ended = not self.envs[number].agents or all(
-            terminated.get(agent, True) or truncated.get(agent, True) for agent in self.envs[number].agents
+        env_ended = not self.envs[env_index].agents or all(
+            terminated.get(agent, True) or truncated.get(agent, True) for agent in self.envs[env_index].agents
         )
-        for row, agent in self._agent_rows(number):
+        for row, agent in self._agent_rows(env_index):
             if not self._alive[row]:
                 infos[row]["agent_is_dead"] = True
                 ended = terminated.get(agent, False) or truncated.get(agent, False)
                 agent_joins = (
-                    agent in observations and agent in self.envs[number].agents and not ended and not env_ended
+                    agent in observations and agent in self.envs[env_index].agents and not ended and not env_ended
                 )
                 if env_ended or agent_joins:
                     dones[row], infos[row]["terminal_observation"] = True, self._copy_observations(row)
@@ -196,7 +198,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
                 continue
             if agent not in observations or agent not in all_rewards:
                 raise EnvironmentOutputError(
-                    f"environment {number}, in step: it returns nothing for the agent {agent!r}, who has acted; "
+                    f"environment {env_index}, in step: it returns nothing for the agent {agent!r}, who has acted; "
                     "expected an observation and a reward for each agent that was among env.agents before the step"
                 )
             info = infos[row]
@@ -216,7 +218,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
                 dones[row], self._alive[row] = True, False
                 self._write_observation(row, None)
         if env_ended:
-            self._reset_env(number)
+            self._reset_env(env_index)
 
     def close(self) -> None:
         """Close the environments; again does nothing."""
