@@ -14,4 +14,4 @@ from rl_ext_core.factory.record import capture_constructors
 
 __all__ = ["EnvFactory", "as_factory", "capture_constructors"]
 
-record.start()
+record.start_recording()

@@ -1,6 +1,6 @@
 """Record how environments were built, find their specifications, and write them as source lines.
 
-:func:`start` patches the classes and functions of one table, so that each call of them is remembered with its
+:func:`start_recording` patches the classes and functions of one table, so that each call of them is remembered with its
 arguments for as long as the environment lives. :func:`call_of` reads the tree of calls that builds another one.
 """
 
@@ -27,7 +27,7 @@ from rl_ext_core._import_path import when_imported
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, _combined_error_class
 from rl_ext_core.factory.walk import RECORD, instance_dict, full_name, globals_in, is_layer, layers
 
-__all__ = ["Call", "call_of", "capture_constructors", "recorded_call", "start"]
+__all__ = ["Call", "call_of", "capture_constructors", "recorded_call", "start_recording"]
 
 # What is recorded, by module: classes with all their subclasses, and functions that make environments.
 _RECORDED: dict[str, tuple[str, ...]] = {
@@ -118,7 +118,7 @@ class _Record:
         return other is None or isinstance(other, _Record)
 
 
-def start() -> None:
+def start_recording() -> None:
     """Record the calls of the table from now on. Modules are not imported for this, but patched once they are loaded.
 
     Modules of the user that were imported before and have taken a function by its own name are patched as well.
