@@ -49,7 +49,7 @@ def fill(buffers: tuple[Any, Any], observations: list[Any], *, seed: int = 0) ->
         buffer.compute_returns_and_advantage(last, rng.random(n_envs) < 0.5)
 
 
-def seen(venv: VecEnv, n_steps: int, *, seed: int = 0) -> list[Any]:
+def collect_observations(venv: VecEnv, n_steps: int, *, seed: int = 0) -> list[Any]:
     """Observations as the algorithm has them: of an episode that follows, after one that ended."""
     rng = np.random.default_rng(seed)
     found = [venv.reset()]
@@ -71,7 +71,7 @@ def test_minibatches_of_every_size(kind: str) -> None:
     venv = env_for(kind, n_envs)
     buffers = make_buffers(kind, 24, venv.observation_space, n_envs=n_envs)
     for seed in range(2):
-        fill(buffers, seen(venv, 24, seed=seed), seed=seed)
+        fill(buffers, collect_observations(venv, 24, seed=seed), seed=seed)
         for batch_size in (None, 1, 7, 10_000) if seed else (7, 7, 48):
             assert_same_batches(*buffers, batch_size)
 
@@ -80,7 +80,7 @@ def test_minibatches_of_every_size(kind: str) -> None:
 def test_masks_of_actions_of_several_parts(actions: Any) -> None:
     venv = image_env()
     buffers = make_buffers("maskable", 24, venv.observation_space, actions)
-    fill(buffers, seen(venv, 24))
+    fill(buffers, collect_observations(venv, 24))
     assert_same_batches(*buffers, 7)
 
 
@@ -91,7 +91,7 @@ def test_rollouts_that_follow_each_other(channels: int, first: bool, codec: str)
     venv = image_env(channels, 2, first=first)
     buffers = make_buffers("plain", 40, venv.observation_space, codec=codec)
     for turn in range(3):
-        fill(buffers, seen(venv, 40, seed=turn), seed=turn)
+        fill(buffers, collect_observations(venv, 40, seed=turn), seed=turn)
         assert_same_batches(*buffers, 16)
     assert buffers[0].n_stack == 4
     assert buffers[0].stored_nbytes < buffers[1].observations.nbytes / 2
@@ -109,7 +109,7 @@ def test_it_has_the_attributes_of_the_original(kind: str) -> None:
     venv = env_for(kind)
     buffers = make_buffers(kind, 12, venv.observation_space)
     for turn in range(2):
-        fill(buffers, seen(venv, 12))
+        fill(buffers, collect_observations(venv, 12))
         for _ in range(2):
             ours, theirs = (vars(buffer) for buffer in buffers)
             assert ours.keys() - {"_observations"} == theirs.keys()
@@ -129,11 +129,11 @@ def test_it_has_the_attributes_of_the_original(kind: str) -> None:
 def test_copies_go_on(copied: Callable[[Any], Any], kind: str) -> None:
     venv = env_for(kind)
     buffers = make_buffers(kind, 12, venv.observation_space)
-    fill(buffers, seen(venv, 12))
+    fill(buffers, collect_observations(venv, 12))
     list(buffers[0].get(5)), list(buffers[1].get(5))
     ours = copied(buffers[0])
     assert_same_batches(ours, buffers[1], 5)
-    fill((ours, buffers[1]), seen(venv, 12, seed=1))
+    fill((ours, buffers[1]), collect_observations(venv, 12, seed=1))
     assert_same_batches(ours, buffers[1], 5)
 
 
@@ -141,7 +141,7 @@ def test_copies_go_on(copied: Callable[[Any], Any], kind: str) -> None:
 def test_rows_that_are_assigned_once_more_are_those_of_the_original(row: int) -> None:
     venv = env_for("plain")
     buffers = make_buffers("plain", 12, venv.observation_space)
-    *steps, other = seen(venv, 11)
+    *steps, other = collect_observations(venv, 11)
     fill(buffers, steps)
     for buffer in buffers:
         buffer.observations[row] = other
@@ -155,7 +155,7 @@ def test_rows_that_are_assigned_once_more_are_those_of_the_original(row: int) ->
 def test_what_does_not_fit_is_refused_and_replaced_by_what_does() -> None:
     venv = image_env()
     buffers = make_buffers("plain", 8, venv.observation_space)
-    observations = seen(venv, 8)
+    observations = collect_observations(venv, 8)
     rest = np.zeros(2), np.zeros(2), np.zeros(2), torch.zeros(2, 1), torch.zeros(2)
     buffers[0].add(observations[0], *rest)
     with pytest.raises(InvalidArgumentError, match=r"obs has shape \(2, 4, 36, 35\), expected \(2, 4, 36, 36\)"):
@@ -178,7 +178,7 @@ def test_one_is_made_like_that_of_a_model(kind: str) -> None:
     ours = ROLLOUT[kind][0].like(theirs, codec="patch+lz4")
     assert (ours.gae_lambda, ours.gamma) == (0.9, 0.95)
     assert (ours.codec["image"] if isinstance(ours.codec, dict) else ours.codec) == "patch+lz4"
-    fill((ours, theirs), seen(venv, 24))
+    fill((ours, theirs), collect_observations(venv, 24))
     assert_same_batches(ours, theirs, 10)
     if kind == "recurrent":
         plain = RolloutBuffer(24, venv.observation_space, ACTIONS)
