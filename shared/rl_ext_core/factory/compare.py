@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 _LABEL = "trial copy"
-OPTIONAL = "what a copy can be tried without"  # the phase of a failure after which a careful trial is made
+OPTIONAL_PHASE = "what a copy can be tried without"  # the phase of a failure after which a careful trial is made
 _SEED = 20_231
 # Steps of the two histories; each ends after so many seconds at the latest. A step may wait forever, for what only the
 # user's program does; on the time of a step only advice depends.
@@ -664,7 +664,7 @@ def _time_steps(environment: Any) -> float | None:
 
 @contextlib.contextmanager
 def _optional_phase() -> Iterator[None]:
-    processes.set_status(phase=OPTIONAL)
+    processes.set_status(phase=OPTIONAL_PHASE)
     try:
         yield
     finally:

@@ -173,7 +173,7 @@ def _factory_from_instance(
         try:
             examination = run_examination(recipe, careful=False)
         except WorkerError as error:
-            if error.phase != compare.OPTIONAL:
+            if error.phase != compare.OPTIONAL_PHASE:
                 raise
             examination = run_examination(recipe, careful=True)
         if not examination.problems:
