@@ -61,14 +61,14 @@ def collect_observations(venv: VecEnv, n_steps: int, *, seed: int = 0) -> list[A
     return found
 
 
-def env_for(kind: str, n_envs: int = 2) -> VecEnv:
+def make_env(kind: str, n_envs: int = 2) -> VecEnv:
     return dict_env(n_envs) if "dict" in kind else image_env(1, n_envs)
 
 
 @pytest.mark.parametrize("kind", ROLLOUT)
 def test_minibatches_of_every_size(kind: str) -> None:
     n_envs = 1 if kind == "plain" else 3
-    venv = env_for(kind, n_envs)
+    venv = make_env(kind, n_envs)
     buffers = make_buffers(kind, 24, venv.observation_space, n_envs=n_envs)
     for seed in range(2):
         fill(buffers, collect_observations(venv, 24, seed=seed), seed=seed)
@@ -106,7 +106,7 @@ def test_all_spaces_at_once() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "dict"])
 def test_it_has_the_attributes_of_the_original(kind: str) -> None:
-    venv = env_for(kind)
+    venv = make_env(kind)
     buffers = make_buffers(kind, 12, venv.observation_space)
     for turn in range(2):
         fill(buffers, collect_observations(venv, 12))
@@ -127,7 +127,7 @@ def test_it_has_the_attributes_of_the_original(kind: str) -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))])
 @pytest.mark.parametrize("kind", ["plain", "dict"])
 def test_copies_go_on(copied: Callable[[Any], Any], kind: str) -> None:
-    venv = env_for(kind)
+    venv = make_env(kind)
     buffers = make_buffers(kind, 12, venv.observation_space)
     fill(buffers, collect_observations(venv, 12))
     list(buffers[0].get(5)), list(buffers[1].get(5))
@@ -139,7 +139,7 @@ def test_copies_go_on(copied: Callable[[Any], Any], kind: str) -> None:
 
 @pytest.mark.parametrize("row", [2, 8, 9])
 def test_rows_that_are_assigned_once_more_are_those_of_the_original(row: int) -> None:
-    venv = env_for("plain")
+    venv = make_env("plain")
     buffers = make_buffers("plain", 12, venv.observation_space)
     *steps, other = collect_observations(venv, 11)
     fill(buffers, steps)
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused_and_replaced_by_what_does() -> None:
 
 @pytest.mark.parametrize("kind", ["recurrent", "recurrent dict"])
 def test_one_is_made_like_that_of_a_model(kind: str) -> None:
-    venv = env_for(kind)
+    venv = make_env(kind)
     _, theirs = make_buffers(kind, 24, venv.observation_space)
     ours = ROLLOUT[kind][0].like(theirs, codec="patch+lz4")
     assert (ours.gae_lambda, ours.gamma) == (0.9, 0.95)
