@@ -119,7 +119,7 @@ def _reset(env: Any) -> None:
     env.reset(seed=5)
 
 
-def _midway(env: Any) -> None:
+def _stop_midway(env: Any) -> None:
     rollout(env, 5)
 
 
@@ -130,7 +130,7 @@ def _ended(env: Any) -> None:
 
 
 @pytest.mark.sample(quick=3, ci=10)
-@pytest.mark.parametrize("stage", [lambda env: None, _reset, _midway, _ended])
+@pytest.mark.parametrize("stage", [lambda env: None, _reset, _stop_midway, _ended])
 @pytest.mark.parametrize("make", [_cart, Line, lambda: Rising(_cart()), lambda: gym.make("FrozenLake-v1")])
 def test_copy_of_any_stage_begins_at_a_reset(make: Any, stage: Any, copy_outcome: Any) -> None:
     env = make()
@@ -139,7 +139,7 @@ def test_copy_of_any_stage_begins_at_a_reset(make: Any, stage: Any, copy_outcome
     assert copy_outcome(env) == "copied"
 
 
-@pytest.mark.parametrize("stage", [_midway, _reset])
+@pytest.mark.parametrize("stage", [_stop_midway, _reset])
 def test_original_goes_on_in_its_episode_as_if_nothing_had_been_copied(stage: Any) -> None:
     env, twin = (wrappers.NormalizeObservation(gym.make("copies/Line-v0")) for _ in range(2))
     for one in (env, twin):
