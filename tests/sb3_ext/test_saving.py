@@ -33,7 +33,7 @@ ACTIONS = spaces.Discrete(3)
 SMALL = spaces.Box(0, 255, (2, 6, 5), np.uint8)
 
 
-def model_of(kind: str, ours: bool, **options: Any) -> Any:
+def make_model(kind: str, ours: bool, **options: Any) -> Any:
     defaults: dict[str, Any] = {
         "learning_starts": 10_000,
         "seed": 0,
@@ -61,7 +61,7 @@ def test_a_model_saves_and_loads_it(
 ) -> None:
     loaded, sizes = [], []
     for ours in (True, False):
-        model = model_of(kind, ours, replay_buffer_kwargs=options)
+        model = make_model(kind, ours, replay_buffer_kwargs=options)
         model.learn(n_steps)
         path = tmp_path / f"{ours}.pkl"
         model.save_replay_buffer(path)
