@@ -123,14 +123,14 @@ def _stop_midway(env: Any) -> None:
     rollout(env, 5)
 
 
-def _ended(env: Any) -> None:
+def _finish_episode(env: Any) -> None:
     env.reset(seed=5)
     while not any(env.step(env.action_space.sample())[2:4]):
         pass
 
 
 @pytest.mark.sample(quick=3, ci=10)
-@pytest.mark.parametrize("stage", [lambda env: None, _reset, _stop_midway, _ended])
+@pytest.mark.parametrize("stage", [lambda env: None, _reset, _stop_midway, _finish_episode])
 @pytest.mark.parametrize("make", [_cart, Line, lambda: Rising(_cart()), lambda: gym.make("FrozenLake-v1")])
 def test_copy_of_any_stage_begins_at_a_reset(make: Any, stage: Any, copy_outcome: Any) -> None:
     env = make()
