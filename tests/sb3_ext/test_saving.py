@@ -93,7 +93,7 @@ def small_buffer(n_steps: int = 12) -> tuple[CompressedReplayBuffer, ReplayBuffe
 
 
 @pytest.fixture(scope="module")
-def saved() -> bytes:
+def saved_buffer() -> bytes:
     return pickle.dumps(small_buffer()[0], protocol=pickle.HIGHEST_PROTOCOL)
 
 
@@ -112,9 +112,9 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
-def test_a_damaged_file_is_refused_or_harmless(saved: bytes, tmp_path: Path, place: float, flip: int) -> None:
+def test_a_damaged_file_is_refused_or_harmless(saved_buffer: bytes, tmp_path: Path, place: float, flip: int) -> None:
     """Bytes may be flipped that mean nothing; but no other transition is ever read."""
-    data = bytearray(saved)
+    data = bytearray(saved_buffer)
     data[int(place * len(data))] ^= flip
     path = tmp_path / "buffer.pkl"
     path.write_bytes(data)
@@ -130,9 +130,9 @@ def test_a_damaged_file_is_refused_or_harmless(saved: bytes, tmp_path: Path, pla
         np.testing.assert_array_equal(left, right, err_msg=f"byte {int(place * len(data))} flipped by {flip}")
 
 
-def test_a_failed_load_leaves_no_file_open(saved: bytes, tmp_path: Path) -> None:
+def test_a_failed_load_leaves_no_file_open(saved_buffer: bytes, tmp_path: Path) -> None:
     path = tmp_path / "buffer.pkl"
-    path.write_bytes(saved[:-9])
+    path.write_bytes(saved_buffer[:-9])
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         with pytest.raises(CorruptFileError):
