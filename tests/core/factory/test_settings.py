@@ -304,7 +304,7 @@ def _timed(env: Any) -> Any:
     return wrappers.TimeAwareObservation(env, flatten=False)
 
 
-def _under(name: str, make: Callable[[], Any], *arguments: Any, **options: Any) -> Callable[[], Any]:
+def _wrap_with(name: str, make: Callable[[], Any], *arguments: Any, **options: Any) -> Callable[[], Any]:
     return lambda: getattr(wrappers, name)(make(), *arguments, **options)
 
 
@@ -324,14 +324,14 @@ PICTURES: dict[str, tuple[Any, ...]] = {
     "ResizeObservation": ((8, 8),),
 }  # fmt: skip
 WRAPPED: dict[str, Callable[[], Any]] = {
-    "FilterObservation": _under("FilterObservation", lambda: _timed(_cart()), ["time"]),
-    "FlattenObservation": _under("FlattenObservation", lambda: _timed(_cart())),
+    "FilterObservation": _wrap_with("FilterObservation", lambda: _timed(_cart()), ["time"]),
+    "FlattenObservation": _wrap_with("FlattenObservation", lambda: _timed(_cart())),
     "AddRenderObservation": _pictures,
-    "RenderCollection": _under("RenderCollection", lambda: _cart(render_mode="rgb_array")),
+    "RenderCollection": _wrap_with("RenderCollection", lambda: _cart(render_mode="rgb_array")),
     "vector": lambda: gym.make_vec("CartPole-v1", 2, vectorization_mode="sync"),
-    **{name: _under(name, _cart, *arguments) for name, arguments in CART.items()},
-    **{name: _under(name, _pendulum, *arguments) for name, arguments in PENDULUM.items()},
-    **{name: _under(name, _pictures, *arguments) for name, arguments in PICTURES.items()},
+    **{name: _wrap_with(name, _cart, *arguments) for name, arguments in CART.items()},
+    **{name: _wrap_with(name, _pendulum, *arguments) for name, arguments in PENDULUM.items()},
+    **{name: _wrap_with(name, _pictures, *arguments) for name, arguments in PICTURES.items()},
 }
 
 
