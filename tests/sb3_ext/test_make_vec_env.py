@@ -361,7 +361,10 @@ def test_unknown_ids_are_gymnasiums_errors_and_ours() -> None:
 
 def test_what_no_other_process_can_be_given_stays_here(caplog: pytest.LogCaptureFixture) -> None:
     database = sqlite3.connect(":memory:")
-    for env_id, env_kwargs in ((lambda: Counting() if database else None, {}), (_with, {"database": database})):
+    for env_id, env_kwargs in (
+        (lambda: Counting() if database else None, {}),
+        (build_with_database, {"database": database}),
+    ):
         venv = make_vec_env(env_id, 2, env_kwargs=env_kwargs)
         assert isinstance(venv, DummyVecEnv)
         venv.close()
@@ -370,7 +373,7 @@ def test_what_no_other_process_can_be_given_stays_here(caplog: pytest.LogCapture
     database.close()
 
 
-def _with(database: Any) -> Any:
+def build_with_database(database: Any) -> Any:
     return Counting() if database else None
 
 
