@@ -64,7 +64,7 @@ def _torchrl(*transforms: Any, env: Any = None) -> Any:
     return torchrl.TransformedEnv(env or torchrl.GymEnv("Pendulum-v1"), torchrl.Compose(*made))
 
 
-def _over(wrapper: str, env: Any, **options: Any) -> Any:
+def _wrap_torchrl(wrapper: str, env: Any, **options: Any) -> Any:
     package = "torchrl_ext" if wrapper == "GymWrapper" else "torchrl.envs"
     return getattr(_need(package), wrapper)(env, **options)
 
@@ -112,9 +112,9 @@ MADE: dict[str, Callable[[], Any]] = {
     "CatFrames, not used yet": lambda: _torchrl(("CatFrames", (3, -1), SEEN)),
     "VecNorm": lambda: _torchrl(("VecNormV2", (), {**SEEN, "out_keys": ["observation"]})),
     "ObservationNorm": lambda: _torchrl(("ObservationNorm", (0.5, 2.0), SEEN)),
-    "TorchRL over dm_control": lambda: _over("DMControlWrapper", _suite("cheetah", "run")),
-    "TorchRL over PettingZoo": lambda: _over("PettingZooWrapper", _zoo("sisl.pursuit_v5", "parallel_env")),
-    "TorchRL over robosuite": lambda: _over("GymWrapper", _need("robosuite.wrappers").GymWrapper(_lift())),
+    "TorchRL over dm_control": lambda: _wrap_torchrl("DMControlWrapper", _suite("cheetah", "run")),
+    "TorchRL over PettingZoo": lambda: _wrap_torchrl("PettingZooWrapper", _zoo("sisl.pursuit_v5", "parallel_env")),
+    "TorchRL over robosuite": lambda: _wrap_torchrl("GymWrapper", _need("robosuite.wrappers").GymWrapper(_lift())),
     "SB3, Atari": lambda: _sb3("atari_wrappers", "AtariWrapper", _pong(frameskip=1)),
     "SB3, Monitor": lambda: _sb3("monitor", "Monitor", gym.make("CartPole-v1")),
     "SB3, VecNormalize": lambda: _sb3("vec_env", "VecNormalize", _vec()),
