@@ -389,7 +389,7 @@ class Scene(Counting):
         return super().reset(seed=seed)
 
 
-def _fails_in_children(pid: int, how: str) -> Any:
+def fail_in_children(pid: int, how: str) -> Any:
     if os.getpid() != pid:
         raise {"error": RuntimeError("the license is taken"), "exit": SystemExit(3)}[how]
     return Counting()
@@ -401,8 +401,8 @@ def _fails_in_children(pid: int, how: str) -> Any:
     [
         (Scene, "directory: 'assets/size.txt'"),
         (functools.partial(Scene, late=True), "directory: 'assets/size.txt'"),
-        (functools.partial(_fails_in_children, os.getpid(), "error"), "RuntimeError: the license is taken"),
-        (functools.partial(_fails_in_children, os.getpid(), "exit"), "SystemExit: 3"),
+        (functools.partial(fail_in_children, os.getpid(), "error"), "RuntimeError: the license is taken"),
+        (functools.partial(fail_in_children, os.getpid(), "exit"), "SystemExit: 3"),
     ],
 )
 def test_what_cannot_be_tried_stays_here_with_one_warning(
