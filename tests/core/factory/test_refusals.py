@@ -28,7 +28,7 @@ from rl_ext_core.factory import as_factory
 from tests.core.factory.copying import EITHER, REFUSED, NOT_SILENT, Case, HoldingEnv, Line, Scaled, rollout
 
 
-def _locked() -> Any:
+def _make_locked_lock() -> Any:
     lock = threading.Lock()
     lock.acquire()
     return lock
@@ -49,7 +49,7 @@ THINGS: dict[str, tuple[set[str], Callable[[], Any]]] = {
     "shared number": (REFUSED, lambda: multiprocessing.Value("i", 0)),
     "shared memory": (REFUSED, lambda: shared_memory.SharedMemory(create=True, size=8)),
     "folder": (REFUSED, tempfile.TemporaryDirectory),
-    "finalizer": (REFUSED, lambda: weakref.finalize(_locked, print)),
+    "finalizer": (REFUSED, lambda: weakref.finalize(_make_locked_lock, print)),
     "thread": (REFUSED, lambda: threading.Thread(target=print)),
     "generator": (REFUSED, lambda: (part for part in ())),
     "library": (REFUSED, lambda: ctypes.CDLL(None)),
@@ -59,7 +59,7 @@ THINGS: dict[str, tuple[set[str], Callable[[], Any]]] = {
     "view of memory": (REFUSED, lambda: memoryview(bytearray(8))),
     "dead proxy": (EITHER, lambda: weakref.proxy(Scaled(Line()))),
     "lock": (EITHER, threading.Lock),
-    "locked lock": (EITHER, _locked),
+    "locked lock": (EITHER, _make_locked_lock),
 }
 
 
