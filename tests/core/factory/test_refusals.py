@@ -34,7 +34,7 @@ def _make_locked_lock() -> Any:
     return lock
 
 
-def _mapped() -> Any:
+def _make_memmap() -> Any:
     with tempfile.NamedTemporaryFile() as file:
         np.arange(6.0).tofile(file.name)
         return np.memmap(file.name, np.float64, "r+", shape=(2, 3))
@@ -55,7 +55,7 @@ THINGS: dict[str, tuple[set[str], Callable[[], Any]]] = {
     "library": (REFUSED, lambda: ctypes.CDLL(None)),
     "pointer": (REFUSED, lambda: ctypes.pointer(ctypes.c_double(1))),
     "compressor": (REFUSED, zlib.compressobj),
-    "mapped file": (REFUSED, _mapped),
+    "mapped file": (REFUSED, _make_memmap),
     "view of memory": (REFUSED, lambda: memoryview(bytearray(8))),
     "dead proxy": (EITHER, lambda: weakref.proxy(Scaled(Line()))),
     "lock": (EITHER, threading.Lock),
