@@ -239,7 +239,7 @@ def test_number_of_a_handle_that_a_copy_could_not_use_is_refused() -> None:
     first.close()
 
 
-class Drawn(Line):
+class AbortsWhenRendered(Line):
     """One that can be rendered in the process that has made it first, as there is a display."""
 
     render_mode = "rgb_array"
@@ -249,7 +249,7 @@ class Drawn(Line):
 
 
 def test_environment_that_cannot_be_rendered_elsewhere_is_copied() -> None:
-    env = Drawn()
+    env = AbortsWhenRendered()
     env.gain = 4.0
     assert as_factory(env)().gain == 4.0
 
