@@ -127,7 +127,7 @@ def another_first(folder: Path) -> Any:
     return module
 
 
-FOUND = (relative_entry, entry_taken_off, namespace_package, of_a_specification)
+FINDABLE = (relative_entry, entry_taken_off, namespace_package, of_a_specification)
 BY_VALUE = (file_deleted, of_a_file_of_another_name, by_a_hook, without_a_file, another_first)
 
 
@@ -149,7 +149,7 @@ def module(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.sample(quick=3, ci=11)
-@pytest.mark.parametrize("module", [*BY_VALUE, *FOUND], indirect=True, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("module", [*BY_VALUE, *FINDABLE], indirect=True, ids=lambda make: make.__name__)
 def test_workers_run_the_code_of_this_process(module: Any) -> None:
     module.LEVEL["value"] = 3.0
     envs = SharedMemoryVectorEnv([module.Env, lambda: module.Env()])
@@ -166,7 +166,7 @@ def test_workers_run_the_code_of_this_process(module: Any) -> None:
 
 
 @pytest.mark.sample(quick=2, ci=11)
-@pytest.mark.parametrize("module", [*BY_VALUE, *FOUND], indirect=True, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("module", [*BY_VALUE, *FINDABLE], indirect=True, ids=lambda make: make.__name__)
 def test_trials_run_the_code_of_this_process(module: Any, tmp_path: Path) -> None:
     verdicts = [probe([module.Env] * 2, cache=tmp_path / "verdicts") for _ in range(2)]
     assert [verdict.isolation for verdict in verdicts] == [Isolation.SHARED_STATE] * 2, verdicts
@@ -175,7 +175,7 @@ def test_trials_run_the_code_of_this_process(module: Any, tmp_path: Path) -> Non
     assert [verdict.declared_by for verdict in verdicts] == ["probe", "cache" if found else "probe"]
 
 
-@pytest.mark.parametrize("module", [*FOUND, *BY_VALUE], indirect=True, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("module", [*FINDABLE, *BY_VALUE], indirect=True, ids=lambda make: make.__name__)
 def test_the_import_path_leads_to_all_modules_with_files(module: Any, request: Any) -> None:
     if request.node.callspec.params["module"] in BY_VALUE:
         assert not is_found_elsewhere(module.__name__)
