@@ -136,7 +136,7 @@ def test_sources_that_cannot_be_pickled_are_not_tried() -> None:
 # -- real environments
 
 
-def needs(module: str) -> Callable[[], None]:
+def skip_without(module: str) -> Callable[[], None]:
     return lambda: None if importlib.util.find_spec(module) else skip_or_fail(f"{module} is not installed")
 
 
@@ -172,7 +172,7 @@ def test_independent_real_environments(source: Any) -> None:
     ],
 )
 def test_libraries_with_a_single_instance(package: str, source: Any, text: str, library: str) -> None:
-    needs(package)()
+    skip_without(package)()
     verdict = probe(source, cache=False)
     assert verdict.isolation is SINGLE
     assert text in verdict.explanation
@@ -182,7 +182,7 @@ def test_libraries_with_a_single_instance(package: str, source: Any, text: str, 
 @pytest.mark.sample
 @pytest.mark.parametrize("has_flag", [True, False])
 def test_fmu_with_and_without_the_flag(has_flag: bool, tmp_path: Path, compiler: str) -> None:
-    needs("fmpy")()
+    skip_without("fmpy")()
     fmu = make_fmu(tmp_path / "decay.fmu", compiler, **({} if has_flag else {"flag": ""}))
     verdict = probe(functools.partial(Decay, str(fmu)), cache=False)
     # FMPy unpacks a copy of the library for each instance: they share nothing.
