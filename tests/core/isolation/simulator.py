@@ -57,7 +57,7 @@ class Simulator(gymnasium.Env[np.ndarray, np.ndarray]):
             self._handle = None
 
 
-def from_the_environment() -> Simulator:
+def make_from_env_variable() -> Simulator:
     return Simulator(os.environ["TOY_LIBRARY"])
 
 

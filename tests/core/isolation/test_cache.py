@@ -42,15 +42,15 @@ def test_replaced_library_and_variables_are_noticed(
     library = tmp_path / "libsim.so"
     library.write_bytes(Path(variant("GOOD").args[0]).read_bytes())
     monkeypatch.setenv("TOY_LIBRARY", str(library))
-    assert [probe(simulator.from_the_environment).declared_by for _ in range(2)] == ["probe", "cache"]
+    assert [probe(simulator.make_from_env_variable).declared_by for _ in range(2)] == ["probe", "cache"]
     monkeypatch.setenv("SSH_TTY", "/dev/pts/7")
-    assert probe(simulator.from_the_environment).declared_by == "cache"
+    assert probe(simulator.make_from_env_variable).declared_by == "cache"
     monkeypatch.setenv("TOY_LIBRARY", variant("SHARED_RANDOM").args[0])
-    assert probe(simulator.from_the_environment).isolation is Isolation.SHARED_STATE
+    assert probe(simulator.make_from_env_variable).isolation is Isolation.SHARED_STATE
     monkeypatch.setenv("TOY_LIBRARY", str(library))
-    assert probe(simulator.from_the_environment).declared_by == "cache"
+    assert probe(simulator.make_from_env_variable).declared_by == "cache"
     library.write_bytes(Path(variant("SHARED_RANDOM").args[0]).read_bytes())
-    assert probe(simulator.from_the_environment).isolation is Isolation.SHARED_STATE
+    assert probe(simulator.make_from_env_variable).isolation is Isolation.SHARED_STATE
 
 
 @pytest.mark.sample(quick=0)
