@@ -61,7 +61,7 @@ def make_from_env_variable() -> Simulator:
     return Simulator(os.environ["TOY_LIBRARY"])
 
 
-def unpacks_its_library(library: str) -> Simulator:
+def make_with_library_copy(library: str) -> Simulator:
     return Simulator(shutil.copy(library, tempfile.mkdtemp()))
 
 

@@ -79,7 +79,7 @@ def test_verdicts_on_libraries_that_are_gone_or_without_a_recipe_are_not_kept(
     own_cache: Path, variant: Variant
 ) -> None:
     generator = np.random.default_rng(1)
-    probe(functools.partial(simulator.unpacks_its_library, variant("GOOD").args[0]))
+    probe(functools.partial(simulator.make_with_library_copy, variant("GOOD").args[0]))
     probe(lambda: generator and simulator.Plain())
     assert not own_cache.exists() or not list(own_cache.iterdir())
 
