@@ -239,7 +239,7 @@ class SaysNonsense(Plain):
     metadata: ClassVar[dict[str, Any]] = {"render_modes": [], "isolation": True}
 
 
-def builds_what_says_single() -> SaysSingle:
+def make_declared_single() -> SaysSingle:
     return SaysSingle()
 
 

@@ -58,7 +58,7 @@ def test_declaration_is_believed_without_building(source: Any, no_process: None)
 
 
 def test_declaration_of_what_a_function_builds() -> None:
-    verdict = probe(simulator.builds_what_says_single, cache=False)
+    verdict = probe(simulator.make_declared_single, cache=False)
     assert (verdict.isolation, verdict.declared_by) == (SINGLE, "environment")
     assert verdict.step_seconds is not None
 
