@@ -263,5 +263,5 @@ class NotAnEnvironment:
         return 0
 
 
-def exits() -> None:
+def exit_while_building() -> None:
     sys.exit("no license")

@@ -41,7 +41,7 @@ def test_json_output_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.sample
 @pytest.mark.parametrize(
-    ("name", "text"), [("FailsAtReset", "RuntimeError: no world"), ("exits", "SystemExit: no license")]
+    ("name", "text"), [("FailsAtReset", "RuntimeError: no world"), ("exit_while_building", "SystemExit: no license")]
 )
 def test_status_is_one_without_a_verdict(
     name: str, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

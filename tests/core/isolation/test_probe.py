@@ -86,7 +86,7 @@ def test_second_instance_that_hangs(variant: Variant) -> None:
         (simulator.OwnOutput, INDEPENDENT, "bit for bit"),
         (functools.partial(simulator.BadClose, 0), INDEPENDENT, "bit for bit"),
         (functools.partial(simulator.BadClose, 1), SINGLE, "closing one raises RuntimeError: another one is there"),
-        (simulator.exits, UNKNOWN, "could not be tried: building it raises SystemExit: no license"),
+        (simulator.exit_while_building, UNKNOWN, "could not be tried: building it raises SystemExit: no license"),
         (simulator.ReadsAFile, UNKNOWN, "Trials have an empty working directory"),
         (simulator.NotAnEnvironment, UNKNOWN, "simulator.NotAnEnvironment has no known way to be stepped"),
         (simulator.FailsAtReset, BROKEN, "A single one does not work: resetting it raises RuntimeError: no world"),
@@ -97,7 +97,11 @@ def test_second_instance_that_hangs(variant: Variant) -> None:
         (lambda: gymnasium.wrappers.TimeLimit(simulator.MaskedByMethod(""), 7), SHARED, "action_masks()"),
         ([simulator.Plain, simulator.ClassAttribute, simulator.ClassAttribute], SHARED, "something else"),
         ([simulator.Plain, simulator.IgnoresSeeds], INDEPENDENT, "bit for bit"),
-        ([simulator.Plain, simulator.exits], UNKNOWN, "Number 2 of the sources could not be tried: building"),
+        (
+            [simulator.Plain, simulator.exit_while_building],
+            UNKNOWN,
+            "Number 2 of the sources could not be tried: building",
+        ),
         ([simulator.Plain, simulator.FailsAtReset], BROKEN, "Number 2 of the sources does not work: resetting"),
     ],
 )
