@@ -1,6 +1,6 @@
 """A user's own code: classes, functions and globals of its main module, whichever way it is run."""
 
-DEFINED = """
+DEFINITIONS = """
 import gymnasium as gym, numpy as np
 
 LEVEL = 1
