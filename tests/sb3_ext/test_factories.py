@@ -13,7 +13,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from sb3_ext import as_factory
 from tests.core.factory.copying import Line
-from tests.core.factory.main_script import DEFINITIONS, USED, in_pools
+from tests.core.factory.main_script import DEFINITIONS, CHECKS, in_pools
 from tests.ways import LAUNCH_MODES, run_program
 
 
@@ -106,4 +106,4 @@ POOLS = in_pools(
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
 def test_what_is_the_main_modules_own_travels_and_stays_as_it_is(launch_mode: str, tmp_path: Path) -> None:
-    assert "as expected" in run_program(launch_mode, DEFINITIONS + USED + POOLS, tmp_path)
+    assert "as expected" in run_program(launch_mode, DEFINITIONS + CHECKS + POOLS, tmp_path)

@@ -15,7 +15,7 @@ from torchrl.envs import Compose, RewardSum, SerialEnv, StepCounter, Transformed
 import torchrl_ext
 from rl_ext_core import _pickle
 from rl_ext_core.factory.record import call_of, source_of_instance
-from tests.core.factory.main_script import DEFINITIONS, USED, in_pools
+from tests.core.factory.main_script import DEFINITIONS, CHECKS, in_pools
 from tests.ways import LAUNCH_MODES, run_program
 
 CASES = [
@@ -73,4 +73,4 @@ PARALLEL = in_pools(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
 def test_what_is_the_main_modules_own_travels_and_stays_as_it_is(launch_mode: str, tmp_path: Path) -> None:
-    assert "as expected" in run_program(launch_mode, DEFINITIONS + USED + PARALLEL, tmp_path)
+    assert "as expected" in run_program(launch_mode, DEFINITIONS + CHECKS + PARALLEL, tmp_path)

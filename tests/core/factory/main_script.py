@@ -42,7 +42,7 @@ def make(extra=0):
 # %%
 """
 
-USED = """
+CHECKS = """
 from rl_ext_core.factory import as_factory
 
 def check(use):

@@ -17,7 +17,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from rl_ext_core.factory import as_factory
 from tests.core.factory.copying import Line, Scaled, try_rollout, rollout
-from tests.core.factory.main_script import DEFINITIONS, USED, in_pools
+from tests.core.factory.main_script import DEFINITIONS, CHECKS, in_pools
 from tests.ways import run_program
 
 
@@ -191,7 +191,7 @@ ASYNC = in_pools("", "[gym.vector.AsyncVectorEnv]", "envs.reset(seed=0)[0].tolis
 @pytest.mark.sample(ci=2)
 @pytest.mark.parametrize("launch_mode", ["-c", "notebook", "script", "stdin"])
 def test_classes_of_the_main_module_travel_and_stay_as_they_are(launch_mode: str, tmp_path: Path) -> None:
-    assert "as expected" in run_program(launch_mode, DEFINITIONS + USED + ASYNC, tmp_path)
+    assert "as expected" in run_program(launch_mode, DEFINITIONS + CHECKS + ASYNC, tmp_path)
 
 
 def test_game_of_stable_retro_is_built_by_its_name() -> None:
