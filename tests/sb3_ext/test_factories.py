@@ -13,7 +13,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from sb3_ext import as_factory
 from tests.core.factory.copying import Line
-from tests.core.factory.main_script import DEFINITIONS, CHECKS, in_pools
+from tests.core.factory.main_script import DEFINITIONS, CHECKS, script_with_pools
 from tests.ways import LAUNCH_MODES, run_program
 
 
@@ -95,7 +95,7 @@ def test_workers_have_what_the_instance_has_and_overrides_reach_them() -> None:
     env.step(0)
 
 
-POOLS = in_pools(
+POOLS = script_with_pools(
     "from stable_baselines3.common.vec_env import SubprocVecEnv\nfrom sb3_ext import SharedMemoryVecEnv",
     # SubprocVecEnv's workers look for a file of that name.
     '[SharedMemoryVecEnv] if globals().get("__file__") == "<stdin>" else [SubprocVecEnv, SharedMemoryVecEnv]',

@@ -15,7 +15,7 @@ from torchrl.envs import Compose, RewardSum, SerialEnv, StepCounter, Transformed
 import torchrl_ext
 from rl_ext_core import _pickle
 from rl_ext_core.factory.record import call_of, source_of_instance
-from tests.core.factory.main_script import DEFINITIONS, CHECKS, in_pools
+from tests.core.factory.main_script import DEFINITIONS, CHECKS, script_with_pools
 from tests.ways import LAUNCH_MODES, run_program
 
 CASES = [
@@ -63,7 +63,7 @@ def test_transforms_that_were_appended_are_part_of_the_calls() -> None:
     assert copied.base_env is not env.base_env
 
 
-PARALLEL = in_pools(
+PARALLEL = script_with_pools(
     "from torchrl_ext import ParallelEnv",
     "[lambda factories: ParallelEnv(len(factories), factories)]",
     'envs.reset()["observation"].tolist()',

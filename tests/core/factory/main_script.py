@@ -80,7 +80,7 @@ def check(use):
 """
 
 
-def in_pools(imports: str, pools: str, answer: str) -> str:
+def script_with_pools(imports: str, pools: str, answer: str) -> str:
     """Give the end of such a script: environments in pools of processes do what ``check`` expects.
 
     :param imports: what the pools need

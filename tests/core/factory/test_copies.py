@@ -17,7 +17,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from rl_ext_core.factory import as_factory
 from tests.core.factory.copying import Line, Scaled, try_rollout, rollout
-from tests.core.factory.main_script import DEFINITIONS, CHECKS, in_pools
+from tests.core.factory.main_script import DEFINITIONS, CHECKS, script_with_pools
 from tests.ways import run_program
 
 
@@ -185,7 +185,7 @@ def test_vector_environments_of_gymnasium_take_the_factories(method: str) -> Non
     env.step(0)  # gymnasium has closed the environment that it built for its spaces, not this one
 
 
-ASYNC = in_pools("", "[gym.vector.AsyncVectorEnv]", "envs.reset(seed=0)[0].tolist()")
+ASYNC = script_with_pools("", "[gym.vector.AsyncVectorEnv]", "envs.reset(seed=0)[0].tolist()")
 
 
 @pytest.mark.sample(ci=2)
