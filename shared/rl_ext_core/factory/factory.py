@@ -45,7 +45,7 @@ class _Worker:
     entropy: int | None
     overrides: Mapping[str, Any]
     decision: Decision | None
-    enter: Callable[[], None]
+    apply_decision: Callable[[], None]
     creator_process: uuid.UUID
     attempt: int = 0
 
@@ -166,8 +166,8 @@ class EnvFactory(Generic[_Env]):
             self._recipe.check(own, self.instance)
             if decision is not None and "device" in self._recipe.parameters:
                 own.setdefault("device", decision.device)
-            enter = _do_nothing if decision is None else decision.bind(_do_nothing)
-            factory._worker = _Worker(index, entropy, own, decision, enter, process_identity())
+            apply_decision = _do_nothing if decision is None else decision.bind(_do_nothing)
+            factory._worker = _Worker(index, entropy, own, decision, apply_decision, process_identity())
             factories.append(factory)
         return factories
 
@@ -190,7 +190,7 @@ class EnvFactory(Generic[_Env]):
         """
         worker, recipe = self._worker, self._recipe
         if worker is not None:
-            worker.enter()
+            worker.apply_decision()
             overrides = {**worker.overrides, **overrides}
             stream = streams.seed_sequence(worker.entropy, worker.index, worker.attempt)
         elif not recipe.takes_arguments:
