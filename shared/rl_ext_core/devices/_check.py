@@ -29,7 +29,7 @@ from rl_ext_core.devices._renderers import (
     Renderer,
     RendererFailsError,
 )
-from rl_ext_core.devices._resolve import WSL_LIMIT, decide_compute, decide_render, on_wsl, parse_device
+from rl_ext_core.devices._resolve import WSL_LIMIT, decide_compute, decide_render, is_wsl, parse_device
 from rl_ext_core.devices.decision import Decision
 from rl_ext_core.devices.inventory import Gpu, Inventory
 from rl_ext_core.errors import DeviceConflictError, RlExtError
@@ -542,7 +542,7 @@ def _unlisted_gpu_finding(gpu: Gpu, situation: Situation, severity: Severity) ->
     effect += "lands on another GPU" if others else where
     if inventory.egl_error:
         return situation.finding("EGL", f"{effect}: {inventory.egl_error}", "apt-get install libegl1", severity)
-    if on_wsl(situation.machine):
+    if is_wsl(situation.machine):
         line = f'resolve("auto", render="cpu", renderer="{_installed_renderers(situation)[-1].name}").apply()'
         fix = f"from rl_ext_core.devices import resolve\n{line}"
         return situation.finding("EGL", f"{describe_gpu(gpu)} {WSL_LIMIT}", fix, "warning")

@@ -432,7 +432,7 @@ def _find_egl_device_of_gpu(gpu: Gpu, machine: Machine, request: Request) -> Egl
     device = inventory.egl_of(gpu.uuid)
     if device is not None:
         return device
-    if on_wsl(machine):
+    if is_wsl(machine):
         raise DeviceUnavailableError(f'{request}: {gpu.name} ({gpu.uuid}) {WSL_LIMIT}. Use render="cpu"')
     if inventory.egl_error:
         why = inventory.egl_error
@@ -448,7 +448,7 @@ def _find_egl_device_of_gpu(gpu: Gpu, machine: Machine, request: Request) -> Egl
     )
 
 
-def on_wsl(machine: Machine) -> bool:
+def is_wsl(machine: Machine) -> bool:
     """Return whether a machine is WSL: by its inventory, or by the variables of a shell there."""
     return machine.inventory.wsl or any(name in machine.environ for name in ("WSL_DISTRO_NAME", "WSL_INTEROP"))
 
