@@ -41,7 +41,7 @@ class Autoreset(Enum):
     DISABLED = "Disabled"
 
     @classmethod
-    def of(cls, asked: Any, *, write: str = "SameStep") -> Autoreset:
+    def parse(cls, asked: Any, *, write: str = "SameStep") -> Autoreset:
         """Return the mode for a mode of gymnasium's, its name or value; the error for others says what to write."""
         text = str(getattr(asked, "value", asked))
         for mode in cls:
@@ -93,7 +93,7 @@ def find_autoreset_mode(env: Any, asked: object, *, uses_torch: bool) -> Autores
     named = [asked, *(getattr(layer, "autoreset_mode", None) for layer in (env, base))]
     for found in (*named, (getattr(env, "metadata", None) or {}).get("autoreset_mode")):
         if found is not None:
-            return Autoreset.of(found)
+            return Autoreset.parse(found)
     # ManiSkill's vector wrapper has an attribute, mjlab a setting.
     settings = [getattr(layer, "__dict__", {}).get("auto_reset") for layer in wrapper_chain(env)]
     for resets in (*settings, getattr(getattr(base, "cfg", None), "auto_reset", None)):

@@ -106,7 +106,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             restart,
             max_restarts,
         )
-        mode = AutoresetMode(Autoreset.of(autoreset_mode, write="NextStep").value)
+        mode = AutoresetMode(Autoreset.parse(autoreset_mode, write="NextStep").value)
         self.copy, self.autoreset_mode = copy, mode
         try:
             pool = self._pool = make_pool(env_fns, options, autoreset=Autoreset(mode.value))
