@@ -403,7 +403,7 @@ def _describe_oddity(mask: str) -> str | None:
     for entry in mask.split(","):
         text = entry.strip()
         if not text.startswith(("GPU-", "MIG-")) and not re.fullmatch(r"\d+", text, re.ASCII):
-            return f"CUDA reads {entry!r} as {_cuda.leading_number(text)}"
+            return f"CUDA reads {entry!r} as {_cuda.parse_leading_number(text)}"
         if entry != text:
             return f"CUDA skips the blank in {entry!r}, and not everybody does"
     return None

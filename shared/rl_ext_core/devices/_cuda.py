@@ -91,7 +91,7 @@ def _parse_numeric_mask(mask: str, order: tuple[str, ...]) -> VisibleGpus:
     numbers: list[int] = []
     stop_reason = None
     for entry in mask.split(","):
-        number = leading_number(entry.strip())
+        number = parse_leading_number(entry.strip())
         if number < 0:
             stop_reason = f"CUDA stops reading at {entry!r}, {_describe_bad_entry(entry.strip())}"
             break
@@ -125,7 +125,7 @@ def _out_of_range_reason(count: int) -> str:
     return f"because the GPUs are 0 to {count - 1}" if count else "because there is no GPU"
 
 
-def leading_number(text: str) -> int:
+def parse_leading_number(text: str) -> int:
     """Read digits up to the first other character, as ``strtoul`` does; -1 if there is none."""
     # No machine counts further, and Python refuses to read thousands of digits.
     match = re.match(r"[+-]?0*\d{0,18}", text)
