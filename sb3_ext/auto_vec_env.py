@@ -25,7 +25,7 @@ from rl_ext_core.factory.convert import convert
 from rl_ext_core.factory.record import game_of_id, spec_of_id
 from rl_ext_core.isolation import Isolation, Verdict, probe
 from rl_ext_core.vector import environments
-from rl_ext_core.vector.environments import Options, check_count, check_env_fns, check_seconds, make_factories
+from rl_ext_core.vector.environments import PoolOptions, check_count, check_env_fns, check_seconds, make_factories
 from sb3_ext.gym_vec_env import GymVecEnv
 from sb3_ext.multi_agent_vec_env import MultiAgentVecEnv, is_parallel_env
 from sb3_ext.vec_env import SharedMemoryVecEnv
@@ -310,7 +310,7 @@ def _build_vec_env(
             f'isolation={isolation!r} is none of "auto", "process", "in-process". Write isolation="auto"'
         )
     check_seconds("probe_timeout", probe_timeout)
-    workers = Options(**options)
+    workers = PoolOptions(**options)
     if isolation == "in-process":
         if options:
             raise InvalidArgumentError(

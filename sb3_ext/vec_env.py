@@ -15,7 +15,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.vector.environments import Options, qualified_name, store_reward
+from rl_ext_core.vector.environments import PoolOptions, qualified_name, store_reward
 from rl_ext_core.vector.pool import Pool, Timings, make_pool
 from rl_ext_core.vector.ray import RayPool
 from rl_ext_core.vector.worker import ENDED, OTHER_REWARD, TRUNCATED
@@ -284,7 +284,7 @@ class SharedMemoryVecEnv(PoolVecEnv):
         max_restarts: int = 100,
         cwd: str | os.PathLike[str] | None = None,
     ) -> None:
-        options = Options(
+        options = PoolOptions(
             start_method, n_workers, start_timeout, step_timeout, close_timeout, restart, max_restarts, cwd
         )
         super().__init__(make_pool(env_fns, options))
@@ -331,7 +331,7 @@ class RayVecEnv(PoolVecEnv):
         close_timeout: float | None = None,
         actor_options: Mapping[str, Any] | None = None,
     ) -> None:
-        options = Options(None, n_workers, start_timeout, step_timeout, close_timeout)
+        options = PoolOptions(None, n_workers, start_timeout, step_timeout, close_timeout)
         super().__init__(RayPool(env_fns, options, actor_options=actor_options or {}))
 
 

@@ -28,7 +28,7 @@ from rl_ext_core.factory.convert import convert
 __all__ = [
     "CALLS",
     "EpisodeMonitor",
-    "Options",
+    "PoolOptions",
     "check_count",
     "check_env_fns",
     "check_seconds",
@@ -87,7 +87,7 @@ def check_env_fns(env_fns: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class PoolOptions:
     """Options of vectorized environments over workers, checked before a process is started."""
 
     start_method: str | None = None

@@ -22,7 +22,7 @@ from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, MemoryLayout, SharedMemory, WorkerHandle
-from rl_ext_core.vector.environments import Options, check_env_fns, make_factories
+from rl_ext_core.vector.environments import PoolOptions, check_env_fns, make_factories
 from rl_ext_core.vector.worker import CONVERTED, IDLE_FRAMES, PHASES, StepEntry, run_worker
 
 __all__ = ["UNFINISHED_SECONDS", "Pool", "Resets", "Timings", "make_pool"]
@@ -91,7 +91,7 @@ class Pool:
     def __init__(
         self,
         env_fns: Sequence[Callable[[], Any]],
-        options: Options,
+        options: PoolOptions,
         *,
         autoreset: Autoreset = Autoreset.SAME_STEP,
         new_worker: Callable[[int, int, int], Any] = WorkerHandle,
@@ -475,7 +475,7 @@ class Pool:
             self._end.detach()
 
 
-def make_pool(env_fns: Any, options: Options, *, autoreset: Autoreset = Autoreset.SAME_STEP) -> Pool:
+def make_pool(env_fns: Any, options: PoolOptions, *, autoreset: Autoreset = Autoreset.SAME_STEP) -> Pool:
     """Start the pool that the options ask for."""
     if options.restart is None:
         return Pool(env_fns, options, autoreset=autoreset)

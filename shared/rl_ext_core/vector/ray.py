@@ -12,7 +12,7 @@ from rl_ext_core.errors import WorkerError, _missing_dependency_error
 from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.channel import Cell, MemoryLayout
-from rl_ext_core.vector.environments import Options
+from rl_ext_core.vector.environments import PoolOptions
 from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.worker import PHASES, WorkerEnvironments
 
@@ -98,7 +98,7 @@ class RayPool(Pool):
     """
 
     def __init__(
-        self, env_fns: Sequence[Callable[[], Any]], options: Options, *, actor_options: Mapping[str, Any]
+        self, env_fns: Sequence[Callable[[], Any]], options: PoolOptions, *, actor_options: Mapping[str, Any]
     ) -> None:
         try:
             import ray

@@ -14,7 +14,7 @@ from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import WorkerHandle
-from rl_ext_core.vector.environments import Options
+from rl_ext_core.vector.environments import PoolOptions
 from rl_ext_core.vector.pool import Pool, Resets
 from rl_ext_core.vector.worker import TRUNCATED, StepEntry
 
@@ -34,7 +34,7 @@ class RestartingPool(Pool):
     replaced. Ctrl-C while that is done ends all workers.
     """
 
-    def __init__(self, env_fns: Any, options: Options, *, autoreset: Autoreset = Autoreset.SAME_STEP) -> None:
+    def __init__(self, env_fns: Any, options: PoolOptions, *, autoreset: Autoreset = Autoreset.SAME_STEP) -> None:
         super().__init__(env_fns, options, autoreset=autoreset)
         # Per environment: options of the last reset, pickled; and calls by command and name, with the pickled value of
         # an attribute that was set. None: the replacement does not get it.

@@ -15,7 +15,7 @@ from gymnasium.vector.utils import batch_space, iterate
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, _combined_error_class
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.environments import Options, qualified_name, store_reward
+from rl_ext_core.vector.environments import PoolOptions, qualified_name, store_reward
 from rl_ext_core.vector.pool import make_pool
 from rl_ext_core.vector.worker import OTHER_REWARD, TERMINATED, TRUNCATED
 
@@ -97,7 +97,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             raise InvalidArgumentError(
                 f"max_concurrency={max_concurrency!r} and n_workers={n_workers!r} say the same; leave one out"
             )
-        options = Options(
+        options = PoolOptions(
             context,
             max_concurrency if n_workers is None else n_workers,
             start_timeout,
