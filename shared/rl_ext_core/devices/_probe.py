@@ -123,13 +123,13 @@ def _describe_egl_device(library: ctypes.CDLL, text: Any, index: int, device: in
         "index": index,
         "software": "EGL_MESA_device_software" in extensions,
         "drm": drm,
-        "pci": _pci_of(drm),
+        "pci": _find_pci_address(drm),
         "uuid": _egl_device_uuid(library, device) if "EGL_EXT_device_persistent_id" in extensions else None,
         "cuda": _cuda_ordinal(library, device) if "EGL_NV_device_cuda" in extensions else None,
     }
 
 
-def _pci_of(node: str | None) -> str | None:
+def _find_pci_address(node: str | None) -> str | None:
     """Follow a node below /dev/dri to the PCI address of its GPU."""
     if node is None:
         return None
