@@ -25,7 +25,7 @@ from rl_ext_core.vector.channel import Cell, MemoryLayout, SharedMemory, WorkerH
 from rl_ext_core.vector.environments import PoolOptions, check_env_fns, make_factories
 from rl_ext_core.vector.worker import CONVERTED, IDLE_FRAMES, PHASES, StepEntry, run_worker
 
-__all__ = ["UNFINISHED_SECONDS", "Pool", "Resets", "Timings", "make_pool"]
+__all__ = ["UNFINISHED_SECONDS", "Pool", "ResetRequests", "Timings", "make_pool"]
 
 # How long close() waits for a step that was begun and whose result was not taken, as after Ctrl-C: it may never end.
 UNFINISHED_SECONDS = 5.0
@@ -35,7 +35,7 @@ _PRELOAD = ("numpy", "gymnasium.wrappers", "rl_ext_core.factory", "rl_ext_core.v
 _WHEN = {"start": "at its start", "idle": "between two calls", "constructor": "in its constructor"}
 
 # A seed and options for each environment that is to be reset; None for those that are left as they are.
-Resets = Sequence[tuple[int | None, dict[str, Any] | None] | None]
+ResetRequests = Sequence[tuple[int | None, dict[str, Any] | None] | None]
 
 
 @dataclasses.dataclass
@@ -216,13 +216,13 @@ class Pool:
         for worker in self.workers:
             self.send(worker, "step", rows[worker.first : worker.last])
 
-    def begin_reset(self, asked: Resets) -> None:
+    def begin_reset(self, asked: ResetRequests) -> None:
         """Begin to reset environments, each with a seed and options."""
         self.drain_answers()
         for worker in self.workers:
             self.reset(worker, asked[worker.first : worker.last])
 
-    def reset(self, worker: Any, asked: Resets) -> None:
+    def reset(self, worker: Any, asked: ResetRequests) -> None:
         """Begin to reset a worker's environments."""
         for number, how in enumerate(asked, worker.first):
             if how is not None:

@@ -15,7 +15,7 @@ from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import WorkerHandle
 from rl_ext_core.vector.environments import PoolOptions
-from rl_ext_core.vector.pool import Pool, Resets
+from rl_ext_core.vector.pool import Pool, ResetRequests
 from rl_ext_core.vector.worker import TRUNCATED, StepEntry
 
 __all__ = ["RestartingPool"]
@@ -52,7 +52,7 @@ class RestartingPool(Pool):
 
     # -- what the caller sets and sees
 
-    def reset(self, worker: Any, asked: Resets) -> None:
+    def reset(self, worker: Any, asked: ResetRequests) -> None:
         """Begin to reset a worker's environments."""
         for number, how in enumerate(asked, worker.first):
             if how is not None:
