@@ -206,7 +206,7 @@ def _inspect_context(name: str, decision: Decision) -> dict[str, Any]:
     else:
         decision.apply()
     strings: list[str] = []
-    context = _create_context(name, lambda: strings.extend(_gl_strings()))
+    context = _create_context(name, lambda: strings.extend(_read_gl_strings()))
     display = _apply.display_of(name)
     after = _gpus_of_this_process()
     del context
@@ -232,7 +232,7 @@ def _gpus_of_this_process() -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _gl_strings() -> tuple[str, str]:
+def _read_gl_strings() -> tuple[str, str]:
     gl: Any = import_module("OpenGL.GL")
     return tuple((gl.glGetString(name) or b"").decode() for name in (gl.GL_RENDERER, gl.GL_VENDOR))  # type: ignore[return-value]
 
