@@ -21,7 +21,7 @@ __all__ = ["RayPool"]
 _PHASE_OF_COMMAND = {"build": "constructor", "map": "start"}
 
 # A message, empty if there is nothing to say, and what of the arrays goes with it, (environments, ...) each.
-Answer = tuple[bytes, dict[str, Any]]
+ActorAnswer = tuple[bytes, dict[str, Any]]
 
 
 class ActorFailure(Exception):  # noqa: N818 - on its way to the driver, which raises a WorkerError
@@ -39,7 +39,7 @@ class Actor:
         self._cells = channel.new_cells()
         self._envs: WorkerEnvironments | None = None
 
-    def execute(self, command: bytes) -> Answer:
+    def execute(self, command: bytes) -> ActorAnswer:
         """Do what a command says."""
         name, data = channel.unpack(command)
         try:
@@ -81,7 +81,7 @@ class ActorHandle:
     def wake_worker(self) -> None:
         """Do nothing. Ray does not lose commands."""
 
-    def receive(self, answer: Answer) -> dict[str, Any]:
+    def receive(self, answer: ActorAnswer) -> dict[str, Any]:
         """Take an answer, and return its arrays."""
         message, arrays = answer
         self.answer = channel.unpack(message) if message else None
@@ -151,7 +151,7 @@ class RayPool(Pool):
             self._store_answer(worker, answer)
 
     @defer_signals
-    def _store_answer(self, worker: ActorHandle, answer: Answer) -> None:
+    def _store_answer(self, worker: ActorHandle, answer: ActorAnswer) -> None:
         for name, array in worker.receive(answer).items():
             self.arrays[name][worker.first : worker.last] = array
 
