@@ -62,14 +62,14 @@ def apply(decision: Decision, environ: MutableMapping[str, str]) -> None:
         raise DeviceConflictError(conflict)
     set_variables(decision.variables, environ)
     applied_decision = decision
-    clear_failed_display(renderer_of(decision))
-    if renderer_of(decision) == "robosuite":
+    clear_failed_display(renderer_name(decision))
+    if renderer_name(decision) == "robosuite":
         from rl_ext_core.devices import _robosuite
 
         _robosuite.patch_robosuite(decision)
 
 
-def renderer_of(decision: Decision) -> str:
+def renderer_name(decision: Decision) -> str:
     """Return the renderer's name without its version."""
     return (decision.renderer or "").split(" ")[0]
 
@@ -79,7 +79,7 @@ def import_conflicts(decision: Decision, needs: str = "this decision needs") -> 
 
     :param needs: who wants it otherwise, as the beginning of a clause
     """
-    renderer, wanted = renderer_of(decision), decision.variables[PLATFORM]
+    renderer, wanted = renderer_name(decision), decision.variables[PLATFORM]
     for name in _MODULES_READING_BACKEND.get(renderer, ()):
         taken = getattr(sys.modules.get(name), "BACKEND" if renderer == "dm_control" else "_MUJOCO_GL", wanted)
         if taken != wanted:
@@ -106,7 +106,7 @@ def _describe_import(package: str) -> str:
 
 def display_conflicts(decision: Decision, needs: str = "this decision needs") -> Iterator[tuple[str, str]]:
     """Return whether this process has a display on another device already: the variable, and one sentence."""
-    renderer, wanted = renderer_of(decision), decision.egl.index if decision.egl else None
+    renderer, wanted = renderer_name(decision), decision.egl.index if decision.egl else None
     hangs = inherited_display_error()
     if hangs and wanted is not None:
         yield INDEX, hangs

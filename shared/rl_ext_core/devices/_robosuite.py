@@ -206,7 +206,7 @@ def import_robosuite(decision: Decision | None = None) -> ModuleType:
     from rl_ext_core.errors import _missing_dependency_error
 
     chosen = resolve("auto", render="same", renderer="robosuite") if decision is None else decision
-    if _apply.renderer_of(chosen) not in ("robosuite", ""):
+    if _apply.renderer_name(chosen) not in ("robosuite", ""):
         raise InvalidArgumentError(
             f"this decision is for {chosen.renderer}, which picks its device by another rule than robosuite. "
             'Write resolve(..., renderer="robosuite")'
