@@ -133,7 +133,7 @@ def require_synchronous(env: Any) -> None:
 # -- ways to reset some rows
 
 
-def _by_mask(env: Any, base: Any, mode: Autoreset) -> PartialReset:
+def _reset_by_mask(env: Any, base: Any, mode: Autoreset) -> PartialReset:
     """Use gymnasium's option ``reset_mask``."""
     return _by_option(env, "reset_mask", lambda mask: mask.copy())
 
@@ -145,7 +145,7 @@ def _by_mask_in_ale(env: Any, base: Any, mode: Autoreset) -> PartialReset:
             f"ale-py {found} cannot reset some of its environments: expected 0.12.1 or later. Use pip install "
             "'ale-py>=0.12.1', or AtariVectorEnv(..., autoreset_mode=AutoresetMode.SAME_STEP)"
         )
-    return _by_mask(env, base, mode)
+    return _reset_by_mask(env, base, mode)
 
 
 def _by_mask_in_workers(env: Any, base: Any, mode: Autoreset) -> PartialReset:
@@ -154,7 +154,7 @@ def _by_mask_in_workers(env: Any, base: Any, mode: Autoreset) -> PartialReset:
             "AsyncVectorEnv(shared_memory=False) resets a sub-environment once more after a reset by reset_mask. Write "
             'autoreset_mode="SameStep", or leave shared_memory at True'
         )
-    return _by_mask(env, base, mode)
+    return _reset_by_mask(env, base, mode)
 
 
 def _by_env_idx(env: Any, base: Any, mode: Autoreset) -> PartialReset:
@@ -239,7 +239,7 @@ def _patch_reset(reset_rows: Callable[..., Any]) -> Callable[[Any, Any, Autorese
     def partial_reset(env: Any, base: Any, mode: Autoreset) -> PartialReset:
         if "reset" not in vars(base):
             base.reset = partial(_reset_with_mask, base, reset_rows)
-        return _by_mask(env, base, mode)
+        return _reset_by_mask(env, base, mode)
 
     return partial_reset
 
@@ -335,11 +335,11 @@ LIBRARIES = (
     ),
     LibraryRules("Isaac Lab, mjlab", _accepts_env_ids, None, _by_env_ids, True, "last"),
     LibraryRules("ManiSkill", _is_defined_in("mani_skill"), Autoreset.DISABLED, _by_env_idx, True, "last"),
-    LibraryRules("SyncVectorEnv, ours", _POOLS, None, _by_mask, True, "last"),
+    LibraryRules("SyncVectorEnv, ours", _POOLS, None, _reset_by_mask, True, "last"),
     LibraryRules("AsyncVectorEnv", _WORKERS, None, _by_mask_in_workers, True, "last"),
     LibraryRules("CartPoleVectorEnv", _CARTPOLE, None, _patch_reset(_reset_cartpole), True, "last"),
     LibraryRules("phys2d (JAX)", _FUNCTIONAL, Autoreset.NEXT_STEP, _patch_reset(_reset_functional), True, "last"),
-    LibraryRules("others", lambda base: True, None, _by_mask, False, "last"),
+    LibraryRules("others", lambda base: True, None, _reset_by_mask, False, "last"),
 )
 
 
