@@ -31,7 +31,7 @@ __all__ = [
     "Addresses",
     "TemporaryFolder",
     "after_fork",
-    "give_back",
+    "discard_pages",
     "lock",
     "new_memory_file",
     "open_file",
@@ -160,13 +160,13 @@ class _PosixAddresses:
     def discard(self, offset: int, n_bytes: int) -> None:
         """Give whole pages of memory back, which are zero then."""
         if _DONTNEED_ZEROES:
-            give_back(self._start + offset, n_bytes)
+            discard_pages(self._start + offset, n_bytes)
         else:
             self._map_nothing(self._start + offset, n_bytes)
 
     def page_out(self, offset: int, n_bytes: int) -> None:
         """Have a part of a file count as resident no longer; it is the system's to keep it at hand."""
-        give_back(self._start + offset, n_bytes)
+        discard_pages(self._start + offset, n_bytes)
 
 
 class _WindowsAddresses:
@@ -264,7 +264,7 @@ def _map(address: int | None, n_bytes: int, protection: int, flags: int, descrip
 _DONTNEED_ZEROES = hasattr(mmap, "MADV_REMOVE")
 
 
-def give_back(address: int, n_bytes: int) -> None:
+def discard_pages(address: int, n_bytes: int) -> None:
     """Say that whole pages are not needed any more: of files they can be read again, all else is lost."""
     if not WINDOWS:
         _libc().madvise(address, n_bytes, mmap.MADV_DONTNEED)

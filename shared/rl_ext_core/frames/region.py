@@ -69,7 +69,7 @@ def copy_and_free(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
         target[at:stop] = source[at:stop]
         first, last = -(-(start + at) // PAGE) * PAGE, (start + stop) // PAGE * PAGE
         if just_read and first < last:
-            _system.give_back(first, last - first)
+            _system.discard_pages(first, last - first)
 
 
 def storage_error(path: Path | str, error: OSError, *, doing: str) -> StorageError:
