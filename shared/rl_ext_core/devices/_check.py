@@ -264,7 +264,9 @@ def _find_ignored_variables(situation: Situation) -> Findings:
     """Find variables that are exported for MuJoCo and that it does not read."""
     environ, versions = situation.environ, situation.inventory.versions
     mujocos = [entry for entry in _installed_renderers(situation) if entry.name in _renderers.MUJOCO_NAMES]
-    through_egl = not _renderers.has_display(environ) or any(_backend(entry, environ) == "egl" for entry in mujocos)
+    through_egl = not _renderers.has_display(environ) or any(
+        _read_backend(entry, environ) == "egl" for entry in mujocos
+    )
     for name, known in _UNREAD_VARIABLES.items():
         if name not in environ or not mujocos or not (through_egl or known == BACKEND):
             continue
@@ -529,7 +531,7 @@ def _find_unlisted_gpu(situation: Situation) -> Findings:
     inventory, environ = situation.inventory, situation.environ
     gpu = situation.compute_decision.gpu if situation.compute_decision else None
     if gpu and not gpu.mig and inventory.egl is not None and inventory.egl_of(gpu.uuid) is None:
-        using = [renderer for renderer in _installed_renderers(situation) if _backend(renderer, environ) == "egl"]
+        using = [renderer for renderer in _installed_renderers(situation) if _read_backend(renderer, environ) == "egl"]
         if any(renderer.select_egl_device for renderer in _installed_renderers(situation)):
             yield _unlisted_gpu_finding(gpu, situation, "error" if using else "warning")
 
@@ -569,7 +571,7 @@ def _installed_renderers(situation: Situation) -> tuple[Renderer, ...]:
     return _renderers.installed_renderers(situation.inventory.versions)
 
 
-def _backend(renderer: Renderer, environ: Mapping[str, str]) -> str | None:
+def _read_backend(renderer: Renderer, environ: Mapping[str, str]) -> str | None:
     """Return which backend a renderer takes; None where it refuses the variable.
 
     Without the variable MuJoCo's try GLFW first, and take it with or without a display: glfw's Python package, which
@@ -777,7 +779,7 @@ def _find_late_changes(situation: Situation, decision_in_force: bool) -> Finding
     except RlExtError:
         pass  # the order is unknown, which is another finding
     for renderer in () if decision_in_force else _installed_renderers(situation):
-        backend = _backend(renderer, environ)
+        backend = _read_backend(renderer, environ)
         if backend not in ("egl", "osmesa") or not any(name in environ for name in renderer.switches):
             continue
         found = predict(renderer, situation)
