@@ -138,7 +138,7 @@ def _reset_by_mask(env: Any, base: Any, mode: Autoreset) -> PartialReset:
     return _by_option(env, "reset_mask", lambda mask: mask.copy())
 
 
-def _by_mask_in_ale(env: Any, base: Any, mode: Autoreset) -> PartialReset:
+def _reset_by_mask_in_ale(env: Any, base: Any, mode: Autoreset) -> PartialReset:
     found = version("ale-py")
     if mode is not Autoreset.SAME_STEP and tuple(map(int, re.findall(r"\d+", found)[:3])) < (0, 12, 1):
         raise InvalidArgumentError(  # reset_mask raises in 0.11, and hangs in 0.12.0
@@ -329,7 +329,7 @@ def _accepts_env_ids(base: Any) -> bool:
 # "final_observation"), if they reset rows in the step; in other modes, the step's observation is the last one.
 LIBRARIES = (
     # library, includes, mode, partial reset, keeps others, info without final_info
-    LibraryRules("ALE AtariVectorEnv", _is_defined_in("ale_py."), None, _by_mask_in_ale, True, "reset"),
+    LibraryRules("ALE AtariVectorEnv", _is_defined_in("ale_py."), None, _reset_by_mask_in_ale, True, "reset"),
     LibraryRules(
         "EnvPool", _is_defined_in("envpool."), Autoreset.NEXT_STEP, _patch_reset(_reset_envpool), True, "last"
     ),
