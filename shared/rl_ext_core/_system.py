@@ -43,7 +43,7 @@ __all__ = [
     "sent",
     "set_variables",
     "shorten",
-    "take_room",
+    "allocate_file_space",
     "thread_lock",
     "unlock",
     "write_at",
@@ -331,7 +331,7 @@ def write_at(descriptor: int, data: bytes, offset: int) -> None:
     os.write(descriptor, data)
 
 
-def take_room(descriptor: int, offset: int, n_bytes: int) -> None:
+def allocate_file_space(descriptor: int, offset: int, n_bytes: int) -> None:
     """Take room on the disk for a part of a file: writing to a mapping where there is none kills.
 
     What was there stays as it was, and what lies behind the end is zero.

@@ -286,7 +286,7 @@ class FileRegion(Region):
 
     def _allocate_file(self, descriptor: int, offset: int, n_bytes: int) -> None:
         try:
-            _system.take_room(descriptor, offset, n_bytes)
+            _system.allocate_file_space(descriptor, offset, n_bytes)
         except OSError as error:
             raise storage_error(self._name, error, doing=f"write {n_bytes:,} bytes to") from error
 
