@@ -232,7 +232,7 @@ def select_mujoco_4(environ: Mapping[str, str], view: EglView) -> int:
     """Follow mujoco 4: through EGL_CUDA_DEVICE_NV, where a number means a visible device or a CUDA id."""
     egl_index_by_ordinal = view.egl_index_by_ordinal()
     mask = _mujoco_4_mask(environ.get(MASK))
-    shown = _mujoco_4_shown(egl_index_by_ordinal, mask)
+    shown = _mujoco_4_visible_indices(egl_index_by_ordinal, mask)
     front = shown or [egl_index_by_ordinal[ordinal] for ordinal in sorted(egl_index_by_ordinal)]
     ordered = front + [device.index for device in view.reachable if device.index not in front]
     value = environ.get(INDEX)
@@ -270,7 +270,7 @@ def _mujoco_4_mask(value: str | None) -> list[int] | None:
     return None if any(number < 0 for number in numbers) else numbers or None
 
 
-def _mujoco_4_shown(egl_index_by_ordinal: Mapping[int, int], mask: Sequence[int] | None) -> list[int]:
+def _mujoco_4_visible_indices(egl_index_by_ordinal: Mapping[int, int], mask: Sequence[int] | None) -> list[int]:
     if not mask or not egl_index_by_ordinal:
         return []
     for wanted in (mask, range(len(mask))):
