@@ -148,7 +148,7 @@ def _reset_by_mask_in_ale(env: Any, base: Any, mode: Autoreset) -> PartialReset:
     return _reset_by_mask(env, base, mode)
 
 
-def _by_mask_in_workers(env: Any, base: Any, mode: Autoreset) -> PartialReset:
+def _reset_by_mask_in_async(env: Any, base: Any, mode: Autoreset) -> PartialReset:
     if mode is Autoreset.NEXT_STEP and not base.shared_memory:
         raise InvalidArgumentError(
             "AsyncVectorEnv(shared_memory=False) resets a sub-environment once more after a reset by reset_mask. Write "
@@ -336,7 +336,7 @@ LIBRARIES = (
     LibraryRules("Isaac Lab, mjlab", _accepts_env_ids, None, _by_env_ids, True, "last"),
     LibraryRules("ManiSkill", _is_defined_in("mani_skill"), Autoreset.DISABLED, _by_env_idx, True, "last"),
     LibraryRules("SyncVectorEnv, ours", _POOLS, None, _reset_by_mask, True, "last"),
-    LibraryRules("AsyncVectorEnv", _WORKERS, None, _by_mask_in_workers, True, "last"),
+    LibraryRules("AsyncVectorEnv", _WORKERS, None, _reset_by_mask_in_async, True, "last"),
     LibraryRules("CartPoleVectorEnv", _CARTPOLE, None, _patch_reset(_reset_cartpole), True, "last"),
     LibraryRules("phys2d (JAX)", _FUNCTIONAL, Autoreset.NEXT_STEP, _patch_reset(_reset_functional), True, "last"),
     LibraryRules("others", lambda base: True, None, _reset_by_mask, False, "last"),
