@@ -42,7 +42,7 @@ __all__ = [
     "remove",
     "sent",
     "set_variables",
-    "shorten",
+    "truncate_file",
     "allocate_file_space",
     "thread_lock",
     "unlock",
@@ -347,7 +347,7 @@ def allocate_file_space(descriptor: int, offset: int, n_bytes: int) -> None:
         write_at(descriptor, read_at(descriptor, min(part, max(end - at, 0)), at).ljust(part, b"\0"), at)
 
 
-def shorten(descriptor: int, n_bytes: int) -> None:
+def truncate_file(descriptor: int, n_bytes: int) -> None:
     """Cut off what lies behind; where the system refuses that of a file that is mapped, fill it with zeros."""
     try:
         os.ftruncate(descriptor, n_bytes)

@@ -314,7 +314,7 @@ class FileRegion(Region):
                 f"{self.path} has {size:,} bytes, expected {end:,}: it was cut short, or written to; to keep what is "
                 "intact, salvage it"
             )
-        _system.shorten(descriptor, end)  # what is behind was never used
+        _system.truncate_file(descriptor, end)  # what is behind was never used
         # A copy may have holes, which a full disk would not fill.
         if size < end or getattr(os.fstat(descriptor), "st_blocks", end) * 512 < end:
             self._allocate_file(descriptor, 0, end)
@@ -370,7 +370,7 @@ class FileRegion(Region):
         try:
             self._allocate_file(self._descriptor, self._end, more)
         except BaseException:
-            _system.shorten(self._descriptor, self._end)
+            _system.truncate_file(self._descriptor, self._end)
             raise
         crc = zlib.crc32(_ENTRY.pack(offset, more, 0), self._crc)
         _ENTRY.pack_into(self._table, _TABLE_AT + count * _ENTRY.size, offset, more, crc)
@@ -412,7 +412,7 @@ class FileRegion(Region):
             kept, end = number + 1, end + n_bytes
         self._word[0] = _pack_counts((forgotten + 1) % (1 << 16), kept)
         self.refresh()
-        _system.shorten(self._descriptor, end)
+        _system.truncate_file(self._descriptor, end)
 
     def page_out(self, offset: int) -> None:
         """See :meth:`Region.page_out`."""
