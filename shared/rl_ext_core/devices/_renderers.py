@@ -231,7 +231,7 @@ def _select_robosuite(environ: Mapping[str, str], view: EglView) -> int:
 def select_mujoco_4(environ: Mapping[str, str], view: EglView) -> int:
     """Follow mujoco 4: through EGL_CUDA_DEVICE_NV, where a number means a visible device or a CUDA id."""
     egl_index_by_ordinal = view.egl_index_by_ordinal()
-    mask = _mujoco_4_mask(environ.get(MASK))
+    mask = _parse_mujoco_4_mask(environ.get(MASK))
     shown = _mujoco_4_visible_indices(egl_index_by_ordinal, mask)
     front = shown or [egl_index_by_ordinal[ordinal] for ordinal in sorted(egl_index_by_ordinal)]
     ordered = front + [device.index for device in view.reachable if device.index not in front]
@@ -261,7 +261,7 @@ def _select_pyrender(environ: Mapping[str, str], view: EglView) -> int:
     return number % count
 
 
-def _mujoco_4_mask(value: str | None) -> list[int] | None:
+def _parse_mujoco_4_mask(value: str | None) -> list[int] | None:
     entries = [entry.strip() for entry in (value or "").split(",") if entry.strip()]
     try:
         numbers = [int(entry) for entry in entries]
