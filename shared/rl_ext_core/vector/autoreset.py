@@ -157,7 +157,7 @@ def _reset_by_mask_in_async(env: Any, base: Any, mode: Autoreset) -> PartialRese
     return _reset_by_mask(env, base, mode)
 
 
-def _by_env_idx(env: Any, base: Any, mode: Autoreset) -> PartialReset:
+def _reset_by_env_idx(env: Any, base: Any, mode: Autoreset) -> PartialReset:
     """Use ManiSkill's option."""
     return _by_option(env, "env_idx", lambda mask: _indices(mask, base))
 
@@ -334,7 +334,7 @@ LIBRARIES = (
         "EnvPool", _is_defined_in("envpool."), Autoreset.NEXT_STEP, _patch_reset(_reset_envpool), True, "last"
     ),
     LibraryRules("Isaac Lab, mjlab", _accepts_env_ids, None, _by_env_ids, True, "last"),
-    LibraryRules("ManiSkill", _is_defined_in("mani_skill"), Autoreset.DISABLED, _by_env_idx, True, "last"),
+    LibraryRules("ManiSkill", _is_defined_in("mani_skill"), Autoreset.DISABLED, _reset_by_env_idx, True, "last"),
     LibraryRules("SyncVectorEnv, ours", _POOLS, None, _reset_by_mask, True, "last"),
     LibraryRules("AsyncVectorEnv", _WORKERS, None, _reset_by_mask_in_async, True, "last"),
     LibraryRules("CartPoleVectorEnv", _CARTPOLE, None, _patch_reset(_reset_cartpole), True, "last"),
