@@ -39,7 +39,7 @@ __all__ = [
     "own_description",
     "process_identity",
     "read_at",
-    "remove",
+    "remove_file",
     "sent",
     "set_variables",
     "truncate_file",
@@ -358,7 +358,7 @@ def truncate_file(descriptor: int, n_bytes: int) -> None:
             write_at(descriptor, bytes(min(_WRITTEN, os.fstat(descriptor).st_size - at)), at)
 
 
-def remove(path: Path) -> None:
+def remove_file(path: Path) -> None:
     """Delete a file that nobody needs. Where somebody has it open, Windows keeps it: it is deleted another time."""
     with contextlib.suppress(*([PermissionError] if WINDOWS else [])):
         path.unlink(missing_ok=True)

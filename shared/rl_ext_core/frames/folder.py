@@ -496,7 +496,7 @@ class StoreFolder:
         self._check_in_place()
         for path in self.path.glob("frames-*"):
             if path.name not in self._frame_file_names(self._numbers):
-                _system.remove(path)
+                _system.remove_file(path)
         (self.path / _INCOMPLETE).unlink(missing_ok=True)
 
     @property
