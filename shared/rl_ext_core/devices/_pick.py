@@ -157,7 +157,7 @@ def _explain_high_rank(rank: int, count: int, environ: Mapping[str, str]) -> str
         per_gpu = _parse_rank(environ, _TASKS_PER_GPU) or 0
         if count > 1 and count <= rank < count * per_gpu:
             return f"Slurm starts {per_gpu} tasks per GPU ({_TASKS_PER_GPU}={environ[_TASKS_PER_GPU]!r})"
-        binding = _slurm_binding(environ)
+        binding = _find_slurm_binding(environ)
         if binding is not None:
             gpus = "a GPU" if count == 1 else "GPUs"
             return f"Slurm shows each task {gpus} of its own ({binding}={environ[binding]!r})"
@@ -169,7 +169,7 @@ def _explain_high_rank(rank: int, count: int, environ: Mapping[str, str]) -> str
     return f"{MASK}={mask!r} shows this process one GPU" if by_script or _RAY in environ else None
 
 
-def _slurm_binding(environ: Mapping[str, str]) -> str | None:
+def _find_slurm_binding(environ: Mapping[str, str]) -> str | None:
     """Return the variable by which Slurm shows each task GPUs of its own, None if tasks see all GPUs of the job."""
     explicit = _explicit_binding(environ)
     if explicit is not None:
