@@ -162,7 +162,7 @@ def _reset_by_env_idx(env: Any, base: Any, mode: Autoreset) -> PartialReset:
     return _by_option(env, "env_idx", lambda mask: _indices(mask, base))
 
 
-def _by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
+def _reset_by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
     """Call the outermost reset that may change anything, if all from there on pass the keyword on."""
     from gymnasium import Wrapper, wrappers
 
@@ -333,7 +333,7 @@ LIBRARIES = (
     LibraryRules(
         "EnvPool", _is_defined_in("envpool."), Autoreset.NEXT_STEP, _patch_reset(_reset_envpool), True, "last"
     ),
-    LibraryRules("Isaac Lab, mjlab", _accepts_env_ids, None, _by_env_ids, True, "last"),
+    LibraryRules("Isaac Lab, mjlab", _accepts_env_ids, None, _reset_by_env_ids, True, "last"),
     LibraryRules("ManiSkill", _is_defined_in("mani_skill"), Autoreset.DISABLED, _reset_by_env_idx, True, "last"),
     LibraryRules("SyncVectorEnv, ours", _POOLS, None, _reset_by_mask, True, "last"),
     LibraryRules("AsyncVectorEnv", _WORKERS, None, _reset_by_mask_in_async, True, "last"),
