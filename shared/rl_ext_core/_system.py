@@ -36,7 +36,7 @@ __all__ = [
     "new_memory_file",
     "open_file",
     "open_locked",
-    "own_description",
+    "reopen_for_locking",
     "process_identity",
     "read_at",
     "remove_file",
@@ -394,7 +394,7 @@ def open_locked(path: Path) -> int:
     return descriptor
 
 
-def own_description(descriptor: int) -> int:
+def reopen_for_locking(descriptor: int) -> int:
     """A descriptor of the same file that :func:`lock` can lock for this process alone.
 
     :raises OSError: where Linux does not let a process see its own.

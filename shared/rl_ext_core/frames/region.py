@@ -491,7 +491,7 @@ class ProcessLock:
         self._depth = 0
         self._pid = os.getpid()
         try:
-            self._descriptor = _system.own_description(region.descriptor)
+            self._descriptor = _system.reopen_for_locking(region.descriptor)
         except OSError as error:
             raise StorageError(
                 f"cannot open {error.filename}: {error.strerror}; processes share memory by way of /proc"
