@@ -171,7 +171,7 @@ def _explain_high_rank(rank: int, count: int, environ: Mapping[str, str]) -> str
 
 def _find_slurm_binding(environ: Mapping[str, str]) -> str | None:
     """Return the variable by which Slurm shows each task GPUs of its own, None if tasks see all GPUs of the job."""
-    explicit = _explicit_binding(environ)
+    explicit = _find_explicit_binding(environ)
     if explicit is not None:
         name, kind = explicit
         return name if kind in _BINDINGS else None
@@ -184,7 +184,7 @@ def _find_slurm_binding(environ: Mapping[str, str]) -> str | None:
     return "SLURM_ACCEL_BIND_TYPE" if "g" in environ.get("SLURM_ACCEL_BIND_TYPE", "") else None
 
 
-def _explicit_binding(environ: Mapping[str, str]) -> tuple[str, str] | None:
+def _find_explicit_binding(environ: Mapping[str, str]) -> tuple[str, str] | None:
     """Return which variable binds tasks to GPUs, and its type: ``"single"`` of ``gres/gpu:verbose,single:2``."""
     entries = re.split(r"\+", environ.get(_TRES_BIND, ""))
     found = [re.sub(r"^gres[/:]gpu:", "", entry) for entry in entries if re.match(r"gres[/:]gpu:", entry)]
@@ -251,7 +251,7 @@ def _high_rank_error(rank: int, source: str, machine: Machine) -> str:
             f"Use {line} for this process"
         )
     line, more = launch_command(rank, machine), ""
-    explicit = _explicit_binding(environ)
+    explicit = _find_explicit_binding(environ)
     if explicit is not None and explicit[1] == "none":
         shown += f", and {explicit[0]}={environ[explicit[0]]!r} shows every task all GPUs of the job"
     elif line.startswith("srun"):
