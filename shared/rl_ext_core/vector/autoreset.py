@@ -135,7 +135,7 @@ def require_synchronous(env: Any) -> None:
 
 def _reset_by_mask(env: Any, base: Any, mode: Autoreset) -> PartialReset:
     """Use gymnasium's option ``reset_mask``."""
-    return _by_option(env, "reset_mask", lambda mask: mask.copy())
+    return _reset_by_option(env, "reset_mask", lambda mask: mask.copy())
 
 
 def _reset_by_mask_in_ale(env: Any, base: Any, mode: Autoreset) -> PartialReset:
@@ -159,7 +159,7 @@ def _reset_by_mask_in_async(env: Any, base: Any, mode: Autoreset) -> PartialRese
 
 def _reset_by_env_idx(env: Any, base: Any, mode: Autoreset) -> PartialReset:
     """Use ManiSkill's option."""
-    return _by_option(env, "env_idx", lambda mask: _indices(mask, base))
+    return _reset_by_option(env, "env_idx", lambda mask: _indices(mask, base))
 
 
 def _reset_by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
@@ -183,7 +183,7 @@ def _reset_by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
     return reset
 
 
-def _by_option(env: Any, option: str, value: Callable[[Any], Any]) -> PartialReset:
+def _reset_by_option(env: Any, option: str, value: Callable[[Any], Any]) -> PartialReset:
     base, is_known = wrapper_chain(env)[-1], False
 
     def reset_and_check(**kwargs: Any) -> Any:
