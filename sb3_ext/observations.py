@@ -20,7 +20,7 @@ from gymnasium import spaces
 from stable_baselines3.common.preprocessing import get_obs_shape
 
 from rl_ext_core._interrupts import defer_signals
-from rl_ext_core._system import thread_lock
+from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, RlExtError
 from rl_ext_core.frames import FrameStore
 from rl_ext_core.frames.folder import validate_path
@@ -192,7 +192,7 @@ class Observations:
         self.parts, self._rows_in_store = parts, rows_in_store
         self.stores = [part.store for part in parts.values()]
         self.first = self.stores[0]
-        self.lock = thread_lock()
+        self.lock = make_fork_safe_lock()
         self.arrays: dict[str, npt.NDArray[Any]] = {}
         self._own_arrays: dict[str, npt.NDArray[Any]] = {}  # those that no store counts
         self._transition_numbers: list[

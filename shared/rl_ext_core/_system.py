@@ -44,7 +44,7 @@ __all__ = [
     "set_variables",
     "truncate_file",
     "allocate_file_space",
-    "thread_lock",
+    "make_fork_safe_lock",
     "unlock",
     "write_at",
 ]
@@ -74,7 +74,7 @@ _held: list[Any] = []
 _forking = threading.RLock()
 
 
-def thread_lock() -> Any:
+def make_fork_safe_lock() -> Any:
     """Return an ``RLock`` that forks wait for: no child has its holder, and what that one does would be half done."""
     lock = threading.RLock()
     _locks.add(lock)

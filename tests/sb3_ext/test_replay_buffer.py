@@ -16,7 +16,7 @@ from gymnasium import spaces
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 
-from rl_ext_core._system import thread_lock
+from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from rl_ext_core.frames import FrameStore
 from sb3_ext import CompressedDictReplayBuffer, CompressedReplayBuffer
@@ -230,7 +230,7 @@ def test_a_child_that_is_forked_while_another_thread_samples_may_sample() -> Non
     buffer.add(image, image, np.zeros((1, 1)), np.zeros(1), np.zeros(1), [{}])
     lock, inside = buffer._observations.lock, threading.Event()
     within = [
-        thread_lock() for _ in range(30)
+        make_fork_safe_lock() for _ in range(30)
     ]  # as stores have them: whoever forks must not hold one and wait for ours
 
     def samples() -> None:

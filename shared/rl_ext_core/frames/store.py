@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core._interrupts import run_pending_handlers, defer_signals
-from rl_ext_core._system import thread_lock
+from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.arrays import MOST_PLACES
 from rl_ext_core.frames.auto import COPY_BATCH, LAST_CHECK, Encoding, EncodingChooser
@@ -189,7 +189,7 @@ class FrameStore:
         self._chooser, self.seen = chooser, 0
         self._batch_shape = (self.n_envs, *layout.shape)
         # The kernels release the GIL: a thread that samples must not read a block while another one fills it.
-        self._lock = thread_lock()
+        self._lock = make_fork_safe_lock()
         self.position, self.full, self.dropped = 0, False, 0
         self._staged: Pairs | None = None  # what was stored and is no transition yet
         self._unfinished = False  # in a folder: whether the owner may yet write to the newest transition's row
