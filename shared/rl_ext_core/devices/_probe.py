@@ -124,7 +124,7 @@ def _describe_egl_device(library: ctypes.CDLL, text: Any, index: int, device: in
         "software": "EGL_MESA_device_software" in extensions,
         "drm": drm,
         "pci": _find_pci_address(drm),
-        "uuid": _egl_device_uuid(library, device) if "EGL_EXT_device_persistent_id" in extensions else None,
+        "uuid": _query_uuid(library, device) if "EGL_EXT_device_persistent_id" in extensions else None,
         "cuda": _cuda_ordinal(library, device) if "EGL_NV_device_cuda" in extensions else None,
     }
 
@@ -138,7 +138,7 @@ def _find_pci_address(node: str | None) -> str | None:
     return name if name.count(":") == 2 else None
 
 
-def _egl_device_uuid(library: ctypes.CDLL, device: int | None) -> str | None:
+def _query_uuid(library: ctypes.CDLL, device: int | None) -> str | None:
     integer = ctypes.c_int
     types = (ctypes.c_void_p, integer, integer, ctypes.c_void_p, ctypes.POINTER(integer))
     query = load_egl_function(library, "eglQueryDeviceBinaryEXT", ctypes.c_uint, *types)
