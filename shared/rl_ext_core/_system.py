@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "LAZY",
+    "COMMITS_LAZILY",
     "PAGE",
     "Addresses",
     "TemporaryFolder",
@@ -52,7 +52,7 @@ __all__ = [
 PAGE = mmap.ALLOCATIONGRANULARITY
 WINDOWS = importlib.util.find_spec("fcntl") is None
 # Whether memory may be used that was not asked for, and reads as zeros.
-LAZY = not WINDOWS
+COMMITS_LAZILY = not WINDOWS
 _windows: Any = importlib.import_module("rl_ext_core._windows") if WINDOWS else None
 _fcntl: Any = None if WINDOWS else importlib.import_module("fcntl")
 

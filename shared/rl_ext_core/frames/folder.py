@@ -131,7 +131,7 @@ class RowArrays:
         for name, (shape, dtype) in fields.items():
             self.arrays[name] = region.array(start, (self.n_rows, *shape), dtype)
             self._parts.append((region, start, math.prod(shape) * dtype.itemsize))
-            if not _system.LAZY:
+            if not _system.COMMITS_LAZILY:
                 region.reserve(start, self._padded_nbytes(shape, dtype))  # their owner may read all of them
             start += self._padded_nbytes(shape, dtype)
         self._n_reserved = 0

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core._interrupts import defer_signals
-from rl_ext_core._system import LAZY
+from rl_ext_core._system import COMMITS_LAZILY
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames import arrays as fields
 from rl_ext_core.frames.allocator import list_free_runs
@@ -259,7 +259,7 @@ class FramePool:
         )
         self._addresses = address_of(self._shared_mask), address_of(self._scratch)
         self._known_version = int(head[fields.SETTINGS_VERSION])
-        if not LAZY:
+        if not COMMITS_LAZILY:
             self.reserve_rows(len(self._arrays["index"]))  # rows that were never written are read too
 
     def _check_codec(self, codec: str | Codec, quality: int) -> Codec:

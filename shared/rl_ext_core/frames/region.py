@@ -125,7 +125,7 @@ class PrivateRegion:
 
     def held(self, offset: int) -> int:
         """How many bytes of the part that begins there can be used."""
-        return self.n_bytes - offset if _system.LAZY else self._parts.get(offset, 0)
+        return self.n_bytes - offset if _system.COMMITS_LAZILY else self._parts.get(offset, 0)
 
     def reserve(self, offset: int, n_bytes: int) -> None:
         """Makes sure that the first bytes of a part can be used.
@@ -241,7 +241,7 @@ def new_region(n_bytes: int, file: RegionFile | None = None, *, private: bool = 
         return FileRegion(n_bytes, file)
     if private:
         return PrivateRegion(n_bytes)
-    return Region(n_bytes) if _system.LAZY else GrowingRegion(n_bytes)
+    return Region(n_bytes) if _system.COMMITS_LAZILY else GrowingRegion(n_bytes)
 
 
 class FileRegion(Region):
