@@ -125,7 +125,7 @@ def _describe_egl_device(library: ctypes.CDLL, text: Any, index: int, device: in
         "drm": drm,
         "pci": _find_pci_address(drm),
         "uuid": _query_uuid(library, device) if "EGL_EXT_device_persistent_id" in extensions else None,
-        "cuda": _cuda_ordinal(library, device) if "EGL_NV_device_cuda" in extensions else None,
+        "cuda": _query_cuda_ordinal(library, device) if "EGL_NV_device_cuda" in extensions else None,
     }
 
 
@@ -148,7 +148,7 @@ def _query_uuid(library: ctypes.CDLL, device: int | None) -> str | None:
     return format_uuid(bytes(raw))
 
 
-def _cuda_ordinal(library: ctypes.CDLL, device: int | None) -> int | None:
+def _query_cuda_ordinal(library: ctypes.CDLL, device: int | None) -> int | None:
     types = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_ssize_t))
     query = load_egl_function(library, "eglQueryDeviceAttribEXT", ctypes.c_uint, *types)
     value = ctypes.c_ssize_t(-1)
