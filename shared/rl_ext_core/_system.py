@@ -35,7 +35,7 @@ __all__ = [
     "lock",
     "new_memory_file",
     "open_file",
-    "open_locked",
+    "open_exclusive",
     "reopen_for_locking",
     "process_identity",
     "read_at",
@@ -374,7 +374,7 @@ def sent(descriptor: int) -> Any:
 # Locks, which the system frees when their holder ends
 
 
-def open_locked(path: Path) -> int:
+def open_exclusive(path: Path) -> int:
     """Open a file that no other process can open so, for as long as this one or a child that it was sent to has it.
 
     :raises BlockingIOError: if another process has it.

@@ -565,7 +565,7 @@ def _delete(path: Path) -> None:
 def _open_lock_file(path: Path) -> int:
     """A descriptor of the locked file."""
     try:
-        lock = _system.open_locked(path)
+        lock = _system.open_exclusive(path)
     except BlockingIOError:
         owner = ""
         with contextlib.suppress(OSError):
