@@ -107,10 +107,10 @@ def _egl_devices(library: ctypes.CDLL) -> list[dict[str, Any]]:
         return []
     devices = (pointer * count.value)()
     query(count.value, devices, ctypes.byref(count))
-    return [_describe_egl_device(library, text, index, devices[index]) for index in range(count.value)]
+    return [_query_egl_device(library, text, index, devices[index]) for index in range(count.value)]
 
 
-def _describe_egl_device(library: ctypes.CDLL, text: Any, index: int, device: int | None) -> dict[str, Any]:
+def _query_egl_device(library: ctypes.CDLL, text: Any, index: int, device: int | None) -> dict[str, Any]:
     extensions = (text(device, _EGL_EXTENSIONS) or b"").decode().split()
     drm = None
     for extension, name in (
