@@ -104,7 +104,7 @@ def _parse_rank(environ: Mapping[str, str], name: str) -> int | None:
     return int(value) if is_rank(value) else None
 
 
-def _outer_launchers_with_other_rank(environ: Mapping[str, str]) -> tuple[str, ...]:
+def _variables_with_other_ranks(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the variables of outer launchers whose rank is not the one that counts."""
     found = [name for name in RANK_VARIABLES if name in environ]
     return tuple(outer for outer in found if _parse_rank(environ, outer) != _parse_rank(environ, found[0]))
@@ -122,7 +122,7 @@ def find_rank_contradiction(machine: Machine) -> tuple[str, str] | None:
     nested = _TORCHRUN in environ or _RAY in environ
     if name is None or nested or _parse_rank(environ, name) is None or len(machine.visible.uuids) < 2:
         return None
-    outer = next((outer for outer in _outer_launchers_with_other_rank(environ) if _parse_rank(environ, outer)), None)
+    outer = next((outer for outer in _variables_with_other_ranks(environ) if _parse_rank(environ, outer)), None)
     return None if outer is None else (name, outer)
 
 
@@ -134,7 +134,7 @@ def _pick_by_launcher_rank(name: str, machine: Machine) -> tuple[int, str]:
             f"{name}={environ[name]!r} is not a rank: expected an index from 0. Use `unset {name}`, or {name}=0"
         )
     ordinal, why = _pick_by_given_rank(rank, f"{name}={environ[name]!r}", machine)
-    others = " and ".join(f"{outer}={environ[outer]!r}" for outer in _outer_launchers_with_other_rank(environ))
+    others = " and ".join(f"{outer}={environ[outer]!r}" for outer in _variables_with_other_ranks(environ))
     return ordinal, f"{why} ({name} comes before {others})" if others else why
 
 
