@@ -318,7 +318,7 @@ def _is_defined_in(*prefixes: str) -> Callable[[Any], bool]:
 _is_sync_or_shared = _is_defined_in("gymnasium.vector.sync_vector_env.SyncVectorEnv", "rl_ext_core.vector.")
 _is_async = _is_defined_in("gymnasium.vector.async_vector_env.AsyncVectorEnv")
 _is_cartpole = _is_defined_in("gymnasium.envs.classic_control.cartpole.CartPoleVectorEnv")
-_FUNCTIONAL = _is_defined_in("gymnasium.envs.functional_jax_env.FunctionalJaxVectorEnv")
+_is_functional = _is_defined_in("gymnasium.envs.functional_jax_env.FunctionalJaxVectorEnv")
 
 
 def _accepts_env_ids(base: Any) -> bool:
@@ -338,7 +338,7 @@ LIBRARIES = (
     LibraryRules("SyncVectorEnv, ours", _is_sync_or_shared, None, _reset_by_mask, True, "last"),
     LibraryRules("AsyncVectorEnv", _is_async, None, _reset_by_mask_in_async, True, "last"),
     LibraryRules("CartPoleVectorEnv", _is_cartpole, None, _patch_reset(_reset_cartpole), True, "last"),
-    LibraryRules("phys2d (JAX)", _FUNCTIONAL, Autoreset.NEXT_STEP, _patch_reset(_reset_functional), True, "last"),
+    LibraryRules("phys2d (JAX)", _is_functional, Autoreset.NEXT_STEP, _patch_reset(_reset_functional), True, "last"),
     LibraryRules("others", lambda base: True, None, _reset_by_mask, False, "last"),
 )
 
