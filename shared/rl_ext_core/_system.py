@@ -368,7 +368,7 @@ def sent(descriptor: int) -> Any:
     """What a child process calls ``detach()`` of, to get a descriptor of the same file."""
     from multiprocessing import reduction
 
-    return _windows.Sent(descriptor) if WINDOWS else reduction.DupFd(descriptor)
+    return _windows.SentFile(descriptor) if WINDOWS else reduction.DupFd(descriptor)
 
 
 # Locks, which the system frees when their holder ends

@@ -132,7 +132,7 @@ def unlock(descriptor: int, at: int) -> None:
     msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
 
 
-class Sent:
+class SentFile:
     """A file on its way to another process."""
 
     def __init__(self, descriptor: int) -> None:

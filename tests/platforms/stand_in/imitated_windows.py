@@ -107,7 +107,7 @@ def unlock(descriptor: int, at: int) -> None:
     _lockf(descriptor, _free, 1, at)
 
 
-def Sent(descriptor: int) -> Any:  # noqa: N802 (a class there)
+def SentFile(descriptor: int) -> Any:  # noqa: N802 (a class there)
     from multiprocessing import reduction
 
     return reduction.DupFd(descriptor)
