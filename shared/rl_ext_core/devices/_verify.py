@@ -237,18 +237,18 @@ def _read_gl_strings() -> tuple[str, str]:
     return tuple((gl.glGetString(name) or b"").decode() for name in (gl.GL_RENDERER, gl.GL_VENDOR))  # type: ignore[return-value]
 
 
-def _create_context(name: str, look: Callable[[], None]) -> object:
+def _create_context(name: str, read_strings: Callable[[], None]) -> object:
     """Make a renderer's context, look at what it is on while it is current, and return what keeps it alive."""
     if name == "pyrender":
         renderer = import_module("pyrender").OffscreenRenderer(_IMAGE_SIZE, _IMAGE_SIZE)  # and leaves it current
-        look()
+        read_strings()
         return renderer
     mujoco: Any = import_module("mujoco")
     model = mujoco.MjModel.from_xml_string(_MODEL)
 
     def look_inside() -> None:
         mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)  # fails where OpenGL is not loaded
-        look()
+        read_strings()
 
     if name == "dm_control":
         context: Any = import_module("dm_control._render").Renderer(_IMAGE_SIZE, _IMAGE_SIZE)
