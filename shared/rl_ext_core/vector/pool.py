@@ -32,7 +32,7 @@ UNFINISHED_SECONDS = 5.0
 
 # What a worker needs whatever its environment is.
 _PRELOAD = ("numpy", "gymnasium.wrappers", "rl_ext_core.factory", "rl_ext_core.vector.worker")
-_WHEN = {"start": "at its start", "idle": "between two calls", "constructor": "in its constructor"}
+_PHASE_TEXTS = {"start": "at its start", "idle": "between two calls", "constructor": "in its constructor"}
 
 # A seed and options for each environment that is to be reset; None for those that are left as they are.
 ResetRequests = Sequence[tuple[int | None, dict[str, Any] | None] | None]
