@@ -40,7 +40,7 @@ __all__ = [
     "process_identity",
     "read_at",
     "remove_file",
-    "sent",
+    "picklable_descriptor",
     "set_variables",
     "truncate_file",
     "allocate_file_space",
@@ -364,7 +364,7 @@ def remove_file(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def sent(descriptor: int) -> Any:
+def picklable_descriptor(descriptor: int) -> Any:
     """What a child process calls ``detach()`` of, to get a descriptor of the same file."""
     from multiprocessing import reduction
 

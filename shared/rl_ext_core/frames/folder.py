@@ -543,7 +543,7 @@ class StoreFolder:
 
     def __getstate__(self) -> dict[str, Any]:
         # Only on the way to a child process, which holds the lock as well.
-        return {**self.__dict__, "_lock": _system.sent(self._lock), "close": None}
+        return {**self.__dict__, "_lock": _system.picklable_descriptor(self._lock), "close": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

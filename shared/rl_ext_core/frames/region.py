@@ -208,7 +208,7 @@ class Region(PrivateRegion):
         """Nothing: others may use the pages."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_region, (type(self), _system.sent(self._descriptor), self.n_bytes, self.path)
+        return _rebuild_region, (type(self), _system.picklable_descriptor(self._descriptor), self.n_bytes, self.path)
 
 
 # A file begins with the first two of these; then come the entries of a table, one for each piece behind the table.

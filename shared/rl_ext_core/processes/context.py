@@ -29,7 +29,7 @@ from typing import Any
 from rl_ext_core import _system
 from rl_ext_core._import_path import import_path
 from rl_ext_core._interrupts import defer_signals
-from rl_ext_core._system import after_fork, sent
+from rl_ext_core._system import after_fork, picklable_descriptor
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.processes import server
 from rl_ext_core.processes.families import kill_process_trees
@@ -178,7 +178,7 @@ class Worker(BaseProcess):
         pickler.dump(self._function())
         begin = replace(
             self._worker_start,
-            report=sent(self.report.fd),
+            report=picklable_descriptor(self.report.fd),
             lifeline=None if self._worker_start.lifeline is None else reduction.DupFd(self._worker_start.lifeline),
             function=file.getvalue(),
             needs_main=pickler.needs_main,

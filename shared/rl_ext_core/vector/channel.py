@@ -25,7 +25,7 @@ from gymnasium import spaces
 
 from rl_ext_core import _pickle, resources
 from rl_ext_core._interrupts import defer_signals
-from rl_ext_core._system import WINDOWS, new_memory_file, read_at, sent, write_at
+from rl_ext_core._system import WINDOWS, new_memory_file, read_at, picklable_descriptor, write_at
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, StorageError
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class SharedMemory:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_memory, (sent(self._descriptor),)
+        return _rebuild_memory, (picklable_descriptor(self._descriptor),)
 
 
 def _rebuild_memory(descriptor: Any) -> SharedMemory:
