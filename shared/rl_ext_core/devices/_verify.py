@@ -246,14 +246,14 @@ def _create_context(name: str, read_strings: Callable[[], None]) -> object:
     mujoco: Any = import_module("mujoco")
     model = mujoco.MjModel.from_xml_string(_MODEL)
 
-    def look_inside() -> None:
+    def draw_and_read_strings() -> None:
         mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)  # fails where OpenGL is not loaded
         read_strings()
 
     if name == "dm_control":
         context: Any = import_module("dm_control._render").Renderer(_IMAGE_SIZE, _IMAGE_SIZE)
         with context.make_current() as thread:  # it renders in a thread of its own
-            thread.call(look_inside)
+            thread.call(draw_and_read_strings)
         return context
     if name == "robosuite":
         binding: Any = import_module("robosuite.utils.binding_utils")
@@ -271,7 +271,7 @@ def _create_context(name: str, read_strings: Callable[[], None]) -> object:
     else:
         context = mujoco.GLContext(_IMAGE_SIZE, _IMAGE_SIZE)
         context.make_current()
-    look_inside()
+    draw_and_read_strings()
     return context
 
 
