@@ -117,7 +117,7 @@ class Pool:
             self.wait(starting=True, raise_failures=True)
             self.spaces = _require_common_spaces([spaces for worker in self.workers for spaces in worker.answer])
             self.layout = MemoryLayout.of(len(self.worker_by_env), *self.spaces)
-            arrays = self.arrays = self.layout.arrays(self._map())
+            arrays = self.arrays = self.layout.arrays(self._map_memory())
             # What every step needs is looked up once.
             self._actions = arrays.get("action")
             self._observations = [arrays[f"observation {index}"] for index in range(len(self.layout.paths))]
@@ -178,7 +178,7 @@ class Pool:
         """Return the workers in groups that fail together."""
         return [workers]
 
-    def _map(self) -> Any:
+    def _map_memory(self) -> Any:
         """Return the memory for the arrays, which the workers map as well."""
         self._memory.resize(self.layout.size)
         for worker in self.workers:

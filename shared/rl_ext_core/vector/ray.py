@@ -113,7 +113,7 @@ class RayPool(Pool):
         for worker in self.workers:
             self.send(worker, "build", list(self._factories[worker.first : worker.last]))
 
-    def _map(self) -> Any:
+    def _map_memory(self) -> Any:
         for worker in self.workers:
             self.send(worker, "map", MemoryLayout.of(worker.last - worker.first, *self.spaces))
         return bytearray(self.layout.size)

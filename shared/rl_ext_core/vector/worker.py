@@ -124,7 +124,7 @@ class WorkerEnvironments:
         elif name == "close":
             self._close()
         elif name == "map":
-            self._map(data)
+            self._map_memory(data)
         elif name == "reset":
             infos = [{} if how is None else self._reset(number, *how) for number, how in enumerate(data)]
             self._answer_infos([({}, info, None, None) for info in infos])
@@ -162,7 +162,7 @@ class WorkerEnvironments:
         # Said rather than raised, so that the others are closed in peace.
         self._answer(b"" if failed is None else pack((self._cells[Cell.ENVIRONMENT], ExceptionRecord.of(failed))))
 
-    def _map(self, layout: MemoryLayout) -> None:
+    def _map_memory(self, layout: MemoryLayout) -> None:
         arrays: dict[str, Any] = layout.arrays(self._block(layout.size))
         self.arrays = arrays
         part = slice(self._first, self._first + len(self._envs))
