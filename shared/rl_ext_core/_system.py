@@ -81,7 +81,7 @@ def make_fork_safe_lock() -> Any:
     return lock
 
 
-def _hold_locks() -> None:
+def _acquire_all_locks() -> None:
     _forking.acquire()
     while (busy := next((lock for lock in _all_locks() if not _hold(lock, blocking=False)), None)) is not None:
         # Waiting with nothing in hand: its holder may be about to take another one.
@@ -112,7 +112,7 @@ def _free_locks() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_hold_locks, after_in_parent=_free_locks, after_in_child=_free_locks)
+    os.register_at_fork(before=_acquire_all_locks, after_in_parent=_free_locks, after_in_child=_free_locks)
 
 
 def set_variables(variables: Mapping[str, str | None], environ: MutableMapping[str, str] = os.environ) -> None:
