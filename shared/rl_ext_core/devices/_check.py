@@ -712,20 +712,20 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
             fix = f"from rl_ext_core.devices import resolve\nrender_device = {line}"
             yield situation.finding(found.variable, f"{renderer}: {found.why}", fix, "warning")
         # Who names an EGL device means EGL.
-        in_vain = found.where == "window" and renderer.index in situation.environ
-        if found.where != "fails" and found.with_compute is not False and not in_vain:
+        index_unused = found.where == "window" and renderer.index in situation.environ
+        if found.where != "fails" and found.with_compute is not False and not index_unused:
             continue
         listed = gpu is None or gpu.mig or situation.inventory.egl_of(gpu.uuid)
         if (found.where != "fails" and not listed) or (found.variable == "EGL" and gpu and not gpu.mig):
             continue  # that EGL does not list the GPU is told already
         elsewhere = found.egl is not None and not (compute_decision and compute_decision.device == "cpu")
-        if found.where != "fails" and not elsewhere and not in_vain:
+        if found.where != "fails" and not elsewhere and not index_unused:
             continue  # OSMesa was asked for by name, and a GPU may render where the CPU computes
         if gpu and gpu.mig and found.where == "cpu":
             continue  # a slice does not render
         unset = found.variable not in situation.environ and found.variable in renderer.switches
         # Who sets nothing may render nothing, and who writes a number may want it.
-        harmless = unset or in_vain or (found.where == "cpu" and renderer.index in situation.environ)
+        harmless = unset or index_unused or (found.where == "cpu" and renderer.index in situation.environ)
         severity: Severity = "warning" if harmless else "error"
         key = (dataclasses.replace(found, renderer=""), _find_rendering_fix(renderer, situation), severity)
         alike.setdefault(key, []).append(renderer)
