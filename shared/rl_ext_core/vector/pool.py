@@ -113,7 +113,7 @@ class Pool:
         self._ended = self._conversion_reported = False
         self._has_unread_answers = False  # whether answers may be owed
         try:
-            self._build()
+            self._start_workers()
             self.wait(starting=True, raise_failures=True)
             self.spaces = _require_common_spaces([spaces for worker in self.workers for spaces in worker.answer])
             self.layout = MemoryLayout.of(len(self.worker_by_env), *self.spaces)
@@ -131,7 +131,7 @@ class Pool:
 
     # -- processes
 
-    def _build(self) -> None:
+    def _start_workers(self) -> None:
         """Start the workers, which build their environments."""
         resources.check_open_file_limit(len(self.workers), "n_workers={}")
         self._spins = channel.should_spin(len(self.workers))

@@ -108,7 +108,7 @@ class RayPool(Pool):
         new = ray.remote(Actor).options(**actor_options).remote
         super().__init__(env_fns, options, new_worker=lambda *part: ActorHandle(new(), *part))
 
-    def _build(self) -> None:
+    def _start_workers(self) -> None:
         self._job = self._ray.get_runtime_context().get_job_id()
         for worker in self.workers:
             self.send(worker, "build", list(self._factories[worker.first : worker.last]))
