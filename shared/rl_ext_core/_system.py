@@ -83,10 +83,10 @@ def make_fork_safe_lock() -> Any:
 
 def _acquire_all_locks() -> None:
     _forking.acquire()
-    while (busy := next((lock for lock in _all_locks() if not _hold(lock, blocking=False)), None)) is not None:
+    while (busy := next((lock for lock in _all_locks() if not _acquire(lock, blocking=False)), None)) is not None:
         # Waiting with nothing in hand: its holder may be about to take another one.
         _release()
-        _hold(busy, blocking=True)
+        _acquire(busy, blocking=True)
 
 
 def _all_locks() -> list[Any]:
@@ -94,7 +94,7 @@ def _all_locks() -> list[Any]:
     return [lock for reference in references if (lock := reference()) is not None]
 
 
-def _hold(lock: Any, *, blocking: bool) -> bool:
+def _acquire(lock: Any, *, blocking: bool) -> bool:
     held: bool = lock.acquire(blocking=blocking)
     if held:
         _held.append(lock)
