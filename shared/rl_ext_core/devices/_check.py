@@ -697,7 +697,7 @@ def _explain_egl_choice(renderer: Renderer, environ: Mapping[str, str], index: i
 
 def _find_rendering_mistakes(situation: Situation) -> Findings:
     """Find renderers that fail, or render elsewhere than where it is computed; those that fare alike in one finding."""
-    alike: dict[tuple[Prediction, str, Severity], list[Renderer]] = {}
+    grouped: dict[tuple[Prediction, str, Severity], list[Renderer]] = {}
     compute_decision = situation.compute_decision
     gpu = compute_decision.gpu if compute_decision else None
     for renderer in _installed_renderers(situation):
@@ -728,9 +728,9 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
         harmless = unset or index_unused or (found.where == "cpu" and renderer.index in situation.environ)
         severity: Severity = "warning" if harmless else "error"
         key = (dataclasses.replace(found, renderer=""), _find_rendering_fix(renderer, situation), severity)
-        alike.setdefault(key, []).append(renderer)
+        grouped.setdefault(key, []).append(renderer)
     prefix = "" if situation.environ == situation.original else "once the other lines are typed, "
-    for (found, fix, severity), renderers in alike.items():
+    for (found, fix, severity), renderers in grouped.items():
         effect = f"{', '.join(map(str, renderers))}: {prefix}{found.why}"
         if found.where != "fails" and compute_decision:
             effect += f", while {compute_decision.device}{f', {describe_gpu(gpu)},' if gpu else ''} computes"
