@@ -85,7 +85,7 @@ def _acquire_all_locks() -> None:
     _forking.acquire()
     while (busy := next((lock for lock in _all_locks() if not _acquire(lock, blocking=False)), None)) is not None:
         # Waiting with nothing in hand: its holder may be about to take another one.
-        _release()
+        _release_acquired()
         _acquire(busy, blocking=True)
 
 
@@ -101,13 +101,13 @@ def _acquire(lock: Any, *, blocking: bool) -> bool:
     return held
 
 
-def _release() -> None:
+def _release_acquired() -> None:
     while _held:
         _held.pop().release()
 
 
 def _free_locks() -> None:
-    _release()
+    _release_acquired()
     _forking.release()
 
 
