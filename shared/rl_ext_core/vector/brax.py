@@ -78,7 +78,7 @@ class BraxVectorEnv(VectorEnv[Any, Any, Any]):
                 f"`options['reset_mask']`={mask}: expected {self.num_envs} booleans. Use numpy.zeros({self.num_envs}, "
                 "bool), with True where an environment is to be reset"
             )
-        state = None if mask is None else self._started()
+        state = None if mask is None else self._require_state()
         super().reset(seed=seed)
         if seed is not None or self._state is None:
             self._key = jax.random.PRNGKey(int(self.np_random.integers(1 << 31)) if seed is None else seed)
@@ -98,7 +98,7 @@ class BraxVectorEnv(VectorEnv[Any, Any, Any]):
         """
         import jax
 
-        state = self._started()
+        state = self._require_state()
         actions = jax.numpy.array(actions, np.float32)  # copied: JAX may read NumPy's memory after this method returns
         if actions.shape != self.action_space.shape:
             raise InvalidArgumentError(f"`actions` have shape {actions.shape}: expected {self.action_space.shape}")
@@ -111,12 +111,12 @@ class BraxVectorEnv(VectorEnv[Any, Any, Any]):
 
         if self.render_mode is None:
             return None
-        state = self._started()
+        state = self._require_state()
         state = jax.device_get(getattr(state, "pipeline_state", state))  # Playground's environments take all of it
         each = [jax.tree.map(lambda leaf, row=row: leaf[row], state) for row in range(self.num_envs)]
         return tuple(self._env.render(each))
 
-    def _started(self) -> Any:
+    def _require_state(self) -> Any:
         if self._state is None:
             raise InvalidArgumentError("the environments were not reset: expected a reset of all. Use envs.reset()")
         return self._state
