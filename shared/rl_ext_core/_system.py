@@ -106,13 +106,15 @@ def _release_acquired() -> None:
         _held.pop().release()
 
 
-def _free_locks() -> None:
+def _release_all_locks() -> None:
     _release_acquired()
     _forking.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_acquire_all_locks, after_in_parent=_free_locks, after_in_child=_free_locks)
+    os.register_at_fork(
+        before=_acquire_all_locks, after_in_parent=_release_all_locks, after_in_child=_release_all_locks
+    )
 
 
 def set_variables(variables: Mapping[str, str | None], environ: MutableMapping[str, str] = os.environ) -> None:
