@@ -52,7 +52,7 @@ class BraxVectorEnv(VectorEnv[Any, Any, Any]):
         self._key = key = jax.random.PRNGKey(0)  # until the first reset
         self._key_shape = key.shape
         self._state: Any = None
-        self._reset, self._reset_some, self._step = self._programs()
+        self._reset, self._reset_some, self._step = self._compile()
         self.single_observation_space = _space(jax.eval_shape(self._reset, key).obs)
         self.single_action_space = spaces.Box(-1.0, 1.0, (env.action_size,), np.float32)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
@@ -121,7 +121,7 @@ class BraxVectorEnv(VectorEnv[Any, Any, Any]):
             raise InvalidArgumentError("the environments were not reset: expected a reset of all. Use envs.reset()")
         return self._state
 
-    def _programs(self) -> tuple[Any, Any, Any]:
+    def _compile(self) -> tuple[Any, Any, Any]:
         """Return functions that JAX compiles once each, because no shape depends on how many episodes end."""
         import jax
 
