@@ -70,7 +70,7 @@ def after_fork(function: Callable[[], object]) -> None:
 
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
-_held: list[Any] = []
+_acquired: list[Any] = []
 _forking = threading.RLock()
 
 
@@ -97,13 +97,13 @@ def _all_locks() -> list[Any]:
 def _acquire(lock: Any, *, blocking: bool) -> bool:
     held: bool = lock.acquire(blocking=blocking)
     if held:
-        _held.append(lock)
+        _acquired.append(lock)
     return held
 
 
 def _release_acquired() -> None:
-    while _held:
-        _held.pop().release()
+    while _acquired:
+        _acquired.pop().release()
 
 
 def _release_all_locks() -> None:
