@@ -47,7 +47,7 @@ class BraxVectorEnv(VectorEnv[Any, Any, Any]):
         except ImportError:
             text = "BraxVectorEnv needs the package 'jax', which is not installed. Use:\n    pip install jax"
             raise MissingDependencyError(text, name="jax") from None
-        _check(env, num_envs, render_mode)
+        _check_arguments(env, num_envs, render_mode)
         self._env, self.num_envs, self.render_mode = env, int(num_envs), render_mode
         self._key = key = jax.random.PRNGKey(0)  # until the first reset
         self._key_shape = key.shape
@@ -167,7 +167,7 @@ class BraxVectorEnv(VectorEnv[Any, Any, Any]):
         return found
 
 
-def _check(env: Any, num_envs: Any, render_mode: Any) -> None:
+def _check_arguments(env: Any, num_envs: Any, render_mode: Any) -> None:
     if not all(hasattr(env, name) for name in ("reset", "step", "action_size")):
         raise InvalidTypeError(
             f"`env` is a {type(env).__name__}: expected an environment of Brax or MuJoCo Playground. Use "
