@@ -185,7 +185,7 @@ class _WindowsAddresses:
         self._views: dict[int, int] = {}
         self._used: list[tuple[int, int]] = []
         self.memory = (ctypes.c_char * n_bytes).from_address(self._start)
-        weakref.finalize(self.memory, _give_up, self._gaps, self._views).atexit = False
+        weakref.finalize(self.memory, _release_addresses, self._gaps, self._views).atexit = False
 
     def use(self, offset: int, n_bytes: int) -> None:
         """Have memory lie in a part, zeros at first."""
@@ -213,7 +213,7 @@ class _WindowsAddresses:
 
     def empty(self) -> None:
         """Have nothing lie there."""
-        _give_up(self._gaps, self._views)
+        _release_addresses(self._gaps, self._views)
         _windows.reserve(self._start, self._n_bytes)
         self._gaps[self._start] = self._n_bytes
 
@@ -232,7 +232,7 @@ class _WindowsAddresses:
 Addresses: Any = _WindowsAddresses if WINDOWS else _PosixAddresses
 
 
-def _give_up(gaps: dict[int, int], views: dict[int, int]) -> None:
+def _release_addresses(gaps: dict[int, int], views: dict[int, int]) -> None:
     for start in gaps:
         _windows.release(start)
     for start in views:
