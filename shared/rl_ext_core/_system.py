@@ -137,14 +137,14 @@ class _PosixAddresses:
 
     def __init__(self, n_bytes: int, *, writable: bool) -> None:
         self._n_bytes, self._protection = n_bytes, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._start = self._map_nothing(None, n_bytes)
+        self._start = self._map_unbacked(None, n_bytes)
         if writable and hasattr(mmap, "MADV_NOHUGEPAGE"):
             _libc().madvise(self._start, n_bytes, mmap.MADV_NOHUGEPAGE)  # most arrays are far shorter than such a page
         self.memory = (ctypes.c_char * n_bytes).from_address(self._start)
         # Arrays refer to it, and may outlive whoever asked for it.
         weakref.finalize(self.memory, _libc().munmap, self._start, n_bytes).atexit = False
 
-    def _map_nothing(self, address: int | None, n_bytes: int) -> int:
+    def _map_unbacked(self, address: int | None, n_bytes: int) -> int:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         return _map(address, n_bytes, self._protection, flags, -1, 0)
 
@@ -157,14 +157,14 @@ class _PosixAddresses:
 
     def empty(self) -> None:
         """Have nothing lie there."""
-        self._map_nothing(self._start, self._n_bytes)
+        self._map_unbacked(self._start, self._n_bytes)
 
     def discard(self, offset: int, n_bytes: int) -> None:
         """Give whole pages of memory back, which are zero then."""
         if _DONTNEED_ZEROES:
             discard_pages(self._start + offset, n_bytes)
         else:
-            self._map_nothing(self._start + offset, n_bytes)
+            self._map_unbacked(self._start + offset, n_bytes)
 
     def page_out(self, offset: int, n_bytes: int) -> None:
         """Have a part of a file count as resident no longer; it is the system's to keep it at hand."""
