@@ -443,12 +443,12 @@ def unlock(descriptor: int) -> None:
 _here = uuid.uuid4()
 
 
-def _renew_process() -> None:
+def _renew_identity() -> None:
     global _here
     _here = uuid.uuid4()
 
 
-after_fork(_renew_process)
+after_fork(_renew_identity)
 
 
 def process_identity() -> uuid.UUID:
