@@ -440,12 +440,12 @@ def unlock(descriptor: int) -> None:
         _fcntl.lockf(descriptor, _fcntl.LOCK_UN)
 
 
-_here = uuid.uuid4()
+_identity = uuid.uuid4()
 
 
 def _renew_identity() -> None:
-    global _here
-    _here = uuid.uuid4()
+    global _identity
+    _identity = uuid.uuid4()
 
 
 after_fork(_renew_identity)
@@ -453,4 +453,4 @@ after_fork(_renew_identity)
 
 def process_identity() -> uuid.UUID:
     """Return what tells this process from every other, also from its forks and from those of other machines."""
-    return _here
+    return _identity
