@@ -58,7 +58,7 @@ _fcntl: Any = None if WINDOWS else importlib.import_module("fcntl")
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-_WRITTEN = 1 << 20  # bytes at a time
+_CHUNK_BYTES = 1 << 20  # bytes at a time
 _LOCKED_BYTE = 1 << 30  # of Windows' locks, which keep others from reading what they cover; it counts in 31 bits
 _POLL_S = 0.0005
 
@@ -344,8 +344,8 @@ def allocate_file_space(descriptor: int, offset: int, n_bytes: int) -> None:
         os.posix_fallocate(descriptor, offset, n_bytes)
         return
     end = min(os.fstat(descriptor).st_size, offset + n_bytes)
-    for at in range(offset, offset + n_bytes, _WRITTEN):
-        part = min(_WRITTEN, offset + n_bytes - at)
+    for at in range(offset, offset + n_bytes, _CHUNK_BYTES):
+        part = min(_CHUNK_BYTES, offset + n_bytes - at)
         write_at(descriptor, read_at(descriptor, min(part, max(end - at, 0)), at).ljust(part, b"\0"), at)
 
 
@@ -356,8 +356,8 @@ def truncate_file(descriptor: int, n_bytes: int) -> None:
     except OSError:
         if not WINDOWS:
             raise
-        for at in range(n_bytes, os.fstat(descriptor).st_size, _WRITTEN):
-            write_at(descriptor, bytes(min(_WRITTEN, os.fstat(descriptor).st_size - at)), at)
+        for at in range(n_bytes, os.fstat(descriptor).st_size, _CHUNK_BYTES):
+            write_at(descriptor, bytes(min(_CHUNK_BYTES, os.fstat(descriptor).st_size - at)), at)
 
 
 def remove_file(path: Path) -> None:
