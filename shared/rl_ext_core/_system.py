@@ -59,7 +59,7 @@ _fcntl: Any = None if WINDOWS else importlib.import_module("fcntl")
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _CHUNK_BYTES = 1 << 20  # bytes at a time
-_LOCKED_BYTE = 1 << 30  # of Windows' locks, which keep others from reading what they cover; it counts in 31 bits
+_LOCK_OFFSET = 1 << 30  # of Windows' locks, which keep others from reading what they cover; it counts in 31 bits
 _POLL_S = 0.0005
 
 
@@ -425,7 +425,7 @@ def lock(descriptor: int) -> None:
 
 def _lock_at_once(descriptor: int) -> None:
     if WINDOWS:
-        _windows.lock(descriptor, _LOCKED_BYTE)
+        _windows.lock(descriptor, _LOCK_OFFSET)
     else:
         _fcntl.lockf(descriptor, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
 
@@ -435,7 +435,7 @@ def unlock(descriptor: int) -> None:
     if hasattr(os, "memfd_create"):
         _fcntl.flock(descriptor, _fcntl.LOCK_UN)
     elif WINDOWS:
-        _windows.unlock(descriptor, _LOCKED_BYTE)
+        _windows.unlock(descriptor, _LOCK_OFFSET)
     else:
         _fcntl.lockf(descriptor, _fcntl.LOCK_UN)
 
