@@ -51,7 +51,7 @@ for _name, _result, _arguments in (
     getattr(_kernel, _name).argtypes = _arguments
 
 
-def _checked(result: Any) -> Any:
+def _check_result(result: Any) -> Any:
     if not result or result == _INVALID:
         raise ctypes.WinError(ctypes.get_last_error())
     return result
@@ -60,40 +60,40 @@ def _checked(result: Any) -> Any:
 def reserve(address: int | None, n_bytes: int) -> int:
     """Reserve addresses, at the top where none is named. They cannot be used before memory is put there."""
     where = 0 if address is not None else _TOP_DOWN
-    start: int = _checked(_kernel.VirtualAlloc(address, n_bytes, _RESERVE | where, _NOACCESS))
+    start: int = _check_result(_kernel.VirtualAlloc(address, n_bytes, _RESERVE | where, _NOACCESS))
     return start
 
 
 def release(address: int) -> None:
     """Give up what :func:`reserve` reserved there, and the memory in it."""
-    _checked(_kernel.VirtualFree(address, 0, _RELEASE))
+    _check_result(_kernel.VirtualFree(address, 0, _RELEASE))
 
 
 def commit(address: int, n_bytes: int) -> None:
     """Put memory into addresses that are reserved; where there is some already, it stays as it is."""
-    _checked(_kernel.VirtualAlloc(address, n_bytes, _COMMIT, _READWRITE))
+    _check_result(_kernel.VirtualAlloc(address, n_bytes, _COMMIT, _READWRITE))
 
 
 def decommit(address: int, n_bytes: int) -> None:
     """Take memory out of addresses, which stay reserved."""
-    _checked(_kernel.VirtualFree(address, n_bytes, _DECOMMIT))
+    _check_result(_kernel.VirtualFree(address, n_bytes, _DECOMMIT))
 
 
 def map_file(descriptor: int, offset: int, n_bytes: int, address: int) -> None:
     """Have a part of a file lie at addresses that are free."""
     end = offset + n_bytes
     file = msvcrt.get_osfhandle(descriptor)
-    section = _checked(_kernel.CreateFileMappingW(file, None, _READWRITE, end >> 32, end & 0xFFFFFFFF, None))
+    section = _check_result(_kernel.CreateFileMappingW(file, None, _READWRITE, end >> 32, end & 0xFFFFFFFF, None))
     try:
         high, low = offset >> 32, offset & 0xFFFFFFFF
-        _checked(_kernel.MapViewOfFileEx(section, _MAP_READ_WRITE, high, low, n_bytes, address))
+        _check_result(_kernel.MapViewOfFileEx(section, _MAP_READ_WRITE, high, low, n_bytes, address))
     finally:
         _kernel.CloseHandle(section)
 
 
 def unmap(address: int) -> None:
     """Take away what :func:`map_file` put there."""
-    _checked(_kernel.UnmapViewOfFile(address))
+    _check_result(_kernel.UnmapViewOfFile(address))
 
 
 def open_temporary(path: str) -> int:
@@ -108,7 +108,7 @@ def open_alone(path: Path) -> int:
     """
     access = _GENERIC_READ | _GENERIC_WRITE
     try:
-        handle = _checked(_kernel.CreateFileW(str(path), access, _SHARE_READ, None, _OPEN_ALWAYS, _NORMAL, None))
+        handle = _check_result(_kernel.CreateFileW(str(path), access, _SHARE_READ, None, _OPEN_ALWAYS, _NORMAL, None))
     except OSError as error:
         if error.winerror == _SHARING_VIOLATION:
             raise BlockingIOError(errno.EWOULDBLOCK, error.strerror) from error
@@ -153,7 +153,7 @@ class Job:
     """
 
     def __init__(self, pid: int) -> None:
-        self._job = _checked(_kernel.CreateJobObjectW(None, None))
+        self._job = _check_result(_kernel.CreateJobObjectW(None, None))
         self._process = _kernel.OpenProcess(_SET_QUOTA | _TERMINATE, 0, pid)
         # JOBOBJECT_EXTENDED_LIMIT_INFORMATION, all zero except its LimitFlags.
         limits = struct.pack("@qqIPPIPII6Q4P", 0, 0, _KILL_ON_JOB_CLOSE | _BREAKAWAY_OK, *[0] * 16)
