@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from importlib.machinery import PathFinder
 from typing import Any
 
-__all__ = ["import_path", "is_found_elsewhere", "package_folders", "standard_folders", "when_imported"]
+__all__ = ["import_path", "is_importable_elsewhere", "package_folders", "standard_folders", "when_imported"]
 
 _SCRIPTS = ("__main__", "__mp_main__")
 
@@ -51,7 +51,7 @@ def import_path() -> list[str]:
     return found
 
 
-def is_found_elsewhere(name: str) -> bool:
+def is_importable_elsewhere(name: str) -> bool:
     """Whether a new process with :func:`import_path` imports the module that this process has under a name.
 
     It does not if the module was made without a file, its file was deleted, an import hook of the program has loaded

@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from rl_ext_core._import_path import is_found_elsewhere
+from rl_ext_core._import_path import is_importable_elsewhere
 
 __all__ = ["dumps", "loads"]
 
@@ -97,7 +97,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         module = sys.modules.get(top)
         if top not in self._looked_for and isinstance(module, types.ModuleType) and module.__name__ == top:
             self._looked_for.add(top)
-            if not is_found_elsewhere(top):
+            if not is_importable_elsewhere(top):
                 self._register(module)
 
     def reducer_override(self, value: Any) -> Any:

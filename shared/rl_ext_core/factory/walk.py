@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl_ext_core._import_path import is_found_elsewhere, package_folders
+from rl_ext_core._import_path import is_importable_elsewhere, package_folders
 from rl_ext_core.factory import simulators
 
 __all__ = ["Fingerprint", "attributes", "description", "fingerprint", "full_name", "is_installed", "layers"]
@@ -737,7 +737,7 @@ class _CodeReader:
         self._found.tokens[f"{where}.<is>"] = "is", label
         module = owner.__name__ if isinstance(owner, types.ModuleType) else getattr(owner, "__module__", "")
         by_name = isinstance(owner, types.ModuleType) or is_global(owner)
-        if by_name and module not in ("__main__", "__mp_main__") and is_found_elsewhere(module):
+        if by_name and module not in ("__main__", "__mp_main__") and is_importable_elsewhere(module):
             qualified = name if isinstance(owner, types.ModuleType) else f"{owner.__qualname__}.{name}"
             self._found.references.setdefault(id(part), (module, qualified))
 

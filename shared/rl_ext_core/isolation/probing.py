@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import rl_ext_core
-from rl_ext_core._import_path import is_found_elsewhere
+from rl_ext_core._import_path import is_importable_elsewhere
 from rl_ext_core.errors import InvalidArgumentError, NotCopyableError
 from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.factory.walk import description, fingerprint, layers
@@ -214,7 +214,7 @@ def _files_in_recipe(recipe: Any) -> Iterator[Any]:
     if isinstance(recipe, (str, bytes)) and len(recipe) < 4096 and os.path.isfile(recipe):
         yield os.fsdecode(recipe), *(_file_state(os.fsdecode(recipe)) or ())
     elif isinstance(recipe, (tuple, list)):
-        if len(recipe) == 3 and recipe[0] in ("class", "function") and not is_found_elsewhere(str(recipe[1])):
+        if len(recipe) == 3 and recipe[0] in ("class", "function") and not is_importable_elsewhere(str(recipe[1])):
             raise ValueError(f"the code of {recipe[1]} is not in a file that is found again")
         for part in recipe:
             yield from _files_in_recipe(part)

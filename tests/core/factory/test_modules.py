@@ -17,7 +17,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from rl_ext_core._import_path import import_path, is_found_elsewhere
+from rl_ext_core._import_path import import_path, is_importable_elsewhere
 from rl_ext_core.isolation import Isolation, probe
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from tests.boundaries import ROOT
@@ -171,18 +171,18 @@ def test_trials_run_the_code_of_this_process(module: Any, tmp_path: Path) -> Non
     verdicts = [probe([module.Env] * 2, cache=tmp_path / "verdicts") for _ in range(2)]
     assert [verdict.isolation for verdict in verdicts] == [Isolation.SHARED_STATE] * 2, verdicts
     # A verdict is kept by the file of the code: without one that is found again, none is.
-    found = is_found_elsewhere(module.__name__)
+    found = is_importable_elsewhere(module.__name__)
     assert [verdict.declared_by for verdict in verdicts] == ["probe", "cache" if found else "probe"]
 
 
 @pytest.mark.parametrize("module", [*FINDABLE, *BY_VALUE], indirect=True, ids=lambda make: make.__name__)
 def test_the_import_path_leads_to_all_modules_with_files(module: Any, request: Any) -> None:
     if request.node.callspec.params["module"] in BY_VALUE:
-        assert not is_found_elsewhere(module.__name__)
+        assert not is_importable_elsewhere(module.__name__)
         return
     path = import_path()
     assert all(map(os.path.isabs, path))
-    assert is_found_elsewhere(module.__name__)
+    assert is_importable_elsewhere(module.__name__)
     code = f"import sys; sys.path[:] = {path!r}; import {module.__name__} as m; print(m.__file__)"
     done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=True)
     assert done.stdout.strip() == module.__file__
