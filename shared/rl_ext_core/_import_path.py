@@ -45,7 +45,7 @@ def import_path() -> list[str]:
         if folder is None or folder in path:
             continue
         # An entry was taken off, or was relative to another working directory.
-        if not _finds(name, module, found) and _finds(name, module, [folder]):
+        if not _finds_module(name, module, found) and _finds_module(name, module, [folder]):
             found.append(folder)
             path[folder] = None
     return found
@@ -63,7 +63,7 @@ def is_importable_elsewhere(name: str) -> bool:
         return True
     if isinstance(file := getattr(module, "__file__", None), str) and file.startswith(_installed()):
         return True
-    return _finds(top, module, import_path()) or _finds_by_hook(top, module)
+    return _finds_module(top, module, import_path()) or _finds_by_hook(top, module)
 
 
 def _folder_of(module: Any) -> str | None:
@@ -79,7 +79,7 @@ def _folder_of(module: Any) -> str | None:
     return None
 
 
-def _finds(name: str, module: Any, path: list[str]) -> bool:
+def _finds_module(name: str, module: Any, path: list[str]) -> bool:
     """Whether a search of folders finds this very module."""
     try:
         return _is_of(PathFinder.find_spec(name, path), module)
