@@ -82,7 +82,7 @@ def _folder_of(module: Any) -> str | None:
 def _finds_module(name: str, module: Any, path: list[str]) -> bool:
     """Whether a search of folders finds this very module."""
     try:
-        return _is_of(PathFinder.find_spec(name, path), module)
+        return _is_spec_of(PathFinder.find_spec(name, path), module)
     except Exception:  # a damaged archive, for example
         return False
 
@@ -94,12 +94,12 @@ def _finds_by_hook(name: str, module: Any) -> bool:
         home = getattr(sys.modules.get(kind.__module__), "__file__", None)
         if isinstance(home, str) and home.startswith(_installed()):
             with contextlib.suppress(Exception):
-                if _is_of(finder.find_spec(name, None), module):
+                if _is_spec_of(finder.find_spec(name, None), module):
                     return True
     return False
 
 
-def _is_of(spec: Any, module: Any) -> bool:
+def _is_spec_of(spec: Any, module: Any) -> bool:
     if spec is None:
         return False
     file = getattr(module, "__file__", None)
