@@ -114,13 +114,13 @@ def when_imported(names: Collection[str], function: Callable[[Any], object]) -> 
     :param function: another call with the same function replaces what the first one waits for
     """
     sys.meta_path[:] = [one for one in sys.meta_path if getattr(one, "function", None) is not function]
-    sys.meta_path.insert(0, _Waiting(frozenset(names), function))
+    sys.meta_path.insert(0, _ImportHook(frozenset(names), function))
     for name in names:
         if name in sys.modules:
             function(sys.modules[name])
 
 
-class _Waiting:
+class _ImportHook:
     """Finds modules as the finders behind it do, and calls a function after they were executed."""
 
     def __init__(self, names: Collection[str], function: Callable[[Any], object]) -> None:
