@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from importlib.machinery import PathFinder
 from typing import Any
 
-__all__ = ["import_path", "is_importable_elsewhere", "package_folders", "standard_folders", "when_imported"]
+__all__ = ["import_path", "is_importable_elsewhere", "package_folders", "standard_folders", "call_when_imported"]
 
 _SCRIPTS = ("__main__", "__mp_main__")
 
@@ -108,7 +108,7 @@ def _is_spec_of(spec: Any, module: Any) -> bool:
     return spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file)
 
 
-def when_imported(names: Collection[str], function: Callable[[Any], object]) -> None:
+def call_when_imported(names: Collection[str], function: Callable[[Any], object]) -> None:
     """Call a function with each module of these names: now, or once it has been imported.
 
     :param function: another call with the same function replaces what the first one waits for

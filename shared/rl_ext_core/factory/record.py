@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl_ext_core._import_path import when_imported
+from rl_ext_core._import_path import call_when_imported
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, _combined_error_class
 from rl_ext_core.factory.walk import RECORD, instance_dict, full_name, globals_in, is_layer, layers
 
@@ -123,7 +123,7 @@ def start_recording() -> None:
 
     Modules of the user that were imported before and have taken a function by its own name are patched as well.
     """
-    when_imported(_RECORDED, _patch)
+    call_when_imported(_RECORDED, _patch)
 
 
 def _patch(module: Any) -> None:

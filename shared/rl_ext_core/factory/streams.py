@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_ext_core._import_path import when_imported
+from rl_ext_core._import_path import call_when_imported
 from rl_ext_core.factory import simulators, walk
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def seed_process(stream: np.random.SeedSequence) -> None:
     random.seed(words[0])
     np.random.seed(words[1])
     _torch_seed[:] = [words[2]]
-    when_imported(["torch"], _seed_torch)
+    call_when_imported(["torch"], _seed_torch)
     _seed_c_library(words[3])
 
 
