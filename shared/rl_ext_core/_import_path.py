@@ -61,7 +61,7 @@ def is_importable_elsewhere(name: str) -> bool:
     module = sys.modules.get(top)
     if module is None or top in _SCRIPTS or top in sys.stdlib_module_names or top in sys.builtin_module_names:
         return True
-    if isinstance(file := getattr(module, "__file__", None), str) and file.startswith(_installed()):
+    if isinstance(file := getattr(module, "__file__", None), str) and file.startswith(_installed_folders()):
         return True
     return _finds_module(top, module, import_path()) or _finds_by_hook(top, module)
 
@@ -70,7 +70,7 @@ def _folder_of(module: Any) -> str | None:
     """Return the folder from which a top-level module of the user's was imported; None if there is none."""
     file = getattr(module, "__file__", None)
     if isinstance(file, str) and os.path.isabs(file):
-        if file.startswith(_installed()):
+        if file.startswith(_installed_folders()):
             return None
         folder = os.path.dirname(file)
         return os.path.dirname(folder) if os.path.basename(file).startswith("__init__.") else folder
@@ -92,7 +92,7 @@ def _finds_by_hook(name: str, module: Any) -> bool:
     for finder in list(sys.meta_path):
         kind = finder if isinstance(finder, type) else type(finder)
         home = getattr(sys.modules.get(kind.__module__), "__file__", None)
-        if isinstance(home, str) and home.startswith(_installed()):
+        if isinstance(home, str) and home.startswith(_installed_folders()):
             with contextlib.suppress(Exception):
                 if _is_spec_of(finder.find_spec(name, None), module):
                     return True
@@ -143,7 +143,7 @@ class _ImportHook:
 
 
 @functools.cache
-def _installed() -> tuple[str, ...]:
+def _installed_folders() -> tuple[str, ...]:
     return standard_folders() + package_folders()
 
 
