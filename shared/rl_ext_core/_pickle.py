@@ -91,7 +91,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 _counts[name] += 1
                 self._by_value.append(module)
 
-    def _look_for(self, value: Any) -> None:
+    def _register_unfindable(self, value: Any) -> None:
         name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
         top = name.partition(".")[0] if isinstance(name, str) else ""
         module = sys.modules.get(top)
@@ -103,7 +103,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         """Do as cloudpickle does, but for classes and functions that the other process has already."""
         if isinstance(value, (type, types.FunctionType, types.ModuleType)):
-            self._look_for(value)
+            self._register_unfindable(value)
         given = super().reducer_override(value)
         if _is_kept(value) and type(given) is tuple and len(given) == 6:  # by value
             _complete.add(value)
