@@ -64,7 +64,7 @@ def loads(packed: bytes, find: Callable[[Any], Any]) -> Any:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._looked_for: set[str] = set()
+        self._looked_up: set[str] = set()
         self._by_value: list[types.ModuleType] = []
 
     @contextlib.contextmanager
@@ -95,8 +95,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
         top = name.partition(".")[0] if isinstance(name, str) else ""
         module = sys.modules.get(top)
-        if top not in self._looked_for and isinstance(module, types.ModuleType) and module.__name__ == top:
-            self._looked_for.add(top)
+        if top not in self._looked_up and isinstance(module, types.ModuleType) and module.__name__ == top:
+            self._looked_up.add(top)
             if not is_importable_elsewhere(top):
                 self._register(module)
 
