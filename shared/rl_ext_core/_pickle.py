@@ -105,7 +105,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, (type, types.FunctionType, types.ModuleType)):
             self._register_unfindable(value)
         given = super().reducer_override(value)
-        if _is_kept(value) and type(given) is tuple and len(given) == 6:  # by value
+        if _keeps_identity(value) and type(given) is tuple and len(given) == 6:  # by value
             _complete.add(value)
             maker, args, state, _, _, complete = given
             if isinstance(value, type):
@@ -116,7 +116,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return given
 
 
-def _is_kept(value: Any) -> bool:
+def _keeps_identity(value: Any) -> bool:
     if isinstance(value, types.FunctionType):
         return value.__closure__ is None and "<locals>" not in value.__qualname__
     return isinstance(value, type)
