@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 @njit(nogil=True)
-def _has_right_row(p, block, geometry):  # type: ignore[no-untyped-def]
+def _is_row_intact(p, block, geometry):  # type: ignore[no-untyped-def]
     kind = p.blocks[block, KIND]
     if p.blocks[block, PREVIOUS] >= p.head[BLOCKS]:
         return False
@@ -77,7 +77,7 @@ def check_rows(state, good):  # type: ignore[no-untyped-def]
     """
     p, geometry = pool_in(state), geometry_in(state)
     for block in range(1, p.head[BLOCKS]):
-        good[block] = _has_right_row(p, block, geometry)
+        good[block] = _is_row_intact(p, block, geometry)
 
 
 @njit(nogil=True)
