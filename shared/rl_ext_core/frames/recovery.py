@@ -81,7 +81,7 @@ def check_rows(state, good):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _has_right_entries(p, block, frames, geometry):  # type: ignore[no-untyped-def]
+def _are_entries_intact(p, block, frames, geometry):  # type: ignore[no-untyped-def]
     s = int64(p.blocks[block, STREAM])
     start = address_in(p.open, s)
     end = start + uint64(p.open_bytes)
@@ -127,7 +127,7 @@ def check_places(state, newest_places, good, used):  # type: ignore[no-untyped-d
         if p.blocks[block, USERS] == 0:
             continue
         if p.blocks[block, KIND] == OPEN:
-            right = _has_right_entries(p, block, newest_places[block] + 1, geometry)
+            right = _are_entries_intact(p, block, newest_places[block] + 1, geometry)
         else:
             right = _mark(p, block, used)
         if not right:
