@@ -100,7 +100,7 @@ def _are_entries_intact(p, block, frames, geometry):  # type: ignore[no-untyped-
 
 
 @njit(nogil=True)
-def _mark(p, block, used):  # type: ignore[no-untyped-def]
+def _claim_grains(p, block, used):  # type: ignore[no-untyped-def]
     """Marks the grains of a block; says whether none of them is that of another one."""
     first, n_bytes = block_location(p, block)
     if first + grains_of(p, n_bytes) > used.shape[0]:
@@ -129,7 +129,7 @@ def check_places(state, newest_places, good, used):  # type: ignore[no-untyped-d
         if p.blocks[block, KIND] == OPEN:
             right = _are_entries_intact(p, block, newest_places[block] + 1, geometry)
         else:
-            right = _mark(p, block, used)
+            right = _claim_grains(p, block, used)
         if not right:
             good[block] = False
             n_wrong += 1
@@ -202,7 +202,7 @@ def free_others(state, used):  # type: ignore[no-untyped-def]
         if p.blocks[block, USERS] == 0:
             p.blocks[block, KIND] = uint32(FREE)
         elif p.blocks[block, KIND] != OPEN:
-            right = _mark(p, block, used) and right
+            right = _claim_grains(p, block, used) and right
     free_unused_grains(p, used)
     return right
 
