@@ -173,7 +173,7 @@ def count_users(state, handles, most, good, intact, newest_places):  # type: ign
 
 
 @kernel
-def close_open(state, newest_places):  # type: ignore[no-untyped-def]
+def close_open_blocks(state, newest_places):  # type: ignore[no-untyped-def]
     """Moves what is needed of blocks that were being filled out of their buffers."""
     p, geometry = pool_in(state), geometry_in(state)
     for block in range(1, p.head[BLOCKS]):
@@ -222,7 +222,7 @@ def recover(pool: FramePool, handles: Handles, *, most: int = 0) -> npt.NDArray[
     n_open = int(np.count_nonzero(p.blocks[:n_blocks, state.KIND] == state.OPEN))
     pool._memory.reserve_block(n_open * p.open.shape[1])
     free_others(pool._state, np.zeros(int(head[GRAINS]), dtype=np.bool_))  # what the lists say is not to be relied on
-    close_open(pool._state, newest_places)
+    close_open_blocks(pool._state, newest_places)
     _set_free(p.free_blocks, head, state.FREE_BLOCKS, np.r_[False, p.blocks[1:n_blocks, USERS] == 0])
     live = p.blocks[1:n_blocks][p.blocks[1:n_blocks, USERS] > 0]
     n_references = int(head[state.REFERENCES])
