@@ -190,7 +190,7 @@ def close_open_blocks(state, newest_places):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def free_others(state, used):  # type: ignore[no-untyped-def]
+def free_unused_blocks(state, used):  # type: ignore[no-untyped-def]
     """Makes free what no block is in that is used.
 
     :param used: (grains,) zeros; written.
@@ -221,7 +221,9 @@ def recover(pool: FramePool, handles: Handles, *, most: int = 0) -> npt.NDArray[
     intact, newest_places = _found_users(pool, handles, most or pool.layout.n_stack)
     n_open = int(np.count_nonzero(p.blocks[:n_blocks, state.KIND] == state.OPEN))
     pool._memory.reserve_block(n_open * p.open.shape[1])
-    free_others(pool._state, np.zeros(int(head[GRAINS]), dtype=np.bool_))  # what the lists say is not to be relied on
+    free_unused_blocks(
+        pool._state, np.zeros(int(head[GRAINS]), dtype=np.bool_)
+    )  # what the lists say is not to be relied on
     close_open_blocks(pool._state, newest_places)
     _set_free(p.free_blocks, head, state.FREE_BLOCKS, np.r_[False, p.blocks[1:n_blocks, USERS] == 0])
     live = p.blocks[1:n_blocks][p.blocks[1:n_blocks, USERS] > 0]
