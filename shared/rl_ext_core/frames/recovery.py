@@ -251,7 +251,7 @@ def recover_pairs(pool: FramePool, rows: npt.NDArray[np.int64]) -> npt.NDArray[n
     return whole
 
 
-def readable_pairs(pool: FramePool, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+def find_readable_pairs(pool: FramePool, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     """Makes a pool whole; says in which rows all transitions have the contents that they had."""
     there = recover_pairs(pool, rows)
     handles = _handles(pool, rows[there])

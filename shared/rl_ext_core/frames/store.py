@@ -360,12 +360,12 @@ class FrameStore:
 
     def _keep_longest_run(self) -> None:
         """Gives up all but the longest run of rows that can be read."""
-        from rl_ext_core.frames.recovery import readable_pairs
+        from rl_ext_core.frames.recovery import find_readable_pairs
 
         rows = self._stored_rows()
         good = ~np.isin(rows, np.concatenate([self._rows.corrupt_rows(rows), self._pool.corrupt_rows(rows)]))
         self._pool.index[rows[~good]] = 0
-        good &= readable_pairs(self._pool, rows)
+        good &= find_readable_pairs(self._pool, rows)
         start, stop = longest_run(good)
         end = int(rows[0] + stop) if len(rows) else 0
         self.position = end % self.capacity if self.full else end
