@@ -216,7 +216,7 @@ def recover(pool: FramePool, handles: Handles, *, most: int = 0) -> npt.NDArray[
     """
     pool.refresh()
     p, head = pool._pool, pool._pool.head
-    _check_numbers(pool)
+    _check_head(pool)
     n_blocks = int(head[BLOCKS])
     intact, newest_places = _found_users(pool, handles, most or pool.layout.n_stack)
     n_open = int(np.count_nonzero(p.blocks[:n_blocks, state.KIND] == state.OPEN))
@@ -270,7 +270,7 @@ def _handles_of_rows(pool: FramePool, rows: npt.NDArray[np.int64]) -> Handles:
     return handles
 
 
-def _check_numbers(pool: FramePool) -> None:
+def _check_head(pool: FramePool) -> None:
     head = pool._pool.head
     limits = dict(zip((BLOCKS, GRAINS, state.REFERENCES, STREAMS), pool._memory.most.tolist(), strict=True))
     if any(not 0 <= head[field] <= limit for field, limit in limits.items()):
