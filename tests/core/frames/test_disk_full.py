@@ -106,6 +106,6 @@ def test_a_file_has_room_for_whatever_it_was_asked_for(tmp_path: Path) -> None:
     room, head = pool._memory, pool._pool.head
     for pages in (1, 2, 3, 5, 8, 13, 21):
         for grains in range(8 * 4096 * pages - 20, 8 * 4096 * pages + 20):
-            head[state.GRAINS] = grains - 2 * room.step[1]
+            head[state.GRAINS] = grains - 2 * room.per_stack[1]
             room.grow(2)  # who still has too little asks again, for ever
-            assert (room.most >= head[list(state._RESERVED_KINDS)] + 2 * room.step).all(), grains
+            assert (room.most >= head[list(state._RESERVED_KINDS)] + 2 * room.per_stack).all(), grains
