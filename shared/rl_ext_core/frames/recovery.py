@@ -218,7 +218,7 @@ def recover(pool: FramePool, handles: Handles, *, most: int = 0) -> npt.NDArray[
     p, head = pool._pool, pool._pool.head
     _check_head(pool)
     n_blocks = int(head[BLOCKS])
-    intact, newest_places = _found_users(pool, handles, most or pool.layout.n_stack)
+    intact, newest_places = _find_intact_handles(pool, handles, most or pool.layout.n_stack)
     n_open = int(np.count_nonzero(p.blocks[:n_blocks, state.KIND] == state.OPEN))
     pool._memory.reserve_block(n_open * p.open.shape[1])
     free_unused_blocks(
@@ -277,7 +277,9 @@ def _check_head(pool: FramePool) -> None:
         raise CorruptFileError(f"{pool._region.path} is damaged: its head says that it holds more than it can")
 
 
-def _found_users(pool: FramePool, handles: Handles, most: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+def _find_intact_handles(
+    pool: FramePool, handles: Handles, most: int
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
     """Counts who uses which blocks; says which handles lead to blocks that are whole, and how far these count."""
     p = pool._pool
     n_blocks = int(p.head[BLOCKS])
