@@ -103,9 +103,9 @@ def test_a_copy_with_holes_has_room_before_it_is_written_to(tmp_path: Path, monk
 
 def test_a_file_has_room_for_whatever_it_was_asked_for(tmp_path: Path) -> None:
     pool = FramePool(2_000_000, StackLayout((4, 12, 9), np.dtype(np.uint8), 4, 0), file=RegionFile(tmp_path / "frames"))
-    room, head = pool._memory, pool._pool.head
+    memory, head = pool._memory, pool._pool.head
     for pages in (1, 2, 3, 5, 8, 13, 21):
         for grains in range(8 * 4096 * pages - 20, 8 * 4096 * pages + 20):
-            head[state.GRAINS] = grains - 2 * room.per_stack[1]
-            room.grow(2)  # who still has too little asks again, for ever
-            assert (room.most >= head[list(state._RESERVED_KINDS)] + 2 * room.per_stack).all(), grains
+            head[state.GRAINS] = grains - 2 * memory.per_stack[1]
+            memory.grow(2)  # who still has too little asks again, for ever
+            assert (memory.most >= head[list(state._RESERVED_KINDS)] + 2 * memory.per_stack).all(), grains
