@@ -225,12 +225,12 @@ def recover(pool: FramePool, handles: Handles, *, most: int = 0) -> npt.NDArray[
         pool._state, np.zeros(int(head[GRAINS]), dtype=np.bool_)
     )  # what the lists say is not to be relied on
     close_open_blocks(pool._state, newest_places)
-    _set_free(p.free_blocks, head, state.FREE_BLOCKS, np.r_[False, p.blocks[1:n_blocks, USERS] == 0])
+    _write_free_list(p.free_blocks, head, state.FREE_BLOCKS, np.r_[False, p.blocks[1:n_blocks, USERS] == 0])
     live = p.blocks[1:n_blocks][p.blocks[1:n_blocks, USERS] > 0]
     n_references = int(head[state.REFERENCES])
     references = live[:, state.REFERENCE] if pool.codec.patches else live[:0, 0]
     p.users[:n_references] = np.bincount(references, minlength=n_references)[:n_references]
-    _set_free(p.free_references, head, state.FREE_REFERENCES, p.users[:n_references] == 0)
+    _write_free_list(p.free_references, head, state.FREE_REFERENCES, p.users[:n_references] == 0)
     head[state.RECENT : state.RECENT + state.N_RECENT] = -1
     p.streams[: head[STREAMS]] = 0
     head[STREAMS] = head[state.NEWEST_STREAM] = head[state.UNSEALED] = 0
@@ -295,7 +295,7 @@ def _find_intact_handles(
             return intact, newest_places
 
 
-def _set_free(
+def _write_free_list(
     target: npt.NDArray[np.uint32], head: npt.NDArray[np.int64], field: int, free: npt.NDArray[np.bool_]
 ) -> None:
     numbers = np.flatnonzero(free)[::-1]
