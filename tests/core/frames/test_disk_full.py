@@ -107,5 +107,5 @@ def test_a_file_has_room_for_whatever_it_was_asked_for(tmp_path: Path) -> None:
     for pages in (1, 2, 3, 5, 8, 13, 21):
         for grains in range(8 * 4096 * pages - 20, 8 * 4096 * pages + 20):
             head[state.GRAINS] = grains - 2 * memory.per_stack[1]
-            memory.grow(2)  # who still has too little asks again, for ever
+            memory.reserve_stacks(2)  # who still has too little asks again, for ever
             assert (memory.most >= head[list(state._RESERVED_KINDS)] + 2 * memory.per_stack).all(), grains
