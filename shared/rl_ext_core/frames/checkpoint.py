@@ -76,7 +76,7 @@ def _holding(lock: Any) -> Iterator[None]:
         yield
 
 
-class Held:
+class HeldLock:
     """Comes last in a state that is made of views: until pickle has come to it, nobody else may change what they show.
 
     Where the state is dropped before, this goes with it, and the lock is free. (A generator that is dropped ends its
@@ -104,7 +104,7 @@ def reduced_and_held(lock: Any, reduce: Callable[[], Any]) -> Any:
     :param lock: an ``RLock``.
     :param reduce: returns an object in parts, of which the third is a dictionary.
     """
-    held = Held(lock)
+    held = HeldLock(lock)
     try:
         function, arguments, state, *rest = reduce()
     except BaseException:
