@@ -71,7 +71,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _holding(lock: Any) -> Iterator[None]:
+def _lock_held(lock: Any) -> Iterator[None]:
     with lock:
         yield
 
@@ -86,7 +86,7 @@ class HeldLock:
     """
 
     def __init__(self, lock: Any) -> None:
-        self._hold = _holding(lock)
+        self._hold = _lock_held(lock)
         next(self._hold)
 
     def release(self) -> None:
