@@ -36,7 +36,7 @@ from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.devices import resolve
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames.checkpoint import checksum, reduced_and_held, as_corrupt_pickle
+from rl_ext_core.frames.checkpoint import checksum, reduce_with_lock, as_corrupt_pickle
 from rl_ext_core.frames.planning import MemoryWatch
 from rl_ext_core.vector.environments import check_count
 from sb3_ext.observation_view import ObservationView
@@ -419,7 +419,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
     @defer_signals
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Nothing is added until all is written: a file would hold one part from before and one from after.
-        return reduced_and_held(self._observations.lock, functools.partial(super().__reduce_ex__, protocol))
+        return reduce_with_lock(self._observations.lock, functools.partial(super().__reduce_ex__, protocol))
 
     def __getstate__(self) -> dict[str, Any]:
         unsaved = (*self._UNSAVED_ATTRIBUTES, *self._observations.arrays)

@@ -98,7 +98,7 @@ class HeldLock:
         return list, ()
 
 
-def reduced_and_held(lock: Any, reduce: Callable[[], Any]) -> Any:
+def reduce_with_lock(lock: Any, reduce: Callable[[], Any]) -> Any:
     """What ``__reduce_ex__`` returns, and nobody else may take the lock until pickle has written it.
 
     :param lock: an ``RLock``.

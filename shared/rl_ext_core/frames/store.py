@@ -20,7 +20,7 @@ from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.arrays import MOST_PLACES
 from rl_ext_core.frames.auto import COPY_BATCH, LAST_CHECK, Encoding, EncodingChooser
-from rl_ext_core.frames.checkpoint import FORMAT_VERSION, check_format, checksum, load, reduced_and_held, save
+from rl_ext_core.frames.checkpoint import FORMAT_VERSION, check_format, checksum, load, reduce_with_lock, save
 from rl_ext_core.frames.codecs import (
     DEFAULT_QUALITY,
     Codec,
@@ -827,7 +827,7 @@ class FrameStore:
 
     @defer_signals
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduced_and_held(self._lock, lambda: super(FrameStore, self).__reduce_ex__(protocol))
+        return reduce_with_lock(self._lock, lambda: super(FrameStore, self).__reduce_ex__(protocol))
 
     def __getstate__(self) -> dict[str, Any]:
         """Arrays and numbers only: views that pickle protocol 5 writes without a copy, and a checksum."""
