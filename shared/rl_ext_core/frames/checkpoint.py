@@ -113,7 +113,7 @@ def reduce_with_lock(lock: Any, reduce: Callable[[], Any]) -> Any:
     return function, arguments, {**state, "held": held}, *rest
 
 
-class _Interruptible:
+class _InterruptibleFile:
     """A file in which each write is a place to stop at: writing takes long, and what was written is thrown away then.
 
     :param file: opened for writing bytes.
@@ -130,7 +130,7 @@ class _Interruptible:
 
 def _dump(store: Any, file: BinaryIO) -> None:
     # Pickle writes views of arrays as they are from protocol 5 on.
-    pickle.dump(store, _Interruptible(file), protocol=5)
+    pickle.dump(store, _InterruptibleFile(file), protocol=5)
 
 
 def save(store: Any, file: str | os.PathLike[str] | BinaryIO) -> None:
