@@ -48,7 +48,7 @@ def check_format(state: Any) -> None:
 _S = TypeVar("_S")
 
 # What a file of a store refers to. Anything else would be somebody else's program.
-_KNOWN = {
+_ALLOWED_GLOBALS = {
     ("builtins", "list"),
     ("rl_ext_core.frames.store", "FrameStore"),
     ("numpy", "dtype"),
@@ -66,7 +66,7 @@ _KNOWN = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _KNOWN:
+        if (module, name) not in _ALLOWED_GLOBALS:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is no part of a store")
         return super().find_class(module, name)
 
