@@ -180,7 +180,7 @@ def as_corrupt_pickle(file: Any, what: str, *, written_by: str) -> Iterator[None
 
 def load(cls: type[_S], file: str | os.PathLike[str] | BinaryIO) -> _S:
     """Reads a store; see :meth:`FrameStore.load`."""
-    with _opened(file) as opened, as_corrupt_pickle(file, "store", written_by=f"{cls.__name__}.save(path)"):
+    with _open_for_reading(file) as opened, as_corrupt_pickle(file, "store", written_by=f"{cls.__name__}.save(path)"):
         store = _Unpickler(opened).load()
     if not isinstance(store, cls):
         raise CorruptFileError(f"{file} holds a {type(store).__name__}, expected a {cls.__name__}")
@@ -188,7 +188,7 @@ def load(cls: type[_S], file: str | os.PathLike[str] | BinaryIO) -> _S:
 
 
 @contextlib.contextmanager
-def _opened(file: str | os.PathLike[str] | BinaryIO) -> Iterator[BinaryIO]:
+def _open_for_reading(file: str | os.PathLike[str] | BinaryIO) -> Iterator[BinaryIO]:
     if isinstance(file, (str, os.PathLike)):
         with Path(file).open("rb") as opened:
             yield opened
