@@ -290,7 +290,7 @@ def lane_distances(builder: Any, left: Any, right: Any) -> Any:
     return builder.sub(builder.select(above, left, right), builder.select(above, right, left))
 
 
-def _far_apart(builder: Any, left: Any, right: Any, bound: Any) -> Any:
+def _lanes_far_apart(builder: Any, left: Any, right: Any, bound: Any) -> Any:
     """In which lanes two words of bytes differ by more than ``bound``."""
     return builder.icmp_unsigned(">", lane_distances(builder, left, right), splat(builder, bound, left.type.count))
 
@@ -300,7 +300,7 @@ def count_far_apart(typingctx: Any, left: Any, right: Any, bound: Any) -> Any:
     """How many of the ``WORD`` bytes at two addresses differ by more than ``bound``."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        far = _far_apart(builder, _load_word(builder, args[0]), _load_word(builder, args[1]), args[2])
+        far = _lanes_far_apart(builder, _load_word(builder, args[0]), _load_word(builder, args[1]), args[2])
         count = builder.ctpop(builder.bitcast(far, ir.IntType(WORD)))
         return builder.zext(count, ir.IntType(64))
 
@@ -316,7 +316,7 @@ def far_apart_8(typingctx: Any, left: Any, right: Any, bound: Any) -> Any:
         sides = [builder.load(builder.inttoptr(arg, word.as_pointer())) for arg in args[:2]]
         for side in sides:
             side.align = 1
-        far = _far_apart(builder, sides[0], sides[1], args[2])
+        far = _lanes_far_apart(builder, sides[0], sides[1], args[2])
         return builder.bitcast(builder.sext(far, word), ir.IntType(64))
 
     return types.uint64(types.uint64, types.uint64, types.uint8), codegen
