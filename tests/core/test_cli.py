@@ -52,7 +52,7 @@ def run(*arguments: str, status: int | tuple[int, ...] = 0) -> subprocess.Comple
     return done
 
 
-def said(out: Out) -> str:
+def read_stdout(out: Out) -> str:
     """Give what was printed, after seeing that nothing went to the errors."""
     printed = out.readouterr()
     assert printed.err == ""
@@ -70,12 +70,12 @@ def said(out: Out) -> str:
 )
 def test_the_version_and_what_there_is_are_printed(arguments: str, text: str, capsys: Out) -> None:
     assert status_of(arguments.split()) == 0
-    assert text in said(capsys)
+    assert text in read_stdout(capsys)
 
 
 def test_shells_complete_its_options(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["completion", "bash"]) == 0
-    assert "--max-bytes" in said(capsys)
+    assert "--max-bytes" in read_stdout(capsys)
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 1
     assert 'rl-ext[completion]"' in capsys.readouterr().err
@@ -104,7 +104,7 @@ def test_the_status_is_one_where_a_finding_is_an_error_or_a_renderer_fails(
 ) -> None:
     put(*CASES[case])
     assert main(["doctor"]) == status
-    text = said(capsys)
+    text = read_stdout(capsys)
     assert ("error" in text.split("findings")[1]) == (case == "wrong mask")
     assert ("FAILS" in text) == (case == "no GPU")  # which is no finding
 
@@ -113,9 +113,9 @@ def test_the_status_is_one_where_a_finding_is_an_error_or_a_renderer_fails(
 def test_json_is_the_report_and_is_replayed(case: str, put: Put, capsys: Out, tmp_path: Path) -> None:
     put(*CASES[case])
     main(["doctor"])
-    printed = said(capsys)
+    printed = read_stdout(capsys)
     status = main(["doctor", "--json"])
-    text = said(capsys)
+    text = read_stdout(capsys)
     data = json.loads(text)
     assert data["format"] == 1
     assert {"inventory", "environ", "renderers", "findings", "decision"} <= set(data)
@@ -124,7 +124,7 @@ def test_json_is_the_report_and_is_replayed(case: str, put: Put, capsys: Out, tm
     path = tmp_path / "report.json"
     path.write_text(text)
     assert main(["doctor", "--replay", str(path)]) == status
-    assert said(capsys) == printed
+    assert read_stdout(capsys) == printed
 
 
 NO_ROBOSUITE = machine(2, without=["robosuite"]), {**EGL, "CUDA_VISIBLE_DEVICES": "0", "MUJOCO_EGL_DEVICE_ID": "0"}
@@ -152,7 +152,7 @@ EXPLAINED: list[tuple[Any, str, list[str]]] = [
 def test_a_decision_or_refusal_is_explained(case: Any, options: str, texts: list[str], put: Put, capsys: Out) -> None:
     put(*case)
     assert main(["doctor", *options.split()]) == 1
-    printed = said(capsys)
+    printed = read_stdout(capsys)
     assert all(text in printed for text in texts)
 
 
@@ -210,7 +210,7 @@ def test_ctrl_c_elsewhere_is_no_traceback(capsys: Out, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(doctor, "_create_report", interrupted)
     assert main(["doctor"]) == 130
-    assert said(capsys) == ""
+    assert read_stdout(capsys) == ""
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
