@@ -27,17 +27,17 @@ Put = Callable[[Inventory, dict[str, str]], None]
 
 
 @pytest.fixture
-def put(monkeypatch: pytest.MonkeyPatch) -> Put:
+def install_machine(monkeypatch: pytest.MonkeyPatch) -> Put:
     """Run on a machine of one's own, under these variables."""
 
-    def put(inventory: Inventory, environ: dict[str, str]) -> None:
+    def install_machine(inventory: Inventory, environ: dict[str, str]) -> None:
         for name in set(os.environ) - set(environment()):
             monkeypatch.delenv(name)
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(Inventory, "current", classmethod(lambda cls, **options: inventory))
 
-    return put
+    return install_machine
 
 
 # Whether renderers fail on this machine, and so what the doctor's status is, depends on whether it has a display.
@@ -100,9 +100,9 @@ def test_this_machine_is_examined_without_a_word_among_the_errors() -> None:
 
 @pytest.mark.parametrize(("case", "status"), [("all is well", 0), ("wrong mask", 1), ("no GPU", 1)])
 def test_the_status_is_one_where_a_finding_is_an_error_or_a_renderer_fails(
-    case: str, status: int, put: Put, capsys: Out
+    case: str, status: int, install_machine: Put, capsys: Out
 ) -> None:
-    put(*CASES[case])
+    install_machine(*CASES[case])
     assert main(["doctor"]) == status
     text = read_stdout(capsys)
     assert ("error" in text.split("findings")[1]) == (case == "wrong mask")
@@ -110,8 +110,8 @@ def test_the_status_is_one_where_a_finding_is_an_error_or_a_renderer_fails(
 
 
 @pytest.mark.parametrize("case", ["no GPU", "wrong mask"])
-def test_json_is_the_report_and_is_replayed(case: str, put: Put, capsys: Out, tmp_path: Path) -> None:
-    put(*CASES[case])
+def test_json_is_the_report_and_is_replayed(case: str, install_machine: Put, capsys: Out, tmp_path: Path) -> None:
+    install_machine(*CASES[case])
     main(["doctor"])
     printed = read_stdout(capsys)
     status = main(["doctor", "--json"])
@@ -120,7 +120,7 @@ def test_json_is_the_report_and_is_replayed(case: str, put: Put, capsys: Out, tm
     assert data["format"] == 1
     assert {"inventory", "environ", "renderers", "findings", "decision"} <= set(data)
     assert replay(text).to_dict() == data
-    put(machine(1), {})
+    install_machine(machine(1), {})
     path = tmp_path / "report.json"
     path.write_text(text)
     assert main(["doctor", "--replay", str(path)]) == status
@@ -149,8 +149,10 @@ EXPLAINED: list[tuple[Any, str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("case", "options", "texts"), EXPLAINED, ids=["decision", "device", "renderer"])
-def test_a_decision_or_refusal_is_explained(case: Any, options: str, texts: list[str], put: Put, capsys: Out) -> None:
-    put(*case)
+def test_a_decision_or_refusal_is_explained(
+    case: Any, options: str, texts: list[str], install_machine: Put, capsys: Out
+) -> None:
+    install_machine(*case)
     assert main(["doctor", *options.split()]) == 1
     printed = read_stdout(capsys)
     assert all(text in printed for text in texts)
