@@ -41,7 +41,7 @@ def install_machine(monkeypatch: pytest.MonkeyPatch) -> Put:
 
 
 # Whether renderers fail on this machine, and so what the doctor's status is, depends on whether it has a display.
-EITHER = (0, 1)
+OK_OR_PROBLEM = (0, 1)
 
 
 def run(*arguments: str, status: int | tuple[int, ...] = 0) -> subprocess.CompletedProcess[str]:
@@ -92,7 +92,7 @@ def test_importing_the_command_line_loads_no_command() -> None:
 
 
 def test_this_machine_is_examined_without_a_word_among_the_errors() -> None:
-    done = run("doctor", status=EITHER)
+    done = run("doctor", status=OK_OR_PROBLEM)
     assert done.stderr == ""
     assert f"rl-ext {rl_ext_core.__version__}" in done.stdout
     assert "renderers with the present variables" in done.stdout
@@ -195,7 +195,7 @@ def status_of(arguments: Sequence[str]) -> Any:
 
 
 def test_a_renderer_is_tried_and_what_fails_then_is_an_error() -> None:
-    done = run("doctor", "--verify", "--renderer", "mujoco", status=EITHER)
+    done = run("doctor", "--verify", "--renderer", "mujoco", status=OK_OR_PROBLEM)
     assert re.search(r"^mujoco .*llvmpipe.* as predicted", done.stdout, re.M)
     assert done.stderr == ""
     done = run("doctor", "--verify", "--device", "cuda:0", "--renderer", "mujoco", "--json", status=1)
@@ -222,7 +222,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
 
 
 def test_a_terminal_without_these_characters_is_no_error(tmp_path: Path) -> None:
-    data = json.loads(run("doctor", "--json", status=EITHER).stdout)
+    data = json.loads(run("doctor", "--json", status=OK_OR_PROBLEM).stdout)
     data["environ"]["MUJOCO_GL"] = "é¹"
     path = tmp_path / "report.json"
     path.write_text(json.dumps(data))
