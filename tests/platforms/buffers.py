@@ -67,7 +67,7 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)  # nothing in it may be in use any more
 
 
-def refused(kind: type[Exception], words: str, function: Callable[[], Any]) -> None:
+def expect_error(kind: type[Exception], words: str, function: Callable[[], Any]) -> None:
     said = None
     try:
         function()
@@ -123,16 +123,16 @@ def test_a_checkpoint() -> None:
         fill(loaded, ADDED, ADDED + 20)
         check(loaded, 0, ADDED + 20)
         (path / "store").write_bytes((path / "store").read_bytes()[:-100])
-        refused(CorruptFileError, "damaged", lambda: FrameStore.load(path / "store"))
+        expect_error(CorruptFileError, "damaged", lambda: FrameStore.load(path / "store"))
 
 
 def _use_a_folder(path: Path, codec: str) -> None:
     store = new(codec, storage_dir=path)
     fill(store, 0, ADDED)
     check(store, 0, ADDED)
-    refused(StorageError, f"in use by this process, {os.getpid()}", lambda: new(codec, storage_dir=path))
+    expect_error(StorageError, f"in use by this process, {os.getpid()}", lambda: new(codec, storage_dir=path))
     store.close()
-    refused(StorageError, "was closed", lambda: check(store, 0, ADDED))
+    expect_error(StorageError, "was closed", lambda: check(store, 0, ADDED))
 
 
 def test_a_folder() -> None:
@@ -162,7 +162,7 @@ def test_a_folder_is_cleared_and_salvaged() -> None:
         whole = bytearray((path / "a" / "row-reward").read_bytes())
         whole[1 << 16] ^= 1  # behind the table, in the first row
         (path / "a" / "row-reward").write_bytes(whole)
-        refused(CorruptFileError, "salvage", lambda: new("patch", storage_dir=path / "a"))
+        expect_error(CorruptFileError, "salvage", lambda: new("patch", storage_dir=path / "a"))
         assert salvage(path / "a").kept == 19
 
 
@@ -192,7 +192,9 @@ def test_a_process_that_is_killed_leaves_what_it_had_added() -> None:
             if (path / "added").exists():
                 break
             time.sleep(0.05)
-        refused(StorageError, f"in use by another process, {process.pid}", lambda: new("patch", storage_dir=path / "a"))
+        expect_error(
+            StorageError, f"in use by another process, {process.pid}", lambda: new("patch", storage_dir=path / "a")
+        )
         _kill_when(path / "added", process)
         store = new("patch", storage_dir=path / "a")
         assert store.recovered is not None

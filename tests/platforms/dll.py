@@ -20,7 +20,7 @@ import numpy as np
 
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.factory import EnvFactory, as_factory
-from tests.platforms.buffers import main, refused
+from tests.platforms.buffers import main, expect_error
 
 # The variable that says where it is: who runs this compiles it, from simulator.c.
 LIBRARY = "RL_EXT_TEST_LIBRARY"
@@ -84,7 +84,7 @@ def test_only_one_instance_per_process() -> None:
     for _ in range(2):  # when the first is closed there may be another
         with contextlib.closing(Simulator()) as environment:
             assert rewards_of(environment, 1) == rewards_of(environment, 1) != rewards_of(environment, 2)
-            refused(RuntimeError, "only one instance per process", Simulator)
+            expect_error(RuntimeError, "only one instance per process", Simulator)
 
 
 def _built_and_stepped(factory: EnvFactory[Any], seed: int) -> list[float]:
@@ -115,7 +115,7 @@ def test_each_process_has_one() -> None:
         assert len(pids) == 2
         assert os.getpid() not in pids
     none_left()
-    refused(RuntimeError, "only one instance", lambda: AutoVecEnv([Simulator] * 2, isolation="in-process"))
+    expect_error(RuntimeError, "only one instance", lambda: AutoVecEnv([Simulator] * 2, isolation="in-process"))
 
 
 def test_who_has_died_is_said() -> None:
@@ -136,7 +136,7 @@ def _die(action: int, how: str) -> None:
     vec_env = make_vec_env(Simulator, 2, isolation="process")
     vec_env.reset()
     vec_env.step(np.array([NOTHING, NOTHING]))
-    refused(WorkerError, f", in step: {how}", functools.partial(vec_env.step, np.array([NOTHING, action])))
+    expect_error(WorkerError, f", in step: {how}", functools.partial(vec_env.step, np.array([NOTHING, action])))
     none_left()
     vec_env.close()
 

@@ -26,7 +26,7 @@ from torchrl.envs import GymWrapper as UpstreamWrapper
 from rl_ext_core.cli import main as rl_ext
 from rl_ext_core.errors import StorageError
 from sb3_ext import CompressedReplayBuffer, CompressedRolloutBuffer, GymVecEnv, resolve_device
-from tests.platforms.buffers import folder, main, refused
+from tests.platforms.buffers import folder, main, expect_error
 from torchrl_ext import FrameStorage, GymWrapper
 
 
@@ -118,7 +118,7 @@ def test_a_replay_buffer_is_kept_in_a_folder() -> None:
             action, rewards, dones = np.ones((1, 1), int), np.array([reward]), np.array([done])
             buffer.add(observation[None], following[None], action, rewards, dones, [info])
             observation = following
-        refused(StorageError, "in use", lambda: CompressedReplayBuffer(40, *space, storage_dir=path / "kept"))
+        expect_error(StorageError, "in use", lambda: CompressedReplayBuffer(40, *space, storage_dir=path / "kept"))
         buffer.close()
         del buffer  # which maps the files, on Windows too
         again = CompressedReplayBuffer(40, *space, device="cpu", storage_dir=path / "kept")
@@ -161,7 +161,7 @@ def test_frame_storage_in_a_folder() -> None:
     expected = _filled(LazyTensorStorage(50)).storage.get(every)
     with folder() as path:
         buffer = _filled(FrameStorage(50, storage_dir=path / "kept"))
-        refused(StorageError, "in use", lambda: FrameStorage(50, storage_dir=path / "kept"))
+        expect_error(StorageError, "in use", lambda: FrameStorage(50, storage_dir=path / "kept"))
         buffer.storage.close()
         del buffer
         opened = FrameStorage(50, storage_dir=path / "kept")

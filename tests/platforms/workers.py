@@ -25,7 +25,7 @@ from rl_ext_core.errors import WorkerError
 from rl_ext_core.isolation import Isolation, probe
 from sb3_ext import AutoVecEnv, SharedMemoryVecEnv, as_factory, make_vec_env
 from tests.platforms import simulators
-from tests.platforms.buffers import folder, main, refused
+from tests.platforms.buffers import folder, main, expect_error
 
 psutil: Any = importlib.import_module("psutil") if importlib.util.find_spec("psutil") else None
 
@@ -174,11 +174,11 @@ def test_who_has_died_is_said() -> None:
     for _ in range(2):
         venv.step(np.zeros(2, int))
     died = ", in step: ended with exit code 7"
-    refused(WorkerError, died, lambda: venv.step(np.zeros(2, int)))
+    expect_error(WorkerError, died, lambda: venv.step(np.zeros(2, int)))
     venv.close()
     none_left()
     build = functools.partial(make_vec_env, lambda: Single("in its constructor"), 2, isolation="process")
-    refused(WorkerError, "in its constructor: raised OSError('no licence')", build)
+    expect_error(WorkerError, "in its constructor: raised OSError('no licence')", build)
     none_left()
 
 
