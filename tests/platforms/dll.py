@@ -64,7 +64,7 @@ def none_left() -> None:
     assert not multiprocessing.active_children()
 
 
-def not_there(*names: str) -> bool:
+def is_missing(*names: str) -> bool:
     """Whether one of the modules cannot be imported, which is said."""
     for name in names:
         try:
@@ -101,7 +101,7 @@ def test_a_factory_builds_it_in_other_processes() -> None:
 
 
 def test_each_process_has_one() -> None:
-    if not_there("sb3_ext"):
+    if is_missing("sb3_ext"):
         return
     from sb3_ext import AutoVecEnv, make_vec_env
 
@@ -119,7 +119,7 @@ def test_each_process_has_one() -> None:
 
 
 def test_who_has_died_is_said() -> None:
-    if not_there("sb3_ext"):
+    if is_missing("sb3_ext"):
         return
     # In a call of ctypes, Windows' access violation is an OSError.
     crashed = "ended with exit code 0xC0000005" if ON_WINDOWS else "was killed by SIGSEGV"
@@ -142,7 +142,7 @@ def _die(action: int, how: str) -> None:
 
 
 def test_torchrls_workers_have_one_each() -> None:
-    if not_there("torchrl", "torchrl_ext"):
+    if is_missing("torchrl", "torchrl_ext"):
         return
     from torchrl_ext import GymWrapper, ParallelEnv
 
