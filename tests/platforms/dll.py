@@ -57,7 +57,7 @@ class Simulator(gymnasium.Env[Any, Any]):
 gymnasium.register("rl_ext_tests/Simulator-v0", Simulator, max_episode_steps=6)
 
 
-def none_left() -> None:
+def assert_no_children() -> None:
     deadline = time.monotonic() + 60
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -97,7 +97,7 @@ def test_a_factory_builds_it_in_other_processes() -> None:
         expected = [rewards_of(environment, seed) for seed in (3, 4)]
         asked = [(as_factory(Simulator), seed) for seed in (3, 4)]
         assert pool.starmap(_built_and_stepped, asked, chunksize=1) == expected
-    none_left()
+    assert_no_children()
 
 
 def test_each_process_has_one() -> None:
@@ -114,7 +114,7 @@ def test_each_process_has_one() -> None:
         pids = {info["pid"] for _, _, _, infos in steps for info in infos}
         assert len(pids) == 2
         assert os.getpid() not in pids
-    none_left()
+    assert_no_children()
     expect_error(RuntimeError, "only one instance", lambda: AutoVecEnv([Simulator] * 2, isolation="in-process"))
 
 
@@ -137,7 +137,7 @@ def _die(action: int, how: str) -> None:
     vec_env.reset()
     vec_env.step(np.array([NOTHING, NOTHING]))
     expect_error(WorkerError, f", in step: {how}", functools.partial(vec_env.step, np.array([NOTHING, action])))
-    none_left()
+    assert_no_children()
     vec_env.close()
 
 
@@ -149,7 +149,7 @@ def test_torchrls_workers_have_one_each() -> None:
     workers = ParallelEnv(2, lambda: GymWrapper(Simulator()), mp_start_method="spawn")
     with contextlib.closing(workers):
         assert workers.rollout(3, policy=_idle(workers)).shape == (2, 3)
-    none_left()
+    assert_no_children()
 
 
 def _idle(workers: Any) -> Callable[[Any], Any]:

@@ -49,7 +49,7 @@ def assert_same(one: list[Any], other: list[Any]) -> None:
         np.testing.assert_array_equal(mine, theirs)
 
 
-def none_left() -> None:
+def assert_no_children() -> None:
     deadline = time.monotonic() + 60
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -70,7 +70,7 @@ def test_one_instance_per_process() -> None:
     assert found[2].dtype == np.float32
     assert_same(found, steps_of(theirs))
     assert not Single.instances
-    none_left()
+    assert_no_children()
 
 
 def test_a_list_and_a_process_each_as_asked() -> None:
@@ -79,7 +79,7 @@ def test_a_list_and_a_process_each_as_asked() -> None:
     venv.close()
     assert len(pids) == 2
     assert os.getpid() not in pids
-    none_left()
+    assert_no_children()
 
 
 def test_the_verdicts() -> None:
@@ -94,7 +94,7 @@ def test_the_verdicts() -> None:
         verdict = probe(source, cache=False)
         assert verdict.isolation is expected, verdict
         assert text in verdict.explanation, verdict
-    none_left()
+    assert_no_children()
 
 
 def test_what_hangs_is_ended_with_what_it_has_started() -> None:
@@ -117,7 +117,7 @@ def test_what_hangs_is_ended_with_what_it_has_started() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert not list((place / "temporary").iterdir())
-    none_left()
+    assert_no_children()
 
 
 def test_independent_ones_share_this_process_without_a_guard() -> None:
@@ -146,7 +146,7 @@ def test_workers_may_have_a_working_directory_each() -> None:
     assert not Path("lock").exists()
     venv.close()
     shutil.rmtree(venv.working_directory, ignore_errors=True)
-    none_left()
+    assert_no_children()
 
 
 def test_what_declares_that_it_shares_a_process_does() -> None:
@@ -165,7 +165,7 @@ def test_an_instance_is_copied_and_compared() -> None:
     venv = make_vec_env(env, 2, seed=0)
     assert venv.env_method("get_wrapper_attr", "gravity") == [3.0, 3.0]
     venv.close()
-    none_left()
+    assert_no_children()
 
 
 def test_who_has_died_is_said() -> None:
@@ -176,10 +176,10 @@ def test_who_has_died_is_said() -> None:
     died = ", in step: ended with exit code 7"
     expect_error(WorkerError, died, lambda: venv.step(np.zeros(2, int)))
     venv.close()
-    none_left()
+    assert_no_children()
     build = functools.partial(make_vec_env, lambda: Single("in its constructor"), 2, isolation="process")
     expect_error(WorkerError, "in its constructor: raised OSError('no licence')", build)
-    none_left()
+    assert_no_children()
 
 
 def test_a_worker_that_has_died_is_replaced() -> None:
@@ -189,7 +189,7 @@ def test_a_worker_that_has_died_is_replaced() -> None:
     assert dones == [[False, False], [False, False], [True, False]]
     assert venv.timings.restarts == 1
     venv.close()
-    none_left()
+    assert_no_children()
 
 
 def test_torchrls_workers_take_an_instance() -> None:
@@ -221,7 +221,7 @@ def test_torchrls_workers_take_an_instance() -> None:
     theirs.close()
     assert not Single.instances
     assert (found == expected).all()
-    none_left()
+    assert_no_children()
 
 
 if __name__ == "__main__":
