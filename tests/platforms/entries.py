@@ -51,7 +51,7 @@ class Moving(gymnasium.Env[Any, Any]):
         return image
 
 
-def printed(*arguments: str) -> str:
+def run_command(*arguments: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = rl_ext(list(arguments))
     assert code in (0, 1), (arguments, code)  # 1: something is wrong with the machine
@@ -59,8 +59,8 @@ def printed(*arguments: str) -> str:
 
 
 def test_commands() -> None:
-    assert json.loads(printed("doctor", "--json"))
-    assert "180 GB" in printed("plan", "--shape", "100,100,9", "--size", "1000000")
+    assert json.loads(run_command("doctor", "--json"))
+    assert "180 GB" in run_command("plan", "--shape", "100,100,9", "--size", "1000000")
     assert resolve_device("cpu") == torch.device("cpu")
 
 
