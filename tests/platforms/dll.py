@@ -127,10 +127,10 @@ def test_who_has_died_is_said() -> None:
     crashed_in_call = "raised OSError" if ON_WINDOWS else crashed
     deaths = {CRASH: crashed_in_call, CRASH_IN_A_THREAD: crashed, ABORT: aborted, EXIT: "ended with exit code 7"}
     for action, how in deaths.items():
-        _die(action, how)
+        _check_death(action, how)
 
 
-def _die(action: int, how: str) -> None:
+def _check_death(action: int, how: str) -> None:
     from sb3_ext import make_vec_env
 
     vec_env = make_vec_env(Simulator, 2, isolation="process")
