@@ -148,7 +148,7 @@ class _PosixAddresses:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         return _map(address, n_bytes, self._protection, flags, -1, 0)
 
-    def use(self, offset: int, n_bytes: int) -> None:
+    def commit(self, offset: int, n_bytes: int) -> None:
         """Have memory lie in a part, zeros at first."""
 
     def map(self, offset: int, n_bytes: int, descriptor: int, at: int) -> None:
@@ -187,7 +187,7 @@ class _WindowsAddresses:
         self.memory = (ctypes.c_char * n_bytes).from_address(self._start)
         weakref.finalize(self.memory, _release_addresses, self._gaps, self._views).atexit = False
 
-    def use(self, offset: int, n_bytes: int) -> None:
+    def commit(self, offset: int, n_bytes: int) -> None:
         """Have memory lie in a part, zeros at first."""
         _windows.commit(self._start + offset, n_bytes)
         self._used.append((offset, offset + n_bytes))

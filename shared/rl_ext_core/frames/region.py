@@ -139,7 +139,7 @@ class PrivateRegion:
             return
         more = _growth(held, n_bytes)
         try:
-            self._addresses.use(offset + held, min(more, round_to_pages(self.n_bytes) - offset - held))
+            self._addresses.commit(offset + held, min(more, round_to_pages(self.n_bytes) - offset - held))
         except OSError:
             raise _out_of_memory_error(more) from None
         self._parts[offset] = held + more
