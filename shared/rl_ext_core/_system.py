@@ -383,7 +383,7 @@ def open_exclusive(path: Path) -> int:
     :raises OSError: if it cannot be opened, or the file system has no locks.
     """
     if WINDOWS:
-        descriptor: int = _windows.open_alone(path)
+        descriptor: int = _windows.open_exclusive(path)
         return descriptor
     descriptor = open_file(path)
     try:

@@ -101,7 +101,7 @@ def open_temporary(path: str) -> int:
     return os.open(path, os.O_RDWR | os.O_BINARY | os.O_NOINHERIT | os.O_TEMPORARY | os.O_SHORT_LIVED)
 
 
-def open_alone(path: Path) -> int:
+def open_exclusive(path: Path) -> int:
     """Open a file so that others may only read it.
 
     :raises BlockingIOError: if another process has opened it so.

@@ -89,7 +89,7 @@ def open_temporary(path: str) -> int:
     return descriptor
 
 
-def open_alone(path: Path) -> int:
+def open_exclusive(path: Path) -> int:
     descriptor = _open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         _flock(descriptor, _lock | _at_once)
