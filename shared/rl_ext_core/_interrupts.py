@@ -29,8 +29,8 @@ _NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal
 
 
 # The functions of :mod:`signal` below their conversion of numbers to enumerations, which takes ten times as long.
-_plain = sys.modules.get("_signal", signal)
-_handler_of, _set_handler = _plain.getsignal, _plain.signal
+_c_signal = sys.modules.get("_signal", signal)
+_handler_of, _set_handler = _c_signal.getsignal, _c_signal.signal
 
 _main = threading.main_thread().ident
 _active = False  # whether handlers are put aside; only the main thread changes it
