@@ -30,7 +30,7 @@ _NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal
 
 # The functions of :mod:`signal` below their conversion of numbers to enumerations, which takes ten times as long.
 _c_signal = sys.modules.get("_signal", signal)
-_handler_of, _set_handler = _c_signal.getsignal, _c_signal.signal
+_get_handler, _set_handler = _c_signal.getsignal, _c_signal.signal
 
 _main = threading.main_thread().ident
 _active = False  # whether handlers are put aside; only the main thread changes it
@@ -89,7 +89,7 @@ def defer_signals(function: _F) -> _F:
         global _active, _last_handlers, _deferred
         if _active or get_ident() != _main:
             return function(*args, **kwargs)
-        handlers = [*map(_handler_of, _NUMBERS)]
+        handlers = [*map(_get_handler, _NUMBERS)]
         if handlers != _last_handlers:
             _deferred = [pair for pair in zip(_NUMBERS, handlers, strict=True) if callable(pair[1])]
             _last_handlers = handlers
