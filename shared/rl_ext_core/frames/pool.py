@@ -47,7 +47,7 @@ from rl_ext_core.frames.geometry import (
 )
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts
 from rl_ext_core.frames.machine import sum_rows
-from rl_ext_core.frames.recovery import free_others
+from rl_ext_core.frames.recovery import free_unused_blocks
 from rl_ext_core.frames.region import PAGE as REGION_PAGE
 from rl_ext_core.frames.region import PrivateRegion, RegionFile, address_of, copy_and_free, new_region
 
@@ -705,7 +705,7 @@ class FramePool:
         head = self._arrays["head"]
         head[: fields.SETTINGS_VERSION] = stored["head"][: fields.SETTINGS_VERSION]
         kinds = head[[fields.BLOCKS, fields.GRAINS, fields.REFERENCES, fields.STREAMS]]
-        if not self._memory.try_reserve(kinds) or not free_others(
+        if not self._memory.try_reserve(kinds) or not free_unused_blocks(
             self._state, np.zeros(int(head[fields.GRAINS]), dtype=np.bool_)
         ):
             raise CorruptFileError("the frames are damaged: blocks lie where there is nothing")
