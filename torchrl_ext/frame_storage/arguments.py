@@ -46,7 +46,7 @@ def check_options(options: dict[str, Any]) -> None:
     side = 8 * (n_stack or 1)
     layouts = list(candidate_layouts((side, side), np.uint8))
     loss = {"max_error": options["max_error"], "quality": options.get("quality", DEFAULT_QUALITY)}
-    LossyOptions.asked_for(codec, layouts, block_length=block_length, **loss)
+    LossyOptions.from_options(codec, layouts, block_length=block_length, **loss)
     if block_length is not None and (block_length & (block_length - 1)):
         raise InvalidArgumentError(f"block_length={block_length!r} is not a power of two; for example block_length=16")
 

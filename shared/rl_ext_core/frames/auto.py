@@ -89,7 +89,9 @@ class EncodingChooser:
         :raises InvalidTypeError: likewise, because of a type.
         """
         layouts = list(candidate_layouts(shape, dtype, n_stack=n_stack))
-        loss = LossyOptions.asked_for(codec, layouts, max_error=max_error, quality=quality, block_length=block_length)
+        loss = LossyOptions.from_options(
+            codec, layouts, max_error=max_error, quality=quality, block_length=block_length
+        )
         return cls(codec, n_stack, block_length, loss, layouts[-1] if n_stack is None else layouts[0])
 
     @property

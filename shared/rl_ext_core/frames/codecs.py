@@ -323,7 +323,7 @@ class LossyOptions:
     codec_is_lossy: bool
 
     @classmethod
-    def asked_for(
+    def from_options(
         cls,
         codec: str,
         layouts: Sequence[StackLayout],

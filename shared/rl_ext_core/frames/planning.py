@@ -362,7 +362,7 @@ def _suitable_options(layout: StackLayout) -> list[dict[str, Any]]:
     layouts = list(candidate_layouts(layout.shape, layout.dtype, n_stack=layout.n_stack))
     for way in _DEFAULT_OPTIONS:
         with suppress(InvalidArgumentError, InvalidTypeError, ImportError):
-            LossyOptions.asked_for(layouts=layouts, **{**exact, **way})
+            LossyOptions.from_options(layouts=layouts, **{**exact, **way})
             found.append(way)
     return found
 
