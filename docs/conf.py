@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import sys
@@ -34,20 +33,14 @@ myst_heading_anchors = 4
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-# -- notebooks: those of examples/, executed in short, as the tests do
+# -- notebooks: those of examples/, with the outputs that scripts/run_notebooks.py stored in them
 
 NOTEBOOKS = HERE / "notebooks"
 NOTEBOOKS.mkdir(exist_ok=True)
 for example in (ROOT / "examples").iterdir():
     if example.suffix in (".ipynb", ".py"):
         shutil.copy2(example, NOTEBOOKS / example.name)
-# "off" shows them without outputs; Melting Pot needs an environment of its own.
-nb_execution_mode = os.environ.get("RL_EXT_DOCS_NOTEBOOKS", "cache")
-nb_execution_excludepatterns = ["*/meltingpot_parallel.ipynb"]
-nb_execution_timeout = 600
-nb_execution_raise_on_error = True
-os.environ.setdefault("RL_EXT_SHORT", "1")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+nb_execution_mode = "off"
 
 # -- the reference
 
@@ -75,12 +68,12 @@ def _online() -> bool:
     return True
 
 
-# Without a network the site is the same, but for links into other sites' references.
+# Without a network the site is the same, except for links into other sites' references.
 intersphinx_mapping = {name: (address, None) for name, address in _INVENTORIES.items()} if _online() else {}
 intersphinx_timeout = 10
 linkcheck_ignore = [r"https?://"]  # those inside; others' sites come and go
 
-# -- how it looks
+# -- appearance
 
 html_theme = "furo"
 html_title = "rl-ext"

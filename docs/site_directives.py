@@ -1,8 +1,10 @@
-"""Directives for the site: ``error-index``, every text with which an exception of ours is raised, and ``cli-help``."""
+"""Directives of the site: lists of error messages and of public names, and the output of ``--help``."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -13,17 +15,40 @@ from typing import Any, NamedTuple
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
+from docutils.statemachine import StringList
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("shared/rl_ext_core", "sb3_ext", "torchrl_ext")
 
 
-class Raised(NamedTuple):
-    """One place where an exception is raised.
+# Components of the index of errors: the first whose pattern a module matches.
+COMPONENTS = {
+    "Buffers": r"rl_ext_core\.(frames|testing)|sb3_ext\.(buffers|observation|contrib)|torchrl_ext\.frame_storage",
+    "Devices": r"rl_ext_core\.devices",
+    "VecEnvs": r"rl_ext_core\.(vector|isolation)|sb3_ext",
+    "TorchRL environments": r"torchrl_ext",
+    "Environment factories": r"rl_ext_core\.factory",
+    "Worker processes": r"rl_ext_core\.(processes|resources|_system|_windows|_import_path|_pickle)",
+    "Command line": r"",
+}
 
-    :ivar error: its class
-    :ivar text: what it says, with ``⟨…⟩`` where values stand
-    :ivar module: the module of the place
+
+def component_of(module: str) -> str:
+    """Return the component that a module belongs to."""
+    return next(name for name, pattern in COMPONENTS.items() if re.match(pattern, module))
+
+
+def first_words(text: str) -> str:
+    """Return a text from its first fixed word on, to sort by."""
+    return re.sub(r"^\W*(?:⟨[^⟩]*⟩\W*)+", "", text).lstrip("`'\"").lower()
+
+
+class Raised(NamedTuple):
+    """A place where an exception is raised.
+
+    :ivar error: class of the exception
+    :ivar text: its message, with ``⟨…⟩`` in place of values
+    :ivar module: module that raises it
     """
 
     error: str
@@ -32,7 +57,7 @@ class Raised(NamedTuple):
 
 
 def raised() -> Iterator[Raised]:
-    """Find all places of the packages where an exception of ours is made with a text that is written there."""
+    """Find all places in the packages that create one of our exceptions with a literal message."""
     ours = _error_classes()
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -51,7 +76,7 @@ def raised() -> Iterator[Raised]:
 
 
 def _error_classes() -> dict[str, str]:
-    """The public exceptions and what each is for, in the order of the file."""
+    """Return the public exceptions and their docstrings, in the order of the file."""
     tree = ast.parse((ROOT / "shared/rl_ext_core/errors.py").read_text())
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     return {node.name: ast.get_docstring(node) or "" for node in classes}
@@ -70,7 +95,7 @@ def _text(node: ast.expr) -> str | None:
 
 
 def _name(node: Any) -> str:
-    """What stands for a value: the last name in its expression."""
+    """Return the placeholder of a value: the last name in its expression."""
     names = [child for child in ast.walk(node) if isinstance(child, ast.Name | ast.Attribute)]
     last = names[0] if names else None
     found = last.attr if isinstance(last, ast.Attribute) else last.id if isinstance(last, ast.Name) else "…"
@@ -78,34 +103,65 @@ def _name(node: Any) -> str:
 
 
 class ErrorIndex(Directive):
-    """``error-index``: a section for each class, and in it each text, the line to write included."""
+    """``error-index``: every error text, by component, with its class and the module that raises it."""
 
     def run(self) -> list[nodes.Node]:
         """Make the sections."""
-        found: dict[str, dict[str, set[str]]] = {}
+        found: dict[str, dict[tuple[str, str], set[str]]] = {component: {} for component in COMPONENTS}
         for place in raised():
-            found.setdefault(place.error, {}).setdefault(place.text, set()).add(place.module)
-        sections: list[nodes.Node] = []
-        for error, purpose in _error_classes().items():
-            if error not in found:
-                continue
-            section = nodes.section(ids=[error.lower()], names=[error.lower()])
-            section += nodes.title(text=error)
-            section += nodes.paragraph(text=purpose.split("\n\n")[0].replace("\n", " "))
-            for text, modules in sorted(found[error].items()):
+            found[component_of(place.module)].setdefault((place.text, place.error), set()).add(place.module)
+        sections: list[nodes.Node] = [self._classes()]
+        for component, texts in found.items():
+            section = nodes.section(ids=[f"errors-{component.lower().replace(' ', '-')}"], names=[component.lower()])
+            section += nodes.title(text=component)
+            for (text, error), modules in sorted(texts.items(), key=lambda entry: first_words(entry[0][0])):
                 item = nodes.definition_list_item()
                 term = nodes.term()
-                term += nodes.literal(text=" ".join(text.split()))
+                term += nodes.strong(text=" ".join(text.split()))
                 definition = nodes.definition()
-                definition += nodes.paragraph(text="from " + ", ".join(sorted(modules)))
+                paragraph = nodes.paragraph()
+                paragraph += nodes.literal(text=error)
+                paragraph += nodes.inline(text=" from " + ", ".join(sorted(modules)), classes=["error-module"])
+                definition += paragraph
                 item += [term, definition]
                 section += nodes.definition_list("", item)
             sections.append(section)
         return sections
 
+    def _classes(self) -> nodes.Node:
+        section = nodes.section(ids=["errors-classes"], names=["exception classes"])
+        section += nodes.title(text="Exception classes")
+        for error, docstring in _error_classes().items():
+            item = nodes.definition_list_item()
+            definition = nodes.definition()
+            definition += nodes.paragraph(text=docstring.split("\n\n")[0].replace("\n", " "))
+            item += [nodes.term("", "", nodes.literal(text=error)), definition]
+            section += nodes.definition_list("", item)
+        return section
+
+
+class NameSummary(Directive):
+    """``name-summary``: a table of a module's public names, with the first line of their docstrings."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Make the table."""
+        module = importlib.import_module(self.arguments[0])
+        lines = [".. list-table::", "   :widths: 1 2", ""]
+        for name in module.__all__:
+            docstring = inspect.getdoc(getattr(module, name)) or ""
+            lines += [
+                f"   * - :py:obj:`~{module.__name__}.{name}`",
+                f"     - {docstring.splitlines()[0] if docstring else ''}",
+            ]
+        container = nodes.container()
+        self.state.nested_parse(StringList(lines, source="name-summary"), self.content_offset, container)
+        return container.children
+
 
 class CliHelp(Directive):
-    """``cli-help``: what ``--help`` of each command prints."""
+    """``cli-help``: the output of ``--help`` of each command."""
 
     def run(self) -> list[nodes.Node]:
         """Make a section for each command."""
@@ -116,16 +172,17 @@ class CliHelp(Directive):
         for name in COMMANDS:
             program = [sys.executable, "-m", "rl_ext_core", name, "--help"]
             environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": paths}
-            said = subprocess.run(program, env=environment, capture_output=True, text=True, check=True).stdout
+            printed = subprocess.run(program, env=environment, capture_output=True, text=True, check=True).stdout
             section = nodes.section(ids=[f"rl-ext-{name}"], names=[f"rl-ext-{name}"])
             section += nodes.title(text=f"rl-ext {name}")
-            section += nodes.literal_block(said, said, language="text")
+            section += nodes.literal_block(printed, printed, language="text")
             sections.append(section)
         return sections
 
 
 def setup(app: Any) -> dict[str, Any]:
-    """Register them."""
+    """Register the directives with Sphinx."""
     app.add_directive("error-index", ErrorIndex)
     app.add_directive("cli-help", CliHelp)
+    app.add_directive("name-summary", NameSummary)
     return {"version": "1", "parallel_read_safe": True}

@@ -63,6 +63,13 @@ def test_commands_on_the_pages_are_there() -> None:
             )
 
 
+def test_files_named_by_the_contributing_page_exist() -> None:
+    text = (ROOT / "docs" / "contributing.md").read_text()
+    for path in re.findall(r"`((?:rl_ext_core|sb3_ext|torchrl_ext)/[\w/.]*)`", text):
+        assert (ROOT / path).exists() or (ROOT / "shared" / path).exists(), path
+    assert text.count("<details>") == 20
+
+
 _RESUMED = """
 import os
 import gymnasium
