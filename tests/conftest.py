@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from tests.leaks import remaining_children, files_below
+from tests.leaks import files_below, remaining_children
 
 ROOT = Path(__file__).resolve().parent.parent
 

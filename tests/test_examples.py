@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and lie in the repository without output."""
+"""The notebooks run from top to bottom, and the outputs stored in them are those of their code."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import nbclient
 import nbformat
 import pytest
 
+from scripts.run_notebooks import code_digest
 from tests.core.devices.fakes.build import skip_or_fail
 from tests.core.devices.processes import environment
 from tests.torchrl_ext.in_meltingpot.venv import python
@@ -33,12 +34,13 @@ def executed(name: str, folder: Path, variables: dict[str, str], **options: Any)
     return "".join(output.get("text", "") for output in outputs)
 
 
-def test_notebooks_are_kept_without_outputs() -> None:
-    assert NOTEBOOKS
-    for notebook in NOTEBOOKS:
-        for cell in read(notebook).cells:
-            assert not cell.get("outputs"), notebook
-            assert cell.get("execution_count") is None, notebook
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stored_outputs_of_a_notebook_are_of_its_present_code(path: Path) -> None:
+    notebook = read(path)
+    advice = f"run scripts/run_notebooks.py {path.stem}"
+    assert notebook.metadata.get("rl_ext", {}).get("code_digest") == code_digest(notebook), advice
+    assert any("image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", ()))
+    assert str(EXAMPLES.parent) not in path.read_text()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl_ext_core.processes.server import stop_server
-from tests.leaks import remaining_children, files_below
+from tests.leaks import files_below, remaining_children
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rl_ext_core._interrupts import run_pending_handlers, defer_signals
-from tests.interrupts import interrupt_everywhere, interrupt_at
+from rl_ext_core._interrupts import defer_signals, run_pending_handlers
+from tests.interrupts import interrupt_at, interrupt_everywhere
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ import numpy as np
 
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.factory import EnvFactory, as_factory
-from tests.platforms.buffers import main, expect_error
+from tests.platforms.buffers import expect_error, main
 
 # The variable that says where it is: who runs this compiles it, from simulator.c.
 LIBRARY = "RL_EXT_TEST_LIBRARY"

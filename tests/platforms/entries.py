@@ -26,7 +26,7 @@ from torchrl.envs import GymWrapper as UpstreamWrapper
 from rl_ext_core.cli import main as rl_ext
 from rl_ext_core.errors import StorageError
 from sb3_ext import CompressedReplayBuffer, CompressedRolloutBuffer, GymVecEnv, resolve_device
-from tests.platforms.buffers import folder, main, expect_error
+from tests.platforms.buffers import expect_error, folder, main
 from torchrl_ext import FrameStorage, GymWrapper
 
 

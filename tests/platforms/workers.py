@@ -25,7 +25,7 @@ from rl_ext_core.errors import WorkerError
 from rl_ext_core.isolation import Isolation, probe
 from sb3_ext import AutoVecEnv, SharedMemoryVecEnv, as_factory, make_vec_env
 from tests.platforms import simulators
-from tests.platforms.buffers import folder, main, expect_error
+from tests.platforms.buffers import expect_error, folder, main
 
 psutil: Any = importlib.import_module("psutil") if importlib.util.find_spec("psutil") else None
 

@@ -27,7 +27,7 @@ from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from sb3_ext import RayVecEnv, as_factory, make_vec_env
 from tests.interrupts import interrupt_everywhere
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, rollout
-from tests.sb3_ext.vec_worlds import Counting, RandomEnv, Failing
+from tests.sb3_ext.vec_worlds import Counting, Failing, RandomEnv
 
 Check = Callable[[], None]
 CHECKS: dict[str, Check] = {}

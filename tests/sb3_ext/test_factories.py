@@ -13,8 +13,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from sb3_ext import as_factory
 from tests.core.factory.copying import Line
-from tests.core.factory.main_script import DEFINITIONS, CHECKS, script_with_pools
-from tests.ways import LAUNCH_MODES, run_program
+from tests.core.factory.main_script import CHECKS, DEFINITIONS, script_with_pools
+from tests.launch_modes import LAUNCH_MODES, run_program
 
 
 def changed_cart_pole() -> gym.Env[Any, Any]:

@@ -21,10 +21,10 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, IsolationError, WorkerError
 from sb3_ext import AutoVecEnv, EnvFactory, SharedMemoryVecEnv, as_factory, make_vec_env
 from tests.core.isolation.conftest import Variant, compiled, compiler, own_cache, variant
+from tests.launch_modes import LAUNCH_MODES, run_program
 from tests.sb3_ext.test_multi_agent_vec_env import Race
 from tests.sb3_ext.vec_checks import FAST, assert_equal, no_workers
-from tests.sb3_ext.vec_worlds import Bounded, Counting, RandomEnv, Failing, Slow, cart_pole, build_and_record
-from tests.ways import LAUNCH_MODES, run_program
+from tests.sb3_ext.vec_worlds import Bounded, Counting, Failing, RandomEnv, Slow, build_and_record, cart_pole
 
 __all__ = ["compiled", "compiler", "own_cache", "variant"]
 

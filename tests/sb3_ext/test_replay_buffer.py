@@ -26,11 +26,11 @@ from tests.sb3_ext.toys import (
     Sprite,
     add_all,
     assert_same,
-    make_buffers,
     collect_transitions,
     dict_env,
-    make_buffers_for,
     image_env,
+    make_buffers,
+    make_buffers_for,
     random_transitions,
     reach,
 )

@@ -22,9 +22,9 @@ from tests.sb3_ext.toys import (
     REPLAY,
     add_all,
     assert_same,
-    make_buffers,
     collect_transitions,
     image_env,
+    make_buffers,
     reach,
     without_logger,
 )

@@ -16,7 +16,7 @@ from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 
 from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import CompressedDictReplayBuffer
-from tests.sb3_ext.toys import add_all, collect_transitions, dict_env, sample_batch, make_buffers_for, image_env, reach
+from tests.sb3_ext.toys import add_all, collect_transitions, dict_env, image_env, make_buffers_for, reach, sample_batch
 
 ENVS: dict[str, Any] = {"plain": image_env, "n-step": image_env, "dict": dict_env, "hindsight": lambda: reach(size=36)}
 

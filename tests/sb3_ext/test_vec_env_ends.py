@@ -20,7 +20,7 @@ import pytest
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.vector.pool import Pool
 from sb3_ext import SharedMemoryVecEnv
-from tests.sb3_ext.vec_checks import FAST, raise_interrupt_in, no_workers
+from tests.sb3_ext.vec_checks import FAST, no_workers, raise_interrupt_in
 from tests.sb3_ext.vec_worlds import Counting, Failing, Gated
 
 ACTIONS = np.zeros(3, np.int64)

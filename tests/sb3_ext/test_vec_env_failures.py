@@ -24,7 +24,7 @@ from gymnasium import spaces
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, WorkerError
 from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.sb3_ext.vec_checks import FAST, no_workers
-from tests.sb3_ext.vec_worlds import Counting, RandomEnv, Failing, Informing, Returning, Unpicklable
+from tests.sb3_ext.vec_worlds import Counting, Failing, Informing, RandomEnv, Returning, Unpicklable
 
 methods = pytest.mark.parametrize("method", ["forkserver", "fork"])
 AT_MOST_S = 60  # for threads to end; loaded machines take seconds

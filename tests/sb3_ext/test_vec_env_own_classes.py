@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ways import LAUNCH_MODES, run_program
+from tests.launch_modes import LAUNCH_MODES, run_program
 
 TEXT = """
 import dataclasses, enum

@@ -21,7 +21,7 @@ from sb3_ext import as_factory
 from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.sb3_ext.toys import without_logger
 from tests.sb3_ext.vec_checks import FAST, no_workers
-from tests.sb3_ext.vec_worlds import Counting, RandomEnv, Failing, FailingOnce
+from tests.sb3_ext.vec_worlds import Counting, Failing, FailingOnce, RandomEnv
 
 RESTARTING: dict[str, Any] = {"restart": "truncate", "step_timeout": 60.0}
 

@@ -15,8 +15,8 @@ from torchrl.envs import Compose, RewardSum, SerialEnv, StepCounter, Transformed
 import torchrl_ext
 from rl_ext_core import _pickle
 from rl_ext_core.factory.record import call_of, source_of_instance
-from tests.core.factory.main_script import DEFINITIONS, CHECKS, script_with_pools
-from tests.ways import LAUNCH_MODES, run_program
+from tests.core.factory.main_script import CHECKS, DEFINITIONS, script_with_pools
+from tests.launch_modes import LAUNCH_MODES, run_program
 
 CASES = [
     (lambda: torchrl.envs.GymEnv("CartPole-v1"), "lambda: GymEnv('CartPole-v1')"),

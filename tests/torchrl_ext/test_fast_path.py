@@ -22,7 +22,7 @@ from torchrl.envs import EnvBase, StepCounter, TransformedEnv, default_info_dict
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from tests.torchrl_ext.comparing import assert_same, seeded_rollout, vector
-from tests.torchrl_ext.environments import WalkWithoutInfos, DictWalk, Isaac, Walk
+from tests.torchrl_ext.environments import DictWalk, Isaac, Walk, WalkWithoutInfos
 from torchrl_ext import GymEnv, GymWrapper
 
 MAKERS: dict[str, Callable[[Any], Any]] = {

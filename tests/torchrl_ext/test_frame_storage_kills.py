@@ -21,12 +21,12 @@ from rl_ext_core.errors import StorageError
 from tests.torchrl_ext.frame_data import count_elements
 from tests.torchrl_ext.frame_kills import (
     KEYS,
-    add_until_killed,
-    make_batch,
     add_and_be_killed,
+    add_until_killed,
     all_hashes,
-    open_folder,
     batch_slice,
+    make_batch,
+    open_folder,
 )
 from torchrl_ext import FrameStorage
 from torchrl_ext.frame_storage.buffers import NoLock

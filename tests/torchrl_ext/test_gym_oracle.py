@@ -37,7 +37,7 @@ from torchrl.envs import transforms as t
 import torchrl_ext
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from tests.torchrl_ext.comparing import assert_same, assert_same_rollouts, seeded_rollout, vector
-from tests.torchrl_ext.environments import STAGGERED, WalkWithoutInfos, DictWalk, SamplingEnv, VectorRewards, Walk, box
+from tests.torchrl_ext.environments import STAGGERED, DictWalk, SamplingEnv, VectorRewards, Walk, WalkWithoutInfos, box
 from torchrl_ext import GymEnv, GymWrapper
 
 gymnasium.register_envs(ale_py)

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.launch_modes import LAUNCH_MODES, run_program
 from tests.torchrl_ext.parallel_checks import ROOT
-from tests.ways import LAUNCH_MODES, run_program
 
 pytestmark = pytest.mark.slow
 

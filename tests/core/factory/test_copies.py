@@ -16,9 +16,9 @@ import pytest
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from rl_ext_core.factory import as_factory
-from tests.core.factory.copying import Line, Scaled, try_rollout, rollout
-from tests.core.factory.main_script import DEFINITIONS, CHECKS, script_with_pools
-from tests.ways import run_program
+from tests.core.factory.copying import Line, Scaled, rollout, try_rollout
+from tests.core.factory.main_script import CHECKS, DEFINITIONS, script_with_pools
+from tests.launch_modes import run_program
 
 
 def make_line(gain: float = 2.0) -> Line:

@@ -21,7 +21,7 @@ from rl_ext_core._import_path import import_path, is_importable_elsewhere
 from rl_ext_core.isolation import Isolation, probe
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from tests.boundaries import ROOT
-from tests.ways import LAUNCH_MODES, run_program
+from tests.launch_modes import LAUNCH_MODES, run_program
 
 NAME = "module_of_a_user"
 SOURCE = """

@@ -25,7 +25,7 @@ from gymnasium.utils import EzPickle
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, WorkerError
 from rl_ext_core.factory import as_factory
-from tests.core.factory.copying import EITHER, REFUSED, NOT_SILENT, Case, HoldingEnv, Line, Scaled, rollout
+from tests.core.factory.copying import EITHER, NOT_SILENT, REFUSED, Case, HoldingEnv, Line, Scaled, rollout
 
 
 def _make_locked_lock() -> Any:

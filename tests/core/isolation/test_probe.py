@@ -40,8 +40,8 @@ from tests.core.isolation.variants import (
     UNKNOWN,
     VARIANTS,
 )
+from tests.launch_modes import run_program
 from tests.load import busy_cpus
-from tests.ways import run_program
 
 
 @pytest.mark.sample(ci=4)

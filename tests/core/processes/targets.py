@@ -18,7 +18,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rl_ext_core.processes import on_abnormal_exit, abort_worker, get_context, import_main, set_status
+from rl_ext_core.processes import abort_worker, get_context, import_main, on_abnormal_exit, set_status
 
 
 class NeedsArgumentsError(Exception):  # pickles, and does not unpickle

@@ -20,7 +20,7 @@ import pytest
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.processes import get_context, named_context
 from tests.core.processes import targets
-from tests.core.processes.groups import UNPICKLING_METHODS, LIMIT_S, retry_with_more_descriptors, group
+from tests.core.processes.groups import LIMIT_S, UNPICKLING_METHODS, group, retry_with_more_descriptors
 
 
 def test_it_is_a_context_of_multiprocessing(method: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_ext_core.processes import report as report_module
-from rl_ext_core.processes.report import ExceptionRecord, WorkerReport, ReportWriter
+from rl_ext_core.processes.report import ExceptionRecord, ReportWriter, WorkerReport
 from tests.interrupts import interrupt_everywhere
 
 

@@ -1,6 +1,6 @@
 """What a newcomer does: install the built wheel into an empty virtual environment and run the quickstart as it stands.
 
-    python scripts/newcomer.py [--python python3.12] [--newest]
+    python scripts/smoke_test_wheel.py [--python python3.12] [--newest]
 
 Every block of ``docs/quickstart.md`` runs in a process of its own, in an empty folder. The versions are those of
 ``constraints.txt``, which was made for Python 3.11; ``--newest`` takes the newest.

@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Execute the notebooks of examples/ and store their outputs in them, as the site shows them.
+
+    .venv/bin/python scripts/run_notebooks.py                    # all of them, which takes some 15 minutes
+    .venv/bin/python scripts/run_notebooks.py ppo_retro
+
+Run it after a change to a notebook's code. ``tests/test_examples.py`` fails if outputs are missing or older than the
+code.
+Melting Pot's notebook needs ``scripts/make_meltingpot_venv.sh``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+MELTINGPOT = ROOT / ".venv-meltingpot" / "bin" / "python"
+
+
+def code_digest(notebook: Any) -> str:
+    """Return a digest of a notebook's code cells."""
+    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+def execute(path: Path) -> None:
+    """Execute a notebook, and write it with its outputs and the digest of its code."""
+    notebook = nbformat.read(path, as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        kernel = Path(folder) / "kernels" / "example" / "kernel.json"
+        kernel.parent.mkdir(parents=True)
+        python = str(MELTINGPOT if path.stem.startswith("meltingpot") else ROOT / ".venv" / "bin" / "python")
+        argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        kernel.write_text(json.dumps({"argv": argv, "display_name": "example", "language": "python"}))
+        os.environ["JUPYTER_PATH"] = folder
+        # Some notebooks import a module next to them, others write files.
+        work = str(EXAMPLES if path.stem.endswith("torch_env") else folder)
+        resources = {"metadata": {"path": work}}
+        client = nbclient.NotebookClient(notebook, timeout=1800, kernel_name="example", resources=resources)
+        client.execute(env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": folder})
+        for cell in notebook.cells:
+            cell.get("metadata", {}).pop("execution", None)  # times of this run
+            for output in cell.get("outputs", ()):
+                if output.output_type == "stream":
+                    output.text = _without_paths(output.text, folder)
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+        "rl_ext": {"code_digest": code_digest(notebook)},
+    }
+    nbformat.write(notebook, path)
+
+
+def _without_paths(text: str, folder: str) -> str:
+    text = re.sub(re.escape(folder) + r"[\w./-]*", "/tmp/example", text)
+    return text.replace(str(ROOT), "/path/to/rl-ext")
+
+
+def main() -> None:
+    """Execute the notebooks that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="notebooks, without .ipynb")
+    names = parser.parse_args().names or sorted(path.stem for path in EXAMPLES.glob("*.ipynb"))
+    for name in names:
+        print(name, flush=True)
+        execute(EXAMPLES / f"{name}.ipynb")
+
+
+if __name__ == "__main__":
+    main()
