@@ -32,7 +32,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import GymVecEnv
 from tests.jax_venv import ROOT, run_in_jax_venv
-from tests.torchrl_ext.environments import Bare, IsaacByIds, ManiSkill, SameStep, Walk
+from tests.torchrl_ext.environments import WalkWithoutInfos, IsaacByIds, ManiSkill, SameStep, Walk
 from torchrl_ext import GymWrapper
 
 F32 = np.float32
@@ -529,9 +529,9 @@ TABLE: dict[str, TableRow] = {
         wrap_with(wrappers.RecordEpisodeStatistics, vector_of(shared_memory_env)), ALL, statistics_row, STATISTICS
     ),
     "RecordEpisodeStatistics, no other infos": TableRow(
-        wrap_with(wrappers.RecordEpisodeStatistics, vector_of(SyncVectorEnv, Bare)),
+        wrap_with(wrappers.RecordEpisodeStatistics, vector_of(SyncVectorEnv, WalkWithoutInfos)),
         ALL,
-        lambda env, row: single_wrappers.RecordEpisodeStatistics(Bare()),
+        lambda env, row: single_wrappers.RecordEpisodeStatistics(WalkWithoutInfos()),
         ("episode.r", "episode.l"),
     ),
     "a wrapper that adds infos": TableRow(
