@@ -335,12 +335,12 @@ class Pool:
 
     def warn_about_conversions(self, upstream: str) -> None:
         """Warn, once, that observations did not fit their space."""
-        changed = self.arrays["flags"] & CONVERTED
-        if self._conversion_reported or not changed.any():
+        converted_flags = self.arrays["flags"] & CONVERTED
+        if self._conversion_reported or not converted_flags.any():
             return
         self._conversion_reported = True
         warnings.warn(
-            f"environment {int(changed.argmax())} returns observations with values that the dtype of its observation "
+            f"environment {int(converted_flags.argmax())} returns observations with values that the dtype of its observation "
             f"space, {self.spaces[0]}, cannot hold: they are converted to it, as {upstream} does. Give the space the "
             "dtype of what reset and step return",
             stacklevel=4,
@@ -381,7 +381,7 @@ class Pool:
         environment += worker.first
         count, seed = len(self.seeds), self.seeds[environment]
         who = f"environment {environment} of {count}" + ("" if seed is None else f" (seed {seed})")
-        lines = [f"{who}, {_WHEN.get(phase, f'in {phase}')}: {what}"]
+        lines = [f"{who}, {_PHASE_TEXTS.get(phase, f'in {phase}')}: {what}"]
         lines += [f"    {line}" for line in more.get("traceback", "").strip("\n").splitlines()]
         if self.working_directory is not None:
             lines.append(f"Its working directory is {os.path.join(self.working_directory, str(worker.number))}")
