@@ -843,7 +843,7 @@ class FrameStore:
             "index": self._pool.index[: self.n_written],
             "frames": self._pool.state_dict(),
         }
-        return {**state, "checksum": _checksum(state)}
+        return {**state, "checksum": _state_checksum(state)}
 
     def __setstate__(self, state: Any) -> None:
         """
@@ -851,7 +851,7 @@ class FrameStore:
         :raises MissingDependencyError: if its codec needs a package that is not installed.
         """
         check_format(state)
-        if _checksum(state) != state.get("checksum"):
+        if _state_checksum(state) != state.get("checksum"):
             raise CorruptFileError("the frame store is damaged: its checksum does not match its contents")
         from rl_ext_core.frames.pool import check_state_dict
 
@@ -875,7 +875,7 @@ class FrameStore:
         self.seen = self.size
 
 
-def _checksum(state: dict[str, Any]) -> int:
+def _state_checksum(state: dict[str, Any]) -> int:
     frames = state.get("frames")  # they have one of their own
     return checksum({**state, "frames": frames.get("checksum") if isinstance(frames, dict) else None})
 
