@@ -60,12 +60,12 @@ class ObservationLayout:
         observation = observation if self._key is None else observation[self._key]
         return [observation] if self.is_single else [observation[key] for key in self._keys]
 
-    def to_observation(self, leaves: Sequence[Any]) -> Any:
+    def build_observation(self, leaves: Sequence[Any]) -> Any:
         return leaves[0] if self.is_single else dict_to_obs(self._space, dict(zip(self._keys, leaves, strict=True)))
 
     def rows(self, leaves: Sequence[Array]) -> Iterable[Any]:
         """Split batches into observations of one environment each."""
-        return leaves[0] if self.is_single else map(self.to_observation, zip(*leaves, strict=True))
+        return leaves[0] if self.is_single else map(self.build_observation, zip(*leaves, strict=True))
 
 
 @dataclass
@@ -105,7 +105,7 @@ class SubEnvStepper:
                 first[index] = observation  # a call would take as long
             else:
                 self._write_observation(leaves, index, observation)
-        return self.layout.to_observation(leaves), rewards, dones, infos, ended
+        return self.layout.build_observation(leaves), rewards, dones, infos, ended
 
     def reset(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> tuple[Any, list[Any]]:
         leaves, infos = self.layout.empty(len(self.envs)), []
@@ -113,7 +113,7 @@ class SubEnvStepper:
             observation, info = env.reset(seed=seed, **({"options": given} if given else {}))
             self._write_observation(leaves, index, observation)
             infos.append(copy_output(info))
-        return self.layout.to_observation(leaves), infos
+        return self.layout.build_observation(leaves), infos
 
     def _write_observation(self, leaves: list[Array], index: int, observation: Any) -> None:
         for leaf, part in zip(leaves, self.layout.parts(observation), strict=True):
@@ -172,7 +172,7 @@ class BatchStepper:
         if len(rows):
             own, lasts, resets = self._finish_episodes(leaves, dones, rows, info)
             ended = list(zip(rows.tolist(), own, lasts, (~terminated[rows]).tolist(), resets, strict=True))
-        return self.layout.to_observation(leaves), rewards, dones, infos, ended
+        return self.layout.build_observation(leaves), rewards, dones, infos, ended
 
     def _finish_episodes(self, leaves: list[Array], dones: Array, rows: Array, info: Any) -> Any:
         """Return infos, last observations and infos of resets of those ended; put the observations after resets in."""
@@ -219,7 +219,7 @@ class BatchStepper:
             self.framework = found
             self.device = next((part.device for part in parts if isinstance(part, torch.Tensor)), None)
         leaves = self._check_and_cast(_to_cpu_arrays(parts), self._num_envs, self.copy)
-        return self.layout.to_observation(leaves), self._infos_of_rows(
+        return self.layout.build_observation(leaves), self._infos_of_rows(
             self._to_dict_info(info), np.arange(self._num_envs)
         )
 
