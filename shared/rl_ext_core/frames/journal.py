@@ -25,7 +25,7 @@ _PLACES_OFFSET = PAGE  # where the places of elements that are being written beg
 class JournalRecord(NamedTuple):
     """What is noted.
 
-    :ivar turn: which note it is, counted from 1.
+    :ivar sequence: which note it is, counted from 1.
     :ivar length: elements that count, along the first dimension.
     :ivar next_row: where the next one goes.
     :ivar n_written: places from here on were never written.
@@ -33,7 +33,7 @@ class JournalRecord(NamedTuple):
     :ivar n_writing: how many places are being written, and do not count.
     """
 
-    turn: int
+    sequence: int
     length: int
     next_row: int
     n_written: int
@@ -90,7 +90,7 @@ class Journal:
             if not self._is_intact(slot):
                 slot[:] = 0
         record = self._latest()
-        if record.turn == 0:
+        if record.sequence == 0:
             raise CorruptFileError(
                 f"{self._region.path} and the file beside it are damaged: the checksums of their notes do not match "
                 "their contents; salvage what is intact"
@@ -99,8 +99,8 @@ class Journal:
 
     def _write_record(self, **changes: int) -> None:
         latest = self._latest()
-        fields = latest._replace(turn=latest.turn + 1, **changes)
-        slot = self._slots[fields.turn % 2].data
+        fields = latest._replace(sequence=latest.sequence + 1, **changes)
+        slot = self._slots[fields.sequence % 2].data
         _FIELDS.pack_into(slot, 0, *fields)
         _CRC.pack_into(slot, _FIELDS.size, self._crc(fields))
 
