@@ -56,12 +56,12 @@ class Journal:
     def __init__(self, n_rows: int, *, files: tuple[RegionFile, RegionFile] | None = None) -> None:
         self._n_rows = n_rows
         self._region: PrivateRegion = new_region(_PLACES_OFFSET + n_rows * _PLACE.itemsize, files and files[0])
-        self._other = self._region if files is None else new_region(PAGE, files[1])
+        self._second_region = self._region if files is None else new_region(PAGE, files[1])
         self._map()
 
     def _map(self) -> None:
         self._slots = []
-        for number, region in enumerate((self._region, self._other)):
+        for number, region in enumerate((self._region, self._second_region)):
             page = region.array(0, (PAGE,), np.uint8)
             region.reserve(0, PAGE)
             self._slots.append(page[number * _SLOT_BYTES :][:_SLOT_BYTES])
@@ -139,7 +139,7 @@ class Journal:
             self._write_record(exposed=0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_n_rows": self._n_rows, "_region": self._region, "_other": self._other}
+        return {"_n_rows": self._n_rows, "_region": self._region, "_second_region": self._second_region}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
