@@ -32,7 +32,7 @@ _NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal
 _c_signal = sys.modules.get("_signal", signal)
 _get_handler, _set_handler = _c_signal.getsignal, _c_signal.signal
 
-_main = threading.main_thread().ident
+_main_thread_id = threading.main_thread().ident
 _active = False  # whether handlers are put aside; only the main thread changes it
 _last_handlers: list[Any] = []  # the handlers of the last call, which are hardly ever others
 _deferred: list[tuple[int, Any]] = []  # those among them that are functions
@@ -40,8 +40,8 @@ _pending: list[int] = []  # signals that came meanwhile
 
 
 def _after_fork() -> None:
-    global _main, _active
-    _main = get_ident()
+    global _main_thread_id, _active
+    _main_thread_id = get_ident()
     if _active:  # the call that put them aside goes on in the parent
         _pending.clear()
         _active = False
@@ -87,7 +87,7 @@ def defer_signals(function: _F) -> _F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         global _active, _last_handlers, _deferred
-        if _active or get_ident() != _main:
+        if _active or get_ident() != _main_thread_id:
             return function(*args, **kwargs)
         handlers = [*map(_get_handler, _NUMBERS)]
         if handlers != _last_handlers:
