@@ -114,52 +114,52 @@ def check_frame_store(
     _check_memory(factory, label)
 
 
-def _check_case(store: _Store, plain: ReferenceStore, contents: str, case: str) -> None:
+def _check_case(store: _Store, reference: ReferenceStore, contents: str, case: str) -> None:
     rng = np.random.default_rng(0)
     steps = make_transitions(
-        plain.layout, n_envs=plain.n_envs, n_steps=_STEPS, contents=contents, odd=0.05, transposed=0.2, seed=1
+        reference.layout, n_envs=reference.n_envs, n_steps=_STEPS, contents=contents, odd=0.05, transposed=0.2, seed=1
     )
     for step, (observations, nexts) in enumerate(steps):
         store.append(observations, nexts)
-        plain.append(observations, nexts)
+        reference.append(observations, nexts)
         if step in (0, 15, 39, 40, 95, _STEPS - 1):
-            check_contents(store, plain, f"{case}, after {step + 1} transitions")
+            check_contents(store, reference, f"{case}, after {step + 1} transitions")
         if step == 60:
             copy: _Store = pickle.loads(pickle.dumps(store, protocol=5))
-            check_contents(copy, plain, f"{case}, a pickled copy")
+            check_contents(copy, reference, f"{case}, a pickled copy")
             store = copy  # what follows has to fit to it
         if step % 8 == 7:
-            rows, envs = rng.integers(plain.size, size=5), rng.integers(plain.n_envs, size=5)
-            _compare(store, plain, rows, envs, f"{case}, after {step + 1} transitions", following=bool(step & 8))
+            rows, envs = rng.integers(reference.size, size=5), rng.integers(reference.n_envs, size=5)
+            _compare(store, reference, rows, envs, f"{case}, after {step + 1} transitions", following=bool(step & 8))
     store.clear()
-    plain.clear()
-    check_contents(store, plain, f"{case}, cleared")
+    reference.clear()
+    check_contents(store, reference, f"{case}, cleared")
     for observations, nexts in make_transitions(
-        plain.layout, n_envs=plain.n_envs, n_steps=5, contents=contents, seed=2
+        reference.layout, n_envs=reference.n_envs, n_steps=5, contents=contents, seed=2
     ):
         store.append(observations, nexts)
-        plain.append(observations, nexts)
-    check_contents(store, plain, f"{case}, cleared and filled anew")
+        reference.append(observations, nexts)
+    check_contents(store, reference, f"{case}, cleared and filled anew")
 
 
-def check_contents(store: _Store, plain: ReferenceStore, case: str = "the store") -> None:
+def check_contents(store: _Store, reference: ReferenceStore, case: str = "the store") -> None:
     """Checks that a store holds what the plain arrays hold, bit for bit, rows never written included.
 
     :param store: as ``check_frame_store`` describes it.
-    :param plain: what it was given, and in the same order.
+    :param reference: what it was given, and in the same order.
     :param case: how to begin the error's text.
     :raises ConformanceError: if something differs; the text says what and where.
     """
-    _check_that(store.size == plain.size, f"{case}: size is {store.size}, expected {plain.size}")
-    rows = np.repeat(np.arange(plain.capacity), plain.n_envs)
-    envs = np.tile(np.arange(plain.n_envs), plain.capacity)
+    _check_that(store.size == reference.size, f"{case}: size is {store.size}, expected {reference.size}")
+    rows = np.repeat(np.arange(reference.capacity), reference.n_envs)
+    envs = np.tile(np.arange(reference.n_envs), reference.capacity)
     for num_threads in (1, _THREADS):
-        _compare(store, plain, rows, envs, f"{case}, num_threads={num_threads}", num_threads=num_threads)
+        _compare(store, reference, rows, envs, f"{case}, num_threads={num_threads}", num_threads=num_threads)
 
 
 def _compare(
     store: _Store,
-    plain: ReferenceStore,
+    reference: ReferenceStore,
     rows: npt.NDArray[np.int64],
     envs: npt.NDArray[np.int64],
     case: str,
@@ -169,11 +169,11 @@ def _compare(
 ) -> None:
     # Two fills: an output byte that is not written differs from the expected one in at least one of them.
     for fill in (0x00, 0xA5):
-        outs = [np.empty((len(rows), *plain.layout.shape), dtype=plain.layout.dtype) for _ in range(2)]
+        outs = [np.empty((len(rows), *reference.layout.shape), dtype=reference.layout.dtype) for _ in range(2)]
         for out in outs:
             out.reshape(-1).view(np.uint8)[:] = fill
         store.get(rows, envs, outs[0], outs[1] if following else None, num_threads=num_threads)
-        expected = [plain.observations[rows, envs], plain.next_observations[rows, envs]]
+        expected = [reference.observations[rows, envs], reference.next_observations[rows, envs]]
         for name, out, right in zip(("observation", "next observation"), outs, expected, strict=True):
             if following or name == "observation":
                 _require_equal(out, right, rows, envs, f"{case}: {name}")
