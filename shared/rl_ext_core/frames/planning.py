@@ -315,12 +315,12 @@ def plan(
         elif env is not None:
             sample = _sample_random_policy(env, opened, steps, given, n_stack, seed)
         layout = _guess_layout(given or (), dtype, n_stack) if sample is None else sample.layout
-        ways = _suitable_options(layout) if codecs is None else [_normalize_options(way) for way in codecs]
+        option_sets = _suitable_options(layout) if codecs is None else [_normalize_options(way) for way in codecs]
         if sample is None:
-            costs, plain_us = [_estimate_cost(layout, way) for way in ways], None
+            costs, plain_us = [_estimate_cost(layout, way) for way in option_sets], None
             source = "the range of recordings of games and robots"
         else:
-            costs, count = _measure_costs(sample, ways)
+            costs, count = _measure_costs(sample, option_sets)
             plain_us = _time_read_us(lambda rows: (sample.before[rows], sample.after[rows]), len(sample.before))
             source = sample.source if env is None else f"{sample.source}, {count} steps of a random policy"
     head = Plan(
@@ -340,7 +340,7 @@ def plan(
         row("SB3 ReplayBuffer", {}, _Cost(2 * layout.stack_bytes, sample_us=plain_us)),
         row("SB3 optimize_memory_usage", {}, _Cost(layout.stack_bytes, sample_us=plain_us)),
     ]
-    for options, cost in zip(ways, costs, strict=True):
+    for options, cost in zip(option_sets, costs, strict=True):
         name = ", ".join([options["codec"], *(f"{key}={value}" for key, value in options.items() if key != "codec")])
         rows.append(row(name, options, cost))
     return replace(head, rows=tuple(rows))
@@ -543,13 +543,13 @@ def _push_frame(older: _Array | None, frame: _Array, *, n_stack: int, axis: int)
     return np.split(np.concatenate([older, frame], axis), [frame.shape[axis]], axis)[1]
 
 
-def _measure_costs(sample: _Sample, ways: Sequence[Mapping[str, Any]]) -> tuple[list[_Cost], int]:
+def _measure_costs(sample: _Sample, option_sets: Sequence[Mapping[str, Any]]) -> tuple[list[_Cost], int]:
     """What each way of storing a sample costs, and how many transitions were stored to know it.
 
     Environments change as they go on: they are reset, a view moves or rests. So what a transition takes is looked at
     part by part, and more of what follows the sample is stored until the parts agree.
     """
-    stores, kept = [_make_store(sample, options) for options in ways], len(sample.before)
+    stores, kept = [_make_store(sample, options) for options in option_sets], len(sample.before)
     first, sizes, count = kept // 4, [], 0
     transitions = itertools.chain(zip(sample.before, sample.after, strict=True), sample.rest)
     for count, (before, after) in enumerate(transitions, start=1):
