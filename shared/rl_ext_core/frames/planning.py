@@ -315,9 +315,11 @@ def plan(
         elif env is not None:
             sample = _sample_random_policy(env, opened, steps, given, n_stack, seed)
         layout = _guess_layout(given or (), dtype, n_stack) if sample is None else sample.layout
-        option_sets = _suitable_options(layout) if codecs is None else [_normalize_options(way) for way in codecs]
+        option_sets = (
+            _suitable_options(layout) if codecs is None else [_normalize_options(option_set) for option_set in codecs]
+        )
         if sample is None:
-            costs, plain_us = [_estimate_cost(layout, way) for way in option_sets], None
+            costs, plain_us = [_estimate_cost(layout, option_set) for option_set in option_sets], None
             source = "the range of recordings of games and robots"
         else:
             costs, count = _measure_costs(sample, option_sets)
@@ -346,11 +348,11 @@ def plan(
     return replace(head, rows=tuple(rows))
 
 
-def _normalize_options(way: str | Mapping[str, Any]) -> dict[str, Any]:
-    options = {"codec": way} if isinstance(way, str) else dict(way)
+def _normalize_options(option_set: str | Mapping[str, Any]) -> dict[str, Any]:
+    options = {"codec": option_set} if isinstance(option_set, str) else dict(option_set)
     if unknown := sorted(set(options) - {"codec", "max_error", "quality", "block_length"}):
         raise InvalidArgumentError(
-            f"codecs has {way!r} with {unknown}; known are codec, max_error, quality and block_length, for example "
+            f"codecs has {option_set!r} with {unknown}; known are codec, max_error, quality and block_length, for example "
             '{"codec": "patch", "max_error": 4}'
         )
     return {"codec": "auto", **options}
@@ -360,10 +362,10 @@ def _suitable_options(layout: StackLayout) -> list[dict[str, Any]]:
     """The usual ways that the observations and the packages installed allow."""
     found, exact = [], {"max_error": 0, "quality": DEFAULT_QUALITY, "block_length": None}
     layouts = list(candidate_layouts(layout.shape, layout.dtype, n_stack=layout.n_stack))
-    for way in _DEFAULT_OPTIONS:
+    for option_set in _DEFAULT_OPTIONS:
         with suppress(InvalidArgumentError, InvalidTypeError, ImportError):
-            LossyOptions.from_options(layouts=layouts, **{**exact, **way})
-            found.append(way)
+            LossyOptions.from_options(layouts=layouts, **{**exact, **option_set})
+            found.append(option_set)
     return found
 
 
