@@ -536,9 +536,9 @@ class StoreFolder:
 
     def abandon(self) -> None:
         """Closes it, and leaves nothing where nothing was."""
-        goes = self._created and self._is_in_place()
+        must_delete = self._created and self._is_in_place()
         self.close()
-        if goes:
+        if must_delete:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def __getstate__(self) -> dict[str, Any]:
