@@ -5,7 +5,7 @@ file             contents
 ===============  =====================================================================================================
 ``lock``         number of the process that writes; locked while it lives, or any that it shares the store with
 ``store.json``   what the store is like; written last, so that what is half made is not taken for one
-``making``       nothing; it is there until ``store.json`` is, and what it lies beside may be deleted
+``making``       nothing; it is stored_options until ``store.json`` is, and what it lies beside may be deleted
 ``frames-<n>``   frames, and the index of a ring, with checksums: another file for each kind of frames, and for each
                  other way to store them
 ``rows``         arrays with one row an element, of the store's owner; where they come one by one, ``row-<name>``
@@ -326,13 +326,14 @@ class StoreFolder:
             self.settings = found["settings"]
         self.delete_old_frames()
 
-    def _check_options(self, there: dict[str, Any]) -> None:
+    def _check_options(self, stored_options: dict[str, Any]) -> None:
         # Those that are told to others too come first: another n_envs makes another capacity as well.
-        names = sorted({**there, **self.options}, key=lambda name: name == "capacity")
-        differing = [name for name in names if there.get(name) != self.options.get(name)]
+        names = sorted({**stored_options, **self.options}, key=lambda name: name == "capacity")
+        differing = [name for name in names if stored_options.get(name) != self.options.get(name)]
         if differing:
             was, given = (
-                " and ".join(f"{name}={told.get(name)!r}" for name in differing) for told in (there, self.options)
+                " and ".join(f"{name}={told.get(name)!r}" for name in differing)
+                for told in (stored_options, self.options)
             )
             raise InvalidArgumentError(
                 f"storage_dir={str(self.path)!r} was made with {was}, not with {given}; pass what it was made with, or "
