@@ -269,7 +269,7 @@ class StoreFolder:
         repair: bool = False,
         salvage: str = "rl_ext_core.frames.salvage",
     ) -> None:
-        self.path, self.repair, self._salvage = validate_path(path).absolute(), repair, salvage
+        self.path, self.repair, self._salvage_name = validate_path(path).absolute(), repair, salvage
         self.options: dict[str, Any] = json.loads(json.dumps(options))
         if repair and not any(self.path.glob("frames-*")):
             raise InvalidArgumentError(f"storage_dir={str(self.path)!r} holds no store")
@@ -342,7 +342,7 @@ class StoreFolder:
 
     def corrupt_file_error(self, name: str, what: str) -> CorruptFileError:
         """The error for a file that holds something else than was written."""
-        cure = f"To keep what is intact: {self._salvage}({str(self.path)!r})"
+        cure = f"To keep what is intact: {self._salvage_name}({str(self.path)!r})"
         return CorruptFileError(
             f"{self.path / name} is damaged: {what}. {'Put it back from a copy' if self.repair else cure}"
         )
