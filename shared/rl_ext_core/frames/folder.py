@@ -177,7 +177,7 @@ class RowArrays:
         }
         return {"n_rows": self.n_rows, "files": files}
 
-    def shortest_file(self) -> tuple[int, str]:
+    def smallest_file(self) -> tuple[int, str]:
         """How many rows can be written to, and the name of the file that has no more."""
         held = [(region.held(start) // n, region.path.name) for region, start, n in self._parts if n and region.path]
         return min([(self.n_rows, ""), *held])
@@ -185,7 +185,7 @@ class RowArrays:
     @property
     def held(self) -> int:
         """How many rows can be written to."""
-        return self.shortest_file()[0]
+        return self.smallest_file()[0]
 
     def reserve(self, n_rows: int) -> None:
         """Makes sure that the first rows can be written to.
@@ -487,7 +487,7 @@ class StoreFolder:
         if not record.length <= record.n_written <= most or record.next_row > most:
             raise self.corrupt_file_error(_JOURNAL[0], "it says that there are more elements than rows")
         needed = max(record.n_written, int(writing.max(initial=-1)) + 1)
-        held, name = self.rows.shortest_file()
+        held, name = self.rows.smallest_file()
         if held < (min(record.length, 1) if self.repair else needed):
             raise self.corrupt_file_error(name, f"by its head there are {held} rows in it, expected {needed}")
         return record, writing
