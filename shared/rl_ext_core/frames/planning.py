@@ -244,8 +244,8 @@ class Plan:
         figure = Figure(figsize=(8, 0.45 * len(self.rows) + 1.6), layout="constrained")
         axes = figure.subplots()
         for at, row in enumerate(self.rows):
-            colour = "tab:red" if row.fits is False else "tab:blue"
-            axes.barh(f"{row.name}: {format_bytes(row.total_bytes)}", row.total_bytes, color=colour)
+            color = "tab:red" if row.fits is False else "tab:blue"
+            axes.barh(f"{row.name}: {format_bytes(row.total_bytes)}", row.total_bytes, color=color)
             if row.range is not None:
                 axes.plot([end * self.size for end in row.range], [at, at], color="black", linewidth=1, marker="|")
         if self.budget is not None:
