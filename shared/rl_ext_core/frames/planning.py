@@ -582,11 +582,11 @@ def _make_store(sample: _Sample, options: Mapping[str, Any]) -> FrameStore:
 
 def _bytes_per_transition(sizes: Sequence[Sequence[int]]) -> tuple[_Array, _Array]:
     """Bytes a transition in each store, and how far off that may be, as far as the parts of what was seen differ."""
-    looks, n_windows = np.array(sizes, dtype=np.float64), len(sizes) - 1
+    measured_sizes, n_windows = np.array(sizes, dtype=np.float64), len(sizes) - 1
     edges = np.linspace(0, n_windows, min(n_windows, _MAX_PARTS) + 1).astype(np.int64)
-    parts = np.diff(looks[edges], axis=0) / (_MEASURE_INTERVAL * np.diff(edges)[:, None])
+    parts = np.diff(measured_sizes[edges], axis=0) / (_MEASURE_INTERVAL * np.diff(edges)[:, None])
     errors = _ERROR_FACTOR * parts.std(axis=0, ddof=1) / np.sqrt(len(parts))
-    return (looks[-1] - looks[0]) / (_MEASURE_INTERVAL * n_windows), errors
+    return (measured_sizes[-1] - measured_sizes[0]) / (_MEASURE_INTERVAL * n_windows), errors
 
 
 def _measure_cost(store: FrameStore, sample: _Sample, mean: float, error: float) -> _Cost:
