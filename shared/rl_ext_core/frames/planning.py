@@ -499,7 +499,7 @@ def _sample_random_policy(
 def _play_transitions(env: Any, stacked: Callable[[Any, _Array], _Array], seed: int) -> _Transitions:
     space = env.observation_space
 
-    def seen(observation: Any, older: _Array | None = None) -> _Array:
+    def to_stack(observation: Any, older: _Array | None = None) -> _Array:
         frame = np.array(observation)  # a copy: environments write into theirs
         if frame.shape != space.shape:
             raise EnvironmentOutputError(
@@ -508,13 +508,13 @@ def _play_transitions(env: Any, stacked: Callable[[Any, _Array], _Array], seed: 
         return stacked(older, frame.astype(space.dtype, copy=False))
 
     env.action_space.seed(seed)
-    after = seen(env.reset(seed=seed)[0])
+    after = to_stack(env.reset(seed=seed)[0])
     while True:
         observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
-        before, after = after, seen(observation, after)
+        before, after = after, to_stack(observation, after)
         yield before, after
         if terminated or truncated:
-            after = seen(env.reset()[0])
+            after = to_stack(env.reset()[0])
 
 
 def _make_stacker(
