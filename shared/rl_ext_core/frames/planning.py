@@ -489,14 +489,14 @@ def _sample_random_policy(
             "with frames=, or wrap the environment so that it gives the image alone"
         )
     source = getattr(getattr(env, "spec", None), "id", None) or type(env.unwrapped).__name__
-    stacked = _make_stacker(tuple(space.shape), shape, n_stack, source)
+    push_frame = _make_stacker(tuple(space.shape), shape, n_stack, source)
     action = np.asarray(env.action_space.sample())
     row_bytes = _ROW_BYTES - 8 + action.size * (4 if action.dtype.kind == "f" else 8)
-    played = itertools.islice(_play_transitions(env, stacked, seed), steps or _MAX_PLAYED_STEPS)
+    played = itertools.islice(_play_transitions(env, push_frame, seed), steps or _MAX_PLAYED_STEPS)
     return _make_sample(played, source, n_stack, steps or _KEPT_STEPS, row_bytes)
 
 
-def _play_transitions(env: Any, stacked: Callable[[Any, _Array], _Array], seed: int) -> _Transitions:
+def _play_transitions(env: Any, push_frame: Callable[[Any, _Array], _Array], seed: int) -> _Transitions:
     space = env.observation_space
 
     def to_stack(observation: Any, older: _Array | None = None) -> _Array:
@@ -505,7 +505,7 @@ def _play_transitions(env: Any, stacked: Callable[[Any, _Array], _Array], seed: 
             raise EnvironmentOutputError(
                 f"the environment gave an observation of shape {frame.shape}, its observation_space says {space.shape}"
             )
-        return stacked(older, frame.astype(space.dtype, copy=False))
+        return push_frame(older, frame.astype(space.dtype, copy=False))
 
     env.action_space.seed(seed)
     after = to_stack(env.reset(seed=seed)[0])
