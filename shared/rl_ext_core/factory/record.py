@@ -452,8 +452,8 @@ def merge_modules(*lists: Iterable[str]) -> tuple[str, ...]:
 
 def preloadable_modules(names: Iterable[str]) -> tuple[str, ...]:
     """Keep those that a fork server may import once for all workers."""
-    whole, tops = "gymnasium.envs.mujoco", {name: name.partition(".")[0] for name in names}
-    safe = {name: _PRELOADABLE[top] or name for name, top in tops.items() if top in _PRELOADABLE}
+    whole, top_packages = "gymnasium.envs.mujoco", {name: name.partition(".")[0] for name in names}
+    safe = {name: _PRELOADABLE[top] or name for name, top in top_packages.items() if top in _PRELOADABLE}
     return merge_modules(whole if name.startswith(whole) else module for name, module in safe.items())
 
 
@@ -514,7 +514,7 @@ def _source_of_spec(spec: Any) -> str:
         kwargs["max_episode_steps"] = -1 if spec.max_episode_steps is None else spec.max_episode_steps
     line = f"gymnasium.make({_format_arguments((spec.id,), kwargs)})"
     for wrapper in spec.additional_wrappers:
-        line = f"{wrapper.name}({', '.join(filter(None, [line, _arguments((), wrapper.kwargs or {})]))})"
+        line = f"{wrapper.name}({', '.join(filter(None, [line, _format_arguments((), wrapper.kwargs or {})]))})"
     return line
 
 
