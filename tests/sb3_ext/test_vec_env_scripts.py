@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from tests.core.processes.test_scripts import LIMIT_S, Program, clear_sockets, program, session_of
+from tests.core.processes.test_scripts import LIMIT_S, Program, clear_sockets, program, find_session
 
 __all__ = ["program"]
 
@@ -150,7 +150,7 @@ def test_no_worker_outlives_the_program(end: signal.Signals, method: str, closes
     assert len(psutil.Process(process.pid).children(recursive=True)) >= 3
     process.send_signal(end)
     process.wait(LIMIT_S)
-    assert not session_of(process.pid)
+    assert not find_session(process.pid)
     clear_sockets(program)
 
 
@@ -158,4 +158,4 @@ def test_no_worker_outlives_the_program(end: signal.Signals, method: str, closes
 def test_a_program_that_forgets_to_close_ends(program: Program) -> None:
     process = start(program, SCRIPT + "venv = SharedMemoryVecEnv([World] * 2)\nvenv.reset()\nprint('end')")
     assert (*process.communicate(timeout=4 * LIMIT_S), process.returncode) == ("end\n", "", 0)
-    assert not session_of(process.pid)
+    assert not find_session(process.pid)
