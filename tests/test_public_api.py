@@ -107,6 +107,6 @@ def test_the_example_of_a_class(name: str, tmp_path: Path, monkeypatch: pytest.M
     examples = doctest.DocTestFinder(recurse=False).find(SHOWN[name], name, globs={})
     assert examples, f"{name} has no example"
     for example in examples:
-        said: list[str] = []
-        failed = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=said.append).failed
-        assert not failed, "".join(said)
+        printed: list[str] = []
+        failed = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=printed.append).failed
+        assert not failed, "".join(printed)
