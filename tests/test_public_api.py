@@ -30,13 +30,13 @@ PACKAGES = [
     "sb3_ext.contrib",
 ]
 ADAPTERS = ("torchrl_ext", "sb3_ext")
-OURS = ("rl_ext_core", *ADAPTERS)
+PACKAGE_ROOTS = ("rl_ext_core", *ADAPTERS)
 
 
 def public_names(module: ModuleType) -> set[str]:
     """Name what ``module`` offers: neither private, nor a module, nor made elsewhere."""
     # The adapters offer parts of the core as well; a part of the core offers only what it holds.
-    origins = OURS if module.__name__ in ADAPTERS else (module.__name__,)
+    origins = PACKAGE_ROOTS if module.__name__ in ADAPTERS else (module.__name__,)
     names = {name for name in dir(module) if not name.startswith("_") and name != "TYPE_CHECKING"}
     return {name for name in names if _comes_from(getattr(module, name), origins)}
 
@@ -76,7 +76,7 @@ def test_the_check_of_names_can_fail() -> None:
     assert public_names(module) == {"forgotten", "LIMIT"}
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", PACKAGE_ROOTS)
 def test_type_information_is_shipped(name: str) -> None:
     assert (Path(str(importlib.import_module(name).__file__)).parent / "py.typed").is_file()
 
