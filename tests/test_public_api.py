@@ -38,10 +38,10 @@ def public_names(module: ModuleType) -> set[str]:
     # The adapters offer parts of the core as well; a part of the core offers only what it holds.
     origins = PACKAGE_ROOTS if module.__name__ in ADAPTERS else (module.__name__,)
     names = {name for name in dir(module) if not name.startswith("_") and name != "TYPE_CHECKING"}
-    return {name for name in names if _comes_from(getattr(module, name), origins)}
+    return {name for name in names if _is_defined_in(getattr(module, name), origins)}
 
 
-def _comes_from(value: object, origins: tuple[str, ...]) -> bool:
+def _is_defined_in(value: object, origins: tuple[str, ...]) -> bool:
     if inspect.ismodule(value):
         return False
     # Plain constants do not say where they come from: a public one counts.
