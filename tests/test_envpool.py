@@ -77,12 +77,12 @@ def step_by_hand(pool: Any, actions: Any) -> Iterator[Record]:
         yield record
 
 
-def flat(info: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_info(info: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested infos, and leave out what GymVecEnv adds."""
     found: dict[str, Any] = {}
     for key, value in info.items():
         if isinstance(value, dict) and key != "episode":
-            found |= flat(value, f"{prefix}{key}.")
+            found |= flatten_info(value, f"{prefix}{key}.")
         elif key not in ("TimeLimit.truncated", "terminal_observation", "episode"):
             found[prefix + key] = value
     return found
@@ -90,7 +90,7 @@ def flat(info: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def assert_is_row(info: dict[str, Any], batch: dict[str, Any], row: int) -> None:
     """Check that an info holds a row of the infos of a batch, with the same dtypes."""
-    info, batch = flat(info), flat(batch)
+    info, batch = flatten_info(info), flatten_info(batch)
     assert info.keys() == batch.keys()
     for key, values in batch.items():
         assert_same(info[key], values[row])
