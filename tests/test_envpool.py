@@ -36,7 +36,7 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
-class Record(NamedTuple):
+class HandStep(NamedTuple):
     """A step of all environments, and what follows it: the first observations where an episode has ended."""
 
     last: Any
@@ -63,13 +63,13 @@ def make_actions(space: Any) -> Any:
     return np.stack([[space.sample() for _ in range(ENVS)] for _ in range(STEPS)])
 
 
-def step_by_hand(pool: Any, actions: Any) -> Iterator[Record]:
+def step_by_hand(pool: Any, actions: Any) -> Iterator[HandStep]:
     """Step a pool, and reset the environments whose episodes have ended. The first record is of the reset."""
     following, info = pool.reset()
-    yield Record(following, None, np.zeros(ENVS, bool), np.zeros(ENVS, bool), {}, following, info)
+    yield HandStep(following, None, np.zeros(ENVS, bool), np.zeros(ENVS, bool), {}, following, info)
     for action in actions:
         last, reward, terminated, truncated, info = pool.step(action)
-        record = Record(last, reward, terminated, truncated, info, last.copy(), {})
+        record = HandStep(last, reward, terminated, truncated, info, last.copy(), {})
         if record.ended.size:
             fresh, reset_info = pool.reset(record.ended)
             record.following[record.ended] = fresh
