@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sphinx.search import en as search_languages
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -70,7 +72,7 @@ def test_files_named_by_the_contributing_page_exist() -> None:
     assert text.count("<details>") == 20
 
 
-_RESUMED = """
+_RESUME_SCRIPT = """
 import os
 import gymnasium
 
@@ -102,7 +104,7 @@ def test_example_of_the_resume_guide_continues_at_the_checkpoint(tmp_path: Path)
         lines = lines.replace(written, short)
 
     def run(killed_at: int) -> subprocess.CompletedProcess[str]:
-        code = _RESUMED.format(killed_at=killed_at, lines=lines)
+        code = _RESUME_SCRIPT.format(killed_at=killed_at, lines=lines)
         return subprocess.run(
             [sys.executable, "-c", code],
             cwd=tmp_path,
@@ -137,3 +139,39 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     index = re.sub("<[^>]+>", "", (tmp_path / "html" / "errors.html").read_text())
     assert "is not a vectorized environment: it has no num_envs" in index
+    search_index = (tmp_path / "html" / "searchindex.js").read_text()
+    for question, guide in QUESTIONS.items():
+        found = search(json.loads(search_index[len("Search.setIndex(") : -1]), question)
+        assert found[0] == guide, (question, found)
+
+
+# As users type them, and the page that answers.
+QUESTIONS = {
+    "my DQN runs out of memory": "guides/buffers",
+    "my env crashes with two instances": "guides/single_instance",
+    "robosuite uses the wrong GPU": "guides/rendering_gpu",
+    "ParallelEnv cannot pickle": "guides/torchrl_parallel",
+    "Isaac Lab into SB3": "guides/vectorized_gpu",
+    "why is my vec env slow": "guides/sb3_parallel",
+    "how do I resume a run": "guides/resume",
+}
+
+
+def search(index: dict[str, Any], question: str) -> list[str]:
+    """Return the pages that the site's search finds, best first: as Sphinx's searchtools.js with _static/scorer.js."""
+    language = search_languages.SearchEnglish({})
+    scores: list[dict[str, int]] = [{} for _ in index["docnames"]]
+    words = {language.stem(word.lower()) for word in question.split() if word.lower() not in language.stopwords}
+    for word in words:
+        for terms, whole, partial in ((index["terms"], 5, 2), (index["titleterms"], 15, 7)):
+            matches = {word: whole} if word in terms else {term: partial for term in terms if word in term}
+            for term, score in matches.items():
+                pages = terms[term] if isinstance(terms[term], list) else [terms[term]]
+                for page in pages:
+                    scores[page][word] = score
+    required = {word for word in words if len(word) > 2}
+    found = [page for page, matched in enumerate(scores) if required <= set(matched)]
+    names = {index["docnames"][page]: max(scores[page].values()) for page in found}
+    for name in names:
+        names[name] += 8 if name.startswith("guides/") else 4 if name == "troubleshooting" else 0
+    return sorted(names, key=lambda name: -names[name])
