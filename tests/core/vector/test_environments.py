@@ -30,18 +30,18 @@ def test_the_monitor_counts_as_stable_baselines3s() -> None:
     assert len(ours.get_episode_times()) == 2
 
 
-class Old:
+class FakeOldGymEnv:
     @property
-    def unwrapped(self) -> Old:
+    def unwrapped(self) -> FakeOldGymEnv:
         return self
 
 
-class V26(Old):
+class V26(FakeOldGymEnv):
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         return 0, {}
 
 
-class V21(Old):
+class V21(FakeOldGymEnv):
     def reset(self) -> Any:
         return 0
 
@@ -56,7 +56,7 @@ def test_environments_of_gym_are_converted_by_shimmy(kind: type, version: str, m
     name, env, gym = f"GymV{version}CompatibilityV0", kind(), ModuleType("gym")
     with pytest.raises(InvalidTypeError, match=r"expected one of gymnasium\. Use a class that inherits"):
         check_environment(env)  # gym is not loaded: of no known library
-    gym.Env = Old  # type: ignore[attr-defined]
+    gym.Env = FakeOldGymEnv  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "gym", gym)
     monkeypatch.setitem(sys.modules, "shimmy", SimpleNamespace(**{name: Converted}))  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match=rf"`{kind.__name__}` is an environment of gym 0\.{version}"):
