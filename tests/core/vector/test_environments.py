@@ -36,7 +36,7 @@ class FakeOldGymEnv:
         return self
 
 
-class V26(FakeOldGymEnv):
+class FakeGym26Env(FakeOldGymEnv):
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         return 0, {}
 
@@ -51,7 +51,7 @@ class Converted(gymnasium.Env[Any, Any]):
         self.inside = env
 
 
-@pytest.mark.parametrize(("kind", "version"), [(V26, "26"), (V21, "21")])
+@pytest.mark.parametrize(("kind", "version"), [(FakeGym26Env, "26"), (V21, "21")])
 def test_environments_of_gym_are_converted_by_shimmy(kind: type, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, env, gym = f"GymV{version}CompatibilityV0", kind(), ModuleType("gym")
     with pytest.raises(InvalidTypeError, match=r"expected one of gymnasium\. Use a class that inherits"):
