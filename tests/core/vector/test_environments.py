@@ -41,7 +41,7 @@ class FakeGym26Env(FakeOldGymEnv):
         return 0, {}
 
 
-class V21(FakeOldGymEnv):
+class FakeGym21Env(FakeOldGymEnv):
     def reset(self) -> Any:
         return 0
 
@@ -51,7 +51,7 @@ class Converted(gymnasium.Env[Any, Any]):
         self.inside = env
 
 
-@pytest.mark.parametrize(("kind", "version"), [(FakeGym26Env, "26"), (V21, "21")])
+@pytest.mark.parametrize(("kind", "version"), [(FakeGym26Env, "26"), (FakeGym21Env, "21")])
 def test_environments_of_gym_are_converted_by_shimmy(kind: type, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, env, gym = f"GymV{version}CompatibilityV0", kind(), ModuleType("gym")
     with pytest.raises(InvalidTypeError, match=r"expected one of gymnasium\. Use a class that inherits"):
