@@ -46,7 +46,7 @@ class FakeGym21Env(FakeOldGymEnv):
         return 0
 
 
-class Converted(gymnasium.Env[Any, Any]):
+class FakeShimmyEnv(gymnasium.Env[Any, Any]):
     def __init__(self, env: Any) -> None:
         self.inside = env
 
@@ -58,7 +58,7 @@ def test_environments_of_gym_are_converted_by_shimmy(kind: type, version: str, m
         check_environment(env)  # gym is not loaded: of no known library
     gym.Env = FakeOldGymEnv  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "gym", gym)
-    monkeypatch.setitem(sys.modules, "shimmy", SimpleNamespace(**{name: Converted}))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "shimmy", SimpleNamespace(**{name: FakeShimmyEnv}))  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match=rf"`{kind.__name__}` is an environment of gym 0\.{version}"):
         assert check_environment(env).inside is env
     monkeypatch.setitem(sys.modules, "shimmy", None)  # type: ignore[arg-type]
