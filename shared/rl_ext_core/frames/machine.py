@@ -89,7 +89,7 @@ def _make_load(bits: int, result: Any) -> Any:
     return intrinsic(load)
 
 
-def _make_store(bits: int, stored: Any) -> Any:
+def _define_store(bits: int, stored: Any) -> Any:
     def store(typingctx: Any, address: Any, value: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             target = builder.inttoptr(args[0], ir.IntType(bits).as_pointer())
@@ -105,9 +105,9 @@ load_u8 = _make_load(8, types.uint8)
 load_u16 = _make_load(16, types.uint16)
 load_u32 = _make_load(32, types.uint32)
 load_u64 = _make_load(64, types.uint64)
-store_u8 = _make_store(8, types.uint8)
-store_u16 = _make_store(16, types.uint16)
-store_u32 = _make_store(32, types.uint32)
+store_u8 = _define_store(8, types.uint8)
+store_u16 = _define_store(16, types.uint16)
+store_u32 = _define_store(32, types.uint32)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
