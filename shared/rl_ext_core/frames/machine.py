@@ -77,7 +77,7 @@ def _warn_once_not_cached(reason: str) -> None:
 WORD = 32  # bytes that are looked at or moved at a time
 
 
-def _make_load(bits: int, result: Any) -> Any:
+def _define_load(bits: int, result: Any) -> Any:
     def load(typingctx: Any, address: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             value = builder.load(builder.inttoptr(args[0], ir.IntType(bits).as_pointer()))
@@ -101,10 +101,10 @@ def _define_store(bits: int, stored: Any) -> Any:
     return intrinsic(store)
 
 
-load_u8 = _make_load(8, types.uint8)
-load_u16 = _make_load(16, types.uint16)
-load_u32 = _make_load(32, types.uint32)
-load_u64 = _make_load(64, types.uint64)
+load_u8 = _define_load(8, types.uint8)
+load_u16 = _define_load(16, types.uint16)
+load_u32 = _define_load(32, types.uint32)
+load_u64 = _define_load(64, types.uint64)
 store_u8 = _define_store(8, types.uint8)
 store_u16 = _define_store(16, types.uint16)
 store_u32 = _define_store(32, types.uint32)
