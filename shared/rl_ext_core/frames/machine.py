@@ -121,7 +121,7 @@ def _memcpy(typingctx: Any, target: Any, source: Any, n_bytes: Any) -> Any:
     return types.void(types.uint64, types.uint64, types.int64), codegen
 
 
-def _make_move(n_bytes: int) -> Any:
+def _define_move(n_bytes: int) -> Any:
     word = ir.VectorType(ir.IntType(64), n_bytes // 8)
 
     def move(typingctx: Any, target: Any, source: Any) -> Any:
@@ -136,8 +136,8 @@ def _make_move(n_bytes: int) -> Any:
     return intrinsic(move)
 
 
-_move_16 = _make_move(16)
-_move_word = _make_move(WORD)
+_move_16 = _define_move(16)
+_move_word = _define_move(WORD)
 
 
 @njit(nogil=True, inline="always")
