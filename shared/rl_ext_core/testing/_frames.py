@@ -85,8 +85,8 @@ def _check_sealing(codec: Codec) -> None:
         unsealed = bytes(codec.unseal(memoryview(sealed), len(block)))
         _check_that(
             unsealed == block,
-            f"codec {codec.name!r}: unseal() gave {_shorten(unsealed)} for a block of {_shorten(block)}, which "
-            f"seal() had made {_shorten(sealed)} of",
+            f"codec {codec.name!r}: unseal() gave {_preview(unsealed)} for a block of {_preview(block)}, which "
+            f"seal() had made {_preview(sealed)} of",
         )
 
 
@@ -217,5 +217,5 @@ def _check_that(holds: bool, text: str) -> None:
         raise ConformanceError(text)
 
 
-def _shorten(data: bytes) -> str:
+def _preview(data: bytes) -> str:
     return f"{data[:12]!r}{'...' if len(data) > 12 else ''} ({len(data)} bytes)"
