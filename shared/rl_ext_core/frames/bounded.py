@@ -131,7 +131,7 @@ def pack_group(
     return types.void(*[types.uint64] * 6, types.uint8, types.int64), codegen
 
 
-def _kinds_table(builder: Any, n_planes: int) -> Any:
+def _make_kind_table(builder: Any, n_planes: int) -> Any:
     """For each kind of group, as numbers of 64 bits: masks of the two bits of its prediction, and of its planes."""
     rows = []
     for kind in range(32):
@@ -156,7 +156,7 @@ def _unpacker(most: int, *, channels: bool) -> Any:
     ) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             before, above, made, row, plane, address, plane_bytes, step, kind = args
-            table, width, word = _kinds_table(builder, most + 1), most + 3, ir.IntType(64)
+            table, width, word = _make_kind_table(builder, most + 1), most + 3, ir.IntType(64)
             first_entry = builder.mul(kind, ir.Constant(word, width))
 
             def entry(number: int) -> Any:
