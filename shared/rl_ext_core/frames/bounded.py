@@ -141,7 +141,7 @@ def _make_kind_table(builder: Any, n_planes: int) -> Any:
     return cgutils.global_constant(builder.module, f"rl_ext_kinds_{n_planes}", ir.Constant(kind, rows))
 
 
-def _unpacker(most: int, *, channels: bool) -> Any:
+def _define_unpacker(most: int, *, channels: bool) -> Any:
     def unpack_frame(
         typingctx: Any,
         before: Any,
@@ -208,9 +208,9 @@ def _unpacker(most: int, *, channels: bool) -> Any:
     return intrinsic(unpack_frame)
 
 
-unpack_group_of_3 = _unpacker(3, channels=True)
-unpack_group_of_6 = _unpacker(6, channels=True)
-unpack_group_alone = _unpacker(3, channels=False)
+unpack_group_of_3 = _define_unpacker(3, channels=True)
+unpack_group_of_6 = _define_unpacker(6, channels=True)
+unpack_group_alone = _define_unpacker(3, channels=False)
 
 
 _SIZE_BYTES = 4
