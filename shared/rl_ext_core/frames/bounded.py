@@ -60,7 +60,7 @@ def _store_group(builder: Any, group: Any, address: Any) -> None:
     builder.store(group, builder.inttoptr(address, group.type.as_pointer())).align = 1
 
 
-def _prediction(builder: Any, first: Any, second: Any, third: Any) -> Any:
+def _predict(builder: Any, first: Any, second: Any, third: Any) -> Any:
     return builder.sub(
         builder.add(_load_group(builder, first), _load_group(builder, second)), _load_group(builder, third)
     )
@@ -85,7 +85,7 @@ def group_distance(typingctx: Any, wanted: Any, first: Any, second: Any, third: 
     """How far the first ``lanes`` bytes of a group are at most from ``first + second - third``."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        distance = lane_distances(builder, _load_group(builder, args[0]), _prediction(builder, *args[1:4]))
+        distance = lane_distances(builder, _load_group(builder, args[0]), _predict(builder, *args[1:4]))
         zero = ir.Constant(distance.type, [0] * GROUP)
         distance = builder.select(_lane_mask(builder, args[4]), distance, zero)
         kind = ir.FunctionType(ir.IntType(8), [distance.type])
@@ -103,7 +103,7 @@ def pack_group(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         target, planes, bound, lanes = args[4:8]
-        wanted, prediction = _load_group(builder, args[0]), _prediction(builder, *args[1:4])
+        wanted, prediction = _load_group(builder, args[0]), _predict(builder, *args[1:4])
         byte = bound.type
         step = builder.add(builder.shl(bound, ir.Constant(byte, 1)), ir.Constant(byte, 1))
         start = builder.add(lane_distances(builder, wanted, prediction), splat(builder, bound, GROUP))
@@ -175,7 +175,7 @@ def _define_unpacker(most: int, *, channels: bool) -> Any:
                     either(channel, builder.sub(made, plane), first),
                     either(channel, previous_channel, first),
                 )
-                prediction = _prediction(builder, first, second, third)
+                prediction = _predict(builder, first, second, third)
             else:
                 prediction = _load_group(builder, first)  # loads are what takes the time
             masks = []
