@@ -268,7 +268,7 @@ def _bits_for_distance(distance, bound):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, inline="always")
-def _payload_bytes(bits, lanes, plane_bytes):  # type: ignore[no-untyped-def]
+def _payload_size(bits, lanes, plane_bytes):  # type: ignore[no-untyped-def]
     planes = bits + 1 if bits > 0 else 0
     return planes * plane_bytes if bits != _RAW else lanes
 
@@ -305,7 +305,7 @@ def _pack_frame(frame, before, after, out, planes, limit, independent, geometry)
             at, lanes = row + start, min(most_lanes, geometry.row - start)
             best, distance = _best_prediction(frame, before, after, at, lanes, independent, geometry)
             bits = _bits_for_distance(distance, bound)
-            size = _payload_bytes(bits, most_lanes, plane_bytes)
+            size = _payload_size(bits, most_lanes, plane_bytes)
             if payload + size + _PADDING > limit:
                 return -1
             here, target = after + uint64(at), out + uint64(payload)
