@@ -151,7 +151,7 @@ class _Process:
 
 
 @dataclasses.dataclass
-class _Run:
+class _TrialLog:
     """What was done in a trial, and which operation failed."""
 
     performed: list[tuple[Operation, dict[str, Any]]] = dataclasses.field(default_factory=list)  # with the answers
@@ -193,7 +193,7 @@ class _Run:
         closed = [self.name(done[:2]) for done, _ in self.performed if done.kind == "close"]
         return f"{doing}{f', after {closed[-1]} was closed,' if closed else ''} {self.how}"
 
-    def failure_together(self, alone: _Run) -> str | None:
+    def failure_together(self, alone: _TrialLog) -> str | None:
         """Return a clause on a failure that one alone does not have; None if there is none."""
         complaint = self.get("complaint")
         if self.failed is None and (not complaint or alone.get("complaint")):
@@ -241,11 +241,11 @@ class Judge:
 
     # -- trials
 
-    def _run_alone(self, source: int = 0, *, shorten: bool = False) -> _Run:
-        run = _Run()
+    def _run_alone(self, source: int = 0, *, shorten: bool = False) -> _TrialLog:
+        run = _TrialLog()
         return self._run(self._batches_alone(source, run, shorten), run)
 
-    def _batches_alone(self, source: int, run: _Run, shorten: bool) -> Iterator[list[Operation]]:
+    def _batches_alone(self, source: int, run: _TrialLog, shorten: bool) -> Iterator[list[Operation]]:
         """Yield batches of operations of one instance, which are fewer if the first ones take long."""
         beginning = _resets_and_steps(source, 0, self._steps)[:4]
         yield [Operation(source, 0, "build"), *beginning]
@@ -257,22 +257,22 @@ class Judge:
         ending = [Operation(source, 0, "measure"), Operation(source, 0, "close", counts=False)]
         yield [*_resets_and_steps(source, 0, self._steps)[4:], *ending]
 
-    def _run_apart(self, *, own_cwd: bool = False) -> _Run:
+    def _run_apart(self, *, own_cwd: bool = False) -> _TrialLog:
         script = _interleave(range(len(self._factories)), 0, self._steps, ahead=3, part=2 / 3)
         counting = (operation._replace(counts=operation.kind != "close") for operation in script)
         turns = itertools.groupby(counting, key=lambda operation: operation.source)
-        return self._run((list(operations) for _, operations in turns), _Run(), apart=True, own_cwd=own_cwd)
+        return self._run((list(operations) for _, operations in turns), _TrialLog(), apart=True, own_cwd=own_cwd)
 
-    def _run_together(self) -> _Run:
+    def _run_together(self) -> _TrialLog:
         sources = range(len(self._factories))
         script = _interleave(sources, 0, self._steps, ahead=3, part=2 / 3)
         script += _interleave(sources[::-1], 1, self._steps, ahead=6, part=1 / 2)
         # Many libraries crash when the process is about to end, which harms nobody.
-        return self._run([[*script[:-1], script[-1]._replace(counts=False)]], _Run())
+        return self._run([[*script[:-1], script[-1]._replace(counts=False)]], _TrialLog())
 
     def _run(
-        self, batches: Iterable[list[Operation]], run: _Run, *, apart: bool = False, own_cwd: bool = False
-    ) -> _Run:
+        self, batches: Iterable[list[Operation]], run: _TrialLog, *, apart: bool = False, own_cwd: bool = False
+    ) -> _TrialLog:
         """Perform operations in new processes: all in one, or each source apart, perhaps in its own directory."""
         operation = Operation(0, 0, "load")
         with tempfile.TemporaryDirectory(prefix="rl-ext-", ignore_cleanup_errors=True) as name:
@@ -314,7 +314,7 @@ class Judge:
 
     # -- comparisons
 
-    def _compare(self, alone: _Run) -> Verdict:
+    def _compare(self, alone: _TrialLog) -> Verdict:
         """Compare several instances with one alone."""
         apart = self._run_apart()
         if self._problem_apart(apart, alone) is not None:
@@ -335,11 +335,11 @@ class Judge:
         left = f" Not compared, because they differ each time: {', '.join(varying)}." if varying else ""
         return conclude(Isolation.INDEPENDENT, _SAME.format(steps=self._steps) + left)
 
-    def _problem_apart(self, apart: _Run, alone: _Run) -> str | None:
+    def _problem_apart(self, apart: _TrialLog, alone: _TrialLog) -> str | None:
         """Return what instances in separate processes do that one alone does not; None if they do the same."""
         return apart.failure() if apart.failed is not None else self._difference(apart, alone, vary=True)
 
-    def _judge_processes(self, apart: _Run, alone: _Run) -> Verdict:
+    def _judge_processes(self, apart: _TrialLog, alone: _TrialLog) -> Verdict:
         """Tell processes that disturb each other from environments that fail or vary by themselves."""
         source = 0 if apart.failed is None else apart.failed.source
         again = self._run_alone(source)
@@ -358,7 +358,7 @@ class Judge:
         text = _COLLIDE.format(how=confirmed) + (ways or _NO_WAY)
         return conclude(Isolation.PROCESSES_COLLIDE, text, in_process=in_process)
 
-    def _verdict_on_failure(self, run: _Run, which: str = "A single one") -> Verdict:
+    def _verdict_on_failure(self, run: _TrialLog, which: str = "A single one") -> Verdict:
         assert run.failed is not None
         more = _LONGER if run.how.startswith("hangs") else ""
         more = " Trials have an empty working directory." if run.how.startswith(_MISSING) else more
@@ -368,7 +368,7 @@ class Judge:
             return conclude(Isolation.UNKNOWN, f"{which} could not be tried: {run.failure('it')}.{more}")
         return conclude(Isolation.BROKEN, f"{which} does not work: {run.failure('it')}.")
 
-    def _difference(self, run: _Run, reference: _Run, *, vary: bool = False) -> str | None:
+    def _difference(self, run: _TrialLog, reference: _TrialLog, *, vary: bool = False) -> str | None:
         """Return a clause on the first observation that differs from the reference; None if all are the same.
 
         :param vary: whether to remember different infos and masks, and to ignore them from now on
