@@ -146,14 +146,14 @@ class _PosixAddresses:
 
     def _map_unbacked(self, address: int | None, n_bytes: int) -> int:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        return _map(address, n_bytes, self._protection, flags, -1, 0)
+        return _map_memory(address, n_bytes, self._protection, flags, -1, 0)
 
     def commit(self, offset: int, n_bytes: int) -> None:
         """Have memory lie in a part, zeros at first."""
 
     def map(self, offset: int, n_bytes: int, descriptor: int, at: int) -> None:
         """Have a part of a file lie there."""
-        _map(self._start + offset, n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, at)
+        _map_memory(self._start + offset, n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, at)
 
     def empty(self) -> None:
         """Have nothing lie there."""
@@ -252,7 +252,7 @@ def _libc() -> Any:
     return libc
 
 
-def _map(address: int | None, n_bytes: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
+def _map_memory(address: int | None, n_bytes: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
     """``mmap``, at an address or wherever there is room."""
     if address is not None:
         flags |= _MAP_FIXED
