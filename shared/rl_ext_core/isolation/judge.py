@@ -34,7 +34,7 @@ _AVERAGED = 10
 _ORDINALS = ("the first", "the second", "the third", "the fourth")
 _DOING = {"load": "unpickling", "build": "building", "reset": "resetting", "close": "closing", "measure": "measuring"}
 _MISSING = ("raises FileNotFoundError", "raises NotADirectoryError")
-_SAME = (
+_SAME_TEXT = (
     "Two in one process return bit for bit what one returns alone, in {steps} steps and several resets, whichever is "
     "built first, and also after one is closed; so do two in processes of their own."
 )
@@ -333,7 +333,7 @@ class Judge:
         # Stable Baselines3's monitors write a time.
         varying = sorted(name for name in self._varying if not name.endswith("['episode']"))
         left = f" Not compared, because they differ each time: {', '.join(varying)}." if varying else ""
-        return conclude(Isolation.INDEPENDENT, _SAME.format(steps=self._steps) + left)
+        return conclude(Isolation.INDEPENDENT, _SAME_TEXT.format(steps=self._steps) + left)
 
     def _problem_apart(self, apart: _TrialLog, alone: _TrialLog) -> str | None:
         """Return what instances in separate processes do that one alone does not; None if they do the same."""
