@@ -83,13 +83,13 @@ def make_fork_safe_lock() -> Any:
 
 def _acquire_all_locks() -> None:
     _forking.acquire()
-    while (busy := next((lock for lock in _all_locks() if not _acquire(lock, blocking=False)), None)) is not None:
+    while (busy := next((lock for lock in _live_locks() if not _acquire(lock, blocking=False)), None)) is not None:
         # Waiting with nothing in hand: its holder may be about to take another one.
         _release_acquired()
         _acquire(busy, blocking=True)
 
 
-def _all_locks() -> list[Any]:
+def _live_locks() -> list[Any]:
     references = _locks.data.copy()  # type: ignore[attr-defined]  # at once: other threads make locks meanwhile
     return [lock for reference in references if (lock := reference()) is not None]
 
