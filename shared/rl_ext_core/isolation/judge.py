@@ -38,7 +38,7 @@ _SAME_TEXT = (
     "Two in one process return bit for bit what one returns alone, in {steps} steps and several resets, whichever is "
     "built first, and also after one is closed; so do two in processes of their own."
 )
-_FAIL = "One alone works, and so do two in processes of their own; but in one process {how}."
+_FAILURE_TEXT = "One alone works, and so do two in processes of their own; but in one process {how}."
 _DIFFER = (
     "With a second one in the same process, {how}, compared with one alone with the same seed and actions; with a "
     "second one in another process it does not. They share state."
@@ -321,7 +321,7 @@ class Judge:
             return self._judge_processes(apart, alone)
         one = self._run_together()
         if (failure := one.failure_together(alone)) is not None:
-            return conclude(Isolation.SINGLE_INSTANCE, _FAIL.format(how=failure))
+            return conclude(Isolation.SINGLE_INSTANCE, _FAILURE_TEXT.format(how=failure))
         if self._difference(one, apart) is not None:
             again = self._run_apart()
             if self._problem_apart(again, alone) or self._difference(again, apart, vary=True):
@@ -350,7 +350,7 @@ class Judge:
         failure, confirmed = one.failure_together(alone), self._problem_apart(self._run_apart(), alone)
         if confirmed is None or (source == 0 and again.digests_of(0) != alone.digests_of(0)):
             if failure is not None:
-                return conclude(Isolation.SINGLE_INSTANCE, _FAIL.format(how=failure))
+                return conclude(Isolation.SINGLE_INSTANCE, _FAILURE_TEXT.format(how=failure))
             return conclude(Isolation.NON_DETERMINISTIC, _VARIES)
         helps = self._problem_apart(self._run_apart(own_cwd=True), alone) is None
         in_process = failure is None and self._difference(one, alone) is None
