@@ -16,7 +16,7 @@ __all__ = ["import_path", "is_importable_elsewhere", "package_folders", "standar
 _SCRIPTS = ("__main__", "__mp_main__")
 
 
-def _absolute(entry: str) -> str | None:
+def _absolute_path(entry: str) -> str | None:
     try:
         return os.path.abspath(entry)
     except FileNotFoundError:  # the working directory was deleted
@@ -24,7 +24,7 @@ def _absolute(entry: str) -> str | None:
 
 
 # What relative entries of sys.path meant when this package was imported: a program may change its directory later.
-_initial_entries = {entry: _absolute(entry) for entry in map(str, sys.path) if not os.path.isabs(entry)}
+_initial_entries = {entry: _absolute_path(entry) for entry in map(str, sys.path) if not os.path.isabs(entry)}
 
 
 def import_path() -> list[str]:
@@ -37,7 +37,7 @@ def import_path() -> list[str]:
         if isinstance(entry, str):  # imports skip others
             # multiprocessing notes the directory earlier, if it was imported earlier.
             noted = getattr(sys.modules.get("multiprocessing.process"), "ORIGINAL_DIR", None) if entry == "" else None
-            path |= dict.fromkeys([_initial_entries.get(entry), noted, _absolute(entry)])
+            path |= dict.fromkeys([_initial_entries.get(entry), noted, _absolute_path(entry)])
     path.pop(None, None)
     found = [entry for entry in path if entry is not None]
     for name, module in list(sys.modules.items()):
