@@ -39,7 +39,7 @@ _SAME_TEXT = (
     "built first, and also after one is closed; so do two in processes of their own."
 )
 _FAILURE_TEXT = "One alone works, and so do two in processes of their own; but in one process {how}."
-_DIFFER = (
+_DIFFERENCE_TEXT = (
     "With a second one in the same process, {how}, compared with one alone with the same seed and actions; with a "
     "second one in another process it does not. They share state."
 )
@@ -327,7 +327,7 @@ class Judge:
             if self._problem_apart(again, alone) or self._difference(again, apart, vary=True):
                 return conclude(Isolation.NON_DETERMINISTIC, _VARIES)
             if (difference := self._difference(one, apart)) is not None:
-                return conclude(Isolation.SHARED_STATE, _DIFFER.format(how=difference))
+                return conclude(Isolation.SHARED_STATE, _DIFFERENCE_TEXT.format(how=difference))
         if self._is_one_factory and apart.digests_of(1) == alone.digests_of(0)[: len(apart.digests_of(1))]:
             return conclude(Isolation.NON_DETERMINISTIC, _NOTHING_SEEN.format(steps=self._steps))
         # Stable Baselines3's monitors write a time.
