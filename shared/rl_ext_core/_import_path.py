@@ -41,7 +41,7 @@ def import_path() -> list[str]:
     path.pop(None, None)
     found = [entry for entry in path if entry is not None]
     for name, module in list(sys.modules.items()):
-        folder = None if "." in name or name in _SCRIPTS else _folder_of(module)
+        folder = None if "." in name or name in _SCRIPTS else _import_folder(module)
         if folder is None or folder in path:
             continue
         # An entry was taken off, or was relative to another working directory.
@@ -66,7 +66,7 @@ def is_importable_elsewhere(name: str) -> bool:
     return _finds_module(top, module, import_path()) or _finds_by_hook(top, module)
 
 
-def _folder_of(module: Any) -> str | None:
+def _import_folder(module: Any) -> str | None:
     """Return the folder from which a top-level module of the user's was imported; None if there is none."""
     file = getattr(module, "__file__", None)
     if isinstance(file, str) and os.path.isabs(file):
