@@ -43,7 +43,7 @@ _DIFFERENCE_TEXT = (
     "With a second one in the same process, {how}, compared with one alone with the same seed and actions; with a "
     "second one in another process it does not. They share state."
 )
-_VARIES = (
+_VARYING_TEXT = (
     "One alone, with the same seed and the same actions, does not return the same twice: whether a second one changes "
     "it cannot be detected."
 )
@@ -325,7 +325,7 @@ class Judge:
         if self._difference(one, apart) is not None:
             again = self._run_apart()
             if self._problem_apart(again, alone) or self._difference(again, apart, vary=True):
-                return conclude(Isolation.NON_DETERMINISTIC, _VARIES)
+                return conclude(Isolation.NON_DETERMINISTIC, _VARYING_TEXT)
             if (difference := self._difference(one, apart)) is not None:
                 return conclude(Isolation.SHARED_STATE, _DIFFERENCE_TEXT.format(how=difference))
         if self._is_one_factory and apart.digests_of(1) == alone.digests_of(0)[: len(apart.digests_of(1))]:
@@ -351,7 +351,7 @@ class Judge:
         if confirmed is None or (source == 0 and again.digests_of(0) != alone.digests_of(0)):
             if failure is not None:
                 return conclude(Isolation.SINGLE_INSTANCE, _FAILURE_TEXT.format(how=failure))
-            return conclude(Isolation.NON_DETERMINISTIC, _VARIES)
+            return conclude(Isolation.NON_DETERMINISTIC, _VARYING_TEXT)
         helps = self._problem_apart(self._run_apart(own_cwd=True), alone) is None
         in_process = failure is None and self._difference(one, alone) is None
         ways = (_OWN if helps else "") + (_IN_ONE if in_process else "")
