@@ -67,13 +67,13 @@ class Journal:
             self._slots.append(page[number * _SLOT_BYTES :][:_SLOT_BYTES])
         self._places = self._region.array(_PLACES_OFFSET, (self._n_rows,), _PLACE)
 
-    def _crc(self, fields: JournalRecord) -> int:
+    def _compute_crc(self, fields: JournalRecord) -> int:
         return zlib.crc32(self._places[: fields.n_writing].data, zlib.crc32(_FIELDS.pack(*fields)))
 
     def _is_intact(self, slot: Any) -> bool:
         fields = JournalRecord(*_FIELDS.unpack_from(slot.data))
         crc = _CRC.unpack_from(slot.data, _FIELDS.size)[0]
-        if fields.n_writing > self._n_rows or crc != self._crc(fields):
+        if fields.n_writing > self._n_rows or crc != self._compute_crc(fields):
             return False
         places = self._places[: fields.n_writing]
         return bool(((places >= 0) & (places < self._n_rows)).all())
@@ -102,7 +102,7 @@ class Journal:
         fields = latest._replace(sequence=latest.sequence + 1, **changes)
         slot = self._slots[fields.sequence % 2].data
         _FIELDS.pack_into(slot, 0, *fields)
-        _CRC.pack_into(slot, _FIELDS.size, self._crc(fields))
+        _CRC.pack_into(slot, _FIELDS.size, self._compute_crc(fields))
 
     def record(self, *, length: int, next_row: int, n_written: int, exposed: bool) -> None:
         """Note all of that at once; nothing else is being written."""
