@@ -47,7 +47,7 @@ _VARYING_TEXT = (
     "One alone, with the same seed and the same actions, does not return the same twice: whether a second one changes "
     "it cannot be detected."
 )
-_NOTHING_SEEN = (
+_NO_DEPENDENCE_TEXT = (
     "Within {steps} steps nothing that it returned depended on seeds or actions, so that nothing that is shared could "
     "show. More steps may show it: probe(source, steps=...)."
 )
@@ -329,7 +329,7 @@ class Judge:
             if (difference := self._difference(one, apart)) is not None:
                 return conclude(Isolation.SHARED_STATE, _DIFFERENCE_TEXT.format(how=difference))
         if self._is_one_factory and apart.digests_of(1) == alone.digests_of(0)[: len(apart.digests_of(1))]:
-            return conclude(Isolation.NON_DETERMINISTIC, _NOTHING_SEEN.format(steps=self._steps))
+            return conclude(Isolation.NON_DETERMINISTIC, _NO_DEPENDENCE_TEXT.format(steps=self._steps))
         # Stable Baselines3's monitors write a time.
         varying = sorted(name for name in self._varying if not name.endswith("['episode']"))
         left = f" Not compared, because they differ each time: {', '.join(varying)}." if varying else ""
