@@ -78,7 +78,7 @@ class Journal:
         places = self._places[: fields.n_writing]
         return bool(((places >= 0) & (places < self._n_rows)).all())
 
-    def _latest(self) -> JournalRecord:
+    def _latest_record(self) -> JournalRecord:
         return max(JournalRecord(*_FIELDS.unpack_from(slot.data)) for slot in self._slots)
 
     def read(self) -> tuple[JournalRecord, Places]:
@@ -89,7 +89,7 @@ class Journal:
         for slot in self._slots:
             if not self._is_intact(slot):
                 slot[:] = 0
-        record = self._latest()
+        record = self._latest_record()
         if record.sequence == 0:
             raise CorruptFileError(
                 f"{self._region.path} and the file beside it are damaged: the checksums of their notes do not match "
@@ -98,7 +98,7 @@ class Journal:
         return record, self._places[: record.n_writing].copy()
 
     def _write_record(self, **changes: int) -> None:
-        latest = self._latest()
+        latest = self._latest_record()
         fields = latest._replace(sequence=latest.sequence + 1, **changes)
         slot = self._slots[fields.sequence % 2].data
         _FIELDS.pack_into(slot, 0, *fields)
@@ -119,18 +119,18 @@ class Journal:
     def begin_write(self, places: Places) -> None:
         """Note which elements do not count until :meth:`end_write`."""
         self.reserve(len(places))
-        n_written = max(self._latest().n_written, int(places.max(initial=-1)) + 1)
+        n_written = max(self._latest_record().n_written, int(places.max(initial=-1)) + 1)
         self._places[: len(places)] = places
         self._write_record(n_written=n_written, n_writing=len(places))
 
     def end_write(self, length: int, next_row: int) -> None:
         """Note that they count, how many elements there are, and where the next one goes."""
-        n_written = max(self._latest().n_written, length)
+        n_written = max(self._latest_record().n_written, length)
         self._write_record(length=length, next_row=next_row, n_written=n_written, n_writing=0)
 
     def mark_exposed(self) -> None:
         """Note that elements may change without notice from now on."""
-        if not self._latest().exposed:
+        if not self._latest_record().exposed:
             self._write_record(exposed=1)
 
     def flush(self) -> None:
