@@ -51,7 +51,7 @@ _NO_DEPENDENCE_TEXT = (
     "Within {steps} steps nothing that it returned depended on seeds or actions, so that nothing that is shared could "
     "show. More steps may show it: probe(source, steps=...)."
 )
-_COLLIDE = "Even two in processes of their own disturb each other: {how}, unlike one alone."
+_COLLISION_TEXT = "Even two in processes of their own disturb each other: {how}, unlike one alone."
 _OWN = ' With a working directory for each process they do not: write make_vec_env(..., cwd="own").'
 _IN_ONE = " In one process they are independent."
 _NO_WAY = ' A working directory for each process, cwd="own", does not help: only one can run at a time.'
@@ -355,7 +355,7 @@ class Judge:
         helps = self._problem_apart(self._run_apart(own_cwd=True), alone) is None
         in_process = failure is None and self._difference(one, alone) is None
         ways = (_OWN if helps else "") + (_IN_ONE if in_process else "")
-        text = _COLLIDE.format(how=confirmed) + (ways or _NO_WAY)
+        text = _COLLISION_TEXT.format(how=confirmed) + (ways or _NO_WAY)
         return conclude(Isolation.PROCESSES_COLLIDE, text, in_process=in_process)
 
     def _verdict_on_failure(self, run: _TrialLog, which: str = "A single one") -> Verdict:
