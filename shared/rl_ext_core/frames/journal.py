@@ -57,9 +57,9 @@ class Journal:
         self._n_rows = n_rows
         self._region: PrivateRegion = new_region(_PLACES_OFFSET + n_rows * _PLACE.itemsize, files and files[0])
         self._second_region = self._region if files is None else new_region(PAGE, files[1])
-        self._map()
+        self._map_regions()
 
-    def _map(self) -> None:
+    def _map_regions(self) -> None:
         self._slots = []
         for number, region in enumerate((self._region, self._second_region)):
             page = region.array(0, (PAGE,), np.uint8)
@@ -143,4 +143,4 @@ class Journal:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._map()
+        self._map_regions()
