@@ -118,9 +118,9 @@ class RowArrays:
     def __init__(self, n_rows: int) -> None:
         self.n_rows = n_rows
         self._files: dict[str, tuple[PrivateRegion, Fields]] = {}
-        self._map()
+        self._map_files()
 
-    def _map(self) -> None:
+    def _map_files(self) -> None:
         self.arrays: dict[str, npt.NDArray[Any]] = {}
         self._parts: list[tuple[PrivateRegion, int, int]] = []  # where an array begins, bytes of a row
         for region, fields in self._files.values():
@@ -237,7 +237,7 @@ class RowArrays:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._map()
+        self._map_files()
 
 
 class StoreFolder:
