@@ -53,7 +53,7 @@ _NO_DEPENDENCE_TEXT = (
 )
 _COLLISION_TEXT = "Even two in processes of their own disturb each other: {how}, unlike one alone."
 _OWN_CWD_ADVICE = ' With a working directory for each process they do not: write make_vec_env(..., cwd="own").'
-_IN_ONE = " In one process they are independent."
+_ONE_PROCESS_ADVICE = " In one process they are independent."
 _NO_WAY = ' A working directory for each process, cwd="own", does not help: only one can run at a time.'
 _LONGER = " To wait longer, write probe(source, timeout=...) or make_vec_env(..., probe_timeout=...)."
 
@@ -354,7 +354,7 @@ class Judge:
             return conclude(Isolation.NON_DETERMINISTIC, _VARYING_TEXT)
         helps = self._problem_apart(self._run_apart(own_cwd=True), alone) is None
         in_process = failure is None and self._difference(one, alone) is None
-        ways = (_OWN_CWD_ADVICE if helps else "") + (_IN_ONE if in_process else "")
+        ways = (_OWN_CWD_ADVICE if helps else "") + (_ONE_PROCESS_ADVICE if in_process else "")
         text = _COLLISION_TEXT.format(how=confirmed) + (ways or _NO_WAY)
         return conclude(Isolation.PROCESSES_COLLIDE, text, in_process=in_process)
 
