@@ -315,13 +315,13 @@ class StoreFolder:
             self._identity, self._numbers = bytes.fromhex(found["identity"]), found["frames"]
             files = found["rows"]["files"]
             for name in (*self._frame_file_names(self._numbers), *files, *_JOURNAL):
-                file = self._file(name).path
+                file = self._region_file(name).path
                 if not self.repair and not (file.is_file() and file.stat().st_size):
                     raise self.corrupt_file_error(name, "it is gone, or empty")
             self.rows = RowArrays(found["rows"]["n_rows"])
             for name, arrays in files.items():
                 fields = {key: (tuple(shape), np.dtype(dtype)) for key, (shape, dtype) in arrays.items()}
-                self.rows.add(name, fields, self._file(name))
+                self.rows.add(name, fields, self._region_file(name))
             self.journal = self._new_journal()
             self.settings = found["settings"]
         self.delete_old_frames()
@@ -384,7 +384,7 @@ class StoreFolder:
         self._reset(self.rows.n_rows)
         self._delete_contents()
 
-    def _file(self, name: str, *, new: bool = False) -> RegionFile:
+    def _region_file(self, name: str, *, new: bool = False) -> RegionFile:
         if not _FILES.fullmatch(name):
             raise CorruptFileError(f"{self.path / MANIFEST} is damaged: it names {name!r}, which is no file of a store")
         if new:
@@ -394,7 +394,7 @@ class StoreFolder:
         return RegionFile(self.path / name, self._identity, self.repair, lenient=name.startswith("row-"))
 
     def _new_journal(self) -> Journal:
-        return Journal(self.rows.n_rows, files=(self._file(_JOURNAL[0]), self._file(_JOURNAL[1])))
+        return Journal(self.rows.n_rows, files=(self._region_file(_JOURNAL[0]), self._region_file(_JOURNAL[1])))
 
     def _frame_file_names(self, numbers: list[int]) -> list[str]:
         return [f"frames-{number}" for number in numbers]
@@ -402,7 +402,7 @@ class StoreFolder:
     def frames(self, kind: int = 0, *, next_generation: bool = False) -> RegionFile:
         """The file of one kind of frames; or that of frames which will take their place."""
         name = f"frames-{self._numbers[0] + kind + next_generation}"
-        return self._file(name, new=next_generation or self.settings is None)
+        return self._region_file(name, new=next_generation or self.settings is None)
 
     def begin(self, settings: dict[str, Any], *, kinds: int = 1, next_generation: bool = False) -> None:
         """Makes frames count that are stored in this way.
@@ -414,7 +414,7 @@ class StoreFolder:
         try:
             if self.journal is None:
                 self._mark_incomplete()
-                self.rows.add("sums", {_SUMS: ((), np.dtype(np.uint32))}, self._file("sums", new=True))
+                self.rows.add("sums", {_SUMS: ((), np.dtype(np.uint32))}, self._region_file("sums", new=True))
                 self.journal = self._new_journal()
                 self.journal.record(length=0, next_row=0, n_written=0, exposed=False)
             first = self._numbers[0] + next_generation
@@ -447,7 +447,7 @@ class StoreFolder:
         :param name: of their file.
         :raises StorageError: if they cannot be written.
         """
-        self.rows.add(name, fields, self._file(name, new=True))
+        self.rows.add(name, fields, self._region_file(name, new=True))
         if self.settings is not None:
             self._write(self.settings)
 
