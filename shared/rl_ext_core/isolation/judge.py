@@ -54,7 +54,7 @@ _NO_DEPENDENCE_TEXT = (
 _COLLISION_TEXT = "Even two in processes of their own disturb each other: {how}, unlike one alone."
 _OWN_CWD_ADVICE = ' With a working directory for each process they do not: write make_vec_env(..., cwd="own").'
 _ONE_PROCESS_ADVICE = " In one process they are independent."
-_NO_WAY = ' A working directory for each process, cwd="own", does not help: only one can run at a time.'
+_NO_SOLUTION_TEXT = ' A working directory for each process, cwd="own", does not help: only one can run at a time.'
 _LONGER = " To wait longer, write probe(source, timeout=...) or make_vec_env(..., probe_timeout=...)."
 
 
@@ -355,7 +355,7 @@ class Judge:
         helps = self._problem_apart(self._run_apart(own_cwd=True), alone) is None
         in_process = failure is None and self._difference(one, alone) is None
         ways = (_OWN_CWD_ADVICE if helps else "") + (_ONE_PROCESS_ADVICE if in_process else "")
-        text = _COLLISION_TEXT.format(how=confirmed) + (ways or _NO_WAY)
+        text = _COLLISION_TEXT.format(how=confirmed) + (ways or _NO_SOLUTION_TEXT)
         return conclude(Isolation.PROCESSES_COLLIDE, text, in_process=in_process)
 
     def _verdict_on_failure(self, run: _TrialLog, which: str = "A single one") -> Verdict:
