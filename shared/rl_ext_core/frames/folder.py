@@ -300,7 +300,7 @@ class StoreFolder:
     def _open(self) -> None:
         manifest = self.path / MANIFEST
         if not manifest.exists():
-            if self.repair or (self._has(*_JOURNAL) and not self._has(_INCOMPLETE)):
+            if self.repair or (self._has_any(*_JOURNAL) and not self._has_any(_INCOMPLETE)):
                 raise CorruptFileError(
                     f"{self.path} holds a store, and {MANIFEST} is missing, which says what it is like; put it back, "
                     "or pass another storage_dir. Nothing was deleted"
@@ -353,7 +353,7 @@ class StoreFolder:
             if entry.name != "lock":
                 _delete(entry)
 
-    def _has(self, *names: str) -> bool:
+    def _has_any(self, *names: str) -> bool:
         return any((self.path / name).exists() for name in names)
 
     def _is_in_place(self) -> bool:
