@@ -55,7 +55,7 @@ _COLLISION_TEXT = "Even two in processes of their own disturb each other: {how},
 _OWN_CWD_ADVICE = ' With a working directory for each process they do not: write make_vec_env(..., cwd="own").'
 _ONE_PROCESS_ADVICE = " In one process they are independent."
 _NO_SOLUTION_TEXT = ' A working directory for each process, cwd="own", does not help: only one can run at a time.'
-_LONGER = " To wait longer, write probe(source, timeout=...) or make_vec_env(..., probe_timeout=...)."
+_TIMEOUT_ADVICE = " To wait longer, write probe(source, timeout=...) or make_vec_env(..., probe_timeout=...)."
 
 
 def _resets_and_steps(source: int, order: int, steps: int) -> list[Operation]:
@@ -360,7 +360,7 @@ class Judge:
 
     def _verdict_on_failure(self, run: _TrialLog, which: str = "A single one") -> Verdict:
         assert run.failed is not None
-        more = _LONGER if run.how.startswith("hangs") else ""
+        more = _TIMEOUT_ADVICE if run.how.startswith("hangs") else ""
         more = " Trials have an empty working directory." if run.how.startswith(_MISSING) else more
         # An exception of a constructor may be due to the trial.
         early = run.failed.kind == "load" or (run.failed.kind == "build" and run.how.startswith("raises"))
