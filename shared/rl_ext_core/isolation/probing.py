@@ -82,10 +82,10 @@ def probe(
     if verdict is None:
         # Two instances of a source that occurs several times, and at least two in all.
         times = {key: min(2, sum(id(one) == key for one in sources)) for key in [*made][:_MAX_SOURCES]}
-        tried = [made[key] for key, count in times.items() for _ in range(count if len(made) > 1 else 2)]
-        file = _cache_file(tried, cache, steps)
+        trial_factories = [made[key] for key, count in times.items() for _ in range(count if len(made) > 1 else 2)]
+        file = _cache_file(trial_factories, cache, steps)
         verdict = (_read_verdict(file) if file is not None else None) or _run_trials(
-            tried, steps, timeout, file, began_ns
+            trial_factories, steps, timeout, file, began_ns
         )
     if len(made) > _MAX_SOURCES:
         text = f"{verdict.explanation} Not tried: more than {_MAX_SOURCES} different sources."
@@ -94,14 +94,14 @@ def probe(
 
 
 def _run_trials(
-    tried: Sequence[EnvFactory[Any]], steps: int, timeout: float | None, file: Path | None, began_ns: int
+    trial_factories: Sequence[EnvFactory[Any]], steps: int, timeout: float | None, file: Path | None, began_ns: int
 ) -> Verdict:
     """Run trials, and keep the verdict in a file if there is one."""
     from rl_ext_core.isolation.judge import Judge  # A kept verdict needs none of it.
 
-    what = f"{len(tried) + 1} instances of {tried[0].to_source()}"
+    what = f"{len(trial_factories) + 1} instances of {trial_factories[0].to_source()}"
     _log.info('trying %s in temporary processes; isolation="process" skips this', what)
-    judge = Judge(tried, steps, timeout)
+    judge = Judge(trial_factories, steps, timeout)
     verdict = judge.verdict()
     if file is not None and judge.loaded_files:
         _write_verdict(file, verdict, judge.loaded_files, began_ns)
