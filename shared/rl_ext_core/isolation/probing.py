@@ -64,7 +64,7 @@ def probe(
     :raises InvalidArgumentError: If the declared value is unknown, or ``steps`` or ``timeout`` is out of range.
     :raises WorkerError: If Python cannot be started.
     """
-    began, began_ns = time.monotonic(), time.time_ns()
+    began, start_ns = time.monotonic(), time.time_ns()
     if steps < MIN_STEPS:
         raise InvalidArgumentError(f"steps={steps!r} is too small: expected at least {MIN_STEPS}. Write steps=100")
     if not (timeout is None or timeout > 0):
@@ -85,7 +85,7 @@ def probe(
         trial_factories = [made[key] for key, count in times.items() for _ in range(count if len(made) > 1 else 2)]
         file = _cache_file(trial_factories, cache, steps)
         verdict = (_read_verdict(file) if file is not None else None) or _run_trials(
-            trial_factories, steps, timeout, file, began_ns
+            trial_factories, steps, timeout, file, start_ns
         )
     if len(made) > _MAX_SOURCES:
         text = f"{verdict.explanation} Not tried: more than {_MAX_SOURCES} different sources."
@@ -94,7 +94,7 @@ def probe(
 
 
 def _run_trials(
-    trial_factories: Sequence[EnvFactory[Any]], steps: int, timeout: float | None, file: Path | None, began_ns: int
+    trial_factories: Sequence[EnvFactory[Any]], steps: int, timeout: float | None, file: Path | None, start_ns: int
 ) -> Verdict:
     """Run trials, and keep the verdict in a file if there is one."""
     from rl_ext_core.isolation.judge import Judge  # A kept verdict needs none of it.
@@ -104,7 +104,7 @@ def _run_trials(
     judge = Judge(trial_factories, steps, timeout)
     verdict = judge.verdict()
     if file is not None and judge.loaded_files:
-        _write_verdict(file, verdict, judge.loaded_files, began_ns)
+        _write_verdict(file, verdict, judge.loaded_files, start_ns)
     return verdict
 
 
@@ -166,14 +166,14 @@ def _read_verdict(path: Path) -> Verdict | None:
     return dataclasses.replace(verdict, declared_by="cache")
 
 
-def _write_verdict(path: Path, verdict: Verdict, files: Iterable[str], began_ns: int) -> None:
+def _write_verdict(path: Path, verdict: Verdict, files: Iterable[str], start_ns: int) -> None:
     """Keep a verdict, whole or not at all.
 
     :param files: what was loaded. If one is gone, or was modified since the probe began, nothing is kept
-    :param began_ns: time at which the probe began, in nanoseconds since the epoch
+    :param start_ns: time at which the probe began, in nanoseconds since the epoch
     """
     states = {file: _file_state(file) for file in files}
-    if verdict.isolation in _NOT_CACHED or any(state is None or state[0] >= began_ns for state in states.values()):
+    if verdict.isolation in _NOT_CACHED or any(state is None or state[0] >= start_ns for state in states.values()):
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
