@@ -64,7 +64,7 @@ def probe(
     :raises InvalidArgumentError: If the declared value is unknown, or ``steps`` or ``timeout`` is out of range.
     :raises WorkerError: If Python cannot be started.
     """
-    began, start_ns = time.monotonic(), time.time_ns()
+    start, start_ns = time.monotonic(), time.time_ns()
     if steps < MIN_STEPS:
         raise InvalidArgumentError(f"steps={steps!r} is too small: expected at least {MIN_STEPS}. Write steps=100")
     if not (timeout is None or timeout > 0):
@@ -90,7 +90,7 @@ def probe(
     if len(made) > _MAX_SOURCES:
         text = f"{verdict.explanation} Not tried: more than {_MAX_SOURCES} different sources."
         verdict = dataclasses.replace(verdict, explanation=text)
-    return dataclasses.replace(verdict, seconds=round(time.monotonic() - began, 3))
+    return dataclasses.replace(verdict, seconds=round(time.monotonic() - start, 3))
 
 
 def _run_trials(
