@@ -116,7 +116,7 @@ class _Trial:
     def __init__(self, packed: bytes) -> None:
         self._packed, self._libraries = packed, {*_libraries()}
         self._factories: list[EnvFactory[Any]] = []
-        self.instances: dict[tuple[int, int], _Instance] = {}
+        self.instances: dict[tuple[int, int], _RecordingEnv] = {}
 
     def perform(self, operation: Operation) -> dict[str, Any]:
         """Perform an operation and return what is observed."""
@@ -147,11 +147,11 @@ class _Trial:
         begin = time.perf_counter()
         environment = self._factories[operation.source]()
         seconds = time.perf_counter() - begin
-        self.instances[operation.source, operation.order] = _Instance(environment, seed)
+        self.instances[operation.source, operation.order] = _RecordingEnv(environment, seed)
         return {"seconds": seconds, "declared": declared_by_instance(environment)}
 
 
-class _Instance:
+class _RecordingEnv:
     """An environment and what steps it; stands for it there, to record what it returns and how long that takes."""
 
     def __init__(self, environment: Any, seed: int) -> None:
