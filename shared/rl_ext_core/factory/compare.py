@@ -503,12 +503,12 @@ class _StateClassifier:
     """What instances have by being made, by an episode, and by what they have lived through."""
 
     def __init__(self, recipe: Recipe, careful: bool) -> None:
-        lives, replaced_at_reset = zip(*_record_histories(recipe, careful), strict=True)
-        self.fresh = [life[0] for life in lives]
-        self._all = [one for life in lives for one in life]
-        self._after_reset = [lives[0][1], *(life[-1] for life in lives)]
+        histories, replaced_at_reset = zip(*_record_histories(recipe, careful), strict=True)
+        self.fresh = [life[0] for life in histories]
+        self._all = [one for life in histories for one in life]
+        self._after_reset = [histories[0][1], *(life[-1] for life in histories)]
         self.kind = functools.cache(self._kind)
-        self._steps, self._replaced_at_reset = lives[0][2].steps, replaced_at_reset[0]
+        self._steps, self._replaced_at_reset = histories[0][2].steps, replaced_at_reset[0]
 
     def _kind(self, path: str) -> str:
         """Return what a path leads to: "own" of each instance, "kept", of the "episode", or "fixed".
