@@ -415,14 +415,14 @@ def _record_histories(recipe: Recipe, careful: bool) -> Iterator[tuple[list[Fing
     for number in (0, 1):
         try:
             with _temporary_copy(recipe) as copy:
-                life = _record_history(copy, number, careful)
+                history = _record_history(copy, number, careful)
         except Exception:
             if number == 0:
                 raise
             return  # the first one is still there, whatever was closed
         del copy
         gc.collect()
-        yield life
+        yield history
 
 
 @contextlib.contextmanager
@@ -504,9 +504,9 @@ class _StateClassifier:
 
     def __init__(self, recipe: Recipe, careful: bool) -> None:
         histories, replaced_at_reset = zip(*_record_histories(recipe, careful), strict=True)
-        self.fresh = [life[0] for life in histories]
-        self._all = [one for life in histories for one in life]
-        self._after_reset = [histories[0][1], *(life[-1] for life in histories)]
+        self.fresh = [history[0] for history in histories]
+        self._all = [one for history in histories for one in history]
+        self._after_reset = [histories[0][1], *(history[-1] for history in histories)]
         self.kind = functools.cache(self._kind)
         self._steps, self._replaced_at_reset = histories[0][2].steps, replaced_at_reset[0]
 
