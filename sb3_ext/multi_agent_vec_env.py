@@ -81,7 +81,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
             self.agents: list[Any] = list(self.envs[0].possible_agents)
             spaces = self._common_spaces()
             super().__init__(len(self.envs) * len(self.agents), *spaces)
-            layout = self._layout = MemoryLayout.of(self.num_envs, *spaces)
+            layout = self._layout = MemoryLayout.from_spaces(self.num_envs, *spaces)
         except BaseException:
             self._close_envs()
             raise

@@ -72,7 +72,7 @@ class MemoryLayout:
     size: int
 
     @classmethod
-    def of(cls, num_envs: int, observation_space: Any, action_space: Any) -> MemoryLayout:
+    def from_spaces(cls, num_envs: int, observation_space: Any, action_space: Any) -> MemoryLayout:
         """Lay out what environments of these spaces exchange, or refuse observations without fixed shapes."""
         leaves: list[Leaf] = []
         tree = _flatten_space(observation_space, (), leaves)
@@ -419,7 +419,7 @@ class WorkerHandle:
     def launch(self, context: Any, target: Callable[..., object], arguments: tuple[Any, ...], *, spins: bool) -> None:
         """Start a process, whose first answer is awaited.
 
-        It runs ``target`` with a tuple, the arguments of a :class:`WorkerEnd`, and these arguments.
+        It runs ``target`` with a tuple, the arguments from_spaces a :class:`WorkerEnd`, and these arguments.
         """
         self.disconnect()
         memory, self._mail = SharedMemory(_LINE), SharedMemory()

@@ -116,7 +116,7 @@ class Pool:
             self._start_workers()
             self.wait(starting=True, raise_failures=True)
             self.spaces = _require_common_spaces([spaces for worker in self.workers for spaces in worker.answer])
-            self.layout = MemoryLayout.of(len(self.worker_by_env), *self.spaces)
+            self.layout = MemoryLayout.from_spaces(len(self.worker_by_env), *self.spaces)
             arrays = self.arrays = self.layout.arrays(self._map_memory())
             # What every step needs is looked up once.
             self._actions = arrays.get("action")
