@@ -718,8 +718,10 @@ class _CodeReader:
             return
         self._add_identity(label, part, owner, name)
         if functions:
-            told = [("function", code_digest(one.__code__), plain_token(one.__defaults__)) for one in functions]
-            found.tokens[label] = tuple(told)
+            function_tokens = [
+                ("function", code_digest(one.__code__), plain_token(one.__defaults__)) for one in functions
+            ]
+            found.tokens[label] = tuple(function_tokens)
             for function in functions:
                 self._read_function(function)
         elif isinstance(part, type):
