@@ -70,7 +70,7 @@ class ExceptionRecord:
     is_exit: bool
 
     @classmethod
-    def of(cls, error: BaseException) -> ExceptionRecord:
+    def from_exception(cls, error: BaseException) -> ExceptionRecord:
         """Describe an exception, in the worker."""
         where: TracebackType | None = error.__traceback__
         while (
@@ -202,7 +202,7 @@ class ReportWriter:
     def raised(self, error: BaseException) -> bool:
         """Report an exception that ends this worker, and return whether the report has arrived."""
         try:
-            rest = memoryview(_MARK + pickle.dumps(ExceptionRecord.of(error)))
+            rest = memoryview(_MARK + pickle.dumps(ExceptionRecord.from_exception(error)))
             while rest:
                 rest = rest[os.write(self.fd, rest) :]
             self._page[_RAISED] = 1

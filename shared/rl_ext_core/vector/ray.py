@@ -54,7 +54,7 @@ class Actor:
                 self._envs.execute(name, data)
         except BaseException as error:  # Ray takes SystemExit for a wish to end the actor
             at = self._cells[Cell.ENVIRONMENT], self._cells[Cell.PHASE]
-            raise ActorFailure(*at, ExceptionRecord.of(error)) from None
+            raise ActorFailure(*at, ExceptionRecord.from_exception(error)) from None
         arrays = self._envs.arrays if name in ("step", "reset") else {}
         return self._messages.pop(), {key: array for key, array in arrays.items() if key != "action"}
 
@@ -115,7 +115,7 @@ class RayPool(Pool):
 
     def _map_memory(self) -> Any:
         for worker in self.workers:
-            self.send(worker, "map", MemoryLayout.of(worker.last - worker.first, *self.spaces))
+            self.send(worker, "map", MemoryLayout.from_exception(worker.last - worker.first, *self.spaces))
         return bytearray(self.layout.size)
 
     def send(self, worker: ActorHandle, name: str, data: Any) -> None:

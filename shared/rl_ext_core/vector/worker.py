@@ -141,7 +141,7 @@ class WorkerEnvironments:
             return pack(CALLS[name](self._envs[number], argument))
         except Exception as error:
             # The environment is as it was; the caller may try something else.
-            return pack(ExceptionRecord.of(error))
+            return pack(ExceptionRecord.from_exception(error))
 
     def close_open_environments(self) -> None:
         """Close the environments as well as that goes: this process ends, and nobody listens."""
@@ -160,7 +160,9 @@ class WorkerEnvironments:
                 failed = failed or error
         self._envs.clear()
         # Said rather than raised, so that the others are closed in peace.
-        self._answer(b"" if failed is None else pack((self._cells[Cell.ENVIRONMENT], ExceptionRecord.of(failed))))
+        self._answer(
+            b"" if failed is None else pack((self._cells[Cell.ENVIRONMENT], ExceptionRecord.from_exception(failed)))
+        )
 
     def _map_memory(self, layout: MemoryLayout) -> None:
         arrays: dict[str, Any] = layout.arrays(self._block(layout.size))

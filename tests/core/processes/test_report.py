@@ -82,4 +82,4 @@ def test_an_exception_never_imports_a_module(
 def test_an_exception_of_a_class_that_travels_by_value_comes_back() -> None:
     class LocalError(Exception): ...
 
-    assert type(ExceptionRecord.of(LocalError("of a function")).exception()) is LocalError
+    assert type(ExceptionRecord.from_exception(LocalError("of a function")).exception()) is LocalError
