@@ -154,8 +154,10 @@ def _factory_from_instance(
     original = fingerprint(environment)
     problems: list[str] = []
     # Of a pickle that is not compared, more can be hoped for.
-    for way in (_recipe_from_record, _recipe_from_pickle) if verify else (_recipe_from_pickle, _recipe_from_record):
-        recipe = way(environment, line, original, problems)
+    for make_recipe in (
+        (_recipe_from_record, _recipe_from_pickle) if verify else (_recipe_from_pickle, _recipe_from_record)
+    ):
+        recipe = make_recipe(environment, line, original, problems)
         if recipe is not None and not verify:
             return EnvFactory(recipe, instance=environment, preload=preload)
         if recipe is None:
