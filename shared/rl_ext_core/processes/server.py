@@ -257,7 +257,7 @@ def prepare(modules: Sequence[str], variables: Mapping[str, str | None]) -> None
     gc.enable()
 
 
-def _reset_after_fork() -> None:
+def _disown_servers() -> None:
     """In a forked child: the servers are the parent's, and must end with it even if this child lives on."""
     global _server, _lock
     for server in list(_servers):
@@ -265,4 +265,4 @@ def _reset_after_fork() -> None:
     _lock, _server = threading.Lock(), None
 
 
-after_fork(_reset_after_fork)
+after_fork(_disown_servers)
