@@ -425,7 +425,7 @@ def _layer_with_attribute(environment: Any, name: str, value: Any) -> Any:
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5) or names[:8]
     raise InvalidArgumentError(
         f"overrides: no layer of {type(environment).__name__} has the attribute {name}={value!r}; there are "
-        f"{', '.join(near)}. {_CONSTRUCT}"
+        f"{', '.join(near)}. {_CONSTRUCTOR_ADVICE}"
     )
 
 
@@ -440,16 +440,16 @@ def _set_overrides(environment: Any, overrides: Mapping[str, Any]) -> None:
             setattr(layer, name, value)
         except AttributeError as error:
             raise InvalidArgumentError(
-                f"overrides: {name}={value!r} cannot be set on {type(layer).__name__}: {error}. {_CONSTRUCT}"
+                f"overrides: {name}={value!r} cannot be set on {type(layer).__name__}: {error}. {_CONSTRUCTOR_ADVICE}"
             ) from error
         kept = getattr(layer, name)
         if kept is not value and not _equal(kept, value):
             raise InvalidArgumentError(
-                f"overrides: {name}={value!r} was set on {type(layer).__name__}, which keeps {kept!r}. {_CONSTRUCT}"
+                f"overrides: {name}={value!r} was set on {type(layer).__name__}, which keeps {kept!r}. {_CONSTRUCTOR_ADVICE}"
             )
 
 
-_CONSTRUCT = (
+_CONSTRUCTOR_ADVICE = (
     "What only the constructor takes needs the constructor: hand over the class, the id or a function, e.g. "
     "as_factory(lambda **kwargs: MyEnv(**kwargs)).for_workers(2, overrides=[...])"
 )
