@@ -183,7 +183,7 @@ def _end_with_error(error: BaseException) -> NoReturn:
         error = error.__cause__
     asked = isinstance(error, _EndRequestedError)
     # There is no report in a process that the worker has forked, and that runs out of the same function.
-    if _writer is None or not (asked or _writer.raised(error)):
+    if _writer is None or not (asked or _writer.write_exception(error)):
         raise error
     _is_ending = True
     # The parent waits for the end of this process. Where it has asked for that, it looks at the clock itself.
