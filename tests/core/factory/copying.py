@@ -117,12 +117,12 @@ class HoldingEnv(gym.Env[Any, Any]):
         return np.full(1, self.sum), 0.0, False, False, {}
 
 
-def text(value: Any) -> Any:
+def to_text(value: Any) -> Any:
     """Return nested data as texts, equal only for equal bits."""
     if isinstance(value, dict):
-        return {key: text(part) for key, part in value.items()}
+        return {key: to_text(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [text(part) for part in value]
+        return [to_text(part) for part in value]
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
     return f"{value.dtype} {value.tolist()!r}" if isinstance(value, np.ndarray) else repr(value)
@@ -136,7 +136,7 @@ def rollout(env: Any, steps: int = 7, seed: int | None = 0) -> list[Any]:
         sys.modules["torch"].manual_seed(1)
     driver = driver_for(env, seed=1)
     assert driver is not None, f"no driver for {env!r}"
-    return [text(driver.reset(seed)), *(text(driver.step()) for _ in range(steps))]
+    return [to_text(driver.reset(seed)), *(to_text(driver.step()) for _ in range(steps))]
 
 
 def try_rollout(env: Any, steps: int = 12) -> list[Any]:
