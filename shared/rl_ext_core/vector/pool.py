@@ -216,18 +216,18 @@ class Pool:
         for worker in self.workers:
             self.send(worker, "step", rows[worker.first : worker.last])
 
-    def begin_reset(self, asked: ResetRequests) -> None:
+    def begin_reset(self, requests: ResetRequests) -> None:
         """Begin to reset environments, each with a seed and options."""
         self.drain_answers()
         for worker in self.workers:
-            self.reset(worker, asked[worker.first : worker.last])
+            self.reset(worker, requests[worker.first : worker.last])
 
-    def reset(self, worker: Any, asked: ResetRequests) -> None:
+    def reset(self, worker: Any, requests: ResetRequests) -> None:
         """Begin to reset a worker's environments."""
-        for number, how in enumerate(asked, worker.first):
+        for number, how in enumerate(requests, worker.first):
             if how is not None:
                 self.seeds[number] = how[0]
-        self.send(worker, "reset", list(asked))
+        self.send(worker, "reset", list(requests))
 
     def call(self, environments: Sequence[int], name: str, data: Any) -> list[Any]:
         """Call the same of environments, by their numbers, and return the results."""
@@ -237,12 +237,12 @@ class Pool:
     def begin_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
         """Begin a call of ``CALLS``: for each of these environments, by number, with an argument of its own."""
         self.drain_answers()
-        asked: dict[int, list[tuple[int, Any]]] = {}
+        requests: dict[int, list[tuple[int, Any]]] = {}
         for number, argument in zip(environments, arguments, strict=True):
             worker = self.worker_by_env[number]
-            asked.setdefault(worker.number, []).append((number - worker.first, argument))
+            requests.setdefault(worker.number, []).append((number - worker.first, argument))
         self._call = environments, name, arguments
-        for number, calls in asked.items():
+        for number, calls in requests.items():
             self.send(self.workers[number], name, calls)
 
     # -- answers

@@ -115,7 +115,7 @@ class RayPool(Pool):
 
     def _map_memory(self) -> Any:
         for worker in self.workers:
-            self.send(worker, "map", MemoryLayout.from_exception(worker.last - worker.first, *self.spaces))
+            self.send(worker, "map", MemoryLayout.from_spaces(worker.last - worker.first, *self.spaces))
         return bytearray(self.layout.size)
 
     def send(self, worker: ActorHandle, name: str, data: Any) -> None:
@@ -139,15 +139,15 @@ class RayPool(Pool):
         return bool(ray.is_initialized() and ray.get_runtime_context().get_job_id() == self._job)
 
     def _receive(self, timeout: float | None, workers: Any = None) -> None:
-        asked = [worker for worker in self.workers if worker.pending is not None]
+        requests = [worker for worker in self.workers if worker.pending is not None]
         try:
             # It raises as soon as one has failed, however long others take.
-            answers = self._ray.get([worker.pending for worker in asked], timeout=timeout)
+            answers = self._ray.get([worker.pending for worker in requests], timeout=timeout)
         except (self._ray.exceptions.RayError, ActorFailure) as error:
-            failure = self._find_failure(asked, error, timeout)
+            failure = self._find_failure(requests, error, timeout)
             self.end(failure)
             raise failure from failure.__cause__
-        for worker, answer in zip(asked, answers, strict=True):
+        for worker, answer in zip(requests, answers, strict=True):
             self._store_answer(worker, answer)
 
     @defer_signals
@@ -155,15 +155,15 @@ class RayPool(Pool):
         for name, array in worker.receive(answer).items():
             self.arrays[name][worker.first : worker.last] = array
 
-    def _find_failure(self, asked: Sequence[ActorHandle], error: Exception, timeout: float | None) -> WorkerError:
+    def _find_failure(self, requests: Sequence[ActorHandle], error: Exception, timeout: float | None) -> WorkerError:
         """Make the exception for what getting the answers of actors has raised."""
-        ray, pending = self._ray, [worker.pending for worker in asked]
+        ray, pending = self._ray, [worker.pending for worker in requests]
         done = set(ray.wait(pending, num_returns=len(pending), timeout=0)[0])
         if isinstance(error, ray.exceptions.GetTimeoutError):
-            worker = next((worker for worker in asked if worker.pending not in done), asked[0])
+            worker = next((worker for worker in requests if worker.pending not in done), requests[0])
             kind, what = "timeout", f"did not answer within {timeout:g} s"
         else:
-            worker = next(worker for worker in asked if worker.pending in done and self._has_failed(worker.pending))
+            worker = next(worker for worker in requests if worker.pending in done and self._has_failed(worker.pending))
             raised = getattr(error, "cause", error)
             if isinstance(raised, ActorFailure):
                 environment, phase, told = raised.args

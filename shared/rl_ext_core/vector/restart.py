@@ -52,12 +52,12 @@ class RestartingPool(Pool):
 
     # -- what the caller sets and sees
 
-    def reset(self, worker: Any, asked: ResetRequests) -> None:
+    def reset(self, worker: Any, requests: ResetRequests) -> None:
         """Begin to reset a worker's environments."""
-        for number, how in enumerate(asked, worker.first):
+        for number, how in enumerate(requests, worker.first):
             if how is not None:
                 self._reset_options[number] = channel.pack_by_value(how[1] or None)
-        super().reset(worker, asked)
+        super().reset(worker, requests)
 
     def begin_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
         """Begin a call: see :meth:`~rl_ext_core.vector.pool.Pool.begin_call`."""
