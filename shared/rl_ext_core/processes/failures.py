@@ -86,13 +86,19 @@ class FailedWorker:
 
         :param unknown_reason: why its exit code is not known; empty if it is
         """
-        progress, raised, text = self.report.progress, self.report.raised, self.report.text()
+        progress, exception_record, text = self.report.progress, self.report.exception_record, self.report.text()
         started, kind = progress is Progress.RUNNING, "exit"
-        if raised is not None:
-            if not started and "bootstrapping phase" in raised.traceback:
-                return self._make_failure("start", "cannot start", f". {_GUARD}", raised.traceback, exitcode=exitcode)
-            kind = "exit" if raised.is_exit else "exception"
-            text, what, rest = raised.traceback, f"{'exited by' if raised.is_exit else 'raised'} {raised.summary}", ":"
+        if exception_record is not None:
+            if not started and "bootstrapping phase" in exception_record.traceback:
+                return self._make_failure(
+                    "start", "cannot start", f". {_GUARD}", exception_record.traceback, exitcode=exitcode
+                )
+            kind = "exit" if exception_record.is_exit else "exception"
+            text, what, rest = (
+                exception_record.traceback,
+                f"{'exited by' if exception_record.is_exit else 'exception_record'} {exception_record.summary}",
+                ":",
+            )
         elif unknown_reason:
             what, rest = "ended", f"; why is not known: {unknown_reason}"
         elif exitcode < 0:
@@ -102,9 +108,9 @@ class FailedWorker:
             what = f"ended with exit code {exitcode if exitcode <= _LARGEST_CHOSEN else f'0x{exitcode:X}'}"
             kind = "exit" if exitcode <= _LARGEST_CHOSEN else "signal"
             rest = ": its function returned, or something called os._exit" if started else "; see what it has printed"
-        if text and raised is None:
+        if text and exception_record is None:
             rest = "; its last Python frames:"
-        more = {"exitcode": exitcode, "exception": None if raised is None else raised.exception()}
+        more = {"exitcode": exitcode, "exception": None if exception_record is None else exception_record.exception()}
         return self._make_failure(
             kind if started else "start", what + _DURING[progress], rest, _WORKER_FRAME.sub("", text), **more
         )

@@ -136,7 +136,7 @@ class WorkerReport:
         return found
 
     @property
-    def raised(self) -> ExceptionRecord | None:
+    def exception_record(self) -> ExceptionRecord | None:
         """What the worker has raised; None if its death has cut the record short."""
         with suppress(Exception):
             found: ExceptionRecord = pickle.loads(self._read(PAGE).partition(_MARK)[2])
@@ -199,7 +199,7 @@ class ReportWriter:
         self._page[_NOTES + 1 : _NOTES + len(data) + 1] = data[1:] + b"\0"
         self._page[_NOTES] = data[0]
 
-    def raised(self, error: BaseException) -> bool:
+    def write_exception(self, error: BaseException) -> bool:
         """Report an exception that ends this worker, and return whether the report has arrived."""
         try:
             rest = memoryview(_MARK + pickle.dumps(ExceptionRecord.from_exception(error)))

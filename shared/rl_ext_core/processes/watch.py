@@ -304,9 +304,9 @@ def _require_started_worker(process: BaseProcess) -> Worker:
 
 def _rank(worker: Worker) -> tuple[int, float]:
     """Order deaths that are found together: a crash is not a consequence, being terminated usually is."""
-    raised = worker.report.raised
-    if raised is not None:
-        return 1, raised.time
+    exception_record = worker.report.exception_record
+    if exception_record is not None:
+        return 1, exception_record.time
     return (2 if worker.exitcode in (0, -signal.SIGTERM) else 0), 0.0
 
 

@@ -19,16 +19,16 @@ def report() -> WorkerReport:
 
 
 def test_a_record_that_was_cut_short_by_death_is_none(report: WorkerReport) -> None:
-    assert ReportWriter(report.fd).raised(ValueError("whole"))
+    assert ReportWriter(report.fd).write_exception(ValueError("whole"))
     os.ftruncate(report.fd, report.size() - 1)
-    assert report.raised is None
+    assert report.exception_record is None
 
 
 def test_a_report_that_cannot_be_written_says_so(report: WorkerReport) -> None:
     writer = ReportWriter(report.fd)
     null = os.open("/dev/full", os.O_WRONLY)
     writer.fd = null
-    assert not writer.raised(ValueError("lost"))
+    assert not writer.write_exception(ValueError("lost"))
     os.close(null)
 
 
@@ -67,13 +67,13 @@ def test_an_exception_never_imports_a_module(
     (tmp_path / "a_simulator.py").write_text("class SimulatorError(Exception): ...")
     monkeypatch.syspath_prepend(str(tmp_path))
     error = __import__("a_simulator").SimulatorError("fell over")
-    assert ReportWriter(report.fd).raised(error)
-    raised = report.raised
-    assert raised is not None
-    assert type(raised.exception()) is type(error)
+    assert ReportWriter(report.fd).write_exception(error)
+    exception_record = report.exception_record
+    assert exception_record is not None
+    assert type(exception_record.exception()) is type(error)
     del sys.modules["a_simulator"]
-    assert raised.exception() is None
-    stand_in = raised.to_exception()
+    assert exception_record.exception() is None
+    stand_in = exception_record.to_exception()
     assert (type(stand_in), str(stand_in)) == (RuntimeError, "SimulatorError('fell over')")
     assert "a_simulator.SimulatorError: fell over" in str(stand_in.__cause__)
     assert "a_simulator" not in sys.modules
