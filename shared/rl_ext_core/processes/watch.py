@@ -180,7 +180,7 @@ class Watch:
         kill_workers([*unexpected.values()])
         number = min(unexpected, key=lambda number: (*_rank(unexpected[number]), number))
         popen = unexpected[number].popen
-        self._set_failure(self._failed_worker(number).ended(popen.returncode, popen.unknown_reason))
+        self._set_failure(self._failed_worker(number).describe_exit(popen.returncode, popen.unknown_reason))
 
     def _ended_normally(self, worker: Worker) -> bool:
         # One whose exit code is unknown may have ended well.
