@@ -373,9 +373,11 @@ class WorkerChannel:
 
     def commands(self) -> Iterator[tuple[str, Any]]:
         """Yield commands until the parent closes its end; a step with the shared actions is ``("step", None)``."""
-        cells, spin, told, answered = self.cells, self._spin, Cell.COMMAND, Cell.ANSWER
-        while (spin is not None and spin.wait_for_value(cells, told, cells[answered] + 1)) or self._commands.wait():
-            if cells[told] != cells[answered]:  # else it was rung twice
+        cells, spin, last_command, answered = self.cells, self._spin, Cell.COMMAND, Cell.ANSWER
+        while (
+            spin is not None and spin.wait_for_value(cells, last_command, cells[answered] + 1)
+        ) or self._commands.wait():
+            if cells[last_command] != cells[answered]:  # else it was rung twice
                 size = cells[Cell.COMMAND_SIZE]
                 yield unpack(self._mail.read(size)) if size else ("step", None)
 
@@ -419,7 +421,7 @@ class WorkerHandle:
     def launch(self, context: Any, target: Callable[..., object], arguments: tuple[Any, ...], *, spins: bool) -> None:
         """Start a process, whose first answer is awaited.
 
-        It runs ``target`` with a tuple, the arguments from_spaces a :class:`WorkerEnd`, and these arguments.
+        It runs ``target`` with a tuple, the arguments of a :class:`WorkerEnd`, and these arguments.
         """
         self.disconnect()
         memory, self._mail = SharedMemory(_LINE), SharedMemory()
