@@ -70,14 +70,14 @@ def _is_row_intact(p, block, geometry):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def check_rows(state, good):  # type: ignore[no-untyped-def]
+def check_rows(state, good_blocks):  # type: ignore[no-untyped-def]
     """Finds out which blocks lie where they were put; what they hold is not read.
 
-    :param good: (blocks,) written.
+    :param good_blocks: (blocks,) written.
     """
     p, geometry = pool_in(state), geometry_in(state)
     for block in range(1, p.head[BLOCKS]):
-        good[block] = _is_row_intact(p, block, geometry)
+        good_blocks[block] = _is_row_intact(p, block, geometry)
 
 
 @njit(nogil=True)
@@ -113,11 +113,11 @@ def _claim_grains(p, block, used):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def check_places(state, newest_places, good, used):  # type: ignore[no-untyped-def]
+def check_places(state, newest_places, good_blocks, used):  # type: ignore[no-untyped-def]
     """Looks closer at the blocks that are used: that none lies in another, and what was being filled.
 
     :param newest_places: (blocks,) the last frame of each block that a stack needs.
-    :param good: (blocks,) cleared where something is wrong.
+    :param good_blocks: (blocks,) cleared where something is wrong.
     :param used: (grains,) zeros; written.
     :return: how many blocks are wrong.
     """
@@ -131,17 +131,17 @@ def check_places(state, newest_places, good, used):  # type: ignore[no-untyped-d
         else:
             right = _claim_grains(p, block, used)
         if not right:
-            good[block] = False
+            good_blocks[block] = False
             n_wrong += 1
     return n_wrong
 
 
 @kernel
-def count_users(state, handles, most, good, intact, newest_places):  # type: ignore[no-untyped-def]
+def count_users(state, handles, most, good_blocks, intact, newest_places):  # type: ignore[no-untyped-def]
     """Counts who uses which blocks; says which handles lead to blocks that are there.
 
     :param most: frames that a handle may name.
-    :param good: (blocks,) which of them can be relied on.
+    :param good_blocks: (blocks,) which of them can be relied on.
     :param intact: (n,) written.
     :param newest_places: (blocks,) written: the last frame of each block that a stack needs, or -1.
     """
@@ -155,7 +155,7 @@ def count_users(state, handles, most, good, intact, newest_places):  # type: ign
                 0 < block < p.head[BLOCKS]
                 and place < 1 << geometry.block_shift
                 and p.blocks[block, KIND] != FREE
-                and good[block]
+                and good_blocks[block]
             )
             missing -= place + 1
             place = (1 << geometry.block_shift) - 1
@@ -283,15 +283,15 @@ def _find_intact_handles(
     """Counts who uses which blocks; says which handles lead to blocks that are whole, and how far these count."""
     p = pool._pool
     n_blocks = int(p.head[BLOCKS])
-    good = np.ones(n_blocks, dtype=np.bool_)
+    good_blocks = np.ones(n_blocks, dtype=np.bool_)
     intact = np.zeros(len(handles), dtype=np.bool_)
-    check_rows(pool._state, good)
+    check_rows(pool._state, good_blocks)
     while True:
         p.blocks[:n_blocks, USERS] = 0
         newest_places = np.full(n_blocks, -1, dtype=np.int64)
-        count_users(pool._state, handles, most, good, intact, newest_places)
+        count_users(pool._state, handles, most, good_blocks, intact, newest_places)
         used = np.zeros(int(p.head[GRAINS]), dtype=np.bool_)
-        if not check_places(pool._state, newest_places, good, used):
+        if not check_places(pool._state, newest_places, good_blocks, used):
             return intact, newest_places
 
 
