@@ -373,11 +373,11 @@ class WorkerChannel:
 
     def commands(self) -> Iterator[tuple[str, Any]]:
         """Yield commands until the parent closes its end; a step with the shared actions is ``("step", None)``."""
-        cells, spin, last_command, answered = self.cells, self._spin, Cell.COMMAND, Cell.ANSWER
+        cells, spin, last_command, last_answer = self.cells, self._spin, Cell.COMMAND, Cell.ANSWER
         while (
-            spin is not None and spin.wait_for_value(cells, last_command, cells[answered] + 1)
+            spin is not None and spin.wait_for_value(cells, last_command, cells[last_answer] + 1)
         ) or self._commands.wait():
-            if cells[last_command] != cells[answered]:  # else it was rung twice
+            if cells[last_command] != cells[last_answer]:  # else it was rung twice
                 size = cells[Cell.COMMAND_SIZE]
                 yield unpack(self._mail.read(size)) if size else ("step", None)
 
