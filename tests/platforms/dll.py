@@ -75,7 +75,7 @@ def is_missing(*names: str) -> bool:
     return False
 
 
-def rewards_of(environment: Any, seed: int) -> list[float]:
+def collect_rewards(environment: Any, seed: int) -> list[float]:
     environment.reset(seed=seed)
     return [float(environment.step(NOTHING)[1]) for _ in range(5)]
 
@@ -83,18 +83,18 @@ def rewards_of(environment: Any, seed: int) -> list[float]:
 def test_only_one_instance_per_process() -> None:
     for _ in range(2):  # when the first is closed there may be another
         with contextlib.closing(Simulator()) as environment:
-            assert rewards_of(environment, 1) == rewards_of(environment, 1) != rewards_of(environment, 2)
+            assert collect_rewards(environment, 1) == collect_rewards(environment, 1) != collect_rewards(environment, 2)
             expect_error(RuntimeError, "only one instance per process", Simulator)
 
 
 def _built_and_stepped(factory: EnvFactory[Any], seed: int) -> list[float]:
     with contextlib.closing(factory()) as environment:
-        return rewards_of(environment, seed)
+        return collect_rewards(environment, seed)
 
 
 def test_a_factory_builds_it_in_other_processes() -> None:
     with contextlib.closing(Simulator()) as environment, multiprocessing.get_context("spawn").Pool(2) as pool:
-        expected = [rewards_of(environment, seed) for seed in (3, 4)]
+        expected = [collect_rewards(environment, seed) for seed in (3, 4)]
         asked = [(as_factory(Simulator), seed) for seed in (3, 4)]
         assert pool.starmap(_built_and_stepped, asked, chunksize=1) == expected
     assert_no_children()
@@ -106,7 +106,7 @@ def test_each_process_has_one() -> None:
     from sb3_ext import AutoVecEnv, make_vec_env
 
     with contextlib.closing(Simulator()) as environment:
-        expected = [rewards_of(environment, seed) for seed in (5, 6)]
+        expected = [collect_rewards(environment, seed) for seed in (5, 6)]
     with contextlib.closing(make_vec_env("rl_ext_tests/Simulator-v0", 2, seed=5)) as vec_env:
         vec_env.reset()
         steps = [vec_env.step(np.full(2, NOTHING)) for _ in range(5)]
