@@ -53,8 +53,8 @@ class Actor:
             else:
                 self._envs.execute(name, data)
         except BaseException as error:  # Ray takes SystemExit for a wish to end the actor
-            at = self._cells[Cell.ENVIRONMENT], self._cells[Cell.PHASE]
-            raise ActorFailure(*at, ExceptionRecord.from_exception(error)) from None
+            last_command = self._cells[Cell.ENVIRONMENT], self._cells[Cell.PHASE]
+            raise ActorFailure(*last_command, ExceptionRecord.from_exception(error)) from None
         arrays = self._envs.arrays if name in ("step", "reset") else {}
         return self._messages.pop(), {key: array for key, array in arrays.items() if key != "action"}
 
@@ -62,21 +62,21 @@ class Actor:
 class ActorHandle:
     """An actor, seen from the driver.
 
-    :ivar at: the command that it was given last
+    :ivar last_command: the command that it was given last
     :ivar pending: its answer to that, as long as it is awaited
     :ivar answer: the last one
     """
 
     def __init__(self, actor: Any, number: int, first: int, last: int) -> None:
         self.number, self.first, self.last, self.actor = number, first, last, actor
-        self.at = ""
+        self.last_command = ""
         self.pending: Any = None
         self.answer: Any = None
 
     def send(self, name: str, data: Any) -> None:
         """Give a command."""
         message = (channel.pack if name == "step" else channel.pack_by_value)((name, data))
-        self.at, self.pending = name, self.actor.execute.remote(message)
+        self.last_command, self.pending = name, self.actor.execute.remote(message)
 
     def wake_worker(self) -> None:
         """Do nothing. Ray does not lose commands."""
@@ -171,7 +171,9 @@ class RayPool(Pool):
             count = worker.last - worker.first
             which = "" if count == 1 else f", with environments {worker.first} to {worker.last - 1},"
             kind, what = "exit", f"its actor{which} has died: {error}"
-        return self._environment_error(worker, 0, _PHASE_OF_COMMAND.get(worker.at, worker.at), what, kind=kind)
+        return self._environment_error(
+            worker, 0, _PHASE_OF_COMMAND.get(worker.last_command, worker.last_command), what, kind=kind
+        )
 
     def _has_failed(self, answer: Any) -> bool:
         try:
