@@ -87,7 +87,7 @@ def test_only_one_instance_per_process() -> None:
             expect_error(RuntimeError, "only one instance per process", Simulator)
 
 
-def _built_and_stepped(factory: EnvFactory[Any], seed: int) -> list[float]:
+def _build_and_step(factory: EnvFactory[Any], seed: int) -> list[float]:
     with contextlib.closing(factory()) as environment:
         return collect_rewards(environment, seed)
 
@@ -96,7 +96,7 @@ def test_a_factory_builds_it_in_other_processes() -> None:
     with contextlib.closing(Simulator()) as environment, multiprocessing.get_context("spawn").Pool(2) as pool:
         expected = [collect_rewards(environment, seed) for seed in (3, 4)]
         asked = [(as_factory(Simulator), seed) for seed in (3, 4)]
-        assert pool.starmap(_built_and_stepped, asked, chunksize=1) == expected
+        assert pool.starmap(_build_and_step, asked, chunksize=1) == expected
     assert_no_children()
 
 
