@@ -58,7 +58,7 @@ def test_what_a_worker_has_started_ends_when_it_fails_or_hangs(command: str, met
 
 def test_what_workers_leave_behind_in_good_order_ends_only_if_they_are_watched() -> None:
     with group("forkserver", 1) as workers:
-        program, forked, apart = workers.ask(0, "start_helpers")
+        program, forked, own_session = workers.ask(0, "start_helpers")
         workers.close()
         assert workers.workers[0].exitcode == 0
         wait_until_ended([program, forked])
@@ -66,7 +66,7 @@ def test_what_workers_leave_behind_in_good_order_ends_only_if_they_are_watched()
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=send_helper_pids, args=(writer,))
     process.start()
-    pids = [apart, *reader.recv()]
+    pids = [own_session, *reader.recv()]
     process.join()
     time.sleep(0.2)  # in which it would be killed
     assert all(map(_is_running, pids))
@@ -76,11 +76,11 @@ def test_what_workers_leave_behind_in_good_order_ends_only_if_they_are_watched()
 
 def test_workers_of_workers_end_with_what_they_have_started(method: str) -> None:
     with group(method, 2) as workers:
-        program, apart = workers.ask(0, "start_nested_worker")
+        program, own_session = workers.ask(0, "start_nested_worker")
         fail(workers, "kill")
         wait_until_ended([program])
         with contextlib.suppress(ProcessLookupError):
-            os.kill(apart, signal.SIGKILL)
+            os.kill(own_session, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("end", ["returns", "fails", "is killed"])
@@ -123,7 +123,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
     with group(sys.argv[1], 2) as workers:
         (*first, apart_1), (*second, apart_2) = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
-        nested, apart_3 = workers.ask(0, "nested_pids")
+        nested, apart_3 = workers.ask(0, "start_nested_worker")
         workers.pipes[1].send("hang_in_c")
         pids = [worker.pid for worker in workers.workers]
         print(apart_1, apart_2, apart_3, *first, *second, nested, *pids, flush=True)
@@ -138,9 +138,9 @@ def test_all_ends_with_the_parent(number: signal.Signals, method: str, tmp_path:
     script.write_text(PARENT)
     parent = subprocess.Popen([sys.executable, str(script), method], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    *apart, _, _, _, _, _, _, _ = pids = list(map(int, parent.stdout.readline().split()))
+    *own_session, _, _, _, _, _, _, _ = pids = list(map(int, parent.stdout.readline().split()))
     parent.send_signal(number)
-    wait_until_ended(pids[len(apart) :])
-    for pid in apart:
+    wait_until_ended(pids[len(own_session) :])
+    for pid in own_session:
         os.kill(pid, signal.SIGKILL)
     parent.communicate()
