@@ -56,7 +56,7 @@ def check(store: FrameStore, start: int, stop: int, *, off: int = 0) -> None:
                 assert wrong <= off, (env, number, wrong)
 
 
-def new(codec: str = "auto", **options: Any) -> FrameStore:
+def make_store(codec: str = "auto", **options: Any) -> FrameStore:
     return FrameStore.adaptive(CAPACITY, N_ENVS, SHAPE, np.uint8, codec=codec, **options)
 
 
@@ -79,7 +79,7 @@ def expect_error(kind: type[Exception], words: str, function: Callable[[], Any])
 
 def test_in_memory() -> None:
     for codec in ("auto", "raw", "patch", "patch+lz4"):
-        store = new(codec)
+        store = make_store(codec)
         fill(store, 0, ADDED)
         check(store, 0, ADDED)
         store.clear()
@@ -97,7 +97,7 @@ def test_with_a_budget() -> None:
 
 
 def test_bounded_error_and_jpeg() -> None:
-    store = new("patch", max_error=3)
+    store = make_store("patch", max_error=3)
     fill(store, 0, ADDED)
     check(store, 0, ADDED, off=3)
     with contextlib.suppress(ImportError):
@@ -114,7 +114,7 @@ def test_bounded_error_and_jpeg() -> None:
 
 def test_a_checkpoint() -> None:
     with folder() as path:
-        store = new()
+        store = make_store()
         fill(store, 0, ADDED)
         for _ in range(2):  # the second one replaces the first
             store.save(path / "store")
@@ -127,10 +127,10 @@ def test_a_checkpoint() -> None:
 
 
 def _use_a_folder(path: Path, codec: str) -> None:
-    store = new(codec, storage_dir=path)
+    store = make_store(codec, storage_dir=path)
     fill(store, 0, ADDED)
     check(store, 0, ADDED)
-    expect_error(StorageError, f"in use by this process, {os.getpid()}", lambda: new(codec, storage_dir=path))
+    expect_error(StorageError, f"in use by this process, {os.getpid()}", lambda: make_store(codec, storage_dir=path))
     store.close()
     expect_error(StorageError, "was closed", lambda: check(store, 0, ADDED))
 
@@ -139,7 +139,7 @@ def test_a_folder() -> None:
     with folder() as path:
         for codec in ("auto", "patch+lz4"):
             _use_a_folder(path / codec, codec)
-            store = new(codec, storage_dir=path / codec)
+            store = make_store(codec, storage_dir=path / codec)
             assert store.recovered is not None
             assert store.recovered.kept == CAPACITY
             check(store, 0, ADDED)
@@ -152,7 +152,7 @@ def test_a_folder() -> None:
 
 def test_a_folder_is_cleared_and_salvaged() -> None:
     with folder() as path:
-        store = new("patch", storage_dir=path / "a")
+        store = make_store("patch", storage_dir=path / "a")
         fill(store, 0, ADDED)
         store.clear()
         fill(store, 0, 20)
@@ -162,12 +162,12 @@ def test_a_folder_is_cleared_and_salvaged() -> None:
         whole = bytearray((path / "a" / "row-reward").read_bytes())
         whole[1 << 16] ^= 1  # behind the table, in the first row
         (path / "a" / "row-reward").write_bytes(whole)
-        expect_error(CorruptFileError, "salvage", lambda: new("patch", storage_dir=path / "a"))
+        expect_error(CorruptFileError, "salvage", lambda: make_store("patch", storage_dir=path / "a"))
         assert salvage(path / "a").kept == 19
 
 
 def _add_until_killed(path: Path) -> None:
-    store = new("patch", storage_dir=path)
+    store = make_store("patch", storage_dir=path)
     fill(store, 0, ADDED)
     (path.parent / "added").touch()
     while True:
@@ -193,10 +193,12 @@ def test_a_process_that_is_killed_leaves_what_it_had_added() -> None:
                 break
             time.sleep(0.05)
         expect_error(
-            StorageError, f"in use by another process, {process.pid}", lambda: new("patch", storage_dir=path / "a")
+            StorageError,
+            f"in use by another process, {process.pid}",
+            lambda: make_store("patch", storage_dir=path / "a"),
         )
         _kill_when(path / "added", process)
-        store = new("patch", storage_dir=path / "a")
+        store = make_store("patch", storage_dir=path / "a")
         assert store.recovered is not None
         assert store.recovered.kept >= CAPACITY - 1
         check(store, ADDED - CAPACITY + 1, ADDED - 1)
