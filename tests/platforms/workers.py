@@ -34,7 +34,7 @@ class Single(simulators.Single):
     """Of the main script, as users' own are."""
 
 
-def steps_of(venv: VecEnv, seed: int = 3) -> list[Any]:
+def record_steps(venv: VecEnv, seed: int = 3) -> list[Any]:
     with contextlib.closing(venv):
         venv.seed(seed)
         seen = [venv.reset()]
@@ -66,9 +66,9 @@ def test_one_instance_per_process() -> None:
     assert "Cannot create multiple instances" in venv.isolation_report
     assert "has its own process" in venv.isolation_report
     theirs = env_util.make_vec_env(Single, 2, 0, vec_env_cls=SubprocVecEnv, vec_env_kwargs={"start_method": "spawn"})
-    found = steps_of(venv)
+    found = record_steps(venv)
     assert found[2].dtype == np.float32
-    assert_same(found, steps_of(theirs))
+    assert_same(found, record_steps(theirs))
     assert not Single.instances
     assert_no_children()
 
