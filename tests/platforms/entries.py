@@ -64,7 +64,7 @@ def test_commands() -> None:
     assert resolve_device("cpu") == torch.device("cpu")
 
 
-def _weights(kind: Any, algorithm: Any, **options: Any) -> list[torch.Tensor]:
+def _train(kind: Any, algorithm: Any, **options: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
     env = DummyVecEnv([Moving] * 2)
     model = algorithm("CnnPolicy", env, seed=0, device="cpu", policy_kwargs={"net_arch": [8]}, **options, **kind)
@@ -80,14 +80,14 @@ def _assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 def test_training_with_dqn() -> None:
     options = {"buffer_size": 40, "learning_starts": 20, "batch_size": 8}
     ours, theirs = (
-        _weights({"replay_buffer_class": kind}, DQN, **options) for kind in (CompressedReplayBuffer, ReplayBuffer)
+        _train({"replay_buffer_class": kind}, DQN, **options) for kind in (CompressedReplayBuffer, ReplayBuffer)
     )
     _assert_equal(ours, theirs)
 
 
 def test_training_with_ppo() -> None:
     options = {"n_steps": 16, "batch_size": 8, "n_epochs": 1}
-    ours, theirs = (_weights(kind, PPO, **options) for kind in ({"rollout_buffer_class": CompressedRolloutBuffer}, {}))
+    ours, theirs = (_train(kind, PPO, **options) for kind in ({"rollout_buffer_class": CompressedRolloutBuffer}, {}))
     _assert_equal(ours, theirs)
 
 
