@@ -129,7 +129,7 @@ def test_a_replay_buffer_is_kept_in_a_folder() -> None:
         del again
 
 
-def _data(n: int) -> TensorDict:
+def _make_data(n: int) -> TensorDict:
     pixels = torch.zeros(n, 4, 40, 40, dtype=torch.uint8)
     for i in range(n):
         for j in range(4):
@@ -139,8 +139,8 @@ def _data(n: int) -> TensorDict:
 
 def _filled(storage: Any) -> TensorDictReplayBuffer:
     buffer = TensorDictReplayBuffer(storage=storage, batch_size=8)
-    buffer.extend(_data(30))
-    buffer.extend(_data(30))
+    buffer.extend(_make_data(30))
+    buffer.extend(_make_data(30))
     return buffer
 
 
