@@ -137,7 +137,7 @@ def _make_data(n: int) -> TensorDict:
     return TensorDict({"pixels": pixels, "reward": torch.arange(n)}, [n])
 
 
-def _filled(storage: Any) -> TensorDictReplayBuffer:
+def _fill_buffer(storage: Any) -> TensorDictReplayBuffer:
     buffer = TensorDictReplayBuffer(storage=storage, batch_size=8)
     buffer.extend(_make_data(30))
     buffer.extend(_make_data(30))
@@ -146,9 +146,9 @@ def _filled(storage: Any) -> TensorDictReplayBuffer:
 
 def test_frame_storage() -> None:
     every = torch.arange(50)
-    expected = _filled(LazyTensorStorage(50)).storage.get(every)
+    expected = _fill_buffer(LazyTensorStorage(50)).storage.get(every)
     with folder() as path:
-        buffer = _filled(FrameStorage(50))
+        buffer = _fill_buffer(FrameStorage(50))
         assert (buffer.storage.get(every) == expected).all()
         buffer.dumps(path / "dumped")
         loaded = TensorDictReplayBuffer(storage=FrameStorage(50), batch_size=8)
@@ -158,9 +158,9 @@ def test_frame_storage() -> None:
 
 def test_frame_storage_in_a_folder() -> None:
     every = torch.arange(50)
-    expected = _filled(LazyTensorStorage(50)).storage.get(every)
+    expected = _fill_buffer(LazyTensorStorage(50)).storage.get(every)
     with folder() as path:
-        buffer = _filled(FrameStorage(50, storage_dir=path / "kept"))
+        buffer = _fill_buffer(FrameStorage(50, storage_dir=path / "kept"))
         expect_error(StorageError, "in use", lambda: FrameStorage(50, storage_dir=path / "kept"))
         buffer.storage.close()
         del buffer
