@@ -93,7 +93,7 @@ def test_public_entries(
     system: str, script: str, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if script == "dll.py":
-        monkeypatch.setenv("RL_EXT_TEST_LIBRARY", compiled(tmp_path))
+        monkeypatch.setenv("RL_EXT_TEST_LIBRARY", compile_library(tmp_path))
     elif importlib.util.find_spec("torchrl") is None:
         pytest.skip("TorchRL is not installed")
     done = run(system, f"tests/platforms/{script}", *names)
@@ -102,7 +102,7 @@ def test_public_entries(
     assert all(f"ok     {name}" in done.stdout for name in names or [SCRIPTS[script]])
 
 
-def compiled(folder: Path) -> str:
+def compile_library(folder: Path) -> str:
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         pytest.skip("there is no C compiler")
