@@ -57,18 +57,18 @@ def release(address: int) -> None:
     _libc.munmap(address, _sizes.pop(address))
 
 
-def _in_reserved(address: int, n_bytes: int) -> None:
+def _check_reserved(address: int, n_bytes: int) -> None:
     if not any(start <= address and address + n_bytes <= start + size for start, size in _sizes.items()):
         raise OSError(errno.EINVAL, "not reserved")
 
 
 def commit(address: int, n_bytes: int) -> None:
-    _in_reserved(address, n_bytes)
+    _check_reserved(address, n_bytes)
     _libc.mprotect(address, n_bytes, _BOTH)
 
 
 def decommit(address: int, n_bytes: int) -> None:
-    _in_reserved(address, n_bytes)
+    _check_reserved(address, n_bytes)
     _map(address, n_bytes, _NONE, _ANONYMOUS | _FIXED, -1, 0)
 
 
