@@ -38,7 +38,7 @@ def _map(address: int | None, n_bytes: int, protection: int, flags: int, descrip
     return found
 
 
-def _granular(*numbers: int) -> None:
+def _check_granularity(*numbers: int) -> None:
     if any(number % mmap.ALLOCATIONGRANULARITY for number in numbers):
         raise OSError(errno.EINVAL, "no multiple of the allocation granularity")
 
@@ -73,7 +73,7 @@ def decommit(address: int, n_bytes: int) -> None:
 
 
 def map_file(descriptor: int, offset: int, n_bytes: int, address: int) -> None:
-    _granular(offset, address)
+    _check_granularity(offset, address)
     if os.fstat(descriptor).st_size < offset + n_bytes:
         raise OSError(errno.EINVAL, "behind the end of the file")
     _sizes[_map(address, n_bytes, _BOTH, _SHARED | _FIXED_NOREPLACE, descriptor, offset)] = n_bytes
