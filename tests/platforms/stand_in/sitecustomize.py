@@ -105,7 +105,7 @@ def _in_use(file: os.stat_result, *, mapped_only: bool = False) -> bool:
     for line in _maps():
         if line[4] == str(file.st_ino) and line[3] == f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}":
             return True
-    return not mapped_only and any((s.st_ino, s.st_dev) == (file.st_ino, file.st_dev) for s in _opened())
+    return not mapped_only and any((s.st_ino, s.st_dev) == (file.st_ino, file.st_dev) for s in _list_open_files())
 
 
 def _maps(_open: Any = open) -> list[list[str]]:
@@ -113,7 +113,7 @@ def _maps(_open: Any = open) -> list[list[str]]:
         return [line.split() for line in lines]
 
 
-def _opened(_listdir: Any = os.listdir) -> list[os.stat_result]:
+def _list_open_files(_listdir: Any = os.listdir) -> list[os.stat_result]:
     found = []
     for name in _listdir("/proc/self/fd"):
         try:
