@@ -73,7 +73,7 @@ def _hide_modules() -> None:
     builtins.__import__, importlib.util.find_spec = import_one, find_spec
 
 
-def _is_ours() -> bool:
+def _is_called_by_project() -> bool:
     """Whether the call before the last comes from the project, by way of paths or not."""
     frame = sys._getframe(2)
     while frame.f_back is not None and _root(frame) in ("pathlib", "genericpath", "posixpath", "os", "contextlib"):
@@ -88,7 +88,7 @@ def _root(frame: types.FrameType) -> str:
 def _hide_proc() -> None:
     def without(function: Any) -> Any:
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith("/proc") and _is_ours():
+            if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith("/proc") and _is_called_by_project():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
             return function(path, *args, **kwargs)
 
