@@ -31,7 +31,7 @@ _OF_POSIX = {
     signal: "SIGUSR1 SIGUSR2 SIGALRM SIGHUP SIGCHLD SIGBUS SIGSTOP pthread_sigmask setitimer sigwait",
     mmap: "MADV_DONTNEED MADV_FREE MAP_PRIVATE MAP_SHARED MAP_ANONYMOUS MAP_ANON MAP_NORESERVE PROT_READ PROT_WRITE",
 }
-_OURS = ("rl_ext_core", "sb3_ext", "torchrl_ext", "__main__")
+_PROJECT_PACKAGES = ("rl_ext_core", "sb3_ext", "torchrl_ext", "__main__")
 _hidden: dict[tuple[str, str], Any] = {}
 _MODULES_OF_POSIX = ("fcntl", "resource", "termios", "pwd", "grp")
 
@@ -41,7 +41,7 @@ class _Lacking(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         try:
-            if _root(sys._getframe(1)) not in _OURS:
+            if _root(sys._getframe(1)) not in _PROJECT_PACKAGES:
                 return _hidden[self.__name__, name]
         except KeyError:
             pass
@@ -63,7 +63,7 @@ def _hide_modules() -> None:
     plain_import, plain_find = builtins.__import__, importlib.util.find_spec
 
     def import_one(name: str, globals: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if name in _MODULES_OF_POSIX and (globals or {}).get("__name__", "").partition(".")[0] in _OURS:
+        if name in _MODULES_OF_POSIX and (globals or {}).get("__name__", "").partition(".")[0] in _PROJECT_PACKAGES:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return plain_import(name, globals, *args, **kwargs)
 
@@ -78,7 +78,7 @@ def _is_called_by_project() -> bool:
     frame = sys._getframe(2)
     while frame.f_back is not None and _root(frame) in ("pathlib", "genericpath", "posixpath", "os", "contextlib"):
         frame = frame.f_back
-    return _root(frame) in _OURS
+    return _root(frame) in _PROJECT_PACKAGES
 
 
 def _root(frame: types.FrameType) -> str:
