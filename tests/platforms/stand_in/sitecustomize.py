@@ -41,7 +41,7 @@ class _Lacking(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         try:
-            if _root(sys._getframe(1)) not in _PROJECT_PACKAGES:
+            if _root_package(sys._getframe(1)) not in _PROJECT_PACKAGES:
                 return _hidden[self.__name__, name]
         except KeyError:
             pass
@@ -76,12 +76,18 @@ def _hide_modules() -> None:
 def _is_called_by_project() -> bool:
     """Whether the call before the last comes from the project, by way of paths or not."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and _root(frame) in ("pathlib", "genericpath", "posixpath", "os", "contextlib"):
+    while frame.f_back is not None and _root_package(frame) in (
+        "pathlib",
+        "genericpath",
+        "posixpath",
+        "os",
+        "contextlib",
+    ):
         frame = frame.f_back
-    return _root(frame) in _PROJECT_PACKAGES
+    return _root_package(frame) in _PROJECT_PACKAGES
 
 
-def _root(frame: types.FrameType) -> str:
+def _root_package(frame: types.FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
@@ -126,7 +132,7 @@ def _list_open_files(_listdir: Any = os.listdir) -> list[os.stat_result]:
 def _keep_what_is_in_use() -> None:
     def refusing(function: Any, which: tuple[int, ...]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if _root(sys._getframe(1)) == "multiprocessing":  # which has other files on Windows, if any
+            if _root_package(sys._getframe(1)) == "multiprocessing":  # which has other files on Windows, if any
                 return function(*args, **kwargs)
             for path in (args[i] for i in which if i < len(args)):
                 try:
