@@ -36,7 +36,7 @@ _hidden: dict[tuple[str, str], Any] = {}
 _MODULES_OF_POSIX = ("fcntl", "resource", "termios", "pwd", "grp")
 
 
-class _Lacking(types.ModuleType):
+class _ModuleWithHiddenNames(types.ModuleType):
     """A module without some names. Other libraries, which go by ``sys.platform``, find them all the same."""
 
     def __getattr__(self, name: str) -> Any:
@@ -53,7 +53,7 @@ class _Lacking(types.ModuleType):
 
 def _hide(names: dict[Any, str]) -> None:
     for module, words in names.items():
-        module.__class__ = _Lacking
+        module.__class__ = _ModuleWithHiddenNames
         for name in words.split():
             if name in vars(module):
                 _hidden[module.__name__, name] = vars(module).pop(name)
