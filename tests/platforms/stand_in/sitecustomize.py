@@ -129,7 +129,7 @@ def _list_open_files(_listdir: Any = os.listdir) -> list[os.stat_result]:
     return found
 
 
-def _keep_what_is_in_use() -> None:
+def _protect_files_in_use() -> None:
     def refusing(function: Any, which: tuple[int, ...]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             if _root_package(sys._getframe(1)) == "multiprocessing":  # which has other files on Windows, if any
@@ -177,7 +177,7 @@ if _SYSTEM:
         # The same module, which has taken what it needs before it is hidden.
         sys.modules["rl_ext_core._windows"] = imitated_windows
         _hide_modules()
-        _keep_what_is_in_use()
+        _protect_files_in_use()
         _hide(_OF_POSIX)
     _hide(_OF_LINUX)
     _hide_proc()
