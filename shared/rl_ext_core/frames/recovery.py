@@ -245,7 +245,7 @@ def recover_pairs(pool: FramePool, rows: npt.NDArray[np.int64]) -> npt.NDArray[n
     :param rows: (n,) of the index, of those that count.
     :return: (n,) which of them can be read.
     """
-    handles = _handles_of_rows(pool, rows)
+    handles = _read_handles(pool, rows)
     intact = recover(pool, handles.reshape(-1), most=2 * pool.layout.n_stack)
     whole: npt.NDArray[np.bool_] = np.all(intact.reshape(handles.shape), axis=1)
     return whole
@@ -254,12 +254,12 @@ def recover_pairs(pool: FramePool, rows: npt.NDArray[np.int64]) -> npt.NDArray[n
 def find_readable_pairs(pool: FramePool, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     """Makes a pool whole; says in which rows all transitions have the contents that they had."""
     there = recover_pairs(pool, rows)
-    handles = _handles_of_rows(pool, rows[there])
+    handles = _read_handles(pool, rows[there])
     there[there] = pool.are_intact(handles.reshape(-1)).reshape(handles.shape).all(axis=1)
     return there
 
 
-def _handles_of_rows(pool: FramePool, rows: npt.NDArray[np.int64]) -> Handles:
+def _read_handles(pool: FramePool, rows: npt.NDArray[np.int64]) -> Handles:
     """(n, streams) stacks of all frames that transitions name."""
     pool.refresh()
     pairs = pool.index[rows]
