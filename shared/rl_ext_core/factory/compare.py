@@ -40,7 +40,7 @@ __all__ = [
     "Change",
     "Examination",
     "apply_changes",
-    "examine",
+    "compare_and_measure",
     "run_in_subprocess",
     "measure",
     "pack_values",
@@ -283,7 +283,7 @@ def _serve_task(connection: Connection, packed: bytes) -> None:
     kill_descendants()  # this process may be gone, in good order, before it is killed with all that it has started
 
 
-def examine(
+def compare_and_measure(
     recipe: Recipe,
     original: Fingerprint,
     adapt: Reader | None,

@@ -165,7 +165,7 @@ def _factory_from_instance(
 
         def run_examination(recipe: Recipe, *, careful: bool) -> Examination:
             return compare.run_in_subprocess(
-                functools.partial(compare.examine, recipe, original, adapt, read, careful),
+                functools.partial(compare.compare_and_measure, recipe, original, adapt, read, careful),
                 functools.partial(compare.pack_values, original),
                 preload=record.merge_modules(preload, adapter_modules),
                 start_method=start_method,
