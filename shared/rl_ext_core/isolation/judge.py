@@ -217,7 +217,7 @@ class Judge:
     def verdict(self) -> Verdict:
         """Run the trials and return the verdict."""
         try:
-            self._packed = trial.pack(self._factories)
+            self._packed = trial.pack_factories(self._factories)
         except Exception as error:
             why = f"it does not pickle: {str(error).rstrip('.')}"
             return conclude(Isolation.UNKNOWN, f"It could not be tried, because {why}.")

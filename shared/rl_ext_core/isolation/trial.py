@@ -58,7 +58,7 @@ class Operation(NamedTuple):
     counts: bool = True  # whether a failure counts
 
 
-def pack(factories: list[EnvFactory[Any]]) -> bytes:
+def pack_factories(factories: list[EnvFactory[Any]]) -> bytes:
     """Pickle factories together: what functions of the caller's script share, they share in a trial too.
 
     :raises Exception: If they cannot be pickled.
@@ -71,7 +71,7 @@ def pack(factories: list[EnvFactory[Any]]) -> bytes:
 def serve(connection: Connection[Any, Any], packed: bytes, folder: str, cwd: str) -> None:
     """Do batches of operations, and answer each; the target of a trial's process. A failure ends a batch.
 
-    :param packed: the factories, see :func:`pack`
+    :param packed: the factories, see :func:`pack_factories`
     :param folder: a folder of this trial
     :param cwd: the working directory
     """
