@@ -24,7 +24,7 @@ imported. Write what starts them under a guard:
     if __name__ == "__main__":
         main()
 """
-_HINTS = {
+_SIGNAL_HINTS = {
     "SIGKILL": "The kernel's out-of-memory killer sends it: see dmesg, and free -h; fewer workers need less memory.",
     "SIGTERM": "Another process has sent it: a job scheduler, a supervisor, or a call of terminate().",
 }
@@ -81,7 +81,7 @@ class FailedWorker:
     phase: str | None
     report: WorkerReport
 
-    def ended(self, exitcode: int, unknown_reason: str = "") -> Failure:
+    def describe_exit(self, exitcode: int, unknown_reason: str = "") -> Failure:
         """Describe the failure of a worker that has ended.
 
         :param unknown_reason: why its exit code is not known; empty if it is
@@ -96,14 +96,18 @@ class FailedWorker:
             kind = "exit" if exception_record.is_exit else "exception"
             text, what, rest = (
                 exception_record.traceback,
-                f"{'exited by' if exception_record.is_exit else 'exception_record'} {exception_record.summary}",
+                f"{'exited by' if exception_record.is_exit else 'raised'} {exception_record.summary}",
                 ":",
             )
         elif unknown_reason:
             what, rest = "ended", f"; why is not known: {unknown_reason}"
         elif exitcode < 0:
             name = _signal_name(-exitcode)
-            kind, what, rest = "signal", f"was killed by {name}", f". {_HINTS[name]}" if name in _HINTS else ""
+            kind, what, rest = (
+                "signal",
+                f"was killed by {name}",
+                f". {_SIGNAL_HINTS[name]}" if name in _SIGNAL_HINTS else "",
+            )
         else:
             what = f"ended with exit code {exitcode if exitcode <= _LARGEST_CHOSEN else f'0x{exitcode:X}'}"
             kind = "exit" if exitcode <= _LARGEST_CHOSEN else "signal"
