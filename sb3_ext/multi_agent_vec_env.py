@@ -87,7 +87,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
             raise
         arrays = layout.arrays(bytearray(layout.size))
         self._observations = [arrays[f"observation {index}"] for index in range(len(layout.paths))]
-        self._rows = [layout.rows(arrays, row) for row in range(self.num_envs)]
+        self._slots = [layout.slots(arrays, row) for row in range(self.num_envs)]
         self._alive = np.zeros(self.num_envs, bool)
         self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, int)
         self._start_time = time.time()
@@ -147,7 +147,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
 
     def _write_observation(self, row: int, observation: Any) -> None:
         """Write an agent's observation; zeros where there is none."""
-        for part in self._rows[row]:
+        for part in self._slots[row]:
             if observation is None:
                 part.place[...] = 0
             else:
