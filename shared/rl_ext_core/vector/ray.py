@@ -53,8 +53,8 @@ class Actor:
             else:
                 self._envs.execute(name, data)
         except BaseException as error:  # Ray takes SystemExit for a wish to end the actor
-            last_command = self._cells[Cell.ENVIRONMENT], self._cells[Cell.PHASE]
-            raise ActorFailure(*last_command, ExceptionRecord.from_exception(error)) from None
+            place = self._cells[Cell.ENVIRONMENT], self._cells[Cell.PHASE]
+            raise ActorFailure(*place, ExceptionRecord.from_exception(error)) from None
         arrays = self._envs.arrays if name in ("step", "reset") else {}
         return self._messages.pop(), {key: array for key, array in arrays.items() if key != "action"}
 
@@ -139,15 +139,15 @@ class RayPool(Pool):
         return bool(ray.is_initialized() and ray.get_runtime_context().get_job_id() == self._job)
 
     def _receive(self, timeout: float | None, workers: Any = None) -> None:
-        requests = [worker for worker in self.workers if worker.pending is not None]
+        awaited_workers = [worker for worker in self.workers if worker.pending is not None]
         try:
             # It raises as soon as one has failed, however long others take.
-            answers = self._ray.get([worker.pending for worker in requests], timeout=timeout)
+            answers = self._ray.get([worker.pending for worker in awaited_workers], timeout=timeout)
         except (self._ray.exceptions.RayError, ActorFailure) as error:
-            failure = self._find_failure(requests, error, timeout)
+            failure = self._find_failure(awaited_workers, error, timeout)
             self.end(failure)
             raise failure from failure.__cause__
-        for worker, answer in zip(requests, answers, strict=True):
+        for worker, answer in zip(awaited_workers, answers, strict=True):
             self._store_answer(worker, answer)
 
     @defer_signals
@@ -155,15 +155,19 @@ class RayPool(Pool):
         for name, array in worker.receive(answer).items():
             self.arrays[name][worker.first : worker.last] = array
 
-    def _find_failure(self, requests: Sequence[ActorHandle], error: Exception, timeout: float | None) -> WorkerError:
+    def _find_failure(
+        self, awaited_workers: Sequence[ActorHandle], error: Exception, timeout: float | None
+    ) -> WorkerError:
         """Make the exception for what getting the answers of actors has raised."""
-        ray, pending = self._ray, [worker.pending for worker in requests]
+        ray, pending = self._ray, [worker.pending for worker in awaited_workers]
         done = set(ray.wait(pending, num_returns=len(pending), timeout=0)[0])
         if isinstance(error, ray.exceptions.GetTimeoutError):
-            worker = next((worker for worker in requests if worker.pending not in done), requests[0])
+            worker = next((worker for worker in awaited_workers if worker.pending not in done), awaited_workers[0])
             kind, what = "timeout", f"did not answer within {timeout:g} s"
         else:
-            worker = next(worker for worker in requests if worker.pending in done and self._has_failed(worker.pending))
+            worker = next(
+                worker for worker in awaited_workers if worker.pending in done and self._has_failed(worker.pending)
+            )
             raised = getattr(error, "cause", error)
             if isinstance(raised, ActorFailure):
                 environment, phase, told = raised.args
