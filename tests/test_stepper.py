@@ -850,12 +850,12 @@ def compare_with_oracle(
     try:
         if after_ends:
             stepper.end_episodes()
-        _check(row, env, stepper, limit)
+        _compare_steps(row, env, stepper, limit)
     finally:
         stepper.close()
 
 
-def _check(row: TableRow, env: Any, stepper: Any, limit: int | None) -> None:
+def _compare_steps(row: TableRow, env: Any, stepper: Any, limit: int | None) -> None:
     random = np.random.default_rng(SEED)
     begun = stepper.reset(SEED)
     singles = [row.oracle(env, index) for index in range(stepper.count)]
@@ -1039,7 +1039,7 @@ class DropsResetOptions(gymnasium.vector.VectorWrapper[Any, Any, Any, Any, Any])
 @BOTH_WRAPPERS
 @pytest.mark.parametrize("make", [lambda: SyncVectorEnv([InfoWalk] * ROWS), lambda: CartPoleVectorEnv(ROWS)])
 def test_wrappers_that_forget_which_rows_to_reset_are_refused(make: Any, wrapper: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"\(Forgets\) does not pass options\['reset_mask'\] on"):
+    with pytest.raises(InvalidArgumentError, match=r"\(DropsResetOptions\) does not pass options\['reset_mask'\] on"):
         run_episodes(wrapper, DropsResetOptions(make()))
 
 
