@@ -73,7 +73,7 @@ class DeviceReporting(Well):
         self.device_given = device
         self.at_construction = variables()
 
-    def seen(self) -> list[Any]:
+    def device_settings(self) -> list[Any]:
         """Give the variables when it was built and now, and what mujoco has read when it was imported."""
         context = sys.modules.get("mujoco.rendering.classic.gl_context")
         return [self.at_construction, variables(), getattr(context, "_MUJOCO_GL", "not imported"), self.device_given]
@@ -151,7 +151,7 @@ class NativeEnv(EnvBase):
         log_event("built")
         super().__init__(**kwargs)
         self.pause = pause
-        self.size, self.note, self.seen = size, note, torch.zeros(())
+        self.size, self.note, self.device_settings = size, note, torch.zeros(())
         self.observation_spec = Composite(observation=Unbounded((size,)), seed=Unbounded((1,), dtype=torch.int64))
         if note is not None:
             self.observation_spec["note"] = NonTensor(())
