@@ -79,3 +79,4 @@ html_theme = "furo"
 html_title = "rl-ext"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(HERE / "_static" / "scorer.js")
