@@ -92,7 +92,7 @@ def recover(
     """
     if folder is not None:
         folder.rows.refresh()
-    record, writing = journal.read() if folder is None or not reopening else _read_checked_note(folder)
+    record, writing = journal.read() if folder is None or not reopening else _read_checked_record(folder)
     length = _drop_torn_rows(rows, record, writing, process_name)
     if folder is not None:
         folder.rows.record(np.unique(writing))
@@ -106,7 +106,7 @@ def recover(
     return length, next_row
 
 
-def _read_checked_note(folder: StoreFolder) -> tuple[JournalRecord, Places]:
+def _read_checked_record(folder: StoreFolder) -> tuple[JournalRecord, Places]:
     """What counts, of elements that are what they were."""
     record, writing = folder.read_journal()
     places = np.arange(record.length)
