@@ -139,7 +139,7 @@ def drifting(layout: StackLayout, n_steps: int, *, n_envs: int = 2, seed: int = 
 
 
 @contextmanager
-def files_of_at_most(n_bytes: int) -> Iterator[None]:
+def limit_file_size(n_bytes: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:

@@ -25,7 +25,7 @@ from rl_ext_core.frames import FrameStore, StackLayout, folder, salvage
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION
 from rl_ext_core.testing import LAYOUTS, ReferenceStore, check_contents, make_transitions
 from tests.core.frames import make_fixtures as fixtures
-from tests.core.frames.disk_toys import add, append_all, check, everything, files_of_at_most, open_store
+from tests.core.frames.disk_toys import add, append_all, check, everything, limit_file_size, open_store
 from tests.core.frames.make_fixtures import EXACT, KINDS, LAYOUT, N_ENVS, WAYS, filled, path_of, steps
 
 # Of the bytes that come out. JPEG's depend on the library.
@@ -261,7 +261,7 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> 
     store = filled("raw", "store")
     store.save(tmp_path / "file")
     before = (tmp_path / "file").read_bytes()
-    with files_of_at_most(500), pytest.raises(StorageError, match=r"cannot write .*file"):
+    with limit_file_size(500), pytest.raises(StorageError, match=r"cannot write .*file"):
         store.save(tmp_path / "file")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_bytes() == before
