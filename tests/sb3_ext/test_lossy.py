@@ -29,11 +29,11 @@ def test_everything_is_within_the_bound(channels: int, codec: str) -> None:
     ours, theirs = fill_buffers(channels, max_error=4, codec=codec)
     assert theirs.dones.sum() > 10
     assert theirs.timeouts.sum() > 3
-    worst = 0
+    max_abs_error = 0
     for name in ("observations", "next_observations"):
         off = np.abs(np.asarray(getattr(ours, name)).astype(int) - getattr(theirs, name))
-        worst = max(worst, int(off.max()))
-    assert worst == 4
+        max_abs_error = max(max_abs_error, int(off.max()))
+    assert max_abs_error == 4
     for name in ("actions", "rewards", "dones", "timeouts"):
         np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
     draws = []

@@ -114,7 +114,7 @@ def everything(store: Any, plain: ReferenceStore) -> tuple[np.ndarray, np.ndarra
     return made.astype(int), given_to_it.astype(int)
 
 
-def worst(store: Any, plain: ReferenceStore) -> int:
+def max_abs_error(store: Any, plain: ReferenceStore) -> int:
     made, true = everything(store, plain)
     return int(np.abs(made - true).max())
 

@@ -16,7 +16,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDe
 from rl_ext_core.frames import FrameStore, StackLayout, arrays, bounded, codec_names, get_codec, patch
 from rl_ext_core.testing import LAYOUTS as TEST_LAYOUTS
 from rl_ext_core.testing import ReferenceStore, make_transitions
-from tests.core.frames.disk_toys import append_all, drifting, everything, worst
+from tests.core.frames.disk_toys import append_all, drifting, everything, max_abs_error
 
 IMAGES = [layout for layout in TEST_LAYOUTS if layout.dtype == np.uint8]
 CODECS = ["patch", "patch+lz4"]
@@ -58,8 +58,8 @@ def test_every_pixel_is_within_the_bound(layout: StackLayout, options: Any, epis
         else:
             steps = make_transitions(layout, **episode)
         append_all((plain, store), steps)
-        assert worst(store, plain) <= options["max_error"]
-    assert worst(pickle.loads(pickle.dumps(store)), plain) <= options["max_error"]
+        assert max_abs_error(store, plain) <= options["max_error"]
+    assert max_abs_error(pickle.loads(pickle.dumps(store)), plain) <= options["max_error"]
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_frames_are_shared_by_their_true_pixels_not_by_the_decoded_ones() -> Non
         if step % 3 == 0:
             stack[:, :, 0, 0] += 3  # within the bound of what is stored, but not what was given
     assert store._pool._arrays["head"][arrays.FRAMES] == (1 + 10) * RGB.n_stack + 30
-    assert worst(store, plain) <= 10
+    assert max_abs_error(store, plain) <= 10
 
 
 def adaptive(plain: ReferenceStore, **options: Any) -> FrameStore:
@@ -104,13 +104,13 @@ def test_an_adaptive_store_finds_the_stack_before_it_loses_anything(codec: str, 
         for each in (store, exact):
             each.append(*transition)
         if step in (0, 5, 62, 63, 64, 127, 199):
-            assert worst(store, plain) <= (0 if step < 63 else 4)
+            assert max_abs_error(store, plain) <= (0 if step < 63 else 4)
     assert store.layout.n_stack == 3
     assert store.max_error == 4
     assert store.nbytes < 0.7 * exact.nbytes
     again = pickle.loads(pickle.dumps(store))
     append_all((plain, again), drifting(RGB, 100, seed=1))
-    assert worst(again, plain) <= 4
+    assert max_abs_error(again, plain) <= 4
     assert "lossy: max_error=4" in repr(again)
 
 
