@@ -181,6 +181,6 @@ def _say(progress: mmap.mmap, at: int, number: int) -> None:
     progress[at : at + 8] = struct.pack("<q", number)
 
 
-def seconds_of(seed: int) -> float:
+def random_seconds(seed: int) -> float:
     """How long to add, mostly short."""
     return 0.15 * random.Random(seed).random() ** 2

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_ext_core.frames.store import load_kernels
-from tests.core.frames.disk_toys import add, check, kill_while_adding, open_store, seconds_of
+from tests.core.frames.disk_toys import add, check, kill_while_adding, open_store, random_seconds
 
 KINDS = ("patch", "patch+lz4", "raw", "adaptive")
 
@@ -28,7 +28,7 @@ def test_a_killed_process_leaves_all_but_one_transition(
     folder = tmp_path / "buffer"
     kind, capacity = KINDS[seed % 4], (25, 400, 100_000)[seed // 4 % 3]
     for round_ in range(2):  # and the folder of a process that was killed is one that another may be killed with
-        added, sure = kill_while_adding(folder, kind, capacity, seconds_of(2 * seed + round_))
+        added, sure = kill_while_adding(folder, kind, capacity, random_seconds(2 * seed + round_))
     caplog.clear()
     with caplog.at_level(logging.INFO, "rl_ext_core.frames"):
         store, numbers, rewards = open_store(folder, kind, capacity)
