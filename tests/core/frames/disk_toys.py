@@ -119,7 +119,7 @@ def max_abs_error(store: Any, plain: ReferenceStore) -> int:
     return int(np.abs(made - true).max())
 
 
-def drifting(layout: StackLayout, n_steps: int, *, n_envs: int = 2, seed: int = 0, speed: int = 2) -> Any:
+def drifting_transitions(layout: StackLayout, n_steps: int, *, n_envs: int = 2, seed: int = 0, speed: int = 2) -> Any:
     """Transitions of natural-looking images that move and change by a little everywhere, with episodes that end."""
     rng = np.random.default_rng(seed)
     shape = list(layout.shape)

@@ -16,7 +16,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDe
 from rl_ext_core.frames import FrameStore, StackLayout, arrays, bounded, codec_names, get_codec, patch
 from rl_ext_core.testing import LAYOUTS as TEST_LAYOUTS
 from rl_ext_core.testing import ReferenceStore, make_transitions
-from tests.core.frames.disk_toys import append_all, drifting, everything, max_abs_error
+from tests.core.frames.disk_toys import append_all, drifting_transitions, everything, max_abs_error
 
 IMAGES = [layout for layout in TEST_LAYOUTS if layout.dtype == np.uint8]
 CODECS = ["patch", "patch+lz4"]
@@ -54,7 +54,7 @@ def test_every_pixel_is_within_the_bound(layout: StackLayout, options: Any, epis
     store = FrameStore(20, 2, layout, **options)
     for episode in episodes:
         if episode["contents"] == "drift":
-            steps = drifting(layout, episode["n_steps"], seed=episode["seed"])
+            steps = drifting_transitions(layout, episode["n_steps"], seed=episode["seed"])
         else:
             steps = make_transitions(layout, **episode)
         append_all((plain, store), steps)
@@ -66,11 +66,11 @@ def test_every_pixel_is_within_the_bound(layout: StackLayout, options: Any, epis
 @pytest.mark.parametrize(("codec", "layout", "bound"), [("patch", RGB, 1), ("patch+lz4", RGB_LAST, 4)], ids=str)
 def test_errors_do_not_add_up_while_a_picture_drifts(codec: str, layout: StackLayout, bound: int) -> None:
     plain, store = ReferenceStore(300, 2, layout), FrameStore(300, 2, layout, codec=codec, max_error=bound)
-    append_all((plain, store), drifting(layout, 300, speed=0))
+    append_all((plain, store), drifting_transitions(layout, 300, speed=0))
     made, true = everything(store, plain)
     assert np.abs(made - true).max() == bound  # it is made use of
     exact = FrameStore(300, 2, layout, codec=codec)
-    append_all((exact,), drifting(layout, 300, speed=0))
+    append_all((exact,), drifting_transitions(layout, 300, speed=0))
     assert store.nbytes < 0.7 * exact.nbytes
 
 
@@ -99,7 +99,7 @@ def adaptive(plain: ReferenceStore, **options: Any) -> FrameStore:
 def test_an_adaptive_store_finds_the_stack_before_it_loses_anything(codec: str, n_stack: int | None) -> None:
     plain = ReferenceStore(200, 2, RGB)
     store, exact = (adaptive(plain, codec=codec, n_stack=n_stack, max_error=bound) for bound in (4, 0))
-    for step, transition in enumerate(drifting(RGB, 200)):
+    for step, transition in enumerate(drifting_transitions(RGB, 200)):
         plain.append(*transition)
         for each in (store, exact):
             each.append(*transition)
@@ -109,7 +109,7 @@ def test_an_adaptive_store_finds_the_stack_before_it_loses_anything(codec: str, 
     assert store.max_error == 4
     assert store.nbytes < 0.7 * exact.nbytes
     again = pickle.loads(pickle.dumps(store))
-    append_all((plain, again), drifting(RGB, 100, seed=1))
+    append_all((plain, again), drifting_transitions(RGB, 100, seed=1))
     assert max_abs_error(again, plain) <= 4
     assert "lossy: max_error=4" in repr(again)
 
@@ -165,7 +165,7 @@ def test_the_longest_patches_are_not_taken_for_packed_frames(size: int) -> None:
 def test_on_disk_it_is_found_again_as_it_was(tmp_path: Path, options: dict[str, Any]) -> None:
     plain = ReferenceStore(200, 2, RGB)
     store = adaptive(plain, storage_dir=tmp_path / "there", **options)
-    append_all((plain, store), drifting(RGB, 250))
+    append_all((plain, store), drifting_transitions(RGB, 250))
     made, true = everything(store, plain)
     if "max_error" in options:
         assert 0 < np.abs(made - true).max() <= 4
@@ -197,7 +197,7 @@ def test_it_is_never_chosen_and_is_refused_by_name_where_it_is_missing(monkeypat
         get_codec("jpeg")
     layout = JPEGS[0]
     store = FrameStore.adaptive(200, 2, layout.shape, layout.dtype)
-    append_all((store,), drifting(layout, 200))
+    append_all((store,), drifting_transitions(layout, 200))
     assert store.codec != "jpeg"
 
 
@@ -206,7 +206,7 @@ def test_it_is_never_chosen_and_is_refused_by_name_where_it_is_missing(monkeypat
 def test_an_adaptive_store_finds_the_stack_and_goes_over_to_jpeg(layout: StackLayout) -> None:
     plain = ReferenceStore(150, 2, layout)
     store = FrameStore.adaptive(150, 2, layout.shape, layout.dtype, codec="jpeg", quality=90)
-    for step, transition in enumerate(drifting(layout, 150)):
+    for step, transition in enumerate(drifting_transitions(layout, 150)):
         plain.append(*transition)
         store.append(*transition)
         if step == 20:
@@ -215,5 +215,5 @@ def test_an_adaptive_store_finds_the_stack_and_goes_over_to_jpeg(layout: StackLa
     assert 10 * np.log10(255**2 / np.mean(np.subtract(*everything(store, plain)) ** 2)) > 33
     assert "lossy: quality=90" in repr(store)
     again = pickle.loads(pickle.dumps(store))
-    again.append(*next(iter(drifting(layout, 1, seed=5))))
+    again.append(*next(iter(drifting_transitions(layout, 1, seed=5))))
     assert again.encoding.quality == 90

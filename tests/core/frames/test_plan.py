@@ -18,7 +18,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.frames import FrameStore, StackLayout, plan, planning
 from rl_ext_core.frames.planning import parse_bytes
 from rl_ext_core.resources import available_memory
-from tests.core.frames.disk_toys import drifting
+from tests.core.frames.disk_toys import drifting_transitions
 
 LAYOUT = StackLayout((9, 24, 28), np.dtype(np.uint8), 3, 0)
 SB3 = "SB3 ReplayBuffer"
@@ -26,7 +26,7 @@ SB3 = "SB3 ReplayBuffer"
 
 def observations(n: int = 200) -> npt.NDArray[Any]:
     """Consecutive stacks of one environment."""
-    return np.stack([before[0] for before, _ in drifting(LAYOUT, n, n_envs=1)])
+    return np.stack([before[0] for before, _ in drifting_transitions(LAYOUT, n, n_envs=1)])
 
 
 class Played(gym.Env[Any, Any]):
