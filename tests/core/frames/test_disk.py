@@ -203,7 +203,7 @@ print("open", flush=True)
 """
 
 
-def someone_else(folder: Path, then: str) -> subprocess.Popen[str]:
+def start_other_process(folder: Path, then: str) -> subprocess.Popen[str]:
     """A process that has opened a folder and added 30 transitions."""
     command, root = [sys.executable, "-c", WHOLE + then, folder], Path(__file__).parents[3]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
@@ -213,7 +213,7 @@ def someone_else(folder: Path, then: str) -> subprocess.Popen[str]:
 
 
 def test_two_processes_cannot_write_to_one_folder_and_one_that_just_ends_loses_nothing(tmp_path: Path) -> None:
-    with someone_else(tmp_path / "a", "sys.stdin.read()") as other:
+    with start_other_process(tmp_path / "a", "sys.stdin.read()") as other:
         with pytest.raises(StorageError, match=f"in use by another process, {other.pid}, or one that .*; close"):
             open_store(tmp_path / "a", "patch", 50)
         other.communicate("")
@@ -253,7 +253,7 @@ print("ends")
 
 
 def test_a_forked_process_may_read_and_not_add_and_holds_no_lock(tmp_path: Path) -> None:
-    with someone_else(tmp_path / "a", FORK) as process:
+    with start_other_process(tmp_path / "a", FORK) as process:
         assert process.stdout is not None
         assert f"written to by process {process.pid}, not by this one" in process.stdout.readline()
         rest, _ = process.communicate("\n")
