@@ -32,7 +32,7 @@ from tests.core.frames.disk_toys import LAYOUT, N_ENVS, add, check, open_store, 
 KINDS = ("patch", "raw", "patch+lz4")
 
 
-def all_of(store: Any) -> list[np.ndarray]:
+def read_all_rows(store: Any) -> list[np.ndarray]:
     rows, envs = np.repeat(np.arange(store.capacity), N_ENVS), np.tile(np.arange(N_ENVS), store.capacity)
     outs = [np.empty((len(rows), *LAYOUT.shape), np.uint8) for _ in range(2)]
     store.get(rows, envs, *outs)
@@ -131,7 +131,7 @@ class SameAsInMemory(RuleBasedStateMachine):
             assert store.recovered.kept == store.size
             assert store.recovered.lost >= self.unsure
             held = (store.first + np.arange(store.size)) % self.capacity
-            for ours, theirs in zip(all_of(store), all_of(self.ram), strict=True):
+            for ours, theirs in zip(read_all_rows(store), read_all_rows(self.ram), strict=True):
                 shape = (self.capacity, -1)
                 np.testing.assert_array_equal(ours.reshape(shape)[held], theirs.reshape(shape)[held])
             assert (numbers[held] == self.numbers[held]).all()
@@ -150,7 +150,7 @@ class SameAsInMemory(RuleBasedStateMachine):
     def _compare(self, store: Any) -> None:
         for name in ("position", "full", "size", "first", "dropped"):
             assert getattr(store, name) == getattr(self.ram, name), name
-        for ours, theirs in zip(all_of(store), all_of(self.ram), strict=True):
+        for ours, theirs in zip(read_all_rows(store), read_all_rows(self.ram), strict=True):
             np.testing.assert_array_equal(ours, theirs)
 
     @invariant()
@@ -345,7 +345,7 @@ def test_row_arrays_are_asked_for_before_the_first_transition(tmp_path: Path) ->
         store.rows("../x", (), np.int64)
     assert store.rows("number", (), np.int64) is rows[0]
     store.close()
-    for use in (lambda: add(store, *rows, 1), lambda: all_of(store)):  # when it is closed
+    for use in (lambda: add(store, *rows, 1), lambda: read_all_rows(store)):  # when it is closed
         with pytest.raises(StorageError):
             use()
 
@@ -393,7 +393,7 @@ def test_a_file_of_another_store_is_no_part_of_this_one(tmp_path: Path, name: st
 
     def read_all() -> None:
         with contextlib.closing(open_store(tmp_path / "a", "patch", 20)[0]) as store:
-            all_of(store)
+            read_all_rows(store)
 
     with pytest.raises(CorruptFileError, match=r"salvage|put back the file"):
         read_all()
