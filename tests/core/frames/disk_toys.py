@@ -104,7 +104,7 @@ def check(store: Any, numbers: np.ndarray, rewards: np.ndarray, *, end: int | No
     return last
 
 
-def everything(store: Any, plain: ReferenceStore) -> tuple[np.ndarray, np.ndarray]:
+def read_all(store: Any, plain: ReferenceStore) -> tuple[np.ndarray, np.ndarray]:
     """All that a store holds, and what it was given, as signed numbers."""
     rows = np.repeat(np.arange(plain.capacity), plain.n_envs)
     envs = np.tile(np.arange(plain.n_envs), plain.capacity)
@@ -115,7 +115,7 @@ def everything(store: Any, plain: ReferenceStore) -> tuple[np.ndarray, np.ndarra
 
 
 def max_abs_error(store: Any, plain: ReferenceStore) -> int:
-    made, true = everything(store, plain)
+    made, true = read_all(store, plain)
     return int(np.abs(made - true).max())
 
 

@@ -25,7 +25,7 @@ from rl_ext_core.frames import FrameStore, StackLayout, folder, salvage
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION
 from rl_ext_core.testing import LAYOUTS, ReferenceStore, check_contents, make_transitions
 from tests.core.frames import make_fixtures as fixtures
-from tests.core.frames.disk_toys import add, append_all, check, everything, limit_file_size, open_store
+from tests.core.frames.disk_toys import add, append_all, check, read_all, limit_file_size, open_store
 from tests.core.frames.make_fixtures import EXACT, KINDS, LAYOUT, N_ENVS, WAYS, filled, path_of, steps
 
 # Of the bytes that come out. JPEG's depend on the library.
@@ -47,7 +47,7 @@ def test_a_file_of_this_format_is_read_and_the_same_transitions_give_it_again(wa
     assert len(data) < 65_000
     store, plain = pickle.loads(data), ReferenceStore(capacity, N_ENVS, LAYOUT)
     append_all([plain], steps(n_steps))
-    made, true = everything(store, plain)
+    made, true = read_all(store, plain)
     off = np.abs(made - true)
     if way == "jpeg":
         assert off.mean() < 6

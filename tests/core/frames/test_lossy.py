@@ -16,7 +16,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDe
 from rl_ext_core.frames import FrameStore, StackLayout, arrays, bounded, codec_names, get_codec, patch
 from rl_ext_core.testing import LAYOUTS as TEST_LAYOUTS
 from rl_ext_core.testing import ReferenceStore, make_transitions
-from tests.core.frames.disk_toys import append_all, drifting_transitions, everything, max_abs_error
+from tests.core.frames.disk_toys import append_all, drifting_transitions, read_all, max_abs_error
 
 IMAGES = [layout for layout in TEST_LAYOUTS if layout.dtype == np.uint8]
 CODECS = ["patch", "patch+lz4"]
@@ -67,7 +67,7 @@ def test_every_pixel_is_within_the_bound(layout: StackLayout, options: Any, epis
 def test_errors_do_not_add_up_while_a_picture_drifts(codec: str, layout: StackLayout, bound: int) -> None:
     plain, store = ReferenceStore(300, 2, layout), FrameStore(300, 2, layout, codec=codec, max_error=bound)
     append_all((plain, store), drifting_transitions(layout, 300, speed=0))
-    made, true = everything(store, plain)
+    made, true = read_all(store, plain)
     assert np.abs(made - true).max() == bound  # it is made use of
     exact = FrameStore(300, 2, layout, codec=codec)
     append_all((exact,), drifting_transitions(layout, 300, speed=0))
@@ -166,14 +166,14 @@ def test_on_disk_it_is_found_again_as_it_was(tmp_path: Path, options: dict[str, 
     plain = ReferenceStore(200, 2, RGB)
     store = adaptive(plain, storage_dir=tmp_path / "there", **options)
     append_all((plain, store), drifting_transitions(RGB, 250))
-    made, true = everything(store, plain)
+    made, true = read_all(store, plain)
     if "max_error" in options:
         assert 0 < np.abs(made - true).max() <= 4
     store.close()
     again = adaptive(plain, storage_dir=tmp_path / "there", **options)
     assert again.lossy
     assert again.max_error == options.get("max_error", 0)
-    np.testing.assert_array_equal(everything(again, plain)[0], made)
+    np.testing.assert_array_equal(read_all(again, plain)[0], made)
     again.close()
     with pytest.raises(InvalidArgumentError):
         adaptive(plain, storage_dir=tmp_path / "there")
@@ -210,9 +210,9 @@ def test_an_adaptive_store_finds_the_stack_and_goes_over_to_jpeg(layout: StackLa
         plain.append(*transition)
         store.append(*transition)
         if step == 20:
-            assert not np.subtract(*everything(store, plain)).any()
+            assert not np.subtract(*read_all(store, plain)).any()
     assert (store.codec, store.block_length, store.layout.n_stack) == ("jpeg", 1, layout.n_stack)
-    assert 10 * np.log10(255**2 / np.mean(np.subtract(*everything(store, plain)) ** 2)) > 33
+    assert 10 * np.log10(255**2 / np.mean(np.subtract(*read_all(store, plain)) ** 2)) > 33
     assert "lossy: quality=90" in repr(store)
     again = pickle.loads(pickle.dumps(store))
     again.append(*next(iter(drifting_transitions(layout, 1, seed=5))))
