@@ -57,7 +57,7 @@ def episodes(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def saved_and_loaded(store: Any) -> Any:
+def save_and_load(store: Any) -> Any:
     file = io.BytesIO()
     store.save(file)
     return type(store).load(io.BytesIO(file.getvalue()))
@@ -80,7 +80,7 @@ def test_a_store_equals_plain_arrays(data: st.DataObject, layout: StackLayout, c
         if action == "pickle":
             stores = [pickle.loads(pickle.dumps(store)) for store in stores]
         if action == "save":
-            stores = [saved_and_loaded(store) for store in stores]
+            stores = [save_and_load(store) for store in stores]
         if action == "free_stream_buffers":
             for store in stores:
                 store.free_stream_buffers()
@@ -318,10 +318,10 @@ def test_numbers_may_be_of_numpys_types(make: Any) -> None:
     for row, (observations, nexts) in zip(np.arange(5), make_transitions(GREY, n_steps=5), strict=True):
         store.append(observations, nexts, row=row)
         plain.append(observations, nexts)
-    check_contents(saved_and_loaded(store), plain)
+    check_contents(save_and_load(store), plain)
     store.drop_oldest(np.int64(1))
     store.drop_newest(np.int32(1))
-    again = saved_and_loaded(store)
+    again = save_and_load(store)
     assert (again.size, again.first) == (3, 1)
 
 
