@@ -108,7 +108,7 @@ def test_frames_that_recur_are_never_confused(layout: StackLayout, steps: list[t
     check_contents(store, plain)
 
 
-def check_held(store: Any, plain: ReferenceStore) -> None:
+def check_kept_rows(store: Any, plain: ReferenceStore) -> None:
     """What is held equals the plain arrays; what was given up reads as zeros."""
     before, after = plain.observations.copy(), plain.next_observations.copy()
     gone = np.ones(plain.capacity, dtype=bool)
@@ -139,7 +139,7 @@ def test_a_store_with_a_budget_equals_plain_arrays(data: st.DataObject, capacity
             plain.clear()
         if action == "pickle":
             store = pickle.loads(pickle.dumps(store))
-        check_held(store, plain)
+        check_kept_rows(store, plain)
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
@@ -154,11 +154,11 @@ def test_an_adaptive_store_keeps_within_its_budget(where: str, tmp_path: Path) -
         assert store.nbytes <= BUDGET
     assert store.layout.n_stack == 4
     assert store.dropped
-    check_held(store, plain)
+    check_kept_rows(store, plain)
     store.close()
     if where == "disk":
         store = opened()
-        check_held(store, plain)
+        check_kept_rows(store, plain)
         store.close()
 
 
