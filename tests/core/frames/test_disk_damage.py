@@ -116,7 +116,7 @@ def test_random_damage_is_found(made: tuple[Path, str, int], tmp_path: Path) -> 
         check_damage(made, tmp_path, seed)
 
 
-def in_one_folder(tmp_path: Path, count: int = 50) -> Path:
+def make_folder(tmp_path: Path, count: int = 50) -> Path:
     store, *_rows = open_store(tmp_path / "a", "patch", CAPACITY, count=count)
     store.close()
     return tmp_path / "a"
@@ -125,7 +125,7 @@ def in_one_folder(tmp_path: Path, count: int = 50) -> Path:
 @pytest.mark.parametrize("share", [None, 0.5])
 @pytest.mark.parametrize("name", ["journal", "journal-2", "frames-0", "row-reward", "sums", "store.json"])
 def test_a_file_that_is_gone_or_was_cut_short_is_noticed(tmp_path: Path, name: str, share: float | None) -> None:
-    folder = in_one_folder(tmp_path)
+    folder = make_folder(tmp_path)
     whole = (folder / name).read_bytes()
     if share is None:
         (folder / name).unlink()
@@ -155,7 +155,7 @@ def test_notes_of_more_transitions_than_there_can_be_are_refused(tmp_path: Path,
 
 
 def test_frames_that_never_took_the_place_of_others_are_removed(tmp_path: Path) -> None:
-    folder = in_one_folder(tmp_path)
+    folder = make_folder(tmp_path)
     (folder / "frames-1").write_bytes(b"of a process that was killed")
     open_store(folder, "patch", CAPACITY)[0].close()
     assert not (folder / "frames-1").exists()
@@ -163,7 +163,7 @@ def test_frames_that_never_took_the_place_of_others_are_removed(tmp_path: Path) 
 
 @pytest.mark.parametrize("count", [50, 130])
 def test_without_any_note_only_a_ring_that_was_never_full_is_salvaged(tmp_path: Path, count: int) -> None:
-    folder = in_one_folder(tmp_path, count)
+    folder = make_folder(tmp_path, count)
     for name in ("journal", "journal-2"):
         os.truncate(folder / name, 65546)
     if count > CAPACITY:
@@ -186,7 +186,7 @@ def test_a_folder_in_use_is_not_salvaged(tmp_path: Path) -> None:
 
 
 def test_damage_of_a_frame_shows_when_it_is_read(tmp_path: Path) -> None:
-    folder = in_one_folder(tmp_path)
+    folder = make_folder(tmp_path)
     store, *rows = open_store(folder, "patch", CAPACITY)
     store._pool._arrays["contents"][20] ^= 4  # a view of the file
     store.close()
