@@ -62,7 +62,7 @@ def check_one_by_one(store: Any, numbers: np.ndarray, rewards: np.ndarray) -> in
     return refused
 
 
-def altered(made: tuple[Path, str, int], tmp_path: Path, seed: int) -> tuple[Path, str]:
+def copy_and_damage(made: tuple[Path, str, int], tmp_path: Path, seed: int) -> tuple[Path, str]:
     rng = random.Random(seed)
     folder = tmp_path / f"altered{seed}"
     shutil.copytree(made[0], folder)
@@ -71,7 +71,7 @@ def altered(made: tuple[Path, str, int], tmp_path: Path, seed: int) -> tuple[Pat
 
 
 def check_damage(made: tuple[Path, str, int], tmp_path: Path, seed: int) -> None:
-    folder, what = altered(made, tmp_path, seed)
+    folder, what = copy_and_damage(made, tmp_path, seed)
     _, kind, count = made
     refused: int | None = None
     refusal = ""
