@@ -27,7 +27,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, int
     return tmp_path / "made", kind, count
 
 
-def alter(path: Path, rng: random.Random) -> str:
+def damage_file(path: Path, rng: random.Random) -> str:
     """Does something to a file at random; says what."""
     data = bytearray(path.read_bytes())
     place = rng.randrange(len(data))
@@ -67,7 +67,7 @@ def copy_and_damage(made: tuple[Path, str, int], tmp_path: Path, seed: int) -> t
     folder = tmp_path / f"altered{seed}"
     shutil.copytree(made[0], folder)
     target = rng.choice(sorted(path for path in folder.iterdir() if path.name != "lock" and path.stat().st_size))
-    return folder, alter(target, rng)
+    return folder, damage_file(target, rng)
 
 
 def check_damage(made: tuple[Path, str, int], tmp_path: Path, seed: int) -> None:
