@@ -20,11 +20,11 @@ CAPACITY = 60
 
 
 @pytest.fixture(params=[(kind, count) for kind in KINDS for count in (50, 170)], ids=str)
-def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, int]:
+def filled_folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, int]:
     kind, count = request.param
-    store, *_rows = open_store(tmp_path / "made", kind, CAPACITY, count=count)
+    store, *_rows = open_store(tmp_path / "filled_folder", kind, CAPACITY, count=count)
     store.close()
-    return tmp_path / "made", kind, count
+    return tmp_path / "filled_folder", kind, count
 
 
 def damage_file(path: Path, rng: random.Random) -> str:
@@ -62,17 +62,17 @@ def check_one_by_one(store: Any, numbers: np.ndarray, rewards: np.ndarray) -> in
     return refused
 
 
-def copy_and_damage(made: tuple[Path, str, int], tmp_path: Path, seed: int) -> tuple[Path, str]:
+def copy_and_damage(filled_folder: tuple[Path, str, int], tmp_path: Path, seed: int) -> tuple[Path, str]:
     rng = random.Random(seed)
     folder = tmp_path / f"altered{seed}"
-    shutil.copytree(made[0], folder)
+    shutil.copytree(filled_folder[0], folder)
     target = rng.choice(sorted(path for path in folder.iterdir() if path.name != "lock" and path.stat().st_size))
     return folder, damage_file(target, rng)
 
 
-def check_damage(made: tuple[Path, str, int], tmp_path: Path, seed: int) -> None:
-    folder, what = copy_and_damage(made, tmp_path, seed)
-    _, kind, count = made
+def check_damage(filled_folder: tuple[Path, str, int], tmp_path: Path, seed: int) -> None:
+    folder, what = copy_and_damage(filled_folder, tmp_path, seed)
+    _, kind, count = filled_folder
     refused: int | None = None
     refusal = ""
     try:
@@ -111,9 +111,9 @@ def check_damage(made: tuple[Path, str, int], tmp_path: Path, seed: int) -> None
 
 
 @pytest.mark.sample(quick=2)
-def test_random_damage_is_found(made: tuple[Path, str, int], tmp_path: Path) -> None:
+def test_random_damage_is_found(filled_folder: tuple[Path, str, int], tmp_path: Path) -> None:
     for seed in range(6):
-        check_damage(made, tmp_path, seed)
+        check_damage(filled_folder, tmp_path, seed)
 
 
 def make_folder(tmp_path: Path, count: int = 50) -> Path:
