@@ -32,7 +32,7 @@ def fill(store: Any, *numbers: int) -> Any:
     return store
 
 
-def held(store: Any) -> list[int]:
+def read_numbers(store: Any) -> list[int]:
     """The numbers of the transitions that it holds, all of which are read, by another thread."""
     found: list[int] = []
 
@@ -106,26 +106,26 @@ def test_a_store_is_as_before_the_call_or_as_after_it(name: str, kind: str, ever
         stores[:] = [(store, folder)]  # the one before is not kept: an exhaustive run makes thousands
         return lambda: call(store, folder)
 
-    before = held(stores[-1][0]) if prepare() else []
+    before = read_numbers(stores[-1][0]) if prepare() else []
     call(*stores[-1])
-    after = held(stores[-1][0])
+    after = read_numbers(stores[-1][0])
     saved_or_not = set()
     for where in interrupt_everywhere(prepare, code_paths=CODE_PATHS, every=every):
         store, folder = stores[-1]
-        found = held(store)
+        found = read_numbers(store)
         assert found in (before, after), where
         saved = folder / "saved"
         assert {path.name for path in folder.iterdir()} <= {"saved", "store"}, where
         saved_or_not.add(saved.exists())
         if saved.exists():
-            assert held(type(store).load(saved)) == before, where
+            assert read_numbers(type(store).load(saved)) == before, where
         fill(store, 40, 41, 42, 43, 44)  # somebody who goes on
         found = [*found, 40, 41, 42, 43, 44][-CAPACITY:]
-        assert held(store) == found, where
+        assert read_numbers(store) == found, where
         if "folder" in kind:
             store.close()
             store = make(codec, folder / "store")
-            assert held(store) == found, where
+            assert read_numbers(store) == found, where
             store.close()
     assert number > 2, "nothing was interrupted"
     assert True not in saved_or_not or name == "save"
@@ -153,11 +153,11 @@ def test_a_folder_is_open_or_closed(name: str, kind: str, every: int, tmp_path: 
         if opened:
             opened.pop().close()
         store = make(kind, tmp_path / str(number))
-        assert held(store) == there, where
+        assert read_numbers(store) == there, where
         fill(store, 40, 41)
         store.close()
         store = make(kind, tmp_path / str(number))
-        assert held(store) == [*there, 40, 41][-CAPACITY:], where
+        assert read_numbers(store) == [*there, 40, 41][-CAPACITY:], where
         store.close()
 
 
@@ -168,4 +168,4 @@ def test_a_file_that_was_being_read_can_be_read(kind: str, tmp_path: Path) -> No
     for where in interrupt_everywhere(
         lambda: lambda: type(store).load(tmp_path / "saved"), code_paths=CODE_PATHS, every=211
     ):
-        assert held(type(store).load(tmp_path / "saved")) == held(store), where
+        assert read_numbers(type(store).load(tmp_path / "saved")) == read_numbers(store), where
