@@ -69,7 +69,7 @@ CALLS: dict[str, tuple[Callable[[Any, Path], Any], int]] = {
     "append to a block that is full": (lambda store, _: fill(store, 30), 7),
     "append over the oldest": (lambda store, _: fill(store, 30), 15),
     "stage and commit": (lambda store, _: store.commit(store.stage(*transition(30))), 15),
-    "get": (lambda store, _: held_here(store), 14),
+    "get": (lambda store, _: read_first_env(store), 14),
     "drop_oldest": (lambda store, _: store.drop_oldest(5), 14),
     "drop_newest": (lambda store, _: store.drop_newest(3), 14),
     "clear": (lambda store, _: store.clear(), 14),
@@ -80,7 +80,7 @@ CALLS: dict[str, tuple[Callable[[Any, Path], Any], int]] = {
 }
 
 
-def held_here(store: Any) -> None:
+def read_first_env(store: Any) -> None:
     rows = np.arange(store.size)
     store.get(rows, np.zeros_like(rows), np.empty((len(rows), *LAYOUT.shape), dtype=np.uint8))
 
