@@ -56,7 +56,7 @@ def steps(n_steps: int) -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint
     return [(stacks(time), stacks(time + 1)) for time in range(n_steps)]
 
 
-def filled(way: str, kind: str) -> FrameStore:
+def make_filled_store(way: str, kind: str) -> FrameStore:
     """Return a store with what is in the file."""
     capacity, n_steps = KINDS[kind]
     if kind == "store":
@@ -83,7 +83,7 @@ def main() -> None:
     DATA.mkdir(exist_ok=True)
     for way in WAYS:
         for kind in KINDS:
-            path_of(way, kind).write_bytes(pickle.dumps(filled(way, kind), protocol=5))
+            path_of(way, kind).write_bytes(pickle.dumps(make_filled_store(way, kind), protocol=5))
     for kind, options in FOLDERS.items():
         with tempfile.TemporaryDirectory() as folder:
             open_store(folder, kind, FOLDER_CAPACITY, count=FOLDER_STEPS, **options)[0].close()

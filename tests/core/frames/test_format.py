@@ -26,7 +26,7 @@ from rl_ext_core.frames.checkpoint import FORMAT_VERSION
 from rl_ext_core.testing import LAYOUTS, ReferenceStore, check_contents, make_transitions
 from tests.core.frames import make_fixtures as fixtures
 from tests.core.frames.disk_toys import add, append_all, check, read_all, limit_file_size, open_store
-from tests.core.frames.make_fixtures import EXACT, KINDS, LAYOUT, N_ENVS, WAYS, filled, path_of, steps
+from tests.core.frames.make_fixtures import EXACT, KINDS, LAYOUT, N_ENVS, WAYS, make_filled_store, path_of, steps
 
 # Of the bytes that come out. JPEG's depend on the library.
 DECODED = {
@@ -58,10 +58,10 @@ def test_a_file_of_this_format_is_read_and_the_same_transitions_give_it_again(wa
     append_all([store, plain], make_transitions(LAYOUT, n_steps=30, contents="mixed"))
     if way in EXACT:
         check_contents(store, plain)
-    first = pickle.dumps(filled(way, kind), protocol=5)
+    first = pickle.dumps(make_filled_store(way, kind), protocol=5)
     dirt = [np.full(size, 0xA5, dtype=np.uint8) for size in range(30, 9000, 7)]
     del dirt
-    assert pickle.dumps(filled(way, kind), protocol=5) == first
+    assert pickle.dumps(make_filled_store(way, kind), protocol=5) == first
 
 
 def test_a_file_of_numpy_2_is_not_called_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_a_folder_of_a_later_format_is_refused(tmp_path: Path, monkeypatch: pyte
 
 @functools.cache
 def state_of(codec: str) -> dict[str, Any]:
-    return filled(codec, "store").__getstate__()
+    return make_filled_store(codec, "store").__getstate__()
 
 
 def leaves(value: Any, where: str = "state") -> dict[str, Any]:
@@ -153,7 +153,7 @@ def test_another_state_is_refused(change: Any, says: str | None) -> None:
 
 
 def test_a_file_of_a_codec_that_is_not_available_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = pickle.dumps(filled("patch+lz4", "store"))
+    data = pickle.dumps(make_filled_store("patch+lz4", "store"))
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "lz4" else find(name, *rest))
     with pytest.raises(MissingDependencyError, match=r"codec 'patch\+lz4'"):
@@ -258,7 +258,7 @@ def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes, capsys: pytes
 
 
 def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
-    store = filled("raw", "store")
+    store = make_filled_store("raw", "store")
     store.save(tmp_path / "file")
     before = (tmp_path / "file").read_bytes()
     with limit_file_size(500), pytest.raises(StorageError, match=r"cannot write .*file"):
