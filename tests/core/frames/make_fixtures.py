@@ -51,7 +51,7 @@ def stacks(time: int) -> npt.NDArray[np.uint8]:
     return np.array(every, dtype=np.uint8)
 
 
-def steps(n_steps: int) -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
+def first_transitions(n_steps: int) -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
     """Return the first transitions."""
     return [(stacks(time), stacks(time + 1)) for time in range(n_steps)]
 
@@ -64,7 +64,7 @@ def make_filled_store(way: str, kind: str) -> FrameStore:
     else:
         options = {name: value for name, value in WAYS[way].items() if name != "block_length"}
         store = FrameStore.adaptive(capacity, N_ENVS, LAYOUT.shape, LAYOUT.dtype, **options)
-    for transition in steps(n_steps):
+    for transition in first_transitions(n_steps):
         store.append(*transition)
     return store
 

@@ -26,7 +26,16 @@ from rl_ext_core.frames.checkpoint import FORMAT_VERSION
 from rl_ext_core.testing import LAYOUTS, ReferenceStore, check_contents, make_transitions
 from tests.core.frames import make_fixtures as fixtures
 from tests.core.frames.disk_toys import add, append_all, check, read_all, limit_file_size, open_store
-from tests.core.frames.make_fixtures import EXACT, KINDS, LAYOUT, N_ENVS, WAYS, make_filled_store, path_of, steps
+from tests.core.frames.make_fixtures import (
+    EXACT,
+    KINDS,
+    LAYOUT,
+    N_ENVS,
+    WAYS,
+    make_filled_store,
+    path_of,
+    first_transitions,
+)
 
 # Of the bytes that come out. JPEG's depend on the library.
 DECODED = {
@@ -46,7 +55,7 @@ def test_a_file_of_this_format_is_read_and_the_same_transitions_give_it_again(wa
     data = path_of(way, kind).read_bytes()
     assert len(data) < 65_000
     store, plain = pickle.loads(data), ReferenceStore(capacity, N_ENVS, LAYOUT)
-    append_all([plain], steps(n_steps))
+    append_all([plain], first_transitions(n_steps))
     made, true = read_all(store, plain)
     off = np.abs(made - true)
     if way == "jpeg":
