@@ -21,7 +21,7 @@ from tests.core.frames.disk_toys import open_store
 
 DATA = Path(__file__).with_name("data")
 EXACT = ("raw", "patch", "patch+lz4")
-WAYS: dict[str, dict[str, Any]] = {
+ENCODINGS: dict[str, dict[str, Any]] = {
     **{codec: {"codec": codec, "block_length": 2} for codec in EXACT},
     "patch-lossy": {"codec": "patch", "max_error": 4, "block_length": 4},
     "patch+lz4-lossy": {"codec": "patch+lz4", "max_error": 9, "block_length": 4},
@@ -60,9 +60,9 @@ def make_filled_store(way: str, kind: str) -> FrameStore:
     """Return a store with what is in the file."""
     capacity, n_steps = KINDS[kind]
     if kind == "store":
-        store: FrameStore = FrameStore(capacity, N_ENVS, LAYOUT, **WAYS[way])
+        store: FrameStore = FrameStore(capacity, N_ENVS, LAYOUT, **ENCODINGS[way])
     else:
-        options = {name: value for name, value in WAYS[way].items() if name != "block_length"}
+        options = {name: value for name, value in ENCODINGS[way].items() if name != "block_length"}
         store = FrameStore.adaptive(capacity, N_ENVS, LAYOUT.shape, LAYOUT.dtype, **options)
     for transition in first_transitions(n_steps):
         store.append(*transition)
@@ -81,7 +81,7 @@ def path_of_folder(kind: str) -> Path:
 def main() -> None:
     """Write all files and folders."""
     DATA.mkdir(exist_ok=True)
-    for way in WAYS:
+    for way in ENCODINGS:
         for kind in KINDS:
             path_of(way, kind).write_bytes(pickle.dumps(make_filled_store(way, kind), protocol=5))
     for kind, options in FOLDERS.items():

@@ -31,7 +31,7 @@ from tests.core.frames.make_fixtures import (
     KINDS,
     LAYOUT,
     N_ENVS,
-    WAYS,
+    ENCODINGS,
     make_filled_store,
     path_of,
     first_transitions,
@@ -48,7 +48,7 @@ GREY = LAYOUTS[0]
 
 
 @pytest.mark.skipif(np.__version__ < "2", reason="the files were written with NumPy 2")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ENCODINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_of_this_format_is_read_and_the_same_transitions_give_it_again(way: str, kind: str) -> None:
     capacity, n_steps = KINDS[kind]
@@ -61,7 +61,7 @@ def test_a_file_of_this_format_is_read_and_the_same_transitions_give_it_again(wa
     if way == "jpeg":
         assert off.mean() < 6
     else:
-        assert off.max() == WAYS[way].get("max_error", 0)
+        assert off.max() == ENCODINGS[way].get("max_error", 0)
         right = DECODED.get((way, kind), zlib.crc32(true.astype(np.uint8).tobytes()))
         assert zlib.crc32(made.astype(np.uint8).tobytes()) == right
     append_all([store, plain], make_transitions(LAYOUT, n_steps=30, contents="mixed"))
