@@ -54,7 +54,7 @@ def test_a_killed_process_leaves_all_but_one_transition(
     store.close()
 
 
-def _made_up_to(folder: Path, step: int, *, kind: str) -> bool:
+def _kill_at_file_access(folder: Path, step: int, *, kind: str) -> bool:
     """Has a process make a folder that ends when it comes to a file for so many times; says whether it did."""
     child = os.fork()
     if child == 0:
@@ -76,9 +76,9 @@ def _made_up_to(folder: Path, step: int, *, kind: str) -> bool:
 @pytest.mark.parametrize("kind", ["adaptive", pytest.param("raw", marks=pytest.mark.exhaustive)])
 def test_a_process_that_is_killed_while_it_makes_a_folder_leaves_nothing_in_the_way(tmp_path: Path, kind: str) -> None:
     step = 0
-    while _made_up_to(folder := tmp_path / str(step), step, kind=kind):
+    while _kill_at_file_access(folder := tmp_path / str(step), step, kind=kind):
         for number in range(0, step, 10):  # and again while what it left is removed
-            _made_up_to(folder, number, kind=kind)
+            _kill_at_file_access(folder, number, kind=kind)
         store, numbers, rewards = open_store(folder, kind, 25)
         add(store, numbers, rewards, 0)
         store.close()
