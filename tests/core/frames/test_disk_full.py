@@ -22,7 +22,7 @@ def full(*_: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-class Failing:
+class FailingAllocation:
     """``os.posix_fallocate`` that fails at the n-th call from when it is armed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ class Failing:
 @pytest.mark.parametrize("kind", ["patch+lz4", pytest.param("adaptive", marks=pytest.mark.exhaustive)])
 def test_every_growth_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     store, *rows = open_store(tmp_path / "a", kind, 1000)
-    failing, failures = Failing(monkeypatch), 0
+    failing, failures = FailingAllocation(monkeypatch), 0
     for number in range(1100):
         for at in range(1, 100):
             failing.left = at
