@@ -376,7 +376,7 @@ def test_a_stack_is_found() -> None:
 # Memory that runs out, and codecs that fail, in the middle of ``append``.
 
 
-class Failure:
+class FailingFunction:
     """Lets a function fail at its n-th call from when it is armed."""
 
     def __init__(self, function: Callable[..., Any], error: BaseException) -> None:
@@ -396,7 +396,7 @@ def test_a_codec_that_fails_leaves_the_store_as_it_was(
     monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     codec = codecs.get_codec("patch+lz4")
-    failure = Failure(codec.seal, error())
+    failure = FailingFunction(codec.seal, error())
     monkeypatch.setattr(codec, "seal", failure)
     store, plain = FrameStore(25, 3, GREY, codec=codec, block_length=2), ReferenceStore(25, 3, GREY)
     failures = 0
