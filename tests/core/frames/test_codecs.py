@@ -94,7 +94,7 @@ def test_the_check_of_codecs_can_fail(fault: str, text: str) -> None:
         check_codec(f"test-{fault}")
 
 
-class Faulty(FrameStore):
+class FaultyStore(FrameStore):
     """A store with a fault that its name in ``faults`` switches on."""
 
     def __init__(self, *args: Any, fault: str = "", **options: Any) -> None:
@@ -127,7 +127,7 @@ class Faulty(FrameStore):
     ],
 )
 def test_the_check_of_stores_can_fail(fault: str, text: str) -> None:
-    factory = functools.partial(Faulty, codec="raw", fault=fault)
+    factory = functools.partial(FaultyStore, codec="raw", fault=fault)
     with pytest.raises(ConformanceError, match=text):
         check_frame_store(factory, contents=("sparse",), label="faulty")
 
