@@ -113,11 +113,11 @@ def state_of(codec: str) -> dict[str, Any]:
     return make_filled_store(codec, "store").__getstate__()
 
 
-def leaves(value: Any, where: str = "state") -> dict[str, Any]:
+def flatten_state(value: Any, where: str = "state") -> dict[str, Any]:
     """What a state is made of, by where it is."""
     if isinstance(value, (dict, list, tuple)):
         parts = value.items() if isinstance(value, dict) else enumerate(value)
-        return {key: leaf for name, part in parts for key, leaf in leaves(part, f"{where}[{name!r}]").items()}
+        return {key: leaf for name, part in parts for key, leaf in flatten_state(part, f"{where}[{name!r}]").items()}
     return {where: value}
 
 
@@ -127,14 +127,14 @@ def test_the_state_is_arrays_and_plain_values(codec: str) -> None:
     store = FrameStore(np.int64(5), np.int64(2), LAYOUT, codec=codec, block_length=np.int64(4))  # type: ignore[arg-type]
     append_all((store,), make_transitions(LAYOUT, n_steps=20, contents="mixed"))
     for state in (state_of(codec), store.__getstate__()):
-        assert {type(leaf) for leaf in leaves(state).values()} <= {int, bool, str, np.ndarray}
+        assert {type(leaf) for leaf in flatten_state(state).values()} <= {int, bool, str, np.ndarray}
 
 
 @settings(max_examples=100)
 @given(codec=st.sampled_from(EXACT), which=st.integers(0), place=st.integers(0), bit=st.integers(0, 7))
 def test_a_flipped_bit_of_any_array_is_noticed(codec: str, which: int, place: int, bit: int) -> None:
     state = pickle.loads(pickle.dumps(state_of(codec)))
-    arrays = [leaf for leaf in leaves(state).values() if isinstance(leaf, np.ndarray) and leaf.size]
+    arrays = [leaf for leaf in flatten_state(state).values() if isinstance(leaf, np.ndarray) and leaf.size]
     contents = arrays[which % len(arrays)].reshape(-1).view(np.uint8)
     contents[place % len(contents)] ^= 1 << bit
     with pytest.raises(CorruptFileError, match="checksum"):
