@@ -44,7 +44,7 @@ DECODED = {
     ("patch+lz4-lossy", "store"): 2492941697,
     ("patch+lz4-lossy", "adaptive"): 3445397735,
 }
-GREY = LAYOUTS[0]
+GRAY = LAYOUTS[0]
 
 
 @pytest.mark.skipif(np.__version__ < "2", reason="the files were written with NumPy 2")
@@ -179,16 +179,16 @@ def test_a_file_of_a_codec_that_is_not_available_is_refused_by_name(monkeypatch:
 def test_what_was_saved_is_loaded(tmp_path: Path, codec: str, kind: str, where: str) -> None:
     for n_steps in (0, 200):
         options = {"storage_dir": tmp_path / f"folder{n_steps}"} if where == "disk" else {}
-        plain = ReferenceStore(60, 2, GREY)
+        plain = ReferenceStore(60, 2, GRAY)
         if kind == "adaptive":
-            store: Any = FrameStore.adaptive(60, 2, GREY.shape, np.uint8, codec=codec, **options)
+            store: Any = FrameStore.adaptive(60, 2, GRAY.shape, np.uint8, codec=codec, **options)
         else:
-            store = FrameStore(60, 2, GREY, codec=codec, block_length=4, **options)
-        append_all((store, plain), make_transitions(GREY, n_steps=n_steps, contents="mixed", odd=0.05))
+            store = FrameStore(60, 2, GRAY, codec=codec, block_length=4, **options)
+        append_all((store, plain), make_transitions(GRAY, n_steps=n_steps, contents="mixed", odd=0.05))
         store.save(tmp_path / "checkpoint")
         assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["checkpoint"]
         loaded = FrameStore.load(tmp_path / "checkpoint")
-        append_all((plain, store, loaded), make_transitions(GREY, n_steps=40, contents="mixed", seed=1))
+        append_all((plain, store, loaded), make_transitions(GRAY, n_steps=40, contents="mixed", seed=1))
         for each in (store, loaded):
             check_contents(each, plain)
         store.close()

@@ -27,7 +27,7 @@ from rl_ext_core.frames.region import allocate
 from rl_ext_core.testing import CONTENTS, LAYOUTS, ReferenceStore, check_contents, make_transitions
 from tests.core.frames.disk_toys import append_all
 
-GREY, RGB = LAYOUTS[0], LAYOUTS[2]
+GRAY, RGB = LAYOUTS[0], LAYOUTS[2]
 CODECS = ["raw", "patch", "patch+lz4"]
 # A few, because compiled loops are made anew for no type but these.
 DTYPES = [np.uint8, np.uint16, np.float32, np.float64]
@@ -124,11 +124,11 @@ def check_kept_rows(store: Any, plain: ReferenceStore) -> None:
 @settings(max_examples=40 if "CI" in os.environ else 10)
 @given(data=st.data(), capacity=st.sampled_from([3, 50, 300]), budget=st.integers(30_000, 200_000))
 def test_a_store_with_a_budget_equals_plain_arrays(data: st.DataObject, capacity: int, budget: int) -> None:
-    store: Any = FrameStore(capacity, 2, GREY, codec="patch", block_length=4, max_bytes=budget)
-    plain = ReferenceStore(capacity, 2, GREY)
+    store: Any = FrameStore(capacity, 2, GRAY, codec="patch", block_length=4, max_bytes=budget)
+    plain = ReferenceStore(capacity, 2, GRAY)
     for _ in range(data.draw(st.integers(1, 3))):
         contents = data.draw(st.sampled_from(["noise", "sparse", "mixed"]))
-        for transition in make_transitions(GREY, n_steps=data.draw(st.integers(1, 200)), contents=contents):
+        for transition in make_transitions(GRAY, n_steps=data.draw(st.integers(1, 200)), contents=contents):
             append_all((store, plain), [transition])
             assert store.nbytes <= budget
         action = data.draw(st.sampled_from(["nothing", "drop", "clear", "pickle"]))
@@ -146,10 +146,10 @@ def test_a_store_with_a_budget_equals_plain_arrays(data: st.DataObject, capacity
 def test_an_adaptive_store_keeps_within_its_budget(where: str, tmp_path: Path) -> None:
     def opened() -> FrameStore:
         folder = tmp_path / "a" if where == "disk" else None
-        return FrameStore.adaptive(3000, 2, GREY.shape, np.uint8, max_bytes=BUDGET, storage_dir=folder)
+        return FrameStore.adaptive(3000, 2, GRAY.shape, np.uint8, max_bytes=BUDGET, storage_dir=folder)
 
-    store, plain = opened(), ReferenceStore(3000, 2, GREY)
-    for transition in make_transitions(GREY, n_steps=1200, contents="sparse", odd=0.02):
+    store, plain = opened(), ReferenceStore(3000, 2, GRAY)
+    for transition in make_transitions(GRAY, n_steps=1200, contents="sparse", odd=0.02):
         append_all((store, plain), [transition])
         assert store.nbytes <= BUDGET
     assert store.layout.n_stack == 4
@@ -165,8 +165,8 @@ def test_an_adaptive_store_keeps_within_its_budget(where: str, tmp_path: Path) -
 @pytest.mark.parametrize(("codec", "contents"), [("raw", "noise"), ("patch", "sparse"), ("patch+lz4", "noise")])
 def test_memory_does_not_grow_around_the_ring_and_is_less_after_a_rest(codec: str, contents: str) -> None:
     capacity, held = 60, []
-    store = FrameStore(capacity, 2, GREY, codec=codec)
-    for step, transition in enumerate(make_transitions(GREY, n_steps=20 * capacity, contents=contents)):
+    store = FrameStore(capacity, 2, GRAY, codec=codec)
+    for step, transition in enumerate(make_transitions(GRAY, n_steps=20 * capacity, contents=contents)):
         store.append(*transition)
         if step % capacity == capacity - 1:
             held.append(store.nbytes)
@@ -177,23 +177,23 @@ def test_memory_does_not_grow_around_the_ring_and_is_less_after_a_rest(codec: st
 
 
 def test_an_adaptive_store_that_is_cleared_after_a_rest_keeps_what_it_found_out() -> None:
-    store = FrameStore.adaptive(40, 2, GREY.shape, GREY.dtype)
+    store = FrameStore.adaptive(40, 2, GRAY.shape, GRAY.dtype)
     for _ in range(3):
-        plain = ReferenceStore(40, 2, GREY)
-        append_all((store, plain), make_transitions(GREY, n_steps=40, contents="sparse"))
+        plain = ReferenceStore(40, 2, GRAY)
+        append_all((store, plain), make_transitions(GRAY, n_steps=40, contents="sparse"))
         store.free_stream_buffers()
         check_contents(store, plain)
-        assert store.layout == GREY
+        assert store.layout == GRAY
         store.clear()
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_stacks_share_the_frames_that_they_have_in_common(codec: str) -> None:
     """Also those of another memory order; what was shuffled, or differs by a byte, is stored whole."""
-    steps = list(make_transitions(GREY, n_steps=90, contents="noise", episode=0))
+    steps = list(make_transitions(GRAY, n_steps=90, contents="noise", episode=0))
     stored = {}
     for case in ("as they are", "other memory", "shuffled", "one byte"):
-        plain, store = ReferenceStore(40, 2, GREY), FrameStore(40, 2, GREY, codec=codec, block_length=4)
+        plain, store = ReferenceStore(40, 2, GRAY), FrameStore(40, 2, GRAY, codec=codec, block_length=4)
         for step, (observations, nexts) in enumerate(steps):
             after = nexts.copy()
             if case == "shuffled" and step % 3 == 0:
@@ -237,10 +237,10 @@ def test_threads_give_the_same_and_are_not_more_than_were_asked_for(monkeypatch:
 
 @pytest.mark.parametrize("make", [FrameStore, FrameStore.adaptive])
 def test_bad_observations_are_refused_and_change_nothing(make: Any) -> None:
-    layout = [GREY] if make is FrameStore else [GREY.shape, GREY.dtype]
-    plain, store = ReferenceStore(20, 2, GREY), make(20, 2, *layout)
-    append_all((plain, store), make_transitions(GREY, n_steps=10))
-    good = np.zeros((2, *GREY.shape), dtype=np.uint8)
+    layout = [GRAY] if make is FrameStore else [GRAY.shape, GRAY.dtype]
+    plain, store = ReferenceStore(20, 2, GRAY), make(20, 2, *layout)
+    append_all((plain, store), make_transitions(GRAY, n_steps=10))
+    good = np.zeros((2, *GRAY.shape), dtype=np.uint8)
     for bad, error, text in (
         (good[:1], InvalidArgumentError, r"obs has shape \(1, 4, 12, 11\), expected \(2, 4, 12, 11\)"),
         (good[0], InvalidArgumentError, "expected"),
@@ -254,7 +254,7 @@ def test_bad_observations_are_refused_and_change_nothing(make: Any) -> None:
         with pytest.raises(InvalidArgumentError, match=f"row={row}.*there are rows 0 to 19. Nothing was stored"):
             store.append(good, good, row=row)
     check_contents(store, plain)
-    append_all((plain, store), make_transitions(GREY, n_steps=30, seed=1))
+    append_all((plain, store), make_transitions(GRAY, n_steps=30, seed=1))
     check_contents(store, plain)
 
 
@@ -273,17 +273,17 @@ def test_bad_observations_are_refused_and_change_nothing(make: Any) -> None:
 )
 def test_bad_sizes_are_refused(options: dict[str, int], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
-        FrameStore(**{"capacity": 100, "n_envs": 2, "layout": GREY, **options})
+        FrameStore(**{"capacity": 100, "n_envs": 2, "layout": GRAY, **options})
 
 
 def test_places_and_counts_that_do_not_exist_are_refused() -> None:
-    store = FrameStore(20, 2, GREY)
-    append_all((store,), make_transitions(GREY, n_steps=15))
+    store = FrameStore(20, 2, GRAY)
+    append_all((store,), make_transitions(GRAY, n_steps=15))
     for row in (-1, 20, 2**40):
         bad, good = np.array([0, row, 0]), np.zeros(3, dtype=np.int64)
         for places in ((bad, good), (good, bad)):
             with pytest.raises(InvalidArgumentError, match=str(row)):
-                store.get(*places, np.zeros((3, *GREY.shape), dtype=np.uint8))
+                store.get(*places, np.zeros((3, *GRAY.shape), dtype=np.uint8))
     for count, skip_or_fail in itertools.product((-1, 16), (store.drop_oldest, store.drop_newest)):
         with pytest.raises(InvalidArgumentError, match=f"count={count} transitions cannot be given up, 15 are held"):
             skip_or_fail(count)
@@ -291,12 +291,12 @@ def test_places_and_counts_that_do_not_exist_are_refused() -> None:
 
 
 def test_outputs_that_do_not_fit_or_may_not_be_written_to_are_refused() -> None:
-    store = FrameStore(20, 2, GREY)
-    store.append(*(np.full((2, *GREY.shape), value, GREY.dtype) for value in (7, 9)))
+    store = FrameStore(20, 2, GRAY)
+    store.append(*(np.full((2, *GRAY.shape), value, GRAY.dtype) for value in (7, 9)))
     index = np.zeros(3, dtype=np.int64), np.zeros(3, dtype=np.int64)
-    good = np.zeros((3, *GREY.shape), dtype=np.uint8)
+    good = np.zeros((3, *GRAY.shape), dtype=np.uint8)
     memory = bytes(good.nbytes)
-    frozen = np.frombuffer(memory, GREY.dtype).reshape(good.shape)
+    frozen = np.frombuffer(memory, GRAY.dtype).reshape(good.shape)
     read_only = r"a read-only array .* one to write to, .*np\.empty\(\(3, "
     for bad, text in (
         *(
@@ -313,9 +313,9 @@ def test_outputs_that_do_not_fit_or_may_not_be_written_to_are_refused() -> None:
 
 @pytest.mark.parametrize("make", [FrameStore, FrameStore.adaptive])
 def test_numbers_may_be_of_numpys_types(make: Any) -> None:
-    args = (GREY,) if make is FrameStore else (GREY.shape, GREY.dtype)
-    store, plain = make(np.int64(8), np.int64(2), *args), ReferenceStore(8, 2, GREY)
-    for row, (observations, nexts) in zip(np.arange(5), make_transitions(GREY, n_steps=5), strict=True):
+    args = (GRAY,) if make is FrameStore else (GRAY.shape, GRAY.dtype)
+    store, plain = make(np.int64(8), np.int64(2), *args), ReferenceStore(8, 2, GRAY)
+    for row, (observations, nexts) in zip(np.arange(5), make_transitions(GRAY, n_steps=5), strict=True):
         store.append(observations, nexts, row=row)
         plain.append(observations, nexts)
     check_contents(save_and_load(store), plain)
@@ -326,9 +326,9 @@ def test_numbers_may_be_of_numpys_types(make: Any) -> None:
 
 
 def test_kernels_are_compiled_once_however_places_lie_in_memory() -> None:
-    store = FrameStore(8, 2, GREY)
-    append_all((store,), make_transitions(GREY, n_steps=8))
-    out = np.empty((6, *GREY.shape), GREY.dtype)
+    store = FrameStore(8, 2, GRAY)
+    append_all((store,), make_transitions(GRAY, n_steps=8))
+    out = np.empty((6, *GRAY.shape), GRAY.dtype)
     rows, envs = np.arange(6), np.zeros(6, dtype=np.int64)
     store.get(rows, envs, out)
     expected, compiled = out.copy(), len(decode.decode_batch.signatures)
@@ -344,12 +344,12 @@ def test_kernels_are_compiled_once_however_places_lie_in_memory() -> None:
 
 
 def test_a_store_loaded_from_read_only_buffers_can_be_appended_to() -> None:
-    plain, store = ReferenceStore(30, 2, GREY), FrameStore(30, 2, GREY, block_length=4)
-    append_all((plain, store), make_transitions(GREY, n_steps=20))
+    plain, store = ReferenceStore(30, 2, GRAY), FrameStore(30, 2, GRAY, block_length=4)
+    append_all((plain, store), make_transitions(GRAY, n_steps=20))
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(store, protocol=5, buffer_callback=buffers.append)
     loaded = pickle.loads(data, buffers=[bytes(buffer) for buffer in buffers])
-    append_all((plain, loaded), make_transitions(GREY, n_steps=50, contents="noise"))
+    append_all((plain, loaded), make_transitions(GRAY, n_steps=50, contents="noise"))
     check_contents(loaded, plain)
 
 
@@ -398,9 +398,9 @@ def test_a_codec_that_fails_leaves_the_store_as_it_was(
     codec = codecs.get_codec("patch+lz4")
     failure = FailingFunction(codec.seal, error())
     monkeypatch.setattr(codec, "seal", failure)
-    store, plain = FrameStore(25, 3, GREY, codec=codec, block_length=2), ReferenceStore(25, 3, GREY)
+    store, plain = FrameStore(25, 3, GRAY, codec=codec, block_length=2), ReferenceStore(25, 3, GRAY)
     failures = 0
-    for step in make_transitions(GREY, n_envs=3, n_steps=70, contents="mixed", odd=0.1):
+    for step in make_transitions(GRAY, n_envs=3, n_steps=70, contents="mixed", odd=0.1):
         for failure.left in range(1, 100):
             try:
                 store.append(*step)
