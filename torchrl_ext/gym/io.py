@@ -72,7 +72,7 @@ def compile_value(
                 f"{name!r} has the dtype {found.dtype}, which loses information as {dtype}, the dtype of its space. "
                 "Write the space with the dtype that the environment returns"
             )
-        fitting = _reshape_if_equal(found, shape)
+        fitting = _adjust_singleton_axes(found, shape)
         if fitting is None:
             hint = " (the batch axis is lost)" if tuple(found.shape) == shape[1:] else ""
             raise EnvironmentOutputError(f"{name!r} has the shape {(*found.shape,)}{hint}; its space has {(*shape,)}")
@@ -100,7 +100,7 @@ def _tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str) -
         ) from None
 
 
-def _reshape_if_equal(found: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
+def _adjust_singleton_axes(found: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
     """Return a tensor in a shape; None if more differs than axes of one, which come and go between libraries."""
     if len(found.shape) == len(shape) and all(n in (-1, m) for n, m in zip(shape, found.shape, strict=True)):
         return found
@@ -225,7 +225,7 @@ def compile_action(
 
 
 def _reshape_action(action: torch.Tensor, spec: TensorSpec, path: tuple[str, ...]) -> torch.Tensor:
-    fitting = _reshape_if_equal(action, spec.shape)
+    fitting = _adjust_singleton_axes(action, spec.shape)
     if fitting is not None:
         return fitting
     advice = "categorical_action_encoding=True for indices" if isinstance(spec, OneHot) else "an action of this shape"
