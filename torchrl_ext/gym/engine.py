@@ -67,7 +67,7 @@ class Engine:
         self.env, self.frame_skip = wrapper._env, wrapper.wrapper_frame_skip
         self.batch_size, self.device = wrapper.batch_size, wrapper.device
         env, batch_size, device, keys = self.env, self.batch_size, self.device, wrapper.action_keys
-        self._leaves, self._key, self._missing_final_obs = _leaves_of(observation), key, options["missing_final_obs"]
+        self._leaves, self._key, self._missing_final_obs = _nested_specs(observation), key, options["missing_final_obs"]
         self._keys = tuple(self._leaves)
         self.nested_keys = tuple(name for name, part in self._leaves.items() if isinstance(part, dict))
         # None: the environment's action is a dict.
@@ -306,9 +306,9 @@ def _has_row_per_env(final: Any, count: int) -> bool:
     return isinstance(final, torch.Tensor) and final.shape[:1] == (count,)
 
 
-def _leaves_of(spec: Composite) -> Leaves:
+def _nested_specs(spec: Composite) -> Leaves:
     """Return the specs of a Composite in plain dicts, which are much faster to walk through."""
-    return {key: _leaves_of(part) if isinstance(part, Composite) else part for key, part in spec.items()}
+    return {key: _nested_specs(part) if isinstance(part, Composite) else part for key, part in spec.items()}
 
 
 def _overwrite_rows(
