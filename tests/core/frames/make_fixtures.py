@@ -32,9 +32,9 @@ LAYOUT = StackLayout((6, 6, 70), np.dtype(np.uint8), 2, 0)
 N_ENVS = 2
 
 
-def path_of(way: str, kind: str = "store") -> Path:
+def path_of(encoding: str, kind: str = "store") -> Path:
     """Return the file of a way of storing and a kind of store."""
-    return DATA / f"{kind}-v{FORMAT_VERSION}-{way}.pkl"
+    return DATA / f"{kind}-v{FORMAT_VERSION}-{encoding}.pkl"
 
 
 def stacks(time: int) -> npt.NDArray[np.uint8]:
@@ -56,13 +56,13 @@ def first_transitions(n_steps: int) -> list[tuple[npt.NDArray[np.uint8], npt.NDA
     return [(stacks(time), stacks(time + 1)) for time in range(n_steps)]
 
 
-def make_filled_store(way: str, kind: str) -> FrameStore:
+def make_filled_store(encoding: str, kind: str) -> FrameStore:
     """Return a store with what is in the file."""
     capacity, n_steps = KINDS[kind]
     if kind == "store":
-        store: FrameStore = FrameStore(capacity, N_ENVS, LAYOUT, **ENCODINGS[way])
+        store: FrameStore = FrameStore(capacity, N_ENVS, LAYOUT, **ENCODINGS[encoding])
     else:
-        options = {name: value for name, value in ENCODINGS[way].items() if name != "block_length"}
+        options = {name: value for name, value in ENCODINGS[encoding].items() if name != "block_length"}
         store = FrameStore.adaptive(capacity, N_ENVS, LAYOUT.shape, LAYOUT.dtype, **options)
     for transition in first_transitions(n_steps):
         store.append(*transition)
@@ -81,9 +81,9 @@ def path_of_folder(kind: str) -> Path:
 def main() -> None:
     """Write all files and folders."""
     DATA.mkdir(exist_ok=True)
-    for way in ENCODINGS:
+    for encoding in ENCODINGS:
         for kind in KINDS:
-            path_of(way, kind).write_bytes(pickle.dumps(make_filled_store(way, kind), protocol=5))
+            path_of(encoding, kind).write_bytes(pickle.dumps(make_filled_store(encoding, kind), protocol=5))
     for kind, options in FOLDERS.items():
         with tempfile.TemporaryDirectory() as folder:
             open_store(folder, kind, FOLDER_CAPACITY, count=FOLDER_STEPS, **options)[0].close()

@@ -48,29 +48,29 @@ GRAY = LAYOUTS[0]
 
 
 @pytest.mark.skipif(np.__version__ < "2", reason="the files were written with NumPy 2")
-@pytest.mark.parametrize("way", ENCODINGS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_of_this_format_is_read_and_the_same_transitions_give_it_again(way: str, kind: str) -> None:
+def test_a_file_of_this_format_is_read_and_the_same_transitions_give_it_again(encoding: str, kind: str) -> None:
     capacity, n_steps = KINDS[kind]
-    data = path_of(way, kind).read_bytes()
+    data = path_of(encoding, kind).read_bytes()
     assert len(data) < 65_000
     store, plain = pickle.loads(data), ReferenceStore(capacity, N_ENVS, LAYOUT)
     append_all([plain], first_transitions(n_steps))
     made, true = read_all(store, plain)
     off = np.abs(made - true)
-    if way == "jpeg":
+    if encoding == "jpeg":
         assert off.mean() < 6
     else:
-        assert off.max() == ENCODINGS[way].get("max_error", 0)
-        right = DECODED.get((way, kind), zlib.crc32(true.astype(np.uint8).tobytes()))
+        assert off.max() == ENCODINGS[encoding].get("max_error", 0)
+        right = DECODED.get((encoding, kind), zlib.crc32(true.astype(np.uint8).tobytes()))
         assert zlib.crc32(made.astype(np.uint8).tobytes()) == right
     append_all([store, plain], make_transitions(LAYOUT, n_steps=30, contents="mixed"))
-    if way in EXACT:
+    if encoding in EXACT:
         check_contents(store, plain)
-    first = pickle.dumps(make_filled_store(way, kind), protocol=5)
+    first = pickle.dumps(make_filled_store(encoding, kind), protocol=5)
     dirt = [np.full(size, 0xA5, dtype=np.uint8) for size in range(30, 9000, 7)]
     del dirt
-    assert pickle.dumps(make_filled_store(way, kind), protocol=5) == first
+    assert pickle.dumps(make_filled_store(encoding, kind), protocol=5) == first
 
 
 def test_a_file_of_numpy_2_is_not_called_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
