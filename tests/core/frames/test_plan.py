@@ -214,7 +214,7 @@ def test_it_plays_until_the_figures_are_known_and_no_longer() -> None:
     assert "(" in str(asked).splitlines()[7]
 
 
-class Wrong(Film):
+class BrokenEnv(Film):
     """Fails, gives another shape than it says, or gives no array."""
 
     def __init__(self, how: str) -> None:
@@ -237,7 +237,7 @@ class Wrong(Film):
     ],
 )
 def test_an_environment_that_is_wrong_is_named_and_closed(how: str, error: type[Exception], text: str) -> None:
-    env = Wrong(how)
+    env = BrokenEnv(how)
     with pytest.raises(error, match=text):
         plan(None, 1000, env=lambda: env, steps=150)
     assert env.closed == 1
