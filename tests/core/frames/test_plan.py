@@ -29,7 +29,7 @@ def observations(n: int = 200) -> npt.NDArray[Any]:
     return np.stack([before[0] for before, _ in drifting_transitions(LAYOUT, n, n_envs=1)])
 
 
-class Played(gym.Env[Any, Any]):
+class ToyEnv(gym.Env[Any, Any]):
     """Something to look at, of 48×48 RGB. What a step changes depends on where in an episode it is."""
 
     action_space = gym.spaces.Discrete(4)
@@ -58,7 +58,7 @@ class Played(gym.Env[Any, Any]):
         raise NotImplementedError
 
 
-class Film(Played):
+class Film(ToyEnv):
     """A bright square that moves over a grey picture, which changes in place, as some environments do it."""
 
     observation_space = gym.spaces.Box(0, 255, (80, 100, 3), np.uint8)
@@ -73,7 +73,7 @@ class Film(Played):
         return self.frame
 
 
-class Track(Played):
+class Track(ToyEnv):
     """A view that zooms in at first, then moves over grass or rests, for long each: CarRacing under random actions."""
 
     length = 400
@@ -172,7 +172,7 @@ def test_an_environment_is_played_and_closed_if_it_was_made_here() -> None:
     assert (bounded.sample_us or 0) > 0
 
 
-def played(env: Played) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+def played(env: ToyEnv) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
     """What a random policy sees, as buffers get it: channel-first."""
     env.action_space.seed(77)
     after, ended = env.reset(seed=77)[0], False
