@@ -172,7 +172,7 @@ def test_an_environment_is_played_and_closed_if_it_was_made_here() -> None:
     assert (bounded.sample_us or 0) > 0
 
 
-def played(env: ToyEnv) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+def random_transitions(env: ToyEnv) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
     """What a random policy sees, as buffers get it: channel-first."""
     env.action_space.seed(77)
     after, ended = env.reset(seed=77)[0], False
@@ -186,7 +186,7 @@ def test_a_plan_is_close_or_says_how_far_off_it_may_be() -> None:
     """For another seed, and later in the training. Some hundred steps said half, or three times, of what it is."""
     ways = ("patch", "patch+lz4", "raw")
     found = plan(None, 1_000_000, env=Track, seed=0, codecs=ways)
-    transitions = list(itertools.islice(played(Track()), 2400))
+    transitions = list(itertools.islice(random_transitions(Track()), 2400))
     for codec in ways:
         store = FrameStore.adaptive(2400, 1, (3, 48, 48), np.uint8, codec=codec)
         for t, (before, after) in enumerate(transitions):
