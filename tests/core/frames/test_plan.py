@@ -41,12 +41,12 @@ class ToyEnv(gym.Env[Any, Any]):
         super().reset(seed=seed)
         self.time, self.at = 0, np.array([4, 4])
         self.begin(self.np_random)
-        return self.seen(), {}
+        return self.observe(), {}
 
     def step(self, action: Any) -> Any:
         self.time += 1
         self.at = np.clip(self.at + [(0, 1), (1, 0), (0, -1), (-1, 0)][action], 0, 7)
-        return self.seen(), 0.0, False, self.time >= self.length, {}
+        return self.observe(), 0.0, False, self.time >= self.length, {}
 
     def close(self) -> None:
         self.closed += 1
@@ -54,7 +54,7 @@ class ToyEnv(gym.Env[Any, Any]):
     def begin(self, rng: np.random.Generator) -> None:
         raise NotImplementedError
 
-    def seen(self) -> npt.NDArray[Any]:
+    def observe(self) -> npt.NDArray[Any]:
         raise NotImplementedError
 
 
@@ -67,7 +67,7 @@ class Film(ToyEnv):
     def begin(self, rng: np.random.Generator) -> None:
         self.rng, self.frame = rng, np.empty((80, 100, 3), np.uint8)
 
-    def seen(self) -> npt.NDArray[Any]:
+    def observe(self) -> npt.NDArray[Any]:
         self.frame[:] = 60
         self.frame[10:20, self.time : self.time + 10] = self.rng.integers(200, 250)
         return self.frame
@@ -83,7 +83,7 @@ class Track(ToyEnv):
         self.rests = np.repeat(rng.random(20) < 0.6, 20)
         self.place = 0
 
-    def seen(self) -> npt.NDArray[Any]:
+    def observe(self) -> npt.NDArray[Any]:
         self.place += 0 if self.rests[self.time % 400] else 1
         step = max(1, 6 - self.time // 8)
         return self.ground[self.place : self.place + 48 * step : step, : 48 * step : step].copy()
