@@ -40,7 +40,7 @@ class ToyEnv(gym.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self.time, self.at = 0, np.array([4, 4])
-        self.begin(self.np_random)
+        self.start_episode(self.np_random)
         return self.observe(), {}
 
     def step(self, action: Any) -> Any:
@@ -51,7 +51,7 @@ class ToyEnv(gym.Env[Any, Any]):
     def close(self) -> None:
         self.closed += 1
 
-    def begin(self, rng: np.random.Generator) -> None:
+    def start_episode(self, rng: np.random.Generator) -> None:
         raise NotImplementedError
 
     def observe(self) -> npt.NDArray[Any]:
@@ -64,7 +64,7 @@ class Film(ToyEnv):
     observation_space = gym.spaces.Box(0, 255, (80, 100, 3), np.uint8)
     length = 40
 
-    def begin(self, rng: np.random.Generator) -> None:
+    def start_episode(self, rng: np.random.Generator) -> None:
         self.rng, self.frame = rng, np.empty((80, 100, 3), np.uint8)
 
     def observe(self) -> npt.NDArray[Any]:
@@ -78,7 +78,7 @@ class Track(ToyEnv):
 
     length = 400
 
-    def begin(self, rng: np.random.Generator) -> None:
+    def start_episode(self, rng: np.random.Generator) -> None:
         self.ground = rng.integers(90, 110, (512, 512, 3), dtype=np.uint8)
         self.rests = np.repeat(rng.random(20) < 0.6, 20)
         self.place = 0
