@@ -39,7 +39,7 @@ def read_all_rows(store: Any) -> list[np.ndarray]:
     return outs
 
 
-class SameAsInMemory(RuleBasedStateMachine):
+class FolderMatchesMemory(RuleBasedStateMachine):
     """Whatever is done, and whenever the process ends."""
 
     @initialize(kind=st.sampled_from(KINDS), capacity=st.sampled_from([1, 3, 17, 40, 200]), noise=st.booleans())
@@ -166,7 +166,7 @@ class SameAsInMemory(RuleBasedStateMachine):
             self.temporary.cleanup()
 
 
-TestSameAsInMemory = SameAsInMemory.TestCase
+TestSameAsInMemory = FolderMatchesMemory.TestCase
 TestSameAsInMemory.settings = settings(max_examples=40 if "CI" in os.environ else 10, stateful_step_count=20)
 
 
