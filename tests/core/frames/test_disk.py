@@ -166,8 +166,8 @@ class FolderMatchesMemory(RuleBasedStateMachine):
             self.temporary.cleanup()
 
 
-TestSameAsInMemory = FolderMatchesMemory.TestCase
-TestSameAsInMemory.settings = settings(max_examples=40 if "CI" in os.environ else 10, stateful_step_count=20)
+TestFolderMatchesMemory = FolderMatchesMemory.TestCase
+TestFolderMatchesMemory.settings = settings(max_examples=40 if "CI" in os.environ else 10, stateful_step_count=20)
 
 
 @pytest.mark.parametrize("n_stack", [None, pytest.param(3, marks=pytest.mark.slow)])
