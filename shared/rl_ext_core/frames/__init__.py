@@ -1,7 +1,7 @@
-"""Compressed storage for stacks of frames: what the replay buffers of this project are made of.
+"""Compressed storage for stacks of frames, used by all replay buffers of this project.
 
-``FrameStore`` keeps every single frame once and returns transitions bit for bit; ``FrameStore.adaptive`` also finds out
-how observations are stacked and which codec suits them. Nothing here knows a framework.
+``FrameStore`` stores each frame once and returns transitions bit for bit. ``FrameStore.adaptive`` also detects the
+frame stack and a suitable codec. This package does not import a framework.
 """
 
 from rl_ext_core.frames.codecs import Codec, codec_names, get_codec, register_codec

@@ -1,8 +1,8 @@
-"""Where the blocks of a pool lie: runs of grains, taken and given back in any order.
+"""Allocator of grains: allocates and frees runs of grains in any order.
 
-What lies free says so itself, as in any heap with boundary tags: the first grain of a free run holds its length and
-its neighbours in the list of those of about that length, and its last four bytes the length again. Two bits say where a
-free run begins and ends, so that what is given back is joined with what is free on either side.
+It works like a heap with boundary tags. The first grain of a free run stores its length, and links to other free runs
+of about that length. The last four bytes of the run store the length again. Bits in ``edges`` mark the first and the
+last grain of each free run. A freed run is merged with the free runs on both sides.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from __future__ import annotations
 from numba import int64, njit, uint8, uint32, uint64
 
 from rl_ext_core.frames.arrays import BINS, FREE_GRAINS, GRAINS, N_BINS
-from rl_ext_core.frames.machine import kernel, load_u32, store_u32
+from rl_ext_core.frames.kernel_primitives import kernel, load_u32, store_u32
 from rl_ext_core.frames.views import pool_in
 
-# Where the first grain of a free run holds what: its length, and the numbers of the first grains of the runs before and
-# behind it in its list, plus one.
+# Offsets in the first grain of a free run, after its length: the first grains of the previous and the next run of the
+# list, plus one, so that 0 is the end of the list.
 _PREVIOUS_RUN, _NEXT_RUN = 4, 8
-_TAIL = 4  # bytes
-_MAX_TRIES = 8  # at most, for one that is just long enough
+_TAIL = 4  # bytes at the end of a free run that store its length
+_MAX_TRIES = 8  # runs of the same list that are tried before a longer one is split
 
 
 @njit(nogil=True, inline="always")
 def address_of_grain(p, grain):  # type: ignore[no-untyped-def]
-    """Where a grain begins; bytes of the same block follow behind."""
+    """Return the address of a grain."""
     return p.grains + uint64(grain * p.grain_bytes)
 
 
 @njit(nogil=True, inline="always")
 def grains_of(p, n_bytes):  # type: ignore[no-untyped-def]
-    """How many grains so many bytes take."""
+    """Return how many grains a number of bytes takes."""
     return (int64(n_bytes) + p.grain_bytes - 1) // p.grain_bytes
 
 
@@ -57,7 +57,7 @@ def _set_edge(p, grain, edge):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _add_free_run(p, first, n):  # type: ignore[no-untyped-def]
-    """Makes a free run of ``n`` grains, the first in the list of its length."""
+    """Make ``n`` grains a free run, the first one in the list of its length."""
     start, number = address_of_grain(p, first), _bin_of(n)
     behind = p.head[number]
     store_u32(start, uint32(n))
@@ -73,7 +73,7 @@ def _add_free_run(p, first, n):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _remove_free_run(p, first, n):  # type: ignore[no-untyped-def]
-    """Takes a free run out of its list."""
+    """Remove a free run from its list."""
     start = address_of_grain(p, first)
     before, behind = load_u32(start + uint64(_PREVIOUS_RUN)), load_u32(start + uint64(_NEXT_RUN))
     if before > 0:
@@ -88,7 +88,7 @@ def _remove_free_run(p, first, n):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _find_free_run(p, n):  # type: ignore[no-untyped-def]
-    """The first grain of a free run of at least ``n``, or -1."""
+    """Return the first grain of a free run of at least ``n`` grains, or -1."""
     number = _bin_of(n)
     at = p.head[number]
     for _ in range(_MAX_TRIES):
@@ -106,7 +106,10 @@ def _find_free_run(p, n):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def allocate_grains(p, n):  # type: ignore[no-untyped-def]
-    """The first of ``n`` grains that are free, or were never used."""
+    """Allocate ``n`` grains, from a free run or after the last used grain.
+
+    :return: First grain.
+    """
     first = _find_free_run(p, n)
     if first < 0:
         p.head[GRAINS] += n
@@ -121,7 +124,7 @@ def allocate_grains(p, n):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def free_grains(p, first, n):  # type: ignore[no-untyped-def]
-    """Gives grains back, and joins them with what is free beside them."""
+    """Free ``n`` grains, and merge them with the free runs on both sides."""
     p.head[FREE_GRAINS] += n
     if first > 0 and _is_edge(p, first - 1):
         length = int64(load_u32(address_of_grain(p, first) - uint64(_TAIL)))
@@ -138,9 +141,9 @@ def free_grains(p, first, n):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def free_unused_grains(p, used):  # type: ignore[no-untyped-def]
-    """Makes free what is not in use, whatever was free before.
+    """Rebuild the free runs from a list of used grains.
 
-    :param used: (grains,) which are.
+    :param used: Shape ``(grains,)``, True for used grains.
     """
     for number in range(BINS, BINS + N_BINS):
         p.head[number] = 0
@@ -160,10 +163,11 @@ def free_unused_grains(p, used):  # type: ignore[no-untyped-def]
 
 @kernel
 def list_free_runs(state, least, runs):  # type: ignore[no-untyped-def]
-    """Lists the free runs of at least so many grains.
+    """List the free runs of a minimum length.
 
-    :param runs: (n, 2) written: first grain and length.
-    :return: how many there are.
+    :param least: Minimum number of grains.
+    :param runs: Output, shape ``(n, 2)``: first grain and length.
+    :return: Number of listed runs.
     """
     p, found = pool_in(state), 0
     for number in range(_bin_of(least), BINS + N_BINS):

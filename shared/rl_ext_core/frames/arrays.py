@@ -1,6 +1,6 @@
-"""The arrays of a frame pool, as its kernels see them, and making sure of room in them.
+"""Arrays of a frame pool: their fields, sizes and memory.
 
-All lie in one region, so that processes can share them.
+All arrays of a pool are in one region, so that processes can share them. ``pool`` explains the terms.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from rl_ext_core.frames.region import PrivateRegion, round_to_pages
 
 Numbers = npt.NDArray[np.uint32]
 
-_GRAIN = 32  # bytes: what a block takes is a multiple of it, and at least as much as a free run has to say
+_GRAIN = 32  # bytes of the smallest grain; a free run stores its own length and neighbors in one grain
 
-# The fields of ``head``.
-BLOCKS, FREE_BLOCKS = 0, 1  # block numbers ever used (0 is none), and how many of these are free
+# Fields of ``head``: counters and settings.
+BLOCKS, FREE_BLOCKS = 0, 1  # block numbers ever used (0 means no block), and how many of these are free
 GRAINS, FREE_GRAINS = 2, 3
 REFERENCES, FREE_REFERENCES = 4, 5
 STREAMS = 6
 CLOCK = 7
 NEWEST_STREAM = 8
-FRAMES, BLOCK_BYTES = 9, 10  # ever stored
-UNSEALED = 11  # full blocks that a codec has to seal yet
-RECENT = 12  # and the four fields behind: the latest reference frames, or -1
+FRAMES, BLOCK_BYTES = 9, 10  # totals ever stored
+UNSEALED = 11  # number of full blocks that the codec has not sealed yet
+RECENT = 12  # first of four fields: the latest references, or -1
 N_RECENT = 4
-N_HELD = 16  # stacks that were put and not released
-SETTINGS_VERSION = 17  # counts the changes of the six fields behind
+N_HELD = 16  # number of handles that were returned and not released
+SETTINGS_VERSION = 17  # counts the changes of the next six fields
 N_STACK, AXIS, BLOCK_LENGTH, CODEC, MAX_ERROR, QUALITY = 18, 19, 20, 21, 22, 23
-SETTINGS_SUM = 30  # of the six fields
-RECONFIGURING = 31  # whether the fields and all that they are about are being changed
-BINS, N_BINS = 32, 32  # of free runs by their length, see ``allocator``
+SETTINGS_SUM = 30  # checksum of these six fields
+RECONFIGURING = 31  # 1 while the settings are being changed, so that a killed process leaves a mark
+BINS, N_BINS = 32, 32  # lists of free runs by length, see ``allocator``
 N_HEAD = 64
 _MAX_NUMBER = 2**32 - 2
 
-_RESERVED_KINDS = BLOCKS, GRAINS, REFERENCES, STREAMS  # of what there has to be room for
+_RESERVED_KINDS = BLOCKS, GRAINS, REFERENCES, STREAMS  # counters whose arrays need reserved memory
 
-# How many rows of an array are in use.
+# The field of ``head`` that counts the used rows of an array.
 COUNT_FIELDS = {
     "blocks": BLOCKS,
     "sums": BLOCKS,
@@ -55,100 +55,100 @@ COUNT_FIELDS = {
     "streams": STREAMS,
 }
 
-# The columns of ``blocks``. Where a block lies is written before its kind says so: a process may be killed in between.
-GRAIN = 0  # the first of those that it lies in
-N_BYTES = 1
-USERS = 2  # stacks that need it, and the stream that fills it
-PREVIOUS = 3  # block of the same stream before it
-REFERENCE = 4
+# Columns of ``blocks``. The position of a block is written before its kind, because a process may be killed in between.
+GRAIN = 0  # first grain of a full block
+N_BYTES = 1  # size of a full block
+USERS = 2  # number of users: stacks with a frame in the block, and the stream that fills it
+PREVIOUS = 3  # previous block of the same stream
+REFERENCE = 4  # reference that the first patch starts from
 KIND = 5
-STREAM = 6  # that fills it
-SEALED_GRAIN, SEALED_BYTES = 7, 8  # with checksums: where it lies and how long it is once it is sealed
-N_BLOCK, N_BLOCK_UNCHECKED = 9, 7
+STREAM = 6  # stream that fills the block
+SEALED_GRAIN, SEALED_BYTES = 7, 8  # first grain and size of a sealed block, in a pool with checksums
+N_BLOCK, N_BLOCK_UNCHECKED = 9, 7  # number of columns with and without checksums
 
-# The columns of ``sums``, checksums: of a block's row while it is filled; of what it holds once it is full, and of its
-# row then; likewise of what that was sealed to. Each is written before the kind of the block changes.
-OPEN_SUM = 0
-STORED_SUM = 1
-SEALED_SUM = 3
+# Columns of ``sums``, the checksums of blocks. Each is written before the kind of its block changes.
+OPEN_SUM = 0  # of the row in ``blocks`` while the block is open
+STORED_SUM = 1  # of the contents of a full block; the next column is that of its row
+SEALED_SUM = 3  # of the contents of a sealed block; the next column is that of its row
 N_SUMS = 5
 
 # Kinds of blocks.
 FREE = 0
-OPEN = 1  # being filled: in the buffer of a stream
+OPEN = 1  # being filled, in the buffer of a stream
 FULL = 2
-SEALED = 3  # likewise, and compressed
+SEALED = 3  # full and compressed by the codec
 
-# When a full block is noted to be sealed: once the next one begins, or, where it holds one frame, at once.
+# When a full block is sealed: never, after the next one has started, or, for blocks of one frame, at once.
 SEAL_NEVER, SEAL_LATER, SEAL_AT_ONCE = 0, 1, 2
 
-# The columns of ``streams``.
+# Columns of ``streams``.
 OPEN_BLOCK = 0
 OPEN_FRAMES = 1
 OPEN_BYTES = 2
 NEWEST = 3  # handle of the newest stack
-LAST_USED = 4
-ENDED = 5
-FOLLOWER = 6  # the stream that was pushed to after this one
-ORDER = 7  # how the newest stack lies in ``last``: PLANAR or INTERLEAVED
+LAST_USED = 4  # value of CLOCK
+ENDED = 5  # whether the trajectory is over
+FOLLOWER = 6  # stream that was used after this one the last time
+ORDER = 7  # memory order of the newest stack in ``last``: PLANAR or INTERLEAVED
 N_STREAM = 8
 
-# A handle names a stack: its newest frame's block, the frame's place in it, and how many frames are not padding. 0 is
-# none. It is an ``int64``.
+# Bits of a handle, an ``int64``: block of the newest frame, its place in the block, and the depth of the stack (its
+# frames without padding). 0 means no stack.
 PLACE_SHIFT = 32
 DEPTH_SHIFT = 48
 
-# A transition names two stacks of one stream: the newest frame of the next observation, as above; how many frames of
-# the observation are not padding; how much further the next observation's newest frame is; and how many frames of that
-# one are not padding. 0 is none. It is an ``int64`` too.
+# Bits of a pair, an ``int64``: block and place of the next observation's newest frame, depth of the observation, number
+# of frames between both newest frames, and depth of the next observation. 0 means no transition.
 MOST_BLOCKS, MOST_PLACES = 1 << 28, 1 << 12
 PAIR_PLACE_SHIFT, PAIR_DEPTH_SHIFT, PAIR_STEP_SHIFT, PAIR_NEXT_DEPTH_SHIFT = 28, 40, 48, 56
 
 
 class PoolArrays(NamedTuple):
-    """Views of one region. Rows of bytes are ``SLACK`` longer than what they hold."""
+    """Arrays that the kernels use, as views of one region. Rows of bytes end with ``SLACK`` unused bytes."""
 
-    head: Counts
-    blocks: Numbers  # (n, 9)
-    sums: Numbers  # (n, 5)
-    free_blocks: Numbers  # a stack
-    unsealed: Numbers  # numbers of full blocks
-    filled: Numbers  # blocks that became full while a stack was pushed
-    edges: Bytes  # a bit a grain: whether a free run begins or ends there
-    users: Numbers  # blocks a reference frame
-    reference_sums: Numbers  # their checksums
-    free_references: Numbers  # a stack
-    streams: Counts  # (n, 8)
-    last: Bytes  # (streams, stack bytes): the newest stack
-    frame: Bytes  # (streams, frame bytes): the newest frame as it will be decoded
-    open: Bytes  # (streams, block bytes)
-    entry_sums: Numbers  # (streams, frames in a block): checksums of the frames in ``open``
+    head: Counts  # counters and settings
+    blocks: Numbers  # (blocks, 9)
+    sums: Numbers  # (blocks, 5): checksums
+    free_blocks: Numbers  # last in, first out
+    unsealed: Numbers  # full blocks that will be sealed
+    filled: Numbers  # blocks that the current stack has filled
+    edges: Bytes  # one bit per grain: whether a free run starts or ends there
+    users: Numbers  # (references,): number of blocks that use each one
+    reference_sums: Numbers  # (references,): checksums
+    free_references: Numbers  # last in, first out
+    streams: Counts  # (streams, 8)
+    last: Bytes  # (streams, stack bytes): newest stacks
+    frame: Bytes  # (streams, frame bytes): newest frames, as they will be decoded
+    open: Bytes  # (streams, block bytes): contents of open blocks
+    entry_sums: Numbers  # (streams, frames per block): checksums of the frames in ``open``
 
 
 def make_kernel_state(pool: PoolArrays, geometry: Geometry, starts: Sequence[int]) -> Counts:
-    """A ``state`` for kernels, see ``views.pool_in``: one array, because taking tuples of arrays apart at each call
-    costs more than storing a frame.
+    """Pack sizes and addresses into the ``state`` argument of kernels, which ``views.pool_in`` unpacks.
 
-    It holds addresses: it is good for as long as these arrays live and stay where they are.
+    A single array is used because unpacking tuples of arrays at each call takes longer than storing a frame. The result
+    is valid while the arrays exist.
 
-    :param starts: address of the first grain and bytes of each; likewise of the reference frames.
+    :param pool: Arrays of the pool.
+    :param geometry: Sizes of the layout.
+    :param starts: Address of the first grain, bytes per grain, address of the first reference, bytes per reference.
     """
     arrays = [number for array in pool for number in (array.ctypes.data, len(array), array.shape[-1])]
     return np.array([*geometry, *arrays, *starts], dtype=np.int64)
 
 
 class Sizes(NamedTuple):
-    """How large the arrays may become."""
+    """Maximum sizes of the arrays of a pool."""
 
     blocks: int
     grains: int
-    references: int  # the most frames, of the smallest size
+    references: int  # number of frames with the smallest possible size
     streams: int
     stack_bytes: int
-    block_frames: int  # the most that a block may be asked to hold
-    grain: int  # bytes
-    has_checksums: bool = True  # whether there are checksums
-    rows: int = 0  # of transitions, one a stream in each
+    block_frames: int  # maximum block length
+    grain: int  # bytes per grain
+    has_checksums: bool = True
+    rows: int = 0  # of the index, with one pair per stream
 
 
 def sizes_for_handles(
@@ -161,17 +161,19 @@ def sizes_for_handles(
     streams: int,
     grain: int | None = None,
 ) -> Sizes:
-    """Sizes that suffice for so many stacks, however little they share.
+    """Compute sizes that suffice for a number of stacks even if they share no frames.
 
-    :param n_handles: stacks.
-    :param n_stack: the most frames that a stack may turn out to have.
-    :param least_frames: the fewest frames that a block may hold.
-    :param block_frames: the most.
-    :param grain: bytes, or None for as few as can be numbered.
+    :param n_handles: Maximum number of stacks.
+    :param stack_bytes: Size of a stack.
+    :param n_stack: Maximum number of frames per stack.
+    :param least_frames: Minimum block length.
+    :param block_frames: Maximum block length.
+    :param streams: Maximum number of streams.
+    :param grain: Bytes per grain, or None for the smallest size that can be numbered.
     """
-    n_handles += 3 * streams  # each stream keeps its newest stack
+    n_handles += 3 * streams  # each stream stores its newest stack
     blocks = min(n_handles * ((n_stack - 1) // least_frames + 2) + 2 * streams, _MAX_NUMBER)
-    # Each stack may have its own frames, in blocks of which the other frames serve nobody any more.
+    # In the worst case, each stack has its own frames, in blocks whose other frames are not used any more.
     contents = 4 * n_handles * (stack_bytes + 256) + blocks * 256 + streams * block_frames * (stack_bytes + 256)
     references = min(blocks, contents // (stack_bytes // n_stack + SLACK))
     if grain is None:
@@ -182,7 +184,14 @@ def sizes_for_handles(
 
 
 def sizes_for_ring(n_rows: int, *, layout: StackLayout, block_length: int, streams: int, has_checksums: bool) -> Sizes:
-    """Sizes that suffice for a ring of so many transitions a stream, however little they share."""
+    """Compute sizes that suffice for a ring of transitions even if they share no frames.
+
+    :param n_rows: Transitions per stream.
+    :param layout: How a stack is made of frames.
+    :param block_length: Frames per block.
+    :param streams: Number of streams.
+    :param has_checksums: Whether the pool stores checksums.
+    """
     n_pairs = (n_rows + 2) * streams
     row = layout.stack_bytes + (layout.n_stack + 1) * (ENTRY_HEADER + 1)
     blocks = 2 * n_pairs * (layout.n_stack // block_length + 1) + 4 * streams
@@ -205,7 +214,7 @@ def sizes_for_ring(n_rows: int, *, layout: StackLayout, block_length: int, strea
 
 
 def _edge_bytes(grains: int) -> int:
-    """Bytes of a bit for each grain and the one behind them; whole ones, since that is how they are counted again."""
+    """Return the size of ``edges``: one bit per grain and one more, in whole bytes."""
     return grains // 8 + 2
 
 
@@ -246,30 +255,30 @@ def _offsets(sizes: Sizes) -> tuple[dict[str, int], int]:
 
 
 def region_bytes(sizes: Sizes) -> int:
-    """Size of the region that such arrays need."""
+    """Return the size of the region for all arrays."""
     return _offsets(sizes)[1]
 
 
 def array_offset(name: str, sizes: Sizes) -> int:
-    """Where an array begins in its region."""
+    """Return the offset of an array in its region."""
     return _offsets(sizes)[0][name]
 
 
 def array_specs(sizes: Sizes) -> dict[str, tuple[int, tuple[int, ...], type[np.generic]]]:
-    """Where each array begins, its shape, and its dtype."""
+    """Return the offset, shape and dtype of each array, by name."""
     offsets, _ = _offsets(sizes)
     return {name: (offsets[name], shape, dtype) for name, (shape, dtype) in _array_specs(sizes).items()}
 
 
 class PoolMemory:
-    """What the arrays of a pool take, and may take.
+    """Memory of the arrays of a pool: usage, limits, and reserving more.
 
-    :param region: where they lie.
-    :param arrays: by name.
-    :param sizes: the most that there may be of each kind.
-    :param layout: how a stack is made of frames.
-    :param block_length: frames in a block.
-    :param stream_bytes: that each stream keeps, besides its open block.
+    :param region: Region that contains the arrays.
+    :param arrays: Arrays by name.
+    :param sizes: Maximum sizes.
+    :param layout: How a stack is made of frames.
+    :param block_length: Frames per block.
+    :param stream_bytes: Bytes per stream, in addition to its open block.
     """
 
     def __init__(
@@ -285,19 +294,18 @@ class PoolMemory:
         self._region, self._arrays, self._sizes = region, arrays, sizes
         self._layout, self._stream_bytes = layout, stream_bytes
         self._head, self._streams = arrays["head"], arrays["streams"]
-        # Of each of ``_RESERVED_KINDS``: how many numbers may be in use, and how many one more stack takes at worst. It may fill
-        # a block again and again, the first time with a single frame.
+        # In the worst case, a stack fills several blocks, the first one with its first frame.
         turns = -(-layout.n_stack // block_length)
         self._block_length = block_length
         most = sizes.blocks, sizes.grains, sizes.references, sizes.streams
         self._limits: npt.NDArray[np.int64] = np.array(most, dtype=np.int64)
         grains = -(-arrays["open"].shape[1] // sizes.grain)
         self.per_stack = np.array([turns, turns * grains, turns, 1], dtype=np.int64)
-        self.most = self._count_reserved()
+        self.capacity = self._count_reserved()
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes in use."""
         head, layout = self._head, self._layout
         rows = sum(self._arrays[name][: int(head[field])].nbytes for name, field in COUNT_FIELDS.items())
         references = int(head[REFERENCES]) * (layout.frame_bytes + SLACK)
@@ -306,18 +314,18 @@ class PoolMemory:
 
     @property
     def stream_nbytes(self) -> int:
-        """Those of them that only stacks to come need, and what is being filled."""
+        """Bytes in use by the buffers of streams and by open blocks, included in ``nbytes``."""
         return int(self._head[STREAMS]) * self._stream_bytes + self._opened_bytes
 
     @property
     def unused_nbytes(self) -> int:
-        """Those of them that were freed and wait to be used again."""
+        """Bytes that were freed and will be reused, included in ``nbytes``."""
         head, frame = self._head, self._layout.frame_bytes + SLACK
         return int(head[FREE_GRAINS]) * self._sizes.grain + int(head[FREE_REFERENCES]) * frame
 
     @property
     def stored_fraction(self) -> float:
-        """What a frame took on average, as a fraction of its raw size."""
+        """Average stored size of a frame as a fraction of its raw size."""
         head, layout = self._head, self._layout
         references = int(head[REFERENCES]) * layout.frame_bytes
         stored = int(head[BLOCK_BYTES]) + self._opened_bytes + references
@@ -332,38 +340,48 @@ class PoolMemory:
         return array.itemsize * math.prod(array.shape[1:])
 
     def check_capacity(self, n_stacks: int) -> None:
-        """
-        :raises OutOfMemoryError: if so many stacks cannot be numbered, however little they share.
+        """Check that there are enough numbers for more stacks, even if they share no frames.
+
+        :param n_stacks: Number of stacks to add.
+        :raises OutOfMemoryError: If there are not enough.
         """
         head, sizes, layout = self._head, self._sizes, self._layout
         blocks = n_stacks * (layout.n_stack // self._block_length + 1)
-        # One more, since a block is stored sealed before it is given up as it was.
+        # One more, because a sealed block is stored before the memory of the unsealed one is freed.
         grains = (n_stacks + 1) * (layout.stack_bytes // sizes.grain + layout.n_stack + 1)
         needed = [(BLOCKS, blocks, sizes.blocks), (GRAINS, grains, sizes.grains)]
         needed.append((REFERENCES, blocks, sizes.references))
         if any(head[used] + more > most for used, more, most in needed):
             self._raise_full()
-        if self._known_version != self._region.version:  # other processes made sure of more
-            self.most = self._count_reserved()
+        if self._known_version != self._region.version:  # another process has reserved memory
+            self.capacity = self._count_reserved()
 
     def reserve_stacks(self, n_stacks: int) -> None:
-        """Makes sure of room for so many more stacks.
+        """Reserve memory for more stacks.
 
-        :raises OutOfMemoryError: if they cannot be numbered.
-        :raises StorageError: if a file cannot grow.
+        :param n_stacks: Number of stacks to add.
+        :raises OutOfMemoryError: If there are not enough numbers.
+        :raises StorageError: If the file cannot grow.
         """
         counts = self._head[list(_RESERVED_KINDS)] + n_stacks * self.per_stack
-        # Where all streams are in use, one begins anew.
+        # If all streams are in use, the pool reuses one.
         counts[-1] = min(counts[-1], self._sizes.streams)
         self._reserve(*counts.tolist())
 
     def reserve_block(self, n_bytes: int) -> None:
-        """Likewise, of room for a block of so many bytes."""
+        """Reserve memory for a block.
+
+        :param n_bytes: Size of the block.
+        """
         more = -(-n_bytes // self._sizes.grain)
         self._reserve(*(int(self._head[kind]) + (more if kind == GRAINS else 0) for kind in _RESERVED_KINDS))
 
     def try_reserve(self, counts: npt.NDArray[np.int64]) -> bool:
-        """Return whether there can be so many of each kind, and make sure of room for them if so."""
+        """Reserve memory for the given counts of blocks, grains, references and streams.
+
+        :param counts: Shape ``(4,)``.
+        :return: Whether the counts are within the limits. If not, nothing is reserved.
+        """
         if ((counts < 0) | (counts > self._limits)).any():
             return False
         self._reserve(*counts.tolist())
@@ -382,14 +400,14 @@ class PoolMemory:
         n_bytes["references"] = references * (self._layout.frame_bytes + SLACK)
         for name, n in n_bytes.items():
             self._region.reserve(array_offset(name, self._sizes), min(n, self._arrays[name].nbytes))
-        self.most = self._count_reserved()
-        if (self.most < (blocks, grains, references, streams)).any():
-            self._raise_full()  # whoever needs that much would ask again and again
+        self.capacity = self._count_reserved()
+        if (self.capacity < (blocks, grains, references, streams)).any():
+            self._raise_full()  # otherwise the caller would retry forever
 
     def _count_reserved(self) -> npt.NDArray[np.int64]:
-        """How many numbers of each kind may be in use now."""
+        """Return how many blocks, grains, references and streams fit into the reserved memory."""
         self._known_version = self._region.version
-        held = {name: self._region.held(array_offset(name, self._sizes)) for name in self._arrays}
+        held = {name: self._region.reserved_bytes(array_offset(name, self._sizes)) for name in self._arrays}
         rows = {name: held[name] // self._row_bytes(name) for name in self._arrays}
         rows["contents"] = min((held["contents"] - SLACK) // self._sizes.grain, 8 * (rows["edges"] - 1))
         rows["references"] = held["references"] // (self._layout.frame_bytes + SLACK)
@@ -404,6 +422,6 @@ class PoolMemory:
 
     def _raise_full(self) -> None:
         raise OutOfMemoryError(
-            f"the storage holds as many frames as it can number ({int(self._head[FRAMES]):,} were stored, "
-            f"{self.nbytes:,} bytes are held); pass a smaller max_size"
+            f"the storage has no numbers left for more frames ({int(self._head[FRAMES]):,} were stored, "
+            f"{self.nbytes:,} bytes are in use). Pass a smaller max_size"
         )

@@ -1,11 +1,11 @@
-"""The memory of a frame pool, for its kernels: blocks, reference frames, and who uses them."""
+"""Kernels that store blocks, and count the users of blocks and references. ``pool`` explains the terms."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import int64, njit, uint32, uint64
 
-from rl_ext_core.frames.allocator import address_of_grain, free_grains, grains_of, allocate_grains
+from rl_ext_core.frames.allocator import address_of_grain, allocate_grains, free_grains, grains_of
 from rl_ext_core.frames.arrays import (
     BLOCK_BYTES,
     DEPTH_SHIFT,
@@ -35,7 +35,7 @@ from rl_ext_core.frames.arrays import (
     USERS,
 )
 from rl_ext_core.frames.geometry import PATCH, SLACK, Bytes, Counts
-from rl_ext_core.frames.machine import SUM_START, add_bytes, copy_bytes, fold_sum, kernel, mix_word
+from rl_ext_core.frames.kernel_primitives import SUM_START, add_bytes, copy_bytes, fold_sum, kernel, mix_word
 from rl_ext_core.frames.region import address_of, allocate
 from rl_ext_core.frames.views import pool_in
 
@@ -44,14 +44,16 @@ _BLOCK_MASK = 0xFFFFFFFF
 
 @njit(nogil=True, inline="always")
 def unpack_handle(handle):  # type: ignore[no-untyped-def]
-    """The block of a stack's newest frame, the place there, and the number of frames."""
+    """Unpack a handle: block of the newest frame, place in the block, and depth."""
     return handle & _BLOCK_MASK, (handle >> PLACE_SHIFT) & 0xFFFF, handle >> DEPTH_SHIFT
 
 
 @njit(nogil=True, inline="always")
 def unpack_pair(pair):  # type: ignore[no-untyped-def]
-    """What a transition names: the block of the newest frame and the place there; how many frames of the observation
-    there are, how much further the newest one is than that, and how many frames of the next observation there are.
+    """Unpack a pair.
+
+    :return: Block and place of the next observation's newest frame, depth of the observation, number of frames between
+        both newest frames, depth of the next observation.
     """
     block, place = pair & (MOST_BLOCKS - 1), (pair >> PAIR_PLACE_SHIFT) & (MOST_PLACES - 1)
     depth, step = (pair >> PAIR_DEPTH_SHIFT) & 0xFF, (pair >> PAIR_STEP_SHIFT) & 0xFF
@@ -60,7 +62,12 @@ def unpack_pair(pair):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def allocate_number(p, used, freed, free):  # type: ignore[no-untyped-def]
-    """A number that is free, or one that was never used."""
+    """Return a free number of a block or a reference, or else the next unused one.
+
+    :param used: Field of ``head`` that counts used numbers.
+    :param freed: Field of ``head`` that counts free numbers.
+    :param free: List of free numbers.
+    """
     if p.head[freed] > 0:
         p.head[freed] -= 1
         return int64(free[p.head[freed]])
@@ -70,7 +77,7 @@ def allocate_number(p, used, freed, free):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def open_sum(p, block):  # type: ignore[no-untyped-def]
-    """Checksum of what is noted of a block that is being filled."""
+    """Return the checksum of an open block's row."""
     total = mix_word(mix_word(SUM_START, block), OPEN)
     for column in (PREVIOUS, REFERENCE, STREAM):
         total = mix_word(total, p.blocks[block, column])
@@ -79,9 +86,12 @@ def open_sum(p, block):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def full_sum(p, block, first, n_bytes, kind, contents):  # type: ignore[no-untyped-def]
-    """Checksum of what is noted of a full block.
+    """Return the checksum of a full block's row.
 
-    :param contents: checksum of what it holds.
+    :param first: First grain of the block.
+    :param n_bytes: Size of the block.
+    :param kind: FULL or SEALED.
+    :param contents: Checksum of the contents.
     """
     total = mix_word(mix_word(mix_word(mix_word(mix_word(SUM_START, block), kind), first), n_bytes), contents)
     for column in (PREVIOUS, REFERENCE):
@@ -91,7 +101,12 @@ def full_sum(p, block, first, n_bytes, kind, contents):  # type: ignore[no-untyp
 
 @njit(nogil=True)
 def store_bytes(p, block, source, n_bytes, seal):  # type: ignore[no-untyped-def]
-    """Notes bytes as a full block's contents, or what these were sealed to."""
+    """Store the contents of a full block in new grains.
+
+    :param source: Address of the contents.
+    :param n_bytes: Size of the contents.
+    :param seal: Whether the contents are sealed.
+    """
     first = allocate_grains(p, grains_of(p, n_bytes))
     copy_bytes(address_of_grain(p, first), source, n_bytes)
     kind, column = (SEALED, SEALED_SUM) if seal else (FULL, STORED_SUM)
@@ -108,7 +123,7 @@ def store_bytes(p, block, source, n_bytes, seal):  # type: ignore[no-untyped-def
 
 @njit(nogil=True, inline="always")
 def block_location(p, block):  # type: ignore[no-untyped-def]
-    """First grain and length of a block that is not open."""
+    """Return the first grain and the size of a block that is not open."""
     apart = p.has_checksums and p.blocks[block, KIND] == SEALED
     grain, n_bytes = (SEALED_GRAIN, SEALED_BYTES) if apart else (GRAIN, N_BYTES)
     return int64(p.blocks[block, grain]), int64(p.blocks[block, n_bytes])
@@ -116,7 +131,7 @@ def block_location(p, block):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def replace_with_sealed(p, block, source, n_bytes):  # type: ignore[no-untyped-def]
-    """Stores what the contents of a full block were sealed to in their place."""
+    """Replace the contents of a full block by sealed ones."""
     first, old = block_location(p, block)
     p.head[BLOCK_BYTES] -= old
     store_bytes(p, block, source, n_bytes, True)
@@ -125,7 +140,7 @@ def replace_with_sealed(p, block, source, n_bytes):  # type: ignore[no-untyped-d
 
 @njit(nogil=True)
 def release_reference(p, reference):  # type: ignore[no-untyped-def]
-    """Takes back one use of a reference frame; the last one frees it."""
+    """Remove one user of a reference, and free it if that was the last one."""
     p.users[reference] -= uint32(1)
     if p.users[reference] == 0:
         p.free_references[p.head[FREE_REFERENCES]] = uint32(reference)
@@ -134,7 +149,7 @@ def release_reference(p, reference):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def release_block(p, block, geometry):  # type: ignore[no-untyped-def]
-    """Takes back one use of a block; the last one frees it."""
+    """Remove one user of a block, and free it if that was the last one."""
     p.blocks[block, USERS] -= uint32(1)
     if p.blocks[block, USERS] > 0:
         return
@@ -149,7 +164,7 @@ def release_block(p, block, geometry):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def retain_frames(p, block, place, n_frames, geometry):  # type: ignore[no-untyped-def]
-    """Counts a use of the blocks that the frames up to this one are in."""
+    """Add one user to the blocks of the ``n_frames`` frames that end at a place."""
     while n_frames > 0:
         p.blocks[block, USERS] += uint32(1)
         n_frames -= place + 1
@@ -159,7 +174,7 @@ def retain_frames(p, block, place, n_frames, geometry):  # type: ignore[no-untyp
 
 @njit(nogil=True)
 def release_frames(p, block, place, n_frames, geometry):  # type: ignore[no-untyped-def]
-    """Takes one back."""
+    """Remove one user from the blocks of the ``n_frames`` frames that end at a place."""
     while n_frames > 0:
         previous = int64(p.blocks[block, PREVIOUS])
         release_block(p, block, geometry)
@@ -170,30 +185,30 @@ def release_frames(p, block, place, n_frames, geometry):  # type: ignore[no-unty
 
 @njit(nogil=True)
 def retain_handle(p, handle, geometry):  # type: ignore[no-untyped-def]
-    """Counts a use of a stack's blocks."""
+    """Add one user to the blocks of a stack."""
     block, place, depth = unpack_handle(handle)
     retain_frames(p, block, place, depth, geometry)
 
 
 @njit(nogil=True)
 def release_handle(p, handle, geometry):  # type: ignore[no-untyped-def]
-    """Takes one back."""
+    """Remove one user from the blocks of a stack."""
     block, place, depth = unpack_handle(handle)
     release_frames(p, block, place, depth, geometry)
 
 
 @kernel
 def seal_stored_block(state, block, source, n_bytes):  # type: ignore[no-untyped-def]
-    """Seals a block: :func:`replace_with_sealed`, for Python."""
+    """Call :func:`replace_with_sealed` from Python."""
     replace_with_sealed(pool_in(state), block, uint64(source), n_bytes)
 
 
 @kernel
 def list_block_ends(state, blocks, ends):  # type: ignore[no-untyped-def]
-    """Where blocks would end if they lay one after the other.
+    """Compute the end of each block in a buffer that contains them one after the other.
 
-    :param blocks: (n,) none of them open.
-    :param ends: (n,) written.
+    :param blocks: Numbers of blocks that are not open, shape ``(n,)``.
+    :param ends: Output, shape ``(n,)``.
     """
     p, end = pool_in(state), 0
     for i in range(blocks.shape[0]):
@@ -203,10 +218,10 @@ def list_block_ends(state, blocks, ends):  # type: ignore[no-untyped-def]
 
 @kernel
 def copy_blocks(state, blocks, target):  # type: ignore[no-untyped-def]
-    """Copies blocks, one after the other.
+    """Copy the contents of blocks, one after the other.
 
-    :param blocks: (n,) none of them open.
-    :param target: address.
+    :param blocks: Numbers of blocks that are not open, shape ``(n,)``.
+    :param target: Address to write to.
     """
     p, out = pool_in(state), uint64(target)
     for i in range(blocks.shape[0]):
@@ -215,10 +230,11 @@ def copy_blocks(state, blocks, target):  # type: ignore[no-untyped-def]
         out += uint64(n_bytes)
 
 
-def stored(state: Counts, blocks: Counts) -> list[Bytes]:
-    """What blocks hold, in a copy.
+def read_blocks(state: Counts, blocks: Counts) -> list[Bytes]:
+    """Copy the contents of blocks.
 
-    :param blocks: (n,) none of them open.
+    :param blocks: Numbers of blocks that are not open, shape ``(n,)``.
+    :return: One array of bytes per block.
     """
     ends = np.zeros(len(blocks), dtype=np.int64)
     list_block_ends(state, blocks, ends)

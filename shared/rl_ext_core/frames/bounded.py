@@ -1,27 +1,24 @@
-"""The bounded format: a frame within a bound, where so much has changed that a patch is long.
+"""Packed frames, the near-lossless format for frames whose patch would be long.
 
-Each row of a frame is cut into equal groups of at most 64 bytes. A group is predicted from bytes that the decoder has
-by then, and what is missing is stored in steps of ``2 * bound + 1``, which is as coarse as the bound allows. The number
-of steps takes as many bits as the group's largest one needs, in planes of one bit a byte: one vector instruction
-decodes a plane, in a time that hardly depends on its contents.
+Each row of a frame is cut into equal groups of at most 64 bytes. The encoder predicts a group from bytes that the
+decoder already has. It stores the difference in steps of ``2 * bound + 1``, the coarsest that the bound allows.
+All step counts of a group take as many bits as its largest one. They are stored as bit planes, one bit per byte.
+One vector instruction decodes a plane, in a time that hardly depends on its contents.
 
-An entry of a block is then ``[0xFFFE: u16][independent: u8][size: u32]``, a byte a group, and the planes of all groups,
-each as many bytes as a group has lanes, divided by eight: the signs first, then the bits of the numbers of steps, the
-lowest first. The byte of a group is the number of those bits, or 7 for bytes as they are, and eight times one of these
-predictions, modulo 256:
+An entry of a block is ``[0xFFFE: u16][independent: u8][size: u32]``, one byte per group, and the bit planes of all
+groups. A plane has one bit for each byte of its group. The plane of signs comes first, then the bits of the step
+counts, the lowest first. The byte of a group is the number of those bits plus eight times its prediction. The number
+is 7 if the group's bytes are stored uncompressed. Predictions are modulo 256:
 
-=  ========================================================================================================
-0  the frame before
-1  the row above
-2  the frame before, and what has changed since then in the channel before (of a frame that lies in planes)
-3  the row above, and the step from that row to this one in the channel before
-=  ========================================================================================================
+- 0: the previous frame
+- 1: the row above
+- 2: the previous frame, plus the change since then in the previous channel (only channel-first frames)
+- 3: the row above, plus the step from that row to this one in the previous channel
 
-An independent frame uses 1 and 3 only: whoever looks for a later frame need not decode those before it. The idea is
-that of near-lossless JPEG-LS (ITU-T T.87) without its entropy coder, which takes longer than copying the whole stack.
+An independent frame uses predictions 1 and 3 only, so later frames can be decoded without the frames before it. The
+method is near-lossless JPEG-LS (ITU-T T.87) without its entropy coder, which is slower than copying the whole stack.
 
-Groups are predicted and packed by vector instructions. All that a group might need is read, so there are ``GROUP``
-bytes behind every region.
+The kernels read whole vectors, so callers must keep ``GROUP`` readable bytes behind every region.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from rl_ext_core.frames.geometry import ENTRY_HEADER, GROUP
-from rl_ext_core.frames.machine import (
+from rl_ext_core.frames.kernel_primitives import (
     copy_bytes,
     lane_distances,
     load_u8,
@@ -67,7 +64,7 @@ def _predict(builder: Any, first: Any, second: Any, third: Any) -> Any:
 
 
 def _add_saturating(builder: Any, prediction: Any, by: Any, down: Any) -> Any:
-    """A prediction, moved by some steps; beyond the ends of the range it stays there."""
+    """Add ``by`` to a prediction, or subtract it where ``down`` is set, and clip to 0…255."""
     kind = ir.FunctionType(by.type, [by.type, by.type])
     plus, minus = (
         cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.sat.v{GROUP}i8") for name in ("uadd", "usub")
@@ -82,7 +79,7 @@ def _lane_mask(builder: Any, count: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def group_distance(typingctx: Any, wanted: Any, first: Any, second: Any, third: Any, lanes: Any) -> Any:
-    """How far the first ``lanes`` bytes of a group are at most from ``first + second - third``."""
+    """Return the largest distance of ``lanes`` bytes from ``first + second - third``."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         distance = lane_distances(builder, _load_group(builder, args[0]), _predict(builder, *args[1:4]))
@@ -99,7 +96,10 @@ def group_distance(typingctx: Any, wanted: Any, first: Any, second: Any, third: 
 def pack_group(
     typingctx: Any, wanted: Any, first: Any, second: Any, third: Any, made: Any, planes: Any, bound: Any, lanes: Any
 ) -> Any:
-    """Writes to ``made`` what is unpacked later, and to ``planes`` seven planes: the signs, then six of steps."""
+    """Write a decoded group to ``made`` and its bit planes to ``planes``.
+
+    There are seven planes: the signs, then six of step counts.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         target, planes, bound, lanes = args[4:8]
@@ -116,7 +116,7 @@ def pack_group(
             builder.store(plane, builder.inttoptr(address, _BIT_PLANE.as_pointer())).align = 1
 
         for number in reversed(range(6)):
-            # A step so large does not fit into a byte where the bound is coarse: no distance takes it then.
+            # With a coarse bound this step exceeds a byte, and then it exceeds every distance too.
             amount = builder.shl(builder.zext(step, ir.IntType(16)), ir.Constant(ir.IntType(16), number))
             fits = builder.icmp_unsigned("<", amount, ir.Constant(amount.type, 256))
             amount = splat(builder, builder.trunc(amount, byte), GROUP)
@@ -132,7 +132,10 @@ def pack_group(
 
 
 def _make_kind_table(builder: Any, n_planes: int) -> Any:
-    """For each kind of group, as numbers of 64 bits: masks of the two bits of its prediction, and of its planes."""
+    """Build a table of 64-bit masks for each kind of group.
+
+    Each row has masks for the two flags of the prediction, then one for each bit plane.
+    """
     rows = []
     for kind in range(32):
         bits, spatial, channel = kind & 7, kind >> 3 & 1, kind >> 4
@@ -142,7 +145,7 @@ def _make_kind_table(builder: Any, n_planes: int) -> Any:
 
 
 def _define_unpacker(most: int, *, channels: bool) -> Any:
-    def unpack_frame(
+    def unpack_group(
         typingctx: Any,
         before: Any,
         above: Any,
@@ -164,7 +167,7 @@ def _define_unpacker(most: int, *, channels: bool) -> Any:
                 return builder.load(builder.gep(table, [ir.Constant(word, 0), place]))
 
             def either(mask: Any, yes: Any, no: Any) -> Any:
-                # No branch anywhere: it would be mispredicted too often, and LLVM makes branches of selects.
+                # Masks instead of selects: LLVM turns selects into branches, which are mispredicted too often.
                 return builder.add(no, builder.and_(mask, builder.sub(yes, no)))
 
             spatial, channel = entry(0), entry(1)
@@ -177,12 +180,12 @@ def _define_unpacker(most: int, *, channels: bool) -> Any:
                 )
                 prediction = _predict(builder, first, second, third)
             else:
-                prediction = _load_group(builder, first)  # loads are what takes the time
+                prediction = _load_group(builder, first)  # one load instead of three: loads dominate the time
             masks = []
             for number in range(most + 1):
                 bits = builder.load(builder.inttoptr(address, _BIT_PLANE.as_pointer()))
                 bits.align = 1
-                # What is beyond the planes is read and not used.
+                # Bits behind the last plane are loaded too, and masked out here.
                 bits = builder.and_(bits, entry(2 + number))
                 masks.append(builder.bitcast(bits, ir.VectorType(ir.IntType(1), GROUP)))
                 address = builder.add(address, plane_bytes)
@@ -197,15 +200,15 @@ def _define_unpacker(most: int, *, channels: bool) -> Any:
 
         return types.void(*[types.uint64] * 7, types.uint8, types.uint64), codegen
 
-    unpack_frame.__doc__ = f"""Writes a group that has at most {most} planes of steps to ``made`` and ``above``.
+    unpack_group.__doc__ = f"""Write a group that has at most {most} planes of steps to ``made`` and ``above``.
 
-    :param before: address of the group in the frame before.
-    :param above: of the group above, see :func:`unpack_frame`.
-    :param row: bytes of a row.
-    :param plane: bytes of a channel.
-    :param kind: the byte of the group{"" if channels else ", which is not predicted from the channel before"}.
+    :param before: Address of the group in the previous frame
+    :param above: Address of the group above, see :func:`unpack_frame`
+    :param row: Bytes per row
+    :param plane: Bytes per channel
+    :param kind: Byte of the group{"" if channels else ", which is not predicted from the previous channel"}
     """
-    return intrinsic(unpack_frame)
+    return intrinsic(unpack_group)
 
 
 unpack_group_of_3 = _define_unpacker(3, channels=True)
@@ -214,18 +217,21 @@ unpack_group_alone = _define_unpacker(3, channels=False)
 
 
 _SIZE_BYTES = 4
-_PADDING = 16  # with ``SLACK``, what is read behind the planes of the last group
-_RAW = 7  # instead of a number of bits
+_PADDING = 16  # bytes behind the last group's planes, because the decoder reads whole vectors
+_RAW = 7  # the number of bits of a group whose bytes are stored uncompressed
 _MAX_BITS = 6
-_FEW_BITS = 3  # decoded without a look at how many they are
-_SPATIAL, _CHANNEL = 1, 2  # the bits of a prediction
-_SHORT_PATCH_DIVISOR = 16  # a patch that takes less than this part of a frame is kept unseen
-_INDEPENDENT_BONUS_DIVISOR = 8  # an independent frame may take this part more, since it saves decoding others
+_FEW_BITS = 3  # up to this many bits, one instruction sequence decodes every group
+_SPATIAL, _CHANNEL = 1, 2  # flags in the number of a prediction
+_SHORT_PATCH_DIVISOR = 16  # a patch below 1/16 of the frame is stored without trying a packed frame
+_INDEPENDENT_BONUS_DIVISOR = 8  # an independent frame may be 1/8 longer, because it saves decoding others
 
 
 @njit(nogil=True, inline="always")
 def _group_sizes(geometry):  # type: ignore[no-untyped-def]
-    """Groups a row, bytes a group, and bytes a plane of bits. The last group of a row may be shorter."""
+    """Return groups per row, bytes per group, and bytes per bit plane.
+
+    The last group of a row may be shorter.
+    """
     groups = (geometry.row + GROUP - 1) // GROUP
     lanes = (geometry.row + groups - 1) // groups
     return groups, lanes, (lanes + 7) // 8
@@ -233,11 +239,11 @@ def _group_sizes(geometry):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, inline="always")
 def _prediction_terms(which, before, above, after, geometry):  # type: ignore[no-untyped-def]
-    """Addresses of three groups of bytes: the first, plus the second, minus the third is the prediction.
+    """Return the addresses of the three groups of a prediction: first + second - third.
 
-    :param before: address of the group in the frame before.
-    :param above: of the one above it in this frame.
-    :param after: of the group itself.
+    :param before: Address of the group in the previous frame
+    :param above: Address of the group above it in this frame
+    :param after: Address of the group itself
     """
     spatial, channel = which & _SPATIAL, which & _CHANNEL
     first = above if spatial else before
@@ -248,7 +254,7 @@ def _prediction_terms(which, before, above, after, geometry):  # type: ignore[no
 
 @njit(nogil=True, inline="always")
 def _can_predict(which, at, geometry):  # type: ignore[no-untyped-def]
-    """Whether the bytes that a prediction needs come before the group at ``at``."""
+    """Return whether the bytes that a prediction needs precede the group at ``at``."""
     if which & _CHANNEL and geometry.plane == 0:
         return False
     needed = (geometry.row if which & _SPATIAL else 0) + (geometry.plane if which & _CHANNEL else 0)
@@ -257,7 +263,7 @@ def _can_predict(which, at, geometry):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, inline="always")
 def _bits_for_distance(distance, bound):  # type: ignore[no-untyped-def]
-    """How many bits the number of steps up to a distance takes; ``_RAW`` where there are too many."""
+    """Return the number of bits for a distance's step count; ``_RAW`` if there are too many."""
     if distance + bound > 255:
         return _RAW
     steps, bits = (distance + bound) // (2 * bound + 1), 0
@@ -275,7 +281,7 @@ def _payload_size(bits, lanes, plane_bytes):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _best_prediction(frame, before, after, at, lanes, independent, geometry):  # type: ignore[no-untyped-def]
-    """The prediction that is least far off, and how far that is; 256 where none is possible."""
+    """Return the best prediction and its largest distance, or 256 if there is no prediction."""
     best, smallest = 0, 256
     for which in range(1 if independent else 0, 4, 2 if independent else 1):
         if _can_predict(which, at, geometry):
@@ -289,12 +295,12 @@ def _best_prediction(frame, before, after, at, lanes, independent, geometry):  #
 
 @njit(nogil=True)
 def _pack_frame(frame, before, after, out, planes, limit, independent, geometry):  # type: ignore[no-untyped-def]
-    """Writes a packed frame without its header, and to ``after`` what the decoder makes of it.
+    """Write a packed frame without its header to ``out``, and the decoded frame to ``after``.
 
     All regions have ``GROUP`` bytes behind them.
 
-    :param planes: address of room for the planes of a group.
-    :return: its bytes, or -1 once they would exceed ``limit``.
+    :param planes: Address of a scratch buffer for the planes of one group
+    :return: Size in bytes, or -1 once it would exceed ``limit``
     """
     n_bytes, bound = geometry.frame_bytes, geometry.max_error
     groups, most_lanes, plane_bytes = _group_sizes(geometry)
@@ -328,12 +334,12 @@ def _pack_frame(frame, before, after, out, planes, limit, independent, geometry)
 
 @njit(nogil=True)
 def unpack_frame(before, contents, after, above, geometry):  # type: ignore[no-untyped-def]
-    """Writes to ``after`` the frame that a packed entry makes of the frame ``before``.
+    """Decode a packed entry against the frame ``before``, and write the result to ``after``.
 
-    Both are different regions with ``GROUP`` bytes behind them; ``before`` does not matter to an independent frame.
+    The two regions must not overlap, and both have ``GROUP`` bytes behind them. Independent frames ignore ``before``.
 
-    :param above: address of room for a row, with ``GROUP`` bytes for each group. Read from ``after``, a group of the
-        row above would wait until the two groups that it overlaps have left the processor's queue of stores.
+    :param above: Address of a scratch buffer for one row, with ``GROUP`` bytes per group. It avoids a stall: loads
+        from ``after`` would wait until the processor has stored the two groups that they overlap.
     """
     step = uint8(2 * geometry.max_error + 1)
     above = (above + uint64(GROUP - 1)) & ~uint64(GROUP - 1)
@@ -369,22 +375,22 @@ def unpack_frame(before, contents, after, above, geometry):  # type: ignore[no-u
 
 @njit(nogil=True, inline="always")
 def is_packed(entry):  # type: ignore[no-untyped-def]
-    """Whether an entry is a packed frame."""
+    """Return whether an entry is a packed frame."""
     return load_u16(entry) == PACKED
 
 
 @njit(nogil=True, inline="always")
 def packed_size(entry):  # type: ignore[no-untyped-def]
-    """Size of a packed entry's contents, and whether it is independent of the frame before."""
+    """Return the size of a packed entry's contents, and whether it is independent."""
     contents = entry + uint64(ENTRY_HEADER)
     return int64(load_u32(contents)) + _SIZE_BYTES, load_u8(entry + uint64(2)) != uint8(0)
 
 
 @njit(nogil=True)
 def _append_packed(newest, frame, out, scratch, stride, limit, geometry):  # type: ignore[no-untyped-def]
-    """Writes a packed entry of at most ``limit`` bytes at ``out``, and what it makes to ``newest``.
+    """Write a packed entry to ``out``, and the decoded frame to ``newest``.
 
-    :return: its size, or -1 where nothing is written because it is not that short.
+    :return: Size of the entry, or -1 if it would be longer; nothing is written then
     """
     n_bytes, planes, wanted, before = geometry.frame_bytes, scratch, scratch + stride, scratch + 2 * stride
     after, data = before + stride, before + 2 * stride
@@ -411,11 +417,11 @@ def _append_packed(newest, frame, out, scratch, stride, limit, geometry):  # typ
 
 @njit(nogil=True)
 def append_bounded_entry(newest, frame, out, scratch, stride, geometry):  # type: ignore[no-untyped-def]
-    """Writes one entry of a frame within the bound at ``out``: a patch, or a packed frame where that is shorter.
+    """Write one entry to ``out``: a patch, or a packed frame if that is shorter.
 
-    :param newest: address of what the decoder has; what it will have is written there.
-    :param scratch: address of ``SCRATCH_FRAMES`` regions that are ``stride`` bytes apart: a frame and ``GROUP`` more.
-    :return: the entry's size.
+    :param newest: Address of the decoder's newest frame; it is replaced by the newly decoded one
+    :param scratch: Address of ``SCRATCH_FRAMES`` buffers, ``stride`` bytes apart, each for a frame and ``GROUP`` bytes
+    :return: Size of the entry
     """
     n_bytes = geometry.frame_bytes
     size = append_entry(newest, frame, n_bytes, out, scratch, geometry.max_error)

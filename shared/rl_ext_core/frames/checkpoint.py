@@ -1,4 +1,4 @@
-"""Stores in files of their own: checkpoints, which are checksummed, and read without running what they hold."""
+"""Checkpoints of stores, with checksums; loading one does not run code from the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ FORMAT_VERSION = 4
 
 
 def checksum(state: Any) -> int:
-    """CRC-32 of nested containers of arrays and plain values, without its own entry and that of a held lock."""
+    """Return the CRC-32 of nested containers of arrays and plain values.
+
+    The entries ``"checksum"`` and ``"held"`` (the lock) of dicts are left out.
+    """
     if isinstance(state, np.ndarray):
         contents = zlib.crc32(np.ascontiguousarray(state).reshape(-1).view(np.uint8).data)
         parts: Any = (state.dtype.str, state.shape, contents)
@@ -33,21 +36,21 @@ def checksum(state: Any) -> int:
 
 
 def check_format(state: Any) -> None:
-    """Refuses what this version does not read.
+    """Raise if a state has a format that this version does not read.
 
-    :raises CorruptFileError: if it is of another format, or of none.
+    :raises CorruptFileError: If the state has another format, or none
     """
     version = state.get("format") if isinstance(state, dict) else None
     if version != FORMAT_VERSION:
         raise CorruptFileError(
-            f"the frame store has format {version!r}, this version reads {FORMAT_VERSION}; load it with the version of "
-            "rl-ext that wrote it"
+            f"the frame store has format {version!r}, but this version reads {FORMAT_VERSION}; load it with the "
+            "version of rl-ext that wrote it"
         )
 
 
 _S = TypeVar("_S")
 
-# What a file of a store refers to. Anything else would be somebody else's program.
+# All classes and functions that a checkpoint may refer to. Another one would run code that this project did not write.
 _ALLOWED_GLOBALS = {
     ("builtins", "list"),
     ("rl_ext_core.frames.store", "FrameStore"),
@@ -67,7 +70,7 @@ _ALLOWED_GLOBALS = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED_GLOBALS:
-            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is no part of a store")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which stores do not use")
         return super().find_class(module, name)
 
 
@@ -77,12 +80,13 @@ def _lock_held(lock: Any) -> Iterator[None]:
 
 
 class HeldLock:
-    """Comes last in a state that is made of views: until pickle has come to it, nobody else may change what they show.
+    """Lock that is held until pickle has written the state that this object is part of.
 
-    Where the state is dropped before, this goes with it, and the lock is free. (A generator that is dropped ends its
-    ``with`` without a step in which Ctrl-C could keep it from that.)
+    It is the last entry of a state that consists of views, so that other threads cannot change their memory meanwhile.
+    If the state is dropped instead, the lock is released too. The lock is held by a generator, because Ctrl-C cannot
+    interrupt the release when a generator is dropped.
 
-    :param lock: an ``RLock``; taken at once.
+    :param lock: An ``RLock``, which is acquired at once
     """
 
     def __init__(self, lock: Any) -> None:
@@ -90,7 +94,7 @@ class HeldLock:
         next(self._hold)
 
     def release(self) -> None:
-        """Lets others change it."""
+        """Release the lock."""
         self._hold.close()  # type: ignore[attr-defined]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -99,10 +103,11 @@ class HeldLock:
 
 
 def reduce_with_lock(lock: Any, reduce: Callable[[], Any]) -> Any:
-    """What ``__reduce_ex__`` returns, and nobody else may take the lock until pickle has written it.
+    """Call ``reduce``, and hold the lock until pickle has written its result.
 
-    :param lock: an ``RLock``.
-    :param reduce: returns an object in parts, of which the third is a dictionary.
+    :param lock: An ``RLock``
+    :param reduce: Returns the value of ``__reduce_ex__``, whose third entry is a dictionary
+    :return: The value of ``__reduce_ex__``, with the lock as entry ``"held"`` of that dictionary
     """
     held = HeldLock(lock)
     try:
@@ -114,27 +119,34 @@ def reduce_with_lock(lock: Any, reduce: Callable[[], Any]) -> Any:
 
 
 class _InterruptibleFile:
-    """A file in which each write is a place to stop at: writing takes long, and what was written is thrown away then.
+    """File that runs deferred signal handlers before each write, since writing takes long.
 
-    :param file: opened for writing bytes.
+    If a handler raises, the caller discards the partial file.
+
+    :param file: File opened for writing bytes
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
     def write(self, data: Any) -> int:
-        """See :meth:`io.RawIOBase.write`."""
+        """Write bytes, and return their number."""
         run_pending_handlers()
         return self._file.write(data)
 
 
 def _dump(store: Any, file: BinaryIO) -> None:
-    # Pickle writes views of arrays as they are from protocol 5 on.
+    # Protocol 5 writes views of arrays without copying them.
     pickle.dump(store, _InterruptibleFile(file), protocol=5)
 
 
 def save(store: Any, file: str | os.PathLike[str] | BinaryIO) -> None:
-    """Writes a store to a file; see :meth:`FrameStore.save`."""
+    """Write a store to a path or an open file.
+
+    An existing file is replaced only once the new one is complete.
+
+    :raises StorageError: If the file cannot be written
+    """
     if not isinstance(file, (str, os.PathLike)):
         _dump(store, file)
         return
@@ -146,8 +158,8 @@ def save(store: Any, file: str | os.PathLike[str] | BinaryIO) -> None:
         part.replace(path)
     except OSError as error:
         raise StorageError(
-            f"cannot write {path}: {error.strerror or error}. What was there before is intact; make room, or pass a "
-            "path elsewhere"
+            f"cannot write {path}: {error.strerror or error}. An older file there is unchanged; free disk space, or "
+            "pass another path"
         ) from error
     finally:
         part.unlink(missing_ok=True)
@@ -155,35 +167,45 @@ def save(store: Any, file: str | os.PathLike[str] | BinaryIO) -> None:
 
 @contextlib.contextmanager
 def as_corrupt_pickle(file: Any, what: str, *, written_by: str) -> Iterator[None]:
-    """Call whatever goes wrong meanwhile damage: altered bytes can make pickle do anything.
+    """Re-raise exceptions as ``CorruptFileError``.
 
-    :param file: that is read.
-    :param what: it holds.
-    :param written_by: the line that writes such a file.
-    :raises MissingDependencyError: if NumPy 2 wrote it, and this is an older one.
-    :raises CorruptFileError: where something else goes wrong; the project's own exceptions and those of files pass.
+    Unpickling damaged bytes can fail in arbitrary ways.
+
+    ``OSError`` and this project's own exceptions are not changed.
+
+    :param file: File that is read
+    :param what: Name of its contents, such as ``"store"``
+    :param written_by: Call that writes such a file
+    :raises MissingDependencyError: If the file was written with NumPy 2, and the installed one is older
+    :raises CorruptFileError: If anything else fails
     """
     try:
         yield
     except (RlExtError, OSError):
         raise
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("numpy._core"):
+        # A damaged name of a module can begin like NumPy 2's.
+        missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+        if missing.startswith("numpy._core") and np.__version__ < "2":
             raise MissingDependencyError(
-                f"{file} was written with NumPy 2, whose arrays NumPy {np.__version__} does not read; the file may be "
-                "whole: pip install 'numpy>=2', and read it again"
+                f"{file} was written with NumPy 2, whose arrays NumPy {np.__version__} cannot read; run "
+                "pip install 'numpy>=2', and load it again"
             ) from error
         raise CorruptFileError(
-            f"{file} is cut short, damaged, or no {what} ({type(error).__name__}: {error}); write it with {written_by}"
+            f"{file} is truncated, damaged, or not a {what} ({type(error).__name__}: {error}); write it with "
+            f"{written_by}"
         ) from error
 
 
 def load(cls: type[_S], file: str | os.PathLike[str] | BinaryIO) -> _S:
-    """Reads a store; see :meth:`FrameStore.load`."""
+    """Read a store from a path or an open file.
+
+    :raises CorruptFileError: If the file is damaged, or contains something else
+    """
     with _open_for_reading(file) as opened, as_corrupt_pickle(file, "store", written_by=f"{cls.__name__}.save(path)"):
         store = _Unpickler(opened).load()
     if not isinstance(store, cls):
-        raise CorruptFileError(f"{file} holds a {type(store).__name__}, expected a {cls.__name__}")
+        raise CorruptFileError(f"{file} contains a {type(store).__name__}, expected a {cls.__name__}")
     return store
 
 

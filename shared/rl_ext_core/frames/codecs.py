@@ -1,17 +1,13 @@
-"""Codecs: how the frames of a block become bytes, how a full block is sealed, and what of a frame may be lost.
+"""Codecs, which encode the frames of a block and compress full blocks.
 
-A codec names one of two coders, which the kernels run frame by frame, and may compress each block once it is full:
+A codec selects one of two coders, which the kernels run frame by frame. It may compress each block once it is full:
 
-==============  ===========================================================  =======================
-codec           frames of a block                                            full blocks
-==============  ===========================================================  =======================
-``raw``         as they are                                                  as they are
-``patch``       what changed since the frame before (see ``patch``)          as they are
-``patch+lz4``   what changed since the frame before                          compressed by LZ4
-``jpeg``        one frame a block, as it is                                  a JPEG image (``jpeg``)
-==============  ===========================================================  =======================
+- ``raw``: uncompressed frames
+- ``patch``: the change since the previous frame (see ``patch``)
+- ``patch+lz4``: the same, with full blocks compressed by LZ4
+- ``jpeg``: blocks of one frame, each compressed to a JPEG image (see ``jpeg``)
 
-All but ``jpeg`` are lossless, unless a store is told to keep to a bound (``max_error``).
+All except ``jpeg`` are lossless, unless a store has an error bound (``max_error``).
 """
 
 from __future__ import annotations
@@ -32,19 +28,19 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, _missing_
 from rl_ext_core.frames.geometry import PATCH, RAW, SEALED_HEADER, Bytes
 from rl_ext_core.frames.layout import StackLayout
 
-DEFAULT_QUALITY = 95  # of JPEG
+DEFAULT_QUALITY = 95  # JPEG quality
 _LARGEST_MAX_ERROR = 127
 _DEFAULT_BLOCK_LENGTH = 16
 
 
 class Codec(ABC):
-    """How blocks of frames are stored. Instances hold no frames.
+    """Base class of codecs. Instances do not contain frames.
 
-    :cvar name: what users and files call it.
-    :cvar patches: whether frames are stored as patches, or as they are.
-    :cvar seals: whether full blocks go through :meth:`seal`.
-    :cvar lossy: whether :meth:`unseal` gives something else than :meth:`seal` was given. Blocks hold one frame then,
-        and are sealed at once, so that what is read does not change later.
+    :cvar name: Name in arguments and files
+    :cvar patches: Whether frames are stored as patches instead of uncompressed
+    :cvar seals: Whether full blocks are compressed by :meth:`seal`
+    :cvar lossy: Whether :meth:`unseal` returns other bytes than :meth:`seal` was given. A block of a lossy codec has
+        one frame and is sealed at once, so that reads never change later.
 
     >>> from rl_ext_core.frames import get_codec
     >>> codec = get_codec("patch")
@@ -58,9 +54,10 @@ class Codec(ABC):
     lossy: ClassVar[bool] = False
 
     def with_quality(self, quality: int) -> Codec:
-        """The codec with another quality.
+        """Return the codec with another quality.
 
-        :raises InvalidArgumentError: if it has none.
+        :param quality: As for :class:`JpegCodec`
+        :raises InvalidArgumentError: If the codec has no quality setting
         """
         raise InvalidArgumentError(
             f"quality={quality} is for codec='jpeg' only; leave it out, or pass codec='jpeg' as well"
@@ -68,11 +65,11 @@ class Codec(ABC):
 
     @property
     def options(self) -> dict[str, int]:
-        """What the codec was told, as options of :func:`get_codec`."""
+        """Settings of the codec, as keyword arguments of :func:`get_codec`."""
         return {}
 
     def fits(self, layout: StackLayout) -> bool:
-        """Whether it can store the frames of a layout."""
+        """Return whether the codec can store the frames of a layout."""
         try:
             self.for_frames(layout)
         except (InvalidArgumentError, InvalidTypeError):
@@ -80,93 +77,105 @@ class Codec(ABC):
         return True
 
     def for_frames(self, layout: StackLayout) -> Codec:
-        """The codec for the frames of a layout; most do not depend on it.
+        """Return the codec for the frames of a layout; most codecs return themselves.
 
-        :raises InvalidArgumentError: if the codec cannot store such frames.
-        :raises InvalidTypeError: likewise, because of their dtype.
+        :raises InvalidArgumentError: If the codec cannot store such frames
+        :raises InvalidTypeError: If the codec cannot store frames of that dtype
         """
         return self
 
     @property
     def coder(self) -> int:
-        """How the frames of a block are laid out, in the kernels' terms."""
+        """The kernels' number of the coder: ``PATCH`` or ``RAW``."""
         return PATCH if self.patches else RAW
 
     @abstractmethod
     def check_available(self) -> None:
-        """Raises ``MissingDependencyError`` if a package that the codec needs is not installed."""
+        """Raise if a required package is missing.
+
+        :raises MissingDependencyError: If a package that the codec needs is not installed
+        """
 
     def c_decompressor(self) -> int:
-        """Address of a C function that opens sealed blocks without Python, or 0 where there is none.
+        """Return the address of a C function that decompresses blocks; 0 if there is none.
 
-        It is ``int f(const char *source, char *target, int source_bytes, int target_bytes)``, thread-safe, and returns
-        the bytes written, or a negative number for damaged input. Opens the same blocks as :meth:`unseal`.
+        Its signature is ``int f(const char *source, char *target, int source_bytes, int target_bytes)``. It must be
+        thread-safe, and return the bytes written, or a negative number for damaged input. It must open all blocks that
+        :meth:`unseal` opens.
         """
         return 0
 
     @abstractmethod
     def seal(self, block: memoryview) -> bytes | memoryview:
-        """Compresses a full block."""
+        """Compress a full block."""
 
     @abstractmethod
     def unseal(self, sealed: memoryview, n_bytes: int) -> bytes | memoryview:
-        """The block that :meth:`seal` was given.
+        """Decompress a block.
 
-        :param n_bytes: size of that block.
+        :param sealed: Bytes that :meth:`seal` returned
+        :param n_bytes: Size of the uncompressed block
+        :return: The block that :meth:`seal` was given
         """
 
 
 class RawCodec(Codec):
-    """Frames as they are: what is saved is saved by sharing alone."""
+    """Codec that does not compress. Stores save memory only by sharing frames between stacks."""
 
     name = "raw"
     patches = False
     seals = False
 
     def check_available(self) -> None:
-        """Nothing is needed."""
+        """Do nothing, because no package is needed."""
 
     def seal(self, block: memoryview) -> bytes | memoryview:
-        """The block as it is."""
+        """Return the block unchanged."""
         return block
 
     def unseal(self, sealed: memoryview, n_bytes: int) -> bytes | memoryview:
-        """The block that was sealed."""
+        """Return the block unchanged."""
         return sealed
 
 
 class PatchCodec(RawCodec):
-    """What changed since the frame before; the first frame of a block against a shared reference frame."""
+    """Codec that stores the bytes that differ from the previous frame.
+
+    The first frame of a block is compared with a reference frame that many blocks share.
+    """
 
     name = "patch"
     patches = True
 
 
 class PatchLz4Codec(Codec):
-    """Patches, full blocks compressed by LZ4: the smallest."""
+    """Codec that stores patches and compresses full blocks by LZ4, for the smallest size."""
 
     name = "patch+lz4"
     patches = True
     seals = True
 
     def check_available(self) -> None:
-        """Raises where lz4 is missing."""
+        """Raise if lz4 is missing.
+
+        :raises MissingDependencyError: If lz4 is not installed
+        """
         if importlib.util.find_spec("lz4") is None:
             raise _missing_dependency_error("lz4", "frames", f"codec {self.name!r}")
 
     def c_decompressor(self) -> int:
-        """``LZ4_decompress_safe`` as the package lz4 carries it."""
+        """Return the address of ``LZ4_decompress_safe`` in lz4; 0 if it is hidden there."""
         return _lz4_decompress_safe()
 
     def seal(self, block: memoryview) -> bytes:
-        """The block, compressed."""
+        """Compress the block."""
         import lz4.block
 
         sealed: bytes = lz4.block.compress(block, mode="high_compression", compression=9, store_size=False)
         return sealed
 
     def unseal(self, sealed: memoryview, n_bytes: int) -> bytes:
-        """The block that was sealed."""
+        """Decompress the block."""
         import lz4.block
 
         block: bytes = lz4.block.decompress(sealed, uncompressed_size=n_bytes)
@@ -174,15 +183,15 @@ class PatchLz4Codec(Codec):
 
 
 def check_numba(purpose: str) -> None:
-    """Makes sure that frames can be encoded and decoded, whatever the codec.
+    """Raise if numba cannot compile the kernels, which all codecs need.
 
-    :param purpose: what needs that.
-    :raises MissingDependencyError: if numba is not installed.
-    :raises InvalidArgumentError: if it is told not to compile.
+    :param purpose: Subject of the error text, such as ``"FrameStore"``
+    :raises MissingDependencyError: If numba is not installed
+    :raises InvalidArgumentError: If ``NUMBA_DISABLE_JIT`` is set
     """
     if (given := os.environ.get("NUMBA_DISABLE_JIT", "0")) not in ("", "0"):
         raise InvalidArgumentError(
-            f"{purpose} needs numba to compile, and NUMBA_DISABLE_JIT={given!r} keeps it from that; write "
+            f"{purpose} needs numba's compiler, which NUMBA_DISABLE_JIT={given!r} turns off; write "
             "del os.environ['NUMBA_DISABLE_JIT'] before the first import of numba"
         )
     if importlib.util.find_spec("numba") is None:
@@ -196,7 +205,8 @@ def _lz4_decompress_safe() -> int:
     try:
         function = ctypes.CDLL(extension.__file__).LZ4_decompress_safe
     except (OSError, AttributeError):
-        return 0  # built against a system's liblz4, or with hidden symbols: blocks are opened from Python
+        # lz4 was built against the system's liblz4, or hides its symbols. Blocks are opened from Python then.
+        return 0
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
@@ -204,33 +214,35 @@ _REGISTRY: dict[str, Callable[[], Codec]] = {}
 
 
 def register_codec(codec: type[Codec]) -> type[Codec]:
-    """Makes a codec known under its name. Usable as a class decorator.
+    """Register a codec under its name. It works as a class decorator.
 
-    :raises InvalidArgumentError: if another codec has that name.
+    :return: The same class
+    :raises InvalidArgumentError: If another codec has that name
     """
     if _REGISTRY.get(codec.name, codec) is not codec:
-        raise InvalidArgumentError(f"a codec named {codec.name!r} is registered already; choose another name")
+        raise InvalidArgumentError(f"name={codec.name!r} is already registered by another codec; choose another name")
     _REGISTRY[codec.name] = codec
     return codec
 
 
 def codec_names() -> list[str]:
-    """The names of all registered codecs."""
+    """Return the names of all registered codecs, sorted."""
     return sorted(_REGISTRY)
 
 
 def get_codec(name: str, *, quality: int = DEFAULT_QUALITY) -> Codec:
-    """The codec of that name.
+    """Create the codec of a name.
 
-    :param quality: of the images that ``jpeg`` makes, 1 to 100.
-    :raises InvalidTypeError: if the name is not a string.
-    :raises InvalidArgumentError: if no codec has that name.
-    :raises MissingDependencyError: if it needs a package that is not installed; no other codec takes its place.
+    :param name: One of :func:`codec_names`
+    :param quality: JPEG quality of codec ``jpeg``, 1 to 100
+    :raises InvalidTypeError: If the name is not a string
+    :raises InvalidArgumentError: If there is no codec of that name, or the quality does not fit it
+    :raises MissingDependencyError: If the codec needs a package that is not installed. There is no fallback.
     """
     if not isinstance(name, str):
-        raise InvalidTypeError(f"codec must be a name, got {name!r}; for example codec='auto'")
+        raise InvalidTypeError(f"codec must be a string, got {name!r}; for example codec='auto'")
     if name not in _REGISTRY:
-        raise InvalidArgumentError(f"unknown codec {name!r}; known: 'auto', {', '.join(map(repr, codec_names()))}")
+        raise InvalidArgumentError(f"codec={name!r} is unknown; known: 'auto', {', '.join(map(repr, codec_names()))}")
     codec = _REGISTRY[name]()
     codec.check_available()
     return codec if quality == DEFAULT_QUALITY else codec.with_quality(quality)
@@ -241,7 +253,10 @@ for _codec in (RawCodec, PatchCodec, PatchLz4Codec):
 
 
 def seal_block(codec: Codec, contents: Bytes) -> Bytes:
-    """A full block as it is stored: two sizes, and what the codec has made of it; as it was, where that is longer."""
+    """Compress a full block for storage, with a header of two sizes.
+
+    The contents stay uncompressed if the codec does not make them smaller.
+    """
     smaller = np.frombuffer(codec.seal(contents.data), dtype=np.uint8)
     if len(smaller) >= len(contents):
         smaller = contents
@@ -250,23 +265,23 @@ def seal_block(codec: Codec, contents: Bytes) -> Bytes:
 
 
 def open_block(codec: Codec, stored: memoryview) -> bytes | memoryview:
-    """The contents of a block."""
+    """Return the uncompressed contents of a block that :func:`seal_block` returned."""
     n_sealed, n_bytes = np.frombuffer(stored[:SEALED_HEADER], dtype="<u4").tolist()
     contents = stored[SEALED_HEADER:]
     return contents if n_sealed == n_bytes else codec.unseal(contents, n_bytes)
 
 
 def validate_max_error(max_error: int, *, codec: Codec, dtype: npt.DTypeLike) -> int:
-    """``max_error`` as a plain number.
+    """Check ``max_error`` and return it as an int.
 
-    :raises InvalidTypeError: if it is no whole number, or the frames are not of dtype uint8.
-    :raises InvalidArgumentError: if it is out of range, or the codec has no use for it.
+    :raises InvalidTypeError: If it is not an integer, or the frames are not of dtype uint8
+    :raises InvalidArgumentError: If it is out of range, or the codec does not use it
     """
     if isinstance(max_error, bool) or not isinstance(max_error, (int, np.integer)):
-        raise InvalidTypeError(f"max_error={max_error!r} must be a whole number, for example max_error=4")
+        raise InvalidTypeError(f"max_error={max_error!r} must be an integer; for example max_error=4")
     if not 0 <= max_error <= _LARGEST_MAX_ERROR:
         raise InvalidArgumentError(
-            f"max_error={max_error} must be from 0, which is bit-exact, to {_LARGEST_MAX_ERROR}; for example max_error=4"
+            f"max_error={max_error} must be from 0 (bit-exact) to {_LARGEST_MAX_ERROR}; for example max_error=4"
         )
     if max_error == 0:
         return 0
@@ -277,45 +292,46 @@ def validate_max_error(max_error: int, *, codec: Codec, dtype: npt.DTypeLike) ->
         )
     if not codec.patches:
         raise InvalidArgumentError(
-            f"max_error={max_error} has no effect on codec={codec.name!r}, which stores no patches; use codec='patch', "
-            "'patch+lz4' or 'auto', or leave max_error out"
+            f"max_error={max_error} has no effect on codec={codec.name!r}, which does not store patches; use "
+            "codec='patch', 'patch+lz4' or 'auto', or leave max_error out"
         )
     return int(max_error)
 
 
 def resolve_block_length(block_length: int | None, codec: Codec, *, most: int | None = None) -> int:
-    """Frames in a block, where nothing is said the codec's usual number.
+    """Check the number of frames per block, or return the codec's default.
 
-    :param most: that a block may hold, where there are frames already.
-    :raises InvalidArgumentError: if it cannot be used, or the codec cannot have blocks of that many.
+    :param block_length: Frames per block, or None for the default
+    :param most: Largest block length; None if it is not known yet
+    :raises InvalidArgumentError: If it is not a power of two up to ``most``, or the codec needs blocks of one frame
     """
     if block_length is None:
         return 1 if codec.lossy else _DEFAULT_BLOCK_LENGTH
     if codec.lossy and block_length != 1:
         raise InvalidArgumentError(
-            f"block_length={block_length} is not for codec={codec.name!r}, whose frames are read one by one; leave "
-            "block_length out"
+            f"block_length={block_length} cannot be used with codec={codec.name!r}, which has one frame per block; "
+            "leave block_length out"
         )
     if most is not None and (not 1 <= block_length <= most or block_length & (block_length - 1)):
         raise InvalidArgumentError(
-            f"block_length={block_length} is not a power of two from 1 to {most}; for example 16"
+            f"block_length={block_length} is not a power of two from 1 to {most}; for example block_length=16"
         )
     return block_length
 
 
 def describe_lossiness(options: Mapping[str, Any]) -> str:
-    """What ``repr`` says of the options of a store."""
+    """Return "lossless", or "lossy" with the lossy options, for a store's ``repr``."""
     lossy = [f"{name}={options[name]}" for name in ("max_error", "quality") if options.get(name)]
     return f"lossy: {', '.join(lossy)}" if lossy else "lossless"
 
 
 @dataclass(frozen=True)
 class LossyOptions:
-    """What an adaptive store may lose, once it is no longer exact.
+    """Lossy settings that an adaptive store switches to once it has chosen a layout.
 
-    :param options: of :class:`FrameStore`; empty where nothing may be lost.
-    :param layouts: those that are possible then, the finest frames first.
-    :param codec_is_lossy: whether it is the codec that loses.
+    :param options: Lossy options of :class:`FrameStore`; empty for a lossless store
+    :param layouts: Layouts that these options allow, those of the smallest frames first
+    :param codec_is_lossy: Whether the codec itself is lossy, as JPEG is
     """
 
     options: dict[str, int]
@@ -332,12 +348,12 @@ class LossyOptions:
         quality: int,
         block_length: int | None,
     ) -> LossyOptions:
-        """What the options of a store ask for.
+        """Check the options of a store, and extract the lossy ones.
 
-        :param codec: name of a codec, or ``"auto"``.
-        :param layouts: how an observation may be stacked.
-        :raises InvalidArgumentError: if the options exclude each other, or fit none of the layouts.
-        :raises InvalidTypeError: likewise, because of a type.
+        :param codec: Name of a codec, or ``"auto"``
+        :param layouts: Possible layouts of an observation
+        :raises InvalidArgumentError: If options exclude each other, or do not fit any of the layouts
+        :raises InvalidTypeError: If an option or the observations have the wrong type
         """
         chosen = PatchCodec() if codec == "auto" else get_codec(codec)
         if quality != DEFAULT_QUALITY:
@@ -352,5 +368,5 @@ class LossyOptions:
         return cls(chosen.options, fitting, codec_is_lossy=True)
 
     def matching_layout(self, layout: StackLayout) -> StackLayout:
-        """The layout, or where it is not possible the one with the largest frames; stacks are taken apart then."""
+        """Return the layout if it is allowed, else the allowed one with the largest frames."""
         return layout if layout in self.layouts else self.layouts[-1]

@@ -1,4 +1,4 @@
-"""The hot loops on the way out: stacks are decoded into where a batch needs them; large batches in threads."""
+"""Kernels that decode stacks into a batch, and threads for large batches. ``pool`` explains the terms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rl_ext_core.frames.arrays import (
     STORED_SUM,
     STREAM,
 )
-from rl_ext_core.frames.blocks import unpack_handle, block_location, unpack_pair, stored
+from rl_ext_core.frames.blocks import block_location, read_blocks, unpack_handle, unpack_pair
 from rl_ext_core.frames.bounded import is_packed, packed_size, unpack_frame
 from rl_ext_core.frames.codecs import Codec, open_block
 from rl_ext_core.frames.geometry import (
@@ -44,7 +44,7 @@ from rl_ext_core.frames.geometry import (
     Counts,
     Geometry,
 )
-from rl_ext_core.frames.machine import (
+from rl_ext_core.frames.kernel_primitives import (
     SUM_START,
     add_bytes,
     call_decompressor,
@@ -63,14 +63,14 @@ from rl_ext_core.frames.views import address_in, geometry_in, pool_in
 
 _PREFETCH_GROUP = 16
 _PREFETCH_LINES = 32
-MAX_CHAIN = 512  # that two stacks span together
+MAX_CHAIN = 512  # maximum number of blocks that an observation and its next one span
 _NO_HANDLES = np.zeros(0, dtype=np.int64)
 _NO_BLOCKS = np.zeros((2, 0), dtype=np.uint64)
 
 
 @njit(nogil=True)
 def copy_into_stack(frame, out, position, geometry):  # type: ignore[no-untyped-def]
-    """Copies a frame to its place in the stack at ``out``."""
+    """Copy a frame to a position of the stack at ``out``."""
     n_bytes = geometry.frame_bytes
     if geometry.stored == PLANAR:
         copy_bytes(out + uint64(position * n_bytes), frame, n_bytes)
@@ -88,7 +88,7 @@ def copy_into_stack(frame, out, position, geometry):  # type: ignore[no-untyped-
 
 @njit(nogil=True)
 def zero_padding(out, frames, geometry):  # type: ignore[no-untyped-def]
-    """Zeroes the oldest ``frames`` frames of the stack at ``out``."""
+    """Zero the oldest ``frames`` frames of the stack at ``out``."""
     if frames <= 0:
         return
     if geometry.stored == PLANAR or frames == geometry.n_stack:
@@ -102,7 +102,7 @@ def zero_padding(out, frames, geometry):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def entry_size_of(entry, geometry, bound):  # type: ignore[no-untyped-def]
-    """Size of an entry's contents, and whether the frame before does not matter to it."""
+    """Return the size of an entry's contents, and whether it can be decoded without the previous frame."""
     if bound is not None and is_packed(entry):
         return packed_size(entry)
     return entry_size(entry, geometry.frame_bytes)
@@ -110,16 +110,20 @@ def entry_size_of(entry, geometry, bound):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, inline="always")
 def work_bytes(geometry):  # type: ignore[no-untyped-def]
-    """How much of ``work`` is for frames; behind that is room for a block."""
+    """Return how many bytes of ``work`` are used for frames. A decompressed block follows them."""
     return (WORK_FRAMES if geometry.max_error > 0 else 1) * (geometry.frame_bytes + GROUP)
 
 
 @njit(nogil=True)
 def next_frame(frame, entry, geometry, bound, work):  # type: ignore[no-untyped-def]
-    """The frame that an entry makes of ``frame``, as :func:`apply_entry` does.
+    """Decode an entry.
 
-    :param bound: how far off a byte may be, or None: what is exact is compiled apart.
-    :param work: address of scratch frames, as many as :func:`work_bytes` says.
+    :param frame: Address of the previous frame.
+    :param entry: Address of the entry.
+    :param geometry: Sizes of the layout.
+    :param bound: Maximum error per byte, or None for exact frames, which use other machine code.
+    :param work: Address of scratch memory, :func:`work_bytes` long.
+    :return: Address of the frame, and address of the next entry.
     """
     n_bytes = geometry.frame_bytes
     if bound is not None:
@@ -140,14 +144,16 @@ def next_frame(frame, entry, geometry, bound, work):  # type: ignore[no-untyped-
 
 @njit(nogil=True)
 def seek_frame(address, frames, reference, geometry, bound, work):  # type: ignore[no-untyped-def]
-    """Goes past the first ``frames`` frames of a block; returns the frame before, and the address of the next one.
+    """Skip the first ``frames`` frames of a block.
 
-    :param reference: address of the frame that the first patch starts from.
+    :param address: Address of the block's contents.
+    :param reference: Address of the reference.
+    :return: Address of the last skipped frame, and address of the next entry.
     """
     if geometry.coder == RAW:
         return address, address + uint64(frames * geometry.frame_bytes)
     frame = reference
-    # Patches before a frame that is stored whole need not be applied.
+    # Start at the last frame that is stored whole, because earlier patches do not matter to it.
     first, entry = 0, address
     for i in range(frames + 1):
         size, whole = entry_size_of(entry, geometry, bound)
@@ -161,7 +167,13 @@ def seek_frame(address, frames, reference, geometry, bound, work):  # type: igno
 
 @njit(nogil=True)
 def open_sealed(sealed, decompressor, out):  # type: ignore[no-untyped-def]
-    """Address of the contents of a sealed block, which may be at ``out``; 0 where they are damaged."""
+    """Decompress a sealed block.
+
+    :param sealed: Address of the sealed block.
+    :param decompressor: Address of a C function.
+    :param out: Address to decompress to.
+    :return: Address of the contents, which may be in the sealed block, or 0 if it is damaged.
+    """
     n_sealed, n_bytes = load_u32(sealed), load_u32(sealed + uint64(4))
     contents = sealed + uint64(SEALED_HEADER)
     if n_sealed == n_bytes:
@@ -179,9 +191,11 @@ def _block_address(p, block):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _frames_between(p, handle, following, geometry):  # type: ignore[no-untyped-def]
-    """How many frames the newest one of ``following`` is behind that of ``handle``, or -1 where they are no neighbours.
+    """Count the frames between the newest ones of two stacks.
 
-    Only links that ``following`` itself needs are sure to lead anywhere.
+    The links to previous blocks are followed only within ``following``, because older blocks may have been freed.
+
+    :return: The number, or -1 if ``following`` does not start in the first stack or right after it.
     """
     block, place, _ = unpack_handle(handle)
     at, at_place, depth = unpack_handle(following)
@@ -212,11 +226,12 @@ def _opened_address(opened, block):  # type: ignore[no-untyped-def]
 def _decode_frames(  # type: ignore[no-untyped-def]
     p, newest, n_frames, depth, back, next_depth, geometry, bound, out, next_out, decompressor, opened, work, chain
 ):
-    """Decodes the ``n_frames`` frames up to ``newest`` once each, and copies them to where they belong.
+    """Decode ``n_frames`` frames once each, and copy them into one or two stacks.
 
-    :param depth: frames of the stack at ``out``, whose newest is ``back`` frames before ``newest``.
-    :param next_depth: frames of the stack at ``next_out``, whose newest is ``newest``.
-    :return: 1 where a block is damaged.
+    :param newest: Handle of the newest frame.
+    :param depth: Depth of the stack at ``out``, whose newest frame is ``back`` frames before ``newest``.
+    :param next_depth: Depth of the stack at ``next_out``, whose newest frame is ``newest``.
+    :return: 1 if a block is damaged, else 0.
     """
     n_stack, n_bytes = geometry.n_stack, geometry.frame_bytes
     in_block = 1 << geometry.block_shift
@@ -227,7 +242,7 @@ def _decode_frames(  # type: ignore[no-untyped-def]
         n_blocks += 1
         chain[n_blocks] = int64(p.blocks[chain[n_blocks - 1], PREVIOUS])
         missing -= in_block
-    start = -missing  # of the first frame in the first block
+    start = -missing  # place of the first frame in the oldest block
     left = n_frames
     for i in range(n_blocks, -1, -1):
         block = chain[i]
@@ -251,7 +266,7 @@ def _decode_frames(  # type: ignore[no-untyped-def]
             else:
                 source, address = next_frame(source, address, geometry, bound, work)
             left -= 1
-            before = left - back  # frames of the first stack that come later
+            before = left - back  # position in the first stack, counted from its newest frame
             if 0 <= before < depth:
                 copy_into_stack(source, out, n_stack - 1 - before, geometry)
             if left < next_depth:
@@ -275,7 +290,7 @@ def _prefetch(p, handle, geometry):  # type: ignore[no-untyped-def]
 
 @kernel
 def are_valid_handles(state, handles):  # type: ignore[no-untyped-def]
-    """Whether all handles name blocks that hold something."""
+    """Return whether all handles are 0 or name blocks that are in use."""
     p = pool_in(state)
     for handle in handles:
         block = unpack_handle(handle)[0]
@@ -286,11 +301,14 @@ def are_valid_handles(state, handles):  # type: ignore[no-untyped-def]
 
 @kernel
 def handles_of_pairs(state, index, rows, envs, handles, next_handles):  # type: ignore[no-untyped-def]
-    """Finds the handles of transitions; says whether all of the places are in the index.
+    """Convert pairs in the index to handles.
 
-    :param index: (rows, environments) transitions.
-    :param handles: (n,) written, those of the observations.
-    :param next_handles: (n,) likewise, of the next ones.
+    :param index: Pairs, shape ``(rows, environments)``.
+    :param rows: Rows of the index, shape ``(n,)``.
+    :param envs: Columns of the index, shape ``(n,)``.
+    :param handles: Output, handles of the observations, shape ``(n,)``.
+    :param next_handles: Output, handles of the next observations, shape ``(n,)``.
+    :return: Whether all rows and columns are in the index.
     """
     p, geometry = pool_in(state), geometry_in(state)
     for b in range(rows.shape[0]):
@@ -308,17 +326,19 @@ def handles_of_pairs(state, index, rows, envs, handles, next_handles):  # type: 
 
 @kernel
 def decode_batch(start, stop, state, bound, handles, next_handles, outs, next_outs, decompressor, opened, work, chain):  # type: ignore[no-untyped-def]
-    """Writes the stacks ``start`` to ``stop`` of a batch.
+    """Decode the stacks ``start`` to ``stop`` of a batch.
 
-    :param bound: how far off a byte may be, or None.
-    :param next_handles: (n,), or (0,) where only one batch of stacks is wanted.
-    :param outs: address of the batch.
-    :param next_outs: address of the batch of those that follow.
-    :param decompressor: address of a C function, see :func:`call_decompressor`, that opens sealed blocks, or 0.
-    :param opened: (2, blocks) else, sealed blocks in order and where their contents are; 0 where they are damaged.
-    :param work: address of ``work_bytes()``, and a block behind.
-    :param chain: (MOST_BLOCKS,) scratch.
-    :return: how many could not be read because a sealed block is damaged.
+    :param bound: Maximum error per byte, or None.
+    :param handles: Handles of the stacks, shape ``(n,)``.
+    :param next_handles: Handles of the next stacks, shape ``(n,)``; or shape ``(0,)`` if they are not wanted.
+    :param outs: Address of the batch.
+    :param next_outs: Address of the batch of next stacks.
+    :param decompressor: Address of a C function that decompresses blocks, see :func:`call_decompressor`, or 0.
+    :param opened: Without a decompressor, sorted numbers of sealed blocks and addresses of their contents, shape
+        ``(2, blocks)``. The address of a damaged block is 0.
+    :param work: Address of scratch memory for frames, ``work_bytes()`` long, and a block after that.
+    :param chain: Scratch array, shape ``(MAX_CHAIN,)``.
+    :return: Number of stacks that cannot be read because a sealed block is damaged.
     """
     p, geometry = pool_in(state), geometry_in(state)
     stack_bytes = geometry.n_stack * geometry.frame_bytes
@@ -335,7 +355,7 @@ def decode_batch(start, stop, state, bound, handles, next_handles, outs, next_ou
             depth, next_depth = handles[b] >> DEPTH_SHIFT, following >> DEPTH_SHIFT
             steps = _frames_between(p, handles[b], following, geometry) if depth and next_depth else -1
             for part in range(1 if steps >= 0 or next_handles.shape[0] == 0 else 2):
-                # Together, or one after the other; it is one call, since that takes long to compile.
+                # Both stacks are decoded together or one after the other. A single call saves compilation time.
                 newest, target, other, back = following, out, next_out, steps
                 frames, more = depth, next_depth
                 if steps < 0:
@@ -367,10 +387,10 @@ def decode_batch(start, stop, state, bound, handles, next_handles, outs, next_ou
 
 @kernel
 def list_sealed_blocks(state, handles, blocks):  # type: ignore[no-untyped-def]
-    """Lists the sealed blocks that stacks are made of, some more than once.
+    """List the sealed blocks of stacks. Some are listed more than once.
 
-    :param blocks: written.
-    :return: how many there are.
+    :param blocks: Output, numbers of the blocks.
+    :return: Number of listed blocks.
     """
     p, geometry = pool_in(state), geometry_in(state)
     found = 0
@@ -403,11 +423,11 @@ def _has_right_reference(p, number, geometry):  # type: ignore[no-untyped-def]
 
 @kernel
 def verify_contents(state, handles, unchecked, unchecked_references, right):  # type: ignore[no-untyped-def]
-    """Compares what stacks are made of with checksums, unless that was done before.
+    """Verify the checksums of the blocks and references of stacks that were not verified before.
 
-    :param unchecked: (blocks,) where it was not done yet; cleared where it is found right.
-    :param unchecked_references: (reference frames,) likewise.
-    :param right: (n,) written.
+    :param unchecked: Shape ``(blocks,)``, True for blocks that were not verified; updated.
+    :param unchecked_references: Shape ``(references,)``, True for references that were not verified; updated.
+    :param right: Output, shape ``(n,)``, True for intact stacks.
     """
     p, geometry = pool_in(state), geometry_in(state)
     for i in range(handles.shape[0]):
@@ -440,10 +460,14 @@ def decode(
     *,
     num_threads: int,
 ) -> int:
-    """Has the kernels write stacks, and together with them those that follow.
+    """Decode a batch of stacks, and optionally their next stacks.
 
-    :param wanted: handles, and the address of the batch that they are decoded into; once or twice.
-    :return: how many could not be read because a block is damaged.
+    :param state: Kernel state of the pool.
+    :param geometry: Sizes of the layout.
+    :param codec: The codec.
+    :param wanted: Handles and address of a batch; once, or twice for the next stacks.
+    :param num_threads: Threads to decode in.
+    :return: Number of stacks that cannot be read because a block is damaged.
     """
     handles, out = wanted[0]
     nexts, next_out = wanted[1] if len(wanted) > 1 else (_NO_HANDLES, 0)
@@ -452,12 +476,12 @@ def decode(
         most = geometry.n_stack // (1 << geometry.block_shift) + 2
         blocks = np.empty((len(handles) + len(nexts)) * most, dtype=np.int64)
         found = np.unique(blocks[: list_sealed_blocks(state, np.concatenate([handles, nexts]), blocks)])
-        opened, contents = _open_blocks(codec, stored(state, found), found, num_threads)
+        opened, contents = _open_blocks(codec, read_blocks(state, found), found, num_threads)
     bound = geometry.max_error or None
     work_bytes = (WORK_FRAMES if geometry.max_error else 1) * (geometry.frame_bytes + GROUP)
     if decompressor:
         work_bytes += (1 << geometry.block_shift) * (geometry.frame_bytes + ENTRY_HEADER) + SLACK
-    unreadable: list[int] = []  # appended to, since threads adding to one number would lose counts
+    unreadable: list[int] = []  # a list, because threads that add to the same number would lose counts
 
     def work_on(start: int, stop: int) -> None:
         work = allocate(work_bytes)
@@ -468,12 +492,17 @@ def decode(
         )
 
     run_in_threads(work_on, len(handles), num_threads=num_threads)
-    del contents  # the addresses in ``opened`` point into it
+    del contents  # must live until here: the addresses in ``opened`` point into it
     return sum(unreadable)
 
 
 def _open_blocks(codec: Codec, sealed: list[Bytes], blocks: Counts, num_threads: int) -> tuple[Addresses, Bytes]:
-    """Opens blocks in Python; returns where they are opened, as :func:`decode_batch` wants that, and what lies there."""
+    """Decompress blocks in Python.
+
+    :param sealed: Contents of the blocks.
+    :param blocks: Numbers of the blocks.
+    :return: Argument ``opened`` of :func:`decode_batch`, and the buffer of the contents.
+    """
     ends = np.cumsum([int(block[4:SEALED_HEADER].view("<u4")[0]) + SLACK for block in sealed], dtype=np.int64)
     contents = allocate(int(ends[-1]) if len(sealed) else SLACK)
     starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])[: len(sealed)]
@@ -484,7 +513,7 @@ def _open_blocks(codec: Codec, sealed: list[Bytes], blocks: Counts, num_threads:
             n_bytes = ends[i] - starts[i] - SLACK
             try:
                 block = np.frombuffer(open_block(codec, sealed[i].data), dtype=np.uint8)
-            except ValueError:  # of the decoder, or because there is no header
+            except ValueError:  # raised by the decoder, or for a missing header
                 block = contents[:0]
             if len(block) == n_bytes:
                 contents[starts[i] : starts[i] + n_bytes] = block
@@ -495,11 +524,9 @@ def _open_blocks(codec: Codec, sealed: list[Bytes], blocks: Counts, num_threads:
     return opened, contents
 
 
-_PART = 16  # small parts, taken as they come, so that a thread that lost its core delays the batch by one part only
-_executor: tuple[int, ThreadPoolExecutor] = (
-    0,
-    ThreadPoolExecutor(1),
-)  # how many threads it may have; none is started yet
+_PART = 16  # stacks per part; small, so that a thread that loses its core delays the batch by one part only
+# Maximum number of threads, and their executor, which has not started any yet.
+_executor: tuple[int, ThreadPoolExecutor] = 0, ThreadPoolExecutor(1)
 _executor_lock = threading.Lock()
 
 
@@ -512,20 +539,24 @@ after_fork(_reset_threads)  # threads do not survive a fork
 
 
 def _submit(work: Callable[[], None], times: int) -> list[Future[None]]:
-    """Has threads call ``work``. There are as many as were ever wanted at a time."""
+    """Call ``work`` in several threads. The thread pool grows to the largest number ever requested."""
     global _executor
     with _executor_lock:
         size, pool = _executor
         if times > size:
-            pool.shutdown(wait=False)  # its threads end when they have nothing to do
+            pool.shutdown(wait=False)  # its threads end after their last task
             _executor = times, (pool := ThreadPoolExecutor(times, thread_name_prefix="rl-ext-frames"))
         return [pool.submit(work) for _ in range(times)]
 
 
 def run_in_threads(work: Callable[[int, int], None], n_items: int, *, num_threads: int) -> None:
-    """Calls ``work(start, stop)`` for parts that together cover ``range(n_items)``.
+    """Call ``work(start, stop)`` for parts that together cover ``range(n_items)``.
 
-    The calling thread takes part; a batch too small to share runs in it alone.
+    The calling thread takes part. It processes small batches alone.
+
+    :param work: Function of the start and the stop of a part.
+    :param n_items: Number of items.
+    :param num_threads: Maximum number of threads.
     """
     helpers = min(num_threads, n_items // (2 * _PART)) - 1
     if helpers < 1:
@@ -542,5 +573,5 @@ def run_in_threads(work: Callable[[int, int], None], n_items: int, *, num_thread
         process_parts()
     finally:
         for future in futures:
-            if not future.cancel():  # one that never got to run has nothing to wait for
+            if not future.cancel():  # a future that never started needs no waiting
                 future.result()

@@ -1,4 +1,7 @@
-"""The hot loops on the way in: finding the stream that a stack continues, storing what is new of it, and freeing."""
+"""Kernels that store stacks: find the stream that a stack continues, append its new frames, and free frames.
+
+``pool`` explains the terms.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import numpy as np
 from numba import int64, njit, uint8, uint32, uint64
 
 from rl_ext_core.frames.arrays import (
-    SEAL_AT_ONCE,
     BLOCKS,
     CLOCK,
     DEPTH_SHIFT,
@@ -18,10 +20,9 @@ from rl_ext_core.frames.arrays import (
     FULL,
     GRAINS,
     KIND,
-    ORDER,
+    LAST_USED,
     N_RECENT,
     N_STREAM,
-    SEAL_NEVER,
     NEWEST,
     NEWEST_STREAM,
     OPEN,
@@ -29,6 +30,7 @@ from rl_ext_core.frames.arrays import (
     OPEN_BYTES,
     OPEN_FRAMES,
     OPEN_SUM,
+    ORDER,
     PAIR_DEPTH_SHIFT,
     PAIR_NEXT_DEPTH_SHIFT,
     PAIR_PLACE_SHIFT,
@@ -38,33 +40,34 @@ from rl_ext_core.frames.arrays import (
     RECENT,
     REFERENCE,
     REFERENCES,
+    SEAL_AT_ONCE,
+    SEAL_NEVER,
     STREAM,
     STREAMS,
-    LAST_USED,
     UNSEALED,
     USERS,
     PoolArrays,
     PoolMemory,
 )
 from rl_ext_core.frames.blocks import (
-    release_block,
-    unpack_handle,
+    allocate_number,
     open_sum,
+    read_blocks,
+    release_block,
     release_frames,
     release_handle,
     release_reference,
-    seal_stored_block,
-    retain_handle,
     retain_frames,
-    unpack_pair,
+    retain_handle,
+    seal_stored_block,
     store_bytes,
-    stored,
-    allocate_number,
+    unpack_handle,
+    unpack_pair,
 )
 from rl_ext_core.frames.bounded import append_bounded_entry
 from rl_ext_core.frames.codecs import Codec, seal_block
 from rl_ext_core.frames.geometry import GROUP, PATCH, PLANAR, SCRATCH_FRAMES, Counts
-from rl_ext_core.frames.machine import (
+from rl_ext_core.frames.kernel_primitives import (
     SUM_START,
     WORD,
     add_bytes,
@@ -82,17 +85,21 @@ from rl_ext_core.frames.patch import append_entry, encode_runs, equal_bytes
 from rl_ext_core.frames.region import address_of
 from rl_ext_core.frames.views import address_in, geometry_in, pool_in
 
-_RESEMBLING = 8  # the patch between frames that follow each other takes less than that part of one
+_RESEMBLING = 8  # frames resemble each other if the patch between them is smaller than this fraction of a frame
 
 
 @njit(nogil=True)
 def is_interleaved_shift(before, after, n_bytes, unit, shared_mask):  # type: ignore[no-untyped-def]
-    """Whether, in interleaved memory, ``after`` is ``before`` moved on by one frame of ``unit`` bytes a pixel.
+    """Return whether an interleaved stack is another one moved on by one frame.
 
-    :param shared_mask: address of 255 for every byte of ``after`` that is in ``before`` too, 0 for those of the new frame.
+    :param before: Address of the earlier stack.
+    :param after: Address of the later stack.
+    :param n_bytes: Size of a stack.
+    :param unit: Bytes per pixel of one frame.
+    :param shared_mask: Address of a mask, see :func:`shared_byte_mask`.
     """
     moved = before + uint64(unit)
-    n_compared = n_bytes - unit  # the last pixel's last frame is new
+    n_compared = n_bytes - unit  # the last bytes belong to the new frame
     i = 0
     while i + WORD <= n_compared:
         at = uint64(i)
@@ -109,7 +116,7 @@ def is_interleaved_shift(before, after, n_bytes, unit, shared_mask):  # type: ig
 
 @njit(nogil=True)
 def extract_frame(stack, order, position, geometry, out):  # type: ignore[no-untyped-def]
-    """Copies one frame of a stack to ``out``, in the order in which frames are stored."""
+    """Copy one frame of a stack to ``out``, in the memory order of stored frames."""
     if order == PLANAR:
         offset = position * geometry.frame_bytes
         copy_bytes(uint64(out), stack + uint64(offset), geometry.frame_bytes)
@@ -118,7 +125,7 @@ def extract_frame(stack, order, position, geometry, out):  # type: ignore[no-unt
     period = unit * geometry.n_stack
     out = uint64(out)
     stack += uint64(position * unit)
-    # A stored frame is planar or interleaved; with one channel a frame, both are the same.
+    # Stored frames are planar or interleaved, which is the same for one channel per frame.
     inner = geometry.itemsize if geometry.stored == PLANAR else unit
     if period == 4 and unit == 1:
         _take_grey_of_four(stack, position, geometry.pixels, out)
@@ -136,7 +143,7 @@ def extract_frame(stack, order, position, geometry, out):  # type: ignore[no-unt
 
 @njit(nogil=True)
 def _take_grey_of_four(frame, position, pixels, out):  # type: ignore[no-untyped-def]
-    """One of four interleaved grey frames, the usual case, eight pixels at a time."""
+    """Copy one of four interleaved gray frames, the usual case, eight pixels at a time."""
     words = frame - uint64(position)
     shift = uint32(8 * position)
     pixel = 0
@@ -150,22 +157,26 @@ def _take_grey_of_four(frame, position, pixels, out):  # type: ignore[no-untyped
 
 @njit(nogil=True)
 def extract_frames(stack, order, geometry, out):  # type: ignore[no-untyped-def]
-    """Copies all frames of a stack to ``out``, oldest first."""
+    """Copy all frames of a stack to ``out``, oldest first."""
     for position in range(geometry.n_stack):
         extract_frame(stack, order, position, geometry, out + uint64(position * geometry.frame_bytes))
 
 
 @njit(nogil=True)
 def write_entry(newest, frame, target, scratch, geometry, bound):  # type: ignore[no-untyped-def]
-    """Writes a frame as the next one of a block; returns how many bytes it takes there.
+    """Write a frame as the next entry of a block.
 
-    :param newest: address of the frame before as it will be decoded, which this one replaces there.
-    :param target: address of the entry.
-    :param bound: how far off a byte may be, or None: what need not be exact is compiled apart.
+    :param newest: Address of the previous frame as it will be decoded; overwritten by this frame.
+    :param frame: Address of the frame.
+    :param target: Address of the entry.
+    :param scratch: Address of scratch memory.
+    :param geometry: Sizes of the layout.
+    :param bound: Maximum error per byte, or None for exact frames, which use other machine code.
+    :return: Size of the entry in bytes.
     """
     n_bytes = geometry.frame_bytes
     if bound is not None:
-        # Whatever comes next starts from what the decoder will have then, not from the frame: errors never add up.
+        # The next patch starts from the decoded frame, not from the original one, so that errors do not add up.
         return append_bounded_entry(newest, frame, target, scratch, n_bytes + GROUP, geometry)
     size = n_bytes
     if geometry.coder == PATCH:
@@ -179,9 +190,12 @@ def write_entry(newest, frame, target, scratch, geometry, bound):  # type: ignor
 
 @njit(nogil=True)
 def patch_size(before, frame, scratch, limit, geometry, bound):  # type: ignore[no-untyped-def]
-    """What the patch from one frame to another takes, or ``limit`` where that is not less.
+    """Return the size of the patch from one frame to another, at most ``limit``.
 
-    :param scratch: address of twice ``limit`` bytes.
+    :param before: Address of the first frame.
+    :param frame: Address of the second frame.
+    :param scratch: Address of twice ``limit`` bytes.
+    :param limit: Result if the patch is not smaller.
     """
     data = scratch + uint64(limit)
     runs, used = encode_runs(before, frame, geometry.frame_bytes, scratch, data, limit, bound)
@@ -190,7 +204,7 @@ def patch_size(before, frame, scratch, limit, geometry, bound):  # type: ignore[
 
 @njit(nogil=True)
 def count_padding(stack, geometry):  # type: ignore[no-untyped-def]
-    """How many of the oldest frames of a planar stack are all zero; never all of them."""
+    """Return how many of the oldest frames of a planar stack are all zero, at most all but one."""
     frames = 0
     while frames < geometry.n_stack - 1:
         at = uint64(stack) + uint64(frames * geometry.frame_bytes)
@@ -205,8 +219,13 @@ def count_padding(stack, geometry):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _choose_reference(p, s, before, frame, geometry, bound, scratch):  # type: ignore[no-untyped-def]
-    """The reference frame that is most like this one, of the recent ones and that of the block before; where none is,
-    this one becomes one.
+    """Choose the reference for a new block: the most similar one of the recent ones and the one of the previous block.
+
+    If none is similar, the frame becomes a new reference.
+
+    :param before: Previous block of the stream, or 0.
+    :param frame: Address of the first frame of the block.
+    :return: Number of the reference.
     """
     n_bytes = geometry.frame_bytes
     best, size, place = -1, n_bytes // 2, -1
@@ -219,11 +238,11 @@ def _choose_reference(p, s, before, frame, geometry, bound, scratch):  # type: i
                 best, size, place = candidate, needed, i
     newest = p.head[RECENT + N_RECENT - 1]
     if bound is not None and best < 0 and newest >= 0 and before > 0:
-        # A frame that is little like the one before it will be like none of those to come: it is not worth keeping.
+        # A frame that does not resemble the previous one will not resemble later ones either: a bad reference.
         part = n_bytes // _RESEMBLING
         if patch_size(address_in(p.frame, s), frame, scratch, part, geometry, bound) == part:
             best = newest
-    if place >= 0:  # it stays recent for that
+    if place >= 0:  # it becomes the most recent one
         for i in range(place, N_RECENT - 1):
             p.head[RECENT + i] = p.head[RECENT + i + 1]
         p.head[RECENT + N_RECENT - 1] = best
@@ -232,7 +251,7 @@ def _choose_reference(p, s, before, frame, geometry, bound, scratch):  # type: i
         copy_bytes(p.references + uint64(best * p.reference_bytes), frame, n_bytes)
         if p.has_checksums:
             p.reference_sums[best] = fold_sum(add_bytes(SUM_START, frame, n_bytes))
-        p.users[best] = uint32(1)  # being recent counts as a use
+        p.users[best] = uint32(1)  # a recent reference counts as used
         if p.head[RECENT] >= 0:
             release_reference(p, p.head[RECENT])
         for i in range(N_RECENT - 1):
@@ -244,7 +263,7 @@ def _choose_reference(p, s, before, frame, geometry, bound, scratch):  # type: i
 
 @njit(nogil=True)
 def _store_full_block(p, s, sealing):  # type: ignore[no-untyped-def]
-    """Moves a stream's full block out of its buffer, to be sealed if need be."""
+    """Move the full block of a stream from its buffer to grains, and list it for sealing."""
     block = p.streams[s, OPEN_BLOCK]
     store_bytes(p, block, address_in(p.open, s), p.streams[s, OPEN_BYTES], False)
     p.streams[s, OPEN_BYTES] = 0
@@ -255,7 +274,11 @@ def _store_full_block(p, s, sealing):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _start_block(p, s, frame, geometry, bound, sealing, filled, scratch):  # type: ignore[no-untyped-def]
-    """Puts a stream's full block away and begins the next; returns how many blocks were put away so far."""
+    """Store the full block of a stream, and start the next one.
+
+    :param filled: Number of blocks that the current stack has filled.
+    :return: New value of ``filled``.
+    """
     before = p.streams[s, OPEN_BLOCK]
     if before > 0:
         if p.blocks[before, KIND] == OPEN:
@@ -281,7 +304,10 @@ def _start_block(p, s, frame, geometry, bound, sealing, filled, scratch):  # typ
 
 @njit(nogil=True)
 def _append_frame(p, s, frame, geometry, bound, sealing, filled, scratch):  # type: ignore[no-untyped-def]
-    """Appends a frame to a stream."""
+    """Append a frame to a stream.
+
+    :return: Number of blocks that the current stack has filled.
+    """
     if p.streams[s, OPEN_BLOCK] == 0 or p.streams[s, OPEN_FRAMES] == 1 << geometry.block_shift:
         filled = _start_block(p, s, frame, geometry, bound, sealing, filled, scratch)
     target = address_in(p.open, s) + uint64(p.streams[s, OPEN_BYTES])
@@ -300,7 +326,7 @@ def _append_frame(p, s, frame, geometry, bound, sealing, filled, scratch):  # ty
 
 @njit(nogil=True)
 def _newest_stack_address(p, s, geometry):  # type: ignore[no-untyped-def]
-    """Where a stream's newest stack lies."""
+    """Return the address of the newest stack of a stream."""
     if geometry.keeps_stack:
         return address_in(p.last, s)
     if geometry.keeps_frame:
@@ -319,9 +345,11 @@ def _is_shifted(before, after, order, geometry, shared_mask):  # type: ignore[no
 
 @njit(nogil=True)
 def _push_stack(p, s, stack, order, geometry, bound, shared_mask, sealing, scratch):  # type: ignore[no-untyped-def]
-    """Stores what is new of a stack in a stream; returns its handle.
+    """Append the new frames of a stack to a stream.
 
-    :param order: how the stack lies there, PLANAR or INTERLEAVED.
+    :param stack: Address of the stack.
+    :param order: Memory order of the stack, PLANAR or INTERLEAVED.
+    :return: Handle of the stack.
     """
     n_stack, n_bytes = geometry.n_stack, geometry.frame_bytes
     last = _newest_stack_address(p, s, geometry)
@@ -348,7 +376,7 @@ def _push_stack(p, s, stack, order, geometry, bound, shared_mask, sealing, scrat
     release_handle(p, newest, geometry)
     p.streams[s, NEWEST] = handle
     p.streams[s, ORDER] = order
-    for i in range(filled):  # only now: until it was known which of them the stack needs, all were
+    for i in range(filled):  # after retain_handle(), because the stack may need some of these blocks
         release_block(p, int64(p.filled[i]), geometry)
     return handle
 
@@ -363,14 +391,16 @@ def _stream_matches(p, s, stack, geometry, shared_mask, shifts):  # type: ignore
 
 @njit(nogil=True)
 def _find_stream(p, stack, geometry, bound, shared_mask, without_nexts, scratch):  # type: ignore[no-untyped-def]
-    """The stream that a stack continues, or the one that it had best begin anew in. Contents alone decide.
+    """Find the stream that a stack continues, or choose the one to reuse. Only contents are compared.
 
-    :param without_nexts: whether stacks come without those that follow them.
+    :param stack: Address of the stack.
+    :param without_nexts: Whether stacks are stored without next stacks.
+    :return: Number of the stream.
     """
     n_streams = p.head[STREAMS]
     for shifts in range(2 if geometry.n_stack > 1 else 1):
         if n_streams > 0:
-            # Trajectories come one after the other, or in turn.
+            # Trajectories are usually stored one after the other, or take turns.
             before = p.head[NEWEST_STREAM]
             if _stream_matches(p, before, stack, geometry, shared_mask, shifts):
                 return before
@@ -401,7 +431,7 @@ def _find_stream(p, stack, geometry, bound, shared_mask, without_nexts, scratch)
 
 @njit(nogil=True)
 def _most_similar(p, frame, geometry, bound, scratch):  # type: ignore[no-untyped-def]
-    """The stream whose newest frame makes the smallest patch, or -1 where none is worth it."""
+    """Return the stream whose newest frame gives the smallest patch, or -1 if no patch is small."""
     best, size = -1, geometry.frame_bytes // 2
     for s in range(p.head[STREAMS]):
         needed = patch_size(address_in(p.frame, s), frame, scratch, size, geometry, bound)
@@ -411,32 +441,34 @@ def _most_similar(p, frame, geometry, bound, scratch):  # type: ignore[no-untype
 
 
 @njit(nogil=True)
-def _has_room(p, most, per_stack, pushes):  # type: ignore[no-untyped-def]
+def _has_room(p, capacity, per_stack, pushes):  # type: ignore[no-untyped-def]
     return (
-        p.head[BLOCKS] + pushes * per_stack[0] <= most[0]
-        and p.head[GRAINS] + pushes * per_stack[1] <= most[1]
-        and p.head[REFERENCES] + pushes * per_stack[2] <= most[2]
-        and min(p.head[STREAMS] + 1, p.most_streams) <= most[3]
+        p.head[BLOCKS] + pushes * per_stack[0] <= capacity[0]
+        and p.head[GRAINS] + pushes * per_stack[1] <= capacity[1]
+        and p.head[REFERENCES] + pushes * per_stack[2] <= capacity[2]
+        and min(p.head[STREAMS] + 1, p.most_streams) <= capacity[3]
     )
 
 
 @kernel
-def put_stacks(
-    state, bound, most, per_stack, stacks, nexts, n, ended, shared_mask, sealing, scratch, handles, next_handles
-):  # type: ignore[no-untyped-def]
-    """Stores stacks, and those that follow them, as far as there is room; returns how many.
+def put_stacks(  # type: ignore[no-untyped-def]
+    state, bound, capacity, per_stack, stacks, nexts, n, ended, shared_mask, sealing, scratch, handles, next_handles
+):
+    """Store stacks and their next stacks until the reserved memory is full.
 
-    :param bound: how far off a byte may be, or None.
-    :param most: how many blocks, grains, reference frames and streams there is room for.
-    :param per_stack: how many of these a stack takes at worst.
-    :param stacks: address of ``n`` stacks.
-    :param nexts: address of ``n`` stacks, or 0.
-    :param ended: (n,) whether nothing follows, or (0,).
-    :param shared_mask: address of a mask, see :func:`shared_byte_mask`.
-    :param sealing: when full blocks are to be sealed.
-    :param scratch: address of ``SCRATCH_FRAMES`` frames with ``GROUP`` bytes behind each, and a stack.
-    :param handles: (n,) written.
-    :param next_handles: (n,) written where there are any.
+    :param bound: Maximum error per byte, or None.
+    :param capacity: Number of blocks, grains, references and streams with reserved memory.
+    :param per_stack: How many of these a stack takes in the worst case.
+    :param stacks: Address of ``n`` stacks.
+    :param nexts: Address of ``n`` next stacks, or 0.
+    :param n: Number of stacks.
+    :param ended: Shape ``(n,)``, whether a trajectory ends here, or shape ``(0,)``.
+    :param shared_mask: Address of a mask, see :func:`shared_byte_mask`.
+    :param sealing: When full blocks are sealed: SEAL_NEVER, SEAL_LATER or SEAL_AT_ONCE.
+    :param scratch: Address of ``SCRATCH_FRAMES`` frames, each followed by ``GROUP`` bytes, and a stack.
+    :param handles: Output, shape ``(n,)``.
+    :param next_handles: Output for the next stacks, shape ``(n,)``.
+    :return: Number of stored stacks.
     """
     p, geometry = pool_in(state), geometry_in(state)
     stack_bytes = geometry.n_stack * geometry.frame_bytes
@@ -444,11 +476,11 @@ def put_stacks(
     shared_mask = uint64(shared_mask)
     pushes = 1 if nexts == 0 else 2
     for i in range(n):
-        if not _has_room(p, most, per_stack, pushes):
+        if not _has_room(p, capacity, per_stack, pushes):
             return i
         stack = uint64(stacks) + uint64(i * stack_bytes)
         s = _find_stream(p, stack, geometry, bound, shared_mask, nexts == 0, scratch)
-        for part in range(pushes):  # one call of what takes long to compile
+        for part in range(pushes):  # a loop, because a second call would take long to compile
             following = uint64(nexts) + uint64(i * stack_bytes)
             pushed = following if part else stack
             handle = _push_stack(p, s, pushed, geometry.stored, geometry, bound, shared_mask, sealing, scratch)
@@ -466,29 +498,31 @@ def put_stacks(
 
 
 @kernel
-def put_pairs(
-    state, bound, most, per_stack, first, stacks, order, nexts, next_order, shared_mask, sealing, scratch, pairs
-):  # type: ignore[no-untyped-def]
-    """Stores one transition a stream, as far as there is room; returns the number of the stream that it got to.
+def put_pairs(  # type: ignore[no-untyped-def]
+    state, bound, capacity, per_stack, first, stacks, order, nexts, next_order, shared_mask, sealing, scratch, pairs
+):
+    """Store one transition per stream until the reserved memory is full.
 
-    :param bound: how far off a byte may be, or None.
-    :param first: the stream to begin with.
-    :param stacks: address of a stack for each stream.
-    :param order: how these lie there, PLANAR or INTERLEAVED.
-    :param nexts: address of those that follow.
-    :param next_order: likewise.
-    :param pairs: (streams,) written.
+    The parameters are those of :func:`put_stacks`, and these:
+
+    :param first: Stream to start with.
+    :param stacks: Address of the observations, one stack per stream.
+    :param order: Memory order of the observations, PLANAR or INTERLEAVED.
+    :param nexts: Address of the next observations.
+    :param next_order: Memory order of the next observations.
+    :param pairs: Output, shape ``(streams,)``.
+    :return: Number of the first stream that was not stored.
     """
     p, geometry = pool_in(state), geometry_in(state)
     shared_mask, scratch = uint64(shared_mask), uint64(scratch)
     stack_bytes = geometry.n_stack * geometry.frame_bytes
     for s in range(first, pairs.shape[0]):
-        if not _has_room(p, most, per_stack, 2):
+        if not _has_room(p, capacity, per_stack, 2):
             return s
         p.head[STREAMS] = max(p.head[STREAMS], s + 1)
         offset = uint64(s * stack_bytes)
         before = after = so_far = int64(0)
-        for part in range(2):  # one call of what takes long to compile
+        for part in range(2):  # a loop, because a second call would take long to compile
             stack, memory_order = (uint64(nexts), next_order) if part else (uint64(stacks), order)
             after = _push_stack(p, s, stack + offset, memory_order, geometry, bound, shared_mask, sealing, scratch)
             if part == 0:
@@ -511,7 +545,7 @@ def put_pairs(
 
 @kernel
 def release_pairs(state, pairs):  # type: ignore[no-untyped-def]
-    """Gives up transitions; what no other needs is freed."""
+    """Free transitions, and all frames that no other transition uses."""
     p, geometry = pool_in(state), geometry_in(state)
     for pair in pairs:
         block, place, depth, further, next_depth = unpack_pair(pair)
@@ -520,7 +554,7 @@ def release_pairs(state, pairs):  # type: ignore[no-untyped-def]
 
 @kernel
 def end_streams(state, sealing):  # type: ignore[no-untyped-def]
-    """Puts away what is being filled: what comes next shares nothing with what was there before."""
+    """Store all open blocks, and drop the newest stacks, so that later stacks share no frames with earlier ones."""
     p, geometry = pool_in(state), geometry_in(state)
     for s in range(p.head[STREAMS]):
         block = p.streams[s, OPEN_BLOCK]
@@ -534,7 +568,7 @@ def end_streams(state, sealing):  # type: ignore[no-untyped-def]
 
 @kernel
 def release_stacks(state, handles):  # type: ignore[no-untyped-def]
-    """Gives up stacks; what no other needs is freed."""
+    """Free stacks, and all frames that no other stack uses."""
     p, geometry = pool_in(state), geometry_in(state)
     for handle in handles:
         if handle != 0:
@@ -542,13 +576,13 @@ def release_stacks(state, handles):  # type: ignore[no-untyped-def]
 
 
 def seal_full_blocks(state: Counts, pool: PoolArrays, codec: Codec, room: PoolMemory) -> None:
-    """Seals the blocks that have become full, unless nothing needs them any more.
+    """Compress the blocks that have become full and are still used.
 
-    Where memory is short, those that could not be sealed stay on the list.
+    If memory runs out, the remaining blocks stay listed.
     """
     blocks = np.unique(pool.unsealed[: pool.head[UNSEALED]]).astype(np.int64)
     blocks = blocks[pool.blocks[blocks, KIND] == FULL]
-    for block, contents in zip(blocks.tolist(), stored(state, blocks), strict=True):
+    for block, contents in zip(blocks.tolist(), read_blocks(state, blocks), strict=True):
         sealed = seal_block(codec, contents)
         room.reserve_block(len(sealed))
         seal_stored_block(state, block, address_of(sealed), len(sealed))

@@ -1,21 +1,17 @@
-"""The folder of a store: who may write to it, what lies in it, and its rows.
+"""Folder of a store in files: its lock, its files, and its row arrays.
 
-===============  =====================================================================================================
-file             contents
-===============  =====================================================================================================
-``lock``         number of the process that writes; locked while it lives, or any that it shares the store with
-``store.json``   what the store is like; written last, so that what is half made is not taken for one
-``making``       nothing; it is stored_options until ``store.json`` is, and what it lies beside may be deleted
-``frames-<n>``   frames, and the index of a ring, with checksums: another file for each kind of frames, and for each
-                 other way to store them
-``rows``         arrays with one row an element, of the store's owner; where they come one by one, ``row-<name>``
-``sums``         checksums of these rows
-``journal``      how many elements count, and which are being written
-``journal-2``    the other one of the two latest notes of that; in a store that was closed they say the same
-===============  =====================================================================================================
+- ``lock``: id of the writing process; locked while that process, or one that shares the store, is alive
+- ``store.json``: options and settings of the store; written last, so that it marks a complete store
+- ``making``: empty; it exists until ``store.json`` does, and marks the other files as incomplete
+- ``frames-<n>``: frames, and the index of a ring, with checksums; a new file for each kind of frames, and each time
+  that the encoding changes
+- ``rows``: the owner's arrays with one row per element; ``row-<name>`` for an array that is added separately
+- ``sums``: checksums of these rows
+- ``journal``: number of valid elements, and the rows that are being written
+- ``journal-2``: the other one of the two latest records; in a closed store both are equal
 
-All of it is arrays and plain values. Each file but the first three names the store that it belongs to, and grows with
-what it holds.
+Files contain arrays and plain values only. Each file except the first three contains the identity of its store, and
+grows with its contents.
 """
 
 from __future__ import annotations
@@ -45,16 +41,17 @@ MANIFEST = "store.json"
 _INCOMPLETE, _JOURNAL = "making", ("journal", "journal-2")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _FILES = re.compile(rf"rows|row-{_NAME.pattern}|sums|frames-\d+|journal(-2)?")
-_SUMS = ""  # in place of the name of an array, which is never that short
+_SUMS = ""  # key of the array of checksums; names of row arrays are never empty
 
-Fields = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]  # name, shape of a row, and dtype
+Fields = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]  # shape of a row, and dtype, by name
 
 _open_folders: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
 
 
 def validate_path(path: str | os.PathLike[str]) -> Path:
-    """
-    :raises InvalidArgumentError: for an empty path, which would be the current folder.
+    """Return the path of a folder.
+
+    :raises InvalidArgumentError: If the path is empty, which would be the working directory
     """
     if not os.fspath(path):
         raise InvalidArgumentError(
@@ -66,9 +63,11 @@ def validate_path(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def as_corrupt_file(what: str) -> Iterator[None]:
-    """Call whatever goes wrong meanwhile damage: what was altered may lead anywhere.
+    """Re-raise exceptions as ``CorruptFileError``.
 
-    :param what: is read, and "is" or "are".
+    Parsing damaged data can fail in arbitrary ways.
+
+    :param what: Subject and verb of the error text, such as ``"store.json is"``
     """
     try:
         yield
@@ -79,7 +78,7 @@ def as_corrupt_file(what: str) -> Iterator[None]:
 
 
 def write_json(path: Path, fields: dict[str, Any]) -> None:
-    """Writes plain values and a checksum of them, in place of what the file held before."""
+    """Replace a file by plain values and their checksum."""
     fields = json.loads(json.dumps(fields))
     temporary = path.with_name(f"{path.name}.new")
     with temporary.open("w") as file:
@@ -90,29 +89,30 @@ def write_json(path: Path, fields: dict[str, Any]) -> None:
 
 
 def read_json(path: Path, version: int) -> dict[str, Any]:
-    """What :func:`write_json` wrote.
+    """Read a file that :func:`write_json` wrote.
 
-    :param version: that ``format`` must be.
-    :raises CorruptFileError: if it cannot be read, or is of another format.
+    :param version: Expected value of ``format``
+    :raises CorruptFileError: If the file is damaged, or has another format
     """
     with as_corrupt_file(f"{path} is"):
         found: dict[str, Any] = json.loads(path.read_text())
         if found["format"] != version:
             raise CorruptFileError(
-                f"{path.parent} has format {found['format']!r}, this version reads {version}; open the folder with the "
-                "version of rl-ext that wrote it"
+                f"{path.parent} has format {found['format']!r}, but this version reads {version}; open the folder with "
+                "the version of rl-ext that wrote it"
             )
     if found.pop("checksum", None) != checksum(found):
-        raise CorruptFileError(f"{path} is damaged: its checksum does not match its contents")
+        raise CorruptFileError(f"{path} is damaged: its checksum does not match its contents; restore it from a copy")
     return found
 
 
 class RowArrays:
-    """Arrays with one row an element, in memory; or in files, which have room for as many as were asked for by
-    :meth:`reserve`, and a checksum of each row.
+    """Arrays with one row per element, in memory or in files.
 
-    :param n_rows: the most that there may be.
-    :ivar arrays: of shape ``(n_rows, *shape)``, by name.
+    Only the rows that :meth:`reserve` has reserved can be written to. In files each row has a checksum.
+
+    :param n_rows: Largest number of rows
+    :ivar arrays: Arrays of shape ``(n_rows, *shape)``, by name
     """
 
     def __init__(self, n_rows: int) -> None:
@@ -122,7 +122,7 @@ class RowArrays:
 
     def _map_files(self) -> None:
         self.arrays: dict[str, npt.NDArray[Any]] = {}
-        self._parts: list[tuple[PrivateRegion, int, int]] = []  # where an array begins, bytes of a row
+        self._parts: list[tuple[PrivateRegion, int, int]] = []  # offset of each array, and bytes per row
         for region, fields in self._files.values():
             self._map_fields(region, fields)
 
@@ -132,45 +132,45 @@ class RowArrays:
             self.arrays[name] = region.array(start, (self.n_rows, *shape), dtype)
             self._parts.append((region, start, math.prod(shape) * dtype.itemsize))
             if not _system.COMMITS_LAZILY:
-                region.reserve(start, self._padded_nbytes(shape, dtype))  # their owner may read all of them
+                region.reserve(start, self._padded_nbytes(shape, dtype))  # the owner may read every row
             start += self._padded_nbytes(shape, dtype)
         self._n_reserved = 0
-        self._checksum_inputs: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]] | None = (
-            None  # addresses, bytes of a row
-        )
+        # The arrays' addresses, and their bytes per row.
+        self._checksum_inputs: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]] | None = None
 
     def _padded_nbytes(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
         return round_to_pages(max(self.n_rows * math.prod(shape) * dtype.itemsize, 1))
 
     def get(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any] | None:
-        """The array of that name, if there is one.
+        """Return the array of that name, or None if there is none.
 
-        :raises InvalidArgumentError: if it has another shape or dtype, or this is no name for a file.
+        :raises InvalidArgumentError: If it has another shape or dtype, or the name cannot be a file name
         """
         if not _NAME.fullmatch(name):
-            raise InvalidArgumentError(f"a row array cannot be named {name!r}; use letters, digits, '_', '-' and '.'")
+            raise InvalidArgumentError(f"name={name!r} cannot name a row array; use letters, digits, '_', '-' and '.'")
         array = self.arrays.get(name)
         if array is not None and (array.shape[1:], array.dtype) != (tuple(shape), np.dtype(dtype)):
             raise InvalidArgumentError(
-                f"row array {name!r} holds rows of shape {array.shape[1:]} and dtype {array.dtype}, not {tuple(shape)} "
+                f"row array {name!r} has rows of shape {array.shape[1:]} and dtype {array.dtype}, not {tuple(shape)} "
                 f"and {np.dtype(dtype)}; pass another storage_dir"
             )
         return array
 
     def add(self, name: str, fields: Fields, file: RegionFile | None = None) -> None:
-        """Adds arrays, which are zero, or what the file holds.
+        """Add arrays, which are zero, or have the contents of the file.
 
-        :param name: of the file.
-        :param file: where they lie, or None for memory.
-        :raises StorageError: if there is no room on the disk.
-        :raises CorruptFileError: if the file is damaged, or has another size.
+        :param name: Name of the file
+        :param fields: Shape and dtype of each array's rows, by name
+        :param file: File of the arrays, or None for memory
+        :raises StorageError: If the disk is full
+        :raises CorruptFileError: If the file is damaged, or has another size
         """
         region = new_region(sum(self._padded_nbytes(*field) for field in fields.values()), file, private=True)
         self._files[name] = region, fields
         self._map_fields(region, fields)
 
     def describe(self) -> dict[str, Any]:
-        """Which arrays there are in which files, in values that JSON knows."""
+        """Describe the arrays of each file, in plain values for JSON."""
         files = {
             file: {name: [list(shape), dtype.str] for name, (shape, dtype) in fields.items()}
             for file, (_, fields) in self._files.items()
@@ -178,32 +178,36 @@ class RowArrays:
         return {"n_rows": self.n_rows, "files": files}
 
     def smallest_file(self) -> tuple[int, str]:
-        """How many rows can be written to, and the name of the file that has no more."""
-        held = [(region.held(start) // n, region.path.name) for region, start, n in self._parts if n and region.path]
-        return min([(self.n_rows, ""), *held])
+        """Return the number of reserved rows, and the name of the file that has the fewest."""
+        counts = [
+            (region.reserved_bytes(start) // n, region.path.name)
+            for region, start, n in self._parts
+            if n and region.path
+        ]
+        return min([(self.n_rows, ""), *counts])
 
     @property
-    def held(self) -> int:
-        """How many rows can be written to."""
+    def n_reserved(self) -> int:
+        """Number of reserved rows, which can be written to."""
         return self.smallest_file()[0]
 
     def reserve(self, n_rows: int) -> None:
-        """Makes sure that the first rows can be written to.
+        """Reserve space for the first rows.
 
-        :raises StorageError: if there is no room on the disk.
+        :raises StorageError: If the disk is full
         """
         if n_rows > self._n_reserved:
             for region, start, row_bytes in self._parts:
                 region.reserve(start, min(n_rows, self.n_rows) * row_bytes)
-            self._n_reserved = self.held
+            self._n_reserved = self.n_reserved
 
     def refresh(self) -> None:
-        """Learns what other processes have made sure of."""
+        """Detect the space that other processes have reserved."""
         for region, _ in self._files.values():
             region.refresh()
 
     def _checksums_of(self, rows: Places) -> npt.NDArray[np.uint32]:
-        from rl_ext_core.frames.machine import sum_rows  # it loads numba
+        from rl_ext_core.frames.kernel_primitives import sum_rows  # imported here, because it loads numba
 
         if self._checksum_inputs is None:
             arrays = [array for name, array in self.arrays.items() if name != _SUMS]
@@ -214,25 +218,25 @@ class RowArrays:
         return found
 
     def record(self, rows: Places) -> None:
-        """Notes what these rows are now."""
+        """Update the checksums of these rows."""
         self.arrays[_SUMS][rows] = self._checksums_of(rows)
 
     def corrupt_rows(self, rows: Places) -> Places:
-        """Those of these rows that are not what was noted."""
+        """Return those of these rows whose checksums do not match."""
         found: Places = rows[self._checksums_of(rows) != self.arrays[_SUMS][rows]]
         return found
 
     @property
     def is_full(self) -> bool:
-        """Whether the last row was ever noted."""
+        """Whether the last row has a checksum, so that all rows were written."""
         return bool(self.arrays[_SUMS][-1])
 
     def nbytes(self, n_rows: int) -> int:
-        """Bytes of that many rows."""
+        """Return the bytes of that many rows."""
         return sum(array[:n_rows].nbytes for array in self.arrays.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        # Only on the way to a child process, which shares them.
+        # Used only to send the arrays to a child process, which shares them.
         return {"n_rows": self.n_rows, "_files": self._files}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -241,21 +245,21 @@ class RowArrays:
 
 
 class StoreFolder:
-    """A folder that this process alone may write to, and those that it shares the store with.
+    """Folder of a store, locked for this process and the processes that share the store.
 
-    :param path: made where it does not exist.
-    :param options: what the folder's owner is told, plain values; another owner has to be told the same.
-    :param capacity: rows. An owner that learns later how many there are has :attr:`rows` made anew.
-    :param repair: whether files that were cut short are made as long as they were, and options are not compared.
-    :param salvage: the name of what keeps the intact rows of such a folder.
-    :ivar repair: likewise.
-    :ivar settings: how the frames that are there are stored, plain values of the owner; None where there are none.
-    :ivar rows: the owner's arrays.
-    :ivar journal: what counts, once there is anything.
-    :raises InvalidArgumentError: if there are other files in it, it was made with other options, or the path is empty;
-        with ``repair``, if there is no store in it.
-    :raises StorageError: if another process writes to it, or it cannot be made.
-    :raises CorruptFileError: if a file in it is damaged.
+    :param path: Path of the folder, which is created if it does not exist
+    :param options: Options of the store as plain values; opening an existing folder requires the same ones
+    :param capacity: Number of rows. An owner that learns it later replaces :attr:`rows`.
+    :param repair: Whether to extend truncated files to their old size, and to accept any options
+    :param salvage: Name of the function that salvages a damaged folder, for error texts
+    :ivar repair: Whether the folder was opened to be repaired
+    :ivar settings: Settings of the stored frames, as plain values of the owner; None if there are no frames
+    :ivar rows: The owner's row arrays
+    :ivar journal: Journal of the valid elements; None if there are no frames
+    :raises InvalidArgumentError: If the path is empty, the folder contains other files, or it was created with other
+        options. With ``repair``, if it does not contain a store.
+    :raises StorageError: If another process uses the folder, or it cannot be created
+    :raises CorruptFileError: If a file in it is damaged
     """
 
     journal: Journal | None
@@ -272,7 +276,9 @@ class StoreFolder:
         self.path, self.repair, self._salvage_name = validate_path(path).absolute(), repair, salvage
         self.options: dict[str, Any] = json.loads(json.dumps(options))
         if repair and not any(self.path.glob("frames-*")):
-            raise InvalidArgumentError(f"storage_dir={str(self.path)!r} holds no store")
+            raise InvalidArgumentError(
+                f"storage_dir={str(self.path)!r} does not contain a store; pass the storage_dir of a buffer"
+            )
         self._created = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -281,7 +287,7 @@ class StoreFolder:
             raise storage_error(self.path, error, doing="use the folder") from error
         if foreign:
             raise InvalidArgumentError(
-                f"storage_dir={str(self.path)!r} holds {foreign[0]!r}, which is no part of a store; pass an empty "
+                f"storage_dir={str(self.path)!r} contains {foreign[0]!r}, which is not part of a store; pass an empty "
                 f"folder, for example storage_dir={str(self.path / 'buffer')!r}"
             )
         self._take_lock(_open_lock_file(self.path / "lock"))
@@ -302,8 +308,8 @@ class StoreFolder:
         if not manifest.exists():
             if self.repair or (self._has_any(*_JOURNAL) and not self._has_any(_INCOMPLETE)):
                 raise CorruptFileError(
-                    f"{self.path} holds a store, and {MANIFEST} is missing, which says what it is like; put it back, "
-                    "or pass another storage_dir. Nothing was deleted"
+                    f"{self.path} contains a store, but its {MANIFEST} is missing, which has the store's settings; "
+                    "restore that file, or pass another storage_dir. Nothing was deleted"
                 )
             self._delete_contents()
             return
@@ -317,7 +323,7 @@ class StoreFolder:
             for name in (*self._frame_file_names(self._numbers), *files, *_JOURNAL):
                 file = self._region_file(name).path
                 if not self.repair and not (file.is_file() and file.stat().st_size):
-                    raise self.corrupt_file_error(name, "it is gone, or empty")
+                    raise self.corrupt_file_error(name, "it is missing or empty")
             self.rows = RowArrays(found["rows"]["n_rows"])
             for name, arrays in files.items():
                 fields = {key: (tuple(shape), np.dtype(dtype)) for key, (shape, dtype) in arrays.items()}
@@ -327,28 +333,32 @@ class StoreFolder:
         self.delete_old_frames()
 
     def _check_options(self, stored_options: dict[str, Any]) -> None:
-        # Those that are told to others too come first: another n_envs makes another capacity as well.
+        # capacity is listed last, because it follows from options such as n_envs.
         names = sorted({**stored_options, **self.options}, key=lambda name: name == "capacity")
         differing = [name for name in names if stored_options.get(name) != self.options.get(name)]
         if differing:
             was, given = (
-                " and ".join(f"{name}={told.get(name)!r}" for name in differing)
-                for told in (stored_options, self.options)
+                " and ".join(f"{name}={options.get(name)!r}" for name in differing)
+                for options in (stored_options, self.options)
             )
             raise InvalidArgumentError(
-                f"storage_dir={str(self.path)!r} was made with {was}, not with {given}; pass what it was made with, or "
+                f"storage_dir={str(self.path)!r} was created with {was}, not with {given}; pass the same options, or "
                 "another storage_dir"
             )
 
     def corrupt_file_error(self, name: str, what: str) -> CorruptFileError:
-        """The error for a file that holds something else than was written."""
-        cure = f"To keep what is intact: {self._salvage_name}({str(self.path)!r})"
+        """Build the error for a damaged file.
+
+        :param name: Name of the file
+        :param what: Description of the damage
+        """
+        fix = f"To keep the intact part: {self._salvage_name}({str(self.path)!r})"
         return CorruptFileError(
-            f"{self.path / name} is damaged: {what}. {'Put it back from a copy' if self.repair else cure}"
+            f"{self.path / name} is damaged: {what}. {'Restore it from a copy' if self.repair else fix}"
         )
 
     def _delete_contents(self) -> None:
-        """Deletes what was half made."""
+        """Delete all files except the lock."""
         for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == _INCOMPLETE):
             if entry.name != "lock":
                 _delete(entry)
@@ -357,17 +367,20 @@ class StoreFolder:
         return any((self.path / name).exists() for name in names)
 
     def _is_in_place(self) -> bool:
-        """Whether the path leads to this folder, and not to another one by now, which may be another store's."""
+        """Return whether the path still leads to this folder.
+
+        The folder may have been moved or replaced.
+        """
         with contextlib.suppress(FileNotFoundError):
-            # Windows moves no folder with open files.
+            # Windows cannot move a folder with open files.
             return _system.WINDOWS or os.path.samestat(os.fstat(self._lock), os.stat(self.path / "lock"))
         return False
 
     def _check_in_place(self) -> None:
         if not self._is_in_place():
             raise StorageError(
-                f"{self.path} was moved, deleted or replaced since it was opened here, so nothing more is written to "
-                "it; pass another storage_dir"
+                f"{self.path} was moved, deleted or replaced since it was opened, so nothing is written to it any "
+                "more; pass another storage_dir"
             )
 
     def _mark_incomplete(self) -> None:
@@ -378,7 +391,7 @@ class StoreFolder:
             raise storage_error(self.path / _INCOMPLETE, error, doing="write") from error
 
     def start_over(self) -> None:
-        """Deletes a store that holds nothing."""
+        """Delete a store without elements, and start with an empty folder."""
         self._mark_incomplete()
         (self.path / MANIFEST).unlink(missing_ok=True)
         self._reset(self.rows.n_rows)
@@ -386,11 +399,11 @@ class StoreFolder:
 
     def _region_file(self, name: str, *, new: bool = False) -> RegionFile:
         if not _FILES.fullmatch(name):
-            raise CorruptFileError(f"{self.path / MANIFEST} is damaged: it names {name!r}, which is no file of a store")
+            raise CorruptFileError(f"{self.path / MANIFEST} is damaged: it names {name!r}, which is not a store's file")
         if new:
             self._check_in_place()
-            _delete(self.path / name)  # of a process that was killed
-        # Arrays that were asked for by name are in the hands of others, who may write anywhere.
+            _delete(self.path / name)  # a killed process may have left it
+        # Users have the arrays that they requested by name, and may write to any row.
         return RegionFile(self.path / name, self._identity, self.repair, lenient=name.startswith("row-"))
 
     def _new_journal(self) -> Journal:
@@ -400,15 +413,20 @@ class StoreFolder:
         return [f"frames-{number}" for number in numbers]
 
     def frames(self, kind: int = 0, *, next_generation: bool = False) -> RegionFile:
-        """The file of one kind of frames; or that of frames which will take their place."""
+        """Return the file of one kind of frames.
+
+        With ``next_generation``, it is the file that will replace the present one.
+        """
         name = f"frames-{self._numbers[0] + kind + next_generation}"
         return self._region_file(name, new=next_generation or self.settings is None)
 
     def begin(self, settings: dict[str, Any], *, kinds: int = 1, next_generation: bool = False) -> None:
-        """Makes frames count that are stored in this way.
+        """Make frames with these settings the store's contents.
 
-        :param kinds: of frames. Where there are several, others cannot take their place.
-        :raises StorageError: if it cannot be written.
+        :param settings: Settings of the frames, as plain values
+        :param kinds: Number of kinds of frames; if there are several, they cannot be replaced later
+        :param next_generation: Whether the frames replace the present ones
+        :raises StorageError: If the folder cannot be written to
         """
         before = self._numbers
         try:
@@ -442,38 +460,40 @@ class StoreFolder:
         self.settings = settings
 
     def add_rows(self, name: str, fields: Fields) -> None:
-        """Adds arrays to :attr:`rows`, which are zero.
+        """Add arrays of zeros to :attr:`rows`.
 
-        :param name: of their file.
-        :raises StorageError: if they cannot be written.
+        :param name: Name of their file
+        :param fields: Shape and dtype of each array's rows, by name
+        :raises StorageError: If the folder cannot be written to
         """
         self.rows.add(name, fields, self._region_file(name, new=True))
         if self.settings is not None:
             self._write(self.settings)
 
     def array(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, empty: bool) -> npt.NDArray[Any]:
-        """A row array, made where there is none yet.
+        """Return a row array, which is created if it does not exist.
 
-        :param empty: whether no transition was stored.
-        :raises InvalidArgumentError: if transitions were stored without it.
+        :param empty: Whether the store has no transitions
+        :raises InvalidArgumentError: If the array does not exist, but the store has transitions
         """
         found = self.rows.get(name, shape, dtype)
         if found is None and not empty:
             raise InvalidArgumentError(
-                f"{self.path} holds transitions and no row array {name!r}; pass another storage_dir, or ask for all "
-                "arrays before the first transition is added"
+                f"{self.path} contains transitions, but no row array {name!r}; pass another storage_dir, or request "
+                "all arrays before the first transition is added"
             )
         if found is None:
             self.add_rows(f"row-{name}", {name: (tuple(shape), np.dtype(dtype))})
         return self.rows.arrays[name]
 
     def read_journal(self, n_written: Callable[[], int | None] = lambda: None) -> tuple[JournalRecord, Places]:
-        """What counts by the latest note, and the rows that were being written.
+        """Return the latest record of the journal, and the rows that were being written.
 
-        Where no note is whole, a folder that is mended holds all rows that were ever written, unless it was full.
+        If both records are damaged, a folder that is repaired keeps all rows that were ever written. This is impossible
+        for a full store, whose oldest row is then unknown.
 
-        :param n_written: says how many these are, or None where the last row is among them.
-        :raises CorruptFileError: if that is not known, or rows are not there that were noted.
+        :param n_written: Returns the number of rows that were ever written, or None if the last row is one of them
+        :raises CorruptFileError: If the valid rows are unknown, or the files have fewer rows
         """
         assert self.journal is not None
         most = self.rows.n_rows
@@ -481,19 +501,19 @@ class StoreFolder:
             record, writing = self.journal.read()
         except CorruptFileError:
             if not self.repair or (found := n_written()) is None:
-                what = "the checksums of both notes are wrong, so which row of a full store is the oldest is not known"
+                what = "the checksums of both records are wrong, so the oldest row of a full store is unknown"
                 raise self.corrupt_file_error(_JOURNAL[0], what) from None
             record, writing = JournalRecord(0, found, found, found, 0, 0), np.zeros(0, dtype=np.int64)
         if not record.length <= record.n_written <= most or record.next_row > most:
-            raise self.corrupt_file_error(_JOURNAL[0], "it says that there are more elements than rows")
+            raise self.corrupt_file_error(_JOURNAL[0], "its number of elements exceeds the number of rows")
         needed = max(record.n_written, int(writing.max(initial=-1)) + 1)
-        held, name = self.rows.smallest_file()
-        if held < (min(record.length, 1) if self.repair else needed):
-            raise self.corrupt_file_error(name, f"by its head there are {held} rows in it, expected {needed}")
+        n_reserved, name = self.rows.smallest_file()
+        if n_reserved < (min(record.length, 1) if self.repair else needed):
+            raise self.corrupt_file_error(name, f"its head reports {n_reserved} rows, expected {needed}")
         return record, writing
 
     def delete_old_frames(self) -> None:
-        """Deletes frames in whose place others are."""
+        """Delete files of frames that were replaced."""
         self._check_in_place()
         for path in self.path.glob("frames-*"):
             if path.name not in self._frame_file_names(self._numbers):
@@ -502,48 +522,50 @@ class StoreFolder:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this is a process that may write to it, and not one forked from that."""
+        """Whether this process may write to the folder; False in a fork of the owner."""
         return self._pid == os.getpid()
 
     def check_writer(self) -> None:
-        """
-        :raises StorageError: in a process that was forked from the one that writes, and after it was closed.
+        """Raise if this process must not write to the folder.
+
+        :raises StorageError: If this process is a fork of the one that opened the folder, or the folder is closed
         """
         if not self.is_writer:
             raise StorageError(
-                f"{self.path} is written to by process {self._pid}, not by this one, {os.getpid()}, which was forked "
-                "from it: two of them would overwrite each other's frames. Open another storage_dir here"
+                f"{self.path} belongs to process {self._pid}; this is a fork of it, process {os.getpid()}, and the two "
+                "would overwrite each other's frames. Open another storage_dir here"
             )
         self.check_open()
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be read or written any more."""
+        """Whether the folder was closed, so that it can be neither read nor written."""
         return not self.close.alive and self.is_writer
 
     def check_open(self) -> None:
-        """
-        :raises StorageError: after it was closed.
+        """Raise if the folder is closed.
+
+        :raises StorageError: If the folder was closed
         """
         if self.closed:
-            raise StorageError(f"{self.path} was closed; open it again, by another buffer with the same storage_dir")
+            raise StorageError(f"{self.path} was closed; open it again with a new buffer of the same storage_dir")
 
     def _take_lock(self, descriptor: int) -> None:
         self._pid, self._lock = os.getpid(), descriptor
-        # Lets others write to it, once no process that shares the store holds the lock.
+        # Closing the descriptor releases the lock, once all processes that share the store have closed theirs.
         self.close = weakref.finalize(self, os.close, descriptor)
-        self.close.atexit = False  # stores are closed then, and it with them
+        self.close.atexit = False  # stores close their folders at exit
         _open_folders.add(self)
 
     def abandon(self) -> None:
-        """Closes it, and leaves nothing where nothing was."""
+        """Close the folder, and delete it if this process created it."""
         must_delete = self._created and self._is_in_place()
         self.close()
         if must_delete:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Only on the way to a child process, which holds the lock as well.
+        # Used only to send the folder to a child process, which then shares the lock.
         return {**self.__dict__, "_lock": _system.picklable_descriptor(self._lock), "close": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -564,24 +586,24 @@ def _delete(path: Path) -> None:
 
 
 def _open_lock_file(path: Path) -> int:
-    """A descriptor of the locked file."""
+    """Open and lock a file, write this process's id to it, and return its descriptor."""
     try:
         lock = _system.open_exclusive(path)
     except BlockingIOError:
         owner = ""
         with contextlib.suppress(OSError):
             owner = path.read_text(errors="replace")[:32]
-        who = "this process" if owner == str(os.getpid()) else "another process"
+        process = "this process" if owner == str(os.getpid()) else "another process"
         raise StorageError(
-            f"{path.parent} is in use by {who}, {owner or 'of unknown number'}, or one that shares its buffer; close "
-            "it first, or pass another storage_dir"
+            f"{path.parent} is in use by {process}, {owner or 'of unknown id'}, or one that shares its buffer; close "
+            "that buffer first, or pass another storage_dir"
         ) from None
     except OSError as error:
         if error.filename is not None:
             raise storage_error(path, error, doing="open") from error
         raise StorageError(
-            f"cannot lock {path}: {error.strerror or error}; nobody else is known to use it. Pass a storage_dir "
-            "on a file system that has locks, as local disks do and some network drives do not"
+            f"cannot lock {path}: {error.strerror or error}. Pass a storage_dir on a file system that supports locks, "
+            "such as a local disk; some network drives do not"
         ) from error
     os.ftruncate(lock, 0)
     _system.write_at(lock, str(os.getpid()).encode(), 0)
@@ -589,7 +611,7 @@ def _open_lock_file(path: Path) -> int:
 
 
 def _unlock_in_child() -> None:
-    # A forked child shares the lock: without this, the folder stays locked for as long as any child lives.
+    # A forked child inherits the lock. Without this, the folder would stay locked while any child is alive.
     for folder in list(_open_folders):
         folder.close()
 

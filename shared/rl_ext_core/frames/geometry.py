@@ -1,7 +1,4 @@
-"""What the kernels know of a layout, and the plain arrays that they work on.
-
-Named tuples, because numba takes them apart without a copy.
-"""
+"""Sizes of a layout for the kernels, and constants that kernels share."""
 
 from __future__ import annotations
 
@@ -20,43 +17,49 @@ Bytes = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.int64]
 Addresses = npt.NDArray[np.uint64]
 
-# How the bytes of a stack lie in memory: frame after frame, or pixel after pixel with the frames' channels inside.
+# Memory order of a stack: frame after frame, or pixel after pixel with the channels of all frames.
 PLANAR = 1
 INTERLEAVED = 2
 
-# How the frames of a block are laid out.
+# Encoding of the frames in a block.
 RAW = 0
 PATCH = 1
 
-GROUP = 64  # bytes that are predicted and packed together, at most; see ``bounded``
-# Where frames may be off, each with ``GROUP`` bytes behind it:
-SCRATCH_FRAMES = 7  # on the way in
-WORK_FRAMES = 3  # on the way out: two frames, and a row in groups
-SLACK = 16  # readable and writable bytes behind every region: the kernels move short runs in whole words
-SEALED_HEADER = 8  # bytes before a sealed block: its size and that of its contents, u32 little-endian
+GROUP = 64  # maximum number of bytes that are predicted and packed together, see ``bounded``
+# Scratch memory if frames may differ by ``max_error``; ``GROUP`` bytes follow each frame.
+SCRATCH_FRAMES = 7  # for encoding
+WORK_FRAMES = 3  # for decoding: two frames, and a row in groups
+SLACK = 16  # readable and writable bytes after every buffer, because the kernels move short runs in whole words
+SEALED_HEADER = 8  # bytes before a sealed block: compressed and uncompressed size, u32 little-endian
 ENTRY_HEADER = 3  # bytes before each frame of a block of patches
 
 
 class Geometry(NamedTuple):
-    """Sizes of one layout, in bytes unless named otherwise."""
+    """Sizes of a layout, in bytes unless noted. It is a named tuple because numba unpacks these without a copy."""
 
     n_stack: int
     frame_bytes: int
-    pixels: int  # positions in a frame, each with ``frame_channels`` values
+    pixels: int  # number of positions in a frame, each with ``frame_channels`` values
     frame_channels: int
     itemsize: int
-    stored: int  # PLANAR or INTERLEAVED: how observations are returned, and single frames stored
-    coder: int  # RAW or PATCH
-    block_shift: int  # a block holds 2**block_shift frames
-    max_error: int = 0  # how far off a byte may be; 0 is exact
-    row: int = 1  # from a byte of a frame to the one above
-    plane: int = 0  # likewise to the same pixel in the channel before, 0 where frames do not lie in planes
-    keeps_stack: int = 1  # whether a stream keeps its newest stack: it is not what was stored last
-    keeps_frame: int = 1  # likewise its newest frame, apart from the block that is being filled
+    stored: int  # memory order of returned stacks and stored frames: PLANAR or INTERLEAVED
+    coder: int  # encoding: RAW or PATCH
+    block_shift: int  # a block has up to 2**block_shift frames
+    max_error: int = 0  # maximum error per byte; 0 is exact
+    row: int = 1  # bytes from a pixel to the one above
+    plane: int = 0  # bytes from a pixel to the same one in the previous channel; 0 if channels are not planes
+    keeps_stack: int = 1  # whether a stream stores its newest stack separately
+    keeps_frame: int = 1  # whether a stream stores its newest frame separately from the open block
 
 
 def geometry_of(layout: StackLayout, *, codec: Codec, block_length: int, max_error: int) -> Geometry:
-    """Sizes, and how frames are stored."""
+    """Compute the geometry of a layout and a codec.
+
+    :param layout: How a stack is made of frames.
+    :param codec: The codec.
+    :param block_length: Frames per block.
+    :param max_error: Maximum error per byte.
+    """
     return Geometry(
         n_stack=layout.n_stack,
         frame_bytes=layout.frame_bytes,
@@ -74,7 +77,7 @@ def geometry_of(layout: StackLayout, *, codec: Codec, block_length: int, max_err
 
 
 def _neighbor_strides(layout: StackLayout) -> dict[str, int]:
-    """How far the byte above and that of the channel before are from a byte of a frame."""
+    """Return the distances in bytes to the pixel above, and to the same pixel in the previous channel."""
     shape = list(layout.shape)
     shape[layout.axis] //= layout.n_stack
     if not 2 <= len(shape) <= 3:
@@ -86,7 +89,7 @@ def _neighbor_strides(layout: StackLayout) -> dict[str, int]:
 
 
 def shared_byte_mask(layout: StackLayout) -> Bytes:
-    """255 for every byte of an interleaved stack that is in the one before it too, 0 for those of its newest frame."""
+    """Return a mask of an interleaved stack: 255 for bytes that it shares with the previous stack, 0 for new ones."""
     unit = layout.frame_channels * layout.dtype.itemsize
     period = unit * layout.n_stack
     return np.tile(np.where(np.arange(period) < period - unit, 255, 0).astype(np.uint8), layout.pixels)

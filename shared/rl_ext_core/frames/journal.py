@@ -1,6 +1,4 @@
-"""What counts of elements or transitions that lie in shared memory or in files, noted beside them, so that they can be
-made whole after a process was killed.
-"""
+"""Journal of a store's elements, for recovery after a process was killed."""
 
 from __future__ import annotations
 
@@ -16,21 +14,21 @@ from rl_ext_core.frames.region import PAGE, PrivateRegion, RegionFile, new_regio
 
 Places = npt.NDArray[np.int64]
 _FIELDS = struct.Struct("<QQQQQQ")
-_CRC = struct.Struct("<I")  # of the fields and of the places that are being written
+_CRC = struct.Struct("<I")  # covers the fields and the pending places
 _SLOT_BYTES = 64
 _PLACE = np.dtype(np.int64)
-_PLACES_OFFSET = PAGE  # where the places of elements that are being written begin
+_PLACES_OFFSET = PAGE  # where the list of pending places begins
 
 
 class JournalRecord(NamedTuple):
-    """What is noted.
+    """Record of the valid elements at one time.
 
-    :ivar sequence: which note it is, counted from 1.
-    :ivar length: elements that count, along the first dimension.
-    :ivar next_row: where the next one goes.
-    :ivar n_written: places from here on were never written.
-    :ivar exposed: whether elements may have changed without notice; of a ring, that at ``next_row``.
-    :ivar n_writing: how many places are being written, and do not count.
+    :ivar sequence: Number of the record, counted from 1
+    :ivar length: Number of valid elements along the first dimension
+    :ivar next_row: Row that the next element is written to
+    :ivar n_written: Number of rows that were ever written; later rows are untouched
+    :ivar exposed: Whether elements may have changed without a new checksum; in a ring, only that at ``next_row``
+    :ivar n_writing: Number of rows that are being written, and are not valid
     """
 
     sequence: int
@@ -42,15 +40,15 @@ class JournalRecord(NamedTuple):
 
 
 class Journal:
-    """Notes in shared memory, or in files.
+    """The two latest records, in shared memory or in two files.
 
-    The latest one is never overwritten, but the one before it: a process may be killed while it writes one. In files
-    each of the two lies in its own, so that one of these may be lost.
+    A new record overwrites the older one, so the latest stays intact if the process is killed while it writes. Each
+    record has a file of its own, so one of the files may be lost.
 
-    :param n_rows: places along the first dimension.
-    :param files: the file of one note and of places, and that of the other note.
-    :raises StorageError: if the file cannot be used.
-    :raises CorruptFileError: if it has another size.
+    :param n_rows: Number of rows along the first dimension
+    :param files: File of one record and the pending places, and file of the other record; None for shared memory
+    :raises StorageError: If a file cannot be used
+    :raises CorruptFileError: If a file has another size
     """
 
     def __init__(self, n_rows: int, *, files: tuple[RegionFile, RegionFile] | None = None) -> None:
@@ -82,9 +80,9 @@ class Journal:
         return max(JournalRecord(*_FIELDS.unpack_from(slot.data)) for slot in self._slots)
 
     def read(self) -> tuple[JournalRecord, Places]:
-        """Return the latest note that is whole, and the places that are being written.
+        """Return the latest intact record, and the rows that are being written.
 
-        :raises CorruptFileError: if none is.
+        :raises CorruptFileError: If both records are damaged
         """
         for slot in self._slots:
             if not self._is_intact(slot):
@@ -92,8 +90,8 @@ class Journal:
         record = self._latest_record()
         if record.sequence == 0:
             raise CorruptFileError(
-                f"{self._region.path} and the file beside it are damaged: the checksums of their notes do not match "
-                "their contents; salvage what is intact"
+                f"{self._region.path} and {self._second_region.path} are damaged: their checksums do not match their "
+                "contents; salvage the store to keep its intact part"
             )
         return record, self._places[: record.n_writing].copy()
 
@@ -105,36 +103,39 @@ class Journal:
         _CRC.pack_into(slot, _FIELDS.size, self._compute_crc(fields))
 
     def record(self, *, length: int, next_row: int, n_written: int, exposed: bool) -> None:
-        """Note all of that at once; nothing else is being written."""
+        """Write a record with all fields; afterwards no row is being written."""
         self._write_record(length=length, next_row=next_row, n_written=n_written, exposed=int(exposed), n_writing=0)
 
     def reserve(self, n_places: int) -> None:
-        """Make sure that so many places can be noted.
+        """Reserve space for the list of pending rows.
 
-        :raises StorageError: if there is no room on the disk.
+        :raises StorageError: If the disk is full
         """
         self._region.refresh()
         self._region.reserve(_PLACES_OFFSET, n_places * _PLACE.itemsize)
 
     def begin_write(self, places: Places) -> None:
-        """Note which elements do not count until :meth:`end_write`."""
+        """Record that these rows are being written, and are not valid until :meth:`end_write`."""
         self.reserve(len(places))
         n_written = max(self._latest_record().n_written, int(places.max(initial=-1)) + 1)
         self._places[: len(places)] = places
         self._write_record(n_written=n_written, n_writing=len(places))
 
     def end_write(self, length: int, next_row: int) -> None:
-        """Note that they count, how many elements there are, and where the next one goes."""
+        """Record that the pending rows are valid, the number of elements, and the next row."""
         n_written = max(self._latest_record().n_written, length)
         self._write_record(length=length, next_row=next_row, n_written=n_written, n_writing=0)
 
     def mark_exposed(self) -> None:
-        """Note that elements may change without notice from now on."""
+        """Record that elements may change from now on without new checksums."""
         if not self._latest_record().exposed:
             self._write_record(exposed=1)
 
     def flush(self) -> None:
-        """Note twice what counts, so that damage to either note does no harm, and that elements do not change."""
+        """Write both records with the same contents, and clear ``exposed``.
+
+        Either of them may be lost then.
+        """
         for _ in self._slots:
             self._write_record(exposed=0)
 

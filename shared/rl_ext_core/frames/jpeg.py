@@ -1,4 +1,7 @@
-"""Frames as JPEG images: for natural images where memory is tight and time is not. Never chosen by ``"auto"``."""
+"""JPEG codec, for natural images if memory matters more than speed.
+
+``codec="auto"`` never chooses it.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ _COLORSPACES = {1: "GRAY", 3: "RGB"}
 
 
 class JpegCodec(Codec):
-    """Each frame as a JPEG image of its own. Lossy: pixels may be off by any amount, though few are by much.
+    """Lossy codec that stores each frame as a JPEG image, without an error bound.
 
-    Frames are ``uint8`` images of one channel or three, which are taken for red, green and blue. Colours keep their
-    resolution (4:4:4). Decoding takes about 50 µs for 100×100×3, some twenty times what a patch takes.
+    Frames must be ``uint8`` images with one channel (gray) or three (red, green, blue). Colors are not subsampled
+    (4:4:4). Decoding a 100×100×3 frame takes about 50 µs, some twenty times as long as a patch.
 
-    :param quality: 1 to 100, as JPEG means it.
-    :raises InvalidTypeError: if the quality is no whole number.
-    :raises InvalidArgumentError: if it is another number.
+    :param quality: JPEG quality, 1 to 100, default 95
+    :raises InvalidTypeError: If the quality is not an integer
+    :raises InvalidArgumentError: If the quality is out of range
 
     >>> from rl_ext_core.frames import JpegCodec
     >>> JpegCodec(quality=90).lossy
@@ -36,9 +39,9 @@ class JpegCodec(Codec):
 
     def __init__(self, quality: int = DEFAULT_QUALITY) -> None:
         if isinstance(quality, bool) or not isinstance(quality, (int, np.integer)):
-            raise InvalidTypeError(f"quality={quality!r} must be a whole number from 1 to 100, for example quality=95")
+            raise InvalidTypeError(f"quality={quality!r} must be an integer from 1 to 100; for example quality=95")
         if not 1 <= quality <= 100:
-            raise InvalidArgumentError(f"quality={quality} must be from 1 to 100, for example quality=95")
+            raise InvalidArgumentError(f"quality={quality} must be from 1 to 100; for example quality=95")
         self.quality = int(quality)
         self._shape: tuple[int, ...] = ()
         self._planar = False
@@ -47,19 +50,19 @@ class JpegCodec(Codec):
         return f"JpegCodec(quality={self.quality}, lossy)"
 
     def with_quality(self, quality: int) -> JpegCodec:
-        """The codec with another quality."""
+        """Return the codec with another quality."""
         return JpegCodec(quality)
 
     @property
     def options(self) -> dict[str, int]:
-        """The quality."""
+        """The quality, as a keyword argument of :func:`get_codec`."""
         return {"quality": self.quality}
 
     def for_frames(self, layout: StackLayout) -> JpegCodec:
-        """The codec for the frames of a layout.
+        """Return a codec for the frames of a layout.
 
-        :raises InvalidArgumentError: if they are no images of one channel or three.
-        :raises InvalidTypeError: if they are not of dtype uint8.
+        :raises InvalidArgumentError: If they are not images of one or three channels
+        :raises InvalidTypeError: If they are not of dtype uint8
         """
         if layout.dtype != np.uint8:
             raise InvalidTypeError(
@@ -72,20 +75,23 @@ class JpegCodec(Codec):
         if len(shape) != 3 or min(shape[0], shape[2]) not in _COLORSPACES:
             raise InvalidArgumentError(
                 f"codec='jpeg' stores images of 1 or 3 channels, got frames of shape {tuple(shape)} "
-                f"({layout.n_stack} in an observation of shape {layout.shape}); use codec='auto', or say how many "
-                "frames an observation stacks, for example n_stack=3"
+                f"({layout.n_stack} in an observation of shape {layout.shape}); use codec='auto', or pass the number "
+                "of stacked frames, for example n_stack=3"
             )
         codec = JpegCodec(self.quality)
         codec._shape, codec._planar = tuple(shape), shape[2] not in _COLORSPACES or shape[0] < shape[2]
         return codec
 
     def check_available(self) -> None:
-        """Raises where simplejpeg is missing."""
+        """Raise if simplejpeg is missing.
+
+        :raises MissingDependencyError: If simplejpeg is not installed
+        """
         if importlib.util.find_spec("simplejpeg") is None:
             raise _missing_dependency_error("simplejpeg", "frames-jpeg", "codec 'jpeg'")
 
     def seal(self, block: memoryview) -> bytes:
-        """The frame as a JPEG image."""
+        """Encode the frame as a JPEG image."""
         import simplejpeg
 
         image: Any = np.frombuffer(block, dtype=np.uint8).reshape(self._shape)
@@ -97,7 +103,7 @@ class JpegCodec(Codec):
         return sealed
 
     def unseal(self, sealed: memoryview, n_bytes: int) -> bytes:
-        """The frame that the image shows."""
+        """Decode the JPEG image."""
         import simplejpeg
 
         channels = self._shape[0 if self._planar else 2]

@@ -1,4 +1,4 @@
-"""How a stack of frames lies in an observation, and finding that out from observations."""
+"""Layouts of frame stacks in observations, and their detection."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy.typing as npt
 
 from rl_ext_core.errors import InvalidArgumentError
 
-_NEARLY_ALL = 0.75  # a transition or two may be odd: a wrapper that resets in the middle
-MAX_STACK = 255  # a stack's valid depth is kept in a byte
+_NEARLY_ALL = 0.75  # share of transitions that must fit a layout; some wrappers reset in the middle of an episode
+MAX_STACK = 255  # because a handle stores the depth of a stack in one byte
 
 
 @dataclass(frozen=True)
 class StackLayout:
-    """A stack of ``n_stack`` frames, concatenated along the first or the last axis of an observation.
+    """Layout of an observation: a stack of ``n_stack`` frames, concatenated along the first or the last axis.
 
-    :param shape: shape of one observation, without the environment axis.
-    :param dtype: dtype of the observation, or what NumPy makes one of.
-    :param n_stack: number of frames in a stack; 1 treats the observation as one frame.
-    :param axis: the stacking axis, 0 (channel-first) or ``len(shape) - 1`` (channel-last).
-    :raises InvalidArgumentError: if the stack size does not divide the length of the axis, or of what is no number.
+    :param shape: Shape of one observation, without the environment axis.
+    :param dtype: Dtype of the observation, or anything that ``np.dtype`` accepts.
+    :param n_stack: Number of frames per stack; 1 treats the observation as one frame.
+    :param axis: Stacking axis, 0 (channel-first) or ``len(shape) - 1`` (channel-last).
+    :raises InvalidArgumentError: If ``n_stack`` does not divide the length of the axis, or the dtype is not numeric.
 
     >>> import numpy as np
     >>> from rl_ext_core.frames import StackLayout
@@ -38,49 +38,51 @@ class StackLayout:
     axis: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", np.dtype(self.dtype))  # np.uint8 and "uint8" are what people write
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))  # also accepts np.uint8 and "uint8"
         if self.dtype.kind not in "biufc":
             raise InvalidArgumentError(
-                f"observations of dtype {self.dtype} are no images or numbers; for example uint8"
+                f"dtype={self.dtype} is not numeric: expected numbers or images, for example np.uint8"
             )
         length = self.shape[self.axis]
         if not 1 <= self.n_stack <= MAX_STACK or length % self.n_stack:
             divisors = [d for d in range(1, min(length, MAX_STACK) + 1) if length % d == 0]
             raise InvalidArgumentError(
                 f"n_stack={self.n_stack} does not divide the {length} channels of an observation of shape "
-                f"{self.shape}; possible here: {divisors}. Pass one of them, or n_stack=None to find it from the data."
+                f"{self.shape}: expected one of {divisors}. Pass one of them, or n_stack=None to detect it."
             )
 
     @property
     def planar(self) -> bool:
-        """Whether each frame of a stack is one contiguous piece of a C-contiguous observation."""
+        """Whether each frame of a stack is contiguous in a C-contiguous observation."""
         return self.axis == 0
 
     @property
     def stack_bytes(self) -> int:
-        """Size of an observation."""
+        """Size of an observation in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def frame_bytes(self) -> int:
-        """Size of one frame."""
+        """Size of one frame in bytes."""
         return self.stack_bytes // self.n_stack
 
     @property
     def frame_channels(self) -> int:
-        """Length of the stacking axis in one frame: 1 for grey, 3 for RGB."""
+        """Length of the stacking axis in one frame: 1 for gray, 3 for RGB."""
         return self.shape[self.axis] // self.n_stack
 
     @property
     def pixels(self) -> int:
-        """Number of positions, each holding ``shape[axis]`` channels."""
+        """Number of positions, each with ``shape[axis]`` channels."""
         return math.prod(self.shape) // self.shape[self.axis]
 
 
 def stacking_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes along which frames may be stacked, the likelier first.
+    """Return the axes along which frames may be stacked, the likelier one first.
 
-    Images follow SB3's rule: the channel axis is the shorter one of the first and the last.
+    For images this follows SB3's rule: the channel axis is the shorter one of the first and the last axis.
+
+    :param shape: Shape of one observation.
     """
     last = len(shape) - 1
     if last <= 0:
@@ -93,11 +95,17 @@ def stacking_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
 def candidate_layouts(
     shape: tuple[int, ...], dtype: npt.DTypeLike, *, n_stack: int | None = None
 ) -> Iterator[StackLayout]:
-    """All layouts that an observation of this shape can have, the finest frames first, the unstacked one last."""
+    """Generate all possible layouts, from the smallest frames to the unstacked layout.
+
+    :param shape: Shape of one observation.
+    :param dtype: Dtype of the observation.
+    :param n_stack: Frames per stack, or None for all numbers.
+    :raises InvalidArgumentError: If no layout is possible.
+    """
     if not shape:
-        raise InvalidArgumentError("observations of shape () cannot be stored; give them shape (1,)")
+        raise InvalidArgumentError("observations of shape () cannot be stored: expected at least one axis, as in (1,)")
     if 0 in shape:
-        raise InvalidArgumentError(f"observations of shape {shape} hold nothing to store; leave them out of the space")
+        raise InvalidArgumentError(f"observations of shape {shape} are empty. Remove them from the observation space")
     if n_stack is not None:
         axes = dict.fromkeys((*stacking_axes(shape), 0, len(shape) - 1))
         fitting = [axis for axis in axes if n_stack > 0 and shape[axis] % n_stack == 0]
@@ -113,11 +121,12 @@ def candidate_layouts(
 def is_continuation(
     layout: StackLayout, before: npt.NDArray[np.generic], after: npt.NDArray[np.generic]
 ) -> npt.NDArray[np.bool_]:
-    """Which of ``after`` hold all but the oldest frame of ``before``, moved on by one.
+    """Return which observations continue the ones before: they contain all their frames except the oldest one.
 
-    :param before: observations of shape ``(n, *layout.shape)``.
-    :param after: the observations that followed, of the same shape.
-    :return: shape ``(n,)``.
+    :param layout: Layout to test.
+    :param before: Observations of shape ``(n, *layout.shape)``.
+    :param after: Following observations, of the same shape.
+    :return: Boolean array, shape ``(n,)``.
     """
     channels = layout.frame_channels
     older = np.moveaxis(before, layout.axis + 1, 1)[:, channels:]
@@ -127,7 +136,7 @@ def is_continuation(
 
 
 def _differ(left: npt.NDArray[np.generic], right: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
-    # Bytes, not values: NaN must equal itself and -0.0 must not equal 0.0.
+    # Bytes are compared instead of values, because NaN must equal itself and -0.0 must not equal 0.0.
     rows = [np.ascontiguousarray(side).view(np.uint8).reshape(len(side), -1) for side in (left, right)]
     different: npt.NDArray[np.bool_] = (rows[0] != rows[1]).any(axis=1)
     return different
@@ -139,12 +148,13 @@ def find_layout(
     before: npt.NDArray[np.generic],
     after: npt.NDArray[np.generic],
 ) -> StackLayout | None:
-    """The finest layout under which nearly all of ``after`` continue ``before``, or None where they say nothing.
+    """Detect the layout: the one with the smallest frames under which nearly all observations continue the ones before.
 
-    They say nothing where observations repeat themselves, since every layout fits constant images.
-
-    :param before: observations of shape ``(n, *shape)``.
-    :param after: the observations that followed, of the same shape.
+    :param shape: Shape of one observation.
+    :param dtype: Dtype of the observations.
+    :param before: Observations of shape ``(n, *shape)``.
+    :param after: Following observations, of the same shape.
+    :return: The layout, or None if all observations equal the ones before, because every layout fits these.
     """
     if len(before) == 0 or not (informative := _differ(before, after)).any():
         return None

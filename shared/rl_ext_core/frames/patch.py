@@ -1,16 +1,16 @@
-"""The patch format: what changed from one frame to the next, as runs of bytes.
+"""Patches, the lossless format: byte runs that differ from the previous frame.
 
-A patch is ``n`` run headers ``[skip: u8][length: u8]``, then the bytes of all runs: skip that many bytes of the
-previous frame, then overwrite. Headers stand apart from the bytes so that reading one does not wait for the one before.
-Differences a few equal bytes apart share a run, since a header costs two bytes.
+A patch is ``n`` run headers ``[skip: u8][length: u8]``, then the bytes of all runs. The decoder skips ``skip`` bytes
+of the previous frame, then overwrites ``length`` bytes. Headers come first, so the decoder can read a header without
+waiting for the previous run. Differences a few equal bytes apart share a run, because a header costs two bytes.
 
-In a block each frame is an entry: ``[size: u16][n: u8]`` and ``size`` bytes of patch, where ``n = 255`` says that the
-number of runs is in the first two of these. ``size = 0xFFFF`` marks a frame stored as it is, where a patch would not
-have been smaller. Numbers are little-endian.
+In a block each frame is an entry: ``[size: u16][n: u8]`` and ``size`` bytes of patch. If ``n`` is 255, the first two of
+these bytes hold the number of runs. ``size = 0xFFFF`` marks a whole frame, stored if a patch would not be smaller.
+Numbers are little-endian.
 
-With a bound, a patch leaves out the bytes that are at most that far off in the frame that the decoder has. What it does
-write is exact, so errors do not add up as long as each patch is taken against what the patches before it make. Loops
-that are called with ``bound=None`` are compiled for exactly that, and cost nothing more.
+With a bound, a patch omits bytes that differ by at most the bound from the decoder's frame. The bytes that it writes
+are exact. Errors do not accumulate, because each patch is computed against the decoded previous frame. Kernels called
+with ``bound=None`` are compiled without the comparison, at no extra cost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from numba import int64, njit, uint8, uint16, uint64
 
 from rl_ext_core.frames.geometry import ENTRY_HEADER
-from rl_ext_core.frames.machine import (
+from rl_ext_core.frames.kernel_primitives import (
     WORD,
     blend_16,
     copy_bytes,
@@ -34,15 +34,19 @@ from rl_ext_core.frames.machine import (
 )
 
 _MAX_GAP = 3
-_MAX_DENSE_GAP = 6  # where much has changed: half of the runs, which take time, for a few per cent more bytes
+# For frames with many changes. It halves the number of runs, which take time, for a few percent more bytes.
+_MAX_DENSE_GAP = 6
 WHOLE = 0xFFFF
-PACKED = 0xFFFE  # where there is a bound: see ``bounded``
+PACKED = 0xFFFE  # marks a packed frame, see ``bounded``
 _MANY_RUNS = 255
 
 
 @njit(nogil=True, inline="always")
 def _write_run(heads, runs, data, used, skip, source, length):  # type: ignore[no-untyped-def]
-    """Appends one run, split where skip or length exceeds a byte; returns the numbers of runs and bytes so far."""
+    """Append one run; return the numbers of runs and bytes so far.
+
+    The run is split if its skip or length exceeds a byte.
+    """
     while skip > 255:
         store_u16(heads + uint64(2 * runs), uint16(255))
         runs += 1
@@ -61,12 +65,12 @@ def _write_run(heads, runs, data, used, skip, source, length):  # type: ignore[n
 
 @njit(nogil=True)
 def encode_runs(before, after, n_bytes, heads, data, limit, bound):  # type: ignore[no-untyped-def]
-    """Writes the headers and the bytes of the runs from ``before`` to ``after`` to separate places.
+    """Encode the change from ``before`` to ``after`` as runs, in two buffers.
 
-    :param heads: address of ``limit`` bytes.
-    :param data: address of ``limit`` bytes.
-    :param bound: how far off a byte may be that is left out, or None.
-    :return: the numbers of runs and of bytes; -1 runs once both together would exceed ``limit`` bytes.
+    :param heads: Address of a buffer of ``limit`` bytes for the headers
+    :param data: Address of a buffer of ``limit`` bytes for the bytes
+    :param bound: Largest difference of a byte that is omitted, or None
+    :return: The numbers of runs and of bytes; -1 runs once both together would exceed ``limit`` bytes
     """
     different = (
         _count_different_bytes(before, after, n_bytes)
@@ -78,14 +82,14 @@ def encode_runs(before, after, n_bytes, heads, data, limit, bound):  # type: ign
     gap = _MAX_DENSE_GAP if different > n_bytes // 8 else _MAX_GAP
     runs = 0
     used = 0
-    last = 0  # the end of the run written last
-    start = -1  # the run being collected is [start, end)
+    last = 0  # end of the run written last
+    start = -1  # the current run is [start, end)
     end = 0
     i = 0
     while i <= n_bytes:
         found = -1
         if i == n_bytes:
-            i += 1  # past the end: nothing differs any more, and the run being collected is written
+            i += 1  # behind the last byte: write the current run
         elif i + 8 <= n_bytes:
             if bound is None:
                 difference = load_u64(before + uint64(i)) ^ load_u64(after + uint64(i))
@@ -121,15 +125,15 @@ def encode_runs(before, after, n_bytes, heads, data, limit, bound):  # type: ign
 
 @njit(nogil=True)
 def append_entry(before, frame, n_bytes, out, scratch, bound):  # type: ignore[no-untyped-def]
-    """Writes one entry at ``out``; returns its size.
+    """Write one entry to ``out`` and return its size.
 
-    :param out: address of ``n_bytes + ENTRY_HEADER`` bytes.
-    :param scratch: address of ``n_bytes`` bytes.
-    :param bound: how far off a byte may be that a patch leaves out, or None.
+    :param out: Address of a buffer of ``n_bytes + ENTRY_HEADER`` bytes
+    :param scratch: Address of a scratch buffer of ``n_bytes`` bytes
+    :param bound: Largest difference of a byte that a patch omits, or None
     """
     contents = out + uint64(ENTRY_HEADER)
     limit = min(n_bytes - n_bytes // 16, WHOLE - 3 if bound is None else PACKED - 3)
-    # Where there are many runs their number takes two bytes more, which are moved in later.
+    # The number of runs takes two more bytes if there are many, which are inserted below.
     runs, used = encode_runs(before, frame, n_bytes, contents, scratch, limit, bound)
     if runs < 0:
         store_u16(out, uint16(WHOLE))
@@ -150,7 +154,7 @@ def append_entry(before, frame, n_bytes, out, scratch, bound):  # type: ignore[n
 
 @njit(nogil=True)
 def entry_size(entry, n_bytes):  # type: ignore[no-untyped-def]
-    """Size of an entry's contents, and whether they are a whole frame."""
+    """Return the size of an entry's contents, and whether they are a whole frame."""
     size = int64(load_u16(entry))
     if size == WHOLE:
         return n_bytes, True
@@ -159,7 +163,10 @@ def entry_size(entry, n_bytes):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _apply_patch(target, contents, runs):  # type: ignore[no-untyped-def]
-    """Applies a patch in place. Short runs are written as whole words, so both sides need 16 bytes behind them."""
+    """Apply a patch in place.
+
+    Short runs are copied as whole words, so both regions need 16 bytes behind them.
+    """
     if runs == _MANY_RUNS:
         runs = int64(load_u16(contents))
         contents += uint64(2)
@@ -179,9 +186,9 @@ def _apply_patch(target, contents, runs):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def apply_entry(frame, entry, n_bytes, work):  # type: ignore[no-untyped-def]
-    """The frame that an entry makes of ``frame``, and the address behind the entry.
+    """Decode an entry; return the addresses of the frame and of the next entry.
 
-    Nothing is copied before it has to be: the frame returned lies in ``work``, in the entry, or is ``frame`` itself.
+    It copies only if necessary. The decoded frame is in ``work``, in the entry, or is ``frame`` itself.
     """
     size, whole = entry_size(entry, n_bytes)
     contents = entry + uint64(ENTRY_HEADER)
@@ -197,7 +204,7 @@ def apply_entry(frame, entry, n_bytes, work):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def equal_bytes(left, right, n_bytes):  # type: ignore[no-untyped-def]
-    """Whether two regions hold the same bytes."""
+    """Return whether two regions contain the same bytes."""
     i = 0
     while i + WORD <= n_bytes:
         if words_differ(left + uint64(i), right + uint64(i)) != uint64(0):
@@ -212,7 +219,7 @@ def equal_bytes(left, right, n_bytes):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _count_different_bytes(left, right, n_bytes):  # type: ignore[no-untyped-def]
-    """How many bytes differ, but for the last few: a lower bound of a patch's size."""
+    """Count the bytes that differ, except the last few, as a lower bound of a patch's size."""
     total = 0
     for i in range(0, n_bytes - WORD + 1, WORD):
         total += count_different(left + uint64(i), right + uint64(i))
@@ -221,7 +228,7 @@ def _count_different_bytes(left, right, n_bytes):  # type: ignore[no-untyped-def
 
 @njit(nogil=True)
 def _count_far_bytes(left, right, n_bytes, bound):  # type: ignore[no-untyped-def]
-    """Likewise, by more than ``bound``."""
+    """Count the bytes that differ by more than ``bound``, except the last few."""
     total = 0
     for i in range(0, n_bytes - WORD + 1, WORD):
         total += count_far_apart(left + uint64(i), right + uint64(i), uint8(bound))

@@ -1,9 +1,8 @@
-"""What a replay buffer of images will cost, before it is allocated, and whether those that are there will fit.
+"""Memory plans for replay buffers, and warnings for buffers that will not fit.
 
-Where no frames are given, what storing is likely to cost is the range of this project's recordings. Grey frames: five
-Atari games, 84×84, four a stack. Others: HalfCheetah and Walker2d filmed from where they start and from a camera that
-follows them, and two levels of ViZDoom, all 100×100 RGB, three a stack. ``python -m benchmarks.lossy --estimates``
-measures them anew.
+Without frames to measure, estimates are the range of this project's recordings. Gray frames are from five Atari games,
+84×84, four per stack. RGB frames are 100×100, three per stack: HalfCheetah and Walker2d with a fixed and a tracking
+camera, and two ViZDoom levels. ``python -m benchmarks.lossy --estimates`` measures them again.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ if TYPE_CHECKING:
 __all__ = ["MemoryWatch", "Plan", "PlanRow", "format_bytes", "parse_bytes", "plan"]
 
 _Array = npt.NDArray[Any]
-_Transitions = Iterator[tuple[_Array, _Array]]  # observations, and those that followed them
+_Transitions = Iterator[tuple[_Array, _Array]]  # observations and next observations
 
-# Bytes that a frame takes as a fraction of its raw size, by codec and max_error: of grey frames, and of others. Each of
-# the smallest recording, in the geometric middle, of the largest.
+# Compressed size of a frame as a fraction of its raw size, by codec and max_error, for gray and for RGB frames. The
+# three numbers are the smallest recording, the geometric middle, and the largest recording.
 _RECORDED_FRACTIONS = {
     ("raw", 0): ((1.0, 1.0, 1.03), (1.0, 1.02, 1.05)),
     ("patch", 0): ((0.014, 0.024, 0.044), (0.049, 0.25, 0.90)),
@@ -48,29 +47,29 @@ _RECORDED_FRACTIONS = {
     ("patch+lz4", 4): ((0.008, 0.014, 0.023), (0.032, 0.12, 0.32)),
     ("jpeg", 0): ((0.15, 0.32, 0.67), (0.17, 0.21, 0.31)),
 }
-_INDEX_BYTES = 8  # of a transition
-_ROW_BYTES = 20  # beside the frames: one action of 8 bytes, reward, done and timeout
+_INDEX_BYTES = 8  # per transition
+_ROW_BYTES = 20  # per transition, without frames: an action of 8 bytes, reward, done and timeout
 _DEFAULT_OPTIONS: tuple[dict[str, Any], ...] = (
     *({"codec": name} for name in ("raw", "patch", "patch+lz4")),
     *({"codec": name, "max_error": 4} for name in ("patch", "patch+lz4")),
     {"codec": "jpeg", "quality": DEFAULT_QUALITY},
 )
 
-_MIN_TRANSITIONS = 128  # transitions, below which nothing can be said
-_KEPT_STEPS = 300  # steps that are kept as they are, for what is compared and timed
-_MIN_PLAYED_STEPS = 600  # steps
-_MAX_PLAYED_STEPS = 3000  # steps, after which figures that are still uncertain are given as such
-_MAX_STORED_BYTES = 1 << 28  # in all stores, after which they are too
-_MEASURE_INTERVAL = 16  # transitions between two looks at what they take
-_MAX_PARTS = 10  # at most so many parts of what was seen are compared
-_ERROR_FACTOR = 2.5  # standard errors of their mean: nineteen in twenty, for so few of them
-_RELATIVE_TOLERANCE = 0.1  # of a figure: how far off it may be where more is played
-_BATCH, _TIMED_BATCHES = 32, 32  # transitions in a batch, and batches, that are read to see how long it takes
-_COMPARED_TRANSITIONS = 256  # transitions
+_MIN_TRANSITIONS = 128  # with fewer, sizes cannot be measured
+_KEPT_STEPS = 300  # steps that are kept uncompressed, to compare and time reads
+_MIN_PLAYED_STEPS = 600
+_MAX_PLAYED_STEPS = 3000  # playing stops here, even if the sizes are still uncertain
+_MAX_STORED_BYTES = 1 << 28  # of all stores together; playing stops here too
+_MEASURE_INTERVAL = 16  # transitions between two measurements of the size
+_MAX_PARTS = 10  # the steps are divided into at most this many parts, whose sizes are compared
+_ERROR_FACTOR = 2.5  # standard errors of the parts' mean that cover 95 % for so few parts
+_RELATIVE_TOLERANCE = 0.1  # playing stops once the error of each size is below this part of it
+_BATCH, _TIMED_BATCHES = 32, 32  # transitions per batch, and number of batches, whose reads are timed
+_COMPARED_TRANSITIONS = 256  # transitions that are compared to compute the PSNR
 
 
 def format_bytes(n_bytes: float) -> str:
-    """Return a size with three digits and a decimal unit: "12.3 kB"."""
+    """Format a size with three digits and a decimal unit, such as "12.3 kB"."""
     units = ["B", "kB", "MB", "GB", "TB", "PB"]
     while n_bytes >= 999.5 and len(units) > 1:
         n_bytes /= 1000
@@ -79,9 +78,10 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a size as people write it: "4GB", "512 MiB", "1e9".
+    """Parse a size such as "4GB", "512 MiB" or "1e9".
 
-    :raises InvalidArgumentError: if it is none.
+    :return: Size in bytes
+    :raises InvalidArgumentError: If the text is not a size
     """
     found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*(?:([kmgt])(i?b)?|b)?\s*", text.lower())
     try:
@@ -90,26 +90,26 @@ def parse_bytes(text: str) -> int:
     except (ValueError, OverflowError):
         size = 0
     if size < 1:
-        raise InvalidArgumentError(f"{text!r} is no size; for example 4GB, 512MiB or 1000000000")
+        raise InvalidArgumentError(f"{text!r} is not a size; for example 4GB, 512MiB or 1000000000")
     return size
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """What one way of storing costs.
+    """Memory and speed of one way to store transitions.
 
-    :param name: the codec with its options, as people read it.
-    :param options: of ``FrameStore.adaptive`` and of the buffers; empty for Stable Baselines3's own.
-    :param bytes_a_transition: with action, reward and flags; of an estimate the geometric middle.
-    :param range: of an estimate, from the smallest to the largest of the recordings; where it was measured, what more
-        of the same may come to, as far as the parts of what was seen differ. None for Stable Baselines3's own.
-    :param total_bytes: of all transitions.
-    :param times_less: how many times less memory than Stable Baselines3's ``ReplayBuffer``.
-    :param sample_us: CPU time to read a transition, both observations; None where it was not measured.
-    :param psnr: of what comes out, in dB; None where it is bit-exact, or was not measured.
-    :param lossy: whether it is not bit-exact.
-    :param capacity: how many transitions fit into the budget; None where there is none.
-    :param fits: whether all transitions do.
+    :param name: Codec and its options, for people to read
+    :param options: Options for ``FrameStore.adaptive`` and the buffers; empty for Stable Baselines3's own buffers
+    :param bytes_a_transition: Bytes per transition, with action, reward and flags; the geometric middle of an estimate
+    :param range: Lowest and highest bytes per transition. For an estimate, they are the smallest and the largest
+        recording. For a measurement, they are a 95 % interval. None for Stable Baselines3's own buffers.
+    :param total_bytes: Bytes of all transitions
+    :param times_less: Factor by which it takes less memory than Stable Baselines3's ``ReplayBuffer``
+    :param sample_us: CPU time to read both observations of a transition, in microseconds; None if not measured
+    :param psnr: Peak signal-to-noise ratio of decoded observations, in dB; None if bit-exact or not measured
+    :param lossy: Whether observations may change
+    :param capacity: Number of transitions that fit into the budget; None without a budget
+    :param fits: Whether all transitions fit into the budget; None without a budget
     """
 
     name: str
@@ -125,7 +125,7 @@ class PlanRow:
     fits: bool | None
 
     def _cells(self, plan: Plan) -> dict[str, str]:
-        """What the table of a plan says, by column."""
+        """Return the cells of this row in the table of a plan, by column."""
         size, fits = format_bytes(self.bytes_a_transition), {None: "?", True: "yes", False: "NO"}[self.fits]
         if self.range is not None:
             low, high = self.range
@@ -136,9 +136,9 @@ class PlanRow:
         return {
             "": self.name,
             "transition": size,
-            "all": format_bytes(self.total_bytes),
+            "total": format_bytes(self.total_bytes),
             "fits": fits,
-            "that fit": "?" if self.capacity is None else f"{self.capacity:,}",
+            "capacity": "?" if self.capacity is None else f"{self.capacity:,}",
             "less than SB3": f"{self.times_less:,.1f}x",
             "read": "" if self.sample_us is None else f"{self.sample_us:.0f} us",
             "PSNR": quality if self.lossy else "exact",
@@ -146,28 +146,30 @@ class PlanRow:
 
 
 _TABLE_LEGEND = """
-transition: bytes with action, reward and flags; that fit: how many transitions fit into the budget;
-read: CPU time a transition, images only; they are channel-first, as VecTransposeImage and ToTensorImage make them;
-smaller or grey images take less in every row: gymnasium's ResizeObservation, GrayscaleObservation
+transition: bytes with action, reward and flags; capacity: number of transitions that fit into the budget;
+read: CPU time per transition, images only, channel-first as VecTransposeImage and ToTensorImage make them;
+smaller or gray images take less memory in every row: gymnasium's ResizeObservation, GrayscaleObservation
 """
-_MEASURED = "in brackets: what more of the same policy may come to; another one sees other frames"
-_ESTIMATED = "for figures of your own environment: rl-ext plan ... --env ID, or plan(..., env=make_env)"
+_MEASURED = "in brackets: the expected range for more steps of the same policy; another policy sees other frames"
+_ESTIMATED = "to measure your own environment: rl-ext plan ... --env ID, or plan(..., env=make_env)"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a buffer will cost, before it is allocated. ``print(plan)`` shows a table, :meth:`plot` draws it.
+    """Memory that a buffer will take with each codec.
 
-    :param shape: of an observation.
-    :param dtype: of an observation.
-    :param size: transitions, over all environments.
-    :param n_envs: number of environments.
-    :param n_stack: frames in an observation.
-    :param measured: whether the figures are measured on frames that were given; otherwise they are estimates.
-    :param source: where the figures are from, in words.
-    :param free_bytes: what the machine has now; None where it does not say.
-    :param max_bytes: the budget that was given, or None.
-    :param rows: one for each way of storing, Stable Baselines3's own first.
+    ``print(plan)`` shows a table, and :meth:`plot` draws a chart.
+
+    :param shape: Shape of an observation
+    :param dtype: Dtype of an observation
+    :param size: Number of transitions over all environments
+    :param n_envs: Number of environments
+    :param n_stack: Frames per observation
+    :param measured: Whether sizes were measured on given frames; otherwise they are estimates
+    :param source: Source of the sizes, for people to read
+    :param free_bytes: Free memory of this machine in bytes; None if unknown
+    :param max_bytes: Budget that was passed, in bytes; None if none was passed
+    :param rows: One row for each way to store transitions, Stable Baselines3's own first
 
     >>> from rl_ext_core.frames import plan
     >>> found = plan((4, 84, 84), 100_000, n_stack=4, max_bytes=8_000_000_000)
@@ -188,23 +190,23 @@ class Plan:
 
     @property
     def budget(self) -> int | None:
-        """What the buffer may take: ``max_bytes``, or what is free; None where neither is known."""
+        """Bytes that the buffer may take: ``max_bytes``, else free memory; None if unknown."""
         return self.free_bytes if self.max_bytes is None else self.max_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether there is a way of storing that fits; True where the budget is not known."""
+        """Whether at least one row fits into the budget; True if the budget is unknown."""
         return any(row.fits is not False for row in self.rows)
 
     def row(self, name: str) -> PlanRow:
         """Return the row of that name.
 
-        :raises InvalidArgumentError: if there is none.
+        :raises InvalidArgumentError: If there is no such row
         """
         for row in self.rows:
             if row.name == name:
                 return row
-        raise InvalidArgumentError(f"no row is named {name!r}; there are {[row.name for row in self.rows]}")
+        raise InvalidArgumentError(f"name={name!r} is not a row; expected one of {[row.name for row in self.rows]}")
 
     def __str__(self) -> str:
         free = "unknown" if self.free_bytes is None else format_bytes(self.free_bytes)
@@ -224,23 +226,23 @@ class Plan:
         return "\n".join(lines) + "\n" + _TABLE_LEGEND + (_MEASURED if self.measured else _ESTIMATED)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values, for JSON."""
+        """Return the plan as plain values for JSON; an infinite PSNR is None."""
         values = asdict(self)
         for row in values["rows"]:
-            row["psnr"] = None if row["psnr"] == math.inf else row["psnr"]  # JSON knows no infinity
+            row["psnr"] = None if row["psnr"] == math.inf else row["psnr"]  # JSON cannot represent infinity
         return values
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the memory of each way of storing against what is free, and write it to a file.
+        """Draw the memory of each row against the budget, and write it to a file.
 
-        :param path: its ending says which kind of file: ``.png``, ``.svg``, ``.pdf``.
-        :raises MissingDependencyError: if matplotlib is not installed.
+        :param path: Path of the file; its extension selects the format, such as ``.png``, ``.svg`` or ``.pdf``
+        :raises MissingDependencyError: If matplotlib is not installed
         """
         try:
             from matplotlib.figure import Figure
         except ImportError:
             raise _missing_dependency_error("matplotlib", "demo", "Plan.plot()") from None
-        # A Figure without pyplot: nothing is shown, and no state is left behind.
+        # A Figure made without pyplot is not shown, and leaves no global state.
         figure = Figure(figsize=(8, 0.45 * len(self.rows) + 1.6), layout="constrained")
         axes = figure.subplots()
         for at, row in enumerate(self.rows):
@@ -273,40 +275,46 @@ def plan(
     max_bytes: int | None = None,
     codecs: Sequence[str | Mapping[str, Any]] | None = None,
 ) -> Plan:
-    """Return what each way of storing ``size`` transitions of images costs.
+    """Compute the memory that each way to store ``size`` transitions of images takes.
 
-    Measured on the frames given, or on those of a random policy in the environment given, with the range that more of
-    the same may come to; without either the figures are estimates, marked as such, with the range of this project's
-    recordings.
+    Sizes are measured on ``frames``, or on the frames of a random policy in ``env``. Without either they are estimates,
+    marked as such, with the range of this project's recordings.
 
-    :param shape: of an observation, stacked as the buffer gets it; None to take that of the frames or the environment.
-    :param size: transitions, over all environments.
-    :param dtype: of an observation, where neither frames nor environment say.
-    :param n_stack: frames in an observation, or None to find out.
-    :param n_envs: number of environments that the buffer is for.
-    :param frames: consecutive observations of one environment, or its single frames, at least 129.
-    :param env: a gymnasium environment, or what makes one; one that is made here is closed again.
-    :param steps: of the random policy; None for as many as it takes until the figures are known to a tenth, from 600
-        to 3000.
-    :param seed: of the random policy and the environment.
-    :param max_bytes: the budget; without it, what the machine has free counts.
-    :param codecs: names of codecs, or mappings of options such as ``{"codec": "patch", "max_error": 4}``; by default
-        all that suit the observations.
-    :raises InvalidArgumentError: if something is out of range, or does not fit the observations.
-    :raises InvalidTypeError: if something is of another type.
-    :raises MissingDependencyError: if a codec that is named needs a package that is not installed.
+    :param shape: Shape of an observation, stacked as the buffer gets it; None to use that of ``frames`` or ``env``
+    :param size: Number of transitions over all environments
+    :param dtype: Dtype of an observation, if neither ``frames`` nor ``env`` is given
+    :param n_stack: Frames per observation; None to detect them
+    :param n_envs: Number of environments of the buffer
+    :param frames: Consecutive observations of one environment, or its single frames, at least 129
+    :param env: A gymnasium environment, or a function that creates one; the plan closes an environment it created
+    :param steps: Steps of the random policy; None for 600 to 3000 steps, until each size is known within 10 %
+    :param seed: Seed of the random policy and the environment
+    :param max_bytes: Budget in bytes; None for the free memory of this machine
+    :param codecs: Names of codecs, or mappings of options such as ``{"codec": "patch", "max_error": 4}``; None for all
+        that suit the observations
+    :return: The plan, with one row for each way to store transitions
+    :raises InvalidArgumentError: If an argument is out of range, or does not fit the observations
+    :raises InvalidTypeError: If an argument has the wrong type
+    :raises MissingDependencyError: If a codec in ``codecs`` needs a package that is not installed
+
+    >>> from rl_ext_core.frames import plan
+    >>> found = plan((4, 84, 84), 100_000, n_stack=4, codecs=["patch"])
+    >>> found.row("SB3 ReplayBuffer").total_bytes > 5 * found.row("patch").total_bytes
+    True
     """
     for name, value in {"size": size, "n_envs": n_envs, "steps": steps, "max_bytes": max_bytes}.items():
         if value is None and name in ("steps", "max_bytes"):
             continue
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-            raise InvalidTypeError(f"{name}={value!r} must be a whole number, for example {name}=1_000_000")
+            raise InvalidTypeError(f"{name}={value!r} must be an integer; for example {name}=1_000_000")
         if value < 1:
             raise InvalidArgumentError(f"{name}={value} must be at least 1")
     if frames is not None and env is not None:
-        raise InvalidArgumentError("frames and env exclude each other; pass the one that the figures are to be for")
+        raise InvalidArgumentError("frames and env exclude each other; pass the one to measure")
     if frames is None and env is None and shape is None:
-        raise InvalidArgumentError("shape=None needs frames or env to take it from; for example shape=(100, 100, 9)")
+        raise InvalidArgumentError(
+            "shape=None needs frames or env; pass one of them, or for example shape=(100, 100, 9)"
+        )
     given = None if shape is None else tuple(map(int, shape))
     with ExitStack() as opened:
         sample: _Sample | None = None
@@ -352,14 +360,14 @@ def _normalize_options(option_set: str | Mapping[str, Any]) -> dict[str, Any]:
     options = {"codec": option_set} if isinstance(option_set, str) else dict(option_set)
     if unknown := sorted(set(options) - {"codec", "max_error", "quality", "block_length"}):
         raise InvalidArgumentError(
-            f"codecs has {option_set!r} with {unknown}; known are codec, max_error, quality and block_length, for example "
-            '{"codec": "patch", "max_error": 4}'
+            f"codecs has {option_set!r} with {unknown}; expected codec, max_error, quality or block_length, for "
+            'example {"codec": "patch", "max_error": 4}'
         )
     return {"codec": "auto", **options}
 
 
 def _suitable_options(layout: StackLayout) -> list[dict[str, Any]]:
-    """The usual ways that the observations and the packages installed allow."""
+    """Return the default options that the observations and the installed packages allow."""
     found, exact = [], {"max_error": 0, "quality": DEFAULT_QUALITY, "block_length": None}
     layouts = list(candidate_layouts(layout.shape, layout.dtype, n_stack=layout.n_stack))
     for option_set in _DEFAULT_OPTIONS:
@@ -370,7 +378,7 @@ def _suitable_options(layout: StackLayout) -> list[dict[str, Any]]:
 
 
 def _guess_layout(shape: tuple[int, ...], dtype: npt.DTypeLike, n_stack: int | None) -> StackLayout:
-    """How observations of a shape are likely to be stacked: images of RGB where that is possible, else of grey."""
+    """Guess the layout of observations of a shape: RGB frames if possible, else gray frames."""
     layouts = list(candidate_layouts(shape, dtype, n_stack=n_stack))
     if len(shape) != 3 or min(shape[0], shape[2]) <= 3:
         return layouts[-1]
@@ -379,7 +387,10 @@ def _guess_layout(shape: tuple[int, ...], dtype: npt.DTypeLike, n_stack: int | N
 
 
 def _estimate_bytes(layout: StackLayout, options: Mapping[str, Any]) -> tuple[float, ...] | None:
-    """What a transition is likely to take, by recordings: at least, probably, at most; None where they do not say."""
+    """Return lowest, middle and highest bytes per transition in the recordings.
+
+    The result is None if there is no recording with these options.
+    """
     channels = layout.frame_channels if layout.n_stack > 1 else min(layout.shape[0], layout.shape[-1])
     codec = "patch" if options["codec"] == "auto" else options["codec"]
     found = _RECORDED_FRACTIONS.get((codec, options.get("max_error", 0)))
@@ -388,16 +399,18 @@ def _estimate_bytes(layout: StackLayout, options: Mapping[str, Any]) -> tuple[fl
 
 def _estimate_cost(layout: StackLayout, options: Mapping[str, Any]) -> _Cost:
     if (likely := _estimate_bytes(layout, options)) is None:
-        raise InvalidArgumentError(f"there is no estimate for {dict(options)}; pass frames= or env= to measure it")
+        raise InvalidArgumentError(
+            f"codecs has {dict(options)}, which has no estimate; pass frames= or env= to measure it"
+        )
     low, middle, high = likely
     return _Cost(middle, (low, high))
 
 
 class _Cost(NamedTuple):
-    """Of a transition."""
+    """Cost of a transition."""
 
     frame_bytes: float  # of both observations
-    range: tuple[float, float] | None = None  # what they may come to elsewhere
+    range: tuple[float, float] | None = None  # lowest and highest frame_bytes to expect
     sample_us: float | None = None
     psnr: float | None = None
 
@@ -405,9 +418,9 @@ class _Cost(NamedTuple):
 def _make_row(
     plan: Plan, layout: StackLayout, row_bytes: int, name: str, options: Mapping[str, Any], cost: _Cost
 ) -> PlanRow:
-    """What one way of storing costs; without options, Stable Baselines3's own."""
+    """Build a row of a plan; empty options are Stable Baselines3's own buffers."""
     per_transition = cost.frame_bytes + row_bytes
-    # A store also has a newest stack and an open block for each environment.
+    # For each environment, a store also has the newest stack and an open block.
     fixed = plan.n_envs * (3 * layout.stack_bytes + 20 * layout.frame_bytes) if options else 0
     total = int(per_transition * plan.size + fixed)
     return PlanRow(
@@ -426,25 +439,28 @@ def _make_row(
 
 
 class _Sample(NamedTuple):
-    """Transitions of one environment, in order, as buffers get them: images channel-first."""
+    """Consecutive transitions of one environment, with channel-first images."""
 
     before: _Array
-    after: _Array  # terminal ones where an episode ends
+    after: _Array  # the terminal observation if an episode ends
     layout: StackLayout
-    shape: tuple[int, ...]  # of an observation as it was given
+    shape: tuple[int, ...]  # of an observation before it was made channel-first
     source: str
     row_bytes: int
-    rest: _Transitions  # those that follow, made as they are asked for and not kept
+    rest: _Transitions  # the following transitions, produced on demand
 
 
 def _make_sample(
     steps: _Transitions, source: str, n_stack: int | None, kept: int | None = None, row_bytes: int = _ROW_BYTES
 ) -> _Sample:
-    """A sample of transitions, the first of which are kept."""
+    """Build a sample of transitions.
+
+    :param kept: Number of transitions to keep in memory; None for all
+    """
     first = list(itertools.islice(steps, kept))
     if len(first) < _MIN_TRANSITIONS:
         raise InvalidArgumentError(
-            f"{source} gives {len(first)} transitions, and a plan needs at least {_MIN_TRANSITIONS}; pass more frames or steps"
+            f"{source} has {len(first)} transitions, expected at least {_MIN_TRANSITIONS}; pass more frames or steps"
         )
     before, after = (np.stack([_channel_first(stack) for stack in part]) for part in zip(*first, strict=True))
     candidates = list(candidate_layouts(before.shape[1:], before.dtype, n_stack=n_stack))
@@ -454,39 +470,43 @@ def _make_sample(
 
 
 def _channel_first(image: _Array) -> _Array:
-    """As buffers get it: ``VecTransposeImage`` and ``ToTensorImage`` bring the channels of images to the front."""
+    """Move an image's channels to the front, as SB3 and TorchRL do before storage."""
     is_last = image.dtype == np.uint8 and image.ndim == 3 and image.shape[0] > image.shape[2]
     return np.ascontiguousarray(np.moveaxis(image, -1, 0) if is_last else image)
 
 
 def _sample_frames(frames: Any, shape: tuple[int, ...] | None, n_stack: int | None) -> _Sample:
-    """The transitions that consecutive observations, or single frames, of one environment make."""
+    """Build a sample from consecutive observations, or single frames, of one environment."""
     given = np.asarray(frames)
     if given.ndim < 2:
         raise InvalidArgumentError(
-            f"frames has shape {given.shape}, expected (n, *shape): consecutive observations of one environment"
+            f"frames has shape {given.shape}, expected (n, *shape); pass consecutive observations of one environment"
         )
     stacks = itertools.accumulate([None, *given], _make_stacker(given.shape[1:], shape, n_stack, "frames"))
-    next(stacks)  # the None before the first
+    next(stacks)  # skips the initial None
     return _make_sample(itertools.pairwise(stacks), f"frames ({len(given)} of them)", n_stack)
 
 
 def _sample_random_policy(
     env: Any, opened: ExitStack, steps: int | None, shape: tuple[int, ...] | None, n_stack: int | None, seed: int
 ) -> _Sample:
-    """The transitions of a random policy. An environment that is made here is closed with what is opened."""
-    if isinstance(env, type) or not hasattr(env, "observation_space"):  # a class may have its spaces already
+    """Build a sample from a random policy in an environment.
+
+    :param env: A gymnasium environment, or a function that creates one
+    :param opened: Stack that closes an environment created here
+    """
+    if isinstance(env, type) or not hasattr(env, "observation_space"):  # classes may define their spaces
         if not callable(env):
-            raise InvalidTypeError(f"env={env!r} is neither a gymnasium environment nor what makes one")
+            raise InvalidTypeError(f"env={env!r} is not a gymnasium.Env; pass one, or a function that creates one")
         env = env()
         if isinstance(env, type) or not hasattr(env, "observation_space"):
-            raise InvalidTypeError(f"what makes the environment gives {env!r}, which is none of gymnasium's")
+            raise InvalidTypeError(f"env() returned {env!r}, expected a gymnasium.Env")
         opened.callback(env.close)
     space = env.observation_space
     if not hasattr(space, "dtype") or not getattr(space, "shape", None):
         raise InvalidTypeError(
-            f"the environment's observation_space is {space}, expected a Box; plan the image of a Dict by itself, "
-            "with frames=, or wrap the environment so that it gives the image alone"
+            f"env.observation_space is {space}, expected a Box; for a Dict, pass the image's frames as frames=, "
+            "or wrap the environment so that it returns only the image"
         )
     source = getattr(getattr(env, "spec", None), "id", None) or type(env.unwrapped).__name__
     push_frame = _make_stacker(tuple(space.shape), shape, n_stack, source)
@@ -500,10 +520,11 @@ def _play_transitions(env: Any, push_frame: Callable[[Any, _Array], _Array], see
     space = env.observation_space
 
     def to_stack(observation: Any, older: _Array | None = None) -> _Array:
-        frame = np.array(observation)  # a copy: environments write into theirs
+        frame = np.array(observation)  # a copy, because environments may overwrite theirs
         if frame.shape != space.shape:
             raise EnvironmentOutputError(
-                f"the environment gave an observation of shape {frame.shape}, its observation_space says {space.shape}"
+                f"env returned an observation of shape {frame.shape}, but its observation_space has shape "
+                f"{space.shape}; fix the environment"
             )
         return push_frame(older, frame.astype(space.dtype, copy=False))
 
@@ -520,7 +541,7 @@ def _play_transitions(env: Any, push_frame: Callable[[Any, _Array], _Array], see
 def _make_stacker(
     frame: tuple[int, ...], shape: tuple[int, ...] | None, n_stack: int | None, source: str
 ) -> Callable[[Any, _Array], _Array]:
-    """:func:`_push_frame`, for observations of ``shape`` of the arrays that a source gives."""
+    """Build a function that stacks a source's arrays to observations of ``shape``."""
     if shape is None:
         return functools.partial(_push_frame, n_stack=n_stack or 1, axis=stacking_axes(frame)[0])
     if frame == shape:
@@ -531,13 +552,16 @@ def _make_stacker(
         if whole == shape and n_stack in (None, times):
             return functools.partial(_push_frame, n_stack=times, axis=axis)
     raise InvalidArgumentError(
-        f"{source} gives arrays of shape {frame}, which are neither observations of shape {shape} nor frames that make "
-        f"them when they are stacked; pass shape={frame}, or wrap the environment so that it gives what is stored"
+        f"{source} has arrays of shape {frame}, which are neither observations of shape {shape} nor frames that stack "
+        f"to them; pass shape={frame}, or wrap the environment so that it returns the stored observations"
     )
 
 
 def _push_frame(older: _Array | None, frame: _Array, *, n_stack: int, axis: int) -> _Array:
-    """The stack with one more frame, as ``VecFrameStack`` makes it: behind zeros where an episode begins."""
+    """Append a frame to a stack, as ``VecFrameStack`` does.
+
+    A new episode begins with a stack of zeros.
+    """
     if n_stack == 1:
         return frame
     if older is None:
@@ -546,10 +570,10 @@ def _push_frame(older: _Array | None, frame: _Array, *, n_stack: int, axis: int)
 
 
 def _measure_costs(sample: _Sample, option_sets: Sequence[Mapping[str, Any]]) -> tuple[list[_Cost], int]:
-    """What each way of storing a sample costs, and how many transitions were stored to know it.
+    """Measure the cost of each way to store a sample.
 
-    Environments change as they go on: they are reset, a view moves or rests. So what a transition takes is looked at
-    part by part, and more of what follows the sample is stored until the parts agree.
+    Sizes vary over time, for example with resets and camera motion. So the size is measured part by part, and more
+    transitions are stored until the parts agree.
     """
     stores, kept = [_make_store(sample, options) for options in option_sets], len(sample.before)
     first, sizes, count = kept // 4, [], 0
@@ -557,7 +581,7 @@ def _measure_costs(sample: _Sample, option_sets: Sequence[Mapping[str, Any]]) ->
     for count, (before, after) in enumerate(transitions, start=1):
         for store in stores:
             store.append(before[None], after[None])
-        # The difference counts: what the first frames and the buffers take does not grow with the transitions.
+        # Only growth is measured, because the first frames and the buffers are a constant cost.
         if count < first or (count - first) % _MEASURE_INTERVAL:
             continue
         sizes.append([store.nbytes for store in stores])
@@ -571,7 +595,7 @@ def _measure_costs(sample: _Sample, option_sets: Sequence[Mapping[str, Any]]) ->
 
 
 def _make_store(sample: _Sample, options: Mapping[str, Any]) -> FrameStore:
-    """An empty store, with the codec and the block length that suit a sample where the options leave them open."""
+    """Create an empty store, with the codec and block length that suit a sample."""
     layout, kept = sample.layout, len(sample.before)
     chooser = FrameStore.adaptive(kept, 1, layout.shape, layout.dtype, n_stack=layout.n_stack, **options)
     for before, after in zip(sample.before, sample.after, strict=True):
@@ -581,7 +605,7 @@ def _make_store(sample: _Sample, options: Mapping[str, Any]) -> FrameStore:
 
 
 def _bytes_per_transition(sizes: Sequence[Sequence[int]]) -> tuple[_Array, _Array]:
-    """Bytes a transition in each store, and how far off that may be, as far as the parts of what was seen differ."""
+    """Return the bytes per transition of each store, and their estimated errors."""
     measured_sizes, n_windows = np.array(sizes, dtype=np.float64), len(sizes) - 1
     edges = np.linspace(0, n_windows, min(n_windows, _MAX_PARTS) + 1).astype(np.int64)
     parts = np.diff(measured_sizes[edges], axis=0) / (_MEASURE_INTERVAL * np.diff(edges)[:, None])
@@ -606,38 +630,41 @@ def _measure_cost(store: FrameStore, sample: _Sample, mean: float, error: float)
 
 
 def _time_read_us(read: Callable[[npt.NDArray[np.int64]], Any], n_rows: int) -> float:
-    """CPU time to read a transition, in microseconds."""
+    """Measure the CPU time to read a transition, in microseconds."""
     rng = np.random.default_rng(0)
     timer = timeit.Timer(lambda: read(rng.integers(n_rows, size=_BATCH)), timer=time.thread_time)
-    timer.timeit(1)  # what it compiles or allocates at first is not counted
+    timer.timeit(1)  # the first read also compiles and allocates
     return timer.timeit(_TIMED_BATCHES) / (_TIMED_BATCHES * _BATCH) * 1e6
 
 
 class MemoryWatch:
-    """Warns once, as soon as it is clear that stores will not fit: when they are made, or when their sizes are known.
+    """Check that warns once if the stores of a buffer will not fit into memory.
 
-    :param stores: of one buffer.
-    :param other_bytes: what the buffer takes beside them.
+    :param stores: Stores of one buffer
+    :param other_bytes: Bytes that the buffer takes in addition to the stores
     """
 
-    MEASURED_AFTER = 4096  # transitions an environment, after which the stores are found out
+    MEASURED_AFTER = 4096  # transitions per environment, after which sizes are measured instead of estimated
 
     def __init__(self, stores: Sequence[FrameStore], *, other_bytes: int = 0) -> None:
         self._stores, self._other_bytes, self._warned = list(stores), other_bytes, False
 
     def warn_if_too_large(self) -> None:
-        """Warn where the stores will probably not fit, unless it was said before."""
+        """Warn if the stores will probably not fit, unless this was done before."""
         free, held = available_memory(), sum(store.nbytes for store in self._stores)
         low, middle, high = map(sum, zip(*map(self._size_when_full, self._stores), strict=True))
         if self._warned or free is None or middle + self._other_bytes <= free + held:
             return
         self._warned = True
         known = all(store.size >= self.MEASURED_AFTER for store in self._stores)
-        how = "by what it holds so far" if known else f"{format_bytes(low)} to {format_bytes(high)} by estimate"
+        how = "measured so far" if known else f"estimated range {format_bytes(low)} to {format_bytes(high)}"
         warnings.warn(self._warning_text(free + held, middle + self._other_bytes, how), stacklevel=3)
 
     def _size_when_full(self, store: FrameStore) -> tuple[float, ...]:
-        """Bytes that it takes then, at least, probably, at most: by what it holds where that says enough."""
+        """Return the lowest, probable and highest bytes of the full store.
+
+        They are equal if the store has enough transitions to measure its size.
+        """
         if store.size >= self.MEASURED_AFTER:
             return (store.nbytes * store.capacity // store.size,) * 3
         layout = store.layout
@@ -653,8 +680,8 @@ class MemoryWatch:
         stack = f" --stack {layout.n_stack}" if layout.n_stack > 1 else ""
         envs = f" --envs {largest.n_envs}" if largest.n_envs > 1 else ""
         return (
-            f"{n_transitions:,} transitions of {layout.shape} {layout.dtype} will take {format_bytes(expected)} ({how}), "
-            f"and {format_bytes(free)} are free; uncompressed they would take {plain}. Pass a smaller buffer_size, "
-            "max_bytes=, storage_dir= or max_error=; what each of them costs in your environment says\n"
+            f"{n_transitions:,} transitions of {layout.shape} {layout.dtype} will take {format_bytes(expected)} "
+            f"({how}), but only {format_bytes(free)} are free; uncompressed they would take {plain}. Pass a smaller "
+            "buffer_size, max_bytes=, storage_dir= or max_error=. To measure what each takes in your environment:\n"
             f"    rl-ext plan --shape {','.join(map(str, layout.shape))} --size {n_transitions}{stack}{envs} --env ID"
         )

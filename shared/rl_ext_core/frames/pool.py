@@ -1,4 +1,28 @@
-"""The frame pool: stacks of frames by handle, stored and freed in any order, and shared by processes."""
+"""Frame pool: stacks of frames stored by handle, each distinct frame once, in memory that processes can share.
+
+Terms:
+
+- **frame**: one image or vector of an observation.
+- **stack**: the ``n_stack`` newest frames, oldest first: one observation. Frames that are missing at the start of an
+  episode are zeros, called padding, and are not stored.
+- **stream**: a trajectory that the pool follows. A stack that continues it adds only its new frames.
+- **block**: up to ``block_length`` consecutive frames of one stream, with a link to the block before it.
+- **reference**: a whole frame from which the first patch of a block starts. Several blocks share one.
+- **grain**: the unit of memory for blocks, 32 bytes or more. A block is stored in a run of grains.
+- **handle**: an ``int64`` that names a stack: the block of its newest frame, the place there, and the number of frames
+  without padding, its depth.
+- **pair**: an ``int64`` that names one transition: two stacks of one stream, the observation and the next one.
+
+Two stacks of 4 frames, in blocks of 4::
+
+    stack A    f1 f2 f3 f4              handle (block 7, place 3, depth 4)
+    stack B       f2 f3 f4 f5           handle (block 8, place 0, depth 4)
+
+    stream     [ f1 f2 f3 f4 ] <-------- [ f5 .. .. .. ]
+                 block 7                   block 8, still open
+                 patches from reference 3  patches from reference 3
+                 grains 40 to 52
+"""
 
 from __future__ import annotations
 
@@ -16,17 +40,16 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames import arrays as fields
 from rl_ext_core.frames.allocator import list_free_runs
 from rl_ext_core.frames.arrays import COUNT_FIELDS, PoolArrays, PoolMemory, Sizes
-from rl_ext_core.frames.auto import Encoding
 from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.codecs import (
     DEFAULT_QUALITY,
     Codec,
-    resolve_block_length,
-    validate_max_error,
     codec_names,
     get_codec,
+    resolve_block_length,
+    validate_max_error,
 )
-from rl_ext_core.frames.decode import are_valid_handles, verify_contents, decode, handles_of_pairs
+from rl_ext_core.frames.decode import are_valid_handles, decode, handles_of_pairs, verify_contents
 from rl_ext_core.frames.encode import (
     end_streams,
     put_pairs,
@@ -35,6 +58,7 @@ from rl_ext_core.frames.encode import (
     release_stacks,
     seal_full_blocks,
 )
+from rl_ext_core.frames.encoding import Encoding
 from rl_ext_core.frames.geometry import (
     ENTRY_HEADER,
     GROUP,
@@ -45,8 +69,8 @@ from rl_ext_core.frames.geometry import (
     geometry_of,
     shared_byte_mask,
 )
+from rl_ext_core.frames.kernel_primitives import sum_rows
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts
-from rl_ext_core.frames.machine import sum_rows
 from rl_ext_core.frames.recovery import free_unused_blocks
 from rl_ext_core.frames.region import PAGE as REGION_PAGE
 from rl_ext_core.frames.region import PrivateRegion, RegionFile, address_of, copy_and_free, new_region
@@ -54,36 +78,36 @@ from rl_ext_core.frames.region import PrivateRegion, RegionFile, address_of, cop
 Handles = npt.NDArray[np.int64]
 
 POOL_FORMAT = 3
-MOST_STREAMS = 256  # trajectories that are followed at a time
+MOST_STREAMS = 256  # trajectories followed at a time
 _SHORT_BLOCK_FRAMES, _USUAL_BLOCK_FRAMES = 4, 16
-_PAGE_OUT_AFTER = 4096  # stacks, each in two or three pages, between which those of a file are given back
-_MIN_TRIM_BYTES = 1 << 16  # bytes: free runs that are worth giving back
-_SEALED_STACKS = 64  # at a time: until they are sealed, they take their full size
+_PAGE_OUT_AFTER = 4096  # stacks read or written, each in two or three pages, before pages of a file are paged out
+_MIN_TRIM_BYTES = 1 << 16  # shortest free run that is returned to the system
+_SEALED_STACKS = 64  # stacks stored at a time, because they take their full size until their blocks are sealed
 
 
 class FramePool:
-    """Stacks of frames by handle. A frame is stored once, however many stacks contain it.
+    """Storage of stacks by handle. A frame is stored once, however many stacks contain it.
 
-    Stacks come in any order: each is looked for among the newest ones of the trajectories that are being followed, by
-    comparing contents. What continues none is stored whole. What comes out equals what went in, bit for bit, unless a
-    ``max_error`` or the codec ``"jpeg"`` was asked for; even then, a frame always reads the same.
+    Stacks can be added in any order. :meth:`put` compares each one with the newest stacks of all streams. A stack that
+    continues no stream is stored whole. Stacks are returned bit for bit as they were stored, unless ``max_error`` or
+    the codec ``"jpeg"`` is used. Even then, a frame always decodes to the same values.
 
-    All that it holds lies in one :class:`Region`; pickled for a child process, it is the same pool there. Calls that
-    change it must not overlap with others, in any process: the caller holds a lock.
+    All data is in one :class:`Region`. A pool that is pickled for a child process shares its memory with the child.
+    The caller must hold a lock for each call, because calls that change the pool must not overlap in any process.
 
-    :param n_handles: the most stacks that are held at a time. Room for them costs nothing before it is used.
-    :param layout: how a stack is made of frames.
-    :param codec: name of the codec.
-    :param block_length: frames in a block, a power of two.
-    :param max_error: how far a pixel may be off; 0 is exact.
-    :param quality: of JPEG, 1 to 100; for the codec ``"jpeg"`` only.
-    :param file: a file to keep it in; where there is one, it is that pool, and has to be recovered.
-    :param streams: how many trajectories there are whose stacks come in turn, by :meth:`put_pairs`; memory is this
-        process's own then, and ``n_handles`` transitions are held at most. None where stacks come in any order.
-    :param grain: bytes; what a block takes is a multiple of it. None for as few as can be numbered.
+    :param n_handles: Maximum number of stored stacks. Unused capacity takes no memory.
+    :param layout: How a stack is made of frames.
+    :param codec: Codec, or its name.
+    :param block_length: Frames per block, a power of two.
+    :param max_error: Maximum error per byte; 0 is exact.
+    :param quality: JPEG quality, 1 to 100; for the codec ``"jpeg"`` only.
+    :param file: File that stores the pool, or None for memory. If it exists, the pool must be recovered before use.
+    :param streams: Number of environments if transitions are added with :meth:`put_pairs`. The memory is then private
+        to this process, and ``n_handles`` counts transitions per stream. None if stacks are added in any order.
+    :param grain: Bytes per grain, or None for the smallest size that can be numbered.
     """
 
-    _codec_argument: str | Codec = "patch"  # in a child process, codecs are known by their names
+    _codec_argument: str | Codec = "patch"  # a child process looks codecs up by name
     _is_ring = _repair = False
 
     @defer_signals
@@ -126,9 +150,9 @@ class FramePool:
         self._initialize(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
 
     def _initialize(self, layout: StackLayout, **options: Any) -> None:
-        if self._arrays["head"][fields.SETTINGS_VERSION] and not self.was_interrupted:  # found again in a file
+        if self._arrays["head"][fields.SETTINGS_VERSION] and not self.was_interrupted:  # the file exists
             if self._repair and self._is_ring:
-                self._write_settings(layout, **options)  # it was never another one
+                self._write_settings(layout, **options)  # the settings of a ring in a file never change
             if self._arrays["head"][fields.SETTINGS_SUM] != self._settings_checksum():
                 raise CorruptFileError(
                     f"{self._region.path} is damaged: the checksum of its head does not match its contents"
@@ -136,7 +160,7 @@ class FramePool:
             self.refresh()
             if self._repair:
                 kinds = [fields.BLOCKS, fields.GRAINS, fields.REFERENCES, fields.STREAMS]
-                self._arrays["head"][kinds] = self._memory.most  # what was not used has no right checksum
+                self._arrays["head"][kinds] = self._memory.capacity  # unused entries have invalid checksums
             return
         self.reconfigure(layout, **options)
 
@@ -149,7 +173,7 @@ class FramePool:
         self._unchecked: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]] | None = None
 
     def verify_on_read(self) -> None:
-        """Has all that lies in a file compared with its checksum when it is first read."""
+        """Compare each block and reference in a file with its checksum when it is first read."""
         if self._region.path is not None:
             n_blocks, n_references = map(int, self._arrays["head"][[fields.BLOCKS, fields.REFERENCES]])
             used = self._arrays["blocks"][:n_blocks, fields.USERS] > 0
@@ -168,10 +192,14 @@ class FramePool:
         max_error: int = 0,
         quality: int = DEFAULT_QUALITY,
     ) -> None:
-        """Forgets everything, gives the memory back, and stores in another way from here on, in all processes.
+        """Delete all stacks, free their memory, and change the settings in all processes.
 
-        :param layout: another one of the same shape and dtype.
-        :raises MissingDependencyError: if the codec needs a package that is not installed.
+        :param layout: A layout of the same shape and dtype.
+        :param codec: Codec, or its name.
+        :param block_length: Frames per block, a power of two.
+        :param max_error: Maximum error per byte; 0 is exact.
+        :param quality: JPEG quality, 1 to 100.
+        :raises MissingDependencyError: If the codec needs a package that is not installed.
         """
         codec = self._check_codec(codec, quality).for_frames(layout)
         resolve_block_length(block_length, codec, most=self._sizes.block_frames)
@@ -200,12 +228,12 @@ class FramePool:
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether a process was killed while it made another pool of this one, which is empty then."""
+        """Whether a process was killed during :meth:`reconfigure`. The pool is empty then."""
         return bool(self._arrays["head"][fields.RECONFIGURING])
 
     @defer_signals
     def clear(self) -> None:
-        """Forgets everything and gives the memory back."""
+        """Delete all stacks and free their memory."""
         self.refresh()
         self.reconfigure(
             self.layout,
@@ -217,7 +245,7 @@ class FramePool:
 
     @defer_signals
     def refresh(self) -> None:
-        """Learns what this or another process has made of the pool."""
+        """Update this process's views after another process has grown or reconfigured the pool."""
         self._region.refresh()
         head = self._arrays["head"]
         if head[fields.SETTINGS_VERSION] == self._known_version:
@@ -233,13 +261,13 @@ class FramePool:
         self._sealing = (
             (fields.SEAL_AT_ONCE if self.codec.lossy else fields.SEAL_LATER) if self.codec.seals else fields.SEAL_NEVER
         )
-        # Rows of the streams are as long as this layout needs, not as the largest one would.
+        # Rows of stream arrays are as long as this layout needs, because the largest layout would waste memory.
         rows = {"frame": layout.frame_bytes + SLACK, "open": block_length * (layout.frame_bytes + ENTRY_HEADER) + SLACK}
         for name, n_bytes in rows.items():
             offset = fields.array_offset(name, self._sizes)
             self._arrays[name] = self._region.array(offset, (self._sizes.streams, n_bytes), np.uint8)
         self._geometry = geometry_of(layout, codec=self.codec, block_length=self.block_length, max_error=self.max_error)
-        if self._is_ring:  # stacks may lie in memory in another order than frames are stored in
+        if self._is_ring:  # the memory order of the stacks may differ from that of the stored frames
             self._geometry = self._geometry._replace(keeps_stack=1)
         self._memory = PoolMemory(
             self._region,
@@ -260,22 +288,22 @@ class FramePool:
         self._addresses = address_of(self._shared_mask), address_of(self._scratch)
         self._known_version = int(head[fields.SETTINGS_VERSION])
         if not COMMITS_LAZILY:
-            self.reserve_rows(len(self._arrays["index"]))  # rows that were never written are read too
+            self.reserve_rows(len(self._arrays["index"]))  # because rows that were never written are read too
 
     def _check_codec(self, codec: str | Codec, quality: int) -> Codec:
         if isinstance(codec, str):
             codec = get_codec(codec, quality=quality)
         if not self._is_ring and codec.seals and not codec.lossy and not codec.c_decompressor():
             raise InvalidArgumentError(
-                f"codec={codec.name!r} opens its blocks in Python, which is too slow for reading single stacks; use "
-                "codec='patch'"
+                f"codec={codec.name!r} decompresses its blocks in Python, which is too slow for reading single stacks; "
+                "expected a codec with a C decompressor. Use codec='patch'"
             )
         return codec
 
     def _stream_bytes(self) -> int:
-        """What a stream keeps besides its open block."""
+        """Count the bytes that a stream stores in addition to its open block."""
         geometry, layout = self._geometry, self.layout
-        # Of a block that was put away at once, the frame still is where it was filled.
+        # A block that is stored at once leaves its frame in the buffer of the stream.
         frames = geometry.keeps_frame + (self._sealing == fields.SEAL_AT_ONCE)
         return geometry.keeps_stack * layout.stack_bytes + frames * layout.frame_bytes
 
@@ -285,38 +313,38 @@ class FramePool:
 
     @property
     def lossy(self) -> bool:
-        """Whether what comes out may differ from what went in."""
+        """Whether returned stacks may differ from the stored ones."""
         return self.max_error > 0 or self.codec.lossy
 
     @property
     def encoding(self) -> Encoding:
-        """How stacks are stored now."""
+        """Current encoding of stacks."""
         return Encoding(self.layout, self.codec.name, self.block_length, self.max_error, self.quality)
 
     @property
     def held(self) -> int:
-        """Stacks that were put and not released."""
+        """Number of handles that were returned by :meth:`put` and not released."""
         return int(self._arrays["head"][fields.N_HELD])
 
     @property
     def nbytes(self) -> int:
-        """Bytes held; what the process, or all that share the pool, have grown by."""
+        """Bytes in use by the pool, shared by all its processes."""
         self.refresh()
         return self._memory.nbytes
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes held, without what was freed and waits to be used again."""
+        """Bytes in use by the pool, without freed memory that will be reused."""
         return self.nbytes - self._memory.unused_nbytes
 
     @property
     def stream_nbytes(self) -> int:
-        """At most so many of them are given back by :meth:`free_stream_buffers`."""
+        """Maximum number of bytes that :meth:`free_stream_buffers` frees."""
         return self._memory.stream_nbytes
 
     @property
     def stored_fraction(self) -> float:
-        """What a frame took on average, as a fraction of its raw size, before anything was freed."""
+        """Average stored size of a frame as a fraction of its raw size, freed frames included."""
         return self._memory.stored_fraction
 
     @defer_signals
@@ -327,13 +355,14 @@ class FramePool:
         *,
         ended: npt.NDArray[np.bool_] | None = None,
     ) -> tuple[Handles, Handles]:
-        """Stores stacks, and for each the one that follows it.
+        """Store stacks, and for each the stack that follows it.
 
         :param stacks: C-contiguous, shape ``(n, *layout.shape)``, of the layout's dtype.
-        :param nexts: likewise, or None.
-        :param ended: (n,) where a trajectory is over, so that nothing is expected behind.
-        :return: (n,) their handles, and those of the next ones, or as many zeros. Each has to be released.
-        :raises OutOfMemoryError: where there is no room for so many stacks. Nothing is stored then.
+        :param nexts: Next stacks, of the same shape and dtype, or None.
+        :param ended: Shape ``(n,)``, True if the trajectory ends here, so that its stream can be reused.
+        :return: Handles of the stacks and of the next stacks, each of shape ``(n,)``; zeros if ``nexts`` is None.
+            Release each handle once.
+        :raises OutOfMemoryError: If the stacks do not fit. Nothing is stored then.
         """
         self.refresh()
         for array in (stacks, nexts):
@@ -341,7 +370,7 @@ class FramePool:
                 self._check_array(array, len(stacks))
         n = len(stacks)
         handles, next_handles = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-        if self._pool.head[fields.UNSEALED]:  # of a call that failed, or of a process that was killed
+        if self._pool.head[fields.UNSEALED]:  # left by a failed call or a killed process
             seal_full_blocks(self._state, self._pool, self.codec, self._memory)
         self._memory.check_capacity(n if nexts is None else 2 * n)
         flags = np.zeros(n, dtype=np.uint8) if ended is None else np.ascontiguousarray(ended).astype(np.uint8)
@@ -371,7 +400,7 @@ class FramePool:
             stored = put_stacks(
                 self._state,
                 self.max_error or None,
-                self._memory.most,
+                self._memory.capacity,
                 self._memory.per_stack,
                 address_of(stacks[done:]),
                 0 if nexts is None else address_of(nexts[done:]),
@@ -390,14 +419,14 @@ class FramePool:
             seal_full_blocks(self._state, self._pool, self.codec, self._memory)
 
     def put_pairs(self, stacks: int, order: int, nexts: int, next_order: int) -> Handles:
-        """Stores one transition of each stream. As of all that is about transitions, its caller defers Ctrl-C.
+        """Store one transition of each stream. The caller must defer signals.
 
-        :param stacks: address of a stack for each stream.
-        :param order: how these lie there, PLANAR or INTERLEAVED.
-        :param nexts: address of those that follow them.
-        :param next_order: likewise.
-        :return: (streams,) their numbers, each to be released once.
-        :raises OutOfMemoryError: where there is no room. Nothing is stored then.
+        :param stacks: Address of the observations, one stack per stream.
+        :param order: Memory order of the observations, PLANAR or INTERLEAVED.
+        :param nexts: Address of the next observations.
+        :param next_order: Memory order of the next observations.
+        :return: Pairs, shape ``(streams,)``. Release each one once.
+        :raises OutOfMemoryError: If the transitions do not fit. Nothing is stored then.
         """
         pairs = np.zeros(self._sizes.streams, dtype=np.int64)
         done = 0
@@ -406,7 +435,7 @@ class FramePool:
                 done = put_pairs(
                     self._state,
                     self.max_error or None,
-                    self._memory.most,
+                    self._memory.capacity,
                     self._memory.per_stack,
                     done,
                     stacks,
@@ -431,41 +460,47 @@ class FramePool:
         return pairs
 
     def release_pairs(self, pairs: Handles) -> None:
-        """Gives transitions up.
+        """Free transitions.
 
-        :param pairs: (n,) contiguous; 0 is passed over.
+        :param pairs: Contiguous, shape ``(n,)``; 0 is skipped.
         """
         release_pairs(self._state, pairs)
 
     @property
     def index(self) -> Handles:
-        """(rows, streams) transitions, as their owner arranges them; 0 is none."""
+        """Pairs of shape ``(rows, streams)``, written by the owner of the pool; 0 means no transition."""
         return self._arrays["index"]
 
     def reserve_rows(self, n_rows: int) -> None:
-        """Makes sure that the first rows of the index can be written to.
+        """Reserve memory for the first rows of the index.
 
-        :raises StorageError: if there is no room on the disk.
+        :param n_rows: Number of rows that will be written to.
+        :raises StorageError: If the disk is full.
         """
         for name in ("index", "index_sums"):
             self._region.reserve(fields.array_offset(name, self._sizes), self._arrays[name][:n_rows].nbytes)
 
     @property
     def reserved_rows(self) -> int:
-        """How many rows can be written to; where they are not in a file, none but those that were."""
+        """Number of index rows with reserved memory in the file; 0 if the pool is in memory."""
         if self._region.path is None:
             return 0
-        held = self._region.held(fields.array_offset("index", self._sizes)) // self._arrays["index"].strides[0]
+        held = (
+            self._region.reserved_bytes(fields.array_offset("index", self._sizes)) // self._arrays["index"].strides[0]
+        )
         return min(held, len(self._arrays["index"]))
 
     def update_row_checksum(self, row: int) -> None:
-        """Notes what a row of the index is now, where there are checksums."""
+        """Update the checksum of a row of the index, if there are checksums."""
         if self._sizes.has_checksums:
             place = np.array([row])
             self._arrays["index_sums"][place] = self._row_checksums(place)
 
     def corrupt_rows(self, rows: Counts) -> Counts:
-        """Those of these rows of the index that are not what was noted."""
+        """Return the rows of the index whose checksums do not match.
+
+        :param rows: Rows to compare.
+        """
         wrong: Counts = rows[self._row_checksums(rows) != self._arrays["index_sums"][rows]]
         return wrong
 
@@ -476,7 +511,7 @@ class FramePool:
         return found
 
     def _count_use(self, n_stacks: int) -> None:
-        """Counts what is read and written of a file, whose pages are given back before they become many."""
+        """Count accesses, and page out the file after many of them."""
         self._used_since_page_out += n_stacks
         if self._used_since_page_out > _PAGE_OUT_AFTER and self._is_ring and self._region.path is not None:
             self._used_since_page_out = 0
@@ -492,13 +527,15 @@ class FramePool:
         *,
         num_threads: int,
     ) -> bool:
-        """Writes observations, next observations, or both; says whether the places exist.
+        """Decode the observations and next observations of transitions.
 
-        :param rows: (n,) of the index.
-        :param envs: (n,).
-        :param out: of the right shape, or None.
-        :param next_out: likewise.
-        :raises CorruptFileError: where a block is damaged.
+        :param rows: Rows of the index, shape ``(n,)``.
+        :param envs: Columns of the index, shape ``(n,)``.
+        :param out: C-contiguous output of shape ``(n, *layout.shape)``, or None.
+        :param next_out: Output for the next observations, of the same shape, or None.
+        :param num_threads: Threads to decode in.
+        :return: Whether all rows and columns exist. If not, nothing is written.
+        :raises CorruptFileError: If a block is damaged.
         """
         handles, next_handles = np.empty((2, len(rows)), dtype=np.int64)
         if not handles_of_pairs(self._state, self._arrays["index"], rows, envs, handles, next_handles):
@@ -512,7 +549,7 @@ class FramePool:
         return True
 
     def trim(self) -> None:
-        """Gives memory back that lies free, where it is much and this process's own."""
+        """Return long free runs to the system, if the memory is private to this process."""
         free = int(self._pool.head[fields.FREE_GRAINS]) * self._sizes.grain
         if self._sizes.has_checksums or free < self._free_after_trim + _MIN_TRIM_BYTES:
             self._free_after_trim = min(self._free_after_trim, free)
@@ -523,14 +560,14 @@ class FramePool:
             (int(self._pool.head[fields.FREE_GRAINS]) * self._sizes.grain // _MIN_TRIM_BYTES + 1, 2), np.int64
         )
         for first, n in runs[: list_free_runs(self._state, _MIN_TRIM_BYTES // self._sizes.grain, runs)].tolist():
-            # Its first and its last bytes say that it is free.
+            # The first and the last bytes of a run must stay: they mark it as free.
             begin = -(-(start + (first + 1) * self._sizes.grain) // REGION_PAGE) * REGION_PAGE
             end = (start + (first + n) * self._sizes.grain - 1) // REGION_PAGE * REGION_PAGE
             if begin < end:
                 self._region.discard(begin, end - begin)
 
     def free_stream_buffers(self) -> None:
-        """Gives back what only stacks to come need. Those share nothing with what is there."""
+        """Free the buffers of all streams. The next stacks share no frames with the stored ones."""
         end_streams(self._state, self._sealing)
         if self.codec.seals:
             seal_full_blocks(self._state, self._pool, self.codec, self._memory)
@@ -543,7 +580,8 @@ class FramePool:
         self._check_array(array, n)
         if not array.flags.writeable:
             raise InvalidArgumentError(
-                f"an output of shape {array.shape} is read-only; pass a new one: np.empty(shape, dtype)"
+                f"an output of shape {array.shape} is read-only; expected a writable one. "
+                f"Use np.empty({array.shape}, np.{array.dtype})"
             )
 
     def _check_array(self, array: npt.NDArray[Any], n: int) -> None:
@@ -556,9 +594,10 @@ class FramePool:
 
     @defer_signals
     def release(self, handles: Handles) -> None:
-        """Gives stacks up. Each handle may be released as often as :meth:`put` returned it; 0 is passed over.
+        """Free stacks. Release each handle as often as :meth:`put` returned it.
 
-        :raises InvalidArgumentError: if a handle was never given out.
+        :param handles: Shape ``(n,)``; 0 is skipped.
+        :raises InvalidArgumentError: If a handle names no stored stack.
         """
         self.refresh()
         handles = self._check_handles(handles)
@@ -569,7 +608,8 @@ class FramePool:
         handles = np.ascontiguousarray(handles, dtype=np.int64).reshape(-1)
         if not are_valid_handles(self._state, handles):
             raise InvalidArgumentError(
-                f"handles {handles!r} name no stacks of this pool; only what put() returned and nobody released does"
+                f"handles {handles!r} include some that name no stack of this pool; expected handles that put() "
+                "returned and that were not released yet"
             )
         return handles
 
@@ -582,14 +622,15 @@ class FramePool:
         *,
         num_threads: int = 1,
     ) -> None:
-        """Writes stacks into arrays; those of handle 0 are zeros. What cannot be written to is refused.
+        """Decode stacks into arrays. Handle 0 gives zeros.
 
-        :param handles: (n,).
-        :param out: C-contiguous, shape ``(n, *layout.shape)``, of the layout's dtype; written.
-        :param next_handles: (n,) or None; where these follow the others, their frames are decoded together.
-        :param next_out: like ``out``.
-        :raises InvalidArgumentError: if a handle names nothing, or an array does not fit.
-        :raises CorruptFileError: where a block is damaged.
+        :param handles: Shape ``(n,)``.
+        :param out: Output, C-contiguous, shape ``(n, *layout.shape)``, of the layout's dtype.
+        :param next_handles: Shape ``(n,)``, or None. If they name the next stacks, shared frames are decoded once.
+        :param next_out: Output for ``next_handles``, of the same shape and dtype as ``out``, or None.
+        :param num_threads: Threads to decode in.
+        :raises InvalidArgumentError: If a handle names no stored stack, or an output has the wrong form.
+        :raises CorruptFileError: If a block is damaged.
         """
         self.refresh()
         handles = self._check_handles(handles)
@@ -607,20 +648,24 @@ class FramePool:
         asked = np.concatenate(wanted)
         if wrong := len(asked) - int(self.are_intact(asked).sum()):
             raise CorruptFileError(
-                f"{self._region.path} is damaged: {wrong} of {len(asked)} stacks have another checksum than when "
-                "they were stored; to keep what is intact, salvage the folder"
+                f"{self._region.path} is damaged: the checksums of {wrong} of {len(asked)} stacks do not match. "
+                "To keep the intact data, salvage the folder"
             )
 
     def _decode_into(self, wanted: Sequence[tuple[Handles, int]], num_threads: int) -> None:
         damaged = decode(self._state, self._geometry, self.codec, wanted, num_threads=num_threads)
         if damaged:
             raise CorruptFileError(
-                f"{damaged} of {len(wanted[0][0])} {self._item_name} cannot be read: their blocks are damaged, as by a "
-                "program that wrote over this process's memory; start again from a checkpoint"
+                f"{damaged} of {len(wanted[0][0])} {self._item_name} cannot be read, because their blocks are damaged: "
+                "another part of the program may have overwritten their memory. Start again from a checkpoint"
             )
 
     def are_intact(self, handles: Handles) -> npt.NDArray[np.bool_]:
-        """(n,) which stacks have the checksum that they had, as far as that was not found out before."""
+        """Verify the checksums of stacks that were not verified before.
+
+        :param handles: Shape ``(n,)``.
+        :return: Shape ``(n,)``, True for intact stacks.
+        """
         right = np.ones(len(handles), dtype=np.bool_)
         if self._unchecked is not None:
             verify_contents(self._state, handles, *self._unchecked, right)
@@ -629,7 +674,7 @@ class FramePool:
         return right
 
     def state_dict(self) -> dict[str, Any]:
-        """What a file needs: plain values, and views of arrays, which are written without a copy; with a checksum."""
+        """Return the contents for a file: plain values, views of arrays that need no copy, and a checksum."""
         self.refresh()
         layout, head, arrays = self.layout, self._pool.head, self._arrays
         n_streams = int(head[fields.STREAMS])
@@ -659,9 +704,11 @@ class FramePool:
 
     @classmethod
     def from_state_dict(cls, description: Any, n_handles: int) -> FramePool:
-        """The pool that was described, with room for so many stacks.
+        """Create a pool from the result of :meth:`state_dict`.
 
-        :raises CorruptFileError: if it is damaged, or of a later format.
+        :param description: The state.
+        :param n_handles: Maximum number of stored stacks.
+        :raises CorruptFileError: If the state is damaged or has another format.
         """
         check_state_dict(description)
         shape, dtype, n_stack, axis = description["layout"]
@@ -679,10 +726,10 @@ class FramePool:
 
     @defer_signals
     def load_state_dict(self, description: Any) -> None:
-        """Becomes the pool that was described, one of the same settings.
+        """Replace the contents by those of a pool with the same settings.
 
-        :param description: what :func:`check_state_dict` has found nothing wrong with.
-        :raises CorruptFileError: if it is damaged all the same.
+        :param description: A state that :func:`check_state_dict` accepts.
+        :raises CorruptFileError: If the state is damaged in a way that its checksum does not show.
         """
         self._load_arrays(description["arrays"])
 
@@ -691,7 +738,7 @@ class FramePool:
             stored = {**stored, "blocks": _drop_sealed_columns(stored["blocks"])}
         for name in (*COUNT_FIELDS, "last", "frame", "entry_sums", "contents", "references"):
             target = self._arrays[name]
-            part = stored[name][: len(target)]  # in memory of this process alone there are no checksums
+            part = stored[name][: len(target)]  # without checksums, arrays of checksums are empty
             self._region.reserve(fields.array_offset(name, self._sizes), target[: len(part)].nbytes)
             target = target[: len(part)] if part.ndim == 1 else target[: len(part), : part.shape[1]]
             copy_and_free(target, part) if name in ("contents", "references") else np.copyto(target, part)
@@ -708,10 +755,10 @@ class FramePool:
         if not self._memory.try_reserve(kinds) or not free_unused_blocks(
             self._state, np.zeros(int(head[fields.GRAINS]), dtype=np.bool_)
         ):
-            raise CorruptFileError("the frames are damaged: blocks lie where there is nothing")
+            raise CorruptFileError("the frames are damaged: some blocks are outside of the stored memory")
 
     def __getstate__(self) -> dict[str, Any]:
-        # Only on the way to a child process, which shares the memory; files are written by :meth:`state_dict`.
+        # Used for child processes only, which share the memory. :meth:`state_dict` gives the contents of files.
         shape = self._shape, self._dtype.str
         return {"shape": shape, "sizes": tuple(self._sizes), "region": self._region}
 
@@ -724,7 +771,7 @@ class FramePool:
 
 
 def _drop_sealed_columns(blocks: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Rows of blocks as they are where nobody else can see a half of them: without where they lay before."""
+    """Convert rows of ``blocks`` to those of a pool without checksums, which store only one position per block."""
     rows = blocks[:, : fields.N_BLOCK_UNCHECKED].copy()
     if blocks.shape[1] == fields.N_BLOCK:
         sealed = blocks[:, fields.KIND] == fields.SEALED
@@ -734,14 +781,16 @@ def _drop_sealed_columns(blocks: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def check_state_dict(description: Any) -> None:
-    """
-    :raises CorruptFileError: if what :meth:`FramePool.state_dict` gave is damaged, or of a later format.
+    """Verify the format and the checksum of a result of :meth:`FramePool.state_dict`.
+
+    :param description: The state.
+    :raises CorruptFileError: If the state is damaged or has another format.
     """
     version = description.get("format") if isinstance(description, dict) else None
     if version != POOL_FORMAT:
         raise CorruptFileError(
-            f"the frames have format {version!r}, this version reads {POOL_FORMAT}; load them with the version of "
-            "rl-ext that wrote them"
+            f"the frames have format {version!r}, expected {POOL_FORMAT}. Load them with the version of rl-ext that "
+            "wrote them"
         )
     if checksum(description) != description.get("checksum"):
         raise CorruptFileError("the frames are damaged: their checksum does not match their contents")

@@ -1,7 +1,7 @@
-"""Making a frame pool whole again that a process left behind, from what is sure: the handles, and what they lead to.
+"""Recovery of a frame pool after a process was killed, from its valid handles.
 
-Everything else is compared with checksums and found out anew: who uses what, what is free. Blocks that were
-being filled become full ones of as many frames as are needed.
+Blocks are verified by checksums. The counts of users and the lists of free memory are rebuilt from the handles. Blocks
+that were being filled become full blocks, cut to the frames that are needed.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from rl_ext_core.frames.arrays import (
     USERS,
 )
 from rl_ext_core.frames.blocks import (
-    unpack_handle,
-    open_sum,
     block_location,
+    full_sum,
+    open_sum,
     retain_handle,
     store_bytes,
-    full_sum,
+    unpack_handle,
 )
 from rl_ext_core.frames.decode import entry_size_of
 from rl_ext_core.frames.geometry import ENTRY_HEADER, PATCH
-from rl_ext_core.frames.machine import SUM_START, add_bytes, fold_sum, kernel, mix_word
+from rl_ext_core.frames.kernel_primitives import SUM_START, add_bytes, fold_sum, kernel, mix_word
 from rl_ext_core.frames.views import address_in, geometry_in, pool_in
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ def _is_row_intact(p, block, geometry):  # type: ignore[no-untyped-def]
 
 @kernel
 def check_rows(state, good_blocks):  # type: ignore[no-untyped-def]
-    """Finds out which blocks lie where they were put; what they hold is not read.
+    """Check the table of blocks, without reading the blocks' contents.
 
-    :param good_blocks: (blocks,) written.
+    :param good_blocks: (n_blocks,) output
     """
     p, geometry = pool_in(state), geometry_in(state)
     for block in range(1, p.head[BLOCKS]):
@@ -101,7 +101,7 @@ def _are_entries_intact(p, block, frames, geometry):  # type: ignore[no-untyped-
 
 @njit(nogil=True)
 def _claim_grains(p, block, used):  # type: ignore[no-untyped-def]
-    """Marks the grains of a block; says whether none of them is that of another one."""
+    """Mark the grains of a block as used; return whether all of them were unused."""
     first, n_bytes = block_location(p, block)
     if first + grains_of(p, n_bytes) > used.shape[0]:
         return False
@@ -114,12 +114,14 @@ def _claim_grains(p, block, used):  # type: ignore[no-untyped-def]
 
 @kernel
 def check_places(state, newest_places, good_blocks, used):  # type: ignore[no-untyped-def]
-    """Looks closer at the blocks that are used: that none lies in another, and what was being filled.
+    """Check the blocks in use, and clear ``good_blocks`` for the damaged ones.
 
-    :param newest_places: (blocks,) the last frame of each block that a stack needs.
-    :param good_blocks: (blocks,) cleared where something is wrong.
-    :param used: (grains,) zeros; written.
-    :return: how many blocks are wrong.
+    Full blocks must not overlap, and the frames of open blocks must match their checksums.
+
+    :param newest_places: (n_blocks,) index of the last needed frame of each block
+    :param good_blocks: (n_blocks,) entries of damaged blocks are cleared
+    :param used: (n_grains,) zeros; output
+    :return: Number of damaged blocks
     """
     p, geometry = pool_in(state), geometry_in(state)
     n_wrong = 0
@@ -138,12 +140,12 @@ def check_places(state, newest_places, good_blocks, used):  # type: ignore[no-un
 
 @kernel
 def count_users(state, handles, most, good_blocks, intact, newest_places):  # type: ignore[no-untyped-def]
-    """Counts who uses which blocks; says which handles lead to blocks that are there.
+    """Count the users of each block; find the handles that need good blocks only.
 
-    :param most: frames that a handle may name.
-    :param good_blocks: (blocks,) which of them can be relied on.
-    :param intact: (n,) written.
-    :param newest_places: (blocks,) written: the last frame of each block that a stack needs, or -1.
+    :param most: Largest number of frames of a handle
+    :param good_blocks: (n_blocks,) which blocks are intact
+    :param intact: (n,) output: which handles can be read
+    :param newest_places: (n_blocks,) output: index of the last needed frame of each block, or -1
     """
     p, geometry = pool_in(state), geometry_in(state)
     for i in range(handles.shape[0]):
@@ -174,7 +176,7 @@ def count_users(state, handles, most, good_blocks, intact, newest_places):  # ty
 
 @kernel
 def close_open_blocks(state, newest_places):  # type: ignore[no-untyped-def]
-    """Moves what is needed of blocks that were being filled out of their buffers."""
+    """Move the needed frames of open blocks out of the streams' buffers."""
     p, geometry = pool_in(state), geometry_in(state)
     for block in range(1, p.head[BLOCKS]):
         if p.blocks[block, KIND] != OPEN or p.blocks[block, USERS] == 0:
@@ -191,10 +193,10 @@ def close_open_blocks(state, newest_places):  # type: ignore[no-untyped-def]
 
 @kernel
 def free_unused_blocks(state, used):  # type: ignore[no-untyped-def]
-    """Makes free what no block is in that is used.
+    """Free all blocks without users, and all grains that are not in a block.
 
-    :param used: (grains,) zeros; written.
-    :return: whether each of them lies in grains of its own.
+    :param used: (n_grains,) zeros; output
+    :return: Whether no two blocks share a grain
     """
     p = pool_in(state)
     right = True
@@ -208,11 +210,12 @@ def free_unused_blocks(state, used):  # type: ignore[no-untyped-def]
 
 
 def recover(pool: FramePool, handles: Handles, *, most: int = 0) -> npt.NDArray[np.bool_]:
-    """Makes a pool whole that holds these stacks and no others.
+    """Repair a pool so that it contains exactly the stacks of these handles.
 
-    :param handles: (n,).
-    :param most: frames that a handle may name, or 0 for as many as a stack has.
-    :return: (n,) which of them can be read; the others are forgotten.
+    :param handles: (n,) handles of stacks
+    :param most: Largest number of frames of a handle; 0 for the frames of a stack
+    :return: (n,) which handles can be read; the other stacks are dropped
+    :raises CorruptFileError: If the pool's head is damaged
     """
     pool.refresh()
     p, head = pool._pool, pool._pool.head
@@ -221,9 +224,8 @@ def recover(pool: FramePool, handles: Handles, *, most: int = 0) -> npt.NDArray[
     intact, newest_places = _find_intact_handles(pool, handles, most or pool.layout.n_stack)
     n_open = int(np.count_nonzero(p.blocks[:n_blocks, state.KIND] == state.OPEN))
     pool._memory.reserve_block(n_open * p.open.shape[1])
-    free_unused_blocks(
-        pool._state, np.zeros(int(head[GRAINS]), dtype=np.bool_)
-    )  # what the lists say is not to be relied on
+    # The free lists may be damaged, so they are rebuilt here and below.
+    free_unused_blocks(pool._state, np.zeros(int(head[GRAINS]), dtype=np.bool_))
     close_open_blocks(pool._state, newest_places)
     _write_free_list(p.free_blocks, head, state.FREE_BLOCKS, np.r_[False, p.blocks[1:n_blocks, USERS] == 0])
     live = p.blocks[1:n_blocks][p.blocks[1:n_blocks, USERS] > 0]
@@ -240,10 +242,10 @@ def recover(pool: FramePool, handles: Handles, *, most: int = 0) -> npt.NDArray[
 
 
 def recover_pairs(pool: FramePool, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Likewise, of a pool of transitions.
+    """Repair a pool of transitions so that it contains exactly these rows.
 
-    :param rows: (n,) of the index, of those that count.
-    :return: (n,) which of them can be read.
+    :param rows: (n,) valid rows of the index
+    :return: (n,) which rows can be read
     """
     handles = _read_handles(pool, rows)
     intact = recover(pool, handles.reshape(-1), most=2 * pool.layout.n_stack)
@@ -252,7 +254,11 @@ def recover_pairs(pool: FramePool, rows: npt.NDArray[np.int64]) -> npt.NDArray[n
 
 
 def find_readable_pairs(pool: FramePool, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Makes a pool whole; says in which rows all transitions have the contents that they had."""
+    """Repair a pool of transitions, and verify the contents of its rows.
+
+    :param rows: (n,) valid rows of the index
+    :return: (n,) which rows have all transitions intact
+    """
     there = recover_pairs(pool, rows)
     handles = _read_handles(pool, rows[there])
     there[there] = pool.are_intact(handles.reshape(-1)).reshape(handles.shape).all(axis=1)
@@ -260,7 +266,7 @@ def find_readable_pairs(pool: FramePool, rows: npt.NDArray[np.int64]) -> npt.NDA
 
 
 def _read_handles(pool: FramePool, rows: npt.NDArray[np.int64]) -> Handles:
-    """(n, streams) stacks of all frames that transitions name."""
+    """Return (n, n_streams) handles that cover all frames of the transitions."""
     pool.refresh()
     pairs = pool.index[rows]
     block, place = pairs & (state.MOST_BLOCKS - 1), pairs >> state.PAIR_PLACE_SHIFT & (state.MOST_PLACES - 1)
@@ -272,15 +278,18 @@ def _read_handles(pool: FramePool, rows: npt.NDArray[np.int64]) -> Handles:
 
 def _check_head(pool: FramePool) -> None:
     head = pool._pool.head
-    limits = dict(zip((BLOCKS, GRAINS, state.REFERENCES, STREAMS), pool._memory.most.tolist(), strict=True))
+    limits = dict(zip((BLOCKS, GRAINS, state.REFERENCES, STREAMS), pool._memory.capacity.tolist(), strict=True))
     if any(not 0 <= head[field] <= limit for field, limit in limits.items()):
-        raise CorruptFileError(f"{pool._region.path} is damaged: its head says that it holds more than it can")
+        raise CorruptFileError(f"{pool._region.path} is damaged: its head has counts that exceed its capacity")
 
 
 def _find_intact_handles(
     pool: FramePool, handles: Handles, most: int
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-    """Counts who uses which blocks; says which handles lead to blocks that are whole, and how far these count."""
+    """Find the handles that can be read, and the last needed frame of each block.
+
+    It also counts the users of each block.
+    """
     p = pool._pool
     n_blocks = int(p.head[BLOCKS])
     good_blocks = np.ones(n_blocks, dtype=np.bool_)

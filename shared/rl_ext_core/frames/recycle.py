@@ -1,4 +1,4 @@
-"""Output arrays that are used again once nobody holds them."""
+"""Output arrays that are reused after the last reference to them is gone."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
-_MAX_ARRAYS = 4  # observations and next observations, of the batch at hand and of the one before, which is still in use
+_MAX_ARRAYS = 4  # observations and next observations of the current and of the previous batch, which is still in use
 
 
 def _find_unused(
     arrays: list[npt.NDArray[np.generic]], shape: tuple[int, ...], dtype: np.dtype[np.generic], references: int
 ) -> npt.NDArray[np.generic] | None:
-    """One of the arrays to which there are at most that many references."""
+    """Find an array of a shape and dtype with at most ``references`` references."""
     for array in arrays:
         if array.shape == shape and array.dtype == dtype and sys.getrefcount(array) <= references:
             return array
@@ -21,7 +21,7 @@ def _find_unused(
 
 
 def _count_unused_references() -> int:
-    """How many references ``_find_unused`` counts to an array that only the list holds: it depends on the interpreter."""
+    """Measure how many references ``_find_unused`` counts for an unused array, which depends on the interpreter."""
     arrays: list[npt.NDArray[np.generic]] = [np.empty(0)]
     return next(count for count in range(1, 9) if _find_unused(arrays, (0,), arrays[0].dtype, count) is not None)
 
@@ -30,17 +30,17 @@ _REFERENCES = _count_unused_references()
 
 
 class RecycledArrays:
-    """Hands out uninitialised arrays, and one of those handed out before once it has no other user.
+    """Factory of uninitialized arrays that reuses arrays without other references.
 
-    A fresh array of megabytes is mapped and faulted in page by page, which costs as much as filling it. Tensors made by
-    ``torch.from_numpy`` and views keep their array in use, so nothing that somebody can see is ever overwritten.
+    The system maps a new array of megabytes page by page, which takes as long as filling it. Views, and tensors made by
+    ``torch.from_numpy``, keep a reference to their array, so arrays in use are never overwritten.
     """
 
     def __init__(self) -> None:
         self._arrays: list[npt.NDArray[np.generic]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
-        """An array of that shape and dtype with any contents."""
+        """Return an array with undefined contents."""
         array = _find_unused(self._arrays, shape, dtype, _REFERENCES)
         if array is not None:
             return array
@@ -49,10 +49,10 @@ class RecycledArrays:
         return array
 
     def owns(self, array: npt.NDArray[np.generic]) -> bool:
-        """Whether the array is one of those handed out last."""
+        """Return whether an array is one of the latest results of :meth:`empty`."""
         return any(array is known for known in self._arrays)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of the arrays that can be reused."""
         return sum(array.nbytes for array in self._arrays)

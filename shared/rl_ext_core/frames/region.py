@@ -1,5 +1,6 @@
-"""Memory that is taken page by page as it is written, which child processes share, or find again in a file; and a lock
-between processes that the system frees when its holder dies.
+"""Memory regions that grow as they are written: private, shared with child processes, or in a file.
+
+:class:`ProcessLock` is a lock between processes, which the system frees when its holder dies.
 """
 
 from __future__ import annotations
@@ -43,20 +44,24 @@ _COPY_CHUNK = 1 << 20  # bytes at a time
 
 
 def round_to_pages(n_bytes: int) -> int:
-    """As many bytes, rounded up to whole pages."""
+    """Round a number of bytes up to whole pages."""
     return -(-n_bytes // PAGE) * PAGE
 
 
 def address_of(array: npt.NDArray[np.generic]) -> int:
-    """Where the array's memory begins."""
-    # What ``PyArray_DATA`` reads, in a tenth of the time that ``__array_interface__`` takes: the first field behind the
-    # header that all objects have.
+    """Return the address of an array's memory."""
+    # This reads the first field after the object header, as ``PyArray_DATA`` does. ``__array_interface__`` takes ten
+    # times as long.
     return _Pointer.from_address(id(array) + _HEADER).value
 
 
 def copy_and_free(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
-    """Copies bytes. Where the source is what pickle has just made of a file, which nobody else refers to, its memory is
-    given back on the way: both together would take twice as much.
+    """Copy bytes. If pickle has just read the source from a file, free its memory on the way.
+
+    Nothing else refers to such a source, and keeping it would double the memory.
+
+    :param target: Bytes to write to.
+    :param source: Bytes of the same length.
     """
     base: Any = source
     while isinstance(base, np.ndarray):
@@ -73,17 +78,22 @@ def copy_and_free(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
 
 
 def storage_error(path: Path | str, error: OSError, *, doing: str) -> StorageError:
-    """The error for what the system refused."""
+    """Create the error for a failed file operation.
+
+    :param path: The file.
+    :param error: Error of the system.
+    :param doing: Verb for the message, such as ``"open"``.
+    """
     return StorageError(
-        f"cannot {doing} {path}: {error.strerror or error}. What was stored before is intact and nothing of this call "
-        "is; make room there, or pass a storage_dir elsewhere"
+        f"cannot {doing} {path}: {error.strerror or error}. Data that was stored before this call is intact, and "
+        "nothing of this call was stored. Free some space there, or pass another storage_dir"
     )
 
 
 def allocate(n_bytes: int) -> npt.NDArray[np.uint8]:
-    """An uninitialised array of bytes.
+    """Create an uninitialized array of bytes.
 
-    :raises OutOfMemoryError: where the system has no more.
+    :raises OutOfMemoryError: If there is not enough memory.
     """
     try:
         return np.empty(n_bytes, dtype=np.uint8)
@@ -93,23 +103,23 @@ def allocate(n_bytes: int) -> npt.NDArray[np.uint8]:
 
 def _out_of_memory_error(n_bytes: int) -> OutOfMemoryError:
     return OutOfMemoryError(
-        f"no memory for another {n_bytes:,} bytes. What was stored before is intact and nothing of this call is; "
-        "pass a smaller buffer_size."
+        f"no memory for another {n_bytes:,} bytes. Data that was stored before this call is intact, and nothing of "
+        "this call was stored. Pass a smaller buffer_size."
     )
 
 
 class PrivateRegion:
-    """A range of zeros as large as the worst case, of which only what is written takes memory.
+    """Zeroed address range of one process. Only pages that are written to take memory.
 
-    :param n_bytes: its size.
-    :raises OutOfMemoryError: where the system refuses so large a range.
+    :param n_bytes: Size of the range.
+    :raises OutOfMemoryError: If the system refuses so large a range.
     """
 
     path: Path | None = None
-    version = 0  # another number when it has grown
+    version = 0  # changes when the region grows
     n_bytes: int
     _map: Any
-    _parts: dict[int, int]  # by where they begin, how much of them can be used; where memory has to be asked for
+    _parts: dict[int, int]  # reserved bytes by offset of the part, on systems that must reserve memory
 
     def __init__(self, n_bytes: int) -> None:
         self.n_bytes, self._parts = n_bytes, {}
@@ -120,21 +130,30 @@ class PrivateRegion:
         self._map = self._addresses.memory
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """A view of a part, which keeps the memory alive."""
+        """Create a view of a part of the region, which keeps the memory alive.
+
+        :param offset: Start of the part.
+        :param shape: Shape of the view.
+        :param dtype: Dtype of the view.
+        """
         return np.ndarray(shape, dtype=dtype, buffer=self._map, offset=offset)
 
-    def held(self, offset: int) -> int:
-        """How many bytes of the part that begins there can be used."""
+    def reserved_bytes(self, offset: int) -> int:
+        """Return how many bytes of a part are reserved.
+
+        :param offset: Start of the part.
+        """
         return self.n_bytes - offset if _system.COMMITS_LAZILY else self._parts.get(offset, 0)
 
     def reserve(self, offset: int, n_bytes: int) -> None:
-        """Makes sure that the first bytes of a part can be used.
+        """Reserve the first bytes of a part.
 
-        :param offset: where the part begins, as in :meth:`array`.
-        :raises StorageError: if there is no room.
-        :raises OutOfMemoryError: if there is no memory.
+        :param offset: Start of the part, as in :meth:`array`.
+        :param n_bytes: Number of bytes that will be used.
+        :raises StorageError: If the disk is full.
+        :raises OutOfMemoryError: If there is not enough memory.
         """
-        held = self.held(offset)
+        held = self.reserved_bytes(offset)
         if held >= n_bytes:
             return
         more = _growth(held, n_bytes)
@@ -145,28 +164,28 @@ class PrivateRegion:
         self._parts[offset] = held + more
 
     def refresh(self) -> None:
-        """Learns what other processes have made sure of."""
+        """Do nothing, because no other process can reserve memory here."""
 
     def clear(self, start: int) -> None:
-        """Gives memory back; every byte from a page's beginning on is zero again."""
+        """Free memory, and zero all bytes from ``start`` on, which is the start of a page."""
         self.discard(start, self.n_bytes - start)
 
     def discard(self, start: int, n_bytes: int) -> None:
-        """Gives whole pages back whose contents do not matter any more."""
+        """Free whole pages. Their contents are undefined afterwards."""
         self._addresses.discard(start, n_bytes)
 
     def page_out(self, offset: int) -> None:
-        """Has a part in a file count as resident no longer; it is the system's to keep it at hand."""
+        """Do nothing, because there is no file to page out to."""
 
 
 class Region(PrivateRegion):
-    """A range of zeros as large as the worst case, of which only what is written takes memory.
+    """Zeroed address range that child processes can share. Only pages that are written to take memory.
 
-    It belongs to this process until it is pickled for a child that is being started: then both see the same bytes.
-    There is no name that others could find it by, so nothing is left behind by a process that is killed.
+    A child process that receives the pickled region when it starts sees the same bytes. The memory has no name in the
+    file system, so a killed process leaves nothing behind.
 
-    :param n_bytes: its size.
-    :raises OutOfMemoryError: where the system refuses so large a range.
+    :param n_bytes: Size of the range.
+    :raises OutOfMemoryError: If the system refuses so large a range.
     """
 
     def __init__(self, n_bytes: int) -> None:
@@ -193,11 +212,11 @@ class Region(PrivateRegion):
 
     @property
     def descriptor(self) -> int:
-        """What the system calls it."""
+        """File descriptor of the memory."""
         return self._descriptor
 
     def clear(self, start: int) -> None:
-        """Likewise, in all processes."""
+        """Free memory in all processes, and zero all bytes from ``start`` on, which is the start of a page."""
         try:
             self._map.madvise(mmap.MADV_REMOVE, start)
         except (OSError, AttributeError):
@@ -205,28 +224,28 @@ class Region(PrivateRegion):
             os.ftruncate(self._descriptor, self.n_bytes)
 
     def discard(self, start: int, n_bytes: int) -> None:
-        """Nothing: others may use the pages."""
+        """Do nothing, because other processes may use the pages."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_region, (type(self), _system.picklable_descriptor(self._descriptor), self.n_bytes, self.path)
 
 
-# A file begins with the first two of these; then come the entries of a table, one for each piece behind the table.
-_HEAD = struct.Struct("<8s16sQI4x")  # what it is, whose, bytes of the range; CRC-32
-_COUNTS_AT = _HEAD.size  # one word: how often pieces were forgotten, how many there are, and CRC-32 of both
-_ENTRY = struct.Struct("<QQI4x")  # the part that a piece is of, and its size; CRC-32 of these and all before
+# A file starts with a header, a word of counts, and a table with one entry per piece. The pieces follow the table.
+_HEAD = struct.Struct("<8s16sQI4x")  # magic, identity, bytes of the range, CRC-32
+_COUNTS_AT = _HEAD.size  # one word: number of calls of clear(), number of pieces, and CRC-32 of both
+_ENTRY = struct.Struct("<QQI4x")  # offset of the part, size of the piece, CRC-32 of all entries up to this one
 _TABLE_AT = 64
 _TABLE_BYTES = 1 << 16
 _MAGIC = b"rl-ext-4"
 
 
 class RegionFile(NamedTuple):
-    """Where a region lies.
+    """File of a region.
 
-    :ivar path: the file, made where it does not exist; what is there is found again.
-    :ivar identity: 16 bytes, of the storage that the file belongs to.
-    :ivar repair: whether a file that was cut short is made as long as it was.
-    :ivar lenient: whether what is written where nothing was reserved is lost, instead of ending the process.
+    :ivar path: Path, created if it does not exist. An existing file keeps its contents.
+    :ivar identity: 16 bytes that identify the storage that the file belongs to.
+    :ivar repair: Whether to extend a file that was cut short.
+    :ivar lenient: Whether writes outside of reserved memory are lost, instead of ending the process.
     """
 
     path: Path
@@ -236,7 +255,12 @@ class RegionFile(NamedTuple):
 
 
 def new_region(n_bytes: int, file: RegionFile | None = None, *, private: bool = False) -> PrivateRegion:
-    """A region in memory, which only this process sees or its children too, or in a file."""
+    """Create a region.
+
+    :param n_bytes: Size of the range.
+    :param file: File of the region, or None for memory.
+    :param private: Whether the memory is not shared with child processes.
+    """
     if file is not None:
         return FileRegion(n_bytes, file)
     if private:
@@ -245,19 +269,19 @@ def new_region(n_bytes: int, file: RegionFile | None = None, *, private: bool = 
 
 
 class FileRegion(Region):
-    """A region in a file that grows with what is held.
+    """Region in a file that grows as memory is reserved.
 
-    The file consists of pieces, in the order in which they were needed; each is the continuation of a part, which is
-    what :meth:`array` was asked for. What was not reserved reads as zeros, and writing there ends the process. That no
-    other process has the file too is its owner's to see to.
+    A part is the memory of one :meth:`array`. The file consists of pieces in the order of their reservation, and each
+    piece continues a part. Bytes that are not reserved read as zeros, and writing to them ends the process. The owner
+    must ensure that no other storage opens the file.
 
-    :param n_bytes: size of the range.
-    :param file: the file.
-    :raises StorageError: if the file cannot be used.
-    :raises CorruptFileError: if the file is damaged, cut short, or of another storage.
+    :param n_bytes: Size of the range.
+    :param file: File of the region.
+    :raises StorageError: If the file cannot be used.
+    :raises CorruptFileError: If the file is damaged, cut short, or belongs to another storage.
     """
 
-    _writable = False  # where nothing was reserved
+    _writable = False  # whether bytes that are not reserved can be written to
     _name: Path | str
 
     def __init__(self, n_bytes: int, file: RegionFile) -> None:
@@ -303,7 +327,7 @@ class FileRegion(Region):
             raise CorruptFileError(f"{self.path} is damaged: the checksum of its head does not match its contents")
         if (magic, identity, n_bytes, crc) != _HEAD.unpack(expected):
             raise CorruptFileError(
-                f"{self.path} is of another storage than the files beside it; put back the file that belongs there"
+                f"{self.path} belongs to another storage than the other files in its folder. Put back the right file"
             )
         entries = self._read_table(table.ljust(_TABLE_BYTES, b"\0"), repair=repair)
         if repair:
@@ -311,11 +335,11 @@ class FileRegion(Region):
         end = _TABLE_BYTES + sum(n for _, n in entries)
         if size < end and not repair:
             raise CorruptFileError(
-                f"{self.path} has {size:,} bytes, expected {end:,}: it was cut short, or written to; to keep what is "
-                "intact, salvage it"
+                f"{self.path} has {size:,} bytes, expected {end:,}: it was cut short or overwritten. To keep the "
+                "intact data, salvage it"
             )
-        _system.truncate_file(descriptor, end)  # what is behind was never used
-        # A copy may have holes, which a full disk would not fill.
+        _system.truncate_file(descriptor, end)  # bytes after the last piece were never used
+        # A copy of the file may have holes, which could not be written to if the disk is full.
         if size < end or getattr(os.fstat(descriptor), "st_blocks", end) * 512 < end:
             self._allocate_file(descriptor, 0, end)
 
@@ -346,17 +370,17 @@ class FileRegion(Region):
         return self._map
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """See :meth:`Region.array`."""
+        """Create a view of a part of the region, which keeps the memory alive."""
         made = super().array(offset, shape, dtype)
         self._limits[offset] = round_to_pages(made.nbytes)
         return made
 
-    def held(self, offset: int) -> int:
-        """See :meth:`Region.held`."""
+    def reserved_bytes(self, offset: int) -> int:
+        """Return how many bytes of a part are reserved."""
         return self._parts.get(offset, 0)
 
     def reserve(self, offset: int, n_bytes: int) -> None:
-        """See :meth:`Region.reserve`."""
+        """Reserve the first bytes of a part, in the file."""
         if (held := self._parts.get(offset, 0)) >= n_bytes:
             return
         self.refresh()
@@ -366,7 +390,7 @@ class FileRegion(Region):
             return
         forgotten, count = self._known
         if count >= _MAX_PIECES:
-            raise StorageError(f"{self._name} has too many pieces; make a new one from a checkpoint")
+            raise StorageError(f"{self._name} has too many pieces. Create a new storage from a checkpoint")
         try:
             self._allocate_file(self._descriptor, self._end, more)
         except BaseException:
@@ -378,7 +402,7 @@ class FileRegion(Region):
         self.refresh()
 
     def refresh(self) -> None:
-        """See :meth:`Region.refresh`."""
+        """Map the pieces that another process has reserved."""
         word = int(self._word[0])
         if word == self.version:
             return
@@ -389,7 +413,7 @@ class FileRegion(Region):
             part, n_bytes, self._crc = _ENTRY.unpack_from(self._table, _TABLE_AT + number * _ENTRY.size)
             held = self._parts.get(part, 0)
             if part + held + n_bytes > self.n_bytes or part % PAGE or n_bytes % PAGE:
-                raise CorruptFileError(f"{self.path} is damaged: its head names more than there is")
+                raise CorruptFileError(f"{self.path} is damaged: its header lists more memory than the region has")
             self._addresses.map(part + held, n_bytes, self._descriptor, self._end)
             self._parts[part] = held + n_bytes
             self._end += n_bytes
@@ -402,7 +426,7 @@ class FileRegion(Region):
         self._end, self._crc, self._known = _TABLE_BYTES, 0, (_unpack_counts(int(self._word[0]))[0], 0)
 
     def clear(self, start: int) -> None:
-        """See :meth:`Region.clear`. Parts before ``start`` have to be the first that were reserved."""
+        """Free memory and zero all bytes from ``start`` on. Parts before it must have been reserved first."""
         self.refresh()
         kept, end, forgotten = 0, _TABLE_BYTES, self._known[0]
         for number in range(self._known[1]):
@@ -415,19 +439,19 @@ class FileRegion(Region):
         _system.truncate_file(self._descriptor, end)
 
     def page_out(self, offset: int) -> None:
-        """See :meth:`Region.page_out`."""
+        """Stop counting a part as resident memory. The system keeps it in its cache while there is space."""
         self._addresses.page_out(offset, self._parts.get(offset, 0))
 
 
 class GrowingRegion(FileRegion):
-    """A :class:`Region` where memory has to be asked for: a file that is deleted when nobody has it open any more.
+    """Shared region for systems that must reserve memory: a file that is deleted with its last process.
 
-    :param n_bytes: its size.
-    :raises StorageError: if there is no room among temporary files.
+    :param n_bytes: Size of the range.
+    :raises StorageError: If the disk of temporary files is full.
     """
 
     path = None
-    _name = "memory that processes share"
+    _name = "the memory that processes share"
 
     def __init__(self, n_bytes: int) -> None:
         self._initialize(_system.new_memory_file("rl-ext-frames")[0], round_to_pages(n_bytes), bytes(16))
@@ -446,14 +470,14 @@ _MAX_PIECES = (_TABLE_BYTES - _TABLE_AT) // _ENTRY.size
 
 
 def _growth(held: int, wanted: int) -> int:
-    """How much to add to a part: a quarter of it at least, so that there are few pieces however large it becomes."""
+    """Return how many bytes to add to a part: at least a quarter of it, so that there are few pieces."""
     return round_to_pages(max(wanted - held, held // 4))
 
 
 def _address_space_error(n_bytes: int) -> OutOfMemoryError:
     return OutOfMemoryError(
-        f"the system refuses {n_bytes:,} bytes of address space for frames, of which only what is written takes "
-        "memory; pass a smaller max_size, or raise the limit (ulimit -v unlimited)"
+        f"the system refuses {n_bytes:,} bytes of address space for frames, of which only written pages take memory. "
+        "Pass a smaller max_size, or raise the limit (ulimit -v unlimited)"
     )
 
 
@@ -469,13 +493,13 @@ _locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
 
 
 class ProcessLock:
-    """Like :func:`multiprocessing.RLock`, but whoever comes next is not blocked for ever by a holder that was killed.
+    """Reentrant lock between processes, which the system frees if its holder is killed.
 
-    Locks of the kernel belong to an open file description: each process opens one file in memory anew, and the kernel
-    frees the lock with the description. What the holder had changed may be half done then; :attr:`recover` is called
-    with its number before anything else is done under the lock.
+    Each process opens the same file in memory, and the kernel frees a lock together with its open file description. The
+    data of a killed holder may be incomplete. The next holder therefore calls :attr:`recover` with the process ID of
+    the killed one before it does anything else.
 
-    A process that was forked must not use it, since it has its parent's description.
+    A forked process must not use the lock, because it shares the description of its parent.
     """
 
     def __init__(self) -> None:
@@ -494,10 +518,10 @@ class ProcessLock:
             self._descriptor = _system.reopen_for_locking(region.descriptor)
         except OSError as error:
             raise StorageError(
-                f"cannot open {error.filename}: {error.strerror}; processes share memory by way of /proc"
+                f"cannot open {error.filename}: {error.strerror}. Processes share memory through /proc: mount it"
             ) from error
         self._close = weakref.finalize(self, os.close, self._descriptor)
-        self._close.atexit = False  # threads may use it until the very end
+        self._close.atexit = False  # because threads may use the lock until the process ends
         _locks.add(self)
 
     def __enter__(self) -> None:
@@ -516,7 +540,7 @@ class ProcessLock:
     def _lock_and_recover(self) -> None:
         _system.lock(self._descriptor)
         if (dead := self._holder[0]) and self.recover is not None:
-            self._depth += 1  # it may use the lock
+            self._depth += 1  # because recover() may use the lock
             try:
                 self.recover(dead)
             finally:
@@ -531,13 +555,14 @@ class ProcessLock:
         self._threads.release()
 
     def check_process(self) -> None:
-        """
-        :raises NotCopyableError: in a process that was forked from the one that made it.
+        """Check that this process was not forked from the one that created the lock.
+
+        :raises NotCopyableError: If it was.
         """
         if self._pid != os.getpid():
             raise NotCopyableError(
-                "this storage came along with a fork, which copies one part of it and shares the other; start the "
-                'process with multiprocessing.get_context("spawn") and pass it the buffer as an argument'
+                "this process was forked, which copies one part of the storage and shares the other. Start the process "
+                'with multiprocessing.get_context("spawn"), and pass it the buffer as an argument'
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -552,7 +577,7 @@ def _rebuild_lock(region: Region) -> ProcessLock:
 
 
 def _close_in_child() -> None:
-    # Otherwise a child that was forked keeps the lock that its parent holds when that one dies.
+    # Otherwise a forked child would keep the lock if its parent dies as the holder.
     for lock in list(_locks):
         lock._close()
 

@@ -1,4 +1,4 @@
-"""The frame store: every single frame once, transitions as references to frames."""
+"""Frame store: a ring of transitions whose frames are stored once each."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core._interrupts import run_pending_handlers, defer_signals
+from rl_ext_core._interrupts import defer_signals, run_pending_handlers
 from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.arrays import MOST_PLACES
-from rl_ext_core.frames.auto import COPY_BATCH, LAST_CHECK, Encoding, EncodingChooser
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION, check_format, checksum, load, reduce_with_lock, save
 from rl_ext_core.frames.codecs import (
     DEFAULT_QUALITY,
     Codec,
     check_numba,
+    describe_lossiness,
+    get_codec,
     resolve_block_length,
     validate_max_error,
-    get_codec,
-    describe_lossiness,
 )
+from rl_ext_core.frames.encoding import COPY_BATCH, LAST_CHECK, Encoding, EncodingChooser
 from rl_ext_core.frames.folder import MANIFEST, RowArrays, StoreFolder, as_corrupt_file
 from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR
 from rl_ext_core.frames.layout import StackLayout
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("rl_ext_core.frames")
 
-_LEAST_BLOCKS = 2  # an environment, of noise, that a budget has to be enough for
+_LEAST_BLOCKS = 2  # uncompressed blocks per environment that max_bytes must leave room for
 
 _open_stores: weakref.WeakSet[FrameStore] = weakref.WeakSet()
 
@@ -49,10 +49,10 @@ Pairs = npt.NDArray[np.int64]
 
 @functools.cache
 def load_kernels(*, bounded: bool = False) -> None:
-    """Imports and compiles the hot loops: it takes seconds, once, in which Ctrl-C waits for the end of a loop.
+    """Import and compile the kernels. The first time takes seconds; Ctrl-C waits for the current kernel.
 
-    :param bounded: whether those for ``max_error`` will be wanted too.
-    :raises MissingDependencyError: if numba is not installed.
+    :param bounded: Whether to compile the kernels for ``max_error`` too.
+    :raises MissingDependencyError: If numba is not installed.
     """
     check_numba("A store of frames")
     _import_kernels()
@@ -63,19 +63,19 @@ def load_kernels(*, bounded: bool = False) -> None:
 
 @defer_signals
 def _import_kernels() -> None:
-    # Where its import was interrupted, numba cannot be imported again.
+    # numba cannot be imported again after its import was interrupted.
     from rl_ext_core.frames import pool  # noqa: F401
 
 
 @defer_signals
 def _call_kernels(max_error: int) -> None:
-    """Calls every kernel once. Numba does not compile any more in a process where compiling was interrupted."""
+    """Call every kernel once to compile it. Numba cannot compile again after it was interrupted."""
     from rl_ext_core.frames.pool import FramePool
 
     layout = StackLayout((2, 4, 4), np.dtype(np.uint8), 2, 0)
     pool = FramePool(4, layout, block_length=1, streams=1, max_error=max_error)
     stacks = np.arange(4 * layout.stack_bytes, dtype=np.uint8).reshape(4, *layout.shape)
-    stacks[2, 0] = stacks[1, 1]  # its second frame is all that is new
+    stacks[2, 0] = stacks[1, 1]  # so that stacks[2] continues stacks[1]
     for row in range(2):
         pool.index[row] = pool.put_pairs(address_of(stacks[row:]), PLANAR, address_of(stacks[row + 1 :]), PLANAR)
         run_pending_handlers()
@@ -87,15 +87,15 @@ def _call_kernels(max_error: int) -> None:
 
 
 class RecoveryReport(NamedTuple):
-    """What was in a folder that was opened again.
+    """Transitions found in a ``storage_dir`` that was opened again, per environment.
 
-    :ivar kept: transitions, an environment, that are there.
-    :ivar lost: transitions, an environment, that were being added when their process was killed.
-    :ivar overwritten: transitions, an environment, that are gone because those lost had taken their rows.
+    :ivar kept: Transitions in the store.
+    :ivar lost: Transitions that were being written when the previous process was killed.
+    :ivar overwritten: Older transitions that were lost because the lost ones had started to overwrite them.
 
     >>> store = FrameStore(1000, 1, layout, storage_dir="run1")  # doctest: +SKIP
     >>> store.recovered  # doctest: +SKIP
-    Recovered(kept=512, lost=1, overwritten=0)
+    RecoveryReport(kept=512, lost=1, overwritten=0)
     """
 
     kept: int
@@ -104,41 +104,40 @@ class RecoveryReport(NamedTuple):
 
 
 class FrameStore:
-    """A ring of transitions ``(observation, next observation)`` for several environments in step.
+    """A ring buffer of transitions ``(observation, next observation)``, one of each environment per row.
 
-    A frame is stored once although up to ``2 * n_stack`` stacks contain it. What is shared is decided by comparing
-    contents: a stack that does not continue the one before is stored whole. What comes out equals what went in, bit
-    for bit, unless a ``max_error`` or the codec ``"jpeg"`` was asked for; then ``repr`` says so.
+    Each frame is stored once, although up to ``2 * n_stack`` stacks contain it. The store compares contents to detect
+    shared frames. A stack that does not continue the one before is stored whole. Observations are returned bit for bit,
+    unless ``max_error`` or the codec ``"jpeg"`` is used; ``repr`` shows these options.
 
-    :param capacity: transitions an environment; then the oldest is overwritten.
-    :param n_envs: number of environments.
-    :param layout: how an observation is stacked; :meth:`adaptive` finds it out.
-    :param codec: name of the codec, or a codec.
-    :param block_length: frames in a block, a power of two, or None for 16. Longer blocks are smaller and slower to
-        sample from.
-    :param max_error: how far off each byte may be, for frames of dtype uint8 and codecs that patch; 0 is bit-exact.
-    :param quality: of JPEG, 1 to 100; for the codec ``"jpeg"`` only.
-    :param max_bytes: what the store may hold in all, index and row arrays included, or None. Where that is exceeded the
-        oldest transitions are given up, a block at a time: ``size`` shrinks, their rows read as zeros, and those held
-        are the ``size`` rows from ``first`` on, around the ring.
-    :param storage_dir: a folder for the frames, or None for memory. They may exceed the memory there, since files are
-        mapped, and outlive the process: opened again with the same arguments, the store goes on where it was, and
-        ``recovered`` says what was found. A process that is killed loses the transition that it was adding; a machine
-        that goes down may lose what the system had not written yet, which checksums find. One process at a time may
-        open it.
-    :param chooser: chooses again how they are stored, as more is seen; see :meth:`adaptive`.
-    :ivar layout: how an observation is stacked, as far as is known.
-    :ivar codec: name of the codec in use.
-    :ivar block_length: frames in a block.
-    :ivar max_error: how far off each byte may be now.
-    :ivar seen: transitions an environment that were ever added, as far as this process knows.
-    :ivar position: the row that the next transition goes to.
-    :ivar full: whether all rows were written.
-    :ivar dropped: how many of the oldest transitions were given up, whose rows were not written again yet.
-    :ivar recovered: what was found in ``storage_dir``; None where nothing was.
-    :raises CorruptFileError: if a file in ``storage_dir`` is damaged, where that shows without reading all of it. What
-        does not show then is found when it is read.
-    :raises StorageError: if another process uses ``storage_dir``, or it cannot be made.
+    :param capacity: Transitions per environment. A full store overwrites the oldest one.
+    :param n_envs: Number of environments.
+    :param layout: How an observation is stacked. :meth:`adaptive` detects it.
+    :param codec: Codec, or its name; default ``"patch"``.
+    :param block_length: Frames per block, a power of two, or None for 16. Longer blocks take less memory and are slower
+        to sample from.
+    :param max_error: Maximum error per byte, for frames of dtype uint8 and codecs that patch; default 0, bit-exact.
+    :param quality: JPEG quality, 1 to 100; for the codec ``"jpeg"`` only.
+    :param max_bytes: Size limit of the store in bytes, index and row arrays included, or None. A store that exceeds it
+        drops the oldest transitions, a block at a time. Then ``size`` shrinks, and their rows read as zeros. The stored
+        transitions are the ``size`` rows from ``first`` on, around the ring.
+    :param storage_dir: Folder for the frames, or None for memory. The frames may exceed the memory, and they outlive
+        the process: a store with the same arguments continues with them and sets ``recovered``. A killed process loses
+        the transition that it was adding. A machine that crashes may lose data that was not written to disk yet, which
+        checksums detect. Only one process at a time can open the folder.
+    :param chooser: Updates the encoding while transitions are added; see :meth:`adaptive`.
+    :ivar layout: Current layout of observations.
+    :ivar codec: Name of the current codec.
+    :ivar block_length: Frames per block.
+    :ivar max_error: Current maximum error per byte.
+    :ivar seen: Transitions per environment that this process has added or found.
+    :ivar position: Row of the next transition.
+    :ivar full: Whether all rows have been written.
+    :ivar dropped: Number of dropped transitions whose rows have not been written again.
+    :ivar recovered: Transitions found in ``storage_dir``, or None if it was new.
+    :raises CorruptFileError: If a file in ``storage_dir`` is visibly damaged. Other damage is detected when the frames
+        are read.
+    :raises StorageError: If another process uses ``storage_dir``, or it cannot be created.
 
     >>> import numpy as np
     >>> from rl_ext_core.frames import FrameStore, StackLayout
@@ -160,7 +159,7 @@ class FrameStore:
     def __new__(
         cls, *args: Any, max_error: Any = 0, chooser: EncodingChooser | None = None, **kwargs: Any
     ) -> FrameStore:
-        """Before anything is there that Ctrl-C could leave half done, all that takes long once."""
+        """Compile the kernels first, because ``__init__`` cannot be interrupted."""
         bounds = max_error, 0 if chooser is None else chooser.loss.options.get("max_error", 0)
         load_kernels(bounded=any(isinstance(bound, int) and bound > 0 for bound in bounds))
         return super().__new__(cls)
@@ -181,19 +180,19 @@ class FrameStore:
         chooser: EncodingChooser | None = None,
     ) -> None:
         if capacity < 1 or n_envs < 1:
-            raise InvalidArgumentError(f"capacity={capacity} and n_envs={n_envs} must both be at least 1")
-        # Plain integers: those of NumPy are written in a way that depends on its version.
+            raise InvalidArgumentError(f"capacity={capacity}, n_envs={n_envs}: expected at least 1 for both")
+        # Plain integers, because the pickles of NumPy's integers depend on the version of NumPy.
         self.capacity, self.n_envs = index(capacity), index(n_envs)
         self.max_bytes = max_bytes if max_bytes is None else index(max_bytes)
-        encoding = _checked(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
+        encoding = _make_encoding(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
         self._chooser, self.seen = chooser, 0
         self._batch_shape = (self.n_envs, *layout.shape)
-        # The kernels release the GIL: a thread that samples must not read a block while another one fills it.
+        # The kernels release the GIL, so without a lock a thread could read a block that another one is filling.
         self._lock = make_fork_safe_lock()
         self.position, self.full, self.dropped = 0, False, 0
-        self._staged: Pairs | None = None  # what was stored and is no transition yet
-        self._unfinished = False  # in a folder: whether the owner may yet write to the newest transition's row
-        self._was_full = False  # before that one
+        self._staged: Pairs | None = None  # stored frames that are not a transition yet
+        self._unfinished = False  # in a folder, whether the owner may still write to the newest row
+        self._was_full = False  # value of `full` before the newest transition
         self.recovered = None
         self._check_budget(encoding)
         if storage_dir is None or isinstance(storage_dir, StoreFolder):
@@ -228,20 +227,26 @@ class FrameStore:
         max_bytes: int | None = None,
         storage_dir: str | os.PathLike[str] | None = None,
     ) -> FrameStore:
-        """A store that chooses what is left open: how observations are stacked, the codec, and the block length.
+        """Create a store that detects the frame stack, the codec and the block length from the data.
 
-        That is done when the first transitions are seen, and again when 2, 4, 8, ... 4096 are stored; what is there
-        then is stored anew if it has changed. In a ``storage_dir``, what was found out is found again.
+        It does so after 1, 2, 4, 8, ... and 4096 transitions, and stores the previous ones again if the result changes.
+        A ``storage_dir`` remembers the result. A store with ``max_error`` or the codec ``"jpeg"`` stays exact until it
+        knows the layout and has enough data to choose.
 
-        One that may be lossy is exact until it knows the layout and has seen enough to choose.
-
-        :param shape: of one observation.
-        :param dtype: of the observations.
-        :param codec: name of a codec, or ``"auto"``.
-        :param n_stack: frames a stack, or None to find it from the data.
-        :param block_length: frames a block, a power of two, or None to choose it by what is seen.
-        :raises InvalidArgumentError: if options exclude each other, or do not fit the observations.
-        :raises InvalidTypeError: likewise, because of a type.
+        :param capacity: Transitions per environment.
+        :param n_envs: Number of environments.
+        :param shape: Shape of one observation.
+        :param dtype: Dtype of the observations.
+        :param codec: Name of a codec, or ``"auto"``.
+        :param n_stack: Frames per stack, or None to detect it.
+        :param block_length: Frames per block, a power of two, or None to choose it from the data.
+        :param max_error: Maximum error per byte; default 0, bit-exact.
+        :param quality: JPEG quality, 1 to 100; for the codec ``"jpeg"`` only.
+        :param max_bytes: Size limit of the store in bytes, or None.
+        :param storage_dir: Folder for the frames, or None for memory.
+        :return: The store.
+        :raises InvalidArgumentError: If options exclude each other, or do not fit the observations.
+        :raises InvalidTypeError: If an option or the dtype has the wrong type.
         """
         asked: dict[str, Any] = {"codec": codec, "n_stack": n_stack, "block_length": block_length}
         chooser = EncodingChooser.from_options(shape, dtype, **asked, max_error=max_error, quality=quality)
@@ -249,12 +254,12 @@ class FrameStore:
         return cls(capacity, n_envs, **first, max_bytes=max_bytes, storage_dir=storage_dir, chooser=chooser)
 
     def _set_pool(self, pool: FramePool) -> None:
-        """Stores transitions in that pool from here on."""
+        """Use a pool from now on."""
         layout = pool.layout
         self._pool, self.layout, self.codec = pool, layout, pool.codec.name
         self.block_length, self.max_error = pool.block_length, pool.max_error
         self._order = PLANAR if layout.planar else INTERLEAVED
-        # The strides of views that VecTransposeImage makes: channel-first over channel-last memory.
+        # VecTransposeImage returns views with these strides: channel-first over channel-last memory.
         channel_last = np.empty((self.n_envs, *layout.shape[1:], layout.shape[0]), dtype=layout.dtype)
         self._transposed = np.moveaxis(channel_last, -1, 1).strides if layout.planar else None
 
@@ -264,14 +269,14 @@ class FrameStore:
         return FramePool(self.capacity, streams=self.n_envs, file=file, **encoding._asdict())
 
     def _requested_settings(self, encoding: Encoding) -> dict[str, Any]:
-        """What was asked for, as plain values; who opens the folder again has to ask for the same."""
+        """Return the requested options as plain values. The folder can be opened with the same options only."""
         if self._chooser is None:
             return self._settings(encoding)
         given = {"shape": list(map(int, encoding.layout.shape)), "dtype": encoding.layout.dtype.str}
         return {"capacity": self.capacity, "n_envs": self.n_envs, **given, **self._chooser.options}
 
     def _settings(self, encoding: Encoding) -> dict[str, Any]:
-        """What decides how frames are stored, as plain values."""
+        """Return the settings that determine how frames are stored, as plain values."""
         layout, codec = (
             encoding.layout,
             encoding.codec if isinstance(encoding.codec, Codec) else get_codec(encoding.codec),
@@ -294,9 +299,9 @@ class FrameStore:
         least = (stack + _LEAST_BLOCKS * encoding.block_length * layout.frame_bytes) * self.n_envs
         if self.max_bytes < least:
             raise InvalidArgumentError(
-                f"max_bytes={self.max_bytes:,} is too little for {self.n_envs} environments with observations of shape "
-                f"{layout.shape}: what they have in the works takes up to {least:,}; pass at least that, or a "
-                "smaller block_length"
+                f"max_bytes={self.max_bytes:,} is too little for n_envs={self.n_envs} and observations of shape "
+                f"{layout.shape}, whose open blocks take up to {least:,} bytes; pass at least that, or a smaller "
+                "block_length"
             )
 
     def _open_in_folder(self, folder: StoreFolder, encoding: Encoding) -> None:
@@ -311,31 +316,31 @@ class FrameStore:
         _open_stores.add(self)
 
     def _resume(self, folder: StoreFolder) -> None:
-        """Goes on with what is in the folder.
+        """Continue with the transitions in the folder.
 
-        :raises CorruptFileError: if it is not what was stored.
+        :raises CorruptFileError: If a checksum does not match.
         """
         from rl_ext_core.frames.recovery import recover_pairs
 
         torn = self._seek_end(folder)
         overwritten = int(torn and self.full and not self.dropped)
-        self.dropped += overwritten  # the oldest, in the row that was being written
+        self.dropped += overwritten  # the oldest transition was in the row that was being written
         self._rows.reserve(self.n_written)
         self._pool.reserve_rows(self.n_written)
         counted, n_written = self.size, self.n_written
         if folder.repair:
             self._keep_longest_run()
         rows = self._stored_rows()
-        for what, corrupt_rows in (
+        for files, corrupt_rows in (
             ("row-*", self._rows.corrupt_rows(rows)),
             ("frames-*", self._pool.corrupt_rows(rows)),
         ):
             if len(corrupt_rows):
-                raise folder.corrupt_file_error(
-                    what, f"{len(corrupt_rows)} rows have another checksum than when they were stored"
-                )
+                message = f"the checksums of {len(corrupt_rows)} of {len(rows)} rows do not match"
+                raise folder.corrupt_file_error(files, message)
         if lost := np.count_nonzero(~recover_pairs(self._pool, rows)):
-            raise folder.corrupt_file_error(folder.frames().path.name, f"{lost} transitions lead nowhere")
+            message = f"{lost} of {len(rows)} transitions refer to frames that do not exist"
+            raise folder.corrupt_file_error(folder.frames().path.name, message)
         others = np.ones(max(n_written, self._pool.reserved_rows), dtype=np.bool_)
         others[rows] = False
         self._pool.index[: len(others)][others] = 0
@@ -344,14 +349,17 @@ class FrameStore:
         if not folder.repair:
             _logger.log(
                 logging.WARNING if torn else logging.INFO,
-                "%s: %d transitions of each environment are kept; %d were being added when the process before ended, "
-                "and %d that they had overwritten are gone",
+                "%s: transitions per environment: recovered %d, lost %d that were being written when the previous "
+                "process was killed, lost %d older ones that these had started to overwrite",
                 folder.path,
                 *self.recovered,
             )
 
     def _seek_end(self, folder: StoreFolder) -> bool:
-        """Goes to where the next transition goes; says whether one was being added."""
+        """Set the position of the next transition.
+
+        :return: Whether a transition was being added when the previous process ended.
+        """
         index = self._pool.index
         record, _ = folder.read_journal(lambda: None if index[-1].any() else int(np.count_nonzero(index.any(axis=1))))
         self.full, self.position = record.n_written == self.capacity, record.next_row % self.capacity
@@ -359,7 +367,7 @@ class FrameStore:
         return bool(record.exposed)
 
     def _keep_longest_run(self) -> None:
-        """Gives up all but the longest run of rows that can be read."""
+        """Drop all rows except the longest run of intact ones."""
         from rl_ext_core.frames.recovery import find_readable_pairs
 
         rows = self._stored_rows()
@@ -376,12 +384,12 @@ class FrameStore:
 
     @property
     def encoding(self) -> Encoding:
-        """How transitions are stored now."""
+        """Current encoding of transitions."""
         return self._pool.encoding
 
     @property
     def options(self) -> dict[str, Any]:
-        """What was asked for: codec, stack size, and what may be lost."""
+        """Requested options: codec, stack size, and limits of loss."""
         if self._chooser is not None:
             return {name: value for name, value in self._chooser.options.items() if name != "block_length"}
         bound = {"max_error": self.max_error} if self.max_error else {}
@@ -389,7 +397,7 @@ class FrameStore:
 
     @property
     def lossy(self) -> bool:
-        """Whether what comes out may differ from what went in, now or later."""
+        """Whether returned observations may differ from the stored ones, now or later."""
         return self._pool.lossy or (self._chooser is not None and bool(self._chooser.loss.options))
 
     def __repr__(self) -> str:
@@ -401,29 +409,29 @@ class FrameStore:
 
     @property
     def n_written(self) -> int:
-        """Rows ever written."""
+        """Number of rows that have ever been written."""
         return self.capacity if self.full else self.position
 
     @property
     def size(self) -> int:
-        """Transitions held, an environment."""
+        """Number of stored transitions per environment."""
         return self.n_written - self.dropped
 
     @property
     def first(self) -> int:
-        """The row of the oldest transition held; the others follow it around the ring."""
+        """Row of the oldest stored transition. The others follow it around the ring."""
         return ((self.position if self.full else 0) + self.dropped) % self.capacity
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, with the index and the row arrays: what the process, or its files, have grown by."""
-        # With a budget, what is free is given back where it is much, and used again before more is taken.
+        """Bytes in use by frames, index and row arrays, in memory or in files."""
+        # With max_bytes, free memory does not count: it is reused first, and long free runs are returned to the system.
         frames = self._pool.nbytes if self.max_bytes is None else self._pool.used_nbytes
         return frames + self._pool.index[: self.n_written].nbytes + self._rows.nbytes(self.n_written)
 
     @property
     def stored_fraction(self) -> float:
-        """What a frame takes on average, as a fraction of its raw size."""
+        """Average stored size of a frame as a fraction of its raw size."""
         return self._pool.stored_fraction
 
     @defer_signals
@@ -434,16 +442,18 @@ class FrameStore:
         *,
         row: int | None = None,
     ) -> None:
-        """Stores one transition of each environment, over the oldest where the store is full.
+        """Store one transition of each environment. A full store overwrites the oldest one.
 
-        :param observations: shape ``(n_envs, *layout.shape)``, of the layout's dtype.
-        :param next_observations: likewise.
-        :param row: where the caller's own rows have come to. One that was interrupted behind this call says the same
-            row again, and what it had stored there is replaced.
-        :raises InvalidArgumentError: if a shape is another one.
-        :raises InvalidTypeError: if a dtype cannot be converted without loss.
-        :raises OutOfMemoryError: where the system has no more.
-            Whatever is raised, the store holds what it held before.
+        An exception leaves the store as it was.
+
+        :param observations: Shape ``(n_envs, *layout.shape)``, of the layout's dtype.
+        :param next_observations: Same shape and dtype.
+        :param row: Row to write to, or None for the next one. A caller that was interrupted after this call passes the
+            same row again, and replaces its transition.
+        :raises InvalidArgumentError: If a shape is wrong, or the row does not exist.
+        :raises InvalidTypeError: If a dtype cannot be converted without loss.
+        :raises OutOfMemoryError: If there is not enough memory.
+        :raises StorageError: If the disk is full.
         """
         with self._lock:
             row = self._resolve_row(row)
@@ -451,11 +461,13 @@ class FrameStore:
 
     @defer_signals
     def stage(self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]) -> Pairs:
-        """The part of :meth:`append` that may fail: stores frames, and changes no transition.
+        """Store the frames of a transition without adding the transition: the part of :meth:`append` that may fail.
 
-        Several stores that belong together all stage a transition before the first of them commits it.
+        If several stores must stay equal, stage the transition in all of them before the first commits it.
 
-        :return: what :meth:`commit` needs, valid until the next call.
+        :param observations: Shape ``(n_envs, *layout.shape)``, of the layout's dtype.
+        :param next_observations: Same shape and dtype.
+        :return: Argument for :meth:`commit`, valid until the next call.
         """
         with self._lock:
             return self._stage(observations, next_observations, self.position)
@@ -476,12 +488,13 @@ class FrameStore:
         return self._staged
 
     def _validate_stacks(self, stacks: npt.NDArray[np.generic], *, name: str) -> tuple[npt.NDArray[np.generic], int]:
-        """Checks a batch of stacks and brings it into one of the two memory orders that the kernels read.
+        """Check a batch of stacks, and copy it if the kernels cannot read its memory order.
 
-        :param stacks: shape ``(n_envs, *layout.shape)``; views as ``VecTransposeImage`` makes them are not copied.
-        :param name: what the caller calls it.
-        :raises InvalidTypeError: if its dtype cannot be converted without loss.
-        :raises InvalidArgumentError: if its shape is another one.
+        :param stacks: Shape ``(n_envs, *layout.shape)``. Views made by ``VecTransposeImage`` are not copied.
+        :param name: Argument name for error messages.
+        :return: The batch, and its memory order, PLANAR or INTERLEAVED.
+        :raises InvalidTypeError: If the dtype cannot be converted without loss.
+        :raises InvalidArgumentError: If the shape is wrong.
         """
         layout = self.layout
         stacks = np.asarray(stacks)
@@ -493,8 +506,8 @@ class FrameStore:
         if stacks.dtype != layout.dtype:
             if not np.can_cast(stacks.dtype, layout.dtype, "safe"):
                 raise InvalidTypeError(
-                    f"{name} has dtype {stacks.dtype}, which does not fit into {layout.dtype} without loss. Nothing "
-                    f"was stored; convert it with {name}.astype(np.{layout.dtype}) if that is meant."
+                    f"{name} has dtype {stacks.dtype}, which cannot be converted to {layout.dtype} without loss. "
+                    f"Nothing was stored. To convert it all the same, use {name}.astype(np.{layout.dtype})."
                 )
             stacks = stacks.astype(layout.dtype)
         if stacks.flags.c_contiguous:
@@ -505,7 +518,11 @@ class FrameStore:
 
     @defer_signals
     def commit(self, staged: Pairs, *, row: int | None = None) -> None:
-        """Makes what was staged a transition, over the oldest where the store is full."""
+        """Add a staged transition. A full store overwrites the oldest one.
+
+        :param staged: Result of :meth:`stage`.
+        :param row: Row to write to, or None for the next one.
+        """
         with self._lock:
             self._advance(self._resolve_row(row), staged)
 
@@ -516,17 +533,17 @@ class FrameStore:
             raise InvalidArgumentError(f"row={row}: there are rows 0 to {self.capacity - 1}. Nothing was stored")
         if self._folder is not None and row not in (self.position, (self.position - 1) % self.capacity):
             raise InvalidArgumentError(
-                f"row={row}: with storage_dir, transitions are stored one after the other, next in row {self.position}"
+                f"row={row}: with storage_dir, transitions are stored one after the other; expected row {self.position}"
             )
-        return index(row)  # NumPy's integers are written in a way that depends on its version
+        return index(row)  # a plain integer, because pickles of NumPy's depend on its version
 
     def _advance(self, row: int, pairs: Pairs) -> None:
-        """Makes the transition with these numbers the newest; or that of an older row, where that is in memory."""
+        """Write a transition into a row. It becomes the newest one, unless an older row in memory is replaced."""
         older = self._folder is None and (row < self.position or (self.full and row != self.position))
         if self._folder is not None:
             self._begin_row(row)
         if self.full and self.dropped and row == self.position:
-            self.dropped -= 1  # its row is taken
+            self.dropped -= 1  # its row is in use again
         index = self._pool.index
         if self.full or row < self.position:
             self._pool.release_pairs(index[row])
@@ -546,10 +563,10 @@ class FrameStore:
             self._update_encoding(self._chooser)
 
     def _update_encoding(self, chooser: EncodingChooser) -> None:
-        """Stores what is there in another way, where that suits it better."""
+        """Change the encoding if another one suits the transitions better."""
         if self.position not in (0, self.size) or self.dropped:
-            return  # the oldest is not in the first row
-        # The transition is stored, and what is there is complete: it stays as it is.
+            return  # reencode() needs the oldest transition in the first row
+        # The new transition is stored already, so a failure only means that the encoding stays.
         with contextlib.suppress(MemoryError, StorageError):
             encoding = chooser.better_for_store(self)
             if encoding is not None:
@@ -559,7 +576,7 @@ class FrameStore:
                     self._enforce_max_bytes(self.max_bytes)
 
     def _switch_encoding(self, encoding: Encoding) -> None:
-        """Stores the same transitions in another way. Whatever is raised, they are stored as before."""
+        """Store all transitions in another encoding. An exception leaves the old encoding in use."""
         if (folder := self._folder) is None:
             return self._set_pool(self.reencode(encoding))
         try:
@@ -567,13 +584,13 @@ class FrameStore:
             folder.begin(self._settings(encoding), next_generation=True)
         except BaseException:
             with contextlib.suppress(StorageError):
-                folder.frames(next_generation=True)  # removes it
+                folder.frames(next_generation=True)  # deletes the incomplete file
             raise
         self._set_pool(pool)
-        folder.delete_old_frames()  # Windows has kept what was still mapped
+        folder.delete_old_frames()  # Windows could not delete files that were still mapped
 
     def reencode(self, encoding: Encoding, file: RegionFile | None = None) -> FramePool:
-        """A pool with the same transitions in the same rows, which must not have wrapped."""
+        """Copy all transitions into a pool with another encoding. The ring must not have wrapped."""
         pool = self._new_pool(encoding, file)
         order = PLANAR if encoding.layout.planar else INTERLEAVED
         for start in range(0, self.size, COPY_BATCH):
@@ -586,15 +603,19 @@ class FrameStore:
         return pool
 
     def transitions(self, rows: Pairs) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
-        """Observations and next observations of all environments, row by row."""
+        """Return observations and next observations of all environments, row by row.
+
+        :param rows: Positions in the ring, shape ``(n,)``.
+        :return: Two arrays of shape ``(n * n_envs, *layout.shape)``.
+        """
         grid = np.repeat(rows, self.n_envs), np.tile(np.arange(self.n_envs), len(rows))
         before, after = (np.empty((len(grid[0]), *self.layout.shape), dtype=self.layout.dtype) for _ in range(2))
         self.get(*grid, before, after)
         return before, after
 
     def _begin_row(self, row: int) -> None:
-        """Notes that a row is being written, and that all before count."""
-        if row != self.position:  # the newest is replaced: until then there is one less
+        """Record in the journal that a row is being written, and that all before it are complete."""
+        if row != self.position:  # the newest transition is replaced, so it does not count until then
             self._drop_newest(1)
         self._finish_newest()
         self._write_journal(writing=True)
@@ -609,7 +630,7 @@ class FrameStore:
         self._rows.record(np.array([(self.position - 1) % self.capacity]))
 
     def _write_journal(self, *, writing: bool = False) -> None:
-        """Notes what counts. The newest transition does not, as long as its row may be half written."""
+        """Record which transitions are complete. The newest one is not while its row may be incomplete."""
         assert self._folder is not None
         assert self._folder.journal is not None
         length, next_row, n_written = self.size, self.position, self.n_written
@@ -630,20 +651,20 @@ class FrameStore:
         *,
         num_threads: int = 1,
     ) -> None:
-        """Writes a batch of transitions into the arrays given.
+        """Decode a batch of transitions into arrays.
 
-        :param rows: (batch,) ``int64`` positions in the ring; one that was never written gives zeros.
-        :param envs: (batch,) ``int64`` environments.
-        :param observations: C-contiguous, shape ``(batch, *layout.shape)``, of the layout's dtype; written. None where
-            they are not wanted.
-        :param next_observations: likewise.
-        :param num_threads: threads to decode in.
-        :raises InvalidArgumentError: if a place does not exist, or an array does not fit.
+        :param rows: ``int64`` positions in the ring, shape ``(batch,)``. A row that was never written gives zeros.
+        :param envs: ``int64`` environments, shape ``(batch,)``.
+        :param observations: Output, C-contiguous, shape ``(batch, *layout.shape)``, of the layout's dtype; or None.
+        :param next_observations: Output for the next observations, of the same shape and dtype, or None.
+        :param num_threads: Threads to decode in; default 1.
+        :raises InvalidArgumentError: If a row or environment does not exist, or an output has the wrong form.
+        :raises CorruptFileError: If a frame in ``storage_dir`` is damaged.
         """
         with self._lock:
             if self._folder is not None:
                 self._folder.check_open()
-            # As HER has them they are strided: kernels would be compiled once more for that.
+            # HER passes strided arrays, for which the kernels would be compiled once more.
             rows, envs = (places if places.flags.carray else places.copy() for places in (rows, envs))
             for out in (observations, next_observations):
                 if out is not None:
@@ -653,8 +674,8 @@ class FrameStore:
                 rows, envs, observations, next_observations, num_threads=num_threads
             ):
                 raise InvalidArgumentError(
-                    f"rows {rows!r} and envs {envs!r} must be as many numbers of dtype int64, from 0 to "
-                    f"{self.capacity - 1} and from 0 to {self.n_envs - 1}"
+                    f"rows={rows!r}, envs={envs!r}: expected two int64 arrays of the same length, with rows from 0 to "
+                    f"{self.capacity - 1} and envs from 0 to {self.n_envs - 1}"
                 )
 
     def _check_output(self, out: npt.NDArray[np.generic], n: int) -> None:
@@ -669,19 +690,19 @@ class FrameStore:
 
     @defer_signals
     def drop_oldest(self, count: int) -> None:
-        """Gives up the oldest transitions. Their rows read as zeros then.
+        """Drop the oldest transitions. Their rows read as zeros then.
 
-        :param count: how many, an environment.
-        :raises InvalidArgumentError: if there are not so many.
+        :param count: Number of transitions per environment.
+        :raises InvalidArgumentError: If the store contains fewer.
         """
         with self._lock:
-            if count := self._checked(count):
+            if count := self._check_count(count):
                 self._drop_oldest(count)
 
-    def _checked(self, count: int) -> int:
+    def _check_count(self, count: int) -> int:
         if not 0 <= count <= self.size:
-            raise InvalidArgumentError(f"count={count} transitions cannot be given up, {self.size} are held")
-        return index(count)  # see _row
+            raise InvalidArgumentError(f"count={count}: expected 0 to {self.size}, the number of stored transitions")
+        return index(count)  # see _resolve_row
 
     def _drop_oldest(self, count: int) -> None:
         rows = (self.first + np.arange(count)) % self.capacity
@@ -689,7 +710,7 @@ class FrameStore:
         self._free_rows(rows)
 
     def _free_rows(self, rows: Pairs) -> None:
-        """Frees what lies in rows that do not count any more."""
+        """Free the transitions in rows that were dropped."""
         if self._folder is not None:
             self._write_journal()
         self._pool.release_pairs(self._pool.index[rows].reshape(-1))
@@ -703,19 +724,19 @@ class FrameStore:
 
     @defer_signals
     def drop_newest(self, count: int) -> None:
-        """Takes the newest transitions back, so that stores that belong together hold the same ones.
+        """Drop the newest transitions, so that several stores contain the same ones.
 
-        :param count: how many, an environment.
-        :raises InvalidArgumentError: if there are not so many.
+        :param count: Number of transitions per environment.
+        :raises InvalidArgumentError: If the store contains fewer.
         """
         with self._lock:
-            if count := self._checked(count):
+            if count := self._check_count(count):
                 self._drop_newest(count)
 
     def _drop_newest(self, count: int) -> None:
         rows = (self.position - 1 - np.arange(count)) % self.capacity
         if self.full:
-            # Rows behind the new end were written before: they count as the oldest, given up.
+            # The rows after the new end count as the oldest ones, which are dropped.
             self.position = (self.position - count) % self.capacity
             self.dropped += count
         else:
@@ -725,7 +746,7 @@ class FrameStore:
 
     @defer_signals
     def clear(self) -> None:
-        """Forgets all transitions and gives their memory back."""
+        """Delete all transitions and free their memory."""
         with self._lock:
             self.position, self.full, self.dropped, self._unfinished = 0, False, 0, False
             if self._folder is not None:
@@ -736,28 +757,28 @@ class FrameStore:
 
     @defer_signals
     def free_stream_buffers(self) -> None:
-        """Gives back the memory that only transitions to come need, which is most of what a small store takes.
+        """Free the buffers for the next transitions, which take most of the memory of a small store.
 
-        Should there be any, the next ones share nothing with those before.
+        Transitions that are added later share no frames with the stored ones.
         """
         with self._lock:
             self._pool.free_stream_buffers()
 
     @defer_signals
     def rows(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """An array of the caller's own with one row a transition: actions, rewards, flags.
+        """Return an array for the caller's own data, with one row per transition: actions, rewards, flags.
 
-        It is kept where the frames are: in a mapped file with ``storage_dir``, else in memory. Ask for all of them
-        before the first transition is added; write to row ``i`` after the transition in row ``i`` was added, and no
-        more once the next one is; see :meth:`update_newest_checksum`. After the folder was opened again they hold what
-        belongs to the transitions there.
+        With ``storage_dir`` it is a mapped file, which is found again with the transitions. Otherwise it is in memory.
+        Create all row arrays before the first transition is added. Write to row ``i`` after the transition in row ``i``
+        was added, and before the next one is. For later changes see :meth:`update_newest_checksum`.
 
-        :param name: letters, digits, ``_``, ``-`` and ``.``.
-        :param shape: of one row.
-        :param dtype: of the array.
-        :return: shape ``(capacity, *shape)``, zero where nothing was written; the same array for the same name.
-        :raises InvalidArgumentError: if there is such an array of another shape or dtype, or it comes too late.
-        :raises StorageError: if there is no room for it on the disk.
+        :param name: Name of the array: letters, digits, ``_``, ``-`` and ``.``.
+        :param shape: Shape of one row.
+        :param dtype: Dtype of the array.
+        :return: Zeros of shape ``(capacity, *shape)`` at first; the same array for the same name.
+        :raises InvalidArgumentError: If the array exists with another shape or dtype, or, with ``storage_dir``, if
+            transitions were added before.
+        :raises StorageError: If the disk is full.
         """
         with self._lock:
             if self._folder is not None:
@@ -768,10 +789,7 @@ class FrameStore:
 
     @defer_signals
     def update_newest_checksum(self) -> None:
-        """To be called where the row of the newest transition was written to once more after :meth:`flush`.
-
-        Its checksum would not be that of its contents.
-        """
+        """Update the checksum of the newest row. Call this after you write to the row again after :meth:`flush`."""
         if self._folder is not None:
             with self._lock:
                 if self.size and not self._unfinished:
@@ -779,7 +797,10 @@ class FrameStore:
 
     @defer_signals
     def flush(self) -> None:
-        """Makes sure that what was added survives the process. Does nothing without ``storage_dir``."""
+        """Complete the newest transition in ``storage_dir``, so that it survives the process.
+
+        Without ``storage_dir``, do nothing, because the memory ends with the process.
+        """
         if self._folder is not None:
             self._folder.check_writer()
             with self._lock:
@@ -788,7 +809,10 @@ class FrameStore:
 
     @defer_signals
     def close(self) -> None:
-        """Writes what is not written yet, and lets another process open ``storage_dir``. Nothing can be read after."""
+        """Flush, and release ``storage_dir`` to other processes. A closed store cannot be read.
+
+        Without ``storage_dir``, do nothing, because there is nothing to release.
+        """
         folder = self._folder
         if folder is None or folder.closed:
             return
@@ -807,30 +831,32 @@ class FrameStore:
 
     @defer_signals
     def save(self, file: str | os.PathLike[str] | BinaryIO) -> None:
-        """Writes the store to a file, without another copy in memory. Row arrays are not part of it.
+        """Write the store to a file, without a copy in memory. Row arrays are not included.
 
-        :param file: a path, which is replaced once all is written, or a file opened for writing bytes.
-        :raises StorageError: if it cannot be written; nothing is left of it then.
+        :param file: Path, which is replaced after all is written, or a file opened for writing bytes.
+        :raises StorageError: If the file cannot be written. An existing file stays as it was.
         """
         save(self, file)
 
     @classmethod
     def load(cls, file: str | os.PathLike[str] | BinaryIO) -> FrameStore:
-        """Reads what :meth:`save` wrote, into memory.
+        """Load a store from a file that :meth:`save` wrote, into memory.
 
-        :raises CorruptFileError: if it is damaged, cut short, of a later format, or holds something else.
+        :param file: Path, or a file opened for reading bytes.
+        :return: The store.
+        :raises CorruptFileError: If the file is damaged, cut short, has another format, or contains something else.
         """
         return load(cls, file)
 
     def __copy__(self) -> FrameStore:
-        return copy.deepcopy(self)  # no two stores may write to the same memory
+        return copy.deepcopy(self)  # because two stores must not write to the same memory
 
     @defer_signals
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_with_lock(self._lock, lambda: super(FrameStore, self).__reduce_ex__(protocol))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Arrays and numbers only: views that pickle protocol 5 writes without a copy, and a checksum."""
+        """Return numbers, a checksum, and views of arrays, which pickle protocol 5 writes without a copy."""
         state = {
             "format": FORMAT_VERSION,
             "capacity": self.capacity,
@@ -846,9 +872,10 @@ class FrameStore:
         return {**state, "checksum": _state_checksum(state)}
 
     def __setstate__(self, state: Any) -> None:
-        """
-        :raises CorruptFileError: if the state is damaged, or of a later format.
-        :raises MissingDependencyError: if its codec needs a package that is not installed.
+        """Restore the store.
+
+        :raises CorruptFileError: If the state is damaged or has another format.
+        :raises MissingDependencyError: If the codec needs a package that is not installed.
         """
         check_format(state)
         if _state_checksum(state) != state.get("checksum"):
@@ -876,15 +903,15 @@ class FrameStore:
 
 
 def _state_checksum(state: dict[str, Any]) -> int:
-    frames = state.get("frames")  # they have one of their own
+    frames = state.get("frames")  # which have their own checksum
     return checksum({**state, "frames": frames.get("checksum") if isinstance(frames, dict) else None})
 
 
 def _close_quietly(store: FrameStore) -> None:
     try:
         store.close()
-    except Exception:  # nobody is there to be told otherwise
-        _logger.exception("what was added last to %s may be lost", store._folder.path if store._folder else "")
+    except Exception:  # a destructor and an exit handler can only log
+        _logger.exception("the newest transition in %s may be lost", store._folder.path if store._folder else "")
 
 
 def _close_all() -> None:
@@ -896,14 +923,14 @@ atexit.register(_close_all)
 
 
 class SalvageReport(NamedTuple):
-    """What was left of a damaged folder.
+    """Transitions that :func:`salvage` kept and lost, per environment.
 
-    :ivar kept: transitions, an environment, that can be read.
-    :ivar lost: transitions, an environment, that counted and are gone.
+    :ivar kept: Transitions that are intact.
+    :ivar lost: Transitions that were complete and are deleted.
 
     >>> from rl_ext_core.frames import salvage
     >>> salvage("run1")  # doctest: +SKIP
-    Salvaged(kept=498, given_up=14)
+    SalvageReport(kept=498, lost=14)
     """
 
     kept: int
@@ -911,14 +938,15 @@ class SalvageReport(NamedTuple):
 
 
 def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:
-    """Makes a damaged ``storage_dir`` one that can be opened again, with the longest run of intact transitions.
+    """Repair a damaged ``storage_dir``: keep the longest run of intact transitions, and delete the others.
 
-    All files are read. What is damaged is given up for good: copy the folder first if in doubt.
+    All files are read. If in doubt, copy the folder first.
 
-    :param storage_dir: the folder.
-    :raises InvalidArgumentError: if there is no store in it.
-    :raises CorruptFileError: if nothing can be read at all.
-    :raises StorageError: if it is in use.
+    :param storage_dir: Folder of a store.
+    :return: Number of kept and lost transitions per environment.
+    :raises InvalidArgumentError: If the folder contains no store.
+    :raises CorruptFileError: If nothing can be read.
+    :raises StorageError: If another process uses the folder.
     """
     folder = StoreFolder(storage_dir, {}, repair=True)
     try:
@@ -928,12 +956,12 @@ def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:
         store.close()
     finally:
         folder.close()
-    _logger.warning("%s: kept %d transitions of each environment, gave up %d", folder.path, *found)
+    _logger.warning("%s: transitions per environment: kept %d, deleted %d", folder.path, *found)
     return found
 
 
 def read_settings(folder: StoreFolder) -> tuple[int, int, Encoding]:
-    """Capacity, number of environments, and how the frames in a folder are stored."""
+    """Read the capacity, the number of environments and the encoding of a folder."""
     with as_corrupt_file(f"{folder.path / MANIFEST} is"):
         found = dict(folder.settings or {})
         shape, dtype, n_stack, axis = found.pop("layout")
@@ -941,10 +969,10 @@ def read_settings(folder: StoreFolder) -> tuple[int, int, Encoding]:
         return found.pop("capacity"), found.pop("n_envs"), Encoding(layout, **found)
 
 
-def _checked(
+def _make_encoding(
     layout: StackLayout, *, codec: str | Codec, block_length: int | None, max_error: int, quality: int
 ) -> Encoding:
-    """How to store, with what was left open, and what is wrong refused."""
+    """Check options, and fill in defaults."""
     codec = (get_codec(codec, quality=quality) if isinstance(codec, str) else codec).for_frames(layout)
     length = index(resolve_block_length(block_length, codec, most=MOST_PLACES))
     bound = validate_max_error(max_error, codec=codec, dtype=layout.dtype)
@@ -952,7 +980,11 @@ def _checked(
 
 
 def longest_run(good: npt.NDArray[np.bool_]) -> tuple[int, int]:
-    """Where the longest run of what is true begins and ends; the newest one of equals."""
+    """Find the longest run of True; the last one of equally long runs.
+
+    :param good: Boolean array, shape ``(n,)``.
+    :return: Start and stop of the run; both 0 if there is none.
+    """
     edges = np.flatnonzero(np.diff(np.concatenate([[False], good, [False]])))
     if not len(edges):
         return 0, 0

@@ -1,7 +1,7 @@
-"""What the kernels see of a pool: pointers into its arrays, and the sizes of its layout.
+"""Pointer types through which kernels access the arrays of a pool.
 
-An array of numba's carries its owner, shape and strides along. Fifteen of them in a tuple are over a hundred values,
-which every function that is passed one takes apart: half of the time that compiling took.
+A numba array consists of its owner, shape and strides. A tuple of fifteen arrays has over a hundred values, which each
+function that receives it unpacks. That took half of the compilation time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rl_ext_core.frames.geometry import Geometry
 
 
 class _Table(types.Type):  # type: ignore[misc]
-    """A pointer to rows of numbers, and how many lie in a row. Nothing is checked."""
+    """Numba type of a pointer to a table, with the number of columns. Indices are not checked."""
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = dtype
@@ -68,7 +68,7 @@ def _store_element(context: Any, builder: Any, signature: Any, args: Any) -> Any
 
 @intrinsic  # type: ignore[untyped-decorator]
 def address_in(typingctx: Any, table: Any, row: Any) -> Any:
-    """Where a row of a table begins."""
+    """Return the address of a row of a table."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         first = args[1].type(0)
@@ -106,7 +106,7 @@ _byte_rows, _word_rows, _number_rows = (_table_constructor(dtype) for dtype in (
 
 
 class PoolPointers(NamedTuple):
-    """The arrays of :class:`PoolArrays`, without their lengths, and where the frames are."""
+    """Pointers to the arrays of :class:`PoolArrays`, and the addresses of grains and references."""
 
     head: Any
     blocks: Any
@@ -125,12 +125,12 @@ class PoolPointers(NamedTuple):
     entry_sums: Any
     has_checksums: int  # whether there are checksums
     most_streams: int
-    open_bytes: int  # that there is room for in a row of ``open``
-    block_frames: int  # likewise of ``entry_sums``
-    grains: int  # address of the first
+    open_bytes: int  # width of ``open``
+    block_frames: int  # width of ``entry_sums``
+    grains: int  # address of the first grain
     grain_bytes: int
-    references: int  # address of the first reference frame
-    reference_bytes: int  # from one to the next
+    references: int  # address of the first reference
+    reference_bytes: int  # bytes from one reference to the next
 
 
 _N_GEOMETRY = len(Geometry._fields)
@@ -145,7 +145,7 @@ _ENTRY_SUMS, _STARTS = _FIELD["entry_sums"], _N_GEOMETRY + 3 * _N_ARRAYS
 
 @njit(nogil=True)
 def geometry_in(state):  # type: ignore[no-untyped-def]
-    """The sizes in a state."""
+    """Return the geometry in a kernel state."""
     return Geometry(
         state[0],
         state[1],
@@ -165,7 +165,7 @@ def geometry_in(state):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def pool_in(state):  # type: ignore[no-untyped-def]
-    """The pool in a state, see ``arrays.make_kernel_state``."""
+    """Return the pointers in a kernel state, see ``arrays.make_kernel_state``."""
     return PoolPointers(
         _numbers(uint64(state[_HEAD])),
         _word_rows(uint64(state[_BLOCKS]), state[_BLOCKS + 2]),

@@ -1,4 +1,6 @@
-"""Checks that third parties run on what they plug into this project. NumPy is all they need.
+"""Conformance tests for third parties' codecs and frame stores.
+
+They do not need a test framework.
 
 .. code-block:: python
 
@@ -8,8 +10,8 @@
         check_codec("my-codec")  # registered by rl_ext_core.frames.register_codec
 """
 
-from rl_ext_core.testing._frames import ConformanceError, check_codec, check_contents, check_frame_store
-from rl_ext_core.testing._streams import CONTENTS, LAYOUTS, ReferenceStore, make_transitions
+from rl_ext_core.testing._conformance import ConformanceError, check_codec, check_contents, check_frame_store
+from rl_ext_core.testing._transitions import CONTENTS, LAYOUTS, ReferenceStore, make_transitions
 
 __all__ = [
     "CONTENTS",

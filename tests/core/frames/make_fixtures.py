@@ -1,4 +1,4 @@
-"""Writes what ``test_format`` reads. Run it once for a new format, and never again for one that was released.
+"""Write the files that ``test_format`` reads. Run it once for a new format, and never for a released one.
 
 python -m tests.core.frames.make_fixtures
 """
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rl_ext_core.frames import FrameStore, StackLayout
 from rl_ext_core.frames import folder as folders
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION
-from tests.core.frames.disk_toys import open_store
+from tests.core.frames.disk_helpers import open_store
 
 DATA = Path(__file__).with_name("data")
 EXACT = ("raw", "patch", "patch+lz4")
@@ -33,12 +33,12 @@ N_ENVS = 2
 
 
 def path_of(encoding: str, kind: str = "store") -> Path:
-    """Return the file of a way of storing and a kind of store."""
+    """Return the file of an encoding and a kind of store."""
     return DATA / f"{kind}-v{FORMAT_VERSION}-{encoding}.pkl"
 
 
 def stacks(time: int) -> npt.NDArray[np.uint8]:
-    """Return a picture that moves, made by formulas: a generator's numbers may change with its version."""
+    """Compute a moving picture with formulas, because random numbers may change with the version of NumPy."""
 
     def frame(time: int, env: int) -> npt.NDArray[np.int64]:
         channel, y, x = np.meshgrid(np.arange(3), np.arange(6), np.arange(70), indexing="ij")
@@ -57,7 +57,7 @@ def first_transitions(n_steps: int) -> list[tuple[npt.NDArray[np.uint8], npt.NDA
 
 
 def make_filled_store(encoding: str, kind: str) -> FrameStore:
-    """Return a store with what is in the file."""
+    """Create a store with the contents of the file."""
     capacity, n_steps = KINDS[kind]
     if kind == "store":
         store: FrameStore = FrameStore(capacity, N_ENVS, LAYOUT, **ENCODINGS[encoding])

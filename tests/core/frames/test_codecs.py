@@ -1,4 +1,4 @@
-"""Codecs by name: refused where unknown or not available, never replaced."""
+"""Registered codecs, the checks of ``rl_ext_core.testing``, and missing packages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rl_ext_core.errors import MissingDependencyError
 from rl_ext_core.frames import Codec, FrameStore, StackLayout, codec_names, codecs, register_codec
 from rl_ext_core.frames.arrays import FRAMES
 from rl_ext_core.testing import LAYOUTS, ConformanceError, check_codec, check_frame_store, make_transitions
-from tests.core.frames.disk_toys import append_all
+from tests.core.frames.disk_helpers import append_all
 
 
 class ZlibCodec(Codec):
-    """A third party's: frames as they are, full blocks compressed by the standard library."""
+    """Codec of a third party: raw frames, and full blocks compressed by the standard library."""
 
     name = "test-zlib"
     patches = False
@@ -45,14 +45,14 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "codec", ["patch+lz4", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("patch", "raw"))]
 )
-def test_a_codec_conforms(codec: str) -> None:
+def test_codec_conforms(codec: str) -> None:
     assert codec in codec_names()
     check_codec(codec)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["third party's codec", "adaptive"])
-def test_a_store_conforms(kind: str) -> None:
+def test_store_conforms(kind: str) -> None:
     register_codec(ZlibCodec)
 
     def made(capacity: int, n_envs: int, layout: StackLayout) -> FrameStore:
@@ -84,18 +84,18 @@ def faulty_codec(fault: str) -> type[Codec]:
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        ("flips", r"unseal\(\) gave"),
-        ("scribbles", r"seal\(\) changed the block"),
+        ("flips", r"unseal\(\) of that returned"),
+        ("scribbles", r"seal\(\) changed its argument"),
     ],
 )
-def test_the_check_of_codecs_can_fail(fault: str, text: str) -> None:
+def test_check_codec_finds_faults(fault: str, text: str) -> None:
     register_codec(faulty_codec(fault))
     with pytest.raises(ConformanceError, match=f"(?s)test-{fault}.*{text}|{text}.*test-{fault}"):
         check_codec(f"test-{fault}")
 
 
 class FaultyStore(FrameStore):
-    """A store with a fault that its name in ``faults`` switches on."""
+    """Store with the fault that ``fault`` names."""
 
     def __init__(self, *args: Any, fault: str = "", **options: Any) -> None:
         super().__init__(*args, **options)
@@ -126,13 +126,13 @@ class FaultyStore(FrameStore):
         ("leak", "nbytes grew to"),
     ],
 )
-def test_the_check_of_stores_can_fail(fault: str, text: str) -> None:
+def test_check_frame_store_finds_faults(fault: str, text: str) -> None:
     factory = functools.partial(FaultyStore, codec="raw", fault=fault)
     with pytest.raises(ConformanceError, match=text):
         check_frame_store(factory, contents=("sparse",), label="faulty")
 
 
-def test_a_codec_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codec_without_its_package_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "lz4" else find(name, *rest))
     with pytest.raises(MissingDependencyError) as caught:
@@ -141,7 +141,7 @@ def test_a_codec_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert str(caught.value).endswith('rl-ext[frames]"')
 
 
-def test_without_numba_one_sentence_says_what_to_install() -> None:
+def test_missing_numba_raises_with_install_command() -> None:
     code = (
         "import sys; sys.modules['numba'] = None\n"
         "from rl_ext_core.frames import FrameStore, StackLayout\n"
@@ -154,7 +154,7 @@ def test_without_numba_one_sentence_says_what_to_install() -> None:
     assert done.stdout.endswith('rl-ext[frames]"\n')
 
 
-def test_auto_suits_what_is_seen() -> None:
+def test_auto_codec_depends_on_contents() -> None:
     def chosen(contents: str) -> str:
         store = FrameStore.adaptive(200, 2, LAYOUTS[9].shape, np.uint8)
         append_all((store,), make_transitions(LAYOUTS[9], n_steps=140, contents=contents))

@@ -1,7 +1,4 @@
-"""A store in a folder is the store in memory, also after it was opened again, by whoever may open it.
-
-And where the disk is full, the process is killed, or a file is damaged.
-"""
+"""Stores in folders: equal to stores in memory, opened again, shared by processes, and wrong folders."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
 from rl_ext_core.frames import FrameStore, journal, salvage
-from tests.core.frames.disk_toys import LAYOUT, N_ENVS, add, check, open_store, transition
+from tests.core.frames.disk_helpers import LAYOUT, N_ENVS, add, check, open_store, transition
 
 KINDS = ("patch", "raw", "patch+lz4")
 
@@ -40,7 +37,7 @@ def read_all_rows(store: Any) -> list[np.ndarray]:
 
 
 class FolderMatchesMemory(RuleBasedStateMachine):
-    """Whatever is done, and whenever the process ends."""
+    """A store in a folder equals one in memory after any sequence of calls, also if it is opened again."""
 
     @initialize(kind=st.sampled_from(KINDS), capacity=st.sampled_from([1, 3, 17, 40, 200]), noise=st.booleans())
     def start(self, kind: str, capacity: int, noise: bool) -> None:
@@ -50,7 +47,7 @@ class FolderMatchesMemory(RuleBasedStateMachine):
         self.disk, *self.rows = open_store(self.folder, kind, capacity)
         self.ram = FrameStore(capacity, N_ENVS, LAYOUT, codec=kind, block_length=4)
         self.numbers, self.rewards = self.ram.rows("number", (), np.int64), self.ram.rows("reward", (N_ENVS,), "f4")
-        self.unsure = 0  # transitions that a process which is killed now would lose
+        self.unsure = 0  # number of transitions that would be lost if the process were killed now
 
     def _next(self) -> tuple[np.ndarray, np.ndarray]:
         if self.noise:
@@ -69,7 +66,7 @@ class FolderMatchesMemory(RuleBasedStateMachine):
             self.unsure = 1
 
     @rule(count=st.integers(1, 40))
-    def see_the_same_again_and_again(self, count: int) -> None:
+    def append_equal_observations(self, count: int) -> None:
         pair = transition(5)
         for _ in range(count):
             row = self.disk.position
@@ -79,7 +76,7 @@ class FolderMatchesMemory(RuleBasedStateMachine):
             self.unsure = 1
 
     @rule()
-    def store_the_last_again(self) -> None:
+    def replace_newest(self) -> None:
         if self.ram.size and self.ram.dropped < self.ram.n_written:
             row = (self.ram.position - 1) % self.capacity
             if row == self.ram.position:
@@ -122,7 +119,7 @@ class FolderMatchesMemory(RuleBasedStateMachine):
         self.unsure = 0
 
     @rule()
-    def find_it_as_a_killed_process_leaves_it(self) -> None:
+    def open_copy_as_after_a_kill(self) -> None:
         left = self.folder.with_name("left")
         shutil.copytree(self.folder, left)
         store, numbers, rewards = open_store(left, self.kind, self.capacity)
@@ -141,7 +138,7 @@ class FolderMatchesMemory(RuleBasedStateMachine):
             shutil.rmtree(left)
 
     @rule()
-    def copy_it(self) -> None:
+    def append_to_copies(self) -> None:
         for other in (copy.copy(self.disk), copy.deepcopy(self.disk), pickle.loads(pickle.dumps(self.disk, 5))):
             self._compare(other)
             other.append(*transition(3))
@@ -154,7 +151,7 @@ class FolderMatchesMemory(RuleBasedStateMachine):
             np.testing.assert_array_equal(ours, theirs)
 
     @invariant()
-    def they_are_the_same(self) -> None:
+    def stores_are_equal(self) -> None:
         if hasattr(self, "disk"):
             self._compare(self.disk)
             held = (self.disk.first + np.arange(self.disk.size)) % self.capacity
@@ -171,7 +168,7 @@ TestFolderMatchesMemory.settings = settings(max_examples=40 if "CI" in os.enviro
 
 
 @pytest.mark.parametrize("n_stack", [None, pytest.param(3, marks=pytest.mark.slow)])
-def test_an_adaptive_store_finds_again_what_it_found_out(tmp_path: Path, n_stack: int | None) -> None:
+def test_reopened_adaptive_store_keeps_its_encoding(tmp_path: Path, n_stack: int | None) -> None:
     store, *rows = open_store(tmp_path / "a", "adaptive", 300, n_stack=n_stack)
     for number in range(450):
         add(store, *rows, number)
@@ -195,7 +192,7 @@ def test_an_adaptive_store_finds_again_what_it_found_out(tmp_path: Path, n_stack
 
 WHOLE = """
 import os, sys
-from tests.core.frames.disk_toys import *
+from tests.core.frames.disk_helpers import *
 store, *rows = open_store(sys.argv[1], "patch", 50)
 for number in range(30):
     add(store, *rows, number)
@@ -204,7 +201,10 @@ print("open", flush=True)
 
 
 def start_other_process(folder: Path, then: str) -> subprocess.Popen[str]:
-    """A process that has opened a folder and added 30 transitions."""
+    """Start a process that opens a folder and adds 30 transitions.
+
+    :param then: Code to run after that.
+    """
     command, root = [sys.executable, "-c", WHOLE + then, folder], Path(__file__).parents[3]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
     assert process.stdout is not None
@@ -212,7 +212,7 @@ def start_other_process(folder: Path, then: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_two_processes_cannot_write_to_one_folder_and_one_that_just_ends_loses_nothing(tmp_path: Path) -> None:
+def test_folder_in_use_is_rejected_and_exit_without_close_loses_nothing(tmp_path: Path) -> None:
     with start_other_process(tmp_path / "a", "sys.stdin.read()") as other:
         with pytest.raises(StorageError, match=f"in use by another process, {other.pid}, or one that .*; close"):
             open_store(tmp_path / "a", "patch", 50)
@@ -245,17 +245,17 @@ try:
 except Exception as error:
     print(error)
 store.close()
-open_store(sys.argv[1], "patch", 50)[0].close()  # the child that lives on holds no lock
+open_store(sys.argv[1], "patch", 50)[0].close()  # the running child holds no lock
 os.close(write)
 os.waitpid(child, 0)
 print("ends")
 """
 
 
-def test_a_forked_process_may_read_and_not_add_and_holds_no_lock(tmp_path: Path) -> None:
+def test_forked_process_can_read_but_not_add_and_holds_no_lock(tmp_path: Path) -> None:
     with start_other_process(tmp_path / "a", FORK) as process:
         assert process.stdout is not None
-        assert f"written to by process {process.pid}, not by this one" in process.stdout.readline()
+        assert f"belongs to process {process.pid}; this is a fork of it" in process.stdout.readline()
         rest, _ = process.communicate("\n")
     refused, ends = rest.splitlines()
     assert "in use by this process" in refused
@@ -272,11 +272,11 @@ def test_a_forked_process_may_read_and_not_add_and_holds_no_lock(tmp_path: Path)
     ],
     ids=str,
 )
-def test_a_folder_of_another_store_is_refused(tmp_path: Path, made: Any, change: dict[str, Any], name: str) -> None:
+def test_folder_with_other_options_is_rejected(tmp_path: Path, made: Any, change: dict[str, Any], name: str) -> None:
     made = {"capacity": 50, **made}
     open_store(tmp_path / "a", **made)[0].close()
     before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
-    with pytest.raises(InvalidArgumentError, match=f"was made with {name}=.*not with"):
+    with pytest.raises(InvalidArgumentError, match=f"was created with {name}=.*not with"):
         open_store(tmp_path / "a", **{**made, **change})
     after = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     assert {**before, "lock": b""} == {**after, "lock": b""}
@@ -284,7 +284,7 @@ def test_a_folder_of_another_store_is_refused(tmp_path: Path, made: Any, change:
 
 
 @pytest.mark.parametrize("flushed", [False, True])
-def test_rows_beyond_the_transitions_may_be_written_to_and_the_newest_may_change(tmp_path: Path, flushed: bool) -> None:
+def test_unused_rows_and_the_newest_row_can_be_written(tmp_path: Path, flushed: bool) -> None:
     for capacity, newest in ((20, 9), (100_000, 29)):
         folder = tmp_path / str(capacity)
         store, numbers, rewards = open_store(folder, "patch", capacity)
@@ -307,9 +307,7 @@ def test_rows_beyond_the_transitions_may_be_written_to_and_the_newest_may_change
         store.close()
 
 
-def test_folders_that_cannot_be_used_are_refused_and_left_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_folders_are_rejected_and_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "thesis.tex").write_text("x")
 
@@ -318,7 +316,7 @@ def test_folders_that_cannot_be_used_are_refused_and_left_as_they_are(
 
     for folder, options, error, said in (
         ("", {}, InvalidArgumentError, r"storage_dir='' is empty; .*storage_dir='buffer', or None"),
-        (tmp_path, {}, InvalidArgumentError, r"holds 'thesis.tex', which is no part of a store; pass an empty"),
+        (tmp_path, {}, InvalidArgumentError, r"contains 'thesis.tex', which is not part of a store; pass an empty"),
         ("thesis.tex/b", {}, StorageError, "thesis.tex"),
         ("a/b", {"codec": "none"}, InvalidArgumentError, "'none'"),
         ("a/b", {"max_bytes": 10}, InvalidArgumentError, "max_bytes=10"),
@@ -329,41 +327,43 @@ def test_folders_that_cannot_be_used_are_refused_and_left_as_they_are(
         with pytest.raises(InvalidArgumentError, match="is empty"):
             use()
     monkeypatch.setattr(fcntl, "flock", refused)
-    with pytest.raises(StorageError, match=r"cannot lock .*/lock: No locks available; .*a file system that has locks"):
+    with pytest.raises(
+        StorageError, match=r"cannot lock .*/lock: No locks available. Pass .* a file system that supports locks"
+    ):
         open_store(tmp_path / "c", "patch", 8)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("thesis.tex", "lock")]
 
 
-def test_row_arrays_are_asked_for_before_the_first_transition(tmp_path: Path) -> None:
+def test_row_arrays_must_be_created_before_the_first_transition(tmp_path: Path) -> None:
     store, *rows = open_store(tmp_path / "a", "patch", 50)
     add(store, *rows, 0)
     with pytest.raises(InvalidArgumentError, match="no row array 'late'"):
         store.rows("late", (), np.int64)
-    with pytest.raises(InvalidArgumentError, match=r"'reward' holds rows of shape \(2,\) and dtype float32, not"):
+    with pytest.raises(InvalidArgumentError, match=r"'reward' has rows of shape \(2,\) and dtype float32, not"):
         store.rows("reward", (3,), np.float32)
-    with pytest.raises(InvalidArgumentError, match="cannot be named"):
+    with pytest.raises(InvalidArgumentError, match="cannot name a row array"):
         store.rows("../x", (), np.int64)
     assert store.rows("number", (), np.int64) is rows[0]
     store.close()
-    for use in (lambda: add(store, *rows, 1), lambda: read_all_rows(store)):  # when it is closed
+    for use in (lambda: add(store, *rows, 1), lambda: read_all_rows(store)):  # after close()
         with pytest.raises(StorageError):
             use()
 
 
-def test_reference_frames_of_many_open_blocks_are_there(tmp_path: Path) -> None:
+def test_references_of_many_open_blocks(tmp_path: Path) -> None:
     n_envs, n_steps = 9, 35
     store = FrameStore(100, n_envs, LAYOUT, codec="patch", block_length=16, storage_dir=tmp_path / "a")
     noise = np.random.default_rng(0).integers(256, size=(n_steps + 1, n_envs, *LAYOUT.shape), dtype=np.uint8)
     for step in range(n_steps):
         store.append(noise[step], noise[step + 1])
     out = np.empty((n_envs, *LAYOUT.shape), np.uint8)
-    for row in (32, 3, n_steps - 1, 20):  # in row 32 are the first frames of open blocks
+    for row in (32, 3, n_steps - 1, 20):  # row 32 contains the first frames of open blocks
         store.get(np.full(n_envs, row), np.arange(n_envs), out)
         np.testing.assert_array_equal(out, noise[row])
     store.close()
 
 
-def test_a_store_that_cannot_be_made_keeps_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_creation_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any, **__: Any) -> None:
         raise StorageError("the disk is full")
 
@@ -383,10 +383,10 @@ def test_a_store_that_cannot_be_made_keeps_no_file_open(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["frames-0", "store.json", "journal", "journal-2", "row-number", "row-reward", "sums"])
-def test_a_file_of_another_store_is_no_part_of_this_one(tmp_path: Path, name: str) -> None:
+def test_file_of_another_store_is_rejected(tmp_path: Path, name: str) -> None:
     for folder, first in (("a", 0), ("b", 31)):
         store, *rows = open_store(tmp_path / folder, "patch", 20)
-        for number in range(first, first + 33 + first // 31):  # the other one has seen more
+        for number in range(first, first + 33 + first // 31):  # the other store has one transition more
             add(store, *rows, number)
         store.close()
     shutil.copy(tmp_path / "b" / name, tmp_path / "a" / name)
@@ -395,12 +395,12 @@ def test_a_file_of_another_store_is_no_part_of_this_one(tmp_path: Path, name: st
         with contextlib.closing(open_store(tmp_path / "a", "patch", 20)[0]) as store:
             read_all_rows(store)
 
-    with pytest.raises(CorruptFileError, match=r"salvage|put back the file"):
+    with pytest.raises(CorruptFileError, match=r"salvage|[Pp]ut back the (right )?file"):
         read_all()
 
 
 @pytest.mark.parametrize("kind", ["patch+lz4", "adaptive"])
-def test_one_thread_reads_while_another_adds_and_what_is_there_is_stored_anew(tmp_path: Path, kind: str) -> None:
+def test_threads_read_while_another_adds_and_reencodes(tmp_path: Path, kind: str) -> None:
     store, *_ = open_store(tmp_path / "a", kind, 200)
     store.append(*transition(0))
     failures: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""Files that were cut short or altered are refused, or salvaged by choice; wrong pixels never come out in silence."""
+"""Damaged files are rejected or salvaged, and wrong pixels are never returned silently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.frames import salvage
-from tests.core.frames.disk_toys import LAYOUT, N_ENVS, add, check, open_store, transition
+from tests.core.frames.disk_helpers import LAYOUT, N_ENVS, add, check, open_store, transition
 
 KINDS = ("patch", "patch+lz4", "raw", "adaptive")
 CAPACITY = 60
@@ -28,7 +28,10 @@ def filled_folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path,
 
 
 def damage_file(path: Path, rng: random.Random) -> str:
-    """Does something to a file at random; says what."""
+    """Damage a file at random.
+
+    :return: Description of the damage.
+    """
     data = bytearray(path.read_bytes())
     place = rng.randrange(len(data))
     what = rng.choice(["flip", "flip", "cut", "zero"])
@@ -43,7 +46,10 @@ def damage_file(path: Path, rng: random.Random) -> str:
 
 
 def check_one_by_one(store: Any, numbers: np.ndarray, rewards: np.ndarray) -> int:
-    """Each transition is what was added, or refused; returns how many were refused."""
+    """Check that each transition equals the added one or raises.
+
+    :return: Number of transitions that raise.
+    """
     refused = 0
     rows = (store.first + np.arange(store.size)) % CAPACITY
     outs = [np.empty((N_ENVS, *LAYOUT.shape), np.uint8) for _ in range(2)]
@@ -91,7 +97,7 @@ def check_damage(filled_folder: tuple[Path, str, int], tmp_path: Path, seed: int
         kept = None
     if kept is None:
         file = what.split()[2]
-        assert file == "store.json" or f"{file} is damaged: by its head there are 0 rows" in refusal, what
+        assert file == "store.json" or f"{file} is damaged: its head reports 0 rows" in refusal, what
         assert file != "store.json" or "store.json is damaged" in refusal or "has format" in refusal, what
         return
     store, *rows = open_store(folder, kind, CAPACITY)
@@ -111,7 +117,7 @@ def check_damage(filled_folder: tuple[Path, str, int], tmp_path: Path, seed: int
 
 
 @pytest.mark.sample(quick=2)
-def test_random_damage_is_found(filled_folder: tuple[Path, str, int], tmp_path: Path) -> None:
+def test_random_damage_is_detected(filled_folder: tuple[Path, str, int], tmp_path: Path) -> None:
     for seed in range(6):
         check_damage(filled_folder, tmp_path, seed)
 
@@ -124,7 +130,7 @@ def make_folder(tmp_path: Path, count: int = 50) -> Path:
 
 @pytest.mark.parametrize("share", [None, 0.5])
 @pytest.mark.parametrize("name", ["journal", "journal-2", "frames-0", "row-reward", "sums", "store.json"])
-def test_a_file_that_is_gone_or_was_cut_short_is_noticed(tmp_path: Path, name: str, share: float | None) -> None:
+def test_missing_or_truncated_file_is_detected(tmp_path: Path, name: str, share: float | None) -> None:
     folder = make_folder(tmp_path)
     whole = (folder / name).read_bytes()
     if share is None:
@@ -133,7 +139,8 @@ def test_a_file_that_is_gone_or_was_cut_short_is_noticed(tmp_path: Path, name: s
         os.truncate(folder / name, int(share * len(whole)))
     says = rf"{name} is damaged: .*salvage\('{folder}'\)|{name} (is damaged|has [\d,]+ bytes, expected)"
     if (share, name) == (None, "store.json"):
-        says = r"holds a store, and store\.json is missing.* put it back"  # it is not taken for a half-made one
+        # A folder without settings must not be treated as an incomplete one, which would be deleted.
+        says = r"contains a store, but its store\.json is missing.* restore that file"
         with pytest.raises(CorruptFileError, match=says):
             salvage(folder)
     with pytest.raises(CorruptFileError, match=says):
@@ -145,16 +152,16 @@ def test_a_file_that_is_gone_or_was_cut_short_is_noticed(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("wrong", [{"next_row": 61}, {"length": 51}], ids=str)
-def test_notes_of_more_transitions_than_there_can_be_are_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
+def test_journal_with_too_many_transitions_is_rejected(tmp_path: Path, wrong: dict[str, int]) -> None:
     store, *_rows = open_store(tmp_path / "a", "patch", CAPACITY, count=50)
     store.flush()
     store._folder.journal.record(**{"length": 50, "next_row": 50, "n_written": 50, "exposed": False, **wrong})
-    store._folder.close()  # as where the process is killed
-    with pytest.raises(CorruptFileError, match="journal is damaged: it says that there are more elements than rows"):
+    store._folder.close()  # as if the process were killed
+    with pytest.raises(CorruptFileError, match="journal is damaged: its number of elements exceeds the number of rows"):
         open_store(tmp_path / "a", "patch", CAPACITY)
 
 
-def test_frames_that_never_took_the_place_of_others_are_removed(tmp_path: Path) -> None:
+def test_unused_generation_of_frames_is_removed(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     (folder / "frames-1").write_bytes(b"of a process that was killed")
     open_store(folder, "patch", CAPACITY)[0].close()
@@ -162,13 +169,14 @@ def test_frames_that_never_took_the_place_of_others_are_removed(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("count", [50, 130])
-def test_without_any_note_only_a_ring_that_was_never_full_is_salvaged(tmp_path: Path, count: int) -> None:
+def test_salvage_without_journal_needs_a_ring_that_was_never_full(tmp_path: Path, count: int) -> None:
     folder = make_folder(tmp_path, count)
     for name in ("journal", "journal-2"):
         os.truncate(folder / name, 65546)
     if count > CAPACITY:
         with pytest.raises(
-            CorruptFileError, match=r"journal is damaged: .* oldest is not known\. Put it back from a copy"
+            CorruptFileError,
+            match=r"journal is damaged: .* oldest row of a full store is unknown\. Restore it from a copy",
         ):
             salvage(folder)
         return
@@ -178,22 +186,24 @@ def test_without_any_note_only_a_ring_that_was_never_full_is_salvaged(tmp_path: 
     store.close()
 
 
-def test_a_folder_in_use_is_not_salvaged(tmp_path: Path) -> None:
+def test_salvage_rejects_a_folder_in_use(tmp_path: Path) -> None:
     store = open_store(tmp_path / "a", "patch", CAPACITY)[0]
     with pytest.raises(StorageError, match="in use by this process"):
         salvage(tmp_path / "a")
     store.close()
 
 
-def test_damage_of_a_frame_shows_when_it_is_read(tmp_path: Path) -> None:
+def test_damaged_frame_is_detected_when_read(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     store, *rows = open_store(folder, "patch", CAPACITY)
     store._pool._arrays["contents"][20] ^= 4  # a view of the file
     store.close()
     store, *rows = open_store(folder, "patch", CAPACITY)
     everything = np.repeat(np.arange(50), N_ENVS), np.tile(np.arange(N_ENVS), 50)
-    for _ in range(2):  # and again
-        with pytest.raises(CorruptFileError, match=r"frames-0 is damaged: \d+ of 100 stacks have another checksum"):
+    for _ in range(2):  # twice, because a damaged block must stay unverified
+        with pytest.raises(
+            CorruptFileError, match=r"frames-0 is damaged: the checksums of \d+ of 100 stacks do not match"
+        ):
             store.get(*everything, np.empty((100, *LAYOUT.shape), np.uint8))
     add(store, *rows, 50)
     store.close()

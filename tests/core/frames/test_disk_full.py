@@ -1,4 +1,4 @@
-"""A disk that is full leaves the store as it was, with an error of ours."""
+"""A full disk raises StorageError and leaves the store unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_ext_core.frames import StackLayout, folder
 from rl_ext_core.frames import arrays as state
 from rl_ext_core.frames.pool import FramePool
 from rl_ext_core.frames.region import RegionFile
-from tests.core.frames.disk_toys import LAYOUT, add, check, open_store
+from tests.core.frames.disk_helpers import LAYOUT, add, check, open_store
 
 
 def full(*_: Any) -> None:
@@ -23,7 +23,7 @@ def full(*_: Any) -> None:
 
 
 class FailingAllocation:
-    """``os.posix_fallocate`` that fails at the n-th call from when it is armed."""
+    """Replacement of ``os.posix_fallocate`` that fails at its n-th call after ``left`` was set to n."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = 0
@@ -40,7 +40,9 @@ class FailingAllocation:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["patch+lz4", pytest.param("adaptive", marks=pytest.mark.exhaustive)])
-def test_every_growth_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_each_failed_allocation_leaves_the_store_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     store, *rows = open_store(tmp_path / "a", kind, 1000)
     failing, failures = FailingAllocation(monkeypatch), 0
     for number in range(1100):
@@ -64,9 +66,7 @@ def test_every_growth_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     store.close()
 
 
-def test_a_description_that_cannot_be_written_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_of_settings_leaves_previous_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, *rows = open_store(tmp_path / "a", "adaptive", 300)
     first = store.layout
     monkeypatch.setattr(folder, "write_json", full)
@@ -87,7 +87,7 @@ def test_a_description_that_cannot_be_written_leaves_the_one_before(
     store.close()
 
 
-def test_a_copy_with_holes_has_room_before_it_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_with_holes_is_allocated_when_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, *_rows = open_store(tmp_path / "a", "patch", 5000, count=300)
     store.close()
     path = tmp_path / "a" / "row-number"
@@ -101,11 +101,11 @@ def test_a_copy_with_holes_has_room_before_it_is_written_to(tmp_path: Path, monk
         open_store(tmp_path / "a", "patch", 5000)
 
 
-def test_a_file_has_room_for_whatever_it_was_asked_for(tmp_path: Path) -> None:
+def test_reserved_memory_suffices_for_requested_stacks(tmp_path: Path) -> None:
     pool = FramePool(2_000_000, StackLayout((4, 12, 9), np.dtype(np.uint8), 4, 0), file=RegionFile(tmp_path / "frames"))
     memory, head = pool._memory, pool._pool.head
     for pages in (1, 2, 3, 5, 8, 13, 21):
         for grains in range(8 * 4096 * pages - 20, 8 * 4096 * pages + 20):
             head[state.GRAINS] = grains - 2 * memory.per_stack[1]
-            memory.reserve_stacks(2)  # who still has too little asks again, for ever
-            assert (memory.most >= head[list(state._RESERVED_KINDS)] + 2 * memory.per_stack).all(), grains
+            memory.reserve_stacks(2)  # if it reserved too little, callers would retry forever
+            assert (memory.capacity >= head[list(state._RESERVED_KINDS)] + 2 * memory.per_stack).all(), grains

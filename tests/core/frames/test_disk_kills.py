@@ -1,4 +1,4 @@
-"""Processes that are killed while they add to a folder leave all but the transition that was being added."""
+"""A process that is killed while it adds to a folder loses at most one transition."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from pathlib import Path
 import pytest
 
 from rl_ext_core.frames.store import load_kernels
-from tests.core.frames.disk_toys import add, check, kill_while_adding, open_store, random_seconds
+from tests.core.frames.disk_helpers import add, check, kill_while_adding, open_store, random_seconds
 
 KINDS = ("patch", "patch+lz4", "raw", "adaptive")
 
 
-# Forks, because importing everything takes longer than what is measured here.
+# The tests fork, because imports would take longer than the tests.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
 @pytest.mark.sample(ci=8)
 @pytest.mark.parametrize("seed", range(14))
-def test_a_killed_process_leaves_all_but_one_transition(
+def test_killed_process_loses_at_most_one_transition(
     seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     load_kernels()
     folder = tmp_path / "buffer"
     kind, capacity = KINDS[seed % 4], (25, 400, 100_000)[seed // 4 % 3]
-    for round_ in range(2):  # and the folder of a process that was killed is one that another may be killed with
+    for round_ in range(2):  # twice, because a recovered folder can be interrupted too
         added, sure = kill_while_adding(folder, kind, capacity, random_seconds(2 * seed + round_))
     caplog.clear()
     with caplog.at_level(logging.INFO, "rl_ext_core.frames"):
@@ -39,7 +39,7 @@ def test_a_killed_process_leaves_all_but_one_transition(
     if store.size:
         assert sure <= end <= added
         assert found.lost <= 1
-        # The process before may have left a gap as well, which this one has not filled.
+        # The first killed process may have left a gap too, which the second one has not filled.
         assert store.size >= min(end, capacity - 3)
     assert str(folder) in caplog.text
     assert (str(found.lost) in caplog.text) or not found.lost
@@ -55,7 +55,10 @@ def test_a_killed_process_leaves_all_but_one_transition(
 
 
 def _kill_at_file_access(folder: Path, step: int, *, kind: str) -> bool:
-    """Has a process make a folder that ends when it comes to a file for so many times; says whether it did."""
+    """Create a folder in a process that ends at its n-th file access.
+
+    :return: Whether the process ended early.
+    """
     child = os.fork()
     if child == 0:
         left = step
@@ -74,10 +77,10 @@ def _kill_at_file_access(folder: Path, step: int, *, kind: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adaptive", pytest.param("raw", marks=pytest.mark.exhaustive)])
-def test_a_process_that_is_killed_while_it_makes_a_folder_leaves_nothing_in_the_way(tmp_path: Path, kind: str) -> None:
+def test_folder_can_be_created_after_a_killed_attempt(tmp_path: Path, kind: str) -> None:
     step = 0
     while _kill_at_file_access(folder := tmp_path / str(step), step, kind=kind):
-        for number in range(0, step, 10):  # and again while what it left is removed
+        for number in range(0, step, 10):  # also while its remains are removed
             _kill_at_file_access(folder, number, kind=kind)
         store, numbers, rewards = open_store(folder, kind, 25)
         add(store, numbers, rewards, 0)

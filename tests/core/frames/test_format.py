@@ -1,4 +1,4 @@
-"""Checkpoints and folders: of released versions they stay readable, damaged or foreign ones are refused."""
+"""Checkpoints and folders: released formats stay readable, damaged and foreign files are rejected."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from rl_ext_core.frames import FrameStore, StackLayout, folder, salvage
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION
 from rl_ext_core.testing import LAYOUTS, ReferenceStore, check_contents, make_transitions
 from tests.core.frames import make_fixtures as fixtures
-from tests.core.frames.disk_toys import add, append_all, check, read_all, limit_file_size, open_store
+from tests.core.frames.disk_helpers import add, append_all, check, limit_file_size, open_store, read_all
 from tests.core.frames.make_fixtures import (
+    ENCODINGS,
     EXACT,
     KINDS,
     LAYOUT,
     N_ENVS,
-    ENCODINGS,
+    first_transitions,
     make_filled_store,
     path_of,
-    first_transitions,
 )
 
-# Of the bytes that come out. JPEG's depend on the library.
+# Checksums of the decoded bytes. Those of JPEG depend on the library.
 DECODED = {
     ("patch-lossy", "store"): 2382317980,
     ("patch-lossy", "adaptive"): 3313217912,
@@ -50,7 +50,7 @@ GRAY = LAYOUTS[0]
 @pytest.mark.skipif(np.__version__ < "2", reason="the files were written with NumPy 2")
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_of_this_format_is_read_and_the_same_transitions_give_it_again(encoding: str, kind: str) -> None:
+def test_checkpoint_of_this_format_is_readable_and_reproducible(encoding: str, kind: str) -> None:
     capacity, n_steps = KINDS[kind]
     data = path_of(encoding, kind).read_bytes()
     assert len(data) < 65_000
@@ -73,19 +73,20 @@ def test_a_file_of_this_format_is_read_and_the_same_transitions_give_it_again(en
     assert pickle.dumps(make_filled_store(encoding, kind), protocol=5) == first
 
 
-def test_a_file_of_numpy_2_is_not_called_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_of_numpy_2_asks_for_numpy_2(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("multiarray", "numeric"):  # which NumPy 1 lacks
         monkeypatch.setitem(sys.modules, f"numpy._core.{name}", None)
+    monkeypatch.setattr(np, "__version__", "1.26.4")
     with pytest.raises(MissingDependencyError, match=r"was written with NumPy 2.* pip install 'numpy>=2'"):
         FrameStore.load(path_of("raw", "store"))
 
 
-def test_there_are_files_and_folders_of_the_formats_that_are_written() -> None:
+def test_fixtures_have_current_formats() -> None:
     assert (FORMAT_VERSION, folder.FORMAT_VERSION) == (4, 6)
 
 
 @pytest.mark.parametrize("kind", fixtures.FOLDERS)
-def test_a_folder_of_this_format_is_opened(tmp_path: Path, kind: str) -> None:
+def test_folder_of_this_format_is_readable(tmp_path: Path, kind: str) -> None:
     capacity, n_steps = fixtures.FOLDER_CAPACITY, fixtures.FOLDER_STEPS
     zipfile.ZipFile(fixtures.path_of_folder(kind)).extractall(tmp_path)
     store, *rows = open_store(tmp_path, kind, capacity, **fixtures.FOLDERS[kind])
@@ -97,13 +98,13 @@ def test_a_folder_of_this_format_is_opened(tmp_path: Path, kind: str) -> None:
     store.close()
 
 
-def test_a_folder_of_a_later_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_a_later_format_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(folder, "FORMAT_VERSION", 7)
         open_store(tmp_path / "a", "raw", 30)[0].close()
     before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     for opened in (lambda: open_store(tmp_path / "a", "raw", 30), lambda: salvage(tmp_path / "a")):
-        with pytest.raises(CorruptFileError, match="has format 7, this version reads 6; open the folder with the"):
+        with pytest.raises(CorruptFileError, match="has format 7, but this version reads 6; open the folder with the"):
             opened()
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
 
@@ -114,7 +115,7 @@ def state_of(codec: str) -> dict[str, Any]:
 
 
 def flatten_state(value: Any, where: str = "state") -> dict[str, Any]:
-    """What a state is made of, by where it is."""
+    """Return the leaves of a nested state by path."""
     if isinstance(value, (dict, list, tuple)):
         parts = value.items() if isinstance(value, dict) else enumerate(value)
         return {key: leaf for name, part in parts for key, leaf in flatten_state(part, f"{where}[{name!r}]").items()}
@@ -122,8 +123,8 @@ def flatten_state(value: Any, where: str = "state") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("codec", EXACT)
-def test_the_state_is_arrays_and_plain_values(codec: str) -> None:
-    """Not what pickle finds by the name of a class, nor what another version of NumPy prints otherwise."""
+def test_state_contains_only_arrays_and_plain_values(codec: str) -> None:
+    """Pickled classes and NumPy scalars would depend on versions."""
     store = FrameStore(np.int64(5), np.int64(2), LAYOUT, codec=codec, block_length=np.int64(4))  # type: ignore[arg-type]
     append_all((store,), make_transitions(LAYOUT, n_steps=20, contents="mixed"))
     for state in (state_of(codec), store.__getstate__()):
@@ -132,7 +133,7 @@ def test_the_state_is_arrays_and_plain_values(codec: str) -> None:
 
 @settings(max_examples=100)
 @given(codec=st.sampled_from(EXACT), which=st.integers(0), place=st.integers(0), bit=st.integers(0, 7))
-def test_a_flipped_bit_of_any_array_is_noticed(codec: str, which: int, place: int, bit: int) -> None:
+def test_flipped_bit_in_any_array_is_detected(codec: str, which: int, place: int, bit: int) -> None:
     state = pickle.loads(pickle.dumps(state_of(codec)))
     arrays = [leaf for leaf in flatten_state(state).values() if isinstance(leaf, np.ndarray) and leaf.size]
     contents = arrays[which % len(arrays)].reshape(-1).view(np.uint8)
@@ -148,20 +149,20 @@ def test_a_flipped_bit_of_any_array_is_noticed(codec: str, which: int, place: in
         *(({"dropped": 1}, "checksum"), ({"capacity": 10**15}, "checksum")),
         ({"index": np.zeros((9, 2), dtype=">u8")}, "checksum"),
         *(
-            ({"format": version}, rf"has format {version!r}, this version reads {FORMAT_VERSION}; load it")
+            ({"format": version}, rf"has format {version!r}, but this version reads {FORMAT_VERSION}; load it")
             for version in (FORMAT_VERSION + 1, 1, None, "1")
         ),
         *((state, None) for state in (None, 3, [], "text")),
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_another_state_is_refused(change: Any, says: str | None) -> None:
+def test_invalid_state_is_rejected(change: Any, says: str | None) -> None:
     state = {**state_of("patch"), **change} if isinstance(change, dict) else change
     with pytest.raises(CorruptFileError, match=says):
         FrameStore.__new__(FrameStore).__setstate__(state)
 
 
-def test_a_file_of_a_codec_that_is_not_available_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_of_missing_codec_names_the_codec(monkeypatch: pytest.MonkeyPatch) -> None:
     data = pickle.dumps(make_filled_store("patch+lz4", "store"))
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "lz4" else find(name, *rest))
@@ -169,14 +170,14 @@ def test_a_file_of_a_codec_that_is_not_available_is_refused_by_name(monkeypatch:
         pickle.loads(data)
 
 
-# ``save`` and ``load``: in one file, without another copy in memory.
+# ``save`` and ``load`` use one file and no copy in memory.
 
 
 @pytest.mark.parametrize(
     ("codec", "kind", "where"),
     [("raw", "store", "memory"), ("patch", "adaptive", "disk"), ("patch+lz4", "store", "disk")],
 )
-def test_what_was_saved_is_loaded(tmp_path: Path, codec: str, kind: str, where: str) -> None:
+def test_loaded_store_equals_saved_store(tmp_path: Path, codec: str, kind: str, where: str) -> None:
     for n_steps in (0, 200):
         options = {"storage_dir": tmp_path / f"folder{n_steps}"} if where == "disk" else {}
         plain = ReferenceStore(60, 2, GRAY)
@@ -195,7 +196,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path, codec: str, kind: str, where: 
 
 
 class Counted(io.RawIOBase):
-    """Counts what is written to it."""
+    """File that counts the bytes written to it."""
 
     written = 0
 
@@ -217,7 +218,7 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 load_kernels()
-Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
+Path("/proc/self/clear_refs").write_text("5")  # resets the peak
 before = resident()
 loaded = FrameStore.load(sys.argv[1])
 (peak,) = [line.split()[1] for line in Path("/proc/self/status").open() if line.startswith("VmHWM")]
@@ -226,7 +227,7 @@ print(loaded.nbytes, resident() - before, int(peak) * 1024 - before)
 
 
 @pytest.mark.slow
-def test_neither_saving_nor_loading_takes_a_second_copy(tmp_path: Path) -> None:
+def test_save_and_load_make_no_copy_in_memory(tmp_path: Path) -> None:
     layout = StackLayout((2, 64, 64), np.dtype(np.uint8), 2, 0)
     large = FrameStore(6000, 1, layout, codec="patch+lz4", block_length=8)
     noise = np.random.default_rng(0).integers(256, size=(3000, 64, 64), dtype=np.uint8)
@@ -240,7 +241,7 @@ def test_neither_saving_nor_loading_takes_a_second_copy(tmp_path: Path) -> None:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert 16e6 < file.written < 1.05 * large.nbytes  # it is as large as what is held
+    assert 16e6 < file.written < 1.05 * large.nbytes  # as large as the store
     assert peak < 0.05 * file.written
     large.save(tmp_path / "checkpoint")
     command = [sys.executable, "-c", PEAK, tmp_path / "checkpoint"]
@@ -252,21 +253,21 @@ def test_neither_saving_nor_loading_takes_a_second_copy(tmp_path: Path) -> None:
 
 
 class Evil:
-    """Unpickled, it would run a program."""
+    """Object that runs code when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return print, ("executed",)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", pickle.dumps([1]), pickle.dumps(Evil())], ids=str)
-def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_file_is_rejected(tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(CorruptFileError, match=re.escape(f"{tmp_path}/file ")):
         FrameStore.load(tmp_path / "file")
     assert capsys.readouterr().out == ""
 
 
-def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+def test_failed_save_leaves_the_previous_file(tmp_path: Path) -> None:
     store = make_filled_store("raw", "store")
     store.save(tmp_path / "file")
     before = (tmp_path / "file").read_bytes()

@@ -1,4 +1,4 @@
-"""Ctrl-C at every step of every call of a store: what it holds is what it held before, or what it holds after."""
+"""Ctrl-C at any step of a call leaves a store as before or as after the call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rl_ext_core.frames import FrameStore
-from tests.core.frames.disk_toys import LAYOUT, N_ENVS, transition
+from tests.core.frames.disk_helpers import LAYOUT, N_ENVS, transition
 from tests.interrupts import interrupt_everywhere
 
 CODE_PATHS = ("rl_ext_core/frames/", "rl_ext_core/_interrupts.py")
@@ -33,7 +33,7 @@ def fill(store: Any, *numbers: int) -> Any:
 
 
 def read_numbers(store: Any) -> list[int]:
-    """The numbers of the transitions that it holds, all of which are read, by another thread."""
+    """Read all transitions in another thread, and return their numbers."""
     found: list[int] = []
 
     def read() -> None:
@@ -53,7 +53,7 @@ def read_numbers(store: Any) -> list[int]:
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     reader.join(60)
-    assert not reader.is_alive(), "its lock is still held"
+    assert not reader.is_alive(), "the store is still locked"
     assert len(found) == store.size
     return found
 
@@ -62,8 +62,8 @@ def save(store: Any, folder: Path) -> None:
     store.save(folder / "saved")
 
 
-# What is called, how many transitions are there before, and whether it is for folders only. The ring is full with 12;
-# an adaptive store looks at what is there when it has seen 8 and 16; every fourth frame begins a block.
+# Calls, and the number of transitions before them. The ring is full with 12 transitions. An adaptive store chooses its
+# encoding after 8 and 16 of them. Every fourth frame starts a block.
 CALLS: dict[str, tuple[Callable[[Any, Path], Any], int]] = {
     "append": (lambda store, _: fill(store, 30), 5),
     "append to a block that is full": (lambda store, _: fill(store, 30), 7),
@@ -92,7 +92,7 @@ EVERY = [pytest.param(1, marks=pytest.mark.exhaustive), 31]
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("kind", ["patch", "adaptive", "in a folder", "adaptive in a folder"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_store_is_as_before_the_call_or_as_after_it(name: str, kind: str, every: int, tmp_path: Path) -> None:
+def test_interrupted_call_leaves_state_before_or_after(name: str, kind: str, every: int, tmp_path: Path) -> None:
     call, there = CALLS[name]
     number, stores = 0, []
     codec = "adaptive" if kind.startswith("adaptive") else "patch+lz4" if kind == "in a folder" else "patch"
@@ -103,7 +103,7 @@ def test_a_store_is_as_before_the_call_or_as_after_it(name: str, kind: str, ever
         folder = tmp_path / str(number)
         store = fill(make(codec, folder / "store" if "folder" in kind else None), *range(there))
         folder.mkdir(exist_ok=True)
-        stores[:] = [(store, folder)]  # the one before is not kept: an exhaustive run makes thousands
+        stores[:] = [(store, folder)]  # replaces the previous store, because an exhaustive run makes thousands
         return lambda: call(store, folder)
 
     before = read_numbers(stores[-1][0]) if prepare() else []
@@ -119,7 +119,7 @@ def test_a_store_is_as_before_the_call_or_as_after_it(name: str, kind: str, ever
         saved_or_not.add(saved.exists())
         if saved.exists():
             assert read_numbers(type(store).load(saved)) == before, where
-        fill(store, 40, 41, 42, 43, 44)  # somebody who goes on
+        fill(store, 40, 41, 42, 43, 44)  # the store can still be used
         found = [*found, 40, 41, 42, 43, 44][-CAPACITY:]
         assert read_numbers(store) == found, where
         if "folder" in kind:
@@ -135,7 +135,7 @@ def test_a_store_is_as_before_the_call_or_as_after_it(name: str, kind: str, ever
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("kind", ["adaptive", "patch"])
 @pytest.mark.parametrize("name", ["open", "close", "make"])
-def test_a_folder_is_open_or_closed(name: str, kind: str, every: int, tmp_path: Path) -> None:
+def test_interrupted_open_or_close_leaves_a_usable_folder(name: str, kind: str, every: int, tmp_path: Path) -> None:
     number, there, opened = 0, [] if name == "make" else list(range(2, 14)), []
 
     def prepare() -> Callable[[], Any]:
@@ -162,7 +162,7 @@ def test_a_folder_is_open_or_closed(name: str, kind: str, every: int, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["patch", "adaptive"])
-def test_a_file_that_was_being_read_can_be_read(kind: str, tmp_path: Path) -> None:
+def test_interrupted_load_can_be_repeated(kind: str, tmp_path: Path) -> None:
     store = fill(make(kind, None), *range(14))
     store.save(tmp_path / "saved")
     for where in interrupt_everywhere(

@@ -1,4 +1,4 @@
-"""The compiled loops: compiled anew when they change, wherever numba may keep them, and never out of bounds."""
+"""Kernels: compilation cache, bounds of memory access, and interrupted compilation."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from pathlib import Path
 
 import pytest
 
-from rl_ext_core.frames import decode, machine
+from rl_ext_core.frames import decode, kernel_primitives
 
-FOLDER = Path(machine.__file__).parent
+FOLDER = Path(kernel_primitives.__file__).parent
 
 
-def test_a_changed_source_is_compiled_anew(tmp_path: Path) -> None:
+def test_changed_source_is_compiled_again(tmp_path: Path) -> None:
     sources = sorted(FOLDER.glob("*.py"))
     for path in sources:
         shutil.copy(path, tmp_path)
-    digests = {machine.sources_digest(tmp_path)}
-    assert digests == {machine._DIGEST}
+    digests = {kernel_primitives.sources_digest(tmp_path)}
+    assert digests == {kernel_primitives._DIGEST}
     for path in sources:
         with (tmp_path / path.name).open("a") as source:
             source.write("\n")
-        digests.add(machine.sources_digest(tmp_path))
+        digests.add(kernel_primitives.sources_digest(tmp_path))
     assert len(digests) == 1 + len(sources)
-    assert decode.decode_batch._cache._cache_file._source_stamp[1] == machine._DIGEST
+    assert decode.decode_batch._cache._cache_file._source_stamp[1] == kernel_primitives._DIGEST
 
 
 BOUNDS = """
 import ctypes, mmap
 import numpy as np
 from rl_ext_core.frames import FrameStore, StackLayout
-from rl_ext_core.testing import PlainStore, check_contents, transitions
+from rl_ext_core.testing import ReferenceStore, make_transitions
 
 libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
 pages = []
@@ -48,7 +48,7 @@ def guarded(like):
     array[:] = like
     return array
 
-def arranged(stacks):
+def guard_stacks(stacks):
     if stacks.flags.c_contiguous:
         return guarded(stacks)
     return np.moveaxis(guarded(np.ascontiguousarray(np.moveaxis(stacks, 1, -1))), -1, 1)
@@ -62,10 +62,10 @@ for shape, dtype, n_stack, axis in (
     for codec, bound in (("raw", 0), ("patch", 0), ("patch+lz4", 0), ("patch", 4), ("patch+lz4", 4)):
         bound *= dtype == "u1"
         store = FrameStore(9, 2, layout, codec=codec, block_length=4, max_error=bound)
-        plain = PlainStore(9, 2, layout)
-        for step in transitions(layout, n_steps=25, contents="mixed", odd=0.1, transposed=0.3):
+        plain = ReferenceStore(9, 2, layout)
+        for step in make_transitions(layout, n_steps=25, contents="mixed", odd=0.1, transposed=0.3):
             plain.append(*step)
-            store.append(*map(arranged, step))
+            store.append(*map(guard_stacks, step))
         rows, envs = np.arange(18) % 9, np.arange(18) // 9
         outs = [guarded(np.zeros((18, *shape), dtype)) for _ in range(2)]
         store.get(rows, envs, *outs)
@@ -76,25 +76,25 @@ for shape, dtype, n_stack, axis in (
 
 
 @pytest.mark.slow
-def test_nothing_is_read_or_written_beyond_what_the_caller_gave() -> None:
-    """In a process of its own, because what is behind the arrays there kills the one that touches it."""
+def test_kernels_stay_within_the_arrays() -> None:
+    """The arrays end at protected pages, so that any access beyond them kills the process."""
     done = subprocess.run([sys.executable, "-c", BOUNDS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-# In processes of their own: where the first use is interrupted, and where numba cannot keep what it compiles.
+# Tests in new processes: interrupted first use, and failures of the compilation cache.
 
 COPY = """
 import logging
 import numpy as np
 
 logging.basicConfig(format="LOG %(levelname)s %(message)s")
-from rl_ext_core.frames.machine import sum_rows
+from rl_ext_core.frames.kernel_primitives import sum_rows
 
 source, sums = np.arange(99, dtype=np.uint8), np.zeros(1, np.uint32)
 sum_rows(np.array([source.ctypes.data], np.uint64), np.array([99]), np.zeros(1, np.int64), sums)
 assert sums[0] > 0
-from rl_ext_core.frames import decode  # others: nothing is said again
+from rl_ext_core.frames import decode  # more kernels, without a second warning
 print("works")
 """
 NO_FOLDER = "from numba.core.caching import FunctionCache\nFunctionCache._impl_class._locator_classes = []\n"
@@ -102,7 +102,7 @@ FULL_DISK = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\
 
 
 def _run(code: str, *command: str, cwd: str | None = None, **environ: str) -> str:
-    """Run a program that has to print that it works; return its errors."""
+    """Run a program that must print "works", and return its errors."""
     paths = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PATH": os.environ["PATH"]}
     started = [*command, sys.executable, "-B", "-c", code]
     done = subprocess.run(started, env={**paths, **environ}, cwd=cwd, capture_output=True, text=True, timeout=600)
@@ -115,7 +115,7 @@ import signal
 import numpy as np
 from rl_ext_core.frames import FrameStore, StackLayout
 
-signal.signal(signal.SIGALRM, signal.default_int_handler)  # what Ctrl-C does
+signal.signal(signal.SIGALRM, signal.default_int_handler)  # raises KeyboardInterrupt, like Ctrl-C
 rng = np.random.default_rng(0)
 frames = [rng.integers(1, 255, (20, 20), dtype=np.uint8) for _ in range(64)]
 stacks = [np.stack(frames[start : start + 4])[None] for start in range(60)]
@@ -139,7 +139,7 @@ print("works")
 
 
 @pytest.mark.slow
-def test_who_interrupts_the_first_use_and_goes_on_loses_nothing() -> None:
+def test_interrupted_first_use_loses_nothing() -> None:
     _run(INTERRUPTED)
 
 
@@ -158,18 +158,18 @@ as_root = pytest.mark.skipif(
         pytest.param("a user without a home", marks=[pytest.mark.slow, as_root]),
     ],
 )
-def test_without_a_cache_it_compiles_and_says_so_once(trouble: str, tmp_path: Path) -> None:
-    if trouble == "a user without a home":  # as in a container
-        nobody = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-        said = _run(COPY, *nobody, HOME="/nonexistent", cwd="/")
+def test_missing_cache_warns_once(trouble: str, tmp_path: Path) -> None:
+    if trouble == "a user without a home":  # as in some containers
+        command = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+        errors = _run(COPY, *command, HOME="/nonexistent", cwd="/")
     else:
-        if trouble == "a damaged cache":  # its index is where a folder is: it cannot be read, nor written
+        if trouble == "a damaged cache":  # its index files are folders, so that they cannot be read or written
             _run(COPY, NUMBA_CACHE_DIR=str(tmp_path))
             for index in tmp_path.rglob("*.nbi"):
                 index.unlink()
                 index.mkdir()
         before = {"no folder": NO_FOLDER, "a full disk": FULL_DISK}.get(trouble, "")
-        said = _run(before + COPY, NUMBA_CACHE_DIR=str(tmp_path))
-    assert said.count("LOG WARNING") == 1
-    assert "numba cannot keep what it compiles" in said
-    assert "NUMBA_CACHE_DIR" in said
+        errors = _run(before + COPY, NUMBA_CACHE_DIR=str(tmp_path))
+    assert errors.count("LOG WARNING") == 1
+    assert "numba cannot cache compiled functions" in errors
+    assert "NUMBA_CACHE_DIR" in errors

@@ -1,4 +1,4 @@
-"""Within the bound: every pixel of every sample. JPEG by choice: images come back nearly as they were."""
+"""Lossy stores: each pixel is within ``max_error``, and JPEG images are close to the original ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDe
 from rl_ext_core.frames import FrameStore, StackLayout, arrays, bounded, codec_names, get_codec, patch
 from rl_ext_core.testing import LAYOUTS as TEST_LAYOUTS
 from rl_ext_core.testing import ReferenceStore, make_transitions
-from tests.core.frames.disk_toys import append_all, drifting_transitions, read_all, max_abs_error
+from tests.core.frames.disk_helpers import append_all, drifting_transitions, max_abs_error, read_all
 
 IMAGES = [layout for layout in TEST_LAYOUTS if layout.dtype == np.uint8]
 CODECS = ["patch", "patch+lz4"]
@@ -49,7 +49,7 @@ episodes_drawn = st.fixed_dictionaries(
     options=options_drawn,
     episodes=st.lists(episodes_drawn, min_size=1, max_size=3),
 )
-def test_every_pixel_is_within_the_bound(layout: StackLayout, options: Any, episodes: list[dict[str, Any]]) -> None:
+def test_each_pixel_is_within_max_error(layout: StackLayout, options: Any, episodes: list[dict[str, Any]]) -> None:
     plain = ReferenceStore(20, 2, layout)
     store = FrameStore(20, 2, layout, **options)
     for episode in episodes:
@@ -64,18 +64,18 @@ def test_every_pixel_is_within_the_bound(layout: StackLayout, options: Any, epis
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("codec", "layout", "bound"), [("patch", RGB, 1), ("patch+lz4", RGB_LAST, 4)], ids=str)
-def test_errors_do_not_add_up_while_a_picture_drifts(codec: str, layout: StackLayout, bound: int) -> None:
+def test_errors_do_not_add_up_in_drifting_images(codec: str, layout: StackLayout, bound: int) -> None:
     plain, store = ReferenceStore(300, 2, layout), FrameStore(300, 2, layout, codec=codec, max_error=bound)
     append_all((plain, store), drifting_transitions(layout, 300, speed=0))
     made, true = read_all(store, plain)
-    assert np.abs(made - true).max() == bound  # it is made use of
+    assert np.abs(made - true).max() == bound  # the bound is used
     exact = FrameStore(300, 2, layout, codec=codec)
     append_all((exact,), drifting_transitions(layout, 300, speed=0))
     assert store.nbytes < 0.7 * exact.nbytes
 
 
-def test_frames_are_shared_by_their_true_pixels_not_by_the_decoded_ones() -> None:
-    """Two stacks that differ by less than the bound are two stacks."""
+def test_only_equal_frames_are_shared() -> None:
+    """Stacks that differ by less than the bound are stored separately."""
     rng = np.random.default_rng(0)
     plain, store = ReferenceStore(30, 1, RGB), FrameStore(30, 1, RGB, codec="patch", max_error=10)
     stack = rng.integers(20, 200, size=(1, *RGB.shape)).astype(np.uint8)
@@ -85,7 +85,7 @@ def test_frames_are_shared_by_their_true_pixels_not_by_the_decoded_ones() -> Non
         store.append(stack, after)
         stack = after.copy()
         if step % 3 == 0:
-            stack[:, :, 0, 0] += 3  # within the bound of what is stored, but not what was given
+            stack[:, :, 0, 0] += 3  # within the bound, but not equal to the added stack
     assert store._pool._arrays["head"][arrays.FRAMES] == (1 + 10) * RGB.n_stack + 30
     assert max_abs_error(store, plain) <= 10
 
@@ -96,7 +96,7 @@ def adaptive(plain: ReferenceStore, **options: Any) -> FrameStore:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("codec", "n_stack"), [("auto", None), ("patch+lz4", 3)])
-def test_an_adaptive_store_finds_the_stack_before_it_loses_anything(codec: str, n_stack: int | None) -> None:
+def test_adaptive_store_is_exact_until_it_knows_the_layout(codec: str, n_stack: int | None) -> None:
     plain = ReferenceStore(200, 2, RGB)
     store, exact = (adaptive(plain, codec=codec, n_stack=n_stack, max_error=bound) for bound in (4, 0))
     for step, transition in enumerate(drifting_transitions(RGB, 200)):
@@ -122,12 +122,12 @@ ARGUMENT, TYPE = InvalidArgumentError, InvalidTypeError
     [
         ({"max_error": -1}, ARGUMENT, "max_error=-1 must be from 0"),
         ({"max_error": 128}, ARGUMENT, "max_error=128 must be from 0"),
-        ({"max_error": 1.5}, TYPE, "max_error=1.5 must be a whole number"),
+        ({"max_error": 1.5}, TYPE, "max_error=1.5 must be an integer"),
         ({"max_error": 4, "codec": "raw"}, ARGUMENT, r"max_error=4 has no .*'raw'.*use codec='patch', 'patch\+lz4' or"),
         ({"max_error": 4, "dtype": np.float32}, TYPE, "is for frames of dtype uint8, got float32"),
         ({"quality": 80, "codec": "raw"}, ARGUMENT, "quality=80 is for codec='jpeg' only"),
         ({"codec": "jpeg", "quality": 0}, ARGUMENT, "quality=0 must be from 1 to 100"),
-        ({"codec": "jpeg", "quality": 9.5}, TYPE, "quality=9.5 must be a whole number"),
+        ({"codec": "jpeg", "quality": 9.5}, TYPE, "quality=9.5 must be an integer"),
         ({"codec": "jpeg", "shape": (4, 40, 40), "dtype": "f4"}, TYPE, "stores images of dtype uint8, got float32"),
         ({"codec": "jpeg", "shape": (9, 40, 40), "n_stack": 1}, ARGUMENT, r"1 or 3 channels, got .* \(9, 40, 40\)"),
         ({"codec": "jpeg", "shape": (8, 40, 40)}, ARGUMENT, r"shape \(2, 40, 40\) \(4 in an observation"),
@@ -135,7 +135,7 @@ ARGUMENT, TYPE = InvalidArgumentError, InvalidTypeError
         ({"codec": "jpeg", "shape": (2, 3, 40, 40), "n_stack": 2}, ARGUMENT, "1 or 3 channels"),
     ],
 )
-def test_what_cannot_be_bounded_or_is_no_image_is_refused(options: dict[str, Any], error: Any, text: str) -> None:
+def test_invalid_lossy_options_are_rejected(options: dict[str, Any], error: Any, text: str) -> None:
     described = {"shape": (4, 30, 30), "dtype": np.uint8, "n_stack": 4} | options
     shape, dtype, n_stack = (described.pop(name) for name in ("shape", "dtype", "n_stack"))
     with pytest.raises(error, match=f"(?s){text}"):
@@ -146,7 +146,7 @@ def test_what_cannot_be_bounded_or_is_no_image_is_refused(options: dict[str, Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", range(65_530, 65_540))
-def test_the_longest_patches_are_not_taken_for_packed_frames(size: int) -> None:
+def test_longest_patches_are_not_treated_as_packed_frames(size: int) -> None:
     n_runs, n_bytes = 400, 200_000
     lengths = np.full(n_runs, (size - 2 * n_runs - 2) // n_runs)
     lengths[: (size - 2 * n_runs - 2) % n_runs] += 1
@@ -162,7 +162,7 @@ def test_the_longest_patches_are_not_taken_for_packed_frames(size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"codec": "patch+lz4", "max_error": 4}, {"codec": "jpeg"}], ids=str)
-def test_on_disk_it_is_found_again_as_it_was(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_reopened_lossy_folder_returns_equal_frames(tmp_path: Path, options: dict[str, Any]) -> None:
     plain = ReferenceStore(200, 2, RGB)
     store = adaptive(plain, storage_dir=tmp_path / "there", **options)
     append_all((plain, store), drifting_transitions(RGB, 250))
@@ -187,7 +187,7 @@ JPEGS = [
 ]
 
 
-def test_it_is_never_chosen_and_is_refused_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jpeg_is_never_chosen_and_raises_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "jpeg" in codec_names()
     find = importlib.util.find_spec
     monkeypatch.setattr(
@@ -203,7 +203,7 @@ def test_it_is_never_chosen_and_is_refused_by_name_where_it_is_missing(monkeypat
 
 @pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("layout", JPEGS, ids=str)
-def test_an_adaptive_store_finds_the_stack_and_goes_over_to_jpeg(layout: StackLayout) -> None:
+def test_adaptive_store_changes_to_jpeg_after_detection(layout: StackLayout) -> None:
     plain = ReferenceStore(150, 2, layout)
     store = FrameStore.adaptive(150, 2, layout.shape, layout.dtype, codec="jpeg", quality=90)
     for step, transition in enumerate(drifting_transitions(layout, 150)):

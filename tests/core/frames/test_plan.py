@@ -1,4 +1,4 @@
-"""Plans: measured figures are those of the stores, estimates say that they are, and budgets are kept."""
+"""Plans: measured and estimated costs, budgets, environments, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.frames import FrameStore, StackLayout, plan, planning
 from rl_ext_core.frames.planning import parse_bytes
 from rl_ext_core.resources import available_memory
-from tests.core.frames.disk_toys import drifting_transitions
+from tests.core.frames.disk_helpers import drifting_transitions
 
 LAYOUT = StackLayout((9, 24, 28), np.dtype(np.uint8), 3, 0)
 SB3 = "SB3 ReplayBuffer"
 
 
 def observations(n: int = 200) -> npt.NDArray[Any]:
-    """Consecutive stacks of one environment."""
+    """Return consecutive stacks of one environment."""
     return np.stack([before[0] for before, _ in drifting_transitions(LAYOUT, n, n_envs=1)])
 
 
 class ToyEnv(gym.Env[Any, Any]):
-    """Something to look at, of 48×48 RGB. What a step changes depends on where in an episode it is."""
+    """Environment with 48×48 RGB observations, whose changes depend on the time in the episode."""
 
     action_space = gym.spaces.Discrete(4)
     observation_space: gym.Space[Any] = gym.spaces.Box(0, 255, (48, 48, 3), np.uint8)
@@ -59,7 +59,7 @@ class ToyEnv(gym.Env[Any, Any]):
 
 
 class Film(ToyEnv):
-    """A bright square that moves over a grey picture, which changes in place, as some environments do it."""
+    """A bright square that moves over a gray picture. The environment returns the same array at each step."""
 
     observation_space = gym.spaces.Box(0, 255, (80, 100, 3), np.uint8)
     length = 40
@@ -74,7 +74,7 @@ class Film(ToyEnv):
 
 
 class Track(ToyEnv):
-    """A view that zooms in at first, then moves over grass or rests, for long each: CarRacing under random actions."""
+    """Imitation of CarRacing with random actions: a view that zooms in, and then moves or rests for long times."""
 
     length = 400
 
@@ -89,7 +89,7 @@ class Track(ToyEnv):
         return self.ground[self.place : self.place + 48 * step : step, : 48 * step : step].copy()
 
 
-def test_what_is_measured_is_what_a_store_takes() -> None:
+def test_measured_costs_match_a_store() -> None:
     frames = observations(600)
     found = plan(LAYOUT.shape, 1000, frames=frames, codecs=["patch", {"codec": "patch", "max_error": 4}, "raw"])
     assert found.measured
@@ -106,7 +106,7 @@ def test_what_is_measured_is_what_a_store_takes() -> None:
 
 
 @pytest.mark.parametrize("optimize", [False, True])
-def test_rows_are_compared_with_what_stable_baselines3_takes(optimize: bool) -> None:
+def test_baseline_rows_match_stable_baselines3(optimize: bool) -> None:
     from gymnasium import spaces
     from stable_baselines3.common.buffers import ReplayBuffer
 
@@ -120,7 +120,7 @@ def test_rows_are_compared_with_what_stable_baselines3_takes(optimize: bool) -> 
     assert found.row(SB3).times_less == 1
 
 
-def test_estimates_are_marked_as_such_with_their_range() -> None:
+def test_estimates_are_marked_and_have_a_range() -> None:
     found = plan((100, 100, 9), 1_000_000)
     assert not found.measured
     assert found.n_stack == 3
@@ -134,12 +134,12 @@ def test_estimates_are_marked_as_such_with_their_range() -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
-def test_the_likely_stack_is_guessed() -> None:
+def test_n_stack_is_guessed_from_the_shape() -> None:
     for shape, n_stack in (((100, 100, 9), 3), ((9, 84, 84), 3), ((4, 84, 84), 4), ((84, 84, 12), 4), ((84, 84, 3), 1)):
         assert plan(shape, 1000).n_stack == n_stack
 
 
-def test_without_a_budget_the_free_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_budget_is_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan((84, 84, 4), 1000)
     free = available_memory()
     assert free is None or found.budget == pytest.approx(free, rel=0.2)
@@ -154,7 +154,7 @@ def test_without_a_budget_the_free_memory_counts(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_an_environment_is_played_and_closed_if_it_was_made_here() -> None:
+def test_env_is_stepped_and_closed_if_plan_created_it() -> None:
     env = Film()
     plan((80, 100, 3), 1000, env=env, steps=150, codecs=["raw"])
     assert env.closed == 0
@@ -173,7 +173,7 @@ def test_an_environment_is_played_and_closed_if_it_was_made_here() -> None:
 
 
 def random_transitions(env: ToyEnv) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-    """What a random policy sees, as buffers get it: channel-first."""
+    """Generate channel-first transitions of a random policy."""
     env.action_space.seed(77)
     after, ended = env.reset(seed=77)[0], False
     while True:
@@ -182,8 +182,8 @@ def random_transitions(env: ToyEnv) -> Iterator[tuple[npt.NDArray[Any], npt.NDAr
         yield np.moveaxis(before, -1, 0)[None], np.moveaxis(after, -1, 0)[None]
 
 
-def test_a_plan_is_close_or_says_how_far_off_it_may_be() -> None:
-    """For another seed, and later in the training. Some hundred steps said half, or three times, of what it is."""
+def test_plan_range_contains_the_true_cost() -> None:
+    """The plan is compared with another seed and a later time, where some hundred steps would be far off."""
     ways = ("patch", "patch+lz4", "raw")
     found = plan(None, 1_000_000, env=Track, seed=0, codecs=ways)
     transitions = list(itertools.islice(random_transitions(Track()), 2400))
@@ -199,10 +199,10 @@ def test_a_plan_is_close_or_says_how_far_off_it_may_be() -> None:
         low, high = row.range
         assert low <= row.bytes_a_transition <= high
         assert low * 0.85 <= truth <= high * 1.15, (codec, truth, row.bytes_a_transition, row.range)
-        assert high / low < 3  # a range that says everything says nothing
+        assert high / low < 3  # a wider range would be useless
 
 
-def test_it_plays_until_the_figures_are_known_and_no_longer() -> None:
+def test_number_of_steps_depends_on_the_variance() -> None:
     even, uneven = (plan(None, 1000, env=env, codecs=["patch"]) for env in (Film, Track))
     steps = [int(found.source.split(", ")[1].split()[0]) for found in (even, uneven)]
     assert 600 <= steps[0] < 700
@@ -215,7 +215,7 @@ def test_it_plays_until_the_figures_are_known_and_no_longer() -> None:
 
 
 class BrokenEnv(Film):
-    """Fails, gives another shape than it says, or gives no array."""
+    """Environment that fails, returns a wrong shape, or has a Dict space."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -232,11 +232,11 @@ class BrokenEnv(Film):
     ("how", "error", "text"),
     [
         ("fails", ZeroDivisionError, "of its own"),
-        ("shape", EnvironmentOutputError, r"shape \(3, 3\), its observation_space says \(80, 100, 3\)"),
+        ("shape", EnvironmentOutputError, r"shape \(3, 3\), but its observation_space has shape \(80, 100, 3\)"),
         ("dict", InvalidTypeError, "observation_space is Dict"),
     ],
 )
-def test_an_environment_that_is_wrong_is_named_and_closed(how: str, error: type[Exception], text: str) -> None:
+def test_broken_env_is_named_and_closed(how: str, error: type[Exception], text: str) -> None:
     env = BrokenEnv(how)
     with pytest.raises(error, match=text):
         plan(None, 1000, env=lambda: env, steps=150)
@@ -257,20 +257,20 @@ def test_an_environment_that_is_wrong_is_named_and_closed(how: str, error: type[
         (
             {"shape": (80, 100, 7), "size": 1, "env": Film},
             InvalidArgumentError,
-            r"Film gives arrays of shape \(80, 100",
+            r"Film has arrays of shape \(80, 100",
         ),
-        ({"shape": None, "size": 1, "env": 3}, InvalidTypeError, "env=3 is neither a gymnasium environment"),
+        ({"shape": None, "size": 1, "env": 3}, InvalidTypeError, "env=3 is not a gymnasium.Env"),
         ({"shape": None, "size": 1, "env": Film, "frames": [1]}, InvalidArgumentError, "exclude each other"),
-        ({"shape": (84, 84, 4), "size": 1, "codecs": ["zstd"]}, InvalidArgumentError, "there is no estimate for"),
-        ({"shape": (84, 84, 4), "size": 1, "codecs": [{"level": 3}]}, InvalidArgumentError, "known are codec"),
+        ({"shape": (84, 84, 4), "size": 1, "codecs": ["zstd"]}, InvalidArgumentError, "which has no estimate"),
+        ({"shape": (84, 84, 4), "size": 1, "codecs": [{"level": 3}]}, InvalidArgumentError, "expected codec"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(arguments: dict[str, Any], error: Any, text: str) -> None:
+def test_invalid_arguments_are_rejected(arguments: dict[str, Any], error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         plan(**arguments)
 
 
-def test_it_is_fit_for_json() -> None:
+def test_plan_as_dict_is_valid_json() -> None:
     found = plan(None, 1000, frames=np.zeros((200, 30, 30, 3), np.uint8))
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["size"] == 1000
     moving = plan(LAYOUT.shape, 1000, frames=observations(), codecs=["raw", {"codec": "patch", "max_error": 4}])
@@ -279,7 +279,7 @@ def test_it_is_fit_for_json() -> None:
 
 
 @pytest.mark.slow
-def test_a_plot_is_written_and_shown_to_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_plot_writes_a_file_without_pyplot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = plan((100, 100, 9), 1_000_000)
     found.plot(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
@@ -289,9 +289,9 @@ def test_a_plot_is_written_and_shown_to_nobody(monkeypatch: pytest.MonkeyPatch, 
         found.plot(tmp_path / "memory.png")
 
 
-def test_sizes_are_read_as_people_write_them() -> None:
+def test_parse_bytes_accepts_common_units() -> None:
     for text, n_bytes in (("4GB", 4 * 10**9), ("512 MiB", 2**29), ("1e9", 10**9), ("1.5k", 1500), ("2tib", 2 << 40)):
         assert parse_bytes(text) == n_bytes
     for text in ("", "GB", "-4GB", "4XB", "1.2.3", "0", "1e999", "nan"):
-        with pytest.raises(InvalidArgumentError, match="is no size; for example 4GB"):
+        with pytest.raises(InvalidArgumentError, match="is not a size; for example 4GB"):
             parse_bytes(text)

@@ -1,4 +1,4 @@
-"""What was appended comes back bit for bit, whatever happens in between; what cannot be done is refused."""
+"""Observations of a store equal the added ones bit for bit, and invalid calls are rejected."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from rl_ext_core.frames.arrays import FRAMES
 from rl_ext_core.frames.layout import find_layout
 from rl_ext_core.frames.region import allocate
 from rl_ext_core.testing import CONTENTS, LAYOUTS, ReferenceStore, check_contents, make_transitions
-from tests.core.frames.disk_toys import append_all
+from tests.core.frames.disk_helpers import append_all
 
 GRAY, RGB = LAYOUTS[0], LAYOUTS[2]
 CODECS = ["raw", "patch", "patch+lz4"]
-# A few, because compiled loops are made anew for no type but these.
+# Few dtypes, to save compilation time.
 DTYPES = [np.uint8, np.uint16, np.float32, np.float64]
 BUDGET = 100_000
 
@@ -37,12 +37,10 @@ BUDGET = 100_000
 @st.composite
 def layouts(draw: st.DrawFn) -> StackLayout:
     n_stack, channels = draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 2, 3]))
-    free_stream_buffers = draw(st.lists(st.integers(1, 9), min_size=0, max_size=2))
+    others = draw(st.lists(st.integers(1, 9), min_size=0, max_size=2))
     first = draw(st.booleans())
-    shape = [n_stack * channels, *free_stream_buffers] if first else [*free_stream_buffers, n_stack * channels]
-    return StackLayout(
-        tuple(shape), np.dtype(draw(st.sampled_from(DTYPES))), n_stack, 0 if first else len(free_stream_buffers)
-    )
+    shape = [n_stack * channels, *others] if first else [*others, n_stack * channels]
+    return StackLayout(tuple(shape), np.dtype(draw(st.sampled_from(DTYPES))), n_stack, 0 if first else len(others))
 
 
 @st.composite
@@ -65,7 +63,7 @@ def save_and_load(store: Any) -> Any:
 
 @settings(max_examples=120 if "CI" in os.environ else 25)
 @given(data=st.data(), layout=layouts(), capacity=st.integers(1, 40), n_envs=st.integers(1, 4))
-def test_a_store_equals_plain_arrays(data: st.DataObject, layout: StackLayout, capacity: int, n_envs: int) -> None:
+def test_store_returns_added_transitions(data: st.DataObject, layout: StackLayout, capacity: int, n_envs: int) -> None:
     codec = data.draw(st.sampled_from(CODECS))
     length = data.draw(st.sampled_from([1, 2, 4, 16, 64]))
     plain = ReferenceStore(capacity, n_envs, layout)
@@ -93,8 +91,8 @@ def test_a_store_equals_plain_arrays(data: st.DataObject, layout: StackLayout, c
 
 @settings(max_examples=60 if "CI" in os.environ else 20)
 @given(layout=layouts(), steps=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60))
-def test_frames_that_recur_are_never_confused(layout: StackLayout, steps: list[tuple[int, bool]]) -> None:
-    """Few different images, so that stacks often continue each other by chance."""
+def test_recurring_frames_are_not_confused(layout: StackLayout, steps: list[tuple[int, bool]]) -> None:
+    """The images repeat, so that stacks often continue each other by chance."""
     rng = np.random.default_rng(0)
     images = rng.integers(256, size=(6, *layout.shape)).astype(layout.dtype)
     images[0], images[1] = 0, images[2]
@@ -109,7 +107,7 @@ def test_frames_that_recur_are_never_confused(layout: StackLayout, steps: list[t
 
 
 def check_kept_rows(store: Any, plain: ReferenceStore) -> None:
-    """What is held equals the plain arrays; what was given up reads as zeros."""
+    """Check that stored rows equal the plain arrays, and that dropped rows read as zeros."""
     before, after = plain.observations.copy(), plain.next_observations.copy()
     gone = np.ones(plain.capacity, dtype=bool)
     gone[(store.first + np.arange(store.size)) % store.capacity] = False
@@ -123,7 +121,7 @@ def check_kept_rows(store: Any, plain: ReferenceStore) -> None:
 
 @settings(max_examples=40 if "CI" in os.environ else 10)
 @given(data=st.data(), capacity=st.sampled_from([3, 50, 300]), budget=st.integers(30_000, 200_000))
-def test_a_store_with_a_budget_equals_plain_arrays(data: st.DataObject, capacity: int, budget: int) -> None:
+def test_store_with_max_bytes_returns_newest_transitions(data: st.DataObject, capacity: int, budget: int) -> None:
     store: Any = FrameStore(capacity, 2, GRAY, codec="patch", block_length=4, max_bytes=budget)
     plain = ReferenceStore(capacity, 2, GRAY)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -143,7 +141,7 @@ def test_a_store_with_a_budget_equals_plain_arrays(data: st.DataObject, capacity
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_an_adaptive_store_keeps_within_its_budget(where: str, tmp_path: Path) -> None:
+def test_adaptive_store_respects_max_bytes(where: str, tmp_path: Path) -> None:
     def opened() -> FrameStore:
         folder = tmp_path / "a" if where == "disk" else None
         return FrameStore.adaptive(3000, 2, GRAY.shape, np.uint8, max_bytes=BUDGET, storage_dir=folder)
@@ -163,7 +161,7 @@ def test_an_adaptive_store_keeps_within_its_budget(where: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("codec", "contents"), [("raw", "noise"), ("patch", "sparse"), ("patch+lz4", "noise")])
-def test_memory_does_not_grow_around_the_ring_and_is_less_after_a_rest(codec: str, contents: str) -> None:
+def test_memory_is_constant_in_a_full_ring_and_shrinks_after_free_stream_buffers(codec: str, contents: str) -> None:
     capacity, held = 60, []
     store = FrameStore(capacity, 2, GRAY, codec=codec)
     for step, transition in enumerate(make_transitions(GRAY, n_steps=20 * capacity, contents=contents)):
@@ -176,7 +174,7 @@ def test_memory_does_not_grow_around_the_ring_and_is_less_after_a_rest(codec: st
     assert store.nbytes < held[-1]
 
 
-def test_an_adaptive_store_that_is_cleared_after_a_rest_keeps_what_it_found_out() -> None:
+def test_adaptive_store_keeps_detected_layout_after_clear() -> None:
     store = FrameStore.adaptive(40, 2, GRAY.shape, GRAY.dtype)
     for _ in range(3):
         plain = ReferenceStore(40, 2, GRAY)
@@ -188,8 +186,8 @@ def test_an_adaptive_store_that_is_cleared_after_a_rest_keeps_what_it_found_out(
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_stacks_share_the_frames_that_they_have_in_common(codec: str) -> None:
-    """Also those of another memory order; what was shuffled, or differs by a byte, is stored whole."""
+def test_successive_stacks_share_frames(codec: str) -> None:
+    """Stacks of another memory order share frames too. Shuffled or slightly different stacks are stored whole."""
     steps = list(make_transitions(GRAY, n_steps=90, contents="noise", episode=0))
     stored = {}
     for case in ("as they are", "other memory", "shuffled", "one byte"):
@@ -207,7 +205,7 @@ def test_stacks_share_the_frames_that_they_have_in_common(codec: str) -> None:
     assert stored["as they are"] == stored["other memory"] <= 2 * 91 < min(stored["shuffled"], stored["one byte"])
 
 
-def test_stacks_may_be_deep() -> None:
+def test_stacks_of_255_frames() -> None:
     layout = StackLayout((255, 2, 3), np.dtype(np.uint8), 255, 0)
     plain = ReferenceStore(30, 1, layout)
     stores = [FrameStore(30, 1, layout, codec=codec, block_length=8) for codec in CODECS]
@@ -218,7 +216,7 @@ def test_stacks_may_be_deep() -> None:
         check_contents(store, plain)
 
 
-def test_threads_give_the_same_and_are_not_more_than_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_return_equal_batches_and_do_not_exceed_num_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_PART", 2)
     plain, store = ReferenceStore(60, 2, RGB), FrameStore(60, 2, RGB, codec="patch+lz4", block_length=4)
     append_all((plain, store), make_transitions(RGB, n_steps=100, contents="mixed"))
@@ -236,7 +234,7 @@ def test_threads_give_the_same_and_are_not_more_than_were_asked_for(monkeypatch:
 
 
 @pytest.mark.parametrize("make", [FrameStore, FrameStore.adaptive])
-def test_bad_observations_are_refused_and_change_nothing(make: Any) -> None:
+def test_invalid_observations_are_rejected_without_changes(make: Any) -> None:
     layout = [GRAY] if make is FrameStore else [GRAY.shape, GRAY.dtype]
     plain, store = ReferenceStore(20, 2, GRAY), make(20, 2, *layout)
     append_all((plain, store), make_transitions(GRAY, n_steps=10))
@@ -244,7 +242,7 @@ def test_bad_observations_are_refused_and_change_nothing(make: Any) -> None:
     for bad, error, text in (
         (good[:1], InvalidArgumentError, r"obs has shape \(1, 4, 12, 11\), expected \(2, 4, 12, 11\)"),
         (good[0], InvalidArgumentError, "expected"),
-        (good.astype(np.float64), InvalidTypeError, "obs has dtype float64, which does not fit into uint8"),
+        (good.astype(np.float64), InvalidTypeError, "obs has dtype float64, which cannot be converted to uint8"),
     ):
         with pytest.raises(error, match=text):
             store.append(bad, good)
@@ -266,17 +264,17 @@ def test_bad_observations_are_refused_and_change_nothing(make: Any) -> None:
         ({"block_length": 12}, "block_length=12 is not a power of two"),
         ({"block_length": 0}, "block_length=0"),
         *(
-            ({"max_bytes": budget}, f"max_bytes={budget:,} is too little for 2 .* pass at least")
+            ({"max_bytes": budget}, f"max_bytes={budget:,} is too little for n_envs=2 .* pass at least")
             for budget in (0, 1000)
         ),
     ],
 )
-def test_bad_sizes_are_refused(options: dict[str, int], text: str) -> None:
+def test_invalid_sizes_are_rejected(options: dict[str, int], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         FrameStore(**{"capacity": 100, "n_envs": 2, "layout": GRAY, **options})
 
 
-def test_places_and_counts_that_do_not_exist_are_refused() -> None:
+def test_invalid_rows_envs_and_counts_are_rejected() -> None:
     store = FrameStore(20, 2, GRAY)
     append_all((store,), make_transitions(GRAY, n_steps=15))
     for row in (-1, 20, 2**40):
@@ -285,12 +283,12 @@ def test_places_and_counts_that_do_not_exist_are_refused() -> None:
             with pytest.raises(InvalidArgumentError, match=str(row)):
                 store.get(*places, np.zeros((3, *GRAY.shape), dtype=np.uint8))
     for count, skip_or_fail in itertools.product((-1, 16), (store.drop_oldest, store.drop_newest)):
-        with pytest.raises(InvalidArgumentError, match=f"count={count} transitions cannot be given up, 15 are held"):
+        with pytest.raises(InvalidArgumentError, match=f"count={count}: expected 0 to 15, the number of stored"):
             skip_or_fail(count)
     assert store.size == 15
 
 
-def test_outputs_that_do_not_fit_or_may_not_be_written_to_are_refused() -> None:
+def test_outputs_of_wrong_form_or_read_only_are_rejected() -> None:
     store = FrameStore(20, 2, GRAY)
     store.append(*(np.full((2, *GRAY.shape), value, GRAY.dtype) for value in (7, 9)))
     index = np.zeros(3, dtype=np.int64), np.zeros(3, dtype=np.int64)
@@ -312,7 +310,7 @@ def test_outputs_that_do_not_fit_or_may_not_be_written_to_are_refused() -> None:
 
 
 @pytest.mark.parametrize("make", [FrameStore, FrameStore.adaptive])
-def test_numbers_may_be_of_numpys_types(make: Any) -> None:
+def test_numpy_integers_are_accepted(make: Any) -> None:
     args = (GRAY,) if make is FrameStore else (GRAY.shape, GRAY.dtype)
     store, plain = make(np.int64(8), np.int64(2), *args), ReferenceStore(8, 2, GRAY)
     for row, (observations, nexts) in zip(np.arange(5), make_transitions(GRAY, n_steps=5), strict=True):
@@ -325,7 +323,7 @@ def test_numbers_may_be_of_numpys_types(make: Any) -> None:
     assert (again.size, again.first) == (3, 1)
 
 
-def test_kernels_are_compiled_once_however_places_lie_in_memory() -> None:
+def test_strided_indices_compile_no_more_kernels() -> None:
     store = FrameStore(8, 2, GRAY)
     append_all((store,), make_transitions(GRAY, n_steps=8))
     out = np.empty((6, *GRAY.shape), GRAY.dtype)
@@ -339,11 +337,11 @@ def test_kernels_are_compiled_once_however_places_lie_in_memory() -> None:
         store.get(*places, out)
         np.testing.assert_array_equal(out, expected)
     assert len(decode.decode_batch.signatures) == compiled
-    with pytest.raises(InvalidArgumentError, match="must be as many numbers of dtype int64"):
+    with pytest.raises(InvalidArgumentError, match="expected two int64 arrays of the same length"):
         store.get(rows[None], envs[None], out[:1])
 
 
-def test_a_store_loaded_from_read_only_buffers_can_be_appended_to() -> None:
+def test_store_loaded_from_read_only_buffers_accepts_transitions() -> None:
     plain, store = ReferenceStore(30, 2, GRAY), FrameStore(30, 2, GRAY, block_length=4)
     append_all((plain, store), make_transitions(GRAY, n_steps=20))
     buffers: list[pickle.PickleBuffer] = []
@@ -353,10 +351,10 @@ def test_a_store_loaded_from_read_only_buffers_can_be_appended_to() -> None:
     check_contents(loaded, plain)
 
 
-# What observations are stacked of.
+# Detection of frame stacks.
 
 
-def test_a_stack_size_that_does_not_divide_the_channels_is_refused_and_one_that_does_says_the_axis() -> None:
+def test_n_stack_must_divide_the_channels_and_selects_the_axis() -> None:
     for n_stack in (0, -1, 7, 256):
         text = rf"n_stack={n_stack}.*12 channels.*\[1, 2, 3, 4, 6, 12\].*n_stack=None"
         with pytest.raises(InvalidArgumentError, match=f"(?s){text}"):
@@ -365,7 +363,7 @@ def test_a_stack_size_that_does_not_divide_the_channels_is_refused_and_one_that_
         assert FrameStore.adaptive(10, 1, (12, 8, 20), np.uint8, n_stack=n_stack).layout.axis == axis
 
 
-def test_a_stack_is_found() -> None:
+def test_find_layout_detects_stacks() -> None:
     layouts = [layout for layout in LAYOUTS if layout.n_stack > 1]
     for layout, contents, episode in itertools.product(layouts, ["noise", "mixed"], (0, 3)):
         pairs = list(make_transitions(layout, n_envs=1, n_steps=16, contents=contents, episode=episode))
@@ -373,11 +371,11 @@ def test_a_stack_is_found() -> None:
         assert find_layout(layout.shape, layout.dtype, before, after) == layout
 
 
-# Memory that runs out, and codecs that fail, in the middle of ``append``.
+# Memory errors and failing codecs during ``append``.
 
 
 class FailingFunction:
-    """Lets a function fail at its n-th call from when it is armed."""
+    """Function that fails at its n-th call after ``left`` was set to n."""
 
     def __init__(self, function: Callable[..., Any], error: BaseException) -> None:
         self._function, self._error = function, error
@@ -392,9 +390,7 @@ class FailingFunction:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_codec_that_fails_leaves_the_store_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
-) -> None:
+def test_failing_codec_leaves_the_store_unchanged(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
     codec = codecs.get_codec("patch+lz4")
     failure = FailingFunction(codec.seal, error())
     monkeypatch.setattr(codec, "seal", failure)
@@ -431,12 +427,12 @@ except OutOfMemoryError as error:
 """
 
 
-def test_more_than_any_system_has_is_refused() -> None:
+def test_allocate_raises_out_of_memory_error() -> None:
     with pytest.raises(OutOfMemoryError, match=r"no memory for another 4,611,686,018,427,387,904 bytes.*size"):
         allocate(1 << 62)
 
 
 @pytest.mark.slow
-def test_the_systems_refusal_of_memory_says_what_to_do() -> None:
+def test_refused_address_space_raises_with_advice() -> None:
     done = subprocess.run([sys.executable, "-c", NO_ADDRESSES], capture_output=True, text=True, check=True)
     assert re.search(r"refuses [\d,]+ bytes of address space .*smaller max_size, or raise the limit", done.stdout)

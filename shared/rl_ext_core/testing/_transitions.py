@@ -1,4 +1,4 @@
-"""Made-up observations of every kind, and the plain arrays that compressed ones are compared with."""
+"""Synthetic observations, and an uncompressed store to compare other stores with."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy.typing as npt
 from rl_ext_core.frames.layout import StackLayout
 
 _SPECIAL = (np.nan, -np.nan, -0.0, 0.0, np.inf, -np.inf)
-_CHANGES = 3  # bytes that change from one frame to the next where little does
+_CHANGES = 3  # bytes that change from one sparse frame to the next
 
-#: What frames hold: ``"sparse"`` changes a few bytes a frame, ``"still"`` repeats most frames, ``"special"`` holds NaN,
-#: infinities and zeros of both signs, ``"mixed"`` draws one of the others anew for each frame.
+#: Kinds of frames. ``"sparse"`` changes a few bytes per frame, and ``"still"`` repeats most frames. ``"special"`` has
+#: NaN, infinities and zeros of both signs. ``"mixed"`` draws one of the others for each frame.
 CONTENTS = ("sparse", "noise", "still", "constant", "zeros", "full", "special", "mixed")
 
-#: Channel-first and channel-last, grey and RGB, images and vectors, frames of 4 to 67,600 bytes.
+#: Layouts to test: channel-first and channel-last, gray and RGB, images and vectors, frames of 4 to 67,600 bytes.
 LAYOUTS = (
     StackLayout((4, 12, 11), np.dtype(np.uint8), 4, 0),
     StackLayout((12, 11, 4), np.dtype(np.uint8), 4, 2),
@@ -33,16 +33,16 @@ LAYOUTS = (
 
 
 class ReferenceStore:
-    """A ring of transitions as plain arrays: what every other store has to equal.
+    """Uncompressed ring of transitions, which other stores are compared with.
 
-    :param capacity: transitions an environment.
-    :param n_envs: number of environments.
-    :param layout: how an observation is stacked; only its shape and dtype matter here.
+    :param capacity: Transitions per environment
+    :param n_envs: Number of environments
+    :param layout: Layout of an observation; only its shape and dtype are used
 
     >>> import numpy as np
     >>> from rl_ext_core.frames import StackLayout
-    >>> from rl_ext_core.testing import PlainStore
-    >>> PlainStore(10, 1, StackLayout((4, 8, 8), np.uint8, n_stack=4, axis=0)).size
+    >>> from rl_ext_core.testing import ReferenceStore
+    >>> ReferenceStore(10, 1, StackLayout((4, 8, 8), np.uint8, n_stack=4, axis=0)).size
     0
     """
 
@@ -54,12 +54,16 @@ class ReferenceStore:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all transitions."""
+        """Delete all transitions."""
         self.position, self.size = 0, 0
         self.observations[:], self.next_observations[:] = 0, 0
 
     def append(self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]) -> None:
-        """Stores one transition of each environment, over the oldest where the ring is full."""
+        """Store one transition of each environment; it overwrites the oldest if the ring is full.
+
+        :param observations: (n_envs, *shape)
+        :param next_observations: (n_envs, *shape)
+        """
         self.observations[self.position] = observations
         self.next_observations[self.position] = next_observations
         self.position = (self.position + 1) % self.capacity
@@ -77,20 +81,25 @@ def make_transitions(
     transposed: float = 0.0,
     seed: int = 0,
 ) -> Iterator[tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]]:
-    """Transitions as a vectorised environment with stacked frames gives them.
+    """Generate transitions like those of a vectorized environment with stacked frames.
 
-    After a reset all but the newest frame of a stack are zero, and the last next observation of an episode is not the
-    observation that follows.
+    After a reset, all frames of a stack except the newest are zero. The last next observation of an episode differs
+    from the following observation.
 
-    :param layout: how an observation is stacked.
-    :param n_envs: number of environments.
-    :param n_steps: number of transitions, an environment.
-    :param contents: one of ``CONTENTS``.
-    :param episode: mean number of steps between two resets of an environment; 0 for none.
-    :param odd: share of observations that are unrelated to those before, as after a second ``learn()``.
-    :param transposed: share of batches in channel-first order that are views of channel-last memory.
-    :param seed: of the generator that everything is drawn from.
-    :return: pairs of observations and next observations, each of shape ``(n_envs, *layout.shape)``.
+    :param layout: Layout of an observation
+    :param n_envs: Number of environments
+    :param n_steps: Number of transitions per environment
+    :param contents: One of ``CONTENTS``
+    :param episode: Mean number of steps between two resets of an environment; 0 for no resets
+    :param odd: Share of observations, 0 to 1, that do not follow from the previous ones, as after another ``learn()``
+    :param transposed: Share of channel-first batches, 0 to 1, that are views of channel-last memory
+    :param seed: Seed of the random generator
+    :return: Pairs of observations and next observations, each of shape ``(n_envs, *layout.shape)``
+
+    >>> from rl_ext_core.testing import LAYOUTS, make_transitions
+    >>> observations, next_observations = next(make_transitions(LAYOUTS[0], n_envs=2))
+    >>> observations.shape
+    (2, 4, 12, 11)
     """
     rng = np.random.default_rng(seed)
     envs = [_Stacker(layout, contents, rng) for _ in range(n_envs)]
@@ -120,7 +129,7 @@ def _transpose_memory(
 
 
 class _Stacker:
-    """One environment's newest stack."""
+    """Newest stack of one environment."""
 
     def __init__(self, layout: StackLayout, contents: str, rng: np.random.Generator) -> None:
         self._layout, self._contents, self._rng = layout, contents, rng

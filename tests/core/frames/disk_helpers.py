@@ -1,4 +1,4 @@
-"""Transitions that follow from their number, and processes that add them until they are killed."""
+"""Transitions computed from their number, and processes that add them until they are killed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _frame(time: int, env: int) -> np.ndarray:
 
 
 def _stacks(time: int) -> np.ndarray:
-    # Environments start episodes at other times, so that their blocks fill at other rates.
+    # Environments start episodes at different times, so that their blocks fill at different rates.
     every = [
         [_frame(abs(time - age), env) * (age <= (time + env) % (11 + 6 * env)) for age in (2, 1, 0)]
         for env in range(N_ENVS)
@@ -46,7 +46,7 @@ def _stacks(time: int) -> np.ndarray:
 
 
 def transition(number: int) -> Pair:
-    """Observations and next observations of a transition."""
+    """Compute the observations and next observations of a transition."""
     return _stacks(number), _stacks(number + 1)
 
 
@@ -61,9 +61,11 @@ def append_all(stores: Iterable[Any], transitions: Iterable[Pair]) -> None:
 def open_store(
     folder: Path | str, kind: str, capacity: int, *, count: int = 0, **options: Any
 ) -> tuple[Any, np.ndarray, np.ndarray]:
-    """Open a store in a folder, and its row arrays: number of the transition, and something to go with it.
+    """Open a store in a folder, with row arrays for the number of a transition and its rewards.
 
-    :param count: how many transitions to add, the first of which has the number 0.
+    :param kind: A codec, or ``"adaptive"``.
+    :param count: Number of transitions to add, numbered from 0.
+    :return: The store and both row arrays.
     """
     if kind == "adaptive":
         store: Any = FrameStore.adaptive(capacity, N_ENVS, LAYOUT.shape, np.uint8, storage_dir=folder, **options)
@@ -76,16 +78,17 @@ def open_store(
 
 
 def add(store: Any, numbers: np.ndarray, rewards: np.ndarray, number: int) -> None:
-    """Adds one transition and writes to its row."""
+    """Add one transition, and write to its row."""
     row = store.position
     store.append(*transition(number))
     numbers[row], rewards[row] = number, number * 0.5
 
 
 def check(store: Any, numbers: np.ndarray, rewards: np.ndarray, *, end: int | None = None) -> int:
-    """Compares all that a store holds with what was added; returns the number after the newest transition.
+    """Compare all transitions in a store with the added ones.
 
-    :param end: what that has to be; None where anything will do.
+    :param end: Expected result, or None for any.
+    :return: Number of the newest transition plus one.
     """
     count = store.size
     rows = (store.first + np.arange(count)) % len(numbers)
@@ -105,7 +108,7 @@ def check(store: Any, numbers: np.ndarray, rewards: np.ndarray, *, end: int | No
 
 
 def read_all(store: Any, plain: ReferenceStore) -> tuple[np.ndarray, np.ndarray]:
-    """All that a store holds, and what it was given, as signed numbers."""
+    """Return all stored and all added observations, as signed numbers."""
     rows = np.repeat(np.arange(plain.capacity), plain.n_envs)
     envs = np.tile(np.arange(plain.n_envs), plain.capacity)
     made = np.empty((2, len(rows), *plain.layout.shape), np.uint8)
@@ -120,7 +123,7 @@ def max_abs_error(store: Any, plain: ReferenceStore) -> int:
 
 
 def drifting_transitions(layout: StackLayout, n_steps: int, *, n_envs: int = 2, seed: int = 0, speed: int = 2) -> Any:
-    """Transitions of natural-looking images that move and change by a little everywhere, with episodes that end."""
+    """Generate transitions of natural-looking images that move and change a little everywhere."""
     rng = np.random.default_rng(seed)
     shape = list(layout.shape)
     shape[layout.axis] //= layout.n_stack
@@ -149,7 +152,10 @@ def limit_file_size(n_bytes: int) -> Iterator[None]:
 
 
 def kill_while_adding(folder: Path, kind: str, capacity: int, seconds: float) -> tuple[int, int]:
-    """Lets a fork add transitions for about that long; returns how many were added, and how many of them count."""
+    """Kill a forked process that adds transitions.
+
+    :return: Number of started transitions, and number of those that must survive.
+    """
     progress = mmap.mmap(-1, 16)
     child = os.fork()
     if child == 0:
@@ -161,7 +167,7 @@ def kill_while_adding(folder: Path, kind: str, capacity: int, seconds: float) ->
         time.sleep(0.0005)
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
-    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "it ended by itself"
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the process ended by itself"
     added, sure = struct.unpack_from("<qq", progress)
     return added, sure
 
@@ -177,10 +183,10 @@ def _add_forever(folder: Path, kind: str, capacity: int, progress: mmap.mmap) ->
 
 
 def _say(progress: mmap.mmap, at: int, number: int) -> None:
-    # One store of 8 bytes: struct.pack_into() writes zeros first, and a process killed in between had said nothing.
+    # A single write of 8 bytes: struct.pack_into() writes zeros first, and the process may be killed in between.
     progress[at : at + 8] = struct.pack("<q", number)
 
 
 def random_seconds(seed: int) -> float:
-    """How long to add, mostly short."""
+    """Draw a duration in seconds, mostly a short one."""
     return 0.15 * random.Random(seed).random() ** 2

@@ -1,4 +1,4 @@
-"""The conformance suite of codecs and of frame stores."""
+"""Conformance tests of codecs and frame stores."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from rl_ext_core.errors import RlExtError
 from rl_ext_core.frames.codecs import Codec, get_codec
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.store import FrameStore
-from rl_ext_core.testing._streams import CONTENTS, LAYOUTS, ReferenceStore, make_transitions
+from rl_ext_core.testing._transitions import CONTENTS, LAYOUTS, ReferenceStore, make_transitions
 
-_BLOCK_LENGTHS = {1: ("mixed",), 4: CONTENTS, 16: ("mixed", "sparse")}  # and the contents that each is run with
+_BLOCK_LENGTHS = {1: ("mixed",), 4: CONTENTS, 16: ("mixed", "sparse")}  # the contents to test for each block length
 _CAPACITY = 40
 _STEPS = 110  # nearly three times around the ring
-_BIG_FRAME = 1 << 14  # bytes, from which on fewer cases are run
+_BIG_FRAME = 1 << 14  # bytes; larger frames are tested with fewer contents
 _THREADS = 2
 _WRAPS = 8
 
 
 class ConformanceError(RlExtError, AssertionError):
-    """Something does not do what the rest of this project relies on."""
+    """A codec or store does not behave as this project requires."""
 
 
 class _Store(Protocol):
-    """What stores of frames have in common."""
+    """Interface that frame stores share."""
 
     @property
     def size(self) -> int: ...
@@ -52,21 +52,21 @@ class _Store(Protocol):
 
 
 def check_codec(codec: str | Codec) -> None:
-    """Checks that a codec is lossless and that stores which use it are what :func:`check_frame_store` asks for.
+    """Check that a codec is lossless, and that stores with it pass :func:`check_frame_store`.
 
     It takes a few seconds.
 
-    :param codec: a registered codec, or its name.
-    :raises ConformanceError: if something is not as it has to be; the text says what, and in which case.
+    :param codec: A registered codec, or its name
+    :raises ConformanceError: If a check fails; the text names the case and the difference
     """
     name = codec if isinstance(codec, str) else codec.name
     found = get_codec(name)
     if not isinstance(codec, str) and type(found) is not type(codec):
-        raise ConformanceError(f"another codec is registered under {name!r}; files would be read with that one")
+        raise ConformanceError(f"another codec is registered as {name!r}, so files would be read with that codec")
     if found.name != name:
-        raise ConformanceError(f"the codec registered as {name!r} calls itself {found.name!r}")
+        raise ConformanceError(f"the codec registered as {name!r} has name={found.name!r}, expected {name!r}")
     if found.lossy:
-        raise ConformanceError(f"codec {name!r} is lossy, and these checks are those of lossless ones")
+        raise ConformanceError(f"codec {name!r} is lossy, expected a lossless one")
     _check_sealing(found)
     for block_length, contents in _BLOCK_LENGTHS.items():
 
@@ -81,12 +81,12 @@ def _check_sealing(codec: Codec) -> None:
     for block in (bytes(1), bytes(5000), b"\xff" * 300, rng.bytes(7), rng.bytes(3000), bytes(range(256)) * 20):
         given = bytearray(block)
         sealed = bytes(codec.seal(memoryview(given)))
-        _check_that(bytes(given) == block, f"codec {codec.name!r}: seal() changed the block that it was given")
+        _check_that(bytes(given) == block, f"codec {codec.name!r}: seal() changed its argument")
         unsealed = bytes(codec.unseal(memoryview(sealed), len(block)))
         _check_that(
             unsealed == block,
-            f"codec {codec.name!r}: unseal() gave {_preview(unsealed)} for a block of {_preview(block)}, which "
-            f"seal() had made {_preview(sealed)} of",
+            f"codec {codec.name!r}: seal({_preview(block)}) returned {_preview(sealed)}, and unseal() of that returned "
+            f"{_preview(unsealed)}",
         )
 
 
@@ -96,14 +96,14 @@ def check_frame_store(
     contents: Sequence[str] = CONTENTS,
     label: str = "the store",
 ) -> None:
-    """Checks that a store returns what was appended, bit for bit, and keeps to its memory.
+    """Check that a store returns transitions bit for bit, and that its memory stays bounded.
 
-    Runs over layouts, contents, resets, wraps and stacks that share nothing; with pickled copies and with threads.
+    The cases cover layouts, contents, resets, a full ring, unrelated stacks, pickled copies and threads.
 
-    :param factory: makes a store of ``capacity`` make_transitions, of ``n_envs`` environments, of a layout.
-    :param contents: which of ``CONTENTS`` to run with.
-    :param label: what to call the store in errors.
-    :raises ConformanceError: if something is not as it has to be; the text says what, and in which case.
+    :param factory: Function that creates a store, called as ``factory(capacity, n_envs, layout)``
+    :param contents: Those of ``CONTENTS`` to test, default all
+    :param label: Name of the store in error texts
+    :raises ConformanceError: If a check fails; the text names the case and the difference
     """
     for number, layout in enumerate(LAYOUTS):
         big = layout.frame_bytes > _BIG_FRAME
@@ -127,7 +127,7 @@ def _check_case(store: _Store, reference: ReferenceStore, contents: str, case: s
         if step == 60:
             copy: _Store = pickle.loads(pickle.dumps(store, protocol=5))
             check_contents(copy, reference, f"{case}, a pickled copy")
-            store = copy  # what follows has to fit to it
+            store = copy  # the copy must accept further transitions
         if step % 8 == 7:
             rows, envs = rng.integers(reference.size, size=5), rng.integers(reference.n_envs, size=5)
             _compare(store, reference, rows, envs, f"{case}, after {step + 1} transitions", following=bool(step & 8))
@@ -139,16 +139,18 @@ def _check_case(store: _Store, reference: ReferenceStore, contents: str, case: s
     ):
         store.append(observations, nexts)
         reference.append(observations, nexts)
-    check_contents(store, reference, f"{case}, cleared and filled anew")
+    check_contents(store, reference, f"{case}, cleared and filled again")
 
 
 def check_contents(store: _Store, reference: ReferenceStore, case: str = "the store") -> None:
-    """Checks that a store holds what the plain arrays hold, bit for bit, rows never written included.
+    """Check that a store equals a reference store bit for bit.
 
-    :param store: as ``check_frame_store`` describes it.
-    :param reference: what it was given, and in the same order.
-    :param case: how to begin the error's text.
-    :raises ConformanceError: if something differs; the text says what and where.
+    Rows that were never written are compared too.
+
+    :param store: Store to check
+    :param reference: Reference store with the same transitions in the same order
+    :param case: Beginning of error texts
+    :raises ConformanceError: If the stores differ; the text names the first difference
     """
     _check_that(store.size == reference.size, f"{case}: size is {store.size}, expected {reference.size}")
     rows = np.repeat(np.arange(reference.capacity), reference.n_envs)
@@ -167,7 +169,7 @@ def _compare(
     following: bool = True,
     num_threads: int = 1,
 ) -> None:
-    # Two fills: an output byte that is not written differs from the expected one in at least one of them.
+    # With two fill values, an output byte that is not written differs from the expected one at least once.
     for fill in (0x00, 0xA5):
         outs = [np.empty((len(rows), *reference.layout.shape), dtype=reference.layout.dtype) for _ in range(2)]
         for out in outs:
@@ -190,13 +192,14 @@ def _require_equal(
     index = tuple(int(i) for i in np.unravel_index(place, out.shape[1:]))
     count = int(differ[which].sum())
     raise ConformanceError(
-        f"{case} of row {int(rows[which])}, environment {int(envs[which])} differs in {count} bytes; the first value, "
-        f"at {index}, is {out[which][index]!r}, expected {right[which][index]!r}"
+        f"{case} of row {int(rows[which])}, environment {int(envs[which])} differs in {count} "
+        f"{'byte' if count == 1 else 'bytes'}; the first value, at {index}, is {out[which][index]!r}, expected "
+        f"{right[which][index]!r}"
     )
 
 
 def _check_memory(factory: Callable[[int, int, StackLayout], _Store], label: str) -> None:
-    # Megabytes, because memory may well be taken in pieces of one.
+    # The frames take megabytes, because a store may allocate memory in pieces of one megabyte.
     layout, capacity = StackLayout((2, 80, 80), np.dtype(np.uint8), 2, 0), 400
     store = factory(capacity, 1, layout)
     sizes = []
@@ -205,10 +208,10 @@ def _check_memory(factory: Callable[[int, int, StackLayout], _Store], label: str
         sizes.append(store.nbytes)
     most = max(sizes[: 2 * capacity])
     held = capacity * layout.frame_bytes
-    _check_that(most >= held, f"{label}: nbytes is {most:,} where {held:,} bytes of noise are held")
+    _check_that(most >= held, f"{label}: nbytes is {most:,}, expected at least {held:,} for frames of noise")
     _check_that(
         sizes[-1] <= 1.5 * most,
-        f"{label}: nbytes grew to {sizes[-1]:,} in {_WRAPS} times around the ring; the first 2 took {most:,}",
+        f"{label}: nbytes grew to {sizes[-1]:,} after filling the ring {_WRAPS} times, from {most:,} after 2 times",
     )
 
 

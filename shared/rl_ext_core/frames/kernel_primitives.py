@@ -1,8 +1,8 @@
-"""What the kernels are made of: how they are compiled, loads and stores at addresses, and checksums.
+"""Building blocks of the compiled kernels: compilation, memory access, checksums.
 
-The kernels follow pointers across slabs that grow one by one, which a typed array cannot express, and read eight bytes
-at any alignment, which NumPy indexing cannot do without a temporary. Addresses are ``uint64``; nothing is checked here.
-Callers keep 16 readable and writable bytes behind every region, because short runs are moved in whole words.
+The kernels follow pointers across slabs that grow one by one, which a typed array cannot express. They read eight bytes
+at any alignment, which NumPy indexing cannot do without a temporary array. Addresses are ``uint64``, and are not
+checked. Callers keep 16 readable and writable bytes behind every region, because short runs are moved in whole words.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from numba.extending import intrinsic
 
 _logger = logging.getLogger("rl_ext_core.frames")
 
-_cache_failures: list[str] = []  # why nothing is kept, once it was said
+_cache_failures: list[str] = []  # the reason that was logged, if any
 
 
 def sources_digest(folder: Path) -> str:
-    """A hash of everything that may end up in the machine code."""
+    """Return a hash of all source files of a folder, which all may end up in the machine code."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.py")):
         digest.update(path.read_bytes())
@@ -36,28 +36,28 @@ _DIGEST = sources_digest(Path(__file__).parent)
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compiles a function that Python calls: GIL released, machine code cached.
+    """Compile a function that Python calls, without the GIL and with cached machine code.
 
-    numba's cache goes stale by the time stamp of the function's own file; but these functions inline others from other
-    files, and wheels carry one fixed time stamp. So the contents of all files of the folder decide.
+    numba's cache checks only the modification time of the function's own file. These functions inline others from other
+    files, and all files of a wheel have one modification time. So the cache key is a hash of all files of the folder.
     """
     try:
         compiled = njit(nogil=True, cache=True)(function)
-    except RuntimeError as error:  # there is no folder that can be written to: containers whose user has no home
+    except RuntimeError as error:  # no folder is writable, as in containers whose user has no home
         if "cannot cache" not in str(error):
             raise
         _warn_once_not_cached(str(error))
         return njit(nogil=True)(function)
     cache = compiled._cache
     cache._cache_file._source_stamp = (cache._cache_file._source_stamp, _DIGEST)
-    # numba's own, which lets errors of files pass on Windows alone.
+    # numba has this hook to ignore file errors, but uses it on Windows only.
     cache._guard_against_spurious_io_errors = _ignore_file_errors
     return compiled
 
 
 @contextlib.contextmanager
 def _ignore_file_errors() -> Iterator[None]:
-    """Lets pass what goes wrong with files, such as a disk that is full: the function is compiled then."""
+    """Ignore file errors of the cache, such as a full disk; numba compiles the function then."""
     try:
         yield
     except OSError as error:
@@ -68,13 +68,13 @@ def _warn_once_not_cached(reason: str) -> None:
     if not _cache_failures:
         _cache_failures.append(reason)
         _logger.warning(
-            "numba cannot keep what it compiles (%s), so that every process compiles it anew, which takes some "
-            "seconds; set the environment variable NUMBA_CACHE_DIR to a folder that can be written to",
+            "numba cannot cache compiled functions (%s), so every process compiles them again, which takes some "
+            "seconds; set the environment variable NUMBA_CACHE_DIR to a writable folder",
             reason,
         )
 
 
-WORD = 32  # bytes that are looked at or moved at a time
+WORD = 32  # bytes that are compared or moved at a time
 
 
 def _define_load(bits: int, result: Any) -> Any:
@@ -142,10 +142,10 @@ _move_word = _define_move(WORD)
 
 @njit(nogil=True, inline="always")
 def copy_bytes(target, source, n_bytes):  # type: ignore[no-untyped-def]
-    """Copies between two regions that do not overlap.
+    """Copy bytes between two regions that do not overlap.
 
-    A loop of vector moves: libc's ``memcpy`` uses ``rep movsb`` at the size of a frame, which took 2.8 times as long
-    where it was measured (Zen 5, glibc 2.36).
+    It is a loop of vector moves. libc's ``memcpy`` uses ``rep movsb`` at the size of a frame. That took 2.8 times as
+    long on Zen 5 with glibc 2.36.
     """
     if n_bytes <= 16:
         _memcpy(target, source, int64(n_bytes))
@@ -166,7 +166,7 @@ def copy_bytes(target, source, n_bytes):  # type: ignore[no-untyped-def]
 
 @intrinsic  # type: ignore[untyped-decorator]
 def blend_16(typingctx: Any, target: Any, source: Any, n_bytes: Any) -> Any:
-    """Overwrites the first ``n_bytes``, at most 16, and rewrites what follows up to the sixteenth as it is."""
+    """Overwrite the first ``n_bytes`` of 16 bytes, and rewrite the rest unchanged."""
     word = ir.VectorType(ir.IntType(8), 16)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -185,7 +185,7 @@ def blend_16(typingctx: Any, target: Any, source: Any, n_bytes: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def zero_bytes(typingctx: Any, target: Any, n_bytes: Any) -> Any:
-    """``memset`` to zero."""
+    """Set bytes to zero."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         to = builder.inttoptr(args[0], cgutils.voidptr_t)
@@ -197,7 +197,7 @@ def zero_bytes(typingctx: Any, target: Any, n_bytes: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(typingctx: Any, address: Any) -> Any:
-    """Asks for the cache line at the address; nothing happens if there is none."""
+    """Prefetch the cache line at an address, which may be invalid."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         number = ir.IntType(32)
@@ -212,10 +212,10 @@ def prefetch(typingctx: Any, address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call_decompressor(typingctx: Any, function: Any, source: Any, target: Any, sizes: Any) -> Any:
-    """Calls ``int function(const char *source, char *target, int source_bytes, int target_bytes)`` at an address.
+    """Call the C function of :meth:`Codec.c_decompressor` at an address.
 
-    :param sizes: address of ``source_bytes`` and ``target_bytes``, as ``uint32``.
-    :return: what it returns: bytes written, or a negative number.
+    :param sizes: Address of ``source_bytes`` and ``target_bytes``, as ``uint32``
+    :return: Its return value: bytes written, or a negative number
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -245,7 +245,7 @@ def _any_lane(builder: Any, word: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def words_differ(typingctx: Any, left: Any, right: Any) -> Any:
-    """1 where the ``WORD`` bytes at two addresses differ, else 0."""
+    """Return 1 if the ``WORD`` bytes at two addresses differ, else 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _any_lane(builder, builder.xor(_load_word(builder, args[0]), _load_word(builder, args[1])))
@@ -255,7 +255,7 @@ def words_differ(typingctx: Any, left: Any, right: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def words_differ_where(typingctx: Any, left: Any, right: Any, mask: Any) -> Any:
-    """Likewise, for those bits only that are set in the ``WORD`` bytes at ``mask``."""
+    """Return 1 if the ``WORD`` bytes at two addresses differ in bits of a mask, else 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         difference = builder.xor(_load_word(builder, args[0]), _load_word(builder, args[1]))
@@ -266,7 +266,7 @@ def words_differ_where(typingctx: Any, left: Any, right: Any, mask: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def count_different(typingctx: Any, left: Any, right: Any) -> Any:
-    """How many of the ``WORD`` bytes at two addresses differ."""
+    """Count the ``WORD`` bytes at two addresses that differ."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         unequal = builder.icmp_unsigned("!=", _load_word(builder, args[0]), _load_word(builder, args[1]))
@@ -277,7 +277,7 @@ def count_different(typingctx: Any, left: Any, right: Any) -> Any:
 
 
 def splat(builder: Any, value: Any, lanes: int) -> Any:
-    """A vector with the value in every lane."""
+    """Build a vector with the value in every lane."""
     word = ir.VectorType(value.type, lanes)
     first = builder.insert_element(ir.Constant(word, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
     every = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
@@ -285,19 +285,19 @@ def splat(builder: Any, value: Any, lanes: int) -> Any:
 
 
 def lane_distances(builder: Any, left: Any, right: Any) -> Any:
-    """How far two vectors of unsigned bytes are apart, lane by lane."""
+    """Build the absolute difference of two vectors of unsigned bytes, lane by lane."""
     above = builder.icmp_unsigned(">", left, right)
     return builder.sub(builder.select(above, left, right), builder.select(above, right, left))
 
 
 def _lanes_far_apart(builder: Any, left: Any, right: Any, bound: Any) -> Any:
-    """In which lanes two words of bytes differ by more than ``bound``."""
+    """Build the mask of lanes in which two vectors of bytes differ by more than ``bound``."""
     return builder.icmp_unsigned(">", lane_distances(builder, left, right), splat(builder, bound, left.type.count))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def count_far_apart(typingctx: Any, left: Any, right: Any, bound: Any) -> Any:
-    """How many of the ``WORD`` bytes at two addresses differ by more than ``bound``."""
+    """Count the ``WORD`` bytes at two addresses that differ by more than ``bound``."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         far = _lanes_far_apart(builder, _load_word(builder, args[0]), _load_word(builder, args[1]), args[2])
@@ -309,7 +309,7 @@ def count_far_apart(typingctx: Any, left: Any, right: Any, bound: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def far_apart_8(typingctx: Any, left: Any, right: Any, bound: Any) -> Any:
-    """The eight bytes at two addresses: 255 where they differ by more than ``bound``, else 0."""
+    """Return 255 for each of 8 bytes that differs by more than ``bound``, else 0."""
     word = ir.VectorType(ir.IntType(8), 8)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -324,7 +324,7 @@ def far_apart_8(typingctx: Any, left: Any, right: Any, bound: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def narrow_8(typingctx: Any, target: Any, source: Any, shift: Any) -> Any:
-    """Eight ``uint32`` shifted right by ``shift`` bits, the low bytes of which are stored."""
+    """Shift eight ``uint32`` right by ``shift`` bits, and store the low byte of each."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         wide, narrow = ir.VectorType(ir.IntType(32), 8), ir.VectorType(ir.IntType(8), 8)
@@ -337,21 +337,24 @@ def narrow_8(typingctx: Any, target: Any, source: Any, shift: Any) -> Any:
     return types.void(types.uint64, types.uint64, types.uint32), codegen
 
 
-# Checksums. No change that is confined to eight bytes leaves one as it is but by a chance of one in 2**32.
+# Checksums. A change within eight bytes goes undetected with a probability of 2**-32.
 SUM_START = 0x2545F4914F6CDD1D
 _FACTOR = 0x9E3779B97F4A7C15
 
 
 @njit(nogil=True, inline="always")
 def mix_word(total, word):  # type: ignore[no-untyped-def]
-    """A sum of one more word."""
+    """Add a word to a checksum."""
     total = (uint64(total) ^ uint64(word)) * uint64(_FACTOR)
     return total ^ (total >> uint64(29))
 
 
 @njit(nogil=True)
 def add_bytes(total, start, n_bytes):  # type: ignore[no-untyped-def]
-    """A sum of more bytes. They may be given in parts, if all but the last are multiples of eight."""
+    """Add bytes to a checksum.
+
+    They may be added in parts, if the size of each part except the last is a multiple of 8.
+    """
     total = uint64(total)
     i = 0
     while i + 8 <= n_bytes:
@@ -368,18 +371,18 @@ def add_bytes(total, start, n_bytes):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, inline="always")
 def fold_sum(total):  # type: ignore[no-untyped-def]
-    """What is kept of a sum."""
+    """Fold a checksum to the 32 bits that are stored."""
     return uint32((total ^ (total >> uint64(32))) & uint64(0xFFFFFFFF))
 
 
 @kernel
 def sum_rows(addresses, sizes, rows, sums):  # type: ignore[no-untyped-def]
-    """Sums of rows of several arrays.
+    """Compute checksums of rows, each over several arrays.
 
-    :param addresses: (arrays,) where they begin.
-    :param sizes: (arrays,) bytes in a row.
-    :param rows: (n,).
-    :param sums: (n,) written.
+    :param addresses: (n_arrays,) addresses of the arrays
+    :param sizes: (n_arrays,) bytes per row
+    :param rows: (n,) numbers of the rows
+    :param sums: (n,) output
     """
     for i in range(rows.shape[0]):
         total = uint64(SUM_START)
