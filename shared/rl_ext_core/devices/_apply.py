@@ -1,4 +1,4 @@
-"""Put a decision into force in this process, or refuse where a library has read other settings already."""
+"""Apply a decision in this process, or raise an error if a library has already read other settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rl_ext_core.devices.decision import Decision
 
-# Modules that read MUJOCO_GL once, when they are imported, and where each keeps what it read.
+# By renderer: modules that store the value of MUJOCO_GL when they are imported.
 _MODULES_READING_BACKEND = {
     "mujoco": ("mujoco.rendering.classic.gl_context", "mujoco.gl_context"),
     "dm_control": ("dm_control._render",),
@@ -24,7 +24,7 @@ _MODULES_READING_BACKEND = {
 }
 _PLATFORMS = {"EGLPlatform": "egl", "OSMesaPlatform": "osmesa", "GLXPlatform": "glx"}
 
-# Where each renderer keeps its display, for the whole process.
+# By renderer: the module whose EGL_DISPLAY is the display of the whole process.
 _DISPLAY_MODULES = {
     "mujoco": "mujoco.egl",
     "gymnasium": "mujoco.egl",
@@ -40,10 +40,10 @@ applied_decision: Decision | None = None
 
 
 def _drop_parent_state() -> None:
-    # What the parent's libraries have read, this process's may read anew; a worker gets a decision of its own.
+    # A forked worker may apply a decision of its own.
     global applied_decision
     applied_decision = None
-    # What a parent's display has started (Mesa: threads) is not there in a child, where every use of it hangs.
+    # A forked child has none of the threads that Mesa started for the parent's display, so using that display hangs.
     _inherited_displays.update(name for name in set(_DISPLAY_MODULES.values()) if _module_display(name))
 
 
@@ -53,7 +53,7 @@ after_fork(_drop_parent_state)
 def apply(decision: Decision, environ: MutableMapping[str, str]) -> None:
     """Set and unset the decision's variables in ``environ``.
 
-    :raises DeviceConflictError: too late; nothing is changed then
+    :raises DeviceConflictError: If a library has already read other values. No variable is changed then.
     """
     global applied_decision
     if not decision.variables:
@@ -75,9 +75,10 @@ def renderer_name(decision: Decision) -> str:
 
 
 def import_conflicts(decision: Decision, needs: str = "this decision needs") -> Iterator[tuple[str, str]]:
-    """Return which modules were imported under other variables than a decision's: the variable, and one sentence.
+    """Find modules that read other values when they were imported than the decision sets.
 
-    :param needs: who wants it otherwise, as the beginning of a clause
+    :param needs: subject and verb of the clause that states the required value
+    :return: the variable and an error text, for each conflict
     """
     renderer, wanted = renderer_name(decision), decision.variables[PLATFORM]
     for name in _MODULES_READING_BACKEND.get(renderer, ()):
@@ -85,16 +86,16 @@ def import_conflicts(decision: Decision, needs: str = "this decision needs") -> 
         if taken != wanted:
             yield (
                 BACKEND,
-                f"{name} took {BACKEND}={taken!r} when it was imported, and {needs} {wanted!r}: "
-                f"write resolve(...).apply() above {_describe_import(name.split('.')[0])}",
+                f"{name} read {BACKEND}={taken!r} when it was imported, but {needs} {wanted!r}: "
+                f"call resolve(...).apply() above {_describe_import(name.split('.')[0])}",
             )
             return
     platform = _PLATFORMS.get(type(getattr(sys.modules.get("OpenGL.platform"), "PLATFORM", None)).__name__)
     if platform is not None and platform != wanted:
         yield (
             PLATFORM,
-            f"PyOpenGL was imported for {platform}, and {needs} {wanted}: "
-            f"write resolve(...).apply() above the first import of mujoco, robosuite or OpenGL",
+            f"PyOpenGL was imported for {platform}, but {needs} {wanted}: "
+            f"call resolve(...).apply() above the first import of mujoco, robosuite or OpenGL",
         )
 
 
@@ -105,7 +106,10 @@ def _describe_import(package: str) -> str:
 
 
 def display_conflicts(decision: Decision, needs: str = "this decision needs") -> Iterator[tuple[str, str]]:
-    """Return whether this process has a display on another device already: the variable, and one sentence."""
+    """Find a display that this process has already created on another device.
+
+    :return: the variable and an error text, if there is a conflict
+    """
     renderer, wanted = renderer_name(decision), decision.egl.index if decision.egl else None
     hangs = inherited_display_error()
     if hangs and wanted is not None:
@@ -118,8 +122,8 @@ def display_conflicts(decision: Decision, needs: str = "this decision needs") ->
         target = "OSMesa" if wanted is None else f"EGL device {wanted}"
         yield (
             INDEX,
-            f"{_DISPLAY_MODULES[renderer]} renders on {where} already, and a process keeps its first display; {needs} {target}"
-            ": write resolve(...).apply() above the first environment, or use one process each",
+            f"{_DISPLAY_MODULES[renderer]} already renders on {where}, and a process keeps its first display, but "
+            f"{needs} {target}: call resolve(...).apply() above the first environment, or use one process per device",
         )
 
 
@@ -128,36 +132,37 @@ def _module_display(module: str) -> Any:
 
 
 def display_of(renderer: str) -> Any:
-    """Return the display that a renderer has made in this process, None if it has not."""
+    """Return the display that a renderer has created in this process, or None."""
     return _module_display(_DISPLAY_MODULES.get(renderer, "")) or None
 
 
 def clear_failed_display(renderer: str) -> None:
-    """Let a renderer try again that could not make its display: it would keep the null that it got."""
+    """Remove the null display of a failed renderer, so that it tries again."""
     holder = _DISPLAY_MODULES.get(renderer, "")
     if _module_display(holder) is not None and display_of(renderer) is None:
         sys.modules[holder].EGL_DISPLAY = None  # type: ignore[attr-defined]
 
 
 def inherited_display_error() -> str | None:
-    """Say why EGL hangs in this process: its parent had made a display before it forked it. None if it does not.
+    """Return why rendering would hang in this process, or None.
 
-    Which library made that display does not matter: those of other libraries on the same device are the same one.
+    EGL hangs in a process that was forked after its parent had created a display. The library that created it does
+    not matter, because libraries share one display per device.
     """
     if not _inherited_displays:
         return None
     return (
-        f"{min(_inherited_displays)} had made its display before this process was forked, so that rendering would hang here: "
-        'start workers with start_method="forkserver" or "spawn" (gymnasium: context=, TorchRL: mp_start_method=), or '
-        "render in workers only"
+        f"{min(_inherited_displays)} had created its display before this process was forked, so rendering would hang "
+        'here. Start workers with start_method="forkserver" or "spawn" (gymnasium: context=, TorchRL: '
+        "mp_start_method=), or render in workers only"
     )
 
 
 def egl_index_of(display: Any) -> int | None:
     """Find the EGL index of the device that a display is on.
 
-    :param display: PyOpenGL's or ctypes' pointer
-    :return: its place in EGL's order; None where EGL does not tell
+    :param display: pointer of PyOpenGL or ctypes
+    :return: index in EGL's order, or None if EGL does not report the device
     """
     try:
         library = ctypes.CDLL("libEGL.so.1")

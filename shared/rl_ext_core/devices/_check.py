@@ -1,7 +1,7 @@
-"""What the variables that steer devices will do, against what was decided; and the lines to type where they differ.
+"""Find mistakes in the environment variables that select devices, each with the line that fixes it.
 
-Where each renderer renders is predicted by its rule. Sentences of their own have only the mistakes that people report:
-masks, ranks and orders that CUDA reads otherwise than they look, and what containers lack.
+Each renderer's rule predicts where it renders. The other checks cover mistakes from public bug reports. They concern
+masks, ranks and device orders that do not mean what they seem to, and containers without GPUs or drivers.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Severity: TypeAlias = Literal["error", "warning"]
 Changes: TypeAlias = Mapping[str, "str | None"]
 
 _KNOWN_VARIABLES = (MASK, ORDER, BACKEND, INDEX, PLATFORM, LOCAL_RANK)
-# Names of their own right that are close to these.
+# Variables of other software with similar names.
 _SIMILAR_VARIABLES = ("MUSA_VISIBLE_DEVICES", PYRENDER_INDEX)
-# Names that people export for MuJoCo, which does not read them. Other software reads some: pyrender and old releases
-# of dm_control EGL_DEVICE_ID, PyBullet EGL_VISIBLE_DEVICES, and a script of the user's may read an argument's name.
+# Variables that users export for MuJoCo, which ignores them, and the variables that it reads instead. Other software
+# reads some of them: pyrender and old releases of dm_control read EGL_DEVICE_ID, PyBullet EGL_VISIBLE_DEVICES.
 _UNREAD_VARIABLES = {
     PYRENDER_INDEX: INDEX,
     "EGL_VISIBLE_DEVICE": INDEX,
@@ -52,7 +52,7 @@ _UNREAD_VARIABLES = {
 }
 _READ_ELSEWHERE = ("EGL_VISIBLE_DEVICES", "RENDER_GPU_DEVICE_ID")
 _CUDA_ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
-_WORDS_FOR_ALL_GPUS = ("all", "*", "any", "auto")  # which is what Docker calls them
+_WORDS_FOR_ALL_GPUS = ("all", "*", "any", "auto")  # "all" is Docker's word
 _QUOTES = " \t\r\n'\"`[](){}<>"
 _NO_CUDA = 'torch.device("cuda") ends in "RuntimeError: No CUDA GPUs are available"'
 _NO_DISPLAY = "mujoco.FatalError: an OpenGL platform library has not been loaded into this process"
@@ -64,13 +64,13 @@ _DOCKER = f"docker run --gpus all -e {_CAPABILITIES}=all ..."
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake.
+    """A mistake in the environment variables that select devices.
 
-    :param variable: its name as it stands in the environment; ``"torch"`` and ``"EGL"`` where no variable is to blame
-    :param value: what it holds; None where it is not set
-    :param effect: what that does, one sentence
-    :param fix: the line to type instead, for the shell or for Python; two where Python has to import first
-    :param severity: ``"error"``: something fails or lands on another device; ``"warning"``: it may surprise
+    :param variable: name of the variable, or ``"torch"`` or ``"EGL"`` if no variable causes the problem
+    :param value: its value; None if it is not set
+    :param effect: what it does, one sentence
+    :param fix: the line to type, for the shell or for Python; two lines if Python must import first
+    :param severity: ``"error"`` if something fails or uses another device, ``"warning"`` if it may be intended
 
     >>> from rl_ext_core.devices import check_environment
     >>> findings = check_environment({"CUDA_VISIBLE_DEVICES": "'0'"})
@@ -87,15 +87,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Where a renderer renders when a program imports it plainly.
+    """Predicted rendering device of a renderer in a program that applies no decision.
 
-    :param renderer: its name with its version
+    :param renderer: name and version of the renderer
     :param where: ``"gpu"``, ``"cpu"``, ``"window"`` (the display's device), ``"nothing"``, ``"fails"`` or ``"unknown"``
-    :param why: by which variables, or how it fails
-    :param variable: the one that decides it
-    :param egl: the EGL device; None where EGL is not used
-    :param uuid: the GPU's
-    :param with_compute: whether that is the device that computes; None where that cannot be told
+    :param why: which variables select the device, or how rendering fails
+    :param variable: the variable that selects the device
+    :param egl: index of the EGL device; None if EGL is not used
+    :param uuid: UUID of the GPU, or None
+    :param with_compute: whether it is the device that computes; None if that is unknown
     """
 
     renderer: str
@@ -108,18 +108,17 @@ class Prediction:
 
     @property
     def name(self) -> str:
-        """The renderer's name without its version."""
+        """Name of the renderer without its version."""
         return self.renderer.split(" ")[0]
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Variables on a machine.
+    """A machine and its environment variables, before and after the fixes of the errors found so far.
 
     :param inventory: the machine
-    :param environ: the variables as they are once the lines of the errors that were found before are typed: what
-        follows from one mistake is not told as another one
-    :param original: the variables as they are
+    :param environ: the variables after these fixes, so that consequences of one mistake are not reported as another
+    :param original: the variables before the fixes
     """
 
     inventory: Inventory
@@ -128,12 +127,12 @@ class Situation:
 
     @cached_property
     def machine(self) -> Machine:
-        """The same as a decision is made for."""
+        """The machine with the variables ``environ``."""
         return Machine(self.inventory, self.environ)
 
     @cached_property
     def visible(self) -> _cuda.VisibleGpus | None:
-        """What CUDA shows; None where its order is unknown."""
+        """GPUs that CUDA shows; None if CUDA's order is unknown."""
         try:
             return self.machine.visible
         except RlExtError:
@@ -141,14 +140,14 @@ class Situation:
 
     @cached_property
     def compute_decision(self) -> Decision | None:
-        """What ``resolve("auto")`` would compute on; None where it would refuse."""
+        """Decision of ``resolve("auto")``; None if it would raise an error."""
         try:
             return decide_compute(parse_device("auto", "device"), self.machine, Picker())
         except RlExtError:
             return None
 
     def with_changes(self, changes: Changes) -> Situation:
-        """Return the situation after some variables are set (text) or unset (None)."""
+        """Return a copy in which some variables are set (text) or unset (None)."""
         kept = {name: value for name, value in self.environ.items() if name not in changes}
         environ = kept | {name: value for name, value in changes.items() if value is not None}
         return Situation(self.inventory, environ, self.original)
@@ -156,7 +155,10 @@ class Situation:
     def finding(
         self, variable: str, effect: str, fix: Changes | str, severity: Severity = "error"
     ) -> tuple[Finding, Changes]:
-        """Make a finding, and what typing its line changes: nothing where somebody else's line is the fix."""
+        """Create a finding, and return it with the variables that its fix changes.
+
+        :param fix: variables to set or unset, or a line that changes no variable of this shell
+        """
         line = fix if isinstance(fix, str) else _to_shell_line(fix)
         found = Finding(variable, self.original.get(variable), effect, line, severity)
         return found, {} if isinstance(fix, str) else fix
@@ -168,23 +170,28 @@ Findings: TypeAlias = Iterator[tuple[Finding, Changes]]
 def check_environment(
     environ: Mapping[str, str] | None = None, *, inventory: Inventory | None = None
 ) -> tuple[Finding, ...]:
-    """Find mistakes in the variables that steer compute and rendering devices.
+    """Find mistakes in the environment variables that select compute and rendering devices.
 
-    It sets nothing, logs nothing and starts neither CUDA nor a renderer. Without arguments it looks at this process
-    too: at variables that were set after a library had read them.
+    It sets and logs nothing, and starts neither CUDA nor a renderer. Without arguments, it also finds variables that
+    were set in this process after a library had read them.
 
-    :param environ: the variables; default: this process's
-    :param inventory: the machine; default: this one
+    :param environ: the variables; default: those of this process
+    :param inventory: the machine; default: this machine
     :return: the findings, errors first
+
+    >>> from rl_ext_core.devices import Inventory, check_environment
+    >>> findings = check_environment({"LOCAL_RANK": "one"}, inventory=Inventory())
+    >>> findings[0].fix
+    'unset LOCAL_RANK'
     """
     variables = dict(os.environ if environ is None else environ)
     machine = Inventory.current() if inventory is None else inventory
     is_this_process = environ is None and inventory is None
     if is_this_process and "torchrl.envs.libs.dm_control" in sys.modules and "pyrender" not in machine.versions:
-        variables.pop(PYRENDER_INDEX, None)  # TorchRL sets it when it is imported, to no effect
+        variables.pop(PYRENDER_INDEX, None)  # TorchRL sets it when it is imported, but only pyrender reads it
     original = situation = Situation(machine, variables, variables)
     applied = _apply.applied_decision.variables if is_this_process and _apply.applied_decision else {}
-    # A decision that is in force in this process has seen to the renderers.
+    # A decision that was applied in this process has already set the renderers' variables.
     decision_in_force = bool(applied) and all(variables.get(name) == value for name, value in applied.items())
     findings: list[Finding] = []
     for stage in (
@@ -214,20 +221,20 @@ def _to_shell_line(changes: Changes) -> str:
 
 
 def describe_gpu(gpu: Gpu) -> str:
-    """Name a GPU as a sentence does."""
+    """Return a GPU's name, UUID and nvidia-smi index, for a sentence."""
     return f"{gpu.name} {gpu.uuid} (nvidia-smi {gpu.index})"
 
 
-# Names
+# Names of variables
 
 
 def guess_variable(name: str) -> str | None:
-    """Return which variable was meant by a misspelt name; None if it is one, or none."""
+    """Return the variable that a misspelled name stands for; None if the name is right, or is similar to none."""
     if name in (*_KNOWN_VARIABLES, *_SIMILAR_VARIABLES):
         return None
     if name in _UNREAD_VARIABLES:
         return _UNREAD_VARIABLES[name]
-    # Env files leave blanks and a leading "export" in names.
+    # Programs that read .env files may leave blanks and a leading "export" in names.
     letters = "".join(re.sub(r"^\s*export\s+", "", name).split()).replace("-", "_").upper()
     return next(iter(difflib.get_close_matches(letters, _KNOWN_VARIABLES, 1, 0.88)), None)
 
@@ -239,9 +246,9 @@ def _find_misspelled_names(situation: Situation) -> Findings:
         text = _guess_value(known, value, situation)
         if known is None or right == text:
             continue
-        drop: Changes = {name: None} if name.isidentifier() else {}  # shells know no other names
+        drop: Changes = {name: None} if name.isidentifier() else {}  # shells cannot unset other names
         if right is not None:
-            effect = f"{name!r} has no effect: the variable is {known}, and {known}={right!r} counts"
+            effect = f"{name!r} has no effect: the variable is {known}, and {known}={right!r} is used"
             yield situation.finding(name, effect, drop or {known: right}, "warning")
         elif drop and not _is_valid_value(known, text):
             effect = f"{name!r} has no effect: the variable is {known}, for which {text!r} is not valid"
@@ -251,7 +258,7 @@ def _find_misspelled_names(situation: Situation) -> Findings:
 
 
 def _guess_value(known: str | None, value: str, situation: Situation) -> str:
-    """Return the value for ``known`` that somebody meant who gave it to another variable."""
+    """Convert the value of a wrong variable to a value for ``known``."""
     text = value.strip(_QUOTES)
     if known == MASK:
         return _guess_mask(value, situation)[0] or text
@@ -261,7 +268,7 @@ def _guess_value(known: str | None, value: str, situation: Situation) -> str:
 
 
 def _find_ignored_variables(situation: Situation) -> Findings:
-    """Find variables that are exported for MuJoCo and that it does not read."""
+    """Find variables that are set for MuJoCo, but that MuJoCo ignores."""
     environ, versions = situation.environ, situation.inventory.versions
     mujocos = [entry for entry in _installed_renderers(situation) if entry.name in _renderers.MUJOCO_NAMES]
     through_egl = not _renderers.has_display(environ) or any(
@@ -285,21 +292,21 @@ def _find_ignored_variables(situation: Situation) -> Findings:
     mask = _find_container_mask(situation)
     if mask is not None:
         effect = (
-            f"NVIDIA's container runtime reads it when a container starts, and it hides none of the "
+            f"NVIDIA's container runtime reads it when a container starts, but it hides none of the "
             f"{len(situation.inventory.gpus)} GPUs from this process"
         )
         yield situation.finding(_CONTAINER, effect, {MASK: mask}, "warning")
 
 
 def _find_container_mask(situation: Situation) -> str | None:
-    """Return the mask that NVIDIA_VISIBLE_DEVICES means, where fewer GPUs are named than are here; None if not."""
+    """Return ``NVIDIA_VISIBLE_DEVICES`` as a mask if it lists fewer GPUs than are visible, else None."""
     gpus, value = situation.inventory.gpus, situation.environ.get(_CONTAINER, "")
     if MASK in situation.environ or not re.fullmatch(r"\d{1,3}(,\d{1,3})*", value, re.ASCII):
         return None
     numbers = dict.fromkeys(int(number) for number in value.split(","))
     if len(numbers) >= len(gpus) or max(numbers) >= len(gpus):
-        return None  # the container shows what was named, counted anew
-    # They are nvidia-smi's numbers, which CUDA's may not be.
+        return None  # the container has only the listed GPUs, numbered from 0
+    # The variable has nvidia-smi's indices, which may differ from CUDA's.
     uuids = [gpus[number].uuid for number in numbers]
     text = ",".join(map(str, numbers))
     shown = situation.with_changes({MASK: text}).visible
@@ -307,7 +314,7 @@ def _find_container_mask(situation: Situation) -> str | None:
 
 
 def _is_valid_value(name: str, value: str) -> bool:
-    """Whether a variable may have a value, as far as that does not depend on the machine."""
+    """Return whether a value is valid for a variable on some machine."""
     if name == MASK:
         return value.lower() not in _WORDS_FOR_ALL_GPUS
     if name == ORDER:
@@ -315,7 +322,7 @@ def _is_valid_value(name: str, value: str) -> bool:
     return name not in (INDEX, LOCAL_RANK) or _pick.is_rank(value)
 
 
-# CUDA's order, the mask, ranks
+# CUDA's device order, the mask and ranks
 
 
 def _find_order_mistakes(situation: Situation) -> Findings:
@@ -325,23 +332,23 @@ def _find_order_mistakes(situation: Situation) -> Findings:
     first = f": number 0 is {describe_gpu(inventory.gpu(by_speed[0]))}" if unlike and by_speed else ""
     if value is not None and value.strip() and value not in _CUDA_ORDERS:
         fix = {ORDER: "FASTEST_FIRST" if "FAST" in value.upper() else "PCI_BUS_ID"}
-        effect = f"CUDA does not know it and counts the fastest first{first}"
+        effect = f"CUDA does not know this value and counts the fastest GPU first{first}"
         yield situation.finding(ORDER, effect, fix, "error" if unlike else "warning")
-    # A mask of UUIDs does not count.
+    # A mask of UUIDs does not depend on the order.
     elif unlike and value != "PCI_BUS_ID" and not situation.environ.get(MASK, "").startswith(("GPU-", "MIG-")):
         if by_speed is None:
             effect = (
-                "the GPUs differ, CUDA counts the fastest first, and which one that is could not be found out, so that "
-                "resolve() refuses to guess which GPU is cuda:0"
+                "the GPUs differ, CUDA counts the fastest first, and the fastest is unknown, so resolve() cannot say "
+                "which GPU is cuda:0"
             )
             yield situation.finding(ORDER, effect, {ORDER: "PCI_BUS_ID"})
         elif value is None:
-            effect = f"the GPUs differ, and CUDA counts the fastest first{first}"
+            effect = f"the GPUs differ, and CUDA counts the fastest one first{first}"
             yield situation.finding(ORDER, effect, {ORDER: "PCI_BUS_ID"}, "warning")
 
 
 def _find_mask_mistakes(situation: Situation) -> Findings:
-    """Find what CUDA reads otherwise than it looks. On a machine without GPUs that is what stands there twice."""
+    """Find entries of the mask that CUDA ignores or reads in another way than they look."""
     shown, mask, gpus = situation.visible, situation.environ.get(MASK), situation.inventory.gpus
     if shown is None:
         return
@@ -363,10 +370,10 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
     if not word or word == "nodevfiles":
         yield _empty_mask_finding(mask, word, one, situation)
     elif re.fullmatch(r"-\d+", word) or word in ("none", "void", "no", "off", "null", "nil", "false", "cpu"):
-        effect = f"{word!r} hides all {len(gpus)} GPUs, so that the CPU computes and {_NO_CUDA}"
+        effect = f"{word!r} hides {_format_all_gpus(len(gpus))}, so the CPU computes and {_NO_CUDA}"
         yield situation.finding(MASK, effect, {MASK: None}, "warning")
     elif word in _WORDS_FOR_ALL_GPUS:
-        effect = f"CUDA knows no such word and shows no GPU, though that is how Docker names all of them: {_NO_CUDA}"
+        effect = f"CUDA does not know this word, which Docker uses for all GPUs, and shows no GPU: {_NO_CUDA}"
         yield situation.finding(MASK, effect, {MASK: None})
     else:
         oddity = shown.stop_reason or _describe_oddity(mask)
@@ -383,31 +390,35 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
 
 
 def _empty_mask_finding(mask: str, word: str, one: Changes, situation: Situation) -> tuple[Finding, Changes]:
-    """Tell an empty mask: by a launcher that gave no GPU, or by a blank in the shell."""
+    """Create the finding for an empty mask, which a launcher or a blank in the shell may have caused."""
     ray = any(name.startswith("RAY_") for name in situation.environ)
     slurm = any(name.startswith("SLURM_") for name in situation.environ)
     line = "srun --gpus-per-task=1 python train.py" if slurm else "@ray.remote(num_gpus=1)"
     if word:
-        effect = f"a launcher (Ray, Slurm) sets it for a process that has asked for no GPU: {_NO_CUDA}"
+        effect = f"a launcher (Ray, Slurm) sets it for a process that requested no GPU: {_NO_CUDA}"
     elif ray:
-        effect = f"Ray hides all GPUs from an actor that asks for none: {_NO_CUDA}"
+        effect = f"Ray hides all GPUs from an actor that requests none: {_NO_CUDA}"
     else:
         effect = (
-            f"it is empty and hides all {len(situation.inventory.gpus)} GPUs: {_NO_CUDA}; a blank in "
-            f'"export {MASK}= 1" leaves it like that, and "export {MASK} = 1" sets nothing at all'
+            f"it is empty and hides {_format_all_gpus(len(situation.inventory.gpus))}: {_NO_CUDA}; a blank in "
+            f'"export {MASK}= 1" leaves it empty, and "export {MASK} = 1" does not set it'
         )
         return situation.finding(MASK, effect, one)
     return situation.finding(MASK, effect, line)[0], one
 
 
+def _format_all_gpus(count: int) -> str:
+    return "the only GPU" if count == 1 else f"all {count} GPUs"
+
+
 def _describe_oddity(mask: str) -> str | None:
-    """Return what CUDA skips or cuts off without an error; None if nothing."""
+    """Describe the first entry that CUDA changes silently; None if there is none."""
     for entry in mask.split(","):
         text = entry.strip()
         if not text.startswith(("GPU-", "MIG-")) and not re.fullmatch(r"\d+", text, re.ASCII):
             return f"CUDA reads {entry!r} as {_cuda.parse_leading_number(text)}"
         if entry != text:
-            return f"CUDA skips the blank in {entry!r}, and not everybody does"
+            return f"CUDA skips the blank in {entry!r}, but other programs may not"
     return None
 
 
@@ -421,9 +432,9 @@ def _describe_visible_gpus(shown: _cuda.VisibleGpus, situation: Situation) -> st
 
 
 def _guess_mask(mask: str, situation: Situation) -> tuple[str | None, bool]:
-    """Read a mask generously: a valid one that says what was meant, None if nobody can tell; and whether it says all.
+    """Guess the mask that was meant. It may have words, ranges, other separators, and UUIDs in any case.
 
-    Numbers with words, ranges and other separators around them, and UUIDs in any case, with or without their prefix.
+    :return: a valid mask, or None; and whether it has all GPUs of the original
     """
     inventory = situation.inventory
     try:
@@ -433,7 +444,7 @@ def _guess_mask(mask: str, situation: Situation) -> tuple[str | None, bool]:
     entries: list[str] = []  # UUIDs of GPUs or slices
     by_name, complete = False, True
     for token in filter(None, (part.strip(_QUOTES) for part in re.split(r"[,;|\s]+", mask))):
-        if re.fullmatch(r"-\d+", token):  # what stands behind is hidden, as CUDA documents it
+        if re.fullmatch(r"-\d+", token):  # CUDA documents that later entries are hidden
             break
         if token.lower() in ("gpu", "gpus", "cuda", "device", "devices"):
             continue
@@ -451,7 +462,7 @@ def _guess_mask(mask: str, situation: Situation) -> tuple[str | None, bool]:
         entries += [uuid for uuid in found if uuid not in entries]
     slices = {gpu.uuid: gpu.mig[0] for gpu in inventory.gpus if gpu.mig}
     cut = next((slices.get(entry, entry) for entry in entries if entry in slices or entry.startswith("MIG-")), None)
-    if cut is not None:  # CUDA shows nothing beside a slice
+    if cut is not None:  # CUDA shows no other device next to a slice
         text, complete = cut, complete and (len(entries) == 1 or all(entry.startswith("MIG-") for entry in entries))
     else:
         text = ",".join(entries if by_name else (str(order.index(entry)) for entry in entries))
@@ -460,33 +471,33 @@ def _guess_mask(mask: str, situation: Situation) -> tuple[str | None, bool]:
 
 
 def _find_uuids_by_prefix(token: str, inventory: Inventory) -> list[str]:
-    """Find the GPU or slice whose UUID begins like this; of several GPUs the first."""
+    """Find the GPUs or slices whose UUIDs begin with ``token``; return the first one at most."""
     lower = token.lower()
     slices = [slice_ for gpu in inventory.gpus for slice_ in gpu.mig]
     if lower.startswith("mig-") and not lower.startswith("mig-gpu-"):
         return [slice_ for slice_ in slices if len(token) > len("mig-") and slice_.lower().startswith(lower)][:1]
     begin = re.sub(r"^(mig-)?(gpu-)?", "", lower).split("/")[0]
-    # Without a prefix a few letters may be anything.
+    # Without the prefix, fewer than four characters are too few to be a UUID.
     if not re.fullmatch("[0-9a-f-]{4,}" if begin == lower else "[0-9a-f-]+", begin):
         return []
     return [gpu.uuid for gpu in inventory.gpus if gpu.uuid.lower().startswith(f"gpu-{begin}")][:1]
 
 
 def _find_rank_mistakes(situation: Situation) -> Findings:
-    """Find ranks that are invalid, beyond the visible GPUs, or contradicted by another launcher's."""
+    """Find a rank that is invalid, beyond the visible GPUs, or contradicted by another launcher's rank."""
     environ, shown, name = situation.environ, situation.visible, _pick.find_rank_variable(situation.environ)
     if name is None:
         return
     value = environ[name]
     if not _pick.is_rank(value):
         text = value.strip(_QUOTES)
-        effect = f'{value!r} is not a rank: int(os.environ["{name}"]) and resolve("auto") refuse it'
+        effect = f'{value!r} is not a rank: int(os.environ["{name}"]) and resolve("auto") reject it'
         yield situation.finding(name, effect, {name: text if _pick.is_rank(text) else None})
     elif shown and shown.uuids and situation.compute_decision is None:
         yield _high_rank_finding(name, int(value), len(shown.uuids), situation)
     elif shown and (different := _pick.find_rank_contradiction(situation.machine)):
         other = f"{different[1]}={environ[different[1]]!r}"
-        effect = f"it contradicts {other} and comes first, so that all processes with the same {name} share a GPU"
+        effect = f"it contradicts {other} and comes first, so all processes with the same {name} share a GPU"
         yield situation.finding(name, effect, {name: None}, "warning")
 
 
@@ -494,40 +505,39 @@ def _high_rank_finding(name: str, rank: int, count: int, situation: Situation) -
     error = f'torch.cuda.set_device({rank}) ends in "CUDA error: invalid device ordinal"'
     changes = _pick.variables_for_high_rank(rank, situation.machine)
     if changes is not None:
-        effect = f"it asks for cuda:{rank}, and CUDA shows one MIG slice to a process, as cuda:0: {error}"
+        effect = f"it asks for cuda:{rank}, but CUDA shows one MIG slice to a process, as cuda:0: {error}"
         return situation.finding(name, effect, changes)
-    gpus = "1 GPU" if count == 1 else f"{count} GPUs"
-    effect = f"it asks for cuda:{rank}, and torch sees {gpus}, counted from 0: {error}"
+    effect = f"it asks for cuda:{rank}, but torch sees {_cuda.format_gpu_count(count)}, counted from 0: {error}"
     return situation.finding(name, effect, _pick.launch_command(rank, situation.machine))[0], {name: "0"}
 
 
-# What the machine lacks
+# Missing software and devices
 
 
 def _find_missing_cuda(situation: Situation) -> Findings:
-    """Find a torch without CUDA, and a container without GPUs."""
+    """Find a torch that is built without CUDA, and a container without GPUs."""
     inventory, environ = situation.inventory, situation.environ
     if situation.machine.torch_without_cuda and situation.visible and situation.visible.uuids:
         version = inventory.versions["torch"]
+        gpus = _cuda.format_gpu_count(len(situation.visible.uuids))
         effect = (
-            f"torch {version} is built without CUDA, so that networks run on the CPU though "
-            f'{len(situation.visible.uuids)} of this machine\'s GPUs are visible, and "cuda" ends in '
-            '"AssertionError: Torch not compiled with CUDA enabled"'
+            f"torch {version} is built without CUDA, so networks run on the CPU although the machine has {gpus}, "
+            'and "cuda" ends in "AssertionError: Torch not compiled with CUDA enabled"'
         )
         line = f"pip install --force-reinstall torch=={version.partition('+')[0]}"
         yield Finding("torch", version, effect, line), {}
     if _CONTAINER in environ and not inventory.gpus:
         effect = (
-            "the container's image asks for GPUs, but none is here, so that the CPU computes: the container was "
+            "the container's image requests GPUs, but there are none, so the CPU computes: the container was "
             "started without them"
         )
         if environ[_CONTAINER].strip() in ("", "void", "none"):
-            effect = "it keeps NVIDIA's container runtime from giving this container a GPU, so that the CPU computes"
+            effect = "it keeps NVIDIA's container runtime from giving this container a GPU, so the CPU computes"
         yield situation.finding(_CONTAINER, effect, _DOCKER, "warning")
 
 
 def _find_unlisted_gpu(situation: Situation) -> Findings:
-    """Find a GPU that computes and that EGL does not list."""
+    """Find out whether EGL lists the GPU that computes."""
     inventory, environ = situation.inventory, situation.environ
     gpu = situation.compute_decision.gpu if situation.compute_decision else None
     if gpu and not gpu.mig and inventory.egl is not None and inventory.egl_of(gpu.uuid) is None:
@@ -538,10 +548,10 @@ def _find_unlisted_gpu(situation: Situation) -> Findings:
 
 def _unlisted_gpu_finding(gpu: Gpu, situation: Situation, severity: Severity) -> tuple[Finding, Changes]:
     inventory, environ = situation.inventory, situation.environ
-    where = "lands on Mesa's CPU device" if any(device.software for device in inventory.egl or ()) else "fails"
+    where = "uses Mesa's CPU device" if any(device.software for device in inventory.egl or ()) else "fails"
     others = any(device.uuid for device in inventory.egl or ())
-    effect = f"EGL does not list {describe_gpu(gpu)}, which computes, so that rendering "
-    effect += "lands on another GPU" if others else where
+    effect = f"EGL does not list {describe_gpu(gpu)}, which computes, so rendering "
+    effect += "uses another GPU" if others else where
     if inventory.egl_error:
         return situation.finding("EGL", f"{effect}: {inventory.egl_error}", "apt-get install libegl1", severity)
     if is_wsl(situation.machine):
@@ -556,15 +566,15 @@ def _unlisted_gpu_finding(gpu: Gpu, situation: Situation, severity: Severity) ->
         effect = f"the container has no graphics driver: {effect}"
         return situation.finding(_CAPABILITIES, effect, _DOCKER, severity)
     if others:
-        return situation.finding("EGL", f"{effect} (/dev/dri is shared in part)", _DOCKER, severity)
-    effect += "; NVIDIA's part of EGL is not installed (/usr/share/glvnd/egl_vendor.d/10_nvidia.json)"
+        return situation.finding("EGL", f"{effect} (the container has only part of /dev/dri)", _DOCKER, severity)
+    effect += "; NVIDIA's EGL is not installed (/usr/share/glvnd/egl_vendor.d/10_nvidia.json)"
     if _CONTAINER in environ:
         return situation.finding(_CAPABILITIES, effect, _DOCKER, severity)
     line = "apt-get install nvidia-egl-icd  # Ubuntu: libnvidia-gl-<version of the driver>"
     return situation.finding("EGL", effect, line, severity)
 
 
-# What renders, against what computes
+# Predicted rendering devices, compared with the device that computes
 
 
 def _installed_renderers(situation: Situation) -> tuple[Renderer, ...]:
@@ -572,21 +582,21 @@ def _installed_renderers(situation: Situation) -> tuple[Renderer, ...]:
 
 
 def _read_backend(renderer: Renderer, environ: Mapping[str, str]) -> str | None:
-    """Return which backend a renderer takes; None where it refuses the variable.
+    """Return the backend of a renderer; None if it rejects the variable's value.
 
-    Without the variable MuJoCo's try GLFW first, and take it with or without a display: glfw's Python package, which
-    mujoco requires, only warns that there is none.
+    Without the variable, mujoco and gymnasium select GLFW, even without a display: the Python package glfw, which
+    mujoco requires, then only warns.
     """
     try:
         if renderer.name in _renderers.MUJOCO_NAMES:
-            _renderers.mujoco_backend(environ)  # all of them import mujoco, which refuses what it does not know
+            _renderers.mujoco_backend(environ)  # all of them import mujoco, which rejects unknown values
         return renderer.backend(environ)
     except RendererFailsError:
         return None
 
 
 def predict(renderer: Renderer, situation: Situation) -> Prediction:
-    """Predict where a renderer renders with the present variables."""
+    """Predict where a renderer renders with the variables of a situation."""
     compute_decision, title = situation.compute_decision, str(renderer)
     computes = None
     if compute_decision is not None:
@@ -616,14 +626,14 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
         if not _renderers.has_display(environ):
             error = f': "{_NO_DISPLAY}"' if switch == BACKEND else ""
             raise RendererFailsError(
-                switch, f"{how}: it takes {_window_library(switch)}, and there is no display{error}"
+                switch, f"{how}: it uses {_window_library(switch)}, but there is no display{error}"
             )
-        unused = f"; {renderer.index} is for EGL alone" if renderer.index in environ else ""
+        unused = f"; {renderer.index} affects EGL alone" if renderer.index in environ else ""
         return Prediction(
-            title, "window", f"{how}: it takes {_window_library(switch)}, and so the display's device{unused}"
+            title, "window", f"{how}: it uses {_window_library(switch)}, and so the display's device{unused}"
         )
     platform = environ.get(PLATFORM, "")
-    # In capitals it passes mujoco's own check, and PyOpenGL knows no such platform.
+    # mujoco accepts the value in capitals, but PyOpenGL does not.
     if platform not in ("", backend):
         error = f'"ImportError: Cannot use {"EGL" if backend == "egl" else "OSMesa"} rendering platform"'
         error += " or \"AttributeError: module 'mujoco' has no attribute 'Renderer'\""
@@ -631,14 +641,14 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
     if renderer.name == "robosuite" and robosuite_import_fails(environ):
         error = f"AssertionError: {INDEX} needs to be set to one of the device id specified in {MASK}"
         raise RendererFailsError(
-            INDEX, f'import robosuite ends in "{error}", as it is no part of {MASK}={environ[MASK]!r}'
+            INDEX, f'import robosuite ends in "{error}", because it is not part of {MASK}={environ[MASK]!r}'
         )
     if backend == "osmesa":
         if inventory.osmesa is False:
-            raise RendererFailsError(switch, f"{how}, and OSMesa's library is not installed")
+            raise RendererFailsError(switch, f"{how}, but OSMesa's library is not installed")
         return Prediction(title, "cpu", f"{how}: OSMesa", switch)
     if inventory.egl is None:
-        return Prediction(title, "unknown", "EGL was not asked when this was recorded")
+        return Prediction(title, "unknown", "EGL was not queried for this inventory")
     if not inventory.egl:
         raise RendererFailsError("EGL", inventory.egl_error or "EGL lists no device")
     device = inventory.egl[renderer.select_egl_device(environ, EglView.from_machine(situation.machine))]
@@ -646,7 +656,7 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
     if device.software:
         return Prediction(title, "cpu", f"{why}, Mesa's on the CPU", variable, device.index)
     if device.uuid is None:
-        return Prediction(title, "gpu", f"{why}; which GPU that is, EGL does not tell", variable, device.index)
+        return Prediction(title, "gpu", f"{why}; EGL does not report its GPU", variable, device.index)
     gpu = inventory.gpu(device.uuid)
     if gpu.mig:
         raise RendererFailsError(variable, f"{why}, {describe_gpu(gpu)}, is cut into MIG slices, which do not render")
@@ -658,7 +668,7 @@ def _window_library(switch: str) -> str:
 
 
 def robosuite_import_fails(environ: Mapping[str, str]) -> bool:
-    """Return whether robosuite's assertion at import fails: the index has to be a substring of the mask."""
+    """Return whether ``import robosuite`` fails, which asserts that the index is a substring of the mask."""
     mask, index = environ.get(MASK), environ.get(INDEX)
     return bool(mask) and index is not None and not (index.isdigit() and index in (mask or ""))
 
@@ -666,37 +676,37 @@ def robosuite_import_fails(environ: Mapping[str, str]) -> bool:
 def _predict_vulkan(renderer: Renderer, situation: Situation) -> Prediction:
     visible = situation.visible.uuids if situation.visible else ()
     if renderer.version.startswith(("0.", "1.", "2.")):
-        why = f"unless it is told a device, it takes the first GPU that Vulkan lists, whatever {MASK} says"
+        why = f"without a device argument, it uses the first GPU that Vulkan lists, and ignores {MASK}"
     elif len(visible) == 1:
         return Prediction(str(renderer), "gpu", "the only GPU that CUDA shows", MASK, None, visible[0])
     else:
-        why = "unless it is told a device, it takes the first of CUDA's GPUs that Vulkan lists, which may not be cuda:0"
+        why = "without a device argument, it uses the first of CUDA's GPUs that Vulkan lists, which may not be cuda:0"
     return Prediction(str(renderer), "unknown", why, MASK)
 
 
 def _explain_egl_choice(renderer: Renderer, environ: Mapping[str, str], index: int) -> tuple[str, str]:
-    """Return which variable has chosen EGL device ``index``."""
+    """Return the variable that selects EGL device ``index``, and a clause that explains it."""
     mask, value = environ.get(MASK), environ.get(renderer.index)
     through_cuda = renderer.select_egl_device is _renderers.select_mujoco_4
     where = f"EGL device {index}"
     if renderer.name == "robosuite" and environ.get(BACKEND, "egl") != "egl":
-        where += f" (robosuite takes EGL in place of {BACKEND}={environ[BACKEND]!r})"
+        where += f" (robosuite uses EGL instead of {BACKEND}={environ[BACKEND]!r})"
     if value is not None:
-        meaning = "which it looks for among CUDA's numbers first" if through_cuda else "EGL's own index"
+        meaning = "which it reads as a CUDA ordinal first" if through_cuda else "EGL's own index"
         return renderer.index, f"{renderer.index}={value!r}, {meaning}, is {where}"
     if renderer.name == "robosuite" and mask is not None:
-        return MASK, f"it takes the first entry of {MASK}={mask!r} for EGL's own index: {where}"
+        return MASK, f"it reads the first entry of {MASK}={mask!r} as EGL's own index: {where}"
     if through_cuda:
         shows = "CUDA" if mask is None else f"{MASK}={mask!r}"
-        return renderer.index, f"the first device that {shows} shows, where EGL tells it, is {where}"
+        return renderer.index, f"the first device that {shows} shows and that EGL reports is {where}"
     return (
         renderer.index,
-        f"{renderer.index} is not set, so that it takes the first{', whatever the mask' if mask else ''}: {where}",
+        f"{renderer.index} is not set, so it uses the first device{' and ignores the mask' if mask else ''}: {where}",
     )
 
 
 def _find_rendering_mistakes(situation: Situation) -> Findings:
-    """Find renderers that fail, or render elsewhere than where it is computed; those that fare alike in one finding."""
+    """Find renderers that fail or do not render on the device that computes. Equal findings are merged."""
     grouped: dict[tuple[Prediction, str, Severity], list[Renderer]] = {}
     compute_decision = situation.compute_decision
     gpu = compute_decision.gpu if compute_decision else None
@@ -711,20 +721,20 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
             line = f'resolve("auto", render="same", renderer="{renderer.name}").render_device'
             fix = f"from rl_ext_core.devices import resolve\nrender_device = {line}"
             yield situation.finding(found.variable, f"{renderer}: {found.why}", fix, "warning")
-        # Who names an EGL device means EGL.
+        # A set index shows that the user wants EGL.
         index_unused = found.where == "window" and renderer.index in situation.environ
         if found.where != "fails" and found.with_compute is not False and not index_unused:
             continue
         listed = gpu is None or gpu.mig or situation.inventory.egl_of(gpu.uuid)
         if (found.where != "fails" and not listed) or (found.variable == "EGL" and gpu and not gpu.mig):
-            continue  # that EGL does not list the GPU is told already
+            continue  # _find_unlisted_gpu() has reported that EGL does not list the GPU
         elsewhere = found.egl is not None and not (compute_decision and compute_decision.device == "cpu")
         if found.where != "fails" and not elsewhere and not index_unused:
-            continue  # OSMesa was asked for by name, and a GPU may render where the CPU computes
+            continue  # the user chose OSMesa, and a GPU may render while the CPU computes
         if gpu and gpu.mig and found.where == "cpu":
-            continue  # a slice does not render
+            continue  # a MIG slice cannot render
         unset = found.variable not in situation.environ and found.variable in renderer.switches
-        # Who sets nothing may render nothing, and who writes a number may want it.
+        # Without any variable, the program may not render at all. An index of the CPU's device may be intended.
         harmless = unset or index_unused or (found.where == "cpu" and renderer.index in situation.environ)
         severity: Severity = "warning" if harmless else "error"
         key = (dataclasses.replace(found, renderer=""), _find_rendering_fix(renderer, situation), severity)
@@ -734,24 +744,24 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
         effect = f"{', '.join(map(str, renderers))}: {prefix}{found.why}"
         if found.where != "fails" and compute_decision:
             effect += f", while {compute_decision.device}{f', {describe_gpu(gpu)},' if gpu else ''} computes"
-        # The last one stands for all: a decision for robosuite, which comes last, suits the others.
+        # robosuite comes last, and a decision for it also suits the other renderers.
         yield situation.finding(found.variable, effect, fix.format(renderers[-1].name), severity)
 
 
 def _find_rendering_fix(renderer: Renderer, situation: Situation) -> str:
-    """Find what leads a renderer to the device that computes, or to the CPU where that cannot render.
+    """Find the line that makes a renderer use the device that computes, or the CPU if that device cannot render.
 
-    :return: a line for the shell, or for Python with a gap for the renderer's name
+    :return: a line for the shell, or Python code with ``{}`` for the renderer's name
     """
     environ = situation.environ
     meant = {name: "osmesa" for name in (BACKEND, PLATFORM) if environ.get(name, "").strip().lower() == "osmesa"}
     if meant and predict(renderer, situation.with_changes(meant)).where == "cpu":
-        return _to_shell_line(meant)  # in capitals, which not all renderers take
+        return _to_shell_line(meant)  # the value was in capitals, which some renderers reject
     for render in ("same", "cpu"):
         line = f'resolve("auto", render="{render}", renderer="{{}}").apply()'
         python = f"from rl_ext_core.devices import resolve\n{line}"
         if situation.compute_decision is None:
-            return python  # which will say what is in the way
+            return python  # its error will show why there is no decision
         try:
             request = parse_device(render, "render")
             decision = decide_render(request, renderer.name, situation.machine, situation.compute_decision, Picker())
@@ -765,19 +775,19 @@ def _find_rendering_fix(renderer: Renderer, situation: Situation) -> str:
     return _MESA
 
 
-# What came too late in this process
+# Variables that were set too late in this process
 
 
 def _find_late_changes(situation: Situation, decision_in_force: bool) -> Findings:
-    """Find variables that were set in this process after the library that reads them had read others."""
+    """Find variables that were changed in this process after a library had read them."""
     environ = situation.environ
     try:
-        # Without an inventory, torch is looked at too.
+        # A machine without a given inventory also compares the mask with torch's devices.
         _ = Machine(None, environ).visible
     except DeviceConflictError as error:
         yield situation.finding(MASK, str(error), {MASK: environ.get(MASK)})
     except RlExtError:
-        pass  # the order is unknown, which is another finding
+        pass  # CUDA's order is unknown, which _find_order_mistakes() reports
     for renderer in () if decision_in_force else _installed_renderers(situation):
         backend = _read_backend(renderer, environ)
         if backend not in ("egl", "osmesa") or not any(name in environ for name in renderer.switches):

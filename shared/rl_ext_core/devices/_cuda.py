@@ -1,8 +1,8 @@
-"""The GPUs that CUDA shows to this process.
+"""The GPUs that CUDA shows to a process.
 
-The mask is read by CUDA's rules, as torch replicates them. Sources: ``torch.cuda._parse_visible_devices`` and
-``_transform_uuid_to_ordinals``, which the tests hold this against, and the CUDA C++ Programming Guide, "CUDA
-Environment Variables".
+``CUDA_VISIBLE_DEVICES`` is read by CUDA's rules, as torch replicates them. Sources:
+``torch.cuda._parse_visible_devices`` and ``_transform_uuid_to_ordinals``, to which the tests compare this module, and
+the CUDA C++ Programming Guide, "CUDA Environment Variables".
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ORDER = "CUDA_DEVICE_ORDER"
 
 @dataclass(frozen=True)
 class VisibleGpus:
-    """What CUDA shows to a process.
+    """GPUs that CUDA shows to a process.
 
-    :param uuids: of the visible GPUs by torch ordinal: ``cuda:0`` is the first
-    :param stop_reason: why entries of the mask had no effect; None if all of them did
-    :param mig: the MIG slice that is the only device, where the mask names one; its GPU is in ``uuids``
-    :param without_duplicates: the mask without what stands there twice, which hides all devices; None where nothing does
+    :param uuids: UUIDs by torch ordinal; ``cuda:0`` is the first
+    :param stop_reason: why some entries of the mask have no effect; None if all of them have
+    :param mig: UUID of the MIG slice that is the only device, or None; its GPU is in ``uuids``
+    :param without_duplicates: the mask without repeated entries, which hide all devices; None if no entry is repeated
     """
 
     uuids: tuple[str, ...]
@@ -40,9 +40,9 @@ class VisibleGpus:
 
 
 def visible(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus:
-    """Apply the mask and the order that are in force to the machine's GPUs.
+    """Apply the mask and the device order in ``environ`` to the machine's GPUs.
 
-    :raises DeviceUnavailableError: the mask counts in an order that nobody knows
+    :raises DeviceUnavailableError: If the mask has indices, and CUDA's order is unknown.
     """
     return _limit_to_one_slice(_apply_mask(inventory, environ), inventory)
 
@@ -62,28 +62,28 @@ def _apply_mask(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus
 def cuda_order(inventory: Inventory, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the UUIDs in the order in which CUDA counts without a mask.
 
-    :raises DeviceUnavailableError: CUDA puts the fastest first, and which one that is could not be found out
+    :raises DeviceUnavailableError: If CUDA counts the fastest GPU first, and that GPU is unknown.
     """
     if environ.get(ORDER) == "PCI_BUS_ID":
         return tuple(gpu.uuid for gpu in inventory.gpus)
     if inventory.fastest_first is None:
         raise DeviceUnavailableError(
-            f"the GPUs differ and {ORDER}={environ.get(ORDER)!r} lets CUDA count the fastest first, which could not be "
-            f"found out here. Write: export {ORDER}=PCI_BUS_ID"
+            f"{ORDER}={environ.get(ORDER)!r} lets CUDA count the fastest GPU first, but the GPUs differ, and the "
+            f"fastest is unknown. Use `export {ORDER}=PCI_BUS_ID`"
         )
     return inventory.fastest_first
 
 
 def _limit_to_one_slice(shown: VisibleGpus, inventory: Inventory) -> VisibleGpus:
-    """Show one MIG slice alone where a GPU that is cut into slices is visible.
+    """Show only the first MIG slice if a visible GPU is cut into slices.
 
-    Source: NVIDIA's MIG User Guide, "CUDA Device Enumeration": CUDA takes the first slice, and no other GPU beside it.
+    Source: NVIDIA's MIG User Guide, "CUDA Device Enumeration".
     """
     slices = {gpu.uuid: gpu.mig[0] for gpu in inventory.gpus if gpu.mig}
     cut = next((uuid for uuid in shown.uuids if uuid in slices), None)
     if shown.mig or cut is None:
         return shown
-    stop_reason = f"CUDA shows the first MIG slice of {cut}, {slices[cut]}, and nothing beside it"
+    stop_reason = f"CUDA shows the first MIG slice of {cut}, {slices[cut]}, and no other device"
     return VisibleGpus((cut,), stop_reason, slices[cut])
 
 
@@ -99,7 +99,7 @@ def _parse_numeric_mask(mask: str, order: tuple[str, ...]) -> VisibleGpus:
             without_duplicates = ",".join(map(str, numbers))
             return VisibleGpus(
                 (),
-                f"{number} stands there twice, so CUDA shows no device at all",
+                f"{number} is listed twice, so CUDA shows no device at all",
                 without_duplicates=without_duplicates,
             )
         numbers.append(number)
@@ -113,7 +113,7 @@ def _parse_numeric_mask(mask: str, order: tuple[str, ...]) -> VisibleGpus:
 
 def _describe_bad_entry(entry: str) -> str:
     if not entry:
-        return "where nothing stands"
+        return "which is empty"
     return "as at any negative number" if entry.startswith("-") else "which is not a number"
 
 
@@ -122,12 +122,19 @@ def _visible_from_numbers(numbers: list[int], order: tuple[str, ...], stop_reaso
 
 
 def _out_of_range_reason(count: int) -> str:
+    if count == 1:
+        return "because GPU 0 is the only one"
     return f"because the GPUs are 0 to {count - 1}" if count else "because there is no GPU"
 
 
+def format_gpu_count(count: int) -> str:
+    """Return ``"1 GPU"`` or, for example, ``"4 GPUs"``."""
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
 def parse_leading_number(text: str) -> int:
-    """Read digits up to the first other character, as ``strtoul`` does; -1 if there is none."""
-    # No machine counts further, and Python refuses to read thousands of digits.
+    """Parse the digits before the first other character, as ``strtoul`` does; -1 if there are none."""
+    # 18 digits are enough for any machine, and Python refuses to parse thousands.
     match = re.match(r"[+-]?0*\d{0,18}", text)
     digits = match[0] if match else ""
     return int(digits) if digits.strip("+-") else -1
@@ -140,11 +147,11 @@ def _parse_uuid_mask(mask: str, uuids: list[str]) -> VisibleGpus:
         if entry in entries:
             return VisibleGpus(
                 (),
-                f"{entry!r} stands there twice, so CUDA shows no device at all",
+                f"{entry!r} is listed twice, so CUDA shows no device at all",
                 without_duplicates=",".join(entries),
             )
         if not entry.startswith("GPU-"):
-            stop_reason = f"CUDA stops reading at {entry!r}, which is no UUID like those before it"
+            stop_reason = f"CUDA stops reading at {entry!r}, which is not a UUID like those before it"
             break
         entries.append(entry)
     found: list[str] = []
@@ -154,27 +161,27 @@ def _parse_uuid_mask(mask: str, uuids: list[str]) -> VisibleGpus:
             why = f"fits {len(matches)} GPUs" if matches else "fits no GPU"
             return VisibleGpus(tuple(found), f"CUDA stops reading at {entry!r}, which {why}")
         if matches[0] in found:
-            return VisibleGpus((), f"{entry!r} names a GPU that stands there already, so CUDA shows no device at all")
+            return VisibleGpus((), f"{entry!r} names a GPU that is already listed, so CUDA shows no device at all")
         found += matches
     return VisibleGpus(tuple(found), stop_reason)
 
 
 def _parse_mig_mask(mask: str, gpus: tuple[Gpu, ...]) -> VisibleGpus:
-    """One slice at most: CUDA shows no more, whatever else the mask lists."""
+    """Read a mask that begins with a MIG slice. CUDA shows only the first entry."""
     entry, _, more = mask.partition(",")
     stop_reason = "CUDA shows one MIG slice to a process, the first" if more else None
     for gpu in gpus:
         # MIG-<uuid> since driver 470; before that MIG-GPU-<uuid of the GPU>/<instance>/<compute instance>.
         if entry in gpu.mig or (gpu.mig and entry.startswith(f"MIG-{gpu.uuid}/")):
             return VisibleGpus((gpu.uuid,), stop_reason, entry)
-    return VisibleGpus((), f"CUDA stops reading at {entry!r}, which is no MIG slice of this machine")
+    return VisibleGpus((), f"CUDA stops reading at {entry!r}, which is not a MIG slice of this machine")
 
 
 class Machine:
-    """This machine, or another one whose inventory is given.
+    """A machine with its environment variables.
 
-    :param inventory: None for this machine's
-    :param environ: the variables that are in force
+    :param inventory: the machine; None for this one, which is read when it is needed
+    :param environ: the environment variables
     """
 
     def __init__(self, inventory: Inventory | None, environ: Mapping[str, str]) -> None:
@@ -183,7 +190,7 @@ class Machine:
 
     @cached_property
     def inventory(self) -> Inventory:
-        """GPUs and versions; EGL's devices only if they are known already."""
+        """GPUs and versions. EGL's devices are included only if EGL has been queried before."""
         return Inventory.current(egl=False) if self._given_inventory is None else self._given_inventory
 
     @cached_property
@@ -193,26 +200,26 @@ class Machine:
 
     @cached_property
     def visible(self) -> VisibleGpus:
-        """What CUDA shows to a process with these variables.
+        """GPUs that CUDA shows to a process with these variables.
 
-        :raises DeviceUnavailableError: the mask counts in an order that nobody knows
-        :raises DeviceConflictError: torch has started CUDA under another mask
+        :raises DeviceUnavailableError: If the mask has indices, and CUDA's order is unknown.
+        :raises DeviceConflictError: If torch has started CUDA under another mask.
         """
         shown = visible(self.inventory, self.environ)
         torch_uuids = None if self._given_inventory is not None else _uuids_seen_by_torch()
         if torch_uuids is not None and self.inventory.gpus and not shown.mig and torch_uuids != shown.uuids:
             raise DeviceConflictError(
-                f"{MASK}={self.environ.get(MASK)!r} shows {len(shown.uuids)} GPUs, but torch started CUDA in this "
-                f"process with {len(torch_uuids)}, other ones or another order: the variable was changed afterwards. "
-                f"Set {MASK} before the program starts"
+                f"{MASK}={self.environ.get(MASK)!r} was changed after torch had started CUDA: it shows "
+                f"{format_gpu_count(len(shown.uuids))}, but torch uses {format_gpu_count(len(torch_uuids))} (other "
+                f"ones, or in another order). Set {MASK} before the program starts"
             )
         return shown
 
     @cached_property
     def unlisted_device_count(self) -> int:
-        """Count CUDA devices where NVML does not answer though torch is built for a GPU: ROCm, embedded boards.
+        """Number of CUDA devices that NVML does not list, as on ROCm and embedded boards.
 
-        Only then is torch asked, which may start CUDA.
+        Torch is queried only if NVML fails and torch is built for a GPU, because the query may start CUDA.
         """
         inventory = self.inventory
         if (
@@ -231,28 +238,29 @@ class Machine:
 
     @property
     def count(self) -> int:
-        """How many CUDA devices torch finds."""
+        """Number of CUDA devices that torch finds."""
         return len(self.visible.uuids) or self.unlisted_device_count
 
     def no_device_reason(self) -> str:
-        """Say why torch finds no CUDA device, as the end of a sentence."""
+        """Return why torch finds no CUDA device, as the end of a sentence."""
         versions = self.inventory.versions
         if self.torch_without_cuda:
             return f"the installed torch {versions['torch']} is built without CUDA"
         mask = self.environ.get(MASK)
         if mask is not None and (self.inventory.gpus or not self.inventory.nvml_error):
-            return f"{MASK}={mask!r} shows none{f': {self.visible.stop_reason}' if self.visible.stop_reason and mask else ''}"
+            reason = f": {self.visible.stop_reason}" if self.visible.stop_reason and mask else ""
+            return f"{MASK}={mask!r} shows none{reason}"
         return self.inventory.nvml_error or "NVML lists no GPU on this machine"
 
     @property
     def torch_without_cuda(self) -> bool:
-        """Whether torch is installed in a build for the CPU."""
+        """Whether the installed torch is built without CUDA."""
         versions = self.inventory.versions
         return "torch" in versions and not versions.get("torch.cuda")
 
 
 def _uuids_seen_by_torch() -> tuple[str, ...] | None:
-    """Ask a torch that has started CUDA what it sees. None if it has not, or is too old to tell UUIDs."""
+    """Return the UUIDs that torch sees; None if it has not started CUDA, or is too old to report UUIDs."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None
@@ -263,7 +271,7 @@ def _uuids_seen_by_torch() -> tuple[str, ...] | None:
 
 
 def torch_current_device() -> int | None:
-    """Return the current CUDA device if this process uses CUDA already; asking must not start it."""
+    """Return torch's current CUDA device, or None if torch has not started CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None

@@ -1,4 +1,4 @@
-"""Choice of the GPU that ``"auto"`` means among the visible ones: by rank, worker or free memory.
+"""Pick one of the visible GPUs for ``"auto"``: by rank, worker or free memory.
 
 Sources: torchrun's "Environment Variables", the manuals of Open MPI's ``mpirun`` and MPICH's Hydra, and ``man srun``
 (``--gpu-bind``, ``--tres-bind``, ``--gpus-per-task``, ``--ntasks-per-gpu``).
@@ -23,7 +23,7 @@ LOCAL_RANK = "LOCAL_RANK"
 SLURM_RANK = "SLURM_LOCALID"
 # Open MPI, MVAPICH2, Intel MPI and MPICH (Hydra), Cray and other PMI launchers.
 MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
-# A process inherits the variables of all launchers around it, and the innermost one counts: torchrun runs inside
+# A process inherits the variables of all launchers around it, of which the innermost one is used. torchrun runs inside
 # mpirun or srun, and mpirun inside a batch script, where SLURM_LOCALID is 0.
 RANK_VARIABLES = (LOCAL_RANK, *MPI_RANK_VARIABLES, SLURM_RANK)
 
@@ -35,11 +35,11 @@ _BINDINGS = ("closest", "single", "per_task", "map", "map_gpu", "mask", "mask_gp
 
 @dataclass(frozen=True)
 class Picker:
-    """How ``"auto"`` chooses.
+    """Rule by which ``"auto"`` picks a GPU.
 
-    :param pick: the rule where neither ``rank`` nor ``worker`` is given
-    :param rank: this process among those of this machine that train together
-    :param worker: this environment worker, counted from 0; workers share GPUs in turn
+    :param pick: rule to use if neither ``rank`` nor ``worker`` is given
+    :param rank: index of this process among the training processes of this machine
+    :param worker: index of this environment worker, from 0; worker ``i`` takes visible GPU ``i`` modulo their number
     """
 
     pick: Pick = "rank"
@@ -48,22 +48,28 @@ class Picker:
 
     def __post_init__(self) -> None:
         if self.pick not in ("rank", "free-memory"):
-            raise InvalidArgumentError(f'pick={self.pick!r} is none of "rank", "free-memory". Write pick="rank"')
+            raise InvalidArgumentError(
+                f'pick={self.pick!r} is not valid: expected "rank" or "free-memory". Use pick="rank"'
+            )
         for name in ("rank", "worker"):
             value = getattr(self, name)
             if value is not None and type(value) is not int:
-                raise InvalidTypeError(f"{name}={value!r} is not an index. Write {name}=0 for the first")
+                raise InvalidTypeError(
+                    f"{name}={value!r} is not an index: expected an int from 0. Use {name}=0 for the first"
+                )
             if value is not None and value < 0:
-                raise InvalidArgumentError(f"{name}={value!r} is negative. Write {name}=0 for the first")
+                raise InvalidArgumentError(
+                    f"{name}={value!r} is negative: expected an int from 0. Use {name}=0 for the first"
+                )
 
     @property
     def uses_launcher_rank(self) -> bool:
-        """Whether a launcher's rank decides, if there is one."""
+        """Whether the rank that a launcher sets selects the GPU."""
         return self.pick == "rank" and self.rank is None and self.worker is None
 
 
 def pick(picker: Picker, machine: Machine) -> tuple[int, str]:
-    """Choose among the visible GPUs, of which there is at least one.
+    """Pick one of the visible GPUs, of which there must be at least one.
 
     :return: the torch ordinal, and the reason as the end of a sentence
     :raises DeviceUnavailableError: If the rank is beyond the visible GPUs.
@@ -72,7 +78,7 @@ def pick(picker: Picker, machine: Machine) -> tuple[int, str]:
     count = len(machine.visible.uuids)
     if picker.worker is not None:
         ordinal = picker.worker % count
-        return ordinal, f"worker {picker.worker} takes GPU {ordinal} of the {count} visible ones in turn"
+        return ordinal, f"worker {picker.worker} takes GPU {ordinal} of {count} visible in turn"
     if picker.rank is not None:
         return _pick_by_given_rank(picker.rank, f"rank={picker.rank}", machine)
     if picker.pick == "free-memory":
@@ -90,12 +96,12 @@ def pick(picker: Picker, machine: Machine) -> tuple[int, str]:
 
 
 def find_rank_variable(environ: Mapping[str, str]) -> str | None:
-    """Return the variable that holds the rank that counts, None without a launcher."""
+    """Return the rank variable of the innermost launcher, or None if there is no launcher."""
     return next((name for name in RANK_VARIABLES if name in environ), None)
 
 
 def is_rank(value: str) -> bool:
-    """Return whether a launcher's variable holds an index from 0."""
+    """Return whether the value of a launcher's variable is an index from 0."""
     return value.isascii() and value.isdigit() and len(value) < 10
 
 
@@ -105,18 +111,18 @@ def _parse_rank(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def _variables_with_other_ranks(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the variables of outer launchers whose rank is not the one that counts."""
+    """Return the rank variables that differ from the innermost launcher's."""
     found = [name for name in RANK_VARIABLES if name in environ]
     return tuple(outer for outer in found if _parse_rank(environ, outer) != _parse_rank(environ, found[0]))
 
 
 def find_rank_contradiction(machine: Machine) -> tuple[str, str] | None:
-    """Find a rank that looks copied: several processes have the same one, because an outer launcher counts further.
+    """Find a rank variable that was copied into several processes, so that they would share a GPU.
 
-    ``export LOCAL_RANK=$SLURM_LOCALID`` in a batch script gives every task the 0 of the script. A launcher inside
-    another one is different: it leaves the outer rank at 0, or it is torchrun or Ray, which set more variables.
+    ``export LOCAL_RANK=$SLURM_LOCALID`` in a batch script gives every task the 0 of the script. A launcher that runs
+    inside another one is not reported. It leaves the outer rank at 0, or sets more variables, as torchrun and Ray do.
 
-    :return: the variable that counts and the one that contradicts it
+    :return: the variable in use and the one that contradicts it, or None
     """
     environ, name = machine.environ, find_rank_variable(machine.environ)
     nested = _TORCHRUN in environ or _RAY in environ
@@ -149,9 +155,12 @@ def _pick_by_given_rank(rank: int, source: str, machine: Machine) -> tuple[int, 
 
 
 def _explain_high_rank(rank: int, count: int, environ: Mapping[str, str]) -> str | None:
-    """Explain why a rank may be beyond the visible GPUs: each process sees its own, counted from 0. None if not."""
+    """Return why a rank beyond the visible GPUs is valid, or None if it is not.
+
+    It is valid if each process sees GPUs of its own, counted from 0.
+    """
     if _TORCHRUN in environ and LOCAL_RANK in environ:
-        return None  # torchrun counts the processes that share what is visible
+        return None  # torchrun's processes share the visible GPUs
     same = [name for name in RANK_VARIABLES if _parse_rank(environ, name) == rank]
     if SLURM_RANK in same or SLURM_RANK not in environ:
         per_gpu = _parse_rank(environ, _TASKS_PER_GPU) or 0
@@ -164,13 +173,13 @@ def _explain_high_rank(rank: int, count: int, environ: Mapping[str, str]) -> str
     mask = environ.get(MASK)
     if mask is None or count > 1:
         return None
-    # Slurm and torchrun have ways to give each process a GPU. Under MPI and Ray a script or an actor sets the mask.
+    # Under MPI and Ray, a script or an actor sets the mask. Slurm and torchrun have their own options for it.
     by_script = any(name in same for name in MPI_RANK_VARIABLES) or (SLURM_RANK in same and mask == str(rank))
     return f"{MASK}={mask!r} shows this process one GPU" if by_script or _RAY in environ else None
 
 
 def _find_slurm_binding(environ: Mapping[str, str]) -> str | None:
-    """Return the variable by which Slurm shows each task GPUs of its own, None if tasks see all GPUs of the job."""
+    """Return the variable with which Slurm binds tasks to GPUs, or None if each task sees all GPUs of the job."""
     explicit = _find_explicit_binding(environ)
     if explicit is not None:
         name, kind = explicit
@@ -185,7 +194,10 @@ def _find_slurm_binding(environ: Mapping[str, str]) -> str | None:
 
 
 def _find_explicit_binding(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return which variable binds tasks to GPUs, and its type: ``"single"`` of ``gres/gpu:verbose,single:2``."""
+    """Return the variable that binds tasks to GPUs and its kind, or None.
+
+    The kind of ``gres/gpu:verbose,single:2`` is ``"single"``.
+    """
     entries = re.split(r"\+", environ.get(_TRES_BIND, ""))
     found = [re.sub(r"^gres[/:]gpu:", "", entry) for entry in entries if re.match(r"gres[/:]gpu:", entry)]
     for name, value in (*((_TRES_BIND, text) for text in found), (_GPU_BIND, environ.get(_GPU_BIND, ""))):
@@ -199,7 +211,7 @@ def _find_explicit_binding(environ: Mapping[str, str]) -> tuple[str, str] | None
 
 
 def mig_slice_of_rank(machine: Machine) -> str | None:
-    """Return the MIG slice of this process's rank where CUDA shows one slice; None if there is none for it."""
+    """Return the MIG slice for this process's rank, or None if there is none."""
     name = find_rank_variable(machine.environ)
     rank = 0 if name is None else _parse_rank(machine.environ, name)
     slices = _visible_mig_slices(machine)
@@ -218,13 +230,13 @@ def _visible_mig_slices(machine: Machine) -> list[str]:
 
 
 def variables_for_high_rank(rank: int, machine: Machine) -> dict[str, str] | None:
-    """Return the variables that give a rank beyond the visible GPUs its own MIG slice; None if there is none."""
+    """Return variables that give a rank beyond the visible GPUs its own MIG slice, or None if there is none."""
     slices = _visible_mig_slices(machine)
     return {MASK: slices[rank], LOCAL_RANK: "0"} if rank < len(slices) else None
 
 
 def launch_command(rank: int, machine: Machine) -> str:
-    """Return the command that starts as many processes as there are GPUs, by the launcher that gave the rank."""
+    """Return the command that starts one process per GPU, with the launcher that set the rank."""
     environ = machine.environ
     count = max(len(machine.visible.uuids), len(_visible_mig_slices(machine)))
     name = next((name for name in RANK_VARIABLES if _parse_rank(environ, name) == rank), LOCAL_RANK)
@@ -259,11 +271,10 @@ def _high_rank_error(rank: int, source: str, machine: Machine) -> str:
     elif line.startswith("mpi"):
         more = ', or device="cuda:0" for processes that share a GPU'
     elif rank < len(machine.inventory.gpus):
-        more = f", or let {MASK} list {rank + 1} GPUs"
-    gpus = "1 GPU" if count == 1 else f"{count} GPUs"
+        more = f", or list {_cuda.format_gpu_count(rank + 1)} in {MASK}"
     return (
-        f"{source} asks for cuda:{rank}: expected a rank below {count}, because this process sees {gpus}{shown}. "
-        f"Use `{line}`{more}"
+        f"{source} asks for cuda:{rank}: expected a rank below {count}, because this process sees "
+        f"{_cuda.format_gpu_count(count)}{shown}. Use `{line}`{more}"
     )
 
 
@@ -274,7 +285,7 @@ def _pick_by_free_memory(machine: Machine) -> tuple[int, str]:
     free = {gpu.uuid: gpu.memory_free for gpu in machine.inventory.gpus}
     uuids = machine.visible.uuids
     try:
-        # Free memory is the one thing that an inventory does not keep true.
+        # The inventory's free memory is out of date.
         now = {gpu.uuid: gpu.memory_free for gpu in read_gpus()}
     except NvmlUnavailableError:
         now = {}

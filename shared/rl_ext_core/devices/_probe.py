@@ -1,7 +1,7 @@
-"""Asks EGL and CUDA for their device orders, in a subprocess: both keep state, and CUDA forbids forking later.
+"""Query EGL and CUDA for their devices in a subprocess.
 
-This file is also the program that runs there, by path and without the packages of the caller, so that it starts
-within milliseconds: it imports nothing but the standard library.
+A subprocess is used because both keep state, and a process that has started CUDA cannot fork any more. The subprocess
+runs this file as a program. It imports only the standard library, so it starts within milliseconds.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _EGL_DEVICE_UUID = 0x335C
 
 
 def egl() -> dict[str, Any]:
-    """List EGL's devices as they are without a mask, and whether OSMesa is there.
+    """List EGL's devices without a mask, and whether OSMesa is installed.
 
-    :return: ``error`` (text or None), ``osmesa``, and ``devices`` with the keys index, software, uuid, drm, pci and
-        cuda (its ordinal in PCI order)
+    :return: ``error`` (text or None), ``osmesa`` (bool) and ``devices``: dicts with the keys index, software, uuid,
+        drm, pci and cuda (the ordinal in PCI order)
     """
     result = _run_probe("egl")
     return {"osmesa": False, "devices": [], "error": None, **result}
 
 
 def query_cuda_order() -> tuple[str, ...] | None:
-    """Ask CUDA for the UUIDs of all GPUs in its default order.
+    """Query CUDA for the UUIDs of all GPUs in its default order.
 
-    :return: the UUIDs; None if it does not tell
+    :return: the UUIDs, or None if CUDA does not report them
     """
     found = _run_probe("cuda").get("uuids")
     return tuple(found) if found else None
@@ -59,13 +59,13 @@ def _run_probe(question: str) -> dict[str, Any]:
         return {"error": f"{sys.executable} could not be started: {error}"}
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [""])[-1]
-        return {"error": f"the driver ended the process that asked it (exit {done.returncode}): {last}"}
-    # Drivers print there too, before and after.
+        return {"error": f"the driver ended the process that queried it (exit status {done.returncode}): {last}"}
+    # Drivers print to the same stream, before and after the answer.
     answers = [
         line.removeprefix(_ANSWER_PREFIX) for line in done.stdout.splitlines() if line.startswith(_ANSWER_PREFIX)
     ]
     if not answers:
-        return {"error": "the driver ended the process that asked it before there was an answer"}
+        return {"error": "the driver ended the process that queried it before it answered"}
     answer: dict[str, Any] = json.loads(answers[0])
     return answer
 
@@ -83,11 +83,11 @@ def _answer_egl() -> dict[str, Any]:
 
 
 class _MissingFunctionError(Exception):
-    """A function that this EGL does not have."""
+    """Raised for a function that the installed EGL lacks."""
 
 
 def load_egl_function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
-    """Look up a function of EGL and declare its types; None if this EGL has none of the name."""
+    """Load a function of EGL and declare its types; None if the installed EGL lacks it."""
     get = library.eglGetProcAddress
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
     address = get(name.encode())
@@ -130,7 +130,7 @@ def _query_egl_device(library: ctypes.CDLL, text: Any, index: int, device: int |
 
 
 def _find_pci_address(node: str | None) -> str | None:
-    """Follow a node below /dev/dri to the PCI address of its GPU."""
+    """Return the PCI address of the GPU behind a node in /dev/dri, or None."""
     if node is None:
         return None
     target = os.path.realpath(f"/sys/class/drm/{os.path.basename(node)}/device")
@@ -158,7 +158,7 @@ def _query_cuda_ordinal(library: ctypes.CDLL, device: int | None) -> int | None:
 
 
 def format_uuid(raw: bytes) -> str:
-    """Write 16 bytes as NVML writes a GPU's UUID."""
+    """Format 16 bytes as a UUID in NVML's notation."""
     digits = raw.hex()
     return f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
@@ -167,12 +167,12 @@ def _answer_cuda() -> dict[str, Any]:
     library = ctypes.CDLL("libcuda.so.1")
     count = ctypes.c_int()
     if library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count)):
-        return {"error": "CUDA does not start"}
+        return {"error": "CUDA cannot be started"}
     uuids = []
     for ordinal in range(count.value):
         device, raw = ctypes.c_int(), (ctypes.c_ubyte * 16)()
         if library.cuDeviceGet(ctypes.byref(device), ordinal) or library.cuDeviceGetUuid(raw, device):
-            return {"error": f"CUDA does not tell the UUID of device {ordinal}"}
+            return {"error": f"CUDA does not report the UUID of device {ordinal}"}
         uuids.append(format_uuid(bytes(raw)))
     return {"uuids": uuids}
 

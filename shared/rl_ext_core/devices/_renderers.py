@@ -1,8 +1,8 @@
-"""How each renderer picks its device, by name and version, and the variables that make it pick a given one.
+"""Rules by which each renderer selects its device, and the variables that make it select a given device.
 
-Each rule is a function that repeats what the renderer does with its variables; the tests run it beside the renderer's
-own function over all orders and masks of four GPUs. What to set is found by asking the rule, so that no setting
-leaves here that the rule itself would not follow to the wanted device.
+A rule is a function that repeats what one version of a renderer does with its variables. The tests compare it to the
+renderer's own function, over all orders and masks of four GPUs. Values to set are found by trying the rule, so the rule
+always confirms them.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ BACKEND = "MUJOCO_GL"
 INDEX = "MUJOCO_EGL_DEVICE_ID"
 PLATFORM = "PYOPENGL_PLATFORM"
 PYRENDER_INDEX = "EGL_DEVICE_ID"
-# What libraries read once, when they are imported: a process that has imported them is bound to it.
+# Libraries read these variables once, when they are imported, so later changes have no effect in the process.
 IMPORT_TIME_VARIABLES = (BACKEND, PLATFORM)
 MUJOCO_NAMES = ("mujoco", "gymnasium", "dm_control", "robosuite")
 NAMES = (*MUJOCO_NAMES, "pyrender", "sapien")
-# Suites that render through another one's package.
+# Suites that render with another renderer's package.
 _RENDERS_WITH = {"libero": "robosuite", "mani_skill": "sapien"}
 
-# mujoco's, robosuite's and dm_control's eglQueryDevicesEXT() ask for no more.
+# mujoco, robosuite and dm_control query eglQueryDevicesEXT() for this many devices.
 _EGL_LIMIT = 10
 _GLFW_VALUES = ("enable", "enabled", "on", "true", "1", "glfw", "")
 _OFF_VALUES = ("disable", "disabled", "off", "false", "0")
 
 
 class RendererFailsError(Exception):
-    """The renderer fails on these variables.
+    """Raised by a rule if the renderer fails with these variables.
 
-    :ivar variable: the one to blame
-    :ivar text: how it ends, as the end of a sentence that begins with the renderer
+    :ivar variable: the variable that causes the failure
+    :ivar text: how the renderer fails, as the end of a sentence
     """
 
     def __init__(self, variable: str, text: str) -> None:
@@ -57,10 +57,10 @@ class RendererFailsError(Exception):
 
 @dataclass(frozen=True)
 class EglView:
-    """What a renderer finds when it asks EGL.
+    """Devices that a renderer sees when it queries EGL.
 
-    :param devices: in EGL's order
-    :param visible: UUIDs by CUDA ordinal under the mask that is in force; None where nobody knows CUDA's order
+    :param devices: EGL's devices in its order
+    :param visible: UUIDs of the visible GPUs by CUDA ordinal; None if CUDA's order is unknown
     """
 
     devices: tuple[EglDevice, ...]
@@ -68,43 +68,41 @@ class EglView:
 
     @classmethod
     def from_machine(cls, machine: Machine) -> EglView:
-        """Return what a renderer finds on a machine under the variables that are in force."""
+        """Create the view of a machine under its environment variables."""
         try:
             visible: tuple[str, ...] | None = machine.visible.uuids
         except DeviceUnavailableError:
-            visible = None  # most rules need no CUDA
+            visible = None  # most rules do not depend on CUDA
         return cls(machine.inventory_with_egl.egl or (), visible)
 
     @property
     def reachable(self) -> tuple[EglDevice, ...]:
-        """The devices that a renderer gets to see: it asks for ten."""
+        """The first ten devices, which are all that a renderer queries."""
         return self.devices[:_EGL_LIMIT]
 
     def egl_index_by_ordinal(self) -> dict[int, int]:
-        """Map CUDA ordinals to EGL indices, as EGL_CUDA_DEVICE_NV tells them: of visible GPUs, under the mask.
+        """Map CUDA ordinals of visible GPUs to EGL indices, as ``EGL_CUDA_DEVICE_NV`` reports them.
 
-        :raises RefusedError: CUDA's order is unknown
+        :raises RendererFailsError: If CUDA's order is unknown.
         """
         if self.visible is None:
-            raise RendererFailsError(
-                INDEX, "the GPUs differ, and in which order CUDA counts them could not be found out"
-            )
+            raise RendererFailsError(INDEX, "the GPUs differ, and the order in which CUDA counts them is unknown")
         uuids = {device.uuid: device.index for device in self.reachable if device.cuda and device.uuid}
         return {ordinal: uuids[uuid] for ordinal, uuid in enumerate(self.visible) if uuid in uuids}
 
 
 @dataclass(frozen=True)
 class Renderer:
-    """A renderer of one version.
+    """One version of a renderer, with its rules.
 
     :param name: one of ``NAMES``
-    :param version: of the package whose rule counts
-    :param backend: gives ``"egl"``, ``"osmesa"``, ``"glfw"``, ``"vulkan"`` or ``"none"``; raises RefusedError for
-        other values
-    :param select_egl_device: gives the EGL index that these variables lead to; raises RefusedError where they lead to a failure.
-        None for a renderer that does not use EGL
-    :param switches: the variables that choose the backend
-    :param index: the variable that chooses the EGL device
+    :param version: version of the package that has the rules
+    :param backend: function of the variables that returns ``"egl"``, ``"osmesa"``, ``"glfw"``, ``"vulkan"`` or
+        ``"none"``, and raises :class:`RendererFailsError` for other values
+    :param select_egl_device: function of the variables that returns the selected EGL index, or raises
+        :class:`RendererFailsError`. None for a renderer that does not use EGL
+    :param switches: names of the variables that select the backend
+    :param index: name of the variable that selects the EGL device
     """
 
     name: str
@@ -118,20 +116,20 @@ class Renderer:
         return f"{self.name} {self.version}"
 
     def variables(self, backend: str, index: str | None) -> dict[str, str | None]:
-        """Return what to set (text) and what to unset (None) for a backend: ``"egl"`` or ``"osmesa"``."""
+        """Return the variables to set (text) and to unset (None) for the backend ``"egl"`` or ``"osmesa"``."""
         return {**dict.fromkeys(self.switches, backend), self.index: index}
 
 
 def find_renderer(name: str, versions: Mapping[str, str]) -> Renderer:
-    """Look up the rule of a renderer in the version that is installed.
+    """Return the installed version of a renderer, with its rules.
 
-    :raises InvalidArgumentError: no such renderer is known
-    :raises MissingDependencyError: it is not installed
+    :raises InvalidArgumentError: If the renderer is unknown.
+    :raises MissingDependencyError: If it is not installed.
     """
     if name not in (*NAMES, *_RENDERS_WITH):
         raise InvalidArgumentError(
-            f"renderer={name!r} is not known here; expected one of {', '.join(map(repr, (*NAMES, *_RENDERS_WITH)))}. "
-            'Environments that are built on MuJoCo\'s Python package follow its rule: write renderer="mujoco"'
+            f"renderer={name!r} is not known: expected one of {', '.join(map(repr, (*NAMES, *_RENDERS_WITH)))}. "
+            'Use renderer="mujoco" for other environments that render with the package mujoco'
         )
     found = _RENDERS_WITH.get(name, name)
     missing = next((package for package in _required_packages(found) if package not in versions), None)
@@ -160,7 +158,7 @@ def find_renderer(name: str, versions: Mapping[str, str]) -> Renderer:
 
 
 def installed_renderers(versions: Mapping[str, str]) -> tuple[Renderer, ...]:
-    """Return the rules of all renderers that are installed: gymnasium alone renders nothing that is decided on here."""
+    """Return all installed renderers. gymnasium counts only if mujoco is installed too."""
     return tuple(
         find_renderer(name, versions)
         for name in NAMES
@@ -173,11 +171,11 @@ def _required_packages(name: str) -> tuple[str, ...]:
 
 
 def find_index_value(renderer: Renderer, target: EglDevice, view: EglView, environ: Mapping[str, str]) -> str:
-    """Find the value of MUJOCO_EGL_DEVICE_ID that leads this renderer to ``target``.
+    """Find the value of the renderer's index variable with which it selects ``target``.
 
-    :raises DeviceUnavailableError: none does
+    :raises DeviceUnavailableError: If there is no such value.
     """
-    # Its own index first: for all rules but one that is the answer.
+    # EGL's own index is tried first, because it is the answer for all rules except mujoco 4's.
     numbers = [target.index, *(n for n in range(len(view.devices)) if n != target.index)]
     for number in numbers:
         candidate = {**environ, **dict.fromkeys(renderer.switches, "egl"), renderer.index: str(number)}
@@ -188,21 +186,21 @@ def find_index_value(renderer: Renderer, target: EglDevice, view: EglView, envir
             continue
     if target.index >= _EGL_LIMIT:
         raise DeviceUnavailableError(
-            f"{renderer} asks EGL for {_EGL_LIMIT} devices, and this one is number {target.index}, counted from 0. "
-            "Hide others from EGL (in a container: NVIDIA_VISIBLE_DEVICES), or choose another GPU"
+            f"{renderer} asks EGL for {_EGL_LIMIT} devices, but this one has EGL index {target.index}, counted from 0. "
+            "Hide other devices from EGL (in a container, by NVIDIA_VISIBLE_DEVICES), or use another GPU"
         )
     raise DeviceUnavailableError(
-        f"{renderer} reaches EGL device {target.index} by no value of {renderer.index} under "
-        f"{MASK}={environ.get(MASK)!r}. Let {MASK} name that GPU, and only it"
+        f"{renderer} cannot select EGL device {target.index} by any value of {renderer.index} under "
+        f"{MASK}={environ.get(MASK)!r}. Set {MASK} to that GPU only"
     )
 
 
 def vulkan_device_name(gpu: Gpu, visible: tuple[str, ...]) -> str:
-    """Name a GPU as SAPIEN does, in releases 2 and 3: as CUDA counts where CUDA shows it, else by its PCI address.
+    """Return SAPIEN's name of a GPU: its CUDA ordinal if CUDA shows it, else its PCI address.
 
-    Its default is the first that Vulkan lists, or in release 3 the first of those that CUDA shows, which need not be
-    ``cuda:0`` (haosulab/SAPIEN#101, #139, mani-skill/ManiSkill#161, #447, #746). An address with its domain that no
-    device has is taken for bus 0 there, hence the short form.
+    SAPIEN 2 defaults to the first GPU that Vulkan lists, SAPIEN 3 to the first one that CUDA shows too. It may differ
+    from ``cuda:0`` (haosulab/SAPIEN#101, #139, mani-skill/ManiSkill#161, #447, #746). The address has no domain 0000,
+    because SAPIEN reads an address with an unknown domain as bus 0.
     """
     if gpu.uuid in visible:
         return f"cuda:{visible.index(gpu.uuid)}"
@@ -210,7 +208,7 @@ def vulkan_device_name(gpu: Gpu, visible: tuple[str, ...]) -> str:
 
 
 def _select_by_egl_index(environ: Mapping[str, str], view: EglView) -> int:
-    """Follow mujoco up to 3 and dm_control: EGL's own index, else the first device that starts."""
+    """Select as mujoco 3 and dm_control do: by EGL's own index, else the first device."""
     value = environ.get(INDEX)
     if value is None:
         return _check_index(INDEX, 0, view)
@@ -218,18 +216,18 @@ def _select_by_egl_index(environ: Mapping[str, str], view: EglView) -> int:
 
 
 def _select_robosuite(environ: Mapping[str, str], view: EglView) -> int:
-    """Follow robosuite 1.5: MUJOCO_EGL_DEVICE_ID, else the mask's first entry, taken for EGL's own index."""
+    """Select as robosuite 1.5 does: by ``MUJOCO_EGL_DEVICE_ID``, else by the mask's first entry, as EGL's own index."""
     name = INDEX if environ.get(INDEX) is not None else MASK
     value = environ.get(name)
     if value is None:
         return _check_index(INDEX, 0, view)
-    # The whole list must be numbers, though one of them is used.
+    # All entries must be numbers, although only the first one is used.
     numbers = [_parse_integer(name, entry) for entry in ([value] if value.isdigit() else value.split(","))]
     return _check_index(name, numbers[0], view)
 
 
 def select_mujoco_4(environ: Mapping[str, str], view: EglView) -> int:
-    """Follow mujoco 4: through EGL_CUDA_DEVICE_NV, where a number means a visible device or a CUDA id."""
+    """Select as mujoco 4 does: through ``EGL_CUDA_DEVICE_NV``, where a number is a visible device or a CUDA ordinal."""
     egl_index_by_ordinal = view.egl_index_by_ordinal()
     mask = _parse_mujoco_4_mask(environ.get(MASK))
     shown = _mujoco_4_visible_indices(egl_index_by_ordinal, mask)
@@ -253,7 +251,7 @@ def select_mujoco_4(environ: Mapping[str, str], view: EglView) -> int:
 
 
 def _select_pyrender(environ: Mapping[str, str], view: EglView) -> int:
-    """Follow pyrender 0.1: EGL's own index among all devices, as Python counts in a list."""
+    """Select as pyrender 0.1 does: by EGL's own index among all devices, where -1 is the last one."""
     value = environ.get(PYRENDER_INDEX, "0")
     number, count = _parse_integer(PYRENDER_INDEX, value), len(view.devices)
     if not -count <= number < count:
@@ -307,7 +305,7 @@ def mujoco_backend(environ: Mapping[str, str]) -> str:
 
 
 def _gymnasium_backend(environ: Mapping[str, str]) -> str:
-    """Follow gymnasium: exact names; without one glfw comes first, and takes the process down without a display."""
+    """Return gymnasium's backend. It accepts exact names only. Its default is glfw, which aborts without a display."""
     value = environ.get(BACKEND, "glfw")
     if value not in ("glfw", "egl", "osmesa"):
         error = f'"RuntimeError: Environment variable MUJOCO_GL must be one of ...: got {value!r}"'
@@ -323,7 +321,7 @@ def _dm_control_backend(environ: Mapping[str, str]) -> str:
 
 
 def _robosuite_backend(environ: Mapping[str, str]) -> str:
-    """Follow robosuite: it imports mujoco, which refuses unknown values, and then overwrites every value but two."""
+    """Return robosuite's backend. It imports mujoco, which rejects unknown values, and then overwrites most values."""
     mujoco_backend(environ)
     return {"osmesa": "osmesa", "glx": "glfw"}.get(environ.get(BACKEND, ""), "egl")
 
@@ -331,7 +329,7 @@ def _robosuite_backend(environ: Mapping[str, str]) -> str:
 def _pyrender_backend(environ: Mapping[str, str]) -> str:
     value = environ.get(PLATFORM)
     if value in (None, "egl", "osmesa"):
-        return value or "glfw"  # pyglet's window, which needs a display likewise
+        return value or "glfw"  # pyglet opens a window here, which needs a display as glfw does
     raise RendererFailsError(PLATFORM, f'rendering ends in "ValueError: Unsupported PyOpenGL platform: {value}"')
 
 

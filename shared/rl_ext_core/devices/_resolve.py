@@ -1,4 +1,4 @@
-"""The one decision, from what was asked and what there is."""
+"""Resolve the requested devices to a :class:`Decision` on a machine."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _EXPECTED_FORMS = (
     '"auto", "cpu", "cuda", "cuda:<index>", an index, "GPU-<uuid>", "nvidia-smi:<index>", "pci:<address>" '
     "or a torch.device of type cpu or cuda"
 )
-# On WSL libcuda and NVML come with Windows's driver (/usr/lib/wsl/lib), and no libEGL_nvidia.
+# On WSL, Windows's driver brings libcuda and NVML (/usr/lib/wsl/lib), but no libEGL_nvidia.
 WSL_LIMIT = "computes on WSL and does not render there, because NVIDIA's driver for WSL has CUDA and no EGL"
-_CPU_RENDERING_HINT = 'Write render="cpu" to render there on purpose'
+_CPU_RENDERING_HINT = 'Use render="cpu" to render on the CPU'
 
 _log = logging.getLogger("rl_ext_core.devices")
 
-# A sentence is worth one line per process, however many buffers and wrappers ask.
+# Each sentence is logged once per process, because many buffers and wrappers call resolve().
 _logged_sentences: set[str] = set()
 
 
@@ -63,35 +63,49 @@ def resolve(
     inventory: Inventory | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Decision:
-    """Decide which device computes and which one renders.
+    """Decide which device computes and which device renders.
 
-    Nothing is set by it (:meth:`Decision.apply` does that), and CUDA is not initialised.
+    No variable is set until :meth:`Decision.apply`, and CUDA is not initialized.
 
-    :param device: what computes. ``"auto"`` is a visible GPU if there is one, chosen by ``pick``, else the CPU, which
-        is logged once. ``"cpu"``; ``"cuda"``, ``"cuda:1"``, ``1`` or a ``torch.device``: as torch counts under a mask;
-        ``"nvidia-smi:3"``, ``"pci:0000:3b:00.0"`` or the beginning of a UUID, ``"GPU-3f2a"``: a GPU by its identity
-    :param render: what renders. ``"none"``; ``"same"``: the GPU that computes, or the CPU if that computes; ``"cpu"``:
-        Mesa or OSMesa; or a GPU in any of the forms above, or ``"egl:<index>"``
-    :param renderer: ``"robosuite"`` (or ``"libero"``, which renders through it), ``"mujoco"``, ``"gymnasium"`` (its
-        MuJoCo environments), ``"dm_control"``, ``"pyrender"``, or ``"sapien"`` (or ``"mani_skill"``): each has its own
-        rule, which depends on its version. For SAPIEN see :attr:`Decision.render_device`
-    :param pick: how ``"auto"`` chooses: ``"rank"``, by the first of ``LOCAL_RANK``, ``OMPI_COMM_WORLD_LOCAL_RANK``,
+    Devices can be written in these forms:
+
+    - ``"auto"``: a visible GPU chosen by ``pick``, or the CPU if there is none, which is logged once
+    - ``"cpu"``
+    - ``"cuda"``, ``"cuda:1"``, ``1`` or a ``torch.device``: a GPU by its torch index under the mask
+    - ``"nvidia-smi:3"``, ``"pci:0000:3b:00.0"``, or the beginning of a UUID such as ``"GPU-3f2a"``: a GPU by its
+      identity
+
+    :param device: the device that computes, in one of these forms
+    :param render: the device that renders: ``"none"`` (default), ``"same"`` as the one that computes,
+        ``"egl:<index>"``, or one of these forms. ``"cpu"`` renders with Mesa or OSMesa
+    :param renderer: the library that renders. Its rule depends on its version. One of ``"robosuite"``, ``"libero"``,
+        ``"mujoco"``, ``"gymnasium"`` (its MuJoCo environments), ``"dm_control"``, ``"pyrender"``, ``"sapien"`` and
+        ``"mani_skill"``. For the last two, see :attr:`Decision.render_device`
+    :param pick: how ``"auto"`` chooses a GPU. ``"free-memory"`` takes the one with the most free memory. ``"rank"``
+        (default) uses the first variable of ``LOCAL_RANK``, ``OMPI_COMM_WORLD_LOCAL_RANK``,
         ``MV2_COMM_WORLD_LOCAL_RANK``, ``MPI_LOCALRANKID``, ``PMI_LOCAL_RANK`` and ``SLURM_LOCALID`` that is set, else
-        torch's current device; or ``"free-memory"``
-    :param rank: this process among those that train together on this machine, in place of what a launcher says
-    :param worker: an environment worker's number: workers share the visible GPUs in turn
-    :param on_missing: ``"cpu"`` turns a GPU that was named and is not there into the CPU, and logs a warning
-    :param inventory: decide for another machine; default: this one's, read once per process
-    :param environ: variables to decide under; default: this process's
+        torch's current device
+    :param rank: index of this process among the training processes of this machine; replaces the launcher's variables
+    :param worker: index of an environment worker; worker ``i`` takes visible GPU ``i`` modulo their number
+    :param on_missing: ``"error"`` (default), or ``"cpu"`` to replace a missing GPU by the CPU with a warning
+    :param inventory: the machine to decide for; default: this machine, read once per process
+    :param environ: environment variables to decide with; default: those of this process
     :return: the decision
-    :raises DeviceUnavailableError: a device was named, or a rank stands for one, that is not there or cannot render
-    :raises DeviceConflictError: the mask was changed after torch had started CUDA
-    :raises InvalidArgumentError: a value has none of the forms above
-    :raises InvalidTypeError: a value of another type
-    :raises MissingDependencyError: the renderer is not installed
+    :raises DeviceUnavailableError: If a named device, or the GPU of a rank, is missing or cannot render.
+    :raises DeviceConflictError: If the mask was changed after torch had started CUDA.
+    :raises InvalidArgumentError: If a value has none of these forms.
+    :raises InvalidTypeError: If a value has another type.
+    :raises MissingDependencyError: If the renderer is not installed.
+
+    >>> from rl_ext_core.devices import resolve
+    >>> decision = resolve("cpu")
+    >>> decision.device, decision.reason
+    ('cpu', 'the CPU was asked for')
     """
     if on_missing not in ("error", "cpu"):
-        raise InvalidArgumentError(f'on_missing={on_missing!r} is neither "error" nor "cpu". Write on_missing="error"')
+        raise InvalidArgumentError(
+            f'on_missing={on_missing!r} is not valid: expected "error" or "cpu". Use on_missing="error"'
+        )
     asked, shown = parse_device(device, "device"), parse_device(render, "render")
     picker = Picker(pick, rank, worker)
     machine = Machine(inventory, os.environ if environ is None else environ)
@@ -118,15 +132,19 @@ def resolve(
 def resolve_device(
     device: str | int | torch.device = "auto", *, on_missing: Literal["error", "cpu"] = "error"
 ) -> torch.device:
-    """Return the device that computes, for those who want just that: ``resolve(device).compute``.
+    """Return the device that computes as a ``torch.device``: short for ``resolve(device).compute``.
 
-    :param device: as for :func:`resolve`
-    :param on_missing: as for :func:`resolve`
-    :return: the device; a CUDA device always carries its index
-    :raises DeviceUnavailableError: a GPU was named that is not there
-    :raises InvalidArgumentError: a value that names no device
-    :raises InvalidTypeError: a value of another type
-    :raises MissingDependencyError: torch is not installed
+    :param device: the device, in one of the forms that :func:`resolve` lists
+    :param on_missing: ``"error"`` (default), or ``"cpu"`` to replace a missing GPU by the CPU with a warning
+    :return: the device; a CUDA device always has an index
+    :raises DeviceUnavailableError: If a named GPU is missing.
+    :raises InvalidArgumentError: If a value has none of these forms.
+    :raises InvalidTypeError: If a value has another type.
+    :raises MissingDependencyError: If torch is not installed.
+
+    >>> from rl_ext_core.devices import resolve_device
+    >>> resolve_device("cpu")
+    device(type='cpu')
     """
     return resolve(device, on_missing=on_missing).compute
 
@@ -137,17 +155,17 @@ def _log_once(level: int, sentence: str) -> None:
         _log.log(level, sentence)
 
 
-# What was asked
+# Requests
 
 
 @dataclass(frozen=True)
 class Request:
-    """A device as somebody asked for it.
+    """A parsed ``device`` or ``render`` argument.
 
-    :param kind: the form that was used
-    :param value: its index, UUID or address, as text; empty where the form has none
-    :param argument: the argument's name, for errors
-    :param asked: what was written
+    :param kind: form of the argument
+    :param value: index, UUID or address in it, as text; empty if the form has none
+    :param argument: name of the argument, for error texts
+    :param asked: the argument as the caller wrote it
     """
 
     kind: Kind
@@ -160,29 +178,32 @@ class Request:
 
     @property
     def index(self) -> int | None:
-        """The index, where there is one."""
+        """The index in the argument, or None."""
         return int(self.value) if self.value.isdigit() else None
 
     def step(self, verdict: str) -> Step:
-        """Make the step of a decision that answers this."""
+        """Create the step of a decision that answers this request."""
         return Step("asked", self.argument, repr(self.asked), verdict)
 
 
 def parse_device(asked: object, argument: str) -> Request:
-    """Read what the argument ``argument`` (``"device"`` or ``"render"``) was given.
+    """Parse the value of the argument ``"device"`` or ``"render"``.
 
-    :raises InvalidArgumentError: the text has none of the forms
-    :raises InvalidTypeError: neither text, an index, nor a ``torch.device``
+    :raises InvalidArgumentError: If the text has none of the forms.
+    :raises InvalidTypeError: If it is not a string, an index or a ``torch.device``.
     """
-    if type(asked) is int and abs(asked) >= _INDEX_LIMIT:  # Python does not write the longest ones in decimal
-        raise InvalidArgumentError(f'{argument}={asked:#x} is no index of a device. Write {argument}="auto"')
+    if type(asked) is int and abs(asked) >= _INDEX_LIMIT:  # Python refuses to write the longest ones in decimal
+        raise InvalidArgumentError(
+            f"{argument}={asked:#x} is not the index of a device: expected {_expected_forms(argument)}. "
+            f'Use {argument}="auto"'
+        )
     for kind, form in (_DEVICE_FORMS | (_RENDER_FORMS if argument == "render" else {})).items():
         match = re.fullmatch(form, _device_as_text(asked, argument), re.ASCII)
         if match:
             return Request(kind, (match[1] or "") if match.lastindex else "", argument, asked)
     raise InvalidArgumentError(
-        f"{argument}={str(asked)!r} names no device that is known here; expected {_expected_forms(argument)}. "
-        f'Write {argument}="{_guess_form(str(asked), argument)}"'
+        f"{argument}={str(asked)!r} is not the name of a device: expected {_expected_forms(argument)}. "
+        f'Use {argument}="{_guess_form(str(asked), argument)}"'
     )
 
 
@@ -191,13 +212,13 @@ def _device_as_text(asked: object, argument: str) -> str:
         return asked
     if type(asked) is int and asked >= 0:
         return f"cuda:{asked}"
-    # torch.device, without importing torch for those who do not use it.
+    # A torch.device is recognized by its class's name, because importing torch is slow.
     if type(asked).__module__ == "torch" and type(asked).__name__ == "device":
         return "cpu" if asked.type == "cpu" else str(asked)  # type: ignore[attr-defined]
     likely = "auto" if argument == "device" else "same" if asked else "none"
     what = "negative" if type(asked) is int else f"of type {type(asked).__name__}"
     raise InvalidTypeError(
-        f'{argument}={asked!r} is {what}; expected {_expected_forms(argument)}. Write {argument}="{likely}"'
+        f'{argument}={asked!r} is {what}: expected {_expected_forms(argument)}. Use {argument}="{likely}"'
     )
 
 
@@ -210,7 +231,7 @@ def _expected_forms(argument: str) -> str:
 
 
 def _guess_form(asked: str, argument: str) -> str:
-    """Guess which form was meant, so that the line to write is one that is understood."""
+    """Guess which form the caller meant, for the fix in an error text."""
     text = asked.strip().strip("'\"[]").lower().replace(" ", "")
     for guess in (text, f"cuda:{text}", text.replace("gpu:", "cuda:").replace("gpu-", "GPU-")):
         if any(re.fullmatch(form, guess, re.ASCII) for form in _DEVICE_FORMS.values()):
@@ -219,11 +240,11 @@ def _guess_form(asked: str, argument: str) -> str:
 
 
 def _find_gpu(request: Request, inventory: Inventory) -> Gpu:
-    """Find the GPU that a UUID, a PCI address or an index of nvidia-smi names, visible to CUDA or not."""
+    """Find a GPU by UUID, PCI address or nvidia-smi index, whether CUDA shows it or not."""
     if not inventory.gpus:
         raise DeviceUnavailableError(
-            f"{request} was asked for, but this machine shows no GPU: {inventory.nvml_error or 'NVML lists none'}. "
-            f'Write {request.argument}="cpu"'
+            f"{request} is not available: this machine has no GPU ({inventory.nvml_error or 'NVML lists none'}). "
+            f'Use {request.argument}="cpu"'
         )
     if request.kind == "nvidia-smi":
         found = [gpu for gpu in inventory.gpus if gpu.index == request.index]
@@ -236,24 +257,24 @@ def _find_gpu(request: Request, inventory: Inventory) -> Gpu:
     if len(found) > 1:
         uuids = " and ".join(gpu.uuid for gpu in found)
         raise InvalidArgumentError(
-            f'{request} fits {len(found)} GPUs: {uuids}. Write {request.argument}="{found[0].uuid}"'
+            f'{request} fits {len(found)} GPUs: {uuids}. Use {request.argument}="{found[0].uuid}"'
         )
     if not found:
         form = {"nvidia-smi": "nvidia-smi:{0.index}", "pci": "pci:{0.pci}"}.get(request.kind, "{0.uuid}")
         names = [form.format(gpu) for gpu in inventory.gpus]
         raise DeviceUnavailableError(
-            f'{request} was asked for, but the GPUs here are {", ".join(names)}. Write {request.argument}="{names[0]}"'
+            f'{request} is not available: expected one of {", ".join(names)}. Use {request.argument}="{names[0]}"'
         )
     return found[0]
 
 
-# What computes
+# The device that computes
 
 
 def decide_compute(request: Request, machine: Machine, picker: Picker) -> Decision:
-    """Decide which device computes; nothing renders so far.
+    """Decide which device computes. The decision has no rendering device yet.
 
-    :raises DeviceUnavailableError: a GPU was named that this process cannot compute on
+    :raises DeviceUnavailableError: If a named GPU is not available to this process.
     """
     if request.kind == "cpu":
         return Decision("cpu", "the CPU was asked for", steps=(request.step("cpu"),))
@@ -262,8 +283,8 @@ def decide_compute(request: Request, machine: Machine, picker: Picker) -> Decisi
         if request.kind == "auto":
             return Decision("cpu", f"auto: the CPU, because {why}", steps=(request.step(f"cpu, because {why}"),))
         raise DeviceUnavailableError(
-            f"{request.argument}={str(request.asked)!r} was asked for, but {why}. "
-            f'Write {request.argument}="cpu", or {request.argument}="auto" to use a GPU wherever there is one'
+            f"{request.argument}={str(request.asked)!r} is not available: {why}. "
+            f'Use {request.argument}="cpu", or {request.argument}="auto" to use a GPU if there is one'
         )
     if request.kind == "auto" and machine.visible.uuids:
         ordinal, why = _pick.pick(picker, machine)
@@ -276,7 +297,7 @@ def decide_compute(request: Request, machine: Machine, picker: Picker) -> Decisi
         reason = why
     device = f"cuda:{ordinal}"
     if not machine.visible.uuids:
-        warning = f"NVML does not know {device} ({machine.inventory.nvml_error}), so rendering cannot be matched to it"
+        warning = f"NVML does not list {device} ({machine.inventory.nvml_error}), so rendering cannot be matched to it"
         return Decision(device, reason, steps=(request.step(device),), warnings=(warning,))
     mask = machine.environ.get(MASK)
     shown = ", ".join(f"cuda:{i} = nvidia-smi {machine.gpu(i).index}" for i in range(len(machine.visible.uuids)))
@@ -302,7 +323,10 @@ def _ordinal_from_index(request: Request, machine: Machine) -> int:
 
 
 def _index_error(request: Request, index: int, machine: Machine) -> str:
-    """Refuse an index that torch does not have, and recognize nvidia-smi's index of a GPU that is visible."""
+    """Return the error text for an index beyond the visible GPUs.
+
+    If the index is nvidia-smi's number of a visible GPU, the text shows how to write that.
+    """
     mask, name, last = machine.environ.get(MASK), request.argument, machine.count - 1
     numbers = [machine.inventory.gpu(uuid).index for uuid in machine.visible.uuids]
     asked = request.asked if isinstance(request.asked, int) else str(request.asked)
@@ -310,8 +334,8 @@ def _index_error(request: Request, index: int, machine: Machine) -> str:
     if index in numbers:
         use = f'{name}="nvidia-smi:{index}" (nvidia-smi:{index} -> cuda:{numbers.index(index)})'
     return (
-        f"{name}={asked!r} is not visible: expected cuda:0{f' to cuda:{last}' if last else ''}, because "
-        f"this process sees {_format_device_count(machine.count)}{'' if mask is None else f' ({MASK}={mask!r})'}. Use {use}"
+        f"{name}={asked!r} is not visible: expected cuda:0{f' to cuda:{last}' if last else ''}, because this process "
+        f"sees {_format_device_count(machine.count)}{'' if mask is None else f' ({MASK}={mask!r})'}. Use {use}"
     )
 
 
@@ -320,9 +344,9 @@ def _ordinal_from_identity(request: Request, machine: Machine) -> int:
     if gpu.uuid in machine.visible.uuids:
         return machine.visible.uuids.index(gpu.uuid)
     mask = machine.environ.get(MASK)
-    hidden = "CUDA does not show beside a MIG slice" if mask is None else f"{MASK}={mask!r} hides from CUDA"
+    hidden = "CUDA does not show next to a MIG slice" if mask is None else f"{MASK}={mask!r} hides from CUDA"
     raise DeviceUnavailableError(
-        f"{request} is {gpu.uuid}, which {hidden}. Write: export {MASK}={gpu.mig[0] if gpu.mig else gpu.uuid}"
+        f"{request} is {gpu.uuid}, which {hidden}. Use `export {MASK}={gpu.mig[0] if gpu.mig else gpu.uuid}`"
     )
 
 
@@ -330,15 +354,15 @@ def _format_device_count(count: int) -> str:
     return f"{count} CUDA device{'' if count == 1 else 's'}"
 
 
-# What renders
+# The device that renders
 
 
 def decide_render(
     request: Request, name: str, machine: Machine, compute_decision: Decision, picker: Picker
 ) -> Decision:
-    """Decide which device renders beside the one that computes.
+    """Add the device that renders to a decision.
 
-    :raises DeviceUnavailableError: it cannot be made to render
+    :raises DeviceUnavailableError: If that device cannot render.
     """
     if request.kind == "none":
         return compute_decision
@@ -346,14 +370,14 @@ def decide_render(
     if request.kind == "cpu" or (request.kind == "same" and compute_decision.device == "cpu"):
         gpus = machine.inventory.gpus if request.kind == "same" else ()
         notes = tuple(
-            'render="same" renders on the CPU, because that is what computes; for a GPU write '
+            'render="same" renders on the CPU, because that is what computes; to render on a GPU, use '
             f'render="nvidia-smi:{gpu.index}"'
             for gpu in gpus[:1]
         )
         return _decide_cpu_rendering(renderer, machine, request, compute_decision, notes)
     if request.kind == "egl":
         if renderer.select_egl_device is None:
-            raise DeviceUnavailableError(f'{request}: {renderer} does not render through EGL. Write render="same"')
+            raise DeviceUnavailableError(f'{request}: {renderer} does not render through EGL. Use render="same"')
         return _decide_egl_rendering(renderer, _find_egl_device(request, machine), machine, request, compute_decision)
     gpu = _find_rendering_gpu(request, machine, compute_decision, picker)
     _check_not_mig(gpu, request)
@@ -367,11 +391,11 @@ def decide_render(
 def _decide_cpu_rendering(
     renderer: Renderer, machine: Machine, request: Request, compute_decision: Decision, notes: tuple[str, ...] = ()
 ) -> Decision:
-    """Render on the CPU: on Mesa's software device of EGL where there is one, else with OSMesa."""
+    """Decide for rendering on the CPU: by EGL's software device (Mesa) if there is one, else by OSMesa."""
     if renderer.select_egl_device is None:
         raise DeviceUnavailableError(
-            f"{request}: {renderer} renders on GPUs only, as Mesa's Vulkan for the CPU lacks what it needs. "
-            'Write render="none", and leave images out of the observations'
+            f"{request}: {renderer} renders on GPUs only, because Mesa's Vulkan for the CPU lacks required features. "
+            'Use render="none", and observations without images'
         )
     inventory = machine.inventory_with_egl
     compute_decision = dataclasses.replace(compute_decision, warnings=compute_decision.warnings + notes)
@@ -384,8 +408,8 @@ def _decide_cpu_rendering(
                 raise
     if not inventory.osmesa:
         raise DeviceUnavailableError(
-            f"{request} needs a renderer on the CPU, and neither Mesa's EGL nor OSMesa is installed"
-            f"{f' ({inventory.egl_error})' if inventory.egl_error else ''}. Write: apt-get install libegl1 libegl-mesa0"
+            f"{request} needs a renderer for the CPU, but neither Mesa's EGL nor OSMesa is installed"
+            f"{f' ({inventory.egl_error})' if inventory.egl_error else ''}. Use `apt-get install libegl1 libegl-mesa0`"
         )
     return dataclasses.replace(
         compute_decision,
@@ -402,14 +426,14 @@ def _find_rendering_gpu(request: Request, machine: Machine, compute_decision: De
             raise DeviceUnavailableError(f"{request}: {compute_decision.warnings[0]}. {_CPU_RENDERING_HINT}")
         return compute_decision.gpu
     if request.kind in ("uuid", "nvidia-smi", "pci"):
-        # No renderer heeds the mask where it is told a device: a GPU that is hidden from CUDA renders if it is named.
+        # Renderers ignore the mask if they are given a device, so a GPU that is hidden from CUDA can render.
         return _find_gpu(request, machine.inventory)
     count = len(machine.visible.uuids)
     if not count:
         why = machine.inventory.nvml_error or "NVML lists no GPU on this machine"
         if machine.inventory.gpus:
             why = machine.no_device_reason()
-        raise DeviceUnavailableError(f"{request} was asked for, but {why}. {_CPU_RENDERING_HINT}")
+        raise DeviceUnavailableError(f"{request} is not available: {why}. {_CPU_RENDERING_HINT}")
     if request.kind == "auto":
         return machine.gpu(_pick.pick(picker, machine)[0])
     ordinal = request.index or 0
@@ -423,8 +447,9 @@ def _find_egl_device(request: Request, machine: Machine) -> EglDevice:
     for device in devices:
         if device.index == request.index:
             return device
-    seen = machine.inventory_with_egl.egl_error or f"EGL lists {len(devices)}, counted from 0"
-    raise DeviceUnavailableError(f'{request} was asked for, but {seen}. Write render="same"')
+    listed = f"EGL lists {len(devices)} device{'' if len(devices) == 1 else 's'}, counted from 0"
+    seen = machine.inventory_with_egl.egl_error or listed
+    raise DeviceUnavailableError(f'{request} is not available: {seen}. Use render="same"')
 
 
 def _find_egl_device_of_gpu(gpu: Gpu, machine: Machine, request: Request) -> EglDevice:
@@ -440,16 +465,14 @@ def _find_egl_device_of_gpu(gpu: Gpu, machine: Machine, request: Request) -> Egl
         why = f"EGL lists other GPUs, but not {gpu.uuid}"
     else:
         why = (
-            "NVIDIA's EGL is not installed (10_nvidia.json in /usr/share/glvnd/egl_vendor.d; a container needs "
-            "NVIDIA_DRIVER_CAPABILITIES=all), so that EGL lists no GPU"
+            "EGL lists no GPU, because NVIDIA's EGL is not installed (10_nvidia.json in /usr/share/glvnd/egl_vendor.d; "
+            "a container needs NVIDIA_DRIVER_CAPABILITIES=all)"
         )
-    raise DeviceUnavailableError(
-        f"{request}: {gpu.name} ({gpu.uuid}) does not render here: {why}. {_CPU_RENDERING_HINT}"
-    )
+    raise DeviceUnavailableError(f"{request}: {gpu.name} ({gpu.uuid}) cannot render: {why}. {_CPU_RENDERING_HINT}")
 
 
 def is_wsl(machine: Machine) -> bool:
-    """Return whether a machine is WSL: by its inventory, or by the variables of a shell there."""
+    """Return whether a machine is WSL, according to its inventory or the variables that WSL sets."""
     return machine.inventory.wsl or any(name in machine.environ for name in ("WSL_DISTRO_NAME", "WSL_INTEROP"))
 
 
@@ -470,7 +493,7 @@ def _decide_egl_rendering(
     gpu = machine.inventory.gpu(device.uuid) if device.uuid else None
     if gpu is not None:
         _check_not_mig(gpu, request)
-    who = "the CPU" if device.software else gpu.uuid if gpu else "a device that NVML does not know"
+    who = "the CPU" if device.software else gpu.uuid if gpu else "a device that NVML does not list"
     rule = Step(f"rule of {renderer}", renderer.index, index, f"EGL device {device.index}")
     return dataclasses.replace(
         compute_decision,
@@ -486,7 +509,7 @@ def _decide_egl_rendering(
 def _decide_vulkan_rendering(
     renderer: Renderer, gpu: Gpu, machine: Machine, request: Request, compute_decision: Decision
 ) -> Decision:
-    """Name the GPU as an argument: Vulkan reads no variable, and lists GPUs in an order of its own."""
+    """Decide for rendering with Vulkan, which reads no variable: the GPU's name is passed as an argument."""
     name = _renderers.vulkan_device_name(gpu, machine.visible.uuids)
     rule = Step(f"rule of {renderer}", "device", name, gpu.uuid)
     return dataclasses.replace(

@@ -1,8 +1,8 @@
-"""Sees robosuite through its import and its first context under a decision.
+"""Import robosuite under a decision, with an import hook that patches three of its problems.
 
-robosuite 1.5 asserts at import that MUJOCO_EGL_DEVICE_ID is a substring of CUDA_VISIBLE_DEVICES, which the right EGL
-index need not be; it drops ``render_gpu_device_id`` where that variable is set; and what fails in a context surfaces
-as an error about an attribute ``con``. An import hook, installed once, mends the three as the modules are loaded.
+robosuite 1.5 asserts at import that ``MUJOCO_EGL_DEVICE_ID`` is a substring of ``CUDA_VISIBLE_DEVICES``, although the
+right EGL index may differ. It silently ignores ``render_gpu_device_id`` if that variable is set. It hides errors of a
+context behind an error about an attribute ``con``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _warned_device_ids: set[int] = set()
 
 
 def patch_robosuite(decision: Decision) -> None:
-    """Let robosuite follow this decision, whether it is imported already or not."""
+    """Make robosuite follow a decision, whether it is already imported or not."""
     global _decision
     _decision = decision
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -48,7 +48,7 @@ def patch_robosuite(decision: Decision) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the two modules where Python would, and mends them after they have run."""
+    """Import hook that patches two modules of robosuite after they are loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -76,15 +76,15 @@ class _Loader(importlib.abc.Loader):
         _PATCHES[self._name](module)
 
     def __getattr__(self, name: str) -> Any:
-        # linecache and inspect ask the loader for the source.
-        if name == "_wrapped_loader":  # a copy that is being made has none yet
+        # linecache and inspect get the source from the loader.
+        if name == "_wrapped_loader":  # copy.copy() creates an instance without attributes
             raise AttributeError(name)
         return getattr(self._wrapped_loader, name)
 
 
 @contextmanager
 def _hide_index() -> Iterator[None]:
-    """Hide the variable for the length of an import that refuses it and does not use it."""
+    """Unset MUJOCO_EGL_DEVICE_ID during an import that asserts its value but does not use it."""
     hidden = os.environ.pop(INDEX, None)
     try:
         yield
@@ -95,14 +95,15 @@ def _hide_index() -> Iterator[None]:
 
 @contextmanager
 def _explain_errors() -> Iterator[None]:
-    """Turn what fails in OpenGL into an error that says where rendering was meant to happen."""
+    """Convert errors of OpenGL to an error that names the rendering device."""
     try:
         yield
     except Exception as error:
         _apply.clear_failed_display("robosuite")
-        why = " ".join(str(error).split()).rstrip(".") or type(error).__name__  # PyOpenGL's are tables of many lines
+        why = " ".join(str(error).split()).rstrip(".") or type(error).__name__  # PyOpenGL's texts have many lines
         raise DeviceUnavailableError(
-            f"robosuite cannot render on {_describe_target()}: {why}. See what EGL offers: rl-ext doctor --verify"
+            f"robosuite cannot render on {_describe_target()}: {why}. Use `rl-ext doctor --verify` to see which "
+            "devices work"
         ) from error
 
 
@@ -114,7 +115,7 @@ def _patch_binding(module: ModuleType) -> None:
 
     @functools.wraps(free)
     def free_if_made(self: Any) -> None:
-        if hasattr(self, "con"):  # a constructor that failed has not come so far
+        if hasattr(self, "con"):  # it is missing if the constructor failed
             free(self)
 
     @functools.wraps(draw)
@@ -134,7 +135,7 @@ def _patch_context(module: ModuleType) -> None:
 
     @functools.wraps(make)
     def make_as_decided(self: Any, max_width: int, max_height: int, device_id: int = -1) -> None:
-        self._context = None  # free() asks for it, also after a failure
+        self._context = None  # free() reads it, also after a failure
         _check_variable(INDEX)
         hangs = _apply.inherited_display_error()
         if hangs:
@@ -161,7 +162,7 @@ _PATCHES = {_BINDING: _patch_binding, _CONTEXT: _patch_context}
 
 
 def _describe_target() -> str:
-    assert _decision is not None, "guard() has been called"
+    assert _decision is not None, "patch_robosuite() has been called"
     if _decision.egl is None:
         return "the CPU (OSMesa)"
     gpu = f" ({_decision.egl.uuid})" if _decision.egl.uuid else ""
@@ -169,38 +170,38 @@ def _describe_target() -> str:
 
 
 def _check_variable(variable: str) -> None:
-    """See that what was decided still holds."""
-    assert _decision is not None, "guard() has been called"
+    """Raise an error if a variable has changed since the decision was applied."""
+    assert _decision is not None, "patch_robosuite() has been called"
     decided, found = _decision.variables.get(variable), os.environ.get(variable)
     if found != decided:
         raise DeviceConflictError(
-            f"{variable} was {decided!r} as decided and is {found!r} now: something changed it after apply(). "
-            "Remove that, or call apply() after it"
+            f"{variable}={found!r} differs from the decision: expected {decided!r}, but something changed it after "
+            "apply(). Remove that change, or call apply() after it"
         )
 
 
 def _warn_ignored_device(device_id: int) -> None:
-    """Say once that the device which robosuite's own argument names is not the one that renders."""
-    assert _decision is not None, "guard() has been called"
+    """Log once that ``render_gpu_device_id`` is ignored in favor of the decision."""
+    assert _decision is not None, "patch_robosuite() has been called"
     if device_id != -1 and device_id not in _warned_device_ids and str(device_id) != _decision.variables.get(INDEX):
         _warned_device_ids.add(device_id)
         _log.warning(
-            "render_gpu_device_id=%d is not used: this process renders on %s, as decided; ask for a GPU with "
-            "resolve(..., render=...)",
+            "render_gpu_device_id=%d is ignored: this process renders on %s, as decided. Use resolve(..., render=...) "
+            "to choose a GPU",
             device_id,
             _describe_target(),
         )
 
 
 def import_robosuite(decision: Decision | None = None) -> ModuleType:
-    """Import robosuite under a decision, whatever the variables say before.
+    """Apply a decision and import robosuite, which may reject the variables in a plain ``import robosuite``.
 
-    :param decision: is applied first; default: ``resolve("auto", render="same", renderer="robosuite")``
+    :param decision: the decision to apply; default: ``resolve("auto", render="same", renderer="robosuite")``
     :return: the package ``robosuite``
-    :raises MissingDependencyError: robosuite, or what it needs and does not declare, is not installed
-    :raises DeviceConflictError: it is too late for the decision in this process
-    :raises DeviceUnavailableError: the default decision is impossible here
-    :raises InvalidArgumentError: the decision is for another renderer
+    :raises MissingDependencyError: If robosuite, or a package that it needs, is not installed.
+    :raises DeviceConflictError: If a library in this process has already read other values.
+    :raises DeviceUnavailableError: If the default decision is not possible on this machine.
+    :raises InvalidArgumentError: If the decision is for another renderer.
     """
     from rl_ext_core.devices._resolve import resolve
     from rl_ext_core.errors import _missing_dependency_error
@@ -208,8 +209,8 @@ def import_robosuite(decision: Decision | None = None) -> ModuleType:
     chosen = resolve("auto", render="same", renderer="robosuite") if decision is None else decision
     if _apply.renderer_name(chosen) not in ("robosuite", ""):
         raise InvalidArgumentError(
-            f"this decision is for {chosen.renderer}, which picks its device by another rule than robosuite. "
-            'Write resolve(..., renderer="robosuite")'
+            f"this decision is for {chosen.renderer}: expected one for robosuite, which selects its device by another "
+            'rule. Use resolve(..., renderer="robosuite")'
         )
     chosen.apply()
     try:

@@ -1,6 +1,6 @@
-"""Try a renderer for real, in a fresh interpreter of its own, because a process keeps its first display.
+"""Test a renderer in a new interpreter, because a process keeps its first display.
 
-This is also the program that runs there: ``python -m rl_ext_core.devices._verify NAME DEVICE RENDER``.
+The interpreter runs this module as a program: ``python -m rl_ext_core.devices._verify NAME DEVICE RENDER``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rl_ext_core.devices.inventory import NvmlUnavailableError, nvml_session
 from rl_ext_core.errors import MissingDependencyError, RlExtError, install_line
 
 TIMEOUT_S = 60.0
-# Libraries print to the same stream.
+# Marks the results, because libraries print to the same stream.
 _RESULT_PREFIX = "rl-ext saw: "
 _SOFTWARE_NAMES = ("llvmpipe", "softpipe", "swrast", "software")
 _MODEL = "<mujoco><worldbody><geom size='1'/></worldbody></mujoco>"
@@ -35,19 +35,19 @@ _IMAGE_SIZE = 64
 
 @dataclass(frozen=True)
 class Verification:
-    """One renderer, tried in a process of its own.
+    """Result of testing one renderer in its own process.
 
-    :param name: one of the renderers' names
-    :param decided: where the decision wanted it: ``"gpu"``, ``"cpu"``, or empty where it was refused
-    :param uuid: the GPU that was decided on
-    :param predicted: the EGL index that was decided on; None for OSMesa
-    :param egl: the EGL index of the display that was made; None where EGL was not used or did not tell
-    :param gl_renderer: OpenGL's ``GL_RENDERER``; empty where there was no context
+    :param name: name of the renderer
+    :param decided: where the decision renders: ``"gpu"``, ``"cpu"``, or empty if there was no decision
+    :param uuid: UUID of the GPU in the decision, or None
+    :param predicted: EGL index in the decision; None for OSMesa
+    :param egl: EGL index of the created display; None if EGL was not used or did not report it
+    :param gl_renderer: OpenGL's ``GL_RENDERER``; empty if no context was created
     :param gl_vendor: OpenGL's ``GL_VENDOR``
-    :param nvml: UUIDs of the GPUs on which NVML lists the process; None where it lists it nowhere
+    :param nvml: UUIDs of the GPUs on which NVML lists the process; None if it lists it on none
     :param failure: how it failed; None if it rendered
-    :param missing: whether that was for want of a package
-    :param seconds: how long it took
+    :param missing: whether it failed because a package is missing
+    :param seconds: duration of the test
     """
 
     name: str
@@ -64,22 +64,22 @@ class Verification:
 
     @property
     def problem(self) -> str | None:
-        """What differs from the decision, one sentence; None if nothing does."""
+        """The failure, or the difference from the decision, as one sentence; None if there is none."""
         if self.failure is not None:
             return self.failure
         if self.decided == "gpu" and any(word in self.gl_renderer.lower() for word in _SOFTWARE_NAMES):
-            return f"a GPU was decided on, and the CPU rendered ({self.gl_renderer})"
+            return f"expected a GPU to render, but the CPU rendered ({self.gl_renderer})"
         if self.egl is not None and self.egl != self.predicted:
-            return f"EGL device {self.predicted} was decided on, and EGL device {self.egl} rendered"
+            return f"expected EGL device {self.predicted} to render, but EGL device {self.egl} rendered"
         if self.uuid is not None and self.nvml is not None and self.uuid not in self.nvml:
-            return f"{self.uuid} was decided on, and NVML lists the process on {', '.join(self.nvml)}"
+            return f"expected {self.uuid} to render, but NVML lists the process on {', '.join(self.nvml)}"
         return None
 
     @property
     def line(self) -> str:
-        """What to type about the problem."""
+        """The line to type to fix the problem."""
         if self.missing:
-            # gymnasium's own extra brings what its viewers import.
+            # gymnasium's own extra installs the packages that its viewers import.
             package = {"gymnasium": "gymnasium[mujoco]", "pyrender": "pyrender"}.get(self.name)
             return install_line(self.name) if package is None else f'pip install "{package}"'
         if not self.decided:
@@ -91,14 +91,14 @@ class Verification:
 
     @property
     def place(self) -> str:
-        """The EGL device that was seen, or OSMesa."""
+        """Index of the EGL device that rendered, ``"OSMesa"`` or ``"-"``, for a table."""
         if self.egl is not None:
             return str(self.egl)
         return "OSMesa" if self.predicted is None and self.gl_renderer else "-"
 
     @property
     def result(self) -> str:
-        """How it went, for a table."""
+        """Outcome of the test, for a table."""
         if self.problem is not None:
             return f"FAILS: {self.problem}" if self.failure else f"DIFFERS: {self.problem}"
         seen = "" if self.nvml is None or self.uuid is None else ", NVML lists the process there"
@@ -106,13 +106,13 @@ class Verification:
 
 
 def verify(name: str, device: str = "auto", render: str = "same", *, timeout_s: float = TIMEOUT_S) -> Verification:
-    """Let a renderer make a context under ``resolve(device, render=render, renderer=name)``.
+    """Create a context of a renderer under ``resolve(device, render=render, renderer=name)``, in a new process.
 
-    :param name: of a renderer that is installed
-    :param device: what computes
-    :param render: what renders
-    :param timeout_s: seconds after which the process is ended
-    :return: what was seen; whatever fails, fails in there
+    :param name: name of an installed renderer
+    :param device: the device that computes
+    :param render: the device that renders
+    :param timeout_s: seconds after which the process is killed
+    :return: the result, which also has all failures
     """
     began = time.monotonic()
     seen = _run_process([sys.executable, "-m", "rl_ext_core.devices._verify", name, device, render], timeout_s)
@@ -133,18 +133,18 @@ def _run_process(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     except subprocess.TimeoutExpired as error:
         said = error.stdout or ""
         answer = _parse_output(said if isinstance(said, str) else said.decode(errors="replace"))
-        return {**answer, "failure": f"it did not end within {timeout_s:.0f} s"}
+        return {**answer, "failure": f"the process did not end within {timeout_s:.0f} s"}
     except OSError as error:
         return {"failure": f"{sys.executable} could not be started: {error}"}
     answer = _parse_output(done.stdout)
     if answer and not done.returncode:
         return answer
-    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    last = (done.stderr.strip().splitlines() or ["it printed no error"])[-1]
     return {**answer, "failure": f"the process ended {_describe_exit(done.returncode)}: {last}"}
 
 
 def _parse_output(output: str) -> dict[str, Any]:
-    """Read what the process told: first what was decided, then what it saw."""
+    """Read the decision and the results from the output of the process."""
     answer: dict[str, Any] = {}
     for line in output.splitlines():
         if line.startswith(_RESULT_PREFIX):
@@ -161,11 +161,11 @@ def _describe_exit(status: int) -> str:
         return f"by signal {-status}"
 
 
-# In that interpreter
+# Code that runs in the new interpreter
 
 
 def main() -> None:
-    """Try the renderer; write what was decided, which shall be known if the driver ends this, and what was seen."""
+    """Test the renderer. The decision is written first, so that it is known if the driver kills the process."""
     name, device, render = sys.argv[1:]
     try:
         decision = resolve(device, render=render, renderer=name)
@@ -175,7 +175,7 @@ def main() -> None:
         _write_result({"failure": _error_text(error), "missing": True})
     except Exception as error:
         _write_result({"failure": _error_text(error)})
-    # What drivers and libraries do to an interpreter that ends is not what was asked.
+    # Skip the exit handlers of drivers and libraries, whose failures are not part of the test.
     os._exit(0)
 
 
@@ -198,8 +198,8 @@ def _error_text(error: Exception) -> str:
 
 
 def _inspect_context(name: str, decision: Decision) -> dict[str, Any]:
-    """Apply the decision, make a context, and look at what it is on."""
-    # A process of another container may go by this number; it does so before, too.
+    """Apply the decision, create a context and return its devices."""
+    # A process of another container may have the same ID. NVML then lists it before the context is created, too.
     before = _gpus_of_this_process()
     if name == "robosuite":
         import_robosuite(decision)
@@ -219,7 +219,7 @@ def _inspect_context(name: str, decision: Decision) -> dict[str, Any]:
 
 
 def _gpus_of_this_process() -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs on which NVML lists this process; none where it cannot be asked."""
+    """Return the UUIDs of the GPUs on which NVML lists this process; empty if NVML cannot be queried."""
     found = []
     with contextlib.suppress(NvmlUnavailableError), nvml_session() as nvml:
         for index in range(nvml.nvmlDeviceGetCount()):
@@ -238,21 +238,21 @@ def _read_gl_strings() -> tuple[str, str]:
 
 
 def _create_context(name: str, read_strings: Callable[[], None]) -> object:
-    """Make a renderer's context, look at what it is on while it is current, and return what keeps it alive."""
+    """Create a renderer's context, call ``read_strings`` while it is current, and return an object that owns it."""
     if name == "pyrender":
-        renderer = import_module("pyrender").OffscreenRenderer(_IMAGE_SIZE, _IMAGE_SIZE)  # and leaves it current
+        renderer = import_module("pyrender").OffscreenRenderer(_IMAGE_SIZE, _IMAGE_SIZE)  # makes its context current
         read_strings()
         return renderer
     mujoco: Any = import_module("mujoco")
     model = mujoco.MjModel.from_xml_string(_MODEL)
 
     def draw_and_read_strings() -> None:
-        mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)  # fails where OpenGL is not loaded
+        mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)  # fails if OpenGL is not loaded
         read_strings()
 
     if name == "dm_control":
         context: Any = import_module("dm_control._render").Renderer(_IMAGE_SIZE, _IMAGE_SIZE)
-        with context.make_current() as thread:  # it renders in a thread of its own
+        with context.make_current() as thread:  # dm_control renders in its own thread
             thread.call(draw_and_read_strings)
         return context
     if name == "robosuite":
@@ -263,7 +263,7 @@ def _create_context(name: str, read_strings: Callable[[], None]) -> object:
         )
     elif name == "gymnasium":
         viewer: Any = import_module("gymnasium.envs.mujoco.mujoco_rendering").OffScreenViewer
-        # Releases before 1.0 take the size from the model.
+        # Releases before 1.0 read the size from the model.
         sized = "width" in inspect.signature(viewer).parameters
         context = viewer(
             model, mujoco.MjData(model), **({"width": _IMAGE_SIZE, "height": _IMAGE_SIZE} if sized else {})

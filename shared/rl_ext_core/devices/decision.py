@@ -1,4 +1,4 @@
-"""A decision: which device computes, which one renders, what has to be set for it, and why."""
+"""Decision: the device that computes, the device that renders, the variables to set, and the reasons."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _Env = TypeVar("_Env")
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a decision.
+    """One step of a decision: a rule, the value that it was applied to, and the result.
 
-    :param rule: what was applied
-    :param source: the argument, variable or query that it was applied to
-    :param value: what that held
-    :param verdict: what follows
+    :param rule: name of the rule, for example ``"mask"``
+    :param source: argument, variable or query that it was applied to
+    :param value: value of ``source``; may be empty
+    :param verdict: the result
 
     >>> from rl_ext_core.devices import resolve
     >>> [step.verdict for step in resolve("cpu").steps]
@@ -49,21 +49,21 @@ class Step:
 
 @dataclass(frozen=True)
 class Decision:
-    """Which device computes and which renders, and why. It pickles, and is the same in every process of the machine.
+    """The device that computes and the device that renders, with the reasons. It can be pickled.
 
-    :param device: where tensors live and networks run, as torch writes it: ``"cpu"`` or ``"cuda:<index>"``
-    :param reason: one sentence on ``device``, fit for a log
-    :param gpu: the GPU that computes; None for the CPU, and for a GPU that NVML does not know
-    :param mig: the MIG slice of it, where the mask names one
+    :param device: the compute device in torch's notation: ``"cpu"`` or ``"cuda:<index>"``
+    :param reason: why ``device`` was chosen, one sentence
+    :param gpu: the GPU that computes; None for the CPU, or for a GPU that NVML does not list
+    :param mig: UUID of the MIG slice that computes, or None
     :param render: ``"gpu"``, ``"cpu"`` or ``"none"``
-    :param render_gpu: the GPU that renders
-    :param egl: the EGL device that renders; None for OSMesa and where nothing renders
-    :param renderer: what renders, with its version
-    :param variables: what :meth:`apply` sets (text) and unsets (None)
-    :param render_device: the device's name where a renderer takes it as an argument and reads no variable, as SAPIEN
-        does: ``sapien.render.RenderSystem(render_device)``, ``gymnasium.make(..., render_backend=render_device)``
-    :param steps: what was asked and found, in order
-    :param warnings: what to know about it, one sentence each
+    :param render_gpu: the GPU that renders, or None
+    :param egl: the EGL device that renders; None for OSMesa, or if nothing renders
+    :param renderer: name and version of the renderer, or None
+    :param variables: environment variables that :meth:`apply` sets (text) or unsets (None)
+    :param render_device: name of the device to pass to a renderer that reads no variable, or None. For SAPIEN:
+        ``sapien.render.RenderSystem(render_device)``, ``gymnasium.make(..., render_backend=render_device)``
+    :param steps: steps of the decision, in order
+    :param warnings: problems that do not prevent the decision, one sentence each
 
     >>> from rl_ext_core.devices import resolve
     >>> decision = resolve("cpu")
@@ -86,20 +86,20 @@ class Decision:
 
     @property
     def compute(self) -> torch.device:
-        """The device that computes, for torch: a CUDA device always carries its index.
+        """The compute device as a ``torch.device``. A CUDA device always has an index.
 
-        :raises MissingDependencyError: torch is not installed
+        :raises MissingDependencyError: If torch is not installed.
         """
         try:
             import torch
         except ModuleNotFoundError as error:
-            if error.name != "torch":  # torch is there and broken: its own error says more
+            if error.name != "torch":  # torch is installed but broken, and its own error says more
                 raise
             raise _missing_dependency_error("torch", "sb3", "Choosing a device") from error
         return torch.device(self.device)
 
     def explain(self) -> str:
-        """Say in full what was decided: the devices under every name they have, what is set, and each step.
+        """Describe the decision: the devices under all their names, the variables to set, and each step.
 
         :return: text of several lines
         """
@@ -130,41 +130,41 @@ class Decision:
         return f"{same}{_gpu_identity(self.render_gpu)}, {place}{through}"
 
     def to_json(self) -> str:
-        """Write it down for a log or a bug report.
+        """Write the decision as JSON, for a log or a bug report.
 
         :return: JSON with sorted keys
         """
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what :meth:`to_json` writes, as plain dicts, tuples, numbers and text.
+        """Return the content of :meth:`to_json` as dicts, tuples, numbers and strings.
 
         :return: a new dict
         """
         return dataclasses.asdict(dataclasses.replace(self, variables=dict(self.variables)))
 
     def apply(self) -> None:
-        """Set and unset the variables that the renderer reads, in this process and those it starts from now on.
+        """Set and unset the variables that the renderer reads, in this process and in processes that it starts later.
 
-        Call it before the first environment is built; under renderer ``"robosuite"`` it also sees to it that a later
-        ``import robosuite`` does not refuse them. Applying a decision twice changes nothing.
+        Call it before the first environment is created. For the renderer ``"robosuite"``, it also makes a later
+        ``import robosuite`` accept these variables. Applying a decision twice changes nothing.
 
-        :raises DeviceConflictError: a library has read other values already, or has made its display elsewhere; no
-            variable is changed then
+        :raises DeviceConflictError: If a library has already read other values, or has created its display on another
+            device. No variable is changed then.
         """
         from rl_ext_core.devices import _apply
 
         _apply.apply(self, os.environ)
 
     def bind(self, env_fn: Callable[[], _Env]) -> BoundFactory[_Env]:
-        """Make a factory for worker processes that applies this decision before it unpickles and calls ``env_fn``.
+        """Create a factory for worker processes that applies this decision before it unpickles and calls ``env_fn``.
 
         It works under fork, spawn and forkserver, in SB3's ``SubprocVecEnv``, gymnasium's ``AsyncVectorEnv`` and
-        TorchRL's ``ParallelEnv``. A different decision for each worker: ``resolve(..., worker=i).bind(env_fn)``.
+        TorchRL's ``ParallelEnv``. To use another GPU in each worker, write ``resolve(..., worker=i).bind(env_fn)``.
 
-        :param env_fn: builds the environment; a lambda or a closure will do, as cloudpickle packs it
-        :return: the factory: picklable, called without arguments
-        :raises InvalidTypeError: not callable, or cloudpickle cannot pack it
+        :param env_fn: function that creates the environment; may be a lambda or a closure, as cloudpickle pickles it
+        :return: a picklable factory without arguments
+        :raises InvalidTypeError: If ``env_fn`` is not callable, or cloudpickle cannot pickle it.
         """
         from rl_ext_core.devices.workers import BoundFactory
 

@@ -1,7 +1,7 @@
-"""Say which GPU computes, which one every renderer uses, why, and what to type to fix it.
+"""Show which GPU computes and which GPU each renderer uses, why, and how to fix mistakes.
 
-Without options it reports on this machine under the present variables. The exit status is 0 if nothing is wrong,
-1 if something is or a renderer that is installed fails, and 2 if the command itself was wrong.
+Without options, it reports on this machine and its environment variables. The exit status is 0 without errors, 1 if
+there are errors or an installed renderer fails, and 2 if the command line is invalid.
 
 examples:
   rl-ext doctor
@@ -47,8 +47,9 @@ __all__ = ["DoctorReport", "Question", "add_arguments", "examine", "print_report
 REPORT_FORMAT = 1
 _SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "ok": "green"}
 
-# The variables that go into a report: those that decide on devices, and no others. Reports end up in public bug
-# trackers: NVIDIA_API_KEY or a path below somebody's home must not. In any case: who misspelt one should read of it.
+# Variables that a report contains. Only variables that select devices are allowed, because reports are posted in public
+# bug trackers and must not contain NVIDIA_API_KEY or paths in a home directory. The case is ignored, because names in
+# the wrong case are mistakes to report.
 _REPORTED_NAMES = re.compile(
     r"""(CUDA|HIP|ROCR|GPU)_\w+ | MUJOCO_\w+ | PYOPENGL_\w+ | (__)?EGL_\w+ | __GLX_\w+ | LIBGL_\w+ | GALLIUM_DRIVER
     | NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES|REQUIRE_\w+|DISABLE_REQUIRE)
@@ -59,18 +60,19 @@ _REPORTED_NAMES = re.compile(
     | DISPLAY | WAYLAND_DISPLAY""",
     re.VERBOSE | re.IGNORECASE | re.ASCII,
 )
+# Variables with these words in their names are private, except those in _REPORTED_PATHS.
 _PRIVATE_WORDS = re.compile("KEY|TOKEN|SECRET|PASSW|AUTH|CREDENTIAL|HOME|ROOT|PATH|DIR", re.IGNORECASE)
-# Their paths decide on a driver; other paths only tell where somebody has installed something.
+# The paths in these variables select a driver.
 _REPORTED_PATHS = ("__EGL_VENDOR_LIBRARY_FILENAMES", "__EGL_VENDOR_LIBRARY_DIRS")
 
 
 @dataclass(frozen=True)
 class Question:
-    """A decision to explain: arguments of :func:`rl_ext_core.devices.resolve`.
+    """Arguments of :func:`rl_ext_core.devices.resolve` for the decision to explain.
 
-    :param device: what computes
-    :param render: what renders
-    :param renderer: through which library
+    :param device: the device that computes
+    :param render: the device that renders
+    :param renderer: the library that renders
     """
 
     device: str = "auto"
@@ -84,16 +86,16 @@ class Question:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What the doctor sees.
+    """Report of ``rl-ext doctor`` on a machine.
 
     :param inventory: the machine
-    :param environ: the variables that decide on devices, and no others
-    :param question: the decision that was asked for; by default what computes
-    :param decision: the answer to that; None where it is refused
-    :param refusal: why there is no such decision
-    :param renderers: where each one that is installed renders with the present variables
+    :param environ: the environment variables that select devices
+    :param question: arguments of the decision to explain
+    :param decision: the decision; None if :func:`rl_ext_core.devices.resolve` raises an error
+    :param refusal: text of that error, or None
+    :param renderers: where each installed renderer renders with these variables
     :param findings: mistakes, errors first
-    :param verified: what ``--verify`` saw
+    :param verified: results of ``--verify``
     """
 
     inventory: Inventory
@@ -107,17 +109,17 @@ class DoctorReport:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is wrong that has to be mended, and all renderers that are installed render."""
+        """Whether there is a decision, no finding is an error, and no installed renderer fails."""
         renders = all(renderer.where != "fails" for renderer in self.renderers)
         return renders and self.refusal is None and all(finding.severity != "error" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what :meth:`to_json` writes, as plain dicts, lists, numbers and text."""
+        """Return the content of :meth:`to_json` as dicts, lists, numbers and strings."""
         plain = {field.name: _to_plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return {"format": REPORT_FORMAT, "rl_ext": rl_ext_core.__version__, **plain}
 
     def to_json(self) -> str:
-        """Write it down for a bug report; :func:`replay` reads it."""
+        """Write the report as JSON for a bug report. :func:`replay` reads it."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
 
 
@@ -138,12 +140,13 @@ def examine(
     question: Question | None = None,
     verified: Sequence[Verification] = (),
 ) -> DoctorReport:
-    """Examine a machine. Nothing is set, and where NVML answers, CUDA is not initialised.
+    """Examine a machine. It sets no variable, and does not initialize CUDA if NVML answers.
 
-    :param inventory: the machine; default: this one
-    :param environ: its variables; default: this process's. Those that do not decide on devices are left out
-    :param question: a decision to explain; default: what computes
-    :param verified: what was seen when renderers were tried
+    :param inventory: the machine; default: this machine
+    :param environ: its environment variables; default: those of this process. Only variables that select devices are
+        used
+    :param question: arguments of the decision to explain; default: ``Question()``
+    :param verified: results of testing renderers
     :return: the report
     """
     asked = question or Question()
@@ -153,7 +156,7 @@ def examine(
     situation = Situation(machine, variables, variables)
     found = [*check_environment(variables, inventory=machine)]
     found += [
-        Finding(entry.name, None, f"when it was tried, {entry.problem}", entry.line)
+        Finding(entry.name, None, f"the test with --verify failed: {entry.problem}", entry.line)
         for entry in verified
         if entry.problem
     ]
@@ -183,46 +186,48 @@ def _is_reported(name: str) -> bool:
 
 
 def replay(text: str, *, question: Question | None = None) -> DoctorReport:
-    """Examine the machine that a report was written on, and trust nothing in it.
+    """Examine the machine on which a report was written. The text is not trusted.
 
-    :param text: what :meth:`DoctorReport.to_json` wrote
-    :param question: a decision to explain; default: the one that was asked for there
-    :return: the report, as this version sees it
-    :raises CorruptFileError: not a report, or of a format that this version does not read
+    :param text: JSON that :meth:`DoctorReport.to_json` wrote
+    :param question: arguments of the decision to explain; default: those in the report
+    :return: a new report, created by this version
+    :raises CorruptFileError: If the text is not a report, or has a format that this version does not read.
     """
     try:
         data = json.loads(text)
         if data["format"] != REPORT_FORMAT:
-            raise CorruptFileError(f"this report is not of format {REPORT_FORMAT}, the one that this version reads")
+            raise CorruptFileError(
+                f"the format of this report is not {REPORT_FORMAT}, the only one that this version reads"
+            )
         inventory = Inventory.from_json(json.dumps(data["inventory"]))
         uuids = {gpu.uuid for gpu in inventory.gpus}
         if any(device.index != place for place, device in enumerate(inventory.egl or ())):
-            raise ValueError("EGL's devices are not in order")
+            raise ValueError("EGL's devices are not in the order of their indices")
         if not {device.uuid for device in inventory.egl or ()} | set(inventory.fastest_first or ()) <= uuids | {None}:
-            raise ValueError("a UUID belongs to no GPU")
+            raise ValueError("a UUID does not belong to any GPU")
         environ = read_record(Mapping[str, str], data["environ"], "environ")
         asked = read_record(Question, data["question"], "question")
         verified = read_record(tuple[Verification, ...], data["verified"], "verified")
         decision = read_record(Decision | None, data["decision"], "decision")
-        if not {entry.name for entry in verified} <= set(_renderers.NAMES):  # it becomes part of lines to copy
-            raise ValueError(f"{[entry.name[:60] for entry in verified]} is no renderer")
+        if not {entry.name for entry in verified} <= set(_renderers.NAMES):  # names become part of lines to copy
+            raise ValueError(f"{[entry.name[:60] for entry in verified]} has an unknown renderer")
     except CorruptFileError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         detail = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise CorruptFileError(f"not a report: {detail}. Expected what rl-ext doctor --json wrote") from error
+        raise CorruptFileError(f"not a report: {detail}. Expected the output of `rl-ext doctor --json`") from error
     report = examine(inventory, environ, question=question or asked, verified=verified)
     if question is None and decision and not inventory.gpus and report.decision and report.decision.device == "cpu":
-        # What torch found where NVML lists nothing cannot be found out from here.
+        # torch had found a GPU that NVML does not list, which cannot be repeated on this machine.
         return report if decision.device == "cpu" else dataclasses.replace(report, decision=decision)
     return report
 
 
-# As text
+# The report as text
 
 
 def print_report(report: DoctorReport, console: Console) -> None:
-    """Print a report. Lines to copy are never wrapped, and nothing is cut off."""
+    """Print a report. Lines to copy are not wrapped, and no text is truncated."""
     packages = {name: report.inventory.versions[name] for name in PACKAGES if name in report.inventory.versions}
     if "torch" in packages:
         cuda = report.inventory.versions.get("torch.cuda", "")
@@ -242,7 +247,7 @@ def print_report(report: DoctorReport, console: Console) -> None:
         _print_line(console, text)
     _print_heading(console, "renderers with the present variables")
     if not report.renderers:
-        _print_line(console, "no renderer that is known here is installed")
+        _print_line(console, "no supported renderer is installed")
         _print_line(console, install_line("mujoco"), "bold")
     answers = {True: "yes", False: "NO", None: "-"}
     rows = [
@@ -251,7 +256,7 @@ def print_report(report: DoctorReport, console: Console) -> None:
     ]
     _print_table(console, ("renderer", "renders on", "computes there", "because"), rows)
     if report.verified:
-        _print_heading(console, "tried under a decision, each in a process of its own")
+        _print_heading(console, "tests with a decision, each in its own process")
         tried = [
             (seen.name, seen.gl_renderer or "-", seen.gl_vendor or "-", seen.place, seen.result)
             for seen in report.verified
@@ -259,7 +264,7 @@ def print_report(report: DoctorReport, console: Console) -> None:
         _print_table(console, ("renderer", "GL_RENDERER", "GL_VENDOR", "EGL", "result"), tried)
     _print_heading(console, "findings, each with the line to type")
     if not report.findings:
-        _print_line(console, "nothing is wrong with the variables", _SEVERITY_STYLES["ok"])
+        _print_line(console, "the environment variables have no mistakes", _SEVERITY_STYLES["ok"])
     for finding in report.findings:
         value = "" if finding.value is None else f"={finding.value!r}"
         named = finding.variable in ("EGL", "torch", *_renderers.NAMES)
@@ -274,11 +279,11 @@ def print_report(report: DoctorReport, console: Console) -> None:
 
 
 def _gpu_rows(report: DoctorReport) -> Iterator[tuple[str, ...]]:
-    """Return a row for every GPU, with what each numbering calls it."""
+    """Yield a table row for every GPU, with its number in every numbering."""
     inventory = report.inventory
     situation = Situation(inventory, report.environ, report.environ)
     visible, uuids = situation.visible, [gpu.uuid for gpu in inventory.gpus]
-    # As many characters as it takes to tell them apart: such a beginning names a GPU.
+    # The shortest prefix of the UUIDs that is unique, because resolve() accepts it as a device.
     length = next(n for n in range(len("GPU-01234567"), 99) if len({uuid[:n] for uuid in uuids}) == len(set(uuids)))
     for gpu in inventory.gpus:
         if situation.machine.torch_without_cuda:
@@ -288,14 +293,14 @@ def _gpu_rows(report: DoctorReport) -> Iterator[tuple[str, ...]]:
         else:
             torch = f"cuda:{visible.uuids.index(gpu.uuid)}" if gpu.uuid in visible.uuids else "hidden"
         device = inventory.egl_of(gpu.uuid)
-        egl = "not asked" if inventory.egl is None else str(device.index) if device else "none"
+        egl = "not queried" if inventory.egl is None else str(device.index) if device else "none"
         drm = device.drm.rpartition("/")[2] if device and device.drm else "-"
         memory = f"{gpu.memory_free / 2**30:.1f} / {gpu.memory_total / 2**30:.1f} GiB"
         yield str(gpu.index), gpu.name, gpu.pci, gpu.uuid[:length], torch, egl, drm, memory
 
 
 def _describe_other_devices(inventory: Inventory) -> Iterator[str]:
-    """Name the slices, EGL's devices that are none of these GPUs, and what did not answer."""
+    """Describe MIG slices, EGL devices without a GPU in the table, and drivers that did not answer."""
     if not inventory.gpus:
         yield f"no GPU: {inventory.nvml_error or 'NVML lists none'}"
     for gpu in inventory.gpus:
@@ -303,7 +308,7 @@ def _describe_other_devices(inventory: Inventory) -> Iterator[str]:
             yield f"nvidia-smi {gpu.index} is cut into MIG slices: {', '.join(gpu.mig)}"
     for device in inventory.egl or ():
         if device.uuid is None:
-            what = "software on the CPU (Mesa)" if device.software else "a device that NVML does not know"
+            what = "software on the CPU (Mesa)" if device.software else "a device that NVML does not list"
             yield f"EGL {device.index}: {what}{f', {device.drm}' if device.drm else ''}"
     if inventory.egl_error:
         yield f"EGL: {inventory.egl_error}"
@@ -327,7 +332,7 @@ def _print_heading(console: Console, text: str) -> None:
 
 
 def _print_line(console: Console, text: str, style: str = "") -> None:
-    """Print a line that the terminal may break, and nobody else: what is copied from there is one line."""
+    """Print a line without wrapping it, so that it is copied from the terminal as one line."""
     from rich.text import Text
 
     console.print(Text(_escape_unprintable(text), style), soft_wrap=True, highlight=False)
@@ -349,38 +354,36 @@ def _print_table(
 
 
 def _escape_unprintable(text: str) -> str:
-    """Show characters that are none as Python writes them: a report may come from anybody."""
+    """Escape unprintable characters, because a report may come from an untrusted person."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-# As a command
+# The command rl-ext doctor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    asked = parser.add_argument_group("a decision to explain, in the words of rl_ext_core.devices.resolve()")
-    asked.add_argument("--device", help='what computes: "auto", "cpu", "cuda:1", "nvidia-smi:3", "GPU-3f2a"')
-    asked.add_argument("--render", help='what renders: "same", "cpu", "egl:2", or as for --device')
-    asked.add_argument("--renderer", help=f"through which library: {', '.join(_renderers.NAMES)}")
-    parser.add_argument("--json", action="store_true", help="write the report as JSON, fit for a bug report")
-    parser.add_argument("--replay", metavar="FILE", help="report on the machine that such a JSON came from")
-    parser.add_argument(
-        "--verify", action="store_true", help="try every renderer for real, each in a process of its own"
-    )
+    """Add the options of ``rl-ext doctor`` to a parser."""
+    asked = parser.add_argument_group("the decision to explain, as arguments of rl_ext_core.devices.resolve()")
+    asked.add_argument("--device", help='the device that computes: "auto", "cpu", "cuda:1", "nvidia-smi:3", "GPU-3f2a"')
+    asked.add_argument("--render", help='the device that renders: "same", "cpu", "egl:2", or as for --device')
+    asked.add_argument("--renderer", help=f"the library that renders: {', '.join(_renderers.NAMES)}")
+    parser.add_argument("--json", action="store_true", help="write the report as JSON, for a bug report")
+    parser.add_argument("--replay", metavar="FILE", help="report on the machine that wrote this JSON file")
+    parser.add_argument("--verify", action="store_true", help="test every renderer, each in its own process")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Report or try.
+    """Run ``rl-ext doctor``.
 
     :return: the exit status
-    :raises RlExtError: the arguments contradict each other, or a file is no report
+    :raises RlExtError: If the options contradict each other, or a file is not a report.
     """
-    # What is logged stands in the report as well.
+    # The report contains everything that is logged.
     logging.getLogger("rl_ext_core").addHandler(logging.NullHandler())
     if arguments.replay is not None and arguments.verify:
-        raise InvalidArgumentError("--replay and --verify exclude each other")
+        raise InvalidArgumentError("--replay and --verify cannot be combined. Use one of them")
     if arguments.verify and arguments.render == "none":
-        raise InvalidArgumentError('--verify renders, so --render "none" leaves nothing to do')
+        raise InvalidArgumentError('--verify with --render "none" has nothing to test. Use --render "same"')
     console = new_console()
     report = _create_report(arguments, console)
     if arguments.json:
@@ -398,23 +401,23 @@ def _create_report(arguments: argparse.Namespace, console: Console) -> DoctorRep
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             raise InvalidArgumentError(
-                f"--replay {arguments.replay!r} cannot be read: {why}. Expected what rl-ext doctor --json wrote"
+                f"--replay {arguments.replay!r} cannot be read: {why}. Expected the output of `rl-ext doctor --json`"
             ) from error
         return replay(text, question=question)
     seen = []
     for renderer in _renderers.installed_renderers(installed_versions()) if arguments.verify else ():
         if renderer.select_egl_device is not None and arguments.renderer in (None, renderer.name):
             silent = arguments.json or not console.is_terminal
-            text = f"trying {renderer.name}, {TIMEOUT_S:.0f} s at most"
+            text = f"testing {renderer.name}, {TIMEOUT_S:.0f} s at most"
             with contextlib.nullcontext() if silent else console.status(text):
                 seen.append(verify(renderer.name, arguments.device or "auto", arguments.render or "same"))
     return examine(question=question, verified=seen)
 
 
 def _parse_question(arguments: argparse.Namespace) -> Question | None:
-    """Read the decision to explain; None if none was asked for.
+    """Return the decision to explain that the options specify, or None.
 
-    :raises InvalidArgumentError: a device or a renderer is written in no known form
+    :raises InvalidArgumentError: If a device has an unknown form, or a renderer is unknown.
     """
     given = {name: getattr(arguments, name) for name in ("device", "render", "renderer")}
     if not any(value is not None for value in given.values()):
@@ -424,7 +427,7 @@ def _parse_question(arguments: argparse.Namespace) -> Question | None:
     question = Question(**default | {name: value for name, value in given.items() if value is not None})
     _resolve.parse_device(question.device, "device")
     _resolve.parse_device(question.render, "render")
-    # Whether one that is known is also installed is for the decision to say.
+    # A renderer that is not installed becomes part of the report.
     with contextlib.suppress(MissingDependencyError):
         _renderers.find_renderer(question.renderer, {})
     return question

@@ -1,8 +1,8 @@
-"""The GPUs of this machine, each with what every numbering calls it.
+"""GPUs and EGL devices of a machine, each with its number in every numbering.
 
-nvidia-smi counts by PCI address, CUDA by speed and under a mask, EGL by the driver's own order. The identity that
-all of them share is the UUID. NVML tells the GPUs, a probe in a subprocess tells EGL's order; CUDA is never
-initialised here, because a process that has done so can no longer fork.
+nvidia-smi numbers GPUs by PCI address, CUDA by speed and under a mask, EGL in the driver's order. The UUID identifies a
+GPU in all of them. NVML reports the GPUs, and a probe in a subprocess reports EGL's order. CUDA is never initialized
+here, because a process that has initialized CUDA can no longer fork.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from rl_ext_core.errors import CorruptFileError
 __all__ = ["EglDevice", "Gpu", "Inventory"]
 
 _FORMAT = 1
-_WSL_DEVICE = Path("/dev/dxg")  # the GPU as WSL shows it, in containers on WSL too
+_WSL_DEVICE = Path("/dev/dxg")  # WSL's device file of the GPU, which containers on WSL have too
 PACKAGES = ("torch", "mujoco", "robosuite", "dm_control", "gymnasium", "pyrender", "sapien")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, named as every numbering names it, but for those that depend on variables.
+    """One GPU, with its name in each numbering that does not depend on environment variables.
 
-    :param uuid: ``GPU-<uuid>``, the identity that does not change
-    :param name: the model's name
+    :param uuid: ``GPU-<uuid>``, which never changes
+    :param name: name of the model
     :param pci: PCI address, ``<domain>:<bus>:<device>.<function>`` in lower-case hexadecimal digits
-    :param index: what nvidia-smi calls it: its place among the PCI addresses
-    :param memory_total: bytes; 0 where the driver does not tell, as for a GPU that shares the CPU's memory
-    :param memory_free: bytes, when the inventory was made; 0 likewise
-    :param mig: UUIDs (``MIG-<uuid>``) of the slices that it is cut into; empty where MIG is off
+    :param index: index in nvidia-smi, which orders GPUs by PCI address
+    :param memory_total: bytes; 0 if the driver does not report it, as for a GPU that shares the CPU's memory
+    :param memory_free: bytes when the inventory was read; 0 if the driver does not report it
+    :param mig: UUIDs (``MIG-<uuid>``) of its MIG slices; empty if MIG is off
 
     >>> from rl_ext_core.devices import Inventory
     >>> [gpu.name for gpu in Inventory.current().gpus]  # doctest: +SKIP
@@ -59,13 +59,13 @@ class Gpu:
 
 @dataclass(frozen=True)
 class EglDevice:
-    """One device as EGL enumerates it (``eglQueryDevicesEXT``), where no mask applies.
+    """One device of EGL, as listed by ``eglQueryDevicesEXT``, which ignores ``CUDA_VISIBLE_DEVICES``.
 
-    :param index: its place in EGL's order: the number that renderers call raw
-    :param software: Mesa's renderer on the CPU (llvmpipe)
-    :param uuid: the GPU behind it; None for a software device, and where nothing tells
-    :param drm: its render node, ``/dev/dri/renderD<n>``, where it has one
-    :param cuda: whether the driver relates it to CUDA (``EGL_NV_device_cuda``)
+    :param index: index in EGL's order
+    :param software: whether it is Mesa's renderer on the CPU (llvmpipe)
+    :param uuid: UUID of its GPU; None for a software device, or if the driver does not report it
+    :param drm: its render node, ``/dev/dri/renderD<n>``, or None
+    :param cuda: whether the driver relates it to a CUDA device (``EGL_NV_device_cuda``)
 
     >>> from rl_ext_core.devices import EglDevice
     >>> EglDevice(index=0, software=True).uuid is None
@@ -81,19 +81,19 @@ class EglDevice:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What a decision is made from: the machine's GPUs, EGL's devices, and the versions that are installed.
+    """A machine's GPUs, EGL devices and installed renderers, from which :func:`resolve` decides.
 
-    ``Inventory.current()`` reads this machine, ``Inventory.from_json(text)`` another one that somebody reported.
+    ``Inventory.current()`` reads this machine. ``Inventory.from_json(text)`` loads one that was written elsewhere.
 
-    :param gpus: in nvidia-smi's order
-    :param egl: EGL's devices in its order; None if EGL was not asked
-    :param fastest_first: UUIDs in the order that CUDA uses by default; None where it could not be found out
-    :param versions: installed packages that matter here, and ``torch.cuda``: the CUDA version that torch was built
-        for, empty for a build without
-    :param osmesa: whether OSMesa's library is installed; None if EGL was not asked
-    :param nvml_error: why NVML told nothing
-    :param egl_error: why EGL told nothing
-    :param wsl: whether this is Windows's Subsystem for Linux, where NVIDIA's driver has no EGL
+    :param gpus: GPUs in nvidia-smi's order
+    :param egl: EGL's devices in its order; None if EGL was not queried
+    :param fastest_first: UUIDs in CUDA's default order; None if it is unknown
+    :param versions: versions of torch and the renderers, and ``torch.cuda``: the CUDA version that torch was built
+        for, empty for a build without CUDA
+    :param osmesa: whether OSMesa's library is installed; None if EGL was not queried
+    :param nvml_error: why NVML failed, or None
+    :param egl_error: why EGL failed, or None
+    :param wsl: whether the machine is Windows Subsystem for Linux, where NVIDIA's driver has no EGL
 
     >>> from rl_ext_core.devices import Inventory, resolve
     >>> machine = Inventory.current()
@@ -113,11 +113,11 @@ class Inventory:
 
     @classmethod
     def current(cls, *, egl: bool = True, refresh: bool = False) -> Inventory:
-        """Read this machine's, once per process: what was read is kept.
+        """Read the inventory of this machine. It is cached for the life of the process.
 
-        :param egl: ask EGL too, in a subprocess
-        :param refresh: read again; free memory is as old as the inventory
-        :return: the inventory; a machine without GPUs has an empty one that says why
+        :param egl: whether to query EGL too, in a subprocess
+        :param refresh: whether to read again, for example to update the free memory
+        :return: the inventory; without GPUs, ``gpus`` is empty and ``nvml_error`` says why
         """
         global _cached_inventory
         with _lock:
@@ -129,17 +129,19 @@ class Inventory:
 
     @classmethod
     def from_json(cls, text: str) -> Inventory:
-        """Read what :meth:`to_json` wrote, on any machine.
+        """Load an inventory that :meth:`to_json` wrote on any machine.
 
-        :param text: JSON
+        :param text: the JSON text
         :return: the inventory
-        :raises CorruptFileError: not an inventory, or of a format that this version does not read
+        :raises CorruptFileError: If the text is not an inventory, or has a format that this version does not read.
         """
         try:
             data = json.loads(text)
             if data.pop("format") != _FORMAT:
-                raise CorruptFileError(f"this inventory is not of format {_FORMAT}, the one that this version reads")
-            # What stands for "not asked" and "not found out" has to be said, not left out.
+                raise CorruptFileError(
+                    f"the format of this inventory is not {_FORMAT}, the only one that this version reads"
+                )
+            # None means "not queried" or "unknown" in these fields, so a missing field is an error.
             for name in ("gpus", "egl", "fastest_first"):
                 if name not in data:
                     raise KeyError(name)
@@ -149,19 +151,19 @@ class Inventory:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             detail = f"{error} is missing" if isinstance(error, KeyError) else error
             raise CorruptFileError(
-                f"not an inventory: {detail}. Expected what Inventory.current().to_json() wrote"
+                f"not an inventory: {detail}. Expected the output of Inventory.current().to_json()"
             ) from error
         return inventory
 
     def to_json(self) -> str:
-        """Write it down for a bug report or a test.
+        """Write the inventory as JSON, for a bug report or a test.
 
-        :return: JSON with sorted keys; it names GPUs and versions, no user and no path
+        :return: JSON with sorted keys; it names GPUs and versions, but no user and no path
         """
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what :meth:`to_json` writes, as plain dicts, tuples, numbers and text.
+        """Return the content of :meth:`to_json` as dicts, tuples, numbers and strings.
 
         :return: a new dict
         """
@@ -169,33 +171,33 @@ class Inventory:
         return {"format": _FORMAT, **data}
 
     def gpu(self, uuid: str) -> Gpu:
-        """Look a GPU up by its UUID.
+        """Return the GPU with a UUID.
 
-        :param uuid: the whole of it
+        :param uuid: the complete UUID
         :return: the GPU
-        :raises StopIteration: there is none
+        :raises StopIteration: If no GPU has this UUID.
         """
         return next(gpu for gpu in self.gpus if gpu.uuid == uuid)
 
     def egl_of(self, uuid: str) -> EglDevice | None:
-        """Look up the EGL device that renders on a GPU.
+        """Return the EGL device that renders on a GPU.
 
-        :param uuid: the GPU's
-        :return: the device; None where EGL does not list the GPU, or was not asked
+        :param uuid: UUID of the GPU
+        :return: the device; None if EGL does not list the GPU, or was not queried
         """
         devices = [device for device in self.egl or () if device.uuid == uuid]
-        # Mesa lists the nodes of other drivers' GPUs too, and cannot render on them.
+        # Mesa also lists GPUs of other drivers, on which it cannot render.
         return next((device for device in devices if device.cuda), devices[0] if devices else None)
 
 
 def read_record(hint: Any, value: Any, where: str) -> Any:
-    """Build what a type hint declares from plain values of JSON, which may hold anything.
+    """Build an instance of a type hint from parsed JSON, which is not trusted.
 
-    :param hint: a dataclass, or a type that stands in a field of one
-    :param value: what JSON gave
-    :param where: what it was found in, for the error
+    :param hint: a dataclass, or the type of a field of one
+    :param value: the parsed JSON
+    :param where: name of the field, for the error text
     :return: an instance of ``hint``
-    :raises TypeError: the value is not what the hint declares
+    :raises TypeError: If the value does not match the hint.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
@@ -212,15 +214,15 @@ def read_record(hint: Any, value: Any, where: str) -> Any:
         return tuple(read_record(arguments[0], entry, where) for entry in value)
     elif origin is Mapping and isinstance(value, dict):
         return {name: read_record(arguments[1], entry, where) for name, entry in value.items()}
-    elif type(value) is hint or (origin is Literal and value in arguments):  # True is no number here
+    elif type(value) is hint or (origin is Literal and value in arguments):  # isinstance() would accept True as an int
         return value
-    raise TypeError(f"{where} holds {str(value)[:60]!r}")
+    raise TypeError(f"{where} has the invalid value {str(value)[:60]!r}")
 
 
 _lock = threading.Lock()
 _cached_inventory: Inventory | None = None
 
-# A thread may hold the lock while another one forks.
+# Another thread may hold the lock when this process forks, and the child could never acquire it.
 after_fork(lambda: globals().update(_lock=threading.Lock()))
 
 
@@ -232,7 +234,7 @@ def _read_inventory() -> Inventory:
         return Inventory(versions=versions, nvml_error=str(error), wsl=_WSL_DEVICE.exists())
     order = tuple(gpu.uuid for gpu in gpus)
     if len({gpu.name for gpu in gpus}) > 1:
-        # CUDA puts the fastest first; between equal ones the PCI address decides.
+        # CUDA counts the fastest GPU first, and equal GPUs by PCI address. So it is queried only if the GPUs differ.
         order = _probe.query_cuda_order() or ()
     fastest_first = order if len(order) == len(gpus) else None
     return Inventory(gpus=gpus, versions=versions, fastest_first=fastest_first, wsl=_WSL_DEVICE.exists())
@@ -247,7 +249,7 @@ def _add_egl_devices(inventory: Inventory) -> Inventory:
 
 
 def _match_egl_device(entry: Mapping[str, Any], gpus: Sequence[Gpu]) -> EglDevice:
-    """Return which GPU is behind an EGL device: by its UUID, its PCI address, or its CUDA ordinal under PCI order."""
+    """Find the GPU of an EGL device by its UUID, its PCI address, or its CUDA ordinal in PCI order."""
     known = {gpu.uuid for gpu in gpus}
     by_pci = {gpu.pci: gpu.uuid for gpu in gpus}
     uuid = entry["uuid"] if entry["uuid"] in known else by_pci.get(entry["pci"] or "")
@@ -260,12 +262,12 @@ def _match_egl_device(entry: Mapping[str, Any], gpus: Sequence[Gpu]) -> EglDevic
 
 
 class NvmlUnavailableError(Exception):
-    """NVML cannot be asked; the text says why."""
+    """Raised if NVML cannot be queried."""
 
 
 @contextlib.contextmanager
 def nvml_session() -> Iterator[types.ModuleType]:
-    """Initialise NVML for the length of a block, as a process that forks should."""
+    """Initialize NVML within a ``with`` block. It is shut down at the end, so that the process may fork."""
     try:
         import pynvml
     except ModuleNotFoundError as error:
@@ -279,16 +281,16 @@ def nvml_session() -> Iterator[types.ModuleType]:
     try:
         yield pynvml
     except pynvml.NVMLError as error:
-        raise NvmlUnavailableError(f"the NVIDIA driver refused a question: {error}") from error
+        raise NvmlUnavailableError(f"the NVIDIA driver refused a query: {error}") from error
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
 
 
 def read_gpus() -> tuple[Gpu, ...]:
-    """Read all GPUs as they are now, in nvidia-smi's order. CUDA is neither initialised nor its mask heeded.
+    """Read all GPUs and their present free memory, in nvidia-smi's order, without CUDA and its mask.
 
-    :raises NvmlUnavailableError: NVML cannot be asked
+    :raises NvmlUnavailableError: If NVML cannot be queried.
     """
     with nvml_session() as nvml:
         count = nvml.nvmlDeviceGetCount()
@@ -311,13 +313,13 @@ def _read_gpu(nvml: types.ModuleType, handle: Any, index: int) -> Gpu:
 def _read_memory(nvml: types.ModuleType, handle: Any) -> tuple[int, int]:
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    except nvml.NVMLError_NotSupported:  # the GPU shares the CPU's
+    except nvml.NVMLError_NotSupported:  # the GPU shares the CPU's memory
         return 0, 0
     return int(memory.total), int(memory.free)
 
 
 def _read_mig_slices(nvml: types.ModuleType, handle: Any) -> tuple[str, ...]:
-    """List the MIG slices. Most GPUs know nothing of MIG and answer with an error."""
+    """Return the UUIDs of a GPU's MIG slices. GPUs without MIG answer with an error."""
     try:
         if nvml.nvmlDeviceGetMigMode(handle)[0] != nvml.NVML_DEVICE_MIG_ENABLE:
             return ()
@@ -328,14 +330,14 @@ def _read_mig_slices(nvml: types.ModuleType, handle: Any) -> tuple[str, ...]:
     for index in range(count):
         try:
             slice_ = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-        except nvml.NVMLError:  # places between slices are empty
+        except nvml.NVMLError:  # indices between slices may be unused
             continue
         found.append(_to_str(nvml.nvmlDeviceGetUUID(slice_)))
     return tuple(found)
 
 
 def pci_address(bus_id: str) -> str:
-    """Write NVML's ``00000000:3B:00.0`` as Linux does: ``0000:3b:00.0``."""
+    """Convert NVML's ``00000000:3B:00.0`` to Linux's notation, ``0000:3b:00.0``."""
     domain, _, rest = bus_id.lower().partition(":")
     return f"{int(domain, 16):04x}:{rest}"
 
@@ -359,9 +361,9 @@ def _read_versions() -> tuple[tuple[str, str], ...]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of the packages that matter, without importing them, and what torch was built for.
+    """Return the versions of torch and the renderers, and the CUDA version of torch, without importing them.
 
-    :return: by package; ``"torch.cuda"`` is ``""`` for a build without CUDA and ``"rocm <version>"`` for AMD's
+    :return: versions by package; ``"torch.cuda"`` is ``""`` for a build without CUDA, ``"rocm <version>"`` for AMD
     """
     return dict(_read_versions())
 

@@ -32,15 +32,17 @@ after_fork(_reset_warning)
 
 
 class BoundFactory(Generic[_Env]):
-    """Builds an environment under a decision: applies it, and only then unpickles what builds the environment.
+    """Environment factory that applies a decision before it creates the environment.
 
-    Made by :meth:`Decision.bind`. Unpickling the factory imports the environment's modules, and those read variables at
-    import; hence the order. In the process that made it, where vectorised environments build one for its spaces,
-    a decision that was applied before is kept, and that is logged once if the worker's is a different one.
+    :meth:`Decision.bind` creates it. The decision is applied before ``env_fn`` is unpickled, because that imports the
+    environment's modules, which read variables at import.
 
-    :param decision: for the process that builds the environment
-    :param env_fn: builds it
-    :raises InvalidTypeError: not callable, or cloudpickle cannot pack it
+    Vectorized environments also create one environment in the parent process, to read its spaces. There, a decision
+    that was applied earlier stays in effect. If it differs from this one, that is logged once.
+
+    :param decision: the decision to apply
+    :param env_fn: function that creates the environment
+    :raises InvalidTypeError: If ``env_fn`` is not callable, or cloudpickle cannot pickle it.
 
     >>> from rl_ext_core.devices import resolve
     >>> bound = resolve("cpu").bind(dict)
@@ -51,27 +53,27 @@ class BoundFactory(Generic[_Env]):
     def __init__(self, decision: Decision, env_fn: Callable[[], _Env]) -> None:
         if not callable(env_fn):
             raise InvalidTypeError(
-                f"env_fn={env_fn!r} is not callable; expected a function that builds the environment. "
-                "Write bind(lambda: make_env())"
+                f"env_fn={env_fn!r} is not callable: expected a function that creates the environment. "
+                "Use bind(lambda: make_env())"
             )
         self.decision = decision
         self._creator_process = process_identity()
-        import cloudpickle  # takes as long to import as the rest of this package
+        import cloudpickle  # imported here, because it takes as long as the rest of this package
 
         try:
             self._pickled_env_fn: bytes = cloudpickle.dumps(env_fn)
         except Exception as error:
             raise InvalidTypeError(
-                f"env_fn={env_fn!r} cannot be packed for a worker process: {error}. Build what it holds inside of it: "
-                "bind(lambda: make_env())"
+                f"env_fn={env_fn!r} cannot be pickled for a worker process: {error}. Create its objects inside the "
+                "function: bind(lambda: make_env())"
             ) from error
 
     def __call__(self) -> _Env:
-        """Apply the decision and build the environment.
+        """Apply the decision and create the environment.
 
         :return: the environment
-        :raises DeviceConflictError: a library in this process has read other settings already, or this worker has built
-            an environment under another decision
+        :raises DeviceConflictError: If a library in this process has already read other values, or if this worker has
+            created an environment under another decision.
         """
         applied = _apply.applied_decision
         if applied is None or _have_same_variables(applied, self.decision):
@@ -80,8 +82,8 @@ class BoundFactory(Generic[_Env]):
             self._warn_once(applied)
         elif self.decision.variables:
             raise DeviceConflictError(
-                f"this worker builds its environments under one decision ({applied.reason}), and one of them came with "
-                f"another ({self.decision.reason}): a process has one renderer. Use one worker for each device"
+                f"this worker has applied one decision ({applied.reason}), but an environment came with another "
+                f"({self.decision.reason}): a process has one rendering device. Use one worker for each device"
             )
         build: Callable[[], _Env] = pickle.loads(self._pickled_env_fn)
         return build()
@@ -92,7 +94,7 @@ class BoundFactory(Generic[_Env]):
             _has_warned = True
             _log.warning(
                 "a worker's environment is built in the parent process, under the decision that was applied here (%s) "
-                "and not under the worker's (%s): fine where it is built for its spaces only",
+                "instead of the worker's (%s). This is harmless if only its spaces are used",
                 applied.reason,
                 self.decision.reason,
             )

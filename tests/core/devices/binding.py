@@ -1,4 +1,4 @@
-"""Decisions for three workers on a machine with four GPUs, for the programs that test vectorised environments."""
+"""Decisions for three workers on a machine with four GPUs, for tests of vectorized environments."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from rl_ext_core.devices import BoundFactory, resolve
 from tests.core.devices.machines import machine
-from tests.core.devices.reporting import Reporter
+from tests.core.devices.reporting_env import Reporter
 
 MACHINE = machine(4, order=(2, 0, 3, 1))
-# EGL's numbers of the GPUs 0, 1 and 2, which nothing but the decision can have given to the workers.
+# The variables of GPUs 0, 1 and 2, which workers can only have from the decision.
 EXPECTED = [["egl", "1", "egl"], ["egl", "3", "egl"], ["egl", "0", "egl"]]
 UNSET = [None, None, None]
 
 
 def bound(folder: str, *, renderer: str = "robosuite", wrap: Any = None) -> list[BoundFactory[Any]]:
-    """One factory for each worker, with a GPU of its own."""
+    """Create a factory for each of three workers, each with its own GPU."""
     return [
         resolve("auto", render="same", renderer=renderer, worker=number, inventory=MACHINE, environ={}).bind(
             Reporter(folder, number) if wrap is None else partial(wrap, Reporter(folder, number))
@@ -26,14 +26,14 @@ def bound(folder: str, *, renderer: str = "robosuite", wrap: Any = None) -> list
 
 
 def on_mesa(folder: str, *, wrap: Any = None) -> list[BoundFactory[Any]]:
-    """Two factories for environments with a camera, on this machine's software device."""
+    """Create two factories for environments with a camera, on this machine's software device."""
     decision = resolve("cpu", render="same", renderer="gymnasium")
     reporters = [Reporter(folder, number, camera=True) for number in range(2)]
     return [decision.bind(reporter if wrap is None else partial(wrap, reporter)) for reporter in reporters]
 
 
 def in_torchrl(reporter: Reporter, *, from_pixels: bool = False) -> Any:
-    """Wrap what a factory builds for TorchRL."""
+    """Create the environment of a factory and wrap it for TorchRL."""
     from torchrl.envs import GymWrapper
 
     return GymWrapper(reporter(), device="cpu", from_pixels=from_pixels, pixels_only=from_pixels)

@@ -1,4 +1,4 @@
-"""What the tests of devices share: the fake driver libraries, compiled once."""
+"""Fixture with fake driver libraries, which are compiled once per session."""
 
 from __future__ import annotations
 

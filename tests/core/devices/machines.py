@@ -1,4 +1,4 @@
-"""Machines that tests decide for: GPUs, EGL's order and versions as one likes them."""
+"""Inventories of machines with any GPUs, EGL order and versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def uuid(number: int) -> str:
-    """Name GPU ``number``: numbers 0 and 1 begin alike, as UUIDs may."""
+    """Return the UUID of GPU ``number``. Those of GPUs 0 and 1 have a common prefix."""
     head = ("aaaa0000", "aaaa1111", "bbbb2222", "cccc3333", "dddd4444", "eeee5555", "ffff6666", "0a0a7777")[number]
     return f"GPU-{head}-0000-4000-8000-{number:012d}"
 
@@ -40,7 +40,7 @@ def gpus(count: int = 4, *, mig: Mapping[int, Sequence[str]] | None = None) -> t
 
 
 def egl(order: Sequence[int], *, software: bool = True) -> tuple[EglDevice, ...]:
-    """EGL's devices: the GPUs in this order, then Mesa's."""
+    """Create EGL's devices: the GPUs in this order, then Mesa's software device."""
     devices = [EglDevice(place, False, uuid(n), f"/dev/dri/renderD{128 + n}", True) for place, n in enumerate(order)]
     return (*devices, EglDevice(len(order), True)) if software else tuple(devices)
 
@@ -56,7 +56,7 @@ def machine(
     without: Sequence[str] = (),
     mig: Mapping[int, Sequence[str]] | None = None,
 ) -> Inventory:
-    """A machine with ``count`` GPUs; EGL and CUDA list them in these orders, by default in nvidia-smi's."""
+    """Create a machine with ``count`` GPUs. EGL and CUDA list them in nvidia-smi's order by default."""
     return Inventory(
         gpus=gpus(count, mig=mig),
         egl=egl(range(count) if order is None else order, software=software),
@@ -68,7 +68,7 @@ def machine(
 
 
 def run_shell_line(line: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Do what a shell does with such a line."""
+    """Apply a line of ``export`` and ``unset`` commands to variables, as a shell does."""
     variables = dict(environ)
     for command in line.split("; "):
         verb, *words = shlex.split(command)

@@ -1,4 +1,4 @@
-"""A decision in force: what is set, when it is too late, and what a forked process may do."""
+"""``Decision.apply``: variables that it sets, conflicts with libraries that have read others, and forked processes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 import pytest
 
 from tests.core.devices.fakes.build import skip_or_fail
-from tests.core.devices.processes import IN_CHILD, ROOT, run
+from tests.core.devices.run_code import IN_CHILD, ROOT, run
 
 RENDERERS = ("mujoco", "gymnasium", "dm_control", "robosuite")
 
-# A model that is drawn in a millisecond, and what draws it; EGL device 0 is Mesa's on a machine without a GPU.
+# Draws a small model within a millisecond. EGL device 0 is Mesa's on a machine without a GPU.
 DRAW = """
 def draw():
     import mujoco
@@ -25,7 +25,7 @@ def draw():
         return float(renderer.render().std())
 """
 ON_MESA = "resolve('cpu', render='same', renderer={renderer!r})"
-# Four GPUs of which EGL lists the fourth first: cuda:2 is EGL device 1.
+# A machine with four GPUs that EGL lists in reverse order: cuda:2 is EGL device 1.
 ON_GPU_2 = (
     "resolve('cuda:2', render='same', renderer={renderer!r}, inventory=machine(order=[3, 2, 1, 0]), environ={{}})"
 )
@@ -33,7 +33,7 @@ WITH_OSMESA = "resolve('cpu', render='cpu', renderer={renderer!r}, inventory=mac
 
 
 @pytest.mark.parametrize("renderer", ["mujoco", "robosuite"])
-def test_exactly_the_variables_of_the_decision_are_set_for_this_process_and_its_children(renderer: str) -> None:
+def test_apply_sets_only_the_decisions_variables_for_process_and_children(renderer: str) -> None:
     ended = run(
         f"""
         import subprocess, sys
@@ -55,8 +55,8 @@ def test_exactly_the_variables_of_the_decision_are_set_for_this_process_and_its_
     assert ended.answer == [True, expected, True, [], True, "1"]
 
 
-def test_before_a_library_has_read_anything_the_last_decision_counts() -> None:
-    """A variable that misleads is unset; a decision without rendering sets nothing."""
+def test_last_decision_applies_if_no_library_has_read_variables() -> None:
+    """A wrong variable is unset. A decision without rendering sets nothing."""
     ended = run(
         DRAW,
         f"""
@@ -76,22 +76,22 @@ def test_before_a_library_has_read_anything_the_last_decision_counts() -> None:
     assert ended.answer == [["glfw", "3", None], osmesa, gpu, osmesa, mesa, mesa, True]
 
 
-# What was imported, under which MUJOCO_GL; for which renderer the decision is; what the error names, if there is one.
+# The imported module, MUJOCO_GL at that time, the decision's renderer, and a pattern of the error, or "" for none.
 IMPORT_CASES = [
-    ("mujoco", None, "mujoco", r"mujoco\.\S*gl_context took MUJOCO_GL='' .* needs 'egl': .* above `import mujoco`"),
-    ("mujoco", "osmesa", "mujoco", r"mujoco\.\S*gl_context took MUJOCO_GL='osmesa' .* needs 'egl'"),
+    ("mujoco", None, "mujoco", r"mujoco\.\S*gl_context read MUJOCO_GL='' .* needs 'egl': .* above `import mujoco`"),
+    ("mujoco", "osmesa", "mujoco", r"mujoco\.\S*gl_context read MUJOCO_GL='osmesa' .* needs 'egl'"),
     ("mujoco", "osmesa", "gymnasium", r"PyOpenGL was imported for osmesa, .* above the first import of mujoco"),
-    ("robosuite", "osmesa", "robosuite", r"binding_utils took MUJOCO_GL='osmesa' .* above `import robosuite`"),
-    ("robosuite", "glx", "robosuite", r"binding_utils took MUJOCO_GL='glx' .* above `import robosuite`"),
-    ("dm_control._render", "osmesa", "dm_control", r"_render took MUJOCO_GL='osmesa' .* `import dm_control`"),
-    ("dm_control._render", "off", "dm_control", r"_render took MUJOCO_GL='off' .* above `import dm_control`"),
-    ("OpenGL.GL", None, "gymnasium", r"PyOpenGL was imported for glx, and this decision needs egl"),
-    ("mujoco.osmesa", None, "robosuite", r"PyOpenGL was imported for osmesa, and this decision needs egl"),
-    ("mujoco.egl", None, "gymnasium", r"PyOpenGL was imported for egl, and this decision needs osmesa"),
+    ("robosuite", "osmesa", "robosuite", r"binding_utils read MUJOCO_GL='osmesa' .* above `import robosuite`"),
+    ("robosuite", "glx", "robosuite", r"binding_utils read MUJOCO_GL='glx' .* above `import robosuite`"),
+    ("dm_control._render", "osmesa", "dm_control", r"_render read MUJOCO_GL='osmesa' .* `import dm_control`"),
+    ("dm_control._render", "off", "dm_control", r"_render read MUJOCO_GL='off' .* above `import dm_control`"),
+    ("OpenGL.GL", None, "gymnasium", r"PyOpenGL was imported for glx, but this decision needs egl"),
+    ("mujoco.osmesa", None, "robosuite", r"PyOpenGL was imported for osmesa, but this decision needs egl"),
+    ("mujoco.egl", None, "gymnasium", r"PyOpenGL was imported for egl, but this decision needs osmesa"),
     ("mujoco", "egl", "mujoco", ""),
     ("mujoco", " EGL ", "mujoco", ""),
     ("mujoco", None, "gymnasium", ""),  # reads the variable when it renders first
-    ("robosuite", None, "robosuite", ""),  # takes EGL unless told otherwise
+    ("robosuite", None, "robosuite", ""),  # uses EGL by default
     ("robosuite", "glfw", "robosuite", ""),
     ("dm_control._render", "egl", "dm_control", ""),
 ]
@@ -99,10 +99,10 @@ IMPORT_CASES = [
 
 @pytest.mark.sample(quick=2)
 @pytest.mark.parametrize(("imported", "backend", "renderer", "says"), IMPORT_CASES)
-def test_too_late_names_the_module_and_the_line_and_changes_nothing(
+def test_apply_after_import_raises_and_names_module(
     imported: str, backend: str | None, renderer: str, says: str
 ) -> None:
-    """A library that has read the same is no reason to refuse."""
+    """A library that has read the same value is not a conflict."""
     ended = run(
         f"""
         import sys, {imported}
@@ -112,7 +112,8 @@ def test_too_late_names_the_module_and_the_line_and_changes_nothing(
             answer = variables()
         except RuntimeError as error:
             from rl_ext_core.devices import _apply
-            answer = [repr(error), environ == dict(os.environ), finders == sys.meta_path, _apply.applied_decision is None]
+            unchanged = [environ == dict(os.environ), finders == sys.meta_path, _apply.applied_decision is None]
+            answer = [repr(error), *unchanged]
         """,
         **({} if backend is None else {"MUJOCO_GL": backend}),
     )
@@ -124,7 +125,7 @@ def test_too_late_names_the_module_and_the_line_and_changes_nothing(
         assert ended.answer == ["egl", "0", "egl"]
 
 
-# How each renderer makes its display.
+# Lines that create each renderer's display.
 CREATE_DISPLAY = {
     "mujoco": "import mujoco; context = mujoco.GLContext(8, 8)",
     "gymnasium": "import mujoco.egl; context = mujoco.egl.GLContext(8, 8)",
@@ -135,8 +136,8 @@ CREATE_DISPLAY = {
 
 @pytest.mark.sample
 @pytest.mark.parametrize("renderer", RENDERERS)
-def test_a_display_on_the_wanted_device_is_fine_and_on_another_is_refused(renderer: str) -> None:
-    # EGL itself tells that Mesa's device, made by hand here, is number 0.
+def test_apply_accepts_display_on_same_device_and_rejects_another(renderer: str) -> None:
+    # EGL itself reports that Mesa's device, whose display is created here, has index 0.
     ended = run(
         f"""
         {CREATE_DISPLAY[renderer]}
@@ -153,26 +154,26 @@ def test_a_display_on_the_wanted_device_is_fine_and_on_another_is_refused(render
     )
     (other, kept), (osmesa, kept_too) = ended.answer
     assert [kept, kept_too] == [True, True]
-    assert "renders on EGL device 0 already" in other
-    assert "this decision needs EGL device 1: write resolve(...).apply() above the first environment" in other
+    assert "already renders on EGL device 0" in other
+    assert "this decision needs EGL device 1: call resolve(...).apply() above the first environment" in other
     assert "this decision needs OSMesa" in osmesa
 
 
-def test_a_display_of_unknown_device_is_refused() -> None:
+def test_apply_rejects_display_on_unknown_device() -> None:
     ended = run(
         f"""
         {CREATE_DISPLAY["mujoco"]}
         from rl_ext_core.devices import _apply
-        assert _apply.egl_index_of(0) is None  # EGL does not tell the device of a display that is none
+        assert _apply.egl_index_of(0) is None  # EGL does not report the device of an invalid display
         _apply.egl_index_of = lambda display: None
         {ON_MESA.format(renderer="mujoco")}.apply()
         """,
         MUJOCO_GL="egl",
     )
-    assert "DeviceConflictError: mujoco.egl renders on another device already" in ended.error
+    assert "DeviceConflictError: mujoco.egl already renders on another device" in ended.error
 
 
-def test_a_display_that_could_not_be_made_is_tried_again() -> None:
+def test_failed_display_is_created_again_after_apply() -> None:
     ended = run(
         DRAW,
         f"""
@@ -192,14 +193,14 @@ def test_a_display_that_could_not_be_made_is_tried_again() -> None:
         """,
         MUJOCO_GL="egl",
     )
-    # Without a decision the second attempt takes the null for a display.
+    # Without a decision, the second attempt uses the null pointer as a display.
     (first, second), drawn = ended.answer
     assert (first, drawn) == ("ImportError", True)
     assert second != "ImportError"
 
 
 @pytest.mark.parametrize("renderer", ["gymnasium", "robosuite"])
-def test_a_process_forked_after_the_parents_display_gets_an_error_instead_of_a_hang(renderer: str) -> None:
+def test_apply_in_fork_after_parents_display_raises_instead_of_hanging(renderer: str) -> None:
     ended = run(
         IN_CHILD,
         f"""
@@ -210,11 +211,11 @@ def test_a_process_forked_after_the_parents_display_gets_an_error_instead_of_a_h
         """,
         MUJOCO_GL="egl",
     )
-    assert "DeviceConflictError('mujoco.egl had made its display before this process was forked" in ended.answer
+    assert "DeviceConflictError('mujoco.egl had created its display before this process was forked" in ended.answer
     assert 'start_method="forkserver"' in ended.answer
 
 
-def test_a_process_forked_before_any_display_may_decide_otherwise() -> None:
+def test_apply_in_fork_before_any_display_accepts_another_decision() -> None:
     ended = run(
         DRAW,
         IN_CHILD,
@@ -234,12 +235,12 @@ def test_a_process_forked_before_any_display_may_decide_otherwise() -> None:
 
 
 @pytest.mark.slow
-def test_mujoco_4_keeps_what_it_has_read_where_it_is_looked_for() -> None:
+def test_mujoco_4_stores_backend_and_display_in_expected_modules() -> None:
     python = ROOT / ".venv-mujoco4" / "bin" / "python"
     if not python.exists():
         skip_or_fail("no mujoco 4: scripts/make_mujoco4_venv.sh")
     late = run(f"import mujoco\n{ON_MESA.format(renderer='mujoco')}.apply()", python=python)
-    assert "gl_context took MUJOCO_GL='' when it was imported" in late.error
+    assert "gl_context read MUJOCO_GL='' when it was imported" in late.error
     rendering = run(
         DRAW,
         f"""

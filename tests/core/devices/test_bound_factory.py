@@ -1,4 +1,4 @@
-"""A factory with its decision: what can be packed, what it is worth in a worker, and in the process that made it."""
+"""``BoundFactory``: pickling, and the decision in workers and in the process that created the factory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from rl_ext_core.devices import BoundFactory, Decision, resolve
 from rl_ext_core.errors import InvalidTypeError
 from tests.core.devices.machines import machine
-from tests.core.devices.processes import run
+from tests.core.devices.run_code import run
 
 DECISION = resolve("cuda:2", render="same", renderer="gymnasium", inventory=machine(order=(3, 2, 1, 0)), environ={})
 NOTHING = Decision("cpu", "the CPU was asked for")
@@ -29,32 +29,32 @@ def test_lambdas_and_closures_can_be_bound_and_pickled() -> None:
         assert pickle.loads(pickle.dumps(factory))() == factory() == 6
 
 
-def test_the_decision_travels_along() -> None:
+def test_pickled_factory_has_its_decision() -> None:
     factory = pickle.loads(pickle.dumps(DECISION.bind(refuse)))
     assert factory.decision == DECISION
     assert repr(factory) == "BoundFactory(cuda:2, render=gpu)"
 
 
 @pytest.mark.parametrize("env_fn", [None, "CartPole-v1", 3])
-def test_what_cannot_be_called_is_refused(env_fn: object) -> None:
-    with pytest.raises(InvalidTypeError, match=r"is not callable.*Write bind\(lambda: make_env\(\)\)") as caught:
+def test_bind_rejects_uncallable_objects(env_fn: object) -> None:
+    with pytest.raises(InvalidTypeError, match=r"is not callable.*Use bind\(lambda: make_env\(\)\)") as caught:
         NOTHING.bind(env_fn)  # type: ignore[arg-type]
     assert repr(env_fn) in str(caught.value)
 
 
-def test_what_cannot_be_packed_is_refused_where_it_is_bound() -> None:
+def test_bind_rejects_functions_that_cannot_be_pickled() -> None:
     lock = threading.Lock()
-    with pytest.raises(InvalidTypeError, match="cannot be packed for a worker process: cannot pickle") as caught:
+    with pytest.raises(InvalidTypeError, match="cannot be pickled for a worker process: cannot pickle") as caught:
         NOTHING.bind(lambda: lock)
     assert isinstance(caught.value.__cause__, TypeError)
 
 
-def test_an_error_of_the_environment_is_passed_on_as_it_is() -> None:
+def test_errors_of_the_environment_are_not_wrapped() -> None:
     with pytest.raises(KeyError, match="the environment's own"):
         NOTHING.bind(refuse)()
 
 
-# GPU 2 is EGL device 1 there; another one is device 0.
+# GPU 2 is EGL device 1, and GPU 3 is EGL device 0.
 TWO = """
 inventory = machine(order=[3, 2, 1, 0])
 one, other = (
@@ -64,19 +64,19 @@ one, other = (
 FIRST = ["egl", "1", "egl"]
 
 
-def test_where_it_was_made_the_decision_that_counts_first_is_kept_and_that_is_said_once(tmp_path: Path) -> None:
+def test_creating_process_keeps_first_decision_and_warns_once(tmp_path: Path) -> None:
     packed = tmp_path / "factory"
     ended = run(
         TWO,
         f"""
         import dataclasses, pickle, subprocess, sys
-        answer = [one.bind(variables)()]  # it applies its decision if none was applied
-        answer.append(dataclasses.replace(one, reason="").bind(variables)())  # the same for another reason
+        answer = [one.bind(variables)()]  # it applies its decision, because none was applied
+        answer.append(dataclasses.replace(one, reason="").bind(variables)())  # the same variables for another reason
         os.environ["MUJOCO_EGL_DEVICE_ID"] = "7"
         answer += [one.bind(variables)(), resolve("cpu").bind(variables)()]
         sys.stderr.write("OTHERS\\n")
         answer += [other.bind(variables)() for _ in range(2)]
-        # In another process its own counts, though the parent had one.
+        # In another process, the factory's own decision applies, although the parent had another one.
         open({str(packed)!r}, "wb").write(pickle.dumps(other.bind(lambda: dict(os.environ))))
         code = "import pickle; print(pickle.load(open({str(packed)!r}, 'rb'))()['MUJOCO_EGL_DEVICE_ID'])"
         answer.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip())
@@ -89,7 +89,7 @@ def test_where_it_was_made_the_decision_that_counts_first_is_kept_and_that_is_sa
     assert "cuda:3 was asked for" in after
 
 
-def test_a_worker_refuses_a_second_decision() -> None:
+def test_worker_rejects_a_second_decision() -> None:
     other = resolve("cuda:0", render="same", renderer="gymnasium", inventory=machine(order=(3, 2, 1, 0)), environ={})
     packed = [pickle.dumps(decision.bind(dict)) for decision in (DECISION, other)]
     ended = run(

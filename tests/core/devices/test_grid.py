@@ -1,4 +1,4 @@
-"""What renders is the GPU that computes, over all EGL orders and masks of four GPUs, as the renderers say."""
+"""Compare the rules with the renderers' own functions, over all EGL orders and masks of four GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.core.devices.fakes import build
 ROOT = Path(__file__).resolve().parents[3]
 MUJOCO_4 = ROOT / ".venv-mujoco4" / "bin" / "python"
 
-# Those of the environment of the tests as they are installed, and mujoco 4 from one of its own.
+# The installed renderers, and mujoco 4 from a virtual environment of its own.
 INSTALLED = {name: metadata.version(name) for name in ("mujoco", "dm_control", "robosuite")}
 VERSIONS = dict.fromkeys(INSTALLED, INSTALLED) | {"mujoco 4": {"mujoco": "4.0.0"}}
 without_pyrender = pytest.mark.skipif(util.find_spec("pyrender") is None, reason="pyrender is not installed")
@@ -31,11 +31,11 @@ every_renderer = pytest.mark.parametrize(
 )
 VERSIONS["pyrender"] = {"pyrender": "0.1.45"}
 
-# 24 orders, in all of which Mesa's software device is the last, and 64 masks.
+# 24 orders, to which Mesa's software device is appended, and 64 masks.
 ORDERS = list(itertools.permutations(range(4)))
 MASKS = [mask for size in (1, 2, 3, 4) for mask in itertools.permutations(range(4), size)]
-# Why this package exists, and docs/guides/devices.md says: where they are right by themselves. One that gets better
-# lowers what is left to do: then these figures change.
+# Number of the 1536 cases in which a renderer selects the right GPU by the mask alone, as docs/benchmarks.md reports.
+# A new release of a renderer may change it.
 CORRECT_BY_MASK_ALONE = {"robosuite": 384, "mujoco": 384, "dm_control": 384, "mujoco 4": 984}
 VALUES = (None, "0", "1", "2", "3", "4", "5", "", "x", "-1")
 
@@ -45,7 +45,7 @@ Ask = Callable[[str, Sequence[Case]], list[int | None]]
 
 @pytest.fixture
 def ask(drivers: build.Drivers, tmp_path: Path) -> Ask:
-    """Ask a renderer for the numbers of the GPUs that it picks; -1 is the software device, None a failure."""
+    """Return a function that runs a renderer's own selection; -1 is the software device, None a failure."""
 
     def ask(renderer: str, cases: Sequence[Case]) -> list[int | None]:
         python = MUJOCO_4 if renderer == "mujoco 4" else Path(sys.executable)
@@ -65,7 +65,7 @@ def name_of(renderer: str) -> str:
 
 
 def machine_of(order: Sequence[int], renderer: str, count: int = 4) -> Inventory:
-    """Describe a machine whose EGL lists the GPUs in this order, -1 for the software device."""
+    """Create a machine whose EGL lists the GPUs in this order; -1 is the software device."""
     egl = [
         dataclasses.replace(machines.egl((max(number, 0),))[number < 0], index=index)
         for index, number in enumerate(order)
@@ -80,14 +80,14 @@ def grid() -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 def case(order: Sequence[int], environ: Mapping[str, str | None], **more: str) -> Case:
-    """Give the variables of a call: the fake machine's, and those that steer the renderer."""
+    """Return the variables of a call: those of the fake machine, and those that select devices."""
     steering = {name: text for name, text in environ.items() if text is not None}
     return {"FAKE_GPUS": "4", "FAKE_EGL_ORDER": str(build.join_numbers(order)), **steering, **more}
 
 
 @pytest.mark.sample
 @every_renderer
-def test_the_gpu_that_computes_is_the_one_that_renders(renderer: str, ask: Ask) -> None:
+def test_render_same_selects_compute_gpu_over_all_orders_and_masks(renderer: str, ask: Ask) -> None:
     cases, wanted, count = [], [], 0
     for order, mask in grid():
         machine = machine_of(order, renderer)
@@ -107,13 +107,13 @@ def test_the_gpu_that_computes_is_the_one_that_renders(renderer: str, ask: Ask) 
 
 @pytest.mark.sample
 @every_renderer
-def test_each_rule_picks_what_the_renderer_picks_or_fails_with_it(renderer: str, ask: Ask) -> None:
+def test_rule_matches_renderer_over_all_orders_and_masks(renderer: str, ask: Ask) -> None:
     rule = _renderers.find_renderer(name_of(renderer), VERSIONS[renderer])
     cases, expected = [], []
     for order, mask in grid():
         environ = {"CUDA_VISIBLE_DEVICES": str(build.join_numbers(mask))}
         view = _renderers.EglView.from_machine(Machine(machine_of(order, renderer), environ))
-        # Each pair with two of them: what is read in an odd mask has a test of its own.
+        # Each pair is tested with two values. Unusual masks have a test of their own.
         for value in VALUES[len(cases) // 2 % 5 :: 5]:
             steering = environ if value is None else {**environ, rule.index: value}
             cases.append(case(order, steering))
@@ -136,13 +136,13 @@ def selected_gpu(
     ("renderer", "lacks"),
     [
         *((name, "") for name in sorted(INSTALLED)),
-        *(("mujoco 4", lacks) for lacks in ("", "cuda")),  # which alone asks for that
+        *(("mujoco 4", lacks) for lacks in ("", "cuda")),  # only mujoco 4 reads that property
         pytest.param("pyrender", "", marks=without_pyrender),
     ],
 )
-def test_each_rule_reads_odd_masks_as_the_renderer_does(renderer: str, lacks: str, ask: Ask) -> None:
+def test_rule_matches_renderer_on_unusual_masks(renderer: str, lacks: str, ask: Ask) -> None:
     rule = _renderers.find_renderer(name_of(renderer), VERSIONS[renderer])
-    # The last one has eleven devices, of which renderers ask for ten.
+    # The last one has eleven devices, of which renderers query ten.
     orders = ((2, 3, 0, 1, -1), (1, -1, 0, 2, 3), (-1,), (), (-1, -1, -1, 7, 6, 5, 4, 3, 2, 1, 0))
     whole = machines.uuid(3)
     masks = (None, "", " ", "x", "-1", "9", "0,0", "1,2,9", "3,,1", "0, 1", " 2", "2,x", "1x", "+1", "1,-1", ",1", "01")
@@ -162,7 +162,7 @@ def test_each_rule_reads_odd_masks_as_the_renderer_does(renderer: str, lacks: st
 
 @pytest.mark.sample
 @every_renderer
-def test_eight_gpus_in_any_order_under_any_mask(renderer: str, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_render_same_selects_compute_gpu_among_eight(renderer: str, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(8)
     cases: list[Case] = []
     wanted: list[int] = []
@@ -188,7 +188,7 @@ def test_eight_gpus_in_any_order_under_any_mask(renderer: str, ask: Ask, monkeyp
 
 
 def random_mask(draw: random.Random) -> str:
-    """Write some of eight GPUs as indices, or as UUIDs that are cut short but fit one GPU each."""
+    """Create a mask of some of eight GPUs, as indices or as unique prefixes of UUIDs."""
     chosen = draw.sample(range(8), draw.randint(1, 8))
     if draw.random() < 0.5:
         return str(build.join_numbers(chosen))
@@ -196,7 +196,7 @@ def random_mask(draw: random.Random) -> str:
 
 
 def visible_to_torch(mask: str, counted: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Ask torch's own parser which GPUs a mask shows; indices count in CUDA's order."""
+    """Return the GPUs that a mask shows, by torch's own parser; indices count in CUDA's order."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
     entries = torch.cuda._parse_visible_devices()
     if mask.startswith("GPU-"):
@@ -226,7 +226,7 @@ print(decision.egl.index, _apply.egl_index_of(_apply.display_of(renderer)))
         ("robosuite", "robosuite.renderers.context.egl_context", "EGLGLContext"),
     ],
 )
-def test_the_display_of_a_context_is_on_the_device_that_was_decided(
+def test_display_of_context_is_on_decided_device(
     renderer: str, module: str, context: str, drivers: build.Drivers
 ) -> None:
     settings = {**build.configuration(egl_order=(0, 2, 3, 1, -1)), "CUDA_VISIBLE_DEVICES": "1"}

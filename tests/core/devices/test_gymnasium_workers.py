@@ -1,4 +1,4 @@
-"""A device decision in the workers of gymnasium's AsyncVectorEnv, which builds one environment in the parent too."""
+"""Decisions in the workers of gymnasium's AsyncVectorEnv, which also creates one environment in the parent."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from tests.core.devices.binding import EXPECTED, UNSET
-from tests.core.devices.processes import run
+from tests.core.devices.run_code import run
 
 GYMNASIUM = """
 import gymnasium as gym
 from tests.core.devices.binding import bound, on_mesa
-from tests.core.devices.reporting import reports
+from tests.core.devices.reporting_env import reports
 """
 
 
 @pytest.mark.sample(quick=2, ci=2)
 @pytest.mark.parametrize("context", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled(context: str, tmp_path: Path) -> None:
+def test_worker_applies_decision_before_unpickling_its_factory(context: str, tmp_path: Path) -> None:
     ended = run(
         GYMNASIUM,
         f"""
@@ -32,14 +32,16 @@ def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled(context: str, 
     (in_parent, *workers), parent = ended.answer
     assert [report["called"] for report in workers] == EXPECTED
     assert [report["unpickled"] for report in workers] == EXPECTED
-    # A forked worker has this module from its parent.
+    # A forked worker inherits the imported module from its parent.
     assert [report["imported"] for report in workers] == ([UNSET] * 3 if context == "fork" else EXPECTED)
-    assert context == "fork" or [report["loaded"] for report in workers] == [[]] * 3, "nothing heavy because of us"
+    assert context == "fork" or [report["loaded"] for report in workers] == [[]] * 3, (
+        "no slow import because of this package"
+    )
     assert in_parent["in_parent"]
-    assert in_parent["called"] == parent == EXPECTED[0], "the parent has built with the first worker's decision"
+    assert in_parent["called"] == parent == EXPECTED[0], "the parent did not use the first worker's decision"
 
 
-def test_the_decision_that_the_parent_applied_is_kept_there(tmp_path: Path) -> None:
+def test_parent_keeps_its_applied_decision(tmp_path: Path) -> None:
     ended = run(
         GYMNASIUM,
         f"""

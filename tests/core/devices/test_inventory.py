@@ -1,4 +1,4 @@
-"""The machine is read without touching CUDA, whatever its drivers do; and what was read can be written down."""
+"""``Inventory``: reading a machine without starting CUDA, failures of drivers, and JSON."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import pytest
 from rl_ext_core.devices import EglDevice, Gpu, Inventory, _probe, inventory
 from rl_ext_core.errors import CorruptFileError
 from tests.core.devices import machines
+from tests.core.devices.doctor_cases import FakeNvml, corrupted_copies
 from tests.core.devices.fakes import build
-from tests.core.devices.patients import FakeNvml, corrupted_copies
 
 
 def logged_calls(log: Path) -> Counter[str]:
-    """Count the calls that the libraries have noted, by function and process."""
+    """Count the logged calls of the fake libraries by function and process."""
     return Counter(log.read_text().splitlines()) if log.exists() else Counter()
 
 
 def processes_calling(log: Path, function: str) -> list[str]:
-    """List the processes that have called a function."""
+    """Return the IDs of the processes that have called a function."""
     return [line.split()[1] for line in logged_calls(log) if line.split()[0] == function]
 
 
-# What NVML tells, by a pynvml that is made up.
+# Inventories from a fake pynvml.
 
 
 def read_fake_nvml(
@@ -46,11 +46,11 @@ def read_fake_nvml(
     [
         ("nvmlInit", "NVMLError_LibraryNotFound", "no NVIDIA driver is installed (libnvidia-ml.so.1 is not there)"),
         ("nvmlInit", "NVMLError", "does not answer: Driver/library version mismatch"),
-        ("nvmlDeviceGetCount", "NVMLError", "refused a question: Driver/library version mismatch"),
-        ("nvmlDeviceGetUUID", "NVMLError", "refused a question: Driver/library version mismatch"),
+        ("nvmlDeviceGetCount", "NVMLError", "refused a query: Driver/library version mismatch"),
+        ("nvmlDeviceGetUUID", "NVMLError", "refused a query: Driver/library version mismatch"),
     ],
 )
-def test_a_driver_that_fails_leaves_the_inventory_empty_and_says_why(
+def test_failing_nvml_gives_empty_inventory_with_reason(
     function: str, kind: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fails = {function: (kind, "Driver/library version mismatch")}
@@ -73,12 +73,12 @@ def test_a_driver_that_fails_leaves_the_inventory_empty_and_says_why(
         (machines.gpus(2), {"nvmlShutdown": ("NVMLError", "")}, machines.gpus(2)),
         (
             machines.gpus(1),
-            {"nvmlDeviceGetMemoryInfo": ("NVMLError_NotSupported", "")},  # it shares the CPU's
+            {"nvmlDeviceGetMemoryInfo": ("NVMLError_NotSupported", "")},  # the GPU shares the CPU's memory
             (dataclasses.replace(machines.gpus(1)[0], memory_total=0, memory_free=0),),
         ),
     ],
 )
-def test_gpus_are_those_that_nvml_tells(
+def test_gpus_are_read_from_nvml(
     gpus: Sequence[Gpu], fails: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, nvml = read_fake_nvml(monkeypatch, gpus, fails)
@@ -88,7 +88,7 @@ def test_gpus_are_those_that_nvml_tells(
 
 
 @pytest.mark.parametrize("order", [(1, 0), None])
-def test_between_gpus_that_differ_cuda_tells_the_order(order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_different_gpus_is_read_from_cuda(order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     uuids = None if order is None else tuple(machines.uuid(number) for number in order)
     monkeypatch.setattr(_probe, "query_cuda_order", lambda: uuids)
     first, second = machines.gpus(2)
@@ -96,7 +96,7 @@ def test_between_gpus_that_differ_cuda_tells_the_order(order: Any, monkeypatch: 
     assert found.fastest_first == uuids
 
 
-# What the drivers tell that are loaded: in processes of their own, by libraries that pretend.
+# Inventories from fake driver libraries, each in a new process.
 
 
 @pytest.mark.sample(quick=2)
@@ -110,17 +110,15 @@ def test_between_gpus_that_differ_cuda_tells_the_order(order: Any, monkeypatch: 
         ((2, 3, 0, 1), False),
     ],
 )
-def test_gpus_and_egl_devices_are_those_of_the_machine(
-    order: tuple[int, ...], software: bool, drivers: build.Drivers
-) -> None:
+def test_inventory_matches_drivers(order: tuple[int, ...], software: bool, drivers: build.Drivers) -> None:
     count = max(4, len(order))
     found = drivers.inventory(build.configuration(count, egl_order=(*order, -1) if software else order))
     expected = machines.machine(count, order=order, software=software)
-    # But for what is installed on the machine that runs the tests.
+    # Versions and OSMesa are those of the machine that runs the tests.
     assert dataclasses.replace(found, versions=expected.versions, osmesa=expected.osmesa) == expected
 
 
-# The nodes of the fake GPUs, as Linux has them below /sys; the probe runs in the same process, so that it sees them.
+# Fakes the nodes of the GPUs in /sys. The probe runs in the same process, so that it sees them.
 WITH_NODES = f"""
 import os
 from rl_ext_core.devices import _probe
@@ -134,13 +132,11 @@ _probe._run_probe = lambda question: _probe._answer_egl()
 
 @pytest.mark.sample(quick=3)
 @pytest.mark.parametrize("lacks", [("uuid",), ("uuid", "drm"), ("drm",), ("cuda",), ("uuid", "cuda")])
-def test_gpus_are_found_behind_egl_devices_by_what_the_driver_tells(
-    lacks: tuple[str, ...], drivers: build.Drivers
-) -> None:
-    """The UUID, the address of the node, or the ordinal under PCI order."""
+def test_gpu_of_egl_device_is_found_by_any_property(lacks: tuple[str, ...], drivers: build.Drivers) -> None:
+    """The properties are the UUID, the PCI address of the node, and the CUDA ordinal in PCI order."""
     code = WITH_NODES + build.INVENTORY if {"uuid", "cuda"} <= {*lacks} else build.INVENTORY
     settings = build.configuration(fastest_first=(3, 1, 0, 2), egl_order=(3, 0, 2, 1, -1), egl_lacks=lacks)
-    # Neither the mask nor the order of this process matters.
+    # The mask and the order of this process must not matter.
     masked = {**settings, "CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
     found = Inventory.from_json(drivers.python(code, masked))
     assert found.egl == tuple(
@@ -151,13 +147,11 @@ def test_gpus_are_found_behind_egl_devices_by_what_the_driver_tells(
     )
 
 
-# Mesa lists nodes of GPUs too; and where libglvnd has it come first, it is before the driver's own.
+# Mesa lists the GPUs too. Its devices come first if libglvnd loads Mesa first.
 @pytest.mark.parametrize(
     ("order", "index"), [((2, 0, 1, 3, 100, 101, 102, 103, -1), 1), ((100, 101, 102, 103, -1, 2, 0, 1, 3), 6)]
 )
-def test_a_gpu_that_mesa_lists_too_renders_through_its_own_driver(
-    order: Sequence[int], index: int, drivers: build.Drivers
-) -> None:
+def test_egl_device_of_gpu_belongs_to_its_own_driver(order: Sequence[int], index: int, drivers: build.Drivers) -> None:
     found = Inventory.from_json(drivers.python(WITH_NODES + build.INVENTORY, build.configuration(egl_order=order)))
     both = [device.index for device in found.egl or () if device.uuid == machines.uuid(0)]
     assert both == sorted([order.index(0), order.index(100)])
@@ -172,15 +166,15 @@ def test_a_gpu_that_mesa_lists_too_renders_through_its_own_driver(
     [
         ({"egl_fault": "crash"}, (), "the driver has crashed"),
         ({"egl_fault": "missing"}, (), "has no eglQueryDevicesEXT"),
-        ({"egl_fault": "exit"}, (), "before there was an answer"),
+        ({"egl_fault": "exit"}, (), "before it answered"),
         ({"egl_fault": "hang"}, (), "did not answer"),
         ({}, ("egl.c",), "libEGL.so.1"),
         ({"egl_fault": "chatter"}, (), None),
-        ({"gpus": 8, "egl_order": (*range(8), *range(100, 108), -1)}, (), None),  # more than renderers ask for
+        ({"gpus": 8, "egl_order": (*range(8), *range(100, 108), -1)}, (), None),  # more than renderers query
         ({"egl_order": (-1,)}, ("nvml.c", "cuda.c"), None),
     ],
 )
-def test_whatever_egl_does_is_an_answer(
+def test_failures_of_egl_are_reported_in_inventory(
     settings: dict[str, Any], without: tuple[str, ...], error: str | None, drivers: build.Drivers
 ) -> None:
     limit = "from rl_ext_core.devices import _probe; _probe._TIMEOUT_S = 3; " if "hang" in settings.values() else ""
@@ -227,16 +221,14 @@ print(os.getpid())
 """
 
 
-def test_the_machine_is_read_once_and_no_decision_starts_cuda_or_loads_a_driver_but_nvml(
-    drivers: build.Drivers, tmp_path: Path
-) -> None:
+def test_machine_is_read_once_and_decisions_load_only_nvml(drivers: build.Drivers, tmp_path: Path) -> None:
     log = tmp_path / "log"
     settings = build.configuration(names=NAMES, fastest_first=(2, 1, 0, 3), egl_order=(2, 3, 0, 1, -1), log=log)
     settings |= {"CUDA_VISIBLE_DEVICES": "0,2", "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
     process = drivers.run([sys.executable, "-c", RESOLVE], settings).strip()
     assert (
         len(processes_calling(log, "cuInit")) == len(processes_calling(log, "eglQueryDevicesEXT")) == 3
-    )  # read three times
+    )  # the first call and two with refresh=True
     assert process not in [*processes_calling(log, "cuInit"), *processes_calling(log, "eglQueryDevicesEXT")]
     assert {line.split()[0]: count for line, count in logged_calls(log).items() if process in line} == {
         "nvmlInitWithFlags": 3,
@@ -244,7 +236,7 @@ def test_the_machine_is_read_once_and_no_decision_starts_cuda_or_loads_a_driver_
     }
 
 
-def test_where_cuda_fails_its_order_is_unknown_and_between_gpus_alike_nobody_asks(
+def test_cuda_order_is_unknown_if_cuda_fails_and_not_queried_for_equal_gpus(
     drivers: build.Drivers, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
@@ -255,14 +247,14 @@ def test_where_cuda_fails_its_order_is_unknown_and_between_gpus_alike_nobody_ask
     assert processes_calling(log, "cuInit") == []
 
 
-def test_an_interpreter_that_cannot_be_started_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_reports_interpreter_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     answer = _probe.egl()
     assert "/no/such/python could not be started" in answer["error"]
     assert (answer["devices"], _probe.query_cuda_order()) == ([], None)
 
 
-# A thread holds the lock while EGL hangs, and meanwhile another one forks.
+# One thread holds the lock while EGL hangs, and another thread forks.
 FORK = """
 import os, signal, sys, threading, time
 from pathlib import Path
@@ -283,14 +275,14 @@ print(os.waitstatus_to_exitcode(status))
 
 
 @pytest.mark.slow
-def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(drivers: build.Drivers, tmp_path: Path) -> None:
+def test_fork_while_another_thread_reads_does_not_deadlock(drivers: build.Drivers, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.touch()
     settings = build.configuration(egl_fault="hang", log=log)
     assert drivers.run([sys.executable, "-c", FORK, log], settings).strip() == "4"
 
 
-# What was written down.
+# Inventories as JSON.
 
 
 @pytest.mark.parametrize(
@@ -304,7 +296,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(drivers: buil
         Inventory(),
     ],
 )
-def test_an_inventory_comes_back_from_json_as_it_was(found: Inventory) -> None:
+def test_inventory_json_round_trip(found: Inventory) -> None:
     text = found.to_json()
     again = Inventory.from_json(text)
     assert again == found
@@ -319,14 +311,12 @@ def test_an_inventory_comes_back_from_json_as_it_was(found: Inventory) -> None:
     ["", "null", "[1, 2]", "5", '"text"', "{}", '{"format": 1}', "\0", "[" * 100_000, '{"format": ' + "9" * 5000 + "}"],
     ids=lambda text: repr(text[:20]),
 )
-def test_json_of_something_else_is_refused(text: str) -> None:
-    with pytest.raises(
-        CorruptFileError, match=r"(?s)not an inventory|not of format 1, the one that this version reads"
-    ):
+def test_from_json_rejects_other_texts(text: str) -> None:
+    with pytest.raises(CorruptFileError, match=r"(?s)not an inventory|is not 1, the only one that this version reads"):
         Inventory.from_json(text)
 
 
-def test_json_that_is_cut_short_or_damaged_anywhere_is_refused_or_another_inventory() -> None:
+def test_from_json_rejects_truncated_and_damaged_texts() -> None:
     text = machines.machine(1, mig={0: ["MIG-a"]}).to_json()
     for length in range(len(text)):
         with pytest.raises(CorruptFileError):
@@ -337,7 +327,7 @@ def test_json_that_is_cut_short_or_damaged_anywhere_is_refused_or_another_invent
             found = Inventory.from_json(json.dumps(data))
         except CorruptFileError:
             refused += 1
-        else:  # a mere change: another name, another amount of memory
+        else:  # a valid change: another name, another amount of memory
             assert Inventory.from_json(found.to_json()) == found
     assert refused > 200
 
@@ -351,7 +341,7 @@ WRONG_VALUES: dict[tuple[str, ...], list[Any]] = {
 
 
 @pytest.mark.parametrize("place", WRONG_VALUES, ids=".".join)
-def test_a_field_of_a_wrong_type_is_refused(place: tuple[str, ...]) -> None:
+def test_from_json_rejects_fields_of_wrong_type(place: tuple[str, ...]) -> None:
     for value in WRONG_VALUES[place]:
         data = machines.machine().to_dict()
         (data if len(place) == 1 else data[place[0]][0])[place[-1]] = value

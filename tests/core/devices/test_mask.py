@@ -1,4 +1,4 @@
-"""CUDA_VISIBLE_DEVICES is read as torch reads it, and whatever stands there is no error."""
+"""``CUDA_VISIBLE_DEVICES`` is read as torch reads it, and no value of it raises an error."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ FASTEST_FIRST = (5, 2, 7, 0, 1, 6, 3, 4)
 
 
 def shown_by_torch(mask: str | None, by_pci: tuple[str, ...], in_order: tuple[str, ...]) -> tuple[str, ...]:
-    """Ask torch's parser and trim what it gives to the GPUs there are, as torch does.
+    """Return the GPUs that torch's parser shows, limited to the existing GPUs, as torch does.
 
     :param by_pci: UUIDs in NVML's order
-    :param in_order: UUIDs in the order that indices count in
+    :param in_order: UUIDs in the order that indices refer to
     """
     with mock.patch.dict("os.environ", {} if mask is None else {_cuda.MASK: mask}, clear=mask is None):
         entries = torch.cuda._parse_visible_devices()
@@ -60,7 +60,7 @@ masks = st.one_of(
 @example(mask="-0", count=4, order=None)
 @example(mask="٣", count=8, order=None)
 @example(mask="²", count=4, order=None)
-def test_any_mask_shows_what_torch_shows(mask: str | None, count: int, order: str | None) -> None:
+def test_visible_gpus_match_torch_for_any_mask(mask: str | None, count: int, order: str | None) -> None:
     fastest_first = [number for number in FASTEST_FIRST if number < count]
     machine = machines.machine(count, fastest_first=fastest_first)
     environ = {name: text for name, text in ((_cuda.MASK, mask), (_cuda.ORDER, order)) if text is not None}
@@ -70,14 +70,14 @@ def test_any_mask_shows_what_torch_shows(mask: str | None, count: int, order: st
     try:
         expected = shown_by_torch(mask, by_pci, counted)
     except ValueError:
-        return  # torch fails on such a mask, we do not
+        return  # torch raises an error on such a mask
     assert visible.uuids == expected
 
 
 @pytest.mark.parametrize(
     ("mask", "shown", "ends"), [("+", 0, True), ("1,+,2", 1, True), ("2,1²", 2, False), ("1," + "9" * 5000, 1, True)]
 )
-def test_a_mask_that_torch_fails_on_is_read_as_far_as_it_makes_sense(mask: str, shown: int, ends: bool) -> None:
+def test_mask_that_torch_rejects_is_read_up_to_the_invalid_entry(mask: str, shown: int, ends: bool) -> None:
     machine = machines.machine()
     by_pci = tuple(gpu.uuid for gpu in machine.gpus)
     with pytest.raises(ValueError, match="int"):
@@ -100,7 +100,7 @@ FIRST, SECOND = "MIG-11111111-aaaa-5000-8000-000000000001", "MIG-22222222-aaaa-5
         (f"MIG-{machines.uuid(0)}/7/0", None, None, False),
         ("MIG-", None, None, False),
         (f"0,{FIRST}", 0, None, False),
-        # A GPU that is cut stands for its first slice, and that for all that is visible.
+        # A GPU with MIG slices shows only its first slice, which hides all other devices.
         (machines.uuid(1), 1, FIRST, False),
         ("0,1,2", 1, FIRST, False),
         (None, 1, FIRST, False),
@@ -108,7 +108,7 @@ FIRST, SECOND = "MIG-11111111-aaaa-5000-8000-000000000001", "MIG-22222222-aaaa-5
     ],
 )
 @pytest.mark.parametrize("order", ["PCI_BUS_ID", "FASTEST_FIRST"])
-def test_a_mask_shows_one_mig_slice_at_most(
+def test_mask_shows_at_most_one_mig_slice(
     mask: str | None, gpu: int | None, mig: str | None, complete: bool, order: str
 ) -> None:
     machine = machines.machine(mig={1: [FIRST, SECOND]})
@@ -134,7 +134,7 @@ print(json.dumps(answers))
 
 
 @pytest.mark.slow
-def test_torch_itself_finds_the_same_gpus_through_nvml(drivers: build.Drivers) -> None:
+def test_visible_gpus_match_torch_with_nvml(drivers: build.Drivers) -> None:
     texts = [
         None,
         "",

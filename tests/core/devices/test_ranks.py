@@ -1,4 +1,4 @@
-"""Ranks of launchers, as public reports have them: the GPU that ``"auto"`` means, the refusal, and the finding."""
+"""Ranks of launchers, from public bug reports: the GPU that ``"auto"`` picks, the error, and the finding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ALL_FOUR = "0,1,2,3"
 @pytest.mark.parametrize(
     ("there", "environ", "ordinal", "why"),
     [
-        # A GPU for each task: ignite#3843, ignite#3259. cgroups show it as the only GPU of the machine.
+        # Slurm binds a GPU to each task (ignite#3843, ignite#3259), and cgroups hide the others.
         (ONE, {TASK: "3", PER_GPU: "1", MASK: "0"}, 0, PER_GPU),
         (FOUR, {TASK: "3", PER_GPU: "1", MASK: "3"}, 0, "a GPU of its own"),
         (FOUR, {TASK: "7", PER_GPU: "2", MASK: "3"}, 0, PER_GPU),
@@ -50,14 +50,14 @@ ALL_FOUR = "0,1,2,3"
         (ONE, {TASK: "3", RANK: "3", PER_GPU: "1", MASK: "0"}, 0, f"{RANK}='3', and Slurm"),
         (FOUR, {TASK: "3", PER_TASK: "1", GPU_BIND: "none", MASK: ALL_FOUR}, 3, "place on this machine"),
         (FOUR, {TASK: "2", MASK: "2"}, 0, "one GPU"),  # srun bash -c 'CUDA_VISIBLE_DEVICES=$SLURM_LOCALID ...'
-        # MPI, and launchers inside one another.
+        # MPI, and nested launchers.
         *((FOUR, {name: "2"}, 2, f"{name}='2'") for name in MPI),
         *((FOUR, {name: "3", TASK: "0"}, 3, f"({name} comes before {TASK}='0')") for name in MPI),
         *((FOUR, {RANK: "1", name: "0"}, 1, f"({RANK} comes before {name}='0')") for name in MPI),
-        *((FOUR, {name: "2", MASK: "1"}, 0, "one GPU") for name in MPI),  # a script sets a mask for each rank
+        *((FOUR, {name: "2", MASK: "1"}, 0, "one GPU") for name in MPI),  # a script sets the mask of each rank
         (FOUR, {OMPI: "3", TASK: "0", PER_GPU: "1"}, 3, OMPI),
         (FOUR, {HYDRA: "1", OMPI: "1"}, 1, f"{OMPI}='1'"),
-        # Ray Train with a mask for each worker; torchrun --virtual-local-rank.
+        # Ray Train sets the mask of each worker, and so does torchrun --virtual-local-rank.
         (FOUR, {RANK: "2", MASK: "2", "RAY_JOB_ID": "01"}, 0, "one GPU"),
         (FOUR, {RANK: "2", MASK: "1,2,3", "RAY_JOB_ID": "01"}, 2, "place on this machine"),
         (FOUR, {RANK: "0", MASK: "2", **TORCHRUN}, 0, "place on this machine"),
@@ -66,7 +66,7 @@ ALL_FOUR = "0,1,2,3"
         (WITH_MIG, {TASK: "1", PER_TASK: "1", MASK: SLICES[1]}, 0, "a GPU of its own"),
     ],
 )
-def test_auto_follows_the_rank_of_the_innermost_launcher(
+def test_auto_uses_rank_of_innermost_launcher(
     there: Inventory, environ: dict[str, str], ordinal: int, why: str
 ) -> None:
     decision = resolve(inventory=there, environ=environ)
@@ -102,7 +102,7 @@ def test_auto_follows_the_rank_of_the_innermost_launcher(
         (WITH_MIG, {RANK: "2", MASK: BOTH}, f"{RANK}='2'", "torchrun --nproc-per-node=2"),
     ],
 )
-def test_a_rank_beyond_the_visible_gpus_is_refused_by_its_own_launcher(
+def test_rank_beyond_visible_gpus_raises_with_launchers_fix(
     there: Inventory, environ: dict[str, str], says: str, fix: str
 ) -> None:
     with pytest.raises(DeviceUnavailableError) as caught:
@@ -121,12 +121,12 @@ def test_a_rank_beyond_the_visible_gpus_is_refused_by_its_own_launcher(
         assert found.fix.split(" train.py")[0] in text
 
 
-def test_a_rank_argument_beyond_the_slices_that_cuda_shows_is_refused() -> None:
+def test_rank_argument_beyond_visible_slices_raises() -> None:
     with pytest.raises(DeviceUnavailableError, match=f"Use rank=0 and `export {MASK}={SLICES[1]}`"):
         resolve(rank=1, inventory=WITH_MIG, environ={})
 
 
-def test_both_findings_on_mig_slices_name_the_slice_of_the_rank() -> None:
+def test_findings_on_mig_slices_name_the_slice_of_the_rank() -> None:
     error, warning = check_environment({RANK: "1", MASK: BOTH}, inventory=WITH_MIG)
     assert (error.variable, warning.variable) == (RANK, MASK)
     assert warning.fix == f"export {MASK}={SLICES[1]}"
@@ -136,7 +136,7 @@ def test_both_findings_on_mig_slices_name_the_slice_of_the_rank() -> None:
 
 @pytest.mark.parametrize("name", MPI)
 @pytest.mark.parametrize(("value", "fix"), [("", None), ("one", None), ("-1", None), ("'2'", "2")])
-def test_an_invalid_mpi_rank_is_refused_and_found(name: str, value: str, fix: str | None) -> None:
+def test_invalid_mpi_rank_raises_and_is_found(name: str, value: str, fix: str | None) -> None:
     with pytest.raises(InvalidArgumentError, match=re.escape(f"{name}={value!r} is not a rank")):
         resolve(inventory=FOUR, environ={name: value})
     (found,) = check_environment({name: value}, inventory=FOUR)
@@ -154,11 +154,11 @@ def test_an_invalid_mpi_rank_is_refused_and_found(name: str, value: str, fix: st
         ({RANK: "3", TASK: "3"}, False),
         ({RANK: "0", TASK: "3", **TORCHRUN}, False),  # torchrun in each task
         ({RANK: "0", TASK: "3", "RAY_JOB_ID": "01"}, False),
-        ({RANK: "0", TASK: "3", MASK: "3"}, False),  # there is one GPU to choose
+        ({RANK: "0", TASK: "3", MASK: "3"}, False),  # only one GPU is visible
         ({RANK: "0", TASK: "x"}, False),
     ],
 )
-def test_a_rank_that_contradicts_an_outer_launcher_is_reported(environ: dict[str, str], finding: bool) -> None:
+def test_rank_that_contradicts_outer_launcher_is_reported(environ: dict[str, str], finding: bool) -> None:
     decision = resolve(inventory=FOUR, environ=environ)
     found = check_environment(environ, inventory=FOUR)
     assert (len(decision.warnings), len(found)) == (finding, finding)
@@ -173,7 +173,7 @@ def test_a_rank_that_contradicts_an_outer_launcher_is_reported(environ: dict[str
 
 
 @pytest.mark.parametrize("ask", [{"device": 6}, {"device": "cuda:6"}, {"render": "cuda:6"}])
-def test_an_index_of_nvidia_smi_under_a_mask_is_recognized(ask: Mapping[str, int | str]) -> None:
+def test_error_recognizes_nvidia_smi_index_under_a_mask(ask: Mapping[str, int | str]) -> None:
     (name, asked), eight = *ask.items(), machine(8)
     with pytest.raises(DeviceUnavailableError) as caught:
         resolve(**ask, inventory=eight, environ={MASK: "4,5,6,7"})  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ def test_an_index_of_nvidia_smi_under_a_mask_is_recognized(ask: Mapping[str, int
         resolve(**ask, inventory=eight, environ={MASK: "4,5"})  # type: ignore[arg-type]
 
 
-def test_the_doctor_reports_the_variables_of_all_launchers() -> None:
+def test_report_has_variables_of_all_launchers() -> None:
     environ = dict.fromkeys((*MPI, TRES_BIND, TRES, GPU_BIND, PER_GPU, "SLURM_ACCEL_BIND_TYPE", "WSL_DISTRO_NAME"), "1")
     assert examine(FOUR, environ).environ == environ
     report = examine(ONE, {TASK: "3", TRES_BIND: "gres/gpu:single:1", MASK: "0"})

@@ -1,7 +1,4 @@
-"""The device that is named is used or refused; only "auto" chooses; and what renders is what was asked for.
-
-A table of environments as users have them, beside what ``resolve()`` makes of each: a device, or a text that helps.
-"""
+"""``resolve``: tables of users' environments with the expected decision, or the expected error and its fix."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ from rl_ext_core.errors import (
     RlExtError,
 )
 from tests.core.devices.machines import GIB, egl, machine, uuid
-from tests.core.devices.processes import run
+from tests.core.devices.run_code import run
 
 MASK, ORDER, INDEX, BACKEND = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "MUJOCO_EGL_DEVICE_ID", "MUJOCO_GL"
 RANK, TASK = "LOCAL_RANK", "SLURM_LOCALID"
@@ -52,11 +49,11 @@ WSL = dataclasses.replace(machine(1), egl=(EglDevice(0, software=True),), wsl=Tr
 EGL_LACKS_ONE = dataclasses.replace(FOUR, egl=egl((2, 3, 0)))
 WITH_INTEGRATED = dataclasses.replace(FOUR, egl=(*(FOUR.egl or ()), EglDevice(5, False, None, "/dev/dri/renderD140")))
 FREE = dataclasses.replace(FOUR, gpus=tuple(dataclasses.replace(g, memory_free=g.index * GIB) for g in FOUR.gpus))
-# Three devices before the GPUs, as Mesa's on a laptop: the last GPU is the eleventh, and renderers ask for ten.
+# Three devices of Mesa come before the GPUs. The last GPU is the eleventh device, and renderers query ten.
 _BEFORE = tuple(EglDevice(place, software=True) for place in range(3))
 _BEHIND = tuple(dataclasses.replace(device, index=device.index + 3) for device in egl(range(8), software=False))
 CROWDED = dataclasses.replace(machine(8), egl=_BEFORE + _BEHIND)
-# What matters to Vulkan is no EGL: a machine whose EGL tells nothing renders with SAPIEN all the same.
+# Vulkan does not depend on EGL: SAPIEN also renders on a machine whose EGL fails.
 SAPIEN = machine(4, versions={"sapien": "3.0.3"})
 SAPIEN_NO_EGL = dataclasses.replace(SAPIEN, egl=(), egl_error="libEGL.so.1 is not installed")
 FAR = dataclasses.replace(SAPIEN, gpus=tuple(dataclasses.replace(g, pci=f"0001:{g.pci[5:]}") for g in machine(4).gpus))
@@ -70,11 +67,16 @@ Refused = tuple[Inventory, dict[str, str], dict[str, Any], type[RlExtError], str
 def expect_gpu(
     gpu: int, ordinal: int, there: Inventory, environ: Any = None, *, renders: Any = None, says: str = "", **ask: Any
 ) -> Decided:
-    """What is decided: nvidia-smi's number, torch's, and what renders: EGL's number, "osmesa", variables or a name."""
+    """Create a case that decides on a GPU.
+
+    :param gpu: its nvidia-smi index
+    :param ordinal: its torch index
+    :param renders: index of the EGL device, variables, name of the rendering device, or None
+    """
     return there, environ or {}, ask, f"cuda:{ordinal}", gpu, renders, says
 
 
-def cpu(there: Inventory, environ: Any = None, *, renders: Any = None, says: str = "", **ask: Any) -> Decided:
+def expect_cpu(there: Inventory, environ: Any = None, *, renders: Any = None, says: str = "", **ask: Any) -> Decided:
     return there, environ or {}, ask, "cpu", None, renders, says
 
 
@@ -94,8 +96,8 @@ SAME = {"render": "same"}
 DECIDED: list[Decided] = [
     expect_gpu(0, 0, FOUR, says="auto: cuda:0, because it is the first of 4 visible"),
     expect_gpu(0, 0, machine(1), says="the only one visible"),
-    cpu(NONE, says="no NVIDIA driver"),
-    # Every form of a request finds its GPU under a mask.
+    expect_cpu(NONE, says="no NVIDIA driver"),
+    # Every form of a device finds its GPU under a mask.
     expect_gpu(3, 0, FOUR, {MASK: "3,1,2"}, device="cuda"),
     expect_gpu(1, 1, FOUR, {MASK: "3,1,2"}, device="cuda:1"),
     expect_gpu(2, 2, FOUR, {MASK: "3,1,2"}, device=2),
@@ -105,27 +107,27 @@ DECIDED: list[Decided] = [
     expect_gpu(3, 0, FOUR, {MASK: "3,1,2"}, device="nvidia-smi:3"),
     expect_gpu(2, 2, FOUR, {MASK: "3,1,2"}, device="pci:00000000:3A:00.0"),
     expect_gpu(1, 1, FOUR, {MASK: "3,1,2"}, device="pci:2a:00.0"),
-    cpu(NONE, device="cuda", on_missing="cpu", says="in place of cuda"),
-    cpu(FOUR, {MASK: ""}, device="cuda:0", on_missing="cpu", says=f"{MASK}=''"),
-    cpu(CPU_BUILD, device=0, on_missing="cpu", says="on_missing"),
-    # What had no effect in a mask is said.
+    expect_cpu(NONE, device="cuda", on_missing="cpu", says="in place of cuda"),
+    expect_cpu(FOUR, {MASK: ""}, device="cuda:0", on_missing="cpu", says=f"{MASK}=''"),
+    expect_cpu(CPU_BUILD, device=0, on_missing="cpu", says="on_missing"),
+    # Entries of the mask without effect cause a warning.
     expect_gpu(1, 0, FOUR, {MASK: "1,9,2"}, says="stops reading at '9'"),
-    cpu(FOUR, {MASK: "NoDevFiles"}, says="'NoDevFiles'"),
-    cpu(NONE, {MASK: "0"}, says="no NVIDIA driver"),
-    # The order that CUDA counts in.
+    expect_cpu(FOUR, {MASK: "NoDevFiles"}, says="'NoDevFiles'"),
+    expect_cpu(NONE, {MASK: "0"}, says="no NVIDIA driver"),
+    # CUDA's device order.
     expect_gpu(2, 0, DIFFERENT_GPUS, device="nvidia-smi:2"),
     expect_gpu(0, 0, DIFFERENT_GPUS, {ORDER: "PCI_BUS_ID"}),
     expect_gpu(0, 0, DIFFERENT_GPUS, {MASK: "1"}),
     expect_gpu(1, 0, DIFFERENT_GPUS, {MASK: "1", ORDER: "PCI_BUS_ID"}),
-    expect_gpu(2, 0, DIFFERENT_GPUS, {ORDER: "pci_bus_id"}),  # which CUDA ignores
+    expect_gpu(2, 0, DIFFERENT_GPUS, {ORDER: "pci_bus_id"}),  # CUDA ignores it in lower case
     expect_gpu(1, 0, UNKNOWN_ORDER, {MASK: uuid(1)}),
     expect_gpu(1, 1, UNKNOWN_ORDER, {ORDER: "PCI_BUS_ID"}, device="cuda:1"),
     # Launchers.
     expect_gpu(2, 2, FOUR, {RANK: "2", "WORLD_SIZE": "4"}),
     expect_gpu(1, 1, FOUR, {RANK: "1", MASK: "3,1"}),
-    cpu(NONE, {RANK: "3"}),
-    expect_gpu(0, 0, FOUR, {RANK: "3"}, device="cuda"),  # a named device heeds no rank
-    cpu(FOUR, {MASK: "", "RAY_JOB_ID": "1"}, says=f"{MASK}=''"),
+    expect_cpu(NONE, {RANK: "3"}),
+    expect_gpu(0, 0, FOUR, {RANK: "3"}, device="cuda"),  # a named device does not depend on ranks
+    expect_cpu(FOUR, {MASK: "", "RAY_JOB_ID": "1"}, says=f"{MASK}=''"),
     expect_gpu(2, 2, FOUR, {TASK: "2"}),
     expect_gpu(3, 0, FOUR, {TASK: "3", "SLURM_GPUS_PER_TASK": "1", MASK: "3"}, says="a GPU of its own"),
     expect_gpu(1, 0, FOUR, {TASK: "2", "SLURM_GPU_BIND": "closest", MASK: "1"}),
@@ -136,15 +138,15 @@ DECIDED: list[Decided] = [
     expect_gpu(3, 3, FREE, pick="free-memory", says="3.0 GiB"),
     expect_gpu(2, 1, FREE, {MASK: "1,2,0"}, pick="free-memory"),
     # MIG slices.
-    cpu(WITH_MIG, {MASK: "MIG-00000000"}, says="no MIG slice"),
-    expect_gpu(1, 0, WITH_MIG, says="nothing beside it"),
+    expect_cpu(WITH_MIG, {MASK: "MIG-00000000"}, says="not a MIG slice"),
+    expect_gpu(1, 0, WITH_MIG, says="no other device"),
     expect_gpu(1, 0, WITH_MIG, {MASK: SLICE}, render="cpu", renders=3),
     # Builds of torch.
-    cpu(CPU_BUILD, says="torch 2.13.0+cpu is built without CUDA"),
-    cpu(CPU_BUILD, render="cuda:1", renders=1),
-    cpu(CPU_BUILD, **SAME, renders=4, says="because that is"),
+    expect_cpu(CPU_BUILD, says="torch 2.13.0+cpu is built without CUDA"),
+    expect_cpu(CPU_BUILD, render="cuda:1", renders=1),
+    expect_cpu(CPU_BUILD, **SAME, renders=4, says="because that is"),
     expect_gpu(1, 1, NO_TORCH, device="cuda:1"),
-    cpu(NO_TORCH, device="cpu", render="nvidia-smi:1", renders=1),
+    expect_cpu(NO_TORCH, device="cpu", render="nvidia-smi:1", renders=1),
     # Rendering.
     expect_gpu(1, 1, FOUR, device="cuda:1", renders={}),
     expect_gpu(
@@ -161,13 +163,13 @@ DECIDED: list[Decided] = [
     expect_gpu(0, 0, FOUR, **SAME, renderer="dm_control", renders=2),
     expect_gpu(1, 1, MUJOCO_4, {MASK: "3,1"}, device="cuda:1", **SAME, renders={INDEX: "1"}),
     expect_gpu(0, 0, FOUR, {INDEX: "77", BACKEND: "glfw"}, **SAME, renders={INDEX: "2", BACKEND: "egl"}),
-    cpu(NONE, **SAME, renders=0),
+    expect_cpu(NONE, **SAME, renders=0),
     expect_gpu(0, 0, FOUR, render="cuda:1", renders=3),
     expect_gpu(0, 0, FOUR, render=3, renders=1),
     expect_gpu(0, 0, FOUR, render="GPU-bbbb", renders=0),
-    expect_gpu(1, 0, FOUR, {MASK: "1"}, render="nvidia-smi:0", renders=2),  # which the mask hides
-    cpu(FOUR, {MASK: "2"}, device="cpu", render="auto", renders=0),
-    cpu(FOUR, device="cpu", render="auto", worker=5, renders=3),
+    expect_gpu(1, 0, FOUR, {MASK: "1"}, render="nvidia-smi:0", renders=2),  # the mask hides it
+    expect_cpu(FOUR, {MASK: "2"}, device="cpu", render="auto", renders=0),
+    expect_cpu(FOUR, device="cpu", render="auto", worker=5, renders=3),
     expect_gpu(0, 0, FOUR, render="egl:3", renders=3),
     expect_gpu(0, 0, WITH_INTEGRATED, render="egl:5", renders=5),
     expect_gpu(0, 0, FOUR, render="cpu", renders={INDEX: "4"}),
@@ -175,8 +177,8 @@ DECIDED: list[Decided] = [
     expect_gpu(0, 0, ONLY_OSMESA, render="cpu", renders={BACKEND: "osmesa", INDEX: None}),
     expect_gpu(6, 6, CROWDED, device=6, **SAME, renders=9),
     expect_gpu(1, 1, NO_NVIDIA_EGL, device="cuda:1", **SAME, on_missing="cpu", renders=0, says="10_nvidia.json"),
-    cpu(FOUR, device="cuda:9", on_missing="cpu", **SAME, renders=4, says="on_missing: device='cuda:9'"),
-    # SAPIEN is handed a name, pyrender reads variables of its own, LIBERO renders through robosuite.
+    expect_cpu(FOUR, device="cuda:9", on_missing="cpu", **SAME, renders=4, says="on_missing: device='cuda:9'"),
+    # SAPIEN gets a name, pyrender reads its own variables, LIBERO renders with robosuite.
     *(
         expect_gpu(1, 1, there, {MASK: "3,1"}, device="cuda:1", **SAME, renderer="sapien", renders="cuda:1")
         for there in (SAPIEN, SAPIEN_NO_EGL)
@@ -199,7 +201,7 @@ DECIDED: list[Decided] = [
 REFUSED: list[Refused] = [
     expect_error(UNAVAILABLE, "'cuda:4'", 'device="cuda:3"', FOUR, device="cuda:4"),
     *(
-        expect_error(UNAVAILABLE, repr(str(asked)), 'Write device="cpu"', NONE, device=asked)
+        expect_error(UNAVAILABLE, repr(str(asked)), 'Use device="cpu"', NONE, device=asked)
         for asked in ("cuda", 0, torch.device("cuda:0"), "nvidia-smi:0", "GPU-aa")
     ),
     expect_error(UNAVAILABLE, "GPU-0123", f'device="{uuid(0)}"', FOUR, device="GPU-0123"),
@@ -208,7 +210,7 @@ REFUSED: list[Refused] = [
     expect_error(UNAVAILABLE, "pci:ff:00.0", "pci:0000:1a", FOUR, device="pci:ff:00.0"),
     expect_error(WRONG, "0xe8d4a51000", 'device="auto"', FOUR, device=10**12),
     *(
-        expect_error(WRONG, repr(str(asked)), f'Write device="{line}"', FOUR, device=asked)
+        expect_error(WRONG, repr(str(asked)), f'Use device="{line}"', FOUR, device=asked)
         for asked, line in (
             *(("", "auto"), ("gpu", "auto"), ("CPU", "cpu"), ("cuda:-1", "auto"), ("cuda: 1", "cuda:1")),
             *(("CUDA:1", "cuda:1"), ("'cuda:0'", "cuda:0"), ("gpu:2", "cuda:2"), ("cuda:¹", "auto"), ("mps", "auto")),
@@ -216,7 +218,7 @@ REFUSED: list[Refused] = [
         )
     ),
     *(
-        expect_error(TYPE, repr(asked), 'Write device="auto"', FOUR, device=asked)
+        expect_error(TYPE, repr(asked), 'Use device="auto"', FOUR, device=asked)
         for asked in (-1, True, None, b"cpu", 1.0, ["cpu"])
     ),
     expect_error(UNAVAILABLE, f"{MASK}='1'", f"export {MASK}={uuid(0)}", FOUR, {MASK: "1"}, device=uuid(0)),
@@ -241,7 +243,7 @@ REFUSED: list[Refused] = [
     expect_error(
         UNAVAILABLE, f"{MASK}='{SLICE}'", f"export {MASK}={uuid(0)}", WITH_MIG, {MASK: SLICE}, device="nvidia-smi:0"
     ),
-    expect_error(UNAVAILABLE, "does not show beside", f"export {MASK}={uuid(2)}", WITH_MIG, device="nvidia-smi:2"),
+    expect_error(UNAVAILABLE, "does not show next to", f"export {MASK}={uuid(2)}", WITH_MIG, device="nvidia-smi:2"),
     expect_error(UNAVAILABLE, SLICE, 'render="cpu"', WITH_MIG, {MASK: SLICE}, **SAME),
     expect_error(UNAVAILABLE, "'cuda:1'", 'device="cpu"', CPU_BUILD, device="cuda:1"),
     expect_error(UNAVAILABLE, "'egl:9'", 'render="same"', FOUR, render="egl:9"),
@@ -295,7 +297,7 @@ def resolve(device: Any = "auto", *, inventory: Inventory = FOUR, environ: Any =
 
 
 @pytest.mark.parametrize(("there", "environ", "ask", "device", "gpu", "renders", "says"), DECIDED)
-def test_what_can_be_decided_is_decided_right(
+def test_resolve_returns_expected_decision(
     there: Inventory,
     environ: dict[str, str],
     ask: dict[str, Any],
@@ -324,7 +326,7 @@ def test_what_can_be_decided_is_decided_right(
 
 
 @pytest.mark.parametrize(("there", "environ", "ask", "error", "says", "fix"), REFUSED)
-def test_what_cannot_is_refused_with_the_value_and_the_line_to_write(
+def test_resolve_raises_with_value_and_fix(
     there: Inventory, environ: dict[str, str], ask: dict[str, Any], error: type[RlExtError], says: str, fix: str
 ) -> None:
     before = dict(environ)
@@ -338,13 +340,13 @@ def test_what_cannot_is_refused_with_the_value_and_the_line_to_write(
     assert len(re.findall(r"[^.\s]\.\s+[A-Z]", text)) <= 1, f"more than two sentences: {text}"
 
 
-def test_the_cpu_needs_no_look_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_cpu_does_not_read_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Inventory, "current", lambda **_: pytest.fail("not needed"))
     assert devices.resolve("cpu").device == "cpu"
     assert devices.resolve_device("cpu") == torch.device("cpu")
 
 
-def test_auto_without_a_gpu_logs_why_once_and_with_one_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_logs_fallback_to_cpu_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="rl_ext_core.devices"):
         assert resolve().compute == torch.device("cuda:0")
         decisions = [resolve(inventory=NONE) for _ in range(3)]
@@ -353,7 +355,7 @@ def test_auto_without_a_gpu_logs_why_once_and_with_one_nothing(caplog: pytest.Lo
 
 
 @pytest.mark.parametrize(("device", "there"), [("cuda:9", FOUR), ("cuda:1", NO_NVIDIA_EGL)])
-def test_what_is_missing_becomes_the_cpu_with_a_warning_where_asked(
+def test_on_missing_cpu_falls_back_with_a_warning(
     device: str, there: Inventory, caplog: pytest.LogCaptureFixture
 ) -> None:
     decision = resolve(device, inventory=there, on_missing="cpu", render="same")
@@ -361,7 +363,7 @@ def test_what_is_missing_becomes_the_cpu_with_a_warning_where_asked(
     assert "on_missing: device='cuda:9'" in caplog.text or "10_nvidia.json" in caplog.text
 
 
-def test_without_torch_a_decision_can_be_made_and_its_torch_device_says_what_to_install(
+def test_resolve_works_without_torch_but_compute_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -370,7 +372,7 @@ def test_without_torch_a_decision_can_be_made_and_its_torch_device_says_what_to_
         _ = decision.compute
 
 
-def test_what_torch_has_started_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_respects_devices_that_torch_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Inventory, "current", lambda **_: FOUR)
     monkeypatch.setattr(_cuda, "torch_current_device", lambda: 2)
     assert resolve("auto").device == resolve("cuda").device == "cuda:2"
@@ -382,7 +384,7 @@ def test_what_torch_has_started_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         devices.resolve("auto", environ={MASK: "1"})
 
 
-def test_a_decision_explains_itself_travels_and_cannot_be_changed() -> None:
+def test_decision_is_explained_serialized_and_frozen() -> None:
     environ = {MASK: "3,1,9", RANK: "1"}
     decision = resolve(render="same", renderer="robosuite", environ=environ)
     text = decision.explain()
@@ -397,7 +399,7 @@ def test_a_decision_explains_itself_travels_and_cannot_be_changed() -> None:
         decision.reason = "other"  # type: ignore[misc]
 
 
-# Pieces of right values, so that wrong ones are nearly right.
+# Pieces of valid values, so that generated values are almost valid.
 _PIECES = ["0", "1", "3", "9", "-", "-1", ",", ";", " ", "'", "GPU-", "GPU-aaaa", uuid(1), "MIG-", SLICE, "cuda:"]
 _PIECES += ["egl:", "nvidia-smi:", "pci:", "2a:00.0", "same", "none", "auto", "cpu", "osmesa", "egl", "²٣", "9" * 5000]
 _PIECES += ["gres/gpu:", "single:", "none", "+", "verbose,"]
@@ -439,7 +441,7 @@ OPTIONS = {
     st.sampled_from(["mujoco", "robosuite", "gymnasium", "dm_control"]) | ANY_TEXT,
     st.fixed_dictionaries({}, optional=OPTIONS),
 )
-def test_whatever_is_asked_is_decided_or_refused_by_an_error_of_ours(
+def test_any_arguments_give_a_decision_or_an_rl_ext_error(
     there: Inventory, environ: dict[str, str], device: Any, render: Any, renderer: str, options: dict[str, Any]
 ) -> None:
     with contextlib.suppress(RlExtError):
@@ -451,7 +453,7 @@ def test_whatever_is_asked_is_decided_or_refused_by_an_error_of_ours(
 
 
 @pytest.mark.skipif(util.find_spec("sapien") is None, reason="sapien is not installed")
-def test_sapien_understands_the_names_that_it_is_handed() -> None:
+def test_sapien_accepts_device_names() -> None:
     ended = run(
         """
         from sapien import pysapien
@@ -463,5 +465,5 @@ def test_sapien_understands_the_names_that_it_is_handed() -> None:
                 answer.append(str(error))
         """
     )
-    # No such device is here; an address is told from a number of another form all the same.
+    # This machine has none of these devices, but the error shows that SAPIEN reads the names.
     assert ended.answer == [f'failed to find device "{name}"' for name in ("cuda:7", "pci:4a:00.0", "nonsense")]

@@ -1,4 +1,4 @@
-"""robosuite itself under a decision: what it does with variables without one, and that none of it reaches users."""
+"""robosuite with and without a decision: failures of plain robosuite, and the patches that prevent them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from tests.core.devices.processes import IN_CHILD, run
+from tests.core.devices.run_code import IN_CHILD, run
 
-# robosuite's own context on a model that is drawn in a millisecond.
+# Draws a small model with robosuite's own context, within a millisecond.
 DRAW = """
 def draw(device_id=-1):
     from robosuite.utils.binding_utils import MjRenderContextOffscreen, MjSim
@@ -39,12 +39,12 @@ def lift(steps=3, **options):
 """
 ON_MESA = "resolve('cpu', render='same', renderer='robosuite')"
 WITH_OSMESA = "resolve('cpu', render='cpu', renderer='robosuite', inventory=machine(0, software=False), environ={})"
-# GPU 2 is EGL device 1, which is not there when it comes to rendering.
+# GPU 2 is EGL device 1, which does not exist on the machine that runs the tests.
 ON_A_GPU = "resolve('cuda:2', render='same', renderer='robosuite', inventory=machine(order=[3, 2, 1, 0]), environ={})"
 APPLY_LINES = (f"{ON_MESA}.apply()\nimport robosuite", f"import_robosuite({ON_MESA})", "import_robosuite()")
 NOISE = re.compile(r"Exception ignored|no attribute|Traceback")
 
-# CUDA_VISIBLE_DEVICES, MUJOCO_EGL_DEVICE_ID and the like; render_gpu_device_id; what robosuite 1.5 makes of them.
+# Variables, render_gpu_device_id, and the error of robosuite 1.5.
 UPSTREAM_FAILURES = [
     ({"CUDA_VISIBLE_DEVICES": "1"}, -1, r"RuntimeError: The MUJOCO_EGL_DEVICE_ID .* between 0 and 0 .* got 1"),
     ({"CUDA_VISIBLE_DEVICES": "1,0"}, -1, r"RuntimeError: The MUJOCO_EGL_DEVICE_ID .* between 0 and 0 .* got 1"),
@@ -60,9 +60,9 @@ UPSTREAM_FAILURES = [
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("variables", "device_id", "error"), UPSTREAM_FAILURES)
-def test_without_a_decision_robosuite_fails_like_this(variables: dict[str, str], device_id: int, error: str) -> None:
+def test_plain_robosuite_fails_with_known_errors(variables: dict[str, str], device_id: int, error: str) -> None:
     ended = run(DRAW, f"import robosuite\nanswer = draw({device_id})", **variables)
-    assert ended.answer is None, "robosuite copes with this now: the guard may be dropped for it"
+    assert ended.answer is None, "robosuite no longer fails in this case: its patch can be removed"
     assert re.search(error, ended.error), ended.stderr
     refused_at_import = "needs to be set to one of" in ended.error
     assert ("object has no attribute 'con'" in ended.stderr) is not refused_at_import
@@ -70,7 +70,7 @@ def test_without_a_decision_robosuite_fails_like_this(variables: dict[str, str],
 
 @pytest.mark.sample
 @pytest.mark.parametrize("case", range(len(UPSTREAM_FAILURES)))
-def test_under_a_decision_it_renders_as_decided(case: int) -> None:
+def test_decision_renders_where_plain_robosuite_fails(case: int) -> None:
     (variables, device_id, _), lines = UPSTREAM_FAILURES[case], APPLY_LINES[case % 3]
     ended = run(LOGGED, DRAW, lines, f"answer = [draw({device_id}), variables(), logged]", **variables)
     assert ended.error == ""
@@ -81,24 +81,24 @@ def test_under_a_decision_it_renders_as_decided(case: int) -> None:
     assert not NOISE.search(ended.stderr)
 
 
-def test_osmesa_renders_where_it_was_decided_on() -> None:
+def test_decision_for_osmesa_renders() -> None:
     ended = run(DRAW, f"{WITH_OSMESA}.apply()\nanswer = [draw(7), variables()]", CUDA_VISIBLE_DEVICES="GPU-3f2a")
     assert ended.answer == ["OSMesaGLContext", ["osmesa", None, "osmesa"]]
     assert not NOISE.search(ended.stderr)
 
 
 @pytest.mark.slow
-def test_as_robosuite_does_another_device_for_a_second_environment_is_ignored_and_that_is_said_once() -> None:
+def test_other_device_id_is_ignored_with_one_warning() -> None:
     drawing = "answer = [draw(0), draw(5), draw(5), draw(), logged]"
     *contexts, logged = run(LOGGED, DRAW, f"{ON_MESA}.apply()", drawing).answer
     assert set(contexts) == {"EGLGLContext"}
     assert logged == [
-        "render_gpu_device_id=5 is not used: this process renders on EGL device 0, as decided; ask for a GPU with "
-        "resolve(..., render=...)"
+        "render_gpu_device_id=5 is ignored: this process renders on EGL device 0, as decided. Use resolve(..., "
+        "render=...) to choose a GPU"
     ]
 
 
-def test_a_device_that_does_not_render_is_named_with_its_cause_and_no_noise_and_another_decision_may_follow() -> None:
+def test_failing_device_raises_with_cause_and_allows_another_decision() -> None:
     ended = run(
         DRAW,
         f"""
@@ -120,19 +120,19 @@ def test_a_device_that_does_not_render_is_named_with_its_cause_and_no_noise_and_
     assert "Exception ignored" not in ended.stderr
 
 
-# Each puts a failure where OpenGL has them; the last part is what the error quotes.
+# Lines that make a function of OpenGL fail, and a part of the error text.
 OPENGL_FAILURES = [
     ("context.create_initialized_egl_device_display = lambda device_id: context.EGL.EGL_NO_DISPLAY", "PLATFORM_DEVICE"),
     ("context.EGL.eglCreateContext = lambda *_: None", "Cannot create an EGL context"),
     ("context.EGL.eglMakeCurrent = lambda *_: 0", "Failed to make the EGL context current"),
-    ("mujoco.MjrContext = fail", "gladLoadGL error. See"),
+    ("mujoco.MjrContext = fail", "gladLoadGL error. Use"),
     ("context.EGL.eglCreateContext = fail_long", "GLError( err = 12289, description = "),
 ]
 
 
 @pytest.mark.sample
 @pytest.mark.parametrize(("breaking", "quoted"), OPENGL_FAILURES)
-def test_whatever_fails_in_opengl_says_where_and_fails_alike_twice(breaking: str, quoted: str) -> None:
+def test_failure_of_opengl_names_the_device_each_time(breaking: str, quoted: str) -> None:
     ended = run(
         DRAW,
         f"""
@@ -158,7 +158,7 @@ def test_whatever_fails_in_opengl_says_where_and_fails_alike_twice(breaking: str
     assert not NOISE.search(ended.stderr)
 
 
-def test_a_broken_opengl_under_osmesa_is_named_too() -> None:
+def test_failure_of_opengl_under_osmesa_names_osmesa() -> None:
     ended = run(
         DRAW,
         f"""
@@ -169,7 +169,7 @@ def test_a_broken_opengl_under_osmesa_is_named_too() -> None:
         draw()
         """,
     )
-    assert "DeviceUnavailableError: robosuite cannot render on the CPU (OSMesa): gladLoadGL error. See" in ended.error
+    assert "DeviceUnavailableError: robosuite cannot render on the CPU (OSMesa): gladLoadGL error. Use" in ended.error
 
 
 @pytest.mark.parametrize(
@@ -177,18 +177,19 @@ def test_a_broken_opengl_under_osmesa_is_named_too() -> None:
     [
         ("['MUJOCO_EGL_DEVICE_ID'] = '1'", "before"),
         (".pop('MUJOCO_EGL_DEVICE_ID')", "after"),
-        ("['MUJOCO_GL'] = 'glx'", "before"),  # later, robosuite has read it
+        ("['MUJOCO_GL'] = 'glx'", "before"),  # not tested after the import, when robosuite has already read it
     ],
 )
-def test_what_is_changed_after_apply_is_refused(change: str, when: str) -> None:
+def test_variable_changed_after_apply_raises(change: str, when: str) -> None:
     imports = [f"os.environ{change}", "import robosuite"]
     ended = run(DRAW, f"{ON_MESA}.apply()", *(imports if when == "before" else imports[::-1]), "draw()")
-    says = r"MUJOCO_GL was 'egl'" if "MUJOCO_GL'" in change else r"MUJOCO_EGL_DEVICE_ID was '0'"
-    assert re.search(f"DeviceConflictError: {says} as decided and is .* something changed it after apply", ended.error)
+    name, decided = ("MUJOCO_GL", "egl") if "MUJOCO_GL'" in change else ("MUJOCO_EGL_DEVICE_ID", "0")
+    says = f"DeviceConflictError: {name}=.* expected '{decided}', but something changed it after apply"
+    assert re.search(says, ended.error)
     assert "Exception ignored" not in ended.stderr
 
 
-def test_an_import_that_failed_before_succeeds_under_a_decision() -> None:
+def test_failed_import_succeeds_after_apply() -> None:
     ended = run(
         DRAW,
         f"""
@@ -205,12 +206,12 @@ def test_an_import_that_failed_before_succeeds_under_a_decision() -> None:
     assert ended.answer == "EGLGLContext"
 
 
-def test_a_robosuite_that_renders_already_is_guarded_from_then_on() -> None:
+def test_apply_patches_robosuite_that_already_renders() -> None:
     ended = run(LOGGED, DRAW, f"draw()\n{ON_MESA}.apply()\nanswer = [draw(9), len(logged)]")
     assert ended.answer == ["EGLGLContext", 1]
 
 
-def test_mended_modules_can_be_inspected_copied_and_loaded_again_and_others_do_not_meet_the_hook() -> None:
+def test_patched_modules_support_inspect_copy_and_reload() -> None:
     ended = run(
         DRAW,
         f"""
@@ -221,7 +222,7 @@ def test_mended_modules_can_be_inspected_copied_and_loaded_again_and_others_do_n
         try:
             import robosuite
         except ImportError:
-            answer = [variables()]  # they are there again though the import failed
+            answer = [variables()]  # they are set again, although the import failed
         del sys.modules["mujoco"]
         import robosuite, robosuite.macros as other, robosuite.utils.binding_utils as binding
         source = inspect.getsource(binding.MjRenderContext.render)
@@ -239,7 +240,7 @@ def test_mended_modules_can_be_inspected_copied_and_loaded_again_and_others_do_n
     assert not NOISE.search(ended.stderr)
 
 
-def test_a_forked_process_keeps_the_decision_of_its_parent_and_gets_an_error_instead_of_a_hang() -> None:
+def test_fork_keeps_decision_and_raises_after_parents_display() -> None:
     ended = run(
         *(IN_CHILD, DRAW, f"{ON_MESA}.apply()\nimport robosuite"),
         "answer = in_child(draw)\ndraw()\nanswer = [answer, in_child(draw)]",
@@ -247,16 +248,16 @@ def test_a_forked_process_keeps_the_decision_of_its_parent_and_gets_an_error_ins
     )
     drawn, refused = ended.answer
     assert drawn == "EGLGLContext"
-    assert "DeviceConflictError('robosuite.renderers.context.egl_context had made its display before" in refused
+    assert "DeviceConflictError('robosuite.renderers.context.egl_context had created its display before" in refused
 
 
-def test_what_robosuite_needs_and_does_not_have_is_named_with_the_line_that_installs_it() -> None:
+def test_import_robosuite_names_missing_package_and_install_line() -> None:
     ended = run("import sys\nsys.modules['termcolor'] = None\nimport_robosuite()", CUDA_VISIBLE_DEVICES="")
     assert "import_robosuite() needs the package 'termcolor', which is not installed. Install it with" in ended.error
     assert 'rl-ext[robosuite]"' in ended.stderr
 
 
-def test_a_decision_for_another_renderer_is_refused_and_one_without_rendering_imports_robosuite_as_it_is() -> None:
+def test_import_robosuite_rejects_decision_for_another_renderer() -> None:
     ended = run(
         """
         try:
@@ -266,12 +267,12 @@ def test_a_decision_for_another_renderer_is_refused_and_one_without_rendering_im
         """
     )
     error, name = ended.answer
-    assert re.search(r"InvalidArgumentError\(.this decision is for mujoco \S+,.*renderer=\"robosuite\"", error)
+    assert re.search(r"InvalidArgumentError\(.this decision is for mujoco \S+:.*renderer=\"robosuite\"", error)
     assert name == "robosuite"
 
 
 @pytest.mark.slow
-def test_environments_with_cameras_render_under_one() -> None:
+def test_environments_with_cameras_render_under_default_decision() -> None:
     drawing = "answer = [lift(render_gpu_device_id=1), lift(render_gpu_device_id=2), len(logged)]"
     ended = run(LOGGED, LIFT, APPLY_LINES[2], drawing, CUDA_VISIBLE_DEVICES="1,0")
     first, second, logged = ended.answer

@@ -1,6 +1,6 @@
-"""Driver libraries that pretend a machine with GPUs: compiled from the sources here, configured by variables.
+"""Fake driver libraries of a machine with GPUs, compiled from the sources here and configured by variables.
 
-They are put on LD_LIBRARY_PATH, which the loader reads once; hence what uses them runs in a process of its own.
+Programs that use them run in a new process, because the loader reads ``LD_LIBRARY_PATH`` only once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEPT = ("PATH", "HOME", "TMPDIR", "LANG")
 
 
 def skip_or_fail(reason: str) -> NoReturn:
-    """Skip a test that cannot run here; where CI is set, it must."""
+    """Skip a test that cannot run on this machine, or fail it if ``CI`` is set."""
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)
@@ -36,7 +36,7 @@ def compile_into(folder: Path, compiler: str) -> None:
         command += [f"-Wl,-soname,{library}", "-o", str(folder / library), str(SOURCES / source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{source} does not compile:\n{done.stderr}"
-    # PyOpenGL tries this name first, and would find the machine's own library under it.
+    # PyOpenGL tries this name first, which may exist on the machine.
     (folder / "libEGL.so").symlink_to("libEGL.so.1")
 
 
@@ -45,7 +45,7 @@ def join_numbers(values: Sequence[Any] | None) -> str | None:
 
 
 def configuration(gpus: int = 4, **settings: Any) -> dict[str, str]:
-    """Name the variables of a machine, ``egl_order`` for ``FAKE_EGL_ORDER``; the C sources say what they mean."""
+    """Return the variables of a fake machine: ``egl_order`` sets ``FAKE_EGL_ORDER``, as the C sources explain."""
     given = {"gpus": gpus, **settings}
     texts = {
         name: value if isinstance(value, (str, int, Path)) else join_numbers(value) for name, value in given.items()
@@ -55,15 +55,16 @@ def configuration(gpus: int = 4, **settings: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Drivers:
-    """The compiled libraries."""
+    """The folder of the compiled libraries, and functions that run programs with them."""
 
     folder: Path
 
     def run(self, command: Sequence[str | Path], settings: Mapping[str, str], *, without: Sequence[str] = ()) -> str:
-        """Run a program on the machine that ``settings`` describe, without this process's own variables.
+        """Run a program on the fake machine, without this process's own variables.
 
-        :param without: libraries, by source, that do not load on the machine
-        :return: what it printed
+        :param settings: variables of the machine
+        :param without: source files of the libraries that cannot be loaded on the machine
+        :return: its standard output
         """
         environ = {name: os.environ[name] for name in _KEPT if name in os.environ}
         environ["LD_LIBRARY_PATH"] = str(self._folder_without(without))
@@ -80,7 +81,7 @@ class Drivers:
         return Inventory.from_json(self.python(INVENTORY, settings, without=without))
 
     def _folder_without(self, sources: Sequence[str]) -> Path:
-        """Make a folder in which some libraries are there and do not load, lest the machine's own be found instead."""
+        """Create a folder in which some libraries are empty files, so that the machine's own are not found instead."""
         if not sources:
             return self.folder
         folder = self.folder / ("without " + " ".join(sources))

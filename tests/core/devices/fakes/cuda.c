@@ -1,8 +1,8 @@
-/* libcuda.so.1: as much of it as tells the order of the GPUs. Besides machine.h's variables it reads
+/* libcuda.so.1: the functions that report the order of the GPUs. In addition to machine.h's variables, it reads
  *
- *   FAKE_CUDA_FAIL  the error code that cuInit returns
+ *   FAKE_CUDA_FAIL  error code that cuInit returns
  *
- * and every cuInit leaves a line in FAKE_LOG, because a process that has called it can no longer fork.
+ * Every cuInit is logged in FAKE_LOG, because a process that has called it can no longer fork.
  */
 #include "machine.h"
 
@@ -12,7 +12,7 @@ static int started = 0;
 
 int cuInit(unsigned flags) {
     (void)flags;
-    note(__func__);
+    log_call(__func__);
     const char *code = getenv("FAKE_CUDA_FAIL");
     if (code) return atoi(code);
     started = 1;
@@ -20,14 +20,14 @@ int cuInit(unsigned flags) {
 }
 
 int cuDeviceGetCount(int *count) {
-    int gpus[MOST_GPUS];
+    int gpus[MAX_GPUS];
     if (!started) return NOT_INITIALIZED;
     *count = visible_gpus(gpus);
     return SUCCESS;
 }
 
 int cuDeviceGet(int *device, int ordinal) {
-    int gpus[MOST_GPUS];
+    int gpus[MAX_GPUS];
     if (!started) return NOT_INITIALIZED;
     if (ordinal < 0 || ordinal >= visible_gpus(gpus)) return INVALID_DEVICE;
     *device = gpus[ordinal];

@@ -1,12 +1,12 @@
-/* libEGL.so.1: the devices, and displays and contexts that remember which device they are on but draw nothing. Extension
- * functions are reached through eglGetProcAddress alone, as in the real library. Besides machine.h's variables it reads
+/* libEGL.so.1: devices, displays and contexts that store their device but draw nothing. As in the real library,
+ * extension functions are only available through eglGetProcAddress. In addition to machine.h's variables, it reads
  *
- *   FAKE_EGL_ORDER  the devices, "2,3,0,1,-1": a GPU's number, -1 for Mesa's software device, 100 + n for the device that
- *                   Mesa makes of GPU n's DRM node, which knows nothing of CUDA and does not initialise; by default the
- *                   GPUs by number, then the software device
- *   FAKE_EGL_LACKS  extensions of GPUs that are missing: any of "uuid,drm,cuda"
- *   FAKE_EGL_FAULT  what goes wrong where devices are asked for: "crash"; "hang"; "exit", which ends the process as if all
- *                   were well; "chatter", lines on standard output; or "missing" for a library without the function
+ *   FAKE_EGL_ORDER  the devices, for example "2,3,0,1,-1": the number of a GPU, -1 for Mesa's software device, or
+ *                   100 + n for Mesa's device of GPU n, which has no CUDA ordinal and cannot be initialized; default:
+ *                   the GPUs by number, then the software device
+ *   FAKE_EGL_LACKS  extensions that GPUs lack: any of "uuid,drm,cuda"
+ *   FAKE_EGL_FAULT  fault of the query for devices: "crash"; "hang"; "exit", which ends the process with status 0;
+ *                   "chatter", lines on standard output; or "missing" for a library without the function
  */
 #include <stdint.h>
 
@@ -19,14 +19,14 @@ enum { FALSE = 0, TRUE = 1 };
 enum { SUCCESS = 0x3000, NOT_INITIALIZED = 0x3001, BAD_ATTRIBUTE = 0x3004, BAD_PARAMETER = 0x300C };
 enum { EXTENSIONS = 0x3055, DRM_FILE = 0x3233, RENDER_NODE = 0x3377, CUDA_DEVICE = 0x323A, UUID = 0x335C };
 enum { DEVICE_OF_DISPLAY = 0x322C, PLATFORM_DEVICE = 0x313F };
-enum { SOFTWARE = -1, MESA = 100, MOST_DEVICES = 64 };
+enum { SOFTWARE = -1, MESA = 100, MAX_DEVICES = 64 };
 
-/* A device's handle points to its number, and stays the same whatever the order is. A display is its device's handle. */
-static int gpus[MOST_GPUS] = {0, 1, 2, 3, 4, 5, 6, 7};
-static int mesa[MOST_GPUS] = {100, 101, 102, 103, 104, 105, 106, 107};
+/* A device's handle points to its number and does not depend on the order. A display is its device's handle. */
+static int gpus[MAX_GPUS] = {0, 1, 2, 3, 4, 5, 6, 7};
+static int mesa[MAX_GPUS] = {100, 101, 102, 103, 104, 105, 106, 107};
 static int software = SOFTWARE;
 
-/* The error of the last call that failed, until somebody asks for it. */
+/* The error of the last failed call, until eglGetError returns it. */
 static int error = SUCCESS;
 
 static Bool fail(int code) {
@@ -44,7 +44,7 @@ static int lacks(const char *extension) {
     return 0;
 }
 
-static int list_devices(Handle devices[MOST_DEVICES]) {
+static int list_devices(Handle devices[MAX_DEVICES]) {
     char entry[16];
     const char *order = getenv("FAKE_EGL_ORDER");
     int count = 0;
@@ -53,7 +53,7 @@ static int list_devices(Handle devices[MOST_DEVICES]) {
         devices[count++] = &software;
         return count;
     }
-    for (; *order && count < MOST_DEVICES && entry_of(order, ',', count, entry, sizeof entry); count++) {
+    for (; *order && count < MAX_DEVICES && entry_of(order, ',', count, entry, sizeof entry); count++) {
         int number = atoi(entry);
         devices[count] = number == SOFTWARE ? &software : number >= MESA ? &mesa[number - MESA] : &gpus[number];
     }
@@ -61,9 +61,9 @@ static int list_devices(Handle devices[MOST_DEVICES]) {
 }
 
 static Bool query_devices(int most, Handle *devices, int *count) {
-    Handle found[MOST_DEVICES];
+    Handle found[MAX_DEVICES];
     const char *fault = getenv("FAKE_EGL_FAULT");
-    note("eglQueryDevicesEXT");
+    log_call("eglQueryDevicesEXT");
     if (fault && !strcmp(fault, "crash")) {
         fputs("the driver has crashed\n", stderr);
         abort();
@@ -105,9 +105,9 @@ static const char *query_string(Handle device, int name) {
     return text;
 }
 
-/* As the driver does it: an ordinal is told for those GPUs that CUDA shows, and counts under its mask. */
+/* As in the real driver, only GPUs that CUDA shows have an ordinal, which depends on the mask. */
 static Bool query_attribute(Handle device, int name, intptr_t *value) {
-    int visible[MOST_GPUS], count = visible_gpus(visible);
+    int visible[MAX_GPUS], count = visible_gpus(visible);
     if (name == CUDA_DEVICE && is_gpu(device) && !lacks("cuda"))
         for (int ordinal = 0; ordinal < count; ordinal++)
             if (visible[ordinal] == number_of(device)) {
@@ -174,7 +174,7 @@ Bool eglInitialize(Handle display, int *major, int *minor) {
     return TRUE;
 }
 
-/* Contexts: one for all, so that a renderer's constructor comes through. */
+/* One context for all, so that a renderer's constructor succeeds. */
 static int context;
 
 Bool eglTerminate(Handle display) { return display != NULL; }
@@ -197,5 +197,5 @@ Handle eglCreateContext(Handle display, Handle config, Handle shared, const int 
 }
 Bool eglDestroyContext(Handle display, Handle destroyed) { return display && destroyed; }
 
-/* Not EGL's: tells tests which GPU a display is on, -1 for the software device. */
+/* For tests only: returns the number of a display's GPU, -1 for the software device. */
 int fake_gpu_of(Handle display) { return number_of(display); }

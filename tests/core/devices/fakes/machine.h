@@ -1,27 +1,27 @@
-/* The pretended machine that the three libraries share. Everything comes from the environment and is read at each call,
- * so that one process can go through many machines:
+/* The fake machine of the three libraries. Environment variables describe it. They are read at each call, so that one
+ * process can test many machines:
  *
- *   FAKE_GPUS           how many GPUs there are, 8 at most; they are numbered by PCI address
- *   FAKE_NAMES          their names, separated by commas; "NVIDIA H100" where the list ends
+ *   FAKE_GPUS           number of GPUs, at most 8; they are numbered by PCI address
+ *   FAKE_NAMES          their names, separated by commas; "NVIDIA H100" for those that are not listed
  *   FAKE_FASTEST_FIRST  their numbers in CUDA's default order
- *   FAKE_LOG            a file that gets a line "<function> <process id>" at calls which tests count
+ *   FAKE_LOG            file to which calls that tests count append a line "<function> <process id>"
  *
- * What only one library reads is described at the top of its source.
+ * The top of each source describes the variables that only one library reads.
  */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-enum { MOST_GPUS = 8 };
+enum { MAX_GPUS = 8 };
 
 static int count_gpus(void) {
     const char *text = getenv("FAKE_GPUS");
     int count = text ? atoi(text) : 0;
-    return count > MOST_GPUS ? MOST_GPUS : count;
+    return count > MAX_GPUS ? MAX_GPUS : count;
 }
 
-/* Copies entry `place` of a list; returns 0 where the list has fewer. */
+/* Copies entry `place` of a list; returns 0 if the list has fewer entries. */
 static int entry_of(const char *list, char separator, int place, char *entry, size_t size) {
     for (; list && place > 0; place--) {
         list = strchr(list, separator);
@@ -34,12 +34,12 @@ static int entry_of(const char *list, char separator, int place, char *entry, si
 }
 
 static void uuid_of(int gpu, char *text, size_t size) {
-    static const char *heads[MOST_GPUS] = {"aaaa0000", "aaaa1111", "bbbb2222", "cccc3333",
+    static const char *heads[MAX_GPUS] = {"aaaa0000", "aaaa1111", "bbbb2222", "cccc3333",
                                            "dddd4444", "eeee5555", "ffff6666", "0a0a7777"};
     snprintf(text, size, "GPU-%s-0000-4000-8000-%012d", heads[gpu], gpu);
 }
 
-/* The 16 bytes that the hexadecimal digits of the UUID stand for. */
+/* Converts the hexadecimal digits of a GPU's UUID to 16 bytes. */
 static inline void uuid_bytes(int gpu, unsigned char *bytes) {
     char text[64];
     uuid_of(gpu, text, sizeof text);
@@ -64,12 +64,12 @@ static int gpu_of_prefix(const char *prefix) {
     return found;
 }
 
-/* Lists the GPUs by CUDA ordinal, as CUDA_DEVICE_ORDER and CUDA_VISIBLE_DEVICES have it. */
-static inline int visible_gpus(int gpus[MOST_GPUS]) {
+/* Lists the visible GPUs by CUDA ordinal, under CUDA_DEVICE_ORDER and CUDA_VISIBLE_DEVICES. */
+static inline int visible_gpus(int gpus[MAX_GPUS]) {
     char entry[512];
     const char *by_pci = getenv("CUDA_DEVICE_ORDER");
     const char *fastest = by_pci && !strcmp(by_pci, "PCI_BUS_ID") ? NULL : getenv("FAKE_FASTEST_FIRST");
-    int order[MOST_GPUS];
+    int order[MAX_GPUS];
     for (int place = 0; place < count_gpus(); place++)
         order[place] = entry_of(fastest, ',', place, entry, sizeof entry) ? atoi(entry) : place;
 
@@ -89,13 +89,13 @@ static inline int visible_gpus(int gpus[MOST_GPUS]) {
             gpu = order[number];
         if (gpu < 0) break; /* CUDA reads up to the first invalid entry */
         for (int seen = 0; seen < count; seen++)
-            if (gpus[seen] == gpu) return 0; /* and shows nothing where one stands twice */
+            if (gpus[seen] == gpu) return 0; /* CUDA shows no GPU if one is listed twice */
         gpus[count++] = gpu;
     }
     return count;
 }
 
-static void note(const char *function) {
+static void log_call(const char *function) {
     const char *path = getenv("FAKE_LOG");
     FILE *log = path ? fopen(path, "a") : NULL;
     if (!log) return;

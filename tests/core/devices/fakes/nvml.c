@@ -1,5 +1,5 @@
-/* libnvidia-ml.so.1: the functions that pynvml, torch and this project call, on GPUs that all answer. What a driver may
- * answer otherwise is tried with a pynvml that is made up. A handle is a GPU's number + 1.
+/* libnvidia-ml.so.1: the functions that pynvml, torch and this project call, without failures. Failures of the driver
+ * are tested with a fake pynvml. A handle is a GPU's number + 1.
  */
 #include "machine.h"
 
@@ -23,7 +23,7 @@ static int started = 0;
     if (started < 1) return UNINITIALIZED
 
 static int start(const char *function) {
-    note(function);
+    log_call(function);
     started++;
     return SUCCESS;
 }
@@ -36,7 +36,7 @@ int nvmlInitWithFlags(unsigned flags) {
 }
 
 int nvmlShutdown(void) {
-    note(__func__);
+    log_call(__func__);
     CHECK();
     started--;
     return SUCCESS;

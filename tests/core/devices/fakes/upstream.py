@@ -1,10 +1,10 @@
-"""Asks a renderer's own function which device it picks under the fake EGL; one process goes through many cases.
+"""Call a renderer's own function that selects a device, under the fake EGL, for many cases in one process.
 
     python upstream.py <renderer> <cases> <choices>
 
-``cases`` is a file with a JSON list of variables by name; each entry is set for one call, and what else ``VARIABLES``
-names is unset. ``choices`` becomes the list of the numbers of the GPUs that were picked: -1 the software device, null
-where the function failed. It runs by path in any environment that has the renderer, this project's or not.
+``cases`` is a JSON file with a list of variables by name. Each entry is set for one call, and the other ``VARIABLES``
+are unset. The selected GPUs are written to ``choices``, a list of their numbers: -1 is the software device, null a
+failure. The script runs in any virtual environment that has the renderer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VARIABLES = (
 
 
 def selection_of(renderer: str) -> tuple[Callable[[], Any], Any]:
-    """Import a renderer; give the function that makes its display, and what that returns on failure."""
+    """Import a renderer, and return the function that creates its display and that function's result on failure."""
     if renderer == "mujoco":
         from mujoco import egl
 
@@ -42,12 +42,12 @@ def selection_of(renderer: str) -> tuple[Callable[[], Any], Any]:
     if renderer == "pyrender":
         from pyrender.platforms import egl
 
-        # As OffscreenRenderer does it, which then makes a context on the device.
+        # OffscreenRenderer does the same, and then creates a context on the device.
         return lambda: egl.get_device_by_index(int(os.environ.get("EGL_DEVICE_ID", "0"))).get_display(), None
     assert renderer == "robosuite"
     from robosuite.renderers.context import egl_context
 
-    # -1 is what robosuite's environments pass on where nobody names a device.
+    # robosuite's environments pass -1 by default.
     return lambda: egl_context.create_initialized_egl_device_display(device_id=-1), egl_context.EGL.EGL_NO_DISPLAY
 
 

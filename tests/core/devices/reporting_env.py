@@ -1,4 +1,4 @@
-"""An environment factory that writes down which variables it met on its way into a worker."""
+"""Environment factory that records its variables when it is imported, unpickled and called in a worker."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def variables() -> list[str | None]:
     return [os.environ.get(name) for name in NAMES]
 
 
-# As an environment's module does that reads them once.
+# Environments' modules may read the variables at import, too.
 AT_IMPORT = variables()
 
 
 class Reporter:
-    """Builds CartPole, or HalfCheetah with a camera, and leaves a report in ``folder``.
+    """Factory that creates CartPole, or HalfCheetah with a camera, and writes a report to ``folder``.
 
-    :param number: of the worker
-    :param camera: HalfCheetah with images of 64 × 64
+    :param number: index of the worker
+    :param camera: whether to create HalfCheetah with images of 64 × 64
     """
 
     def __init__(self, folder: str, number: int, *, camera: bool = False) -> None:
@@ -56,6 +56,6 @@ class Reporter:
 
 
 def reports(folder: str) -> list[dict[str, Any]]:
-    """Read what was left in ``folder``, and remove it: that of the parent first, then the workers'."""
+    """Read and delete the reports in ``folder``: first the parent's, then the workers'."""
     found = [(json.loads(path.read_text()), path.unlink())[0] for path in Path(folder).iterdir()]
     return sorted(found, key=lambda report: (not report["in_parent"], report["number"]))

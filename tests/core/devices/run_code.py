@@ -1,4 +1,4 @@
-"""Runs a few lines in a process of their own, where no test has imported a renderer or set a variable before."""
+"""Run lines of Python in a new process, in which no renderer is imported and no variable is set."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# Mesa's EGL alone, so that EGL device 0 renders on the CPU on machines with GPUs too.
+# Only Mesa's EGL, so that EGL device 0 renders on the CPU, on machines with GPUs too.
 _MESA = Path("/usr/share/glvnd/egl_vendor.d/50_mesa.json")
 _TRACEBACK = "Traceback (most recent call last):"
-# What decides on devices on this machine must not decide in there.
+# Variables that select devices, which must not affect the process.
 _DEVICE_VARIABLE_PREFIXES = (
     "CUDA_",
     "MUJOCO_",
@@ -41,7 +41,7 @@ NAMES = ("MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID", "PYOPENGL_PLATFORM")
 def variables(): return [os.environ.get(name) for name in NAMES]
 """
 
-# In a child of fork(): the error or "done", read through a pipe, so that a hang is seen from outside.
+# Calls a function in a forked child and returns its result, "done", its error, or "it hangs".
 IN_CHILD = """
 def in_child(function, seconds=20):
     import select, signal
@@ -61,7 +61,7 @@ def in_child(function, seconds=20):
     return answer
 """
 
-# Has imported what renderers take long to import, and none of them; forks for each request, and ends as a program does.
+# Imports the slow dependencies of renderers, but no renderer, and forks for each request.
 _SERVER = """
 import contextlib, gc, importlib, json, os, sys
 import rl_ext_core.devices, tests.core.devices.machines
@@ -100,7 +100,7 @@ _server: subprocess.Popen[str] | None = None
 
 
 def stop_server() -> None:
-    """End the process that others are forked from."""
+    """Stop the server process from which the others are forked."""
     global _server
     if _server is not None:
         _server.communicate()
@@ -135,11 +135,11 @@ def _run_forked(code: str, environ: dict[str, str], timeout_s: float) -> subproc
 
 @dataclass(frozen=True)
 class RunResult:
-    """How it went.
+    """Result of a process.
 
-    :param answer: what the lines assigned to ``answer``; None if they did not come so far
-    :param error: the last line of the traceback that they ended with, empty if they did not
-    :param stderr: all that was written there
+    :param answer: the value that the lines assigned to ``answer``; None if they failed
+    :param error: last line of the traceback; empty if the lines did not fail
+    :param stderr: the process's standard error
     """
 
     answer: Any
@@ -148,9 +148,10 @@ class RunResult:
 
 
 def run(*parts: str, timeout_s: float = 120, python: Path = Path(sys.executable), **variables: str) -> RunResult:
-    """Run lines of Python, given in one or several parts, under these variables that steer devices, and no others.
+    """Run lines of Python in a new process, with only these variables that select devices.
 
-    :param python: of another environment, where this project need not be installed
+    :param parts: the lines, in one or several parts
+    :param python: interpreter of another virtual environment, in which this project may be missing
     """
     code = "\n".join((_PREAMBLE, *map(dedent, parts), "import json; print(); print(json.dumps(answer))"))
     environ = {**environment(**variables), "PYTHONPATH": str(ROOT / "shared")}
@@ -169,8 +170,8 @@ def run(*parts: str, timeout_s: float = 120, python: Path = Path(sys.executable)
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Give this process's variables, of those that steer devices only ``variables``."""
-    # Some have COLUMNS set, by which tables are made.
+    """Return this process's variables without those that select devices, plus ``variables``."""
+    # COLUMNS, which some shells set, changes the width of tables.
     left_out = (*_DEVICE_VARIABLE_PREFIXES, "COLUMNS")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     if _MESA.exists():
@@ -179,7 +180,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def _find_error_line(lines: list[str]) -> str:
-    """Find the line that names what ended the program; causes come before it, noise of destructors after it."""
+    """Return the line of the error that ended the program, without its causes and later errors of destructors."""
     starts = [
         number for number, line in enumerate(lines) if line == _TRACEBACK and not _is_ignored_error(lines, number)
     ]

@@ -1,4 +1,4 @@
-"""Machines for the doctor, each with the variables that are in force on it."""
+"""Machines with environment variables for tests of ``rl-ext doctor``, and a fake pynvml."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CASES: dict[str, tuple[Inventory, dict[str, str]]] = {
     "a rank too many": (machine(2), {**EGL, "LOCAL_RANK": "5"}),
     "mujoco 4": (machine(4, order=[1, 0, 3, 2], versions={"mujoco": "4.0.0"}), {**EGL, "CUDA_VISIBLE_DEVICES": "3"}),
     "order unknown": (Inventory(gpus(2), egl([0, 1]), None, machine(2).versions, True), EGL),
-    "EGL was not asked": (Inventory(gpus(2), None, (uuid(0), uuid(1)), machine(2).versions), EGL),
+    "EGL not queried": (Inventory(gpus(2), None, (uuid(0), uuid(1)), machine(2).versions), EGL),
     "no renderer": (machine(2, without=["mujoco", "robosuite", "dm_control"]), {}),
     "a display": (machine(2), {"DISPLAY": ":0"}),
     "no rendering": (machine(2), {"MUJOCO_GL": "off"}),
@@ -66,7 +66,7 @@ def report_as_text(report: DoctorReport, width: int = 120) -> str:
 
 
 def corrupted_copies(data: Any) -> Iterator[Any]:
-    """Yield copies with one part left out, or replaced by something of another kind."""
+    """Yield copies in which one part is missing, or replaced by a value of another type."""
     for key in list(data) if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
         rest, copy = data.copy(), data.copy()
         del rest[key]
@@ -78,10 +78,10 @@ def corrupted_copies(data: Any) -> Iterator[Any]:
 
 
 class FakeNvml(ModuleType):
-    """pynvml on a machine with these GPUs.
+    """Fake of the module pynvml on a machine with these GPUs.
 
-    :param fails: functions that fail, and what they say then
-    :param processes: on the first GPU: name by process id; None where NVML does not tell it
+    :param fails: error class and text by name of the function that fails
+    :param processes: processes on the first GPU: name by process ID; None if NVML does not report the name
     """
 
     NVML_DEVICE_MIG_ENABLE = 1
@@ -101,7 +101,7 @@ class FakeNvml(ModuleType):
             "DeviceGetCount": lambda: len(gpus),
             "DeviceGetHandleByIndex": lambda index: gpus[index],
             "DeviceGetUUID": lambda gpu: getattr(gpu, "uuid", gpu),
-            "DeviceGetName": lambda gpu: gpu.name.encode(),  # as old releases do
+            "DeviceGetName": lambda gpu: gpu.name.encode(),  # old releases return bytes
             "DeviceGetPciInfo": lambda gpu: SimpleNamespace(busId=f"0000{gpu.pci.upper()}"),
             "DeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=gpu.memory_total, free=gpu.memory_free),
             "DeviceGetMigMode": lambda gpu: (len(gpu.mig) > 0, 0),
@@ -123,7 +123,7 @@ class FakeNvml(ModuleType):
         self.started += change
 
     def _slice(self, gpu: Gpu, place: int) -> str:
-        if place % 2 or place // 2 >= len(gpu.mig):  # places between slices are empty
+        if place % 2 or place // 2 >= len(gpu.mig):  # indices between slices are unused
             raise self.NVMLError("Not Found")
         return gpu.mig[place // 2]
 
