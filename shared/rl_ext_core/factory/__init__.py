@@ -1,8 +1,8 @@
-"""Environment instances turned into factories that build copies of them in worker processes.
+"""Turn environments into picklable factories that build equal ones in workers.
 
-How instances are made is recorded from the import of this package on, see ``record``. :func:`as_factory` makes another
-one in the same way, finds out in a process that is thrown away what was changed of the original since, and sets that on
-the copies, or says what is in the way.
+Importing this package starts to record how environments are constructed, see ``record``. :func:`as_factory` repeats
+that construction. In a temporary process it detects what was changed since, and sets the changes on each copy. If a
+copy would differ, it raises an error that names the attribute.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Whether a recipe gives an environment like the instance that it is for: found out in a process that is thrown away.
+"""Compare an instance with its copies, and find the changes that a copy needs.
 
-Two new instances get different histories, and then the same reset. By the paths of their fingerprints, what is the same
-in all of them, and different in the instance that is copied, is a setting that was changed; what their histories have
-changed, and the reset has restored, is the episode, which a copy begins anew; what outlasts the reset is state that is
-kept, such as running statistics. Settings and kept state are replayed onto a copy, and the copy is compared again.
+The process builds two copies, steps them differently, and resets both. It compares their fingerprints path by path:
+
+- A setting is the same in all copies. If the original differs there, the user changed it.
+- Episode state changes with steps, and the reset restores it. A copy does not need it.
+- Kept state, such as running statistics, still differs after the reset.
+
+Changed settings and kept state are set on a copy, which is then compared once more.
 """
 
 from __future__ import annotations
@@ -41,23 +44,23 @@ __all__ = [
     "Examination",
     "apply_changes",
     "compare_and_measure",
-    "run_in_subprocess",
     "measure",
     "pack_values",
+    "run_in_subprocess",
     "unpack",
     "unpicklable",
 ]
 
 _LABEL = "trial copy"
-OPTIONAL_PHASE = "what a copy can be tried without"  # the phase of a failure after which a careful trial is made
+OPTIONAL_PHASE = "testing an optional feature of a copy"  # If a process dies in this phase, a careful one is started.
 _SEED = 20_231
-# Steps of the two histories; each ends after so many seconds at the latest. A step may wait forever, for what only the
-# user's program does; on the time of a step only advice depends.
+# The two copies take so many steps, for so many seconds at most. The timeout aborts a step that waits indefinitely,
+# e.g. for something that only the user's program does.
 _STEPS, _HISTORY_S, _HISTORY_TIMEOUT_S = (30, 7), 1.0, 60.0
 _TIMING_S, _TIMING_STEPS, _TIMING_TIMEOUT_S = 0.1, 200, 10.0
 _MAX_VALUE_CHARS = 40
 _MAX_DOUBTFUL = 1000
-# Of what cannot be pickled, these hold no settings.
+# Classes whose objects cannot be pickled, and have no settings.
 _STATELESS = {
     *("_thread.lock", "_thread.RLock", "threading.Condition", "threading.Thread", "tempfile.TemporaryDirectory"),
     *("multiprocessing.synchronize.Lock", "multiprocessing.synchronize.RLock"),
@@ -70,11 +73,11 @@ ChangeRequest = Callable[[Sequence[str]], "list[Change | str]"]
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What is set on a copy.
+    """A value to set on a copy.
 
-    :ivar path: to it, as in a fingerprint
-    :ivar steps: to it from the environment, each an operation and a name, a key or an index
-    :ivar packed: the value
+    :ivar path: Path of the value, as in a fingerprint.
+    :ivar steps: The way from the environment to the value. Each step is an operation and a name, a key or an index.
+    :ivar packed: Pickle of the value.
     """
 
     path: str
@@ -84,16 +87,17 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Examination:
-    """What building copies has shown.
+    """Results of building, comparing and stepping a copy.
 
-    :ivar problems: at which paths a copy differs and how, or what went wrong
-    :ivar changes: what is set on a copy
-    :ivar opaque: what of an instance could not be looked into: state behind it, changed by calls, is not seen
-    :ivar class_attributes: paths of globals and classes' attributes that differ: another process imports them anew
-    :ivar build_seconds: to build a copy
-    :ivar step_seconds: to step it, actions drawn included; None: how to step it is not known, or it raises
-    :ivar private_bytes: what the process held alone then; None where the system does not say
-    :ivar read: what the reader returned for the copy
+    :ivar problems: Descriptions of differences between a copy and the original, or of errors. Empty if they are equal.
+    :ivar changes: Changes to set on each copy.
+    :ivar opaque: Paths of objects that cannot be inspected. Differences in their state are not detected.
+    :ivar class_attributes: Paths of globals and class attributes that differ, because workers import them again.
+    :ivar build_seconds: Seconds to build a copy.
+    :ivar step_seconds: Seconds per step, including the time to draw an action. None if the environment cannot be
+        stepped or raises.
+    :ivar private_bytes: Memory in bytes that the process did not share. None if the system does not report it.
+    :ivar read: Result of the caller's reader.
     """
 
     problems: Sequence[str] = ()
@@ -106,18 +110,21 @@ class Examination:
     read: Any = None
 
 
-# In the process of the instance: what is asked for is taken from it.
+# ---- In the process of the original: pack the values that a copy needs.
 
 
 def pack_values(original: Fingerprint, paths: Sequence[str]) -> list[Change | str]:
-    """Pack what an instance has at paths; a text says why one cannot be set on a copy."""
+    """Pickle the values of an instance at some paths.
+
+    :return: For each path a change, or the reason why its value cannot be set on a copy.
+    """
     found = ((path, part) for path, part in original.objects.items() if path not in original.aliases)
     homes = {id(part): path for path, part in found if walk.is_layer(part)}
     return [_pack_value(original, path, homes) for path in paths]
 
 
 def _pack_value(original: Fingerprint, path: str, homes: Mapping[int, str]) -> Change | str:
-    while path in original.steps and original.steps[path][1] is None:  # what holds it is set
+    while path in original.steps and original.steps[path][1] is None:  # It cannot be set itself, but its holder can.
         path = original.steps[path][0]
     steps = _steps_to(original, path)
     if not steps or path not in original.objects:
@@ -128,7 +135,7 @@ def _pack_value(original: Fingerprint, path: str, homes: Mapping[int, str]) -> C
     packed = original.objects[path]
 
     def location_of(value: Any) -> Any:
-        """Say where a copy has an environment, or a wrapper, to which the value refers."""
+        """Return the location of an object in a copy, or None to pickle the object."""
         home = homes.get(id(value))
         if value is packed or home is None or home.startswith(path):
             return None if value is packed else original.references.get(id(value))
@@ -151,7 +158,7 @@ def _steps_to(original: Fingerprint, path: str) -> tuple[Step, ...] | None:
 
 
 def unpicklable(original: Fingerprint) -> str:
-    """Return the path to what cannot be pickled of a value, as deep as it can be found."""
+    """Return the path of the innermost part of a value that cannot be pickled."""
     found, parts = "", dict[str, list[str]]()
     for path, (holder, _, _) in original.steps.items():
         parts.setdefault(holder, []).append(path)
@@ -166,13 +173,14 @@ def unpicklable(original: Fingerprint) -> str:
             return found
 
 
-# In any process.
+# ---- In any process: set values on a copy.
 
 
 def unpack(packed: bytes, environment: Any = None) -> Any:
-    """Load what :func:`pack_values` has packed, or a pickle of an environment.
+    """Unpickle a value of :func:`pack_values`, or an environment.
 
-    :param environment: that the value is for
+    :param packed: The pickle.
+    :param environment: Copy that the value is for. Parts of it that the value refers to are taken from it.
     """
 
     def find(place: Any) -> Any:
@@ -191,9 +199,9 @@ def _follow_step(holder: Any, step: Step) -> Any:
 
 
 def apply_changes(environment: Any, changes: Sequence[Change]) -> None:
-    """Set on a copy what was changed of the original.
+    """Set the changes of the original on a copy.
 
-    :raises LookupError: it cannot be set there; the text names the path
+    :raises LookupError: If a value cannot be set. The message names the path.
     """
     for change in changes:
         try:
@@ -210,14 +218,14 @@ def _apply_change(environment: Any, change: Change) -> None:
     with contextlib.suppress(LookupError, AttributeError):
         held = _follow_step(holder, change.steps[-1])
     if _fits_in_place(held, value):
-        held[...] = value  # others may hold this array, or a library in C its memory
+        held[...] = value  # Other objects may refer to this array, or a C library to its memory.
     elif type(held) is type(value) and isinstance(held, (ctypes.Structure, ctypes.Union, ctypes.Array)):
         ctypes.memmove(ctypes.byref(held), ctypes.byref(value), ctypes.sizeof(value))
     elif operation == "attribute":
         names = walk.instance_dict(holder)
         if names is not None and (key in names or key not in walk.attributes(holder)):
             names[key] = value
-        else:  # of a slot
+        else:  # It is the attribute of a slot.
             object.__setattr__(holder, key, value)
     elif operation == "field":
         setattr(holder, key, value)
@@ -226,7 +234,7 @@ def _apply_change(environment: Any, change: Change) -> None:
 
 
 def _fits_in_place(held: Any, value: Any) -> bool:
-    """Whether a value goes into an array, or a tensor, that is there."""
+    """Whether a value can be written into the present array or tensor."""
     is_array = hasattr(held, "dtype") and hasattr(type(held), "__setitem__")
     if type(held) is not type(value) or not is_array or not getattr(held, "shape", ()):
         return False
@@ -234,7 +242,7 @@ def _fits_in_place(held: Any, value: Any) -> bool:
     return bool(held.shape == value.shape and held.dtype == value.dtype and not is_fixed)
 
 
-# In the process that is thrown away.
+# ---- In the temporary process.
 
 
 def run_in_subprocess(
@@ -246,11 +254,15 @@ def run_in_subprocess(
     environ: Mapping[str, str | None] | None = None,
     timeout: float | None = None,
 ) -> Examination:
-    """Call a function in a process that ends with it.
+    """Call a function in a temporary process.
 
-    :param answer: called here with what it asks for
-    :param environ: variables to set, and to unset (None), in the process
-    :raises WorkerError: it has raised, which is the cause, or its process has died
+    :param task: Picklable function. It receives a function that requests changes from this process.
+    :param answer: Called in this process for each request.
+    :param preload: Names of modules that a fork server may import.
+    :param start_method: Start method of the process.
+    :param environ: Environment variables of the process. None unsets a variable.
+    :param timeout: Seconds that the task may take. None waits indefinitely.
+    :raises WorkerError: If the task raises, or its process dies. An exception of the task is the cause.
     """
     context = processes.get_context(start_method, preload=preload, environs=[environ or {}], label=_LABEL)
     ours, theirs = context.Pipe()
@@ -280,7 +292,7 @@ def _serve_task(connection: Connection, packed: bytes) -> None:
 
     connection.send_bytes(_pickle.dumps(pickle.loads(packed)(request_changes)))
     connection.close()
-    kill_descendants()  # this process may be gone, in good order, before it is killed with all that it has started
+    kill_descendants()  # The parent may find this process ended, and would then not kill the processes that it started.
 
 
 def compare_and_measure(
@@ -291,13 +303,14 @@ def compare_and_measure(
     careful: bool,
     request_changes: ChangeRequest,
 ) -> Examination:
-    """Find out whether a recipe gives what is the original's equal, and measure a copy.
+    """Compare a copy with the original, and measure it.
 
-    :param original: of the instance that is copied
-    :param adapt: turns an environment into what will be stepped, e.g. one of TorchRL
-    :param read: called with that; what it returns is in the result
-    :param careful: leave out what may end the process, such as rendering without a display
-    :param request_changes: returns changes for paths of the original, or why there is none
+    :param recipe: Builds the copy.
+    :param original: Fingerprint of the instance.
+    :param adapt: Turns the environment into the one that workers step, e.g. one of TorchRL.
+    :param read: Called with the adapted environment. Its result is stored in ``examination.read``.
+    :param careful: Whether to omit operations that may kill the process, such as rendering without a display.
+    :param request_changes: Returns the changes for paths of the original, or the reasons why there are none.
     """
     try:
         found = (
@@ -306,7 +319,7 @@ def compare_and_measure(
             else _compare_rebuilt(recipe, original, careful, request_changes)
         )
     except Exception as error:
-        return Examination([f"building one raises {error!r}"])
+        return Examination([f"building a copy raises {error!r}"])
     if found.problems:
         return found
     recipe = dataclasses.replace(recipe, changes=found.changes)
@@ -316,57 +329,58 @@ def compare_and_measure(
 
 
 def _compare_pickled(recipe: Recipe, original: Fingerprint) -> Examination:
-    """Compare the original as it stands with what was pickled of it."""
+    """Compare the original with a copy that was unpickled."""
     with _temporary_copy(recipe) as copy:
-        mine = fingerprint(copy)
+        copied = fingerprint(copy)
         if (error := _reset_error(copy)) is not None:
-            return Examination([f"a reset of a copy raises {error!r}"])
-    paths = original.differences(mine)
+            return Examination([f"resetting a copy raises {error!r}"])
+    paths = original.differences(copied)
     classes = [path for path in paths if path.startswith("<")]
-    different = [_describe_difference(path, original, mine) for path in paths if not path.startswith("<")]
+    different = [_describe_difference(path, original, copied) for path in paths if not path.startswith("<")]
     return Examination(different, opaque=_format_opaque(original.opaque), class_attributes=classes)
 
 
 def _compare_rebuilt(
     recipe: Recipe, original: Fingerprint, careful: bool, request_changes: ChangeRequest
 ) -> Examination:
-    """Find out what the original has that no new instance has, and whether one has it when that is set on it."""
+    """Find the changes since construction, and compare a copy that has them."""
     classifier = _StateClassifier(recipe, careful)
-    mine = classifier.fresh[0]
-    left, classes = classifier.changed_paths(original, mine)
+    copied = classifier.fresh[0]
+    left, classes = classifier.changed_paths(original, copied)
     hidden = {p: why for p, why in {**original.opaque, **original.unpicklable}.items() if _has_state(p, why, original)}
     opaque = {path: name for path, name in hidden.items() if not classifier.is_episode_state(path)}
     answers = dict(zip(left, request_changes(left) if left else (), strict=True))
-    # Of what cannot be set, that which a history makes by itself is left to the copy: a window, a cache.
+    # A value that cannot be set is ignored if steps create it, such as a window or a cache.
     refused = {
         path: why
         for path, why in answers.items()
         if isinstance(why, str) and not classifier.is_restored_by_use(path, original)
     }
     if refused:
-        return Examination([f"{_describe_difference(path, original, mine)} ({why})" for path, why in refused.items()])
+        return Examination([f"{_describe_difference(path, original, copied)} ({why})" for path, why in refused.items()])
     changes = tuple({one.path: one for one in answers.values() if isinstance(one, Change)}.values())
     if not careful:
         changes += _changes_within_episode(recipe, original, classifier, changes, request_changes)
     if left or changes:
         with _temporary_copy(dataclasses.replace(recipe, changes=changes)) as copy:
-            mine = fingerprint(copy)
+            copied = fingerprint(copy)
             error = _reset_error(copy)
         done = tuple(change.path for change in changes)
         if error is not None:
             with _temporary_copy(recipe) as copy:
-                if _reset_error(copy) is None:  # as with a simulator's handle: of another process
+                if _reset_error(copy) is None:  # A change is at fault, such as a handle that only the original can use.
                     return Examination(
                         [f"a copy on which {', '.join(done[:3])} was set raises {error!r} when it is reset"]
                     )
-        left, classes = classifier.changed_paths(original, mine)  # by now, both have met the same classes
+        # Use the classes of this comparison, because both environments have loaded the same modules by now.
+        left, classes = classifier.changed_paths(original, copied)
         left = [path for path in left if path.startswith(done) or not classifier.is_restored_by_use(path, original)]
-    different = [_describe_difference(path, original, mine) for path in left]
+    different = [_describe_difference(path, original, copied) for path in left]
     return Examination(different, changes, opaque=_format_opaque(opaque), class_attributes=classes)
 
 
 def _has_state(path: str, why: str, original: Fingerprint) -> bool:
-    """Whether calls may have changed what cannot be looked into: the user's, and what is none of a few classes."""
+    """Whether an object that cannot be inspected may have state that calls change."""
     return path.startswith("<") or not {why, *(original.token(path) or ())[:2]} & _STATELESS
 
 
@@ -377,25 +391,25 @@ def _changes_within_episode(
     changes: Sequence[Change],
     request_changes: ChangeRequest,
 ) -> tuple[Change, ...]:
-    """Return what else is to be set: settings that are part of an episode all the same, such as a goal that was fixed.
+    """Return changes of episode state that survive a reset, such as a goal that the user fixed.
 
-    What a copy has there after a reset depends on what it had before.
+    Each such value is set on a copy, which is then reset. If the reset result depends on the value, it is kept.
 
-    :param changes: what is set already
+    :param changes: Changes that are already known.
     """
     set_already = tuple(one.path for one in changes)
     paths = [path for path in classifier.doubtful_paths(original) if not path.startswith(set_already)][:_MAX_DOUBTFUL]
     answers = zip(paths, request_changes(paths) if paths else (), strict=True)
-    # Others are set with what holds them.
-    doubtful_paths = [one for path, one in answers if isinstance(one, Change) and one.path == path]
-    if not doubtful_paths:
+    # Changes with other paths set a whole holder.
+    doubtful = [one for path, one in answers if isinstance(one, Change) and one.path == path]
+    if not doubtful:
         return ()
     found = []
     with _temporary_copy(recipe) as copy, _optional_phase():
         driver = _driver_of(copy)
         if driver is None:
             return ()
-        for group in (changes, doubtful_paths):
+        for group in (changes, doubtful):
             for one in group:
                 with contextlib.suppress(Exception):
                     apply_changes(copy, [one])
@@ -403,7 +417,7 @@ def _changes_within_episode(
                 _seeded_reset(driver, 0)
             found.append(fingerprint(copy))
     without, with_them = found
-    return tuple(one for one in doubtful_paths if with_them.token(one.path) != without.token(one.path))
+    return tuple(one for one in doubtful if with_them.token(one.path) != without.token(one.path))
 
 
 def _format_opaque(opaque: Mapping[str, str]) -> list[str]:
@@ -411,7 +425,10 @@ def _format_opaque(opaque: Mapping[str, str]) -> list[str]:
 
 
 def _record_histories(recipe: Recipe, careful: bool) -> Iterator[tuple[list[Fingerprint], frozenset[str]]]:
-    """Build two instances, one after the other: of some simulators there can be only one."""
+    """Build two copies and yield the history of each.
+
+    The first one is closed before the second one is built, because some simulators allow only one instance.
+    """
     for number in (0, 1):
         try:
             with _temporary_copy(recipe) as copy:
@@ -419,7 +436,7 @@ def _record_histories(recipe: Recipe, careful: bool) -> Iterator[tuple[list[Fing
         except Exception:
             if number == 0:
                 raise
-            return  # the first one is still there, whatever was closed
+            return  # Some simulators allow only one instance, even after it was closed.
         del copy
         gc.collect()
         yield history
@@ -436,15 +453,15 @@ def _temporary_copy(recipe: Recipe) -> Iterator[Any]:
 
 
 def _record_history(environment: Any, number: int, careful: bool) -> tuple[list[Fingerprint], frozenset[str]]:
-    """Take fingerprints of an instance: new, reset if it is the first, with a history, and reset again.
+    """Take fingerprints of a copy before steps, after steps and after a reset.
 
-    :param number: of the history
-    :return: the fingerprints, and the paths at which the last reset has put other objects
+    :param number: Index of the copy, which determines its seeds and steps. The first copy is also reset before steps.
+    :return: The fingerprints, and the paths at which the last reset replaced an object.
     """
     found = [fingerprint(environment)]
     driver = _driver_of(environment, number)
     if driver is not None:
-        with contextlib.suppress(Exception), _time_limit(_HISTORY_TIMEOUT_S):  # what it has shown until then is known
+        with contextlib.suppress(Exception), _time_limit(_HISTORY_TIMEOUT_S):  # Keep the fingerprints taken so far.
             if number == 0:
                 _seeded_reset(driver, 0)
                 found.append(fingerprint(environment))
@@ -468,7 +485,7 @@ def _record_history(environment: Any, number: int, careful: bool) -> tuple[list[
         if operation in ("attribute", "item")
         and path in again.objects
         and path not in used.aliases
-        and used.tokens.get(path, ("int",))[0] not in walk.SCALAR_TOKENS  # those of long paths are elsewhere
+        and used.tokens.get(path, ("int",))[0] not in walk.SCALAR_TOKENS  # Long paths have no token of their own.
         and used.objects[path] is not again.objects[path]
     )
     for one in found:
@@ -477,7 +494,7 @@ def _record_history(environment: Any, number: int, careful: bool) -> tuple[list[
 
 
 def _reset_error(environment: Any) -> Exception | None:
-    """Return what a reset of an environment raises."""
+    """Reset an environment and return the exception that it raises, or None."""
     driver = _driver_of(environment)
     try:
         if driver is not None:
@@ -489,18 +506,24 @@ def _reset_error(environment: Any) -> Exception | None:
 
 
 def _driver_of(environment: Any, number: int = 0) -> Driver | None:
-    """Return what steps an environment; None: this is not known, or it would write to files of the user's."""
+    """Return a driver for an environment, or None if it cannot be stepped safely.
+
+    Its interface may be unknown, or it may record videos.
+    """
     records = simulators.records_files(walk.layers(environment))
     return None if records else driver_for(environment, seed=_SEED + number)
 
 
 def _seeded_reset(driver: Driver, number: int) -> None:
-    streams.seed_process(streams.seed_sequence(_SEED, number))  # what it draws from
+    streams.seed_process(streams.seed_sequence(_SEED, number))  # A reset may draw from global generators.
     driver.reset(_SEED + number)
 
 
 class _StateClassifier:
-    """What instances have by being made, by an episode, and by what they have lived through."""
+    """Classifies the paths of an environment as settings, episode state or kept state.
+
+    :ivar fresh: Fingerprints of copies that were just built.
+    """
 
     def __init__(self, recipe: Recipe, careful: bool) -> None:
         histories, replaced_at_reset = zip(*_record_histories(recipe, careful), strict=True)
@@ -511,9 +534,11 @@ class _StateClassifier:
         self._steps, self._replaced_at_reset = histories[0][2].steps, replaced_at_reset[0]
 
     def _kind(self, path: str) -> str:
-        """Return what a path leads to: "own" of each instance, "kept", of the "episode", or "fixed".
+        """Return the kind of state at a path.
 
-        Numbers that a constructor draws are no instance's own, as names of files, ports and handles are.
+        :return: ``"own"`` if each instance has another value, such as a file name, port or handle. ``"kept"`` if it
+            outlasts resets, ``"episode"`` if resets restore it, ``"fixed"`` if it never changes. Numbers with a
+            fraction, arrays and tensors are never ``"own"``, because a constructor may draw them.
         """
         token, after = self.fresh[0].token(path), [one.token(path) for one in self._after_reset]
         if token != self.fresh[-1].token(path) and not (walk.is_number(token) or self._is_shared(path)):
@@ -524,21 +549,21 @@ class _StateClassifier:
         return "episode" if varies or self.is_replaced_at_reset(path) else "fixed"
 
     def _holders(self, path: str) -> Iterator[str]:
-        """Return a path, that of what holds it, and so on."""
+        """Yield a path, then the path of its holder, and so on."""
         while path in self._steps:
             yield path
             path = self._steps[path][0]
 
     def is_replaced_at_reset(self, path: str) -> bool:
-        """Whether a reset puts another object there, or where that is held."""
+        """Whether a reset replaces the object at a path, or one that holds it."""
         return any(holder in self._replaced_at_reset for holder in self._holders(path))
 
     def is_episode_state(self, path: str) -> bool:
-        """Whether a reset makes what is at a path, or what holds that."""
+        """Whether a path belongs to the episode, so that a copy does not need its value."""
         return self.kind(path) == "episode" or self.is_replaced_at_reset(path)
 
     def changed_paths(self, original: Fingerprint, copy: Fingerprint) -> tuple[list[str], list[str]]:
-        """List the paths at which a copy is to be changed to be like the original, and those of classes and globals."""
+        """Return the paths to change on a copy, and those of classes and globals."""
         paths = [path for path in copy.differences(original) if self.kind(path) in ("fixed", "kept")]
         paths = [path for path in paths if original.token(path) != copy.token(path) or not self._alias_varies(path)]
         classes = [path for path in paths if path.startswith("<") and self.kind(path) == "fixed"]
@@ -549,29 +574,32 @@ class _StateClassifier:
         return list(found), classes
 
     def doubtful_paths(self, original: Fingerprint) -> Iterator[str]:
-        """Return the paths at which the original has plain data that no reset has put there."""
+        """Yield paths of plain episode state at which the original has a value that no reset produced."""
         for path in self.fresh[0].differences(original):
             token = original.token(path)
             if token is None or token[0] == "object" or path in original.aliases or path.startswith("<"):
                 continue
-            is_made = self.fresh[0].token(original.steps.get(path, ("",))[0]) is None  # with what holds it
-            is_doubtful = not is_made and self.kind(path) in ("episode", "fixed")
+            is_new = self.fresh[0].token(original.steps.get(path, ("",))[0]) is None  # Its holder is set as a whole.
+            is_doubtful = not is_new and self.kind(path) in ("episode", "fixed")
             if is_doubtful and all(one.token(path) != token for one in self._after_reset):
                 yield path
 
     def _is_shared(self, path: str) -> bool:
-        """Whether a path leads into what modules or classes hold too, which the first of the lives may have changed."""
+        """Whether modules or classes refer to the object at a path, too.
+
+        The first copy may have changed such an object.
+        """
         tokens = self.fresh[0].tokens
         return path.startswith("<") or any(f"{holder}.<is>" in tokens for holder in self._holders(path))
 
     def _alias_varies(self, path: str) -> bool:
-        """Whether an episode, or a reset, puts there what is also elsewhere."""
+        """Whether steps or resets change which other path refers to the same object."""
         return any(one.aliases.get(path) != self.fresh[0].aliases.get(path) for one in self._all)
 
     def _is_covered_by_holder(
         self, path: str, found: Mapping[str, None], original: Fingerprint, copy: Fingerprint
     ) -> bool:
-        """Whether what holds a path is set, or is of an episode, or is each instance's own."""
+        """Whether a holder of a path is set as a whole, or need not be set."""
         is_new, holder = copy.token(path) is None, path
         while holder:
             steps = original.steps.get(holder) or copy.steps.get(holder) or self._steps.get(holder)
@@ -585,7 +613,7 @@ class _StateClassifier:
         return False
 
     def is_restored_by_use(self, path: str, original: Fingerprint) -> bool:
-        """Whether an instance gets what cannot be set by being used, or a reset makes it anew."""
+        """Whether steps or resets create the object at a path, so that a copy does not need it."""
         if self.kind(path) == "fixed":
             return False
         below = [path, *(each for each in original.tokens if each.startswith(path))]
@@ -594,22 +622,22 @@ class _StateClassifier:
         )
 
     def _occurs_in_histories(self, path: str, token: Any) -> bool:
-        """Whether instances that were used have such a part, or parts that vary."""
+        """Whether the copies had this token at some time, or tokens that vary."""
         found = [other for one in self._all if (other := one.token(path)) is not None]
         return token in found or any(other != found[0] for other in found)
 
 
 def _describe_difference(path: str, original: Fingerprint, copy: Fingerprint) -> str:
-    mine, its = _describe_value(original, path), _describe_value(copy, path)
-    if path in original.aliases and mine == its:
-        return f"{path} is {original.canonical_path(path)} in the instance and another object in a copy"
-    if mine == its:
-        return f"{path or 'the environment'} has other contents in a copy"
-    return f"{path or 'the environment'} is {mine} in the instance and {its} in a copy"
+    expected, actual = _describe_value(original, path), _describe_value(copy, path)
+    if path in original.aliases and expected == actual:
+        return f"{path} is the same object as {original.canonical_path(path)} in the instance, but not in a copy"
+    if expected == actual:
+        return f"{path or 'the environment'} has different contents in a copy"
+    return f"{path or 'the environment'} is {expected} in the instance, but {actual} in a copy"
 
 
-def _describe_value(of: Fingerprint, path: str) -> str:
-    token = of.token(path)
+def _describe_value(found: Fingerprint, path: str) -> str:
+    token = found.token(path)
     if token is None:
         return "missing"
     if token[0] in walk.SCALAR_TOKENS and isinstance(token[-1], (str, bytes, int, type(None))):
@@ -625,10 +653,12 @@ def measure(
     *,
     begin: Callable[[], object] | None = None,
 ) -> Examination:
-    """Build an environment, step it and say what that took.
+    """Build and step an environment, and measure time and memory.
 
-    :param read: called with it before it is stepped; what it returns is in the result
-    :param begin: called before all that
+    :param build: Builds the environment.
+    :param read: Called with the environment before it is stepped. Its result is stored in ``examination.read``.
+    :param request_changes: Not used. Tasks of :func:`run_in_subprocess` receive it.
+    :param begin: Initializer, called first.
     """
     if begin is not None:
         begin()
@@ -651,14 +681,14 @@ def _time_steps(environment: Any) -> float | None:
     try:
         with _time_limit(_TIMING_TIMEOUT_S):
             driver.reset(None)
-            driver.step()  # the first one fills caches
+            driver.step()  # The first step fills caches, so it is not measured.
             count, begin = 0, time.perf_counter()
             while (taken := time.perf_counter() - begin) <= _TIMING_S and count < _TIMING_STEPS:
                 driver.step()
                 count += 1
             return taken / count
     except Exception:
-        # It is for the user's actions, not for any that its space has; whoever steps a copy gets what it raises.
+        # The environment may not support random actions. If it is broken, the user's own steps raise the error.
         return None
 
 
@@ -673,7 +703,10 @@ def _optional_phase() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError after so many seconds."""
+    """Raise TimeoutError in the block after so many seconds.
+
+    Do nothing in other threads than the main one, and on Windows.
+    """
     if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -691,6 +724,6 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def _close(environment: Any) -> None:
-    with warnings.catch_warnings(), contextlib.suppress(Exception):  # the process ends with it
+    with warnings.catch_warnings(), contextlib.suppress(Exception):  # An error does not matter: the process ends next.
         warnings.simplefilter("ignore")
         environment.close()

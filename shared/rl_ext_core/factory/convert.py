@@ -1,8 +1,7 @@
-"""``as_factory``: from an environment, in whatever form users have it, to a picklable function that builds it."""
+"""``as_factory``: turn an instance, class, function or id into an ``EnvFactory``."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -20,15 +19,20 @@ from rl_ext_core.factory.walk import Fingerprint, fingerprint, full_name
 __all__ = ["as_factory", "convert", "examine_factory"]
 
 _log = logging.getLogger("rl_ext_core.factory")
-_ORIGIN_PHRASES = {"pickle": "pickled", "spec": "made by its specification", "constructor": "made as it was"}
+# Beginnings of clauses in error messages, by EnvFactory.origin.
+_ORIGIN_PHRASES = {
+    "pickle": "after pickling",
+    "spec": "built from its specification",
+    "constructor": "constructed again",
+}
 
 
 def as_factory(source: Any, *, verify: bool = True, start_method: str | None = None) -> EnvFactory[Any]:
-    """Turn an environment into a factory of environments like it.
+    """Turn an environment into a picklable factory that builds equal environments.
 
-    A copy of an instance begins at a reset: it has what the instance was made with, what was set on it since, and what
-    outlasts its resets, such as running statistics, but not the middle of its episode. Whether a copy is the
-    instance's equal in all of that is found out in a process that is thrown away; where none is, it is refused. The
+    A copy of an instance gets the constructor's arguments and the attributes that were set since. It also gets state
+    that outlasts resets, such as running statistics. It starts at a reset, not in the middle of the instance's episode.
+    A temporary process builds a copy and compares it with the instance. If they differ, an error is raised. The
     instance is only read, and stays usable.
 
     .. code-block:: python
@@ -37,16 +41,18 @@ def as_factory(source: Any, *, verify: bool = True, start_method: str | None = N
         env.unwrapped.gravity = 5.0
         venv = SubprocVecEnv(as_factory(env).for_workers(4, seed=0))
 
-    :param source: an environment, a function or class that builds one, gymnasium's id or specification of one, or the
-        name of a game of stable-retro
-    :param verify: compare copies with an instance. False saves the process: a copy is what a pickle gives, or, if there
-        is none, has nothing that was changed since the instance was made
-    :param start_method: of that process, ``"forkserver"``, ``"spawn"`` or ``"fork"``; the first where there is one
-    :return: the factory
-    :raises NotCopyableError: no copy would be the instance's equal; the text names the attribute, and the line to write
-    :raises WorkerError: the process in which copies are compared has died
-    :raises InvalidTypeError: nothing that builds an environment
-    :raises InvalidArgumentError: gymnasium does not know the id
+    :param source: An environment, a function or class that builds one, a gymnasium id or specification, or the name of
+        a stable-retro game.
+    :param verify: Whether to compare a copy of an instance with it. False saves the process. A copy is then unpickled
+        or, if the instance cannot be pickled, constructed again without later changes.
+    :param start_method: Start method of the temporary process: ``"forkserver"`` (default, if available), ``"spawn"`` or
+        ``"fork"``.
+    :return: The factory. An :class:`~rl_ext_core.factory.EnvFactory` is returned as it is.
+    :raises NotCopyableError: If a copy would differ from the instance. The message names the attribute, and a function
+        to pass instead.
+    :raises WorkerError: If the temporary process dies.
+    :raises InvalidTypeError: If ``source`` does not build an environment.
+    :raises InvalidArgumentError: If gymnasium does not know the id.
 
     Source: https://github.com/pytorch/rl/issues/2277
     """
@@ -63,12 +69,15 @@ def convert(
     read: Callable[[Any], Any] | None = None,
     timeout: float | None = None,
 ) -> EnvFactory[Any]:
-    """Do what :func:`as_factory` does, for environments that are adapted to a framework.
+    """Turn an environment into a factory, and adapt what the factory builds to a framework.
 
-    :param adapt: takes an environment and gives the framework's; what is measured is the latter
-    :param preload: modules that it needs
-    :param read: called with the copy of an instance that is examined; what it returns is in the examination
-    :param timeout: seconds that building and stepping a copy may take
+    :param source: An environment, a function or class that builds one, or an id, as for :func:`as_factory`.
+    :param verify: Whether to compare a copy of an instance with it.
+    :param start_method: Start method of the temporary process.
+    :param adapt: Takes an environment and returns the framework's, which is the one that is measured.
+    :param preload: Names of modules that ``adapt`` needs.
+    :param read: Called with the copy that is measured. Its result is stored in ``examination.read``.
+    :param timeout: Seconds that building and stepping a copy may take. None waits indefinitely.
     """
     if isinstance(source, EnvFactory):
         factory = source
@@ -82,7 +91,7 @@ def convert(
         factory = _factory_from_callable(source)
     else:
         raise InvalidTypeError(
-            f"{source!r} builds no environment; expected an environment, a function or class that builds one, or an "
+            f"{source!r} builds no environment: expected an environment, a function or class that builds one, or an "
             "id. Write as_factory(lambda: MyEnv())"
         )
     return factory if adapt is None or factory.is_adapted else factory.then(adapt, preload=preload)
@@ -97,13 +106,15 @@ def examine_factory(
     begin: Callable[[], object] | None = None,
     timeout: float | None = None,
 ) -> Examination:
-    """Build and measure what a factory builds, in a process that is thrown away.
+    """Build an environment in a temporary process, and measure it.
 
-    :param read: called with it; what it returns is in the result
-    :param overrides: in addition to the factory's
-    :param begin: called in the process before, as the workers call it
-    :param timeout: seconds that it may take
-    :raises WorkerError: building or reading it has failed, or its process has died
+    :param factory: Builds the environment.
+    :param read: Called with the environment. Its result is stored in ``examination.read``.
+    :param overrides: Arguments or attributes, in addition to those of the factory.
+    :param start_method: Start method of the process.
+    :param begin: Initializer of workers, called in the process first.
+    :param timeout: Seconds that building and stepping may take. None waits indefinitely.
+    :raises WorkerError: If building or reading fails, or the process dies.
     """
     environ = None if factory.decision is None else factory.decision.variables
     task = functools.partial(compare.measure, functools.partial(factory, **overrides), read, begin=begin)
@@ -113,7 +124,7 @@ def examine_factory(
 
 
 def _is_environment(source: Any) -> bool:
-    # Before the question whether it can be called: TorchRL's environments can.
+    # This check precedes callable(), because TorchRL's environments are callable.
     return not isinstance(source, type) and all(callable(getattr(source, name, None)) for name in ("reset", "step"))
 
 
@@ -124,7 +135,7 @@ def _factory_from_callable(build: Any) -> EnvFactory[Any]:
 
 
 def _factory_from_spec(spec: Any, origin: str) -> EnvFactory[Any]:
-    build = functools.partial(record.make, copy.deepcopy(spec))
+    build = functools.partial(record.make_from_spec, copy.deepcopy(spec))
     recipe = recipe_of_callable(build, origin, f"lambda: {record.Call(build.func, build.args)}", takes_arguments=True)
     return EnvFactory(recipe, preload=("gymnasium", *record.modules_of_callable(spec)))
 
@@ -153,7 +164,7 @@ def _factory_from_instance(
     preload = record.modules_of_instance(environment)
     original = fingerprint(environment)
     problems: list[str] = []
-    # Of a pickle that is not compared, more can be hoped for.
+    # Without a comparison, a pickle is more likely to include later changes.
     for make_recipe in (
         (_recipe_from_record, _recipe_from_pickle) if verify else (_recipe_from_pickle, _recipe_from_record)
     ):
@@ -182,12 +193,12 @@ def _factory_from_instance(
             _log_warnings(examination)
             recipe = dataclasses.replace(recipe, changes=examination.changes)
             return EnvFactory(recipe, instance=environment, preload=preload, examination=examination)
-        more = f"; and {len(examination.problems) - 3} more" if len(examination.problems) > 3 else ""
+        more = f"; {len(examination.problems) - 3} more" if len(examination.problems) > 3 else ""
         problems.append(f"{_ORIGIN_PHRASES[recipe.origin]}, {'; '.join(examination.problems[:3])}{more}")
     name = line.removeprefix("lambda: ").partition("(")[0]
     raise NotCopyableError(
-        f"this {name} cannot be copied into a worker: {'. And '.join(problems)}. Hand over a function that builds it as it "
-        f"is to be:\n    {line}"
+        f"this {name} cannot be copied into a worker: {'. Also, '.join(problems)}. Pass a function that builds and "
+        f"configures it:\n    {line}"
     )
 
 
@@ -195,48 +206,58 @@ def _log_warnings(examination: Examination) -> None:
     if examination.opaque:
         more = f" and {len(examination.opaque) - 5} more" if len(examination.opaque) > 5 else ""
         _log.warning(
-            "%s: this cannot be looked into, so whether a copy has it is not known; what was done to it since it was "
-            "made may be lost: hand over a function that builds the environment as it is to be",
+            "%s cannot be inspected, so copies may lack changes that were made there. To keep the changes, pass a "
+            "function that builds and configures the environment",
             ", ".join(examination.opaque[:5]) + more,
         )
     for path in examination.class_attributes:
         what = "the class's attribute" if path.startswith("<class ") else "the module's global"
         _log.warning(
-            "%s: %s differs in workers, which import the module anew, so what was changed since then is not in a "
-            "copy: set it on the instance, or where the module is imported",
+            "%s: %s differs in workers, because they import the module again, without later changes. Set the value on "
+            "the instance, or in the module itself",
             path,
             what,
         )
 
 
 def _recipe_from_record(environment: Any, line: str, original: Fingerprint, problems: list[str]) -> Recipe | None:
-    """Return the recipe that makes an instance as it was made; None, and why, if that is unknown."""
+    """Return the recipe that constructs an instance again.
+
+    If that is impossible, add the reason to ``problems`` and return None.
+    """
     for path in original.unpicklable:
         if (name := simulators.name_of_output_file(original.objects.get(path))) is not None:
-            problems.append(f"it writes to the file {name} ({path}), which making another one may begin anew")
+            problems.append(f"it writes to the file {name} ({path}), which a second instance may overwrite")
             return None
     call = record.call_of(environment)
     if call is not None:
-        origin = "spec" if call.function is record.make else "constructor"
-        with contextlib.suppress(NotCopyableError):
+        origin = "spec" if call.function is record.make_from_spec else "constructor"
+        try:
             return recipe_of_callable(call.build, origin, line, takes_arguments=False)
+        except NotCopyableError as error:
+            problems.append(f"its constructor call cannot be sent to a worker: {str(error).rstrip('.')}")
+            return None
     problems.append(
-        "how it was made is not known, because that was before this package was imported, or by a function that "
-        "capture_constructors was not told of"
+        "its constructor call was not recorded, because it happened before this package was imported, or in a function "
+        "that was not passed to capture_constructors"
     )
     return None
 
 
 def _recipe_from_pickle(environment: Any, line: str, original: Fingerprint, problems: list[str]) -> Recipe | None:
-    """Return the recipe that loads a pickle; None, and why, if there is no pickle."""
+    """Return the recipe that unpickles an instance.
+
+    If that is impossible, add the reason to ``problems`` and return None.
+    """
     for path, reason in original.unpicklable.items():
-        problems.append(f"pickled, it has no {path} ({reason})")
+        problems.append(f"after pickling, it lacks {path} ({reason})")
         return None
-    kept = original.references  # globals and classes' attributes are those of the process that loads it
+    references = original.references  # A copy refers to the globals and class attributes of its own process.
     try:
-        return Recipe("pickle", _pickle.dumps(environment, (lambda part: kept.get(id(part))) if kept else None), line)
+        find = (lambda part: references.get(id(part))) if references else None
+        return Recipe("pickle", _pickle.dumps(environment, find), line)
     except Exception as error:
         path = compare.unpicklable(original)
         reason = str(error) or type(error).__name__
-        problems.append(f"pickled, it has no {path} ({full_name(type(original.objects[path]))}: {reason})")
+        problems.append(f"after pickling, it lacks {path} ({full_name(type(original.objects[path]))}: {reason})")
         return None

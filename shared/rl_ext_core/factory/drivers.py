@@ -1,4 +1,7 @@
-"""Steps environments whose interface is known by the names of their base classes; imports none of their packages."""
+"""Reset and step environments of many libraries with random actions.
+
+The libraries are not imported. An environment's interface follows from the names of its base classes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,11 @@ if TYPE_CHECKING:
 
 
 def driver_for(env: Any, *, seed: int) -> Driver | None:
-    """Return what steps an environment, or a wrapper of one, with actions of this seed; None: nobody knows how."""
+    """Return a driver for an environment or wrapper, or None if its interface is unknown.
+
+    :param env: The environment. The names of its base classes determine the interface.
+    :param seed: Seed of the actions.
+    """
     names = {f"{base.__module__}:{base.__qualname__}" for base in type(env).__mro__}
     for known, driver in _DRIVERS.items():
         if known in names:
@@ -24,7 +31,7 @@ def driver_for(env: Any, *, seed: int) -> Driver | None:
 
 
 class Driver:
-    """Resets and steps one environment, with actions of its own generator."""
+    """Resets and steps one environment with random actions."""
 
     def __init__(self, env: Any, rng: np.random.Generator) -> None:
         self._env, self._rng = env, rng
@@ -33,20 +40,24 @@ class Driver:
     def reset(self, seed: int | None) -> Any:
         """Start an episode.
 
-        :param seed: for the environment's own generators; None leaves them as they are
-        :return: what the environment returned, as plain nested data, without the infos
+        :param seed: Seed of the environment's own generators. None does not seed them.
+        :return: Result of the environment without infos, as plain nested data.
         """
         return copy_plain_data(self._env.reset(seed=seed)[0])
 
     def step(self) -> Any:
-        """Take a step with a drawn action; at the end of an episode, start the next one.
+        """Take a step with a random action. At the end of an episode, start the next one.
 
-        :return: what the environment returned, as plain nested data, without the infos
+        :return: Results of the environment without infos, as plain nested data.
         """
         raise NotImplementedError
 
     def _draw(self, space: Any, name: str = "", mask: Any = None) -> Any:
-        """Draw from a copy of gymnasium's space of this name, with a generator of its own, what a mask allows."""
+        """Draw an action from a copy of a gymnasium space, which has its own generator.
+
+        :param name: Name of the agent. Each has its own copy.
+        :param mask: Allowed actions. None allows all.
+        """
         if name not in self._spaces:
             self._spaces[name] = copy.deepcopy(space)
             self._spaces[name].seed(int(self._rng.integers(2**31)))
@@ -54,7 +65,10 @@ class Driver:
 
 
 def sample_between(rng: np.random.Generator, low: Any, high: Any, shape: Any, dtype: Any) -> Any:
-    """Draw numbers between limits: evenly, or where one limit is infinite from a normal distribution, cut off."""
+    """Draw numbers between limits.
+
+    The distribution is uniform, or a clipped normal one if a limit is infinite.
+    """
     low, high = np.broadcast_to(low, shape), np.broadcast_to(high, shape)
     if np.issubdtype(dtype, np.integer):
         return np.asarray(rng.integers(low, high, size=shape, endpoint=True), dtype)
@@ -64,13 +78,13 @@ def sample_between(rng: np.random.Generator, low: Any, high: Any, shape: Any, dt
 
 
 def copy_plain_data(value: Any) -> Any:
-    """Copy into plain nested data: dicts, lists, tuples, arrays and tensors, which later steps do not write to."""
+    """Copy a result into nested dicts and lists, which later steps do not overwrite."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
-    if isinstance(value, Mapping) or hasattr(value, "batch_size"):  # a TensorDict
+    if isinstance(value, Mapping) or hasattr(value, "batch_size"):  # A TensorDict is not a Mapping.
         return {key: copy_plain_data(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [copy_plain_data(part) for part in value]
@@ -80,9 +94,10 @@ def copy_plain_data(value: Any) -> Any:
 
 
 class GymnasiumDriver(Driver):
-    """gymnasium.Env."""
+    """Driver of ``gymnasium.Env``."""
 
     def step(self) -> Any:
+        """Take a step with a random action. At the end of an episode, start the next one."""
         *result, _ = self._env.step(self._draw(self._env.action_space))
         if result[2] or result[3]:
             return [copy_plain_data(result), self.reset(None)]
@@ -90,7 +105,7 @@ class GymnasiumDriver(Driver):
 
 
 class _PettingZooAEC(Driver):
-    """PettingZoo's AECEnv: one agent after the other."""
+    """Driver of PettingZoo's ``AECEnv``, whose agents act in turn."""
 
     def reset(self, seed: int | None) -> Any:
         self._env.reset(seed=seed)
@@ -112,7 +127,7 @@ class _PettingZooAEC(Driver):
 
 
 class _PettingZooParallel(Driver):
-    """PettingZoo's ParallelEnv: all agents at once."""
+    """Driver of PettingZoo's ``ParallelEnv``, whose agents act at the same time."""
 
     _returned: tuple[Any, Any] = ({}, {})
 
@@ -131,7 +146,7 @@ class _PettingZooParallel(Driver):
 
 
 def _action_mask(observation: Any, info: Any) -> Any:
-    """Find out which actions an agent may take, where the environment says so; None: all of them."""
+    """Return the ``action_mask`` in an info or observation, or None if all actions are allowed."""
     for holder in (info, observation):
         if isinstance(holder, Mapping) and holder.get("action_mask") is not None:
             return holder["action_mask"]
@@ -139,10 +154,10 @@ def _action_mask(observation: Any, info: Any) -> Any:
 
 
 class _DmEnv(Driver):
-    """dm_env.Environment: dm_control's, dmlab2d's, and wrappers of them."""
+    """Driver of ``dm_env.Environment``: dm_control's, dmlab2d's, and wrappers of them."""
 
     def reset(self, seed: int | None) -> Any:
-        # dm_control's composer has its generator in the environment, its suite in the task. dm_env knows no seeds.
+        # dm_env has no seeds. dm_control's composer stores its generator in the environment, its suite in the task.
         for holder, name in ((self._env, "random_state"), (getattr(self._env, "task", None), "random")):
             found = getattr(holder, name, None)
             if seed is not None and isinstance(found, np.random.RandomState):
@@ -167,11 +182,11 @@ class _DmEnv(Driver):
 
 
 class _Robosuite(Driver):
-    """robosuite's environments, and wrappers of them."""
+    """Driver of robosuite's environments and their wrappers."""
 
     def reset(self, seed: int | None) -> Any:
         if seed is not None and isinstance(getattr(self._env, "rng", None), np.random.Generator):
-            # In place: the samplers of placements hold the same generator. Older versions draw from NumPy's own.
+            # Seed in place, because placement samplers refer to the same generator. Older versions use a global one.
             self._env.rng.bit_generator.state = type(self._env.rng.bit_generator)(seed).state
         return copy_plain_data(self._env.reset())
 
@@ -182,7 +197,7 @@ class _Robosuite(Driver):
 
 
 class _TorchRL(Driver):
-    """torchrl.envs.EnvBase."""
+    """Driver of ``torchrl.envs.EnvBase``."""
 
     _data: Any = None
 
@@ -197,7 +212,7 @@ class _TorchRL(Driver):
         if self._data is None:
             self._data = self._env.reset()
         torch = sys.modules["torch"]
-        # Specs draw from torch's own generator, which the environment may draw from too.
+        # Specs draw actions from torch's global generator, whose state must not change for the environment.
         device = self._env.device
         with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
             torch.manual_seed(int(self._rng.integers(2**31)))
@@ -207,7 +222,7 @@ class _TorchRL(Driver):
 
 
 class _GymnasiumVector(Driver):
-    """gymnasium.vector.VectorEnv."""
+    """Driver of ``gymnasium.vector.VectorEnv``."""
 
     def step(self) -> Any:
         result = copy_plain_data(self._env.step(self._draw(self._env.action_space))[:4])
@@ -219,7 +234,7 @@ class _GymnasiumVector(Driver):
 
 
 class _SB3Vector(Driver):
-    """Stable Baselines3's VecEnv."""
+    """Driver of SB3's ``VecEnv``."""
 
     def reset(self, seed: int | None) -> Any:
         if seed is not None:
@@ -232,7 +247,7 @@ class _SB3Vector(Driver):
 
 
 class _Vmas(Driver):
-    """VMAS's Environment."""
+    """Driver of VMAS's ``Environment``."""
 
     def reset(self, seed: int | None) -> Any:
         return copy_plain_data(self._env.reset(seed=seed))

@@ -1,4 +1,4 @@
-"""A picklable function that builds an environment like the one it was made from, by a call or from a copy."""
+"""``EnvFactory``: a picklable function that builds an environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EnvFactory"]
 
-# By the module of a layer's class, the renderer by whose rule it picks a GPU.
+# Module of a layer's class -> the renderer whose rule chooses its GPU.
 _RENDERERS = {"robosuite": "robosuite", "dm_control": "dm_control", "gymnasium.envs.mujoco": "gymnasium"}
 
 _Env = TypeVar("_Env")
@@ -35,10 +35,15 @@ _Env = TypeVar("_Env")
 
 @dataclasses.dataclass(frozen=True)
 class _Worker:
-    """What is a worker's own.
+    """Settings of one worker.
 
-    :ivar entropy: None is the operating system's, of each process: one pickle may be used in several
-    :ivar creator_process: the process that hands out the factories; its own generators are left alone
+    :ivar index: Position of the worker in its group, from 0.
+    :ivar entropy: Seed of the group. None draws entropy from the operating system in each process that builds.
+    :ivar overrides: Arguments or attributes that differ in this worker.
+    :ivar decision: Device decision of the worker.
+    :ivar apply_decision: Applies the device decision to the process that builds.
+    :ivar creator_process: Process that created the factories. Its own random generators are never reseeded.
+    :ivar attempt: How often the worker was started before.
     """
 
     index: int
@@ -51,18 +56,18 @@ class _Worker:
 
 
 class EnvFactory(Generic[_Env]):
-    """Builds an environment; picklable, callable without arguments. Made by :func:`as_factory`.
+    """Picklable function without arguments that builds an environment.
 
-    It fits wherever a list of functions is expected: Stable Baselines3's ``SubprocVecEnv``, gymnasium's
-    ``AsyncVectorEnv``, TorchRL's collectors and its distributed ones. A copy of an instance begins at a reset, and its
-    random generators never continue the original's stream: each copy draws differently.
+    Created by :func:`as_factory`.
 
-    :ivar origin: how: ``"callable"``, ``"class"``, ``"id"`` or ``"spec"`` (gymnasium's specification); of an instance,
-        ``"spec"`` or ``"constructor"`` (made as the instance was, with what was changed of it since) or, where that is
-        not known or not enough, ``"pickle"``
-    :ivar instance: the instance that it was made from, in the process that did so; else None
-    :ivar preload: modules that a fork server may import
-    :ivar examination: what was measured of a copy; None if nothing was
+    Pass factories wherever functions that build environments are expected: SB3's ``SubprocVecEnv``, gymnasium's
+    ``AsyncVectorEnv``, TorchRL's collectors. A copy of an instance starts at a reset. Its random generators are
+    reseeded, so each copy draws differently.
+
+    :ivar instance: Environment that the factory was created from. None in other processes, and if the source was not an
+        instance.
+    :ivar preload: Names of modules that a fork server may import for all workers.
+    :ivar examination: Measurements of a copy. None if no copy was built.
 
     >>> import gymnasium
     >>> from rl_ext_core.factory import as_factory
@@ -90,38 +95,51 @@ class EnvFactory(Generic[_Env]):
 
     @property
     def origin(self) -> str:
-        """The route by which environments are built."""
+        """How environments are built.
+
+        :return: ``"callable"``, ``"class"``, ``"id"`` or ``"spec"`` (gymnasium's specification) name the source. Copies
+            of an instance have ``"spec"`` or ``"constructor"`` (constructed again), or ``"pickle"``.
+        """
         return self._recipe.origin
 
     @property
     def worker(self) -> int | None:
-        """The worker that it is for; None: for any."""
+        """Index of the worker that the factory is for, or None if it is for any worker."""
         return None if self._worker is None else self._worker.index
 
     @property
     def decision(self) -> Decision | None:
-        """The worker's device decision."""
+        """Device decision of the worker, or None if devices were not assigned."""
         return None if self._worker is None else self._worker.decision
 
     @property
     def overrides(self) -> Mapping[str, Any]:
-        """What is different about the worker's environment."""
+        """Arguments or attributes that differ in the worker's environment, by name."""
         return {} if self._worker is None else self._worker.overrides
 
     @property
     def is_adapted(self) -> bool:
-        """Whether environments go through a function that :meth:`then` added."""
+        """Whether :meth:`then` added a function that wraps the environments."""
         return bool(self._adapters)
 
     def to_source(self) -> str:
-        """Return the source line that a person would write in place of it, as well as it can be told."""
-        return self._recipe.to_source
+        """Return the source code of a function that builds the same environment.
+
+        Parts that cannot be written as code are shown as ``...``.
+
+        >>> import gymnasium
+        >>> from rl_ext_core.factory import as_factory
+        >>> as_factory(gymnasium.make("CartPole-v1")).to_source()
+        "lambda: gymnasium.make('CartPole-v1')"
+        """
+        return self._recipe.source
 
     def then(self, adapt: Callable[[Any], Any], *, preload: Sequence[str] = ()) -> EnvFactory[Any]:
-        """Return a factory whose environments go through a function, e.g. a wrapper's class.
+        """Return a factory that passes each environment through a function, such as a wrapper class.
 
-        :param adapt: takes the environment; picklable
-        :param preload: modules that it needs and that a fork server may import
+        :param adapt: Picklable function that takes the environment and returns another one.
+        :param preload: Names of modules that it needs and that a fork server may import.
+        :return: The new factory. This one stays as it is.
         """
         other: EnvFactory[Any] = self._copy()
         other._adapters = (*self._adapters, adapt)
@@ -136,26 +154,31 @@ class EnvFactory(Generic[_Env]):
         overrides: Sequence[Mapping[str, Any]] | None = None,
         devices: str | Decision | Sequence[Decision] | None = None,
     ) -> list[EnvFactory[_Env]]:
-        """Return a factory for each of several workers.
+        """Return one factory per worker, each with its own random seeds.
 
-        In a process other than this one they seed the generators that environments may draw from, before they build:
-        Python's, NumPy's, torch's and the C library's, differently in each worker. So are generators that are globals
-        or class attributes of the environment's modules and of the user's, those that a copy holds, and gymnasium's in
-        environments and spaces that have not drawn yet, in lists and vector environments too.
+        In a worker process, a factory first seeds the generators of Python, NumPy, torch and the C library. It also
+        seeds generators that are globals or class attributes of the user's and the environment's modules. Generators
+        inside a copy are seeded, too. So are gymnasium environments and spaces that have not drawn yet, also those in
+        lists and vector environments.
 
-        :param num_workers: how many
-        :param seed: makes all of that reproducible; by default it never is
-        :param overrides: per worker: for an instance attributes to set on the copy, on its outermost layer that has
-            them; for a callable, a class or an id arguments for it
-        :param devices: ``"round-robin"`` gives the visible GPUs out in turn; or a decision for all, or one for each.
-            A callable with a parameter ``device`` gets the one that computes
-        :return: the factories
-        :raises InvalidArgumentError: a number below 1, a seed below 0, a list of another length, or an override that
-            names nothing
-        :raises InvalidTypeError: overrides are no list of mappings
+        :param num_workers: Number of workers, at least 1.
+        :param seed: Makes all seeds reproducible. By default they differ in each run.
+        :param overrides: One mapping per worker. For an instance: attributes to set on the outermost layer of the copy
+            that has them. For a callable, a class or an id: keyword arguments.
+        :param devices: ``"round-robin"`` distributes the visible GPUs over the workers. Otherwise one decision for all
+            workers, or one per worker. A callable with a parameter ``device`` receives the compute device.
+        :return: ``num_workers`` factories.
+        :raises InvalidArgumentError: If ``num_workers`` or ``seed`` is out of range, a list has another length than
+            ``num_workers``, or an override names no argument or attribute.
+        :raises InvalidTypeError: If ``overrides`` is not a list of mappings.
+
+        >>> from rl_ext_core.factory import as_factory
+        >>> first, second = as_factory("CartPole-v1").for_workers(2, seed=0)
+        >>> first.worker, second.worker
+        (0, 1)
         """
         _check_workers(num_workers, seed, overrides, devices)
-        # Of one that is for a worker already, what is not said anew stays.
+        # A factory of a worker keeps the settings that this call does not replace.
         before = None if self._worker is None else self._worker.entropy
         entropy = before if seed is None else int(seed)
         factories = []
@@ -172,9 +195,9 @@ class EnvFactory(Generic[_Env]):
         return factories
 
     def for_attempt(self, attempt: int) -> EnvFactory[_Env]:
-        """Return the worker's factory for when it is started anew: the environment draws differently.
+        """Return this factory for a restarted worker, with other random seeds.
 
-        :param attempt: how often it was started before
+        :param attempt: How often the worker was started before.
         """
         other = self._copy()
         if self._worker is not None:
@@ -184,9 +207,11 @@ class EnvFactory(Generic[_Env]):
     def __call__(self, **overrides: Any) -> _Env:
         """Build the environment.
 
-        :param overrides: in addition to the worker's
-        :raises InvalidArgumentError: an override names no attribute of the copy
-        :raises DeviceConflictError: a library in this process has read other settings than the worker's decision
+        :param overrides: Arguments or attributes, in addition to those of the worker.
+        :return: The environment.
+        :raises InvalidArgumentError: If an override names no argument or attribute.
+        :raises DeviceConflictError: If a library in this process already uses another device than the worker's
+            decision.
         """
         worker, recipe = self._worker, self._recipe
         if worker is not None:
@@ -199,10 +224,10 @@ class EnvFactory(Generic[_Env]):
             return self._adapt(recipe.build(overrides))
         is_elsewhere, seeded = worker is not None and worker.creator_process != process_identity(), set[int]()
         if is_elsewhere:
-            # Before it is built: what the environment's own code seeds stays as it says.
+            # Seed before building, so that seeds set by the environment's own code win.
             streams.seed_process(stream)
             if recipe.takes_arguments:
-                recipe.load()  # which imports its modules
+                recipe.load()  # This imports the environment's modules, whose generators are seeded next.
             streams.seed_shared(stream, seeded)
         environment = recipe.build(overrides)
         if is_elsewhere:
@@ -215,8 +240,8 @@ class EnvFactory(Generic[_Env]):
     def _adapt(self, environment: Any) -> _Env:
         for adapt in self._adapters:
             environment = adapt(environment)
-        is_adapted: _Env = environment
-        return is_adapted
+        adapted: _Env = environment
+        return adapted
 
     def _copy(self) -> EnvFactory[_Env]:
         other: EnvFactory[_Env] = EnvFactory.__new__(type(self))
@@ -224,12 +249,12 @@ class EnvFactory(Generic[_Env]):
         return other
 
     def __reduce__(self) -> Any:
-        # What users have given may be of a script's main module, which plain pickle does not bring along.
+        # Plain pickle does not include functions and classes of a script's main module.
         return _unpickle_factory, (_pickle.dumps({**self.__dict__, "instance": None}),)
 
     def __repr__(self) -> str:
         worker = "" if self._worker is None else f", worker={self._worker.index}"
-        return f"EnvFactory({self._recipe.to_source!r}, origin={self.origin!r}{worker})"
+        return f"EnvFactory({self._recipe.source!r}, origin={self.origin!r}{worker})"
 
 
 def _unpickle_factory(packed: bytes) -> EnvFactory[Any]:
@@ -239,7 +264,7 @@ def _unpickle_factory(packed: bytes) -> EnvFactory[Any]:
 
 
 def _do_nothing() -> None:
-    """Build nothing: a decision is applied by what it binds."""
+    """Do nothing. A bound decision applies itself before it calls this."""
 
 
 def _check_workers(num_workers: Any, seed: Any, overrides: Any, devices: Any) -> None:
@@ -248,28 +273,29 @@ def _check_workers(num_workers: Any, seed: Any, overrides: Any, devices: Any) ->
     for name, value, least, option in checked:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
             raise InvalidArgumentError(
-                f"{name}={value!r} is not a whole number from {least} on. Write for_workers(2{option})"
+                f"{name}={value!r} is not valid: expected an integer of at least {least}. Write for_workers(2{option})"
             )
     if overrides is not None and not (
         isinstance(overrides, Sequence) and all(isinstance(entry, Mapping) for entry in overrides)
     ):
         raise InvalidTypeError(
-            f"overrides={overrides!r} is no list of mappings; write overrides=[dict(name=value) for worker in "
-            f"range({num_workers})]"
+            f"overrides={overrides!r} is not a list of mappings: expected one per worker. "
+            f"Write overrides=[dict(name=value) for worker in range({num_workers})]"
         )
     for name, value in (("overrides", overrides), ("devices", devices)):
         if isinstance(value, Sequence) and not isinstance(value, str) and len(value) != num_workers:
             entry = "dict(name=value)" if name == "overrides" else "decision"
             raise InvalidArgumentError(
-                f"{name} has {len(value)} entries for {num_workers} workers; expected one for each. Write "
+                f"{name} has length {len(value)}: expected one entry for each of num_workers={num_workers!r}. Write "
                 f"{name}=[{entry} for worker in range({num_workers})]"
             )
 
 
 def _decide_for_workers(devices: Any, num_workers: int, environment: Any) -> list[Decision | None]:
-    """Return a decision for each worker; the renderer of an instance, if there is one, decides the rule.
+    """Return a device decision for each worker.
 
-    :raises InvalidArgumentError: another value
+    :param environment: Instance whose renderer determines the rule of ``"round-robin"``, or None.
+    :raises InvalidArgumentError: If ``devices`` has another form.
     """
     if devices is None:
         return [None] * num_workers
@@ -282,13 +308,13 @@ def _decide_for_workers(devices: Any, num_workers: int, environment: Any) -> lis
     if isinstance(devices, Sequence) and not isinstance(devices, str) and all(isinstance(d, Decision) for d in devices):
         return list(devices)
     raise InvalidArgumentError(
-        f'devices={devices!r} is no decision; expected "round-robin", a decision or one for each worker. Write '
+        f'devices={devices!r} is not valid: expected "round-robin", a Decision, or one Decision per worker. Write '
         'devices=[resolve("cuda", render="same", worker=worker) for worker in range(num_workers)]'
     )
 
 
 def _renderer_of(environment: Any) -> str | None:
-    """Tell by which renderer's rule an environment picks a GPU; None: it does not render on one."""
+    """Return the renderer whose rule chooses an environment's GPU, or None."""
     modules = [f"{base.__module__}." for layer in walk.layers(environment) for base in type(layer).__mro__]
     found = (name for start, name in _RENDERERS.items() if any(module.startswith(f"{start}.") for module in modules))
     return next(found, None)
@@ -296,22 +322,24 @@ def _renderer_of(environment: Any) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Builds an environment, here or in another process.
+    """Instructions for building an environment in this or another process.
 
-    :ivar origin: by which route: ``"callable"``, ``"class"``, ``"id"``, ``"spec"``, ``"constructor"`` or ``"pickle"``
-    :ivar packed: what is unpickled, no sooner than when it is needed: that imports the environment's modules
-    :ivar to_source: the source line that a person would write
-    :ivar takes_arguments: whether overrides are the callable's arguments; else they are set on the copy
-    :ivar parameters: of the callable, as far as they can be named
-    :ivar reload_each_time: whether the callable is unpickled each time, because it holds an environment: two calls give two
-    :ivar loaded: the callable, with specifications of ids that it names: in the process that has packed it the
-        caller's own, in others as it was unpickled there
-    :ivar changes: what is set on a copy of an instance
+    :ivar origin: Form of the source, the value of :attr:`EnvFactory.origin`.
+    :ivar packed: Pickle of the callable, or of the environment itself. It is loaded on demand, because that imports the
+        environment's modules.
+    :ivar source: Source code of a function that builds the same environment.
+    :ivar takes_arguments: Whether overrides are arguments of the callable. Otherwise they are set on the copy.
+    :ivar parameters: Names of the callable's parameters.
+    :ivar reload_each_time: Whether each call unpickles the callable again. A callable that contains an environment
+        would otherwise return the same one twice.
+    :ivar loaded: Callable and the specifications of ids that it names. In the process that packed it, they are the
+        caller's own objects.
+    :ivar changes: Changes to set on a copy of an instance.
     """
 
     origin: str
     packed: bytes = dataclasses.field(repr=False)
-    to_source: str
+    source: str
     takes_arguments: bool = False
     parameters: tuple[str, ...] = ()
     reload_each_time: bool = False
@@ -319,10 +347,10 @@ class Recipe:
     changes: tuple[compare.Change, ...] = dataclasses.field(default=(), repr=False)
 
     def build(self, overrides: Mapping[str, Any] | None = None) -> Any:
-        """Build it.
+        """Build an environment.
 
-        :param overrides: what is different about this one
-        :raises InvalidArgumentError: an override names neither an argument nor an attribute
+        :param overrides: Arguments or attributes that differ in this one.
+        :raises InvalidArgumentError: If an override names neither an argument nor an attribute.
         """
         overrides = overrides or {}
         self.check(overrides, None)
@@ -334,7 +362,7 @@ class Recipe:
         return environment
 
     def load(self) -> tuple[Any, Iterable[Any]]:
-        """Return the callable, with specifications of ids that it names."""
+        """Unpickle the callable, and the gymnasium specifications of ids that it names."""
         if self.loaded is not None:
             return self.loaded
         loaded: tuple[Any, Iterable[Any]] = pickle.loads(self.packed)
@@ -343,15 +371,15 @@ class Recipe:
         return loaded
 
     def __getstate__(self) -> dict[str, Any]:
-        # As it is now: the user may have changed the script's globals.
+        # Pickle again, because the user may have changed the script's globals.
         packed = self.packed if self.loaded is None else _pickle.dumps(self.loaded)
         return {**self.__dict__, "packed": packed, "loaded": None}
 
     def check(self, overrides: Mapping[str, Any], instance: Any) -> None:
-        """Find out whether overrides name something, as far as that can be told without building it.
+        """Check the names of overrides without building an environment.
 
-        :param instance: the instance that it is made from; None: there is none
-        :raises InvalidArgumentError: one does not
+        :param instance: Instance that the recipe copies, or None.
+        :raises InvalidArgumentError: If an override names neither an argument nor an attribute.
         """
         takes_any = any(name.startswith("**") for name in self.parameters)
         for name, value in overrides.items():
@@ -359,32 +387,33 @@ class Recipe:
                 _layer_with_attribute(instance, name, value)
             if self.takes_arguments and name not in self.parameters and not takes_any:
                 raise InvalidArgumentError(
-                    f"{self.to_source} takes no argument {name}={value!r}; it takes {', '.join(self.parameters) or 'none'}. "
-                    f"Hand over a function that does, e.g. lambda {name}: MyEnv({name}={name})"
+                    f"{self.source} takes no argument {name}={value!r}: expected "
+                    f"{', '.join(self.parameters) or 'none'}. "
+                    f"Pass a function that takes it, e.g. lambda {name}: MyEnv({name}={name})"
                 )
 
 
 def _call_with_specs(build: Any, specs: Iterable[Any], arguments: Mapping[str, Any]) -> Any:
-    for spec in specs:  # of ids that this process does not know
+    for spec in specs:  # A worker has not registered the ids of the user's script.
         importlib.import_module("gymnasium").registry.setdefault(spec.id, spec)
     try:
         return build(**arguments)
     except Exception as error:
         gymnasium = sys.modules.get("gymnasium")
         unknown = gymnasium is not None and isinstance(error, gymnasium.error.UnregisteredEnv)
-        # The user's script may register the id where it says nothing of that to this process.
+        # The main module of the user's script may register the id when it is imported.
         if not unknown or not processes.import_main():
             raise
     return build(**arguments)
 
 
-def recipe_of_callable(build: Any, origin: str, to_source: str, *, takes_arguments: bool) -> Recipe:
-    """Pack a callable.
+def recipe_of_callable(build: Any, origin: str, source: str, *, takes_arguments: bool) -> Recipe:
+    """Return the recipe that calls a function.
 
-    :raises NotCopyableError: it holds what cannot be pickled
+    :raises NotCopyableError: If the function refers to objects that cannot be pickled.
     """
     loaded = (build, record.named_specs(build))
-    # What an instance was made by is unpickled each time too: copies do not share what they are made of.
+    # Copies of an instance must not share the arguments of its constructor, so each one unpickles its own.
     reload_each_time = not takes_arguments or any(map(walk.is_layer, record.referenced_values(build)))
     parameters = _parameters(build) if takes_arguments else ()
     try:
@@ -394,18 +423,18 @@ def recipe_of_callable(build: Any, origin: str, to_source: str, *, takes_argumen
         path = compare.unpicklable(found)
         name = f"{path} ({walk.full_name(type(found.objects[path]))}): " if path else ""
         raise NotCopyableError(
-            f"{to_source} cannot be pickled for a worker: {name}{str(error) or type(error).__name__}. Make that inside "
-            "of the function that builds the environment"
+            f"{source} cannot be pickled for a worker: {name}{str(error) or type(error).__name__}. Create that object "
+            "inside of the function that builds the environment"
         ) from error
     return Recipe(
-        origin, packed, to_source, takes_arguments, parameters, reload_each_time, None if reload_each_time else loaded
+        origin, packed, source, takes_arguments, parameters, reload_each_time, None if reload_each_time else loaded
     )
 
 
 def _parameters(build: Any) -> tuple[str, ...]:
     try:
         found = inspect.signature(build).parameters.values()
-    except (TypeError, ValueError):  # built in
+    except (TypeError, ValueError):  # Some builtins have no signature.
         return ("**unknown",)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
     return tuple(
@@ -416,7 +445,7 @@ def _parameters(build: Any) -> tuple[str, ...]:
 def _layer_with_attribute(environment: Any, name: str, value: Any) -> Any:
     """Find the outermost layer that has an attribute.
 
-    :raises InvalidArgumentError: there is none
+    :raises InvalidArgumentError: If no layer has it.
     """
     for layer in walk.layers(environment):
         if name in walk.attributes(layer) or any(name in vars(base) for base in type(layer).__mro__):
@@ -424,7 +453,7 @@ def _layer_with_attribute(environment: Any, name: str, value: Any) -> Any:
     names = sorted({known for layer in walk.layers(environment) for known in walk.attributes(layer)})
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5) or names[:8]
     raise InvalidArgumentError(
-        f"overrides: no layer of {type(environment).__name__} has the attribute {name}={value!r}; there are "
+        f"overrides: no layer of {type(environment).__name__} has the attribute {name}={value!r}: expected one such as "
         f"{', '.join(near)}. {_CONSTRUCTOR_ADVICE}"
     )
 
@@ -432,7 +461,7 @@ def _layer_with_attribute(environment: Any, name: str, value: Any) -> Any:
 def _set_overrides(environment: Any, overrides: Mapping[str, Any]) -> None:
     """Set attributes, each on the outermost layer that has it.
 
-    :raises InvalidArgumentError: no layer has such an attribute, or it does not keep the value
+    :raises InvalidArgumentError: If no layer has the attribute, or the layer changes the value that is set.
     """
     for name, value in overrides.items():
         layer = _layer_with_attribute(environment, name, value)
@@ -445,12 +474,13 @@ def _set_overrides(environment: Any, overrides: Mapping[str, Any]) -> None:
         kept = getattr(layer, name)
         if kept is not value and not _equal(kept, value):
             raise InvalidArgumentError(
-                f"overrides: {name}={value!r} was set on {type(layer).__name__}, which keeps {kept!r}. {_CONSTRUCTOR_ADVICE}"
+                f"overrides: {name}={value!r} was set on {type(layer).__name__}, which stores {kept!r} instead. "
+                f"{_CONSTRUCTOR_ADVICE}"
             )
 
 
 _CONSTRUCTOR_ADVICE = (
-    "What only the constructor takes needs the constructor: hand over the class, the id or a function, e.g. "
+    "To override arguments of the constructor, pass the class, the id or a function, e.g. "
     "as_factory(lambda **kwargs: MyEnv(**kwargs)).for_workers(2, overrides=[...])"
 )
 

@@ -1,7 +1,7 @@
-"""Record how environments were built, find their specifications, and write them as source lines.
+"""Record constructor calls of environments, and format them as source code.
 
-:func:`start_recording` patches the classes and functions of one table, so that each call of them is remembered with its
-arguments for as long as the environment lives. :func:`call_of` reads the tree of calls that builds another one.
+:func:`start_recording` patches the classes and functions in ``_RECORDED``. Each environment then stores the call that
+constructed it, with its arguments. :func:`call_of` returns the tree of calls that constructs an equal environment.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import numpy as np
 
 from rl_ext_core._import_path import call_when_imported
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, _combined_error_class
-from rl_ext_core.factory.walk import RECORD, instance_dict, full_name, globals_in, is_layer, layers
+from rl_ext_core.factory.walk import RECORD, full_name, globals_in, instance_dict, is_layer, layers
 
 __all__ = ["Call", "call_of", "capture_constructors", "recorded_call", "start_recording"]
 
-# What is recorded, by module: classes with all their subclasses, and functions that make environments.
+# Recorded classes, with all their subclasses, and functions that build environments, by module.
 _RECORDED: dict[str, tuple[str, ...]] = {
     "dm_control.locomotion.soccer": ("load",),
     "dm_control.manipulation": ("load",),
@@ -55,11 +55,11 @@ _Recorded = TypeVar("_Recorded", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """A call that makes an object. Arguments may be calls, also within lists, tuples and dicts.
+    """A call that creates an object. Arguments may be calls, also within lists, tuples and dicts.
 
-    :ivar function: the class or function
-    :ivar args: positional arguments
-    :ivar kwargs: keyword arguments
+    :ivar function: Class or function to call.
+    :ivar args: Positional arguments.
+    :ivar kwargs: Keyword arguments.
     """
 
     function: Any
@@ -67,11 +67,11 @@ class Call:
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def build(self) -> Any:
-        """Make the object, and first what its arguments need; a call that occurs twice makes one object."""
+        """Evaluate the arguments, then the call. A call that occurs twice is evaluated once."""
         return _build_value(self, {})
 
     def __str__(self) -> str:
-        if self.function is make and self.args and is_spec(self.args[0]):
+        if self.function is make_from_spec and self.args and is_spec(self.args[0]):
             return _source_of_spec(self.args[0])
         name, module = _display_name(self.function), str(getattr(self.function, "__module__", ""))
         if module in _RECORDED and not isinstance(self.function, type):
@@ -104,24 +104,29 @@ def _map_container(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class _Record:
-    """A call as an attribute of what it has made. Copies and pickles of the instance have None in its place."""
+    """The call that created an instance, stored as its attribute.
+
+    Copies and pickles of the instance contain None instead.
+    """
 
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, instance: Any, call: Call) -> None:
-        self.owner, self.call = id(instance), call  # by id: copy.copy() takes the record along
+        # copy.copy() copies the record, too. The id shows that it describes another instance.
+        self.owner, self.call = id(instance), call
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
-    def __eq__(self, other: object) -> bool:  # classes may compare instances by their attributes
+    def __eq__(self, other: object) -> bool:  # Classes may compare instances by their attributes.
         return other is None or isinstance(other, _Record)
 
 
 def start_recording() -> None:
-    """Record the calls of the table from now on. Modules are not imported for this, but patched once they are loaded.
+    """Record calls of the classes and functions in ``_RECORDED`` from now on.
 
-    Modules of the user that were imported before and have taken a function by its own name are patched as well.
+    Modules are patched once they are imported. References to patched functions in modules that were imported earlier
+    are replaced, too.
     """
     call_when_imported(_RECORDED, _patch)
 
@@ -134,25 +139,28 @@ def _patch(module: Any) -> None:
 
 
 def capture_constructors(maker: _Recorded) -> _Recorded:
-    """Record the arguments of everything that a class or function makes from now on.
+    """Record the arguments of a class or function from now on.
 
-    Environments of the usual libraries are recorded already. This is for the user's own classes and functions that
-    make what cannot be pickled. Call it once, above the first instance; it can be used as a decorator.
+    :func:`as_factory` uses them to construct the instances again.
+
+    Environments of the supported libraries are recorded already. Use this for your own classes and functions if their
+    instances cannot be pickled. Call it before the first instance is created, or use it as a decorator.
 
     .. code-block:: python
 
         capture_constructors(MyEnv)
 
-    :param maker: the class, with its subclasses and all classes that share a metaclass that makes its instances; or
-        the function, which is replaced in all modules that have it under its name
-    :return: the class, or the function that records
+    :param maker: A class or a function. Subclasses are recorded, too. If the metaclass of the class defines
+        ``__call__``, all classes of that metaclass are recorded. A function is replaced in all modules that contain it
+        under its own name.
+    :return: The class, or the recording function.
     :raises InvalidTypeError: If ``maker`` is neither a class nor a Python function.
     """
     if isinstance(maker, types.FunctionType):
         return maker if _is_hook(maker) else _hook_function(maker)  # type: ignore[return-value]
     if not isinstance(maker, type):
         raise InvalidTypeError(
-            f"maker={maker!r} is not a class or function; expected what makes environments. "
+            f"maker={maker!r} is not a class or function: expected one that builds environments. "
             "Write capture_constructors(MyEnv)"
         )
     meta = next(base for base in inspect.getmro(type(maker)) if "__call__" in vars(base))
@@ -167,7 +175,7 @@ def _is_hook(function: Any) -> bool:
     return getattr(function, "_records_calls", False) is True
 
 
-# The functions below may travel by value, with a class of the user's. So they refer to no table of this module.
+# These functions may be pickled by value, with a class of the user's. Therefore they must not refer to global tables.
 
 
 def _hook_new(owner: Any) -> None:
@@ -176,23 +184,23 @@ def _hook_new(owner: Any) -> None:
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         create: Any = original or super(owner, cls).__new__
         is_call = cls.__new__ is new and type(cls).__call__ is type.__call__
-        # Python's own takes arguments for the constructor only where nothing has replaced it.
+        # object.__new__ rejects arguments if a class overrides __new__, as this function does.
         left = create is object.__new__ and _is_hook(cls.__new__) and cls.__init__ is not object.__init__
         instance = create(cls) if left else create(cls, *args, **kwargs)
-        # Not the arguments of a subclass's own __new__, or of its metaclass.
+        # A subclass's __new__ or metaclass may pass other arguments than those of the call.
         if is_call and type(instance) is cls:
             _store_record(instance, cls, _freeze_call(args, kwargs))
         return instance
 
     new._records_calls = True  # type: ignore[attr-defined]
-    # For classes without an __init__ of their own.
+    # inspect.signature() reads __new__ for classes without their own __init__.
     new.__signature__ = inspect.Signature([inspect.Parameter("cls", inspect.Parameter.POSITIONAL_ONLY)])  # type: ignore[attr-defined]
     owner.__new__ = staticmethod(new if original is None else functools.wraps(original)(new))
 
 
 def _hook_metaclass(meta: Any) -> None:
     if not _is_hook(meta.__call__):
-        # A metaclass derived from it may take arguments away.
+        # A derived metaclass may consume arguments, so its own __call__ is patched as well.
         def derive(derived: Any, /, **kwargs: Any) -> None:
             super(meta, derived).__init_subclass__(**kwargs)
             _hook_call(derived)
@@ -232,14 +240,14 @@ def _hook_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
     maker._records_calls = True  # type: ignore[attr-defined]
     for module in list(sys.modules.values()):
-        with contextlib.suppress(AttributeError):  # of what only stands for a module
-            names = object.__getattribute__(module, "__dict__")  # does not load a lazy module
+        with contextlib.suppress(AttributeError):  # sys.modules may contain objects without a __dict__.
+            names = object.__getattribute__(module, "__dict__")  # getattr() would load a lazy module.
             if names.get(function.__name__) is function:
                 names[function.__name__] = maker
     return maker
 
 
-_MAX_COPIED_ITEMS = 10_000  # items of a container, and hundreds of bytes of an array: longer ones are not copied
+_MAX_COPIED_ITEMS = 10_000  # Containers with more items, and arrays of more than 100 times as many bytes, are shared.
 
 
 def _store_record(instance: Any, function: Any, frozen: Call | None) -> None:
@@ -249,10 +257,13 @@ def _store_record(instance: Any, function: Any, frozen: Call | None) -> None:
 
 
 def _freeze_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """Copy the plain containers and arrays among arguments, which environments may change; None: it is impossible."""
+    """Copy plain containers and arrays among arguments. Return None if that fails.
+
+    Environments may change them after the call.
+    """
     try:
         return Call(None, tuple(map(_freeze, args)), {name: _freeze(value) for name, value in kwargs.items()})
-    except Exception:  # lists that contain themselves: the user's constructor is to work
+    except Exception:  # The user's constructor must work, also with a list that contains itself.
         return None
 
 
@@ -265,25 +276,28 @@ def _freeze(value: Any) -> Any:
 
 
 class _UnknownError(Exception):
-    """An instance, or an environment among its arguments, is not recorded."""
+    """Raised if an instance, or an environment among its arguments, has no record."""
 
 
 def recorded_call(instance: Any) -> Call | None:
-    """Return the call that made an instance, with its arguments as they are; None: it is not known."""
+    """Return the call that created an instance, or None if it was not recorded."""
     record = (instance_dict(instance) or {}).get(RECORD)
     if record is None or record.owner != id(instance):
         return None
     call: Call = record.call
-    if re.fullmatch(r"torchrl\..*\.TransformedEnv", full_name(call.function)):  # with transforms that were appended
+    # Transforms may have been appended since, so the present ones replace the argument.
+    if re.fullmatch(r"torchrl\..*\.TransformedEnv", full_name(call.function)):
         kwargs = {name: value for name, value in call.kwargs.items() if name not in ("env", "base_env", "transform")}
         return Call(call.function, (instance.base_env, instance.transform.clone(), *call.args[2:]), kwargs)
     return call
 
 
 def call_of(instance: Any) -> Call | None:
-    """Return the calls that make an instance, and the environments among its arguments.
+    """Return the call that constructs an equal instance.
 
-    :return: None if one of these is not recorded
+    Environments among its arguments are replaced by calls, too.
+
+    :return: The call, or None if one of them was not recorded.
     """
     try:
         return _find_call(instance, {})
@@ -295,10 +309,10 @@ def _find_call(instance: Any, known: dict[int, Call]) -> Call:
     raw = recorded_call(instance)
     made = raw is None or full_name(raw.function) == "gymnasium.envs.registration.make"
     if made and (spec := spec_of(instance)) is not None:
-        # gymnasium hands its containers to the constructor, which may have changed them.
+        # The constructor receives the specification's own containers, and may have changed them.
         given = {} if raw is None else {key: raw.kwargs[key] for key in raw.kwargs.keys() & spec.kwargs.keys()}
         spec.kwargs.update({key: part for key, part in given.items() if type(part) in (dict, list, np.ndarray)})
-        return Call(make, (spec,))
+        return Call(make_from_spec, (spec,))
     if raw is None:
         raise _UnknownError
     return Call(raw.function, _replace_environments(raw.args, known), _replace_environments(raw.kwargs, known))
@@ -312,30 +326,30 @@ def _replace_environments(value: Any, known: dict[int, Call]) -> Any:
     return known[id(value)]
 
 
-# ---- gymnasium's specifications and stable-retro's games
+# ---- gymnasium specifications and stable-retro games
 
 
-def make(spec: Any, **kwargs: Any) -> Any:
-    """Let gymnasium build by a specification, also in a process that has not registered its id."""
+def make_from_spec(spec: Any, **kwargs: Any) -> Any:
+    """Call ``gymnasium.make`` with a specification, which need not be registered in this process."""
     import gymnasium
 
     return gymnasium.make(spec, **kwargs)
 
 
 def is_spec(value: Any) -> bool:
-    """Whether this is a specification."""
+    """Whether a value is a gymnasium specification."""
     gymnasium = sys.modules.get("gymnasium")
     return gymnasium is not None and issubclass(type(value), gymnasium.envs.registration.EnvSpec)
 
 
 def spec_of(environment: Any) -> Any:
-    """Copy the specification by which gymnasium makes all layers of an environment; None: there is none."""
+    """Copy the specification of an environment with its wrappers. None if there is none."""
     gymnasium = sys.modules.get("gymnasium")
     if gymnasium is None or not isinstance(environment, gymnasium.Env):
         return None
     try:
         spec = copy.deepcopy(environment.spec)
-    except Exception:  # of wrappers that do not tell their arguments
+    except Exception:  # `spec` raises for wrappers that do not record their arguments.
         return None
     if spec is None or any(wrapper.kwargs is None for wrapper in spec.additional_wrappers):
         return None
@@ -343,9 +357,10 @@ def spec_of(environment: Any) -> Any:
 
 
 def spec_of_id(name: str) -> Any:
-    """Find gymnasium's specification by an id, as its ``make`` does: ``"package:Env-v0"``, ``"Env"`` for the latest.
+    """Look up a gymnasium specification by its id, with the rules of ``gymnasium.make``.
 
-    :raises InvalidArgumentError: If there is none. It can be caught as what gymnasium raises, too.
+    :param name: An id such as ``"CartPole-v1"``, ``"package:Env-v0"``, or ``"CartPole"`` for the latest version.
+    :raises InvalidArgumentError: If the id is unknown. The error is also an instance of the one that gymnasium raises.
     """
     import gymnasium
     from gymnasium.envs import registration
@@ -357,17 +372,17 @@ def spec_of_id(name: str) -> Any:
         namespace, base, version = registration.parse_env_id(env_id)
         if version is None:
             version = registration.find_highest_version(namespace, base)
-        # The specification itself travels: a worker has not registered what a script or a notebook has.
+        # Workers get the specification, not the id, because only the user's script may have registered it.
         return gymnasium.spec(registration.get_env_id(namespace, base, version))
     except (gymnasium.error.Error, ImportError) as error:
         raise _combined_error_class(InvalidArgumentError, error)(
             f"gymnasium does not know the id {name!r}: {str(error).rstrip('.')}. Import the package that registers it "
-            f'above this line, or name it in the id: "package:{env_id}"'
+            f'first, or write "package:{env_id}"'
         ) from error
 
 
 def game_of_id(name: str) -> Callable[..., Any] | None:
-    """Return what builds a game, if stable-retro is installed and has one of this name."""
+    """Return a function that builds a stable-retro game, or None if there is no game of this name."""
     found = find_spec("stable_retro")
     places = (found.submodule_search_locations if found else None) or ()
     folders = [Path(place, "data", kind, name) for place in places for kind in ("stable", "contrib", "experimental")]
@@ -379,14 +394,14 @@ def game_of_id(name: str) -> Callable[..., Any] | None:
 def _make_game(game: str, **kwargs: Any) -> Any:
     import stable_retro
 
-    # Its own default opens a window.
+    # stable-retro's default render mode opens a window.
     return stable_retro.make(game, **{"render_mode": "rgb_array", **kwargs})
 
 
 def named_specs(build: Any) -> list[Any]:
-    """Return the specifications of ids that a function's code or a call names, except gymnasium's own.
+    """Return specifications of the ids in a function or call, except gymnasium's own.
 
-    Where a script or a notebook has registered them, a worker has not.
+    Workers need them, because only the user's script may have registered the ids.
     """
     gymnasium = sys.modules.get("gymnasium")
     if gymnasium is None:
@@ -397,11 +412,14 @@ def named_specs(build: Any) -> list[Any]:
 
 
 def referenced_values(build: Any) -> Iterator[Any]:
-    """Return what a callable is and refers to: arguments, and a function's constants, variables and globals."""
+    """Yield a callable and the values that it refers to.
+
+    These are arguments, constants, closure variables and globals.
+    """
     waiting, seen = [build], set[int]()
     while waiting:
         value = waiting.pop()
-        if id(value) in seen:  # a function may be among its own variables
+        if id(value) in seen:  # A function may refer to itself.
             continue
         seen.add(id(value))
         kind = type(value)
@@ -418,16 +436,15 @@ def referenced_values(build: Any) -> Iterator[Any]:
         if kind is types.FunctionType and not _is_hook(value):
             names = globals_in(value.__code__) & value.__globals__.keys()
             yield from (value.__globals__[name] for name in sorted(names))
-            cells = (cell for cell in value.__closure__ or () if cell != types.CellType())  # others have something in
+            cells = (cell for cell in value.__closure__ or () if cell != types.CellType())  # Empty cells have no value.
             waiting += [value.__code__, *(value.__defaults__ or ()), *(cell.cell_contents for cell in cells)]
 
 
 # ---- Modules that a fork server may import
 
-# Packages that import without starting a thread, a display or CUDA, and without asking which device to use. The user's
-# own modules are never among them: they change between two runs of a notebook cell.
-# What one import brings along needs no other name: each list has a fork server of its own, which takes time to start
-# and memory to keep. Hence the module that brings all of a package, where there is one.
+# Packages whose import starts no thread, display or CUDA, and reads no device setting. The value is the module to
+# import, if one module imports the whole package. Modules of the user are never preloaded, because they change between
+# two runs of a notebook cell. Each list of modules gets its own fork server, so lists should be few.
 _PRELOADABLE: dict[str, str | None] = {
     "gymnasium": "gymnasium",
     "tensordict": "tensordict",
@@ -444,32 +461,35 @@ _IMPORTED_WITH = {
 
 
 def merge_modules(*lists: Iterable[str]) -> tuple[str, ...]:
-    """Return one list for several, the same one whatever their order is."""
+    """Merge lists of modules into a sorted one, without modules that another one imports."""
     names = {name for names in lists for name in names}
     brought = {other for name in names for other in _IMPORTED_WITH.get(name, ())}
     return tuple(sorted(names - brought))
 
 
 def preloadable_modules(names: Iterable[str]) -> tuple[str, ...]:
-    """Keep those that a fork server may import once for all workers."""
+    """Return the modules that a fork server may import for all workers.
+
+    :param names: Names of modules that an environment needs.
+    """
     whole, top_packages = "gymnasium.envs.mujoco", {name: name.partition(".")[0] for name in names}
     safe = {name: _PRELOADABLE[top] or name for name, top in top_packages.items() if top in _PRELOADABLE}
     return merge_modules(whole if name.startswith(whole) else module for name, module in safe.items())
 
 
 def modules_of_instance(environment: Any) -> tuple[str, ...]:
-    """Name the modules of an environment's layers that a fork server may import."""
+    """Return the preloadable modules of an environment's layers."""
     return preloadable_modules([base.__module__ for layer in layers(environment) for base in type(layer).__mro__])
 
 
 def modules_of_callable(build: Any) -> tuple[str, ...]:
-    """Name the modules of what a function refers to that a fork server may import, as far as its code shows."""
+    """Return the preloadable modules of the values that a function refers to."""
     return preloadable_modules(module for value in referenced_values(build) for module in _modules_of(value))
 
 
 def _modules_of(value: Any) -> list[str]:
     gymnasium = sys.modules.get("gymnasium")
-    if type(value) is str and gymnasium is not None:  # perhaps an id
+    if type(value) is str and gymnasium is not None:  # The string may be an id.
         value = gymnasium.registry.get(value)
     if is_spec(value):
         return [str(value.entry_point).partition(":")[0]]
@@ -480,11 +500,11 @@ def _modules_of(value: Any) -> list[str]:
     return [str(getattr(part, "__module__", "")) for part in parts]
 
 
-# ---- Source lines for messages
+# ---- Source code for messages
 
 
 def source_of_callable(build: Any) -> str:
-    """Return the line of a function, a class or a partial."""
+    """Return the source code of a function, a class or a partial."""
     if isinstance(build, functools.partial):
         return f"lambda: {Call(build.func, build.args, build.keywords)}"
     if isinstance(build, type):
@@ -495,10 +515,10 @@ def source_of_callable(build: Any) -> str:
 
 
 def _lambda_source(build: Any) -> str | None:
-    # Out of the whole file: the lines of a lambda alone are often no valid Python.
+    # Parse the whole file, because the lines of a lambda alone are often invalid Python.
     try:
         tree = ast.parse("".join(inspect.findsource(build)[0]))
-    except Exception:  # typed at a prompt, changed since, too deep for the parser: it is for messages alone
+    except Exception:  # There may be no file, or the parser may fail. Messages then show dots.
         return None
     found = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
     lines = [ast.unparse(node) for node in found if node.lineno == build.__code__.co_firstlineno]
@@ -506,7 +526,10 @@ def _lambda_source(build: Any) -> str | None:
 
 
 def _source_of_spec(spec: Any) -> str:
-    """Return the call of a gymnasium specification: with the arguments that differ from what its id says."""
+    """Return the source code that calls ``gymnasium.make`` for a specification.
+
+    Only arguments that differ from the registered ones are shown.
+    """
     known = sys.modules["gymnasium"].registry.get(spec.id)
     usual = {} if known is None else known.kwargs
     kwargs = {name: value for name, value in spec.kwargs.items() if repr(value) != repr(usual.get(name, ...))}
@@ -519,14 +542,14 @@ def _source_of_spec(spec: Any) -> str:
 
 
 def source_of_instance(environment: Any) -> str:
-    """Return the line of an instance: by its record or its specification, else with dots."""
+    """Return the source code that constructs an instance, with dots if it was not recorded."""
     return f"lambda: {_source_of_environment(environment)}"
 
 
 def _source_of_environment(environment: Any) -> str:
     call = recorded_call(environment)
     if call is None and (spec := spec_of(environment)) is not None:
-        call = Call(make, (spec,))
+        call = Call(make_from_spec, (spec,))
     return f"{_display_name(type(environment))}(...)" if call is None else str(call)
 
 

@@ -1,4 +1,4 @@
-"""What there is to know about single simulators: the fields of objects in C, and seeds of their own.
+"""Rules for individual simulators and libraries: settings of their C objects, caches, seeds.
 
 MuJoCo: https://mujoco.readthedocs.io/en/stable/python.html, the Arcade Learning Environment: https://ale.farama.org,
 Box2D: https://box2d.org/documentation, VMAS: https://github.com/proroklab/VectorizedMultiAgentSimulator
@@ -17,11 +17,11 @@ import numpy as np
 
 __all__ = ["field_reader", "fields", "is_skipped", "library_caches", "seed_simulators", "why_unpicklable"]
 
-# Structures of MuJoCo's that are settings. MjData is the state of an episode, which begins anew at a reset.
+# MuJoCo structures that contain settings. MjData contains the state of an episode, which copies do not need.
 _MUJOCO = ("MjModel", "MjOption", "MjStatistic", "MjVisual", "MjvCamera", "MjvOption")
-# Which compilation of an XML file it comes from; a copy has another one.
+# A MuJoCo field that identifies one compilation of an XML file, so it differs in each copy.
 _SIGNATURE = "signature"
-# The settings of ale::stella::Settings. It does not list them; one that it does not know reads as its default.
+# Settings of ale::stella::Settings, which cannot list them. It returns the default for an unknown setting.
 _ALE = {
     "Int": ("max_num_frames", "max_num_frames_per_episode", "frame_skip", "reward_min", "reward_max", "max_turn_time"),
     "Bool": ("color_averaging", "send_rgb", "truncate_on_loss_of_life", "sound", "sound_obs"),
@@ -29,8 +29,8 @@ _ALE = {
     "String": ("rom_file",),
 }
 _BOX2D = ("gravity", "warmStarting", "continuousPhysics", "subStepping", "autoClearForces")
-# Made anew by whoever makes the environment, from settings that are seen elsewhere, or changed by every step: classes,
-# and packages whose classes hold no settings of an environment's.
+# Packages and modules whose C objects are not inspected. They contain no settings: the constructor creates them from
+# settings that are visible elsewhere, or each step changes them.
 _SKIPPED = {
     *("mujoco", "Box2D", "ale_py", "pygame", "OpenGL", "glfw"),
     *("dm_control.mujoco.index", "SWIG", "weakref"),
@@ -38,9 +38,9 @@ _SKIPPED = {
 
 
 def fields(item: Any) -> tuple[dict[str, Any], bool]:
-    """Return the settings of an object of a simulator by their names, and whether they are attributes that can be set.
+    """Return settings of a simulator's object by name, and whether they can be set.
 
-    :param item: of a class that has a :func:`field_reader`
+    :param item: Object of a class that has a :func:`field_reader`.
     """
     kind: Any = type(item)
     read = field_reader(kind)
@@ -50,7 +50,7 @@ def fields(item: Any) -> tuple[dict[str, Any], bool]:
 
 @functools.lru_cache(maxsize=10_000)
 def field_reader(kind: Any) -> Callable[[Any], dict[str, Any]] | None:
-    """Return what reads the settings of a simulator's class of objects in C; None: they are not known here."""
+    """Return the function that reads settings of a simulator's C class, or None."""
     for base in kind.__mro__:
         module, name = str(getattr(base, "__module__", "")), base.__name__
         if module.startswith("mujoco._structs"):
@@ -66,14 +66,14 @@ def _mujoco_fields(structure: Any) -> dict[str, Any]:
     found = {}
     kind: Any = type(structure)
     for name in _property_names(kind):
-        with contextlib.suppress(Exception):  # of what a model without the feature does not have
+        with contextlib.suppress(Exception):  # Some fields raise if the model does not use their feature.
             found[name] = getattr(structure, name)
     return found
 
 
 @functools.lru_cache(maxsize=1000)
 def _property_names(kind: Any) -> tuple[str, ...]:
-    # Those written in Python, in subclasses, are other names.
+    # Properties that subclasses define in Python are not fields of the C object.
     parts = {name: part for base in kind.__mro__ for name, part in vars(base).items() if isinstance(part, property)}
     names = (name for name, part in parts.items() if not isinstance(part.fget, types.FunctionType))
     return tuple(name for name in names if not name.startswith("_") and name != _SIGNATURE)
@@ -84,7 +84,7 @@ def _ale_fields(emulator: Any) -> dict[str, Any]:
 
 
 def _box2d_fields(item: Any) -> dict[str, Any]:
-    """Read a world's settings, and all plain ones of a definition, which is no part of a world."""
+    """Read the settings of a world, or all plain fields of a definition."""
     kind: Any = type(item)
     names = _BOX2D if kind.__name__ == "b2World" else _property_names(kind)
     found = {name: getattr(item, name) for name in names if hasattr(item, name)}
@@ -93,7 +93,7 @@ def _box2d_fields(item: Any) -> dict[str, Any]:
     }
 
 
-# Attributes in which libraries keep for themselves what they have made of the others, by package.
+# Attributes in which libraries cache values that they derive from other attributes, by package.
 _LAST_OPERATIONS = ("_last_op", "__last_op_queue", "_last_op_queue")
 _LOCKED = {"__lock_parents_weakrefs", "_lock_parents_weakrefs"}
 _LIBRARY_CACHES = {
@@ -106,12 +106,12 @@ _LIBRARY_CACHES = {
 
 @functools.lru_cache(maxsize=10_000)
 def library_caches(kind: Any) -> frozenset[str]:
-    """Return attributes of instances that are not looked at: where they are missing, they are made when needed."""
+    """Return the attributes that are only caches, which their library creates on demand."""
     packages = {str(getattr(base, "__module__", "")).partition(".")[0] for base in kind.__mro__}
     return frozenset(name for package in packages for name in _LIBRARY_CACHES.get(package, ()))
 
 
-# Packages of Python's own whose objects belong to one process: files, threads, connections, shared memory.
+# Standard library packages whose objects belong to one process: files, threads, connections, shared memory.
 _PROCESS_BOUND = {
     *("_cffi_backend", "_csv", "_ctypes", "_io", "_thread", "asyncio", "concurrent", "ctypes", "mmap"),
     *("multiprocessing", "select", "selectors", "socket", "sqlite3", "ssl", "subprocess", "tempfile", "threading"),
@@ -120,16 +120,16 @@ _PROCESS_BOUND = {
 
 @functools.lru_cache(maxsize=10_000)
 def why_unpicklable(kind: Any) -> str | None:
-    """Return why instances are not looked into, and why pickles of them are wrong; None: they are, and are not."""
+    """Return the reason why instances cannot be pickled for another process, or None if they can."""
     module = str(getattr(kind, "__module__", ""))
     if module.partition(".")[0] in _PROCESS_BOUND:
         return "it belongs to one process"
     is_finalizer = (module, kind.__name__) == ("weakref", "finalize")
-    return "what it does in the end would be done for every copy" if is_finalizer else None
+    return "its cleanup would run for every copy" if is_finalizer else None
 
 
 def name_of_output_file(item: Any) -> str | None:
-    """Return the name of a file that is open for writing; None: it is something else."""
+    """Return the name of a file that is open for writing, or None for other objects."""
     with contextlib.suppress(Exception):
         if isinstance(item, io.IOBase) and not item.closed and item.writable() and item.fileno() > 2:
             return str(getattr(item, "name", ""))
@@ -137,34 +137,34 @@ def name_of_output_file(item: Any) -> str | None:
 
 
 def records_files(layers: Iterable[Any]) -> bool:
-    """Whether an environment writes files of the user's when it is stepped: gymnasium's RecordVideo."""
+    """Whether stepping an environment writes videos, as gymnasium's RecordVideo does."""
     return any(type(layer).__name__ == "RecordVideo" for layer in layers)
 
 
 @functools.lru_cache(maxsize=10_000)
 def has_state_in_other_processes(kind: Any) -> bool:
-    """Whether instances have state that other processes change: processes, memory that these share."""
+    """Whether instances refer to other processes, or to memory shared with them."""
     return any(str(getattr(base, "__module__", "")).startswith("multiprocessing.") for base in kind.__mro__)
 
 
 @functools.lru_cache(maxsize=10_000)
 def is_skipped(kind: Any) -> bool:
-    """Whether objects of a class in C are not looked into, and nothing is lost by that."""
+    """Whether objects of a C class are not inspected, because they contain no settings."""
     modules = {str(getattr(base, "__module__", "SWIG")) for base in kind.__mro__ if base is not object}
     is_known = any(name in _SKIPPED or name.partition(".")[0] in _SKIPPED for name in modules)
-    return is_known or kind.__name__ == "BlockValuesRefs"  # of pandas: who else refers to an array
+    return is_known or kind.__name__ == "BlockValuesRefs"  # pandas tracks other references to an array in it.
 
 
 def seed_simulators(layers: Iterable[Any], stream: np.random.SeedSequence) -> None:
-    """Seed simulators that would seed themselves alike in every worker.
+    """Seed simulators that would otherwise use the same seed in every worker, or a random one.
 
-    :param layers: of an environment
-    :param stream: the worker's
+    :param layers: Layers of an environment.
+    :param stream: Seeds of the worker.
     """
     word = int(stream.generate_state(1)[0] >> 1)
     for layer in layers:
-        if type(layer).__module__ == "vmas.simulator.environment.environment":  # its constructor's default is 0
+        if type(layer).__module__ == "vmas.simulator.environment.environment":  # The default seed is 0.
             layer.seed(word)
-        elif type(layer).__module__ == "ale_py.env":  # by chance, which no seed of a worker would repeat
+        elif type(layer).__module__ == "ale_py.env":  # The default seed is random, so runs could not be reproduced.
             layer.seed_game(word)
             layer.load_game()

@@ -1,4 +1,4 @@
-"""Random streams of workers: distinct, reproducible, in every generator that an environment may draw from."""
+"""Seed all random generators that an environment may use, differently in each worker."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ from rl_ext_core.factory import simulators, walk
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["seed_copy", "seed_process", "seed_shared", "seed_unseeded", "seed_sequence", "derive_seed"]
+__all__ = ["derive_seed", "seed_copy", "seed_process", "seed_sequence", "seed_shared", "seed_unseeded"]
 
 _LEAVES = {int, float, complex, bool, str, bytes, type(None), range, slice}
 _NOT_ENTERED = (type, types.ModuleType, types.FunctionType)
 
 
 def seed_sequence(seed: int | None, worker: int, attempt: int = 0) -> np.random.SeedSequence:
-    """Return a worker's source of seeds.
+    """Return the seed sequence of a worker.
 
-    :param seed: of the whole group; None takes entropy from the operating system
-    :param worker: its index in the group
-    :param attempt: how often this worker was started before
+    :param seed: Seed of the group. None draws entropy from the operating system.
+    :param worker: Index of the worker in the group.
+    :param attempt: How often the worker was started before.
     """
     return np.random.SeedSequence(seed, spawn_key=(worker, attempt))
 
 
 def seed_process(stream: np.random.SeedSequence) -> None:
-    """Seed the generators of this process: Python's, NumPy's, torch's now or when it is imported, and the C library's.
+    """Seed the global generators of Python, NumPy, torch and the C library.
 
-    :param stream: of this worker
+    torch is seeded once it is imported.
+
+    :param stream: Seeds of the worker.
     """
     words = [int(word) for word in stream.generate_state(4)]
     random.seed(words[0])
@@ -52,30 +54,34 @@ _torch_seed: list[int] = []
 
 
 def _seed_torch(torch: Any) -> None:
-    """Seed torch's own generator, which takes entropy where torch is imported."""
+    """Seed torch's global generator, which importing torch seeds randomly."""
     torch.manual_seed(_torch_seed[0])
 
 
 def _seed_c_library(word: int) -> None:
-    # Libraries in C draw from these; the C library starts them with the same number in every process.
+    # Simulators in C may use these generators, which the C library seeds equally in every process.
     with contextlib.suppress(OSError, AttributeError):
-        library = ctypes.CDLL("ucrtbase" if os.name == "nt" else None)  # there it is no part of the program
+        library = ctypes.CDLL("ucrtbase" if os.name == "nt" else None)  # On Windows, the C library is a separate file.
         library.srand(ctypes.c_uint(word))
         library.srandom(ctypes.c_uint(word))
         library.srand48(ctypes.c_long(word))
 
 
 def derive_seed(stream: np.random.SeedSequence, name: Any) -> np.random.SeedSequence:
-    """Derive the seed of one generator from its worker's stream.
+    """Derive the seed of one generator from the seeds of its worker.
 
-    :param name: differs from those of the worker's other generators; plain data
+    :param stream: Seeds of the worker.
+    :param name: Plain data that is unique among the worker's generators.
     """
     words = np.frombuffer(hashlib.blake2b(repr(name).encode(), digest_size=16).digest(), np.uint32)
     return np.random.SeedSequence([*map(int, stream.generate_state(4)), *map(int, words)])
 
 
 def reseed(generator: Any, seed: np.random.SeedSequence) -> None:
-    """Seed a generator in place. Those of the process and of the operating system are left alone."""
+    """Seed a generator in place.
+
+    Global generators, and those of the operating system, are not changed.
+    """
     torch = sys.modules.get("torch")
     if isinstance(generator, random.Random):
         if generator is not random._inst and not isinstance(generator, random.SystemRandom):
@@ -88,25 +94,27 @@ def reseed(generator: Any, seed: np.random.SeedSequence) -> None:
         if not isinstance(generator, np.random.BitGenerator):
             bits = getattr(generator, "_bit_generator", None) or generator.bit_generator
         bits.state = type(bits)(seed).state
-        if isinstance(generator, np.random.RandomState):  # drops the second number of a pair of normal ones
+        if isinstance(generator, np.random.RandomState):  # It caches the second of two normal numbers.
             generator.set_state({**generator.get_state(legacy=False), "has_gauss": 0, "gauss": 0.0})
 
 
 def seed_unseeded(root: Any, stream: np.random.SeedSequence) -> None:
-    """Seed environments and spaces that gymnasium would seed by the operating system at the first draw.
+    """Seed gymnasium environments and spaces that have not drawn yet.
 
-    :param root: an environment or a space; searched with all that its attributes, lists, tuples and dicts hold
-    :param stream: source of the seeds
+    Otherwise their first draw seeds them randomly.
+
+    :param root: Environment or space. Its attributes, lists, tuples and dicts are searched, too.
+    :param stream: Source of the seeds.
     """
     if "gymnasium" not in sys.modules:
         return
     from gymnasium.utils import seeding
 
     unseeded = [item for item in _reachable(root) if _is_unseeded(item)]
-    # The first words are the seeds of the process.
+    # The first four words seed the global generators, see seed_process().
     for item, word in zip(unseeded, stream.generate_state(4 + len(unseeded))[4:], strict=True):
         item._np_random, seed = seeding.np_random(int(word))
-        if hasattr(item, "_np_random_seed"):  # spaces have none
+        if hasattr(item, "_np_random_seed"):  # Spaces do not have this attribute.
             item._np_random_seed = seed
 
 
@@ -123,10 +131,10 @@ def _reachable(root: Any) -> Iterator[Any]:
 
 
 def seed_copy(environment: Any, stream: np.random.SeedSequence) -> None:
-    """Seed the generators that a copy of an instance holds, but for those of the process.
+    """Seed the generators inside a copy of an instance, except global ones.
 
-    :param environment: searched as by :func:`seed_unseeded`
-    :param stream: source of the seeds
+    :param environment: The copy. Its attributes, lists, tuples and dicts are searched.
+    :param stream: Source of the seeds.
     """
     held = (item for item in _reachable(environment) if walk.is_generator_class(type(item)))
     for number, generator in enumerate({id(one): one for one in held}.values()):
@@ -135,13 +143,15 @@ def seed_copy(environment: Any, stream: np.random.SeedSequence) -> None:
 
 
 def seed_shared(stream: np.random.SeedSequence, seeded: set[int], environment: Any = None) -> None:
-    """Seed generators that are globals or class attributes of the user's modules and of an environment's.
+    """Seed generators that are globals or class attributes of modules.
 
-    Workers import these modules, so that all would draw the same.
+    The modules are the user's and the environment's.
 
-    :param stream: of the worker
-    :param seeded: ids of those that are seeded already, to which this adds
-    :param environment: its layers' modules count as the user's; None: there is none yet
+    Workers import these modules, so their generators would all start in the same state.
+
+    :param stream: Seeds of the worker.
+    :param seeded: Ids of generators that are already seeded. Ids are added to it.
+    :param environment: Environment whose modules are searched in addition to the user's. None if it is not built yet.
     """
     layers = [] if environment is None else list(walk.layers(environment))
     names = {base.__module__ for layer in layers for base in type(layer).__mro__}
@@ -150,7 +160,7 @@ def seed_shared(stream: np.random.SeedSequence, seeded: set[int], environment: A
         own = not walk.is_installed(package) or (module in names and package not in walk.STABLE_PACKAGES)
         if not own or not isinstance(found, types.ModuleType):
             continue
-        # By their types: weak proxies of what is gone raise when they are asked for their class.
+        # Use type(), because isinstance() raises for a weak proxy whose object is deleted.
         classes = [item for item in list(vars(found).values()) if issubclass(type(item), type)]
         for owner in (found, *(kind for kind in classes if walk.name_of(kind)[0] == module)):
             for name, item in list(vars(owner).items()):

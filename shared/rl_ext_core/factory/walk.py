@@ -1,8 +1,8 @@
-"""What an environment consists of, path by path, so that two of them can be compared.
+"""Fingerprints of environments, which can be compared across processes.
 
-A path leads from the environment to a part of it, such as ``.env._max_episode_steps``; the token there is equal for
-equal values, in every process. An object that is met twice has its parts under the first path, which the second one
-refers to. Nothing of the environment's own code runs, but for what pickles objects of classes in C.
+A path such as ``.env._max_episode_steps`` leads from the environment to a part. Its token is equal for equal values, in
+every process. If two paths lead to the same object, its parts are listed under the first path, and the second path is
+an alias. The environment's own code is not called, except to pickle objects of classes in C.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from rl_ext_core.factory import simulators
 
 __all__ = ["Fingerprint", "attributes", "description", "fingerprint", "full_name", "is_installed", "layers"]
 
-RECORD = "_rl_ext_record"  # the attribute in which ``record`` keeps how an instance was made
-# How a part is reached from what holds it: the text of the path, the operation by which it can be set ("attribute",
-# "item", "field"; None: it cannot), and the name, the key or the index.
+RECORD = "_rl_ext_record"  # Attribute in which ``record`` stores the call that constructed an instance.
+# The step from a holder to a part: the suffix of the path, the operation that sets the part ("attribute", "item",
+# "field", or None if it cannot be set), and its name, key or index.
 Part = tuple[str, "str | None", Any, Any]
 _Found = TypeVar("_Found")
 
 _TORCH_SCALARS = ("dtype", "device", "layout", "memory_format", "Size")
 _SINGLETONS = (type(None), type(...), type(NotImplemented))
 _SCALARS: frozenset[type] = frozenset((bool, int, float, complex, str, bytes, *_SINGLETONS))
-# The first part of tokens of values whose identity does not matter.
+# First elements of the tokens of immutable values, whose identity does not matter.
 SCALAR_TOKENS = {kind.__name__ for kind in _SCALARS} | {"tuple", "enum", "dtype", "slice", "range", "class", "module"}
 SCALAR_TOKENS |= {"number", "builtin", "typing", *_TORCH_SCALARS}
-_LONG_CONTAINER = 256  # lists of numbers and texts that are longer get one token
+_LONG_CONTAINER = 256  # Longer lists and dictionaries of numbers and strings get a single token.
 _MAX_TEXT = 4096
 _SMALLEST_ID = 1 << 32
 _MAX_PATH = 1000
 _MAX_OBJECT_TOKENS = 1000
 _MAX_DEPTH = 6
-# Classes and globals of these are in every process what they are here.
+# Packages whose classes and globals are the same in every process.
 STABLE_PACKAGES = sys.stdlib_module_names | {"builtins", "numpy", "torch", "torchrl", "tensordict"}
-_OWN_PACKAGES = {"rl_ext_core", "torchrl_ext", "sb3_ext"}  # may run from a checkout
+_OWN_PACKAGES = {"rl_ext_core", "torchrl_ext", "sb3_ext"}  # A checkout counts as installed, too.
 _NAMED_IN_C = (
     types.WrapperDescriptorType,
     types.MethodDescriptorType,
@@ -60,20 +60,15 @@ _NAMED_IN_C = (
     types.MemberDescriptorType,
     types.MethodWrapperType,
 )
-_IMPORT_DEPENDENT = {
-    "module",
-    "class",
-    "function",
-    "builtin",
-    "typing",
-}  # what a library has of these depends on imports
+# First elements of tokens that are ignored in libraries, because the modules imported so far determine such globals.
+_IMPORT_DEPENDENT = {"module", "class", "function", "builtin", "typing"}
 _TYPING = (types.GenericAlias, types.UnionType, typing.TypeVar, type(typing.Any), type(typing.List[int]))  # noqa: UP006
 _WRAPPERS: set[type] = {property, staticmethod, classmethod, types.MethodType, functools.partial}
 _WRAPPERS |= {functools.partialmethod, functools.cached_property, functools._lru_cache_wrapper}
 _C_DESCRIPTORS = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
 _CONTAINERS = (dict, list, set, frozenset, tuple, deque)
 _TRANSPARENT = {object, typing.Generic, OrderedDict, defaultdict, *_CONTAINERS}
-# Operations on globals, and in how many low bits of their argument there is something else than the name.
+# Bytecode operations on globals, and the number of low bits in their argument that do not belong to the name's index.
 _GLOBAL_OPERATIONS = {
     number: int(name == "LOAD_GLOBAL" and sys.version_info >= (3, 11))
     for name, number in dis.opmap.items()
@@ -83,17 +78,17 @@ _GLOBAL_OPERATIONS = {
 
 @dataclasses.dataclass
 class Fingerprint:
-    """Everything that can be reached from an environment.
+    """Tokens of all objects that an environment refers to.
 
-    :ivar tokens: by path; those of modules' globals and of classes' attributes begin with ``<``
-    :ivar aliases: of paths to what was met before, the path under which it is
-    :ivar opaque: paths to what cannot be looked into, with the class's name
-    :ivar unpicklable: by path, why a pickle of what is there would be wrong; those of the user's modules and classes,
-        where their code reads them, are reasons against a pickle of the environment
-    :ivar references: by their ids, objects that are a module's global or a class's attribute, by which another process
-        finds its own: module and qualified name
-    :ivar objects: by path, what is there
-    :ivar steps: by path, the path of what holds it, the operation that sets it, and the name, the key or the index
+    :ivar tokens: Token of each path. Paths of module globals and class attributes begin with ``<``.
+    :ivar aliases: Path -> first path of the same object.
+    :ivar opaque: Path -> class name of an object that cannot be inspected.
+    :ivar unpicklable: Path -> reason why a pickle of the object would be wrong. Objects that the user's modules and
+        classes use count, too.
+    :ivar references: Object id -> module and qualified name, for objects that are globals or class attributes. Another
+        process has its own object there.
+    :ivar objects: Path -> object. Not pickled.
+    :ivar steps: Path -> path of the holder, operation that sets the object there, and its name, key or index.
     """
 
     tokens: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -105,33 +100,33 @@ class Fingerprint:
     steps: dict[str, tuple[str, str | None, Any]] = dataclasses.field(default_factory=dict)
 
     def canonical_path(self, path: str) -> str:
-        """Return the path under which the tokens of a part are."""
+        """Return the path under which the tokens of a part are stored."""
         if path in self.tokens or not self.aliases:
             return path
         if path in self.aliases:
             return self.aliases[path]
-        # Each step makes the holder's own path a first one.
+        # Replace the longest prefix that is an alias, and repeat.
         for end in range(len(path) - 1, 0, -1):
             if path[end] in ".[({" and path[:end] in self.aliases:
                 return self.canonical_path(self.aliases[path[:end]] + path[end:])
         return path
 
     def token(self, path: str) -> Any:
-        """Return the token of a part; None: there is no such part."""
+        """Return the token at a path, or None if the path does not exist."""
         found = self.tokens.get(path)
         return self.tokens.get(self.canonical_path(path)) if found is None else found
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """List the paths at which two differ, the shortest first."""
+        """Return the paths at which two fingerprints differ, the shortest first."""
         paths = {**self.tokens, **other.tokens, **self.aliases, **other.aliases}
         return sort_paths(path for path in paths if self.differs(path, other))
 
     def differs(self, path: str, other: Fingerprint) -> bool:
-        """Whether two differ at a path: in the value, or in what is the same object as another part."""
+        """Whether two fingerprints differ at a path, in value or in object identity."""
         mine, its = self.token(path), other.token(path)
         if mine != its:
             return True
-        # Each of the two paths leads to one object in one, and has to in the other.
+        # Two paths that lead to one object in one fingerprint must lead to one object in the other.
         return any(
             path in one.aliases and another.canonical_path(path) != another.canonical_path(one.aliases[path])
             for one, another in ((self, other), (other, self))
@@ -143,15 +138,15 @@ class Fingerprint:
 
 
 def sort_paths(paths: Any) -> list[str]:
-    """Sort paths: the environment's own first, then by length."""
+    """Sort paths: those of globals and classes last, then by depth."""
     return sorted(paths, key=lambda path: (path.startswith("<"), path.count(".") + path.count("["), path))
 
 
 def fingerprint(value: Any, *, code: bool = True) -> Fingerprint:
-    """Walk through everything that a value reaches.
+    """Compute the fingerprint of an environment or another value.
 
-    :param value: an environment, or anything else; only read
-    :param code: whether attributes of classes and globals that their methods read belong to it
+    :param value: The value. It is only read.
+    :param code: Whether to include class attributes, and globals that methods and functions read.
     """
     walk = _Walk()
     walk.visit_all(value)
@@ -165,8 +160,8 @@ def fingerprint(value: Any, *, code: bool = True) -> Fingerprint:
 def description(value: Any) -> list[tuple[str, Any]]:
     """Describe a value as plain data that is equal for equal values, in every process.
 
-    :return: paths and tokens
-    :raises ValueError: something in it cannot be described
+    :return: Sorted pairs of path and token.
+    :raises ValueError: If a part of it cannot be described.
     """
     found = fingerprint(value)
     unknown = [*found.opaque, *(path for path, token in found.tokens.items() if token[0] == "generator")]
@@ -176,9 +171,10 @@ def description(value: Any) -> list[tuple[str, Any]]:
 
 
 def reachable(root: Any, is_entered: Callable[[Any], bool]) -> Iterator[Any]:
-    """Return a value and what its attributes, lists, tuples and dicts lead to, the nearest first.
+    """Yield a value and its parts in attributes, lists, tuples and dicts, breadth first.
 
-    :param is_entered: whether a part of one of these is returned, and its parts are looked at
+    :param root: The value.
+    :param is_entered: Whether to yield a part and then its own parts.
     """
     waiting, seen = deque([root]), {id(root)}
     while waiting:
@@ -186,7 +182,7 @@ def reachable(root: Any, is_entered: Callable[[Any], bool]) -> Iterator[Any]:
         yield item
         held = attributes(item)
         parts = [*held.values()]
-        if isinstance(modules := held.get("_modules"), dict):  # where torch's modules have theirs
+        if isinstance(modules := held.get("_modules"), dict):  # torch.nn.Module stores its submodules here.
             parts += modules.values()
         if issubclass(type(item), dict):
             parts += dict.values(item)
@@ -199,18 +195,18 @@ def reachable(root: Any, is_entered: Callable[[Any], bool]) -> Iterator[Any]:
 
 
 def layers(environment: Any) -> Iterator[Any]:
-    """Return an environment and those that it wraps, the outermost first."""
+    """Yield an environment and the environments that it wraps, the outermost first."""
     return reachable(environment, is_layer)
 
 
 def is_layer(value: Any) -> bool:
-    """Whether this is an environment or a wrapper of one: its class resets and steps."""
+    """Whether a value is an environment or wrapper: its class has ``reset`` and ``step``."""
     kind: Any = type(value)
     return _has_reset_and_step(kind) and instance_dict(value) is not None
 
 
 def _cached_per_class(function: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
-    """Keep what a function of a class returns."""
+    """Cache the results of a function of a class."""
     return functools.lru_cache(maxsize=10_000)(function)
 
 
@@ -222,21 +218,21 @@ def _has_reset_and_step(kind: Any) -> bool:
 
 @_cached_per_class
 def name_of(kind: Any) -> tuple[str, str]:
-    """Return module and qualified name of a class."""
-    return str(getattr(kind, "__module__", "builtins")), kind.__qualname__  # SWIG's has no module
+    """Return the module and the qualified name of a class."""
+    return str(getattr(kind, "__module__", "builtins")), kind.__qualname__  # Classes of SWIG have no module.
 
 
 @_cached_per_class
 def full_name(kind: Any) -> str:
-    """Return module and name of a class in one."""
+    """Return the module and the qualified name of a class, joined by a dot."""
     return ".".join(name_of(kind))
 
 
 def attributes(instance: Any) -> dict[str, Any]:
-    """Return all attributes that are an instance's own, past properties and ``__getattr__``."""
+    """Return the attributes stored in an instance, without calling properties or ``__getattr__``."""
     found = {}
     for name, slot in _slots(type(instance)).items():
-        with contextlib.suppress(AttributeError):  # empty
+        with contextlib.suppress(AttributeError):  # The slot may be empty.
             found[name] = slot.__get__(instance)
     found |= instance_dict(instance) or {}
     found.pop(RECORD, None)
@@ -244,12 +240,15 @@ def attributes(instance: Any) -> dict[str, Any]:
 
 
 def instance_dict(instance: Any) -> dict[str, Any] | None:
-    """Return what ``vars()`` returns, past ``__getattribute__``; None: there is none."""
+    """Return the ``__dict__`` of an instance, or None if it has none.
+
+    The instance's own ``__getattribute__`` is not called.
+    """
     try:
         found = object.__getattribute__(instance, "__dict__")
     except AttributeError:
         return None
-    return found if isinstance(found, dict) else None  # that of a class is a view
+    return found if isinstance(found, dict) else None  # A class has a read-only view instead.
 
 
 @_cached_per_class
@@ -264,8 +263,8 @@ def _slots(kind: Any) -> dict[str, Any]:
 
 @_cached_per_class
 def _is_python_class(kind: Any) -> bool:
-    """Whether a class statement made this class: then its instances hold nothing but attributes."""
-    # Libraries such as nanobind make their classes by a metaclass in C.
+    """Whether a class is written in Python, so that instances contain only attributes."""
+    # Libraries such as nanobind create their classes by a metaclass in C.
     if type(kind) is not type and not _is_python_class(type(kind)):
         return False
     for name, part in vars(kind).items():
@@ -277,30 +276,30 @@ def _is_python_class(kind: Any) -> bool:
 
 @_cached_per_class
 def has_c_memory(kind: Any) -> bool:
-    """Whether instances have memory of a class in C, other than the plain containers."""
+    """Whether instances have the memory of a class in C that is not a plain container."""
     return any(base not in _TRANSPARENT and not _is_python_class(base) for base in kind.__mro__)
 
 
 def digest(data: Any) -> str:
-    """Shorten bytes, or what shows its memory."""
+    """Return a short hash of a buffer of bytes."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def scalar_token(item: Any) -> Any:
-    """Return the token of an immutable value whose identity does not matter; None: it is none."""
+    """Return the token of an immutable value, or None if the value is not one."""
     describe = _describer(type(item))
     return None if describe is None else describe(item)
 
 
 @_cached_per_class
 def _describer(kind: Any) -> Callable[[Any], Any] | None:
-    """Return what gives the tokens of a class's instances; None: they are entered."""
+    """Return the function that computes the token of a scalar class. None for others."""
     name, torch = kind.__name__, sys.modules.get("torch")
     if kind in (str, bytes):
         return _text_token
     of_torch = torch is not None and any(kind is getattr(torch, name, None) for name in _TORCH_SCALARS)
     if of_torch or kind in (float, complex, type(...), type(NotImplemented)):
-        return lambda item: (name, repr(item))  # NaN is equal to itself in this form
+        return lambda item: (name, repr(item))  # As a string, NaN equals itself.
     if kind in _SCALARS:
         return lambda item: (name, item)
     if issubclass(kind, enum.Enum):
@@ -337,12 +336,15 @@ def _builtin_token(function: Any) -> Any:
 
 
 def is_number(token: Any) -> bool:
-    """Whether a token is that of a number with a fraction, of a number of NumPy's, an array or a tensor."""
+    """Whether a token describes a float, a complex number, a NumPy scalar, an array or a tensor."""
     return token is not None and (token[0] in ("float", "complex", "number") or "." in token[0])
 
 
 def plain_token(item: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Return the token of scalars, arrays and plain containers of them; None: there is something else in it."""
+    """Return a single token for a scalar, an array or a plain container, else None.
+
+    :param depth: Number of levels of containers.
+    """
     token = scalar_token(item)
     kind = type(item)
     if token is None and kind is np.ndarray and not item.dtype.hasobject:
@@ -360,20 +362,23 @@ def plain_token(item: Any, depth: int = _MAX_DEPTH) -> Any:
 
 
 def _key_label(key: Any) -> str | None:
-    """Return a text for a dictionary's key or a set's part; None: it is an object, and others may be like it."""
+    """Return a string for a dictionary key or set element.
+
+    None if only its identity distinguishes it.
+    """
     if type(key) is str:
         return repr(key) if len(key) < _LONG_CONTAINER else digest(key.encode("utf-8", "surrogatepass"))
     if type(key) is tuple:
         parts = [_key_label(part) for part in key]
         return None if None in parts else f"({', '.join(map(str, parts))})"
     if type(key) is int:
-        return None if key > _SMALLEST_ID else repr(key)  # which may be somebody's id
+        return None if key > _SMALLEST_ID else repr(key)  # A large number may be the id of an object.
     token = scalar_token(key)
     return None if token is None else f"<{token}>"
 
 
 def is_global(function: Any) -> bool:
-    """Whether a function or class is found under its name in a module that another process imports."""
+    """Whether another process finds a function or class by its module and name."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     if module is None or module.__name__ in ("__main__", "__mp_main__"):
         return False
@@ -385,7 +390,7 @@ def is_global(function: Any) -> bool:
 
 @functools.lru_cache(maxsize=10_000)
 def code_digest(code: types.CodeType) -> str:
-    """Shorten what a function does, whatever the file and the lines are."""
+    """Return a hash of a function's code that does not depend on its file and line numbers."""
     parts: list[Any] = [code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_argcount]
     parts += [
         code_digest(part) if isinstance(part, types.CodeType) else plain_token(part, 50) for part in code.co_consts
@@ -405,22 +410,25 @@ def _tensor_token(tensor: Any, torch: Any) -> Any:
             return *name, "unread"
         flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         return *name, tuple(tensor.shape), digest(flat.view(torch.uint8).numpy())
-    except (RuntimeError, ValueError):  # uninitialized
+    except (RuntimeError, ValueError):  # The tensor has no memory yet.
         return *name, "uninitialized"
 
 
 @_cached_per_class
 def is_generator_class(kind: Any) -> bool:
-    """Whether random numbers are drawn from instances."""
+    """Whether a class is a random generator of NumPy, Python or torch."""
     torch = sys.modules.get("torch")
     known = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
     return issubclass(kind, known) or (torch is not None and issubclass(kind, torch.Generator))
 
 
 class _Walk:
-    """One walk, breadth first: paths are as short as can be.
+    """Visits the parts of a value breadth first, so that paths are short.
 
-    :ivar seen: by their ids, the first paths of objects that have parts
+    :ivar found: The fingerprint so far.
+    :ivar seen: Object id -> first path, for objects that have parts.
+    :ivar classes: Classes of the visited objects, in order.
+    :ivar functions: Visited functions.
     """
 
     def __init__(self, *, longest: float = math.inf) -> None:
@@ -435,14 +443,14 @@ class _Walk:
         self._waiting: deque[tuple[str, Any]] = deque()
 
     def visit_all(self, value: Any) -> None:
-        """Visit a value and all that it reaches."""
+        """Visit a value and all its parts."""
         self._visit("", value)
         while self._waiting and len(self.found.tokens) <= self._longest:
             self._visit_parts(*self._waiting.popleft())
 
     def _visit(self, path: str, item: Any) -> None:
-        """Note what is at a path; what has parts waits to be entered."""
-        self.found.objects[path] = item  # also keeps the ids of what was met from being used again
+        """Record the object at a path. If it has parts, queue it."""
+        self.found.objects[path] = item  # The reference also prevents that Python reuses the id.
         kind = type(item)
         describe = _describer(kind)
         token = None if describe is None else describe(item)
@@ -478,7 +486,7 @@ class _Walk:
             found.steps[where] = path, operation, key
             self._visit(where, part)
 
-    # Methods that return the parts of an object, and set its token where the class alone is not enough.
+    # These methods yield the parts of an object. They set its token if the class alone does not describe it.
 
     def parts_of_attributes(self, path: str, item: Any) -> Iterator[Part]:
         kind: Any = type(item)
@@ -499,7 +507,7 @@ class _Walk:
     def parts_of_tensor(self, path: str, tensor: Any) -> Iterator[Part]:
         token = self.found.tokens[path] = _tensor_token(tensor, sys.modules["torch"])
         if tensor.device.type == "cpu" and token[-1] not in ("unread", "uninitialized") and tensor.is_shared():
-            self.found.unpicklable[path] = "it lies in memory that processes share, and a copy would not"
+            self.found.unpicklable[path] = "its memory is shared by processes, and a copy would not share it"
         return iter(())
 
     def parts_of_array(self, path: str, array: Any) -> Iterator[Part]:
@@ -522,9 +530,9 @@ class _Walk:
             self._cells.setdefault(id(cell), []).append(
                 (f"{path}.<{name}>", name in _assigned_free_variables(function.__code__))
             )
-            with contextlib.suppress(ValueError):  # nothing is in it yet
+            with contextlib.suppress(ValueError):  # The variable may not have a value yet.
                 part = cell.cell_contents
-                # A library draws from its own generators as often as it is reset.
+                # The progress of a library's own generator is ignored, because it depends on the number of resets.
                 if type(part) is not types.GeneratorType or not is_installed(str(function.__module__)):
                     yield f".<{name}>", None, None, part
         for name in sorted(globals_in(function.__code__)):
@@ -533,7 +541,7 @@ class _Walk:
                 yield f".<global {name}>", None, None, part
 
     def parts_of_foreign(self, path: str, item: Any) -> Iterator[Part]:
-        """Return the attributes of an object of a class in C, and what it is pickled as."""
+        """Yield the attributes of an object of a class in C, and the parts of its pickle."""
         yield from self.parts_of_attributes(path, item)
         kind: Any = type(item)
         if simulators.is_skipped(kind):
@@ -559,7 +567,7 @@ class _Walk:
             self.found.tokens[path] = flat or ("object", full_name(kind), keys)
             for index, (key, part) in enumerate(() if flat else base.items(item)):
                 text = labels[index] if labels else None
-                # Another process has other keys than those whose identity matters.
+                # A key without a label is another object in each process, so the item cannot be set by its key.
                 yield (f"[#{index}]", None, None, part) if text is None else (f"[{text}]", "item", key, part)
                 if type(key) is int and text is None:
                     self._numbers.append((f"{path}[#{index}]", key))
@@ -582,15 +590,15 @@ class _Walk:
             yield from ((f"{{#{index}}}", None, None, part) for index, part in enumerate(others))
 
     def mark_ids(self) -> None:
-        """Note numbers that are the id of something here: in a copy they lead elsewhere."""
+        """Mark numbers that are ids of visited objects. In a copy, these objects have other ids."""
         for path, number in self._numbers:
             if number in self.seen:
-                self.found.unpicklable[path] = "it is the id of another object"
+                self.found.unpicklable[path] = "it is the id of another object, which a copy does not have"
                 if path in self.found.tokens and self.found.objects[path] == number:
                     self.found.tokens[path] = "id of", self.seen[number]
 
     def add_sharing_tokens(self) -> None:
-        """Note which arrays lie in one piece of memory, and which functions share a variable that one assigns to."""
+        """Add tokens for arrays that share memory, and functions that share a variable."""
         for uses in self._cells.values():
             if any(assigns for _, assigns in uses):
                 self.found.tokens.update({f"{path}.<variable>": ("same as", uses[0][0]) for path, _ in uses[1:]})
@@ -605,7 +613,7 @@ class _Walk:
 
 @_cached_per_class
 def _parts_reader(kind: Any) -> Callable[[_Walk, str, Any], Iterator[Part]]:
-    """Return what finds the parts of a class's instances."""
+    """Return the method that yields the parts of a class's instances."""
     torch = sys.modules.get("torch")
     if kind is types.FunctionType:
         return _Walk.parts_of_function
@@ -625,7 +633,7 @@ def _parts_reader(kind: Any) -> Callable[[_Walk, str, Any], Iterator[Part]]:
 
 
 def _reduced_parts(reduced: tuple[Any, ...], known: Mapping[str, Any]) -> Iterator[Any]:
-    """Return what a reduction consists of, except attributes, which are known already."""
+    """Yield the parts of a pickle's reduction, except attributes, which are visited already."""
     function, args, state, *contents = (*reduced, None)[: max(3, len(reduced))]
     yield from (function, *args)
     for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
@@ -634,7 +642,7 @@ def _reduced_parts(reduced: tuple[Any, ...], known: Mapping[str, Any]) -> Iterat
 
 
 def _sort_key_of_part(item: Any, depth: int = 2) -> str:
-    """Describe a part of a set well enough to tell it from the others, in every process alike."""
+    """Return a string by which elements of a set are sorted, equal in every process."""
     known = {
         name: scalar_token(part) or (depth and _sort_key_of_part(part, depth - 1))
         for name, part in attributes(item).items()
@@ -643,7 +651,7 @@ def _sort_key_of_part(item: Any, depth: int = 2) -> str:
 
 
 def _flat_token(item: Any) -> Any:
-    """Return the token of a long list, or dictionary, of numbers and texts."""
+    """Return a single token for a long list or dict of numbers and strings, else None."""
     if len(item) <= _LONG_CONTAINER or type(item) not in (list, dict, deque):
         return None
     kinds = set(map(type, item)) | (set(map(type, item.values())) if type(item) is dict else set())
@@ -653,13 +661,16 @@ def _flat_token(item: Any) -> Any:
 
 
 class _CodeReader:
-    """What classes have as attributes, and what their methods read of modules: plain data, and code of the user's."""
+    """Adds class attributes, and globals that functions read, to a fingerprint.
+
+    They are plain data of libraries, and all values and code of the user's modules.
+    """
 
     def __init__(self, walk: _Walk) -> None:
         self._walk, self._found, self._done = walk, walk.found, set[int]()
 
     def run(self) -> None:
-        """Add it to the fingerprint."""
+        """Read all classes and functions that the walk visited."""
         for function in self._walk.functions:
             self._read_function(function)
         for kind in sorted({base for met in self._walk.classes for base in met.__mro__}, key=full_name):
@@ -677,7 +688,7 @@ class _CodeReader:
                 self._add(f"<class {full_name(kind)}>.{name}", part, kind, name, name_of(kind)[0])
 
     def _read_function(self, function: types.FunctionType) -> None:
-        """Look at the globals that a function reads, and into functions of the user's that it calls."""
+        """Add the globals that a function reads, and read the user's functions that it calls."""
         if id(function.__code__) in self._done:
             return
         self._done.add(id(function.__code__))
@@ -687,7 +698,7 @@ class _CodeReader:
             return
         for name in sorted(globals_in(function.__code__)):
             part: Any = space.get(name)
-            if not issubclass(type(part), types.ModuleType):  # of a proxy, by its own type
+            if not issubclass(type(part), types.ModuleType):  # isinstance() would ask a proxy for its class.
                 self._add_global(module, space, name)
             elif part.__name__.partition(".")[0] not in STABLE_PACKAGES | _OWN_PACKAGES:
                 for used in sorted(set(function.__code__.co_names) & vars(part).keys()):
@@ -699,7 +710,7 @@ class _CodeReader:
             self._add(label, space[name], sys.modules.get(module), name, module)
 
     def _add(self, label: str, part: Any, owner: Any, name: str, module: str) -> None:
-        """Note what a class or a module has under a name: of a library's, public plain data."""
+        """Add a value of a class or a module. Of installed libraries, only public plain data is added."""
         if type(part) in weakref.ProxyTypes:
             return
         if not is_installed(module):
@@ -710,7 +721,7 @@ class _CodeReader:
             self._found.tokens[label] = token
 
     def _add_user_value(self, label: str, part: Any, owner: Any, name: str) -> None:
-        """Note what the user's own class or module has under a name."""
+        """Add a value of the user's own class or module."""
         found, functions = self._found, list(functions_in(part))
         kind: Any = type(part)
         if (reason := simulators.why_unpicklable(kind)) is not None:
@@ -732,7 +743,7 @@ class _CodeReader:
             found.tokens[label] = plain_token(part) or _object_token(part)
 
     def _add_identity(self, label: str, part: Any, owner: Any, name: str) -> None:
-        """Note that the environment holds the very object that a module or class has under a name."""
+        """Add a token if the environment refers to the same object as a module or class."""
         where = self._walk.seen.get(id(part))
         if where is None or where not in self._found.objects or scalar_token(part) is not None:
             return
@@ -745,14 +756,14 @@ class _CodeReader:
 
 
 def _object_token(item: Any) -> Any:
-    """Return one token for all that an object consists of, equal in every process."""
+    """Return a single token for an object and its parts, equal in every process."""
     walk = _Walk(longest=_MAX_OBJECT_TOKENS)
     walk.visit_all(item)
     return "object", full_name(type(item)), digest(repr(sorted(walk.found.tokens.items())).encode("utf-8", "replace"))
 
 
 def functions_in(value: Any, depth: int = 4) -> Iterator[types.FunctionType]:
-    """Return the Python functions that something is, or wraps."""
+    """Yield the Python functions that a value is, or wraps."""
     if type(value) is types.FunctionType:
         yield value
     elif depth and type(value) in _WRAPPERS:
@@ -762,9 +773,9 @@ def functions_in(value: Any, depth: int = 4) -> Iterator[types.FunctionType]:
 
 @functools.lru_cache(maxsize=10_000)
 def globals_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names of globals that code reads or sets, that of functions within it too."""
+    """Return the names of globals that code and the functions inside it read or set."""
     found, high = set[str](), 0
-    # dis.get_instructions(), which describes each operation, takes 20 times as long.
+    # dis.get_instructions() takes 20 times as long, because it describes each operation.
     for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
         argument = high | low
         high = argument << 8 if operation == dis.EXTENDED_ARG else 0
@@ -776,14 +787,14 @@ def globals_in(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1000)
 def _assigned_free_variables(code: types.CodeType) -> frozenset[str]:
-    """Return the variables of surrounding functions that code assigns to."""
+    """Return the variables of enclosing functions that code assigns."""
     stored = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_DEREF"}
     return frozenset(stored & set(code.co_freevars))
 
 
 @functools.lru_cache(maxsize=1000)
 def is_installed(module: str) -> bool:
-    """Whether a module's package was installed, and is not the user's own."""
+    """Whether a module belongs to an installed package, and is not the user's own code."""
     package = module.partition(".")[0]
     if package in STABLE_PACKAGES | _OWN_PACKAGES:
         return True

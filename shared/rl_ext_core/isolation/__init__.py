@@ -1,7 +1,7 @@
-"""Whether one process may hold several instances of an environment.
+"""Test whether several instances of an environment can share one process.
 
-Simulators written in C often allow one instance per process, or share state between instances silently.
-:func:`probe` tries it in temporary processes.
+Simulators written in C often allow one instance per process, or silently share state between instances.
+:func:`probe` tests this in temporary processes.
 """
 
 from __future__ import annotations

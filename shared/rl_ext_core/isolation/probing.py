@@ -1,4 +1,4 @@
-"""``probe``, and the verdicts that are kept in the user's cache folder while what they depend on stays the same."""
+"""``probe``, and its cache of verdicts in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -36,14 +36,20 @@ def probe(
     steps: int = 100,
     timeout: float | None = None,
 ) -> Verdict:
-    """Try whether instances of an environment may share a process, without building any in this one.
+    """Test whether several instances of an environment can share a process.
 
-    A declaration comes first: ``metadata = {"isolation": "process"}`` in the environment's class, or the flag
-    ``canBeInstantiatedOnlyOncePerProcess`` of an FMI model description that it holds. Otherwise three trials run in
-    temporary processes with an empty working directory, with the same seeds and actions: one instance alone; two in
-    two processes; two in one process, built in both orders, one of them closed half-way. Observations, rewards, flags,
-    infos and ``action_masks()`` are compared bit for bit. Sharing that shows only later, with a third instance or
-    with options of ``reset`` is not detected.
+    Instances are built in temporary processes, never in this one.
+
+    A declaration takes precedence: ``metadata = {"isolation": "process"}`` in the environment's class, or the flag
+    ``canBeInstantiatedOnlyOncePerProcess`` of an FMI model description. Otherwise three trials run in temporary
+    processes, with the same seeds and actions and an empty working directory:
+
+    - a single instance,
+    - two instances in two processes,
+    - two instances in one process, built in both orders. One of them is closed half-way.
+
+    Observations, rewards, flags, infos and ``action_masks()`` are compared bit for bit. Effects of a third instance, of
+    more steps, or of ``reset`` options are not detected.
 
     .. code-block:: python
 
@@ -51,16 +57,16 @@ def probe(
         if verdict.isolation is Isolation.INDEPENDENT:
             venv = DummyVecEnv(...)
 
-    :param source: an environment, a function or class that builds one, a gymnasium id or specification, or the
-        result of :func:`~rl_ext_core.factory.as_factory`; or a list of these, which are to share a process. Of a list,
-        the first eight different ones are tried
-    :param cache: True keeps verdicts in the user's cache folder, a path in another folder, False nowhere. A verdict is
-        reused while the recipe, the environment variables, the modules and shared libraries that were loaded, the
-        interpreter and the machine stay the same. On macOS and Windows libraries are not noticed
-    :param steps: number of steps to compare, at least 10; fewer are taken if they are slow
-    :param timeout: seconds that building an environment, a reset or a step may take. By default 300 for one instance
-        alone, and for others 20 times what that took, at least 20
-    :return: the verdict; ``Isolation.UNKNOWN`` if the environment cannot be tried in another process
+    :param source: An environment, a function or class that builds one, a gymnasium id or specification, or the result
+        of :func:`~rl_ext_core.factory.as_factory`. A list contains sources that share a process. The first eight
+        different ones are tested.
+    :param cache: Where to cache verdicts: True for the user's cache folder, a path for another folder, False for
+        nowhere. A cached verdict is valid until the recipe, the environment variables, the interpreter, the machine, or
+        the loaded modules and libraries change. On macOS and Windows, changes of libraries are not detected.
+    :param steps: Number of steps to compare, at least 10. Fewer are compared if steps are slow.
+    :param timeout: Seconds that building an environment, a reset or a step may take. The default is 300 for the first
+        instance. For others it is 20 times the longest time measured there, at least 20.
+    :return: The verdict. Its ``isolation`` is ``UNKNOWN`` if the environment cannot be tested in another process.
     :raises InvalidArgumentError: If the declared value is unknown, or ``steps`` or ``timeout`` is out of range.
     :raises WorkerError: If Python cannot be started.
     """
@@ -69,38 +75,45 @@ def probe(
         raise InvalidArgumentError(f"steps={steps!r} is too small: expected at least {MIN_STEPS}. Write steps=100")
     if not (timeout is None or timeout > 0):
         raise InvalidArgumentError(
-            f"timeout={timeout!r} is not a time: expected seconds above 0, or None for the default. Write timeout=60"
+            f"timeout={timeout!r} is not valid: expected seconds above 0, or None for the default. Write timeout=60"
         )
     sources = list(source) if isinstance(source, (list, tuple)) else [source, source]
     if not sources:
-        raise InvalidArgumentError("source=[] is empty: expected what builds environments. Write probe([make] * 4)")
+        raise InvalidArgumentError("source=[] is empty: expected at least one factory. Write probe([make] * 4)")
     try:
         made = {key: as_factory(one, verify=False) for key, one in {id(one): one for one in sources}.items()}
     except NotCopyableError as error:
-        return conclude(Isolation.UNKNOWN, f"It could not be tried: {str(error).rstrip('.')}.")
+        return conclude(Isolation.UNKNOWN, f"It could not be tested: {str(error).rstrip('.')}.")
     verdict = _strictest_declaration([*made.values()])
     if verdict is None:
-        # Two instances of a source that occurs several times, and at least two in all.
+        # A source that occurs several times is built twice. There are at least two instances in all.
         times = {key: min(2, sum(id(one) == key for one in sources)) for key in [*made][:_MAX_SOURCES]}
         trial_factories = [made[key] for key, count in times.items() for _ in range(count if len(made) > 1 else 2)]
         file = _cache_file(trial_factories, cache, steps)
         verdict = (_read_verdict(file) if file is not None else None) or _run_trials(
             trial_factories, steps, timeout, file, start_ns
         )
-    if len(made) > _MAX_SOURCES:
-        text = f"{verdict.explanation} Not tried: more than {_MAX_SOURCES} different sources."
-        verdict = dataclasses.replace(verdict, explanation=text)
+        if len(made) > _MAX_SOURCES:
+            text = f"{verdict.explanation} Sources after the first {_MAX_SOURCES} different ones were not tested."
+            verdict = dataclasses.replace(verdict, explanation=text)
     return dataclasses.replace(verdict, seconds=round(time.monotonic() - start, 3))
 
 
 def _run_trials(
     trial_factories: Sequence[EnvFactory[Any]], steps: int, timeout: float | None, file: Path | None, start_ns: int
 ) -> Verdict:
-    """Run trials, and keep the verdict in a file if there is one."""
-    from rl_ext_core.isolation.judge import Judge  # A kept verdict needs none of it.
+    """Run the trials, and cache the verdict.
+
+    :param trial_factories: Factories of the instances, at least two.
+    :param steps: Number of steps to compare.
+    :param timeout: Seconds for an operation.
+    :param file: File of the verdict, or None to not cache it.
+    :param start_ns: Time at which the probe began, in nanoseconds since the epoch.
+    """
+    from rl_ext_core.isolation.judge import Judge  # A cached verdict does not need this import.
 
     what = f"{len(trial_factories) + 1} instances of {trial_factories[0].to_source()}"
-    _log.info('trying %s in temporary processes; isolation="process" skips this', what)
+    _log.info('testing %s in temporary processes. To skip this, write isolation="process"', what)
     judge = Judge(trial_factories, steps, timeout)
     verdict = judge.verdict()
     if file is not None and judge.loaded_files:
@@ -109,7 +122,10 @@ def _run_trials(
 
 
 def _strictest_declaration(factories: Sequence[EnvFactory[Any]]) -> Verdict | None:
-    """Return the strictest declared verdict, or None if a source without a declaration might be stricter."""
+    """Return the strictest declared verdict.
+
+    None if a source without a declaration could be stricter.
+    """
     declarations = [declared_by_source(factory) for factory in factories]
     verdicts = [declaration.verdict() for declaration in declarations if declaration is not None]
     strict = [verdict for verdict in verdicts if not verdict.in_process]
@@ -117,9 +133,9 @@ def _strictest_declaration(factories: Sequence[EnvFactory[Any]]) -> Verdict | No
 
 
 _FORMAT = 7
-# A later probe may find something else.
+# These verdicts are not cached, because a later probe may have another result.
 _NOT_CACHED = (Isolation.NON_DETERMINISTIC, Isolation.BROKEN, Isolation.UNKNOWN)
-# Variables of the session, the terminal or the job, by which libraries do not choose what they do.
+# Variables of the session, the terminal or the job, which libraries do not read.
 _IGNORED_VARIABLES = re.compile(
     r"_|PWD|OLDPWD|SHLVL|LINES|COLUMNS|LS_COLORS|PS[1-4]|TERM.*|COLORTERM|TMUX.*|STY|WINDOWID|HIST.*|LESS.*|EDITOR|PAGER|"
     r"SSH_.*|GPG_.*|DBUS_.*|XDG_SESSION.*|XDG_RUNTIME_DIR|XDG_CACHE_HOME|INVOCATION_ID|JOURNAL_STREAM|VSCODE_.*|JPY_.*|"
@@ -128,10 +144,14 @@ _IGNORED_VARIABLES = re.compile(
 
 
 def _cache_file(factories: Sequence[EnvFactory[Any]], where: bool | str | os.PathLike[str], steps: int) -> Path | None:
-    """Return the file of a verdict; None: it is not kept.
+    """Return the cache file of a verdict, or None if the verdict is not cached.
 
-    The name depends on the recipes and the files that they name, on the environment variables, the interpreter, this
-    package and the machine. The file itself lists the modules and libraries that were loaded.
+    The name is a hash of the recipes, the files that they name, the environment variables, the interpreter, this
+    package's version and the machine. The file itself lists the modules and libraries that were loaded.
+
+    :param factories: Factories of the instances.
+    :param where: The ``cache`` argument of :func:`probe`.
+    :param steps: Number of steps to compare.
     """
     folder = _user_cache_folder() if where is True else None if where is False else Path(where).absolute()
     if folder is None:
@@ -140,7 +160,7 @@ def _cache_file(factories: Sequence[EnvFactory[Any]], where: bool | str | os.Pat
         distinct = list({id(factory): factory for factory in factories}.values())
         recipe = [[description(_identifying_parts(factory)) for factory in distinct], [*map(distinct.index, factories)]]
         files = sorted({*_files_in_recipe(recipe)})
-    except Exception as error:  # from the user's own code, perhaps
+    except Exception as error:  # The user's own code may raise anything.
         _log.debug("%r cannot be recognized in another process: %r", factories, error)
         return None
     variables = sorted(pair for pair in os.environ.items() if not _IGNORED_VARIABLES.fullmatch(pair[0]))
@@ -152,7 +172,10 @@ def _cache_file(factories: Sequence[EnvFactory[Any]], where: bool | str | os.Pat
 
 
 def _read_verdict(path: Path) -> Verdict | None:
-    """Return a kept verdict; None if there is none, it is damaged, or a file that it depends on has changed."""
+    """Read a cached verdict. Return None if it cannot be used.
+
+    It may be missing or damaged, or a file that it depends on may have changed.
+    """
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         fields = kept["verdict"]
@@ -167,10 +190,12 @@ def _read_verdict(path: Path) -> Verdict | None:
 
 
 def _write_verdict(path: Path, verdict: Verdict, files: Iterable[str], start_ns: int) -> None:
-    """Keep a verdict, whole or not at all.
+    """Write a verdict to the cache atomically.
 
-    :param files: what was loaded. If one is gone, or was modified since the probe began, nothing is kept
-    :param start_ns: time at which the probe began, in nanoseconds since the epoch
+    :param path: File to write.
+    :param verdict: The verdict.
+    :param files: Files that were loaded. If one is missing, or was modified since the probe began, nothing is written.
+    :param start_ns: Time at which the probe began, in nanoseconds since the epoch.
     """
     states = {file: _file_state(file) for file in files}
     if verdict.isolation in _NOT_CACHED or any(state is None or state[0] >= start_ns for state in states.values()):
@@ -188,11 +213,11 @@ def _write_verdict(path: Path, verdict: Verdict, files: Iterable[str], start_ns:
 def _user_cache_folder() -> Path | None:
     given = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(given if os.path.isabs(given) else os.path.expanduser("~/.cache"), "rl-ext", "isolation")
-    return folder if folder.is_absolute() else None  # The user has no home.
+    return folder if folder.is_absolute() else None  # It is relative if the user has no home directory.
 
 
 def _identifying_parts(factory: EnvFactory[Any]) -> tuple[Any, ...]:
-    """Return what an environment is made from."""
+    """Return the data that determines which environment a factory builds."""
     common = (factory.origin, factory._adapters, dict(factory.overrides))
     if factory.instance is not None:
         return (
@@ -201,12 +226,12 @@ def _identifying_parts(factory: EnvFactory[Any]) -> tuple[Any, ...]:
             repr(sorted(fingerprint(factory.instance, code=False).tokens.items())),
         )
     if not factory._recipe.takes_arguments:
-        raise ValueError("the recipe of a copy does not describe what was copied")
+        raise ValueError("the recipe of a copy does not describe the original")
     return *common, factory._recipe.load()
 
 
 def _files_in_recipe(recipe: Any) -> Iterator[Any]:
-    """Yield the names and states of files that a recipe names, such as a model, a ROM or the script of a class."""
+    """Yield name and state of each file that a recipe names, such as a model or ROM."""
     if recipe == "__main__":  # Classes are described by their names.
         recipe = getattr(sys.modules["__main__"], "__file__", None)
         if recipe is None:
@@ -221,11 +246,14 @@ def _files_in_recipe(recipe: Any) -> Iterator[Any]:
 
 
 def _file_state(path: str) -> list[int] | None:
-    """Return when a file was modified, in nanoseconds, and its size in bytes; None if there is none."""
+    """Return the modification time in nanoseconds and the size in bytes of a file.
+
+    None if it does not exist.
+    """
     try:
         state = os.stat(path)
     except (OSError, ValueError):
-        # Code may lie in an archive, as Python's own does in the embeddable build for Windows.
+        # Code may be stored in an archive, as the standard library is in the embeddable build for Windows.
         archive = next((folder for folder in Path(path).parents if folder.is_file()), None)
         if archive is None:
             return None

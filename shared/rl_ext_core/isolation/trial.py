@@ -1,6 +1,6 @@
-"""A trial: a temporary process that builds, resets, steps and closes environments as its parent asks.
+"""Trial process: builds, resets, steps and closes environments by order of its parent.
 
-Its answers contain digests of all that callers see, so that the parent can compare trials.
+Its answers contain digests of all results that callers see, so that the parent can compare trials.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from rl_ext_core.errors import InvalidTypeError
 from rl_ext_core.factory import EnvFactory, drivers, streams, walk
 from rl_ext_core.isolation.verdict import declared_by_instance
 
-# Digests of what an instance returned: at once, and when its next operation begins.
+# Keys of answers: the digest of a result, and the digest of the same object when the next operation begins.
 RETURNED, STILL_RETURNED = "returned", "still returned"
-# The file in a trial's folder that gets what it prints.
+# Name of the file in a trial's folder that receives its output.
 OUTPUT_FILE = "printed"
-_MAX_DEPTH = 50  # levels of nested data that are compared
-# Steps are timed in a loop, for so many steps or seconds: between two operations of a trial caches get cold.
+_MAX_DEPTH = 50  # Levels of nested data that are compared.
+# Steps are timed in a loop of so many steps or seconds, because caches get cold between two operations of a trial.
 _TIMED_STEPS, _TIMED_S = 100, 5e-3
-# Packages with hundreds of modules: the top-level one shows a new version.
+# Packages with hundreds of modules. Only the top-level module is checked for changes, which detects a new version.
 _LARGE_PACKAGES = {
     "jax",
     "matplotlib",
@@ -49,17 +49,24 @@ _LARGE_PACKAGES = {
 
 
 class Operation(NamedTuple):
-    """Something that a trial does with one of its instances."""
+    """An operation on one instance of a trial.
 
-    source: int  # number of the factory that builds it, on which its seeds and actions depend
-    order: int  # 1 for instances that are built when all others are closed, else 0
-    kind: str  # "load" (the factories), "build", "reset", "step", "measure" or "close"
-    seed: int | None = None  # of a reset
-    counts: bool = True  # whether a failure counts
+    :ivar source: Index of the factory that builds the instance. It determines seeds and actions.
+    :ivar order: 0 for the first instance of a source, 1 for one that is built after all others are closed.
+    :ivar kind: ``"load"`` (the factories), ``"build"``, ``"reset"``, ``"step"``, ``"measure"`` or ``"close"``.
+    :ivar seed: Seed of a reset.
+    :ivar counts: Whether a failure counts.
+    """
+
+    source: int
+    order: int
+    kind: str
+    seed: int | None = None
+    counts: bool = True
 
 
 def pack_factories(factories: list[EnvFactory[Any]]) -> bytes:
-    """Pickle factories together: what functions of the caller's script share, they share in a trial too.
+    """Pickle factories together, so that objects they share are shared in a trial, too.
 
     :raises Exception: If they cannot be pickled.
     """
@@ -69,15 +76,16 @@ def pack_factories(factories: list[EnvFactory[Any]]) -> bytes:
 
 
 def serve(connection: Connection[Any, Any], packed: bytes, folder: str, cwd: str) -> None:
-    """Do batches of operations, and answer each; the target of a trial's process. A failure ends a batch.
+    """Perform batches of operations and send answers. Target of a trial process.
 
-    :param packed: the factories, see :func:`pack_factories`
-    :param folder: a folder of this trial
-    :param cwd: the working directory
+    :param connection: Connection to the parent. A failure ends a batch.
+    :param packed: Result of :func:`pack_factories`.
+    :param folder: Folder for the trial's output.
+    :param cwd: Working directory.
     """
     _set_up_process(folder, cwd)
     trial, batch = _Trial(packed), [Operation(0, 0, "load")]
-    with contextlib.suppress(EOFError, OSError):  # The parent has closed its end.
+    with contextlib.suppress(EOFError, OSError):  # The parent may close its end at any time.
         while batch is not None:
             for operation in batch:
                 try:
@@ -88,17 +96,17 @@ def serve(connection: Connection[Any, Any], packed: bytes, folder: str, cwd: str
                 if "raises" in answer:
                     break
             batch = connection.recv()
-    while trial.instances:  # A lock that stays would keep other trials from starting.
+    while trial.instances:  # An environment that stays open may lock a file that other trials need.
         with contextlib.suppress(BaseException):
             trial.instances.popitem()[1].close()
     with contextlib.suppress(EOFError, OSError):
         connection.send(None)
-        connection.recv()  # The parent kills this process while what it has started can be found.
+        connection.recv()  # Wait until the parent kills this process, so that it still finds its child processes.
     os._exit(0)
 
 
 def _set_up_process(folder: str, cwd: str) -> None:
-    """Print to a file, write no core files, and work in an empty directory."""
+    """Redirect output to a file, disable core dumps, and change the working directory."""
     descriptor = os.open(Path(folder, OUTPUT_FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
@@ -109,7 +117,7 @@ def _set_up_process(folder: str, cwd: str) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     os.chdir(cwd)
     os.environ["PWD"] = cwd
-    tempfile.tempdir = None  # The parent has set TMPDIR, but a preloaded module may have asked before.
+    tempfile.tempdir = None  # A preloaded module may have cached another folder than TMPDIR.
 
 
 class _Trial:
@@ -119,7 +127,7 @@ class _Trial:
         self.instances: dict[tuple[int, int], _RecordingEnv] = {}
 
     def perform(self, operation: Operation) -> dict[str, Any]:
-        """Perform an operation and return what is observed."""
+        """Perform an operation and return its answer."""
         instance = self.instances.get((operation.source, operation.order))
         if instance is None:
             return self._load() if operation.kind == "load" else self._build(operation)
@@ -141,7 +149,7 @@ class _Trial:
         return {}
 
     def _build(self, operation: Operation) -> dict[str, Any]:
-        # A constructor that draws from a global generator shares nothing that matters; a step that does so, does.
+        # Seed global generators, so that constructors may draw from them. If steps do so, instances share state.
         seed = 71 + operation.source
         streams.seed_process(streams.seed_sequence(seed, 0))
         begin = time.perf_counter()
@@ -152,7 +160,7 @@ class _Trial:
 
 
 class _RecordingEnv:
-    """An environment and what steps it; stands for it there, to record what it returns and how long that takes."""
+    """Proxy of an environment that a driver steps. It records infos, results and times."""
 
     def __init__(self, environment: Any, seed: int) -> None:
         self._environment = environment
@@ -161,14 +169,14 @@ class _RecordingEnv:
             self._driver = drivers.GymnasiumDriver(environment, np.random.default_rng(seed))
         if self._driver is None:
             raise InvalidTypeError(
-                f"{type(environment).__module__}.{type(environment).__qualname__} has no known way to be stepped; "
-                "expected an environment of gymnasium, PettingZoo, dm_env, robosuite, TorchRL or Stable Baselines3"
+                f"{type(environment).__module__}.{type(environment).__qualname__} cannot be stepped: expected an "
+                "environment of gymnasium, PettingZoo, dm_env, robosuite, TorchRL or Stable Baselines3"
             )
         if isinstance(self._driver, drivers.GymnasiumDriver):
             self._driver._env = self
-        self._last: Any = None  # the objects that it returned, not copies
+        self._last: Any = None  # The last result. Not a copy, so that overwriting it is detected.
         self._infos: list[Any] = []
-        self._seconds = 0.0  # of all resets and steps
+        self._seconds = 0.0  # Total time of resets and steps.
         owners = (layer for layer in walk.layers(environment) if hasattr(type(layer), "action_masks"))
         self._masks = next((layer.action_masks for layer in owners), None)
 
@@ -176,11 +184,11 @@ class _RecordingEnv:
         return getattr(self._environment, name)
 
     def reset(self, **kwargs: Any) -> Any:
-        """Do what the environment does."""
+        """Reset the environment and record the result."""
         return self._record(self._environment.reset, **kwargs)
 
     def step(self, action: Any) -> Any:
-        """Do what the environment does."""
+        """Step the environment and record the result."""
         return self._record(self._environment.step, action)
 
     def _record(self, call: Any, *args: Any, **kwargs: Any) -> Any:
@@ -192,13 +200,13 @@ class _RecordingEnv:
         return result
 
     def reset_or_step(self, operation: Operation) -> dict[str, Any]:
-        """Reset or step; return digests, and the seconds that it took."""
+        """Reset or step, and return digests of the results and the duration in seconds."""
         observed = self._observe()
         returned, seconds = self._time_operation(operation.kind, operation.seed)
         return {**observed, RETURNED: _digest(returned), "seconds": seconds}
 
     def time_steps(self) -> Iterator[float]:
-        """Take steps, and yield the seconds of each."""
+        """Take steps, and yield the duration of each in seconds."""
         until = time.perf_counter() + _TIMED_S
         for _ in range(_TIMED_STEPS):
             yield self._time_operation("step", None)[1]
@@ -206,7 +214,7 @@ class _RecordingEnv:
                 break
 
     def close(self) -> dict[str, Any]:
-        """Close the environment; return what that raised."""
+        """Close the environment. If that raises, return the error as ``"complaint"``."""
         try:
             getattr(self._environment, "close", lambda: None)()
         except Exception as error:
@@ -214,14 +222,17 @@ class _RecordingEnv:
         return {}
 
     def _time_operation(self, kind: str, seed: int | None) -> tuple[Any, float]:
-        """Return what a step or a reset returns, and its seconds: if recorded, without drawing and copying."""
+        """Return the result of a step or a reset, and its duration in seconds.
+
+        The duration of a gymnasium environment excludes drawing the action and copying the result.
+        """
         before, begin = self._seconds, time.perf_counter()
         returned = self._driver.step() if kind == "step" else self._driver.reset(seed)
         taken = time.perf_counter() - begin
         return returned, self._seconds - before or taken
 
     def _observe(self) -> dict[str, Any]:
-        """Return digests of what callers find before the next operation, by their names."""
+        """Return digests of infos, masks and the last result, as callers see them now."""
         # A step that ends an episode is followed by a reset.
         pairs = zip(("info", "info of the reset"), self._infos, strict=False)
         entries = ((name, pair) for name, info in pairs for pair in dict(info).items())
@@ -234,14 +245,14 @@ class _RecordingEnv:
 
 
 def _digest(value: Any) -> str:
-    # Not the pickle: it depends on which equal strings are one object.
+    # A pickle would differ, because it depends on which equal strings are the same object.
     token = walk.plain_token(value, _MAX_DEPTH)
     token = sorted(walk.fingerprint(value, code=False).tokens.items()) if token is None else token
     return hashlib.blake2b(repr(token).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _disable_monitor_files() -> None:
-    """Prevent Stable Baselines3's monitors from writing files, which are the record of the user's run."""
+    """Prevent SB3's Monitor from writing to the log files of the user's training run."""
     monitor: Any = sys.modules.get("stable_baselines3.common.monitor")
     if monitor is not None:
         original = monitor.Monitor.__init__
@@ -253,7 +264,10 @@ def _disable_monitor_files() -> None:
 
 
 def _libraries() -> Iterator[str]:
-    """Yield the paths of shared objects in this process, without Python's own; none where there is no ``/proc``."""
+    """Yield the paths of loaded shared libraries, except Python's own.
+
+    Yield nothing if there is no ``/proc``.
+    """
     standard = tuple(f"{folder}lib-dynload" for folder in standard_folders())
     with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
         paths = ("/" + line.rstrip("\n").partition("/")[2] for line in file)
@@ -261,7 +275,7 @@ def _libraries() -> Iterator[str]:
 
 
 def _module_files() -> Iterator[str]:
-    """Yield files whose change shows that the environment's code has changed."""
+    """Yield the files of loaded modules whose changes invalidate a verdict."""
     for name, module in list(sys.modules.items()):
         top = name.partition(".")[0]
         package: Any = sys.modules.get(top) if top in _LARGE_PACKAGES else module

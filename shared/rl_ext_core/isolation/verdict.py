@@ -1,4 +1,4 @@
-"""What is known about an environment: by its own declaration, by a probe, or by a cached probe."""
+"""``Isolation`` and ``Verdict``, and the declarations that an environment may contain."""
 
 from __future__ import annotations
 
@@ -27,13 +27,17 @@ MIN_STEPS = 10
 
 
 class Isolation(str, enum.Enum):
-    """What instances of an environment share.
+    """Whether instances of an environment can share a process.
 
-    ``INDEPENDENT``: nothing; several may instance in one process. ``SINGLE_INSTANCE``: a second one in the same process
-    fails, or makes the first one fail. ``SHARED_STATE``: a second one changes what the first one returns.
-    ``PROCESSES_COLLIDE``: even two processes disturb each other. ``NON_DETERMINISTIC``: a single one does not return
-    the same twice, or returns nothing that depends on seeds and actions, so that sharing cannot be detected.
-    ``BROKEN``: a single one was built and fails. ``UNKNOWN``: none could be tried in a temporary process.
+    - ``INDEPENDENT``: Instances do not affect each other. Several may run in one process.
+    - ``SINGLE_INSTANCE``: A second instance in the same process fails, or makes the first one fail.
+    - ``SHARED_STATE``: A second instance in the same process changes the results of the first one.
+    - ``PROCESSES_COLLIDE``: Instances disturb each other even in separate processes.
+    - ``NON_DETERMINISTIC``: Two runs of a single instance differ, or its results do not depend on seeds and actions.
+      Sharing cannot be detected.
+    - ``BROKEN``: A single instance crashes, or raises after its construction.
+    - ``UNKNOWN``: The environment could not be tested in a temporary process. It cannot be pickled, its constructor
+      raises, or an operation timed out.
 
     >>> from rl_ext_core.isolation import Isolation
     >>> Isolation("single-instance") is Isolation.SINGLE_INSTANCE
@@ -59,18 +63,19 @@ _DECLARED = {
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """How far instances of an environment must be kept apart, and how that is known.
+    """Whether instances can share a process, and measurements of a single instance.
 
-    :ivar isolation: the verdict
-    :ivar explanation: sentences: what was observed, and what follows
-    :ivar declared_by: ``"user"``, ``"environment"`` (its metadata or FMI flag), ``"probe"`` or ``"cache"``
-    :ivar in_process: whether several may live in one process
-    :ivar step_seconds: seconds of the fastest steps of a single instance; for environments that are not gymnasium's,
-        drawing the action included. None: not measured
-    :ivar build_seconds: seconds to build an instance in a new process, imports included
-    :ivar private_bytes: bytes of memory that a process with one instance does not share with others
-    :ivar libraries: paths of the shared objects that it has loaded, without Python's own
-    :ivar seconds: seconds that this answer took
+    :ivar isolation: The verdict.
+    :ivar explanation: Sentences that describe the observations and their consequence.
+    :ivar declared_by: Origin of the verdict: ``"user"``, ``"environment"`` (its metadata or FMI flag), ``"probe"`` or
+        ``"cache"``.
+    :ivar in_process: Whether several instances may run in one process.
+    :ivar step_seconds: Seconds per step in the fastest steps of a single instance, or None if not measured. Includes
+        drawing the action for environments that are not gymnasium's.
+    :ivar build_seconds: Seconds to build an instance in a new process, including imports. None if not measured.
+    :ivar private_bytes: Memory in bytes that a process with one instance does not share. None if not measured.
+    :ivar libraries: Paths of the shared libraries that the environment loaded, without Python's own.
+    :ivar seconds: Seconds that the probe took.
 
     >>> from rl_ext_core.isolation import probe
     >>> probe("CartPole-v1").isolation
@@ -88,7 +93,7 @@ class Verdict:
     seconds: float = 0.0
 
     def to_json(self) -> str:
-        """Write the verdict as JSON."""
+        """Return the verdict as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
 
@@ -101,15 +106,25 @@ _CONSEQUENCES = {
 
 
 def conclude(isolation: Isolation, text: str, by: str = "probe", *, in_process: bool = False) -> Verdict:
-    """Return a verdict whose explanation ends with what follows from it."""
+    """Return a verdict, and append its consequence to the explanation.
+
+    :param isolation: The verdict.
+    :param text: Sentences that describe the observations.
+    :param by: Origin of the verdict, the value of :attr:`Verdict.declared_by`.
+    :param in_process: Whether several may run in one process, although the verdict alone does not allow it.
+    """
     follows = _CONSEQUENCES.get(isolation, "Use one process per environment.")
-    # What cannot be tried runs as with Stable Baselines3.
+    # If nothing is known, use the layout of SB3's make_vec_env: one process.
     in_process = in_process or isolation in (Isolation.INDEPENDENT, Isolation.UNKNOWN)
     return Verdict(isolation, f"{text} {follows}".rstrip(), by, in_process=in_process)
 
 
 class Declaration(NamedTuple):
-    """A value by which an environment declares its isolation, and the subject of the sentence on it."""
+    """Isolation that an environment declares.
+
+    :ivar value: The declared value.
+    :ivar subject: Subject of a sentence about it, such as ``MyEnv.metadata["isolation"]``.
+    """
 
     value: str
     subject: str
@@ -122,24 +137,27 @@ class Declaration(NamedTuple):
         isolation = _DECLARED.get(self.value.lower().replace("_", "-"))
         if isolation is None:
             raise InvalidArgumentError(
-                f"{self.subject} is {self.value!r}; expected one of {', '.join(map(repr, _DECLARED))}. Write "
+                f"{self.subject} is {self.value!r}: expected one of {', '.join(map(repr, _DECLARED))}. Write "
                 f'metadata = {{..., "{_KEY}": "{Isolation.SINGLE_INSTANCE.value}"}} in the environment\'s class'
             )
         return conclude(isolation, f'{self.subject[0].upper()}{self.subject[1:]} says "{self.value}".', "environment")
 
 
 def declared_by_instance(environment: Any) -> Declaration | None:
-    """Read what an instance declares; None if it declares nothing."""
+    """Return the declaration of an instance, or None if it has none."""
     return _in_metadata(environment) or _fmi_flag(environment)
 
 
 def declared_by_source(factory: EnvFactory[Any]) -> Declaration | None:
-    """Read what is declared by a factory's instance or class, without building one; None if that is unknown."""
+    """Return the declaration of a factory's instance or class, or None if it is unknown.
+
+    No environment is built.
+    """
     if factory.instance is not None:
         return declared_by_instance(factory.instance)
     if factory.origin == "pickle":
         return None
-    with contextlib.suppress(Exception):  # Building it shows what is wrong.
+    with contextlib.suppress(Exception):  # An error is reported when the environment is built.
         build, _ = factory._recipe.load()
         return _in_metadata(_class_of(build))
     return None
@@ -156,7 +174,10 @@ def _in_metadata(holder: Any) -> Declaration | None:
 
 
 def _class_of(build: Any) -> Any:
-    """Find the class that a function builds, without importing anything."""
+    """Return the class that a partial or entry point builds, or None if it is unknown.
+
+    Nothing is imported.
+    """
     if isinstance(build, functools.partial):
         if build.args and hasattr(build.args[0], "entry_point"):
             return _class_of(build.args[0].entry_point)
@@ -168,12 +189,15 @@ def _class_of(build: Any) -> Any:
 
 
 def _fmi_flag(environment: Any) -> Declaration | None:
-    """Search attributes, mappings, lists and tuples for FMI's flag, breadth first, without calling ``__getattr__``."""
+    """Search attributes, mappings, lists and tuples for FMI's flag, breadth first.
+
+    ``__getattr__`` is not called.
+    """
     waiting, seen = [environment], {id(environment)}
-    for item in waiting:  # to which the loop adds
+    for item in waiting:  # The loop appends to it.
         held = walk.attributes(item)
         if held.get(_FMI) is True:
-            return Declaration(Isolation.SINGLE_INSTANCE.value, f"the FMI model description, by its flag {_FMI},")
+            return Declaration(Isolation.SINGLE_INSTANCE.value, f"the flag {_FMI} of the FMI model description")
         parts = (
             item.values() if isinstance(item, Mapping) else item if isinstance(item, (list, tuple)) else held.values()
         )

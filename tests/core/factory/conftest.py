@@ -1,4 +1,4 @@
-"""The process in which tests build copies, and what becomes of one."""
+"""Fixtures that copy environments and compare the copies in another process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.core.factory.copying import outcome
 
 @pytest.fixture(scope="package")
 def spawned_pool() -> Iterator[ProcessPoolExecutor]:
-    """Start a process that has imported nothing of this one's, and hashes texts in another way."""
+    """Start a process with other imports and another hash seed."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONHASHSEED", "random")
@@ -29,7 +29,7 @@ def spawned_pool() -> Iterator[ProcessPoolExecutor]:
 def copy_outcome(
     spawned_pool: ProcessPoolExecutor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., str]]:
-    """Tell whether a copy is ``"copied"``, ``"refused"`` or ``"warned"`` of; one that is lost silently fails."""
+    """Return a function that copies an environment and reports ``"copied"``, ``"refused"`` or ``"warned"``."""
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     caplog.set_level(logging.WARNING, "rl_ext_core")
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Environments in which everything that they hold can be seen, and how tests compare copies with originals."""
+"""Environments whose observations show all their state, and functions that compare copies with originals."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from rl_ext_core.errors import NotCopyableError
 from rl_ext_core.factory import as_factory
 from rl_ext_core.factory.drivers import driver_for
 
-COPIED, EITHER, NOT_SILENT = {"copied"}, {"copied", "refused"}, {"copied", "refused", "warned"}
-REFUSED, REFUSED_OR_WARNED = {"refused"}, {"refused", "warned"}
+# Outcomes that a test allows. A copy that differs without a warning is never allowed.
+COPIED, REFUSED, EITHER = {"copied"}, {"refused"}, {"copied", "refused"}
+NOT_SILENT = {"copied", "refused", "warned"}
 WIDE = gym.spaces.Box(-np.inf, np.inf, (7,), np.float64)
 
 
@@ -31,11 +32,11 @@ class Rewards:
 
 
 class Line(gym.Env[Any, Any]):
-    """A point that is pushed.
+    """A point on a line that actions push.
 
-    :ivar gain: set by the constructor
-    :ivar ticks: counted by steps, never reset
-    :ivar position: set by resets and steps
+    :ivar gain: Set by the constructor.
+    :ivar ticks: Number of steps, never reset.
+    :ivar position: Set by resets and steps.
     """
 
     action_space, observation_space = gym.spaces.Discrete(3), WIDE
@@ -65,7 +66,7 @@ class Line(gym.Env[Any, Any]):
 
 
 class Scaled(gym.Wrapper[Any, Any, Any, Any]):
-    """A wrapper that does not record its arguments: it has no specification."""
+    """Scales rewards. It does not record its arguments, so it has no specification."""
 
     def __init__(self, env: gym.Env[Any, Any], scale: float = 2.0) -> None:
         super().__init__(env)
@@ -80,12 +81,12 @@ gym.register("copies/Line-v0", entry_point="tests.core.factory.copying:Line")
 
 
 class Case(NamedTuple):
-    """Something that an environment holds.
+    """An object that an environment stores.
 
-    :ivar allowed: what may become of a copy
-    :ivar make: makes it, in the constructor
-    :ivar read: reads it in each step, as a number
-    :ivar change: changes it, after some steps; it is called with the environment
+    :ivar allowed: Allowed outcomes of a copy.
+    :ivar make: Creates the object in the constructor.
+    :ivar read: Reads it in each step, as a number.
+    :ivar change: Changes it after some steps. Called with the environment.
     """
 
     allowed: set[str]
@@ -95,15 +96,15 @@ class Case(NamedTuple):
 
 
 class HoldingEnv(gym.Env[Any, Any]):
-    """Sums in its steps what one of a module's ``CASES`` reads out of ``held``."""
+    """Stores the object of one of a module's ``CASES`` as ``held``, and sums what it reads in each step."""
 
     action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-np.inf, np.inf, (1,), np.float64)
 
     def __init__(self, module: str, case: str) -> None:
         self.module, self.case, self.sum = module, case, 0.0
-        self.held = self.of_table().make()
+        self.held = self.find_case().make()
 
-    def of_table(self) -> Case:
+    def find_case(self) -> Case:
         found: Case = importlib.import_module(self.module).CASES[self.case]
         return found
 
@@ -113,12 +114,12 @@ class HoldingEnv(gym.Env[Any, Any]):
         return np.zeros(1), {}
 
     def step(self, action: Any) -> Any:
-        self.sum += float(self.of_table().read(self.held))
+        self.sum += float(self.find_case().read(self.held))
         return np.full(1, self.sum), 0.0, False, False, {}
 
 
 def to_text(value: Any) -> Any:
-    """Return nested data as texts, equal only for equal bits."""
+    """Convert nested data to strings that are equal only for equal bits."""
     if isinstance(value, dict):
         return {key: to_text(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -129,7 +130,7 @@ def to_text(value: Any) -> Any:
 
 
 def rollout(env: Any, steps: int = 7, seed: int | None = 0) -> list[Any]:
-    """Reset and step an environment of any interface, and return what it returned."""
+    """Seed global generators, reset and step an environment, and return its results as strings."""
     random.seed(1)
     np.random.seed(1)
     if "torch" in sys.modules:
@@ -140,7 +141,7 @@ def rollout(env: Any, steps: int = 7, seed: int | None = 0) -> list[Any]:
 
 
 def try_rollout(env: Any, steps: int = 12) -> list[Any]:
-    """Do the same for comparison; an error is a result like others."""
+    """Return the results of :func:`rollout`, or the name of the exception that it raises."""
     try:
         return rollout(env, steps, seed=3)
     except Exception as error:
@@ -148,16 +149,21 @@ def try_rollout(env: Any, steps: int = 12) -> list[Any]:
 
 
 def rollout_of_pickle(packed: bytes, steps: int) -> list[Any]:
-    """Build what a pickled factory builds, and use it."""
+    """Unpickle a factory, build its environment, and return the results of :func:`try_rollout`."""
     return try_rollout(cloudpickle.loads(packed)(), steps)
 
 
 def outcome(
     pool: ProcessPoolExecutor, log: pytest.LogCaptureFixture, env: Any, name: str = "", *, steps: int = 12
 ) -> str:
-    """Copy an environment as it stands, and compare the copy with it from a reset on.
+    """Copy an environment, and compare the results of the copy in another process.
 
-    :param name: what a refusal or a warning has to name
+    :param pool: The other process.
+    :param log: Log of warnings.
+    :param env: The environment.
+    :param name: Name that a refusal or warning must contain.
+    :param steps: Number of steps to compare.
+    :return: ``"copied"``, ``"refused"`` or ``"warned"``.
     """
     log.clear()
     refusal, packed = "", b""
@@ -167,11 +173,11 @@ def outcome(
         refusal = str(error)
     if refusal:
         assert name in refusal
-        assert "lambda" in refusal or "as_factory(" in refusal, f"no line to write: {refusal}"
+        assert "lambda" in refusal or "as_factory(" in refusal, f"no code to write: {refusal}"
         return "refused"
     warned = [record.getMessage() for record in log.records]
     mine, theirs = try_rollout(env, steps), pool.submit(rollout_of_pickle, packed, steps).result()
     if mine == theirs:
         return "warned" if warned else "copied"
-    assert any(name in message for message in warned), f"lost silently: {theirs} instead of {mine}"
+    assert any(name in message for message in warned), f"differs without a warning: {theirs} instead of {mine}"
     return "warned"

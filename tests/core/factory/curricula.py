@@ -1,4 +1,4 @@
-"""An environment that shares objects with its module and its class, as a module of the user's has it."""
+"""An environment that shares objects with its module and its class, as a user's module may contain it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUDGET = Budget()
 
 
 class Curriculum(gym.Env[Any, Any]):
-    """Reads each object by both of its names: one of them is changed, the other one is shown."""
+    """Refers to each shared object by two names. Resets change it by one name and observe it by the other."""
 
     START = object()
     history: ClassVar[list[int]] = []

@@ -1,4 +1,4 @@
-"""A user's own code: classes, functions and globals of its main module, whichever way it is run."""
+"""A user's program: classes, functions and globals of its main module, in each launch mode."""
 
 DEFINITIONS = """
 import gymnasium as gym, numpy as np
@@ -81,11 +81,11 @@ def check(use):
 
 
 def script_with_pools(imports: str, pools: str, answer: str) -> str:
-    """Give the end of such a script: environments in pools of processes do what ``check`` expects.
+    """Return the end of a script that runs ``check`` with pools of processes.
 
-    :param imports: what the pools need
-    :param pools: an expression: functions that take factories
-    :param answer: an expression of ``envs``: their first observations
+    :param imports: Import statements of the pools.
+    :param pools: Expression for functions that take factories and return ``envs``.
+    :param answer: Expression for the first observations of ``envs``.
     """
     return f"""
 {imports}

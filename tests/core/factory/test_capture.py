@@ -1,4 +1,4 @@
-"""Records of how environments were made, and the calls that make others like them."""
+"""Records of constructor calls, and the environments that are constructed again from them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Equal(Line):
 
 
 class Slotted:
-    """To which nothing can refer weakly."""
+    """Does not support weak references."""
 
     __slots__ = ("value",)
 
@@ -42,21 +42,21 @@ class Slotted:
 
 
 class Own(Line):
-    """With a ``__new__`` of its own, which takes an argument away."""
+    """Its own ``__new__`` does not pass on the arguments."""
 
     def __new__(cls, gain: float, *args: Any) -> Any:
         return super().__new__(cls)
 
 
 class CapturedOwn(Own):
-    """The same, captured."""
+    """Is captured, and its own ``__new__`` passes on the first argument."""
 
     def __new__(cls, gain: float, *args: Any) -> Any:
         return super().__new__(cls, gain)
 
 
 class Meta(type):
-    """As that of TorchRL's environments: takes an option out of the arguments."""
+    """Consumes an option, as the metaclass of TorchRL's environments does."""
 
     def __call__(cls, *args: Any, doubled: bool = False, **kwargs: Any) -> Any:
         env = super().__call__(*args, **kwargs)
@@ -65,37 +65,37 @@ class Meta(type):
 
 
 class DerivedMeta(Meta):
-    """Takes another one."""
+    """Adds an option with a default."""
 
     def __call__(cls, *args: Any, length: int = 3, **kwargs: Any) -> Any:
         return super().__call__(*args, length=length, **kwargs)
 
 
 class Doubled(Line, metaclass=Meta):
-    """A class of the first metaclass."""
+    """Uses the first metaclass."""
 
 
 class Derived(Doubled, metaclass=DerivedMeta):
-    """A class of the second metaclass."""
+    """Uses the second metaclass."""
 
 
 class Bare(gym.Env[Any, Any]):
-    """Without a constructor."""
+    """Has no constructor."""
 
 
 class Holder:
-    """Makes an environment that refers back to it."""
+    """Creates an environment whose arguments refer to this object."""
 
     def __init__(self, function: bool) -> None:
         self.env = Line(lambda: self) if function else Line(self)  # type: ignore[arg-type]
 
 
 class Both(Line, Slotted):
-    """Of two bases that are captured."""
+    """Has two captured base classes."""
 
 
 def changing(config: dict[str, Any], weights: Any) -> Line:
-    """Make an environment, and change the arguments."""
+    """Create an environment, and change the arguments."""
     config["layers"].append(config.pop("gain"))
     weights[:] = 9
     return Line(2.0)
@@ -122,20 +122,20 @@ for _cls in (Slotted, Doubled, CapturedOwn):
         (lambda: pickle.loads(pickle.dumps(Scaled(Line(2.0), 3.0))), None),
     ],
 )
-def test_recorded_calls_are_those_of_the_outermost_constructor_and_not_of_copies(make: Any, expected: Any) -> None:
+def test_outermost_constructor_call_is_recorded_except_for_copies(make: Any, expected: Any) -> None:
     made = make()
     call = recorded_call(made)
     assert (call and (call.function, call.args, call.kwargs)) == expected
 
 
-def test_arguments_are_recorded_as_they_were_when_the_call_was_made() -> None:
+def test_recorded_arguments_are_not_affected_by_later_changes() -> None:
     call = recorded_call(changing({"gain": 1.0, "layers": [1]}, weights=np.zeros(2)))
     assert call is not None
     assert (call.function, call.args) == (changing, ({"gain": 1.0, "layers": [1]},))
     assert call.kwargs["weights"].tolist() == [0, 0]
 
 
-def test_constructors_refuse_superfluous_arguments_as_before() -> None:
+def test_captured_constructors_still_reject_superfluous_arguments() -> None:
     passing: Any = type("Passing", (Line,), {"__new__": lambda cls, gain: gym.Env.__new__(cls, gain)})
     for make in (Bare, passing):
         with pytest.raises(TypeError, match=r"object.__new__\(\) takes exactly one argument"):
@@ -143,7 +143,7 @@ def test_constructors_refuse_superfluous_arguments_as_before() -> None:
 
 
 @pytest.mark.parametrize("function", [False, True])
-def test_records_keep_no_environment_alive_that_its_arguments_refer_to(function: bool) -> None:
+def test_record_does_not_keep_an_environment_alive_in_a_cycle(function: bool) -> None:
     holder = Holder(function)
     env = weakref.ref(holder.env)
     assert recorded_call(holder.env) is not None
@@ -152,13 +152,13 @@ def test_records_keep_no_environment_alive_that_its_arguments_refer_to(function:
     assert env() is None
 
 
-def test_records_are_no_part_of_pickles_and_of_comparisons() -> None:
+def test_records_are_excluded_from_pickles_and_comparisons() -> None:
     env = Bare()
     assert b"rl_ext_core" not in pickle.dumps(env)
     assert vars(env) == vars(Bare()) == vars(copy.deepcopy(env))
 
 
-def test_environments_among_the_arguments_become_calls_and_each_is_built_once() -> None:
+def test_environments_in_arguments_become_calls_that_run_once() -> None:
     inner = Line(2.0)
     make = functools.partial(Scaled, scale=3.0)
     outer = Scaled(make(inner), 4.0)
@@ -173,7 +173,7 @@ def test_environments_among_the_arguments_become_calls_and_each_is_built_once() 
 
 
 @pytest.mark.parametrize("change", [lambda env: env, lambda env: Scaled(env, 5.0), lambda env: env.unwrapped])
-def test_made_environments_are_built_with_the_specification_that_gymnasium_sets(change: Any) -> None:
+def test_copy_of_a_made_environment_has_its_specification(change: Any) -> None:
     env = change(gym.make("copies/Line-v0", gain=3.0, max_episode_steps=7))
     call = call_of(env)
     assert call is not None
@@ -182,14 +182,14 @@ def test_made_environments_are_built_with_the_specification_that_gymnasium_sets(
     assert try_rollout(copied) == try_rollout(env)
 
 
-def test_nothing_changes_for_what_is_captured_twice() -> None:
+def test_capturing_twice_has_no_effect() -> None:
     before = gym.Env.__new__, Line.__new__, Meta.__call__, CapturedOwn.__new__, changing
     for captured in (gym.Env, Line, Doubled, CapturedOwn):
         capture_constructors(captured)
     assert (gym.Env.__new__, Line.__new__, Meta.__call__, CapturedOwn.__new__, capture_constructors(changing)) == before
 
 
-def test_captured_classes_and_functions_of_the_script_travel_by_value() -> None:
+def test_captured_classes_and_functions_of_the_main_module_are_pickled_by_value() -> None:
     own: Any = type("Own", (), {"__module__": "__main__", "__init__": lambda self, gain: setattr(self, "gain", gain)})
     capture_constructors(own)
     assert pickle.loads(cloudpickle.dumps(own))(4.0).gain == 4.0
@@ -200,7 +200,7 @@ def test_captured_classes_and_functions_of_the_script_travel_by_value() -> None:
 
 
 @pytest.mark.parametrize("thing", ["Kept", 5, None, Line()])
-def test_what_makes_nothing_is_refused(thing: Any) -> None:
+def test_capture_constructors_rejects_other_objects(thing: Any) -> None:
     with pytest.raises(InvalidTypeError, match=r"is not a class or function.* Write capture_constructors\(MyEnv\)"):
         capture_constructors(thing)
 
@@ -209,12 +209,12 @@ IMPORTS = """
 import importlib.util, sys
 assert {first}
 from rl_ext_core.factory import record
-record.start()
+record.start_recording()
 assert importlib.util.find_spec("gymnasium.core") and not importlib.util.find_spec("no_such_module")
 from gymnasium import make
 import gymnasium
 for env in (make("CartPole-v1"), gymnasium.make_vec("CartPole-v1", 2)):
-    assert record.recorded(env).args[0] == "CartPole-v1", env
+    assert record.recorded_call(env).args[0] == "CartPole-v1", env
 assert make is gymnasium.make is gymnasium.envs.registration.make
 assert str(record.call_of(env)) == "gymnasium.make_vec('CartPole-v1', 2)"
 """

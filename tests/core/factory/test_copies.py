@@ -1,4 +1,4 @@
-"""What ``as_factory`` takes, what comes out of it, and where its factories may be used."""
+"""Sources that ``as_factory`` accepts, properties of its factories, and uses of them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize(("source", "origin"), SOURCES.values(), ids=list(SOURCES))
-def test_everything_that_builds_an_environment_is_taken(source: Any, origin: str | None) -> None:
+def test_as_factory_accepts_each_source_and_copies_are_independent(source: Any, origin: str | None) -> None:
     factory = as_factory(source)
     assert origin in (None, factory.origin)
     env = source if origin is None else factory()
@@ -67,7 +67,7 @@ def test_everything_that_builds_an_environment_is_taken(source: Any, origin: str
 
 
 class RecordsCalls(Line):
-    """Notes what is done in this process."""
+    """Records constructor calls and resets in this process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,13 +81,13 @@ class RecordsCalls(Line):
 NOTES: list[str] = []
 
 
-def test_nothing_is_built_or_reset_in_this_process() -> None:
+def test_as_factory_builds_and_resets_nothing_in_this_process() -> None:
     for source in (RecordsCalls(), RecordsCalls, lambda: RecordsCalls()):
         as_factory(source)
     assert NOTES == ["made"]
 
 
-def test_factory_is_taken_as_it_is_and_its_instance_stays_in_this_process() -> None:
+def test_as_factory_returns_a_factory_as_it_is_and_pickles_omit_the_instance() -> None:
     factory = as_factory(Line)
     assert as_factory(factory) is factory
     assert repr(factory) == "EnvFactory('lambda: Line()', origin='class')"
@@ -98,7 +98,7 @@ def test_factory_is_taken_as_it_is_and_its_instance_stays_in_this_process() -> N
     assert pickle.loads(pickle.dumps(of_instance)).instance is factory.instance is None
 
 
-def test_then_adapts_what_is_built() -> None:
+def test_then_wraps_environments_in_order() -> None:
     factory = as_factory(make_line).then(Scaled).then(functools.partial(Scaled, scale=5.0))
     env = pickle.loads(pickle.dumps(factory))()
     assert (env.scale, env.env.scale, env.unwrapped.gain) == (5.0, 2.0, 2.0)
@@ -118,7 +118,7 @@ def test_as_factory_works_in_a_thread_and_on_environments_without_driver() -> No
 
 
 class UnknownInterface:
-    """Resets and steps, and is of no kind that is known."""
+    """Has ``reset`` and ``step``, and belongs to an unknown library."""
 
     angle = 0.0
 
@@ -129,11 +129,11 @@ class UnknownInterface:
         return self.angle
 
 
-scale = 2.0  # a global, and an attribute of what the function below reads
+scale = 2.0  # This global has the name of an attribute that the function below reads.
 
 
 class HoldsProxy(gym.Wrapper[Any, Any, Any, Any]):
-    """Has a proxy of what is gone in its class and its module."""
+    """Its class and module contain a weak proxy of a deleted object."""
 
     held = weakref.proxy(Maker(1.0))
 
@@ -153,7 +153,7 @@ def _reads_an_attribute_like_a_global() -> Any:
 
 
 @pytest.mark.parametrize("make", [_reads_an_attribute_like_a_global, lambda: HoldsProxy(gym.make("CartPole-v1"))])
-def test_odd_environments_are_copied(make: Any, copy_outcome: Any) -> None:
+def test_environments_with_ambiguous_names_or_dead_proxies_are_copied(make: Any, copy_outcome: Any) -> None:
     env = make()
     rollout(env)
     assert copy_outcome(env) == "copied"
@@ -176,13 +176,13 @@ def _rollouts(venv: Any) -> list[Any]:
 
 @pytest.mark.sample
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_vector_environments_of_gymnasium_take_the_factories(method: str) -> None:
-    gc.collect()  # what other tests have left of libraries that a forked process does not tolerate
+def test_gymnasium_vector_environments_accept_the_factories(method: str) -> None:
+    gc.collect()  # A forked process does not tolerate some libraries' objects that other tests left.
     env = changed_line()
     ours = _rollouts(AsyncVectorEnv(as_factory(env, start_method=method).for_workers(2), context=method))
     np.testing.assert_equal(ours, _rollouts(SyncVectorEnv([changed_line] * 2)))
     env.reset()
-    env.step(0)  # gymnasium has closed the environment that it built for its spaces, not this one
+    env.step(0)  # gymnasium closed the environment that it built to read the spaces. This one is still open.
 
 
 ASYNC = script_with_pools("", "[gym.vector.AsyncVectorEnv]", "envs.reset(seed=0)[0].tolist()")
@@ -190,11 +190,11 @@ ASYNC = script_with_pools("", "[gym.vector.AsyncVectorEnv]", "envs.reset(seed=0)
 
 @pytest.mark.sample(ci=2)
 @pytest.mark.parametrize("launch_mode", ["-c", "notebook", "script", "stdin"])
-def test_classes_of_the_main_module_travel_and_stay_as_they_are(launch_mode: str, tmp_path: Path) -> None:
+def test_classes_of_the_main_module_are_copied_and_stay_unchanged(launch_mode: str, tmp_path: Path) -> None:
     assert "as expected" in run_program(launch_mode, DEFINITIONS + CHECKS + ASYNC, tmp_path)
 
 
-def test_game_of_stable_retro_is_built_by_its_name() -> None:
+def test_stable_retro_game_is_built_by_its_name() -> None:
     pytest.importorskip("stable_retro")
     factory = as_factory("Airstriker-Genesis-v0")
     assert (factory.origin, factory.to_source()) == ("id", "stable_retro.make('Airstriker-Genesis-v0')")

@@ -1,4 +1,4 @@
-"""Drivers step environments of every interface, reproducibly, and leave the environments' own generators alone."""
+"""Drivers step environments of every interface reproducibly, without using the environments' generators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.core.factory.copying import rollout
 
 
 class Recorder(gym.Env[Any, Any]):
-    """Ends episodes after three steps and keeps the actions that it gets."""
+    """Ends episodes after three steps, and records the actions."""
 
     observation_space = spaces.Box(-1, 1, (2,), np.float32)
 
@@ -49,7 +49,7 @@ SPACES = [
 
 
 @pytest.mark.parametrize("space", SPACES, ids=repr)
-def test_any_space_of_gymnasium_is_drawn_from_the_same_for_the_same_seed(space: Any) -> None:
+def test_actions_of_each_gymnasium_space_depend_only_on_the_seed(space: Any) -> None:
     drawn = []
     for seed in (1, 1, 2):
         environment = Recorder(space)
@@ -60,10 +60,10 @@ def test_any_space_of_gymnasium_is_drawn_from_the_same_for_the_same_seed(space: 
             driver.step()
         drawn.append(repr(environment.actions))
     assert drawn[0] == drawn[1] != drawn[2]
-    assert space._np_random is None  # it was left alone
+    assert space._np_random is None  # The driver drew from a copy.
 
 
-def test_an_episode_that_ends_is_followed_by_the_next_which_is_returned_too() -> None:
+def test_step_at_the_end_of_an_episode_also_returns_the_next_reset() -> None:
     environment = Recorder(spaces.Discrete(2))
     driver = driver_for(environment, seed=0)
     assert driver is not None
@@ -72,7 +72,7 @@ def test_an_episode_that_ends_is_followed_by_the_next_which_is_returned_too() ->
     assert environment.seeds == [5, None]
     last, first = returned[2]
     assert (last[0].tolist(), last[1:], first.tolist()) == ([3, 3], [1.0, False, True], [0, 0])
-    # It is a copy: the environment writes all its observations into one array.
+    # Observations are copies, although the environment writes all of them into one array.
     assert [returned[0][0].tolist(), returned[1][0].tolist(), returned[3][0].tolist()] == [[1, 1], [2, 2], [1, 1]]
 
 
@@ -92,17 +92,17 @@ WORLDS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.sample(quick=3)
 @pytest.mark.parametrize("name", WORLDS)
-def test_two_environments_with_the_same_seeds_do_the_same(name: str) -> None:
+def test_results_depend_only_on_the_seed(name: str) -> None:
     lives = []
     for seed in (4, 4, 5):
         environment = WORLDS[name]()
         lives.append([str(seen) for seen in rollout(environment, 40, seed)])
         environment.close()
     assert lives[0] == lives[1] != lives[2]
-    assert len(set(lives[0])) > 5, "all that was returned is alike"
+    assert len(set(lives[0])) > 5, "all results are equal"
 
 
-def test_specifications_of_dm_env_are_drawn_from_within_their_limits() -> None:
+def test_actions_of_dm_env_stay_within_the_limits_of_the_spec() -> None:
     dm_env = pytest.importorskip("dm_env")
 
     class Catch(dm_env.Environment):  # type: ignore[misc, name-defined]

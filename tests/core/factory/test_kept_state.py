@@ -1,4 +1,4 @@
-"""What outlasts resets (statistics, counters, curricula) is in copies, which begin at a reset."""
+"""Copies contain state that outlasts resets: statistics, counters, curricula."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.core.factory.curricula import Curriculum
 
 
 class Rising(gym.Wrapper[Any, Any, Any, Any]):
-    """A curriculum that rises every third episode, and shortens the next one."""
+    """A curriculum whose level rises every third episode, and that limits episodes to five steps."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -40,7 +40,7 @@ class Rising(gym.Wrapper[Any, Any, Any, Any]):
 
 
 class Remembering(gym.Env[Any, Any]):
-    """Keeps what it has seen in everything that one keeps such in."""
+    """Stores its history in collections of many types."""
 
     action_space, observation_space = gym.spaces.Discrete(3), gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
 
@@ -100,7 +100,7 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 @pytest.mark.sample(quick=4)
 @pytest.mark.parametrize("steps", [60, 3])
 @pytest.mark.parametrize("name", KEPT)
-def test_state_that_outlasts_resets_is_in_the_copy(name: str, steps: int, copy_outcome: Any) -> None:
+def test_state_that_outlasts_resets_is_copied(name: str, steps: int, copy_outcome: Any) -> None:
     make, read = KEPT[name]
     env = make()
     rollout(env, steps)
@@ -108,7 +108,7 @@ def test_state_that_outlasts_resets_is_in_the_copy(name: str, steps: int, copy_o
     factory = as_factory(env)
     assert repr(read(factory())) == repr(read(env)) == kept
     assert copy_outcome(env, steps=25) == "copied"
-    # What is kept is each one's own.
+    # Copies do not share the state.
     one, other = factory(), factory()
     rollout(one, 30)
     assert repr(read(other)) == kept
@@ -132,7 +132,7 @@ def _finish_episode(env: Any) -> None:
 @pytest.mark.sample(quick=3, ci=10)
 @pytest.mark.parametrize("stage", [lambda env: None, _reset, _stop_midway, _finish_episode])
 @pytest.mark.parametrize("make", [_cart, Line, lambda: Rising(_cart()), lambda: gym.make("FrozenLake-v1")])
-def test_copy_of_any_stage_begins_at_a_reset(make: Any, stage: Any, copy_outcome: Any) -> None:
+def test_copy_of_an_environment_at_any_stage_starts_at_a_reset(make: Any, stage: Any, copy_outcome: Any) -> None:
     env = make()
     env.action_space.seed(1)
     stage(env)
@@ -140,7 +140,7 @@ def test_copy_of_any_stage_begins_at_a_reset(make: Any, stage: Any, copy_outcome
 
 
 @pytest.mark.parametrize("stage", [_stop_midway, _reset])
-def test_original_goes_on_in_its_episode_as_if_nothing_had_been_copied(stage: Any) -> None:
+def test_copying_does_not_change_the_original(stage: Any) -> None:
     env, twin = (wrappers.NormalizeObservation(gym.make("copies/Line-v0")) for _ in range(2))
     for one in (env, twin):
         stage(one)
@@ -156,7 +156,7 @@ def test_original_goes_on_in_its_episode_as_if_nothing_had_been_copied(stage: An
 
 
 class Driven(gym.Env[Any, Any]):
-    """Reads much that is not its own."""
+    """Reads class attributes, globals and functions of its module."""
 
     action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
     speed, body, bodies = 1.0, copying.Rewards(), {"a": copying.Rewards()}
@@ -199,7 +199,7 @@ def test_changed_global_or_class_attribute_is_copied_or_named(name: str, copy_ou
 
 @pytest.fixture
 def imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the module what it has after an import."""
+    """Restore the module's globals to their state after an import."""
     monkeypatch.setattr(curricula, "LEVEL", {"level": 1, "extra": [{"speed": 1}]})
     monkeypatch.setattr(curricula, "VISITS", collections.defaultdict(int))
     monkeypatch.setattr(curricula, "BUDGET", curricula.Budget())
@@ -213,7 +213,7 @@ def _first(packed: bytes) -> list[Any]:
 
 
 @pytest.mark.usefixtures("imported")
-def test_objects_of_modules_and_classes_stay_those_in_the_copy(spawned_pool: Any, caplog: Any) -> None:
+def test_copy_refers_to_the_objects_of_its_own_modules_and_classes(spawned_pool: Any, caplog: Any) -> None:
     for env in (Curriculum(), wrappers.TimeLimit(Curriculum(), 5)):
         assert spawned_pool.submit(_first, cloudpickle.dumps(as_factory(env))).result()[0] == 1.0
     copy = as_factory(Curriculum())()
@@ -234,12 +234,12 @@ def test_objects_of_modules_and_classes_stay_those_in_the_copy(spawned_pool: Any
         ("seen", lambda: Curriculum.history.append(1)),
     ],
 )
-def test_shared_object_that_was_changed_is_changed_in_workers_or_named(name: str, change: Any) -> None:
+def test_changed_shared_object_is_copied_or_named(name: str, change: Any) -> None:
     env = Curriculum()
     change()
     try:
         examination = as_factory(env).examination
-        said = str(examination and examination.changes)
+        report = str(examination and examination.changes)
     except NotCopyableError as error:
-        said = str(error)
-    assert f".{name}" in said
+        report = str(error)
+    assert f".{name}" in report

@@ -1,4 +1,4 @@
-"""Modules that a new process does not find by itself: on entries that have left sys.path, without a file, by hooks."""
+"""Modules that a new process cannot import by itself: removed sys.path entries, missing files, import hooks."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_workers_run_the_code_of_this_process(module: Any) -> None:
     try:
         assert envs.call("set_level", 2.0) == (2.0, 2.0)
         _, infos = envs.reset(seed=1)
-        # What comes back is of the module's own class.
+        # Infos are instances of this process's own class.
         assert [type(info) for info in infos["info"]] == [module.Info] * 2
         assert envs.step(np.zeros(2, np.int64))[1].tolist() == [2.0, 2.0]
         assert module.LEVEL == {"value": 3.0, "steps": 0}
@@ -170,13 +170,13 @@ def test_workers_run_the_code_of_this_process(module: Any) -> None:
 def test_trials_run_the_code_of_this_process(module: Any, tmp_path: Path) -> None:
     verdicts = [probe([module.Env] * 2, cache=tmp_path / "verdicts") for _ in range(2)]
     assert [verdict.isolation for verdict in verdicts] == [Isolation.SHARED_STATE] * 2, verdicts
-    # A verdict is kept by the file of the code: without one that is found again, none is.
+    # A verdict is only cached if the code has a file.
     found = is_importable_elsewhere(module.__name__)
     assert [verdict.declared_by for verdict in verdicts] == ["probe", "cache" if found else "probe"]
 
 
 @pytest.mark.parametrize("module", [*FINDABLE, *BY_VALUE], indirect=True, ids=lambda make: make.__name__)
-def test_the_import_path_leads_to_all_modules_with_files(module: Any, request: Any) -> None:
+def test_import_path_finds_all_modules_with_files(module: Any, request: Any) -> None:
     if request.node.callspec.params["module"] in BY_VALUE:
         assert not is_importable_elsewhere(module.__name__)
         return
@@ -188,7 +188,7 @@ def test_the_import_path_leads_to_all_modules_with_files(module: Any, request: A
     assert done.stdout.strip() == module.__file__
 
 
-def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_path_in_a_deleted_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -220,6 +220,6 @@ for kind in ({NAME}.Env, Cell):
 
 @pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize("launch_mode", [launch_mode for launch_mode in LAUNCH_MODES if launch_mode != "script"])
-def test_the_working_directory_changes_before_the_package_is_imported(launch_mode: str, tmp_path: Path) -> None:
+def test_modules_are_found_if_the_working_directory_changed_before_the_import(launch_mode: str, tmp_path: Path) -> None:
     lines = run_program(launch_mode, OF_A_NOTEBOOK, tmp_path).splitlines()
     assert lines == ["(2.0, 2.0) shared-state", "(3.0, 3.0) shared-state"]

@@ -1,4 +1,4 @@
-"""What no copy can have is refused by its path, with the line to write; what builds nothing is refused as well."""
+"""Environments that cannot be copied are rejected with the path and the code to write. Invalid sources, too."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _make_memmap() -> Any:
         return np.memmap(file.name, np.float64, "r+", shape=(2, 3))
 
 
-# What an environment may hold and no other process can have: what may become of it if it was put there later.
+# Objects that belong to one process, and the allowed outcomes if the user added them to an environment.
 THINGS: dict[str, tuple[set[str], Callable[[], Any]]] = {
     "file": (REFUSED, lambda: Path(__file__).open(encoding="utf-8")),  # noqa: SIM115 (it is closed below)
     "socket": (REFUSED, socket.socket),
@@ -72,9 +72,7 @@ def _end(thing: Any) -> None:
 
 @pytest.mark.sample(quick=6)
 @pytest.mark.parametrize("name", THINGS)
-def test_thing_of_this_process_that_was_put_into_an_environment_is_refused_by_path(
-    name: str, copy_outcome: Any
-) -> None:
+def test_added_object_of_this_process_is_rejected_by_its_path(name: str, copy_outcome: Any) -> None:
     allowed, make = THINGS[name]
     env = Scaled(Line())
     rollout(env)
@@ -90,7 +88,7 @@ CASES = {name: Case(EITHER, make, lambda thing: thing is not None) for name, (_,
 
 @pytest.mark.sample(quick=3)
 @pytest.mark.parametrize("name", CASES)
-def test_thing_that_the_constructor_makes_is_made_anew_or_refused_by_path(name: str, copy_outcome: Any) -> None:
+def test_object_that_the_constructor_creates_is_created_again_or_rejected(name: str, copy_outcome: Any) -> None:
     env = HoldingEnv(__name__, name)
     try:
         assert copy_outcome(env, "held") in NOT_SILENT
@@ -98,7 +96,7 @@ def test_thing_that_the_constructor_makes_is_made_anew_or_refused_by_path(name: 
         _end(env.held)
 
 
-def test_refusal_names_path_and_the_line_to_write() -> None:
+def test_error_names_the_path_and_the_code_to_write() -> None:
     env = Scaled(Line(), 3.0)
     env.unwrapped.engine = zlib.compressobj()  # type: ignore[attr-defined]
     with pytest.raises(NotCopyableError) as caught:
@@ -108,11 +106,11 @@ def test_refusal_names_path_and_the_line_to_write() -> None:
     assert "lambda: Scaled(Line(" in str(caught.value)
 
 
-# Pickles of their own, recorded constructors, libraries in C.
+# -- Classes with their own pickles, libraries in C.
 
 
 class Easy(Line, EzPickle):
-    """One whose own pickle calls the constructor."""
+    """Its own pickle calls the constructor."""
 
     def __init__(self, gain: float = 1.0) -> None:
         EzPickle.__init__(self, gain)
@@ -120,7 +118,7 @@ class Easy(Line, EzPickle):
 
 
 class Forgetful(Line):
-    """One whose own pickle leaves something out."""
+    """Its own pickle omits a change."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "gain": 1.0}
@@ -142,7 +140,7 @@ LIBRARY = ctypes.CDLL(None)
 
 
 class Plant(Line):
-    """An environment of a library in C, which refers to it by a number."""
+    """Refers to the state of a C library by a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +148,7 @@ class Plant(Line):
 
 
 @pytest.mark.parametrize("others", [0, 3])
-def test_library_in_c_whose_state_no_copy_has_is_named(others: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_c_library_whose_state_cannot_be_copied_is_named(others: int, caplog: pytest.LogCaptureFixture) -> None:
     *before, env = [Plant() for _ in range(others + 1)]
     with contextlib.suppress(NotCopyableError):
         as_factory(env)
@@ -159,11 +157,11 @@ def test_library_in_c_whose_state_no_copy_has_is_named(others: int, caplog: pyte
         os.close(one.handle)
 
 
-# What building raises.
+# -- Environments that raise or crash.
 
 
 class Unmakeable(Line):
-    """One of which no copy can be made by a pickle."""
+    """Can neither be unpickled nor constructed in another process."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         raise ConnectionRefusedError("the license is taken")
@@ -174,20 +172,20 @@ class Unmakeable(Line):
         super().__init__(gain)
 
 
-def test_what_building_a_copy_raises_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_of_a_constructor_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LICENSE_IN", str(os.getpid()))
     with pytest.raises((WorkerError, NotCopyableError), match="the license is taken"):
         as_factory(Unmakeable())
 
 
 class Crashing(Line):
-    """One that takes its process down."""
+    """Kills its process in a step."""
 
     def step(self, action: Any) -> Any:
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def test_crash_of_a_copy_is_named() -> None:
+def test_crash_of_a_copy_raises_worker_error() -> None:
     with pytest.raises(WorkerError, match="was killed by SIGSEGV") as caught:
         as_factory(Crashing())
     assert caught.value.kind == "signal"
@@ -195,13 +193,13 @@ def test_crash_of_a_copy_is_named() -> None:
 
 
 class Raising(Line):
-    """One that raises when it is stepped."""
+    """Raises in each step."""
 
     def step(self, action: Any) -> Any:
         raise ArithmeticError("no move here")
 
 
-def test_environment_that_raises_in_its_steps_is_copied_and_raises_too(copy_outcome: Any) -> None:
+def test_environment_that_raises_in_its_steps_is_copied(copy_outcome: Any) -> None:
     env = Raising()
     env.gain = 4.0
     assert copy_outcome(env, "gain") == "copied"
@@ -212,7 +210,7 @@ _connected: list[int] = []
 
 
 class Client(Line):
-    """Has the lowest number that is free in its process, as clients of a physics server have."""
+    """Has the lowest free number in its process, as a client of a physics server."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +226,7 @@ class Client(Line):
         _connected.remove(self.client)
 
 
-def test_number_of_a_handle_that_a_copy_could_not_use_is_refused() -> None:
+def test_handle_that_a_copy_cannot_use_is_rejected() -> None:
     first, second = Client(), Client()
     with pytest.raises(
         NotCopyableError, match=r"(?s)on which \.client was set raises RuntimeError.*lambda: Client\(\)"
@@ -240,7 +238,7 @@ def test_number_of_a_handle_that_a_copy_could_not_use_is_refused() -> None:
 
 
 class AbortsWhenRendered(Line):
-    """One that can be rendered in the process that has made it first, as there is a display."""
+    """Aborts its process when it is rendered, as without a display."""
 
     render_mode = "rgb_array"
 
@@ -248,7 +246,7 @@ class AbortsWhenRendered(Line):
         os.abort()
 
 
-def test_environment_that_cannot_be_rendered_elsewhere_is_copied() -> None:
+def test_environment_that_cannot_be_rendered_in_another_process_is_copied() -> None:
     env = AbortsWhenRendered()
     env.gain = 4.0
     assert as_factory(env)().gain == 4.0
@@ -259,7 +257,7 @@ class Parameters(ctypes.Structure):
 
 
 class Addressed(Line):
-    """Its simulator has the address of its parameters."""
+    """Its simulator refers to the address of its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,34 +268,34 @@ class Addressed(Line):
         return Parameters.from_address(self._address).gain
 
 
-def test_structure_whose_address_a_library_has_stays_in_its_place() -> None:
+def test_structure_is_changed_in_place_if_a_library_may_use_its_address() -> None:
     env = Addressed()
     env.parameters.gain = 9.0
     assert as_factory(env)().seen() == 9.0
 
 
-def test_state_of_environments_in_other_processes_is_said_to_be_unseen(caplog: pytest.LogCaptureFixture) -> None:
+def test_state_of_environments_in_other_processes_is_reported_as_unknown(caplog: pytest.LogCaptureFixture) -> None:
     env = gym.make_vec("CartPole-v1", 1, vectorization_mode="async", vector_kwargs={"context": "spawn"})
     try:
-        as_factory(env)  # which makes processes of its own
+        as_factory(env)  # Its copies start their own processes.
         assert any("process" in record.getMessage() for record in caplog.records)
     finally:
         env.close()
 
 
 @pytest.mark.parametrize("source", [5, None, object(), ["CartPole-v1"], {"id": "CartPole-v1"}, os])
-def test_source_that_builds_nothing_is_refused(source: Any) -> None:
+def test_source_that_builds_nothing_is_rejected(source: Any) -> None:
     with pytest.raises(InvalidTypeError, match=r"as_factory\(lambda: MyEnv\(\)\)"):
         as_factory(source)
 
 
 @pytest.mark.parametrize("name", ["NoSuch-v0", "no_such_module:NoSuch-v0", "Airstriker-Genesis-v9", ""])
-def test_unknown_id_is_refused(name: str) -> None:
+def test_unknown_id_is_rejected(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"does not know the id|no_such_module"):
         as_factory(name)
 
 
-def test_function_over_a_thing_of_this_process_is_refused() -> None:
+def test_function_that_refers_to_an_object_of_this_process_is_rejected() -> None:
     engine = zlib.compressobj()
     with pytest.raises(NotCopyableError, match=r"(?s)zlib.*inside of the function"):
         as_factory(lambda: (engine, Line()))

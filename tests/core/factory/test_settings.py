@@ -1,4 +1,4 @@
-"""What was changed about an environment since it was made is in its copies, or they are refused by its name."""
+"""Changes of an environment since its construction are copied, or rejected by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LINE: dict[str, tuple[set[str], Change]] = {
     "bonus": (COPIED, lambda env: setattr(env.unwrapped.rewards, "bonus", 11.0)),
     "weights": (COPIED, lambda env: env.unwrapped.weights.__setitem__(1, -2.0)),
     "ticks": (COPIED, _base("ticks", 1_000)),
-    "drift": (COPIED, _base("drift", 0.5)),  # the instance's, not the class's
+    "drift": (COPIED, _base("drift", 0.5)),  # This sets the instance's attribute, not the class's.
     "push": (EITHER, _base("push", lambda action: 0.5 * action)),
     "action_space": (EITHER, _base("action_space", gym.spaces.Discrete(2))),
     "note": (COPIED, _base("note", {"mine": [1, (2.5, "x")]})),
@@ -56,7 +56,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.sample(quick=4)
 @pytest.mark.parametrize("name", LINE)
-def test_each_change_of_an_environment_is_copied_or_named(name: str, copy_outcome: Any) -> None:
+def test_single_change_is_copied_or_named(name: str, copy_outcome: Any) -> None:
     env, (allowed, change) = _registered(), LINE[name]
     rollout(env)
     change(env)
@@ -66,7 +66,7 @@ def test_each_change_of_an_environment_is_copied_or_named(name: str, copy_outcom
 @pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("used", [True, False])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=list(MAKERS))
-def test_all_plain_changes_together_are_copied(make: Any, used: bool, copy_outcome: Any) -> None:
+def test_several_changes_together_are_copied(make: Any, used: bool, copy_outcome: Any) -> None:
     env = make()
     if used:
         rollout(env)
@@ -76,7 +76,7 @@ def test_all_plain_changes_together_are_copied(make: Any, used: bool, copy_outco
     assert copy_outcome(env) == "copied"
 
 
-# Things that environments hold, each changed after seven steps.
+# -- Objects that environments store, each changed after seven steps.
 
 
 class Body:
@@ -164,7 +164,7 @@ def _frame() -> Any:
 
 
 CASES: dict[str, Case] = {
-    # Plain data: always copied.
+    # Plain data is always copied.
     "number": Case(COPIED, lambda: 1.0, float, _replace(7.0)),
     "nested": Case(COPIED, lambda: {"a": [1.0, (2, {"b": 3.0})]}, lambda h: h["a"][1][1]["b"],
                    lambda env: env.held["a"][1][1].update(b=5.0)),
@@ -179,7 +179,7 @@ CASES: dict[str, Case] = {
     "enumerated": Case(COPIED, lambda: Mode.SLOW, lambda h: h.value + (h is Mode.FAST), _replace(Mode.FAST)),
     "torch tensor": Case(COPIED, lambda: pytest.importorskip("torch").zeros(4), lambda h: h.sum(),
                          lambda env: env.held.fill_(3.0)),
-    # Structure: copied, or refused where the design has no need for it.
+    # Structured objects are copied or rejected.
     "cycle": Case(EITHER, _cycle, lambda h: h["itself"]["itself"]["v"], lambda env: env.held.update(v=3.0)),
     "one object twice": Case(EITHER, lambda: [[1.0]] * 2, lambda h: h[0].append(1.0) or sum(h[1]),
                              lambda env: env.held[0].append(5.0)),
@@ -202,12 +202,12 @@ CASES: dict[str, Case] = {
     "closure": Case(EITHER, lambda: (lambda k: [k, lambda: k[0]])([1.0]), lambda h: h[1](),
                     lambda env: env.held[0].__setitem__(0, 9.0)),
     "shared variable": Case(EITHER, _shared_variable, lambda h: h[0](1) + h[1](), lambda env: env.held[0](50)),
-    # Iterators, whose progress outlasts resets.
+    # The progress of iterators outlasts resets.
     "iterator of a list": Case(EITHER, lambda: iter(list(range(90))), next, lambda env: next(env.held)),
     "generator": Case(NOT_SILENT, lambda: (i * i for i in range(900)), next, lambda env: next(env.held)),
     "queue": Case(EITHER, lambda: types.SimpleNamespace(q=queue.Queue()),
                   lambda h: h.q.qsize(), lambda env: env.held.q.put(1)),
-    # Pickles that leave something out.
+    # Some pickles omit state.
     "singleton": Case(NOT_SILENT, Single, lambda h: h.v, _set(v=4.0)),
     # Libraries.
     "torch module": Case(EITHER, _torch_module, lambda h: h[0].weight.sum() + h.b.sum() + h.training,
@@ -218,7 +218,7 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.sample(quick=8)
 @pytest.mark.parametrize("case", CASES)
-def test_what_an_environment_holds_is_copied_as_it_was_changed_or_named(case: str, copy_outcome: Any) -> None:
+def test_changed_object_in_an_environment_is_copied_or_named(case: str, copy_outcome: Any) -> None:
     env = HoldingEnv(__name__, case)
     rollout(env)
     CASES[case].change(env)
@@ -227,12 +227,12 @@ def test_what_an_environment_holds_is_copied_as_it_was_changed_or_named(case: st
 
 @pytest.mark.sample(quick=2, ci=12)
 @pytest.mark.parametrize("case", CASES)
-def test_what_an_environment_holds_unchanged_is_never_different(case: str, copy_outcome: Any) -> None:
+def test_unchanged_object_in_an_environment_is_copied_or_named(case: str, copy_outcome: Any) -> None:
     assert copy_outcome(HoldingEnv(__name__, case), "held") in CASES[case].allowed
 
 
 class Resetting(gym.Env[Any, Any]):
-    """Has its settings where its resets write, too; what a step returns is all of them."""
+    """Its resets write to attributes that contain settings. Observations show all of them."""
 
     action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
 
@@ -275,9 +275,9 @@ class Resetting(gym.Env[Any, Any]):
         lambda env: [setattr(env, "is_fixed", True), setattr(env, "goal", 7.0)],
         lambda env: env.numbers.move_to_end("a"),
     ],
-    ids=["made at the first reset", "in a dict that resets make anew", "normalized", "fixed goal", "order"],
+    ids=["created at the first reset", "in a dict that resets replace", "normalized", "fixed goal", "order"],
 )
-def test_setting_where_a_reset_writes_is_copied(change: Change, used: bool, copy_outcome: Any) -> None:
+def test_setting_in_an_attribute_that_resets_write_is_copied(change: Change, used: bool, copy_outcome: Any) -> None:
     env = Resetting()
     if used:
         rollout(env)
@@ -285,7 +285,7 @@ def test_setting_where_a_reset_writes_is_copied(change: Change, used: bool, copy
     assert copy_outcome(env) == "copied"
 
 
-# gymnasium's wrappers, with what has been changed about some.
+# -- gymnasium's wrappers, and changes of their options.
 
 
 def _cart(**options: Any) -> Any:
@@ -368,14 +368,14 @@ def test_changed_option_of_a_wrapper_is_copied_or_named(name: str, copy_outcome:
 
 
 class Forwarding(gym.Wrapper[Any, Any, Any, Any]):
-    """Asks the environment below it for whatever it does not have, before it has one."""
+    """Forwards unknown attributes to its environment, even before it has one."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.env, name)
 
 
 class Refusing(gym.Wrapper[Any, Any, Any, Any]):
-    """Lets nothing be set from outside."""
+    """Rejects changes of its attributes."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -388,7 +388,7 @@ class Refusing(gym.Wrapper[Any, Any, Any, Any]):
 
 
 @pytest.mark.parametrize("wrapper", [Forwarding, Refusing])
-def test_wrappers_that_take_liberties_are_copied(wrapper: Any, copy_outcome: Any) -> None:
+def test_wrappers_with_their_own_attribute_access_are_copied(wrapper: Any, copy_outcome: Any) -> None:
     env = wrapper(_cart())
     rollout(env)
     env.unwrapped.gravity = 3.0

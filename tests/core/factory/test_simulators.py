@@ -1,4 +1,4 @@
-"""Environments over simulators and of other frameworks: copied as made and as changed, or refused by path."""
+"""Environments of simulators and other frameworks are copied, with their changes, or rejected by path."""
 
 from __future__ import annotations
 
@@ -126,14 +126,14 @@ SLOW = {name for name in MADE if "robosuite" in name or name in ("composer", "ch
 
 @pytest.mark.sample(quick=7)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MADE])
-def test_environment_is_copied_in_the_middle_of_its_use(name: str, copy_outcome: Any) -> None:
+def test_environment_is_copied_in_the_middle_of_an_episode(name: str, copy_outcome: Any) -> None:
     if name in UNSOLVED:
         pytest.xfail(UNSOLVED[name])
     env = MADE[name]()
     if "not used" not in name:
         rollout(env)
     assert copy_outcome(env, steps=15) == "copied"
-    if name not in ("robosuite, as gymnasium's", "TorchRL over robosuite"):  # whose __getattr__ cannot be unpickled
+    if name not in ("robosuite, as gymnasium's", "TorchRL over robosuite"):  # Their __getattr__ cannot be unpickled.
         assert type(as_factory(env, verify=False)()) is type(env)
     env.close()
 
@@ -196,7 +196,7 @@ def test_changed_setting_is_copied_or_named(name: str, copy_outcome: Any) -> Non
     env.close()
 
 
-def test_views_of_a_simulators_memory_are_views_of_the_copys() -> None:
+def test_views_of_simulator_memory_refer_to_the_copy() -> None:
     env = MADE["HalfCheetah"]()
     copy = as_factory(env)().unwrapped
     assert copy.data.model is copy.model is not env.unwrapped.model
@@ -206,7 +206,7 @@ def test_views_of_a_simulators_memory_are_views_of_the_copys() -> None:
 
 @pytest.mark.sample(quick=1)
 @pytest.mark.parametrize("name", ["Pong", "suite"])
-def test_copies_for_workers_draw_from_streams_of_their_own(name: str) -> None:
+def test_copies_for_workers_differ_and_repeat_with_a_seed(name: str) -> None:
     factory = as_factory(MADE[name]())
     first, second = factory.for_workers(2, seed=0)
     lives = [str(rollout(make(), 20, None)) for make in (first, second, factory.for_workers(2, seed=0)[1])]
@@ -233,7 +233,9 @@ SINGLE: dict[str, tuple[set[str], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("path", SINGLE)
-def test_what_cannot_be_in_two_processes_is_refused(path: str, tmp_path: Any, copy_outcome: Any) -> None:
+def test_object_of_a_library_that_belongs_to_one_process_is_rejected(
+    path: str, tmp_path: Any, copy_outcome: Any
+) -> None:
     allowed, make = SINGLE[path]
     env = make(tmp_path)
     assert copy_outcome(env, path.strip()) in allowed

@@ -1,4 +1,4 @@
-"""Copies draw from streams of their worker's own: different ones in different workers, the same ones with a seed."""
+"""Random numbers of copies differ between workers, and repeat with a seed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.core.factory.copying import Line, rollout
 
 
 class Gone:
-    """Deleted while a weak proxy of it stays."""
+    """Is deleted while a weak proxy of it exists."""
 
 
 class Dice(random.Random):
-    """A generator of the user's own class, with an attribute."""
+    """A user's subclass of a generator, with an attribute."""
 
     def __new__(cls, sides: int) -> Dice:
         return super().__new__(cls)
@@ -43,7 +43,7 @@ OPTIONS = gym.spaces.Dict(speed=gym.spaces.Box(0, 1, (1,)))
 
 
 class Shared(gym.Env[Any, Any]):
-    """Draws from generators and spaces of the process, of its module and of its class."""
+    """Draws from global generators, and from generators and spaces of its module and class."""
 
     action_space, observation_space = gym.spaces.Discrete(10**9), gym.spaces.Box(-np.inf, np.inf, (16,), np.float64)
     dice, urn = random.Random(42), np.random.Philox(42)
@@ -63,7 +63,7 @@ class Shared(gym.Env[Any, Any]):
 
 
 class Drawing(Shared):
-    """Draws from generators of the instance too."""
+    """Also draws from generators of the instance."""
 
     def __init__(self) -> None:
         import torch
@@ -81,8 +81,8 @@ class Drawing(Shared):
         return [*drawn, self.own.random()]
 
 
-def in_another_process(*factories: Any) -> list[Any]:
-    """Build environments in a process each, and return what they return."""
+def step_in_other_processes(*factories: Any) -> list[Any]:
+    """Build each environment in its own process, and return the results of a reset and a step."""
     program = (
         "import pickle, sys; make = pickle.load(sys.stdin.buffer); env = make(); "
         "seen = [env.reset()[0].tolist(), env.step(0)[1]]; sys.stdout.buffer.write(pickle.dumps(seen))"
@@ -96,7 +96,7 @@ def in_another_process(*factories: Any) -> list[Any]:
 
 @pytest.mark.sample(quick=1, ci=2)
 @pytest.mark.parametrize("make", [Drawing, lambda: Shared], ids=["instance", "class"])
-def test_workers_draw_differently_from_every_generator_and_again_the_same_with_a_seed(make: Any) -> None:
+def test_draws_of_every_generator_differ_between_workers_and_repeat_with_a_seed(make: Any) -> None:
     factory = as_factory(make())
     first, second = factory.for_workers(np.int64(2), seed=np.int64(3))
     sources = (
@@ -106,13 +106,13 @@ def test_workers_draw_differently_from_every_generator_and_again_the_same_with_a
         factory.for_workers(2, seed=4)[1],
         second,
     )
-    *different, for_attempt = in_another_process(*sources)
-    assert for_attempt == different[1]
+    *different, repeated = step_in_other_processes(*sources)
+    assert repeated == different[1]
     for number, drawn in enumerate(zip(*(seen[0] for seen in different), strict=True)):
         assert len(set(drawn)) == len(different), number
 
 
-def test_generators_of_modules_and_classes_of_this_process_are_left_alone() -> None:
+def test_generators_of_this_process_are_not_changed() -> None:
     generators = Shared.dice.getstate, lambda: NOISE.bit_generator.state, lambda: Shared.urn.state
     before = [repr(state()) for state in generators]
     for source in (Shared(), Shared):
@@ -130,7 +130,7 @@ def test_generators_of_modules_and_classes_of_this_process_are_left_alone() -> N
 
 
 class SlowToUnpickle(gym.Env[Any, Any]):
-    """Takes a moment to copy, as a simulator does, in which other threads go on."""
+    """Takes some time to unpickle, as a simulator does, so that threads interleave."""
 
     action_space = observation_space = gym.spaces.Discrete(2)
 
@@ -142,7 +142,7 @@ class SlowToUnpickle(gym.Env[Any, Any]):
         vars(self).update(state)
 
 
-def test_copies_that_are_made_in_threads_draw_what_those_made_in_turns_draw() -> None:
+def test_copies_made_in_threads_draw_the_same_as_copies_made_in_turn() -> None:
     factory = as_factory(SlowToUnpickle(), verify=False)
 
     def draw(call: Any) -> list[float]:
@@ -160,21 +160,21 @@ from rl_ext_core.factory import streams
 
 streams.seed_process(np.random.SeedSequence(3))
 for _ in range(int(sys.argv[1])):
-    assert importlib.util.find_spec("torch") is not None  # as transformers and many others ask
+    assert importlib.util.find_spec("torch") is not None  # transformers and many others do so.
 import torch
 print(torch.rand(3).tolist())
 """
 
 
 @pytest.mark.slow
-def test_asking_whether_torch_is_installed_leaves_its_seed_alone() -> None:
+def test_find_spec_of_torch_does_not_change_its_seed() -> None:
     command = [sys.executable, "-c", ASKING]
     ran = {subprocess.run([*command, asked], capture_output=True, check=True).stdout for asked in ("0", "2", "2")}
     assert len(ran) == 1
 
 
 class Group(gym.Env[Any, Any]):
-    """Holds environments in a list, in a dict and in an object that is not an environment."""
+    """Contains environments in a list, in a dict and in an object that is not an environment."""
 
     action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-9, 9, (4, 4))
 
@@ -203,17 +203,17 @@ class Group(gym.Env[Any, Any]):
 )
 def test_environments_inside_environments_differ_and_repeat_with_a_seed(make: Any) -> None:
     for source in (make(), make):
-        [one, other], for_attempt = (
+        [one, other], repeated = (
             [factory().reset()[0].tolist() for factory in as_factory(source, verify=False).for_workers(2, seed=7)]
             for _ in range(2)
         )
-        assert [one, other] == for_attempt
+        assert [one, other] == repeated
         parts = [str(row) for seen in (one, other) for row in np.reshape(seen, (-1, 4)).tolist()]
         assert len(set(parts)) == len(parts)
 
 
 @pytest.mark.parametrize("lived", [False, True])
-def test_copies_in_this_process_draw_differently_and_again_the_same_with_a_seed(lived: bool) -> None:
+def test_copies_in_this_process_differ_and_repeat_with_a_seed(lived: bool) -> None:
     env: Any = gym.make("copies/Line-v0")
     if lived:
         rollout(env)

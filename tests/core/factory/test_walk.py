@@ -1,4 +1,4 @@
-"""Whatever Python data is pickled, the copy has the same fingerprint, and a single change of either is seen."""
+"""Pickled copies of any Python data have the same fingerprint, and single changes are detected."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rl_ext_core.factory.walk import description, fingerprint
 
 
 class Holder:
-    """Has any attributes."""
+    """Has arbitrary attributes."""
 
 
 class Slots:
-    """Has its attributes in slots, with one whose name is mangled."""
+    """Stores its attributes in slots. One name is mangled."""
 
     __slots__ = ("__hidden", "gain")
 
@@ -55,7 +55,7 @@ arrays = st.builds(
 )
 
 
-# What can be made empty and filled later with anything, itself included.
+# Containers that are created empty, and filled later with anything, including themselves.
 MAKERS: list[Callable[[], Any]] = [
     list,
     dict,
@@ -77,7 +77,7 @@ def _put(container: Any, value: Any, at: int) -> None:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> list[Any]:
-    """Draw objects that refer to one another in any way; the first of them leads to all."""
+    """Draw objects that refer to each other in any way. All are reachable from the first one."""
     objects = [maker() for maker in draw(st.lists(st.sampled_from(MAKERS), min_size=1, max_size=6))]
     leaves = draw(st.lists(st.one_of(scalars, arrays), min_size=1, max_size=6))
     parts = [*objects, *leaves, tuple(leaves), frozenset(["a", 1]), {2.5, "b"}, Slots(leaves[0])]
@@ -91,7 +91,7 @@ def worlds(draw: st.DrawFn) -> list[Any]:
 @pytest.mark.slow
 @settings(max_examples=150)
 @given(worlds(), st.data())
-def test_a_copy_of_anything_is_the_same_and_a_single_change_is_seen(objects: list[Any], data: st.DataObject) -> None:
+def test_fingerprint_of_a_copy_is_equal_and_differs_after_a_change(objects: list[Any], data: st.DataObject) -> None:
     root, before = objects[0], copied(objects[0])
     assert different(root, before) == different(root, copied(before)) == []
     _put(data.draw(st.sampled_from(objects)), "something new", 999)
@@ -99,19 +99,19 @@ def test_a_copy_of_anything_is_the_same_and_a_single_change_is_seen(objects: lis
     assert different(root, copied(root)) == []
 
 
-def test_paths_name_what_differs() -> None:
+def test_differences_are_named_by_their_paths() -> None:
     root, other = Holder(), Holder()
     root.part, other.part = {"a": [1, (2.0, np.zeros(2))]}, {"a": [1, (2.0, np.ones(2))]}  # type: ignore[attr-defined]
     assert different(root, other) == [".part['a'][1][1]"]
 
 
-def test_shared_parts_are_no_equal_parts() -> None:
+def test_shared_parts_differ_from_equal_parts() -> None:
     shared: list[int] = []
     assert different([shared, shared], [[], []]) != []
     whole = np.zeros(4)
     assert different([whole, whole[:2]], [np.zeros(4), np.zeros(2)]) != []
 
 
-def test_what_cannot_be_described_is_refused() -> None:
+def test_description_rejects_generators() -> None:
     with pytest.raises(ValueError, match="cannot be described"):
         description([(part for part in ())])

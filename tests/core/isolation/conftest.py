@@ -1,4 +1,4 @@
-"""Compiles the toy simulator's variants, and keeps verdicts away from the user's cache."""
+"""Fixtures that compile the toy simulator's variants, and redirect the cache of verdicts."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def compiled(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Variant
 
 @pytest.fixture
 def variant(compiled: Variant) -> Iterator[Variant]:
-    """Give what builds an environment around a variant of the toy simulator."""
+    """Return a function that compiles a variant of the toy simulator, and returns the factory of its environment."""
     yield compiled
     variants.SHARED_MEMORY.unlink(missing_ok=True)

@@ -41,7 +41,7 @@ int fmi2DoStep(void *c, double time, double step, int no_set_state) {
     return DONE;
 }
 
-/* The standard wants them to be there; nothing calls them. */
+/* The standard requires these functions. They are not called. */
 #define UNUSED(name) int fmi2##name(void) { return REFUSED; }
 UNUSED(GetInteger) UNUSED(GetBoolean) UNUSED(GetString) UNUSED(SetInteger) UNUSED(SetBoolean) UNUSED(SetString)
 UNUSED(GetFMUstate) UNUSED(SetFMUstate) UNUSED(FreeFMUstate) UNUSED(SerializedFMUstateSize) UNUSED(SerializeFMUstate)

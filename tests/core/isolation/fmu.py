@@ -1,4 +1,4 @@
-"""An environment around an FMU, and how the FMU is made."""
+"""An environment of an FMU, and a function that compiles the FMU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ FLAG = ' canBeInstantiatedOnlyOncePerProcess="true"'
 def make_fmu(path: Path, compiler: str, *, flag: str = FLAG) -> Path:
     """Compile and pack the FMU.
 
-    :param flag: what its description says of instances
+    :param path: File to write.
+    :param compiler: Path of the C compiler.
+    :param flag: Attributes to add to the element ``CoSimulation`` of the model description.
     """
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "decay.so")
@@ -45,7 +47,7 @@ def make_fmu(path: Path, compiler: str, *, flag: str = FLAG) -> Path:
 
 
 class Decay(gymnasium.Env[np.ndarray, np.ndarray]):
-    """Keeps FMPy's slave, and with it the model description, as such environments do."""
+    """Stores FMPy's slave and the model description, as such environments do."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float64)
     action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float64)

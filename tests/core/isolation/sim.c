@@ -1,5 +1,5 @@
 /* A toy simulator: a damped value that an action pushes and a random generator shakes. Each variant, chosen with
-   -DVARIANT=<NAME>, bears a second instance, or a second process, in its own bad way. */
+   -DVARIANT=<NAME>, mishandles a second instance or process in another way. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -15,7 +15,7 @@ enum {
     GOOD, BACKGROUND_THREAD, NULL_FOR_SECOND, NULL_FOR_LATER, CRASH_OF_SECOND, EXIT_OF_SECOND, ABORT_IN_STEP,
     CLOSE_KILLS_OTHERS, CRASH_OF_LAST_CLOSE, SHARED_GLOBALS, SHARED_RANDOM, SHARED_AT_RESET, SHARED_LATER, LAZY_TABLE,
     CLOSE_CHANGES_OTHERS, LAST_CLOSE_CHANGES_LATER, SEEDED_BY_CLOCK, NOTHING_SEEN, NULL_ALWAYS, CRASH_IN_STEP,
-    LOCK_IN_CWD, LOCK_IN_TMPDIR, LOCK_BESIDE_LIBRARY, LOCK_PER_PROCESS, STATE_IN_FILES, SHARED_MEMORY, HANG_OF_SECOND
+    LOCK_IN_CWD, LOCK_IN_TMPDIR, LOCK_NEXT_TO_LIBRARY, LOCK_PER_PROCESS, STATE_IN_FILES, SHARED_MEMORY, HANG_OF_SECOND
 };
 
 typedef struct {
@@ -34,7 +34,7 @@ static void advance(Sim *sim, double action, unsigned *random, double by) {
     sim->value = 0.95 * sim->value + by * action + (*random >> 16) % 1000 / 1000.0 - 0.5;
 }
 
-/* a background thread for all instances, with a queue of one */
+/* A background thread serves all instances, with a queue of length one. */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t asked = PTHREAD_COND_INITIALIZER, answered = PTHREAD_COND_INITIALIZER;
 static Sim *job;
@@ -66,17 +66,17 @@ static Sim *shared_memory(void) {
     return sim == MAP_FAILED ? NULL : sim;
 }
 
-static int locked(void) {
+static int try_lock(void) {
     char path[4096] = "simulator.lock";
     Dl_info here;
-    dladdr((void *)locked, &here);
+    dladdr((void *)try_lock, &here);
     if (VARIANT == LOCK_IN_TMPDIR) snprintf(path, sizeof path, "%s/simulator.lock", getenv("TMPDIR"));
-    if (VARIANT == LOCK_BESIDE_LIBRARY) snprintf(path, sizeof path, "%s.lock", here.dli_fname);
+    if (VARIANT == LOCK_NEXT_TO_LIBRARY) snprintf(path, sizeof path, "%s.lock", here.dli_fname);
     int file = open(path, O_CREAT | O_RDWR, 0600);
     return file >= 0 && (VARIANT == LOCK_PER_PROCESS ? lockf(file, F_TLOCK, 0) : flock(file, LOCK_EX | LOCK_NB)) == 0;
 }
 
-static void stored(Sim *sim, int store) { /* under a name that only this process does not use twice */
+static void access_state_file(Sim *sim, int store) { /* The file name is unique in this process only. */
     char path[64];
     snprintf(path, sizeof path, "simulator%d.state", sim->number);
     int file = open(path, O_CREAT | O_RDWR, 0600);
@@ -93,7 +93,7 @@ void *sim_new(void) {
         fprintf(stderr, "toy simulator: the license is for one instance\n");
         exit(3);
     }
-    if (VARIANT >= LOCK_IN_CWD && VARIANT <= LOCK_PER_PROCESS && !locked()) return NULL;
+    if (VARIANT >= LOCK_IN_CWD && VARIANT <= LOCK_PER_PROCESS && !try_lock()) return NULL;
     pthread_t thread;
     if (VARIANT == BACKGROUND_THREAD && !made) pthread_create(&thread, NULL, work, NULL);
     Sim *sim = VARIANT == SHARED_GLOBALS ? &global : VARIANT == SHARED_MEMORY ? shared_memory() : calloc(1, sizeof(Sim));
@@ -104,7 +104,7 @@ void *sim_new(void) {
     return sim;
 }
 
-/* seed 0: go on with the generator as it is */
+/* Seed 0 continues with the state of the generator. */
 void sim_reset(void *handle, unsigned seed) {
     Sim *sim = handle;
     sim->value = 0;
@@ -132,10 +132,10 @@ void sim_step(void *handle, double action, double *observation) {
         table = &gain;
         gain = 1 + sim->random % 97;
     }
-    if (VARIANT == STATE_IN_FILES && sim->steps > 1) stored(sim, 0);
+    if (VARIANT == STATE_IN_FILES && sim->steps > 1) access_state_file(sim, 0);
     if (VARIANT == BACKGROUND_THREAD) ask(sim, action);
     else advance(sim, action, global_one ? &global_random : &sim->random, gain);
-    if (VARIANT == STATE_IN_FILES) stored(sim, 1);
+    if (VARIANT == STATE_IN_FILES) access_state_file(sim, 1);
     observation[0] = VARIANT == NOTHING_SEEN ? 0 : sim->value;
     observation[1] = VARIANT == NOTHING_SEEN ? 0 : sim->random / 4294967296.0;
 }

@@ -1,4 +1,4 @@
-"""Environments around the toy simulator, and others without it, in every way good and bad."""
+"""Environments of the toy simulator, and others that share state, fail or hang."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Step = tuple[Any, float, bool, bool, dict[str, Any]]
 
 
 class Simulator(gymnasium.Env[np.ndarray, np.ndarray]):
-    """The toy simulator.
+    """Environment of the toy simulator.
 
-    :param library: its compiled variant
+    :param library: Path of the compiled variant.
     """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
@@ -66,7 +66,7 @@ def make_with_library_copy(library: str) -> Simulator:
 
 
 class Plain(gymnasium.Env[np.ndarray, int]):
-    """Sums its actions and its noise."""
+    """Adds up actions and noise."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float64)
     action_space = gymnasium.spaces.Discrete(5)
@@ -98,7 +98,7 @@ class DrawsFromPython(Plain):
 
 
 class DrawsWhenBuilt(Plain):
-    """Every instance is a world of its own, drawn from global generators, torch's too, which nothing has imported."""
+    """Its constructor draws from global generators, including torch's, which is not imported before."""
 
     def __init__(self) -> None:
         import torch
@@ -124,7 +124,7 @@ class IgnoresSeeds(Plain):
 
 
 class ActsOnAll(IgnoresSeeds):
-    """An action moves the others by their next step, and nothing else differs between them."""
+    """An action affects the next step of another instance. Instances do not differ otherwise."""
 
     last: ClassVar[list[int]] = [0]
 
@@ -134,7 +134,7 @@ class ActsOnAll(IgnoresSeeds):
 
 
 class SharedOutput(Plain):
-    """Returns the same array as all others."""
+    """All instances return the same array."""
 
     _output: ClassVar[np.ndarray] = np.zeros(1)
 
@@ -144,7 +144,7 @@ class SharedOutput(Plain):
 
 
 class OwnOutput(SharedOutput):
-    """Returns the same array every time."""
+    """Returns its own array in each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class OwnOutput(SharedOutput):
 
 
 class Masked(Plain):
-    """Has a buffer of legal actions that all share; what is returned is a copy."""
+    """All instances share a buffer of legal actions. Observations are not affected."""
 
     _mask, _count = np.zeros(5, bool), [0]
 
@@ -199,7 +199,11 @@ class ReadsAFile(Plain):
 
 
 class Messy(Plain):
-    """Prints, writes files, and leaves a thread and a process, which leaves its group if this does not hang."""
+    """Prints, writes files, and leaves a thread and a process.
+
+    :param notes: File that receives the ids of the processes.
+    :param hangs: Whether the constructor hangs. Otherwise the child process starts its own session.
+    """
 
     def __init__(self, notes: str, hangs: bool = False) -> None:
         super().__init__()
@@ -216,7 +220,7 @@ class Messy(Plain):
 
 
 class LeavesALock(Plain):
-    """Starts only once, until it is closed."""
+    """Cannot be built while another instance is open."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -244,7 +248,7 @@ def make_declared_single() -> SaysSingle:
 
 
 class BadClose(Plain):
-    """Cannot be closed while others are open, or never."""
+    """Raises when it is closed, always or while others are open."""
 
     alive: ClassVar[int] = 0
 

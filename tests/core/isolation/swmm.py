@@ -1,4 +1,4 @@
-"""An environment around pyswmm: water runs off, collects in a tank, and leaves through a gate that the action opens."""
+"""An environment of pyswmm: rain flows into a tank, and out through a gate that the action opens."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Tank(gymnasium.Env[np.ndarray, np.ndarray]):
         import pyswmm
 
         self._end()
-        # It warns where it is not used in a with statement.
+        # pyswmm warns if a simulation is not used in a with statement.
         self._simulation = pyswmm.Simulation(str(self._model)).__enter__()
         self._tank = pyswmm.Nodes(self._simulation)["tank"]
         self._gate = pyswmm.Links(self._simulation)["gate"]

@@ -1,4 +1,4 @@
-"""A verdict is kept while what it was found on stays the same, and a damaged file is ignored."""
+"""Verdicts are cached until something that they depend on changes. Damaged files are ignored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.core.isolation.conftest import Variant
 VERDICT = Verdict(Isolation.INDEPENDENT, "text", "probe", in_process=True, step_seconds=0.5, libraries=("a", "b"))
 
 
-def test_second_probe_is_answered_from_the_cache(own_cache: Path, variant: Variant, tmp_path: Path) -> None:
+def test_second_probe_reads_the_cache(own_cache: Path, variant: Variant, tmp_path: Path) -> None:
     cache = tmp_path / "elsewhere"
     first, second = (probe(variant("NULL_FOR_SECOND"), cache=str(cache)) for _ in range(2))
     assert (first.declared_by, second.declared_by) == ("probe", "cache")
@@ -36,7 +36,7 @@ def test_second_probe_is_answered_from_the_cache(own_cache: Path, variant: Varia
 
 
 @pytest.mark.slow
-def test_replaced_library_and_variables_are_noticed(
+def test_cache_is_invalidated_by_a_replaced_library_or_variable(
     variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = tmp_path / "libsim.so"
@@ -55,7 +55,7 @@ def test_replaced_library_and_variables_are_noticed(
 
 @pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("place", ["lib/python3/site-packages", "code"])
-def test_edited_module_is_probed_again(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_invalidated_by_an_edited_module(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = tmp_path / place
     monkeypatch.syspath_prepend(site)
     found = []
@@ -75,7 +75,7 @@ def test_edited_module_is_probed_again(place: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_verdicts_on_libraries_that_are_gone_or_without_a_recipe_are_not_kept(
+def test_verdict_is_not_cached_if_a_library_is_deleted_or_the_recipe_is_unknown(
     own_cache: Path, variant: Variant
 ) -> None:
     generator = np.random.default_rng(1)
@@ -110,7 +110,7 @@ def test_damaged_file_is_ignored_and_replaced(damage: Callable[[str], str], tmp_
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_users_folder_is_the_systems_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_cache_folder_follows_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert probing._user_cache_folder() == Path(os.environ["XDG_CACHE_HOME"], "rl-ext", "isolation")
     monkeypatch.setenv("HOME", str(tmp_path))
     for value in ("", "relative/folder"):
@@ -124,7 +124,7 @@ SCRIPT = """
 import functools, json
 import gymnasium, numpy as np
 from rl_ext_core.factory import as_factory
-from rl_ext_core.isolation.probing import _file_for
+from rl_ext_core.isolation.probing import _cache_file
 from tests.core.isolation import simulator
 SIZE = {size}
 class Mine(simulator.Plain):
@@ -139,7 +139,7 @@ def helper():
     return make()
 sources = [make, Mine, lambda: Mine(), functools.partial(Mine, np.arange(3), k={{"b": 1}}), "CartPole-v1",
            functools.partial(simulator.Simulator, "/nowhere.so"), gymnasium.make("CartPole-v1")]
-print(json.dumps([str(_file_for([as_factory(source, verify=False)], "/", 100)) for source in sources]))
+print(json.dumps([str(_cache_file([as_factory(source, verify=False)], "/", 100)) for source in sources]))
 """
 
 
@@ -150,7 +150,7 @@ def keys(script: Path, seed: str) -> list[str]:
     return found
 
 
-def test_keys_of_a_script_are_the_same_in_every_run_and_differ_with_its_code(tmp_path: Path) -> None:
+def test_keys_of_a_script_repeat_in_each_run_and_differ_with_its_code(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(size=3))
     one = keys(script, "1")

@@ -1,4 +1,4 @@
-"""``rl-ext probe`` answers with a verdict and a status."""
+"""``rl-ext probe``: output and exit status."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def status_of(*arguments: str) -> object:
 
 
 @pytest.mark.slow
-def test_verdict_is_shown_and_kept(capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
+def test_verdict_is_printed_and_cached(capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
     assert status_of(f"{MODULE}:DrawsFromNumPy") == 0
     first = capsys.readouterr()
     assert first.err == ""
@@ -43,7 +43,7 @@ def test_json_output_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "text"), [("FailsAtReset", "RuntimeError: no world"), ("exit_while_building", "SystemExit: no license")]
 )
-def test_status_is_one_without_a_verdict(
+def test_status_is_1_without_a_verdict(
     name: str, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "0")
@@ -66,7 +66,7 @@ def test_status_is_one_without_a_verdict(
         (f"{MODULE}:SaysNonsense",),
     ],
 )
-def test_wrong_usage_is_answered_in_one_sentence(
+def test_usage_error_prints_one_line_and_status_2(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(*arguments) == 2

@@ -1,4 +1,4 @@
-"""A declaration of an environment comes before a probe, and needs no trial if the class is known."""
+"""Declarations of an environment take precedence over trials, which do not run if the class is known."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def registered() -> Iterator[None]:
         lambda: [SaysIndependent, SaysSingle],
     ],
 )
-def test_declaration_is_believed_without_building(source: Any, no_process: None) -> None:
+def test_declaration_of_a_known_class_is_used_without_building(source: Any, no_process: None) -> None:
     verdict = probe(source())
     assert (verdict.isolation, verdict.declared_by, verdict.in_process) == (SINGLE, "environment", False)
     assert verdict.step_seconds is None
@@ -57,14 +57,16 @@ def test_declaration_is_believed_without_building(source: Any, no_process: None)
     )
 
 
-def test_declaration_of_what_a_function_builds() -> None:
+def test_declaration_of_a_built_instance_is_used_with_measurements() -> None:
     verdict = probe(simulator.make_declared_single, cache=False)
     assert (verdict.isolation, verdict.declared_by) == (SINGLE, "environment")
     assert verdict.step_seconds is not None
 
 
 @pytest.mark.parametrize(("value", "in_process"), [("process", False), ("in-process", True), ("INDEPENDENT", True)])
-def test_values_of_make_vec_env_and_capitals_are_understood(value: str, in_process: bool, no_process: None) -> None:
+def test_declaration_accepts_values_of_make_vec_env_and_capitals(
+    value: str, in_process: bool, no_process: None
+) -> None:
     class Says(Plain):
         metadata = {**Plain.metadata, "isolation": value}  # noqa: RUF012
 
@@ -73,12 +75,12 @@ def test_values_of_make_vec_env_and_capitals_are_understood(value: str, in_proce
 
 @pytest.mark.sample
 @pytest.mark.parametrize("source", [SaysNonsense, lambda: SaysNonsense()])
-def test_nonsense_is_refused_by_name(source: Any) -> None:
+def test_unknown_value_is_rejected_by_name(source: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r'SaysNonsense.metadata\["isolation"\] is .?True.*single-instance'):
         probe(source, cache=False)
 
 
-def test_flag_of_fmi_is_found_wherever_it_is_kept() -> None:
+def test_fmi_flag_is_found_in_nested_attributes_without_getattr() -> None:
     class Slotted:
         __slots__ = ("canBeInstantiatedOnlyOncePerProcess",)
 

@@ -1,4 +1,4 @@
-"""Verdicts on simulators that tolerate a second instance, or a second process, in all the ways that were met."""
+"""Verdicts on simulators that share state, fail or hang with a second instance or process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.load import busy_cpus
 
 @pytest.mark.sample(ci=4)
 @pytest.mark.parametrize("name", ["SEEDED_BY_CLOCK", *(name for name in VARIANTS if name != "SEEDED_BY_CLOCK")])
-def test_verdict_on_each_variant(name: str, variant: Variant, own_cache: Path) -> None:
+def test_verdict_on_each_variant_of_the_simulator(name: str, variant: Variant, own_cache: Path) -> None:
     expected, text = VARIANTS[name]
     verdict = probe(variant(name))
     assert verdict.isolation is expected, verdict
@@ -57,7 +57,7 @@ def test_verdict_on_each_variant(name: str, variant: Variant, own_cache: Path) -
 
 @pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize("name", [*COLLIDING][::-1])
-def test_processes_that_collide_and_whether_directories_help(name: str, variant: Variant) -> None:
+def test_verdict_on_colliding_processes_says_whether_directories_help(name: str, variant: Variant) -> None:
     helps, in_process = COLLIDING[name]
     verdict = probe(variant(name), cache=False)
     assert (verdict.isolation, verdict.in_process) == (COLLIDE, in_process), verdict
@@ -65,7 +65,7 @@ def test_processes_that_collide_and_whether_directories_help(name: str, variant:
 
 
 @pytest.mark.slow
-def test_second_instance_that_hangs(variant: Variant) -> None:
+def test_verdict_on_a_second_instance_that_hangs(variant: Variant) -> None:
     verdict = probe(variant(HANGING), cache=False, timeout=2)
     assert verdict.isolation is SINGLE
     assert "building the second hangs" in verdict.explanation
@@ -82,18 +82,18 @@ def test_second_instance_that_hangs(variant: Variant) -> None:
         (simulator.ClassAttribute, SHARED, "returns something else from its step"),
         (simulator.ActsOnAll, SHARED, "returns something else from its step"),
         (simulator.IgnoresSeeds, INDEPENDENT, "bit for bit"),
-        (simulator.SharedOutput, SHARED, "what the first has returned is overwritten before its step"),
+        (simulator.SharedOutput, SHARED, "a result of the first is overwritten before its step"),
         (simulator.OwnOutput, INDEPENDENT, "bit for bit"),
         (functools.partial(simulator.BadClose, 0), INDEPENDENT, "bit for bit"),
         (functools.partial(simulator.BadClose, 1), SINGLE, "closing one raises RuntimeError: another one is there"),
-        (simulator.exit_while_building, UNKNOWN, "could not be tried: building it raises SystemExit: no license"),
+        (simulator.exit_while_building, UNKNOWN, "could not be tested: building it raises SystemExit: no license"),
         (simulator.ReadsAFile, UNKNOWN, "Trials have an empty working directory"),
-        (simulator.NotAnEnvironment, UNKNOWN, "simulator.NotAnEnvironment has no known way to be stepped"),
-        (simulator.FailsAtReset, BROKEN, "A single one does not work: resetting it raises RuntimeError: no world"),
+        (simulator.NotAnEnvironment, UNKNOWN, "simulator.NotAnEnvironment cannot be stepped: expected"),
+        (simulator.FailsAtReset, BROKEN, "A single instance fails: resetting it raises RuntimeError: no world"),
         (functools.partial(simulator.Slow, reset=2.1), INDEPENDENT, "in 6 steps"),
-        (functools.partial(simulator.Masked, "count"), SHARED, "has something else in its info['count']"),
-        (functools.partial(simulator.Masked, "mask"), SHARED, "has something else in its info['mask']"),
-        (functools.partial(simulator.MaskedByMethod, ""), SHARED, "has something else in its action_masks()"),
+        (functools.partial(simulator.Masked, "count"), SHARED, "has a different info['count']"),
+        (functools.partial(simulator.Masked, "mask"), SHARED, "has a different info['mask']"),
+        (functools.partial(simulator.MaskedByMethod, ""), SHARED, "has a different action_masks()"),
         (lambda: gymnasium.wrappers.TimeLimit(simulator.MaskedByMethod(""), 7), SHARED, "action_masks()"),
         ([simulator.Plain, simulator.ClassAttribute, simulator.ClassAttribute], SHARED, "something else"),
         ([simulator.Plain, simulator.IgnoresSeeds], INDEPENDENT, "bit for bit"),
@@ -105,14 +105,14 @@ def test_second_instance_that_hangs(variant: Variant) -> None:
         ([simulator.Plain, simulator.FailsAtReset], BROKEN, "Number 2 of the sources does not work: resetting"),
     ],
 )
-def test_verdict_on_environments_without_a_library(source: Any, expected: Isolation, text: str) -> None:
+def test_verdict_on_environments_written_in_python(source: Any, expected: Isolation, text: str) -> None:
     verdict = probe(source, cache=False)
     assert verdict.isolation is expected, verdict
     assert text in verdict.explanation
 
 
 @pytest.mark.slow
-def test_slow_steps_are_fewer() -> None:
+def test_fewer_steps_are_compared_if_they_are_slow() -> None:
     verdict = probe(functools.partial(simulator.Slow, step=0.15), cache=False)
     assert verdict.isolation is INDEPENDENT
     assert "in 13 steps" in verdict.explanation or "in 12 steps" in verdict.explanation
@@ -124,17 +124,17 @@ def test_log_line_announces_the_trials(caplog: pytest.LogCaptureFixture) -> None
         probe("CartPole-v1", cache=False)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "trying 3 instances of lambda: gymnasium.make('CartPole-v1') in temporary processes; "
-        'isolation="process" skips this'
+        "testing 3 instances of lambda: gymnasium.make('CartPole-v1') in temporary processes. "
+        'To skip this, write isolation="process"'
     )
 
 
-def test_sources_that_cannot_be_pickled_are_not_tried() -> None:
+def test_verdict_is_unknown_if_a_source_cannot_be_pickled() -> None:
     lock = threading.Lock()
     for source in (lambda: lock and simulator.Plain(), as_factory(simulator.Plain).then(lambda env: (lock, env)[1])):
         verdict = probe(source, cache=False)
         assert (verdict.isolation, verdict.in_process) == (UNKNOWN, True)
-        assert "could not be tried" in verdict.explanation
+        assert "could not be tested" in verdict.explanation
 
 
 # -- real environments
@@ -159,7 +159,7 @@ def airstriker() -> Any:
 
 @pytest.mark.sample(ci=3)
 @pytest.mark.parametrize("source", ["CartPole-v1", "HalfCheetah-v5", gymnasium.spec("FrozenLake-v1"), pong])
-def test_independent_real_environments(source: Any) -> None:
+def test_verdict_on_independent_real_environments(source: Any) -> None:
     verdict = probe(source, cache=False)
     assert verdict.isolation is INDEPENDENT, verdict
     assert (verdict.step_seconds or 0) > 1e-6
@@ -175,7 +175,7 @@ def test_independent_real_environments(source: Any) -> None:
         ("pyswmm", Tank, "building the second raises MultiSimulationError", "swmm"),
     ],
 )
-def test_libraries_with_a_single_instance(package: str, source: Any, text: str, library: str) -> None:
+def test_verdict_on_libraries_that_allow_a_single_instance(package: str, source: Any, text: str, library: str) -> None:
     skip_without(package)()
     verdict = probe(source, cache=False)
     assert verdict.isolation is SINGLE
@@ -185,17 +185,17 @@ def test_libraries_with_a_single_instance(package: str, source: Any, text: str, 
 
 @pytest.mark.sample
 @pytest.mark.parametrize("has_flag", [True, False])
-def test_fmu_with_and_without_the_flag(has_flag: bool, tmp_path: Path, compiler: str) -> None:
+def test_verdict_on_an_fmu_with_and_without_the_flag(has_flag: bool, tmp_path: Path, compiler: str) -> None:
     skip_without("fmpy")()
     fmu = make_fmu(tmp_path / "decay.fmu", compiler, **({} if has_flag else {"flag": ""}))
     verdict = probe(functools.partial(Decay, str(fmu)), cache=False)
-    # FMPy unpacks a copy of the library for each instance: they share nothing.
+    # FMPy unpacks a copy of the library for each instance, so they share nothing.
     assert (verdict.isolation, verdict.declared_by) == ((SINGLE, "environment") if has_flag else (INDEPENDENT, "probe"))
     assert ("canBeInstantiatedOnlyOncePerProcess" in verdict.explanation) is has_flag
     assert verdict.step_seconds is not None
 
 
-# -- what a probe leaves
+# -- files and processes that remain after a probe
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def processes_ended(notes: Path) -> bool:
     return not any(map(psutil.pid_exists, pids))
 
 
-def test_messy_environment_leaves_neither_files_nor_processes(
+def test_probe_leaves_no_files_and_processes_of_a_messy_environment(
     tmp_path: Path, temporary: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     notes = tmp_path / "notes.txt"
@@ -228,7 +228,7 @@ def test_messy_environment_leaves_neither_files_nor_processes(
 
 
 @pytest.mark.slow
-def test_hanging_environment_is_not_called_broken_and_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
+def test_verdict_on_a_hanging_environment_is_unknown_and_nothing_remains(tmp_path: Path, temporary: Path) -> None:
     notes = tmp_path / "notes.txt"
     verdict = probe(functools.partial(simulator.Messy, str(notes), True), cache=False, timeout=3)
     assert verdict.isolation is UNKNOWN
@@ -237,14 +237,14 @@ def test_hanging_environment_is_not_called_broken_and_leaves_nothing(tmp_path: P
     assert processes_ended(notes)
 
 
-def test_trials_close_what_they_have_built(tmp_path: Path, temporary: Path) -> None:
+def test_trials_close_their_environments(tmp_path: Path, temporary: Path) -> None:
     verdict = probe(functools.partial(simulator.LeavesALock, str(tmp_path / "lock")), cache=False)
     assert verdict.isolation is COLLIDE
     assert not (tmp_path / "lock").exists()
 
 
 @pytest.mark.slow
-def test_nothing_is_built_in_the_callers_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_builds_nothing_in_the_calling_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object) -> None:
         raise AssertionError("built in the caller's process")
 
@@ -269,7 +269,7 @@ probe(functools.partial(simulator.Messy, sys.argv[1], True), cache=False)
 
 @pytest.mark.sample
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
-def test_trials_end_with_the_caller(ending: signal.Signals, tmp_path: Path, temporary: Path) -> None:
+def test_trials_end_if_the_calling_process_is_killed(ending: signal.Signals, tmp_path: Path, temporary: Path) -> None:
     notes, environ = tmp_path / "notes.txt", {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     caller = subprocess.Popen([sys.executable, "-c", ENDS, str(notes)], env=environ, **pipes)
@@ -283,7 +283,7 @@ def test_trials_end_with_the_caller(ending: signal.Signals, tmp_path: Path, temp
     assert ending is signal.SIGKILL or list(temporary.iterdir()) == []
 
 
-# -- the script's own classes, a busy machine
+# -- the script's own classes, and a machine under load
 
 OF_THE_SCRIPT = """
 import gymnasium, numpy as np
@@ -324,7 +324,7 @@ print(Base.step is step, one.height(), ByClass.count, live, world)
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("launch_mode", ["script", "-c", "stdin", "notebook"])
-def test_classes_and_globals_of_the_script(launch_mode: str, tmp_path: Path) -> None:
+def test_verdict_on_classes_and_globals_of_the_main_module(launch_mode: str, tmp_path: Path) -> None:
     printed = run_program(launch_mode, OF_THE_SCRIPT, tmp_path).split("\n")
     expected = ["single-instance", "single-instance", "shared-state", "independent", "shared-state"]
     assert printed[:6] == [*expected, "True 7 0 [] {'x': 0.0}"]
@@ -343,18 +343,18 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_id_that_only_the_script_registers_is_known(tmp_path: Path) -> None:
+def test_id_registered_by_the_main_module_is_known_in_trials(tmp_path: Path) -> None:
     assert run_program("script", REGISTERS, tmp_path) == "independent\n"
 
 
 @pytest.mark.slow
-def test_busy_machine_changes_no_verdict(variant: Variant) -> None:
+def test_verdict_is_the_same_under_load(variant: Variant) -> None:
     with busy_cpus():
         assert probe(functools.partial(simulator.Slow, 0.1), cache=False).isolation is INDEPENDENT
         assert probe(variant("SHARED_RANDOM"), cache=False).isolation is SHARED
 
 
 @pytest.mark.parametrize("arguments", [{"timeout": 0}, {"timeout": -1}, {"timeout": float("nan")}, {"steps": 9}])
-def test_arguments_out_of_range_are_refused(arguments: Any) -> None:
+def test_arguments_out_of_range_are_rejected(arguments: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=f"{next(iter(arguments))}="):
         probe(simulator.Plain, **arguments)

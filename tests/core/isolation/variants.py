@@ -1,4 +1,4 @@
-"""The toy simulator's variants: how they are compiled, and what has to be found out about each."""
+"""Variants of the toy simulator: their compilation and expected verdicts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rl_ext_core.isolation import Isolation
 from tests.core.isolation.simulator import Simulator
 
 SOURCE = Path(__file__).parent / "sim.c"
-# One of this process alone: others run the same tests on this machine.
+# The name contains the process id, because the same tests may run in several processes at a time.
 SHARED_MEMORY = Path(f"/dev/shm/toy_simulator-{os.getpid()}")
 
 INDEPENDENT, SINGLE, SHARED = Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE, Isolation.SHARED_STATE
 COLLIDE, NON_DETERMINISTIC, BROKEN = Isolation.PROCESSES_COLLIDE, Isolation.NON_DETERMINISTIC, Isolation.BROKEN
 UNKNOWN = Isolation.UNKNOWN
 
-# The verdict, and what the explanation has to say.
+# Expected verdict of each variant, and a part of the explanation.
 VARIANTS = {
     "GOOD": (INDEPENDENT, "bit for bit"),
     "BACKGROUND_THREAD": (INDEPENDENT, "bit for bit"),
@@ -38,24 +38,24 @@ VARIANTS = {
     "LAST_CLOSE_CHANGES_LATER": (SHARED, "the third returns something else from its step 1"),
     "SEEDED_BY_CLOCK": (NON_DETERMINISTIC, "does not return the same twice"),
     "NOTHING_SEEN": (NON_DETERMINISTIC, "nothing that it returned depended on seeds or actions"),
-    "NULL_ALWAYS": (UNKNOWN, "could not be tried: building it raises RuntimeError: the toy simulator gives no handle"),
+    "NULL_ALWAYS": (UNKNOWN, "could not be tested: building it raises RuntimeError: the toy simulator gives no handle"),
     "CRASH_IN_STEP": (BROKEN, "step 5 of it kills the process by SIGSEGV"),
 }
-# Those whose processes collide: whether a working directory for each helps, and whether several may live in a process.
+# Variants whose processes collide: whether separate working directories help, and whether one process may run several.
 COLLIDING = {
     "LOCK_IN_CWD": (True, False),
     "LOCK_IN_TMPDIR": (False, False),
-    "LOCK_BESIDE_LIBRARY": (False, False),
+    "LOCK_NEXT_TO_LIBRARY": (False, False),
     "LOCK_PER_PROCESS": (True, True),
     "STATE_IN_FILES": (True, True),
     "SHARED_MEMORY": (False, False),
 }
-# It takes as long as is waited for it.
+# This variant hangs until the timeout.
 HANGING = "HANG_OF_SECOND"
 
 
 def compiled(name: str, folder: Path, compiler: str) -> functools.partial[Simulator]:
-    """Give what builds an environment around a variant."""
+    """Compile a variant and return the factory of its environment."""
     library = folder / name.lower() / "libsim.so"
     library.parent.mkdir()
     command = [compiler, "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-DVARIANT={name}"]

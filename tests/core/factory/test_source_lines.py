@@ -1,4 +1,4 @@
-"""What is read of code and records: the line that a person would write, and the modules that workers need."""
+"""Source code of factories in messages, and the modules that fork servers preload."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.core.factory.copying import Line, Rewards, Scaled, try_rollout
 
 
 class RecordsArguments(Scaled, gym.utils.RecordConstructorArgs):
-    """A wrapper that tells its arguments."""
+    """A wrapper with gymnasium's record of its arguments."""
 
     def __init__(self, env: gym.Env[Any, Any], scale: float = 2.0) -> None:
         gym.utils.RecordConstructorArgs.__init__(self, scale=scale)
@@ -32,7 +32,7 @@ class RecordsArguments(Scaled, gym.utils.RecordConstructorArgs):
 
 
 class Unrecorded(Line):
-    """One with a ``__new__`` of its own."""
+    """Its own ``__new__`` prevents that the call is recorded."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return super().__new__(cls)
@@ -49,7 +49,7 @@ def local() -> Any:
     return make_line
 
 
-# The layouts in which people write them are the point.
+# The layouts must stay as people write them, so they are not formatted.
 # fmt: off
 alone = lambda: Line(2.0)  # noqa: E731
 in_call = functools.partial(as_factory, lambda: Line(3.0))
@@ -66,7 +66,7 @@ taking = dict(make=lambda gain=2.0, *, length=3, **kwargs: Line(gain, length, **
 
 
 @pytest.mark.parametrize(
-    ("build", "to_source"),
+    ("build", "source"),
     [
         (alone, "lambda: Line(2.0)"),
         (in_call.args[0], "lambda: Line(3.0)"),
@@ -85,11 +85,11 @@ taking = dict(make=lambda gain=2.0, *, length=3, **kwargs: Line(gain, length, **
         (Rewards(), "Rewards(...)"),
     ],
 )
-def test_what_can_be_called_is_shown_as_it_is_written(build: Any, to_source: str) -> None:
-    assert source_of_callable(build) == to_source
+def test_source_of_callables(build: Any, source: str) -> None:
+    assert source_of_callable(build) == source
 
 
-def test_a_lambda_of_a_notebook_cell_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_of_a_lambda_in_a_notebook_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     source = "make = (\n    lambda: Line(9.0)\n)\n"
     monkeypatch.setitem(linecache.cache, "<cell 1>", (len(source), None, source.splitlines(keepends=True), "<cell 1>"))
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -97,7 +97,7 @@ def test_a_lambda_of_a_notebook_cell_is_shown(monkeypatch: pytest.MonkeyPatch) -
     assert source_of_callable(names["make"]) == "lambda: Line(9.0)"
 
 
-def _line_of(part: Any) -> str:
+def _id_of(part: Any) -> str:
     return part if isinstance(part, str) else ""
 
 
@@ -109,7 +109,7 @@ INSTANCES = [
     ),
     (
         gym.wrappers.TimeLimit(RecordsArguments(gym.make("copies/Line-v0", gain=2.0)), 7),
-        "lambda: TimeLimit(Told(gymnasium.make('copies/Line-v0', gain=2.0)), 7)",
+        "lambda: TimeLimit(RecordsArguments(gymnasium.make('copies/Line-v0', gain=2.0)), 7)",
     ),
     (Scaled(Line(3.0, 8), scale=3.0), "lambda: Scaled(Line(3.0, 8), scale=3.0)"),
     (gym.wrappers.TransformReward(Line(), double), "lambda: TransformReward(Line(), double)"),
@@ -119,10 +119,10 @@ INSTANCES = [
 ]
 
 
-@pytest.mark.parametrize(("env", "to_source"), INSTANCES, ids=_line_of)
-def test_lines_of_instances_build_equals_unless_they_have_dots(env: Any, to_source: str) -> None:
-    assert source_of_instance(env) == to_source
-    if "..." not in to_source:
+@pytest.mark.parametrize(("env", "source"), INSTANCES, ids=_id_of)
+def test_source_of_instances_builds_equal_environments_if_it_has_no_dots(env: Any, source: str) -> None:
+    assert source_of_instance(env) == source
+    if "..." not in source:
         names = {
             **vars(copying),
             **vars(gym.wrappers),
@@ -130,16 +130,16 @@ def test_lines_of_instances_build_equals_unless_they_have_dots(env: Any, to_sour
             "RecordsArguments": RecordsArguments,
             "double": double,
         }
-        assert try_rollout(eval(to_source, names)()) == try_rollout(as_factory(env, verify=False)())
+        assert try_rollout(eval(source, names)()) == try_rollout(as_factory(env, verify=False)())
 
 
-def test_lines_of_specifications() -> None:
+def test_source_of_specifications() -> None:
     assert as_factory(gym.spec("FrozenLake-v1")).to_source() == "lambda: gymnasium.make('FrozenLake-v1')"
-    told = RecordsArguments(gym.make("copies/Line-v0"), 5.0).spec
-    assert as_factory(told).to_source() == "lambda: Told(gymnasium.make('copies/Line-v0'), scale=5.0)"
+    spec = RecordsArguments(gym.make("copies/Line-v0"), 5.0).spec
+    assert as_factory(spec).to_source() == "lambda: RecordsArguments(gymnasium.make('copies/Line-v0'), scale=5.0)"
 
 
-def test_a_made_environment_that_gymnasium_no_longer_knows_has_a_line() -> None:
+def test_source_of_an_environment_whose_id_is_no_longer_registered() -> None:
     gym.register("copies/Gone-v0", entry_point="tests.core.factory.copying:Line", max_episode_steps=5)
     env = gym.make("copies/Gone-v0", gain=2.0)
     del gym.registry["copies/Gone-v0"]
@@ -147,7 +147,7 @@ def test_a_made_environment_that_gymnasium_no_longer_knows_has_a_line() -> None:
     assert as_factory(env)().unwrapped.gain == 2.0
 
 
-# Which modules a fork server may import: the environment's packages, never the user's own.
+# -- Modules that a fork server may import: the environment's packages, never the user's own.
 
 
 def make(depth: int = 1) -> Any:
@@ -161,11 +161,11 @@ def make(depth: int = 1) -> Any:
         *(functools.partial(gym.make, "CartPole-v1"), functools.partial(Scaled, CartPoleEnv()), lambda: CartPoleEnv()),
     ],
 )
-def test_the_packages_of_an_environment_are_found(source: Any) -> None:
+def test_preload_contains_the_packages_of_the_environment(source: Any) -> None:
     assert as_factory(source, verify=False).preload == ("gymnasium",)
 
 
-def test_the_users_own_modules_are_never_among_them() -> None:
+def test_preload_never_contains_the_users_own_modules() -> None:
     assert modules_of_callable(lambda: pytest.approx(1)) == ()
     assert (
         preloadable_modules(["tests.core.factory.copying", "__main__", "matplotlib.pyplot", "gymnasium_robotics"]) == ()
