@@ -1,4 +1,4 @@
-"""Extensions of TorchRL. They are named after what they replace and take the same arguments."""
+"""Extensions of TorchRL, with the names and arguments of the classes that they replace."""
 
 from __future__ import annotations
 

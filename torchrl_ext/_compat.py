@@ -1,7 +1,7 @@
-"""Private names of TorchRL and TensorDict that this package uses, and what replaces them in versions without them.
+"""Checks for private names of TorchRL and TensorDict, and fallbacks without them.
 
-The names are looked up at import, in the code of the classes' modules, which also shows attributes of instances. If
-one is missing, TorchRL's public, slower way is used, and one warning names the versions.
+The names are looked up at import, in the code of the classes' modules. That code also contains the names of instance
+attributes. If a name is missing, TorchRL's public, slower methods are used, and one warning names the versions.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tensordict import TensorDict
 from torchrl.envs import EnvBase, batched_envs
 from torchrl.envs.libs.gym import GymWrapper
 
-__all__ = ["BaseStepMixin", "new_tensordict", "has_fast_path", "has_supervision", "has_wrapper"]
+__all__ = ["BaseStepMixin", "has_fast_path", "has_supervision", "has_wrapper", "new_tensordict"]
 
-# Supervision of ParallelEnv's workers.
+# The supervision of ParallelEnv's workers uses these.
 _SUPERVISION_NAMES = """
     _start_workers _shutdown_workers _create_td _get_metadata _set_metadata _reset _step _workers _events
     _shm_done_flags _worker_indices _owns_workers _parent_env _mp_start_method _use_buffers _single_task
@@ -30,7 +30,7 @@ _SUPERVISION_NAMES = """
     _dispatch_caller_parallel
 """
 
-# Parts of EnvBase's step that the fast path skips.
+# The fast path of a step calls or skips these parts of EnvBase.
 _FAST_PATH_NAMES = """
     _step _reset _step_mdp _step_proc_data _reset_proc_data _step_and_maybe_reset _complete_done
     step reset maybe_reset any_done step_mdp step_and_maybe_reset rand_action
@@ -40,7 +40,7 @@ _FAST_PATH_NAMES = """
 _TENSORDICT_NAMES = "_new_unsafe _tensordict _td_dim_names _device"
 _SLOW_STEPS = "torchrl_ext.GymWrapper steps as EnvBase does, which takes longer"
 
-# Methods of TorchRL's wrapper that ours overrides or calls, and functions that convert spaces.
+# GymWrapper overrides or calls these methods of TorchRL's wrapper, and these functions that convert spaces.
 _WRAPPER_NAMES = """
     _check_kwargs _validate_env _is_batched _get_batch_size _make_specs _make_done_spec
     _categorical_action_encoding _env _step _reset _conversion_registry _gym_to_torchrl_spec_transform
@@ -60,7 +60,7 @@ def _iterate_names(constants: Iterable[Any]) -> Iterator[str]:
 
 @cache
 def _collect_names(cls: type) -> frozenset[str]:
-    """Collect the names in the code of the modules of a class and its bases."""
+    """Collect the names in the code of the modules that define a class and its bases."""
     modules = {base.__module__ for base in cls.__mro__ if base.__module__.startswith(("torchrl.", "tensordict."))}
     specs = [importlib.import_module(name).__spec__ for name in modules]
     return frozenset(_iterate_names(spec.loader.get_code(spec.name) for spec in specs))  # type: ignore[union-attr]
@@ -72,42 +72,48 @@ def _has_all_names(cls: type, names: str, consequence: str) -> bool:
     if missing:
         versions = f"torchrl {torchrl.__version__}, tensordict {tensordict.__version__}"
         warnings.warn(
-            f"{cls.__name__} of {versions} has no {', '.join(missing)}: {consequence}. Install a version of rl-ext that "
-            "supports this version, or an earlier TorchRL; the documentation's page Compatibility lists the tested "
-            "versions",
+            f"{cls.__name__} of {versions} has no {', '.join(missing)}: {consequence}. Install a version of rl-ext "
+            "that supports this version, or an earlier TorchRL; the documentation's page Compatibility lists the "
+            "tested versions",
             stacklevel=3,
         )
     return not missing
 
 
 def has_supervision() -> bool:
-    """Return whether the workers of a ``ParallelEnv`` can be watched; if not, they are TorchRL's."""
+    """Return whether the workers of a ``ParallelEnv`` can be supervised.
+
+    If not, TorchRL's own workers are used.
+    """
     consequence = "torchrl_ext.ParallelEnv runs TorchRL's workers, which start slower and do not report why they died"
     return _has_all_names(batched_envs.ParallelEnv, _SUPERVISION_NAMES, consequence)
 
 
 def has_fast_path() -> bool:
-    """Return whether steps can skip what plain TensorDicts do not need; if not, they are ``EnvBase``'s."""
+    """Return whether steps on plain TensorDicts can take the fast path.
+
+    If not, ``EnvBase``'s steps are used.
+    """
     return _has_all_names(GymWrapper, _FAST_PATH_NAMES, _SLOW_STEPS) & _has_all_names(
         TensorDict, _TENSORDICT_NAMES, _SLOW_STEPS
     )
 
 
 def has_wrapper() -> bool:
-    """Return whether TorchRL's wrapper can be extended; if not, it is used as it is."""
+    """Return whether TorchRL's wrapper can be extended. If not, it is used unchanged."""
     consequence = "torchrl_ext.GymWrapper is TorchRL's own, and has none of this package's options"
     return _has_all_names(GymWrapper, _WRAPPER_NAMES, consequence)
 
 
 class BaseStepMixin(EnvBase):
-    """Steps of ``EnvBase``, in place of ``FastStepMixin``."""
+    """Mixin with the steps of ``EnvBase``, used if the fast path is not available."""
 
     def _refuse_overrides(self) -> None:
         """Do nothing, because ``EnvBase`` calls every method."""
 
 
 def new_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
-    """Make a TensorDict of entries that are on its device and have its batch size."""
+    """Make a TensorDict from entries that have its batch size and device."""
     return TensorDict(entries, batch_size=batch_size, device=device)
 
 
@@ -115,7 +121,7 @@ if _has_all_names(TensorDict, _TENSORDICT_NAMES, _SLOW_STEPS):
     _new = TensorDict._new_unsafe
 
     def new_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
-        """Make a TensorDict of entries that are on its device and have its batch size, without checks."""
+        """Make a TensorDict from entries that have its batch size and device, without checks."""
         made = _new(entries, batch_size=batch_size)
-        made._device = device  # as an argument, it would take longer than all the rest
+        made._device = device  # passing it as an argument takes longer than everything else
         return made

@@ -1,4 +1,4 @@
-"""``as_factory`` for TorchRL: what it builds is an environment of TorchRL's."""
+"""Picklable factories of TorchRL environments: ``as_factory``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rl_ext_core.factory.convert import convert
 
 __all__ = ["adapt", "as_factory", "make_factory", "read_metadata"]
 
-# tensordict imports the other two, where they are installed, when it first makes a TensorDict of plain data.
+# tensordict imports h5py and pandas, if installed, when it first makes a TensorDict from plain data.
 _PRELOAD = ("h5py", "pandas", "torchrl_ext")
-# Classes of environments, looked for where their package is loaded, and what wraps them.
+# Module, class and TorchRL wrapper of environments. Only modules that are loaded are searched.
 _WRAPPERS = (
     ("gymnasium", "Env", "torchrl_ext.GymWrapper"),
     ("gymnasium.vector", "VectorEnv", "torchrl_ext.GymWrapper"),
@@ -32,22 +32,23 @@ _WRAPPERS = (
 
 
 def as_factory(source: Any, *, verify: bool = True, start_method: str | None = None) -> EnvFactory[Any]:
-    """Turn an environment into a picklable factory of environments of TorchRL like it.
+    """Turn an environment into a picklable function that builds equal TorchRL environments.
 
-    As :func:`rl_ext_core.factory.as_factory`; environments of gymnasium, PettingZoo, dm_control, Melting Pot and VMAS
-    are wrapped. For TorchRL's collectors, also the distributed ones, and ``SerialEnv``:
+    Environments of gymnasium, PettingZoo, dm_control, Melting Pot and VMAS are wrapped for TorchRL. Pass the result to
+    ``SerialEnv`` or to TorchRL's collectors, including the distributed ones:
 
     .. code-block:: python
 
         collector = RayCollector([as_factory(env)] * 2, policy, ...)
 
-    :param source: an environment, a function or class that builds one, gymnasium's id or specification of one
-    :param verify: compare a copy of an instance with it, in a process that is thrown away
-    :param start_method: of that process
+    :param source: an environment, a function or class that builds one, or its gymnasium id or ``EnvSpec``
+    :param verify: whether to compare a copy of an instance with the instance, in a temporary process
+    :param start_method: start method of the temporary process; ``"forkserver"`` (the default if
+        available), ``"spawn"`` or ``"fork"``
     :return: the factory
-    :raises NotCopyableError: no copy would be the instance's equal; the text names the attribute, and the line to write
-    :raises WorkerError: building or stepping a copy has failed
-    :raises InvalidTypeError: nothing that builds an environment
+    :raises NotCopyableError: If a copy would differ from the instance. The text names the attribute and a fix.
+    :raises WorkerError: If building or stepping a copy fails.
+    :raises InvalidTypeError: If ``source`` does not build an environment.
     """
     return make_factory(source, verify=verify, start_method=start_method)
 
@@ -55,7 +56,13 @@ def as_factory(source: Any, *, verify: bool = True, start_method: str | None = N
 def make_factory(
     source: Any, *, verify: bool, start_method: str | None, timeout: float | None = None
 ) -> EnvFactory[Any]:
-    """Do what :func:`as_factory` does, within a number of seconds."""
+    """Turn an environment into a factory, with a limit on the duration.
+
+    :param source: an environment, or anything else that :func:`as_factory` accepts
+    :param verify: whether to compare a copy of an instance with the instance
+    :param start_method: start method of the temporary process
+    :param timeout: limit in seconds; None: no limit
+    """
     return convert(
         source,
         verify=verify,
@@ -68,20 +75,21 @@ def make_factory(
 
 
 def read_metadata(environment: EnvBase) -> EnvMetaData:
-    """Read it of an environment, which caches what it is made from.
+    """Read an environment's metadata, which contains its specs and batch size.
 
-    :raises RuntimeError: TorchRL's, for transforms that may not be in a worker
+    :raises RuntimeError: If the environment has transforms that TorchRL does not allow in a worker.
     """
-    if hasattr(BatchedEnvBase, "_validate_worker_env"):  # else the worker finds out
+    if hasattr(BatchedEnvBase, "_validate_worker_env"):  # in other versions, the worker raises the error
         BatchedEnvBase._validate_worker_env(environment)
     return EnvMetaData.metadata_from_env(environment)
 
 
 def adapt(environment: Any) -> EnvBase:
-    """Wrap an environment for TorchRL, unless it is one of TorchRL's already.
+    """Wrap an environment for TorchRL, and return TorchRL's own environments unchanged.
 
-    :param environment: of gymnasium, single or vectorised, PettingZoo, dm_control, Melting Pot or VMAS
-    :raises InvalidTypeError: of none of these
+    :param environment: environment of TorchRL, gymnasium (single or vectorized), PettingZoo, dm_control, Melting Pot
+        or VMAS
+    :raises InvalidTypeError: If it is an environment of another library.
     """
     if isinstance(environment, EnvBase):
         return environment
@@ -92,7 +100,7 @@ def adapt(environment: Any) -> EnvBase:
             return getattr(importlib.import_module(module), cls)(environment)
     kind = type(environment)
     raise InvalidTypeError(
-        f"an environment of {kind.__module__}.{kind.__qualname__} is none that TorchRL has a wrapper for; expected one "
-        "of torchrl.envs, or of gymnasium, PettingZoo, dm_control, Melting Pot or VMAS. Hand over one that is wrapped: "
+        f"TorchRL has no wrapper for an environment of type {kind.__module__}.{kind.__qualname__}; expected an "
+        "environment of torchrl.envs, gymnasium, PettingZoo, dm_control, Melting Pot or VMAS. Wrap it yourself: "
         f"ParallelEnv(2, lambda: MyWrapper({kind.__name__}(...)))"
     )

@@ -1,4 +1,4 @@
-"""Settings of the tests that import TorchRL."""
+"""Fixtures of all tests that import TorchRL."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
-import torch._dynamo  # noqa: F401 (optimizers import it, which makes a folder: before folders are watched)
+import torch._dynamo  # noqa: F401 (optimizers would import it later, which makes a folder while folders are watched)
 from torchrl._utils import logger
 
 with warnings.catch_warnings():
-    # TorchRL's own classes inherit from one that TorchRL deprecates.
+    # TorchRL's own classes inherit from a class that TorchRL deprecates.
     warnings.filterwarnings("ignore", "Creating .* which inherits from WeightUpdaterBase", DeprecationWarning)
     import torchrl.collectors  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
 def torchrl_keeps_silent() -> Iterator[None]:
-    """Leave out what TorchRL logs of successful checks."""
+    """Hide TorchRL's log messages about successful checks."""
     level = logger.level
     logger.setLevel(logging.WARNING)
     yield
@@ -27,5 +27,5 @@ def torchrl_keeps_silent() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def torchs_own_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing TorchRL makes a folder for compiled kernels in each process; let it be one of the test's."""
+    """Put the folder for compiled kernels, which TorchRL creates, into a temporary folder."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))

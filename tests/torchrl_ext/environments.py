@@ -1,4 +1,4 @@
-"""Small environments that behave as real ones do, for the better and the worse."""
+"""Small environments with the behavior and the faults of real ones."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def box(*shape: int, dtype: Any = F32) -> spaces.Box:
 class Walk(gymnasium.Env[Any, Any]):
     """Episodes of random length, which end in turn by termination and by truncation.
 
-    Observations tell the episode's number, the step in it, the sum of the actions and a random number, so that no two
-    are equal.
+    Observations contain the episode, its step, the sum of the actions and a random number, so all observations differ.
     """
 
     observation_space = spaces.Box(-np.inf, np.inf, (4,), F32)
@@ -33,7 +32,7 @@ class Walk(gymnasium.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         first = seed is None and self._np_random is None
-        super().reset(seed=int(np.random.randint(1 << 30)) if first else seed)  # the same in every run of a test
+        super().reset(seed=int(np.random.randint(1 << 30)) if first else seed)  # reproducible in a test
         self.episode = 0 if seed is not None else self.episode + 1
         self.step_count, self.total = 0, 0
         self.length = int(self.np_random.integers(*self.lengths, endpoint=True))
@@ -52,7 +51,7 @@ class Walk(gymnasium.Env[Any, Any]):
 
 
 class DictWalk(Walk):
-    """The same with observations in a nested Dict."""
+    """``Walk`` with observations in a nested Dict."""
 
     observation_space = spaces.Dict(
         inner=spaces.Dict(place=spaces.Box(-np.inf, np.inf, (4,), F32), kind=spaces.Discrete(5)),
@@ -66,7 +65,7 @@ class DictWalk(Walk):
 
 
 class SamplingEnv(gymnasium.Env[Any, Any]):
-    """Any two spaces; keeps the actions that it gets."""
+    """Environment of any two spaces that samples observations and records its actions."""
 
     def __init__(self, observation_space: Any, action_space: Any, length: int = 5) -> None:
         self.observation_space, self.action_space, self.length = observation_space, action_space, length
@@ -87,7 +86,7 @@ class SamplingEnv(gymnasium.Env[Any, Any]):
 
 
 class WalkWithoutInfos(Walk):
-    """Without infos: upstream writes all of them into the data of an environment that resets in the same step."""
+    """``Walk`` without infos, which upstream writes into the data of SAME_STEP environments."""
 
     def reset(self, **kwargs: Any) -> Any:
         return super().reset(**kwargs)[0], {}
@@ -96,12 +95,12 @@ class WalkWithoutInfos(Walk):
         return (*super().step(action)[:4], {})
 
 
-# No two end at once before their 77th step: where all do, upstream resets them twice in SameStep mode.
+# No two episodes end in the same step before the 77th. In SameStep mode, upstream resets twice if all end together.
 STAGGERED: list[Any] = [partial(WalkWithoutInfos, length, length) for length in (7, 11, 13)]
 
 
 class VectorRewards(Walk):
-    """Two rewards a step, as environments of mo-gymnasium."""
+    """``Walk`` with two rewards per step, as in mo-gymnasium."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +112,7 @@ class VectorRewards(Walk):
 
 
 class FaultyWalk(Walk):
-    """Replaces what one call returns."""
+    """``Walk`` that replaces results of ``reset``, ``step`` or observations."""
 
     def __init__(self, **faults: Any) -> None:
         super().__init__(30, 40)
@@ -136,7 +135,7 @@ class FaultyWalk(Walk):
 
 
 class ForeignBox:
-    """A space of nobody's known."""
+    """Box of an unknown library."""
 
     def __init__(self, low: Any, high: Any, shape: tuple[int, ...] | None = None, dtype: Any = None) -> None:
         self.low, self.high, self.shape, self.dtype = low, high, shape, dtype
@@ -148,12 +147,12 @@ class ForeignDict:
 
 
 class Isaac:
-    """An environment after Isaac Lab's fashion: a batch of torch tensors, written in place, reset within the step.
+    """Batch in the style of Isaac Lab: tensors written in place, and resets within the step.
 
-    :param final_obs: whether extras holds the last observations of those that were reset
-    :param lengths: after how many steps each ends; by default they differ
-    :param foreign: whether its spaces are not gymnasium's
-    :param overwrites_actions: whether it writes into its actions
+    :param final_obs: Whether extras contain final observations.
+    :param lengths: Steps per episode of each row; by default they differ.
+    :param foreign: Whether its spaces are not gymnasium's.
+    :param overwrites_actions: Whether it writes into its actions.
     """
 
     metadata: ClassVar[dict[str, Any]] = {}
@@ -173,7 +172,7 @@ class Isaac:
         self.overwrites_actions = overwrites_actions
         self.lengths = torch.tensor(lengths or [3 + row % 5 for row in range(num_envs)])
         self.max_episode_length = int(self.lengths.max())
-        self.cfg = SimpleNamespace(is_finite_horizon=False, auto_reset=True)  # the latter is mjlab's
+        self.cfg = SimpleNamespace(is_finite_horizon=False, auto_reset=True)  # auto_reset is mjlab's setting
         make, many = (ForeignBox, ForeignDict) if foreign else (spaces.Box, spaces.Dict)
         self.single_observation_space = many(policy=make(-np.inf, np.inf, (6,), F32))
         self.single_action_space = make(-np.inf, np.inf, (2,), F32)
@@ -196,12 +195,12 @@ class Isaac:
         """Nothing to close."""
 
     def render(self) -> None:
-        """Nothing to see."""
+        """Nothing to render."""
 
     def _reset_rows(self, rows: torch.Tensor) -> None:
         self.episodes[rows] += 1
         self.steps[rows] = 0
-        # The row, the episode, and nothing else: what follows a reset is known beforehand.
+        # Only the row and the episode, so that observations after a reset are predictable.
         self.state[rows] = 0.0
         self.state[rows, 0] = rows.float()
         self.state[rows, 1] = self.episodes[rows].float()
@@ -231,7 +230,7 @@ class Isaac:
 
 
 class IsaacByIds(Isaac):
-    """The same, resetting those that it is told to."""
+    """``Isaac`` with partial resets by ``env_ids``."""
 
     def reset(
         self, seed: int | None = None, env_ids: torch.Tensor | None = None, options: dict[str, Any] | None = None
@@ -244,15 +243,15 @@ class IsaacByIds(Isaac):
 
 
 class ManiSkill(Isaac):
-    """As ManiSkill's environments, which reset those that an option names."""
+    """``Isaac`` with ManiSkill's partial resets by an option."""
 
     __module__ = "mani_skill.envs.sapien_env"
 
     def __init__(self, *, auto_reset: bool | None) -> None:
         super().__init__(3, lengths=[2, 3, 5], final_obs=True)
-        self.cfg.auto_reset = int(auto_reset is True)  # no boolean: the setting is mjlab's alone
+        self.cfg.auto_reset = int(auto_reset is True)  # not a boolean, since only mjlab's setting is one
         if auto_reset is not None:
-            self.auto_reset = auto_reset  # as its vector wrapper has it
+            self.auto_reset = auto_reset  # as in its vector wrapper
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         rows = (options or {}).get("env_idx")
@@ -263,14 +262,14 @@ class ManiSkill(Isaac):
 
 
 class SameStep:
-    """A batch that resets within the step and tells the last observations in one of many forms.
+    """Batch that resets within the step, and returns final observations in one of many forms.
 
-    An observation's place holds the row, the episode and the step; its kind is the sum of the first and the last.
+    An observation's place contains the row, the episode and the step. Its kind is the sum of row and step.
 
-    :param form: ``"batch"``, ``"rows"`` (of those that are done), ``"objects"``, ``"list"``, ``"infos"`` (a list of
-        infos), or None
-    :param nested: whether observations are nested Dicts
-    :param name: under which infos hold them
+    :param form: ``"batch"``, ``"rows"`` (of finished episodes), ``"objects"``, ``"list"``, ``"infos"`` (a list of
+        infos), or None.
+    :param nested: Whether observations are nested Dicts.
+    :param name: Key of final observations in infos.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": "SameStep"}
@@ -314,10 +313,10 @@ class SameStep:
         return {"inner": inner, "kind": self.array(number + self.steps[rows])}
 
     def single(self, row: int) -> Any:
-        def taken(value: Any) -> Any:
-            return {key: taken(part) for key, part in value.items()} if isinstance(value, dict) else value[0]
+        def take_first(value: Any) -> Any:
+            return {key: take_first(part) for key, part in value.items()} if isinstance(value, dict) else value[0]
 
-        return taken(self.observation([row]))
+        return take_first(self.observation([row]))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))

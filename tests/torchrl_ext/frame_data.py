@@ -1,4 +1,4 @@
-"""Transitions of videos, as collectors of TorchRL hand them over."""
+"""Transitions with images, as TorchRL's collectors return them, and buffers for them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STACK, HEIGHT, WIDTH = 4, 28, 24
 
 
 class Videos:
-    """Environments whose observations are stacks of frames with a block that moves.
+    """Environments whose observations are stacks of frames with a moving block.
 
-    :param n_envs: how many.
-    :param seed: of all that is random.
-    :param end: how likely a step ends an episode.
-    :param smooth: whether what does not move is a picture rather than noise.
+    :param n_envs: number of environments
+    :param seed: seed of all random numbers
+    :param end: probability that a step terminates the episode
+    :param smooth: whether the background is smooth instead of noise
     """
 
     def __init__(self, n_envs: int = 2, *, seed: int = 0, end: float = 0.08, smooth: bool = False) -> None:
@@ -52,7 +52,7 @@ class Videos:
         return torch.cat([torch.zeros(STACK - 1, HEIGHT, WIDTH, dtype=torch.uint8), self._frame(env)[None]])
 
     def collect(self, steps: int) -> TensorDict:
-        """Transitions of all environments: batch size (n_envs, steps)."""
+        """Collect (n_envs, steps) transitions."""
         return torch.stack([self._step() for _ in range(steps)], 1)
 
     def _step(self) -> TensorDict:
@@ -92,7 +92,7 @@ class Videos:
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
-    """The same keys, shapes, dtypes, devices and bits."""
+    """Assert that two TensorDicts have the same keys, shapes, dtypes, devices and bits."""
     keys = {str(key) for key in theirs.keys(include_nested=True, leaves_only=True)}
     assert {str(key) for key in ours.keys(include_nested=True, leaves_only=True)} == keys
     assert ours.batch_size == theirs.batch_size
@@ -104,9 +104,9 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 class Twins:
-    """A buffer of each kind, which get the same and draw with the same seeds.
+    """Buffers over FrameStorage and LazyTensorStorage that get the same calls and seeds.
 
-    :param arguments: for both, each called to make it: samplers keep what they know of one buffer.
+    :param arguments: arguments of both buffers, as functions, because each buffer needs its own sampler
     """
 
     def __init__(
@@ -140,17 +140,17 @@ class Twins:
 
 
 def make_transitions(n: int, **options: Any) -> TensorDict:
-    """So many transitions of one environment."""
+    """Collect (n,) transitions of one environment."""
     return Videos(1, **options).collect(n).reshape(-1)
 
 
 def make_buffer(size: int, **options: Any) -> TensorDictReplayBuffer:
-    """A buffer over our storage."""
+    """Make a buffer over a FrameStorage."""
     return TensorDictReplayBuffer(storage=FrameStorage(size, **options), batch_size=16)
 
 
 def collect_into(buffer: Any, seed: int, batches: list[int]) -> None:
-    """Adds batches of videos."""
+    """Collect batches of transitions, and add them to a buffer."""
     torch.set_num_threads(1)
     videos = Videos(2, seed=seed)
     for steps in batches:
@@ -158,7 +158,7 @@ def collect_into(buffer: Any, seed: int, batches: list[int]) -> None:
 
 
 class Film(gymnasium.Env[Any, Any]):
-    """Stacks of frames that depend on nothing but the seed of the first reset."""
+    """Environment of stacked frames that depend only on the seed of the first reset."""
 
     observation_space = spaces.Box(0, 255, (4, 28, 24), np.uint8)
     action_space = spaces.Discrete(2)
@@ -182,14 +182,14 @@ class Film(gymnasium.Env[Any, Any]):
 
 
 def make_film() -> Any:
-    """The environment for TorchRL."""
+    """Make a ``Film`` for TorchRL."""
     from torchrl_ext import GymWrapper
 
     return GymWrapper(Film())
 
 
 def count_elements(rows: Any, keys: list[Any]) -> Counter[str]:
-    """How often each element is there, as hashes of what it holds under these keys."""
+    """Count equal elements, by a hash of their values under some keys."""
     arrays = [rows[key].numpy().reshape(len(rows), -1) for key in keys]
     return Counter(
         hashlib.sha256(b"".join(array[i].tobytes() for array in arrays)).hexdigest() for i in range(len(rows))

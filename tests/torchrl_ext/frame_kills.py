@@ -1,4 +1,7 @@
-"""Processes that add to a storage until they are killed. A fork server imports this once."""
+"""Functions of processes that add to a storage until they are killed.
+
+A fork server imports this module.
+"""
 
 from __future__ import annotations
 
@@ -21,29 +24,29 @@ _FILES = ("torchrl_ext/", "rl_ext_core/frames", "torchrl/data/replay_buffers", "
 
 @functools.cache
 def all_transitions() -> Any:
-    """All transitions that are ever added."""
+    """Collect all transitions that may be added."""
     return Videos(2, seed=3).collect(300).reshape(-1)
 
 
 @functools.cache
 def all_hashes() -> list[str]:
-    """What each of them holds."""
+    """Hash each of all transitions."""
     return [next(iter(count_elements(all_transitions()[i : i + 1], KEYS))) for i in range(len(all_transitions()))]
 
 
 def batch_slice(number: int, size: int) -> slice:
-    """The transitions that are added as the ``number``-th batch."""
+    """Return the slice of all transitions that is the batch with a number."""
     start = number * size % (len(all_transitions()) - size)
     return slice(start, start + size)
 
 
 def make_batch(number: int, size: int) -> Any:
-    """That batch."""
+    """Copy the batch with a number."""
     return all_transitions()[batch_slice(number, size)].clone()
 
 
 def add_until_killed(buffer: Any, n_complete: Any, batch: int) -> None:
-    """Counts the batches that are complete."""
+    """Add batches until the process is killed, and count complete ones in ``n_complete``."""
     torch.set_num_threads(1)
     while True:
         buffer.extend(make_batch(n_complete.value, batch))
@@ -51,14 +54,14 @@ def add_until_killed(buffer: Any, n_complete: Any, batch: int) -> None:
 
 
 def open_folder(folder: Any, size: int, **options: Any) -> Any:
-    """A buffer in files."""
+    """Make a buffer over a FrameStorage in a folder."""
     return TensorDictReplayBuffer(storage=FrameStorage(size, storage_dir=folder, **options), batch_size=16)
 
 
 class KillAtLine:
-    """Kills this process when so many lines of the storage's code were executed.
+    """Trace function that kills this process after a number of lines of the storage's code.
 
-    :param line: how many.
+    :param line: number of lines
     """
 
     def __init__(self, line: int) -> None:
@@ -75,7 +78,7 @@ class KillAtLine:
 
 
 def add_and_be_killed(buffer: Any, number: int, batch: int, line: int) -> None:
-    """Adds a batch and is killed meanwhile."""
+    """Add a batch, and kill this process after a number of lines."""
     torch.set_num_threads(1)
     data = make_batch(number, batch)
     sys.settrace(KillAtLine(line))

@@ -1,4 +1,4 @@
-"""What the tests of ``ParallelEnv`` ask about processes."""
+"""Fixtures and helpers of the tests of ``ParallelEnv`` that concern processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _earlier_workers: set[psutil.Process] = set()
 
 
 def workers_left(*, grace_s: float = 60.0) -> list[psutil.Process]:
-    """Return new workers that still run after a while, during which none is told to end."""
+    """Return new workers that still run after a grace period, without ending them."""
     gc.collect()
     end = time.monotonic() + grace_s
     while (left := new_workers()) and time.monotonic() < end:
@@ -37,14 +37,14 @@ def event_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def new_workers() -> list[psutil.Process]:
-    """Return those that were not there when the test began, as the process is in which others try copies."""
+    """Return workers started by the test, without earlier ones that may still test copies."""
     return [worker for worker in running_workers() if worker not in _earlier_workers]
 
 
 @pytest.fixture(autouse=True)
 def no_workers_left() -> Iterator[None]:
     _earlier_workers.clear()
-    # A test before may have left an environment to the garbage collector.
+    # An earlier test may have left an environment to the garbage collector.
     _earlier_workers.update(workers_left(grace_s=1) if running_workers() else ())
     yield
     left = workers_left()

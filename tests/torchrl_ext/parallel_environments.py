@@ -1,4 +1,4 @@
-"""Environments for the tests of ``ParallelEnv``: they say in which process they do what, and fail in any way."""
+"""Environments for the tests of ``ParallelEnv``, which log events or fail in many ways."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torchrl.data import Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
-from tests.core.devices.reporting import variables
+from tests.core.devices.reporting_env import variables
 
-EVENT_LOG = "DIARY_OF_TESTED_ENVIRONMENTS"
+# Environment variable with the path of the log.
+EVENT_LOG = "RL_EXT_TEST_EVENT_LOG"
 
 
-def log_event(what: str) -> None:
-    """Write what happens to an environment of this process into the diary."""
+def log_event(event: str) -> None:
+    """Append an event of an environment in this process to the log."""
     if EVENT_LOG in os.environ:
         with Path(os.environ[EVENT_LOG]).open("a") as file:
-            file.write(f"{os.getpid()} {what}\n")
+            file.write(f"{os.getpid()} {event}\n")
 
 
-def count_events(what: str, *, in_this_process: bool) -> int:
-    """Count an entry of the diary: of this process, or of the others."""
+def count_events(event: str, *, in_this_process: bool) -> int:
+    """Count an event in the log, of this process or of all others."""
     entries = [line.split() for line in Path(os.environ[EVENT_LOG]).read_text().splitlines()]
-    return sum(1 for pid, said in entries if said == what and (int(pid) == os.getpid()) == in_this_process)
+    return sum(1 for pid, entry in entries if entry == event and (int(pid) == os.getpid()) == in_this_process)
 
 
 class Well(gymnasium.Env[Any, Any]):
-    """Observes its depth, the number of the step and a random number."""
+    """Environment that observes its depth, the step and a random number."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
     action_space = spaces.Discrete(2)
@@ -66,7 +67,7 @@ class Well(gymnasium.Env[Any, Any]):
 
 
 class DeviceReporting(Well):
-    """Looks at what decides on its devices."""
+    """Environment that reports the variables that select its devices."""
 
     def __init__(self, device: str = "none") -> None:
         super().__init__()
@@ -74,13 +75,13 @@ class DeviceReporting(Well):
         self.at_construction = variables()
 
     def device_settings(self) -> list[Any]:
-        """Give the variables when it was built and now, and what mujoco has read when it was imported."""
+        """Return variables at construction and now, the backend that mujoco read, and the device."""
         context = sys.modules.get("mujoco.rendering.classic.gl_context")
         return [self.at_construction, variables(), getattr(context, "_MUJOCO_GL", "not imported"), self.device_given]
 
 
 class DryError(Exception):
-    """Cannot be unpickled: its constructor takes other arguments than it passes on."""
+    """Error that cannot be unpickled, since its ``args`` do not fit its constructor."""
 
     def __init__(self, depth: float, bucket: str) -> None:
         super().__init__(f"{bucket} hit the ground at {depth} m")
@@ -107,7 +108,7 @@ def fail(how: str) -> None:
 
 
 class Failing(Well):
-    """Fails at a given occasion in a given way."""
+    """Environment that fails on a given occasion in a given way."""
 
     def __init__(self, when: str = "", how: str = "raise") -> None:
         self.when, self.how = when, how
@@ -145,13 +146,13 @@ class Failing(Well):
 
 
 class NativeEnv(EnvBase):
-    """An environment of TorchRL's own that draws from torch's global generator, as many do, and has a seed to tell."""
+    """TorchRL environment that draws from torch's global generator, and observes its seed."""
 
     def __init__(self, size: int = 2, note: Any = None, pause: float = 0.0, **kwargs: Any) -> None:
         log_event("built")
         super().__init__(**kwargs)
         self.pause = pause
-        self.size, self.note, self.device_settings = size, note, torch.zeros(())
+        self.size, self.note, self.extra = size, note, torch.zeros(())
         self.observation_spec = Composite(observation=Unbounded((size,)), seed=Unbounded((1,), dtype=torch.int64))
         if note is not None:
             self.observation_spec["note"] = NonTensor(())

@@ -1,4 +1,4 @@
-"""Actions: their shapes are those of the spec, and the environment gets what is in its action space."""
+"""Tests of actions: shapes follow the spec, and values are in the action space."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrl.data import Categorical, OneHot
 from torchrl.envs import ActionMask, FlattenObservation, TransformedEnv
 
 from rl_ext_core.errors import InvalidArgumentError
-from tests.torchrl_ext.comparing import vector
+from tests.torchrl_ext.comparison import make_vector_env
 from tests.torchrl_ext.environments import Isaac, SamplingEnv, Walk, box
 from torchrl_ext import GymWrapper
 
@@ -24,7 +24,7 @@ torch_or_numpy = pytest.mark.parametrize("in_torch", [False, True], ids=["NumPy"
 
 
 class ActionRecorder(Isaac):
-    """A batch of torch environments that keeps the actions of any space."""
+    """Batch of torch environments that records actions of any space."""
 
     def __init__(self, count: int, space: Any) -> None:
         super().__init__(count)
@@ -36,7 +36,7 @@ class ActionRecorder(Isaac):
 
 
 def make_env(space: Any, count: int | None, in_torch: bool) -> tuple[Any, Any]:
-    """Make an environment, and a function that returns the last action of each row."""
+    """Make an environment, and a function that returns its last actions."""
     make = partial(SamplingEnv, box(2), space)
     if count is None:
         one = make()
@@ -44,7 +44,7 @@ def make_env(space: Any, count: int | None, in_torch: bool) -> tuple[Any, Any]:
     if in_torch:
         batch = ActionRecorder(count, space)
         return batch, lambda: batch.received[-1]
-    several = vector(make, count, "SameStep")
+    several = make_vector_env(make, count, "SameStep")
     return several, lambda: np.stack([env.received[-1] for env in several.envs])
 
 
@@ -69,7 +69,7 @@ WRONG: dict[str, Any] = {
 @torch_or_numpy
 @pytest.mark.parametrize("nested", [False, True], ids=["alone", "in a Dict"])
 @pytest.mark.parametrize("name", WRONG)
-def test_actions_of_another_shape_are_refused(name: str, nested: bool, in_torch: bool) -> None:
+def test_actions_of_wrong_shape_are_rejected(name: str, nested: bool, in_torch: bool) -> None:
     space, count, action = WRONG[name]
     inner, received = make_env(spaces.Dict(a=space) if nested else space, count, in_torch)
     env = GymWrapper(inner)
@@ -88,7 +88,7 @@ def test_actions_of_another_shape_are_refused(name: str, nested: bool, in_torch:
 
 @torch_or_numpy
 @pytest.mark.parametrize("count", [None, 3])
-def test_axes_of_one_come_and_go_in_actions(count: int | None, in_torch: bool) -> None:
+def test_actions_may_have_or_lack_an_axis_of_length_one(count: int | None, in_torch: bool) -> None:
     lead = () if count is None else (count,)
     index = torch.arange(count or 1).reshape(lead)
     for space, kwargs, action, expected in (
@@ -103,21 +103,21 @@ def test_axes_of_one_come_and_go_in_actions(count: int | None, in_torch: bool) -
 
 
 @pytest.mark.parametrize("count", [None, 3])
-def test_policy_of_indices_for_one_hot_actions_is_refused_by_collectors(count: int | None) -> None:
+def test_collector_rejects_index_policy_for_one_hot_actions(count: int | None) -> None:
     def policy(data: Any) -> Any:
         return data.set("action", torch.randint(0, 3, data["done"].shape))
 
-    env = GymWrapper(vector(Walk, count, "SameStep") if count else Walk())
+    env = GymWrapper(make_vector_env(Walk, count, "SameStep") if count else Walk())
     collector = Collector(env, policy, frames_per_batch=6, total_frames=6, trust_policy=True)
     with pytest.raises(InvalidArgumentError, match="categorical_action_encoding=True"):
         next(iter(collector))
 
 
-# -- one choice for all parts of a MultiDiscrete, as TorchRL makes it beside a mask of its shape
+# -- one choice for all parts of a MultiDiscrete, which TorchRL uses with a mask of its shape
 
 
 class Board(gymnasium.Env[Any, Any]):
-    """Takes a place that was not taken, counted from ``start``."""
+    """Board on which each action takes a free place, counted from ``start``."""
 
     def __init__(self, shape: tuple[int, ...] = (3, 4), start: Any = None) -> None:
         self.shape = shape
@@ -125,19 +125,19 @@ class Board(gymnasium.Env[Any, Any]):
         mask = spaces.Box(0, 1, shape, np.bool_)
         self.observation_space = spaces.Dict(observation=box(*shape), action_mask=mask)
 
-    def observed(self) -> Any:
+    def observe(self) -> Any:
         return {"observation": self.taken.astype(np.float32), "action_mask": ~self.taken}
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         self.taken = np.zeros(self.shape, bool)
-        return self.observed(), {}
+        return self.observe(), {}
 
     def step(self, action: Any) -> Any:
         assert self.action_space.contains(action), action
         place = tuple(action - self.action_space.start)
         assert not self.taken[place], "it was masked"
         self.taken[place] = True
-        return self.observed(), 1.0, bool(self.taken.all()), False, {}
+        return self.observe(), 1.0, bool(self.taken.all()), False, {}
 
 
 BOARDS = [((3, 4), None), ((3, 3), None), ((2, 2), [5, -1]), ((2, 3, 2), None), ((3,), None)]
@@ -146,9 +146,11 @@ BOARDS = [((3, 4), None), ((3, 3), None), ((2, 2), [5, -1]), ((2, 3, 2), None), 
 @pytest.mark.parametrize("categorical", [False, True])
 @pytest.mark.parametrize("mode", [None, "NextStep", "SameStep", "Disabled"])
 @pytest.mark.parametrize(("shape", "start"), BOARDS)
-def test_masked_boards_are_filled(shape: Any, start: Any, mode: str | None, categorical: bool) -> None:
+def test_action_masks_of_multidiscrete_spaces_are_respected(
+    shape: Any, start: Any, mode: str | None, categorical: bool
+) -> None:
     make, size = partial(Board, shape, start), int(np.prod(shape))
-    inner = vector(make, 2, mode) if mode else make()
+    inner = make_vector_env(make, 2, mode) if mode else make()
     env = GymWrapper(inner, categorical_action_encoding=categorical)
     if mode:  # TorchRL makes this spec for single environments only
         lead = env.batch_size
@@ -166,7 +168,7 @@ def test_masked_boards_are_filled(shape: Any, start: Any, mode: str | None, cate
 
 
 @pytest.mark.parametrize("count", [None, 2])
-def test_one_choice_for_all_parts_in_torch(count: int | None) -> None:
+def test_joint_choice_of_multidiscrete_in_torch(count: int | None) -> None:
     space = spaces.MultiDiscrete([3, 4], start=[1, 0])
     inner, _ = make_env(space, count, True)
     masks = spaces.Box(0, 1, (3, 4), np.bool_)
@@ -180,7 +182,7 @@ def test_one_choice_for_all_parts_in_torch(count: int | None) -> None:
     assert np.array_equal(np.asarray(got), np.broadcast_to([2, 3], (*env.batch_size, 2)))
 
 
-def test_number_of_choices_that_the_space_does_not_have_is_refused() -> None:
+def test_wrong_number_of_joint_choices_is_rejected() -> None:
     env = GymWrapper(SamplingEnv(box(2), spaces.MultiDiscrete([3, 4])))
     env.action_spec = Categorical(10)
     with pytest.raises(InvalidArgumentError, match=r"10 choices.*\[3 4\].*12"):

@@ -1,7 +1,7 @@
-"""Whatever resets itself, and when: rollouts are those of single environments, stepped with the same seeds and actions.
+"""Tests of autoreset modes: rollouts equal those of single environments.
 
-Next observations are the true last ones, root observations after an episode's end those of the reset, flags are right,
-and no transition is made up. Partial resets go through every wrapper; what cannot pass them on is refused in words.
+Next observations are the true final ones. Root observations after an episode are those of the reset. Flags are right,
+and all transitions are real. Partial resets pass through every wrapper, or an error names the wrapper.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torchrl.envs import RewardSum, StepCounter, TransformedEnv
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
-from tests.torchrl_ext.comparing import assert_same, seeded_rollout, vector
+from tests.torchrl_ext.comparison import assert_same, make_vector_env, seeded_rollout
 from tests.torchrl_ext.environments import DictWalk, Isaac, IsaacByIds, ManiSkill, SameStep, Walk
 from torchrl_ext import GymWrapper
 
@@ -30,7 +30,7 @@ modes = pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 
 
 def check_against_single_environments(rollout: Any, makers: list[Any], seed: int) -> None:
-    """Compare with environments that are stepped by hand; two resets came before, the first of them with the seed."""
+    """Compare a rollout with single environments, after a seeded and an unseeded reset."""
     key: Any = ("inner", "place") if ("inner", "place") in rollout.keys(True) else "observation"
 
     def place(observation: Any) -> Any:
@@ -55,8 +55,8 @@ def check_against_single_environments(rollout: Any, makers: list[Any], seed: int
                 observation, _ = env.reset()
 
 
-def test_workers_that_forget_a_reset_are_refused() -> None:
-    env = GymWrapper(vector(DictWalk, 2, "NextStep", asynchronous=True, shared_memory=False))
+def test_async_vector_env_without_shared_memory_is_rejected() -> None:
+    env = GymWrapper(make_vector_env(DictWalk, 2, "NextStep", asynchronous=True, shared_memory=False))
     try:
         with pytest.raises(InvalidArgumentError, match="shared_memory"):
             env.reset()
@@ -72,9 +72,15 @@ def test_workers_that_forget_a_reset_are_refused() -> None:
     cut=st.integers(1, 6),
     nested=st.booleans(),
 )
-def test_any_lengths(mode: str, lengths: list[tuple[int, int]], cut: int, nested: bool) -> None:
+def test_rollouts_of_random_episode_lengths_match_single_environments(
+    mode: str, lengths: list[tuple[int, int]], cut: int, nested: bool
+) -> None:
     makers: list[Any] = [partial(DictWalk if nested else Walk, low, low + more) for low, more in lengths]
-    env = GymWrapper(vector(makers, len(makers), mode)).append_transform(StepCounter(cut)).append_transform(RewardSum())
+    env = (
+        GymWrapper(make_vector_env(makers, len(makers), mode))
+        .append_transform(StepCounter(cut))
+        .append_transform(RewardSum())
+    )
     check_against_single_environments(seeded_rollout(env, 15), makers, 3)
 
 
@@ -82,10 +88,10 @@ def test_any_lengths(mode: str, lengths: list[tuple[int, int]], cut: int, nested
 @modes
 @settings(max_examples=30 if "CI" in os.environ else 10)
 @given(data=st.data())
-def test_any_masks_given_by_hand(mode: str, data: st.DataObject) -> None:
-    """Resets of rows that are done, of some that are not, and of all, between steps."""
+def test_random_reset_masks_match_single_environments(mode: str, data: st.DataObject) -> None:
+    """Reset rows that are done, rows that are not, and all rows, between steps."""
     count = 3
-    env = GymWrapper(vector(Walk, count, mode))
+    env = GymWrapper(make_vector_env(Walk, count, mode))
     env.set_seed(7)
     singles = [Walk() for _ in range(count)]
     for row, single in enumerate(singles):
@@ -108,10 +114,10 @@ def test_any_masks_given_by_hand(mode: str, data: st.DataObject) -> None:
             now, mask = env.reset(), more
             for row, single in enumerate(singles):
                 if done[row] and mode == "SameStep":
-                    single.reset()  # as it did itself
+                    single.reset()  # as the batch did in its step
                 truth[row] = single.reset()[0]
         if data.draw(st.booleans()) and not any(mask):
-            continue  # no reset at all
+            continue  # without a reset
         now = env.reset(now.set("_reset", torch.tensor(mask).unsqueeze(-1)))
         for row in range(count):
             if mask[row]:
@@ -120,19 +126,19 @@ def test_any_masks_given_by_hand(mode: str, data: st.DataObject) -> None:
 
 
 @modes
-def test_resets_of_all_in_the_middle_and_with_a_seed(mode: str) -> None:
-    env = GymWrapper(vector(Walk, 3, mode))
+def test_full_resets_within_episodes_and_with_a_seed(mode: str) -> None:
+    env = GymWrapper(make_vector_env(Walk, 3, mode))
     env.set_seed(3)
     for steps in (4, 9):
         assert env.rollout(steps, break_when_any_done=True)["observation"][:, 0, 1].tolist() == [0, 0, 0]
-    # A seed that is given to a reset of all counts, even of those that have just reset themselves.
+    # A seed of a full reset also applies to rows that have just reset themselves.
     data = env.step(env.rand_action(env.reset(seed=11)))
     again = env.reset(data.select("next").set("_reset", torch.ones(3, 1, dtype=torch.bool)), seed=11)
     assert_same(again.select("observation"), env.reset(seed=11).select("observation"))
 
 
 @modes
-def test_a_reset_with_options_reaches_those_that_have_reset_themselves(mode: str) -> None:
+def test_reset_options_reach_environments_that_have_autoreset(mode: str) -> None:
     seen: list[Any] = []
 
     class Listens(Walk):
@@ -140,7 +146,7 @@ def test_a_reset_with_options_reaches_those_that_have_reset_themselves(mode: str
             seen.append(kwargs.get("options"))
             return super().reset(**kwargs)
 
-    env = GymWrapper(vector([partial(Listens, 2, 2), partial(Listens, 9, 9)], 2, mode))
+    env = GymWrapper(make_vector_env([partial(Listens, 2, 2), partial(Listens, 9, 9)], 2, mode))
     data = env.rollout(2)[:, -1]
     seen.clear()
     env.reset(env.step_mdp(data).set("_reset", torch.tensor([[True], [False]])), options={"low": 1})
@@ -150,11 +156,13 @@ def test_a_reset_with_options_reaches_those_that_have_reset_themselves(mode: str
 # -- gymnasium's wrappers
 
 
-def test_a_wrapper_that_refuses_partial_resets_says_so() -> None:
-    env = GymWrapper(wrappers.NormalizeObservation(vector([partial(Walk, 3, 3), partial(Walk, 5, 5)], 2, "NextStep")))
+def test_wrapper_without_partial_resets_raises_only_if_one_is_needed() -> None:
+    env = GymWrapper(
+        wrappers.NormalizeObservation(make_vector_env([partial(Walk, 3, 3), partial(Walk, 5, 5)], 2, "NextStep"))
+    )
     with pytest.raises(ValueError, match="does not support partial resets"):
         env.rollout(10, break_when_any_done=False)
-    env = GymWrapper(wrappers.NormalizeObservation(vector(partial(Walk, 3, 3), 2, "NextStep")))
+    env = GymWrapper(wrappers.NormalizeObservation(make_vector_env(partial(Walk, 3, 3), 2, "NextStep")))
     rollout = env.rollout(10, break_when_any_done=False)
     assert rollout["next", "done"].squeeze(-1)[0].tolist() == [False, False, True] * 3 + [False]
 
@@ -163,22 +171,22 @@ def test_a_wrapper_that_refuses_partial_resets_says_so() -> None:
 
 
 def is_consecutive(rollout: Any, key: str) -> bool:
-    """Whether each step's next observation is the one after it."""
+    """Return whether each next observation has the next step number."""
     return torch.equal(rollout["next"][key][..., 2], rollout[key][..., 2] + 1)
 
 
-def test_the_mode_that_was_asked_for_or_configured() -> None:
+def test_autoreset_mode_from_argument_or_config() -> None:
     for mode in (None, "Disabled", "DISABLED", gymnasium.vector.AutoresetMode.DISABLED):
         env = IsaacByIds(3, lengths=[2, 3, 4])
         env.cfg.auto_reset = False
         assert is_consecutive(GymWrapper(env, autoreset_mode=mode).rollout(8, break_when_any_done=False), "policy")
-    with pytest.raises(InvalidArgumentError, match="autoreset_mode='never' is none of"):
+    with pytest.raises(InvalidArgumentError, match="autoreset_mode='never': expected one of"):
         GymWrapper(IsaacByIds(3), autoreset_mode="never").reset()
 
 
-def test_the_mode_that_an_environment_says_as_an_attribute() -> None:
+def test_autoreset_mode_from_attribute_or_final_obs() -> None:
     class Wrapper:
-        """Hands on what it is asked for, but no attributes."""
+        """Wrapper that passes on calls but no attributes."""
 
         metadata: ClassVar[dict[str, Any]] = {}
 
@@ -187,7 +195,7 @@ def test_the_mode_that_an_environment_says_as_an_attribute() -> None:
             self.observation_space, self.action_space = env.observation_space, env.action_space
 
     for wrap in (lambda env: env, Wrapper):
-        for says in (True, False):  # if it says nothing, its final_obs shows it
+        for says in (True, False):  # without the attribute, final_obs reveals the mode
             inner: Any = SameStep([2, 3], "batch")
             inner.metadata = {}
             if says:
@@ -197,8 +205,8 @@ def test_the_mode_that_an_environment_says_as_an_attribute() -> None:
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
-def test_modes_without_a_reset_in_the_step_as_on_a_gpu(mode: str) -> None:
-    env = GymWrapper(vector(Walk, 3, mode))
+def test_gpu_code_path_of_modes_without_same_step_reset(mode: str) -> None:
+    env = GymWrapper(make_vector_env(Walk, 3, mode))
     env.reset()
     env.__dict__["_engine"]._finds_done_rows = False
     check_against_single_environments(seeded_rollout(env, 40), [Walk], 3)
@@ -207,41 +215,41 @@ def test_modes_without_a_reset_in_the_step_as_on_a_gpu(mode: str) -> None:
 # -- partial resets of environments of other libraries
 
 
-def test_maniskills_environment_without_its_vector_wrapper() -> None:
+def test_maniskill_environment_without_its_vector_wrapper() -> None:
     env = GymWrapper(ManiSkill(auto_reset=None)).append_transform(StepCounter(4))
     rollout = env.rollout(15, break_when_any_done=False)
     assert torch.equal(rollout["policy"][..., 2], rollout["step_count"].squeeze(-1))
     assert is_consecutive(rollout, "policy")
 
 
-def test_environments_that_reset_all_or_nothing_are_found_out() -> None:
+def test_environments_without_partial_resets_are_detected() -> None:
     for env in (Isaac(4), Isaac(4, foreign=True)):
-        wrapped = GymWrapper(env).append_transform(StepCounter(4))  # when one row has ended by itself before
-        for _ in range(2):  # who catches it is told again
+        wrapped = GymWrapper(env).append_transform(StepCounter(4))  # one row has ended by itself before
+        for _ in range(2):  # the error is raised again after it was caught
             with pytest.raises(EnvironmentOutputError, match=r"also changed sub-environments.*env_ids"):
                 wrapped.rollout(9, break_when_any_done=False)
         now = wrapped.step_mdp(wrapped.step(wrapped.rand_action(wrapped.reset())))
         for _ in range(2):
             with pytest.raises(EnvironmentOutputError, match="also changed sub-environments"):
                 wrapped.reset(now.clone().set("_reset", torch.tensor([[True], [False], [False], [False]])))
-    all_at_once = GymWrapper(Isaac(3, lengths=[9] * 3)).append_transform(StepCounter(4))  # needs no partial reset
+    all_at_once = GymWrapper(Isaac(3, lengths=[9] * 3)).append_transform(StepCounter(4))  # never needs a partial reset
     assert all_at_once.rollout(12, break_when_any_done=False)["policy"][..., 2].max() == 3
 
 
-def test_torch_environments_that_are_told_which_to_reset() -> None:
+def test_torch_environments_reset_by_env_ids() -> None:
     env = GymWrapper(IsaacByIds(4, lengths=[2, 9, 9, 3], final_obs=True))
     env.set_seed(0)
     data = env.reset()
     for _ in range(2):
         data = env.step_mdp(env.step(env.rand_action(data)))
-    # Row 0 is done and has reset itself, row 2 is asked for, rows 1 and 3 go on.
+    # Row 0 is done and has reset itself, row 2 is requested, and rows 1 and 3 continue.
     data = env.reset(data.set("_reset", torch.tensor([[True], [False], [True], [False]])))
     assert data["policy"][:, 2].tolist() == [0, 2, 0, 2]
     assert data["policy"][:, 1].tolist() == [3, 2, 3, 2]
     assert not data["done"].any()
 
 
-def test_a_reset_that_tells_no_signature() -> None:
+def test_reset_without_a_readable_signature() -> None:
     inner = SameStep([3, 5], "batch")
 
     class Compiled:
@@ -257,17 +265,17 @@ def test_a_reset_that_tells_no_signature() -> None:
 
 
 def make_sim(**options: Any) -> Any:
-    """Resets itself within the step, and some by ``env_ids``; an observation is the row, the episode and the step."""
+    """Make a SAME_STEP batch with resets by ``env_ids``, which observes row, episode, step."""
     return IsaacByIds(3, lengths=[2, 99, 99], final_obs=True, **options)
 
 
 class TenfoldObservations(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """What a wrapper that normalises does, with a reset that passes on what it is given."""
+    """Wrapper that scales observations, with a reset that passes on all arguments."""
 
-    _observation_space = _action_space = None  # set by gymnasium's constructor
+    _observation_space = _action_space = None  # gymnasium's constructor would set these
 
     def __init__(self, env: Any) -> None:
-        self.env = env  # which gymnasium would check to be one of its own
+        self.env = env  # gymnasium's constructor would require its own class
 
     def reset(self, **kwargs: Any) -> Any:
         observation, info = self.env.reset(**kwargs)
@@ -280,7 +288,7 @@ class TenfoldObservations(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class ForeignTenfold:
-    """The same, of no library."""
+    """``TenfoldObservations`` without a base class."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -295,8 +303,8 @@ class ForeignTenfold:
     reset, step = TenfoldObservations.reset, TenfoldObservations.step
 
 
-class Narrow(TenfoldObservations):
-    """The same with the signature of gymnasium's."""
+class TenfoldWithoutKwargs(TenfoldObservations):
+    """``TenfoldObservations`` whose reset has gymnasium's signature."""
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         return super().reset(seed=seed, options=options)
@@ -313,7 +321,7 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_every_wrapper_sees_a_partial_reset(name: str) -> None:
+def test_partial_resets_pass_through_every_wrapper(name: str) -> None:
     wrap, factor = CHAINS[name]
     inner = make_sim()
     env = TransformedEnv(GymWrapper(wrap(inner)), StepCounter(max_steps=5))
@@ -327,22 +335,22 @@ def test_every_wrapper_sees_a_partial_reset(name: str) -> None:
 @pytest.mark.parametrize(
     ("wrap", "text"),
     [
-        (Narrow, r"Narrow\.reset takes no env_ids.*Write def reset\(self, \*\*kwargs"),
+        (TenfoldWithoutKwargs, r"TenfoldWithoutKwargs\.reset takes no env_ids.*Write def reset\(self, \*\*kwargs"),
         (
             lambda env: TenfoldObservations(OrderEnforcing(TenfoldObservations(env))),
             r"OrderEnforcing\.reset takes no env_ids",
         ),
     ],
 )
-def test_a_wrapper_that_cannot_pass_it_on_is_named(wrap: Any, text: str) -> None:
+def test_error_names_the_wrapper_that_drops_env_ids(wrap: Any, text: str) -> None:
     env = GymWrapper(wrap(make_sim()))
-    env.rollout(9, break_when_any_done=False)  # who resets itself alone needs none
+    env.rollout(9, break_when_any_done=False)  # without partial resets, nothing is passed on
     with pytest.raises(InvalidArgumentError, match=text):
         TransformedEnv(env, StepCounter(max_steps=5)).rollout(24, break_when_any_done=False)
 
 
 class NumPySim(gymnasium.Env[Any, Any]):
-    """Two environments, reset by ``reset_mask``; no class that is known to leave the others alone."""
+    """Two environments with resets by ``reset_mask``, of a class without known guarantees."""
 
     num_envs = 2
     single_observation_space = observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
@@ -365,7 +373,7 @@ class NumPySim(gymnasium.Env[Any, Any]):
         return self.observation(), np.ones(2), self.steps >= np.array([3, 5]), np.zeros(2, bool), {}
 
 
-def test_who_edits_the_data_does_not_make_the_environment_a_suspect() -> None:
+def test_editing_data_in_place_does_not_trigger_the_partial_reset_check() -> None:
     env = GymWrapper(NumPySim(), copy=False)
     data = env.reset()
     for _ in range(8):
@@ -373,12 +381,12 @@ def test_who_edits_the_data_does_not_make_the_environment_a_suspect() -> None:
         data["next", "observation"].div_(255)
         data["next", "observation"].numpy()[...] += 1
         data = env.maybe_reset(env.step_mdp(data))
-    with pytest.raises(EnvironmentOutputError, match="also changed sub-environments that it was not to reset"):
+    with pytest.raises(EnvironmentOutputError, match="also changed sub-environments outside the mask"):
         GymWrapper(NumPySim(leaves_others=False), copy=False).rollout(8, break_when_any_done=False)
 
 
-def test_flags_that_are_edited_between_a_step_and_its_reset() -> None:
-    """Who was reset within the step stays so, whatever becomes of the flags that were handed out."""
+def test_editing_done_flags_does_not_change_later_resets() -> None:
+    """Rows that were reset within the step are not reset again after edits of the flags."""
 
     def play(edits: bool) -> Any:
         env = GymWrapper(make_sim())

@@ -1,4 +1,4 @@
-"""TorchRL's collectors take factories, in this process and in others, as they would on other machines."""
+"""Tests of TorchRL's collectors with factories, in this process and in other processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from torchrl.collectors import Collector, MultiSyncCollector
 
 from tests.ray_scripts import run_ray_script
-from tests.torchrl_ext import collecting
+from tests.torchrl_ext import collector_script
 from tests.torchrl_ext.parallel_checks import event_log, no_workers_left, workers_left
 from tests.torchrl_ext.parallel_environments import Well, count_events
 from torchrl_ext import ParallelEnv, as_factory
@@ -24,11 +24,10 @@ from torchrl_ext import ParallelEnv, as_factory
 __all__ = ["event_log", "no_workers_left"]
 
 
-SCRIPT = Path(__file__).with_name("collecting.py")
-LIMIT_S = 800  # which only a hang reaches
+SCRIPT = Path(__file__).with_name("collector_script.py")
+LIMIT_S = 800  # Only a hang takes so long.
 
-# What one script collects, by the kind of collector: sources and seeds. Starting workers takes seconds, so each kind
-# is run once.
+# Sources and seeds for the script, by kind of collector. Starting workers takes seconds, so each kind runs once.
 RUNS = {
     "sync": ("changed:0", "transformed:0"),
     "distributed": ("changed:0",),
@@ -40,11 +39,11 @@ Collected = dict[str, np.ndarray]
 
 @pytest.fixture(scope="module")
 def script_output(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Run the script for a kind of collector, see that it leaves nothing behind, and give what it prints, by run."""
+    """Run the script for a kind of collector, and return its output by run."""
     kind: str = request.param
     if kind == "ray" and find_spec("ray") is None and "CI" not in os.environ:
         pytest.skip("ray is not installed: pip install './rl-ext[ray]'")
-    # In /tmp, since the paths of sockets may have 107 characters.
+    # In /tmp, since paths of sockets are limited to 107 characters.
     with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp") as root:
         command = [str(SCRIPT), str(Path(root, "ray")), kind, *RUNS[kind]]
         results, buffer_length = json.loads(run_ray_script(command, Path(root), limit_s=LIMIT_S).splitlines()[-1])
@@ -55,14 +54,14 @@ def script_output(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def arrays(result: dict[str, Any]) -> Collected:
-    """Make arrays of lists, the workers in an order that does not depend on which one was the first."""
+    """Convert lists to arrays, with the workers in a reproducible order."""
     found = {name: np.array(lists) for name, lists in result.items()}
     order = np.argsort(found["observation"][:, 0, 0])
     return {name: array[order] for name, array in found.items()}
 
 
-def in_this_process(source: Any, *, seed: int) -> Collected:
-    return arrays(collecting.as_lists(collecting.collected("single", source, seed)))
+def collect_here(source: Any, *, seed: int) -> Collected:
+    return arrays(collector_script.as_lists(collector_script.collect_first_batches("single", source, seed)))
 
 
 def assert_same(one: Collected, other: Collected) -> None:
@@ -72,7 +71,7 @@ def assert_same(one: Collected, other: Collected) -> None:
 
 
 def next_observations(collected: Collected, gravity: float) -> np.ndarray:
-    """What CartPole answers to the observations and actions."""
+    """Return CartPole's next observations for the collected observations and actions."""
     env = CartPoleEnv()
     env.gravity = gravity
     env.reset()
@@ -84,45 +83,45 @@ def next_observations(collected: Collected, gravity: float) -> np.ndarray:
 
 
 def collector_kinds(*kinds: str) -> pytest.MarkDecorator:
-    # Each takes half a minute, and Ray minutes on a busy machine.
+    # Each kind takes half a minute, and Ray takes minutes on a busy machine.
     cases = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in kinds]
     return pytest.mark.parametrize("script_output", cases, indirect=True)
 
 
 @pytest.mark.slow
-def test_collectors_in_this_process_take_copies_of_an_instance() -> None:
-    env = collecting.transformed()
-    collected = in_this_process(env, seed=0)
-    assert_same(collected, in_this_process(env, seed=0))
-    assert (collected["observation"] != in_this_process(env, seed=1)["observation"]).any(axis=-1).all()
+def test_collectors_in_this_process_use_copies_of_an_instance() -> None:
+    env = collector_script.make_transformed()
+    collected = collect_here(env, seed=0)
+    assert_same(collected, collect_here(env, seed=0))
+    assert (collected["observation"] != collect_here(env, seed=1)["observation"]).any(axis=-1).all()
     assert (collected["observation"][0] != collected["observation"][1]).any(axis=-1).all()
-    assert collected["step_count"].max() == collecting.MAX_STEPS - 1
+    assert collected["step_count"].max() == collector_script.MAX_STEPS - 1
     assert env.rollout(2).shape == (2,)
     env.close()
 
 
 @pytest.mark.slow
-def test_what_was_changed_on_the_instance_is_changed_on_the_copies() -> None:
-    collected = in_this_process(collecting.changed(), seed=0)
+def test_copies_keep_changed_attributes() -> None:
+    collected = collect_here(collector_script.make_changed(), seed=0)
     found = collected["next.observation"]
-    np.testing.assert_allclose(found, next_observations(collected, collecting.GRAVITY), atol=1e-6)
+    np.testing.assert_allclose(found, next_observations(collected, collector_script.GRAVITY), atol=1e-6)
     assert np.abs(found - next_observations(collected, 9.8)).max() > 1e-3
 
 
 @collector_kinds(*RUNS)
-def test_copies_elsewhere_collect_what_copies_here_do(script_output: dict[str, list[Collected]]) -> None:
-    assert_same(script_output["changed:0"][0], in_this_process(collecting.changed(), seed=0))
+def test_copies_in_other_processes_collect_the_same_data(script_output: dict[str, list[Collected]]) -> None:
+    assert_same(script_output["changed:0"][0], collect_here(collector_script.make_changed(), seed=0))
 
 
 @collector_kinds("sync", "ray")
-def test_transforms_come_along(script_output: dict[str, list[Collected]]) -> None:
+def test_copies_keep_transforms(script_output: dict[str, list[Collected]]) -> None:
     (collected,) = script_output["transformed:0"]
-    assert_same(collected, in_this_process(collecting.transformed(), seed=0))
-    np.testing.assert_array_equal(collected["next.episode_reward"].max(axis=(1, 2)), collecting.MAX_STEPS)
+    assert_same(collected, collect_here(collector_script.make_transformed(), seed=0))
+    np.testing.assert_array_equal(collected["next.episode_reward"].max(axis=(1, 2)), collector_script.MAX_STEPS)
 
 
 @collector_kinds("ray")
-def test_copies_of_what_only_the_script_registers_draw_differently_and_by_the_seed(
+def test_copies_of_an_id_registered_by_the_script_are_seeded_and_differ(
     script_output: dict[str, list[Collected]],
 ) -> None:
     one, again = script_output["id:0"]
@@ -132,12 +131,12 @@ def test_copies_of_what_only_the_script_registers_draw_differently_and_by_the_se
 
 
 @collector_kinds("ray")
-def test_a_buffer_in_a_process_of_its_own_is_filled_by_two_others(script_output: Any) -> None:
+def test_ray_replay_buffer_is_filled_by_two_processes(script_output: Any) -> None:
     assert script_output["buffer_length"] == 120
 
 
 class MakeParallel:
-    """Builds a ParallelEnv where it is called; picklable as it is."""
+    """Picklable callable that builds a ParallelEnv."""
 
     def __init__(self, factory: Any) -> None:
         self.factory = factory
@@ -146,15 +145,15 @@ class MakeParallel:
         return ParallelEnv(2, self.factory)
 
 
-def collected(collector: Any) -> Any:
+def collect_all(collector: Any) -> Any:
     try:
         return [batch.clone() for batch in collector]
     finally:
         collector.shutdown()
 
 
-def test_in_one_process(event_log: Any) -> None:
-    first, second = collected(Collector(ParallelEnv(2, Well(4.0), seed=0), frames_per_batch=20, total_frames=40))
+def test_parallel_env_in_a_collector(event_log: Any) -> None:
+    first, second = collect_all(Collector(ParallelEnv(2, Well(4.0), seed=0), frames_per_batch=20, total_frames=40))
     assert first.shape == second.shape == (2, 10)
     observations = first["observation"]
     assert observations[..., 0].unique().tolist() == [4.0]
@@ -166,11 +165,11 @@ def test_in_one_process(event_log: Any) -> None:
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("make", [MakeParallel, lambda factory: MakeParallel(factory)()], ids=["made there", "pickled"])
-def test_in_processes_of_the_collectors(make: Callable[[Any], Any], event_log: Any) -> None:
+def test_parallel_env_in_collector_processes(make: Callable[[Any], Any], event_log: Any) -> None:
     source = make(as_factory(Well(4.0)))
     before = count_events("built", in_this_process=True)
     collector = MultiSyncCollector([source] * 2, frames_per_batch=40, total_frames=80, cat_results="stack")
-    first, _ = collected(collector)
+    first, _ = collect_all(collector)
     assert first["observation"][..., 0].unique().tolist() == [4.0]
     drawn = first["observation"][..., 0, 2].flatten().tolist()
     assert len(set(drawn)) == 4

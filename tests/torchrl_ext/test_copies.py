@@ -1,4 +1,4 @@
-"""Wrappers that are pickled, copied and moved, or speak torch; and what data shares its memory with: nothing."""
+"""Tests of pickled, copied and moved wrappers, of NumpyToTorch, and of shared memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrl import envs as upstream
 from torchrl.data import Unbounded
 from torchrl.envs import StepCounter, check_env_specs
 
-from tests.torchrl_ext.comparing import assert_same, seeded_rollout, storage_pointers, tensors, vector
+from tests.torchrl_ext.comparison import assert_same, make_vector_env, seeded_rollout, storage_pointers, tensors
 from tests.torchrl_ext.environments import DictWalk, Isaac, IsaacByIds, SameStep, SamplingEnv, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
@@ -27,12 +27,12 @@ AGE = [Unbounded((), dtype=torch.int64)]
 ENVIRONMENTS: dict[str, Any] = {
     "by its id": lambda: GymEnv("CartPole-v1"),
     "nested": lambda: GymWrapper(DictWalk()),
-    "batch": lambda: GymWrapper(vector(Walk, 3, "SameStep")),
+    "batch": lambda: GymWrapper(make_vector_env(Walk, 3, "SameStep")),
     "CartPole": lambda: GymWrapper(gymnasium.make_vec("CartPole-v1", num_envs=3)),
     "torch batch": lambda: GymWrapper(IsaacByIds(3, final_obs=True)),
     "torch batch that remembers": lambda: GymWrapper(Isaac(3), missing_final_obs="previous"),
     "with infos": lambda: GymWrapper(Walk()).set_info_dict_reader(upstream.default_info_dict_reader(["age"], spec=AGE)),
-    "under a transform": lambda: GymWrapper(vector(Walk, 3, "NextStep")).append_transform(StepCounter(4)),
+    "under a transform": lambda: GymWrapper(make_vector_env(Walk, 3, "NextStep")).append_transform(StepCounter(4)),
 }
 COPIES: dict[str, Any] = {
     "pickle": lambda env: pickle.loads(pickle.dumps(env)),
@@ -44,7 +44,7 @@ COPIES: dict[str, Any] = {
 @pytest.mark.sample(quick=5)
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_copies_go_on_alike(name: str, way: str) -> None:
+def test_copies_continue_with_the_same_data(name: str, way: str) -> None:
     env = ENVIRONMENTS[name]()
     env.set_seed(0)
     torch.manual_seed(0)
@@ -70,11 +70,13 @@ def test_copies_go_on_alike(name: str, way: str) -> None:
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 @pytest.mark.parametrize(("at", "lengths"), [(1, (2, 3, 4)), (5, (2, 3, 4)), (1, (2, 2, 2))])
-def test_copies_between_a_step_and_its_reset(mode: str, way: str, at: int, lengths: tuple[int, ...]) -> None:
-    """Who has reset itself within the step is not reset again."""
+def test_copy_between_step_and_reset_resets_each_row_once(
+    mode: str, way: str, at: int, lengths: tuple[int, ...]
+) -> None:
+    """Rows that have reset themselves within the step are not reset again."""
 
     def play(copied: Callable[[Any], Any]) -> list[Any]:
-        env = GymWrapper(vector([partial(Walk, n, n) for n in lengths], 3, mode), missing_final_obs="previous")
+        env = GymWrapper(make_vector_env([partial(Walk, n, n) for n in lengths], 3, mode), missing_final_obs="previous")
         env.set_seed(0)
         torch.manual_seed(0)
         data, seen = env.reset(), []
@@ -91,7 +93,7 @@ def test_copies_between_a_step_and_its_reset(mode: str, way: str, at: int, lengt
         assert torch.equal(one, other)
 
 
-def test_an_environment_that_was_reset_behind_the_wrappers_back() -> None:
+def test_environment_that_was_reset_before_wrapping() -> None:
     inner = Walk()
     observation, _ = inner.reset(seed=0)
     env = GymWrapper(inner)
@@ -110,21 +112,21 @@ def test_an_environment_that_was_reset_behind_the_wrappers_back() -> None:
 
 
 @pytest.mark.parametrize("make", [partial(gymnasium.make, "Pendulum-v1"), DictWalk])
-def test_numpy_to_torch(make: Any) -> None:
+def test_numpy_to_torch_wrapper_matches_numpy(make: Any) -> None:
     plain = GymWrapper(make())
     for env in (GymWrapper(wrappers.NumpyToTorch(make()), **kwargs) for kwargs in ({}, {"env_type": "torch"})):
         assert_same(seeded_rollout(env, 80), seeded_rollout(plain, 80))
         check_env_specs(env)
 
 
-@pytest.mark.parametrize("mode", ["NextStep", "Disabled"])  # gymnasium's wrapper cannot convert final_obs
-def test_numpy_to_torch_of_a_batch(mode: str) -> None:
-    env = GymWrapper(wrappers.vector.NumpyToTorch(vector(Walk, 3, mode)))
-    assert_same(seeded_rollout(env, 40), seeded_rollout(GymWrapper(vector(Walk, 3, mode)), 40))
+@pytest.mark.parametrize("mode", ["NextStep", "Disabled"])  # gymnasium's wrapper does not convert final_obs
+def test_numpy_to_torch_vector_wrapper_matches_numpy(mode: str) -> None:
+    env = GymWrapper(wrappers.vector.NumpyToTorch(make_vector_env(Walk, 3, mode)))
+    assert_same(seeded_rollout(env, 40), seeded_rollout(GymWrapper(make_vector_env(Walk, 3, mode)), 40))
 
 
 @pytest.mark.slow
-def test_a_compiled_step() -> None:
+def test_compiled_step_matches_eager_step() -> None:
     plain, compiled = GymWrapper(Walk()), GymWrapper(Walk())
     compiled.compile(backend="eager")
     try:
@@ -134,7 +136,7 @@ def test_a_compiled_step() -> None:
 
 
 class ReusesBuffer(Walk):
-    """Observes into one buffer."""
+    """``Walk`` that writes observations into one buffer."""
 
     def __init__(self, buffer: Any) -> None:
         super().__init__()
@@ -149,7 +151,7 @@ BUFFERS: list[Callable[[], Any]] = [lambda: np.zeros(4, np.float32), lambda: tor
 
 
 @pytest.mark.parametrize("make", BUFFERS, ids=["NumPy", "torch"])
-def test_sharing_is_what_false_means(make: Any) -> None:
+def test_copy_false_shares_memory(make: Any) -> None:
     buffer = make()
     env = GymWrapper(ReusesBuffer(buffer), copy=False)
     first = env.rand_step(env.reset())
@@ -169,7 +171,7 @@ def play(env: Any, steps: int) -> list[Any]:
     return seen
 
 
-def test_a_dict_with_one_array_twice() -> None:
+def test_dict_with_the_same_array_twice_is_stored_twice() -> None:
     class Twice(Walk):
         observation_space = spaces.Dict(a=box(4), b=box(4))  # type: ignore[assignment]
 
@@ -180,9 +182,9 @@ def test_a_dict_with_one_array_twice() -> None:
     assert len(storage_pointers([data["a"], data["b"]])) == 2
 
 
-def test_arrays_that_torch_takes_in_no_way_are_copied() -> None:
+def test_arrays_that_torch_cannot_wrap_are_copied() -> None:
     class Odd(Walk):
-        """Read-only, backwards, of the other byte order."""
+        """Read-only and reversed arrays, and arrays of the other byte order."""
 
         observation_space = spaces.Dict({name: box(4) for name in "abc"})  # type: ignore[assignment]
 
@@ -204,22 +206,22 @@ INNER: dict[str, Any] = {
     "Isaac, lost": lambda: Isaac(4),
     "Isaac by ids": lambda: IsaacByIds(4, final_obs=True, overwrites_actions=True),
     "batch of torch": lambda: SameStep([2, 3], "batch", torch_tensors=True),
-    "Sync": lambda: vector(Walk, 3, "SameStep", copy=False),
-    "Sync of Dicts": lambda: vector(DictWalk, 3, "NextStep", copy=False),
+    "Sync": lambda: make_vector_env(Walk, 3, "SameStep", copy=False),
+    "Sync of Dicts": lambda: make_vector_env(DictWalk, 3, "NextStep", copy=False),
 }
 
 
 @pytest.mark.parametrize("missing", ["nan", "previous"])
 @pytest.mark.parametrize("name", INNER)
-def test_nothing_is_shared_or_changes_later_and_environments_are_left_alone(name: str, missing: Any) -> None:
+def test_data_and_environment_share_no_memory(name: str, missing: Any) -> None:
     inner = INNER[name]()
     written: list[tuple[Any, Any]] = []
     step, reset = inner.step, inner.reset
 
     def stepping(action: Any) -> Any:
-        """Keep what was handed out, as it was."""
+        """Step, and check that earlier results have not been written into."""
         for leaf, kept in written:
-            assert torch.equal(torch.as_tensor(leaf), kept)  # nobody has written into it since
+            assert torch.equal(torch.as_tensor(leaf), kept)  # the wrapper has not written into it
         result = step(action)
         written[:] = [(leaf, torch.as_tensor(leaf).clone()) for leaf in leaves(result)]
         return result
@@ -260,7 +262,7 @@ ACTIONS += [spaces.Dict(a=box(2), b=spaces.MultiBinary(2)), spaces.Tuple([box(2)
 @pytest.mark.parametrize("categorical", [False, True], ids=["one-hot", "categorical"])
 @pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
 @pytest.mark.parametrize("space", ACTIONS, ids=str)
-def test_actions_are_the_environments_own(space: Any, torch_tensors: bool, categorical: bool) -> None:
+def test_environment_may_overwrite_its_actions(space: Any, torch_tensors: bool, categorical: bool) -> None:
     inner = SamplingEnv(box(2), space)
     options = {"convert_actions_to_numpy": not torch_tensors, "categorical_action_encoding": categorical}
     for clip in (None, 0.5) if "Box" in str(space) else (None,):

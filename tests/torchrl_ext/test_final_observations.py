@@ -1,4 +1,4 @@
-"""Last observations of episodes in batches that reset themselves: read in every form, or their loss is told."""
+"""Tests of final observations in batches: read in every form, or reported as missing."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from gymnasium import spaces
 from torchrl.envs import RenameTransform, TransformedEnv, check_env_specs
 
 from rl_ext_core.errors import EnvironmentOutputError
-from tests.torchrl_ext.comparing import assert_same, vector
+from tests.torchrl_ext.comparison import assert_same, make_vector_env
 from tests.torchrl_ext.environments import Isaac, IsaacByIds, SameStep, Walk
 from torchrl_ext import GymWrapper
 
 LENGTHS = {"apart": [2, 3, 5], "all at once": [3, 3, 3], "every step": [1, 1, 4], "one": [2]}
 libraries = pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
-# On a GPU, no step asks which are done. The same code runs on the CPU.
+# On a GPU, a step does not read which rows are done. The same code also runs on the CPU.
 ways = pytest.mark.parametrize("finds_done_rows", [True, False], ids=["as on a CPU", "as on a GPU"])
 
 nesting = pytest.mark.parametrize("nested", [False, True])
@@ -36,7 +36,7 @@ def place_of(nested: bool) -> Any:
 
 
 def check_chain(rollout: Any, place: Any = "observation") -> None:
-    """Steps follow each other, in next and in the root that comes after."""
+    """Assert that steps are consecutive, in next and in the following root."""
     root, following = rollout[place], rollout["next"][place]
     done = rollout["next", "done"].squeeze(-1)
     assert done.any()
@@ -53,8 +53,13 @@ def check_chain(rollout: Any, place: Any = "observation") -> None:
 @nesting
 @libraries
 @ways
-def test_every_form(form: str, lengths: list[int], nested: bool, torch_tensors: bool, finds_done_rows: bool) -> None:
-    for categorical, name in ((True, "final_obs"), (False, "final_observation")):  # the latter of older environments
+def test_final_observations_are_read_in_every_form(
+    form: str, lengths: list[int], nested: bool, torch_tensors: bool, finds_done_rows: bool
+) -> None:
+    for categorical, name in (
+        (True, "final_obs"),
+        (False, "final_observation"),
+    ):  # the older name
         inner = SameStep(lengths, form, nested=nested, torch_tensors=torch_tensors, name=name)
         env = wrap(inner, finds_done_rows=finds_done_rows, categorical_action_encoding=categorical)
         rollout = env.rollout(13, break_when_any_done=False)
@@ -71,9 +76,7 @@ def test_every_form(form: str, lengths: list[int], nested: bool, torch_tensors: 
 @ways
 @libraries
 @pytest.mark.parametrize("info", [{}, None, ["nothing"] * 3, "nothing"], ids=str)
-def test_what_is_not_given_is_nan_or_the_observation_before(
-    info: Any, torch_tensors: bool, finds_done_rows: bool
-) -> None:
+def test_missing_final_observations_are_nan_or_previous(info: Any, torch_tensors: bool, finds_done_rows: bool) -> None:
     for missing, nested in (("nan", True), ("previous", True), ("previous", False)):
         inner = SameStep([1, 2, 5], None, nested=nested, torch_tensors=torch_tensors)
         step = inner.step
@@ -89,10 +92,10 @@ def test_what_is_not_given_is_nan_or_the_observation_before(
             if missing == "previous":
                 assert torch.equal(last, rollout[key][done])
             else:
-                assert (last == 0).all() if key == "kind" else last.isnan().all()  # integers know no NaN
+                assert (last == 0).all() if key == "kind" else last.isnan().all()  # integers have no NaN
 
 
-def test_the_observation_before_stays_whatever_is_done_to_the_data() -> None:
+def test_previous_observation_survives_edits_of_the_data() -> None:
     def play(edits: bool) -> Any:
         env = wrap(SameStep([2, 3, 5], None, nested=True), missing_final_obs="previous")
         data, found = env.reset(), []
@@ -112,7 +115,7 @@ def several(*rows: Any) -> Any:
 
 
 FAULTS: dict[str, tuple[str, Any, str]] = {
-    "none for one that is done": ("objects", lambda final: np.full(2, None, object), "holds nothing for .*0"),
+    "none for one that is done": ("objects", lambda final: np.full(2, None, object), "has no entry for .*0"),
     "of another shape": ("list", several(np.zeros(4), np.zeros(4)), r"shape \(1, 4\).*\(1, 3\)"),
     "of one number, which would be spread": ("list", several(*[np.zeros(1)] * 2), r"shape \(1, 1\).*\(1, 3\)"),
     "of several shapes": ("list", several(np.zeros(3), np.zeros((2, 2))), "final_obs"),
@@ -133,7 +136,7 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_does_not_fit_is_named(name: str) -> None:
+def test_malformed_final_observations_are_named(name: str) -> None:
     form, fault, message = FAULTS[name]
     nested = form == "nested"
     inner = SameStep([2, 4], "batch" if nested else form, nested=nested)
@@ -146,8 +149,8 @@ def test_what_does_not_fit_is_named(name: str) -> None:
     check_chain(env.rollout(9, break_when_any_done=False), place_of(nested))
 
 
-def test_as_gymnasium_made_them_from_dicts() -> None:
-    # Infos that are dicts become dicts of arrays, with a mask "_key" beside each "key".
+def test_final_observations_with_gymnasium_masks() -> None:
+    # gymnasium turns infos that are dicts into dicts of arrays, with a mask "_key" for each "key".
     env = SameStep([2, 3], "batch", nested=True)
     final = env.final
 
@@ -159,7 +162,7 @@ def test_as_gymnasium_made_them_from_dicts() -> None:
     check_chain(wrap(env).rollout(9, break_when_any_done=False), ("inner", "place"))
 
 
-def test_whole_numbers_of_last_observations() -> None:
+def test_integer_final_observations() -> None:
     inner: Any = SameStep([3, 3], "objects")
     inner.single_observation_space = spaces.Box(-9999, 9999, (3,), np.int64)
     observation, final = inner.observation, inner.final
@@ -170,7 +173,7 @@ def test_whole_numbers_of_last_observations() -> None:
         wrap(inner).rollout(9, break_when_any_done=False)
 
 
-def test_the_loss_can_be_an_error_as_on_a_gpu() -> None:
+def test_missing_final_obs_error_on_the_gpu_code_path() -> None:
     env = wrap(SameStep([3, 3], None), missing_final_obs="error", finds_done_rows=False)
     assert env.rollout(2).shape == (2, 2)
     with pytest.raises(EnvironmentOutputError, match=r"final_obs.*missing_final_obs="):
@@ -179,16 +182,16 @@ def test_the_loss_can_be_an_error_as_on_a_gpu() -> None:
 
 @ways
 @pytest.mark.parametrize("form", ["batch", "list"])
-def test_graphs_and_dtypes_of_last_observations(form: str, finds_done_rows: bool) -> None:
+def test_final_observations_are_detached_and_cast(form: str, finds_done_rows: bool) -> None:
     inner = SameStep([2, 3], form, torch_tensors=True)
     final = inner.final
 
-    def changed(value: Any) -> Any:
+    def to_double_with_graph(value: Any) -> Any:
         if isinstance(value, list):
-            return [changed(part) for part in value]
+            return [to_double_with_graph(part) for part in value]
         return value if value is None else value.double().requires_grad_() * 1
 
-    inner.final = lambda rows: changed(final(rows))  # type: ignore[method-assign]
+    inner.final = lambda rows: to_double_with_graph(final(rows))  # type: ignore[method-assign]
     rollout = wrap(inner, finds_done_rows=finds_done_rows).rollout(7, break_when_any_done=False)
     assert not rollout["next", "observation"].requires_grad
     assert rollout["next", "observation"].dtype is torch.float32
@@ -197,7 +200,7 @@ def test_graphs_and_dtypes_of_last_observations(form: str, finds_done_rows: bool
 
 @ways
 @pytest.mark.parametrize("final_obs", [True, False])
-def test_isaacs_fashion(final_obs: bool, finds_done_rows: bool) -> None:
+def test_final_observations_in_isaac_lab_style(final_obs: bool, finds_done_rows: bool) -> None:
     inner = Isaac(6, final_obs=final_obs)
     env = wrap(inner, finds_done_rows=finds_done_rows)
     check_env_specs(env)
@@ -213,7 +216,7 @@ def test_isaacs_fashion(final_obs: bool, finds_done_rows: bool) -> None:
     assert inner.state.isfinite().all()
 
 
-def test_the_way_of_a_gpu_gives_what_that_of_a_cpu_gives() -> None:
+def test_gpu_code_path_equals_cpu_code_path() -> None:
     def rollout(finds_done_rows: bool, **kwargs: Any) -> Any:
         env = wrap(IsaacByIds(5, final_obs=True), finds_done_rows=finds_done_rows, **kwargs)
         env.set_seed(0)
@@ -229,7 +232,7 @@ def test_the_way_of_a_gpu_gives_what_that_of_a_cpu_gives() -> None:
         assert_same(one, other)
 
 
-def test_the_observation_before_is_the_environments_under_transforms() -> None:
+def test_previous_observation_under_transforms_is_untransformed() -> None:
     def rollout(*transforms: Any) -> Any:
         env = TransformedEnv(wrap(IsaacByIds(3), missing_final_obs="previous"), *transforms)
         env.set_seed(0)
@@ -240,7 +243,7 @@ def test_the_observation_before_is_the_environments_under_transforms() -> None:
     assert torch.equal(renamed["next", "else"], plain["next", "policy"])
 
 
-def test_an_entry_that_torchrl_renames() -> None:
+def test_final_observation_of_a_key_that_torchrl_renames() -> None:
     space = spaces.Dict(state=spaces.Box(-np.inf, np.inf, (4,), np.float32))
 
     class Renamed(Walk):
@@ -249,19 +252,19 @@ def test_an_entry_that_torchrl_renames() -> None:
         def observation(self) -> Any:
             return {"state": super().observation()}
 
-    env = GymWrapper(vector([partial(Renamed, 2, 2), partial(Renamed, 5, 5)], 2, "SameStep"))
+    env = GymWrapper(make_vector_env([partial(Renamed, 2, 2), partial(Renamed, 5, 5)], 2, "SameStep"))
     rollout = env.rollout(12, break_when_any_done=False)
     assert torch.equal(rollout["next", "observation"][..., 1], rollout["observation"][..., 1] + 1)
 
 
-def test_an_observation_that_is_named_as_gymnasium_names_its_masks() -> None:
+def test_observation_key_that_looks_like_a_gymnasium_mask() -> None:
     class Named(Walk):
         observation_space = spaces.Dict(goal=Walk.observation_space, _goal=spaces.Box(-9, 9, (2,), np.float32))  # type: ignore[assignment]
 
         def observation(self) -> Any:
             return {"goal": super().observation(), "_goal": np.full(2, self.step_count, np.float32)}
 
-    env = GymWrapper(vector([partial(Named, 2, 2), partial(Named, 5, 5)], 2, "SameStep"))
+    env = GymWrapper(make_vector_env([partial(Named, 2, 2), partial(Named, 5, 5)], 2, "SameStep"))
     rollout = env.rollout(12, break_when_any_done=False)
     assert torch.equal(rollout["next", "_goal"][..., 0], rollout["next", "goal"][..., 1])
     assert torch.equal(rollout["next", "goal"][..., 1], rollout["goal"][..., 1] + 1)

@@ -16,20 +16,18 @@ WRONG = [
     ({"max_size": 0}, InvalidArgumentError, "max_size=0 must be at least 1"),
     ({"max_size": 2.5}, InvalidTypeError, "max_size=2.5 is not a whole number"),
     ({"ndim": 0}, InvalidArgumentError, "ndim=0 must be at least 1"),
-    ({"codec": "gzip"}, InvalidArgumentError, "unknown codec 'gzip'"),
+    ({"codec": "gzip"}, InvalidArgumentError, "codec='gzip' is unknown"),
     ({"max_error": -1}, InvalidArgumentError, "max_error=-1"),
     ({"max_error": 4, "codec": "raw"}, InvalidArgumentError, "max_error=4 has no effect on codec='raw'"),
     ({"block_length": 3}, InvalidArgumentError, "block_length=3 is not a power of two"),
     ({"n_stack": 5}, InvalidArgumentError, "n_stack=5 does not divide"),
-    ({"pixels": ["image"]}, InvalidArgumentError, "'image' is no tensor of the data"),
-    ({"pixels": ["action"]}, InvalidArgumentError, "'action' is no tensor of the data"),
+    ({"pixels": ["image"]}, InvalidArgumentError, "'image' is not a tensor of the data"),
+    ({"pixels": ["action"]}, InvalidArgumentError, "'action' is not a tensor of the data"),
 ]
 
 
 @pytest.mark.parametrize(("options", "error", "text"), WRONG)
-def test_arguments_that_cannot_be_used_are_refused_with_a_way_out(
-    options: dict[str, Any], error: type[Exception], text: str
-) -> None:
+def test_invalid_arguments_are_refused_with_a_fix(options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         FrameStorage(**{"max_size": 10, **options}).set(0, Videos(1).collect(1)[0, 0])
 
@@ -60,7 +58,7 @@ MISFITS: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-def test_a_writer_of_the_highest_does_not_count_what_was_refused() -> None:
+def test_max_value_writer_does_not_count_refused_elements() -> None:
     def extend(n: int, rank: float, side: int = 32) -> None:
         pixels = torch.full((n, side, side), int(rank), dtype=torch.uint8)
         buffer.extend(TensorDict({"rank": torch.full((n,), rank), "pixels": pixels}, [n]))
@@ -77,12 +75,12 @@ def test_a_writer_of_the_highest_does_not_count_what_was_refused() -> None:
 
 @pytest.mark.parametrize(("wrong", "error", "text"), MISFITS)
 @pytest.mark.parametrize("in_folder", [False, True])
-def test_data_that_does_not_fit_is_refused_and_changes_nothing(
+def test_invalid_data_is_refused_and_changes_nothing(
     wrong: Any, error: type[Exception], text: str, in_folder: bool, tmp_path: Any
 ) -> None:
     storage = FrameStorage(40, storage_dir=tmp_path / "storage" if in_folder else None)
     buffer, data = ReplayBuffer(storage=storage), _data(30)
-    with pytest.raises((InvalidArgumentError, InvalidTypeError)):  # more elements than places, of the wrong kind
+    with pytest.raises((InvalidArgumentError, InvalidTypeError)):  # more elements than places, and invalid data
         storage.set(torch.arange(3), wrong(data[:5].clone()))
     assert not storage.initialized
     buffer.extend(data[:20].clone())
@@ -95,13 +93,13 @@ def test_data_that_does_not_fit_is_refused_and_changes_nothing(
     storage.close()
 
 
-def test_a_pool_with_no_numbers_left_refuses_and_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_pool_refuses_elements_and_keeps_the_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = FrameStorage(50)
     storage.set(range(20), _data(20))
     before = storage[:].clone()
     room = storage._columns[0].pool._memory
     monkeypatch.setattr(room, "_sizes", room._sizes._replace(grains=240))
-    with pytest.raises(OutOfMemoryError, match="pass a smaller max_size"):
+    with pytest.raises(OutOfMemoryError, match="Pass a smaller max_size"):
         storage.set(range(15, 45), _data(30))
     assert_same(storage[:], before)
 
@@ -114,7 +112,7 @@ def _report_refusal(storage: FrameStorage, messages: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_storage_that_came_along_with_a_fork_is_not_used() -> None:
+def test_forked_child_cannot_use_the_storage() -> None:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(8))
     buffer.extend(_data())
     before = buffer[:].clone()
@@ -122,13 +120,13 @@ def test_a_storage_that_came_along_with_a_fork_is_not_used() -> None:
     messages = context.Queue()
     child = context.Process(target=_report_refusal, args=(buffer.storage, messages))
     child.start()
-    assert "came along with a fork" in messages.get(timeout=100)
+    assert "this process was forked" in messages.get(timeout=100)
     child.join(60)
     assert_same(buffer[:], before)
 
 
 def _make_both_storages(size: int = 32, *, ndim: int = 1) -> tuple[FrameStorage, LazyTensorStorage]:
-    """A full storage of each kind with the same elements."""
+    """Fill a FrameStorage and a LazyTensorStorage with the same elements."""
     storages = FrameStorage(size, ndim=ndim), LazyTensorStorage(size, ndim=ndim)
     for storage in storages:
         n = size if ndim == 1 else size // 4
@@ -141,7 +139,7 @@ INDICES = [[3, 3, 3], [-29, 3, -29], [3, -1, 31, 0], [5, 4, 5, 4, 5, 6]]
 
 
 def _check_still_the_same(ours: FrameStorage, theirs: LazyTensorStorage) -> None:
-    """Nothing was freed that elements need: not even if what is free is used."""
+    """Check that no image of an element was freed, by storing others in the free space."""
     for seed in range(4):
         data = Videos(1, seed=50 + seed, end=0.5).collect(8).reshape(-1)
         places = torch.arange(16, 24)
@@ -153,7 +151,7 @@ def _check_still_the_same(ours: FrameStorage, theirs: LazyTensorStorage) -> None
 
 @pytest.mark.parametrize("index", INDICES)
 @pytest.mark.parametrize("kind", [torch.tensor, list, lambda index: (torch.tensor(index),)])
-def test_of_elements_for_one_place_the_last_one_is_stored(index: list[int], kind: Any) -> None:
+def test_repeated_places_store_the_last_element(index: list[int], kind: Any) -> None:
     ours, theirs = _make_both_storages()
     for seed in range(3):
         data = Videos(1, seed=seed + 10).collect(len(index)).reshape(-1)
@@ -163,7 +161,7 @@ def test_of_elements_for_one_place_the_last_one_is_stored(index: list[int], kind
 
 
 @pytest.mark.parametrize("index", [*INDICES, [7]])
-def test_of_images_for_one_place_of_a_slice_the_last_one_is_stored(index: list[int]) -> None:
+def test_repeated_places_of_a_slice_store_the_last_image(index: list[int]) -> None:
     ours, theirs = _make_both_storages()
     for seed in range(3):
         images = Videos(1, seed=seed + 10).collect(len(index)).reshape(-1)["pixels"]
@@ -173,7 +171,7 @@ def test_of_images_for_one_place_of_a_slice_the_last_one_is_stored(index: list[i
     _check_still_the_same(ours, theirs)
 
 
-def test_places_of_two_dimensions_may_repeat_as_well() -> None:
+def test_repeated_places_in_two_dimensions() -> None:
     ours, theirs = _make_both_storages(ndim=2)
     index = torch.tensor([0, 0, -8, 5]), torch.tensor([3, 3, -1, 2])
     rows = Videos(4, seed=8).collect(3).transpose(0, 1).contiguous()
@@ -186,14 +184,14 @@ def test_places_of_two_dimensions_may_repeat_as_well() -> None:
 
 
 @pytest.mark.parametrize("index", [torch.tensor([32]), [-33], 32, (torch.tensor([0]), torch.tensor([0]))])
-def test_places_that_are_not_there_are_refused(index: Any) -> None:
+def test_indices_out_of_range_are_refused(index: Any) -> None:
     storage, theirs = _make_both_storages()
     with pytest.raises(InvalidArgumentError, match="names no places of a storage of shape"):
         storage.set(index, _data(1)[0] if index == 32 else _data(1), set_cursor=False)
     assert_same(storage[torch.arange(32)], theirs[torch.arange(32)])
 
 
-def test_elements_that_differ_in_shape_are_refused() -> None:
+def test_elements_of_different_shapes_are_refused() -> None:
     storage, theirs = _make_both_storages()
     short = _data(2)[0].set("action", torch.zeros(3))
     with pytest.raises(InvalidArgumentError, match="differ in shape"):
@@ -210,11 +208,9 @@ def test_elements_that_differ_in_shape_are_refused() -> None:
 
 
 @pytest.mark.parametrize("index", [None, True, (None, 3)])
-def test_an_index_that_adds_a_dimension_is_refused(index: Any) -> None:
+def test_index_that_adds_a_dimension_is_refused(index: Any) -> None:
     storage, theirs = _make_both_storages()
-    with pytest.raises(
-        InvalidArgumentError, match=r"adds a dimension and names no elements.* Write storage\[:\] = data"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"adds a dimension and names no elements.* Use storage\[:\] = data"):
         storage[index] = _data(32)
     assert_same(storage[torch.arange(32)], theirs[torch.arange(32)])
 
@@ -225,7 +221,7 @@ class _Captioned:
     text: str
 
 
-def test_text_in_a_tensorclass_is_taken_more_than_once() -> None:
+def test_text_in_tensorclasses_is_stored_repeatedly() -> None:
     storage = FrameStorage(10)
     for number in range(2):
         images = torch.full((3, 40, 40), number, dtype=torch.uint8)

@@ -52,7 +52,7 @@ def _through_dumps(buffer: Any, size: int, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("way", [_through_state_dict, _through_dumps])
-def test_another_storage_takes_what_one_held_where_it_fits(way: Any, tmp_path: Path) -> None:
+def test_saved_contents_load_into_any_storage_they_fit_into(way: Any, tmp_path: Path) -> None:
     videos = Videos(1)
     for size, other in ((50, 80), (1, 1)):
         buffer = make_buffer(size)
@@ -63,7 +63,7 @@ def test_another_storage_takes_what_one_held_where_it_fits(way: Any, tmp_path: P
         assert len(loaded) == other
     with pytest.raises(InvalidArgumentError, match=r"80 elements .* do not fit into FrameStorage\(20"):
         way(_make_filled_buffer(80), 20, tmp_path)
-    buffer = make_buffer(100, ndim=2)  # holds 105 of 7 environments
+    buffer = make_buffer(100, ndim=2)  # 105 places, because of 7 environments
     for _ in range(4):
         buffer.extend(Videos(5).collect(7).transpose(0, 1).contiguous())
     loaded = way(buffer, 100, tmp_path)
@@ -71,9 +71,7 @@ def test_another_storage_takes_what_one_held_where_it_fits(way: Any, tmp_path: P
     assert_same(loaded[:], buffer[:])
 
 
-def test_a_checkpoint_takes_the_place_of_the_one_before_when_it_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_replaces_the_previous_one_when_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = make_buffer(100)
     data = make_transitions(100)
     buffer.extend(data[:30].clone())
@@ -94,7 +92,7 @@ def test_a_checkpoint_takes_the_place_of_the_one_before_when_it_is_complete(
     assert_same(loaded[:], storage[:])
 
 
-def test_what_cannot_be_dumped_or_loaded_is_refused(tmp_path: Path) -> None:
+def test_invalid_dumps_and_loads_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="nothing to save"):
         FrameStorage(100).dumps(tmp_path / "checkpoint")
     assert not list(tmp_path.iterdir())
@@ -134,7 +132,7 @@ def test_damaged_checkpoints_are_refused_and_change_nothing(tmp_path: Path) -> N
     assert_same(target[:], storage[:])
 
 
-def test_a_checkpointer_that_would_save_no_images_is_refused() -> None:
+def test_other_checkpointers_and_hooks_are_refused() -> None:
     with pytest.raises(InvalidTypeError, match="cannot save compressed images"):
         TensorDictReplayBuffer(storage=FrameStorage(10), checkpointer=TensorStorageCheckpointer())
     buffer = TensorDictReplayBuffer(storage=FrameStorage(10), checkpointer=FrameStorageCheckpointer())
@@ -143,7 +141,7 @@ def test_a_checkpointer_that_would_save_no_images_is_refused() -> None:
             register(lambda data, **_: data)
 
 
-def test_other_storages_and_this_one_do_not_take_each_others_states(tmp_path: Path) -> None:
+def test_states_of_other_kinds_of_storages_are_refused(tmp_path: Path) -> None:
     data = make_transitions(30)
     ours, theirs = make_buffer(100), TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=16)
     for buffer in (ours, theirs):
@@ -162,7 +160,7 @@ def test_other_storages_and_this_one_do_not_take_each_others_states(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_process_that_is_killed_while_it_saves_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
+def test_kill_during_dumps_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
     old, new = FrameStorage(100), FrameStorage(100)
     old.set(range(30), make_transitions(30))
     new_data = make_transitions(40, seed=2)
@@ -175,7 +173,7 @@ def test_a_process_that_is_killed_while_it_saves_leaves_the_old_checkpoint_or_th
                 child = os.fork()
                 if child == 0:
                     try:
-                        ours = FrameStorage(100)  # that of the parent is not for its forks
+                        ours = FrameStorage(100)  # forked children cannot use the parent's
                         ours.set(range(40), new_data.clone())
                         _exit_at_call(call, number, after=after)
                         ours.dumps(tmp_path / "checkpoint")
@@ -210,11 +208,11 @@ def _fill_folder(folder: Path) -> None:
     buffer.storage.close()
 
 
-def test_a_folder_with_half_made_files_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_with_incomplete_files_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = make_buffer(150, storage_dir=tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", lambda *_: 1 / 0)
-        patch.setattr(StoreFolder, "start_over", lambda folder: folder.close())  # as where the process is killed
+        patch.setattr(StoreFolder, "start_over", lambda folder: folder.close())  # as if the process were killed
         with pytest.raises(ZeroDivisionError):
             buffer.extend(make_transitions(20))
     assert (tmp_path / "rows").exists()
@@ -229,7 +227,7 @@ def test_a_folder_with_half_made_files_is_taken_over(tmp_path: Path, monkeypatch
     assert len(buffer) == 20
 
 
-def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = make_buffer(150, storage_dir=tmp_path)
     videos = Videos(1)
     buffer.extend(videos.collect(20).reshape(-1))
@@ -247,13 +245,13 @@ def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_numbers_that_the_user_wrote_in_place_are_no_damage(closed: bool, tmp_path: Path) -> None:
+def test_writes_to_views_are_not_reported_as_damage(closed: bool, tmp_path: Path) -> None:
     buffer = make_buffer(150, storage_dir=tmp_path)
     buffer.extend(make_transitions(30))
     buffer[:]["next", "reward"][3] = 7.0
     buffer[5]["action"].fill_(3)
     buffer.storage[0:10]["pixels"][2] = 9
-    buffer.storage.close() if closed else buffer.storage._release_folder()  # the latter as if it had been killed
+    buffer.storage.close() if closed else buffer.storage._release_folder()  # as if the process were killed
     buffer = make_buffer(150, storage_dir=tmp_path)
     assert buffer[3]["next", "reward"] == 7.0
     assert buffer[5]["action"] == 3
@@ -262,18 +260,18 @@ def test_numbers_that_the_user_wrote_in_place_are_no_damage(closed: bool, tmp_pa
 
 
 @pytest.mark.parametrize("options", [{"size": 200}, {"codec": "raw"}, {"ndim": 2}, {"pixels": ["pixels"]}])
-def test_other_arguments_than_the_folders_are_refused(options: Any, tmp_path: Path) -> None:
+def test_folder_refuses_other_arguments(options: Any, tmp_path: Path) -> None:
     _fill_folder(tmp_path)
-    with pytest.raises(InvalidArgumentError, match="was made with"):
+    with pytest.raises(InvalidArgumentError, match="was created with"):
         make_buffer(**{"size": 150, "storage_dir": tmp_path, **options})
 
 
-def test_what_does_not_go_with_a_folder_is_refused(tmp_path: Path) -> None:
+def test_folder_refuses_unsupported_operations(tmp_path: Path) -> None:
     _fill_folder(tmp_path)
     buffer = TensorDictReplayBuffer(
         storage=FrameStorage(150, storage_dir=tmp_path), writer=TensorDictMaxValueWriter(), batch_size=16
     )
-    with pytest.raises(InvalidArgumentError, match=r"goes on at 20, got elements for 0, since a writer .* leave out"):
+    with pytest.raises(InvalidArgumentError, match=r"goes on at 20, got elements for 0, since a writer .* Leave out"):
         buffer.extend(make_transitions(20))
     with pytest.raises(InvalidArgumentError, match="max_bytes"):
         make_buffer(150, storage_dir=tmp_path, max_bytes=10)
@@ -288,14 +286,14 @@ def test_what_does_not_go_with_a_folder_is_refused(tmp_path: Path) -> None:
         buffer.storage.load_state_dict(buffer.storage.state_dict())
 
 
-def test_saving_to_its_own_folder_and_loading_from_it_copies_nothing(tmp_path: Path) -> None:
+def test_dumps_and_loads_of_the_own_folder_copy_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "storage"
     buffer = make_buffer(150, storage_dir=folder)
     data = make_transitions(20)
     buffer.extend(data.clone())
     buffer[:]["next", "reward"][3] = 7
     before = {file.name: file.stat().st_size for file in folder.iterdir()}
-    buffer.dumps(tmp_path)  # which puts the storage where it is
+    buffer.dumps(tmp_path)  # writes the storage to its own folder
     assert {file.name: file.stat().st_size for file in folder.iterdir()} == before
     buffer.loads(tmp_path)
     assert buffer[3]["next", "reward"] == 7
@@ -304,7 +302,7 @@ def test_saving_to_its_own_folder_and_loading_from_it_copies_nothing(tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_process_that_is_killed_while_it_gives_a_folder_up_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+def test_folder_can_be_used_after_a_kill_while_its_files_were_removed(tmp_path: Path) -> None:
     data = Videos(1).collect(5).reshape(-1)
     for step in itertools.count():
         folder = tmp_path / str(step)
@@ -319,7 +317,7 @@ def test_a_process_that_is_killed_while_it_gives_a_folder_up_leaves_nothing_in_t
 
             sys.addaudithook(die)
             with contextlib.suppress(InvalidArgumentError):
-                storage.set(torch.arange(3), data)  # there are more of them
+                storage.set(torch.arange(3), data)  # five elements for three places
             os._exit(0)
         ended = os.waitpid(child, 0)[1] == 0
         storage = FrameStorage(150, storage_dir=folder)
@@ -346,12 +344,12 @@ def _fill_disk(folder: Path, n_complete: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_disk_that_becomes_full_is_an_error_and_no_end_of_the_process(tmp_path: Path) -> None:
+def test_file_size_limit_raises_an_error_and_does_not_kill_the_process(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     n_complete = context.Value("q", 0)
     writer = context.Process(target=_fill_disk, args=(tmp_path / "storage", n_complete))
     writer.start()
-    writer.join(600)  # until it hangs
+    writer.join(600)  # longer only if it hangs
     assert writer.exitcode == 7
     assert n_complete.value > 0
     buffer = make_buffer(3000, storage_dir=tmp_path / "storage", codec="patch")
@@ -362,7 +360,7 @@ def test_a_disk_that_becomes_full_is_an_error_and_no_end_of_the_process(tmp_path
     )
 
 
-def test_a_folder_that_another_storage_has_taken_the_place_of_is_left_alone(tmp_path: Path) -> None:
+def test_replaced_folder_is_not_written_to(tmp_path: Path) -> None:
     data = Videos(1).collect(40).reshape(-1)
     former = FrameStorage(150, storage_dir=tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "old")
@@ -378,7 +376,7 @@ def test_a_folder_that_another_storage_has_taken_the_place_of_is_left_alone(tmp_
 
 @pytest.mark.parametrize("way", [_through_state_dict, _through_dumps, lambda buffer, *_: copy.deepcopy(buffer)])
 @pytest.mark.parametrize("ndim", [1, 2])
-def test_a_storage_that_was_emptied_is_saved_and_copied(way: Any, ndim: int, tmp_path: Path) -> None:
+def test_emptied_storage_is_saved_and_copied(way: Any, ndim: int, tmp_path: Path) -> None:
     buffer = make_buffer(60, ndim=ndim)
     data = Videos(2).collect(20)
     for _ in range(2):
@@ -391,7 +389,7 @@ def test_a_storage_that_was_emptied_is_saved_and_copied(way: Any, ndim: int, tmp
     assert_same(loaded[:], buffer[:])
 
 
-def test_a_key_that_comes_late_is_refused(tmp_path: Path) -> None:
+def test_folder_refuses_new_keys(tmp_path: Path) -> None:
     buffer = make_buffer(50, storage_dir=tmp_path)
     data = Videos(1).collect(20).reshape(-1)
     buffer.extend(data[:10])

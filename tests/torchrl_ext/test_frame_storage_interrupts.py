@@ -1,4 +1,4 @@
-"""Ctrl-C at every step of every call leaves a storage as it was, or as it is when the call is complete."""
+"""Ctrl-C at any step of a call leaves a storage as before the call, or as after it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ FIRST, SECOND, THIRD = (Videos(1, seed=seed).collect(n).reshape(-1) for seed, n 
 
 
 class Case:
-    """A buffer, a call, and what a plain storage holds before and after it.
+    """A buffer, a call, and plain buffers with the contents before and after it.
 
-    :param kind: ``"memory"``, ``"folder"`` or ``"shared"``.
-    :param call: of a buffer, which may use the folder.
-    :param expected: the same for a plain buffer.
+    :param kind: ``"memory"``, ``"folder"`` or ``"shared"``
+    :param path: folder for files of the case
+    :param call: function of the buffer and the folder
+    :param expected: function of a plain buffer with the same effect; None: no effect
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Case:
         self.call = lambda: call(self.ours, path)
 
     def check(self, where: str) -> bool:
-        """Whether the call was done."""
+        """Check the buffer after an interrupt; return whether the call was completed."""
         storage = self.ours.storage
         assert _is_free(storage.lock), where
         after = _are_equal(self.ours, self.after)
@@ -135,9 +136,9 @@ CALLS: dict[str, Any] = {
 @pytest.mark.sample
 @pytest.mark.parametrize("kind", ["memory", "folder"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_is_interrupted_is_done_or_not_begun(name: str, kind: str, tmp_path: Path) -> None:
+def test_interrupted_calls_are_completed_or_have_no_effect(name: str, kind: str, tmp_path: Path) -> None:
     if kind == "folder" and name in ("load_state_dict", "loads", "copy"):
-        return  # which are refused
+        return  # a storage in a folder refuses these calls
     cases: list[Any] = []
 
     def prepare() -> Callable[[], Any]:
@@ -153,7 +154,7 @@ def test_a_call_that_is_interrupted_is_done_or_not_begun(name: str, kind: str, t
 @pytest.mark.sample
 @pytest.mark.parametrize("every", [37, pytest.param(11, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("in_folder", [False, True])
-def test_the_first_elements_may_be_interrupted(in_folder: bool, every: int, tmp_path: Path) -> None:
+def test_interrupted_first_elements_are_stored_or_not(in_folder: bool, every: int, tmp_path: Path) -> None:
     made: list[FrameStorage] = []
 
     def prepare() -> Callable[[], Any]:

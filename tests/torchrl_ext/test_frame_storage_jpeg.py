@@ -1,4 +1,4 @@
-"""``FrameStorage(codec="jpeg")`` next to a ``LazyTensorStorage`` that is given what simplejpeg makes of each frame."""
+"""``FrameStorage(codec="jpeg")``, compared with frames that simplejpeg compressed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GREY = StackLayout((STACK, HEIGHT, WIDTH), np.dtype(np.uint8), STACK, 0)
 
 
 def through_jpeg(data: TensorDict, quality: int = 95) -> TensorDict:
-    """The same transitions with images that went through JPEG."""
+    """Copy transitions, and compress and decompress their images with JPEG."""
     made = data.clone()
     for key in ("pixels", ("next", "pixels")):
         made[key] = torch.from_numpy(as_jpeg(data[key].numpy(), GREY, quality))
@@ -55,7 +55,7 @@ def compare_buffers(ours: Any, theirs: Any) -> None:
 @pytest.mark.sample(ci=3)
 @pytest.mark.parametrize("quality", [95, 50])
 @pytest.mark.parametrize("batch", [1, 7, 60])
-def test_what_is_sampled_is_what_jpeg_makes_of_each_frame(batch: int, quality: int) -> None:
+def test_samples_equal_jpeg_of_each_frame(batch: int, quality: int) -> None:
     ours, theirs = make_buffer(quality=quality), make_lazy_buffer()
     data = make_pictures(140, n_envs=2)
     for part, made in zip(data.split(batch), through_jpeg(data, quality).split(batch), strict=True):
@@ -67,7 +67,7 @@ def test_what_is_sampled_is_what_jpeg_makes_of_each_frame(batch: int, quality: i
     assert ours.storage._columns[0].pool.layout == GREY
 
 
-def test_a_frame_reads_the_same_from_its_first_moment_on() -> None:
+def test_frames_read_the_same_before_and_after_their_block_is_complete() -> None:
     buffer, data = make_buffer(300), make_pictures(150)
     seen = []
     for row, made in zip(data, through_jpeg(data), strict=True):
@@ -95,9 +95,7 @@ def test_damaged_images_are_reported() -> None:
         ({"max_error": 4}, {"max_error": 3}, "made with max_error=4"),
     ],
 )
-def test_one_that_may_lose_less_does_not_take_over_what_was_saved(
-    saved: dict[str, Any], options: dict[str, Any], text: str
-) -> None:
+def test_loading_a_lossier_state_is_refused(saved: dict[str, Any], options: dict[str, Any], text: str) -> None:
     storage = FrameStorage(100, **saved)
     storage.set(range(70), make_pictures(70))
     state = storage.state_dict()
@@ -108,7 +106,7 @@ def test_one_that_may_lose_less_does_not_take_over_what_was_saved(
     assert_same(again[:].clone(), storage[:].clone())
 
 
-def test_where_an_image_cannot_be_made_nothing_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_encoding_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer, data = make_buffer(50), make_pictures(80)
     buffer.extend(data[:40].clone())
     before, held = buffer[:].clone(), buffer.storage._columns[0].pool.held

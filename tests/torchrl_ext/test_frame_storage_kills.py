@@ -1,4 +1,4 @@
-"""Processes that are killed while they share a storage, or have one in a folder, leave it whole for the others."""
+"""A storage stays valid if a process that shares it, or its folder, is killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from torchrl_ext.frame_storage.buffers import NoLock
 
 @pytest.fixture(scope="module")
 def context() -> Iterator[Any]:
-    """Starts processes that have imported everything already."""
+    """Make a context whose processes have imported everything already."""
     forkserver._forkserver._stop()
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(["tests.torchrl_ext.frame_kills"])
@@ -50,7 +50,7 @@ def _kill(worker: Any) -> None:
 
 
 def _check_all_whole(buffer: Any) -> Any:
-    """All that is held is whole; returns what is held."""
+    """Check that all elements are valid; return their counts."""
     rows = buffer[:]
     held = count_elements(rows, KEYS)
     assert not set(held) - set(all_hashes())
@@ -71,7 +71,7 @@ def _count_batches(numbers: Any, batch: int) -> Any:
 
 
 def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> None:
-    """Two processes add; one of them is killed, and another one takes its place."""
+    """Let two processes add elements; kill one of them repeatedly, and start another one."""
     buffer = _make_shared_buffer(size, batch)
     random = np.random.default_rng(batch + size)
     n_complete: list[Any] = []
@@ -114,19 +114,17 @@ def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> No
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize(("batch", "size"), [(1, 100_000), (30, 200)])
-def test_processes_that_are_killed_neither_block_others_nor_leave_anything_half_done(
-    context: Any, batch: int, size: int
-) -> None:
+def test_killed_processes_neither_block_others_nor_leave_partial_elements(context: Any, batch: int, size: int) -> None:
     check_random_kills(context, batch, size, kills=6)
 
 
-LINES = 660  # that adding a batch takes, or somewhat more
+LINES = 660  # at least as many lines as adding a batch executes
 
 
 def check_kill_at_line(
     context: Any, line: int, caplog: pytest.LogCaptureFixture, *, full: bool, **options: Any
 ) -> bool:
-    """A process is killed at a line; returns whether the lock was free."""
+    """Kill a process at a line, and check the storage; return whether a kill was reported."""
     buffer = _make_shared_buffer(90 if full else 300, 30, **options)
     buffer.extend(make_batch(1, 30))
     buffer.extend(make_batch(2, 30))
@@ -137,7 +135,7 @@ def check_kill_at_line(
     caplog.clear()
     held = _check_all_whole(buffer)
     made_whole = f"process {worker.pid} " in caplog.text
-    lost = "30 elements were being written when process" in caplog.text
+    lost = "ended while it wrote 30 of the elements" in caplog.text
     kept = [1, 2] if full else [0, 1, 2]
     complete = held >= _count_batches([*kept, 3], 30)
     assert held >= _count_batches(kept, 30)
@@ -152,13 +150,13 @@ def check_kill_at_line(
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("full", [True, False])
-def test_a_process_may_be_killed_at_any_line(context: Any, full: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_kill_at_any_line(context: Any, full: bool, caplog: pytest.LogCaptureFixture) -> None:
     made_whole = [check_kill_at_line(context, line, caplog, full=full) for line in range(5, LINES, LINES // 12)]
     assert sum(made_whole) > 6
 
 
 @pytest.mark.slow
-def test_a_process_may_be_killed_that_shares_a_storage_in_a_folder(
+def test_kill_at_any_line_of_a_process_that_shares_a_folder(
     context: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     for line in range(50, LINES, LINES // 6):
@@ -170,7 +168,7 @@ def test_a_process_may_be_killed_that_shares_a_storage_in_a_folder(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_no_semaphore_is_left_that_a_process_could_be_killed_with(late: bool) -> None:
+def test_shared_buffers_have_no_semaphores(late: bool) -> None:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(100), shared=not late, batch_size=16)
     if late:
         assert buffer.share() is buffer  # as TorchRL's collectors do
@@ -183,7 +181,7 @@ def test_no_semaphore_is_left_that_a_process_could_be_killed_with(late: bool) ->
 
 
 @pytest.mark.slow
-def test_a_folder_is_in_use_as_long_as_any_process_shares_it(context: Any, tmp_path: Path) -> None:
+def test_folder_is_in_use_while_any_process_shares_it(context: Any, tmp_path: Path) -> None:
     buffer, n_complete = _make_shared_buffer(300, 30, storage_dir=tmp_path), sharedctypes.RawValue("q", 0)
     worker = context.Process(target=add_until_killed, args=(buffer, n_complete, 30))
     worker.start()

@@ -1,4 +1,4 @@
-"""Any sequence of what users do with a FrameStorage, compared with TorchRL's LazyTensorStorage after every step."""
+"""Random sequences of calls of a FrameStorage, compared with LazyTensorStorage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CODE_PATHS = ("torchrl_ext/frame", "rl_ext_core/")
 
 
 class SameAsUpstream(RuleBasedStateMachine):
-    """A buffer over our storage and one over TorchRL's get the same calls."""
+    """Machine that makes the same calls of buffers over FrameStorage and LazyTensorStorage."""
 
     ours: Any = None
 
@@ -38,7 +38,7 @@ class SameAsUpstream(RuleBasedStateMachine):
     def make_buffers(self, ndim: int, in_folder: bool, rows: int, codec: str, block_length: int | None) -> None:
         n_envs = 2 if ndim == 2 else 1
         self.size, self.rows, self.ndim = rows * n_envs, rows, ndim
-        # In two dimensions, 0.14.1's buffer of TensorDicts cannot number one step of several environments.
+        # In two dimensions, TensorDictReplayBuffer 0.14.1 cannot number one step of several environments.
         self.cls = ReplayBuffer if ndim == 2 else TensorDictReplayBuffer
         self.options = {"ndim": ndim, "codec": codec, "block_length": block_length}
         self.temporary = Path(tempfile.mkdtemp())
@@ -53,12 +53,12 @@ class SameAsUpstream(RuleBasedStateMachine):
         return self.cls(storage=storage, batch_size=8)
 
     def _data(self, n: int) -> Any:
-        """Of batch size (n,), or (n, n_envs)."""
+        """Collect data of batch size (n,), or (n, n_envs)."""
         data = self.videos.collect(n).transpose(0, 1)
         return data if self.ndim == 2 else data[:, 0]
 
     def _extend(self, buffer: Any, data: Any) -> None:
-        # Buffers take environments first, and put time first themselves.
+        # Buffers expect environments first, and transpose themselves.
         buffer.extend((data.transpose(0, 1) if self.ndim == 2 else data).clone())
 
     @rule(n=st.integers(1, 12))
@@ -128,7 +128,7 @@ class SameAsUpstream(RuleBasedStateMachine):
             shutil.rmtree(self.temporary / "b")
         else:
             other = copy.deepcopy(self.ours)
-        self._extend(self.ours, self._data(1))  # whatever is done to one of them, the other one does not change
+        self._extend(self.ours, self._data(1))  # changing the original must not change the copy
         self.ours = other
 
     @rule()

@@ -1,4 +1,4 @@
-"""FrameStorage below TorchRL's prioritized samplers with their compiled trees; LazyTensorStorage is the oracle."""
+"""FrameStorage with TorchRL's prioritized samplers, compared with LazyTensorStorage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [
         prioritized.SumSegmentTreeFp32 is None and not os.environ.get("CI"),
         reason="TorchRL's C++ extension does not load with this torch; scripts/build_torchrl_extension.sh builds it",
     ),
-    # Later versions of SliceSampler warn where strict_length=False gives fewer transitions than asked for, as here.
+    # Later versions of SliceSampler warn if strict_length=False returns fewer transitions than requested.
     pytest.mark.filterwarnings("ignore:SliceSampler returned a short flat batch"),
 ]
 
@@ -47,13 +47,13 @@ SAMPLERS = {
 
 
 def make_td_errors(indices: Any) -> torch.Tensor:
-    """TD errors that depend on nothing but the places and their order."""
+    """Make TD errors that depend only on the indices."""
     n = len(indices)
     return torch.rand(n, generator=torch.Generator().manual_seed(n + int(torch.as_tensor(indices).sum()))) * 9
 
 
 def read_priorities(buffer: Any) -> Any:
-    """The priorities of all places, and the greatest one."""
+    """Read the priorities of all places, and the maximum."""
     sampler = buffer.sampler
     leaves = [[tree[place] for place in range(SIZE)] for tree in (sampler._sum_tree, sampler._min_tree)]
     return leaves, sampler._max_priority
@@ -86,9 +86,9 @@ def make_twins(sampler: Any = SAMPLERS["plain"], **options: Any) -> Twins:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_prioritized_samplers_give_the_batches_of_lazy_tensor_storage(sampler: str) -> None:
+def test_prioritized_samplers_return_the_batches_of_lazy_tensor_storage(sampler: str) -> None:
     twins, videos = make_twins(SAMPLERS[sampler]), Videos(2)
-    for n_steps in (1, 20, 7, 40, 33):  # over the end of the storage, too
+    for n_steps in (1, 20, 7, 40, 33):  # wraps around the end of the storage
         twins.extend(videos.collect(n_steps).reshape(-1))
         check(twins)
     for _ in range(5):
@@ -100,7 +100,7 @@ def test_prioritized_samplers_give_the_batches_of_lazy_tensor_storage(sampler: s
     check(twins)
 
 
-def test_prioritized_buffer_class_gives_the_batches_of_lazy_tensor_storage() -> None:
+def test_prioritized_buffers_return_the_batches_of_lazy_tensor_storage() -> None:
     twins = Twins(
         SIZE,
         cls=partial(TensorDictPrioritizedReplayBuffer, alpha=0.7, beta=0.5, priority_key="td_error", batch_size=16),
@@ -113,7 +113,7 @@ def test_prioritized_buffer_class_gives_the_batches_of_lazy_tensor_storage() -> 
         check(twins)
 
 
-# TorchRL hands tensors to np.ravel_multi_index, for which NumPy 2 wants an argument that torch's do not take.
+# TorchRL passes tensors to np.ravel_multi_index, and torch does not support an argument that NumPy 2 passes.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
 def test_priorities_of_a_storage_of_two_dimensions() -> None:
     twins, videos = make_twins(partial(PrioritizedSampler, SIZE, alpha=0.7, beta=0.9), ndim=2), Videos(4)
@@ -165,7 +165,7 @@ def _through_files(buffer: Any, fresh: Any, path: Path) -> Any:
 
 def _through_state(buffer: Any, fresh: Any, path: Path) -> Any:
     fresh.load_state_dict(buffer.state_dict())
-    if isinstance(fresh.storage, LazyTensorStorage):  # which forgets its device on the way
+    if isinstance(fresh.storage, LazyTensorStorage):  # loading drops its device
         fresh.storage._storage = fresh.storage._storage.to("cpu")
     return fresh
 
@@ -177,7 +177,7 @@ def _through_pickle(buffer: Any, fresh: Any, path: Path) -> Any:
 @pytest.mark.parametrize("sampler", ["plain", "max within buffer", "slices"])
 @pytest.mark.parametrize("through", [_through_files, _through_state, _through_pickle])
 @pytest.mark.parametrize("n_steps", [25, 90], ids=["part", "full"])
-def test_a_buffer_read_back_has_its_priorities(sampler: str, through: Any, n_steps: int, tmp_path: Path) -> None:
+def test_saved_buffers_restore_their_priorities(sampler: str, through: Any, n_steps: int, tmp_path: Path) -> None:
     twins, fresh, videos = make_twins(SAMPLERS[sampler]), make_twins(SAMPLERS[sampler]), Videos(2)
     twins.extend(videos.collect(n_steps).reshape(-1))
     check(twins)
@@ -190,7 +190,7 @@ def test_a_buffer_read_back_has_its_priorities(sampler: str, through: Any, n_ste
     check(twins)
 
 
-def test_a_folder_opened_again_starts_with_equal_priorities_and_loads_those_of_its_sampler(tmp_path: Path) -> None:
+def test_reopened_folder_has_equal_priorities_until_the_sampler_is_loaded(tmp_path: Path) -> None:
     def open_buffer() -> TensorDictReplayBuffer:
         return TensorDictReplayBuffer(
             storage=FrameStorage(SIZE, storage_dir=tmp_path / "frames"),

@@ -19,7 +19,7 @@ BATCHES = [7, 40, 3, 25, 60]
 
 
 def _collect_serially(seeds: list[int], batches: list[int]) -> list[Any]:
-    """What the workers collect, one after the other."""
+    """Collect the batches of all workers in this process, one worker after the other."""
     collected = []
     for seed in seeds:
         videos = Videos(2, seed=seed)
@@ -43,7 +43,7 @@ def _join_workers(workers: list[Any]) -> None:
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize(("first", "codec"), [(1, "auto"), (100, "patch+lz4")])
-def test_what_two_processes_collect_is_what_they_collect_one_after_the_other(first: int, codec: str) -> None:
+def test_shared_storage_contains_all_elements_of_two_processes(first: int, codec: str) -> None:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(2000, codec=codec), shared=True, batch_size=64)
     start = Videos(1, seed=9).collect(first).reshape(-1)
     buffer.extend(start.clone())
@@ -60,7 +60,7 @@ def test_what_two_processes_collect_is_what_they_collect_one_after_the_other(fir
 
 
 def _collect_without_buffer(frames: int) -> Any:
-    """What two processes collect without a buffer, one batch after the other."""
+    """Collect with two processes and without a buffer."""
     collector = MultiSyncCollector([make_film] * 2, None, frames_per_batch=100, total_frames=frames)
     collector.set_seed(3)
     rows = torch.cat([batch.reshape(-1).clone() for batch in collector])
@@ -71,7 +71,7 @@ def _collect_without_buffer(frames: int) -> Any:
 @pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("kind", [MultiSyncCollector, pytest.param(MultiAsyncCollector, marks=pytest.mark.exhaustive)])
 @pytest.mark.filterwarnings("ignore")
-def test_collectors_of_torchrl_fill_a_shared_storage(kind: Any) -> None:
+def test_multiprocess_collectors_fill_a_shared_storage(kind: Any) -> None:
     buffer = ReplayBuffer(storage=FrameStorage(1000), shared=True, batch_size=32)
     collector = kind(
         [make_film] * 2,
@@ -90,7 +90,7 @@ def test_collectors_of_torchrl_fill_a_shared_storage(kind: Any) -> None:
     stored = count_elements(buffer[:], FILM_KEYS)
     if kind is MultiSyncCollector:
         assert stored == count_elements(_collect_without_buffer(400), FILM_KEYS)
-    else:  # one process may get further than the other
+    else:  # one process may be faster than the other
         assert sum(stored.values()) >= 400
         assert not set(stored) - set(count_elements(_collect_without_buffer(1600), FILM_KEYS))
     assert buffer.storage._columns[0].pool.layout.n_stack == 4

@@ -1,4 +1,4 @@
-"""Infos in the data: those of the step they stand beside, of single environments and of batches."""
+"""Tests of infos in the data: each belongs to its own step, in batches too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import StepCounter, check_env_specs, default_info_dict_reader
 
 from rl_ext_core.errors import EnvironmentOutputError
-from tests.torchrl_ext.comparing import assert_same, assert_same_rollouts, seeded_rollout, vector
+from tests.torchrl_ext.comparison import assert_same, assert_same_rollouts, make_vector_env, seeded_rollout
 from tests.torchrl_ext.environments import IsaacByIds, SameStep, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
@@ -31,7 +31,7 @@ def check_infos(rollout: Any) -> None:
     for data in (rollout, rollout["next"]):
         assert torch.equal(data["age"], data["observation"][..., 1].long())
     assert torch.equal(rollout["length"], rollout["next", "length"])
-    # "length" is told by the reset, and is when an episode ends that nothing else has ended.
+    # The reset reports "length", at which each episode terminates.
     terminated = rollout["next", "terminated"].squeeze(-1)
     assert torch.equal(rollout["next", "age"][terminated], rollout["length"][terminated])
     assert rollout["length"].unique().numel() > 3
@@ -43,8 +43,8 @@ def batch_reader(count: int) -> Any:
 
 
 @pytest.mark.parametrize("is_registered", [True, False])
-def test_specs_of_a_batch(is_registered: bool) -> None:
-    env = GymWrapper(vector(Walk, 4, "SameStep"))
+def test_infos_of_a_batch_follow_their_spec(is_registered: bool) -> None:
+    env = GymWrapper(make_vector_env(Walk, 4, "SameStep"))
     env = env.auto_register_info_dict() if is_registered else env.set_info_dict_reader(batch_reader(4))
     check_infos(seeded_rollout(env, 60))
     assert env.observation_spec["age"].shape == (4,)
@@ -52,29 +52,29 @@ def test_specs_of_a_batch(is_registered: bool) -> None:
 
 
 class SilentReset(Walk):
-    """Tells nothing at a reset."""
+    """``Walk`` with other infos at resets."""
 
-    def __init__(self, told: Any) -> None:
+    def __init__(self, reset_info: Any) -> None:
         super().__init__(5, 5)
-        self.told = told
+        self.reset_info = reset_info
 
     def reset(self, **kwargs: Any) -> Any:
-        return super().reset(**kwargs)[0], self.told
+        return super().reset(**kwargs)[0], self.reset_info
 
 
 @pytest.mark.parametrize("mode", ["SameStep", "Disabled"])
-def test_that_resets_do_not_tell(mode: str) -> None:
-    env = GymWrapper(vector(partial(SilentReset, {}), 2, mode)).set_info_dict_reader(reader())
+def test_infos_missing_at_batch_resets_are_zero(mode: str) -> None:
+    env = GymWrapper(make_vector_env(partial(SilentReset, {}), 2, mode)).set_info_dict_reader(reader())
     rollout = seeded_rollout(env, 12)
     assert rollout["next", "done"].sum() == 4
-    assert torch.equal(rollout["next", "age"], rollout["next", "observation"][..., 1].long())  # at an end too
-    assert (rollout["age"][:, 5] == 0).all()  # and filled in where the reset tells none
+    assert torch.equal(rollout["next", "age"], rollout["next", "observation"][..., 1].long())  # at ends of episodes too
+    assert (rollout["age"][:, 5] == 0).all()  # zero at resets without infos
 
 
-def test_a_reader_serves_several_environments() -> None:
+def test_one_reader_serves_several_environments() -> None:
     one = reader()
     single, batch, other = (
-        GymWrapper(env) for env in (Walk(), vector(Walk, 3, "SameStep"), vector(Walk, 5, "SameStep"))
+        GymWrapper(env) for env in (Walk(), make_vector_env(Walk, 3, "SameStep"), make_vector_env(Walk, 5, "SameStep"))
     )
     for env in (batch, single, other):
         env.set_info_dict_reader(one)
@@ -82,7 +82,7 @@ def test_a_reader_serves_several_environments() -> None:
     assert one.info_spec == Composite(LONG)
 
 
-def test_a_reader_of_ones_own() -> None:
+def test_custom_info_reader() -> None:
     seen: list[Any] = []
 
     def read(info: Any, data: Any) -> Any:
@@ -92,32 +92,34 @@ def test_a_reader_of_ones_own() -> None:
     ours, theirs = (cls(Walk()).set_info_dict_reader(read) for cls in (GymWrapper, upstream.GymWrapper))
     rollout = assert_same_rollouts(ours, theirs, 20)
     assert torch.equal(rollout["next", "half"] * 2, rollout["next", "observation"][:, 1])
-    env = GymWrapper(vector(Walk, 2, "SameStep")).set_info_dict_reader(read)
+    env = GymWrapper(make_vector_env(Walk, 2, "SameStep")).set_info_dict_reader(read)
     seen.clear()
     env.rollout(20, break_when_any_done=False)
     assert not any("final_obs" in info or "final_info" in info for info in seen)
 
 
-@pytest.mark.parametrize("told", [None, {}])
-def test_that_a_single_reset_does_not_tell(told: Any) -> None:
-    ours, theirs = (cls(SilentReset(told)).set_info_dict_reader(reader()) for cls in (GymWrapper, upstream.GymWrapper))
+@pytest.mark.parametrize("reset_info", [None, {}])
+def test_infos_missing_at_single_resets_are_zero(reset_info: Any) -> None:
+    ours, theirs = (
+        cls(SilentReset(reset_info)).set_info_dict_reader(reader()) for cls in (GymWrapper, upstream.GymWrapper)
+    )
     rollout = assert_same_rollouts(ours, theirs, 30)
     assert (rollout["age"][rollout["observation"][:, 1] == 0] == 0).all()
 
 
 def report_info(inner: Any, name: str, value: Any) -> Any:
-    """Tell a part of its state, which it goes on to write into, in the infos of steps."""
+    """Add a value to the infos of steps, and return the environment."""
     step = inner.step
 
-    def told(action: Any) -> Any:
+    def step_and_report(action: Any) -> Any:
         *result, info = step(action)
         return (*result, {**info, name: value()})
 
-    inner.step = told
+    inner.step = step_and_report
     return inner
 
 
-def test_are_copied() -> None:
+def test_info_arrays_are_copied() -> None:
     count = np.zeros(2)
     inner = report_info(Walk(9, 9), "count", lambda: np.add(count, 1, out=count))
     env = GymWrapper(inner).set_info_dict_reader(
@@ -126,11 +128,11 @@ def test_are_copied() -> None:
     assert env.rollout(6)["next", "count"].tolist() == [[step, step] for step in range(1, 7)]
 
 
-# -- keys that some steps lack: a single environment's value, zero where it has none
+# -- keys that some steps lack: batches have the values of single environments, or zero
 
 
 class CostInfos(gymnasium.Env[Any, Any]):
-    """Infos hold a number of the episode and the step, in those steps that ``when`` names."""
+    """Environment whose infos contain episode and step, in the steps that ``when`` selects."""
 
     observation_space = box(1)
     action_space = spaces.Discrete(2)
@@ -163,7 +165,7 @@ class CostInfos(gymnasium.Env[Any, Any]):
 
 
 def read_costs(info: Any, data: Any) -> Any:
-    """Read infos of all forms, with zero for what they lack."""
+    """Read infos of all forms, with zero for missing keys."""
     if isinstance(info, list):
         empty = data.empty()[0]
         return data.update(torch.stack([read_costs(part, empty.copy()) for part in info]))
@@ -173,7 +175,7 @@ def read_costs(info: Any, data: Any) -> Any:
 
 
 class ToTorch(gymnasium.vector.VectorWrapper):
-    """Observations, flags and infos as tensors, but for infos of objects."""
+    """Wrapper that converts observations, flags and infos to tensors, except object arrays."""
 
     def tensors(self, value: Any) -> Any:
         if isinstance(value, dict):
@@ -199,7 +201,7 @@ COST_SPECS = {"cost": Unbounded((), dtype=torch.float64), "odd": Unbounded((), d
 
 
 def costs(env: Any, limit: int) -> Any:
-    """Return the infos of a rollout that a transform truncates, by TorchRL's reader and by another one."""
+    """Return the infos of a truncated rollout, by TorchRL's reader and by ``read_costs``."""
     env = GymWrapper(env).set_info_dict_reader(default_info_dict_reader(list(COST_SPECS), spec=COST_SPECS))
     env = env.set_info_dict_reader(read_costs).append_transform(StepCounter(limit))
     rollout = env.rollout(13, break_when_any_done=False)
@@ -216,12 +218,12 @@ def costs_of_singles(when: str, limit: int) -> Any:
 def test_infos_of_rows_equal_those_of_single_environments(form: str, mode: str) -> None:
     for when in CostInfos.WHEN:
         for limit in (99, 3):
-            env = FORMS[form](vector([partial(CostInfos, when, length) for length in LENGTHS], 3, mode))
+            env = FORMS[form](make_vector_env([partial(CostInfos, when, length) for length in LENGTHS], 3, mode))
             assert_same(costs(env, limit), costs_of_singles(when, limit))
 
 
 def as_object_array(parts: list[Any]) -> Any:
-    """Arrange infos as gymnasium did before 1.0."""
+    """Return infos as an object array, as gymnasium did before 1.0."""
     objects = np.full(len(parts), None, object)
     for row, part in enumerate(parts):
         objects[row] = part
@@ -243,21 +245,24 @@ def test_final_infos_replace_those_of_the_reset(form: str) -> None:
     inner = SameStep([3, 4, 5], "batch", torch_tensors=form == "tensors")
     step = inner.step
 
-    def told(action: Any) -> Any:
+    def step_and_report(action: Any) -> Any:
         steps = inner.steps + 1
         done = steps >= inner.lengths
         observation, *rest, info = step(action)
-        info["age"], info["fresh"] = inner.array(inner.steps.copy()), inner.array(done * 1)  # of the new episodes
+        info["age"], info["fresh"] = (
+            inner.array(inner.steps.copy()),
+            inner.array(done * 1),
+        )  # of the new episodes
         if done.any():
             info["final_info"] = FINAL_INFOS[form](steps, done)
         return (observation, *rest, info)
 
-    inner.step = told  # type: ignore[method-assign]
+    inner.step = step_and_report  # type: ignore[method-assign]
     spec = {name: Unbounded((), dtype=torch.int64) for name in ("age", "fresh")}
     env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(list(spec), spec=spec))
     after = env.rollout(9, break_when_any_done=False)["next"]
     assert torch.equal(after["age"], after["observation"][..., 2].long())
-    assert not after["fresh"].any()  # the steps that end episodes have none
+    assert not after["fresh"].any()  # steps that end episodes do not have it
 
 
 # -- values that are not arrays
@@ -283,7 +288,7 @@ def test_numbers_in_infos_are_registered(name: str, mode: str | None) -> None:
     def make() -> Any:
         return report_info(Walk(3, 5), "value", lambda: value)
 
-    env = GymWrapper(vector(make, 2, mode) if mode else make()).auto_register_info_dict()
+    env = GymWrapper(make_vector_env(make, 2, mode) if mode else make()).auto_register_info_dict()
     check_env_specs(env)
     after = env.rollout(12, break_when_any_done=False)["next"]
     assert after["value"].dtype is dtype
@@ -295,23 +300,23 @@ def test_numbers_in_infos_are_registered(name: str, mode: str | None) -> None:
 @pytest.mark.parametrize(
     "value", ["left", np.array("left"), object(), [1, [2, 3]], ["a"]], ids=lambda value: type(value).__name__
 )
-def test_infos_that_make_no_tensor(value: Any, count: int | None) -> None:
+def test_infos_that_are_not_numbers_are_rejected(value: Any, count: int | None) -> None:
     def make() -> Any:
         return report_info(Walk(3, 3), "value", lambda: value)
 
-    def wrapped() -> Any:
-        return GymWrapper(vector(make, count, "SameStep") if count else make())
+    def wrap() -> Any:
+        return GymWrapper(make_vector_env(make, count, "SameStep") if count else make())
 
     with pytest.raises(EnvironmentOutputError, match=r"info 'value' .*Name the keys to read: ") as caught:
-        wrapped().auto_register_info_dict()
-    env = wrapped()
+        wrap().auto_register_info_dict()
+    env = wrap()
     eval(str(caught.value).rpartition("read: ")[2], {**globals(), "env": env})
     after = env.rollout(5, break_when_any_done=False)["next"]
     assert after["age"].any()
     assert "value" not in after
 
 
-def test_one_number_for_a_batch_is_named() -> None:
+def test_scalar_info_of_a_batch_is_rejected() -> None:
     inner = report_info(IsaacByIds(3, final_obs=True), "mean", lambda: 2.5)
     env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(["mean"]))
     with pytest.raises(EnvironmentOutputError, match=r"info 'mean' has the shape \(\).*\(3,\)"):
@@ -326,7 +331,7 @@ def test_none_in_infos_counts_as_absent() -> None:
     assert env.rollout(6, break_when_any_done=False)["next", "goal"].tolist() == [0, 2.5, 0, 0, 2.5, 0]
 
 
-def test_number_that_is_an_integer_at_the_reset_has_the_dtype_of_steps() -> None:
+def test_info_dtype_comes_from_steps_and_not_from_resets() -> None:
     env = GymEnv("FrozenLake-v1").auto_register_info_dict()
     assert env.reset()["prob"].dtype is env.rollout(2)["next", "prob"].dtype is torch.float64
     assert env.reset()["prob"] == 1

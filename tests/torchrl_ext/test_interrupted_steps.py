@@ -1,4 +1,4 @@
-"""Ctrl-C at every step of a step, a reset and a rollout: what follows is as if it had not been."""
+"""Tests of Ctrl-C in steps, resets and rollouts: later results are unaffected."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torchrl.envs import StepCounter, TransformedEnv
 
 from rl_ext_core.errors import EnvironmentOutputError
 from tests.interrupts import interrupt_everywhere
-from tests.torchrl_ext.comparing import assert_same, seeded_rollout, vector
+from tests.torchrl_ext.comparison import assert_same, make_vector_env, seeded_rollout
 from tests.torchrl_ext.environments import DictWalk, Isaac, Walk
 from torchrl_ext import GymWrapper
 
 MAKERS: dict[str, Callable[[], Any]] = {
     "single": lambda: GymWrapper(Walk(3, 3)),
     "nested": lambda: GymWrapper(DictWalk(3, 3)),
-    "SameStep": lambda: GymWrapper(vector([lambda: Walk(3, 3), lambda: Walk(5, 5)], 2, "SameStep")),
-    "NextStep": lambda: GymWrapper(vector([lambda: Walk(3, 3), lambda: Walk(5, 5)], 2, "NextStep")),
-    "Disabled": lambda: GymWrapper(vector([lambda: Walk(3, 3), lambda: Walk(5, 5)], 2, "Disabled")),
+    "SameStep": lambda: GymWrapper(make_vector_env([lambda: Walk(3, 3), lambda: Walk(5, 5)], 2, "SameStep")),
+    "NextStep": lambda: GymWrapper(make_vector_env([lambda: Walk(3, 3), lambda: Walk(5, 5)], 2, "NextStep")),
+    "Disabled": lambda: GymWrapper(make_vector_env([lambda: Walk(3, 3), lambda: Walk(5, 5)], 2, "Disabled")),
     "torch": lambda: GymWrapper(Isaac(2, lengths=[3, 5]), missing_final_obs="previous"),
     "under a transform": lambda: TransformedEnv(GymWrapper(Walk(3, 3)), StepCounter()),
 }
 
 
 def prepare_env(name: str) -> tuple[Any, Any]:
-    """An environment before the step that ends its first episode, and the data."""
+    """Return an environment before its first episode's last step, and the data for it."""
     env = MAKERS[name]()
     env.set_seed(0)
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     [("single", 9), ("SameStep", 19), *(pytest.param(name, 3, marks=pytest.mark.exhaustive) for name in MAKERS)],
 )
 @pytest.mark.parametrize("call", CALLS)
-def test_the_next_rollout_is_as_ever(name: str, every: int, call: str) -> None:
+def test_rollout_after_an_interrupt_is_unchanged(name: str, every: int, call: str) -> None:
     expected = seeded_rollout(MAKERS[name](), 8)
     state: dict[str, Any] = {}
 
@@ -77,7 +77,7 @@ def test_the_next_rollout_is_as_ever(name: str, every: int, call: str) -> None:
 @pytest.mark.sample
 @pytest.mark.parametrize("name", ["SameStep", "NextStep", "Disabled"])
 @pytest.mark.parametrize("call", ["step", "step_and_maybe_reset"])
-def test_a_partial_reset_after_it_tells_how_the_environments_are(name: str, call: str) -> None:
+def test_partial_reset_after_an_interrupt_returns_current_observations(name: str, call: str) -> None:
     state: dict[str, Any] = {}
 
     def prepare() -> Callable[[], Any]:
@@ -97,8 +97,8 @@ def test_a_partial_reset_after_it_tells_how_the_environments_are(name: str, call
             assert found[0] == 1
 
 
-def test_the_observation_before_is_not_that_of_another_step() -> None:
-    """What was interrupted is not remembered; where nothing is known, a step that ends an episode is an error."""
+def test_previous_observation_after_an_interrupt_is_right_or_an_error() -> None:
+    """If the previous observation is unknown after an interrupt, an episode's end raises."""
     state: dict[str, Any] = {}
     refusals: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Conversions between JAX arrays and tensors. JAX is in .venv-jax only, in which test_jax_venv.py runs this file."""
+"""Tests of JAX conversions; test_jax_venv.py runs this file in .venv-jax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl.data import Bounded, Categorical, OneHot, TensorSpec
 from rl_ext_core.errors import EnvironmentOutputError
 from torchrl_ext.gym.io import compile_action, compile_flags, compile_reward, compile_value
 
-jax = pytest.importorskip("jax", reason="JAX is in .venv-jax only; make it with scripts/make_jax_venv.sh")
+jax = pytest.importorskip("jax", reason="JAX is only in .venv-jax. Run scripts/make_jax_venv.sh")
 
 
 @pytest.mark.parametrize("copy", [True, False])
@@ -25,7 +25,7 @@ def test_tensors_share_memory_only_without_copy(copy: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int32", "uint32", "float16", "bfloat16", "float32"])
-def test_dtypes(dtype: str) -> None:
+def test_jax_dtypes_are_kept(dtype: str) -> None:
     wanted = getattr(torch, dtype)
     found = compile_value((2, 1), wanted, name="a", device=None)(jax.numpy.array([0, 1], dtype))
     assert found.dtype is wanted
@@ -41,12 +41,12 @@ def test_dtypes(dtype: str) -> None:
         (lambda: jax.random.key(0), r"PRNGKeyArray, which makes no tensor"),
     ],
 )
-def test_values_that_do_not_fit_are_refused(value: Any, message: str) -> None:
+def test_values_that_do_not_fit_are_rejected(value: Any, message: str) -> None:
     with pytest.raises(EnvironmentOutputError, match=message):
         compile_value((2,), torch.uint8, name="a", device=None)(value())
 
 
-def test_rewards_and_flags() -> None:
+def test_jax_rewards_and_flags_are_converted() -> None:
     ones, flags = jax.numpy.ones(2), jax.numpy.array([True, False])
     assert compile_reward(Bounded(0, 1, (2, 1)), device=None)(ones).tolist() == [[1], [1]]
     read = compile_flags(torch.Size([2]), device=None, finite_horizon=False)
@@ -69,7 +69,7 @@ ACTIONS: dict[str, tuple[TensorSpec, Any, Any, torch.Tensor, str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ACTIONS)
-def test_actions_are_new_arrays_of_dtypes_that_jax_has(name: str) -> None:
+def test_actions_are_new_arrays_of_jax_dtypes(name: str) -> None:
     spec, space, start, action, dtype, expected = ACTIONS[name]
     convert = compile_action(
         spec, space=space, env_type="jax", batch_size=torch.Size([2]), clip=None, device=None, start=start

@@ -1,4 +1,4 @@
-"""ParallelEnv of one instance of Melting Pot, in an environment of its own: scripts/make_meltingpot_venv.sh."""
+"""Tests of ParallelEnv with Melting Pot; see scripts/make_meltingpot_venv.sh."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.core.devices.processes import environment
+from tests.core.devices.run_code import environment
 from tests.torchrl_ext.in_meltingpot.venv import python
 
 FOLDER = Path(__file__).parent / "in_meltingpot"
-# Of workers, their fork server and the parent; several times what was measured.
+# Bytes for workers, fork server and parent, several times the measured need.
 NEEDED = 8 * 2**30
 
 pytestmark = pytest.mark.slow
@@ -46,7 +46,7 @@ def answers(num_workers: int, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 def wait_for_processes(mark: str) -> list[str]:
-    """List what still runs of those that were given this variable; the fork server ends just after its parent."""
+    """Wait for the processes with this variable, and return those that still run."""
     deadline = time.monotonic() + 120
     while True:
         running = [process for process in psutil.process_iter() if has_variable(process, mark)]
@@ -62,18 +62,18 @@ def has_variable(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-def test_the_line_that_users_write(answers: list[dict[str, Any]], num_workers: int) -> None:
+def test_documented_line_starts_independent_workers(answers: list[dict[str, Any]], num_workers: int) -> None:
     answer = answers[0]
     assert answer["shape"] == [num_workers, 5]
     assert answer["frames differ"]
     assert len(set(answer["first seeds"])) == num_workers
-    assert answer["simulators of the parent"] == 1  # that of the instance
+    assert answer["simulators of the parent"] == 1  # the instance's own simulator
     assert answer["workers left"] == []
-    # One process that imports TorchRL and Melting Pot has a gigabyte of its own.
+    # A process that imports TorchRL and Melting Pot itself has a gigabyte of private memory.
     assert max(answer["private MiB"]) < 300
 
 
-def test_an_instance_that_was_changed_and_a_seed(answers: list[dict[str, Any]]) -> None:
+def test_changed_instance_with_a_seed(answers: list[dict[str, Any]]) -> None:
     answer = answers[1]
     first, again = answer["chains"]
     assert first == again
@@ -81,5 +81,5 @@ def test_an_instance_that_was_changed_and_a_seed(answers: list[dict[str, Any]]) 
         assert chain == [(chain[0] + count) % 2**32 for count in range(3)]
     assert first[0][0] != first[1][0]
     assert answer["ends"] == [[[3, 7]] * 2] * 2
-    assert answer["simulators of the parent"] == 0  # beside the instance, which goes on
+    assert answer["simulators of the parent"] == 0  # except the instance's own simulator
     assert answer["instance afterwards"] == [4]

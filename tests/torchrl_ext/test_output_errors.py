@@ -1,4 +1,4 @@
-"""What environments return and their spaces do not promise: one sentence says what, and the wrapper goes on."""
+"""Tests of results that do not match the spaces: an error names the mismatch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gymnasium import spaces
 from torchrl.data import Unbounded
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
-from tests.torchrl_ext.comparing import vector
+from tests.torchrl_ext.comparison import make_vector_env
 from tests.torchrl_ext.environments import DictWalk, FaultyWalk, SameStep, SamplingEnv, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
@@ -40,7 +40,7 @@ SINGLE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SINGLE)
-def test_single_environments(name: str) -> None:
+def test_invalid_step_results_of_single_environments_are_named(name: str) -> None:
     faults, message = SINGLE[name]
     inner = FaultyWalk()
     env = GymWrapper(inner)
@@ -69,7 +69,7 @@ def test_single_environments(name: str) -> None:
     ids=["only the observation", "three", "None", "observation None", "shape"],
 )
 @pytest.mark.parametrize("first", [True, False])
-def test_resets(fault: Any, message: str, first: bool) -> None:
+def test_invalid_reset_results_are_named(fault: Any, message: str, first: bool) -> None:
     inner = FaultyWalk()
     env = GymWrapper(inner)
     if not first:
@@ -81,12 +81,12 @@ def test_resets(fault: Any, message: str, first: bool) -> None:
     assert env.rollout(5).shape == (5,)
 
 
-def test_a_list_of_five_will_do() -> None:
+def test_step_result_may_be_a_list() -> None:
     result = GymWrapper(FaultyWalk(step=list)).rollout(4)
     assert result["observation"][:, 1].tolist() == [0, 1, 2, 3]
 
 
-def test_trailing_axes_of_one_come_and_go() -> None:
+def test_trailing_axes_of_length_one_are_dropped_or_added() -> None:
     faults = {"reward": np.ones((1, 1)), "terminated": np.zeros(1, bool), "truncated": torch.zeros(1, dtype=torch.bool)}
     inner = FaultyWalk(**faults)
     observation = inner.observation
@@ -134,7 +134,7 @@ INTEGERS: dict[str, tuple[Any, Any, str | None]] = {
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_values_that_fit_are_taken_and_others_named(name: str) -> None:
+def test_observations_that_fit_the_space_are_accepted_and_others_named(name: str) -> None:
     space, value, message = INTEGERS[name]
     inner = SamplingEnv(space, spaces.Discrete(2))
     env = GymWrapper(inner)
@@ -164,7 +164,7 @@ DICTS = {
 
 
 @pytest.mark.parametrize("name", DICTS)
-def test_dict_observations(name: str) -> None:
+def test_invalid_dict_observations_are_named(name: str) -> None:
     fault, message = DICTS[name]
     inner = DictWalk(20, 20)
     observation = inner.observation
@@ -199,7 +199,7 @@ BATCHES: dict[str, tuple[int, Any, str]] = {
 
 @pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_batches(name: str, torch_tensors: bool) -> None:
+def test_invalid_step_results_of_batches_are_named(name: str, torch_tensors: bool) -> None:
     place, fault, message = BATCHES[name]
     inner = SameStep([3, 4, 5, 6], "batch", torch_tensors=torch_tensors)
     env = GymWrapper(inner)
@@ -226,7 +226,7 @@ def test_batches(name: str, torch_tensors: bool) -> None:
     [(1, 2, 3, 4), np.ones(4, np.int8), torch.ones(4, 1, dtype=torch.float64)],
     ids=["tuple", "bytes", "torch column"],
 )
-def test_rewards_of_a_batch_in_other_forms(reward: Any) -> None:
+def test_batch_rewards_as_tuple_integers_or_column(reward: Any) -> None:
     inner = SameStep([3, 4, 5, 6], "batch")
     step = inner.step
     inner.step = lambda action: (lambda result: (result[0], reward, *result[2:]))(step(action))  # type: ignore[method-assign]
@@ -236,7 +236,7 @@ def test_rewards_of_a_batch_in_other_forms(reward: Any) -> None:
 
 
 @pytest.mark.parametrize(("place", "value"), [(1, None), (1, "much"), (2, None), (3, "yes")])
-def test_skipped_frames(place: int, value: Any) -> None:
+def test_invalid_results_of_skipped_frames_are_named(place: int, value: Any) -> None:
     inner: Any = Walk(20, 20)
     env = GymWrapper(inner, frame_skip=3)
     env.reset()
@@ -253,10 +253,10 @@ def test_skipped_frames(place: int, value: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-def test_skipped_frames_of_vectorized_environments_are_refused(mode: str) -> None:
-    # Rows that are not done would be cut to fewer frames when another one ends.
+def test_frame_skip_of_vectorized_environments_is_rejected(mode: str) -> None:
+    # Other rows would skip fewer frames when one row's episode ends.
     for make in (
-        lambda **kwargs: GymWrapper(vector(Walk, 2, mode), **kwargs),
+        lambda **kwargs: GymWrapper(make_vector_env(Walk, 2, mode), **kwargs),
         lambda **kwargs: GymEnv("CartPole-v1", num_envs=2, **kwargs),
     ):
         with pytest.raises(InvalidArgumentError, match=r"frame_skip=4 on a vectorized environment.*ParallelEnv\(n, "):
@@ -267,18 +267,18 @@ def test_skipped_frames_of_vectorized_environments_are_refused(mode: str) -> Non
         with pytest.raises(InvalidArgumentError, match=r"frame_skip=4"):
             env.rollout(3)
         env.close()
-    gc.collect()  # the environment of the wrapper that was refused
+    gc.collect()  # closes the environment of the rejected wrapper
 
 
-def test_a_reward_with_a_fraction_does_not_fit_a_specification_of_whole_numbers() -> None:
-    env = GymWrapper(vector(Walk, 2, "NextStep"))  # whose rewards end in a half
+def test_fractional_batch_reward_is_rejected_by_an_integer_spec() -> None:
+    env = GymWrapper(make_vector_env(Walk, 2, "NextStep"))  # Walk's rewards end in .5
     env.reward_spec = Unbounded((2, 1), dtype=torch.int64)
     with pytest.raises(EnvironmentOutputError, match=r"'reward' has the dtype torch\.float64, which loses"):
         env.rand_step(env.reset())
 
 
 @pytest.mark.parametrize("reward", [1.5, np.float32(2.5), float("nan"), -0.9])
-def test_nor_does_a_number(reward: Any) -> None:
+def test_fractional_single_reward_is_rejected_by_an_integer_spec(reward: Any) -> None:
     inner = Walk()
     step, inner.reward_space = inner.step, spaces.Box(-9, 9, (1,), np.int64)  # type: ignore[attr-defined]
     inner.step = lambda action: (step(action)[0], reward, *step(action)[2:])  # type: ignore[method-assign]

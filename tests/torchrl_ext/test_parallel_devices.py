@@ -1,4 +1,4 @@
-"""Device decisions of workers: their variables are there before anything reads them, also in fork servers."""
+"""Tests of device decisions in workers: variables are set before any library reads them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rl_ext_core.devices import Decision, resolve
 from rl_ext_core.errors import DeviceConflictError, InvalidArgumentError, WorkerError
 from tests.core.devices.binding import EXPECTED, MACHINE, UNSET
 from tests.core.devices.machines import machine
-from tests.core.devices.processes import run
-from tests.core.devices.reporting import NAMES, variables
+from tests.core.devices.reporting_env import NAMES, variables
+from tests.core.devices.run_code import run
 from tests.torchrl_ext.parallel_checks import no_workers_left
 from tests.torchrl_ext.parallel_environments import DeviceReporting
 from torchrl_ext import ParallelEnv
@@ -26,7 +26,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of this process's own: robosuite makes some when it is imported, as by tests before these."""
+    """Remove this process's device variables, which importing robosuite in earlier tests sets."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
 
@@ -42,28 +42,28 @@ def gpu_decisions(inventory: Any = MACHINE, **options: Any) -> list[Decision]:
     [("class", "forkserver"), ("instance", "forkserver"), pytest.param("instance", "spawn", marks=slow)],
 )
 def test_each_worker_has_its_gpu_before_mujoco_is_imported(form: str, method: str) -> None:
-    """Fork servers have imported mujoco, with TorchRL: it reads the backend at import, the number of the GPU later."""
+    """Fork servers import mujoco with TorchRL; it reads its backend then, and the GPU later."""
     source: Any = DeviceReporting if form == "class" else DeviceReporting()
     env = ParallelEnv(3, source, devices=gpu_decisions(), mp_start_method=method)
     env.reset()
     at_construction, now, read_by_mujoco, device = zip(*env.device_settings(), strict=True)
     env.close()
     assert list(now) == EXPECTED
-    assert list(at_construction) == EXPECTED  # a copy is made in its worker
+    assert list(at_construction) == EXPECTED  # copies are made in their workers
     assert read_by_mujoco == ("egl",) * 3
     assert device == (("cuda:0", "cuda:1", "cuda:2") if source is DeviceReporting else ("none",) * 3)
     assert variables() == UNSET
 
 
-def test_forked_workers_refuse_what_comes_too_late() -> None:
-    """This process has imported mujoco, and so have its forks."""
+def test_forked_workers_reject_decisions_after_mujoco_is_imported() -> None:
+    """This process has imported mujoco, so its forks have too."""
     with pytest.raises(WorkerError, match="DeviceConflictError") as caught:
         ParallelEnv(3, DeviceReporting(), devices=gpu_decisions(renderer="mujoco"), mp_start_method="fork")
     assert isinstance(caught.value.__cause__, DeviceConflictError)
 
 
-def test_round_robin_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A renderer's rule is known by the instance."""
+def test_round_robin_devices_cycle_over_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The instance also determines the renderer."""
     asked = []
 
     def resolve_there(*args: Any, **kwargs: Any) -> Decision:
@@ -76,7 +76,7 @@ def test_round_robin_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> No
     assert [device for *_, device in env.device_settings()] == ["cuda:0", "cuda:1", "cuda:0"]
     env.close()
     asked.clear()
-    with pytest.raises(InvalidArgumentError):  # what comes after the decisions
+    with pytest.raises(InvalidArgumentError):  # fails after the decisions
         ParallelEnv(3, gymnasium.make("HalfCheetah-v5"), devices="round-robin", verify=False, create_env_kwargs=[])
     assert [(options["worker"], options["render"], options["renderer"]) for options in asked] == [
         (worker, "same", "gymnasium") for worker in range(3)
@@ -97,7 +97,7 @@ TORCHRL = """
 import functools, torch
 from torchrl.envs import ParallelEnv
 from tests.core.devices.binding import bound, in_torchrl, on_mesa
-from tests.core.devices.reporting import reports
+from tests.core.devices.reporting_env import reports
 FROM_WORKERS = dict(metadata_from_workers=True, use_buffers=False)
 """
 
@@ -140,7 +140,7 @@ def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled(
     assert not cuda
     if from_workers:
         assert (in_parent, parent) == ([], UNSET)
-    else:  # the parent builds one of each, all under the first one's decision, and says so
+    else:  # the parent builds one of each with the first worker's decision, and warns
         assert [report["called"] for report in in_parent] == [EXPECTED[0]] * 3
         assert parent == EXPECTED[0]
     said = ended.stderr.count("a worker's environment is built in the parent process")
@@ -148,8 +148,8 @@ def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled(
 
 
 @pytest.mark.slow
-def test_rendering_in_forked_workers_after_the_parent_rendered_is_an_error_instead_of_a_hang(tmp_path: Path) -> None:
-    # TorchRL builds one environment in the parent for its specs, and this one renders when it is built.
+def test_rendering_in_forks_raises_after_the_parent_has_rendered(tmp_path: Path) -> None:
+    # TorchRL builds one environment in the parent for its specs, which renders at construction.
     ended = run(
         TORCHRL,
         f"""
@@ -159,13 +159,13 @@ def test_rendering_in_forked_workers_after_the_parent_rendered_is_an_error_inste
         """,
         timeout_s=60,
     )
-    assert "DeviceConflictError: mujoco.egl had made its display before this process was forked" in ended.stderr
+    assert "DeviceConflictError: mujoco.egl had created its display before this process was forked" in ended.stderr
     assert "mp_start_method=" in ended.stderr
 
 
 @pytest.mark.slow
-def test_mujocos_own_renderer_needs_the_decision_above_the_import_of_torchrl(tmp_path: Path) -> None:
-    # Importing TorchRL imports mujoco, which reads MUJOCO_GL then.
+def test_mujoco_renderer_needs_apply_before_importing_torchrl(tmp_path: Path) -> None:
+    # Importing TorchRL imports mujoco, which reads MUJOCO_GL at import.
     lines = f"""
         folder = {str(tmp_path)!r}
         env = ParallelEnv(3, bound(folder, wrap=in_torchrl, renderer="mujoco"), mp_start_method="fork", **FROM_WORKERS)
@@ -173,5 +173,5 @@ def test_mujocos_own_renderer_needs_the_decision_above_the_import_of_torchrl(tmp
         answer = [report["called"] for report in reports(folder)]
         """
     ended = run(TORCHRL, lines)
-    assert "write resolve(...).apply() above `import torchrl`, which imports mujoco, in the script" in ended.stderr
+    assert "call resolve(...).apply() above `import torchrl`, which imports mujoco, in the script" in ended.stderr
     assert run("resolve('cpu', render='same').apply()", TORCHRL, lines).answer == EXPECTED

@@ -1,4 +1,4 @@
-"""Whatever goes wrong in a worker is raised in the parent, with what the worker knows, and leaves no process."""
+"""Tests of failures in workers: the parent raises WorkerError, and no process is left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchrl_ext import ParallelEnv, as_factory
 __all__ = ["event_log", "no_workers_left"]
 
 slow = pytest.mark.slow
-# Without buffers, all that is sent back is pickled; with them, upstream waits for flags in shared memory.
+# Without buffers, results are pickled. With buffers, upstream waits for flags in shared memory.
 buffers = pytest.mark.parametrize("use_buffers", [True, False], ids=["buffers", "pipes"])
 
 
@@ -35,22 +35,22 @@ def factory() -> EnvFactory[Any]:
 
 
 def failing(when: str, how: str = "raise", **options: Any) -> ParallelEnv:
-    """Two workers, of which the second fails."""
+    """Make two workers, of which the second fails."""
     source = Failing if when == "constructor" else factory()
     return ParallelEnv(2, source, overrides=[{}, {"when": when, "how": how}], **options)
 
 
 def use_everything(env: ParallelEnv) -> None:
-    """Do one after the other all that an environment may fail at."""
+    """Call everything at which an environment may fail, one after the other."""
     env.reset()
     env.rollout(5, break_when_any_done=False)
     env.fetch(litres=3)
     env.close()
 
 
-def test_more_workers_than_descriptors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_beyond_the_open_file_limit_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (len(os.listdir("/proc/self/fd")) + 55,) * 2)
-    with pytest.raises(InvalidArgumentError, match=r"4 workers need 40 .*Write ParallelEnv\(3, ...\) or fewer"):
+    with pytest.raises(InvalidArgumentError, match=r"ParallelEnv\(4, ...\) needs 40 .*Use ParallelEnv\(3, ...\)"):
         ParallelEnv(4, factory()).reset()
     env = ParallelEnv(3, factory())
     env.reset()
@@ -59,7 +59,7 @@ def test_more_workers_than_descriptors_are_refused(monkeypatch: pytest.MonkeyPat
 
 @contextmanager
 def expect_worker_error(env: ParallelEnv) -> Iterator[Any]:
-    """Expect a failure; afterwards there is no process, closing is fine, and the environment can be used anew."""
+    """Expect a WorkerError, after which no process is left and ``close()`` works."""
     with pytest.raises(WorkerError) as caught:
         yield caught
     assert not new_workers()
@@ -90,11 +90,11 @@ OCCASIONS = ["constructor", "reset", "step", "method", "close"]
         ("step", "segfault", "fork"),
     ],
 )
-def test_failures_reach_the_parent(when: str, how: str, method: str | None, use_buffers: bool) -> None:
-    seed = None if when == "reset" else 5  # with one, environments are reset when they are built
+def test_worker_failures_raise_worker_error(when: str, how: str, method: str | None, use_buffers: bool) -> None:
+    seed = None if when == "reset" else 5  # with a seed, environments are reset when they are built
     env = failing(when, how, use_buffers=use_buffers, mp_start_method=method, seed=seed)
     if (when, how) == ("close", "os._exit"):
-        use_everything(env)  # that is what closing is for
+        use_everything(env)  # close() expects workers to exit
         return
     with expect_worker_error(env) as caught:
         use_everything(env)
@@ -104,13 +104,13 @@ def test_failures_reach_the_parent(when: str, how: str, method: str | None, use_
     assert (error.seed is None) == (seed is None)
     assert seed is None or (error.seed != seed and f"(seed {error.seed})" in str(error))
     assert error.phase == {"method": "fetch", "constructor": "building the environment"}.get(when, when)
-    if (when, how) == ("method", "raise"):  # upstream wraps it
+    if (when, how) == ("method", "raise"):  # upstream wraps the exception
         assert "ValueError: the well is dry" in str(error)
     elif when != "method" or how != "raise what cannot be pickled":
         assert said in str(error)
     if kind == "exception":
         assert "parallel_environments.py" in error.traceback
-    if how == "raise":  # upstream's is between them
+    if how == "raise":  # upstream's exception is in between
         cause = error.__cause__.__cause__ if when == "method" else error.__cause__
         assert repr(cause) == "ValueError('the well is dry')"
 
@@ -118,21 +118,21 @@ def test_failures_reach_the_parent(when: str, how: str, method: str | None, use_
 @pytest.mark.sample(quick=0, ci=2)
 @buffers
 @pytest.mark.parametrize("when", ["constructor", "reset", "step", "method"])
-def test_workers_that_hang_are_found_by_the_time_limit(when: str, use_buffers: bool) -> None:
-    # A worker that is started imports its class first, which may take a while.
+def test_hanging_workers_raise_timeout_errors(when: str, use_buffers: bool) -> None:
+    # A new worker imports its class first, which may take seconds.
     limits = {"start_timeout": 15.0} if when == "constructor" else {"step_timeout": 3.0}
     env = failing(when, "hang", use_buffers=use_buffers, **limits)
     with expect_worker_error(env) as caught:
         use_everything(env)
     assert (caught.value.worker, caught.value.kind) == (1, "timeout")
     assert f"did not answer within {limits.popitem()[1]:g} s" in str(caught.value)
-    assert "in fail" in str(caught.value)  # the function that hangs
+    assert "in fail" in str(caught.value)  # the traceback names the function that hangs
 
 
 @pytest.mark.sample(quick=1, ci=2)
 @buffers
 @pytest.mark.parametrize("then", [lambda env: env.close(), lambda env: env.rollout(3)], ids=["close", "rollout"])
-def test_workers_killed_while_idle(then: Any, use_buffers: bool) -> None:
+def test_worker_killed_while_idle_raises_at_the_next_call(then: Any, use_buffers: bool) -> None:
     env = ParallelEnv(2, Well, use_buffers=use_buffers)
     env.reset()
     os.kill(env._workers[1].pid, signal.SIGKILL)
@@ -141,20 +141,20 @@ def test_workers_killed_while_idle(then: Any, use_buffers: bool) -> None:
     assert "worker 1 of 2 was killed by SIGKILL" in str(caught.value)
 
 
-def test_stepping_without_workers_is_refused() -> None:
+def test_step_after_a_failure_is_rejected_until_reset() -> None:
     env = failing("step")
     with pytest.raises(WorkerError, match="the well is dry"):
         env.rollout(5)
-    with pytest.raises(WorkerError, match=r"no workers, because worker 1 of 2 .* reset\(\) starts new ones"):
+    with pytest.raises(WorkerError, match=r"no workers, because worker 1 .* in step\. Use reset\(\) to start new ones"):
         env.step(env.full_action_spec.zero())
     assert not new_workers()
-    with pytest.raises(WorkerError, match="the well is dry") as caught:  # as it does everywhere
+    with pytest.raises(WorkerError, match="the well is dry") as caught:  # starts raise it too
         ParallelEnv(2, functools.partial(Failing, when="constructor"))
     assert repr(caught.value.__cause__) == "ValueError('the well is dry')"
 
 
 class Undead:
-    """A worker whose death is seen by those who watch it, and by nobody else."""
+    """Worker that reports to be alive, so that only the watcher detects its death."""
 
     _closed = False
 
@@ -162,25 +162,25 @@ class Undead:
         return True
 
 
-def test_data_of_a_failed_step_are_not_handed_out() -> None:
-    """Upstream is woken from its waiting by the flags that say that data are there."""
+def test_data_of_a_failed_step_is_not_returned() -> None:
+    """The flags that wake up upstream also mean that data is ready."""
     env = failing("step", "SIGKILL")
     td = env.reset().set("action", torch.zeros(2, dtype=torch.int64))
     env._workers = [Undead(), Undead()]
-    with pytest.raises(WorkerError):  # noqa: PT012 which of them does it is the point
+    with pytest.raises(WorkerError):  # noqa: PT012 any of the steps may raise
         for _ in range(3):
             td = env.step_mdp(env.step(td))
-        pytest.fail("the third step has returned something")
+        pytest.fail("the third step has returned, expected WorkerError")
 
 
-def test_of_two_failures_the_first_is_told() -> None:
+def test_first_of_two_failures_is_reported() -> None:
     env = ParallelEnv(3, factory(), overrides=[{}, {"when": "step", "how": "hang"}, {"when": "step"}])
     with expect_worker_error(env) as caught:
         use_everything(env)
     assert (caught.value.worker, caught.value.kind) == (2, "exception")
 
 
-def test_after_a_result_that_this_process_cannot_read_the_next_one_is_not_mixed_up() -> None:
+def test_result_that_cannot_be_unpickled_does_not_corrupt_the_next_one() -> None:
     env = ParallelEnv(2, factory(), overrides=[{"when": "method", "how": ""}, {}])
     env.reset()
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
@@ -192,7 +192,7 @@ def test_after_a_result_that_this_process_cannot_read_the_next_one_is_not_mixed_
     assert caught.value.phase == "lock"
 
 
-def test_errors_of_this_process_leave_the_workers_alone() -> None:
+def test_errors_in_the_parent_process_keep_the_workers() -> None:
     env = ParallelEnv(2, Well)
     td = env.reset()
     before = [worker.pid for worker in env._workers]
@@ -223,7 +223,7 @@ def test_ctrl_c_ends_the_workers(when: str, use_buffers: bool) -> None:
         env.close()
 
 
-def test_what_prevents_a_worker_from_starting_ends_those_that_have_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_ends_workers_that_have_started(monkeypatch: pytest.MonkeyPatch) -> None:
     env = ParallelEnv(2, Well)
     env.create_env_fn[1] = threading.Lock()
     with pytest.raises(TypeError, match="cannot pickle"):

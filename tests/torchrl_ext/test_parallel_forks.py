@@ -1,4 +1,4 @@
-"""A forked process that has inherited a ``ParallelEnv``: the workers are those of its parent."""
+"""Tests of a ``ParallelEnv`` in a forked child, where the workers belong to the parent."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def test_calls_in_forked_process_are_refused() -> None:
-    others = set(process._children)  # type: ignore[attr-defined]  # such as the process in which other tests try copies
+def test_calls_in_a_forked_process_are_rejected() -> None:
+    others = set(process._children)  # type: ignore[attr-defined]  # such as the process in which other tests build copies
     env = ParallelEnv(2, GymEnv("CartPole-v1"), seed=0)
     data = env.rand_action(env.reset())
     for name, call in CALLS.items():
@@ -37,7 +37,7 @@ def test_calls_in_forked_process_are_refused() -> None:
     def leave() -> str:
         env.close()
         process._children.difference_update(others)  # type: ignore[attr-defined]
-        util._exit_function()  # type: ignore[attr-defined]  # by which multiprocessing ends children at exit
+        util._exit_function()  # type: ignore[attr-defined]  # multiprocessing ends children with it at exit
         return "left"
 
     assert result_in_fork(leave) == "'left'"

@@ -1,4 +1,4 @@
-"""What a ``ParallelEnv`` is made of: each form gives the same environments, and none is built in this process."""
+"""Tests of the sources of ``ParallelEnv``, which are built only in workers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_transformed_well(depth: float = 3.0) -> TransformedEnv:
 
 
 def make_stacked_well() -> TransformedEnv:
-    """Stack frames in a buffer that is uninitialized before the first reset."""
+    """Make an environment with CatFrames, whose buffer is uninitialized before a reset."""
     return TransformedEnv(GymWrapper(make_changed_well()), CatFrames(1, dim=-1, in_keys=["observation"]))
 
 
@@ -76,21 +76,21 @@ FORMS_FOR_OTHER_METHODS = ("a transformed instance", "a lambda")
         *(pytest.param(form, method, marks=slow) for form in FORMS_FOR_OTHER_METHODS for method in ("spawn", "fork")),
     ],
 )
-def test_no_form_is_built_in_this_process(form: str, method: str | None, event_log: Path) -> None:
+def test_sources_are_not_built_in_the_parent_process(form: str, method: str | None, event_log: Path) -> None:
     source = SOURCES[form]()
-    before = [count_events(what, in_this_process=True) for what in EVENTS]
+    before = [count_events(event, in_this_process=True) for event in EVENTS]
     env = ParallelEnv(2, source, mp_start_method=method)
     assert env.observation_spec["observation"].shape == (2, 3)
     assert depths(env) == [3.0, 3.0]
     env.close()
-    assert [count_events(what, in_this_process=True) for what in EVENTS] == before
+    assert [count_events(event, in_this_process=True) for event in EVENTS] == before
     assert count_events("closed", in_this_process=False) >= 2
     assert env._use_buffers
 
 
 @pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize("make", [make_changed_well, NativeEnv, make_transformed_well])
-def test_instances_stay_as_they_are_and_usable(make: Any, event_log: Path) -> None:
+def test_instances_stay_unchanged_and_usable(make: Any, event_log: Path) -> None:
     instance = make()
     instance.reset()
     before = fingerprint(instance)
@@ -106,8 +106,8 @@ def test_instances_stay_as_they_are_and_usable(make: Any, event_log: Path) -> No
         assert instance.rollout(2).shape == (2,)
 
 
-def test_an_instance_is_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that compares a copy with it reads of that copy what buffers are made by."""
+def test_instance_is_compared_with_its_copy_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that compares the copy also reads the metadata for buffers."""
     asked = []
     monkeypatch.setattr(
         "rl_ext_core.factory.compare.run_in_subprocess",
@@ -123,7 +123,7 @@ def test_an_instance_is_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.sample(ci=1)
 @pytest.mark.parametrize("source", ["CartPole-v1", gymnasium.spec("CartPole-v1")], ids=["id", "spec"])
-def test_ids_and_specs(source: Any) -> None:
+def test_ids_and_specs_build_environments(source: Any) -> None:
     env = ParallelEnv(2, source)
     assert env.reset()["observation"].shape == (2, 4)
     assert [inner.spec.id for inner in env._env.unwrapped()] == ["CartPole-v1"] * 2
@@ -131,7 +131,7 @@ def test_ids_and_specs(source: Any) -> None:
 
 
 @pytest.mark.slow
-def test_environments_that_differ_and_find_the_threads_of_their_workers_wherever_they_are_built() -> None:
+def test_different_environments_are_built_with_num_sub_threads() -> None:
     def make() -> NativeEnv:
         if torch.get_num_threads() != 3:
             raise RuntimeError(f"{torch.get_num_threads()} threads")
@@ -145,7 +145,7 @@ def test_environments_that_differ_and_find_the_threads_of_their_workers_wherever
 
 
 @pytest.mark.slow
-def test_one_environment_that_needs_no_worker(event_log: Path) -> None:
+def test_serial_for_single_builds_a_serial_env(event_log: Path) -> None:
     env = ParallelEnv(1, Well, serial_for_single=True, seed=3, overrides=[{"depth": 2.0}])
     assert isinstance(env, SerialEnv)
     assert depths(env) == [2.0]
@@ -192,41 +192,41 @@ def test_overrides_of_each_environment_in_a_list(sources: Any, overrides: Any, e
     env.close()
 
 
-def test_override_that_the_own_environment_of_a_list_does_not_take() -> None:
+def test_override_that_its_environment_does_not_accept_is_rejected() -> None:
     with pytest.raises(InvalidArgumentError, match="takes no argument width"):
         ParallelEnv(2, [Well, wide], overrides=[{"width": 1.0}, {"width": 2.0}])
 
 
-def test_numpy_integer_as_number_of_workers() -> None:
+def test_number_of_workers_may_be_a_numpy_integer() -> None:
     env = ParallelEnv(np.int64(2), make_well)
     assert depths(env) == [3.0, 3.0]
     env.close()
 
 
 @pytest.mark.slow
-def test_kwargs_of_upstream() -> None:
+def test_create_env_kwargs_and_update_kwargs() -> None:
     env = ParallelEnv(2, make_well, create_env_kwargs=[{"depth": 1.0}, {"depth": 2.0}])
     env.update_kwargs([{"depth": 4.0}, {}])
     assert depths(env) == [4.0, 2.0]
     env.close()
-    with pytest.raises(InvalidArgumentError, match="create_env_kwargs has 3 entries for 2 workers"):
+    with pytest.raises(InvalidArgumentError, match="create_env_kwargs has length 3 for num_workers=2"):
         ParallelEnv(2, make_well, create_env_kwargs=[{}] * 3)
 
 
-def test_overrides_that_change_what_the_buffers_are_made_for() -> None:
+def test_overrides_that_change_specs_are_rejected() -> None:
     env = ParallelEnv(2, NativeEnv, overrides=[{"size": 3}, {"size": 5}])
     with pytest.raises(
         WorkerError,
-        match=r"the environment of worker 1 differs from what the buffers are for: .*\(5,\).*Overrides that",
+        match=r"the specs of worker 1 differ from those of the buffers: .*\(5,\).*If overrides change specs",
     ):
         env.reset()
 
 
-# -- what is refused
+# -- invalid arguments
 
 
-def test_what_builds_something_else_or_cannot_be_copied() -> None:
-    with pytest.raises(WorkerError, match=r"builtins\.dict is none that TorchRL has a wrapper for") as caught:
+def test_sources_that_are_not_environments_or_not_copyable_are_rejected() -> None:
+    with pytest.raises(WorkerError, match=r"TorchRL has no wrapper for .* of type builtins\.dict") as caught:
         ParallelEnv(2, dict)
     assert isinstance(caught.value.__cause__, InvalidTypeError)
     well = make_changed_well()
@@ -236,9 +236,9 @@ def test_what_builds_something_else_or_cannot_be_copied() -> None:
     assert not new_workers()
 
 
-def test_copies_that_are_not_compared() -> None:
+def test_verify_false_skips_the_comparison_of_copies() -> None:
     well = make_changed_well()
-    well.__class__ = type("Well", (Well,), {})  # whose module does not have it
+    well.__class__ = type("Well", (Well,), {})  # a class that its module does not contain
     env = ParallelEnv(2, well, verify=False)
     assert depths(env) == [3.0, 3.0]
     env.close()
@@ -250,19 +250,24 @@ def test_copies_that_are_not_compared() -> None:
         ((2, 7), {}, InvalidTypeError, "7 builds no environment"),
         ((0, Well), {}, InvalidArgumentError, "num_workers=0"),
         ((True, Well), {}, InvalidArgumentError, "num_workers=True"),
-        ((3, [Well, Well]), {}, InvalidArgumentError, r"2 entries for num_workers=3.*ParallelEnv\(2"),
-        ((Well,), {}, InvalidTypeError, r"no environment; type is no number\. Write ParallelEnv\(4, env\)"),
+        ((3, [Well, Well]), {}, InvalidArgumentError, r"has length 2 for num_workers=3.*ParallelEnv\(2"),
+        ((Well,), {}, InvalidTypeError, r"no environment; num_workers is of type type\. Use ParallelEnv\(4, env\)"),
         ((np.float64(2), Well), {}, InvalidArgumentError, "num_workers=np.float64"),
-        ((2, [Well, Well]), {"overrides": [{}]}, InvalidArgumentError, "overrides has 1 entries for 2 workers"),
-        ((2, [Well, Well]), {"overrides": {"depth": 1.0}}, InvalidTypeError, "overrides=.* is no list of mappings"),
-        ((2, Well), {"overrides": [{}]}, InvalidArgumentError, "overrides has 1 entries for 2 workers"),
+        (
+            (2, [Well, Well]),
+            {"overrides": [{}]},
+            InvalidArgumentError,
+            "overrides has length 1: expected one entry for each",
+        ),
+        ((2, [Well, Well]), {"overrides": {"depth": 1.0}}, InvalidTypeError, "overrides=.* is not a list of mappings"),
+        ((2, Well), {"overrides": [{}]}, InvalidArgumentError, "overrides has length 1: expected one entry for each"),
         ((2, Well), {"seed": -1}, InvalidArgumentError, "seed=-1"),
         ((2, Well), {"devices": "fastest"}, InvalidArgumentError, r"(?s)devices='fastest'.*resolve\("),
         ((2, Well), {"devices": [3, 4]}, InvalidArgumentError, r"(?s)devices=.*resolve\("),
         ((2, Well), {"mp_start_method": "telepathy"}, InvalidArgumentError, "telepathy"),
     ],
 )
-def test_arguments_that_make_no_sense(arguments: Any, options: Any, error: type[Exception], text: str) -> None:
+def test_invalid_arguments_are_rejected(arguments: Any, options: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         ParallelEnv(*arguments, **options)
 

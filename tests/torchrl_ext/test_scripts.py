@@ -1,4 +1,4 @@
-"""Scripts as users write them: without a guard, with classes and ids of their own, piped in, interrupted."""
+"""Tests of users' scripts: without a guard, with their own classes, and interrupted."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def start_script(folder: Path, text: str) -> subprocess.Popen[str]:
 
 
 def wait_for_script(process: subprocess.Popen[str], folder: Path, timeout: float = 150.0) -> tuple[int, str, str]:
-    """Wait for a script; nothing that it has started may be left."""
+    """Wait for a script, and assert that it leaves no process."""
     out, err = process.communicate(timeout=timeout)
     end = time.monotonic() + 120
     while (left := _processes_of_script(folder)) and time.monotonic() < end:
@@ -82,7 +82,7 @@ def wait_for_script(process: subprocess.Popen[str], folder: Path, timeout: float
 
 
 def _processes_of_script(folder: Path) -> list[int]:
-    """List the processes with a program's variables: workers may lead sessions of their own."""
+    """Return a script's processes by an environment variable, as workers may lead sessions."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -94,7 +94,7 @@ def _processes_of_script(folder: Path) -> list[int]:
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("guarded", [False, True], ids=["unguarded", "guarded"])
-def test_what_a_script_defines(guarded: bool, tmp_path: Path) -> None:
+def test_classes_and_ids_of_a_script_reach_workers(guarded: bool, tmp_path: Path) -> None:
     text = OWN + ('if __name__ == "__main__":\n' + textwrap.indent(USES, "    ") if guarded else USES)
     code, out, err = wait_for_script(start_script(tmp_path, text), tmp_path)
     assert (code, err) == (0, "")
@@ -114,7 +114,7 @@ print("running", flush=True)
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("last", ["", "del env"])
-def test_scripts_that_do_not_close(last: str, tmp_path: Path) -> None:
+def test_scripts_without_close_exit_cleanly(last: str, tmp_path: Path) -> None:
     begin = time.monotonic()
     code, _, err = wait_for_script(start_script(tmp_path, ENDS + last), tmp_path)
     assert (code, err) == (0, "")
@@ -123,8 +123,8 @@ def test_scripts_that_do_not_close(last: str, tmp_path: Path) -> None:
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGINT])
-def test_scripts_that_are_ended(signal_: signal.Signals, tmp_path: Path) -> None:
-    """Ctrl-C goes to the whole group of processes, as a terminal sends it; the others to the script alone."""
+def test_interrupted_or_killed_scripts_leave_no_process(signal_: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C goes to the process group, as in a terminal, and SIGKILL to the script alone."""
     process = start_script(tmp_path, ENDS + "while True: env.rollout(10)")
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
@@ -209,7 +209,7 @@ print(rewards, len(calls))
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
-def test_classes_and_globals_of_main_in_a_wrapper(launch_mode: str, tmp_path: Path) -> None:
+def test_wrapper_uses_current_globals_of_the_main_module(launch_mode: str, tmp_path: Path) -> None:
     assert (
         run_program(launch_mode, WRAPPED, tmp_path).strip().endswith("[[4.0, 4.0, 4.0, 4.0], [8.0, 8.0, 8.0, 8.0]] 13")
     )
@@ -217,5 +217,5 @@ def test_classes_and_globals_of_main_in_a_wrapper(launch_mode: str, tmp_path: Pa
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
-def test_environments_of_the_main_module(launch_mode: str, tmp_path: Path) -> None:
+def test_environments_of_the_main_module_reach_workers(launch_mode: str, tmp_path: Path) -> None:
     assert run_program(launch_mode, OF_MAIN, tmp_path).split() == ["[112.0]", "[112.0]", "True"]

@@ -1,4 +1,4 @@
-"""Specs: of anybody's spaces, with finite samples, and bounds that hold for what the environment gets."""
+"""Tests of specs: spaces of any library, finite samples, bounds, options and devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrl.data import Bounded, Composite, Unbounded
 from torchrl.envs import check_env_specs
 
 from rl_ext_core.errors import InvalidArgumentError
-from tests.torchrl_ext.comparing import assert_same, seeded_rollout, vector
+from tests.torchrl_ext.comparison import assert_same, make_vector_env, seeded_rollout
 from tests.torchrl_ext.environments import ForeignBox, ForeignDict, Isaac, SamplingEnv, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
@@ -42,14 +42,14 @@ FOREIGN: dict[str, tuple[Any, Any]] = {
 
 
 def spaces_only(observed: Any, taken: Any) -> Any:
-    """No more than spaces."""
+    """Return an environment that has only spaces."""
     return SimpleNamespace(observation_space=observed, action_space=taken, reset=None, step=None)
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_spaces_of_other_libraries(name: str) -> None:
+def test_specs_of_foreign_spaces(name: str) -> None:
     found, expected = (GymWrapper(spaces_only(space, spaces.Discrete(2))).observation_spec for space in FOREIGN[name])
-    assert [*found.values()] == [*expected.values()]  # TorchRL names images of gymnasium's "pixels"
+    assert [*found.values()] == [*expected.values()]  # keys may differ, since TorchRL names images "pixels"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_spaces_of_other_libraries(name: str) -> None:
     ],
     ids=lambda space: type(space).__name__,
 )
-def test_unknown_spaces(space: Any) -> None:
+def test_unknown_spaces_are_rejected(space: Any) -> None:
     for observed, taken in ((space, spaces.Discrete(2)), (box(2), space)):
         text = "register_gym_spec_conversion" if type(space) is spaces.Space else "Write"
         with pytest.raises(InvalidArgumentError, match=text):
@@ -80,13 +80,13 @@ def test_unknown_spaces(space: Any) -> None:
 
 
 @pytest.mark.parametrize("space", [spaces.Tuple([box(2), box(2)]), spaces.Text(4), spaces.Sequence(box(2), stack=True)])
-def test_spaces_that_make_no_batch(space: Any) -> None:
+def test_spaces_without_a_batched_form_are_rejected(space: Any) -> None:
     for observed, taken in ((spaces.Dict(a=space), spaces.Discrete(2)), (box(2), space)):
         with pytest.raises(InvalidArgumentError, match=r"vectorized environments.*Write"):
-            GymWrapper(vector(partial(SamplingEnv, observed, taken), 2, "Disabled"))
+            GymWrapper(make_vector_env(partial(SamplingEnv, observed, taken), 2, "Disabled"))
 
 
-def test_spaces_that_torchrl_was_taught() -> None:
+def test_registered_space_conversions_are_used() -> None:
     from torchrl.envs.libs.gym import _conversion_registry, register_gym_spec_conversion
 
     class Angle(spaces.Space[Any]):
@@ -110,7 +110,7 @@ def test_spaces_that_torchrl_was_taught() -> None:
 
 
 class Minimal:
-    """What is asked of an environment, and nothing else."""
+    """Environment with only the required attributes and methods."""
 
     observation_space = ForeignBox(-INF, INF, (2,), np.float32)
     action_space = SimpleNamespace(n=3)
@@ -123,14 +123,14 @@ class Minimal:
         return np.ones(2, np.float32), 1.0, False, False, {}
 
 
-def test_an_environment_with_nothing_but_its_methods() -> None:
+def test_minimal_environment_without_base_class() -> None:
     env = GymWrapper(Minimal())
     check_env_specs(env)
     assert env.set_seed(3) != 3
     assert type(env.observation_spec["observation"]) is type(Unbounded(2))
 
 
-def test_an_action_of_an_observations_name_is_refused() -> None:
+def test_key_shared_by_observation_and_action_is_rejected() -> None:
     env = SamplingEnv(spaces.Dict(joint=box(2)), spaces.Dict(joint=box(2)))
     with pytest.raises(InvalidArgumentError, match=r"joint names an observation and an action.*Rename one"):
         GymWrapper(env)
@@ -144,7 +144,7 @@ def check_samples(samples: torch.Tensor) -> None:
     assert (samples >= torch.from_numpy(LOW)).all()
     assert (samples <= torch.from_numpy(HIGH)).all()
     flat = samples.reshape(-1, 4)
-    assert (flat.std(0) > 0.1).all()  # of all of the four
+    assert (flat.std(0) > 0.1).all()  # of all four entries
     assert flat[:, 1].max() > 1.5
     assert flat[:, 2].min() < 0.5
     assert flat[:, 3].max() > 0.5
@@ -167,7 +167,7 @@ VARIANTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_samples_stay_finite_whatever_becomes_of_the_spec(name: str) -> None:
+def test_samples_of_transformed_specs_stay_finite(name: str) -> None:
     spec = VARIANTS[name](GymWrapper(spaces_only(box(2), MIXED)).action_spec)
     samples = spec.rand((300,))
     assert samples.shape == (300, *spec.shape)
@@ -176,10 +176,10 @@ def test_samples_stay_finite_whatever_becomes_of_the_spec(name: str) -> None:
     assert torch.equal(spec.project(samples[0] * 0 + 1e9)[..., 3:], torch.ones_like(samples[0][..., 3:]))
 
 
-def test_random_actions_are_finite_and_in_dicts_and_batches_too() -> None:
+def test_random_actions_of_half_bounded_boxes_are_finite() -> None:
     nested = GymWrapper(SamplingEnv(box(2), spaces.Dict(a=spaces.Dict(b=MIXED), c=spaces.Discrete(2))))
     check_samples(torch.stack([nested.rand_action()["a", "b"] for _ in range(300)]))
-    batch = GymWrapper(vector(lambda: SamplingEnv(MIXED, MIXED), 5, "SameStep"))
+    batch = GymWrapper(make_vector_env(lambda: SamplingEnv(MIXED, MIXED), 5, "SameStep"))
     check_samples(torch.stack([batch.rand_action()["action"] for _ in range(100)]))
     for env in (nested, batch):
         check_env_specs(env)
@@ -189,9 +189,9 @@ def test_random_actions_are_finite_and_in_dicts_and_batches_too() -> None:
 
 
 @pytest.mark.parametrize("torch_tensors", [False, True])
-def test_clipped_actions(torch_tensors: bool) -> None:
+def test_clip_actions_clips_only_what_the_environment_gets(torch_tensors: bool) -> None:
     numpy = partial(SamplingEnv, box(2), spaces.Box(-INF, INF, (2,)))
-    inner: Any = Isaac(3) if torch_tensors else vector(numpy, 3, "Disabled")
+    inner: Any = Isaac(3) if torch_tensors else make_vector_env(numpy, 3, "Disabled")
     received: list[Any] = []
     step = inner.step
     inner.step = lambda action: received.append(torch.as_tensor(action).clone()) or step(action)  # type: ignore[func-returns-value]
@@ -203,10 +203,10 @@ def test_clipped_actions(torch_tensors: bool) -> None:
     action = torch.tensor([[9.0, -9.0], [0.25, -0.25], [0.5, float("inf")]])
     data = env.step(env.reset().set("action", action.clone()))
     assert received[-1].tolist() == [[0.5, -0.5], [0.25, -0.25], [0.5, 0.5]]
-    assert torch.equal(data["action"], action)  # the policy's
+    assert torch.equal(data["action"], action)  # the policy's actions stay unclipped
 
 
-def test_clipping_narrows_and_never_widens() -> None:
+def test_clip_actions_never_widens_bounds() -> None:
     low, high = np.array([-0.1, -5], np.float32), np.array([5, 0.2], np.float32)
     space = spaces.Dict(
         a=spaces.Box(low, high), b=spaces.Discrete(3), c=spaces.Box(-9, 9, (2,), np.int64), d=spaces.MultiBinary(2)
@@ -219,8 +219,12 @@ def test_clipping_narrows_and_never_widens() -> None:
     env.step(env.rand_action(env.reset()).set("c", torch.tensor([9, -9])).set("b", torch.tensor(2)))
     assert inner.received[0]["c"].tolist() == [9, -9]
     assert inner.received[0]["b"] == 2
-    for nothing in (Walk(), SamplingEnv(box(2), spaces.Dict(a=spaces.Discrete(2))), vector(Walk, 2, "SameStep")):
-        with pytest.raises(InvalidArgumentError, match=r"clip_actions=0\.5 was given, and the action space .* Leave"):
+    for nothing in (
+        Walk(),
+        SamplingEnv(box(2), spaces.Dict(a=spaces.Discrete(2))),
+        make_vector_env(Walk, 2, "SameStep"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=r"clip_actions=0\.5 has no effect, because .* Leave"):
             GymWrapper(nothing, clip_actions=0.5)
 
 
@@ -228,21 +232,21 @@ def test_clipping_narrows_and_never_widens() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda **kwargs: GymWrapper(Walk(), **kwargs), partial(GymEnv, "CartPole-v1")])
-def test_options_with_values_that_they_cannot_have(make: Any) -> None:
+def test_invalid_option_values_are_rejected(make: Any) -> None:
     wrong = [("env_type", "cupy"), ("copy", 1), ("copy", None), ("missing_final_obs", 0.0), ("finite_horizon", "yes")]
     for option, value in [*wrong, ("clip_actions", 0), ("clip_actions", "1"), ("clip_actions", float("nan"))]:
         with pytest.raises(InvalidArgumentError, match=f"{option}=.*Write {option}="):
             make(**{option: value})
 
 
-def test_upstreams_arguments_of_batches() -> None:
+def test_upstream_arguments_for_batches() -> None:
     with pytest.raises(InvalidArgumentError, match="missing_final_obs="):
         GymWrapper(Isaac(2), missing_obs_value=0.0)
     assert GymWrapper(Isaac(2), native_autoreset=True).rollout(3).shape == (2, 3)
 
 
 class Batch:
-    """Four of a batch: NumPy, with the spaces of all of them and no others."""
+    """NumPy batch of four with batched spaces only."""
 
     metadata: ClassVar[dict[str, Any]] = {}
 
@@ -275,12 +279,12 @@ BATCHES = {
 
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("by", ["num_envs", "batch_size"])
-def test_batches_with_no_other_spaces(name: str, by: str) -> None:
-    def made(cls: Any) -> Any:
+def test_batches_with_batched_spaces_only(name: str, by: str) -> None:
+    def make(cls: Any) -> Any:
         count, kwargs = (4, {}) if by == "num_envs" else (None, {"batch_size": [4]})
         return cls(Batch(*BATCHES[name], count=count), **kwargs)
 
-    ours, theirs = made(GymWrapper), made(upstream.GymWrapper)
+    ours, theirs = make(GymWrapper), make(upstream.GymWrapper)
     for spec in ("full_observation_spec", "full_action_spec", "full_done_spec"):
         assert getattr(ours, spec) == getattr(theirs, spec)
     assert ours.reward_spec.shape == (4, 1)
@@ -307,7 +311,7 @@ COUNTED = {
 @pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize("categorical", [False, True])
 @pytest.mark.parametrize("mode", [None, "SameStep"])
-def test_integers_that_count_from_elsewhere(name: str, categorical: bool, mode: str | None) -> None:
+def test_discrete_start_is_added_to_actions(name: str, categorical: bool, mode: str | None) -> None:
     if mode and name == "Tuple":
         return
     space = COUNTED[name]
@@ -326,15 +330,15 @@ def test_integers_that_count_from_elsewhere(name: str, categorical: bool, mode: 
     assert not categorical or not rollout.isnan().any()
 
 
-def test_torch_actions_that_count_from_elsewhere() -> None:
+def test_discrete_start_is_added_to_torch_actions() -> None:
     inner = SamplingEnv(box(2), spaces.Discrete(3, start=-2))
     GymWrapper(gymnasium.wrappers.NumpyToTorch(inner)).rollout(20, break_when_any_done=False)
     assert set(map(int, inner.received)) == {-2, -1, 0}
 
 
-def test_a_batch_of_a_state_and_an_observation() -> None:
+def test_batch_with_state_and_observation_keys() -> None:
     space = spaces.Dict(state=box(2), observation=box(3))
-    env = GymWrapper(vector(partial(SamplingEnv, space, spaces.Discrete(2)), 2, "SameStep"))
+    env = GymWrapper(make_vector_env(partial(SamplingEnv, space, spaces.Discrete(2)), 2, "SameStep"))
     check_env_specs(env)
     assert {key: tuple(spec.shape) for key, spec in env.observation_spec.items()} == {
         "state": (2, 2),
@@ -342,7 +346,7 @@ def test_a_batch_of_a_state_and_an_observation() -> None:
     }
 
 
-def test_observations_that_count_from_elsewhere_are_the_values() -> None:
+def test_discrete_start_is_subtracted_from_observations() -> None:
     class Ages(Walk):
         observation_space = spaces.Discrete(20, start=5)  # type: ignore[assignment]
 
@@ -350,14 +354,14 @@ def test_observations_that_count_from_elsewhere_are_the_values() -> None:
             return self.step_count + 5
 
     for mode in (None, "SameStep", "NextStep", "Disabled"):
-        inner = vector(lambda: Ages(4, 4), 2, mode) if mode else Ages(4, 4)
+        inner = make_vector_env(lambda: Ages(4, 4), 2, mode) if mode else Ages(4, 4)
         rollout = GymWrapper(inner, categorical_action_encoding=True).rollout(8, break_when_any_done=False)
         steps = rollout["observation"].reshape(-1, 8)[0].tolist()
         assert steps == [0, 1, 2, 3] * 2
         assert rollout["next", "observation"].reshape(-1, 8)[0].tolist() == [1, 2, 3, 4] * 2
 
 
-# -- parts that TorchRL makes no tensor of
+# -- parts that TorchRL cannot stack into a tensor
 
 DISCRETES = spaces.Tuple([spaces.Discrete(3), spaces.Discrete(4, start=2), spaces.Discrete(2)])
 
@@ -383,7 +387,7 @@ def test_tuples_of_different_discretes(nested: bool, categorical: bool) -> None:
 
 
 @pytest.mark.parametrize("categorical", [False, True])
-def test_blackjack(categorical: bool) -> None:
+def test_blackjack_observations_are_one_tensor(categorical: bool) -> None:
     env = GymEnv("Blackjack-v1", categorical_action_encoding=categorical)
     check_env_specs(env)
     assert env.rollout(5)["observation"].shape[1:] == ((3,) if categorical else (45,))
@@ -391,10 +395,10 @@ def test_blackjack(categorical: bool) -> None:
 
 @pytest.mark.parametrize("mode", [None, "NextStep", "SameStep"])
 @pytest.mark.parametrize("shape", [(4,), (2, 3)])
-def test_bits_of_several_axes(shape: tuple[int, ...], mode: str | None) -> None:
+def test_multibinary_of_several_axes(shape: tuple[int, ...], mode: str | None) -> None:
     space = spaces.MultiBinary(shape)
     make = partial(SamplingEnv, spaces.Dict(a=space), space)
-    inner = vector(make, 2, mode) if mode else make()
+    inner = make_vector_env(make, 2, mode) if mode else make()
     env = GymWrapper(inner)
     check_env_specs(env)
     assert env.rollout(8, break_when_any_done=False)["a"].shape[-len(shape) :] == shape
@@ -402,7 +406,7 @@ def test_bits_of_several_axes(shape: tuple[int, ...], mode: str | None) -> None:
         assert space.contains(action)
 
 
-def test_the_wrong_library_is_named() -> None:
+def test_wrong_env_type_is_named() -> None:
     with pytest.raises(InvalidArgumentError, match=r"env_type='torch'.*are numpy.*Write env_type='numpy'"):
         GymWrapper(Walk(), env_type="torch").reset()
     with pytest.raises(InvalidArgumentError, match=r"env_type='numpy'.*are torch.*Write env_type='torch'"):
@@ -410,7 +414,7 @@ def test_the_wrong_library_is_named() -> None:
 
 
 @pytest.mark.parametrize("categorical", [False, True])
-def test_parts_that_do_not_fit_into_one_tensor_are_refused(categorical: bool) -> None:
+def test_parts_that_do_not_fit_into_one_tensor_are_rejected(categorical: bool) -> None:
     rows, mixed = spaces.MultiDiscrete([[3, 4], [2, 5]]), spaces.Tuple([box(2), box(3)])
     for observed, taken in ((box(2), rows), (rows, spaces.Discrete(2)), (mixed, spaces.Discrete(2))):
         with pytest.raises(InvalidArgumentError, match=r"Write gymnasium\.spaces\.Dict, with a key for each part"):
@@ -418,7 +422,7 @@ def test_parts_that_do_not_fit_into_one_tensor_are_refused(categorical: bool) ->
 
 
 @pytest.mark.parametrize("categorical", [False, True])
-def test_tuples_of_multidiscretes_that_count_from_elsewhere(categorical: bool) -> None:
+def test_tuples_of_multidiscretes_with_start(categorical: bool) -> None:
     space = spaces.Tuple([spaces.MultiDiscrete([3, 4], start=[1, 2]), spaces.MultiDiscrete([3, 4])])
     env = GymWrapper(SamplingEnv(space, space), categorical_action_encoding=categorical)
     check_env_specs(env)
@@ -430,9 +434,9 @@ def test_tuples_of_multidiscretes_that_count_from_elsewhere(categorical: bool) -
 # -- devices
 
 
-def test_a_numpy_environment_with_a_device_does_not_move_the_wrapper() -> None:
+def test_device_attribute_of_a_numpy_environment_is_ignored() -> None:
     class HasDevice(Walk):
-        """NumPy, with a device for a network of its own."""
+        """NumPy environment with a device for its own network."""
 
         device = torch.device("cpu")
 
@@ -461,8 +465,8 @@ def test_time_outs_of_a_finite_horizon_are_terminations(asked: bool | None, conf
     assert torch.equal(found["truncated"], plain["truncated"] & (not finite))
 
 
-def test_a_finite_horizon_of_single_and_numpy_environments() -> None:
-    for make in (Walk, lambda: vector(Walk, 3, "SameStep"), lambda: gymnasium.wrappers.TimeLimit(Walk(), 3)):
+def test_finite_horizon_of_single_and_numpy_environments() -> None:
+    for make in (Walk, lambda: make_vector_env(Walk, 3, "SameStep"), lambda: gymnasium.wrappers.TimeLimit(Walk(), 3)):
         env = make()
         skip = 1 if hasattr(env, "num_envs") else 2
         rollout = GymWrapper(env, finite_horizon=True, frame_skip=skip).rollout(40, break_when_any_done=False)["next"]

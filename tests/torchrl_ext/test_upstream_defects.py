@@ -1,6 +1,6 @@
-"""What goes wrong with TorchRL's wrappers, shown, and right with ours.
+"""Tests of defects of TorchRL's wrappers that this package's wrappers do not have.
 
-Each test asserts upstream's outcome too: when one of them fails there, upstream has mended it.
+Each test also asserts upstream's wrong result, so it fails once upstream has fixed the defect.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torchrl import envs as upstream
 from torchrl.envs import check_env_specs
 from torchrl.envs.libs.mjlab import MJLabWrapper
 
-from tests.torchrl_ext.comparing import seeded_rollout, vector
+from tests.torchrl_ext.comparison import make_vector_env, seeded_rollout
 from tests.torchrl_ext.environments import STAGGERED, Isaac, IsaacByIds, SamplingEnv, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
 
-def test_rewards_and_flags_of_buffers_that_are_reused() -> None:
+def test_upstream_overwrites_rewards_and_flags_of_reused_buffers() -> None:
     theirs = seeded_rollout(MJLabWrapper(IsaacByIds(4)), 12)["next"]
     for key in ("reward", "truncated"):
         assert (theirs[key] == theirs[key][:, -1:]).all()
@@ -35,18 +35,18 @@ def test_rewards_and_flags_of_buffers_that_are_reused() -> None:
     "make",
     [
         lambda: gymnasium.make_vec("CartPole-v1", num_envs=2),
-        lambda: vector(Walk, 2, "NextStep"),  # gymnasium's default
-        lambda: gymnasium.vector.VectorWrapper(vector(Walk, 2, "SameStep")),
+        lambda: make_vector_env(Walk, 2, "NextStep"),  # NEXT_STEP is gymnasium's default
+        lambda: gymnasium.vector.VectorWrapper(make_vector_env(Walk, 2, "SameStep")),
         lambda: Isaac(3, foreign=True),
     ],
 )
-def test_environments_that_upstream_refuses(make: Any) -> None:
+def test_environments_that_upstream_rejects(make: Any) -> None:
     with pytest.raises((AttributeError, RuntimeError, ImportError)):
         upstream.GymWrapper(make())
     check_env_specs(GymWrapper(make()))
 
 
-def test_environments_by_their_id_take_a_step_that_only_resets() -> None:
+def test_upstream_inserts_reset_steps_for_ids() -> None:
     for cls, expected in ((GymEnv, {1.0}), (upstream.GymEnv, {0.0, 1.0})):
         env = cls("CartPole-v1", num_envs=2)
         assert set(seeded_rollout(env, 80)["next", "reward"].flatten().tolist()) == expected
@@ -54,7 +54,7 @@ def test_environments_by_their_id_take_a_step_that_only_resets() -> None:
 
 
 class DoublePrecisionEnv(gymnasium.Env[Any, Any]):
-    """A differentiable environment of float64."""
+    """Differentiable environment with float64 observations."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
     action_space = box(2)
@@ -68,7 +68,7 @@ class DoublePrecisionEnv(gymnasium.Env[Any, Any]):
         return self.state, self.state.sum(), False, False, {}
 
 
-def test_dtypes_and_graphs() -> None:
+def test_upstream_keeps_graphs_and_float64() -> None:
     torch.manual_seed(0)
     theirs = upstream.GymWrapper(DoublePrecisionEnv(), convert_actions_to_numpy=False)
     step = theirs.rand_step(theirs.reset())
@@ -82,7 +82,7 @@ def test_dtypes_and_graphs() -> None:
     check_env_specs(ours)
 
 
-def test_discrete_actions_of_torch_environments() -> None:
+def test_upstream_passes_one_hot_actions_to_torch_environments() -> None:
     for cls, expected in ((upstream.GymWrapper, [0, 0, 1]), (GymWrapper, 2)):
         env = SamplingEnv(box(2), spaces.Discrete(3))
         wrapped = cls(env, convert_actions_to_numpy=False)
@@ -90,10 +90,10 @@ def test_discrete_actions_of_torch_environments() -> None:
         assert env.received[0].tolist() == expected
 
 
-def test_a_reset_after_a_rollout_that_an_episode_ended() -> None:
+def test_upstream_returns_a_stale_observation_after_a_finished_rollout() -> None:
     for cls, right in ((upstream.GymWrapper, False), (GymWrapper, True)):
-        env = cls(vector(STAGGERED, 3, "SameStep"))
+        env = cls(make_vector_env(STAGGERED, 3, "SameStep"))
         seeded_rollout(env, 50, break_when_any_done=True)
         inner = env.base_env._env if hasattr(env, "base_env") else env._env
-        data = env.reset()["observation"]  # upstream gives that of the step before
+        data = env.reset()["observation"]  # upstream returns the observation of the last step
         assert torch.equal(data, torch.from_numpy(np.stack(inner._env_obs))) == right

@@ -1,4 +1,4 @@
-"""A TorchRL storage that keeps images compressed, and each frame once."""
+"""A TorchRL storage that stores each image frame once and compressed: ``FrameStorage``."""
 
 from __future__ import annotations
 

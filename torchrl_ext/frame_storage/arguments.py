@@ -1,4 +1,4 @@
-"""What a frame storage accepts: options, indices, and elements like those that it holds."""
+"""Validation of a frame storage's arguments: options, indices and elements."""
 
 from __future__ import annotations
 
@@ -19,68 +19,74 @@ from torchrl_ext.frame_storage.columns import FrameColumn, list_items
 
 
 def positive_int(name: str, value: Any) -> int:
-    """Return a whole number from 1 on."""
+    """Return ``value`` as an int, and refuse values below 1.
+
+    :param name: name of the argument, for the error
+    :raises InvalidTypeError: If ``value`` is not a whole number.
+    :raises InvalidArgumentError: If ``value`` is below 1.
+    """
     try:
         number = as_index(value)
     except TypeError:
-        raise InvalidTypeError(f"{name}={value!r} is not a whole number; for example {name}=1") from None
+        raise InvalidTypeError(f"{name}={value!r} is not a whole number; expected 1 or more. Use {name}=1") from None
     if number < 1:
         raise InvalidArgumentError(f"{name}={value!r} must be at least 1")
     return number
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Refuse options that no images could be stored with.
+    """Refuse options that are invalid for every kind of image.
 
-    :raises InvalidArgumentError: if so.
-    :raises InvalidTypeError: because of a type.
-    :raises MissingDependencyError: if the codec needs a package that is not installed.
+    :param options: ``codec``, ``n_stack``, ``block_length``, ``max_error``, and ``quality`` if it is set
+    :raises InvalidArgumentError: If an option has an invalid value, or options contradict each other.
+    :raises InvalidTypeError: If an option has an invalid type.
+    :raises MissingDependencyError: If the codec needs a package that is not installed.
     """
     codec, n_stack, block_length = options["codec"], options["n_stack"], options["block_length"]
     for name in ("n_stack", "block_length", "quality"):
         if options.get(name) is not None:
             positive_int(name, options[name])
     if not isinstance(codec, str):
-        raise InvalidTypeError(f"codec={codec!r} is no name of a codec; for example codec='auto'")
-    # Whatever the images will be like: one that any number of stacked frames fits.
+        raise InvalidTypeError(f"codec={codec!r} is not a string; expected the name of a codec. Use codec='auto'")
+    # The shape of the images is not known yet: check against one that n_stack frames of any layout fit.
     side = 8 * (n_stack or 1)
     layouts = list(candidate_layouts((side, side), np.uint8))
     loss = {"max_error": options["max_error"], "quality": options.get("quality", DEFAULT_QUALITY)}
     LossyOptions.from_options(codec, layouts, block_length=block_length, **loss)
     if block_length is not None and (block_length & (block_length - 1)):
-        raise InvalidArgumentError(f"block_length={block_length!r} is not a power of two; for example block_length=16")
+        raise InvalidArgumentError(f"block_length={block_length!r} is not a power of two. Use block_length=16")
 
 
 def as_tensordict(data: Any) -> Any:
-    """Return data that has keys; a list is stacked.
+    """Return a TensorDict or tensorclass unchanged, and stack a list of them lazily.
 
-    :raises InvalidTypeError: if it has none.
+    :raises InvalidTypeError: If ``data`` is neither.
     """
     if isinstance(data, list) and data and all(is_tensor_collection(item) for item in data):
         data = lazy_stack(data)
     if not is_tensor_collection(data):
         raise InvalidTypeError(
-            f"FrameStorage stores TensorDicts, got {type(data).__name__}; write TensorDict({{'pixels': images}}, "
+            f"FrameStorage stores TensorDicts, got {type(data).__name__}. Use TensorDict({{'pixels': images}}, "
             "batch_size=[len(images)])"
         )
     return data
 
 
 def index_to_cpu(index: Any) -> Any:
-    """Return an index for tensors in main memory."""
+    """Move the tensors in an index to the CPU, where elements are stored."""
     if isinstance(index, tuple):
         return tuple(map(index_to_cpu, index))
     return index.cpu() if isinstance(index, torch.Tensor) else index
 
 
 class Target(NamedTuple):
-    """Where elements go.
+    """Elements and the places that they are written to.
 
-    :ivar cursor: an index that names each place once.
-    :ivar data: the elements, one for each.
-    :ivar places: the places along the first dimension.
-    :ivar batch_dims: how many dimensions of the data are not of an element.
-    :ivar stored_dims: likewise of what is stored.
+    :ivar cursor: index into the storage that contains each place once
+    :ivar data: elements, one per place
+    :ivar places: (n,) indices along the first dimension
+    :ivar batch_dims: number of batch dimensions of ``data``
+    :ivar stored_dims: number of batch dimensions of the stored TensorDict that ``cursor`` indexes
     """
 
     cursor: Any
@@ -91,19 +97,20 @@ class Target(NamedTuple):
 
 
 def is_key(index: Any) -> bool:
-    """Return whether an index is the key of a leaf."""
+    """Return whether an index is a key: a string, or a tuple that begins with one."""
     return isinstance(index, str) or (isinstance(index, tuple) and bool(index) and isinstance(index[0], str))
 
 
 def normalize_index(index: Any, ndim: int) -> Any:
-    """Return an index without ``...``, and what a tuple of one part holds.
+    """Expand ``...`` in an index, and unwrap a tuple of one part.
 
-    :raises InvalidArgumentError: for what adds a dimension.
+    :param ndim: number of batch dimensions of the storage
+    :raises InvalidArgumentError: If the index adds a dimension (None or a boolean).
     """
     parts = index if isinstance(index, tuple) else (index,)
     if any(part is None or isinstance(part, bool) for part in parts):
         raise InvalidArgumentError(
-            f"index {index!r} adds a dimension and names no elements; nothing was stored. Write storage[:] = data"
+            f"index {index!r} adds a dimension and names no elements; nothing was stored. Use storage[:] = data"
         )
     at = next((number for number, part in enumerate(parts) if part is ...), None)
     if at is not None:
@@ -113,22 +120,24 @@ def normalize_index(index: Any, ndim: int) -> Any:
 
 
 def is_single_index(cursor: Any) -> bool:
-    """Whether an index names one element, which has no dimension of its own."""
+    """Return whether an index selects one element, without a batch dimension."""
     return not isinstance(cursor, (slice, range, tuple, set)) and np.ndim(cursor) == 0
 
 
 def is_slices(index: Any) -> bool:
-    """Return whether an index is a slice or a tuple of slices, so that it names elements by a view."""
+    """Return whether an index consists of slices, so that indexing returns a view."""
     parts = index if isinstance(index, tuple) else (index,)
     return bool(parts) and all(isinstance(part, slice) for part in parts)
 
 
 def resolve_target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> Target:
-    """Return where elements go, with what others of the same batch overwrite left out: the last one counts.
+    """Return the places that an index selects, and one element for each.
 
-    :param shape: batch dimensions of the storage.
-    :param ndim: how many of them count.
-    :raises InvalidArgumentError: if the index names nothing, or another number of elements.
+    Of repeated places, the last one counts.
+
+    :param shape: batch dimensions of the storage
+    :param ndim: number of dimensions that ``max_size`` counts
+    :raises InvalidArgumentError: If the index is out of range, or selects another number of elements than ``data`` has.
     """
     if is_single_index(cursor):
         place = int(cursor)
@@ -137,7 +146,7 @@ def resolve_target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> T
         return Target(place, data, np.array([place], dtype=np.int64), ndim - 1, ndim)
     slices = cursor if isinstance(cursor, tuple) else (cursor,)
     if is_slices(cursor) and len(slices) <= len(shape):
-        # Kept as slices: data that is a view of the same elements, as of buffer[:], may be written back to its place.
+        # Slices stay slices, so that a view of the same elements, such as buffer[:], can be written back to its place.
         dims = max(ndim, len(slices))
         named = tuple(len(range(*part.indices(size))) for part, size in zip(slices, shape, strict=False))
         _check_length(data, named, cursor)
@@ -145,7 +154,7 @@ def resolve_target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> T
     index = (
         torch.as_tensor(list(cursor)) if isinstance(cursor, (range, set, list, np.ndarray)) else index_to_cpu(cursor)
     )
-    # Of an index of the first dimension, the others come along; any other index is one of single elements.
+    # An index of the first dimension selects all elements along the others. Any other index selects single elements.
     dims = max(ndim, len(index)) if isinstance(index, tuple) else index.ndim if index.dtype == torch.bool else 1
     places = resolve_places(index, shape[:dims])
     _check_length(data, places.shape, cursor)
@@ -165,10 +174,11 @@ def resolve_target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> T
 
 
 def resolve_places(index: Any, shape: Sequence[int]) -> Places:
-    """Return the numbers of the elements that an index names, of whatever kind it is.
+    """Return the flat, non-negative numbers of the elements that an index selects.
 
-    :param shape: of what is indexed.
-    :raises InvalidArgumentError: if it names what is not there.
+    :param index: any index that torch accepts
+    :param shape: shape of the indexed dimensions
+    :raises InvalidArgumentError: If the index is out of range or has an unsupported type.
     """
     try:
         if isinstance(index, tuple) and len(index) == len(shape) == 1:
@@ -178,7 +188,7 @@ def resolve_places(index: Any, shape: Sequence[int]) -> Places:
         if isinstance(index, (int, np.integer, np.ndarray)) and np.asarray(index).dtype != bool and len(shape) == 1:
             places = np.atleast_1d(np.asarray(index, dtype=np.int64))
             if ((places < -shape[0]) | (places >= shape[0])).any():
-                raise IndexError(f"{places[(places < -shape[0]) | (places >= shape[0])][0]} is none")
+                raise IndexError(f"{places[(places < -shape[0]) | (places >= shape[0])][0]} is out of range")
             return np.where(places < 0, places + shape[0], places)
         found: Places = torch.arange(math.prod(shape)).reshape(tuple(shape))[index].numpy()
     except (IndexError, TypeError, ValueError) as error:
@@ -189,7 +199,10 @@ def resolve_places(index: Any, shape: Sequence[int]) -> Places:
 
 
 def last_occurrences(places: Places) -> Places:
-    """Return which of these numbers, (n,), do not come again behind."""
+    """Return the position of the last occurrence of each number, in ascending order.
+
+    :param places: (n,) numbers
+    """
     backwards, kept = np.unique(places[::-1], return_index=True)
     if len(backwards) == len(places):
         return np.arange(len(places))
@@ -199,57 +212,59 @@ def last_occurrences(places: Places) -> Places:
 def _check_length(data: Any, expected: tuple[int, ...], cursor: Any) -> None:
     if tuple(data.batch_size[: len(expected)]) != expected:
         raise InvalidArgumentError(
-            f"{expected} elements are named by {cursor!r:.200}, got a batch of {tuple(data.batch_size)}; nothing was "
-            "stored"
+            f"index {cursor!r:.200} selects {expected} elements, got a batch of {tuple(data.batch_size)}; nothing was "
+            "stored. Pass as many elements as the index selects"
         )
 
 
 def has_known_leaves(
-    where: Target, held: Any, columns: list[FrameColumn], *, may_cast: bool, may_add_keys: bool
+    where: Target, stored_rows: Any, columns: list[FrameColumn], *, may_cast: bool, may_add_keys: bool
 ) -> bool:
-    """Return whether elements have leaves like those that are held, and no others.
+    """Compare elements with the stored ones; return whether all their keys are stored.
 
-    :param held: all elements, with handles in place of images.
-    :param may_cast: whether numbers may have another dtype.
-    :param may_add_keys: whether there may be others.
-    :raises InvalidArgumentError: if a shape is another one, or there is a leaf that may not be.
-    :raises InvalidTypeError: if there is something of another kind.
+    :param where: the elements and their places
+    :param stored_rows: all stored elements, with handles in place of images
+    :param columns: columns of the images
+    :param may_cast: whether leaves other than images may have another dtype
+    :param may_add_keys: whether elements may have new keys
+    :raises InvalidArgumentError: If a shape differs, or a key is new and ``may_add_keys`` is False.
+    :raises InvalidTypeError: If a dtype or a kind of leaf differs.
     """
     images = {key: column.shape for column in columns for key in column.keys}
     known = True
     for key, leaf in list_items(where.data):
-        stored = held.get(key, None)
+        stored = stored_rows.get(key, None)
         if type(leaf) is type(stored) is TensorDict:
             continue
         if not isinstance(leaf, torch.Tensor) or not isinstance(stored, torch.Tensor):
             if stored is not None and _kind_of(leaf) != _kind_of(stored):
                 raise InvalidTypeError(
-                    f"{key!r} is a {type(leaf).__name__}, the storage holds a {type(stored).__name__} there; "
-                    "nothing was stored. Give it another key"
+                    f"{key!r} is a {type(leaf).__name__}, expected a {type(stored).__name__} as in the storage; "
+                    "nothing was stored. Use another key for it"
                 )
             if stored is None and not may_add_keys and _kind_of(leaf) != "tensordict":
                 raise InvalidArgumentError(
                     f"{key!r} was not among the first elements, and the files in storage_dir have no room for it; "
-                    "nothing was stored. Give all elements the same keys, or leave storage_dir out"
+                    "nothing was stored. Use the same keys in all elements, or leave storage_dir out"
                 )
             known &= stored is not None and _kind_of(leaf) == "tensordict"
             continue
         expected = (*stored.shape[where.stored_dims :], *images.get(key, ()))
         if tuple(leaf.shape[where.batch_dims :]) != expected:
             raise InvalidArgumentError(
-                f"{key!r} has shape {tuple(leaf.shape)}, expected {expected} behind the {where.batch_dims} batch "
-                "dimensions, as in what was stored first; nothing was stored"
+                f"{key!r} has shape {tuple(leaf.shape)}, expected {expected} after {where.batch_dims} batch "
+                "dimension(s), as in the first elements; nothing was stored. Use one shape for all elements"
             )
         if key not in images and leaf.dtype != stored.dtype and not may_cast:
             raise InvalidTypeError(
-                f"{key!r} has dtype {leaf.dtype}, the storage holds {stored.dtype}; nothing was stored. If that is "
-                f"meant, convert it: data[{key!r}] = data[{key!r}].to({stored.dtype})"
+                f"{key!r} has dtype {leaf.dtype}, expected {stored.dtype} as in the storage; nothing was stored. "
+                f"Use data[{key!r}] = data[{key!r}].to({stored.dtype})"
             )
     return known
 
 
 def snapshot_rows(rows: Any, cursor: Any) -> Callable[[], None]:
-    """Return what puts back what is held at an index, where it is not sure that elements can be stored."""
+    """Copy the rows at an index, and return a function that restores them."""
     keys = set(rows.keys(include_nested=True))
     before = rows[cursor].clone()
 
@@ -264,5 +279,5 @@ def snapshot_rows(rows: Any, cursor: Any) -> Callable[[], None]:
 def _kind_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "tensor"
-    # Text of several elements is read as a list.
+    # The text of several elements is returned as a list.
     return "tensordict" if isinstance(value, TensorDictBase) and not is_non_tensor(value) else "value"

@@ -1,7 +1,7 @@
-"""What a frame storage changes about the buffers that use it: so that processes can be killed while they share it,
-Ctrl-C does not leave it between its writer and its sampler, and the oldest elements go where bytes are short.
+"""Changes to buffers that use a frame storage: safety against kills, and ``max_bytes``.
 
-TorchRL shares numbers and a lock by semaphores. Those stay taken for ever when their holder is killed.
+TorchRL shares counters and a lock through semaphores. If a process is killed while it holds a semaphore, the semaphore
+is never released, and all other processes wait forever.
 """
 
 from __future__ import annotations
@@ -24,33 +24,38 @@ from torchrl_ext.frame_storage.arguments import is_key
 
 _STORAGE_COUNTERS = "_len_value", "_last_cursor_index_value", "_mutation_revision_value"
 _WRITER_COUNTERS = "_cursor_value", "_write_count_value"
-# Attributes of samplers that remember elements by their places, and what these attributes record.
+# Attributes of samplers that record something per place, and a description of it for errors.
 _RECORDS_OF_PLACES = {
     "_sum_tree": "priorities",  # PrioritizedSampler
     "_sample_count": "how often elements were sampled",  # ConsumingSampler
     "_slot_versions": "which slices come next",  # StreamingSliceSampler
 }
 _SETITEM_CODE = unwrap(ReplayBuffer.__setitem__).__code__
-_MAX_CALL_DEPTH = 8  # functions that it calls to get there: decorators, and methods of buffer and storage
-_STREAM_SHARE = 0.25  # of what is held: so much may be what only elements to come need
-_DROP_DIVISOR = 64  # at least one in so many elements go at a time, since those behind them have to be moved
+# Number of calls between ReplayBuffer.__setitem__ and FrameStorage.get, decorators included.
+_MAX_CALL_DEPTH = 8
+# Share of the used memory that buffers for future elements may take before they are freed.
+_STREAM_SHARE = 0.25
+# 1/64 of the elements are dropped at a time, because all later ones have to be moved.
+_DROP_DIVISOR = 64
 
 
 class NoLock(nullcontext[None]):
-    """In place of the lock of a shared number: each is read and written by one instruction."""
+    """Replacement for the lock of a shared number, which one instruction reads or writes."""
 
     def acquire(self) -> None:
-        """Do nothing, as all others."""
+        """Do nothing, because reads and writes are atomic."""
 
     def release(self) -> None:
-        """See :meth:`acquire`."""
+        """Do nothing, because :meth:`acquire` takes no lock."""
 
 
 class _WrappedMethod:
-    """In place of a method of a buffer, which it calls. Unlike a closure, it goes to other processes.
+    """Wrapper of a buffer's method that defers Ctrl-C until it returns.
 
-    :param buffer: the buffer.
-    :param name: of the method.
+    Unlike a closure, it can be pickled.
+
+    :param buffer: the buffer
+    :param name: name of the method
     """
 
     def __init__(self, buffer: Any, name: str) -> None:
@@ -60,7 +65,7 @@ class _WrappedMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = getattr(type(self._buffer), self._name)(self._buffer, *args, **kwargs)
         if self._name == "share" and self._buffer.shared:
-            self._buffer._write_lock = self._buffer._storage.lock  # in place of a semaphore
+            self._buffer._write_lock = self._buffer._storage.lock  # replaces a semaphore
         return result
 
 
@@ -73,7 +78,7 @@ def _replace_locks(owner: Any, names: tuple[str, ...]) -> None:
 
 
 def make_kill_safe(storage: Any) -> None:
-    """Take the semaphores away from a storage and its buffers."""
+    """Replace semaphores so that a killed process cannot deadlock the others."""
     _replace_locks(storage, _STORAGE_COUNTERS)
     for buffer in storage._attached_entities:
         _replace_locks(getattr(buffer, "_writer", None), _WRITER_COUNTERS)
@@ -91,7 +96,7 @@ def _iterate_writers(storage: Any) -> Iterator[Any]:
 
 
 def set_writer_cursor(storage: Any, place: int) -> None:
-    """Let the writers of a storage go on at a place."""
+    """Set the place that the writers of a storage write to next."""
     for writer in _iterate_writers(storage):
         if isinstance(writer, RoundRobinWriter):
             writer._cursor = place
@@ -99,14 +104,14 @@ def set_writer_cursor(storage: Any, place: int) -> None:
 
 
 def rewind_writer(storage: Any, cursor: Any) -> None:
-    """Let the writer of elements that could not be stored begin with their places again.
+    """Rewind the writer after a failed store, so that it uses the same places again.
 
-    Writers move on first and store then; what they passed over would count as elements from the next ones on.
+    Writers advance before they store. Otherwise, the places of the failed store would count as elements later.
     """
     places = torch.as_tensor(cursor).reshape(-1).tolist() if isinstance(cursor, (int, torch.Tensor)) else []
     for writer in _iterate_writers(storage) if places else ():
         if isinstance(writer, TensorDictMaxValueWriter):
-            # It has noted the ranks of what was not stored, in place of those that are there.
+            # The writer has recorded the ranks of the failed elements: record those of the stored ones again.
             writer._cursor, writer._current_top_values = 0, []
             for place in range(len(storage)):
                 writer.get_insert_index(storage.get(place))
@@ -117,23 +122,25 @@ def rewind_writer(storage: Any, cursor: Any) -> None:
 
 
 def refuse_setting_key() -> None:
-    """Refuse ``buffer[key] = values``, for which TorchRL replaces a tensor of ``buffer[:]``: it would be a copy's.
+    """Refuse ``buffer[key] = values``, which TorchRL would write to a temporary copy.
 
-    :raises InvalidArgumentError: if that is what asks.
+    :raises InvalidArgumentError: If ``ReplayBuffer.__setitem__`` is among the callers, with a key as its index.
     """
     callers = islice(walk_stack(sys._getframe(1)), _MAX_CALL_DEPTH)
     key = next((frame.f_locals.get("index") for frame, _ in callers if frame.f_code is _SETITEM_CODE), None)
     if is_key(key):
         raise InvalidArgumentError(
-            f"buffer[{key!r}] = values would replace a tensor of a copy, and the elements would keep theirs; write "
+            f"buffer[{key!r}] = values would change a copy and not the stored elements. Use "
             f"buffer[:][{key!r}][:] = values"
         )
 
 
 class ByteBudget:
-    """Keeps a storage to a number of bytes: where it is reached, the ring closes, and the oldest elements go.
+    """Limit on the memory of a storage.
 
-    :param max_bytes: what it may hold.
+    At the limit, ``max_size`` is lowered and the oldest elements are dropped.
+
+    :param max_bytes: number of bytes that the elements may take
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -141,7 +148,7 @@ class ByteBudget:
         self._before = 0
 
     def check_buffers(self, storage: Any) -> None:
-        """Refuse buffers that remember places, which change.
+        """Refuse buffers with records per place, because dropping elements moves the others.
 
         :raises InvalidArgumentError: If a writer does not overwrite the oldest, or a sampler has records by place.
         """
@@ -156,30 +163,30 @@ class ByteBudget:
                 )
             if not isinstance(writer, RoundRobinWriter) or writer.tracks_generations:
                 raise InvalidArgumentError(
-                    f"max_bytes={self.max_bytes} goes with writers that overwrite the oldest, got "
-                    f"{type(writer).__name__}; leave max_bytes out, or writer="
+                    f"max_bytes={self.max_bytes} requires a writer that overwrites the oldest, got "
+                    f"{type(writer).__name__}; leave max_bytes or writer= out"
                 )
 
     def enforce(self, storage: Any) -> None:
-        """Make room for as much as came last, so that the bytes held stay below the limit.
+        """Drop the oldest elements until the next batch fits, if it is as large as the last one.
 
-        :raises OutOfMemoryError: if not even a few elements fit.
+        :raises OutOfMemoryError: If a single element exceeds the limit.
         """
-        held = storage.used_nbytes
-        # What came at once may have been much, and the elements before are not to go for that.
-        coming = min(max(held - self._before, 0), self.max_bytes // 2)
-        while held + coming > self.max_bytes:
-            # Of elements that continue none, each keeps a block open, and what is dropped would take as much as before.
-            storage.free_stream_buffers(_STREAM_SHARE if len(storage) > 1 else 0)
-            held = storage.used_nbytes
-            if held + coming <= self.max_bytes or (len(storage) < 2 and held <= self.max_bytes):
+        used = storage.used_nbytes
+        # Reserve at most half, so that one large batch does not drop all elements before it.
+        coming = min(max(used - self._before, 0), self.max_bytes // 2)
+        while used + coming > self.max_bytes:
+            # Each unrelated element keeps a block open. Without this, dropping such elements frees nothing.
+            storage._free_stream_buffers(_STREAM_SHARE if len(storage) > 1 else 0)
+            used = storage.used_nbytes
+            if used + coming <= self.max_bytes or (len(storage) < 2 and used <= self.max_bytes):
                 break
             if len(storage) < 2:
-                self._before = held
+                self._before = used
                 raise OutOfMemoryError(
-                    f"max_bytes={self.max_bytes} is too little: {len(storage)} elements of this kind take {held} "
-                    "bytes; pass a larger max_bytes, or add fewer at a time"
+                    f"max_bytes={self.max_bytes} is too little: one element of this kind takes {used} bytes. Pass a "
+                    "larger max_bytes, or add fewer elements at a time"
                 )
             storage._drop_oldest(max(len(storage) // _DROP_DIVISOR, 1))
-            held = storage.used_nbytes
-        self._before = held
+            used = storage.used_nbytes
+        self._before = used

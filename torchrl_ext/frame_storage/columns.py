@@ -1,4 +1,4 @@
-"""The columns of a storage that hold images: which those are, and handles of frames in place of pixels."""
+"""Image columns of a storage: detection of images, and handles in place of pixels."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ import torch
 from tensordict.utils import unravel_key
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames.auto import COPY_BATCH, JUDGE_AFTER, LAST_CHECK, Encoding, EncodingChooser, matching_layout
 from rl_ext_core.frames.codecs import check_numba
+from rl_ext_core.frames.encoding import COPY_BATCH, JUDGE_AFTER, LAST_CHECK, Encoding, EncodingChooser, matching_layout
 from rl_ext_core.frames.recycle import RecycledArrays
 from rl_ext_core.frames.region import RegionFile
-from torchrl_ext.frame_storage.format import dtype_name, dtype_from_name
+from torchrl_ext.frame_storage.format import dtype_from_name, dtype_name
 
 if TYPE_CHECKING:
     from rl_ext_core.frames.pool import FramePool, Handles
 
-_MIN_IMAGE_NBYTES = 1024  # bytes: below, a leaf is no image worth the trouble
+_MIN_IMAGE_NBYTES = 1024  # smaller leaves are not worth compressing
 
 Key = Any  # a string, or a tuple of strings
 
 
 class FrameColumn:
-    """One image leaf, and the leaf of the same name under ``"next"``, which shares its frames.
+    """Compressed images of a leaf, and of its counterpart under ``"next"``.
 
-    How its frames are stored, as far as that was left open, is chosen by the first batch, and looked at again when 2,
-    4, 8, ... 4096 images were stored. Where other processes share it, or it lies in a file, what the first batch says
-    is kept.
+    Both share their frames. Options that were not set are chosen from the first batch. The choice is reviewed when 2,
+    4, 8, ... 4096 images are stored. If other processes share the column, or it is in a file, the first choice is
+    final.
 
-    :param kind: what :func:`describe_image_columns` says of it; more entries do no harm.
-    :param n_rows: room along the first dimension.
-    :param options: of :class:`EncodingChooser`.
-    :param num_threads: threads that decode large batches, or None for as many as ``torch.get_num_threads()``.
-    :param file: where the frames lie, or None for memory.
-    :ivar pool: its frames.
-    :ivar shared: whether other processes have it too.
+    :param kind: description of the column by :func:`describe_image_columns`; other entries are ignored
+    :param n_rows: size of the storage along the first dimension
+    :param options: options of :class:`EncodingChooser`
+    :param num_threads: threads that decode large batches; None: ``torch.get_num_threads()``
+    :param file: file of the frames; None: memory
+    :ivar pool: the frames
+    :ivar shared: whether other processes share the column
     """
 
     shared = False
@@ -59,7 +59,7 @@ class FrameColumn:
         self.shape, self.dtype = tuple(kind["shape"]), dtype_from_name(kind["dtype"])
         self._numpy_dtype, self._num_threads = _numpy_dtype(self.dtype), num_threads
         self._recycled = RecycledArrays()
-        # A batch is stored before what it replaces is freed, hence twice as many.
+        # A batch is stored before the elements that it replaces are freed, hence twice as many.
         self._n_handles = 2 * n_rows * kind["n_images"]
         self._chooser = EncodingChooser.from_options(self.shape, self._numpy_dtype, **options)
         self._next_check, self._in_file = 2, file is not None
@@ -68,7 +68,7 @@ class FrameColumn:
     @staticmethod
     def _pool_class() -> type[FramePool]:
         check_numba("A store of frames")
-        from rl_ext_core.frames.pool import FramePool  # it loads numba
+        from rl_ext_core.frames.pool import FramePool  # imports numba
 
         return FramePool
 
@@ -78,11 +78,13 @@ class FrameColumn:
     def encode(
         self, keys: list[Key], leaves: list[torch.Tensor], ended: npt.NDArray[np.bool_] | None
     ) -> list[torch.Tensor]:
-        """Store images; return their handles in the same order, each to be released once.
+        """Store images; return their handles in the same order.
 
-        :param keys: one or two of the column's.
-        :param leaves: their images, of shape ``(*batch, *shape)``.
-        :param ended: where a trajectory is over, an element each.
+        Each handle has to be released once.
+
+        :param keys: one or both keys of the column
+        :param leaves: (*batch, *shape) images of each key
+        :param ended: (n,) whether the trajectory ends, per element; None: unknown
         """
         batch = leaves[0].shape[: leaves[0].ndim - len(self.shape)]
         if ended is not None:
@@ -106,7 +108,7 @@ class FrameColumn:
             if encoding.layout != pool.layout:
                 pool.reconfigure(**encoding._asdict())
         handles = pool.put(stacks, nexts, ended=ended)
-        # The bound first, then the blocks that suit what is left to store: in others, changes are other ones.
+        # First the error bound, then the block length, because the bound changes what has to be stored.
         for _ in range(2 if fresh and len(stacks) >= JUDGE_AFTER else 0):
             if (better := chooser.better_for_pool(pool)) is None:
                 break
@@ -120,14 +122,14 @@ class FrameColumn:
     def _as_numpy(self, leaf: torch.Tensor, key: Key) -> npt.NDArray[Any]:
         if leaf.dtype != self.dtype:
             raise InvalidTypeError(
-                f"{key!r} has dtype {leaf.dtype}, the storage holds {self.dtype}; nothing was stored. If that is "
-                f"meant, convert it: data[{key!r}] = data[{key!r}].to({self.dtype})"
+                f"{key!r} has dtype {leaf.dtype}, expected {self.dtype} as in the storage; nothing was stored. "
+                f"Use data[{key!r}] = data[{key!r}].to({self.dtype})"
             )
         images: npt.NDArray[Any] = leaf.detach().cpu().reshape(-1, *self.shape).contiguous().numpy()
         return images
 
     def decode(self, handles: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the images of one or two tensors of handles of the same shape."""
+        """Decode the images of one or two tensors of handles, which have the same shape."""
         flat = [part.reshape(-1).numpy() for part in handles]
         outs = [self._recycled.empty((len(part), *self.shape), self._numpy_dtype) for part in flat]
         num_threads = torch.get_num_threads() if self._num_threads is None else self._num_threads
@@ -138,16 +140,20 @@ class FrameColumn:
         ]
 
     def reencode_if_better(self, rows: Any, length: int) -> None:
-        """Store all elements that are held anew, where another layout, codec or block length suits them."""
+        """Encode all elements again if another layout, codec or block length suits them.
+
+        :param rows: all elements, with handles in place of images
+        :param length: number of stored elements along the first dimension
+        """
         held = [rows.get(key)[:length] for key in self.keys]
         flat = [part.reshape(-1).numpy() for part in held]
         if self.shared or self._in_file or not self._next_check <= len(flat[0]) <= LAST_CHECK:
             return
         if sum(map(np.count_nonzero, flat)) != self.pool.held or not flat[0].all() or self.pool.lossy:
-            return  # some are elsewhere, places are empty, or errors would add up
+            return  # handles exist elsewhere, places are empty, or errors of a lossy codec would add up
         while self._next_check <= len(flat[0]):
             self._next_check *= 2
-        # What is stored is complete: where memory is short it stays as it is.
+        # The stored elements are complete: if memory is short, they stay as they are.
         with contextlib.suppress(MemoryError):
             self._reencode(held, flat)
 
@@ -167,8 +173,8 @@ class FrameColumn:
             parts.append(pool.put(*self._decode_to_arrays([part[start : start + COPY_BATCH] for part in flat])))
         self.pool = pool
         encoding.log("stacks")
-        for leaf, anew in zip(held, zip(*parts, strict=True), strict=False):
-            leaf.copy_(torch.from_numpy(np.concatenate(anew)).reshape(leaf.shape))
+        for leaf, encoded in zip(held, zip(*parts, strict=True), strict=False):
+            leaf.copy_(torch.from_numpy(np.concatenate(encoded)).reshape(leaf.shape))
 
     def _decode_to_arrays(self, handles: list[Handles]) -> list[npt.NDArray[Any]]:
         outs = [np.empty((len(part), *self.shape), dtype=self._numpy_dtype) for part in handles]
@@ -177,30 +183,38 @@ class FrameColumn:
         return outs
 
     def handles(self, rows: Any, length: int) -> npt.NDArray[np.int64]:
-        """Return all handles in the first elements, key after key."""
+        """Return the handles of the first ``length`` elements, key after key."""
         return np.concatenate([rows.get(key)[:length].reshape(-1).numpy() for key in self.keys])
 
     def clear(self, rows: Any, start: int, end: int) -> None:
-        """Put no images into some elements; what they had is not released."""
+        """Remove the images from the elements ``start`` to ``end``.
+
+        Their handles are not released.
+        """
         for key in self.keys:
             rows.get(key)[start:end] = 0
 
     def recover(self, rows: Any, length: int, where: Path | None) -> None:
-        """Make a pool whole that another process left behind, or a file held.
+        """Repair the pool after its process was killed, or after a file was opened.
 
-        :param length: how many elements count.
-        :param where: where the pool lies, or None for memory.
-        :raises CorruptFileError: if an image is not there.
+        :param rows: all elements, with handles in place of images
+        :param length: number of valid elements along the first dimension
+        :param where: folder of the pool, for the error; None: memory
+        :raises CorruptFileError: If an image is missing.
         """
         handles = self.handles(rows, length)
+        advice = "" if where is None else ". Keep the intact elements with FrameStorage.salvage(storage_dir)"
         if lost := int(np.count_nonzero(handles[~self.recover_handles(handles)])):
             raise CorruptFileError(
-                f"{lost} of {len(handles)} images of {self.keys} in {where or 'shared memory'} lead nowhere: it was "
-                "cut short or written to; to keep what is intact, salvage it"
+                f"{lost} of {len(handles)} images of {self.keys} in {where or 'memory'} are missing: the data was "
+                f"truncated or overwritten{advice}"
             )
 
     def recover_handles(self, handles: Handles) -> npt.NDArray[np.bool_]:
-        """Return which of all handles that are held can be read, of a pool that was found again; forget the others."""
+        """Repair the pool, and return which handles can be read. All other frames are dropped.
+
+        :param handles: all handles in the elements
+        """
         from rl_ext_core.frames.recovery import recover
 
         if self.pool.was_interrupted:
@@ -208,33 +222,37 @@ class FrameColumn:
         return recover(self.pool, handles)
 
     def restore(self, description: Any) -> None:
-        """Hold what a pool described of itself.
+        """Replace the pool by a saved one.
 
-        :raises CorruptFileError: if it is damaged, or of a later format.
-        :raises InvalidArgumentError: if it loses more than this one may.
+        :param description: description of a pool by ``FramePool``
+        :raises CorruptFileError: If it is damaged, or has a later format.
+        :raises InvalidArgumentError: If it was made with a lossier codec than this column's options allow.
         """
         pool = self._pool_class().from_state_dict(description, self._n_handles)
         allowed = self._chooser.loss.options
         if pool.max_error > allowed.get("max_error", 0) or (pool.codec.lossy and allowed != {"quality": pool.quality}):
             made_with = f"codec='jpeg', quality={pool.quality}" if pool.codec.lossy else f"max_error={pool.max_error}"
             raise InvalidArgumentError(
-                f"what was saved is lossy: it was made with {made_with}; pass the same, since what is added goes on so"
+                f"the saved images are lossy: they were made with {made_with}. Pass the same options to FrameStorage"
             )
         self.pool, self._next_check = pool, LAST_CHECK + 1
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, the arrays that batches are decoded into included."""
+        """Allocated bytes, including the arrays that batches are decoded into."""
         return self.pool.nbytes + self._recycled.nbytes
 
     def __getstate__(self) -> dict[str, Any]:
-        # It can only go to a child process, which shares the frames from now on.
+        # Only child processes receive the pickle, and share the frames from now on.
         self.shared = True
         return {**self.__dict__, "_recycled": RecycledArrays()}
 
 
 def encode_images(columns: list[FrameColumn], data: Any) -> tuple[Any, dict[Key, torch.Tensor]]:
-    """Return elements with handles in place of images, and these handles by key, each to be released once."""
+    """Store images; return the elements with handles in their place, and the handles.
+
+    Each handle has to be released once.
+    """
     ended = data.get(("next", "done"), None)
     if ended is not None:
         n = data.batch_size.numel()
@@ -247,7 +265,7 @@ def encode_images(columns: list[FrameColumn], data: Any) -> tuple[Any, dict[Key,
                 handles = column.encode(keys, [data.get(key) for key in keys], ended)
                 new.update(zip(keys, handles, strict=True))
     except BaseException:
-        release(columns, new)
+        release_images(columns, new)
         raise
     small = data.copy()
     for key, leaf in new.items():
@@ -255,8 +273,11 @@ def encode_images(columns: list[FrameColumn], data: Any) -> tuple[Any, dict[Key,
     return small.to("cpu"), new
 
 
-def release(columns: list[FrameColumn], handles: dict[Key, torch.Tensor]) -> None:
-    """Give images up, by key."""
+def release_images(columns: list[FrameColumn], handles: dict[Key, torch.Tensor]) -> None:
+    """Free images.
+
+    :param handles: their handles, by key
+    """
     for column in columns:
         for key in column.keys:
             if key in handles:
@@ -268,33 +289,33 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
         return np.dtype(torch.empty(0, dtype=dtype).numpy().dtype)
     except TypeError:
         raise InvalidTypeError(
-            f"images of dtype {dtype} cannot be compressed, since NumPy does not know it; convert them, for example "
-            "to torch.float16, or leave their key out of pixels="
+            f"images of dtype {dtype} cannot be compressed, because NumPy does not support it. Convert them, for "
+            "example to torch.float16, or leave their key out of pixels="
         ) from None
 
 
 def list_items(data: Any, *, leaves_only: bool = False) -> list[tuple[Key, Any]]:
-    """Return what elements hold, by key.
+    """List the keys and values of elements, nested ones included.
 
-    :raises InvalidArgumentError: if they differ in shape.
+    :raises InvalidArgumentError: If a lazy stack's elements differ in shape.
     """
     try:
         return list(data.items(include_nested=True, leaves_only=leaves_only))
     except RuntimeError as error:  # of a lazy stack
         raise InvalidArgumentError(
-            f"the elements differ in shape ({str(error)[:200]}); pad them to one shape, for example with "
-            "tensordict.pad_sequence; nothing was stored"
+            f"the elements differ in shape ({str(error)[:200]}); nothing was stored. Pad them to one shape, for "
+            "example with tensordict.pad_sequence"
         ) from error
 
 
 def describe_image_columns(row: Any, pixels: Sequence[Key] | None) -> list[dict[str, Any]]:
-    """Return what the image columns of a storage are like, in values that JSON knows.
+    """Describe the image columns of a storage in plain values that JSON can store.
 
-    :param row: a TensorDict of the shape that one element of the storage has.
-    :param pixels: keys, or None for all images of bytes.
-    :return: for each its one or two keys, that under ``"next"`` last, shape and dtype of an image, and how many images
-        an element has.
-    :raises InvalidArgumentError: if a key is not there or holds no images.
+    :param row: one element
+    :param pixels: keys of the images; None: all leaves of bytes that look like images
+    :return: per column, ``keys`` (one or two, the key under ``"next"`` last), ``shape`` and ``dtype`` of an image, and
+        ``n_images``, the number of images per element
+    :raises InvalidArgumentError: If a key is missing, or its value has no image dimensions.
     """
     found = _image_shapes(row, pixels)
     kinds = []
@@ -311,7 +332,7 @@ def describe_image_columns(row: Any, pixels: Sequence[Key] | None) -> list[dict[
 
 
 def _image_shapes(row: Any, pixels: Sequence[Key] | None) -> dict[Key, torch.Size]:
-    """The leaves of a row to compress, and the shape of one image of each."""
+    """Return the keys of the leaves to compress, and the shape of an image of each."""
     leaves = {key: leaf for key, leaf in list_items(row, leaves_only=True) if isinstance(leaf, torch.Tensor)}
     shapes = {key: leaf.shape[_parent_of(row, key).batch_dims :] for key, leaf in leaves.items()}
     if pixels is None:
@@ -324,14 +345,17 @@ def _image_shapes(row: Any, pixels: Sequence[Key] | None) -> dict[Key, torch.Siz
     for key in keys:
         if not shapes.get(key):
             raise InvalidArgumentError(
-                f"pixels={list(pixels)!r}: {key!r} is no tensor of the data with at least one dimension behind the "
-                f"batch; the data has {sorted(shapes, key=str)}"
+                f"pixels={list(pixels)!r}: {key!r} is not a tensor of the data with a dimension after the batch; "
+                f"expected keys among {sorted(shapes, key=str)}"
             )
     return {key: shapes[key] for key in keys}
 
 
 def _parent_of(row: Any, key: Key) -> Any:
-    """The TensorDict that a leaf lies in, which may have more batch dimensions, such as agents."""
+    """Return the TensorDict that contains a leaf.
+
+    It may have more batch dimensions, such as agents.
+    """
     return row.get(key[:-1]) if isinstance(key, tuple) and len(key) > 1 else row
 
 

@@ -1,7 +1,6 @@
-"""Elements that a later process finds in a folder, or that others share: tensors over arrays of files, made whole after
-a process was killed, and what is left of them in a damaged folder.
+"""Elements of a storage in a folder: memory-mapping, recovery after a kill, salvage.
 
-``rl_ext_core.frames.folder`` says what lies in a folder.
+The files of a folder are described in ``rl_ext_core.frames.folder``.
 """
 
 from __future__ import annotations
@@ -31,38 +30,42 @@ _STORAGE_ARGUMENTS = ("max_size", "ndim", "pixels")
 
 
 def open_folder(path: str | os.PathLike[str], arguments: dict[str, Any], *, repair: bool = False) -> StoreFolder:
-    """Return the folder of a storage.
+    """Open or create the folder of a storage, and lock it.
 
-    :param arguments: of the storage: ``max_size``, ``ndim``, ``pixels``, and the options of its pools.
-    :param repair: whether it is damaged. What it was made with is not compared then.
+    :param path: the folder
+    :param arguments: arguments of the storage: ``max_size``, ``ndim``, ``pixels``, and the options of its pools
+    :param repair: whether the folder is damaged; its arguments are not compared then
     """
     return StoreFolder(path, arguments, repair=repair, salvage="FrameStorage.salvage")
 
 
-def begin(folder: StoreFolder, columns: list[FrameColumn], rows: Any) -> None:
-    """Have a new folder hold elements like these, all zero.
+def create_rows(folder: StoreFolder, columns: list[FrameColumn], rows: Any) -> None:
+    """Create the files of a new folder for elements like ``rows``, filled with zeros.
 
-    :raises InvalidTypeError: if there is something in them that is no tensor.
-    :raises StorageError: if there is no room on the disk.
+    :param folder: a new folder
+    :param columns: columns of the images
+    :param rows: TensorDict with handles in place of images, of the shape of all elements
+    :raises InvalidTypeError: If ``rows`` contains something else than tensors and TensorDicts.
+    :raises StorageError: If the disk is full.
     """
     if type(rows) is not TensorDict:
         raise InvalidTypeError(
-            f"a storage in files holds TensorDicts, got {type(rows).__name__}; convert the data: "
-            "data.to_tensordict(), or store without storage_dir"
+            f"a storage in files stores TensorDicts, got {type(rows).__name__}. Convert the data with "
+            "data.to_tensordict(), or leave storage_dir out"
         )
     description = describe_rows(rows, values=False)[0]
     n_bytes = (math.prod(leaf["shape"][1:]) * dtype_from_name(leaf["dtype"]).itemsize for leaf in description["leaves"])
     folder.rows = RowArrays(len(rows))
-    # NumPy does not know all dtypes, but their bytes.
+    # Stored as bytes, because NumPy does not have all of torch's dtypes.
     folder.add_rows(_ROWS_FILE, {str(number): ((n,), np.dtype(np.uint8)) for number, n in enumerate(n_bytes)})
     settings = {"columns": [column.kind for column in columns], "elements": description}
     folder.begin(settings, kinds=len(columns))
 
 
 def map_rows(folder: StoreFolder) -> TensorDict:
-    """Return the elements of a folder as this process sees them. Keys cannot be added.
+    """Return the elements of a folder as memory-mapped tensors, in a locked TensorDict.
 
-    :raises CorruptFileError: if they are described in no way that is known.
+    :raises CorruptFileError: If the description of the elements is damaged.
     """
     assert folder.settings is not None
 
@@ -73,7 +76,7 @@ def map_rows(folder: StoreFolder) -> TensorDict:
         return rebuild(folder.settings["elements"], view).lock_()
 
 
-def recover(
+def recover_rows(
     rows: Any,
     columns: list[FrameColumn],
     journal: Journal,
@@ -82,13 +85,16 @@ def recover(
     process_name: str,
     reopening: bool,
 ) -> tuple[int, int]:
-    """Make elements whole that another process left behind.
+    """Repair elements after a process was killed, or after a folder was opened.
 
-    :param folder: where they lie, or None for memory.
-    :param process_name: what to log of that process.
-    :param reopening: whether nobody used the files since; they are compared with their checksums then.
-    :return: how many elements count along the first dimension, and where the next one goes.
-    :raises CorruptFileError: if there are fewer than were noted, or they are not what was stored.
+    :param rows: all elements, with handles in place of images
+    :param columns: columns of the images
+    :param journal: journal of the storage
+    :param folder: folder of the elements; None: memory
+    :param process_name: name of the process that was killed, for the log
+    :param reopening: whether a closed folder is opened; elements are compared with their checksums then
+    :return: number of valid elements along the first dimension, and the place of the next one
+    :raises CorruptFileError: If elements or images are missing or damaged.
     """
     if folder is not None:
         folder.rows.refresh()
@@ -107,24 +113,24 @@ def recover(
 
 
 def _read_checked_record(folder: StoreFolder) -> tuple[JournalRecord, Places]:
-    """What counts, of elements that are what they were."""
+    """Read the last record of the journal, and verify the checksums of its elements."""
     record, writing = folder.read_journal()
     places = np.arange(record.length)
     if record.exposed:
-        message = "%s was not closed: whether elements without their images are what they were is not checked"
+        message = "%s was not closed: of its elements, only the images are checked for damage"
         _logger.info(message, folder.path)
         folder.rows.record(places)
     elif n_wrong := len(folder.rows.corrupt_rows(np.setdiff1d(places, writing))):
         raise folder.corrupt_file_error(
-            _ROWS_FILE, f"{n_wrong} of {len(places)} elements have another checksum than when they were stored"
+            _ROWS_FILE, f"the checksums of {n_wrong} of {len(places)} elements do not match"
         )
     return record, writing
 
 
 def _drop_torn_rows(rows: Any, record: JournalRecord, writing: Places, process_name: str) -> int:
-    """Take out elements that were half written; return how many elements are left.
+    """Remove elements that were partly written; return how many elements are left.
 
-    Those at the end are cut off. One in the middle of a full ring becomes a copy of the one before it, which counts.
+    Those at the end are cut off. In the middle of a full ring, they become copies of the valid element before them.
     """
     length = min(record.length, len(rows))
     torn = np.unique(writing[writing < min(len(rows), record.n_written)])
@@ -138,17 +144,17 @@ def _drop_torn_rows(rows: Any, record: JournalRecord, writing: Places, process_n
         before = whole[np.searchsorted(whole, inside) - 1]
         rows[torch.from_numpy(inside)] = rows[torch.from_numpy(before)]
     _logger.warning(
-        "%d elements were being written when %s ended: %d are lost, %d became copies of the one before",
-        len(torn),
+        "%s ended while it wrote %d of the elements: %d lost, %d replaced by a copy of the element before",
         process_name,
+        len(torn),
         len(torn) - len(inside),
         len(inside),
     )
     return length
 
 
-def salvage(path: str | os.PathLike[str]) -> SalvageReport:
-    """Keep the longest run of intact elements of a damaged folder; see ``FrameStorage.salvage``."""
+def salvage_folder(path: str | os.PathLike[str]) -> SalvageReport:
+    """Repair a damaged folder: keep the longest run of intact elements, and drop all others."""
     folder = open_folder(path, {}, repair=True)
     try:
         with as_corrupt_file(f"{folder.path} is"):
@@ -159,18 +165,18 @@ def salvage(path: str | os.PathLike[str]) -> SalvageReport:
                 for number, kind in enumerate(kinds)
             ]
             kept, length = _keep_longest_run(folder, rows, columns)
-            # Of several dimensions, an element of the first one is as many as the others hold.
+            # Along the first of several dimensions, one row contains several elements.
             n = rows.shape[1 : folder.options["ndim"]].numel()
     finally:
         folder.close()
-    _logger.warning("%s: kept %d elements, gave up %d", folder.path, kept * n, (length - kept) * n)
+    _logger.warning("%s: number of elements kept: %d, dropped: %d", folder.path, kept * n, (length - kept) * n)
     return SalvageReport(kept * n, (length - kept) * n)
 
 
 def _keep_longest_run(folder: StoreFolder, rows: Any, columns: list[FrameColumn]) -> tuple[int, int]:
-    """Move the longest run of elements that are whole to the beginning; return how many it and all were."""
+    """Move the longest run of intact rows to the beginning; return its and the old length."""
     assert folder.journal is not None
-    n_places, held = len(rows), folder.rows.held
+    n_places, held = len(rows), folder.rows.n_reserved
     record, writing = folder.read_journal(lambda: None if folder.rows.is_full else held)
     rows = rows[:held]
     good = np.ones(min(record.length, held), dtype=np.bool_)
@@ -194,7 +200,10 @@ def _keep_longest_run(folder: StoreFolder, rows: Any, columns: list[FrameColumn]
 
 
 def _find_readable(column: FrameColumn, rows: Any, good: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """(n,) which elements have all their images of a column."""
+    """Return (n,) booleans: which elements have all images of a column.
+
+    :param good: (n,) which elements are intact so far; images of others are removed
+    """
     length = len(good)
     column.clear(rows, length, len(rows))
     for key in column.keys:

@@ -1,4 +1,4 @@
-"""What files and states hold of a storage: arrays, and plain values that say what these are. Nothing else is read."""
+"""Conversion of elements to arrays and plain values for files, and back."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ TensorOf = Callable[[int, torch.dtype, tuple[int, ...]], torch.Tensor]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return what :func:`dtype_from_name` takes."""
+    """Return the name of a dtype, such as ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_from_name(name: Any) -> torch.dtype:
-    """Return the dtype of that name.
+    """Return the dtype with a name.
 
-    :raises CorruptFileError: if there is none.
+    :raises CorruptFileError: If there is no such dtype.
     """
     if name not in _DTYPES:
-        raise CorruptFileError(f"{name!r} is no dtype")
+        raise CorruptFileError(f"{name!r} is not the name of a dtype")
     return _DTYPES[name]
 
 
 def describe_rows(rows: Any, *, values: bool) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Return what a TensorDict is like, in values that JSON knows, and its tensors.
+    """Describe a TensorDict in values that JSON can store; return its tensors, too.
 
-    :param rows: with at least one batch dimension.
-    :param values: whether it may hold what is no tensor: numbers, texts and lists of these, which are written too.
-    :raises InvalidTypeError: if it holds anything else.
+    :param rows: TensorDict with at least one batch dimension
+    :param values: whether it may contain numbers, texts, and lists and dictionaries of these
+    :raises InvalidTypeError: If it contains anything else than that, tensors and TensorDicts.
     """
     nodes = [_node((), rows)]
     leaves: list[dict[str, Any]] = []
@@ -48,30 +48,31 @@ def describe_rows(rows: Any, *, values: bool) -> tuple[dict[str, Any], list[torc
         if is_non_tensor(value):
             if not values:
                 raise InvalidTypeError(
-                    f"{key!r} holds {type(value).__name__}, and a storage in files holds tensors only; leave it out: "
-                    f"data.exclude({key!r}), or store without storage_dir"
+                    f"{key!r} holds {type(value).__name__}, but a storage in files stores tensors only. Leave it out: "
+                    f"data.exclude({key!r}), or leave storage_dir out"
                 )
             others.append({"key": path, "values": _require_plain(value.tolist(), key)})
         elif type(value) is torch.Tensor:
             if value.layout != torch.strided or value.is_quantized:
-                raise InvalidTypeError(f"{key!r} is no dense tensor; convert it: data[{key!r}].to_dense()")
+                raise InvalidTypeError(f"{key!r} is not a dense tensor. Use data[{key!r}].to_dense()")
             leaves.append({"key": path, "dtype": dtype_name(value.dtype), "shape": list(value.shape)})
             tensors.append(value)
         elif type(value) in (TensorDict, LazyStackedTensorDict):
             nodes.append(_node(path, value))
         else:
             raise InvalidTypeError(
-                f"{key!r} is a {type(value).__name__}, which files cannot hold: they hold TensorDicts of tensors and "
-                f"plain values; convert it, for example data[{key!r}] = data[{key!r}].to_tensordict()"
+                f"{key!r} is a {type(value).__name__}, which files cannot hold: expected a TensorDict of tensors and "
+                f"plain values. Use data[{key!r}] = data[{key!r}].to_tensordict()"
             )
     return {"nodes": nodes, "leaves": leaves, "values": others}, tensors
 
 
 def rebuild(description: Any, tensor_of: TensorOf) -> TensorDict:
-    """Return the TensorDict that was described.
+    """Build a TensorDict from its description.
 
-    :param tensor_of: gives the tensor of that number, dtype and shape.
-    :raises CorruptFileError: if the description is none.
+    :param description: result of :func:`describe_rows`
+    :param tensor_of: function of a tensor's number, dtype and shape that returns the tensor
+    :raises CorruptFileError: If the description is damaged.
     """
     try:
         first, *nodes = description["nodes"]
@@ -83,7 +84,7 @@ def rebuild(description: Any, tensor_of: TensorOf) -> TensorDict:
         for other in description["values"]:
             rows.set(_key(other), NonTensorStack.from_list(_require_plain(other["values"], "values")))
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CorruptFileError(f"the elements are described in no way that is known ({error})") from error
+        raise CorruptFileError(f"the description of the elements is damaged ({error})") from error
     return rows
 
 
@@ -94,17 +95,17 @@ def _path(key: Any) -> tuple[str, ...]:
 def _key(part: dict[str, Any]) -> Any:
     path = part["key"]
     if not path or not all(isinstance(name, str) for name in path):
-        raise ValueError(f"{path!r} is no key")
+        raise ValueError(f"{path!r} is not a key")
     return tuple(path)
 
 
 def parse_shape(shape: Any) -> tuple[int, ...]:
-    """Return a shape that was read.
+    """Return a shape from a file as a tuple.
 
-    :raises ValueError: if it is none.
+    :raises ValueError: If it is not a list of non-negative integers.
     """
     if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise ValueError(f"{shape!r} is no shape")
+        raise ValueError(f"{shape!r} is not a shape")
     return tuple(shape)
 
 
@@ -118,43 +119,48 @@ def _empty_node(node: dict[str, Any]) -> TensorDict:
 
 
 def _require_plain(values: Any, key: Any) -> Any:
-    """Values that are the same when they were written as JSON and read again."""
+    """Return values unchanged, and refuse those that JSON does not preserve.
+
+    :raises InvalidTypeError: If it does not.
+    """
     try:
         if repr(json.loads(json.dumps(values))) == repr(values):
             return values
     except (TypeError, ValueError):
         pass
     raise InvalidTypeError(
-        f"{key!r} holds {values!r:.80}, which files cannot hold: besides tensors, they hold texts, numbers, and lists "
-        f"and dictionaries of these; leave it out: data.exclude({key!r})"
+        f"{key!r} holds {values!r:.80}, which files cannot hold: expected tensors, texts, numbers, or lists and "
+        f"dictionaries of these. Leave it out: data.exclude({key!r})"
     )
 
 
 def pack_rows(rows: Any, frames: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return elements and frames as arrays and plain values: views, no copies.
+    """Convert elements and frames to arrays and plain values.
 
-    :param rows: the elements, with handles in place of images.
-    :param frames: what a pool says of itself, for each column. It has its own checksum.
-    :raises InvalidTypeError: if elements hold what is neither a tensor nor a plain value.
+    The arrays are views, not copies.
+
+    :param rows: elements, with handles in place of images
+    :param frames: per column, the description of its pool, which has its own checksum
+    :raises InvalidTypeError: If elements contain anything else than tensors and plain values.
     """
     description, tensors = describe_rows(rows, values=True)
     flat = [tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)) for tensor in tensors]
-    leaves = [part.view(torch.uint8).numpy() for part in flat]  # NumPy does not know all dtypes, but their bytes
+    leaves = [part.view(torch.uint8).numpy() for part in flat]  # NumPy does not have all of torch's dtypes
     return {"rows": description, "leaves": leaves, "sums": [*map(checksum, leaves)], "frames": frames}
 
 
-def unpack_rows(held: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
-    """Return what :func:`pack_rows` was given.
+def unpack_rows(packed: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
+    """Return the arguments of :func:`pack_rows` from its result.
 
-    :raises CorruptFileError: if the elements are damaged.
+    :raises CorruptFileError: If the elements are damaged.
     """
 
     def leaf(number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        contents = np.array(held["leaves"][number])
-        if checksum(contents) != held["sums"][number]:
+        contents = np.array(packed["leaves"][number])
+        if checksum(contents) != packed["sums"][number]:
             raise CorruptFileError("the elements are damaged: their checksum does not match their contents")
         return (
             torch.from_numpy(contents).view(dtype).reshape(shape) if contents.size else torch.empty(shape, dtype=dtype)
         )
 
-    return rebuild(held["rows"], leaf), held["frames"]
+    return rebuild(packed["rows"], leaf), packed["frames"]

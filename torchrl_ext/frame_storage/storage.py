@@ -1,4 +1,4 @@
-"""A TorchRL storage that keeps images compressed, and each frame once."""
+"""``FrameStorage``: a TorchRL storage that stores each image frame once and compressed."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from torchrl.data import TensorStorage
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
 from rl_ext_core.frames import SalvageReport
-from rl_ext_core.frames.auto import LAST_CHECK
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, describe_lossiness
+from rl_ext_core.frames.encoding import LAST_CHECK
 from rl_ext_core.frames.folder import RowArrays, StoreFolder, as_corrupt_file
 from rl_ext_core.frames.journal import Journal, Places
 from rl_ext_core.frames.region import ProcessLock, RegionFile
 from torchrl_ext.frame_storage.arguments import (
-    normalize_index,
     as_tensordict,
-    positive_int,
     check_options,
     has_known_leaves,
+    index_to_cpu,
     is_key,
     is_single_index,
     is_slices,
     last_occurrences,
-    snapshot_rows,
-    index_to_cpu,
+    normalize_index,
+    positive_int,
     resolve_places,
     resolve_target,
+    snapshot_rows,
 )
 from torchrl_ext.frame_storage.buffers import (
     ByteBudget,
@@ -47,70 +47,69 @@ from torchrl_ext.frame_storage.buffers import (
     set_writer_cursor,
 )
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, State, as_state, from_state
-from torchrl_ext.frame_storage.columns import FrameColumn, Key, encode_images, describe_image_columns, release
-from torchrl_ext.frame_storage.folder import begin, open_folder, recover, salvage, map_rows
+from torchrl_ext.frame_storage.columns import FrameColumn, Key, describe_image_columns, encode_images, release_images
+from torchrl_ext.frame_storage.folder import create_rows, map_rows, open_folder, recover_rows, salvage_folder
 from torchrl_ext.frame_storage.view import FrameView
 
 _logger = logging.getLogger("torchrl_ext")
 
 _UNSUPPORTED = {
-    "shared_init": "since compressed images lie in memory without a name; add something before the processes start: "
+    "shared_init": "because compressed images are stored in anonymous memory; add elements before the processes start: "
     "buffer.extend(data), or buffer.extend(data) and buffer.empty()",
-    "compilable": "since torch.compile cannot look into the decoder; leave it out, and sample outside of what is "
-    "compiled",
-    "consolidated": "since frames are stored compressed and apart from all else; leave it out",
+    "compilable": "because torch.compile cannot compile the decoder; leave it out, and sample outside of compiled "
+    "functions",
+    "consolidated": "because frames are stored compressed and separately; leave it out",
 }
 
 
 class FrameStorage(TensorStorage):
-    """Like :class:`~torchrl.data.LazyTensorStorage`, for TensorDicts with images, in a fraction of the memory.
+    """Replacement for :class:`~torchrl.data.LazyTensorStorage` that compresses images.
 
-    Each frame is stored once and compressed, although stacks of frames and ``("next", "pixels")`` repeat it; whether
-    they do is found out by comparing contents. All else is kept in plain tensors. What is sampled equals what
-    ``LazyTensorStorage`` gives, bit for bit, unless ``max_error`` or JPEG was asked for; then ``repr`` says so::
+    Each frame is stored once, although stacks of frames and ``("next", "pixels")`` repeat it. Repeated frames are
+    detected by comparing pixels. All other values are stored in plain tensors. Samples equal those of
+    ``LazyTensorStorage`` bit for bit, unless you set ``max_error`` or ``codec="jpeg"``, which ``repr`` shows::
 
         buffer = TensorDictReplayBuffer(storage=FrameStorage(1_000_000), batch_size=256)
 
-    It stores TensorDicts, and lists of these. What ``LazyTensorStorage`` takes besides, plain tensors and dictionaries
-    or other trees of them, is refused: write ``TensorDict(data, batch_size=[n])``.
+    It stores TensorDicts and lists of TensorDicts. Plain tensors, dictionaries and other trees are refused: use
+    ``TensorDict(data, batch_size=[n])``.
 
-    Slices, such as ``buffer[:]``, decode images when these are used. Images of a slice are written to the storage when
-    they are assigned to or changed in place: ``buffer[:]["pixels"][3] = image``, ``buffer[:]["pixels"].add_(1)``.
-    These are copies: images of ``buffer[3]``, of ``buffer[[1, 2]]`` and of samples, ``buffer[:]["pixels"].numpy()``,
-    and parts of images, such as ``buffer[:]["pixels"][:, 0]``. A key that is set on ``buffer[:]`` is set on that slice
-    alone.
+    A slice, such as ``buffer[:]`` or ``buffer[2:5]``, decodes images when they are used. Assigning to its images or
+    changing them in place writes to the storage: ``buffer[:]["pixels"][3] = image``, ``buffer[:]["pixels"].add_(1)``.
+    Everything else is a copy: images of ``buffer[3]``, ``buffer[[1, 2]]`` and samples, ``buffer[:]["pixels"].numpy()``,
+    and parts of images, such as ``buffer[:]["pixels"][:, 0]``. Setting a key of ``buffer[:]`` changes that slice only.
 
-    Priorities are not part of the storage: save them with ``buffer.dumps(path)``, or with
+    Priorities are not part of the storage. Save them with ``buffer.dumps(path)``, or with
     ``buffer.sampler.dumps(path)`` if the storage has a ``storage_dir``.
 
-    :param max_size: Max number of elements, as in ``LazyTensorStorage``.
-    :param device: Where samples go; what is stored stays in main memory.
-    :param ndim: Number of batch dimensions that count for the size, as in ``LazyTensorStorage``.
-    :param pixels: Keys of the images, or None for all leaves of bytes with at least two dimensions and 1,024 bytes.
-    :param codec: ``"auto"``, or ``"raw"``, ``"patch"``, ``"patch+lz4"`` (the smallest), or ``"jpeg"``,
-        which is lossy, slow, and never chosen by itself: for natural images of one channel or three.
-    :param max_error: How far a pixel may be off; 0 is exact.
-    :param quality: Of JPEG, 1 to 100; for ``codec="jpeg"`` only. ``pixels`` says which leaves become JPEG.
-    :param n_stack: Frames in an image stack, or None to find it from the data.
-    :param block_length: Frames in a block, a power of two, or None to choose it by what is seen. Longer blocks take
+    :param max_size: Maximum number of elements, as in ``LazyTensorStorage``.
+    :param device: Device of samples. Stored elements stay in main memory.
+    :param ndim: Number of batch dimensions that ``max_size`` counts, as in ``LazyTensorStorage``.
+    :param pixels: Keys of the images. None: all uint8 leaves with at least two dimensions and 1,024 bytes.
+    :param codec: ``"auto"`` (the default), ``"raw"``, ``"patch"``, ``"patch+lz4"`` (the smallest) or ``"jpeg"``.
+        JPEG is for natural images of one or three channels. It is lossy and slow, and ``"auto"`` never chooses it.
+    :param max_error: Largest error of a pixel value. 0 is lossless.
+    :param quality: JPEG quality, 1 to 100, for ``codec="jpeg"`` only. ``pixels`` selects the leaves.
+    :param n_stack: Number of frames in an image stack. None: detected from the data.
+    :param block_length: Number of frames in a block, a power of two. None: chosen from the data. Longer blocks take
         less memory and more time to sample from.
-    :param max_bytes: What its elements may take, in bytes; where that is reached, ``max_size`` is lowered, and the
-        oldest go. What they leave, which is used again, is not counted: below 40 MB it may be almost as much again.
-        Samplers that record something by place, such as ``PrioritizedSampler``, are refused.
-    :param storage_dir: A folder to keep everything in, memory-mapped: it may exceed main memory, and whoever opens it
-        again with the same arguments finds what was there and goes on behind it, even after a crash of the process,
-        but for elements that were being added at that moment. Damage is found by checksum: of elements when the folder
-        is opened, of images when they are first read. Elements that were handed out as views, as by ``buffer[:]``, may
-        change without notice: if the process was killed since then, only images are compared.
-    :param num_threads: Threads that decode large batches, or None for as many as ``torch.get_num_threads()``.
-    :param compilable: As in ``LazyTensorStorage``; True is refused, since the decoder cannot be compiled.
-    :param shared_init: Likewise; True is refused, since a storage that is shared has to hold something.
-    :param consolidated: Likewise; True is refused, since frames are stored apart from all else.
-    :param cleanup_memmap: Likewise; without ``shared_init`` it says nothing.
-    :raises InvalidArgumentError: if an argument has a value that cannot be used.
-    :raises MissingDependencyError: if numba is not installed, or what the codec needs.
-    :raises StorageError: if the folder cannot be used, or another process uses it.
-    :raises CorruptFileError: if what is in the folder is damaged.
+    :param max_bytes: Limit on the bytes of the elements. At the limit, ``max_size`` is lowered and the oldest elements
+        are dropped. Freed space that will be reused is not counted. For limits below 40 MB, it may be as large as the
+        limit. Samplers that record something per place, such as ``PrioritizedSampler``, are refused.
+    :param storage_dir: Folder for memory-mapped files, which may exceed main memory. Open it again with the same
+        arguments to continue, even after a crash. Only elements that were being added at that moment are lost.
+        Checksums are verified: those of elements on opening, those of images when they are first read. Elements that
+        were returned as views, as by ``buffer[:]``, are not verified if the process was killed.
+    :param num_threads: Number of threads that decode large batches. None: ``torch.get_num_threads()``.
+    :param compilable: As in ``LazyTensorStorage``. True is refused, because the decoder cannot be compiled.
+    :param shared_init: As in ``LazyTensorStorage``. True is refused, because a shared storage must contain elements.
+    :param consolidated: As in ``LazyTensorStorage``. True is refused, because frames are stored separately.
+    :param cleanup_memmap: As in ``LazyTensorStorage``. It has no effect without ``shared_init``.
+    :raises InvalidArgumentError: If an argument has an invalid value.
+    :raises InvalidTypeError: If an argument has an invalid type.
+    :raises MissingDependencyError: If numba is not installed, or a package that the codec needs.
+    :raises StorageError: If the folder cannot be used, or another process uses it.
+    :raises CorruptFileError: If the files in the folder are damaged.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -125,16 +124,16 @@ class FrameStorage(TensorStorage):
     _default_checkpointer = FrameStorageCheckpointer
     device: Any
     _len: int
-    _storage: Any  # all elements, which TorchRL reads too; int64 handles are where the images would be
+    _storage: Any  # all elements, which TorchRL reads too, with int64 handles in place of images
     _budget: ByteBudget | None = None
     _folder: StoreFolder | None = None
-    _rows: RowArrays | None = None  # the elements, where they lie in a folder
-    _journal: Journal | None = None  # where other processes, or later ones, may have to make them whole
-    _resume_cursor: int | None = None  # of a storage that was opened again, until the first element is added
-    _n_touched = 0  # places from here on were never written by this process
-    _empty_count = 0  # how often
-    _pending_places: Places = np.zeros(0, dtype=np.int64)  # that are being written
-    _has_exposed_views = False  # whether views of elements in a folder were handed out
+    _rows: RowArrays | None = None  # the elements of a storage in a folder
+    _journal: Journal | None = None  # set if another process may have to repair the elements
+    _resume_cursor: int | None = None  # next place in a reopened folder, until the first element is added
+    _n_touched = 0  # this process has never written to later places
+    _empty_count = 0  # number of calls of empty()
+    _pending_places: Places = np.zeros(0, dtype=np.int64)  # places that are being written
+    _has_exposed_views = False  # whether the caller has views of elements in a folder
 
     @defer_signals
     def __init__(
@@ -179,11 +178,11 @@ class FrameStorage(TensorStorage):
             self._budget = ByteBudget(positive_int("max_bytes", max_bytes))
             if ndim > 1:
                 raise InvalidArgumentError(
-                    f"max_bytes={max_bytes} is for storages of one dimension; leave out ndim={ndim}"
+                    f"max_bytes={max_bytes} is for storages of one dimension, got ndim={ndim}. Leave one of them out"
                 )
             if storage_dir is not None:
                 raise InvalidArgumentError(
-                    f"max_bytes={max_bytes} is for main memory; leave it out, or storage_dir={str(storage_dir)!r}"
+                    f"max_bytes={max_bytes} is for main memory, got storage_dir={str(storage_dir)!r}. Leave one out"
                 )
         check_options(self._options)
         if storage_dir is not None:
@@ -201,7 +200,7 @@ class FrameStorage(TensorStorage):
         return f"{super().__repr__()[:-1]}, \n    codec={codec!r}, {describe_lossiness(self._options)})"
 
     def _register_recovery(self) -> None:
-        """Have the lock call this storage without keeping it alive: its files are free when it is dropped."""
+        """Let the lock call this storage after a kill, by a weak reference."""
         this = weakref.ref(self)
 
         def recover(dead: int) -> None:
@@ -212,30 +211,32 @@ class FrameStorage(TensorStorage):
 
     @property
     def checkpointer(self) -> FrameStorageCheckpointer:
-        """What ``dumps`` and ``loads`` go through."""
+        """Checkpointer that ``dumps`` and ``loads`` use."""
         return self._checkpointer
 
     @checkpointer.setter
     def checkpointer(self, value: Any) -> None:
         if value is not None and not isinstance(value, FrameStorageCheckpointer):
             raise InvalidTypeError(
-                f"checkpointer={value!r} cannot save compressed images; leave checkpointer= out, which saves a "
-                "FrameStorage as small as it is"
+                f"checkpointer={value!r} cannot save compressed images; expected a FrameStorageCheckpointer, which is "
+                "the default. Leave checkpointer= out"
             )
         self._checkpointer = FrameStorageCheckpointer() if value is None else value
         if self._budget is not None:
             self._budget.check_buffers(self)
-        # The last thing that a buffer does with its storage while it is made: its writer is there by now.
+        # A buffer's constructor sets the checkpointer last. The writer exists by now.
         make_kill_safe(self)
         if self._resume_cursor is not None:
             set_writer_cursor(self, self._resume_cursor)
 
     def _require_open(self) -> None:
         if self._closed:
-            raise InvalidArgumentError("this FrameStorage is closed; open its folder again, with the same arguments")
+            raise InvalidArgumentError(
+                "this FrameStorage is closed. Open its folder again with the same arguments: FrameStorage(...)"
+            )
         self.lock.check_process()
 
-    # Room for elements
+    # Allocation
 
     def _init(self, row: Any) -> None:
         if self.device == "auto":
@@ -243,8 +244,8 @@ class FrameStorage(TensorStorage):
         kinds = describe_image_columns(row, self._pixels)
         if not kinds:
             _logger.warning(
-                "no images were found in the data (%s), so nothing is compressed; name them: FrameStorage(..., "
-                'pixels=["pixels"])',
+                "no images were found in the data (%s), so nothing is compressed. If there are images, name them: "
+                'FrameStorage(..., pixels=["pixels"])',
                 ", ".join(map(str, row.keys(include_nested=True, leaves_only=True))),
             )
         try:
@@ -273,14 +274,17 @@ class FrameStorage(TensorStorage):
         return FrameColumn(kind, n_rows, self._options, num_threads=self._num_threads, file=file)
 
     def _allocate(self, row: Any, columns: list[FrameColumn]) -> None:
-        """Make room for elements like ``row``, which has handles in place of images."""
+        """Allocate all elements.
+
+        :param row: one element, with handles in place of images
+        """
         rows: Any = row.expand(self._shape_for(row))
         if self._folder is not None:
             rows = self._create_files(self._folder, rows)
         else:
             rows = torch.empty_like(rows)
             for key in [key for column in columns for key in column.keys]:
-                # 0 is no image. Unlike zeros_like, this takes no memory before it is used.
+                # The handle 0 is a missing image. Unlike zeros_like, zeros takes no memory before it is written.
                 rows.set(key, torch.zeros(rows.get(key).shape, dtype=torch.int64))
         self._columns = columns
         self._set_rows(rows)
@@ -288,15 +292,15 @@ class FrameStorage(TensorStorage):
     def _create_files(self, folder: StoreFolder, rows: Any) -> Any:
         if not self._columns:
             raise InvalidArgumentError(
-                "storage_dir is for data with images, and none were found; use LazyMemmapStorage, or name them: "
+                "storage_dir is for data with images, but none were found. Use LazyMemmapStorage, or name the images: "
                 'FrameStorage(..., pixels=["pixels"])'
             )
-        begin(folder, self._columns, rows)
+        create_rows(folder, self._columns, rows)
         self._rows, self._journal = folder.rows, folder.journal
         return map_rows(folder)
 
     def _reopen(self, folder: StoreFolder) -> None:
-        """Find again what is in the folder."""
+        """Load the elements in the folder, if there are any."""
         if folder.settings is None:
             return
         self._rows, self._journal, rows = folder.rows, folder.journal, map_rows(folder)
@@ -313,7 +317,7 @@ class FrameStorage(TensorStorage):
         self.initialized = True
 
     def _release_folder(self) -> None:
-        """Let others use the files, and hold nothing any more."""
+        """Drop all elements, and unlock the folder."""
         self._drop_contents()
         if self._folder is not None:
             self._folder.close()
@@ -325,7 +329,7 @@ class FrameStorage(TensorStorage):
         self.__dict__.pop("_total_shape_value", None)
 
     def _uninitialize(self) -> None:
-        """Be as if nothing was ever stored."""
+        """Drop all elements, and return to the state before the first element was stored."""
         self._drop_contents()
         if self._folder is not None:
             self._folder.start_over()
@@ -334,12 +338,15 @@ class FrameStorage(TensorStorage):
 
     @defer_signals
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Store elements at their places.
+        """Store elements at an index. If they are invalid, nothing is stored.
 
-        :param cursor: an index, or several. Of those that name one place, the last one counts.
-        :param data: a TensorDict of as many elements.
-        :raises InvalidTypeError: if it is no TensorDict, or a dtype is another one.
-        :raises InvalidArgumentError: if a shape is another one. Whatever is raised, nothing is stored.
+        :param cursor: an index or several. If a place is repeated, the last element for it is stored
+        :param data: TensorDict with one element per place
+        :param set_cursor: whether to record the place as the last one written; TorchRL's writers pass True
+        :raises InvalidTypeError: If ``data`` is not a TensorDict, or a dtype differs from that of the first elements.
+        :raises InvalidArgumentError: If a shape differs from that of the first elements, or the index is invalid.
+        :raises OutOfMemoryError: If memory is exhausted, or one element takes more than ``max_bytes``.
+        :raises StorageError: If the disk of ``storage_dir`` is full.
         """
         self._require_open()
         if self._budget is not None:
@@ -371,7 +378,7 @@ class FrameStorage(TensorStorage):
             if set_cursor and self._resume_cursor is not None and where.places[0] != self._resume_cursor:
                 raise InvalidArgumentError(
                     f"this storage was opened again and goes on at {self._resume_cursor}, got elements for "
-                    f"{where.places[0]}, since a writer is in use that cannot go on; leave out writer=, or pass "
+                    f"{where.places[0]}, since a writer is in use that cannot continue. Leave out writer=, or pass "
                     "another storage_dir"
                 )
             may_cast = is_single_index(cursor) or is_slices(cursor)  # as torch does
@@ -393,22 +400,22 @@ class FrameStorage(TensorStorage):
             self._set_last_cursor(last)
             if has_begun_write:
                 self._finish_write()
-            release(self._columns, new)
+            release_images(self._columns, new)
             if fresh:
                 self._uninitialize()
             raise
         self._finish_write()
-        release(self._columns, old)
-        # How frames are stored is chosen again as long as there are few.
+        release_images(self._columns, old)
+        # While there are few elements, the encoding of their frames is reviewed.
         if len(self) <= LAST_CHECK and self._len_along_dim0 is not None:
             for column in self._columns:
                 column.reencode_if_better(self._storage, self._len_along_dim0)
 
     @defer_signals
     def get(self, index: Any) -> Any:
-        """Return the elements at an index; images of a slice are decoded when they are used.
+        """Return the elements at an index. Images of a slice are decoded when they are used.
 
-        :param index: or a key, for that leaf of all elements.
+        :param index: an index; or a key, which returns that leaf of all elements
         """
         if is_key(index):
             return self.get(slice(None)).get(index)
@@ -429,16 +436,18 @@ class FrameStorage(TensorStorage):
 
     @defer_signals
     def _read_images(self, column: FrameColumn, handles: torch.Tensor) -> torch.Tensor:
-        """Return the images of a column that these handles name."""
+        """Decode the images of a column that have these handles."""
         self._require_open()
         with self.lock:
             return column.decode([handles])[0]
 
     @defer_signals
     def _write_images(self, column: FrameColumn, handles: torch.Tensor, index: Any, images: torch.Tensor) -> None:
-        """Store images in place of those that an index of these handles names.
+        """Replace images of a column.
 
-        :param handles: a view of the elements'.
+        :param handles: view of the handles in the elements
+        :param index: index into ``handles``
+        :param images: one image per selected handle
         """
         self._require_open()
         if handles.ndim == 0:
@@ -465,7 +474,7 @@ class FrameStorage(TensorStorage):
             super()._apply_conditional_patch(index, patch)
 
     def flatten(self) -> TensorStorage:
-        """Return a storage of one dimension with the same elements, which reads and writes those of this one."""
+        """Return a storage of one dimension that is a view of this one."""
         return self if self.ndim == 1 else TensorStorage(self[:].flatten(0, self.ndim - 1))
 
     @defer_signals
@@ -476,14 +485,14 @@ class FrameStorage(TensorStorage):
             super()._empty()
             self._empty_count += 1
             self._pending_places = self._pending_places[:0]
-            if self._budget is not None:  # which has made it smaller
+            if self._budget is not None:  # which may have lowered max_size
                 self._uninitialize()
                 return
             self._finish_write()
             n_written = (
                 self._n_touched if self._journal is None else max(self._n_touched, self._journal.read()[0].n_written)
             )
-            # In this order, so that a handle that is there always leads somewhere.
+            # Handles are cleared before their images, so that every handle refers to an image at any time.
             for column in self._columns:
                 column.clear(self._storage, 0, n_written)
             for column in self._columns:
@@ -492,9 +501,9 @@ class FrameStorage(TensorStorage):
 
     @defer_signals
     def _drop_oldest(self, n: int) -> None:
-        """Forget the oldest elements; the storage holds that many fewer from now on.
+        """Drop the oldest elements, and lower ``max_size`` by their number.
 
-        :param n: how many; where they lie at the end and the beginning, those at the end.
+        :param n: their number; if they are at the end and at the beginning of the ring, only those at the end go
         """
         length, rows = len(self), self._storage
         start = (self._last_cursor_index + 1) % length
@@ -503,7 +512,7 @@ class FrameStorage(TensorStorage):
             column.pool.release(column.handles(rows[start : start + n], n))
         kept = rows[start + n : length].clone()
         rows[start : start + len(kept)] = kept
-        if (index := rows.get("index", None)) is not None:  # the places, as TorchRL's writers note them
+        if (index := rows.get("index", None)) is not None:  # TorchRL's writers record the places here
             places = torch.arange(start, start + len(kept))
             index[start : start + len(kept)] = places.reshape(-1, *[1] * (index.ndim - 1)).expand_as(index[: len(kept)])
         self.max_size = self._len = length - n
@@ -513,10 +522,12 @@ class FrameStorage(TensorStorage):
         self._bump_mutation_revision()
 
     @defer_signals
-    def free_stream_buffers(self, share: float = 0.0) -> None:
-        """Give back what only elements to come need; those share nothing with what is there.
+    def _free_stream_buffers(self, share: float = 0.0) -> None:
+        """Free buffers that only future elements would use.
 
-        :param share: where that is less than this fraction of what is held, it is kept.
+        Those will then share no frames with stored ones.
+
+        :param share: fraction of the used memory below which the buffers are kept
         """
         if sum(column.pool.stream_nbytes for column in self._columns) >= share * self.used_nbytes:
             for column in self._columns:
@@ -524,29 +535,32 @@ class FrameStorage(TensorStorage):
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes that the elements take: less than :attr:`nbytes` where room of former ones waits to be used again."""
+        """Bytes that the elements take.
+
+        Unlike :attr:`nbytes`, this excludes freed space that will be reused.
+        """
         return self._row_bytes + sum(column.pool.used_nbytes for column in self._columns)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: the images, the arrays that batches are decoded into, and the elements stored of all else."""
+        """Allocated bytes, including the arrays that batches are decoded into."""
         return self._row_bytes + sum(column.nbytes for column in self._columns)
 
     @property
     def _row_bytes(self) -> int:
         return int(self._storage[: self._len_along_dim0].bytes()) if self.initialized else 0
 
-    # Being whole whenever somebody else comes: other processes, or a later one
+    # Recovery by other processes, or by a later one
 
     def _refresh(self) -> None:
-        """Learn how far other processes have written."""
+        """Map the files again if other processes have extended them."""
         if self._rows is not None:
             self._rows.refresh()
 
     def _begin_write(self, places: Places) -> None:
-        """Make sure that these places can be written to, and note that they do not count.
+        """Reserve disk space for places, and mark their elements as being written.
 
-        :raises StorageError: if there is no room on the disk.
+        :raises StorageError: If the disk is full.
         """
         most = int(places.max(initial=-1)) + 1
         if self._rows is not None:
@@ -559,7 +573,10 @@ class FrameStorage(TensorStorage):
         self._n_touched = max(self._n_touched, most)
 
     def _finish_write(self) -> None:
-        """Note that all that was changed is whole, before anything that was replaced is freed."""
+        """Record that the written elements are valid.
+
+        Images that they replaced may be freed only afterwards.
+        """
         if self._rows is not None:
             self._rows.record(self._pending_places)
         if self._journal is not None:
@@ -567,7 +584,7 @@ class FrameStorage(TensorStorage):
             self._journal.end_write(self._len_along_dim0, 0 if last is None or not len(self) else last + 1)
 
     def _mark_exposed(self, index: Any) -> None:
-        """Note that elements are handed out as views, which the caller may write to."""
+        """Record that the caller gets views of elements, and may write to them."""
         if self._rows is None or self._journal is None or self._has_exposed_views:
             return
         parts = index if isinstance(index, tuple) else (index,)
@@ -576,9 +593,9 @@ class FrameStorage(TensorStorage):
             self._has_exposed_views = True
 
     def _recover(self, process_name: str, *, reopening: bool = False) -> int:
-        """Make whole what another process left behind; return where elements go on."""
+        """Repair the elements after another process ended; return the place of the next element."""
         assert self._journal is not None
-        length, next_row = recover(
+        length, next_row = recover_rows(
             self._storage, self._columns, self._journal, self._folder, process_name=process_name, reopening=reopening
         )
         self._len = length * (self.max_size // len(self._storage))
@@ -586,7 +603,7 @@ class FrameStorage(TensorStorage):
         return next_row
 
     def _recover_after_kill(self, dead: int) -> None:
-        """Recover after a process that was killed while it held the lock."""
+        """Repair the elements after the process ``dead`` was killed while it held the lock."""
         if self._journal is None:
             return
         if self._journal.read()[0].n_writing == 0:
@@ -596,11 +613,14 @@ class FrameStorage(TensorStorage):
 
     @defer_signals
     def flush(self) -> None:
-        """Note all that lies in files as it is now, whatever was written to it in place."""
+        """Update the checksums in ``storage_dir`` for elements that were changed in place.
+
+        Without a ``storage_dir``, it has no effect.
+        """
         with self.lock:
             self._flush_files()
             if self._has_exposed_views and self._journal is not None:
-                self._journal.mark_exposed()  # who has views may go on
+                self._journal.mark_exposed()  # callers may still change their views
 
     def _flush_files(self) -> None:
         self._require_open()
@@ -612,7 +632,7 @@ class FrameStorage(TensorStorage):
 
     @defer_signals
     def close(self) -> None:
-        """Give up what is held; with ``storage_dir``, the folder can be opened again then, also by another process."""
+        """Free all memory. A ``storage_dir`` can then be opened again, also by another process."""
         with self.lock:
             self._flush_files()
             self._release_folder()
@@ -626,8 +646,8 @@ class FrameStorage(TensorStorage):
             return self._shared_state()
         if self._folder is not None:
             raise NotCopyableError(
-                f"a FrameStorage in {self._folder.path} cannot be pickled, since it would be in two places; save it "
-                "with storage.dumps(path)"
+                f"a FrameStorage in {self._folder.path} cannot be pickled, because a folder belongs to one storage. "
+                "Save a copy with storage.dumps(path)"
             )
         with self.lock:
             state: dict[str, Any] = super().__getstate__()
@@ -640,14 +660,16 @@ class FrameStorage(TensorStorage):
         return state
 
     def _shared_state(self) -> dict[str, Any]:
-        """What goes to a process that is being started, which shares all that is held."""
+        """Return the state for a process that is being started, and that shares this storage."""
         if not self.initialized:
             raise NotCopyableError(
-                "an empty FrameStorage cannot be shared with another process, since it does not know yet what it "
-                "holds; add something first: buffer.extend(data), or buffer.extend(data) and buffer.empty()"
+                "an empty FrameStorage cannot be shared with another process, because the shapes of its elements are "
+                "not known yet. Add elements first: buffer.extend(data), or buffer.extend(data) and buffer.empty()"
             )
         if self._budget is not None:
-            raise NotCopyableError("a FrameStorage with max_bytes cannot be shared; pass a max_size instead")
+            raise NotCopyableError(
+                "a FrameStorage with max_bytes cannot be shared with another process. Pass a max_size instead"
+            )
         with self.lock:
             make_kill_safe(self)
             if self._journal is None:
@@ -671,34 +693,38 @@ class FrameStorage(TensorStorage):
             self._replace_contents(*contents)
 
     def _contents(self) -> tuple[Any, list[dict[str, Any]]]:
-        """Return the elements with handles in place of images, and what these refer to. Views, no copies.
+        """Return views of the elements, with handles in place of images, and of the pools.
 
-        The caller holds the lock.
+        The caller has to hold the lock.
         """
         frames = [{**column.kind, "pool": column.pool.state_dict()} for column in self._columns]
         return self._storage[: self._len_along_dim0], frames
 
     @defer_signals
     def _replace_contents(self, rows: Any, frames: list[dict[str, Any]], length: int) -> None:
-        """Hold what :meth:`_contents` gave, in place of what was there.
+        """Replace all elements by those of another storage.
 
-        :raises CorruptFileError: if it is damaged.
-        :raises InvalidArgumentError: if there is no room for it, or it cannot be exchanged.
+        :param rows: the elements, as returned by :meth:`_contents`
+        :param frames: the descriptions of the pools
+        :param length: number of elements
+        :raises CorruptFileError: If the contents are damaged.
+        :raises InvalidArgumentError: If they do not fit, or this storage has a folder or is shared.
         """
         if rows.ndim < self.ndim or len(rows) > self._shape_for(_example_row(rows))[0]:
             raise InvalidArgumentError(
                 f"{length} elements of {rows.ndim} batch dimensions do not fit into FrameStorage({self.max_size}, "
-                f"ndim={self.ndim}); make one like that they were saved from"
+                f"ndim={self.ndim}). Use the max_size and ndim of the storage that was saved"
             )
         if self._folder is not None:
             raise InvalidArgumentError(
-                f"a FrameStorage in {self._folder.path} cannot be loaded into; leave out storage_dir, or extend it"
+                f"a FrameStorage in {self._folder.path} cannot be loaded into; leave out storage_dir, or add the "
+                "elements: buffer.extend(other[:])"
             )
         rows = rows.to("cpu")
         with self.lock:
             if any(column.shared for column in self._columns):
                 raise InvalidArgumentError(
-                    "a FrameStorage cannot be loaded once other processes share it; load it first"
+                    "a FrameStorage cannot be loaded while other processes share it; load it first, then share it"
                 )
             self._allocate(_example_row(rows), self._restore_columns(rows, frames))
             self._storage[: len(rows)] = rows
@@ -710,7 +736,7 @@ class FrameStorage(TensorStorage):
             self._bump_mutation_revision()
 
     def _restore_columns(self, rows: Any, frames: list[dict[str, Any]]) -> list[FrameColumn]:
-        """Columns as they were saved, with whatever leads elsewhere refused."""
+        """Return the saved columns, after checking that all handles refer to images."""
         with as_corrupt_file("the images are"):
             columns = [self._new_column(state, self._shape_for(_example_row(rows))[0]) for state in frames]
             for column, state in zip(columns, frames, strict=True):
@@ -720,9 +746,9 @@ class FrameStorage(TensorStorage):
 
     @defer_signals
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all that is stored, made of tensors and plain values.
+        """Return a copy of the contents, made of tensors and plain values.
 
-        It is for :meth:`load_state_dict` of a ``FrameStorage`` only, since it holds images compressed.
+        Only a ``FrameStorage`` can load it, because images stay compressed.
         """
         self._require_open()
         with self.lock:
@@ -730,41 +756,42 @@ class FrameStorage(TensorStorage):
 
     @defer_signals
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hold what :meth:`state_dict` gave, in place of what was there.
+        """Replace the contents by those in a state dictionary.
 
-        :raises CorruptFileError: if it is damaged.
-        :raises InvalidArgumentError: if there is no room for it, or it is of another kind of storage.
+        :param state_dict: result of :meth:`state_dict`
+        :raises CorruptFileError: If it is damaged.
+        :raises InvalidArgumentError: If it contains more elements than fit, or belongs to another kind of storage.
         """
         self._require_open()
         if state_dict.get("frame_storage") is not None:
             self._replace_contents(*from_state(state_dict))
         elif state_dict.get("initialized"):
             raise InvalidArgumentError(
-                "this is the state of another kind of storage than FrameStorage; load it into one of that kind, and "
-                "add what it holds: buffer.extend(other[:])"
+                "this is the state of another kind of storage than FrameStorage; load it into a storage of that kind, "
+                "and add its elements: buffer.extend(other[:])"
             )
         elif self.initialized:
             self._empty()
 
     def _is_stored_in(self, path: str | os.PathLike[str]) -> bool:
-        """Whether this storage lies in the files of that folder."""
+        """Return whether ``path`` is the ``storage_dir`` of this storage."""
         return self._folder is not None and Path(path).absolute() == self._folder.path
 
     @staticmethod
     def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:
-        """Make a damaged ``storage_dir`` one that can be opened again, with the longest run of intact elements.
+        """Repair a damaged ``storage_dir``: keep the longest run of intact elements.
 
-        All files are read. What is damaged is given up for good: copy the folder first if in doubt.
+        All files are read. Damaged elements are deleted: copy the folder first if in doubt.
 
-        :param storage_dir: the folder.
-        :return: how many elements were kept and given up.
-        :raises InvalidArgumentError: if there is no storage in it.
-        :raises CorruptFileError: if nothing can be read at all.
-        :raises StorageError: if it is in use.
+        :param storage_dir: the folder
+        :return: number of elements that were kept, and number of those that were dropped
+        :raises InvalidArgumentError: If there is no storage in the folder.
+        :raises CorruptFileError: If nothing can be read.
+        :raises StorageError: If another process uses the folder.
         """
-        return salvage(storage_dir)
+        return salvage_folder(storage_dir)
 
 
 def _example_row(rows: Any) -> Any:
-    """Return the first element, or one like it where there is none."""
+    """Return the first element, or an element of zeros if there are none."""
     return rows[0] if len(rows) else rows.apply(lambda leaf: leaf.new_zeros(leaf.shape[1:]), batch_size=rows.shape[1:])

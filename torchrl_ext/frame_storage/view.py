@@ -1,4 +1,4 @@
-"""Images that are decoded when they are used: what slices of a storage hold in place of pixels."""
+"""Lazy views of stored images, which slices of a storage contain in place of pixels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_ext_core.errors import InvalidArgumentError
 from torchrl_ext.frame_storage.columns import FrameColumn
 
 _aten = torch.ops.aten
-# How many of a function's first arguments name dimensions; images stay handles as long as those are the batch's.
+# Number of leading arguments that are dimensions. If all are batch dimensions, the function works on handles.
 _N_DIM_ARGUMENTS = {
     _aten.slice.Tensor: 1,
     _aten.select.int: 1,
@@ -24,16 +24,16 @@ _RESHAPES = {_aten.view.default, _aten._unsafe_view.default}
 
 
 class FrameView(torch.Tensor):
-    """A tensor of images that reads and writes those of a storage, as a view of its memory would.
+    """Tensor that reads and writes the images of a storage, like a view of its memory.
 
-    Slicing it along the batch gives another one. Assigning to an index of it, and changing it in place, store images.
-    All other operations decode the images and return copies. If an image changes in part, the rest is stored as it was
-    decoded: a lossy codec adds to its error.
+    Slicing it along the batch returns another view. Assigning to an index and changing it in place store images. All
+    other operations decode the images and return copies. If an image changes in part, all of it is encoded again, so a
+    lossy codec adds to the error of the rest.
 
-    :param handles: handles of the images, a view of the storage's.
-    :param column: whose images these are.
-    :param storage: the storage.
-    :param _empty_count: how often it had been emptied when these were there; default: as often as by now.
+    :param handles: handles of the images, a view of those in the storage
+    :param column: column of the images
+    :param storage: the storage
+    :param empty_count: how often the storage had been emptied when the handles were read; default: its present count
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -44,17 +44,17 @@ class FrameView(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, handles: torch.Tensor, column: FrameColumn, storage: Any, _empty_count: int | None = None
+        cls, handles: torch.Tensor, column: FrameColumn, storage: Any, empty_count: int | None = None
     ) -> FrameView:
-        """Return a tensor without memory of its own."""
+        """Create a tensor that has a shape and a dtype, but no memory."""
         shape = (*handles.shape, *column.shape)
         view: FrameView = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=column.dtype)
         view._handles, view._column, view._storage = handles, column, storage
-        view._expected_empty_count = storage._empty_count if _empty_count is None else _empty_count
+        view._expected_empty_count = storage._empty_count if empty_count is None else empty_count
         return view
 
     def decode(self) -> torch.Tensor:
-        """Return the images, as a tensor of their own."""
+        """Return the decoded images as a plain tensor."""
         return self._read(self._handles)
 
     def _read(self, handles: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class FrameView(torch.Tensor):
     def _check_not_emptied(self) -> None:
         if self._expected_empty_count != self._storage._empty_count:
             raise InvalidArgumentError(
-                "these images are gone, since the storage was emptied after they were taken from it; keep them with "
+                "these images no longer exist, because the storage was emptied. To keep them, use "
                 "batch = buffer[:].clone() before buffer.empty()"
             )
 
@@ -83,14 +83,14 @@ class FrameView(torch.Tensor):
         return func(*tree_map(_decode_view, args), **tree_map(_decode_view, kwargs))
 
     def _rearrange_handles(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """The handles that are left, where the function only picks or reorders whole images."""
+        """Apply a function to the handles; return None if it does not move whole images."""
         handles, n_image = self._handles, len(self._column.shape)
         if func in _UNCHANGED:
             return handles
         if func in _RESHAPES:
             shape = tuple(args[1])
             batch = len(shape) - n_image
-            # A copy of handles would name what may be freed.
+            # Only views: the images of copied handles could be freed.
             return (
                 handles.view(shape[:batch]) if shape[batch:] == self._column.shape and handles.is_contiguous() else None
             )
@@ -117,8 +117,8 @@ class FrameView(torch.Tensor):
         self._write(parts, images.expand(*self._handles[parts].shape, *self._column.shape))
 
     def _store(self, images: torch.Tensor, before: torch.Tensor) -> None:
-        # To store the others anew would add to what a lossy codec has made of them.
-        # By their bits: zeros of another sign are equal, and numbers that are none are not.
+        # Unchanged images are not encoded again, because a lossy codec would add to their error. Bits are compared,
+        # because 0.0 equals -0.0, and NaN does not equal itself.
         changed = images.contiguous().view(torch.uint8) != before.contiguous().view(torch.uint8)
         changed = changed.flatten(self._handles.ndim).any(-1)
         self._write(changed, images[changed])
@@ -131,15 +131,15 @@ class FrameView(torch.Tensor):
         return f"FrameView(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def is_shared(self) -> bool:
-        """Whether processes share the handles of the images."""
+        """Return whether processes share the handles of the images."""
         return bool(self._handles.is_shared())  # type: ignore[no-untyped-call]
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the images as an array."""
+        """Return the decoded images as an array."""
         return self.decode().numpy(force=force)
 
     def tolist(self) -> Any:
-        """Return the images as nested lists."""
+        """Return the decoded images as nested lists."""
         return self.decode().tolist()
 
     @property
@@ -147,7 +147,7 @@ class FrameView(torch.Tensor):
         return self.decode()
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """Say what is to be counted where TensorDict counts bytes."""
+        """Name the attribute whose bytes TensorDict counts."""
         return ["_images"], None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -158,13 +158,13 @@ class FrameView(torch.Tensor):
 
 
 def _n_axes(parts: Any) -> int:
-    """Return how many axes an index names: a mask names as many as it has."""
+    """Count the axes that an index covers. A mask covers as many as it has."""
     masks = (torch.bool, torch.uint8, np.dtype(bool))
     return sum(part.ndim if getattr(part, "dtype", None) in masks else 1 for part in parts)
 
 
 def _call_mutating(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function that changes some of its arguments, and store what it has made of images."""
+    """Call a function that works in place, and store the images that it changed."""
     written: list[tuple[FrameView, torch.Tensor, torch.Tensor]] = []
 
     def decode_argument(value: Any, argument: Any) -> Any:

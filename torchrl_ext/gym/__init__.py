@@ -1,4 +1,4 @@
-"""``GymWrapper`` and ``GymEnv``: TorchRL's, for environments that speak NumPy or torch, exact and light."""
+"""``GymWrapper`` and ``GymEnv``: faster, exact replacements of TorchRL's classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps and resets of the wrapped environment, single or vectorized, as dicts of new tensors."""
+"""Steps and resets of a single or vectorized environment, as dicts of new tensors."""
 
 from __future__ import annotations
 
@@ -36,28 +36,29 @@ from torchrl_ext.gym.io import (
 __all__ = ["Engine", "refuse_frame_skip"]
 
 Entries = dict[str, Any]
-Leaves = dict[str, Any]  # specs, in dicts that are nested as the observations are
+Leaves = dict[str, Any]  # specs, in dicts that are nested like the observations
 Step = tuple[Any, ...]
 
 
 class Engine:
-    """Steps and resets an environment; what it gives are the entries of TensorDicts.
+    """Converter between an environment and the entries of TensorDicts.
 
-    Of a vectorized environment it knows between two calls:
+    Between two calls, a vectorized environment is in one of two states:
 
-    - *Nothing pending*: every row's next step starts from the observation that was given out last. A reset of some rows
-      resets these in the environment.
-    - *Pending*, after a step in which the environment has reset rows that were done (SAME_STEP): which rows those are,
-      every observation that it has now, and the info. A reset by a mask takes it: those rows are given their new
-      observations and are not reset again, what else it asks for is reset in the environment, and nothing is pending
-      after it. A step, a reset of all, and one with arguments (a seed, options) drop it.
+    - *Nothing pending*: the next step of every row starts from its last returned observation. A reset by a mask resets
+      these rows in the environment.
+    - *Pending*: the last step reset the rows that were done (SAME_STEP). The engine stores these rows, all observations
+      after the resets, and the info.
 
-    A step and a reset forget what was pending before they call the environment, so that what interrupts them leaves
-    nothing behind that is no longer true.
+    A reset by a mask uses what is pending: rows that the step has reset get their new observations. Other rows of the
+    mask are reset in the environment. A step, a reset of all rows and a reset with arguments drop what is pending.
 
-    :param wrapper: whose environment, options and specs these are, as they are now
-    :param observation: spec of what the environment returns, with the batch, without infos
-    :param key: of the one entry, where observations are no dicts
+    Steps and resets drop what is pending before they call the environment. Therefore, an interrupt leaves no outdated
+    state.
+
+    :param wrapper: wrapper with the environment, the options and the specs, which are read once
+    :param observation: spec of the environment's observations, with batch dimensions, without infos
+    :param key: key of the observation, if it is not a dict; else None
     :param env_type: ``"numpy"``, ``"torch"`` or ``"jax"``
     """
 
@@ -70,7 +71,7 @@ class Engine:
         self._leaves, self._key, self._missing_final_obs = _nested_specs(observation), key, options["missing_final_obs"]
         self._keys = tuple(self._leaves)
         self.nested_keys = tuple(name for name, part in self._leaves.items() if isinstance(part, dict))
-        # None: the environment's action is a dict.
+        # None if the environment's action is a dict.
         self.action_key = keys[0] if len(keys) == 1 and not wrapper.__dict__["_takes_dict"] else None
         env_device = device_of(env)
         self._decode = compile_action(
@@ -87,9 +88,9 @@ class Engine:
         is_finite = _has_finite_horizon(env, options["finite_horizon"])
         self._flags = compile_flags(batch_size, device=device, finite_horizon=is_finite)
         self._step_env = self._step_once if self.frame_skip == 1 else self._step_skipping_frames
-        # Which rows were done in the last step, if that was looked at.
+        # Indices of the rows that were done in the last step; None if the flags were not read.
         self.rows: torch.Tensor | None = None
-        # Which rows have reset themselves, every observation that now holds, and the info.
+        # Mask of the rows that the last step reset, all observations after the resets, and the info.
         self._pending: tuple[torch.Tensor, Entries, Any] | None = None
         self._stepper: Any = None
         if batch_size:
@@ -99,7 +100,7 @@ class Engine:
                 uses_torch=env_type == "torch",
                 missing_final_obs=self._missing_final_obs,
             )
-            # Asking a GPU whether anything is done makes the step wait for it; a reset of some rows has to.
+            # Reading the flags makes a step wait for the GPU. Only a reset of some rows needs them.
             is_cpu = device is None or device.type == "cpu"
             self._finds_done_rows = is_cpu or not self._stepper.resets_in_step
             if is_cpu:
@@ -110,20 +111,20 @@ class Engine:
     def step(self, action: Any) -> tuple[Entries, bool, Any]:
         """Take a step.
 
-        :param action: as it stands in the TensorDict
-        :return: the entries of ``next``, whether something may be done, and the info
+        :param action: entry ``action`` of the TensorDict
+        :return: entries of ``next``, whether an environment may be done, and the info
         """
         self._pending = None
         observation, reward, terminated, truncated, info = self._step_env(action)
         data: Entries = self._read(observation)
         data["reward"] = self._reward(reward)
         (data["done"], data["terminated"], data["truncated"]), ended = self._flags(terminated, truncated)
-        if ended is not None:  # of a single environment
+        if ended is not None:  # a single environment
             return data, ended, info
         mask = data["done"].view(-1)
         self.rows = rows = None
         if self._finds_done_rows:
-            found = mask.cpu().numpy().nonzero()[0]  # in a third of the time of torch's
+            found = mask.cpu().numpy().nonzero()[0]  # three times as fast as torch's
             if not len(found):
                 return data, False, info
             self.rows = rows = torch.from_numpy(found).to(mask.device)
@@ -143,18 +144,18 @@ class Engine:
         )
 
     def _step_skipping_frames(self, action: Any) -> Step:
-        """Sum the rewards of as many steps as are to be skipped, up to an episode's end."""
+        """Repeat an action ``frame_skip`` times, until the episode ends, and sum the rewards."""
         total: Any = 0
         for _ in range(self.frame_skip):
-            # decoded again: the environment may have edited its action
+            # decoded in every step, because the environment may have edited its action
             observation, reward, terminated, truncated, info = self._step_once(action)
             try:
                 total = total + reward
                 done = terminated | truncated
             except TypeError:
                 raise EnvironmentOutputError(
-                    f"step() returned the reward {reward!r} and the flags {terminated!r} and {truncated!r}; expected a "
-                    "number, or an array, and booleans, or arrays of them"
+                    f"step() returned the reward {reward!r} and the flags {terminated!r} and {truncated!r}; expected "
+                    "numbers or arrays. Return them as gymnasium does: observation, reward, terminated, truncated, info"
                 ) from None
             if done.any() if hasattr(done, "any") else done:
                 break
@@ -163,7 +164,11 @@ class Engine:
     def _final_observation(
         self, rows: torch.Tensor | None, mask: torch.Tensor, info: Any
     ) -> tuple[torch.Tensor | None, Any]:
-        """Return which rows last observations are of, None: all, and these; None: they are lost, or in the step's."""
+        """Return final observations and the indices of their rows.
+
+        :return: the indices (None: there is an observation for every row), and the final observations (None: they are
+            lost, or part of the step's observations)
+        """
         find = self._stepper.final_observation
         if rows is None:
             final = find(None, info)
@@ -177,7 +182,10 @@ class Engine:
         return rows, final if self._key is None or final is None else {self._key: final}
 
     def info_of_step(self, info: Any) -> Any:
-        """Return the info that belongs to the observations of the last step, from what that step returned."""
+        """Return the info of the last step, without that of the resets after it.
+
+        :param info: info that the step returned
+        """
         if self._pending is None:
             return info if self._stepper is None else drop_final_keys(info)
         rows = self._pending[0].nonzero().view(-1).tolist()
@@ -185,8 +193,8 @@ class Engine:
 
     # -- resets
 
-    def begin(self, result: Any) -> tuple[Entries, Any]:
-        """Take in what a reset returned.
+    def read_reset(self, result: Any) -> tuple[Entries, Any]:
+        """Convert the result of the environment's reset.
 
         :return: the observations, and the info
         """
@@ -196,16 +204,17 @@ class Engine:
         return self._read(observation), info
 
     def reset(self, mask: torch.Tensor | None, **kwargs: Any) -> tuple[Entries, Any]:
-        """Reset all, or those of a mask.
+        """Reset all rows, or those of a mask.
 
-        :param mask: (n,) booleans; those that have reset themselves in the last step are not reset again, unless there
-            are arguments for the reset
-        :return: the observations of all, and the info
+        :param mask: (n,) booleans; None: all. Rows that the last step reset are not reset again, unless there are
+            ``kwargs``
+        :param kwargs: arguments of the environment's reset
+        :return: the observations of all rows, and the info
         """
         pending = None if kwargs else self._pending
         if mask is None or (pending is None and bool(mask.all())):
             self._pending = None
-            return self.begin(self.env.reset(**kwargs))
+            return self.read_reset(self.env.reset(**kwargs))
         if pending is None:
             return self._reset_rows(mask, **kwargs)
         self._pending = None
@@ -214,7 +223,7 @@ class Engine:
         following = self._stepper.infos(info)[1]
         if following is None or isinstance(following, list):
             rest = drop_final_keys(info)
-            if isinstance(rest, dict):  # statistics are those of the episodes that ended
+            if isinstance(rest, dict):  # statistics belong to the episodes that ended
                 rest = {key: value for key, value in rest.items() if key not in STATISTICS}
             following = merge_infos(rest, following, done.nonzero().view(-1).tolist(), count)
         info = following
@@ -226,13 +235,13 @@ class Engine:
         return _overwrite_rows(self._leaves, observations, left, rows, fresh), merged
 
     def reset_done(self, data: Entries) -> Entries:
-        """Return the observations that follow a step in which something may be done.
+        """Reset what is done after a step.
 
-        :param data: the entries of ``next``
-        :return: the observations of all
+        :param data: entries of ``next``, as :meth:`step` returned them
+        :return: the observations of all rows
         """
         if not self.batch_size:
-            return self.begin(self.env.reset())[0]
+            return self.read_reset(self.env.reset())[0]
         if self._pending is not None:
             observations, self._pending = self._pending[1], None
             return observations
@@ -244,25 +253,25 @@ class Engine:
         return _overwrite_rows(self._leaves, before, mask, rows, self.reset(mask)[0])
 
     def _reset_rows(self, mask: torch.Tensor, **kwargs: Any) -> tuple[Entries, Any]:
-        """Reset some rows; what is returned of the others is not to be read."""
+        """Reset some rows. The returned observations of other rows are undefined."""
         self._pending = None
         observation, info = self._stepper.reset(mask.cpu().numpy(), **kwargs)
         return self._read(observation), info
 
     def make_unset_flags(self) -> tuple[torch.Tensor, ...]:
-        """Make flags for what follows a reset: done, terminated, truncated."""
+        """Make the flags done, terminated and truncated after a reset: all False."""
         return zero_flags((*self.batch_size, 1), self.device)
 
-    # -- what survives a copy or a move
+    # -- state that is carried to a copy, or to another device
 
     @property
     def carried_state(self) -> Any:
-        """What the next step and reset have to know of the last one; None if nothing."""
+        """State that the next call needs of the last one; None if there is none."""
         current = None if self._stepper is None else self._stepper.current
         return None if current is None and self._pending is None else (current, self._pending)
 
     def restore_carried_state(self, carried_state: Any) -> None:
-        """Remember what another engine of the same environment did, maybe on another device."""
+        """Restore the state of another engine of the same environment, maybe on another device."""
         if carried_state is not None:
             self._stepper.current, pending = carried_state
             if pending is not None and self.device is not None:
@@ -272,22 +281,24 @@ class Engine:
 
 
 def refuse_frame_skip(wrapper: Any) -> None:
-    """Check that a vectorized environment skips no frames: rows end at different frames, and all are stepped at once.
+    """Refuse ``frame_skip`` for vectorized environments: rows end at different frames.
 
-    :raises InvalidArgumentError: If it is to skip some.
+    :raises InvalidArgumentError: If ``frame_skip`` is above 1 and the environment is vectorized.
     """
     skip = wrapper.wrapper_frame_skip
     if skip > 1 and wrapper.batch_size:
         raise InvalidArgumentError(
             f"frame_skip={skip} on a vectorized environment is not supported, because its sub-environments end at "
             "different frames. Skip frames in each sub-environment, by gymnasium.make_vec(..., wrappers=[...]) with a "
-            "wrapper that repeats its action, or write torchrl_ext.ParallelEnv(n, lambda: torchrl_ext.GymEnv(id, "
+            "wrapper that repeats its action, or use torchrl_ext.ParallelEnv(n, lambda: torchrl_ext.GymEnv(id, "
             f"frame_skip={skip}))"
         )
 
 
 def _has_finite_horizon(env: Any, asked: bool | None) -> bool:
-    """Return whether time-outs are terminations: as asked for, else as Isaac Lab's configuration says.
+    """Return whether time-outs are terminations.
+
+    :param asked: the user's option; None: ``is_finite_horizon`` in the environment's Isaac Lab configuration
 
     Source: ``is_finite_horizon`` of isaaclab.envs.ManagerBasedRLEnvCfg, https://github.com/isaac-sim/IsaacLab/pull/7502
     """
@@ -300,29 +311,29 @@ def _has_finite_horizon(env: Any, asked: bool | None) -> bool:
 
 
 def _has_row_per_env(final: Any, count: int) -> bool:
-    """Return whether last observations are tensors with a row for every sub-environment."""
+    """Return whether all final observations are tensors with a row for every sub-environment."""
     if isinstance(final, dict):
         return all(_has_row_per_env(part, count) for part in final.values())
     return isinstance(final, torch.Tensor) and final.shape[:1] == (count,)
 
 
 def _nested_specs(spec: Composite) -> Leaves:
-    """Return the specs of a Composite in plain dicts, which are much faster to walk through."""
+    """Convert a Composite to nested dicts, which are much faster to iterate."""
     return {key: _nested_specs(part) if isinstance(part, Composite) else part for key, part in spec.items()}
 
 
 def _overwrite_rows(
     leaves: Leaves, target: Any, mask: torch.Tensor, rows: torch.Tensor | None, values: Any, path: tuple[str, ...] = ()
 ) -> Entries:
-    """Copy observations, and write others into some rows of the copies.
+    """Copy observations, and overwrite some rows of the copies.
 
-    :param leaves: of the specs of the observations
+    :param leaves: specs of the observations
     :param target: the observations
-    :param mask: (n,) booleans: which rows
-    :param rows: the same as indices; None: not looked at, so that a GPU need not answer
-    :param values: observations of all rows, or of those ``rows`` alone; None: lost, which makes them NaN, or zero
-        where there is no NaN
-    :raises EnvironmentOutputError: the values do not fit
+    :param mask: (n,) booleans of the rows to overwrite
+    :param rows: indices of these rows; None: unknown, because reading the mask would wait for the GPU
+    :param values: observations of all rows, or of ``rows`` only; None: lost, which writes NaN (zero for integers)
+    :param path: keys of the dicts that contain the observations, for errors
+    :raises EnvironmentOutputError: If the values do not fit the specs.
     """
     result: Entries = {}
     for key, part in leaves.items():
@@ -338,7 +349,7 @@ def _overwrite_rows(
             result[key] = torch.where(wide, _convert_final(part, old, new, len(mask), here), old)
         else:
             if type(new) is np.ndarray and old.is_cpu and new.shape[1:] == old.shape[1:] and len(new) == len(rows):
-                filled = old.clone().numpy()  # writing in NumPy takes less than half of the time
+                filled = old.clone().numpy()  # writing in NumPy takes less than half as long
                 if new.dtype is filled.dtype:
                     filled[rows.numpy()] = new
                     result[key] = torch.from_numpy(filled)
@@ -372,7 +383,7 @@ def _convert_final(spec: Any, old: torch.Tensor, new: Any, count: int, path: tup
     if type(new) is torch.Tensor and new.shape == shape and new.dtype is old.dtype and new.device == old.device:
         return new.detach()
     name = f"final_obs {'.'.join(path)}"
-    # One-hot entries come as indices from environments, as they are from those that were read already.
+    # Environments return one-hot entries as indices. Entries that were read already are one-hot.
     if isinstance(spec, OneHot) and tuple(getattr(new, "shape", ())) != shape:
         return compile_one_hot(spec, shape[:-1], name=name, device=old.device)(new)
     return compile_value(shape, old.dtype, name=name, device=old.device, copy=False)(new)

@@ -1,8 +1,8 @@
-"""Fast path of a step, for plain TensorDicts, as those of rollouts and collectors.
+"""Fast path of a step for plain TensorDicts, such as those of rollouts and collectors.
 
-``EnvBase.step_and_maybe_reset`` spends most of its time on what a plain TensorDict does not need. The fast path gives
-the same results. It is not taken if a method that it skips is overridden in a subclass, a mixin, or on the instance, or
-is replaced on a class, which is looked up at every step.
+``EnvBase.step_and_maybe_reset`` spends most of its time on checks that a plain TensorDict does not need. The fast path
+returns the same results. It is not taken if a subclass, a mixin or the instance overrides a method that it skips.
+Methods that are replaced on a class later are detected at every step.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _READERS = {"read_action", "read_done", "read_obs", "read_reward"}
 _REPLACEABLE = _STEPS | _READERS
 _TRANSFORMS = {"_output_transform", "_reset_output_transform"}
 _methods_of = attrgetter(*sorted(_REPLACEABLE))
-# Methods that this package overrides, which hides that they are replaced in TorchRL's class.
+# This package overrides these methods, so a replacement in TorchRL's class has to be detected there.
 _base_methods = attrgetter("step", "step_and_maybe_reset", "rand_action", "_step_proc_data")
 _BASE = _base_methods(EnvBase)
 
 
 def _find_override(cls: type, names: set[str]) -> str | None:
-    """Return the first of these methods that is neither TorchRL's nor this package's, or None."""
+    """Return the first method that neither TorchRL nor this package defines, or None."""
     for name in sorted(names):
         owner = next(base for base in cls.__mro__ if name in vars(base))
         module = getattr(getattr(cls, name), "__module__", owner.__module__)  # properties have none
@@ -46,13 +46,13 @@ def _find_override(cls: type, names: set[str]) -> str | None:
 
 def _raise_override_error(cls: type, name: str) -> None:
     raise InvalidTypeError(
-        f"{cls.__name__} overrides {name}, which is not called here. Override _step and _reset, or subclass "
-        "torchrl.envs.GymWrapper"
+        f"{cls.__name__} overrides {name}, which torchrl_ext.GymWrapper does not call. Override _step and _reset, or "
+        "subclass torchrl.envs.GymWrapper"
     )
 
 
 class _RandAction:
-    """A method that is ``EnvBase.rand_action`` when it is read from the class.
+    """Descriptor of ``rand_action`` that is ``EnvBase.rand_action`` when read from the class.
 
     ``TransformedEnv`` refuses environments whose class overrides ``rand_action`` if a transform changes the action.
     """
@@ -62,20 +62,20 @@ class _RandAction:
 
 
 def _rand_action(env: Any, tensordict: Any = None) -> TensorDictBase:
-    """Draw an action, as :meth:`torchrl.envs.EnvBase.rand_action` does, from the same random numbers."""
+    """Draw an action from the same random numbers as :meth:`torchrl.envs.EnvBase.rand_action`."""
     key = getattr(env.__dict__["_engine"], "action_key", None)
     is_plain = type(tensordict) is TensorDict and not tensordict.is_locked
     if not is_plain or type(key) is not str or _base_methods(EnvBase) != _BASE:
         return EnvBase.rand_action(env, tensordict)
-    # Composite.rand looks for a package on the disk every time.
+    # Faster than Composite.rand, which searches the disk for a package every time.
     tensordict._tensordict[key] = env.input_spec["full_action_spec"][key].rand()
     return tensordict
 
 
 class FastStepMixin(EnvBase):
-    """Overrides ``step`` and ``step_and_maybe_reset`` for plain TensorDicts; others take those of ``EnvBase``."""
+    """Mixin with faster ``step`` and ``step_and_maybe_reset`` for plain TensorDicts."""
 
-    _methods: ClassVar[tuple[Any, ...]] = ()  # of the class, as it was defined
+    _methods: ClassVar[tuple[Any, ...]] = ()  # of the class when it was defined
     _is_plain: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -86,7 +86,7 @@ class FastStepMixin(EnvBase):
             _raise_override_error(cls, ignored)
 
     def _refuse_overrides(self) -> None:
-        """Refuse methods that are not called and were set on the instance, or on a class after its definition."""
+        """Refuse overrides that would not be called, on the instance or set later on the class."""
         if not self.__dict__.keys().isdisjoint(_READERS):
             _raise_override_error(type(self), min(_READERS & self.__dict__.keys()))
         if _methods_of(type(self)) != self._methods and (name := _find_override(type(self), _READERS)) is not None:
@@ -111,7 +111,7 @@ class FastStepMixin(EnvBase):
         return entries if is_original and own.keys().isdisjoint(_REPLACEABLE) else None
 
     def _take_step(self, entries: dict[str, Any], tensordict: TensorDictBase) -> tuple[dict[str, Any], bool]:
-        """Write the entry ``next``; return its entries, and whether something may be done."""
+        """Take a step and write the entry ``next``; return its entries, and whether one is done."""
         engine = self.__dict__["_engine"]
         action = entries.get(engine.action_key)
         data, done, _ = engine.step(self._action_of(tensordict) if action is None else action)
@@ -127,7 +127,7 @@ class FastStepMixin(EnvBase):
         return tensordict
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """Take a step, reset what is done, and return the same TensorDict and that of the next step."""
+        """Take a step and reset what is done; return this TensorDict and the next one."""
         compiled = "_compiled_step_and_maybe_reset" in self.__dict__
         hooked = getattr(self, "_post_step_mdp_hooks", None) is not None
         entries = None if compiled or hooked else self._plain_entries(tensordict)
@@ -142,7 +142,7 @@ class FastStepMixin(EnvBase):
             fresh = engine.reset_done(data)
             if engine.batch_size:
                 mask, rows = data["done"].view(-1), engine.rows
-                if rows is None:  # a GPU is not asked which rows, and whether all
+                if rows is None:  # reading the rows would wait for the GPU
                     _zero_other_entries(root, fresh, mask & ~mask.all(), None)
                 elif len(rows) < len(mask):
                     _zero_other_entries(root, fresh, mask, rows)
@@ -154,7 +154,7 @@ class FastStepMixin(EnvBase):
 
     @classmethod
     def _complete_done(cls, done_spec: Any, data: TensorDictBase) -> TensorDictBase:
-        # Transforms call this at every step, and the engine's flags are complete.
+        # Transforms call this at every step, although the engine's flags are complete.
         entries = data._tensordict if type(data) is TensorDict else {}
         wide = data.batch_dims + 1
         if all(name in entries and entries[name].ndim == wide for name in _FLAGS):
@@ -169,7 +169,7 @@ class FastStepMixin(EnvBase):
 
 
 def _copy_entries(entries: dict[str, Any]) -> dict[str, Any] | None:
-    """Copy entries and their containers, but not tensors; None if one is of a class that may need more than that."""
+    """Copy entries and nested TensorDicts, but not tensors; None for other classes."""
     root = {}
     for key, value in entries.items():
         if type(value) is torch.Tensor:
@@ -182,7 +182,12 @@ def _copy_entries(entries: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _write_entries(root: dict[str, Any], data: dict[str, Any], nested_keys: tuple[str, ...]) -> None:
-    """Write new entries over old ones; containers are copied, and keep their other entries."""
+    """Replace entries of ``root``.
+
+    Nested TensorDicts are copied, and keep their other entries.
+
+    :param nested_keys: keys of the nested TensorDicts
+    """
     old: dict[str, Any] = {key: root.get(key) for key in nested_keys}
     root.update(data)
     for key in nested_keys:
@@ -193,7 +198,12 @@ def _write_entries(root: dict[str, Any], data: dict[str, Any], nested_keys: tupl
 def _zero_other_entries(
     entries: dict[str, Any], fresh: dict[str, Any], done: torch.Tensor, rows: torch.Tensor | None
 ) -> None:
-    """Set other entries (actions, hidden states) of rows that are reset to zero, as ``EnvBase.reset`` does."""
+    """Set other entries (actions, hidden states) of reset rows to zero, as ``EnvBase`` does.
+
+    :param fresh: entries of the reset, which stay
+    :param done: booleans of the rows
+    :param rows: their indices; None: unknown
+    """
     for key, value in entries.items():
         if type(value) is TensorDict:
             _zero_other_entries(value._tensordict, fresh[key]._tensordict if key in fresh else {}, done, rows)

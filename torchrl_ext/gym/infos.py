@@ -1,4 +1,4 @@
-"""Infos: the rows that belong to each step, and values as the arrays that TorchRL's reader takes."""
+"""Infos: merging rows, and conversion to arrays that TorchRL's reader accepts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.vector.arrays import to_torch
 from rl_ext_core.vector.stepper import infos_to_dict, object_array
 
-__all__ = ["merge_infos", "numbers_for_reader", "copy_info"]
+__all__ = ["copy_info", "merge_infos", "numbers_for_reader"]
 
 _NUMBERS = "biufc"  # kinds of NumPy's dtypes
 
 
 def copy_info(info: Any) -> Any:
-    """Copy the arrays and tensors of an info, which environments write into again; JAX's arrays become tensors."""
+    """Copy the arrays and tensors of an info, because environments reuse them.
+
+    JAX arrays become tensors.
+    """
     if isinstance(info, dict):
         return {key: copy_info(value) for key, value in info.items()}
     if isinstance(info, list):
@@ -36,11 +39,11 @@ def copy_info(info: Any) -> Any:
 def merge_infos(info: Any, other: Any, rows: list[int], count: int) -> Any:
     """Replace rows of an info by those of another one.
 
-    Where the other one lacks a key, its rows become zero (None in arrays of objects), as gymnasium fills rows without
-    a value. Values without one row per sub-environment are not replaced.
+    If the other info lacks a key, these rows become zero (None in arrays of objects), as in gymnasium. Values without
+    one row per sub-environment are not replaced.
 
     :param info: a dict of batches, or a list with one info per sub-environment
-    :param other: in the same form
+    :param other: the other info, in the same form
     :param rows: indices of the sub-environments to replace
     :param count: number of sub-environments
     """
@@ -65,7 +68,7 @@ def _has_rows(value: Any, count: int) -> bool:
 
 
 def _replace_rows(old: Any, new: Any, rows: list[int], count: int) -> Any:
-    """Return a copy with rows of another value; None stands for no value."""
+    """Return a copy of a batch with some rows of another one; None stands for a missing value."""
     old, new = to_torch(old), to_torch(new)
     if not _has_rows(old, count):
         return new if _has_rows(new, count) else old
@@ -75,14 +78,14 @@ def _replace_rows(old: Any, new: Any, rows: list[int], count: int) -> Any:
             np.full_like(old, None) if is_array and old.dtype == object else (np if is_array else torch).zeros_like(old)
         )
     values = _copy_for(old, new)
-    if values is None:  # no dtype or shape holds both
+    if values is None:  # their dtypes or shapes differ too much
         values, new = (object_array(list(part) if _has_rows(part, count) else [part] * count) for part in (old, new))
     values[rows] = new[rows]
     return values
 
 
 def _copy_for(old: Any, new: Any) -> Any:
-    """Copy a batch in a dtype that holds another batch too; None if there is no such dtype, or the shapes differ."""
+    """Copy a batch in a common dtype; None if there is none, or the shapes differ."""
     if type(old) is not type(new) or old.shape != new.shape:
         return None
     if isinstance(old, torch.Tensor):
@@ -95,20 +98,20 @@ def _copy_for(old: Any, new: Any) -> Any:
 
 
 def numbers_for_reader(info: Any, reader: Any, batch_size: torch.Size) -> Any:
-    """Return an info whose values are arrays or tensors where ``default_info_dict_reader`` reads them.
+    """Convert the values that ``default_info_dict_reader`` reads to arrays or tensors.
 
-    Values of None count as absent; so do nested dicts, unless they are named.
+    None counts as a missing value. Nested dicts are skipped, unless the reader names their keys.
 
-    :param info: of an environment, or a list of one per sub-environment
-    :param reader: with ``keys``; None: it reads all keys
-    :param batch_size: of the environment
+    :param info: info of an environment, or a list of one per sub-environment
+    :param reader: the reader; if its ``keys`` are None, it reads all keys
+    :param batch_size: batch size of the environment
     :raises EnvironmentOutputError: If a value to read is not numeric, or not one per sub-environment.
     """
     info = infos_to_dict(info)
     if not isinstance(info, dict):
         return info
     keys, found = reader.keys, dict(info)
-    if keys is None:  # TorchRL's reader cannot read nested infos, which EnvPool and Brax have
+    if keys is None:  # TorchRL's reader cannot read nested infos, such as EnvPool's and Brax's
         found = {key: value for key, value in info.items() if not isinstance(value, dict)}
         keys = [key for key in found if not (reader.ignore_private and key.startswith("_"))]
     for key in keys:
@@ -131,25 +134,25 @@ def numbers_for_reader(info: Any, reader: Any, batch_size: torch.Size) -> Any:
 
 
 def _is_readable(value: Any, *, text: bool) -> bool:
-    """Return whether TorchRL's reader takes a value.
+    """Return whether TorchRL's reader accepts a value.
 
-    :param text: whether it takes NumPy's texts and dates too, of which it makes no spec
+    :param text: whether NumPy's texts and dates count too; the reader accepts them, but makes no spec for them
     """
     kind = getattr(getattr(value, "dtype", None), "kind", "f" if hasattr(value, "dtype") else "O")
     return kind in _NUMBERS or (text and kind != "O")
 
 
 def _cast_to_spec(value: np.ndarray[Any, Any], specs: Any, key: str) -> Any:
-    """Cast to the dtype of a spec, so that a key may hold an integer in one step and a float in the next."""
+    """Cast to the dtype of a spec, because dtypes may differ between steps."""
     tensor = torch.from_numpy(value)
     spec = None if specs is None else specs.get(key, None)
     return tensor.to(spec.dtype) if spec is not None and torch.can_cast(tensor.dtype, spec.dtype) else tensor
 
 
 def _as_numeric_array(value: Any) -> Any:
-    """Return numbers, lists of them and arrays of objects as arrays of numbers, None if there is no value.
+    """Convert numbers, lists and object arrays to arrays of numbers; None if all are None.
 
-    Other values, NumPy's numbers among them, are returned unchanged, and rows without a value are zero.
+    Rows without a value become zero. Other values, including NumPy's numbers, are returned unchanged.
     """
     if isinstance(value, (bool, int, float, complex, list, tuple)) and not isinstance(value, np.generic):
         found = _numeric(value)
@@ -167,7 +170,7 @@ def _as_numeric_array(value: Any) -> Any:
 
 
 def _numeric(value: Any) -> np.ndarray[Any, Any] | None:
-    """Return an array of numbers; None if that is not possible."""
+    """Convert a value to an array of numbers; return None if that is not possible."""
     try:
         array = np.array(value)
     except (TypeError, ValueError, RuntimeError):
@@ -176,7 +179,7 @@ def _numeric(value: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _advice(info: dict[str, Any], batch_size: torch.Size) -> str:
-    """Return a line that registers values which can be read, with their dtypes."""
+    """Write the line of code that registers the readable values, with their dtypes."""
     specs: dict[str, str] = {}
     for key, value in info.items():
         array = _as_numeric_array(value)

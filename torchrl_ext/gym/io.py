@@ -1,8 +1,8 @@
-"""Conversions between an environment's values and tensors, each compiled once from its spec.
+"""Conversions between an environment's values and tensors, compiled from its specs.
 
-Environments reuse their arrays, and edit the actions that they get. Therefore results do not share memory with them,
-unless the caller asks for it. A value of the spec's type, dtype and shape takes a short path. Other values are
-converted if nothing is lost, and are refused otherwise.
+Environments reuse their arrays, and edit the actions that they receive. Therefore, results do not share memory with
+them unless the caller requests it. Values of the spec's type, dtype and shape are converted by a short path. Other
+values are converted if nothing is lost, and are refused otherwise.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Flags = tuple[torch.Tensor, ...]
 def compile_value(
     shape: tuple[int, ...], dtype: torch.dtype, *, name: str, device: torch.device | None, copy: bool = True
 ) -> Convert:
-    """Compile the conversion of an array, a tensor, a number or a list to a tensor of a shape and dtype.
+    """Compile the conversion of arrays, numbers and lists to tensors of a shape and dtype.
 
-    :param shape: in which axes of one may differ, and -1 stands for any length
+    :param shape: shape of the tensor; values may have more or fewer axes of length one, and -1 is any length
     :param name: name of the entry in messages
-    :param device: device of the tensor; None: that of the value
-    :param copy: whether the tensor must not share the value's memory
+    :param device: device of the tensor; None: device of the value
+    :param copy: whether the tensor must not share memory with the value
     :return: function that raises :class:`EnvironmentOutputError` if the value does not fit
     """
     array, tensor, from_numpy, wanted = np.ndarray, torch.Tensor, torch.from_numpy, torch_to_numpy_dtype_dict.get(dtype)
@@ -83,7 +83,10 @@ def compile_value(
 
 
 def _tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Convert a value to a tensor of any dtype and shape, which shares memory with arrays on devices only."""
+    """Convert a value to a tensor of any dtype and shape.
+
+    Only tensors and arrays on devices share its memory.
+    """
     value = to_torch(value)
     if isinstance(value, torch.Tensor):
         return value.detach()
@@ -101,16 +104,18 @@ def _tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str) -
 
 
 def _adjust_singleton_axes(found: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Return a tensor in a shape; None if more differs than axes of one, which come and go between libraries."""
+    """Add or remove axes of length one to match a shape; return None if that fails."""
     if len(found.shape) == len(shape) and all(n in (-1, m) for n, m in zip(shape, found.shape, strict=True)):
         return found
     return found.reshape(shape) if [n for n in found.shape if n != 1] == [n for n in shape if n != 1] else None
 
 
 def _loses_information(found: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a cast loses more than precision: fractions, signs, or the upper digits of integers.
+    """Return whether a cast loses fractions, signs, or the upper digits of integers.
 
-    Values on a GPU are not read, because the step would wait for them: a cast that may lose something counts.
+    Precision does not count.
+
+    Values on a GPU are not read, because the step would wait for them. Every cast that may lose something counts.
     """
     is_legal = torch.can_cast(found.dtype, dtype)
     if is_legal and (dtype.is_floating_point or dtype.is_complex or found.dtype is torch.bool):
@@ -123,7 +128,14 @@ def _loses_information(found: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def compile_one_hot(spec: OneHot, shape: tuple[int, ...], *, name: str, device: torch.device | None) -> Convert:
-    """Compile the conversion of indices of a shape to one-hot vectors, with the errors of :func:`compile_value`."""
+    """Compile the conversion of indices to one-hot vectors.
+
+    :param spec: spec of the vectors
+    :param shape: shape of the indices
+    :param name: name of the entry in messages
+    :param device: device of the vectors
+    :return: function that raises :class:`EnvironmentOutputError` if an index is out of range
+    """
     read, encode = compile_value(shape, torch.int64, name=name, device=device), torch.nn.functional.one_hot
     counts = [int(n) for n in spec.nvec] if isinstance(spec, MultiOneHot) else spec.space.n
 
@@ -143,21 +155,25 @@ def compile_one_hot(spec: OneHot, shape: tuple[int, ...], *, name: str, device: 
 
 
 def _index_shape(spec: TensorSpec) -> tuple[int, ...]:
-    """Return the shape of an environment's values: that of the spec, or of the indices that a one-hot spec encodes."""
+    """Return the shape of a spec, or of the indices that a one-hot spec encodes."""
     if not isinstance(spec, OneHot):
         return tuple(spec.shape)
     return (*spec.shape[:-1], len(spec.nvec)) if isinstance(spec, MultiOneHot) else tuple(spec.shape[:-1])
 
 
 def _add_start(values: Any, start: Any) -> Any:
-    """Add to integers what their space counts from. TorchRL's specs count from zero."""
+    """Add a space's ``start`` to integers, because TorchRL's specs count from zero."""
     if isinstance(values, torch.Tensor):
         return values + torch.as_tensor(start, dtype=values.dtype, device=values.device)
     return values + start
 
 
 def subtract_start(values: Any, start: Any) -> Any:
-    """Subtract from an environment's integers what their space counts from: a number, an array, or a dict of them."""
+    """Subtract a space's ``start`` from an environment's integers.
+
+    :param values: a tensor, an array, or a dict of them
+    :param start: a number, an array, or a dict of them; None: zero
+    """
     if start is None:
         return values
     if isinstance(start, dict):
@@ -185,14 +201,16 @@ def compile_action(
 ) -> Convert:
     """Compile the conversion of an action tensor, or TensorDict, to the environment's action.
 
+    :param spec: spec of the action
     :param space: gymnasium space of one sub-environment's action
     :param env_type: ``"numpy"``, ``"torch"`` or ``"jax"``
-    :param clip: bound on the magnitude of continuous actions
-    :param device: device on which a torch environment takes its actions; None: that of the action
-    :param start: what its integers count from: a number, an array, or a dict of them; None: zero
-    :param path: keys of the Dicts that contain it; in Dicts, TorchRL gives arrays for integers
+    :param batch_size: batch size of the environment
+    :param clip: bound on the magnitude of continuous actions; None: unbounded
+    :param device: device of a torch environment's actions; None: device of the action
+    :param start: ``start`` of the space's integers: a number, an array, or a dict of them; None: zero
+    :param path: keys of the Dicts that contain the action; in Dicts, single integers become arrays, as in TorchRL
     :return: function that raises :class:`InvalidArgumentError` if an action has another shape
-    :raises InvalidArgumentError: If the spec has other choices than the space.
+    :raises InvalidArgumentError: If the spec has another number of choices than the space.
     """
     if isinstance(spec, Composite):
         compile_part = partial(compile_action, env_type=env_type, batch_size=batch_size, clip=clip, device=device)
@@ -203,7 +221,7 @@ def compile_action(
         }
         return lambda action: {key: convert(action[key]) for key, convert in parts.items()}
     if not isinstance(spec.zero(), torch.Tensor):
-        return lambda action: getattr(action, "data", action)  # text, which nobody edits in place
+        return lambda action: getattr(action, "data", action)  # text, which cannot be edited in place
     shape, nvec = spec.shape, _nvec_of_choice(spec, space, batch_size)
     if nvec is not None:
         start = space.start if np.any(getattr(space, "start", 0)) else None
@@ -230,8 +248,8 @@ def _reshape_action(action: torch.Tensor, spec: TensorSpec, path: tuple[str, ...
         return fitting
     advice = "categorical_action_encoding=True for indices" if isinstance(spec, OneHot) else "an action of this shape"
     raise InvalidArgumentError(
-        f"the action{_quoted_path(path)} has the shape {tuple(action.shape)}; expected {tuple(spec.shape)}, the shape of its "
-        f"{type(spec).__name__} spec. Write {advice}"
+        f"the action{_quoted_path(path)} has the shape {tuple(action.shape)}; expected {tuple(spec.shape)}, the shape "
+        f"of its {type(spec).__name__} spec. Write {advice}"
     )
 
 
@@ -240,7 +258,7 @@ def _is_one_choice(spec: TensorSpec) -> bool:
 
 
 def _nvec_of_choice(spec: TensorSpec, space: Any, batch_size: torch.Size) -> tuple[int, ...] | None:
-    """Return the numbers of classes of a MultiDiscrete space whose spec is one choice of all combinations, else None.
+    """Return ``nvec`` of a MultiDiscrete space whose spec is one choice, else None.
 
     TorchRL makes such a spec if there is an ``action_mask`` with one entry per combination
     (https://github.com/pytorch/rl/pull/3342).
@@ -253,16 +271,16 @@ def _nvec_of_choice(spec: TensorSpec, space: Any, batch_size: torch.Size) -> tup
     count = int(np.prod(nvec))
     if spec.space.n != count:
         raise InvalidArgumentError(
-            f"the action spec has {spec.space.n} choices; expected one for every combination of {space}, which are "
-            f"{count}. Write env.action_spec = Categorical({count}, shape=env.batch_size)"
+            f"the action spec has {spec.space.n} choices; expected {count}, one for every combination of {space}. "
+            f"Write env.action_spec = Categorical({count}, shape=env.batch_size)"
         )
     return tuple(map(int, nvec))
 
 
 def _compile_decoder(spec: TensorSpec, env_type: str, is_array: bool, clip: float | None) -> Convert:
-    """Compile the conversion to new indices for one-hot vectors, and to a copy for other actions.
+    """Compile the conversion of one-hot vectors to indices, and of other actions to copies.
 
-    :param is_array: whether a single index is an array, too, and not an integer
+    :param is_array: whether a single index becomes an array, and not an integer
     """
     decode: Convert
     if isinstance(spec, MultiOneHot):
@@ -279,28 +297,28 @@ def _compile_decoder(spec: TensorSpec, env_type: str, is_array: bool, clip: floa
         return lambda action: np.asarray(decode(action.detach().cpu()))
     if isinstance(spec, OneHot) and spec.ndim == 1 and not spec.dtype.is_floating_point:
         return _one_hot_index
-    return lambda action: int(decode(action.detach().cpu()).item())  # environments index with it
+    return lambda action: int(decode(action.detach().cpu()).item())  # environments use it as an index
 
 
 def _one_hot_indices(action: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the indices of one-hot vectors, in a third of torch's time."""
+    """Return the indices of one-hot vectors, three times as fast as torch."""
     values = action.numpy()
-    # TorchRL's argmax is that of integers.
+    # TorchRL's argmax casts to integers first.
     return (values.astype(np.int64) if values.dtype.kind == "f" else values).argmax(-1)
 
 
 def _one_hot_index(action: torch.Tensor) -> int:
-    """Return the index of one one-hot vector, in a third of NumPy's time."""
+    """Return the index of one one-hot vector, three times as fast as NumPy."""
     values = action.tolist()
     return values.index(1) if 1 in values else int(_one_hot_indices(action.cpu()))  # as TorchRL for other vectors
 
 
 def _jax_array(action: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Convert a new tensor to a JAX array on JAX's default device.
+    """Convert a tensor that no one else uses to a JAX array on JAX's default device.
 
-    :param dtype: dtype of an action of floats
+    :param dtype: dtype of the array if the action contains floats
     """
-    jax: Any = sys.modules["jax"]  # which the environment has imported
+    jax: Any = sys.modules["jax"]  # the environment has imported it
     wanted = dtype if action.is_floating_point() else action.dtype
     if not jax.config.jax_enable_x64:
         wanted = {torch.int64: torch.int32, torch.float64: torch.float32}.get(wanted, wanted)
@@ -315,11 +333,13 @@ def _jax_array(action: torch.Tensor, dtype: torch.dtype) -> Any:
 def compile_observation(
     spec: Composite, *, key: str | None, device: torch.device | None, copy: bool, starts: Any = None
 ) -> Convert:
-    """Compile the conversion of an observation to a dict of tensors, nested as the spec is.
+    """Compile the conversion of an observation to a dict of tensors, nested like the spec.
 
-    :param key: key of the one entry, if observations are not dicts
+    :param spec: spec of the observations
+    :param key: key of the observation, if it is not a dict; else None
+    :param device: device of the tensors; None: device of the observation
     :param copy: whether tensors must not share the environment's memory
-    :param starts: what integers count from: a number, an array, or a dict of them; None: zero
+    :param starts: ``start`` of the spaces' integers: a number, an array, or a dict of them; None: zero
     """
     if starts is not None:
         read = compile_observation(spec, key=key, device=device, copy=copy)
@@ -331,7 +351,7 @@ def compile_observation(
 
 
 def _compile_part(spec: TensorSpec, path: tuple[str, ...], device: torch.device | None, copy: bool) -> Convert:
-    """Compile the conversion of an entry: to a tensor, a TensorDict, or a dict for the whole observation."""
+    """Compile the conversion of an entry to a tensor or TensorDict (a dict at the top)."""
     if isinstance(spec, NonTensor):
         return partial(NonTensorData, device=device)
     if not isinstance(spec, Composite):
@@ -352,7 +372,7 @@ def _compile_part(spec: TensorSpec, path: tuple[str, ...], device: torch.device 
             found = {name: read(observation[name]) for name, read in readers}
         except KeyError:
             missing = next(name for name, _ in readers if name not in observation)
-            if missing == "observation" and "state" in observation:  # as TorchRL calls a lone "state"
+            if missing == "observation" and "state" in observation:  # TorchRL renames a lone "state"
                 return read_all({**observation, "observation": observation["state"]})
             raise EnvironmentOutputError(
                 f"observation{_quoted_path((*path, missing))} is missing: the environment returned "
@@ -371,7 +391,7 @@ def _quoted_path(path: tuple[str, ...]) -> str:
 
 
 def compile_reward(spec: TensorSpec, *, device: torch.device | None) -> Convert:
-    """Compile the conversion of a number, or of one reward per sub-environment, to a tensor of the spec."""
+    """Compile the conversion of one reward, or one per sub-environment, to a tensor."""
     read = _compile_column(tuple(spec.shape), spec.dtype, "reward", device)
     if spec.shape != (1,) or not spec.dtype.is_floating_point:  # a number may lose its fraction
         return read
@@ -381,7 +401,7 @@ def compile_reward(spec: TensorSpec, *, device: torch.device | None) -> Convert:
     def read_scalar(value: Any) -> Any:
         if not isinstance(value, scalars):
             return read(value)
-        # NumPy makes small arrays in half of torch's time.
+        # NumPy makes small arrays twice as fast as torch.
         tensor = from_numpy(array((value,), wanted))
         return tensor.to(device) if moves else tensor
 
@@ -389,7 +409,7 @@ def compile_reward(spec: TensorSpec, *, device: torch.device | None) -> Convert:
 
 
 def _compile_column(shape: tuple[int, ...], dtype: torch.dtype, name: str, device: torch.device | None) -> Convert:
-    """Compile the conversion of a value with or without the trailing axis of one."""
+    """Compile the conversion of a value with or without a trailing axis of length one."""
     convert, flat = compile_value(shape, dtype, name=name, device=device), shape[:-1]
     if shape[-1:] != (1,):
         return convert
@@ -397,12 +417,12 @@ def _compile_column(shape: tuple[int, ...], dtype: torch.dtype, name: str, devic
 
 
 def zero_flags(shape: tuple[int, ...], device: torch.device | None) -> Flags:
-    """Make the flags done, terminated and truncated, none of which is set.
+    """Make the flags done, terminated and truncated, all False.
 
-    :param shape: shape of each, with its trailing axis
+    :param shape: shape of each flag, with its trailing axis
     """
     zeros, from_numpy = np.zeros, torch.from_numpy
-    if device is None or device.type == "cpu":  # in less than half of the time of torch's own zeros
+    if device is None or device.type == "cpu":  # twice as fast as torch.zeros
         return from_numpy(zeros(shape, "?")), from_numpy(zeros(shape, "?")), from_numpy(zeros(shape, "?"))
     return torch.zeros((3, *shape), dtype=torch.bool, device=device).unbind(0)
 
@@ -410,11 +430,12 @@ def zero_flags(shape: tuple[int, ...], device: torch.device | None) -> Flags:
 def compile_flags(
     batch_size: torch.Size, *, device: torch.device | None, finite_horizon: bool
 ) -> Callable[[Any, Any], tuple[Flags, bool | None]]:
-    """Compile the conversion of ``terminated`` and ``truncated`` to new tensors: done, terminated, truncated.
+    """Compile the conversion of ``terminated`` and ``truncated`` to TorchRL's three flags.
 
-    The function also returns whether a single environment is done; None for a batch, whose flags it does not read.
-
+    :param batch_size: batch size of the environment
+    :param device: device of the tensors
     :param finite_horizon: whether time-outs are terminations
+    :return: function that returns the flags, and whether a single environment is done (None for a batch)
     """
     shape = (*batch_size, 1)
     read_end, read_cut = (_compile_column(shape, torch.bool, name, device) for name in ("terminated", "truncated"))

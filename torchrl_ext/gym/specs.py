@@ -1,4 +1,4 @@
-"""Specs of environments, from the spaces of any library, with finite random values."""
+"""Conversion of spaces of any library to TorchRL specs, whose random values are finite."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from torchrl.data.tensor_specs import BoundedContinuous
 from torchrl.envs.libs import gym as upstream
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.vector.spaces import find_attribute, convert_space
+from rl_ext_core.vector.spaces import convert_space, find_attribute
 
 __all__ = [
     "HalfBounded",
     "SingleSpaces",
-    "make_batched_specs",
-    "with_finite_samples",
-    "is_ragged",
     "find_starts",
+    "is_ragged",
+    "make_batched_specs",
     "to_gymnasium",
+    "with_finite_samples",
 ]
 
 
 class HalfBounded(BoundedContinuous):
-    """Box with some infinite bounds, whose random values are finite, as those of ``gymnasium.spaces.Box.sample``.
+    """Bounded spec with infinite bounds, whose random values are finite.
 
-    They are uniform between two bounds, exponential beyond one, and normal where there is none.
+    Values are uniform between two finite bounds, exponential beyond one, and normal without any.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name != "__class__":  # TorchRL's metaclass sets it, to one of its own two classes
+        if name != "__class__":  # TorchRL's metaclass would set it to one of its own classes
             super().__setattr__(name, value)
 
     def rand(self, shape: Any = None) -> torch.Tensor:
@@ -53,7 +53,7 @@ class HalfBounded(BoundedContinuous):
         return torch.where(above & below, low + torch.rand_like(empty) * (high - low), one_sided)
 
     def to(self, dest: Any) -> HalfBounded:
-        """Move to a device, or convert to a dtype."""
+        """Return a copy on another device, or in another dtype."""
         return _half_bounded(super().to(dest))
 
 
@@ -62,7 +62,7 @@ def _half_bounded(spec: Bounded) -> HalfBounded:
 
 
 def with_finite_samples(spec: TensorSpec) -> TensorSpec:
-    """Make the random values of Boxes with some infinite bounds finite."""
+    """Replace specs with infinite bounds by :class:`HalfBounded`, nested ones included."""
     if isinstance(spec, Composite):
         return Composite(
             {key: with_finite_samples(part) for key, part in spec.items()}, device=spec.device, shape=spec.shape
@@ -73,7 +73,7 @@ def with_finite_samples(spec: TensorSpec) -> TensorSpec:
 
 
 def is_ragged(spec: TensorSpec, batch: torch.Size) -> bool:
-    """Return whether an entry of a spec is not one tensor: of parts of different shapes, or of a Tuple of Dicts."""
+    """Return whether an entry of a spec is not a single tensor, such as some Tuples."""
     if isinstance(spec, Composite):
         return spec.shape != batch or any(is_ragged(part, batch) for part in spec.values())
     return isinstance(spec, Stacked)
@@ -82,9 +82,13 @@ def is_ragged(spec: TensorSpec, batch: torch.Size) -> bool:
 def make_batched_specs(
     single: SingleSpaces, batch: torch.Size, key: str, device: torch.device | None, categorical: bool
 ) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
-    """Make the specs of many sub-environments, as TorchRL makes them from gymnasium's batched spaces.
+    """Make the specs of a vectorized environment from the spaces of its sub-environments.
 
+    :param single: spaces of one sub-environment
+    :param batch: batch size
     :param key: key of the observation, if it is not a dict
+    :param device: device of the specs
+    :param categorical: whether discrete actions are indices instead of one-hot vectors
     :return: specs of the observation, the action and the reward
     :raises ValueError: If a batch of a space's values is not one tensor.
     """
@@ -103,7 +107,7 @@ def make_batched_specs(
     if reward_space is None:
         return observation, action, Unbounded((*batch, 1), device=device)
     reward = convert(reward_space)
-    # Environments give the space of one reward, or of a batch of them.
+    # Environments have the space of one reward, or of a batch of rewards.
     return observation, action, reward if reward.shape[:1] == batch else reward.expand(*batch, *reward.shape)
 
 
@@ -119,11 +123,12 @@ def _check_batchable(space: Any) -> None:
 
 
 def to_gymnasium(space: Any) -> Any:
-    """Convert a space of any library to gymnasium's, by its attributes: ``spaces``, ``nvec``, ``n``, ``low``, ``high``.
+    """Convert a space of any library to gymnasium's, by the attributes of the space.
 
-    Spaces that TorchRL converts (``register_gym_spec_conversion``) stay as they are.
+    The attributes are ``spaces``, ``nvec``, ``n``, ``low`` and ``high``. Spaces that TorchRL converts
+    (``register_gym_spec_conversion``) are returned unchanged.
 
-    :raises InvalidArgumentError: If it has none of them.
+    :raises InvalidArgumentError: If the space has none of these attributes.
     """
     if isinstance(space, spaces.MultiBinary) and not isinstance(space.n, (int, np.integer)):
         return spaces.Box(0, 1, space.shape, space.dtype.type)  # TorchRL's conversion needs a number
@@ -144,7 +149,7 @@ def to_gymnasium(space: Any) -> Any:
 
 
 def _map_parts(space: Any, convert: Any) -> Any:
-    """Convert the parts of a Dict or Tuple; return the same space if none changes."""
+    """Convert the parts of a Dict or Tuple; return the same space if no part changes."""
     old = [*space.values()] if isinstance(space, spaces.Dict) else space.spaces
     new = [convert(part) for part in old]
     if all(map(operator.is_, new, old)):
@@ -153,7 +158,7 @@ def _map_parts(space: Any, convert: Any) -> Any:
 
 
 def _merge_tuples(space: Any) -> Any:
-    """Convert Tuples of Discretes, or of MultiDiscretes of one shape, to the MultiDiscretes that TorchRL converts."""
+    """Replace Tuples of discrete spaces of one shape by MultiDiscretes."""
     if not isinstance(space, (spaces.Dict, spaces.Tuple)):
         return space
     space = _map_parts(space, _merge_tuples)
@@ -165,7 +170,7 @@ def _merge_tuples(space: Any) -> Any:
 
 
 def _clip_space(space: Any, bound: float) -> Any:
-    """Narrow continuous actions to ``[-bound, bound]``; return the same space if there are none."""
+    """Narrow continuous spaces to ``[-bound, bound]``; return others unchanged."""
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
         return _map_parts(space, partial(_clip_space, bound=bound))
     if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
@@ -175,9 +180,13 @@ def _clip_space(space: Any, bound: float) -> Any:
 
 
 class SingleSpaces:
-    """The spaces of one environment or sub-environment; replaces the environment where TorchRL makes specs.
+    """Spaces of one sub-environment, for TorchRL's functions that make specs.
 
-    If a vectorized environment has spaces of its batch only, they are those, and ``is_batched`` is set.
+    :param env: the environment
+    :param batch: its batch size
+    :param clip: bound on the magnitude of continuous actions; None: unbounded
+    :ivar is_batched: whether the spaces are those of the batch, because the environment has no others
+    :raises InvalidArgumentError: If a space cannot be converted, or ``clip`` has no effect on the action space.
     """
 
     def __init__(self, env: Any, batch: torch.Size, clip: float | None) -> None:
@@ -193,8 +202,8 @@ class SingleSpaces:
         self.action_space = action_space if clip is None else _clip_space(action_space, clip)
         if clip is not None and self.action_space is action_space:
             raise InvalidArgumentError(
-                f"clip_actions={clip} was given, and the action space {action_space} has nothing continuous to clip. "
-                "Leave it out"
+                f"clip_actions={clip} has no effect, because the action space {action_space} has nothing continuous to "
+                "clip. Leave it out"
             )
         reward_space = find_attribute(env, "reward_space")
         if reward_space is not None:
@@ -202,7 +211,7 @@ class SingleSpaces:
 
 
 def _is_batched_space(space: Any, batch: torch.Size) -> bool:
-    """Return whether all parts of a space begin with the axes of a batch."""
+    """Return whether the shapes of all parts of a space begin with the batch size."""
     if isinstance(space, (spaces.Dict, tuple)):
         return all(
             _is_batched_space(part, batch) for part in (space.values() if isinstance(space, spaces.Dict) else space)
@@ -211,9 +220,9 @@ def _is_batched_space(space: Any, batch: torch.Size) -> bool:
 
 
 def find_starts(space: Any, *, of_batch: bool) -> Any:
-    """Return what the integers of a space count from: a number, an array, a dict of them; None if that is zero.
+    """Return a space's ``start``: a number, an array, or a dict of them; None if zero.
 
-    :param of_batch: whether it is made one of a batch: gymnasium makes a Box of the values of many MultiDiscretes
+    :param of_batch: whether the space will be batched. A batched MultiDiscrete is a Box, which has no ``start``
     """
     if isinstance(space, spaces.Dict):
         parts = {key: find_starts(part, of_batch=of_batch) for key, part in space.spaces.items()}

@@ -1,4 +1,4 @@
-"""``GymWrapper`` and ``GymEnv`` for NumPy, torch and JAX environments, with the arguments of TorchRL's classes."""
+"""``GymWrapper`` and ``GymEnv`` for NumPy, torch and JAX environments."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.vector.arrays import framework_of
 from rl_ext_core.vector.autoreset import require_synchronous
 from rl_ext_core.vector.spaces import device_of
-from rl_ext_core.vector.stepper import RESET_RESULT, num_envs_of, check_result_length
-from torchrl_ext._compat import new_tensordict, has_fast_path
+from rl_ext_core.vector.stepper import RESET_RESULT, check_result_length, num_envs_of
+from torchrl_ext._compat import has_fast_path, new_tensordict
 from torchrl_ext.gym.engine import Engine, refuse_frame_skip
-from torchrl_ext.gym.infos import numbers_for_reader, copy_info
-from torchrl_ext.gym.specs import SingleSpaces, make_batched_specs, with_finite_samples, is_ragged, find_starts
+from torchrl_ext.gym.infos import copy_info, numbers_for_reader
+from torchrl_ext.gym.specs import SingleSpaces, find_starts, is_ragged, make_batched_specs, with_finite_samples
 from torchrl_ext.parallel import ParallelEnv
 
 __all__ = ["GymEnv", "GymWrapper"]
@@ -32,7 +32,7 @@ if has_fast_path():
 else:
     from torchrl_ext._compat import BaseStepMixin as _StepMixin
 
-# Options with a fixed set of values; the first is the default.
+# Values of options that have a fixed set of them. The first is the default.
 _CHOICES = {
     "env_type": ("auto", "numpy", "torch", "jax"),
     "copy": (True, False),
@@ -42,12 +42,12 @@ _CHOICES = {
 
 
 class _GymWrapperMeta(type(UpstreamGymWrapper)):  # type: ignore[misc]
-    """Builds the wrapper without the transform that TorchRL puts around vectorized environments."""
+    """Metaclass that skips TorchRL's transform around vectorized environments."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if "missing_obs_value" in kwargs:
             raise InvalidArgumentError(
-                "missing_obs_value is TorchRL's option; here, missing_final_obs has three values. Write "
+                "missing_obs_value is TorchRL's option. Use missing_final_obs instead: "
                 'missing_final_obs="nan", "previous" or "error"'
             )
         kwargs.pop("native_autoreset", None)  # the environment's own resets are always used
@@ -56,8 +56,8 @@ class _GymWrapperMeta(type(UpstreamGymWrapper)):  # type: ignore[misc]
             return ParallelEnv(workers, partial(cls, *args, **kwargs), metadata_from_workers=True)
         return type(EnvBase).__call__(cls, *args, **kwargs)
 
-    # TorchRL replaces methods by those for the installed gym, in the classes that its module names GymWrapper and
-    # GymEnv. If a script has put these classes there, their methods stay.
+    # TorchRL replaces methods of the classes GymWrapper and GymEnv in its module by those for the installed gym. If a
+    # script has replaced these classes by this package's, the methods of the latter must not change.
 
     def __delattr__(cls, name: str) -> None:
         if cls.__module__ != __name__:
@@ -69,25 +69,27 @@ class _GymWrapperMeta(type(UpstreamGymWrapper)):  # type: ignore[misc]
 
 
 class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
-    """TorchRL's ``GymWrapper`` for environments of NumPy arrays, torch tensors or JAX arrays, single or vectorized.
+    """Replacement for TorchRL's ``GymWrapper``, for NumPy, torch and JAX environments.
 
-    It replaces ``torchrl.envs.GymWrapper``, and takes its arguments and these:
+    It takes the arguments of ``torchrl.envs.GymWrapper``, and these:
 
     :param env: a gymnasium environment, or an object with the same ``reset``, ``step`` and spaces. If it has
         ``num_envs``, it is vectorized, and its observations are (num_envs, ...)
-    :param env_type: ``"numpy"``, ``"torch"``, ``"jax"`` or ``"auto"``: arrays that the environment takes and returns;
-        by default those of its first observation
-    :param copy: whether to copy what the environment returns, so that data never shares its memory. False is for
-        environments that do not write into arrays that they returned
+    :param env_type: arrays that the environment takes and returns: ``"numpy"``, ``"torch"``, ``"jax"``, or ``"auto"``
+        (the default), which detects the type of the first observation
+    :param copy: whether to copy what the environment returns, so that data never shares its memory; default: True. Use
+        False only if the environment does not reuse the arrays that it returns
     :param missing_final_obs: last observation of an episode if a vectorized environment resets itself without
-        returning it: ``"nan"`` (zero for integers), ``"previous"`` (the observation before) or ``"error"``
-    :param clip_actions: bound on the magnitude of continuous actions, in the spec and in the environment's actions
-    :param autoreset_mode: ``"NextStep"``, ``"SameStep"`` or ``"Disabled"``; default: the environment's mode, and
-        ``"SameStep"`` for torch environments that have none
-    :param finite_horizon: whether the environment's time-outs are ``terminated`` and not ``truncated``, so that no
+        returning it: ``"nan"`` (zero for integers), ``"previous"`` (the observation before) or ``"error"``. Default:
+        ``"nan"``
+    :param clip_actions: bound on the magnitude of continuous actions, in the spec and in the environment's actions;
+        default: unbounded
+    :param autoreset_mode: ``"NextStep"``, ``"SameStep"`` or ``"Disabled"``; default: the environment's mode, or
+        ``"SameStep"`` for torch environments without one
+    :param finite_horizon: whether the environment's time-outs are ``terminated`` instead of ``truncated``, so that no
         value is estimated beyond them; default: ``cfg.is_finite_horizon`` of Isaac Lab's environments, else False
-    :raises InvalidArgumentError: If an option has another value, a space cannot be converted, an action has another
-        shape than the spec, or a vectorized environment is to skip frames.
+    :raises InvalidArgumentError: If an option has an invalid value or a space cannot be converted. If an action has
+        another shape than its spec. If ``frame_skip`` is used with a vectorized environment.
     :raises EnvironmentOutputError: If the result of a step or reset does not fit the environment's spaces.
 
     Source: https://github.com/pytorch/rl/issues/2369
@@ -129,19 +131,19 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
             raise InvalidArgumentError(f"clip_actions={clip!r} is not a positive number. Write clip_actions=1.0")
         if env_type == "auto" and kwargs.get("convert_actions_to_numpy") is not None:  # TorchRL's option
             options["env_type"] = "numpy" if kwargs["convert_actions_to_numpy"] else "torch"
-            options["trust_env_type"] = True  # it tells what the environment takes, not what it returns
-        # Not by nn.Module's attributes, which take ten times as long.
+            options["trust_env_type"] = True  # the option describes actions, not observations
+        # Setting attributes of an nn.Module takes ten times as long.
         self.__dict__.update(_options=options, _engine=None, _carried_state=None)
-        # A NumPy environment may have a device, too; whether a single one is torch, its first observation shows.
+        # NumPy environments may have a device, too. The type of a single one is not known before its first reset.
         if options["env_type"] == "torch" or (options["env_type"] == "auto" and num_envs_of(env) is not None):
             kwargs.setdefault("device", device_of(env))
         super().__init__(env, *args, **kwargs)
 
-    # -- what TorchRL's constructor calls
+    # -- methods that TorchRL's constructor calls
 
     @staticmethod
     def get_library_name(env: Any) -> str:
-        """Return ``"gym"`` or ``"gymnasium"``, the latter for spaces of other libraries."""
+        """Return ``"gym"`` or ``"gymnasium"``; the latter for other libraries, too."""
         try:
             return str(UpstreamGymWrapper.get_library_name(env))
         except (ImportError, AttributeError):
@@ -187,7 +189,7 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
         shared = sorted(map(str, set(self.observation_spec.keys(True, True)) & set(self.action_keys)))
         if shared:
             raise InvalidArgumentError(
-                f"{', '.join(shared)} names an observation and an action, and a TensorDict has one entry of a name. "
+                f"{', '.join(shared)} names an observation and an action, but keys of a TensorDict are unique. "
                 "Rename one of them in the spaces"
             )
         known, of_batch = (single.observation_space, single.action_space), bool(batch) and not single.is_batched
@@ -197,23 +199,25 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
             _carried_state=None,
             _takes_dict=takes_dict,
             _is_dict=is_dict,
-            _observation_names=frozenset(self.observation_spec.keys()),  # infos are registered later
+            _observation_names=frozenset(self.observation_spec.keys()),  # entries of infos are added later
             _starts=tuple(find_starts(space, of_batch=of_batch) for space in known),
-            # A MultiDiscrete of the batch has a part for each sub-environment.
+            # None for spaces of the batch, whose MultiDiscrete has a part per sub-environment.
             _action_space=None if single.is_batched else single.action_space,
         )
 
     def set_spec_lock_(self, mode: bool = True) -> Any:
-        """Lock or unlock the specs, which setting a spec does, too, and return the environment."""
+        """Lock or unlock the specs, and return the environment. Setting a spec calls this, too."""
         self._drop_engine()
         return super().set_spec_lock_(mode)
 
     # -- steps and resets
 
     def _compile(self, sample: Any) -> Engine:
-        """Compile the engine from the specs as they are now, and from the first observation.
+        """Compile the engine from the present specs and the first observation.
 
-        :raises InvalidArgumentError: If there is no entry for what the environment returns.
+        :param sample: the first observation; None: unknown
+        :raises InvalidArgumentError: If the specs lack an entry that the environment returns, or ``env_type`` differs
+            from the observation's type.
         """
         own, spec = self.__dict__, self.observation_spec
         if [*self.reward_keys] != ["reward"] or {*self.done_keys} != {"done", "terminated", "truncated"}:
@@ -236,24 +240,24 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
         return Engine(self, observed, None if own["_is_dict"] else names[0], env_type)
 
     def _drop_engine(self) -> None:
-        """Let the next call compile the engine again, and keep what it remembers of the last step."""
+        """Drop the engine, so that the next call compiles it again, and keep its carried state."""
         own = self.__dict__
         if own.get("_engine") is not None:
             own["_carried_state"], own["_engine"] = own["_engine"].carried_state, None
 
     def _valid_engine(self) -> Any:
-        """Return the engine; None if there is none, or if what it was compiled from has been replaced."""
+        """Return the engine; None if there is none, or if its environment or options have changed."""
         own = self.__dict__
         self._refuse_overrides()
         engine = own["_engine"]
         if engine is not None and engine.env is not own["_env"]:
-            own["_engine"] = own["_carried_state"] = None  # its memory is of another environment
+            own["_engine"] = own["_carried_state"] = None  # its state belongs to another environment
         elif engine is not None and (engine.frame_skip != self.wrapper_frame_skip or not self.is_spec_locked):
             self._drop_engine()
         return own["_engine"]
 
     def _ensure_engine(self) -> Any:
-        """Return the engine. After a copy or a move, it is compiled without an observation."""
+        """Return the engine; compile it if there is none, such as after a copy or a move."""
         own, engine = self.__dict__, self._valid_engine()
         if engine is None:
             engine = self._compile(None)
@@ -285,7 +289,7 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
         ):
             result = self._env.reset(**kwargs)
             engine = self._compile(check_result_length(result, RESET_RESULT)[0])
-            data, info = engine.begin(result)
+            data, info = engine.read_reset(result)
             own["_engine"], own["_carried_state"] = engine, None
         else:
             engine = self._ensure_engine()
@@ -305,7 +309,7 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
         return out
 
     def set_info_dict_reader(self, info_dict_reader: Any = None, ignore_private: bool = True) -> Any:
-        """Register a reader of infos, and repeat its specs of one environment over the batch.
+        """Register a reader of infos, and expand its specs over the batch.
 
         :param info_dict_reader: function that writes infos into the TensorDict; default: all numerical infos
         :param ignore_private: whether to skip keys that start with an underscore
@@ -320,7 +324,7 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
     # -- moves and copies
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Move to another device, and return the environment."""
+        """Move the environment to another device, or convert its dtype, and return it."""
         before, moved = self.device, super().to(*args, **kwargs)
         if moved.device != before:
             moved._drop_engine()
@@ -329,7 +333,7 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__)
         engine = state.get("_engine")
-        if engine is not None:  # closures, which the copy compiles again
+        if engine is not None:  # closures cannot be copied; the copy compiles them again
             state["_engine"], state["_carried_state"] = None, engine.carried_state
         return state
 
@@ -338,11 +342,11 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
 
 
 class GymEnv(GymWrapper, UpstreamGymEnv):
-    """TorchRL's ``GymEnv``, which makes an environment by its id, with the options of :class:`GymWrapper`.
+    """Replacement for TorchRL's ``GymEnv``, with the options of :class:`GymWrapper`.
 
-    :param env_name: an id of gymnasium's registry
+    :param env_name: gymnasium id of the environment
     :param num_envs: number of sub-environments; default: a single environment
-    :param kwargs: those of :class:`GymWrapper`, of ``torchrl.envs.GymEnv``, and of the environment
+    :param kwargs: arguments of :class:`GymWrapper`, ``torchrl.envs.GymEnv`` and the environment
 
     >>> from torchrl_ext import GymEnv
     >>> GymEnv("Pendulum-v1").rollout(3).batch_size
@@ -350,4 +354,4 @@ class GymEnv(GymWrapper, UpstreamGymEnv):
     """
 
     def __init__(self, env_name: str, **kwargs: Any) -> None:
-        super().__init__(env_name, **kwargs)  # through GymWrapper to TorchRL's GymEnv
+        super().__init__(env_name, **kwargs)  # GymWrapper passes it on to TorchRL's GymEnv

@@ -1,4 +1,4 @@
-"""``ParallelEnv``: TorchRL's, for environments in whatever form users have them; its workers say why they died."""
+"""``ParallelEnv``: accepts environment instances, and reports why a worker died."""
 
 from __future__ import annotations
 

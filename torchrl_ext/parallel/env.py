@@ -1,4 +1,4 @@
-"""``ParallelEnv``: TorchRL's, for environments in whatever form users have them; its workers say why they died."""
+"""``ParallelEnv``: accepts environment instances, and reports why a worker died."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl.envs import batched_envs as upstream
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from torchrl_ext._compat import has_supervision
-from torchrl_ext.parallel.plan import WorkerPlan
+from torchrl_ext.parallel.worker_plan import WorkerPlan
 
 __all__ = ["ParallelEnv"]
 
@@ -26,7 +26,7 @@ else:
 
 
 class _ParallelEnvMeta(type(upstream.ParallelEnv)):  # type: ignore[misc]
-    """Takes environments as they come; upstream's would build those of lambdas, in this process."""
+    """Metaclass that does not build the environments of lambdas in this process."""
 
     def __call__(
         cls,
@@ -42,30 +42,30 @@ class _ParallelEnvMeta(type(upstream.ParallelEnv)):  # type: ignore[misc]
 
 
 class ParallelEnv(_BaseParallelEnv, metaclass=_ParallelEnvMeta):
-    """TorchRL's ``ParallelEnv`` that takes an environment: an instance, or anything else that stands for one.
+    """Replacement for TorchRL's ``ParallelEnv`` that accepts environment instances.
 
-    In place of ``torchrl.envs.ParallelEnv``, with its arguments and these:
+    It takes the arguments of ``torchrl.envs.ParallelEnv``, and these:
 
-    :param num_workers: how many processes; default: as many as this process has cores
-    :param create_env_fn: an environment of TorchRL, gymnasium, PettingZoo, dm_control, Melting Pot or VMAS: the workers
-        get copies, with all that was changed since its construction; it stays usable. Or a function or class that
-        builds one, an id, an :class:`EnvFactory`; or a list of these, one per worker
-    :param seed: makes it reproducible: ``set_seed`` is called with it, and Python's, NumPy's, torch's and the C
-        library's generators are seeded in each worker. Workers always draw differently
-    :param overrides: per worker, what is different about its environment: attributes for copies of an instance,
-        arguments for a callable, class or id
-    :param devices: ``"round-robin"``, or a :class:`rl_ext_core.devices.Decision` for all or for each worker
-    :param verify: compare a copy of an instance with it, in a process that is thrown away, before the workers start
-    :param start_timeout: seconds until workers must have built their environments; None: ever
-    :param step_timeout: seconds until they must have answered any later call; None: ever
-    :param shutdown_timeout: seconds that workers may take to close their environments; those that take longer are
-        ended, and a warning says so. None: ever. Upstream's default is 10
-    :param mp_start_method: ``"forkserver"`` (the default where there is one: modules that all workers need are imported
-        once), ``"spawn"`` or ``"fork"``
-    :raises NotCopyableError: a copy would not be the instance's equal; the text names the attribute, and the line to
-        write
-    :raises WorkerError: at any call: a worker has failed; the cause is its own exception. All workers are gone then,
-        and the next ``reset`` starts new ones
+    :param num_workers: number of processes; default: number of cores that this process may use
+    :param create_env_fn: an environment of TorchRL, gymnasium, PettingZoo, dm_control, Melting Pot or VMAS, of which
+        the workers get copies in its present state. Or a function or class that builds one, an id or an
+        :class:`EnvFactory`. Or a list of these, one per worker
+    :param seed: seed of ``set_seed``, and of the generators of Python, NumPy, torch and the C library in each worker.
+        Workers always draw different numbers; default: not reproducible
+    :param overrides: per worker, a mapping with the differences of its environment: attributes for copies of an
+        instance, arguments for a callable, class or id
+    :param devices: ``"round-robin"``, or a :class:`rl_ext_core.devices.Decision` for all workers or for each
+    :param verify: whether to compare a copy of an instance with the instance, in a temporary process, before the
+        workers start; default: True
+    :param start_timeout: limit for building the environments, in seconds; None: no limit
+    :param step_timeout: limit for the answers to any later call, in seconds; None: no limit
+    :param shutdown_timeout: limit for closing the environments, in seconds. Workers that take longer are killed, with
+        a warning. None: no limit. TorchRL's default is 10
+    :param mp_start_method: ``"forkserver"`` (the default if available, which imports modules once for all workers),
+        ``"spawn"`` or ``"fork"``
+    :raises NotCopyableError: If a copy would differ from the instance. The text names the attribute and a fix.
+    :raises WorkerError: If a worker fails, at any call. Its cause is the worker's exception. All workers are ended, and
+        the next ``reset`` starts new ones.
 
     Source: https://github.com/pytorch/rl/issues/2277
 
@@ -105,7 +105,7 @@ class ParallelEnv(_BaseParallelEnv, metaclass=_ParallelEnvMeta):
             num_threads=kwargs.get("num_sub_threads", 1),
             kwargs=create_env_kwargs,
         )
-        # Torch's modules take no attribute by assignment until their constructor.
+        # Modules of torch do not support attributes before their constructor was called.
         self.__dict__.update(_plan=plan, _start_timeout=start_timeout, _step_timeout=step_timeout)
         if _IS_SUPERVISED:
             kwargs["shutdown_timeout"] = math.inf
@@ -119,10 +119,10 @@ class ParallelEnv(_BaseParallelEnv, metaclass=_ParallelEnvMeta):
             **kwargs,
         )
 
-    if has_supervision():  # else upstream reads it of an environment that it builds here
+    if has_supervision():  # else TorchRL reads the metadata of an environment that it builds in this process
 
         def _get_metadata(self, create_env_fn: Any, create_env_kwargs: Any) -> None:
-            """Set what buffers are allocated by: as a copy has it that was built elsewhere, or the instance itself."""
+            """Set the metadata for buffers, without building an environment in this process."""
             metadata = self._plan.metadata()
             self._set_metadata(metadata[0] if self._single_task else metadata)
 
@@ -130,28 +130,31 @@ class ParallelEnv(_BaseParallelEnv, metaclass=_ParallelEnvMeta):
 def _check_num_workers(num_workers: Any, create_env_fn: Any) -> int:
     if create_env_fn is None:
         is_number = num_workers is None or isinstance(num_workers, numbers.Integral)
-        given = "" if is_number else f"; {type(num_workers).__name__} is no number"
+        given = "" if is_number else f"; num_workers is of type {type(num_workers).__name__}"
         raise InvalidTypeError(
-            f"ParallelEnv was given no environment{given}. Write ParallelEnv(4, env), or "
-            "ParallelEnv(create_env_fn=env) for as many workers as there are cores"
+            f"ParallelEnv got no environment{given}. Use ParallelEnv(4, env), or ParallelEnv(create_env_fn=env) for as "
+            "many workers as there are cores"
         )
     if isinstance(create_env_fn, (list, tuple)):
         if num_workers is None:
             return len(create_env_fn)
         if len(create_env_fn) != num_workers:
             raise InvalidArgumentError(
-                f"create_env_fn has {len(create_env_fn)} entries for num_workers={num_workers}; expected one for each. "
-                f"Write ParallelEnv({len(create_env_fn)}, [...])"
+                f"create_env_fn has length {len(create_env_fn)} for num_workers={num_workers}; expected one entry per "
+                f"worker. Use ParallelEnv({len(create_env_fn)}, [...])"
             )
     if num_workers is None:
         return resources.usable_cores()
     if isinstance(num_workers, bool) or not isinstance(num_workers, numbers.Integral) or num_workers < 1:
         raise InvalidArgumentError(f"num_workers={num_workers!r} is not a number of workers; expected 1 or more")
-    return int(num_workers)  # upstream takes NumPy's integers for lists
+    return int(num_workers)  # TorchRL treats NumPy's integers as lists
 
 
 class _SingleSerialEnv(SerialEnv):
-    """The one environment of ``serial_for_single=True``; metadata are read elsewhere, so that it is the only one."""
+    """The single environment of ``serial_for_single=True``.
+
+    Its metadata is read without building another one.
+    """
 
     def __init__(self, plan: WorkerPlan, **kwargs: Any) -> None:
         self.__dict__["_plan"] = plan

@@ -1,4 +1,4 @@
-"""TorchRL's ``ParallelEnv`` whose workers are watched: what ends one of them is raised, and ends the others."""
+"""TorchRL's ``ParallelEnv`` with supervised workers, whose errors are raised."""
 
 from __future__ import annotations
 
@@ -18,20 +18,25 @@ from torchrl.envs import batched_envs as upstream
 from rl_ext_core import processes, resources
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.processes.failures import require_same_process
-from torchrl_ext.parallel.plan import WorkerPlan, SpeedCheck
+from torchrl_ext.parallel.worker_plan import SpeedCheck, WorkerPlan
 
 __all__ = ["SupervisedEnv"]
 
-# An attribute that all environments have, and that a ParallelEnv does not ask its workers for.
+# An attribute of all environments that TorchRL never requests from workers.
 _PING = "batch_size"
-# After this it is said that closing takes long.
+# A worker that closes its environment for longer is logged.
 _SLOW_CLOSE_S = 10.0
 
 _log = logging.getLogger("torchrl_ext")
 
 
 def _as_operation(name: str, phase: str | None = None, *, drain_after: bool = False) -> Any:
-    """Return upstream's method, as an operation that waits for the workers."""
+    """Wrap a method of TorchRL's class in an operation, which detects failures of workers.
+
+    :param name: name of the method
+    :param phase: name of the operation in errors; default: ``name``
+    :param drain_after: whether to discard flags that the method leaves set
+    """
     method = getattr(upstream.ParallelEnv, name)
 
     @functools.wraps(method)
@@ -46,9 +51,9 @@ def _as_operation(name: str, phase: str | None = None, *, drain_after: bool = Fa
 
 
 class SupervisedEnv(upstream.ParallelEnv):
-    """Surrounds whatever waits for workers, so that it ends when one of them has failed.
+    """``ParallelEnv`` whose calls raise an error if a worker fails.
 
-    After a failure, and after Ctrl-C, it is closed and has no workers; a reset starts new ones.
+    After a failure or Ctrl-C it is closed and has no workers. ``reset`` starts new ones.
     """
 
     is_closed: bool
@@ -56,7 +61,7 @@ class SupervisedEnv(upstream.ParallelEnv):
     _events: Any
     _n_torch_threads: int
 
-    # Before upstream's constructor, torch's modules take no attribute by assignment.
+    # Class attributes, because modules of torch do not support attributes before their constructor was called.
     _plan: WorkerPlan
     _start_timeout: float | None = None
     _step_timeout: float | None = None
@@ -69,13 +74,13 @@ class SupervisedEnv(upstream.ParallelEnv):
     def _check_buffers(self, method: str) -> None:
         if method == "fork" and self._use_buffers and not (self._share_memory or self._memmap):
             raise InvalidArgumentError(
-                "shared_memory=False keeps the buffers in memory that forked workers have a copy of, and what they "
-                "write there reaches nobody; leave shared_memory out, or write memmap=True, use_buffers=False or "
+                "shared_memory=False does not work with forked workers, because they would write to their own copies "
+                "of the buffers. Leave shared_memory out, or use memmap=True, use_buffers=False or "
                 'mp_start_method="forkserver"'
             )
 
     def _start_workers(self) -> None:
-        if not isinstance(self._mp_start_method, _ContextName):  # it is where the last start was interrupted
+        if not isinstance(self._mp_start_method, _ContextName):  # it is one if the last start was interrupted
             self._user_start_method = self._mp_start_method
         self._n_torch_threads = torch.get_num_threads()
         if self._speed_check is None:
@@ -84,16 +89,16 @@ class SupervisedEnv(upstream.ParallelEnv):
         started: list[Any] = []
         try:
             with contextlib.ExitStack() as stack:
-                starting = [self]  # emptied below: workers would keep this object alive for as long as they live
+                starting = [self]  # emptied below, because workers would keep this object alive
 
                 def watch(process: Any) -> None:
-                    # Upstream starts all of them and then waits: from here on somebody looks after them.
+                    # TorchRL starts all workers and then waits for them. The watch starts in between.
                     started.append(process)
                     for env in starting:
                         if len(started) == env.num_workers:
                             stack.enter_context(env._start_watch(started).operation("start", env._start_timeout))
 
-                context = self._plan.context(self._user_start_method, watch)
+                context = self._plan.make_context(self._user_start_method, watch)
                 self._check_buffers(context.get_start_method())
                 self._mp_start_method = _ContextName(stack.enter_context(processes.named_context(context)))
                 super()._start_workers()
@@ -108,33 +113,33 @@ class SupervisedEnv(upstream.ParallelEnv):
             self._mp_start_method = self._user_start_method
 
     def _cleanup_failed_worker_startup(self) -> None:
-        """Leave the workers to what surrounds this: ended here, they would seem to have failed."""
+        """Do nothing. Workers that TorchRL ends here would be reported as failed."""
 
     def _start_watch(self, started: Sequence[Any]) -> processes.Watch:
-        # Nothing of this may refer to the ParallelEnv, which ends its workers when nobody refers to it any more.
+        # The watch must not refer to the ParallelEnv, which ends its workers when it is garbage-collected.
         wake = functools.partial(_wake_parent, self._events, self._shm_done_flags, self.parent_channels)
         watch = processes.Watch(list(started), seeds=self._plan.seeds, on_failure=wake)
         self.__dict__["_watch"] = watch
         return watch
 
     def _operation(self, phase: str, timeout: float | None = None) -> _WorkerOperation:
-        """Surround a call that waits for the workers."""
+        """Make the context manager for a call that waits for the workers."""
         return _WorkerOperation(self, phase, self._step_timeout if timeout is None else timeout)
 
     def _owning_env(self) -> SupervisedEnv:
-        """Return who has started the workers: this, or what this is a view of."""
+        """Return the environment that started the workers, which this one may be a view of."""
         return self.__dict__.get("_parent_env") or self
 
     def _discard_if_interrupted(self) -> None:
-        """End the workers if a call was broken off: nobody knows what they will answer, and to which call."""
+        """End the workers if a call was interrupted, because later calls would get its answers."""
         owner = self._owning_env()
         watch = owner._watch
-        # The ending of the workers may have been broken off as well.
+        # Ending the workers may have been interrupted as well.
         if owner._has_open_call or (watch is not None and watch.is_closing):
             owner._kill_workers()
 
     def _drain_answers(self) -> None:
-        """Read what the workers have still to say, so that no later call takes it for its own answer."""
+        """Discard pending answers of the workers, so that later calls do not receive them."""
         for channel in self.parent_channels:
             channel.send((_PING, ((), {})))
         for channel in self.parent_channels:
@@ -145,37 +150,39 @@ class SupervisedEnv(upstream.ParallelEnv):
             event.clear()
 
     def _kill_workers(self) -> None:
-        """End the workers by force."""
+        """Kill the workers, and store the reason for later errors."""
         watch = self._watch
         if watch is not None:
-            self._failure_summary = "a call was interrupted" if watch.failure is None else watch.failure.summary
+            self._failure_summary = (
+                "a call was interrupted" if watch.failure is None else watch.failure.summary.rstrip(":")
+            )
             self._release_workers(watch)
             torch.set_num_threads(self._n_torch_threads)
         self._has_open_call = False
 
     def _release_workers(self, watch: processes.Watch) -> None:
-        """Let go of the workers, the channels to them and the memory that they share."""
+        """Release the workers, their channels and the shared memory."""
         watch.kill()
         watch.stop()
         for channel in self.__dict__.get("parent_channels") or ():
             channel.close()
         for name in ("_workers", "parent_channels", "shared_tensordicts", "shared_tensordict_parent"):
             self.__dict__.pop(name, None)
-        # At once: who finds no watch after an interrupt has to find that it is closed, too.
+        # In one step, so that an interrupt cannot leave it open without a watch.
         self.__dict__.update(_events=None, event=None, _watch=None, is_closed=True)
 
     def _shutdown_workers(self) -> None:
         watch = self._watch
         if not self._closing or watch is None:
-            return  # upstream has found a dead worker and will raise: the operation says which and why
+            return  # TorchRL found a dead worker and will raise; the operation reports which one, and why
         if not watch.is_owner:
-            return self._release_workers(watch)  # in a forked child, whose parent goes on with them
+            return self._release_workers(watch)  # in a forked child, whose parent still uses them
         limit = None if math.isinf(self.shutdown_timeout) else self.shutdown_timeout
         members = list(zip(self.parent_channels, self._workers, strict=True))
         try:
             with _WorkerOperation(self, "close", limit):
                 watch.expect_exit()
-                # In this mode renderers are to be gone before the next one goes, as upstream has it.
+                # In this mode, TorchRL closes one environment after the other, because of their renderers.
                 for group in [[member] for member in members] if self._metadata_from_workers else [members]:
                     for channel, _ in group:
                         channel.send(("close", None))
@@ -188,20 +195,20 @@ class SupervisedEnv(upstream.ParallelEnv):
                 raise
             self._failure_summary = None
             what = str(error).partition(";")[0]
-            _log.warning("%s: the workers were ended. ParallelEnv(shutdown_timeout=None) waits for them", what)
+            _log.warning("%s: the workers were ended. To wait for them, use ParallelEnv(shutdown_timeout=None)", what)
         else:
             self._release_workers(watch)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """End the workers.
 
-        :param raise_if_closed: object to closing twice; to close after a worker's failure is not that
+        :param raise_if_closed: whether closing twice is an error; closing after a worker's failure is not
         """
         if self._owning_env() is self:
             self._discard_if_interrupted()
             raise_if_closed = raise_if_closed and self._failure_summary is None
         self._failure_summary, self._closing = None, True
-        # Upstream forgets the specs before it says so: interrupted in between, nobody would make them again.
+        # TorchRL deletes the specs first. After an interrupt in between, they would not be made again.
         self.__dict__["_properties_set"] = False
         try:
             super().close(raise_if_closed=raise_if_closed)
@@ -211,7 +218,7 @@ class SupervisedEnv(upstream.ParallelEnv):
     _reset = _as_operation("_reset", "reset")
     set_seed = _as_operation("set_seed")
     state_dict = _as_operation("state_dict")
-    # Upstream leaves flags set by which it would take the next step's data for ready.
+    # TorchRL leaves flags set here. The next step would read its data before they are written.
     load_state_dict = _as_operation("load_state_dict", drain_after=True)
     __setitem__ = _as_operation("__setitem__", drain_after=True)
 
@@ -220,8 +227,8 @@ class SupervisedEnv(upstream.ParallelEnv):
             return super()._step(*args, **kwargs)
 
     def step_and_maybe_reset(self, *args: Any, **kwargs: Any) -> Any:
-        """Step, and reset what has ended, as upstream's does."""
-        if not self._use_buffers:  # it calls the two above
+        """Take a step and reset what is done, as in TorchRL's class."""
+        if not self._use_buffers:  # it calls _step and _reset
             return super().step_and_maybe_reset(*args, **kwargs)
         with self._operation("step"), self._speed_check or contextlib.nullcontext():
             return super().step_and_maybe_reset(*args, **kwargs)
@@ -235,9 +242,9 @@ class SupervisedEnv(upstream.ParallelEnv):
 
 
 class _WorkerOperation:
-    """A call that waits for the workers.
+    """Context manager of a call that waits for the workers.
 
-    No generator with ``yield``: what Ctrl-C leaves of one runs later, whenever it is collected.
+    It is a class, because a generator that Ctrl-C interrupts would be finished later, by the garbage collector.
     """
 
     def __init__(self, env: SupervisedEnv, phase: str, timeout: float | None) -> None:
@@ -254,17 +261,18 @@ class _WorkerOperation:
         if owner is env and env._owns_workers and env.is_closed:
             if self._phase == "step" and env._failure_summary is not None:
                 raise WorkerError(
-                    f"there are no workers, because {env._failure_summary}; reset() starts new ones", phase=self._phase
+                    f"there are no workers, because {env._failure_summary}. Use reset() to start new ones",
+                    phase=self._phase,
                 )
             env._create_td()
             env._start_workers()
         watch = env._watch
         if watch is None or watch is not owner._watch or not (env._owns_workers or owner is not env):
-            # A view of workers that have ended: upstream says so, unless others have taken their place.
+            # A view of ended workers: TorchRL raises an error, unless new workers have replaced them.
             env.is_closed = env.is_closed or not owner.is_closed
             return
         self._watch_operation = watch.operation(self._phase, timeout=self._timeout)
-        owner.__dict__["_has_open_call"] = True  # torch's modules take a while to set an attribute
+        owner.__dict__["_has_open_call"] = True  # setting an attribute of an nn.Module is slow
         try:
             self._watch_operation.__enter__()
         except WorkerError:
@@ -282,7 +290,7 @@ class _WorkerOperation:
             if isinstance(error, Exception) and watch.failure is None:
                 self._drain_answers()
             self._watch_operation.__exit__(kind, error, where)
-            # Where upstream waits for flags, it was woken by these, and has read what the worker did not write.
+            # If a worker failed, _wake_parent set the flags, and TorchRL has read data that was not written.
             with watch.operation(self._phase):
                 pass
         except BaseException:
@@ -295,13 +303,13 @@ class _WorkerOperation:
             owner._kill_workers()
 
     def _drain_answers(self) -> None:
-        # A worker may have failed meanwhile, which is told in a better way.
+        # If a worker failed meanwhile, the watch raises a better error.
         with contextlib.suppress(EOFError, OSError):
             self._env._drain_answers()
 
 
 class _WorkerCall(upstream._dispatch_caller_parallel):
-    """A method or attribute of the workers' environments."""
+    """Caller of a method, or reader of an attribute, of the workers' environments."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         env: SupervisedEnv = self.parallel_env
@@ -313,15 +321,15 @@ class _WorkerCall(upstream._dispatch_caller_parallel):
 
 
 class _ContextName(str):
-    """The name of a context of ours, which stands in for the user's start method while workers are started."""
+    """Name of a context, which replaces the start method while workers are started."""
 
     __slots__ = ()
 
 
 def _wake_parent(events: Sequence[Any], flags: Any, channels: Sequence[Any]) -> None:
-    """Have upstream's waiting for workers end: for these events and flags, and for messages.
+    """End TorchRL's waiting for a failed worker's events, flags or messages.
 
-    The other end of a channel may be open in a process that the worker has forked.
+    Channels are shut down, because a process that the worker forked may still have the other end open.
     """
     for index, event in enumerate(events):
         flags[index] = 1
@@ -332,12 +340,12 @@ def _wake_parent(events: Sequence[Any], flags: Any, channels: Sequence[Any]) -> 
 
 
 def _join_and_report(worker: Any) -> None:
-    """Wait until a worker has closed its environment, and say when that takes long."""
+    """Wait until a worker has closed its environment, and log if that takes long."""
     worker.join(_SLOW_CLOSE_S)
     if worker.is_alive():
         _log.warning(
-            "%s has been closing its environment for %g s and is waited for; ParallelEnv(shutdown_timeout=60) would "
-            "end it after a minute",
+            "%s has been closing its environment for %g s and is waited for. To end it after a minute, use "
+            "ParallelEnv(shutdown_timeout=60)",
             worker.name,
             _SLOW_CLOSE_S,
         )

@@ -1,4 +1,4 @@
-"""Runs ParallelEnv on Melting Pot in the environment that has it, and prints what came of it."""
+"""Program that runs ParallelEnv on Melting Pot, and prints results as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrl_ext import ParallelEnv
 
 
 def seeds(processes: list[int]) -> list[list[int]]:
-    """Give the seeds of the simulators that each of these processes has built, in order."""
+    """Return the seeds of the simulators that each of these processes has built, in order."""
     built = [tuple(map(int, line.split())) for line in Path(os.environ["LAB2D_LOG"]).read_text().splitlines()]
     return [[seed for process, seed in built if process == wanted] for wanted in processes]
 
@@ -54,7 +54,7 @@ def run_documented_line(num_workers: int) -> dict[str, Any]:
 def run_changed_instance(num_workers: int) -> dict[str, Any]:
     instance = MeltingpotEnv("commons_harvest__open", max_steps=100)
     instance.rollout(2)
-    instance.max_steps = 4  # the constructor's arguments no longer tell what it is
+    instance.max_steps = 4  # the constructor's arguments no longer describe the instance
     before = count_own_simulators()
     chains, lengths = [], []
     for _ in range(2):

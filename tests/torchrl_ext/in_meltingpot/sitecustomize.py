@@ -1,4 +1,4 @@
-"""Python imports this first, in workers too: whoever builds a simulator is written down, with its seed."""
+"""Log the process and the seed of each simulator; Python imports this module first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment that has Melting Pot: what it imports does not go together with what the other tests need."""
+"""Virtual environment of Melting Pot, which conflicts with other tests' requirements."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ VENV = Path(__file__).resolve().parents[3] / ".venv-meltingpot"
 
 
 def python() -> Path:
-    """Give its interpreter, or skip the test; where CI is set, only for the reason that the script gave."""
+    """Return its interpreter, or skip the test.
+
+    If CI is set, only the reason that the setup script recorded skips the test.
+    """
     if (VENV / ".installed").exists():
         return VENV / "bin" / "python"
     skipped = VENV / ".skipped"
     if skipped.exists():
         pytest.skip(skipped.read_text().strip())
-    skip_or_fail(f"{VENV} is not there; make it with: scripts/make_meltingpot_venv.sh")
+    skip_or_fail(f"{VENV} does not exist. Run scripts/make_meltingpot_venv.sh")

@@ -1,4 +1,4 @@
-"""Whatever upstream's ``ParallelEnv`` gives, ours gives; workers draw differently, and with a seed as upstream's do."""
+"""Tests that ``ParallelEnv`` returns the same as upstream's, and of its seeds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_cartpole() -> Any:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["buffers", "pipes"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
-    """Upstream's and ours, which live through the same."""
+    """Return upstream's environment and ours, on which the same operations run."""
     theirs = Upstream(3, make_native, mp_start_method="fork", use_buffers=request.param)
     ours = ParallelEnv(3, make_native, use_buffers=request.param)
     theirs.reset(), ours.reset()
@@ -93,12 +93,12 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "a reset with options": lambda env: env.reset(list_of_kwargs=[{}] * 3),
     "specs": lambda env: (str(env.specs), str(env.fake_tensordict()), str(env)),
     "a transform": lambda env: TransformedEnv(env, RewardSum()).rollout(4),
-    "states": restore_states,  # the last one: afterwards, upstream is out of step
+    "states": restore_states,  # last, since upstream's workers are out of step afterwards
 }
 
 
 @pytest.mark.slow
-def test_does_what_upstream_does(pair: tuple[Any, Any]) -> None:
+def test_operations_equal_upstream(pair: tuple[Any, Any]) -> None:
     for name, operation in OPERATIONS.items():
         assert equal(*(result(operation, env) for env in pair)), name
 
@@ -123,20 +123,20 @@ def without_options() -> Any:
     ],
     ids=str,
 )
-def test_takes_upstreams_options(options: dict[str, Any]) -> None:
+def test_upstream_options_are_accepted(options: dict[str, Any]) -> None:
     ours = ParallelEnv(2, make_native, **options)
     assert equal(result(lambda env: env.rollout(3), ours), without_options())
     ours.close()
 
 
-def test_buffers_that_forked_workers_have_copies_of_are_refused() -> None:
-    """Upstream gives zeros."""
-    with pytest.raises(InvalidArgumentError, match="leave shared_memory out"):
+def test_unshared_buffers_with_fork_are_rejected() -> None:
+    """Upstream returns zeros."""
+    with pytest.raises(InvalidArgumentError, match="Leave shared_memory out"):
         ParallelEnv(2, make_native, shared_memory=False, mp_start_method="fork").reset()
 
 
 @pytest.mark.slow
-def test_options_may_be_set_later() -> None:
+def test_configure_parallel_changes_options() -> None:
     env = ParallelEnv(2, make_native).configure_parallel(use_buffers=False, mp_start_method="fork", shutdown_timeout=20)
     env.reset()
     assert env._workers[0].popen.method == env._mp_start_method == "fork"
@@ -145,8 +145,8 @@ def test_options_may_be_set_later() -> None:
 
 
 @pytest.mark.slow
-def test_the_next_call_waits_for_its_own_data() -> None:
-    """Upstream's does not, after these calls."""
+def test_reset_waits_for_its_own_data_after_state_dict_calls() -> None:
+    """Upstream's reset does not wait after these calls."""
     env = ParallelEnv(2, functools.partial(NativeEnv, pause=0.3))
     env.set_seed(3)
     first = env.reset()["observation"]
@@ -165,7 +165,7 @@ def test_the_next_call_waits_for_its_own_data() -> None:
 
 
 def run_to_end(env: Any, seed: int | None = None) -> Any:
-    """Give a rollout over the ends of episodes, with the same actions for whoever is asked."""
+    """Return a rollout across episodes with seeded actions, and close the environment."""
     if seed is not None:
         env.set_seed(seed)
     torch.manual_seed(0)
@@ -202,7 +202,7 @@ def upstream_rollout(reference: Callable[[], Any]) -> Any:
         ("torch's generator", {"mp_start_method": "fork"}),
     ],
 )
-def test_a_seed_does_what_upstreams_set_seed_does(form: str, options: dict[str, Any]) -> None:
+def test_seed_argument_equals_upstream_set_seed(form: str, options: dict[str, Any]) -> None:
     reference, source = FORMS[form]
     found = run_to_end(ParallelEnv(3, source(), seed=7, **options))
     assert (upstream_rollout(reference) == found).all()
@@ -210,7 +210,7 @@ def test_a_seed_does_what_upstreams_set_seed_does(form: str, options: dict[str, 
 
 
 class GlobalRandomEnv(gymnasium.Env[Any, Any]):
-    """Draws from the generators that all share."""
+    """Environment that draws from the global generators of NumPy, random and torch."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (3,), np.float64)
     action_space = gymnasium.spaces.Discrete(2)
@@ -230,7 +230,7 @@ def make_self_seeding_env(number: int) -> Any:
 
 
 @pytest.mark.slow
-def test_a_function_that_seeds_is_left_its_seed() -> None:
+def test_function_that_seeds_global_generators_keeps_its_seed() -> None:
     functions = [functools.partial(make_self_seeding_env, number) for number in (5, 6)]
     expected, found = (run_to_end(kind(2, functions, mp_start_method="fork")) for kind in (Upstream, ParallelEnv))
     assert (expected == found).all()
@@ -264,7 +264,7 @@ def draws(env: ParallelEnv) -> list[list[float]]:
 
 @pytest.mark.sample(ci=2)
 @pytest.mark.parametrize("form", SOURCES)
-def test_workers_draw_differently_and_with_a_seed_the_same_in_every_run(form: str) -> None:
+def test_workers_draw_differently_and_reproducibly_with_a_seed(form: str) -> None:
     source = SOURCES[form]()
     torch.manual_seed(1)
     first, again = (draws(ParallelEnv(2, source)) for _ in range(2))
@@ -275,15 +275,15 @@ def test_workers_draw_differently_and_with_a_seed_the_same_in_every_run(form: st
     torch.manual_seed(1)
     seeded = ParallelEnv(2, source, seed=3)
     seeded.reset()
-    assert torch.equal(torch.rand(3), expected)  # this process's generators are left alone
+    assert torch.equal(torch.rand(3), expected)  # this process's generators are unchanged
     seeded.close()
     first, again = (draws(ParallelEnv(2, source, seed=3)) for _ in range(2))
     assert first[0] != first[1]
     assert again == first
 
 
-def test_an_instance_does_not_go_on_where_its_copies_began_nor_do_pickles() -> None:
-    """Collectors send a pickle to each of their processes."""
+def test_instance_and_copies_and_pickles_draw_different_numbers() -> None:
+    """Pickles matter, since collectors send one to each of their processes."""
     well, expected = reset_with_seed(Well()), reset_with_seed(Well()).np_random.normal()
     env = ParallelEnv(2, well)
     packed = pickle.dumps(env)

@@ -1,4 +1,4 @@
-"""Rollouts that TorchRL's wrappers give, bit for bit: single environments and batches, under transforms, collected."""
+"""Tests that rollouts equal those of TorchRL's wrappers bit for bit."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from torchrl.envs import transforms as t
 
 import torchrl_ext
 from rl_ext_core.vector import SharedMemoryVectorEnv
-from tests.torchrl_ext.comparing import assert_same, assert_same_rollouts, seeded_rollout, vector
+from tests.torchrl_ext.comparison import assert_same, assert_same_rollouts, make_vector_env, seeded_rollout
 from tests.torchrl_ext.environments import STAGGERED, DictWalk, SamplingEnv, VectorRewards, Walk, WalkWithoutInfos, box
 from torchrl_ext import GymEnv, GymWrapper
 
 gymnasium.register_envs(ale_py)
-Build = Callable[[Any], Any]  # of one of the two classes
+Build = Callable[[Any], Any]  # Builds an environment with one of the two classes.
 
 
 def build_both(build: Build) -> tuple[Any, Any]:
@@ -58,7 +58,7 @@ def by_id(env_id: str, **options: Any) -> Build:
 
 def batch(make: Any, mode: str, count: int = 3, **options: Any) -> Build:
     asynchronous = options.pop("asynchronous", False)
-    return lambda cls: cls(vector(make, count, mode, asynchronous=asynchronous), **options)
+    return lambda cls: cls(make_vector_env(make, count, mode, asynchronous=asynchronous), **options)
 
 
 def with_transforms(build: Build, *transforms: Callable[[], Any]) -> Build:
@@ -78,7 +78,7 @@ class TextWalk(Walk):
 
 
 class MaskedWalk(Walk):
-    """Only the action 2 is allowed."""
+    """``Walk`` whose action mask allows only the action 2."""
 
     observation_space = spaces.Dict(o=box(2), action_mask=spaces.MultiBinary(3))  # type: ignore[assignment]
 
@@ -114,7 +114,7 @@ CASES: dict[str, Build] = {
     "pixels and more": by_id("CartPole-v1", from_pixels=True, pixels_only=False),
     "infos": lambda cls: cls(short_cheetah()).auto_register_info_dict(),
     "infos by name": lambda cls: cls(Walk()).set_info_dict_reader(default_info_dict_reader(["age"], spec=AGE)),
-    "HalfCheetah, normalised": with_transforms(
+    "HalfCheetah, normalized": with_transforms(
         wrapping(short_cheetah), DoubleToFloat, norm, partial(RewardScaling, 0.1, 2.0)
     ),
     "image, cut": with_transforms(
@@ -130,7 +130,7 @@ CASES: dict[str, Build] = {
         partial(t.DTypeCastTransform, torch.int8, torch.bool, in_keys=["action_mask"]),
         t.ActionMask,
     ),
-    "actions, discretised": with_transforms(pendulum, partial(t.ActionDiscretizer, 5)),
+    "actions, discretized": with_transforms(pendulum, partial(t.ActionDiscretizer, 5)),
     "actions, scaled": with_transforms(pendulum, t.ActionScaling),
     "actions, cast": with_transforms(
         pendulum, partial(t.DTypeCastTransform, torch.float32, torch.float64, in_keys_inv=["action"])
@@ -140,7 +140,7 @@ CASES: dict[str, Build] = {
         pendulum, partial(t.UnsqueezeTransform, -1, in_keys=[], in_keys_inv=["action"])
     ),
     "actions, several": with_transforms(pendulum, partial(t.MultiAction, stack_rewards=False)),
-    # Upstream takes these two modes.
+    # Upstream supports these two modes.
     "CartPole, SameStep": batch(cartpole, "SameStep"),
     "CartPole, Disabled": batch(cartpole, "Disabled"),
     "Pendulum, Disabled": batch(partial(gymnasium.make, "Pendulum-v1", max_episode_steps=30), "Disabled"),
@@ -162,12 +162,13 @@ CASES: dict[str, Build] = {
 
 @pytest.mark.sample(quick=10)
 @pytest.mark.parametrize("name", CASES)
-def test_rollouts_are_those_of_upstream(name: str) -> None:
+def test_rollouts_equal_upstream(name: str) -> None:
     ours, theirs = build_both(CASES[name])
-    # None of STAGGERED ends with the 69th step: upstream's next reset were wrong then (test_upstream_defects.py).
+    # No episode of STAGGERED ends with the 69th step. Otherwise upstream's next reset would be wrong, as
+    # test_upstream_defects.py shows.
     rollout = assert_same_rollouts(ours, theirs, 69)
     assert rollout["next", "done"].any() or name.startswith(("Pendulum", "Pong", "action"))
-    if name in ("categorical", "HalfCheetah, normalised", "nested, cut", "Disabled, cut"):
+    if name in ("categorical", "HalfCheetah, normalized", "nested, cut", "Disabled, cut"):
         assert_same_rollouts(ours, theirs, 70, break_when_any_done=True)
     assert (ours.device, ours.full_action_spec) == (theirs.device, theirs.full_action_spec)
     check_env_specs(ours)
@@ -176,7 +177,7 @@ def test_rollouts_are_those_of_upstream(name: str) -> None:
 
 
 @pytest.mark.parametrize("stop", ["any", "all"])
-def test_a_batch_until_the_first_or_the_last_is_done(stop: str) -> None:
+def test_rollout_until_any_or_all_are_done(stop: str) -> None:
     found, expected = (
         seeded_rollout(env, 50, **{f"break_when_{stop}_done": True}) for env in build_both(CASES["staggered, SameStep"])
     )
@@ -186,8 +187,8 @@ def test_a_batch_until_the_first_or_the_last_is_done(stop: str) -> None:
 
 @pytest.mark.sample(quick=3)
 @pytest.mark.parametrize("name", ["CartPole", "nested, cut", "SameStep, under transforms", "Disabled, cut", "serial"])
-def test_collectors(name: str) -> None:
-    def collected(env: Any) -> list[Any]:
+def test_collected_data_equals_upstream(name: str) -> None:
+    def collect(env: Any) -> list[Any]:
         env.set_seed(2)
         torch.manual_seed(2)
         collector = Collector(env, None, frames_per_batch=48, total_frames=144)
@@ -196,16 +197,16 @@ def test_collectors(name: str) -> None:
         finally:
             collector.shutdown()
 
-    ours, theirs = map(collected, build_both(CASES[name]))
+    ours, theirs = map(collect, build_both(CASES[name]))
     assert len(ours) == 3
     for one, other in zip(ours, theirs, strict=True):
         assert_same(one, other)
 
 
 @pytest.mark.parametrize("mode", ["SameStep", "NextStep"])
-def test_workers_that_share_memory(mode: str) -> None:
+def test_shared_memory_vector_env_matches_sync_vector_env(mode: str) -> None:
     ours = GymWrapper(SharedMemoryVectorEnv([cartpole] * 3, n_workers=2, autoreset_mode=mode, context="fork"))
-    assert_same_rollouts(ours, GymWrapper(vector(cartpole, 3, mode)), 60)
+    assert_same_rollouts(ours, GymWrapper(make_vector_env(cartpole, 3, mode)), 60)
     ours.close()
 
 
@@ -228,14 +229,14 @@ SPACES: dict[str, Any] = {
     "Text": spaces.Text(5),
     "Dict with Text": spaces.Dict(a=spaces.Text(5), b=box(2)),
 }
-# Not of batches: what makes no tensor.
+# Spaces without a tensor form, which batches do not support.
 SINGLE = [name for name in SPACES if "Text" in name or "Tuple" in name]
 
 
-def received(value: Any, *, kinds: bool) -> Any:
-    """An action in a form that can be compared: 0-dimensional arrays and integers are the same, but not in a Dict."""
+def to_comparable(value: Any, *, kinds: bool) -> Any:
+    """Convert an action for comparison; 0-dimensional arrays equal integers, except in a Dict."""
     if isinstance(value, dict):
-        return {key: (type(part), np.shape(part), received(part, kinds=kinds)) for key, part in value.items()}
+        return {key: (type(part), np.shape(part), to_comparable(part, kinds=kinds)) for key, part in value.items()}
     array = np.asarray(value)
     return value if isinstance(value, str) else (array.dtype.kind if kinds else "", array.tolist())
 
@@ -249,8 +250,8 @@ def check_spaces(observed: Any, taken: Any, categorical: bool, count: int | None
     assert_same_rollouts(ours, theirs, 12)
     check_env_specs(ours)
     first, second = (getattr(env._env, "envs", [env._env])[0] for env in (theirs, ours))
-    actions = [received(action, kinds=count is None) for action in second.received][: len(first.received)]
-    assert actions == [received(action, kinds=count is None) for action in first.received]
+    actions = [to_comparable(action, kinds=count is None) for action in second.received][: len(first.received)]
+    assert actions == [to_comparable(action, kinds=count is None) for action in first.received]
     return second.received
 
 
@@ -259,16 +260,16 @@ def check_spaces(observed: Any, taken: Any, categorical: bool, count: int | None
 @pytest.mark.parametrize(
     ("name", "count"), [(name, count) for name in SPACES for count in (None, 1, 3) if not (count and name in SINGLE)]
 )
-def test_every_space(name: str, count: int | None, categorical: bool) -> None:
+def test_every_space_equals_upstream(name: str, count: int | None, categorical: bool) -> None:
     space = SPACES[name]
     check_spaces(space, spaces.Discrete(3), categorical, count)
-    # Upstream refuses Dicts of actions in a batch.
+    # Upstream rejects Dict actions in a batch.
     if name != "state, renamed" and not (count and isinstance(space, spaces.Dict)):
         actions = check_spaces(box(2), space, categorical, count)
         assert {type(action) for action in actions} == {int} or name != "Discrete" or count
 
 
-def test_sequences_of_any_length() -> None:
+def test_sequence_observations_equal_upstream() -> None:
     space = spaces.Sequence(box(2), stack=True)
     ours, theirs = build_both(wrapping(partial(SamplingEnv, space, spaces.Discrete(3))))
     found, expected = (seeded_rollout(env, 12, return_contiguous=False) for env in (ours, theirs))
@@ -276,7 +277,7 @@ def test_sequences_of_any_length() -> None:
         assert_same(one, other)
 
 
-def test_a_tuple_of_boxes_is_stacked() -> None:
+def test_tuple_of_boxes_is_stacked() -> None:
     space = spaces.Tuple([box(2), box(2)])
     env = GymWrapper(SamplingEnv(space, space))
     space.seed(5)
@@ -289,12 +290,14 @@ def test_a_tuple_of_boxes_is_stacked() -> None:
 @pytest.mark.parametrize("space", [spaces.Dict(a=box(2), b=spaces.Discrete(3)), spaces.Dict(a=box(2))], ids=str)
 @pytest.mark.parametrize("count", [None, 3])
 def test_dict_actions_reach_the_environment_as_dicts(space: Any, count: int | None) -> None:
-    """Upstream refuses them in a batch, and makes one of one action an array."""
+    """Upstream rejects them in a batch, and turns a Dict of one action into an array."""
 
     def make() -> Any:
         return SamplingEnv(box(2), space)
 
-    env = GymWrapper(make() if count is None else vector(make, count, "Disabled"), categorical_action_encoding=True)
+    env = GymWrapper(
+        make() if count is None else make_vector_env(make, count, "Disabled"), categorical_action_encoding=True
+    )
     check_env_specs(env)
     single = env._env if count is None else env._env.envs[1]
     single.received.clear()
@@ -306,20 +309,23 @@ def test_dict_actions_reach_the_environment_as_dicts(space: Any, count: int | No
 
 @pytest.mark.parametrize("action", [[0, 0], [2, 0], [1, 1], [0.4, 0.6], [False, True]])
 @pytest.mark.parametrize("count", [None, 2])
-def test_vectors_that_are_not_one_hot(action: list[Any], count: int | None) -> None:
-    def taken(env: Any) -> list[int]:
+def test_vectors_that_are_not_one_hot_are_decoded_as_upstream(action: list[Any], count: int | None) -> None:
+    def take(env: Any) -> list[int]:
         given = torch.tensor(action if count is None else [action] * count)
         env.step(env.reset().set("action", given))
         return [int(single.received[-1]) for single in getattr(env._env, "envs", [env._env])]
 
     make = partial(SamplingEnv, box(2), spaces.Discrete(2))
     ours, theirs = build_both(wrapping(make) if count is None else batch(make, "Disabled", count))
-    assert taken(ours) == taken(theirs)
+    assert take(ours) == take(theirs)
 
 
-def test_rewards_of_two_parts_in_a_batch() -> None:
-    assert batch(VectorRewards, "Disabled")(GymWrapper).reward_spec.shape == (3, 1)  # gymnasium's own batches know none
-    inner: Any = vector(Walk, 3, "Disabled")
+def test_vector_rewards_in_a_batch() -> None:
+    assert batch(VectorRewards, "Disabled")(GymWrapper).reward_spec.shape == (
+        3,
+        1,
+    )  # gymnasium has none
+    inner: Any = make_vector_env(Walk, 3, "Disabled")
     inner.reward_space = spaces.Box(-np.inf, np.inf, (3, 2), np.float32)
     step = inner.step
 
@@ -335,10 +341,10 @@ def test_rewards_of_two_parts_in_a_batch() -> None:
     assert torch.equal(reward[..., 0], -reward[..., 1])
 
 
-# -- by hand
+# -- manual resets and seeds
 
 
-def test_a_reset_of_some() -> None:
+def test_partial_reset_equals_upstream() -> None:
     def play(env: Any) -> Any:
         data = env.reset(seed=4)
         torch.manual_seed(1)
@@ -351,17 +357,17 @@ def test_a_reset_of_some() -> None:
             env.reset(env.reset().set("_reset", torch.zeros(1, dtype=torch.bool)))
 
 
-def test_seeds() -> None:
+def test_seeds_equal_upstream() -> None:
     ours, theirs = build_both(wrapping(Walk))
     assert ours.set_seed(5) == theirs.set_seed(5)
     assert ours.set_seed(5, static_seed=True) == 5
     assert_same(ours.reset(seed=7), theirs.reset(seed=7))
     assert_same(ours.reset(), theirs.reset())
-    env = GymWrapper(vector(Walk, 3, "NextStep"))
+    env = GymWrapper(make_vector_env(Walk, 3, "NextStep"))
     assert_same(seeded_rollout(env, 50), seeded_rollout(env, 50))
 
 
-def test_workers_of_one_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_num_workers_builds_a_parallel_env_of_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr("torchrl_ext.gym.wrapper.ParallelEnv", lambda *args, **kwargs: asked.append((*args, kwargs)))
     GymWrapper(Walk(5, 5), num_workers=3, copy=False)
@@ -371,11 +377,11 @@ def test_workers_of_one_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make().rollout(3).shape == (3,)
 
 
-# -- what a policy leaves in the data
+# -- entries that a policy adds to the data
 
 
 def extras(env: Any) -> dict[str, Any]:
-    """A hidden state, in containers too, and beside nested observations."""
+    """Return entries of a policy: a hidden state in nested containers, a flag and a reward."""
     shape = env.batch_size
     state = TensorDict({"h": torch.ones(*shape, 3), "deeper": TensorDict({"c": torch.ones(*shape, 2)}, shape)}, shape)
     return {"hidden": state, "flag": torch.zeros(*shape, 1), "reward": torch.full((*shape, 1), 7.0)}
@@ -391,7 +397,7 @@ builders = pytest.mark.parametrize("name", BUILDERS)
 
 
 @builders
-def test_what_a_policy_leaves_is_carried_on(name: str) -> None:
+def test_entries_written_by_a_policy_are_carried_on(name: str) -> None:
     def play(env: Any) -> list[Any]:
         env.set_seed(0)
         torch.manual_seed(0)
@@ -410,8 +416,8 @@ def test_what_a_policy_leaves_is_carried_on(name: str) -> None:
 
 @pytest.mark.parametrize("steps", [1, 3], ids=["within an episode", "at its end"])
 @builders
-def test_containers_stay_apart(name: str, steps: int) -> None:
-    """Writing an entry into one of the TensorDicts shows in no other: as little as upstream, or less."""
+def test_entry_added_to_one_tensordict_is_not_visible_in_others(name: str, steps: int) -> None:
+    """This holds for all pairs of TensorDicts, including those that upstream keeps apart."""
     env = BUILDERS[name](GymWrapper)
     env.set_seed(0)
     data = env.reset().update(extras(env))
@@ -434,7 +440,7 @@ def _walk(cls: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_in_processes_of_upstreams() -> None:
+def test_wrappers_in_upstream_parallel_env() -> None:
     ours, theirs = build_both(lambda cls: ParallelEnv(2, partial(_walk, cls), mp_start_method="fork"))
     try:
         assert_same_rollouts(ours, theirs, 40)
@@ -444,7 +450,7 @@ def test_in_processes_of_upstreams() -> None:
 
 
 @pytest.mark.slow
-def test_workers_of_one_environment_are_watched() -> None:
+def test_num_workers_uses_the_parallel_env_of_this_package() -> None:
     parallel = GymEnv("CartPole-v1", num_workers=2)
     assert isinstance(parallel, torchrl_ext.ParallelEnv)
     assert parallel.rollout(3).shape == (2, 3)

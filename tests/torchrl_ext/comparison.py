@@ -1,4 +1,4 @@
-"""Bit for bit: rollouts of two environments, and the memory they lie in."""
+"""Comparison of rollouts bit for bit, and of the memory of tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def entries(data: TensorDictBase) -> dict[Any, Any]:
 
 
 def assert_same(found: TensorDictBase, expected: TensorDictBase) -> None:
-    """The same keys, types, dtypes, shapes, devices and bits, in containers of the same kind."""
+    """Assert that keys, types, dtypes, shapes, devices and bits are equal."""
     assert found.keys(True) == expected.keys(True) or set(found.keys(True)) == set(expected.keys(True))
     assert (found.batch_size, found.device) == (expected.batch_size, expected.device)
     for key, right in expected.items(include_nested=True):
@@ -34,7 +34,7 @@ def assert_same(found: TensorDictBase, expected: TensorDictBase) -> None:
 
 
 def seeded_rollout(env: EnvBase, steps: int = 300, *, seed: int = 3, **kwargs: Any) -> TensorDictBase:
-    """A rollout that depends on the environment's class alone."""
+    """Return a rollout with seeded environment and actions."""
     env.set_seed(seed)
     torch.manual_seed(seed)
     kwargs.setdefault("break_when_any_done", False)
@@ -42,7 +42,7 @@ def seeded_rollout(env: EnvBase, steps: int = 300, *, seed: int = 3, **kwargs: A
 
 
 def assert_same_rollouts(ours: EnvBase, theirs: EnvBase, steps: int = 300, **kwargs: Any) -> TensorDictBase:
-    """Two rollouts in a row are the same; gives the second one of ours."""
+    """Assert that two rollouts in a row are equal, and return our second one."""
     for seed in (3, 4):
         found = seeded_rollout(ours, steps, seed=seed, **kwargs)
         assert_same(found, seeded_rollout(theirs, steps, seed=seed, **kwargs))
@@ -50,7 +50,7 @@ def assert_same_rollouts(ours: EnvBase, theirs: EnvBase, steps: int = 300, **kwa
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a TensorDict, dict, or list."""
+    """Yield all tensors in a TensorDict, dict, list or tuple."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (TensorDictBase, dict)):
@@ -62,15 +62,17 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def storage_pointers(value: Any) -> set[int]:
-    """Where the memory of all tensors begins."""
+    """Return the addresses of the storages of all tensors."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors(value)}
 
 
-def vector(make: Make | list[Make], count: int, mode: str, *, asynchronous: bool = False, **kwargs: Any) -> Any:
-    """A vectorised environment of gymnasium's, of one kind or of several in turn."""
+def make_vector_env(
+    make: Make | list[Make], count: int, mode: str, *, asynchronous: bool = False, **kwargs: Any
+) -> Any:
+    """Make a gymnasium vector environment from one maker, or from several in turn."""
     makers = make if isinstance(make, list) else [make]
     kind: Any = gymnasium.vector.SyncVectorEnv
     if asynchronous:
-        # TorchRL sets the start method to spawn, with which each worker imports everything for seconds.
+        # TorchRL sets the start method to spawn, with which each worker spends seconds on imports.
         kind = partial(gymnasium.vector.AsyncVectorEnv, context="fork")
     return kind([makers[row % len(makers)] for row in range(count)], autoreset_mode=mode, **kwargs)

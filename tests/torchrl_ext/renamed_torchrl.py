@@ -1,9 +1,9 @@
-"""A user's script, with a TorchRL that has given another name to one of its private names.
+"""Script that runs with a TorchRL in which one private name is renamed.
 
-    python tests/torchrl_ext/renamed.py NAME
+    python tests/torchrl_ext/renamed_torchrl.py NAME
 
-Every source file of TorchRL and TensorDict is read with NAME changed to another one throughout. Prints what was warned
-of, and what a rollout of each class gave.
+Every source file of TorchRL and TensorDict is loaded with NAME replaced by another name. It prints the warnings, and
+rollouts of each class.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LATER = "_of_later"
 
 
 class RenamingLoader(importlib.machinery.SourceFileLoader):
-    """Reads a module's source with one name changed, and keeps nothing compiled of it."""
+    """Loader that replaces one name in a module's source, without a bytecode cache."""
 
     removed_name = ""
 
@@ -33,12 +33,12 @@ class RenamingLoader(importlib.machinery.SourceFileLoader):
 
 
 class RenamingFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules of both libraries where they are."""
+    """Finder that loads both libraries' modules with ``RenamingLoader``."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         if fullname.partition(".")[0] not in ("torchrl", "tensordict"):
             return None
-        # A module may have the name as well; its file has not been renamed.
+        # A module may have the name as well, but its file is not renamed.
         spec = importlib.machinery.PathFinder.find_spec(fullname.replace(_LATER, ""), path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.name, spec.loader = fullname, RenamingLoader(fullname, spec.loader.path)
@@ -52,7 +52,7 @@ def make_env() -> Any:
 
 
 def rollout(env: Any) -> list[Any]:
-    """What is observed in five steps from a seed."""
+    """Return the observations of five seeded steps."""
     import torch
 
     env.set_seed(3)

@@ -1,4 +1,4 @@
-"""What the workers of a ``ParallelEnv`` will build, and what has to be known of it before."""
+"""Preparation of a ``ParallelEnv``: factories, seeds, metadata, and a speed check."""
 
 from __future__ import annotations
 
@@ -27,25 +27,29 @@ if TYPE_CHECKING:
     from rl_ext_core.factory.compare import Examination
     from rl_ext_core.processes.context import WorkerContext
 
-__all__ = ["WorkerPlan", "SpeedCheck", "WorkerEnvBuilder"]
+__all__ = ["SpeedCheck", "WorkerEnvBuilder", "WorkerPlan"]
 
 _log = logging.getLogger("torchrl_ext")
 
-# The first steps of workers fault their pages in.
+# Number of steps that are ignored, because workers load memory pages in them, and of steps that are timed.
 _WARMUP_STEPS, _TIMED_STEPS = 10, 40
-# Below this, noise decides.
+# Smaller slowdowns are within the noise.
 _MIN_SLOWDOWN = 1.2
 
 Schema = tuple[tuple[Any, ...], ...]
 
 
 class WorkerPlan:
-    """Turns what users hand over into what TorchRL takes.
+    """Conversion of the arguments of ``ParallelEnv`` to those of TorchRL's class.
 
-    :ivar factories: one per worker
-    :ivar seeds: one per worker; None: none
-    :ivar functions: a function for all workers, or a list if their environments differ in kind
-    :ivar kwargs: per worker, what TorchRL passes to it
+    :param source: an environment, or anything that builds one, or a list of these, one per worker
+    :param num_workers: number of workers
+    :param num_threads: number of torch threads in a worker
+    :param kwargs: arguments of ``source``, for all workers or per worker
+    :ivar factories: factory of each worker
+    :ivar seeds: seed of each worker; None: unseeded
+    :ivar functions: one function for all workers, or a list of functions if their sources differ
+    :ivar kwargs: per worker, the arguments that TorchRL passes to its function
     """
 
     def __init__(
@@ -75,15 +79,15 @@ class WorkerPlan:
         self._envs = [alike[id(item)] for item in sources]
         self.functions: Any = self._envs[0] if len(alike) == 1 else self._envs
         self.kwargs = _per_worker(kwargs, num_workers)
-        # As upstream's workers: environments may ask how many threads there are when they are built.
+        # Set as in TorchRL's workers, because environments may read the number of threads when they are built.
         begin = None if num_threads is None else functools.partial(torch.set_num_threads, num_threads)
         self._examine_factory = functools.partial(
             examine_factory, read=read_metadata, start_method=start_method, begin=begin, timeout=timeout
         )
         self._examinations: list[Examination] = []
 
-    def context(self, method: str | None, on_start: Callable[[Any], None]) -> WorkerContext:
-        """Return what starts the workers: with the variables of their device decisions."""
+    def make_context(self, method: str | None, on_start: Callable[[Any], None]) -> WorkerContext:
+        """Make the context that starts the workers, with the variables of their devices."""
         return processes.get_context(
             method,
             preload=merge_modules(*(factory.preload for factory in self.factories)),
@@ -92,14 +96,14 @@ class WorkerPlan:
         )
 
     def make_speed_check(self) -> SpeedCheck:
-        """Warn of what was measured of copies, if anything; of their speed, once there is something to compare with."""
+        """Warn if the workers will exceed the memory; return a check of their speed."""
         sizes = [found.private_bytes for found in self._examinations if found.private_bytes is not None]
         if sentence := resources.memory_warning(max(sizes, default=0), len(self.factories)):
             _log.warning("%s", sentence)
         return SpeedCheck([found.step_seconds for found in self._examinations] or [None], len(self.factories))
 
     def metadata(self) -> list[EnvMetaData]:
-        """Read what TorchRL allocates buffers by, one per worker, without building an environment here."""
+        """Read the metadata of each worker's environment, without building one in this process."""
         known: dict[int, Examination] = {}
         for index, envs in enumerate(self._envs):
             if id(envs) not in known:
@@ -118,10 +122,10 @@ class WorkerPlan:
 
 
 def _overrides_of(item: Any, sources: list[Any], overrides: Any) -> Any:
-    """Keep the overrides of those workers that build from this item: others may have other names."""
+    """Empty the overrides of workers with another source, because its names may differ."""
     entries = overrides if isinstance(overrides, Sequence) else ()
     if len(entries) != len(sources) or not all(isinstance(entry, Mapping) for entry in entries):
-        return overrides  # None, or what for_workers() refuses
+        return overrides  # None, or invalid, which for_workers() reports
     return [entry if source is item else {} for source, entry in zip(sources, entries, strict=True)]
 
 
@@ -129,16 +133,19 @@ def _per_worker(kwargs: Any, num_workers: int) -> list[dict[str, Any]]:
     entries = [kwargs or {}] * num_workers if kwargs is None or isinstance(kwargs, Mapping) else list(kwargs)
     if len(entries) != num_workers:
         raise InvalidArgumentError(
-            f"create_env_kwargs has {len(entries)} entries for {num_workers} workers; expected one for each"
+            f"create_env_kwargs has length {len(entries)} for num_workers={num_workers}; expected one entry per worker"
         )
     return [{**entry, "worker": index} for index, entry in enumerate(entries)]
 
 
 class WorkerEnvBuilder:
-    """Builds the environment of each worker; one object for all, as TorchRL wants it for environments that are alike.
+    """Function that builds the environment of each worker.
 
-    :param factories: one per worker
-    :param seeds: one per worker, for ``set_seed``; None: none
+    TorchRL requires the same function for equal environments.
+
+    :param factories: factory of each worker
+    :param seeds: seed of each worker, for ``set_seed``; None: unseeded
+    :ivar schema: keys, shapes and dtypes of the buffers; None: not checked
     """
 
     def __init__(self, factories: Sequence[EnvFactory[EnvBase]], seeds: Sequence[int] | None) -> None:
@@ -148,22 +155,21 @@ class WorkerEnvBuilder:
     def __call__(self, *, worker: int, **overrides: Any) -> EnvBase:
         """Build the environment of a worker.
 
-        :param worker: its index
-        :param overrides: in addition to the factory's
-        :raises InvalidArgumentError: it has other specs than the buffers were made for
+        :param worker: index of the worker
+        :param overrides: overrides in addition to those of the factory
+        :raises InvalidArgumentError: If the environment's specs differ from those of the buffers.
         """
         seed = None if self.seeds is None else self.seeds[worker]
         processes.set_status(phase="building the environment", **({} if seed is None else {"seed": seed}))
         try:
             environment = self.factories[worker](**overrides)
             processes.on_abnormal_exit(functools.partial(_close_if_alive, weakref.ref(environment)))
-            # In upstream's worker, where metadata come from there, these errors would be lost likewise.
+            # Read here too, because errors would be lost in TorchRL's worker.
             found = read_metadata(environment)
             if self.schema is not None:
                 _check_schema(self.schema, _schema(found), worker)
             if seed is not None:
-                # Melting Pot's environments, among others, take no seed; the process's generators are seeded all the
-                # same.
+                # Some environments, such as Melting Pot's, have no seed. The process's generators are seeded anyway.
                 with contextlib.suppress(NotImplementedError):
                     environment.set_seed(seed)
         except Exception as error:
@@ -179,7 +185,7 @@ def _close_if_alive(reference: weakref.ref[EnvBase]) -> None:
 
 
 def _worker_seeds(seed: int | None, num_workers: int) -> list[int] | None:
-    """Return the seeds that TorchRL's ``set_seed`` gives to the workers."""
+    """Return the seeds of the workers, as TorchRL's ``set_seed`` derives them."""
     if seed is None:
         return None
     seeds = [int(seed)]
@@ -189,30 +195,31 @@ def _worker_seeds(seed: int | None, num_workers: int) -> list[int] | None:
 
 
 def _schema(metadata: EnvMetaData) -> Schema:
-    """Return the part of it that buffers depend on."""
+    """Return the key, shape and dtype of each spec, which buffers depend on."""
     specs = metadata.specs.items(True, True)
     return tuple((key, tuple(spec.shape), str(getattr(spec, "dtype", None))) for key, spec in specs)
 
 
 def _check_schema(expected: Schema, found: Schema, worker: int) -> None:
-    """Compare what buffers were made for with what a worker's environment has.
+    """Compare the schema of the buffers with that of a worker's environment.
 
-    :raises InvalidArgumentError: it does not fit
+    :raises InvalidArgumentError: If they differ.
     """
     if expected == found:
         return
     lines = [f"{key} is {rest}" for key, *rest in found if (key, *rest) not in expected]
     missing = [f"no {key}" for key, *_ in expected if key not in {key for key, *_ in found}]
     raise InvalidArgumentError(
-        f"the environment of worker {worker} differs from what the buffers are for: {'; '.join([*lines, *missing])}. "
-        "Overrides that change specs need environments of their own: ParallelEnv(2, [make_small, make_large])"
+        f"the specs of worker {worker} differ from those of the buffers: {'; '.join([*lines, *missing])}. "
+        "If overrides change specs, pass one function per worker: ParallelEnv(2, [make_small, make_large])"
     )
 
 
 class SpeedCheck:
-    """Times the first steps, and warns once if the environments one after the other would be faster.
+    """Timer of the first steps that warns once if ``SerialEnv`` would be faster.
 
-    :param step_seconds: what a step of each environment takes in one process; None: not known
+    :param step_seconds: duration of a step of each environment in one process; None: unknown
+    :param num_workers: number of workers
     """
 
     def __init__(self, step_seconds: Sequence[float | None], num_workers: int) -> None:

@@ -1,9 +1,9 @@
-"""A user's script: collects from copies of an environment, and prints what came out; with Ray, fills a buffer too.
+"""Script that collects data from copies of an environment, and prints it as JSON.
 
-    python tests/torchrl_ext/collecting.py FOLDER KIND SOURCE:SEED ...
+    python tests/torchrl_ext/collector_script.py FOLDER KIND SOURCE:SEED ...
 
-KIND is a collector's, SOURCE one of SOURCES; Ray puts its files into FOLDER. Every warning is an error, but those
-that EXPECTED names.
+KIND is a kind of collector, SOURCE one of SOURCES. Ray writes its files into FOLDER, and also fills a buffer. Every
+warning is an error, except those in IGNORED_WARNINGS.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from torchrl._utils import logger
 from torchrl.envs import Compose, RewardSum, StepCounter, TransformedEnv
 
 IGNORED_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
-    # TorchRL's own classes inherit from one that TorchRL deprecates.
+    # TorchRL's own classes inherit from a class that TorchRL deprecates.
     ("Creating .* which inherits from WeightUpdaterBase", DeprecationWarning),
 )
 GRAVITY = 5.0
 MAX_STEPS = 3
 WORKERS = 2
-STEPS = 8  # of each worker
+STEPS = 8  # Per worker.
 
 
 class RandomObservations(gymnasium.Env[np.ndarray, Any]):
-    """Shows a number of each generator that environments draw from, its own one first."""
+    """Environment that observes a number of each generator: its own, random, NumPy, torch."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (4,), np.float64)
     action_space = gymnasium.spaces.Discrete(2)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)
-        return self._drawn(), {}
+        return self._draw(), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        return self._drawn(), 0.0, False, False, {}
+        return self._draw(), 0.0, False, False, {}
 
-    def _drawn(self) -> np.ndarray:
+    def _draw(self) -> np.ndarray:
         return np.array([self.np_random.random(), random.random(), np.random.random(), torch.rand(()).item()])
 
 
 class SignPolicy(torch.nn.Module):
-    """Pushes to the left and to the right, by the sign of what it reads; it has a parameter, as policies do."""
+    """Policy with a parameter that pushes by the sign of the last observation entry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,28 +66,32 @@ class SignPolicy(torch.nn.Module):
         return torch.nn.functional.one_hot(right, 2)
 
 
-def changed() -> Any:
-    """An instance, changed after its construction."""
+def make_changed() -> Any:
+    """Make a CartPole whose gravity is changed after its construction."""
     env = gymnasium.make("CartPole-v1")
     env.unwrapped.gravity = GRAVITY  # type: ignore[attr-defined]
     return env
 
 
-def transformed() -> Any:
+def make_transformed() -> Any:
     from torchrl_ext import GymEnv
 
     return TransformedEnv(GymEnv("CartPole-v1"), Compose(StepCounter(max_steps=MAX_STEPS), RewardSum()))
 
 
-# The id is one that only this script knows: workers that import the script do not come to where it is registered.
-SOURCES: dict[str, Callable[[], Any]] = {"changed": changed, "transformed": transformed, "id": lambda: "OfAScript-v0"}
+# Only main() registers the id, so workers that import this script do not register it.
+SOURCES: dict[str, Callable[[], Any]] = {
+    "changed": make_changed,
+    "transformed": make_transformed,
+    "id": lambda: "OfAScript-v0",
+}
 
 
 @contextlib.contextmanager
 def local_ray(folder: str) -> Iterator[None]:
-    """Ray on this machine alone.
+    """Run Ray on this machine alone.
 
-    :param folder: for its files; a short name, since the paths of sockets may have 107 characters
+    :param folder: Folder for its files, with a short name, since paths of sockets are limited to 107 characters.
     """
     import ray
 
@@ -100,7 +104,7 @@ def local_ray(folder: str) -> Iterator[None]:
 
 
 class SingleCollectors:
-    """TorchRL's collectors for a single environment, one for each copy."""
+    """TorchRL's ``Collector`` for each copy, one after the other."""
 
     def __init__(self, factories: list[Any], policy: Any, *, frames_per_batch: int, **options: Any) -> None:
         from torchrl.collectors import Collector
@@ -123,9 +127,9 @@ def free_port() -> int:
 
 
 def collector(kind: str, factories: list[Any], policy: Any) -> Any:
-    """A collector of TorchRL's that gives one batch of each worker, or one of all."""
+    """Make a collector that returns one batch per worker, or one batch of all workers."""
     frames: dict[str, Any] = {"frames_per_batch": WORKERS * STEPS, "total_frames": WORKERS * STEPS}
-    # TorchRL is going to add transforms by itself, and wants to be told to or not to.
+    # Without this option, TorchRL warns that it will add transforms by default.
     transforms = {"auto_register_policy_transforms": False}
     if kind == "single":
         return SingleCollectors(factories, policy, **frames, **transforms)
@@ -144,8 +148,8 @@ def collector(kind: str, factories: list[Any], policy: Any) -> Any:
     return distributed.DistributedCollector(factories, policy, launcher="mp", tcp_port=free_port(), **options)
 
 
-def collected(kind: str, source: Any, seed: int) -> TensorDict:
-    """What both workers give first: TensorDicts of shape (2, steps)."""
+def collect_first_batches(kind: str, source: Any, seed: int) -> TensorDict:
+    """Return the first batches of both workers as a TensorDict of shape (2, steps)."""
     from torchrl_ext import as_factory
 
     factories = as_factory(source).for_workers(WORKERS, seed=seed)
@@ -157,16 +161,16 @@ def collected(kind: str, source: Any, seed: int) -> TensorDict:
 
 
 def as_lists(batch: TensorDict) -> dict[str, Any]:
-    """What tests look at."""
+    """Return the entries that tests compare, as lists."""
     names = ("observation", "action", "step_count", ("next", "episode_reward"), ("next", "observation"))
     keys = batch.keys(include_nested=True)
     return {name if isinstance(name, str) else ".".join(name): batch[name].tolist() for name in names if name in keys}
 
 
 def fill_ray_buffer() -> int:
-    """Fill a buffer that lives in a process of its own, here and in a task, and sample it; return what it holds.
+    """Fill a ``RayReplayBuffer`` from two processes, sample it, and return its length.
 
-    :raises AssertionError: an element is not what was added
+    :raises AssertionError: If an element differs from the added ones.
     """
     import ray
     from torchrl.data import RayReplayBuffer, TensorDictReplayBuffer
@@ -212,7 +216,7 @@ def main() -> None:
     with local_ray(folder) if kind == "ray" else contextlib.nullcontext():
         for run in runs:
             source, seed = run.split(":")
-            results.append(as_lists(collected(kind, SOURCES[source](), int(seed))))
+            results.append(as_lists(collect_first_batches(kind, SOURCES[source](), int(seed))))
         buffer_length = fill_ray_buffer() if kind == "ray" else 0
     sys.stdout.write(json.dumps([results, buffer_length]) + "\n")
 

@@ -1,7 +1,7 @@
-"""What a step does to a torch environment on a GPU: nothing in it makes the program wait for the GPU's answer.
+"""Test that steps of a torch environment on a GPU do not synchronize with it.
 
-Watched on the CPU: operations and methods whose result a program can only have once the GPU has come so far (a number,
-the places of what is true, a copy to the CPU).
+The test runs on the CPU. It records operations and methods whose results need synchronization on a GPU, such as
+numbers, positions of true entries, and copies to the CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SYNCHRONIZING = (
 
 
 class OperationRecorder(TorchDispatchMode):
-    """Notes the operations of the wrapper, and leaves out those of the environment."""
+    """Mode that records the operations of the wrapper, without those of the environment."""
 
     def __init__(self, env: Any) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class OperationRecorder(TorchDispatchMode):
 
 
 class MethodRecorder(TorchFunctionMode):
-    """Notes methods that dispatch nothing on the CPU."""
+    """Mode that records methods, some of which dispatch no operation on the CPU."""
 
     def __init__(self, operations: OperationRecorder) -> None:
         super().__init__()
@@ -75,11 +75,11 @@ def operations_of_steps(*, finds_done_rows: bool, final_obs: bool, missing: str 
             tensordict.set("action", actions)
             step, tensordict = wrapper.step_and_maybe_reset(tensordict)
             done += step["next", "done"].sum()
-    assert done > 0, "nothing was done in these steps"
+    assert done > 0, "no episode ended in these steps"
     return [name for name in watch.names if name in SYNCHRONIZING]
 
 
-def test_a_step_on_a_gpu_does_not_wait_for_it() -> None:
+def test_gpu_step_does_not_synchronize() -> None:
     for final_obs, missing in ((True, "nan"), (False, "nan"), (False, "previous")):
         assert operations_of_steps(finds_done_rows=False, final_obs=final_obs, missing=missing) == []
     assert operations_of_steps(finds_done_rows=True, final_obs=True)  # the check can fail

@@ -1,4 +1,4 @@
-"""How a ``ParallelEnv`` lives and ends: with all that its workers have started, and waiting for those that close."""
+"""Tests of ``ParallelEnv``: closing, views, pickles, child processes, Ctrl-C, warnings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ slow = pytest.mark.slow
 buffers = pytest.mark.parametrize("use_buffers", [True, False], ids=["buffers", "pipes"])
 
 
-def test_closing_ends_the_workers_and_their_environments(event_log: Any) -> None:
+def test_close_ends_workers_and_closes_environments(event_log: Any) -> None:
     env = ParallelEnv(2, Failing)
     env.reset()
     env.close()
@@ -56,7 +56,7 @@ def test_closing_ends_the_workers_and_their_environments(event_log: Any) -> None
 
 
 @slow
-def test_no_descriptors_and_threads_are_left_and_this_process_has_its_number_of_threads() -> None:
+def test_close_frees_descriptors_and_threads_and_restores_num_threads() -> None:
     env = ParallelEnv(2, Failing, create_env_kwargs=[{}, {"when": "step"}])
     counts, before = [], torch.get_num_threads()
     try:
@@ -78,7 +78,7 @@ def test_no_descriptors_and_threads_are_left_and_this_process_has_its_number_of_
 # -- views
 
 
-def test_views_fail_with_the_whole() -> None:
+def test_views_fail_after_a_worker_failed_or_the_parent_closed() -> None:
     env = ParallelEnv(3, Failing, create_env_kwargs=[{}, {}, {"when": "step", "how": "SIGKILL"}])
     env.reset()
     view = env[1:]
@@ -106,11 +106,13 @@ def test_views_fail_with_the_whole() -> None:
     [(lambda: GymWrapper(Well()), pickle.dumps), (Well(4.0), cloudpickle.dumps)],
     ids=["lambda", "instance"],
 )
-def test_pickles_of_closed_ones(source: Any, dumps: Callable[[Any], bytes]) -> None:
+def test_pickling_closes_the_environment_and_the_copy_starts_new_workers(
+    source: Any, dumps: Callable[[Any], bytes]
+) -> None:
     env = ParallelEnv(2, source, seed=3)
     before = env.rollout(3)["observation"]
     copy = pickle.loads(dumps(env))
-    assert env.is_closed  # as upstream has it
+    assert env.is_closed  # as with upstream
     assert not new_workers()
     torch.manual_seed(0)
     found = copy.rollout(3)["observation"]
@@ -118,11 +120,11 @@ def test_pickles_of_closed_ones(source: Any, dumps: Callable[[Any], bytes]) -> N
     assert torch.equal(found[:, 0], before[:, 0])
 
 
-# -- processes of environments, and how they are closed
+# -- processes that environments start, and closing
 
 
 class EnvWithSimulator(Failing):
-    """Has a simulator that is a process, and one that was forked, is a daemon and holds all descriptors."""
+    """Environment with a simulator process, and a forked daemon that inherits all descriptors."""
 
     def __init__(self, pids: str, **options: Any) -> None:
         self.simulator = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
@@ -154,7 +156,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize("how", ["SIGKILL", "raise"])
 @pytest.mark.parametrize("when", ["step", "method"])
 @buffers
-def test_a_worker_fails_while_what_it_has_forked_lives_on(
+def test_worker_failure_is_detected_while_its_children_live(
     when: str, how: str, method: str, use_buffers: bool, tmp_path: Path
 ) -> None:
     pids = tmp_path / "pids"
@@ -186,7 +188,7 @@ def test_environments_are_closed_when_another_one_fails(how: str, event_log: Pat
 
 
 class SlowToClose(Well):
-    """Takes a while to close, and then still writes."""
+    """Environment that closes slowly, and then writes a file in a thread."""
 
     def __init__(self, file: str, seconds: float) -> None:
         super().__init__()
@@ -203,20 +205,20 @@ class SlowToClose(Well):
 
 
 @slow
-def test_closing_takes_as_long_as_it_takes(
+def test_close_waits_for_slow_environments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("torchrl_ext.parallel.supervision._SLOW_CLOSE_S", 0.2)
     env = ParallelEnv(2, SlowToClose, create_env_kwargs={"file": str(tmp_path / "video"), "seconds": 0.7})
     env.rollout(3)
-    (tmp_path / "video").unlink(missing_ok=True)  # of a copy that was tried
+    (tmp_path / "video").unlink(missing_ok=True)  # written by the copy that was tested
     env.close()
     assert (tmp_path / "video").read_text() == "video\n" * 2
     assert "has been closing its environment for 0.2 s and is waited for" in caplog.text
 
 
 @slow
-def test_where_closing_has_a_limit_it_ends_with_a_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_warns_after_shutdown_timeout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kwargs = [{"file": str(tmp_path / "video"), "seconds": seconds} for seconds in (0, 1000)]
     env = ParallelEnv(2, SlowToClose, create_env_kwargs=kwargs, shutdown_timeout=2)
     env.reset()
@@ -230,7 +232,7 @@ def test_where_closing_has_a_limit_it_ends_with_a_sentence(tmp_path: Path, caplo
 
 
 class ManyKeys(Well):
-    """Has an observation of many keys."""
+    """Environment whose observations have 300 keys."""
 
     observation_space = spaces.Dict({f"k{index}": spaces.Box(-1, 1, (2,), np.float32) for index in range(300)})
 
@@ -239,7 +241,7 @@ class ManyKeys(Well):
 
 
 @slow
-def test_any_number_of_observations_goes_through_a_fork_server() -> None:
+def test_observations_with_many_keys_work_with_a_fork_server() -> None:
     env = ParallelEnv(2, ManyKeys, mp_start_method="forkserver")
     data = env.rollout(3, break_when_any_done=False)
     assert all((data["next", f"k{index}"][:, 2] == 0.3).all() for index in range(300))
@@ -268,7 +270,7 @@ NESTED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("form", NESTED)
-def test_environments_may_have_processes_of_their_own(form: str) -> None:
+def test_environments_may_start_their_own_processes(form: str) -> None:
     env = ParallelEnv(2, NESTED[form]())
     assert env.rollout(3, break_when_any_done=False).shape == (2, 2, 3)
     env.close()
@@ -288,19 +290,19 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 CODE_PATHS = ("/torchrl_ext/parallel/", "/rl_ext_core/processes/", "/batched_envs.py")
 
 
-# What is raised while Python finalizes an object ends there, and is told as a warning.
+# Python turns exceptions in finalizers into warnings.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.sample(quick=0, ci=3)
 @buffers
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("every", [151, pytest.param(17, marks=pytest.mark.exhaustive)])
-def test_ctrl_c_anywhere(call: str, every: int, use_buffers: bool) -> None:
-    """Interrupt a call at many of its lines; whatever comes next works, or names ``reset``."""
+def test_ctrl_c_at_any_line_leaves_a_usable_environment(call: str, every: int, use_buffers: bool) -> None:
+    """After the interrupt, the next call works or its error names ``reset``."""
     env = ParallelEnv(2, Failing, use_buffers=use_buffers)
     env.reset()
     at = 1
     while where := interrupt_at(functools.partial(CALLS[call], env), at, code_paths=CODE_PATHS):
-        # A step of one that is closed would start workers whose environments nobody has reset.
+        # A step of a closed environment would start workers without a reset.
         said = continue_without_reset(env, stepping=at % 2 == 1 and not env.is_closed)
         assert said == "" or "interrupted" in said or "closed/non started" in said, where
         data = env.rollout(3, break_when_any_done=False)
@@ -312,7 +314,7 @@ def test_ctrl_c_anywhere(call: str, every: int, use_buffers: bool) -> None:
 
 
 def continue_without_reset(env: ParallelEnv, *, stepping: bool) -> str:
-    """Go on without a reset, and return what is said against it."""
+    """Step or call a method without a reset, and return the error's text."""
     try:
         env.step(env.fake_tensordict()) if stepping else env.fetch()
     except RuntimeError as error:
@@ -320,24 +322,24 @@ def continue_without_reset(env: ParallelEnv, *, stepping: bool) -> str:
     return ""
 
 
-# -- what is said of memory and speed: once, and with figures
+# -- warnings about memory and speed
 
 
 @slow
-def test_workers_that_do_not_fit_and_cost_more_time_than_they_save(
+def test_memory_and_speed_warnings_appear_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rl_ext_core.resources.available_memory", lambda: 10**6)
-    # On a busy machine, what the environment takes by itself may be measured as too much.
+    # This clock makes workers look slow, even if a busy machine also measures the environment itself as slow.
     clock = types.SimpleNamespace(perf_counter=lambda: 20 * perf_counter())
-    monkeypatch.setattr("torchrl_ext.parallel.plan.time", clock)
+    monkeypatch.setattr("torchrl_ext.parallel.worker_plan.time", clock)
     env = ParallelEnv(2, Well, use_buffers=False)
     with caplog.at_level(logging.WARNING, logger="torchrl_ext"):
         for _ in range(2):
             env.rollout(60, break_when_any_done=False)
             env.close()
     memory, speed = (record.getMessage() for record in caplog.records if record.name == "torchrl_ext")
-    pattern = r"2 workers need about 0\.\d+ GB \(\d+ MB each, measured\), and 0\.0 GB are available: use 1 or"
+    pattern = r"2 workers need about 0\.\d+ GB \(\d+ MB each, measured\), but only 0\.0 GB are available: use 1 or"
     assert re.match(pattern, memory)
     pattern = r"these 2 workers take (\S+) ms for a step that takes about (\S+) ms in one process .*SerialEnv\(2, as_f"
     match = re.match(pattern, speed)
@@ -346,7 +348,7 @@ def test_workers_that_do_not_fit_and_cost_more_time_than_they_save(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_that_lets_go_of_it_leaves_the_workers_alone() -> None:
+def test_closing_in_a_forked_child_keeps_the_workers() -> None:
     env = ParallelEnv(2, "CartPole-v1")
     env.reset()
     for leave in (env.close, env._kill_workers):

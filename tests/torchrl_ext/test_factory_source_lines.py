@@ -1,4 +1,4 @@
-"""The line that a person would write for an environment of TorchRL's."""
+"""Tests of the source lines that describe TorchRL's environments in messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("make", "line"), CASES, ids=[line for _, line in CASES])
-def test_lines_and_what_those_without_dots_build(make: Any, line: str) -> None:
+def test_source_lines_rebuild_the_environment(make: Any, line: str) -> None:
     env = make()
     assert source_of_instance(env) == line
     package = torchrl_ext if type(env).__module__.startswith("torchrl_ext") else torchrl.envs
@@ -53,7 +53,7 @@ def test_lines_and_what_those_without_dots_build(make: Any, line: str) -> None:
     assert (rollouts[0] == rollouts[1]).all()
 
 
-def test_transforms_that_were_appended_are_part_of_the_calls() -> None:
+def test_appended_transforms_are_part_of_the_recorded_call() -> None:
     env = TransformedEnv(torchrl.envs.GymEnv("CartPole-v1"), StepCounter(5)).append_transform(RewardSum())
     call = call_of(env)
     assert call is not None
@@ -72,5 +72,5 @@ PARALLEL = script_with_pools(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
-def test_what_is_the_main_modules_own_travels_and_stays_as_it_is(launch_mode: str, tmp_path: Path) -> None:
+def test_objects_of_the_main_module_reach_workers_unchanged(launch_mode: str, tmp_path: Path) -> None:
     assert "as expected" in run_program(launch_mode, DEFINITIONS + CHECKS + PARALLEL, tmp_path)

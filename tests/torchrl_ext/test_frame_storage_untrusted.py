@@ -1,4 +1,4 @@
-"""Folders of frame storages may come from strangers: reading them runs nothing, and reads nothing but numbers."""
+"""Untrusted folders of frame storages: reading them executes no code, and does not crash."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchrl_ext import FrameStorage
 
 
 class Bomb:
-    """Makes a file when it is unpickled."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,7 +58,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_planted_pickles_are_not_read(reader: str, tmp_path: Path) -> None:
+def test_pickles_in_place_of_files_are_not_executed(reader: str, tmp_path: Path) -> None:
     make, read = READERS[reader]
     ran = tmp_path / "ran"
     bomb = np.array([Bomb(ran)], dtype=object)
@@ -80,7 +80,7 @@ def test_planted_pickles_are_not_read(reader: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_memory_mapped_tensordict_in_place_of_the_elements_is_not_read(reader: str, tmp_path: Path) -> None:
+def test_memory_mapped_tensordict_in_place_of_rows_is_not_executed(reader: str, tmp_path: Path) -> None:
     make, read = READERS[reader]
     folder, ran = make(tmp_path / "folder"), tmp_path / "ran"
     rows = folder / "rows" if reader != "loads" else folder / "contents-0123456789abcdef" / "rows"
@@ -94,18 +94,18 @@ def test_a_memory_mapped_tensordict_in_place_of_the_elements_is_not_read(reader:
     assert not ran.exists()
 
 
-def test_what_files_cannot_hold_is_refused_when_it_is_stored(tmp_path: Path) -> None:
+def test_folder_refuses_values_that_are_not_tensors(tmp_path: Path) -> None:
     data = _data()
     data["task"] = NonTensorData("walk", batch_size=[20])
     storage = FrameStorage(50, storage_dir=tmp_path / "storage")
-    with pytest.raises(InvalidTypeError, match=r"'task' holds NonTensor.* leave it out: data.exclude\('task'\)"):
+    with pytest.raises(InvalidTypeError, match=r"'task' holds NonTensor.* Leave it out: data.exclude\('task'\)"):
         storage.set(range(20), data)
     assert [path.name for path in (tmp_path / "storage").iterdir()] == ["lock"]
     storage.set(range(20), _data())
     assert_same(storage[:].clone(), _data().to("cpu"))
 
 
-def test_texts_and_numbers_are_dumped_and_anything_else_is_refused(tmp_path: Path) -> None:
+def test_dumps_writes_texts_and_numbers_and_refuses_other_values(tmp_path: Path) -> None:
     storage = FrameStorage(50)
     storage.set(0, _data(1)[0].set("task", NonTensorData("walk")).set("more", NonTensorData({"a": [1, None, 0.1]})))
     storage.set(1, _data(1)[0].set("task", NonTensorData("run")).set("more", NonTensorData({"a": []})))
@@ -124,7 +124,7 @@ def test_texts_and_numbers_are_dumped_and_anything_else_is_refused(tmp_path: Pat
 
 
 def _alter_dumped(folder: Path, random: np.random.Generator) -> None:
-    """Changes numbers in a checkpoint, and has all checksums say that they were written so."""
+    """Change random numbers in a checkpoint, and update its checksums."""
     metadata = json.loads((folder / "frames.json").read_text())
     contents = folder / metadata["contents"]
     held = metadata["held"]
@@ -147,7 +147,7 @@ def _alter_dumped(folder: Path, random: np.random.Generator) -> None:
 
 
 def _alter_stored(folder: Path, random: np.random.Generator) -> None:
-    """Changes numbers in the files of a storage, which has checksums for most of them."""
+    """Change random numbers in the files of a storage."""
     files = [folder / name for name in ("rows", "sums", "journal", "frames-0", "frames-0")]
     for _ in range(random.integers(1, 4)):
         data = np.memmap(files[random.integers(len(files))], mode="r+", dtype=np.uint32)
@@ -175,7 +175,7 @@ def _load_checkpoint(folder: Path) -> FrameStorage:
 @pytest.mark.sample(quick=0)
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("way", ["loads", "open"])
-def test_numbers_that_lead_astray_do_not_end_the_process(way: str, tmp_path: Path) -> None:
+def test_altered_numbers_do_not_crash_the_process(way: str, tmp_path: Path) -> None:
     original = tmp_path / "original"
     storage = FrameStorage(60, storage_dir=original if way == "open" else None)
     storage.set(range(50), _data(50))
@@ -201,7 +201,7 @@ def test_numbers_that_lead_astray_do_not_end_the_process(way: str, tmp_path: Pat
         shutil.rmtree(folder)
 
 
-def test_a_manifest_that_leads_astray_is_refused(tmp_path: Path) -> None:
+def test_altered_manifests_are_refused(tmp_path: Path) -> None:
     folder = _make_folder(tmp_path / "storage")
     manifest = json.loads((folder / "store.json").read_text())
     del manifest["checksum"]
