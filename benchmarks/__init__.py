@@ -1,1 +1,1 @@
-"""What the site claims, measured: one command for each figure."""
+"""Benchmarks behind the figures that the documentation quotes, with one command each."""

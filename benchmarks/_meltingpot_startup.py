@@ -1,8 +1,10 @@
-"""What workers of Melting Pot cost: ``.venv-meltingpot/bin/python -m benchmarks._meltingpot_startup``.
+"""Start-up cost of Melting Pot workers: TorchRL's ``ParallelEnv`` against this package's.
 
-Prints JSON: for TorchRL's own ParallelEnv under spawn, and for ours, each twice in one fresh process, until the first
-reset is done. ``server`` is the fork server and whatever else serves all workers; ``private_mib`` is what a process
-shares with no other (USS), ``proportional_mib`` counts in its share of the rest (PSS): these add up.
+    .venv-meltingpot/bin/python -m benchmarks._meltingpot_startup [--workers 4]
+
+Prints JSON. Each class starts its workers twice in one fresh process, and is measured until the first reset returns.
+``server`` is the fork server and any other process that serves all workers. ``private_mib`` is memory that a process
+shares with no other process (USS). ``proportional_mib`` includes its share of shared memory (PSS), so values add up.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.processes import descendants_of, run_module, own_cpu_s, private_mib, proportional_mib
+from benchmarks.processes import descendants_of, own_cpu_s, private_mib, proportional_mib, run_module
 
 SUBSTRATE = "commons_harvest__open"
 
 
 def build(kind: str, num_workers: int) -> Any:
-    """Build a vectorised environment in one of the two ways."""
+    """Build a ``ParallelEnv`` of TorchRL or of this package."""
     from torchrl.envs.libs.meltingpot import MeltingpotEnv
 
     if kind == "upstream":
@@ -32,7 +34,7 @@ def build(kind: str, num_workers: int) -> Any:
 
 
 def costs(processes: Iterable[int]) -> dict[str, list[float]]:
-    """Give what each of some processes has taken so far."""
+    """Return CPU seconds and memory of each process, sorted by process id."""
     found = sorted(processes)
     return {
         "cpu_s": [round(own_cpu_s(process), 2) for process in found],
@@ -42,7 +44,7 @@ def costs(processes: Iterable[int]) -> dict[str, list[float]]:
 
 
 def measure(kind: str, num_workers: int) -> list[dict[str, Any]]:
-    """Start workers twice in this process."""
+    """Start workers twice in this process, and return the costs of each start."""
     measured = []
     for _ in range(2):
         start, before = time.perf_counter(), own_cpu_s()
@@ -63,7 +65,7 @@ def measure(kind: str, num_workers: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure both in processes of their own, or one in this."""
+    """Measure both classes in fresh processes, or with ``--kind`` one class in this process."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--kind", choices=("upstream", "ours"))

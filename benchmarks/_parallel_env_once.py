@@ -1,6 +1,8 @@
-"""One measurement of ``benchmarks.parallel_env``, in a fresh process: ``python -m benchmarks._parallel_env_once``.
+"""Single measurements of ``benchmarks.parallel_env``, each run in a fresh process.
 
-Imports at the top what a user's script does that does nothing but this; worker processes import it too.
+    python -m benchmarks._parallel_env_once start|built|steps|failing ARGUMENT ...
+
+The imports at the top are those of a user's script, since worker processes repeat them.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from torchrl.envs import GymEnv, GymWrapper, ParallelEnv
 
 import torchrl_ext
 from benchmarks.measure import time_in_turns
-from benchmarks.processes import descendants_of, cpu_s, private_mib, proportional_mib
+from benchmarks.processes import cpu_s, descendants_of, private_mib, proportional_mib
 
 ROLLOUT = 20
 SPIN_S = 0.002
 
 
 class CountingCartPole(CartPoleEnv):
-    """Writes down in which process it was built and in which it is reset: copies of an instance are not constructed."""
+    """CartPole that logs the processes in which it is built and reset."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -46,10 +48,10 @@ class CountingCartPole(CartPoleEnv):
 
 
 class BusyCartPole(CartPoleEnv):
-    """Takes two milliseconds of a core for a step."""
+    """CartPole whose steps take two milliseconds of CPU time."""
 
     def step(self, action: Any) -> Any:
-        """Spin."""
+        """Spin for ``SPIN_S``, then step."""
         until = time.perf_counter() + SPIN_S
         while time.perf_counter() < until:
             pass
@@ -57,10 +59,10 @@ class BusyCartPole(CartPoleEnv):
 
 
 class FailingCartPole(CartPoleEnv):
-    """Fails as soon as it is told to, in the way that is named, and writes down when; of several only one.
+    """CartPole of which only one instance fails, as soon as a file exists, and logs the time.
 
-    :param failure: "raise", or the name of a signal
-    :param path: of a file whose being there tells it
+    :param failure: ``"raise"``, or the name of a signal, such as ``"SIGKILL"``.
+    :param path: File that triggers the failure as soon as it exists.
     """
 
     def __init__(self, failure: str, path: str) -> None:
@@ -68,7 +70,7 @@ class FailingCartPole(CartPoleEnv):
         self.failure, self.path = failure, path
 
     def step(self, action: Any) -> Any:
-        """Fail, if it is time and no other has failed."""
+        """Fail if the file exists and no other instance has failed, else step."""
         try:
             Path(self.path).rename(f"{self.path}-taken")
         except FileNotFoundError:
@@ -81,7 +83,7 @@ class FailingCartPole(CartPoleEnv):
 
 
 def start(library: str, count: int) -> list[dict[str, float]]:
-    """Start CartPole's workers twice: ours finds its fork server running the second time."""
+    """Start CartPole's workers twice; the second start reuses this package's fork server."""
     starts = []
     for _ in range(2):
         begin, before = time.perf_counter(), _cpu_without_workers(())
@@ -110,15 +112,15 @@ def start(library: str, count: int) -> list[dict[str, float]]:
 
 
 def _cpu_without_workers(workers: Any) -> float:
-    """Of this process, whose ended children are workers, and of what else runs for all workers."""
+    # CPU seconds of this process, and of the descendants that serve all workers.
     own = time.process_time()
     return own + sum(map(cpu_s, set(descendants_of()) - set(workers)))
 
 
 def built(library: str, form: str, path: str) -> int:
-    """How many environments this process builds for two workers, the user's own instance left out."""
+    """Count environments built in this process for two workers, without the user's instance."""
     parallel: Callable[..., Any] = torchrl_ext.ParallelEnv if library == "ours" else ParallelEnv
-    if library == "from workers":  # TorchRL's, with its options for that
+    if library == "from workers":  # TorchRL's class, with its options that avoid building in the parent
         parallel = partial(ParallelEnv, metadata_from_workers=True, use_buffers=False)
 
     def make() -> Any:
@@ -138,7 +140,7 @@ def built(library: str, form: str, path: str) -> int:
     after = _events(path)
     elsewhere = {event for event in after if event.startswith("reset")} - {f"reset {os.getpid()}"}
     if len(elsewhere) < 2:
-        raise RuntimeError(f"expected environments in two workers, and found these: {after}")
+        raise RuntimeError(f"expected resets in two workers, got these events: {after}")
     return after.count(f"built {os.getpid()}") - before
 
 
@@ -147,7 +149,7 @@ def _events(path: str) -> list[str]:
 
 
 def steps(kind: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds that rollouts of two workers take, by rounds."""
+    """Return the seconds per step of rollouts with two workers, by competitor and round."""
     cls, length = (CartPoleEnv, 200) if kind == "CartPole" else (BusyCartPole, 50)
 
     def make() -> Any:
@@ -171,7 +173,7 @@ def steps(kind: str, rounds: int) -> dict[str, list[float]]:
 
 
 def failing(library: str, failure: str, path: str) -> list[Any]:
-    """Seconds from a worker's failure to the exception, what that says, and seconds that closing takes."""
+    """Return seconds from a worker's failure to the exception, its text, and ``close()`` time."""
     parallel = torchrl_ext.ParallelEnv if library == "ours" else ParallelEnv
     env = parallel(2, lambda: GymWrapper(FailingCartPole(failure, path)))
     env.rollout(ROLLOUT, break_when_any_done=False)
@@ -181,7 +183,7 @@ def failing(library: str, failure: str, path: str) -> list[Any]:
     except Exception as error:
         report = [time.monotonic() - float(Path(f"{path}-when").read_text()), f"{type(error).__name__}: {error}"]
     else:
-        raise RuntimeError("nothing has failed")
+        raise RuntimeError("the rollout succeeded, expected a failure")
     begin = time.monotonic()
     try:
         env.close()
@@ -191,7 +193,7 @@ def failing(library: str, failure: str, path: str) -> list[Any]:
 
 
 def main() -> None:
-    """Run the function that is named, with the other arguments, and print what it returns as JSON."""
+    """Run the function named first with the remaining arguments, and print its result as JSON."""
     name, *arguments = sys.argv[1:]
     converted = [int(argument) if argument.isdigit() else argument for argument in arguments]
     functions: dict[str, Callable[..., Any]] = {"start": start, "built": built, "steps": steps, "failing": failing}

@@ -1,6 +1,8 @@
-"""One start of ``benchmarks.vec_env``, in a fresh process: ``python -m benchmarks._vec_env_once WHOSE WORKERS``.
+"""Single measurements of ``benchmarks.vec_env``, each run in a fresh process.
 
-Imports at the top what a user's script does that does nothing but this.
+    python -m benchmarks._vec_env_once SB3|ours|restart WORKERS
+
+The imports at the top are those of a user's script, since worker processes may repeat them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 
 import sb3_ext
-from benchmarks._vec_env_worlds import cart_pole
+from benchmarks._vec_env_environments import cart_pole
 from benchmarks.processes import private_mib
 from rl_ext_core.errors import WorkerError
 from sb3_ext import SharedMemoryVecEnv
@@ -28,7 +30,7 @@ RESTARTS = 15
 
 
 def start(library: str, workers: int) -> dict[str, float]:
-    """Start CartPole's workers, and measure until the first observation, and what they hold after a rollout."""
+    """Return seconds until the first observation, MiB per worker, and seconds of ``close()``."""
     begin = time.perf_counter()
     venv: VecEnv
     if library == "SB3":
@@ -46,7 +48,7 @@ def start(library: str, workers: int) -> dict[str, float]:
 
 
 def restart() -> list[float]:
-    """Kill a worker of four, again and again: seconds that the step takes in which it is replaced."""
+    """Kill a worker of four repeatedly, and return the seconds of steps that replace it."""
     logging.getLogger("sb3_ext").setLevel(logging.ERROR)
     venv = SharedMemoryVecEnv([cart_pole] * 4, restart="truncate")
     venv.reset()
@@ -63,7 +65,7 @@ def restart() -> list[float]:
 
 
 def main() -> None:
-    """Start twice: ours finds its fork server running the second time."""
+    """Start workers twice, where the second start reuses the fork server, or measure restarts."""
     library, workers = sys.argv[1], int(sys.argv[2])
     answer = restart() if library == "restart" else [start(library, workers) for _ in range(2)]
     print(json.dumps(answer))

@@ -1,14 +1,15 @@
-"""The relatives of ``CompressedReplayBuffer`` against Stable Baselines3's, on frames of real Atari games.
-
-Off policy: each buffer is filled with a recording in a process of its own, by which resident memory is measured; then
-both are filled in one process and take turns in ``sample()``. The dictionary holds the stack and a vector of eight
-numbers; hindsight adds goals of two numbers, and a reward that costs next to nothing.
-
-On policy: a rollout of 8 environments × 128 steps, likewise, once it is complete, as while the policy is trained on it,
-and before that, in brackets; then the time to fill it once and to read it four times in minibatches of 256; then two
-PPO models, one with each buffer, take turns in ``learn(1024)``. Times are CPU seconds of the calling thread.
+"""Dict, n-step, HER and rollout buffers against Stable Baselines3's, on Atari frames.
 
     python -m benchmarks.buffer_family [dict nstep her ppo learn] [--recordings mspacman pong] [--codec patch]
+
+Off policy: each buffer is filled with a recording in a fresh process, whose resident memory is measured. Then both
+buffers are filled in one process, and take turns in ``sample()``. Dict observations contain the stack and a vector of
+eight numbers. HER adds goals of two numbers, and a reward function that costs almost nothing.
+
+On policy: the buffer contains a rollout of 8 environments × 128 steps. Its memory is measured when the rollout is
+complete, and in brackets before that. The time is that of filling it once and reading it four times in minibatches of
+256. ``learn`` compares two PPO models, one with each buffer, which take turns in ``learn(1024)``. Times are CPU seconds
+of the calling thread.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from stable_baselines3.common.vec_env import VecFrameStack
 from tqdm import tqdm
 
 from benchmarks import memory, recordings
-from benchmarks.measure import time_in_turns, machine, resident_bytes, sampling_speedup, speedup
+from benchmarks.measure import machine, resident_bytes, sampling_speedup, speedup, time_in_turns
 from benchmarks.processes import run_module
 from benchmarks.replay import Recording
 from sb3_ext import (
@@ -51,9 +52,9 @@ CLASSES: dict[str, tuple[Any, Any]] = {
     "ppo": (RolloutBuffer, CompressedRolloutBuffer),
 }
 GAMES = {"pong": "Pong", "breakout": "Breakout", "mspacman": "MsPacman", "seaquest": "Seaquest"}
-WARM_UP = 600  # steps: kernels are loaded, and allocators have what they need
+WARM_UP = 600  # Steps after which kernels are loaded and allocators have their memory.
 ROLLOUT, N_ENVS = 128, 8
-DRAWS = 300  # batches of each competitor
+DRAWS = 300  # Batches per competitor.
 _IMAGES = spaces.Box(0, 255, (4, 84, 84), np.uint8)
 _VECTOR = spaces.Box(-1, 1, (8,), np.float32)
 _GOAL = spaces.Box(-1, 1, (2,), np.float32)
@@ -68,14 +69,14 @@ def _space(kind: str) -> spaces.Space[Any]:
 
 
 def _make_her_env() -> Any:
-    """All that hindsight asks of an environment."""
+    """Make a stand-in environment with the reward function that HER needs."""
     return SimpleNamespace(
         env_method=lambda name, achieved, desired, infos, indices: [-np.abs(achieved - desired).sum(1)]
     )
 
 
 def make_buffer(kind: str, size: int, *, ours: bool, n_envs: int, action_space: Any, codec: str = "auto") -> Any:
-    """An empty buffer for ``size`` transitions."""
+    """Make an empty buffer for ``size`` transitions."""
     options: dict[str, Any] = {"codec": codec, "num_threads": 1} if ours else {}
     if kind == "her":
         options["env"] = _make_her_env()
@@ -83,7 +84,7 @@ def make_buffer(kind: str, size: int, *, ours: bool, n_envs: int, action_space: 
 
 
 def transitions(kind: str, recording: Recording) -> Iterator[tuple[Any, ...]]:
-    """Those of a recording, with what this kind of buffer wants beside the images."""
+    """Yield a recording's transitions, with the extra keys that this kind of buffer needs."""
     rng = np.random.default_rng(0)
 
     def extra_keys(n_envs: int) -> dict[str, np.ndarray]:
@@ -102,7 +103,7 @@ def transitions(kind: str, recording: Recording) -> Iterator[tuple[Any, ...]]:
 
 
 def fill(kind: str, name: str, *, ours: bool, codec: str) -> None:
-    """Fills one buffer and prints by how many bytes the process grew, and how many transitions that was."""
+    """Fill one buffer, and print the growth of the process in bytes and the transitions."""
     recording = recordings.load(name)
     arguments: dict[str, Any] = {"ours": ours, "n_envs": 2, "action_space": recording.action_space, "codec": codec}
     stream = list(islice(transitions(kind, recording), WARM_UP))
@@ -121,7 +122,7 @@ def fill(kind: str, name: str, *, ours: bool, codec: str) -> None:
 
 
 def fill_rollout(name: str, *, ours: bool, codec: str, collecting: bool = False) -> None:
-    """The same of a rollout, the second one in the process."""
+    """Fill a rollout buffer, and print the growth of the process in bytes and the transitions."""
     stream = memory.transitions(_ale_name(name), steps=3 * ROLLOUT)
     observations = [transition[0].copy() for transition in stream]
     arguments: dict[str, Any] = {"ours": ours, "n_envs": N_ENVS, "action_space": spaces.Discrete(18), "codec": codec}
@@ -147,7 +148,7 @@ def _collect_rollout(buffer: Any, observations: list[np.ndarray], *, collecting:
 
 
 def bytes_per_transition(kind: str, name: str, *, ours: bool, codec: str, collecting: bool = False) -> float:
-    """Resident bytes a transition."""
+    """Return the resident bytes per transition, measured in a fresh process."""
     options = ["--recordings", name, "--codec", codec, "--fill", "ours" if ours else "sb3"]
     line = run_module("benchmarks.buffer_family", kind, *options, *["--collecting"] * collecting)
     n_bytes, count = map(int, line.split())
@@ -155,7 +156,7 @@ def bytes_per_transition(kind: str, name: str, *, ours: bool, codec: str, collec
 
 
 def off_policy(kind: str, name: str, *, codec: str) -> str:
-    """One row of the table."""
+    """Measure one kind of buffer on one recording, and return a row of the table."""
     recording = recordings.load(name)
     buffers = {
         label: make_buffer(
@@ -173,7 +174,7 @@ def off_policy(kind: str, name: str, *, codec: str) -> str:
 
 
 def on_policy(name: str, *, codec: str) -> str:
-    """One row of the table: a rollout, filled once and read four times."""
+    """Measure a rollout, filled once and read four times, and return a row of the table."""
     observations = [step[0].copy() for step in memory.transitions(_ale_name(name), steps=3 * ROLLOUT)][-ROLLOUT:]
 
     def iteration(buffer: Any) -> Callable[[], object]:
@@ -181,7 +182,7 @@ def on_policy(name: str, *, codec: str) -> str:
             _collect_rollout(buffer, observations)
             for _ in range(4):
                 for batch in buffer.get(256):
-                    batch.observations.shape  # noqa: B018 - held while the next one is drawn
+                    batch.observations.shape  # noqa: B018 - stays in memory while the next batch is drawn
 
         return run
 
@@ -198,7 +199,7 @@ def on_policy(name: str, *, codec: str) -> str:
 
 
 def compare_learning(name: str, *, codec: str, rounds: int) -> str:
-    """PPO as it is trained on Atari, with both buffers in turn."""
+    """Time PPO with both buffers in turn, with its usual Atari settings, and return one line."""
 
     def model(rollout_buffer_class: Any, options: dict[str, Any]) -> PPO:
         gym.register_envs(ale_py)
@@ -238,9 +239,9 @@ def main() -> None:
     parser.add_argument("kinds", nargs="*", default=["dict", "nstep", "her", "ppo", "learn"])
     parser.add_argument("--recordings", nargs="*", default=list(GAMES), metavar="NAME")
     parser.add_argument("--codec", default="auto")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of learn()")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of learn()")
     parser.add_argument("--fill", choices=["ours", "sb3"], help="fill one buffer in this process")
-    parser.add_argument("--collecting", action="store_true", help="leave the rollout as it is before it is complete")
+    parser.add_argument("--collecting", action="store_true", help="measure the rollout before it is complete")
     options = parser.parse_args()
     th.set_num_threads(1)
     if options.fill:
@@ -252,9 +253,7 @@ def main() -> None:
         return
     print(machine())
     print(f"{'buffer':6} {'recording':10} {'SB3, B':>9} {'ours, B':>7} {'memory':>7} {'n=32':>7} {'n=256':>7}")
-    print(
-        "bytes: resident, a transition; then how many times as fast as SB3's: sample(n), or a rollout's add() and get()"
-    )
+    print("bytes: resident, per transition; then the speedup over SB3: sample(n), or add() and get() of a rollout")
     for kind in tqdm([kind for kind in options.kinds if kind != "learn"], leave=False):
         for name in options.recordings:
             row = on_policy(name, codec=options.codec) if kind == "ppo" else off_policy(kind, name, codec=options.codec)

@@ -1,14 +1,16 @@
-"""Faithfulness of copies: every environment of the installed libraries, changed settings, and the time it takes.
-
-``made`` copies each environment with its default options, 10 to 60 steps into use. The copy is built in another
-process. It must have the same classes and spaces, and after ``reset(seed=...)`` the same observations, rewards and
-flags for 20 steps, bit for bit. ``settings`` changes one setting at a time: the copy has it, or the copy is refused
-with the setting's name. A setting that is missing without a word is *lost*.
-
-An environment that does not repeat itself from one instance to the next is compared by its classes and spaces only.
-Results are kept in ``--out``: a second run continues where the first one ended.
+"""Copies made by ``as_factory`` against their originals, for all installed environments.
 
     python -m benchmarks.copies [made settings] [--library gymnasium ...] [--out results.json] [--list]
+
+``made`` copies each environment with its default options, after 10 to 60 steps. The copy is built in another process.
+It must have the same classes and spaces. After ``reset(seed=...)`` it must return the same observations, rewards and
+flags for 20 steps, bit for bit.
+
+``settings`` changes one setting at a time. The copy must have the new setting, or be refused with the setting's name.
+A setting that is missing silently is *lost*.
+
+Environments whose instances differ by themselves are compared by their classes and spaces only. Results are stored in
+``--out``, from which a second run continues.
 """
 
 from __future__ import annotations
@@ -51,16 +53,16 @@ from rl_ext_core.factory.drivers import driver_for
 
 NamedMakers = Iterator[tuple[str, Callable[[], Any]]]
 ROOT = Path(__file__).resolve().parent.parent
-# Pythons of libraries that do not fit into the project's own environment.
+# Interpreters of libraries that conflict with the project's own virtual environment.
 OTHER_PYTHONS = {"vmas": ROOT / ".venv-vmas/bin/python", "meltingpot": ROOT / ".venv-meltingpot/bin/python"}
 STEPS, SEED = 20, 3
 EXPECTED_VERDICTS = ("copied", "not repeatable")
-# What layers of environments keep the next layer in.
+# Attributes in which layers of environments store the next layer.
 INNER_NAMES = ("env", "_env", "aec_env", "par_env", "base_env", "_environment")
 
 
 def gymnasium_envs() -> NamedMakers:
-    """Environments of gymnasium itself: classic control, toy text, Box2D, MuJoCo; the newest also with a renderer."""
+    """Yield gymnasium's own environments; the newest versions also with a renderer."""
     import gymnasium as gym
 
     resolve("cpu", render="cpu", renderer="gymnasium").apply()
@@ -73,7 +75,7 @@ def gymnasium_envs() -> NamedMakers:
 
 
 def ale_envs() -> NamedMakers:
-    """The games of the Arcade Learning Environment, and some with what agents are trained on."""
+    """Yield the games of the Arcade Learning Environment, and some with the usual wrappers."""
     import ale_py
     import gymnasium as gym
 
@@ -95,7 +97,7 @@ def preprocessed(name: str) -> Any:
 
 
 def dm_control_envs() -> NamedMakers:
-    """The tasks of dm_control's suite, and of its manipulation from features."""
+    """Yield the tasks of dm_control's suite, and its manipulation tasks with features."""
     resolve("cpu", render="cpu", renderer="dm_control").apply()
     from dm_control import manipulation, suite
 
@@ -107,7 +109,7 @@ def dm_control_envs() -> NamedMakers:
 
 
 def robosuite_envs() -> NamedMakers:
-    """All of robosuite with Pandas, and two with cameras."""
+    """Yield robosuite's environments with Panda robots, and two with cameras."""
     robosuite = import_robosuite(resolve("cpu", render="cpu", renderer="robosuite"))
     options: dict[str, Any] = {"has_renderer": False, "has_offscreen_renderer": False, "use_camera_obs": False}
     for name in sorted(robosuite.environments.base.REGISTERED_ENVS):
@@ -120,7 +122,7 @@ def robosuite_envs() -> NamedMakers:
 
 
 def pettingzoo_envs() -> NamedMakers:
-    """PettingZoo's environments, agents in turns and all at once."""
+    """Yield PettingZoo's AEC and parallel environments."""
     from pettingzoo.env_registry import registration
 
     for kind, registry in (("aec", registration.aec_registry), ("parallel", registration.parallel_registry)):
@@ -130,10 +132,10 @@ def pettingzoo_envs() -> NamedMakers:
 
 
 def vmas_envs() -> NamedMakers:
-    """VMAS's scenarios."""
+    """Yield VMAS's scenarios."""
     from vmas import make_env
 
-    folders = importlib.import_module("vmas.scenarios").__path__  # in vmas, the name is that of a list
+    folders = importlib.import_module("vmas.scenarios").__path__  # the attribute vmas.scenarios is a list
     for folder in ("", "/mpe", "/debug"):
         for module in pkgutil.iter_modules([f"{path}{folder}" for path in folders]):
             if not module.ispkg:
@@ -141,7 +143,7 @@ def vmas_envs() -> NamedMakers:
 
 
 def meltingpot_envs() -> NamedMakers:
-    """Melting Pot's substrates."""
+    """Yield Melting Pot's substrates."""
     from meltingpot import substrate
 
     for name in sorted(substrate.SUBSTRATES):
@@ -150,7 +152,7 @@ def meltingpot_envs() -> NamedMakers:
 
 
 def torchrl_envs() -> NamedMakers:
-    """Nothing: environments of TorchRL's have settings here, and are else those of the other libraries."""
+    """Yield nothing: TorchRL wraps the other libraries' environments, and has settings only."""
     importlib.import_module("torchrl_ext")
     yield from ()
 
@@ -168,7 +170,7 @@ LIBRARIES: dict[str, Callable[[], NamedMakers]] = {
 
 
 def curriculum(env: Any) -> Any:
-    """Wrap an environment in a curriculum, of a class that is the script's own."""
+    """Wrap an environment in a class that only this script defines."""
     import gymnasium as gym
 
     class Curriculum(gym.Wrapper[Any, Any, Any, Any]):
@@ -186,7 +188,7 @@ def curriculum(env: Any) -> Any:
 
 
 def lift(**options: Any) -> Any:
-    """Make robosuite's simplest task, with few options."""
+    """Make robosuite's Lift task without rendering."""
     import robosuite
 
     settings = {"has_renderer": False, "has_offscreen_renderer": False, "use_camera_obs": False, "horizon": 40}
@@ -197,8 +199,8 @@ WALKER = "suite.load('walker', 'walk', task_kwargs={'random': 0})"
 SPREAD = "registration.make('parallel', 'sisl/multiwalker-v9')"
 PISTON = "registration.make('parallel', 'butterfly/pistonball-v6')"
 KNIGHTS = "registration.make('parallel', 'butterfly/knights_archers_zombies-v11')"
-# Of each library: what makes the environment, what changes it, and an expression that reads the setting. What begins
-# with "use" is not changed by hand: it is what use has left.
+# For each library: an expression that makes the environment, a statement that changes it, and an expression that reads
+# the setting. "use" stands for a setting that changes through resets and steps alone.
 SETTINGS: dict[str, list[tuple[str, str, str]]] = {
     "gymnasium": [
         ("gym.make('CartPole-v1')", "env.unwrapped.gravity = 5.0", "env.unwrapped.gravity"),
@@ -320,7 +322,7 @@ SETTINGS: dict[str, list[tuple[str, str, str]]] = {
 
 
 def names_for_eval(library: str) -> dict[str, Any]:
-    """Return what expressions in the table of settings name."""
+    """Return the names that the expressions in ``SETTINGS`` use."""
     names: dict[str, Any] = {"np": np, "curriculum": curriculum, "lift": lift, "preprocessed": preprocessed}
     wanted = {
         "gymnasium": ["gymnasium"], "ale_py": ["gymnasium"], "dm_control": ["dm_control.suite"],
@@ -349,7 +351,7 @@ def digest(value: Any) -> str:
 
 
 def use(env: Any, steps: int, seed: int | None) -> list[str]:
-    """Reset an environment with a seed, step it, and return a hash of what each of these returned."""
+    """Reset an environment with a seed, step it, and return a hash of each result."""
     random.seed(1)
     np.random.seed(1)
     if "torch" in sys.modules:
@@ -376,21 +378,21 @@ def describe_layers(env: Any) -> list[str]:
             found += [f"{agent}: {space(agent)}" for agent in env.possible_agents]
         else:
             space = space() if callable(space) and not hasattr(space, "rand") else space
-            if "robosuite" in type(env).__module__ and isinstance(space, Mapping):  # what it sees now, as an example
+            if "robosuite" in type(env).__module__ and isinstance(space, Mapping):  # an example observation
                 space = {key: (np.shape(part), np.asarray(part).dtype) for key, part in space.items()}
             found.append(sorted_repr(space))
     return [re.sub(r"0x[0-9a-f]+", "0x", text) for text in found]
 
 
 def sorted_repr(space: Any) -> str:
-    """Return a space's text, with keys in order: some are made of sets, whose order is each process's own."""
+    """Return a space as text with sorted keys, since the order of sets varies by process."""
     if isinstance(space, Mapping):
         return str(sorted((str(key), sorted_repr(part)) for key, part in space.items()))
     return str([sorted_repr(part) for part in space]) if isinstance(space, (list, tuple)) else repr(space)
 
 
 def run_copy(packed: bytes, library: str, read: str) -> dict[str, Any]:
-    """Build a copy in this process, and return what is compared with the original."""
+    """Build and use a copy in this process, and return its results for comparison."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     names = names_for_eval(library) if read else {}
@@ -409,21 +411,21 @@ def run_copy(packed: bytes, library: str, read: str) -> dict[str, Any]:
 
 
 def close(env: Any) -> None:
-    """Close an environment, so that the memory of its simulator does not add up."""
+    """Close an environment to free its simulator's memory, and ignore errors."""
     with contextlib.suppress(Exception):
         env.close()
 
 
 class Copier:
-    """A process that builds copies, and is started again if one kills it."""
+    """Process that builds copies, and is restarted if a copy kills it."""
 
     def __init__(self) -> None:
         self._pool: concurrent.futures.ProcessPoolExecutor | None = None
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function there.
+        """Call a function in that process.
 
-        :raises Exception: What it raises there
+        :raises Exception: If the function raises there.
         """
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
@@ -436,7 +438,7 @@ class Copier:
 
 
 class WarningCollector(logging.Handler):
-    """Collects what the package warns of."""
+    """Log handler that collects the package's warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -444,12 +446,12 @@ class WarningCollector(logging.Handler):
         logging.getLogger("rl_ext_core").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record's text."""
+        """Store a record's text."""
         self.texts.append(record.getMessage())
 
 
 def make_used_env(make: Callable[[], Any], name: str, change: str, names: Mapping[str, Any]) -> Any:
-    """Make an environment, get it into use, and change it."""
+    """Make an environment, step it, and change the setting."""
     env = make()
     use(env, 60 if change == "use" else 10 + zlib.crc32(name.encode()) % 51, 0)
     exec("" if change == "use" else change, dict(names), {"env": env})
@@ -457,7 +459,7 @@ def make_used_env(make: Callable[[], Any], name: str, change: str, names: Mappin
 
 
 def steps_of_fresh_env(*arguments: Any) -> list[str]:
-    """Do the same in this process, and return what is compared from a reset on."""
+    """Make and change a new environment, and return hashes of its steps after a seeded reset."""
     env = make_used_env(*arguments)
     steps = use(env, STEPS, SEED)
     close(env)
@@ -468,13 +470,13 @@ def check_copy(
     library: str,
     make: Callable[[], Any],
     copier: Copier,
-    warned: WarningCollector,
+    collector: WarningCollector,
     *,
     name: str,
     change: str = "",
     read: str = "",
 ) -> dict[str, Any]:
-    """Use an environment, change it, copy it, and compare the copy with it from a reset on."""
+    """Use, change and copy an environment, and compare both after a seeded reset."""
     names = names_for_eval(library) if read else {}
 
     def value(env: Any) -> list[str]:
@@ -484,9 +486,9 @@ def check_copy(
         env = make_used_env(make, name, change, names)
         if change and change != "use" and value(env) == value(make()):
             raise ValueError(f"{change} does not change {read}")
-    except Exception as error:  # it is not installed, or does not work here
+    except Exception as error:  # not installed, or not usable on this machine
         return {"verdict": "not made", "why": f"{type(error).__name__}: {error}"[:300]}
-    warned.texts.clear()
+    collector.texts.clear()
     begin = time.perf_counter()
     try:
         packed = pickle.dumps(as_factory(env))
@@ -494,7 +496,10 @@ def check_copy(
         return judge_refusal(str(error), read)
     except Exception as error:
         return {"verdict": "wrong", "why": f"as_factory raises {type(error).__name__}: {error}"[:600]}
-    result: dict[str, Any] = {"seconds": [time.perf_counter() - begin], "warned": [text[:300] for text in warned.texts]}
+    result: dict[str, Any] = {
+        "seconds": [time.perf_counter() - begin],
+        "warned": [text[:300] for text in collector.texts],
+    }
     values = value(env)
     steps = use(env, STEPS, SEED)
     values, shape = [*values, *value(env)], describe_layers(env)
@@ -505,7 +510,7 @@ def check_copy(
         return {**result, "verdict": "wrong", "why": f"the copy raises {type(error).__name__}: {error}"[:600]}
     result["seconds"].append(copy["seconds"])
     if read and copy["values"][1] != values[1]:
-        named = any(last_attribute(read) in text for text in warned.texts)
+        named = any(last_attribute(read) in text for text in collector.texts)
         return {**result, "verdict": "warned" if named else "lost", "why": f"{read} differs after a reset"}
     if copy["shape"] != shape:
         pair = next(
@@ -515,10 +520,10 @@ def check_copy(
     if copy["steps"] != steps:
         at = next(i for i, pair in enumerate(zip(copy["steps"], steps, strict=True)) if pair[0] != pair[1])
         lives = [steps_of_fresh_env(make, name, change, names) for _ in range(2)]
-        if not read:  # sets of texts have another order in another process
+        if not read:  # sets of strings are ordered differently in another process
             lives.append(copier(steps_of_fresh_env, make, name, change, names))
         if not change and copy["steps"] == use(make(), STEPS, SEED):
-            # What a camera is centered on may depend on when it was first used.
+            # A camera's center may depend on when the camera was first used.
             return {**result, "verdict": "copied", "why": f"as one just made, from step {at} on"}
         if all(other == steps for other in lives):
             return {**result, "verdict": "wrong", "why": f"other steps from step {at} on"}
@@ -529,7 +534,7 @@ def check_copy(
 
 
 def judge_refusal(message: str, read: str) -> dict[str, Any]:
-    """Judge the text of a refusal: it must have a line to write, and name the setting, if there is one."""
+    """Check that a refusal contains a line of code, and names the setting if there is one."""
     line = "lambda" in message or "as_factory(" in message
     named = not read or last_attribute(read) in message
     missing = [text for text, found in (("no line to write", line), ("setting not named", named)) if not found]
@@ -537,21 +542,21 @@ def judge_refusal(message: str, read: str) -> dict[str, Any]:
 
 
 def last_attribute(read: str) -> str:
-    """Return the last attribute that an expression reads."""
+    """Return the name of the last attribute or key that an expression reads."""
     quoted = re.search(r"'(\w+)'", read)
     return quoted[1] if quoted else re.findall(r"\.(\w+)", re.sub(r"\.__name__| .*|,.*|\(-?\d.*", "", read))[-1]
 
 
-def child(kind: str, library: str, done: set[str]) -> None:
-    """Go through one library in this process, and print a line of JSON at the beginning and the end of each."""
+def check_library(kind: str, library: str, done: set[str]) -> None:
+    """Check one library in this process, printing JSON before and after each environment."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     os.chdir(tempfile.mkdtemp(prefix="copies-"))
     logging.getLogger().addHandler(logging.NullHandler())
-    copier, warned = Copier(), WarningCollector()
+    copier, collector = Copier(), WarningCollector()
     named_makers: Any = LIBRARIES[library]()
     if kind == "settings":
-        next(iter(named_makers), None)  # imports the library with its renderer
+        next(iter(named_makers), None)  # imports the library after its renderer is selected
         names, cases = names_for_eval(library), collections.Counter[str]()
         named_makers = []
         for make, change, read in SETTINGS.get(library, ()):
@@ -561,14 +566,14 @@ def child(kind: str, library: str, done: set[str]) -> None:
     for name, make, *settings in named_makers:
         if name not in done:
             print(json.dumps({"name": name}), flush=True)
-            result = check_copy(library, make, copier, warned, name=name, **(settings[0] if settings else {}))
+            result = check_copy(library, make, copier, collector, name=name, **(settings[0] if settings else {}))
             print("\n" + json.dumps({"name": name, **result}), flush=True)
     print(json.dumps({"name": ""}), flush=True)
-    os._exit(0)  # renderers and emulators of a hundred environments need not be torn down
+    os._exit(0)  # skips the slow teardown of many renderers and emulators
 
 
 def run(kind: str, library: str, found: dict[str, Any], keep: Callable[[], None], limit: float) -> None:
-    """Go through one library in processes of its own, each started again after an environment that ended it."""
+    """Check one library in child processes; start a new one if an environment ends it."""
     python = str(OTHER_PYTHONS.get(library, Path(sys.executable)))
     while True:
         command = [python, "-m", "benchmarks.copies", "--child", kind, library]
@@ -594,7 +599,10 @@ def run(kind: str, library: str, found: dict[str, Any], keep: Callable[[], None]
 def _follow(
     process: subprocess.Popen[bytes], found: dict[str, Any], keep: Callable[[], None], limit: float
 ) -> tuple[str | None, str]:
-    """Read what a child prints, and return what it was at when it ended: "" at its end, None before its beginning."""
+    """Read a child's output, and return the environment at which it stopped, and why.
+
+    The name is ``""`` if the child finished, and None if it ended before the first environment.
+    """
     assert process.stdout is not None
     current: str | None = None
     rest = b""
@@ -617,7 +625,7 @@ def _follow(
 
 
 def print_counts(kind: str, results: Mapping[str, Mapping[str, Any]], *, listed: bool) -> int:
-    """Print the counts of each library, and what is not as it should be; return the number of those."""
+    """Print each library's counts and unexpected verdicts; return how many are bad."""
     verdicts = ("copied", "not repeatable", "refused", "warned", "lost", "wrong", "not made")
     print(
         f"\n{kind}\n{'library':14}"
@@ -642,17 +650,17 @@ def print_counts(kind: str, results: Mapping[str, Mapping[str, Any]], *, listed:
 
 
 def main() -> None:
-    """Go through the libraries, and print the counts."""
+    """Check the chosen libraries, and print the counts."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.copies", description=main.__doc__)
-    parser.add_argument("kinds", nargs="*", metavar="made|settings", help="both by default")
+    parser.add_argument("kinds", nargs="*", metavar="made|settings", help="kinds of check; both by default")
     parser.add_argument("--library", action="append", choices=list(LIBRARIES), help="all by default")
-    parser.add_argument("--out", type=Path, help="results, as JSON: kept after each, continued from")
+    parser.add_argument("--out", type=Path, help="JSON file of results, from which a later run continues")
     parser.add_argument("--limit", type=float, default=180, help="seconds for each environment")
-    parser.add_argument("--list", action="store_true", help="name what is refused, lost or wrong")
+    parser.add_argument("--list", action="store_true", help="list environments that are refused, lost or wrong")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
-        return child(*chosen.child, set(json.load(sys.stdin)))
+        return check_library(*chosen.child, set(json.load(sys.stdin)))
     results: dict[str, dict[str, dict[str, Any]]] = {}
     if chosen.out and chosen.out.exists():
         results = json.loads(chosen.out.read_text())

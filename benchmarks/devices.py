@@ -1,6 +1,8 @@
-"""What a device decision costs: ``python -m benchmarks.devices``.
+"""Time of ``resolve()`` and of the inventory, and of bound against plain factories.
 
-Medians. What happens once per process is measured in fresh ones, inside of them; without ``--repeats``, twenty of each.
+    python -m benchmarks.devices [--repeats 20]
+
+Figures are medians. Work that happens once per process is timed inside of ``--repeats`` fresh processes.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 from benchmarks.measure import machine
 from rl_ext_core.devices import EglDevice, Gpu, Inventory, resolve
 
-# What renders and what computes on this machine must not be decided by this shell.
+# Variables of the calling shell that must not influence the decisions.
 DEVICE_VARIABLES = ("CUDA_", "MUJOCO_", "PYOPENGL_")
 
 IMPORT = """
@@ -34,7 +36,7 @@ start = time.perf_counter()
 found = Inventory.current()
 answer = time.perf_counter() - start
 """
-# Workers of multiprocessing's fork server, in which nothing is imported yet; dict stands for an environment.
+# Workers come from multiprocessing's fork server, without any imports; dict stands for an environment.
 WORKERS = """
 import multiprocessing, statistics
 import cloudpickle
@@ -53,7 +55,7 @@ for turn in range({repeats}):
         worker.join()
 answer = [statistics.median(seconds) for seconds in taken]
 """
-# Whatever starts CUDA from Python goes through _lazy_init, and nothing starts it without the driver's library.
+# Python code starts CUDA through _lazy_init only, and CUDA cannot start without the driver's library.
 CUDA = """
 import torch
 from benchmarks.devices import many_gpus
@@ -71,7 +73,7 @@ answer = len(started) + int(torch.cuda.is_initialized()) + int(mapped() and not 
 
 
 def many_gpus(count: int = 8) -> Inventory:
-    """A machine on which there is something to decide: EGL lists its GPUs from the last to the first."""
+    """Return the inventory of a machine whose EGL devices list the GPUs in reverse."""
     gpus = tuple(
         Gpu(f"GPU-{n:08x}-0000-4000-8000-{n:012x}", "NVIDIA H100", f"0000:{n + 1:02x}:00.0", n, 2**36, 2**36)
         for n in range(count)
@@ -88,7 +90,7 @@ def many_gpus(count: int = 8) -> Inventory:
 
 
 def run_in_fresh_process(code: str) -> Any:
-    """Run ``code`` in a new interpreter and give what it assigns to ``answer``."""
+    """Run ``code`` in a new interpreter, and return the value of its variable ``answer``."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(DEVICE_VARIABLES)}
     command = [sys.executable, "-c", f"{code}\nimport json\nprint(json.dumps(answer))"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
@@ -96,7 +98,7 @@ def run_in_fresh_process(code: str) -> Any:
 
 
 def median_seconds(function: Callable[[], object], repeats: int) -> float:
-    """The median of single calls."""
+    """Return the median duration of a call in seconds."""
     taken = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -106,7 +108,7 @@ def median_seconds(function: Callable[[], object], repeats: int) -> float:
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.devices", description=__doc__)
     parser.add_argument("--repeats", type=int, default=20, help="fresh processes for each figure")
     repeats = parser.parse_args().repeats
@@ -124,14 +126,14 @@ def main() -> None:
     rows = [
         (f"resolve(), this machine ({len(here.gpus)} GPUs), inventory read before", median_seconds(decide(None), 1000)),
         (f"resolve(), {len(eight.gpus)} GPUs", median_seconds(decide(eight), 1000)),
-        ("Inventory.current(), the first in a process, EGL asked in another one", first),
+        ("Inventory.current(), first call in a process (queries EGL in another one)", first),
         ("import rl_ext_core.devices", imported),
-        ("a factory in a forkserver worker, unpickled and called, as it is", plain),
-        ("the same, bound to a decision: the import above, and apply()", bound),
+        ("unpickling and calling a factory in a forkserver worker", plain),
+        ("the same, bound to a decision (includes the import and apply())", bound),
     ]
     for name, seconds in rows:
         print(f"{name:<75} {seconds * 1e3:9.3f} ms")
-    print(f"{'times that CUDA was started by inventory, resolve() and bind()':<75} {run_in_fresh_process(CUDA):9}")
+    print(f"{'number of times inventory, resolve() and bind() started CUDA':<75} {run_in_fresh_process(CUDA):9}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""A replay buffer on disk, and in one file: resident memory, sampling, saving and loading, for a million transitions.
-
-The transitions are those of a recording, again and again, four of its steps at a time for eight environments. Each line
-is measured in a process of its own. Resident memory is what the process has grown by, mapped files included; the page
-cache is the system's and is not counted. Sampling is CPU time against Stable Baselines3's ``ReplayBuffer`` in memory,
-which holds fewer transitions since a million are 56 GB, with all files in the page cache.
+"""``CompressedReplayBuffer`` on disk against SB3's ``ReplayBuffer`` in memory.
 
     python -m benchmarks.disk [recording] [--transitions 1000000] [--folder /tmp]
+
+A recording is repeated until there are enough transitions, with four of its steps at a time for eight environments.
+Sampling, saving and loading are measured, each in a fresh process. Resident memory is the growth of the process, mapped
+files included and the page cache excluded. Sampling is CPU time, with all files in the page cache. SB3's buffer
+contains fewer transitions, since a million take 56 GB.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ B = TypeVar("B", bound=ReplayBuffer)
 
 N_ENVS = 8
 PLAIN_SIZE = 20_000
-STEPS = 5000  # of the recording
+STEPS = 5000  # Of the recording.
 WARM_UP = 500
 DRAWS = 60
 MB = 1e6
 
 
 def transitions(recording: Recording) -> Iterator[Transition]:
-    """The recording's transitions without end, for ``N_ENVS`` environments."""
+    """Yield the recording's transitions endlessly, for ``N_ENVS`` environments."""
     steps = list(recording.transitions(transposed_views=False))
     at = [part * 997 for part in range(N_ENVS // recording.n_envs)]
     while True:
@@ -53,8 +53,8 @@ def transitions(recording: Recording) -> Iterator[Transition]:
         at = [place + 1 for place in at]
 
 
-def filled(recording: Recording, cls: type[B], n: int, **options: Any) -> B:
-    """A buffer of ``n`` transitions."""
+def make_filled_buffer(recording: Recording, cls: type[B], n: int, **options: Any) -> B:
+    """Return a buffer filled with ``n`` transitions."""
     spaces = recording.observation_space, recording.action_space
     buffer = cls(n, *spaces, device="cpu", n_envs=N_ENVS, **options)
     steps = n // N_ENVS
@@ -63,8 +63,11 @@ def filled(recording: Recording, cls: type[B], n: int, **options: Any) -> B:
     return buffer
 
 
-def memory(*, peak: bool = False) -> int:
-    """Bytes resident in this process, mapped files included: now, or at most since the last call of this kind."""
+def resident_memory(*, peak: bool = False) -> int:
+    """Return this process's resident bytes, mapped files included.
+
+    :param peak: Return the maximum since the last call with ``peak=True`` instead.
+    """
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     found = int(status["VmHWM" if peak else "VmRSS"].split()[0]) * 1024
@@ -74,15 +77,15 @@ def memory(*, peak: bool = False) -> int:
 
 
 def on_disk(recording: Recording, n: int, folder: Path) -> dict[str, float]:
-    """Fills a buffer on disk, samples from it, closes it and opens it again."""
-    filled(recording, CompressedReplayBuffer, WARM_UP * N_ENVS).sample(256)  # all that is loaded late
-    before = memory()
-    buffer = filled(recording, CompressedReplayBuffer, n, storage_dir=folder)
-    found: dict[str, float] = {"filled": memory() - before}
+    """Fill a buffer on disk, sample from it, close it and reopen it."""
+    make_filled_buffer(recording, CompressedReplayBuffer, WARM_UP * N_ENVS).sample(256)  # loads lazy imports
+    before = resident_memory()
+    buffer = make_filled_buffer(recording, CompressedReplayBuffer, n, storage_dir=folder)
+    found: dict[str, float] = {"filled": resident_memory() - before}
     for _ in range(100):
         buffer.sample(256)
-    found["sampled"] = memory() - before
-    plain = filled(recording, ReplayBuffer, min(PLAIN_SIZE, n))
+    found["sampled"] = resident_memory() - before
+    plain = make_filled_buffer(recording, ReplayBuffer, min(PLAIN_SIZE, n))
     for batch_size in (32, 256):
         found[f"speed {batch_size}"] = sampling_speedup(buffer, plain, batch_size, rounds=DRAWS)
     buffer.close()
@@ -100,23 +103,26 @@ def on_disk(recording: Recording, n: int, folder: Path) -> dict[str, float]:
 
 
 def saving(recording: Recording, n: int, folder: Path) -> dict[str, float]:
-    """Saves a buffer as ``model.save_replay_buffer`` does."""
-    buffer = filled(recording, CompressedReplayBuffer, n)
-    memory(peak=True)
-    before, start = memory(), time.perf_counter()
+    """Save a buffer as ``model.save_replay_buffer`` does."""
+    buffer = make_filled_buffer(recording, CompressedReplayBuffer, n)
+    resident_memory(peak=True)
+    before, start = resident_memory(), time.perf_counter()
     save_to_pkl(folder / "buffer.pkl", buffer)
-    found: dict[str, float] = {"seconds": time.perf_counter() - start, "extra": memory(peak=True) - before}
+    found: dict[str, float] = {"seconds": time.perf_counter() - start, "extra": resident_memory(peak=True) - before}
     found["size"] = (folder / "buffer.pkl").stat().st_size / buffer.stored_nbytes
     return found
 
 
 def loading(recording: Recording, n: int, folder: Path) -> dict[str, float]:
-    """Loads it as ``model.load_replay_buffer`` does, and as the buffer's own ``load``."""
-    filled(recording, CompressedReplayBuffer, WARM_UP * N_ENVS).sample(256)
-    memory(peak=True)
+    """Load the saved buffer with ``CompressedReplayBuffer.load``, and sample once."""
+    make_filled_buffer(recording, CompressedReplayBuffer, WARM_UP * N_ENVS).sample(256)
+    resident_memory(peak=True)
     start = time.perf_counter()
     buffer = CompressedReplayBuffer.load(folder / "buffer.pkl", device="cpu")
-    found: dict[str, float] = {"seconds": time.perf_counter() - start, "extra": memory(peak=True) - memory()}
+    found: dict[str, float] = {
+        "seconds": time.perf_counter() - start,
+        "extra": resident_memory(peak=True) - resident_memory(),
+    }
     buffer.sample(256)
     return found
 
@@ -125,7 +131,7 @@ PARTS = {"on_disk": on_disk, "saving": saving, "loading": loading}
 
 
 def measure(part: str, name: str, n: int, folder: Path) -> dict[str, float]:
-    """One of the parts in a fresh process."""
+    """Measure one part in a fresh process."""
     line = run_module("benchmarks.disk", name, "--transitions", n, "--folder", folder, "--part", part)
     found: dict[str, float] = json.loads(line)
     return found
@@ -136,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.disk", description=main.__doc__)
     parser.add_argument("name", nargs="?", default="mspacman")
     parser.add_argument("--transitions", type=int, default=1_000_000)
-    parser.add_argument("--folder", type=Path, help="where the files go; a folder on the disk that is meant")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: the temporary folder)")
     parser.add_argument("--part", choices=PARTS, help="measure one part in this process")
     options = parser.parse_args()
     th.set_num_threads(1)
@@ -155,15 +161,19 @@ def main() -> None:
     index = 8 * n
     share = n / 1_000_000
     rows = [
-        ("resident when filled, beyond the index", f"{(disk['filled'] - index) / MB:.0f} MB", f"< {60 * share:.0f} MB"),
+        (
+            "resident when filled, without index",
+            f"{(disk['filled'] - index) / MB:.0f} MB",
+            f"< {60 * share:.0f} MB",
+        ),
         ("the same after sampling", f"{(disk['sampled'] - index) / MB:.0f} MB", f"< {60 * share:.0f} MB"),
         ("sample(32) against SB3's in memory", f"{disk['speed 32']:.2f}×", "≥ 1×"),
         ("sample(256)", f"{disk['speed 256']:.2f}×", "≥ 1×"),
-        ("opened again in", f"{disk['open']:.2f} s", ""),
+        ("reopened in", f"{disk['open']:.2f} s", ""),
         ("on disk", f"{disk['on disk'] / MB:.0f} MB", ""),
         ("saving: extra memory", f"{save['extra'] / MB:.0f} MB", "≤ 64 MB"),
         ("saving: time", f"{save['seconds']:.1f} s", "≤ 10 s"),
-        ("saving: file against what is held", f"{save['size']:.3f}", "≤ 1.05"),
+        ("saving: file size over stored bytes", f"{save['size']:.3f}", "≤ 1.05"),
         ("loading: extra memory", f"{load['extra'] / MB:.0f} MB", "≤ 64 MB"),
         ("loading: time", f"{load['seconds']:.1f} s", "≤ 10 s"),
     ]

@@ -1,14 +1,11 @@
-"""EnvPool through ``sb3_ext.GymVecEnv``, and gymnasium's environments in worker processes, against EnvPool alone.
-
-EnvPool steps environments in C++ threads, and is what Python environments in processes can at best come near to. All
-take turns in one process, with the same actions; ratios are medians of the ratios of turns. Skipped frames are counted,
-as EnvPool's authors do: 4 a step of Pong, 5 of HalfCheetah. EnvPool has as many threads as there are cores.
-
-Runs in the environment that ``scripts/make_jax_venv.sh`` makes:
+"""EnvPool in ``GymVecEnv`` and environments in worker processes against EnvPool alone.
 
     .venv-jax/bin/python -m benchmarks.envpool [pong halfcheetah] [--envs 8] [--rounds 15] [--cpu]
 
-``--cpu`` measures the CPU time of all processes and threads instead, for machines that do something else as well.
+``scripts/make_jax_venv.sh`` makes that virtual environment. EnvPool steps environments in C++ threads, an upper bound
+for Python environments in processes. It gets one thread per core. The competitors take turns in one process, with
+the same actions. Ratios are medians over the rounds. Skipped frames count, as in EnvPool's paper: 4 per step of Pong, 5
+of HalfCheetah. ``--cpu`` measures the CPU time of all processes and threads, for machines with other load.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from benchmarks.gym_vec_env import make_stepper
-from benchmarks.measure import time_in_turns, machine, parse_options, record, speedup
+from benchmarks.measure import machine, parse_options, record, speedup, time_in_turns
 from benchmarks.processes import descendants_of, own_cpu_s
 from sb3_ext import GymVecEnv, SharedMemoryVecEnv
 
@@ -37,14 +34,14 @@ RAW = "EnvPool, alone"
 
 
 def build_pong() -> Any:
-    """Make what EnvPool's Pong is: 4 gray frames of 84 x 84, of every fourth one."""
+    """Make Pong with EnvPool's preprocessing: 4 gray frames of 84 x 84, frame skip 4."""
     gymnasium.register_envs(ale_py)
-    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # it would print its version
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # suppresses the version line
     env = gymnasium.make("ALE/Pong-v5", frameskip=1, repeat_action_probability=0.0)
     return FrameStackObservation(AtariPreprocessing(env), 4)
 
 
-# EnvPool's name, gymnasium's environment, frames a step, and steps a round.
+# For each part: EnvPool's id, a function that makes gymnasium's environment, frames per step, and steps per round.
 PARTS: dict[str, tuple[str, Callable[[], Any], int, int]] = {
     "pong": ("Pong-v5", build_pong, 4, 40),
     "halfcheetah": ("HalfCheetah-v5", partial(gymnasium.make, "HalfCheetah-v5"), 5, 150),
@@ -52,7 +49,7 @@ PARTS: dict[str, tuple[str, Callable[[], Any], int, int]] = {
 
 
 def cpu_time() -> float:
-    """Return the CPU time of this process and its workers."""
+    """Return the CPU seconds of this process and its workers."""
     return time.process_time() + sum(map(own_cpu_s, descendants_of()))
 
 
@@ -79,7 +76,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
     }
     competitors = {label: make_stepper(env, actions) for label, env in envs.items()}
     seconds = time_in_turns(competitors, rounds=options.rounds, clock=cpu_time if options.cpu else time.perf_counter)
-    print(f"\n{task}: frames a {'CPU ' * options.cpu}second of {count} environments, and per cent of EnvPool alone")
+    print(f"\n{task}: frames per {'CPU ' * options.cpu}second with {count} environments, and percent of EnvPool alone")
     figures = {}
     for label, found in seconds.items():
         figures[label] = 100 * speedup(seconds, label, baseline=RAW)
@@ -89,7 +86,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure and print a table of each environment."""
+    """Measure, and print a table per environment."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.envpool", description=main.__doc__)
     parser.add_argument("--envs", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15)
@@ -98,9 +95,7 @@ def main() -> None:
     try:
         import envpool  # noqa: F401
     except ImportError:
-        sys.exit(
-            "EnvPool is not installed. Write: scripts/make_jax_venv.sh; .venv-jax/bin/python -m benchmarks.envpool"
-        )
+        sys.exit("EnvPool is not installed. Run: scripts/make_jax_venv.sh; .venv-jax/bin/python -m benchmarks.envpool")
     print(machine())
     for name in options.names:
         measure(name, options)

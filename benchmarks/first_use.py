@@ -1,9 +1,9 @@
-"""Seconds that the first buffer of a process takes: the first time ever, when the loops are compiled, and from then on.
-
-Each is a process of its own, with numba's cache in a folder that is empty at first. What is imported before the
-buffer is made (Stable Baselines3, torch) does not count.
+"""Seconds of a process's first buffer with an empty numba cache against a filled one.
 
     python -m benchmarks.first_use
+
+An empty cache means that the loops are compiled. Each figure is measured in a fresh process. Imports (Stable
+Baselines3, torch) do not count.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ OPTIONS: dict[str, dict[str, object]] = {"default": {}, "max_error=4": {"max_err
 
 
 def seconds(options: dict[str, object], cache: str) -> float:
-    """Of one process."""
+    """Return the seconds of the first buffer in a fresh process with this cache folder."""
     command = [sys.executable, "-c", SCRIPT, repr(options)]
     environ = {**os.environ, "NUMBA_CACHE_DIR": cache, "CUDA_VISIBLE_DEVICES": ""}
     return float(subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
 def main() -> None:
-    """Print both for the default and for a bounded error."""
+    """Measure the default and a bounded error, and print a table."""
     print(machine())
     print(f"{'options':<14} {'first ever':>10} {'then':>8}")
     for name, options in OPTIONS.items():

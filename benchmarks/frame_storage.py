@@ -1,10 +1,10 @@
-"""``torchrl_ext.FrameStorage`` against TorchRL's ``LazyTensorStorage`` and ``CompressedListStorage``, on Atari.
-
-All get the same real transitions (see ``benchmarks.memory``), environment after environment in batches of 64 steps, as
-collectors hand them over. Memory is what a process of its own grows by, a transition; times are CPU seconds of
-``buffer.sample(batch_size)``, images included, in one process and in turns.
+"""``FrameStorage`` against TorchRL's ``LazyTensorStorage`` and ``CompressedListStorage``.
 
     python -m benchmarks.frame_storage [game ...] [--size 200000] [--codec patch+lz4]
+
+All storages get the same Atari transitions as in ``benchmarks.memory``, in batches of 64 steps per environment, as
+collectors return them. Memory is the growth of a fresh process per transition. Times are CPU seconds of
+``buffer.sample(batch_size)``, images included, with both storages taking turns in one process.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from benchmarks.memory import GAMES, N_ENVS, transitions
 from benchmarks.processes import run_module
 from torchrl_ext import FrameStorage
 
-STEPS = 64  # of each environment a batch
-LAZY_SIZE = 20_000  # transitions that the others get: they take 56 KB and up to 10 KB each
+STEPS = 64  # Per environment and batch.
+LAZY_SIZE = 20_000  # Transitions in LazyTensorStorage, which takes 56 KB for each.
 BATCH = N_ENVS * STEPS
-LIST_SIZE = 2_000  # that CompressedListStorage gets for timing: it stores 60 a second
+LIST_SIZE = 2_000  # Transitions in CompressedListStorage, which stores only 60 per second.
 
 
 def batches(game: str, size: int) -> Iterator[TensorDict]:
-    """Batches of transitions as collectors make them, one environment after the other."""
+    """Yield batches of transitions as collectors return them, one environment after the other."""
     stream = transitions(game, steps=-(-size // BATCH) * STEPS)
     while steps := list(islice(stream, STEPS)):
         pixels, next_pixels, actions, rewards, done = (
@@ -47,14 +47,14 @@ def batches(game: str, size: int) -> Iterator[TensorDict]:
 
 
 def storage(name: str, size: int) -> Any:
-    """A storage by name: ``lazy``, ``list``, or a codec of ``FrameStorage``."""
+    """Make a storage by name: ``lazy``, ``list``, or a codec of ``FrameStorage``."""
     if name == "lazy":
         return LazyTensorStorage(size)
     return CompressedListStorage(size) if name == "list" else FrameStorage(size, codec=name, num_threads=1)
 
 
 def make_filled_buffer(game: str, name: str, size: int) -> TensorDictReplayBuffer:
-    """A buffer full of transitions."""
+    """Return a buffer filled with ``size`` transitions."""
     buffer = TensorDictReplayBuffer(storage=storage(name, size))
     for batch in tqdm(batches(game, size), total=-(-size // BATCH), desc=f"{game} {name}", leave=False):
         buffer.extend(layout_for(name, batch))
@@ -62,12 +62,12 @@ def make_filled_buffer(game: str, name: str, size: int) -> TensorDictReplayBuffe
 
 
 def layout_for(name: str, batch: TensorDict) -> TensorDict:
-    """What that storage can take: ``CompressedListStorage`` leaves what is nested uncompressed, so it gets it flat."""
+    """Flatten a batch for ``CompressedListStorage``, which does not compress nested entries."""
     return batch.flatten_keys(".") if name == "list" else batch
 
 
 def fill(game: str, name: str, size: int) -> None:
-    """Fills a buffer and prints by how many bytes the process grew, and the number of transitions."""
+    """Fill a buffer, and print the growth of the process in bytes and the transitions."""
     warm = make_filled_buffer(game, name, BATCH)
     before = resident_bytes()
     buffer = make_filled_buffer(game, name, size)
@@ -75,14 +75,14 @@ def fill(game: str, name: str, size: int) -> None:
 
 
 def bytes_per_transition(game: str, name: str, size: int) -> float:
-    """:func:`fill` in a fresh process."""
+    """Return the bytes per transition that :func:`fill` measures in a fresh process."""
     line = run_module("benchmarks.frame_storage", game, "--fill", name, "--size", size)
     grown, count, _ = map(int, line.split())
     return grown / count
 
 
 def speed(game: str, baseline: str, codec: str, size: int, *, batch_size: int, draws: int, rounds: int) -> float:
-    """How many times as fast ``FrameStorage`` samples as the other one."""
+    """Return the speedup of ``FrameStorage.sample`` over another storage."""
     pair = {name: TensorDictReplayBuffer(storage=storage(name, size)) for name in (baseline, codec)}
     for batch in batches(game, size):
         for name, buffer in pair.items():
@@ -105,7 +105,7 @@ def main() -> None:
         return
     print(machine())
     lazy = bytes_per_transition(options.games[0], "lazy", LAZY_SIZE)
-    print(f"LazyTensorStorage: {lazy:,.0f} bytes a transition")
+    print(f"LazyTensorStorage: {lazy:,.0f} bytes per transition")
     print(f"{'':18} {'':>8} {'LazyTensorStorage':^26} {'CompressedListStorage':^17}")
     print(f"{'game':18} {'bytes':>8} {'memory':>8} {'n=32':>8} {'n=256':>8} {'memory':>8} {'n=256':>8}")
     for game in options.games:

@@ -1,14 +1,14 @@
-"""``sb3_ext.GymVecEnv`` over environments that are vectorised already, against what users have for them today.
-
-Competitors take turns in one process, with the same actions, and are measured by the CPU time of the calling thread;
-ratios are medians of the ratios of turns. *Bare* is the environment alone: the difference is what an adapter takes.
-Beside each figure stands the bar that it has to reach.
+"""``GymVecEnv`` against ``DummyVecEnv`` and Isaac Lab's ``Sb3VecEnvWrapper``.
 
     python -m benchmarks.gym_vec_env [cartpole torch] [--rounds 15] [--isaac-wrapper PATH]
 
-The path is that of Isaac Lab's ``source/isaaclab_rl/isaaclab_rl/sb3.py``; without it, ``torch`` shows ours alone. On
-the CPU, that wrapper returns the environment's own buffers, which the next step writes into; ours copies them, 0.8 MB a
-step, unless told otherwise: compare like with like with ``copy=False``.
+Competitors take turns in one process, with the same actions, and are measured in CPU time of the calling thread. Ratios
+are medians over the rounds. *Bare* is the environment alone, so the difference is the adapter's overhead. The target is
+printed next to each figure.
+
+``PATH`` is Isaac Lab's ``source/isaaclab_rl/isaaclab_rl/sb3.py``. Without it, ``torch`` measures this package alone. On
+the CPU, that wrapper returns buffers that the next step overwrites. GymVecEnv copies them, 0.8 MB per step, so compare
+the wrapper with ``copy=False``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from gymnasium.vector import SyncVectorEnv, VectorWrapper
 from stable_baselines3.common.vec_env import DummyVecEnv
 
-from benchmarks.measure import time_in_turns, format_ratio, machine, parse_options, speedup
+from benchmarks.measure import format_ratio, machine, parse_options, speedup, time_in_turns
 from sb3_ext import GymVecEnv
 
 Run = Callable[[], object]
@@ -38,7 +38,7 @@ def build() -> Any:
 
 
 def make_stepper(env: Any, actions: Any) -> Run:
-    """Give what steps it once with each of the actions."""
+    """Return a function that steps an environment once with each action."""
     env.reset()
 
     def run() -> None:
@@ -50,7 +50,7 @@ def make_stepper(env: Any, actions: Any) -> Run:
 
 
 def make_single_env_stepper(actions: Any) -> Run:
-    """Give what steps single environments and does nothing else: no vectorised environment can be faster."""
+    """Return a function that steps single environments, the least time of a vectorized one."""
     envs = [build() for _ in range(N_ENVS)]
     for seed, env in enumerate(envs):
         env.reset(seed=seed)
@@ -67,7 +67,7 @@ def make_single_env_stepper(actions: Any) -> Run:
 
 
 def cartpole(options: argparse.Namespace) -> None:
-    """Environments of Python: through the batches of SyncVectorEnv, or around them."""
+    """Compare adapters on 16 CartPoles, with and without the batches of SyncVectorEnv."""
     actions = np.random.default_rng(0).integers(2, size=(200, N_ENVS))
     seconds = time_in_turns(
         {
@@ -80,14 +80,14 @@ def cartpole(options: argparse.Namespace) -> None:
         rounds=options.rounds,
         clock=time.thread_time,
     )
-    print(f"\ncartpole: steps a second of {N_ENVS} environments")
+    print(f"\ncartpole: steps per second of {N_ENVS} environments")
     for name, found in seconds.items():
         verdict = format_ratio(speedup(seconds, name, baseline="DummyVecEnv"), 1.5 if name == "ours" else None)
         print(f"{name:28}{len(actions) * N_ENVS / np.median(found):>12,.0f}  {verdict}")
 
 
 def measure_isaac_like(options: argparse.Namespace) -> None:
-    """An environment in Isaac Lab's style, 4096 at once."""
+    """Compare adapters on 4096 environments in Isaac Lab's style."""
     from benchmarks import isaac_like
 
     isaac_like.install()
@@ -112,7 +112,7 @@ def measure_isaac_like(options: argparse.Namespace) -> None:
             module.Sb3VecEnvWrapper(env(), action_low=-100.0, action_high=100.0), actions
         )
     seconds = time_in_turns(competitors, rounds=options.rounds, clock=time.thread_time)
-    print(f"\ntorch: microseconds of an adapter for a step of {MANY} environments")
+    print(f"\ntorch: microseconds of overhead per step of {MANY} environments")
     added = {name: (found - seconds["bare"]) / len(actions) * 1e6 for name, found in seconds.items()}
     for name, found in list(added.items())[1:]:
         verdict = ""
@@ -125,7 +125,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], None]] = {"cartpole": cartpole, 
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gym_vec_env", description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--isaac-wrapper", metavar="PATH", help="Isaac Lab's isaaclab_rl/sb3.py")

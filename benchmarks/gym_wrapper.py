@@ -1,12 +1,12 @@
-"""``torchrl_ext.GymWrapper`` against TorchRL's, on environments that speak NumPy or torch.
-
-All competitors take the same prepared actions in environments with the same seed, take turns in one process, with
-torch's threads set to one, and are measured by the CPU time of the calling thread. *Overhead* is what a wrapper adds to
-the bare environment, which takes its turn too; ratios of overheads and of total times are medians over the rounds.
-Beside each stands the bar that it has to reach.
+"""``torchrl_ext.GymWrapper`` against TorchRL's ``GymWrapper`` and ``IsaacLabWrapper``.
 
     python -m benchmarks.gym_wrapper [CartPole HalfCheetah image vector torch] [--rounds 15]
         [--isaac-wrapper IsaacLab/source/isaaclab_rl/isaaclab_rl/torchrl/vecenv_wrapper.py]
+
+The environments return NumPy arrays or torch tensors. All competitors take the same actions in environments with the
+same seed, and take turns in one process with one torch thread. Times are CPU seconds of the calling thread. *Overhead*
+is the time that a wrapper adds to the bare environment, which takes its turn too. Ratios are medians over the rounds.
+The target is printed next to each ratio.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from torchrl.envs import GymWrapper as Upstream
 from torchrl.envs.libs.isaac_lab import IsaacLabWrapper
 
 from benchmarks import isaac_like
-from benchmarks.measure import time_in_turns, format_ratio, machine, parse_options, record, speedup
+from benchmarks.measure import format_ratio, machine, parse_options, record, speedup, time_in_turns
 from torchrl_ext import GymWrapper
 
 Run = Callable[[], object]
-Pair = tuple[str, str, float | None]  # TorchRL's competitor, ours, and the bar
-ACTIONS = 64  # prepared ones, taken in turn
+Pair = tuple[str, str, float | None]  # TorchRL's competitor, this package's, and the target
+ACTIONS = 64  # Prepared actions, used in turn.
 DEVICES = {'device="cpu"': {"device": "cpu"}, "device=None": {}}
 HEADER = f"{'':49}{'bare':>8} {'TorchRL':>8} {'ours':>8}"
 
 
 class Image(gymnasium.Env[np.ndarray, int]):
-    """Costs nothing and returns 28 KB, always the same array."""
+    """Environment that returns the same 28 KB array at no cost."""
 
     observation_space = gymnasium.spaces.Box(0, 255, (84, 84, 4), np.uint8)
     action_space = gymnasium.spaces.Discrete(6)
@@ -53,12 +53,12 @@ class Image(gymnasium.Env[np.ndarray, int]):
         self._steps = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Start counting again."""
+        """Start an episode."""
         self._steps = 0
         return self._observation, {}
 
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Count."""
+        """Return the same observation; episodes have 500 steps."""
         self._steps += 1
         return self._observation, 1.0, False, self._steps >= 500, {}
 
@@ -71,9 +71,9 @@ NUMPY_ENVS: dict[str, Callable[[], gymnasium.Env[Any, Any]]] = {
 
 
 class PreparedPolicy(TensorDictModuleBase):
-    """A policy that takes prepared actions: it costs as little as a policy can.
+    """Policy that returns prepared actions, at the least possible cost.
 
-    :param actions: as they stand in the TensorDict
+    :param actions: Actions in the form of the environment's action spec.
     """
 
     def __init__(self, actions: list[torch.Tensor]) -> None:
@@ -90,9 +90,9 @@ class PreparedPolicy(TensorDictModuleBase):
 
 
 class FreeEnv(EnvBase):
-    """Stands for an environment and takes no time: what a loop around it takes is the loop's own.
+    """Environment that takes no time, so that a loop around it measures the loop alone.
 
-    :param env: whose specs it has, and of which it returns one step again and again
+    :param env: Environment whose specs it has, and whose recorded step it repeats.
     """
 
     def __init__(self, env: EnvBase) -> None:
@@ -112,11 +112,11 @@ class FreeEnv(EnvBase):
         pass
 
 
-# -- what a round runs
+# -- functions that make the work of one round
 
 
 def make_stepper(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
-    """``step_and_maybe_reset``, as collectors call it."""
+    """Return a function that calls ``step_and_maybe_reset``, as collectors do."""
     env.set_seed(0)
     tensordict = env.reset()
 
@@ -129,8 +129,8 @@ def make_stepper(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
     return run
 
 
-def bare(env: Any, actions: list[Any], steps: int) -> Run:
-    """The environment alone, reset where it does not reset itself."""
+def make_bare_stepper(env: Any, actions: list[Any], steps: int) -> Run:
+    """Return a function that steps the environment alone, and resets it if needed."""
     env.reset(seed=0)
     resets = not hasattr(env, "num_envs")
 
@@ -144,31 +144,31 @@ def bare(env: Any, actions: list[Any], steps: int) -> Run:
 
 
 def make_collector_run(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
-    """One batch of a collector."""
+    """Return a function that collects one batch."""
     env.set_seed(0)
     batches = iter(Collector(env, PreparedPolicy(actions), device=env.device, frames_per_batch=steps, total_frames=-1))
     return lambda: next(batches)
 
 
 def make_rollout_run(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
-    """One rollout through all episodes that it takes."""
+    """Return a function that rolls out with prepared actions, across episodes."""
     env.set_seed(0)
     policy = PreparedPolicy(actions)
     return lambda: env.rollout(steps, policy, break_when_any_done=False)
 
 
 def make_random_rollout_run(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
-    """One rollout without a policy: the environment draws the actions."""
+    """Return a function that rolls out with random actions."""
     env.set_seed(0)
     return lambda: env.rollout(steps, break_when_any_done=False)
 
 
 def make_transformed_stepper(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
-    """Steps under the transforms that most scripts have."""
+    """Return a function that steps under the transforms of most training scripts."""
     return make_stepper(TransformedEnv(env, Compose(RewardSum(), StepCounter())), actions, steps)
 
 
-# The bars: how many times as fast, against TorchRL's wrapper.
+# Loops, and the speedup over TorchRL's wrapper that each has to reach.
 LOOPS: dict[str, tuple[Callable[[EnvBase, list[torch.Tensor], int], Run], float]] = {
     "Collector": (make_collector_run, 2),
     "rollout": (make_rollout_run, 3.5),
@@ -183,11 +183,11 @@ LOOPS: dict[str, tuple[Callable[[EnvBase, list[torch.Tensor], int], Run], float]
 def print_overheads(
     competitors: Mapping[str, Run], pairs: Mapping[str, tuple[str, str, float | None]], **counts: int
 ) -> None:
-    """Print what TorchRL's wrappers add to the bare environment over what ours adds.
+    """Print the overhead of TorchRL's wrappers divided by that of this package's wrapper.
 
-    :param competitors: one of them called "bare"
-    :param pairs: of each row: TorchRL's competitor, ours, and the bar
-    :param counts: rounds, and the steps of one
+    :param competitors: Work of one round by name, ``"bare"`` among them.
+    :param pairs: For each row: TorchRL's competitor, this package's, and the target.
+    :param counts: ``rounds``, and ``steps`` per round.
     """
     seconds = time_rounds(competitors, counts["rounds"])
     print("overhead of step_and_maybe_reset")
@@ -198,30 +198,30 @@ def print_overheads(
 
 
 def time_rounds(competitors: Mapping[str, Run], rounds: int) -> dict[str, np.ndarray]:
-    """Seconds of each competitor, by rounds, after two that do not count."""
+    """Return the seconds of each competitor by round, after two rounds of warm-up."""
     time_in_turns(competitors, rounds=2)
     return time_in_turns(competitors, rounds=rounds, clock=time.thread_time)
 
 
 def print_row(label: str, seconds: list[np.ndarray], ratio: float, target: float | None, steps: int) -> None:
-    """Print microseconds a step, a ratio and its bar, if it has one."""
+    """Print microseconds per step, a ratio and its target, if there is one."""
     columns = " ".join(f"{np.median(column) / steps * 1e6:8.1f}" for column in seconds)
     print(f"  {label:46} {columns:>26} {format_ratio(ratio, target)}", flush=True)
 
 
 def encode_actions(env: EnvBase, actions: list[Any]) -> list[torch.Tensor]:
-    """The actions of the bare environment as the wrapper takes them."""
+    """Encode the bare environment's actions for the wrapper."""
     return [env.action_spec.encode(action) for action in actions]
 
 
 def measure_numpy_env(name: str, rounds: int) -> None:
-    """One environment that speaks NumPy: overhead, then total times of whole loops."""
+    """Measure one NumPy environment: overhead, then total times of whole loops."""
     make, steps = NUMPY_ENVS[name], 300
     space = make().action_space
     space.seed(0)
     actions = [space.sample() for _ in range(ACTIONS)]
 
-    def wrapped(run: Callable[..., Run]) -> Iterator[tuple[str, Run]]:
+    def run_both(run: Callable[..., Run]) -> Iterator[tuple[str, Run]]:
         for device, kwargs in DEVICES.items():
             for library, wrapper in (("TorchRL", Upstream), ("ours", GymWrapper)):
                 env = wrapper(make(), **kwargs)
@@ -236,13 +236,15 @@ def measure_numpy_env(name: str, rounds: int) -> None:
         f"{name}, {device}": (f"TorchRL {device}", f"ours {device}", target)
         for device, target in zip(DEVICES, (4, 2.8), strict=True)
     }
-    competitors = {"bare": bare(make(), actions, steps), **dict(wrapped(make_stepper))}
+    competitors = {"bare": make_bare_stepper(make(), actions, steps), **dict(run_both(make_stepper))}
     print_overheads(competitors, pairs, steps=steps, rounds=rounds)
     print("total time")
     for loop, (run, target) in LOOPS.items():
-        # TransformedEnv calls what its environment is made of; other loops would measure EnvBase's step as well.
+        # Only TransformedEnv calls _step directly; other loops would also measure EnvBase.step.
         least = dict(alone(run)) if run is make_transformed_stepper else {}
-        seconds = time_rounds({"bare": bare(make(), actions, steps), **dict(wrapped(run)), **least}, rounds)
+        seconds = time_rounds(
+            {"bare": make_bare_stepper(make(), actions, steps), **dict(run_both(run)), **least}, rounds
+        )
         for device, (label, (theirs, ours, _)) in zip(DEVICES, pairs.items(), strict=True):
             ratio = speedup(seconds, ours, baseline=theirs)
             print_row(f"{label}, {loop}", [seconds[theirs], seconds[ours]], ratio, target, steps)
@@ -252,8 +254,8 @@ def measure_numpy_env(name: str, rounds: int) -> None:
                 print_row("  around an environment that takes no time", [loop_itself], most, None, steps)
 
 
-def vector(rounds: int) -> None:
-    """Sixteen CartPoles in a synchronous vector environment."""
+def measure_vector_env(rounds: int) -> None:
+    """Measure sixteen CartPoles in a synchronous vector environment."""
 
     def make() -> SyncVectorEnv:
         return SyncVectorEnv([NUMPY_ENVS["CartPole"]] * 16, autoreset_mode=AutoresetMode.SAME_STEP)
@@ -261,25 +263,25 @@ def vector(rounds: int) -> None:
     env, steps = make(), 100
     env.action_space.seed(0)
     actions = [env.action_space.sample() for _ in range(ACTIONS)]
-    competitors = {"bare": bare(env, actions, steps)}
+    competitors = {"bare": make_bare_stepper(env, actions, steps)}
     for library, wrapper in (("TorchRL", Upstream), ("ours", GymWrapper)):
         wrapped = wrapper(make())
         competitors[library] = make_stepper(wrapped, encode_actions(wrapped, actions), steps)
     print_overheads(competitors, {"16 CartPoles, SAME_STEP": ("TorchRL", "ours", 9)}, steps=steps, rounds=rounds)
 
 
-# Bars for as many sub-environments: against IsaacLabWrapper, and against its native_autoreset.
+# Targets by number of sub-environments: against IsaacLabWrapper, and against its native_autoreset.
 TORCH_TARGETS = {64: (7, 5), 4096: (5, 3), 16384: (3, None)}
 
 
 def load_isaac_lab_wrapper(path: Path) -> Callable[..., EnvBase]:
-    """Load Isaac Lab's own wrapper for TorchRL from its source file, which imports nothing of Isaac Sim.
+    """Load Isaac Lab's own wrapper for TorchRL from its source file, without Isaac Sim.
 
     Source: https://github.com/isaac-sim/IsaacLab/pull/7502
     """
     spec = importlib.util.spec_from_file_location("isaaclab_torchrl_wrapper", path)
     if spec is None or spec.loader is None:
-        raise SystemExit(f"{path} is no Python file")
+        raise SystemExit(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     wrapper: Callable[..., EnvBase] = module.IsaacLabTorchRLWrapper
@@ -287,7 +289,7 @@ def load_isaac_lab_wrapper(path: Path) -> Callable[..., EnvBase]:
 
 
 def measure_torch_envs(rounds: int, isaac_wrapper: Path | None = None) -> None:
-    """An environment in Isaac Lab's style, without and with final observations, which TorchRL's wrapper ignores."""
+    """Measure environments in Isaac Lab's style, without and with final observations."""
     isaac_like.install()
     isaac_lab_wrapper = None if isaac_wrapper is None else load_isaac_lab_wrapper(isaac_wrapper)
     raise_malloc_threshold()
@@ -307,7 +309,7 @@ def measure_torch_env(
     native_target: float | None,
     rounds: int,
 ) -> None:
-    """So many sub-environments."""
+    """Measure one environment in Isaac Lab's style with ``count`` sub-environments."""
     steps = max(15, min(200, 160_000 // count))
     actions = list(torch.randn(ACTIONS, count, isaac_like.ACTION_SIZE))
 
@@ -315,7 +317,7 @@ def measure_torch_env(
         return isaac_like.IsaacLike(count, final_obs=final_obs)
 
     competitors = {
-        "bare": bare(make(), actions, steps),
+        "bare": make_bare_stepper(make(), actions, steps),
         "TorchRL": make_stepper(IsaacLabWrapper(make(), device="cpu"), actions, steps),
         "ours": make_stepper(GymWrapper(make()), actions, steps),
     }
@@ -334,14 +336,14 @@ def measure_torch_env(
 def raise_malloc_threshold() -> None:
     """Free one block of 31 MB, as any network does on such batches.
 
-    glibc's malloc gives freed memory back to the system above a threshold that grows with what is freed. Below it,
-    some competitors pay 700 page faults a step and others none, by where their tensors happen to lie.
+    glibc returns freed memory to the system above a threshold, which grows with the size of freed blocks. With a low
+    threshold, some competitors have 700 page faults per step and others none, by chance.
     """
     torch.ones(31 * 2**20, dtype=torch.uint8)
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gym_wrapper", description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--isaac-wrapper", type=Path, help="vecenv_wrapper.py of Isaac Lab's isaaclab_rl.torchrl")
@@ -351,13 +353,13 @@ def main() -> None:
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
     print(machine())
-    print(f"microseconds of CPU a step, and how many times less than TorchRL's ({options.rounds} rounds)")
+    print(f"CPU microseconds per step, and the ratio of TorchRL's to ours ({options.rounds} rounds)")
     print(HEADER)
     for name in options.names:
         if name in NUMPY_ENVS:
             measure_numpy_env(name, options.rounds)
         elif name == "vector":
-            vector(options.rounds)
+            measure_vector_env(options.rounds)
         else:
             measure_torch_envs(options.rounds, options.isaac_wrapper)
 

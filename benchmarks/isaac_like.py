@@ -1,7 +1,7 @@
-"""An environment in the style of Isaac Lab, and stand-ins for its modules, so that TorchRL's IsaacLabWrapper runs.
+"""Environment in the style of Isaac Lab, and stand-ins for its modules.
 
-What is imitated is the interface: a Dict of observations, buffers that every step writes into again, resets within the
-step, and ``final_obs`` where asked for. There is no simulation: what a step takes is what its tensors take.
+It imitates the interface: a Dict of observations, buffers that every step overwrites, resets within the step, and
+``final_obs`` on request. There is no simulation, so a step costs only its tensor operations.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ import torch
 from torchrl.envs.libs import gym as torchrl_gym
 from torchrl.envs.libs import isaac_lab as torchrl_isaac_lab
 
-OBSERVATION_SIZE = 48  # numbers in an observation and in an action: those of a walking quadruped
+OBSERVATION_SIZE = 48  # Sizes of observations and actions, those of a walking quadruped.
 ACTION_SIZE = 12
 
 
 class ManagerBasedEnv:
-    """Stands for ``isaaclab.envs.ManagerBasedEnv``."""
+    """Stand-in for ``isaaclab.envs.ManagerBasedEnv``."""
 
 
 class DirectRLEnv:
-    """Stands for ``isaaclab.envs.DirectRLEnv``."""
+    """Stand-in for ``isaaclab.envs.DirectRLEnv``."""
 
 
 class DirectMARLEnv:
-    """Stands for ``isaaclab.envs.DirectMARLEnv``."""
+    """Stand-in for ``isaaclab.envs.DirectMARLEnv``."""
 
 
 class IsaacLike(ManagerBasedEnv):
     """
-    Sub-environments that count, a time limit apart from each other.
+    Batch of sub-environments that count their steps and reset themselves at a time limit.
 
-    :param num_envs: How many.
-    :param final_obs: Whether a step's extras hold the observations from before resets, as an option of Isaac Lab does.
-    :param episode_length: Steps after which one is truncated and resets itself.
+    :param num_envs: Number of sub-environments.
+    :param final_obs: Whether a step's extras contain the observations from before resets (an option of Isaac Lab).
+    :param episode_length: Steps after which a sub-environment is truncated and reset.
     """
 
-    metadata: dict[str, Any] = {}  # noqa: RUF012 (gymnasium's environments have it so)
+    metadata: dict[str, Any] = {}  # noqa: RUF012 (as in gymnasium's environments)
     render_mode = None
     spec = None
 
@@ -62,11 +62,11 @@ class IsaacLike(ManagerBasedEnv):
 
     @property
     def unwrapped(self) -> IsaacLike:
-        """The environment without wrappers."""
+        """This environment, which has no wrappers."""
         return self
 
     def seed(self, seed: int = -1) -> int:
-        """Seed nothing: there is no chance in it."""
+        """Return the seed, which has no effect on this deterministic environment."""
         return seed
 
     def reset(
@@ -75,7 +75,10 @@ class IsaacLike(ManagerBasedEnv):
         options: dict[str, Any] | None = None,
         env_ids: torch.Tensor | None = None,
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Reset all, or some. The first episodes get different lengths, so that some end at every step."""
+        """Reset all or some.
+
+        After a full reset, episode lengths differ, so that some episodes end at every step.
+        """
         if env_ids is None:
             self.obs_buf["policy"].zero_()
             torch.remainder(torch.arange(self.num_envs), self._episode_length, out=self._lengths)
@@ -87,7 +90,7 @@ class IsaacLike(ManagerBasedEnv):
     def step(
         self, action: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Count, and reset what has reached its time limit."""
+        """Step all sub-environments, and reset those at their time limit."""
         observation = self.obs_buf["policy"]
         self._lengths += 1
         observation += 1
@@ -104,7 +107,7 @@ class IsaacLike(ManagerBasedEnv):
         return dict(self.obs_buf), self._reward_buf, self._terminated, self._time_outs, self._extras
 
     def close(self) -> None:
-        """Close nothing."""
+        """Do nothing, since there is nothing to close."""
 
 
 def _box(*shape: int) -> gymnasium.spaces.Box:
@@ -112,7 +115,7 @@ def _box(*shape: int) -> gymnasium.spaces.Box:
 
 
 def install() -> None:
-    """Let ``import isaaclab.envs`` find the stand-ins, in this process, and TorchRL know of them."""
+    """Install the stand-ins as ``isaaclab.envs`` in this process, also for TorchRL."""
     envs = ModuleType("isaaclab.envs")
     for name, stand_in in {
         "ManagerBasedEnv": ManagerBasedEnv,

@@ -1,7 +1,9 @@
-"""Verdicts of ``probe`` and their probe_repeatedly: ``python -m benchmarks.isolation``.
+"""Verdicts of ``probe`` and their times, against the right verdicts.
 
-The environments are variants of a toy simulator in C, which tolerate a second instance or a second process in many
-ways, and real ones. Every verdict is compared with the right one. Each environment is probed, and read from the cache.
+    python -m benchmarks.isolation [--repeats 2] [--no-hang]
+
+The environments are real ones, and variants of a toy simulator in C that differ in how they handle a second instance or
+process. Each environment is probed, and then read from the cache.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ INDEPENDENT, SINGLE = Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE
 
 
 def pong() -> Any:
-    """The raw game."""
+    """Make Pong without wrappers."""
     import ale_py
 
     gymnasium.register_envs(ale_py)
@@ -38,14 +40,14 @@ def pong() -> Any:
 
 
 def airstriker() -> Any:
-    """The game that comes with stable-retro."""
+    """Make the game that stable-retro includes."""
     import stable_retro
 
     return stable_retro.make("Airstriker-Genesis-v0", render_mode="rgb_array")
 
 
 def real_envs(folder: Path, compiler: str) -> Iterator[tuple[str, Any, Isolation, bool]]:
-    """Yield name, source, verdict, and whether ``cwd="own"`` helps; leave out what is not installed."""
+    """Yield name, source, right verdict, and if ``cwd="own"`` helps, of real environments."""
     yield "CartPole-v1", "CartPole-v1", INDEPENDENT, False
     for package, name, source, expected in (
         ("mujoco", "HalfCheetah-v5", "HalfCheetah-v5", INDEPENDENT),
@@ -63,7 +65,7 @@ def real_envs(folder: Path, compiler: str) -> Iterator[tuple[str, Any, Isolation
 
 
 def toy_envs(folder: Path, compiler: str, *, hanging: bool) -> Iterator[tuple[str, Any, Isolation, bool]]:
-    """Yield the same for the variants of the toy simulator."""
+    """Yield name, source, right verdict, and if ``cwd="own"`` helps, of toy variants."""
     for name, (expected, _) in variants.VARIANTS.items():
         yield name.lower(), variants.compiled(name, folder, compiler), expected, False
     for name, (helps, _) in variants.COLLIDING.items():
@@ -73,13 +75,13 @@ def toy_envs(folder: Path, compiler: str, *, hanging: bool) -> Iterator[tuple[st
 
 
 def probe_repeatedly(run_probe: Callable[[], Verdict], repeats: int) -> tuple[list[Verdict], float]:
-    """The verdicts, and the median of the seconds that they took."""
+    """Probe several times, and return the verdicts and their median seconds."""
     found = [run_probe() for _ in range(repeats)]
     return found, statistics.median(verdict.seconds for verdict in found)
 
 
 def main() -> None:
-    """Print the table."""
+    """Probe all environments, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.isolation", description=main.__doc__)
     parser.add_argument("--repeats", type=int, default=2, help="probes of each environment")
     parser.add_argument("--no-hang", action="store_true", help="leave out the variant that hangs, which takes a minute")
@@ -109,7 +111,7 @@ def main() -> None:
             row = f"{label:34} {found[0].isolation.value:18} {cwd:5} {seconds:8.2f} {cached}{mark}"
             print(row, flush=True)
     variants.SHARED_MEMORY.unlink(missing_ok=True)
-    print(f"\n{wrong} wrong of {total} verdicts; '-': not kept, because another probe may find something else")
+    print(f"\n{wrong} wrong of {total} verdicts; '-': not cached, since another probe may give another verdict")
     raise SystemExit(1 if wrong else 0)
 
 

@@ -1,12 +1,10 @@
-"""PPO of Stable Baselines3 and of TorchRL on vectorized environments that are neither library's own.
-
-Each learns CartPole for 30,000 steps, on EnvPool's and on gymnasium's in JAX (``phys2d/CartPole-v1``), through
-``GymVecEnv`` and ``GymWrapper``. Printed for each seed is the mean return of the policy's most probable actions in one
-episode of each of 16 new environments. It has to reach 200; 500 is the highest.
-
-Runs in the environment that ``scripts/make_jax_venv.sh`` makes:
+"""Returns of PPO in ``GymVecEnv`` and ``GymWrapper`` against a target of 200.
 
     .venv-jax/bin/python -m benchmarks.learning [sb3 torchrl] [--envs envpool phys2d] [--seeds 3]
+
+``scripts/make_jax_venv.sh`` makes that virtual environment. PPO of Stable Baselines3 and of TorchRL learn CartPole for
+30,000 steps, on EnvPool's version and on gymnasium's in JAX (``phys2d/CartPole-v1``). For each seed, the mean return of
+the deterministic policy over one episode in each of 16 new environments is printed. The maximum is 500.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from sb3_ext import GymVecEnv
 from torchrl_ext import GymWrapper
 
 STEPS, N_ENVS, N_EVAL_ENVS, LENGTH, TARGET = 30_000, 8, 16, 500, 200.0
-# Settings of both libraries' PPO.
+# Hyperparameters of PPO in both libraries.
 GAMMA, LAMBDA, HORIZON, EPOCHS, MINIBATCH, RATE, CLIP = 0.99, 0.95, 64, 10, 64, 1e-3, 0.2
 
 
@@ -46,7 +44,7 @@ def envpool(count: int, seed: int) -> Any:
 
 def phys2d(count: int, seed: int) -> Any:
     """Make gymnasium's CartPole in JAX."""
-    del seed  # set by reset
+    del seed  # reset() sets it
     return gymnasium.make_vec("phys2d/CartPole-v1", num_envs=count, vectorization_mode="vector_entry_point")
 
 
@@ -55,7 +53,7 @@ ENVS: dict[str, Make] = {"envpool": envpool, "phys2d": phys2d}
 
 
 def sb3(make: Make, seed: int) -> float:
-    """Train Stable Baselines3's PPO, and return the mean return of what it has learned."""
+    """Train Stable Baselines3's PPO, and return the mean return of the trained policy."""
 
     def linear_decay(value: float) -> Callable[[float], float]:
         return lambda left: value * left
@@ -98,7 +96,7 @@ def network(outputs: int, gain: float) -> MLP:
 
 
 def torchrl(make: Make, seed: int) -> float:
-    """Train TorchRL's PPO, and return the mean return of what it has learned."""
+    """Train TorchRL's PPO, and return the mean return of the trained policy."""
     torch.manual_seed(seed)
     env = GymWrapper(make(N_ENVS, seed), categorical_action_encoding=True)
     env.set_seed(seed)
@@ -145,7 +143,7 @@ def torchrl(make: Make, seed: int) -> float:
         data = env.rollout(LENGTH, actor, break_when_any_done=False)["next"]
     env.close()
     done = data["done"].squeeze(-1).long()
-    running = done.cumsum(1) - done == 0  # up to the step that ends the first episode
+    running = done.cumsum(1) - done == 0  # true up to the end of the first episode
     return float((data["reward"].squeeze(-1) * running).sum(1).mean())
 
 
@@ -168,7 +166,7 @@ def main() -> None:
                 found.append(PARTS[name](ENVS[kind], seed))
                 print(f"{found[-1]:.0f}, ", end="", flush=True)
             seconds = (time.perf_counter() - start) / len(found)
-            print(f"lowest {format_ratio(min(found), TARGET, unit='')}, {seconds:.0f} s a seed", flush=True)
+            print(f"lowest {format_ratio(min(found), TARGET, unit='')}, {seconds:.0f} s per seed", flush=True)
             record("learning", f"{name} {kind}", **{f"seed {seed}": value for seed, value in enumerate(found)})
 
 

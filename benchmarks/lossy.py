@@ -1,11 +1,11 @@
-"""What a bounded error and JPEG save, and what they cost: memory, time and PSNR against SB3's ``ReplayBuffer``.
-
-Natural images, three RGB frames of 100×100 a stack: HalfCheetah and Walker2d filmed from where they start (the robot
-runs out of the picture now and then) and by a camera that follows them, so that the whole floor moves, and two levels
-of ViZDoom. Memory is what a fresh process grows by, a transition, with the recording added until that is enough to
-measure; times are CPU seconds of one thread, both buffers taking turns in one process.
+"""Memory, time and PSNR of lossy and lossless compression against SB3's ``ReplayBuffer``.
 
     python -m benchmarks.lossy [recording ...] [--data FOLDER] [--estimates]
+
+Observations are stacks of three RGB frames of 100×100. The recordings are HalfCheetah and Walker2d with a fixed camera
+and with one that follows the robot, and two levels of ViZDoom. Memory is the growth of a fresh process per transition;
+the recording is repeated until the growth is large enough to measure. Times are CPU seconds of one thread, with both
+buffers taking turns in one process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks import recordings
 from benchmarks.measure import machine, resident_bytes, sampling_speedup, speedup
 from benchmarks.processes import run_module
 from benchmarks.replay_buffer import GAMES, NATURAL
-from rl_ext_core.frames.planning import _measure_costs, _make_sample
+from rl_ext_core.frames.planning import _make_sample, _measure_costs
 from sb3_ext import CompressedReplayBuffer
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -40,13 +40,14 @@ ESTIMATED: tuple[dict[str, Any], ...] = (
     *({"codec": name, "max_error": 4} for name in ("patch", "patch+lz4")),
     {"codec": "jpeg"},
 )
-PLAIN_ROUNDS, OUR_BYTES = 1, 150_000_000  # SB3's gets the recording once, ours until it has grown by so much
+# SB3's buffer gets the recording once, the other buffers until they have grown by OUR_BYTES.
+PLAIN_ROUNDS, OUR_BYTES = 1, 150_000_000
 MOST_ROUNDS = 12
 DRAWS, COMPARED = 200, 512
 
 
 def fill(name: str, way: str, data: Path) -> None:
-    """Fills one buffer and prints the bytes by which the process grew, and the transitions that it holds."""
+    """Fill one buffer, and print the growth of the process in bytes and the transitions."""
     recording = recordings.load(name, folder=data)
     plain = way == "sb3"
     steps = min(len(recording), 1_000) if plain else len(recording)
@@ -70,13 +71,13 @@ def fill(name: str, way: str, data: Path) -> None:
 
 
 def resident_bytes_per_transition(name: str, way: str, data: Path) -> float:
-    """Bytes a transition, of :func:`fill` in a process of its own."""
+    """Return the bytes per transition that :func:`fill` measures in a fresh process."""
     grown, count = json.loads(run_module("benchmarks.lossy", name, "--fill", way, "--data", data))
     return float(grown / count)
 
 
 def measure_recording(name: str, data: Path) -> list[str]:
-    """The rows of one recording."""
+    """Measure one recording with each configuration, and return the rows of the table."""
     recording = recordings.load(name, folder=data)
     recording = recording.head(min(len(recording), 2_000))
     arguments = (len(recording) * 2, recording.observation_space, recording.action_space)
@@ -115,9 +116,9 @@ def measure_recording(name: str, data: Path) -> list[str]:
     return lines
 
 
-def estimates(data: Path) -> None:
-    """Print what a frame takes as a fraction of its raw size: the figures that plans are estimated from."""
-    for kind, names in {"grey": GAMES, "colour": NATURAL}.items():
+def print_estimates(data: Path) -> None:
+    """Print the compressed fractions of raw frame sizes, from which plans are estimated."""
+    for kind, names in {"gray": GAMES, "color": NATURAL}.items():
         found: dict[str, list[float]] = {}
         for name in tqdm(names, leave=False):
             recording = recordings.load(name, folder=data)
@@ -131,11 +132,13 @@ def estimates(data: Path) -> None:
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lossy", description=main.__doc__)
     parser.add_argument("names", nargs="*", default=NATURAL)
-    parser.add_argument("--data", type=Path, default=recordings.DATA, help="where recordings are kept")
-    parser.add_argument("--estimates", action="store_true", help="what plans are estimated from, instead")
+    parser.add_argument("--data", type=Path, default=recordings.DATA, help="folder of the recordings")
+    parser.add_argument(
+        "--estimates", action="store_true", help="print only the figures from which plans are estimated"
+    )
     parser.add_argument("--fill", metavar="WAY", help="fill one buffer in this process")
     options = parser.parse_args()
     th.set_num_threads(1)
@@ -144,11 +147,11 @@ def main() -> None:
         return
     print(machine())
     if options.estimates:
-        estimates(options.data)
+        print_estimates(options.data)
         return
     print(
-        "bytes: a transition, resident; less: than SB3's, resident; how many times as fast as SB3's: sample(32),\n"
-        "sample(256), add(); PSNR and the largest error of a byte"
+        "bytes: resident, per transition; less: SB3's bytes over these; speedup over SB3: sample(32), sample(256),\n"
+        "add(); PSNR and the largest error of a byte"
     )
     print(f"{'recording':21} {'way':19} {'bytes':>7} {'less':>7} {'n=32':>6} {'n=256':>6} {'add':>6} {'PSNR':>8}  max")
     for name in options.names:

@@ -1,4 +1,4 @@
-"""What every benchmark here measures with: resident memory, and competitors that take turns in one process."""
+"""Helpers of all benchmarks: resident memory, timing in turns, and recorded results."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from typing import Any
 
 import numpy as np
 
-# What was measured on this machine, as JSON: the pictures of the site are drawn from it.
+# JSON files of measured figures, from which benchmarks.plot draws.
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def record(benchmark: str, row: str, **figures: float) -> None:
-    """Keep figures of a benchmark beside those that it has, with the machine, in ``benchmarks/results``."""
+    """Add a row of figures to a benchmark's file in ``benchmarks/results``.
+
+    Rows of another machine are dropped.
+    """
     path = RESULTS / f"{benchmark}.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if found.get("machine") != machine():
@@ -31,9 +34,9 @@ def record(benchmark: str, row: str, **figures: float) -> None:
 
 
 def resident_bytes() -> int:
-    """The resident memory of this process, but for mapped files, whose pages the system drops and brings back.
+    """Return this process's resident memory in bytes, without mapped files.
 
-    What is freed but not given back to the system yet does not count either.
+    Freed memory is returned to the system first, so that it does not count.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -43,7 +46,7 @@ def resident_bytes() -> int:
 
 
 def machine() -> str:
-    """One line that names the machine, for figures that are quoted."""
+    """Return one line that describes the machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     return f"{os.cpu_count()} cores of {model}, {platform.system()}, Python {platform.python_version()}"
@@ -52,9 +55,11 @@ def machine() -> str:
 def parse_options(
     parser: argparse.ArgumentParser, names: Collection[str], *, metavar: str = "part"
 ) -> argparse.Namespace:
-    """Parses the command line, on which ``names`` may be some of these; all where there is none.
+    """Parse the command line, and set ``names`` to the given part names, or to all of them.
 
-    :param parser: with every other option.
+    :param parser: Parser with all other options.
+    :param names: Names to choose from.
+    :param metavar: Placeholder of a name in the help text.
     """
     parser.add_argument("names", nargs="*", metavar=metavar, help=", ".join(names))
     options = parser.parse_args()
@@ -70,11 +75,12 @@ def time_in_turns(
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, np.ndarray]:
-    """Runs all competitors in turn, the order turned around every other round.
+    """Run all competitors in turn, in reversed order in every other round.
 
-    :param rounds: how often.
-    :param clock: ``time.thread_time`` where only the calling thread's CPU time counts.
-    :return: (rounds,) seconds of each; divide two of them element by element and take the median.
+    :param competitors: Functions to time, by name.
+    :param rounds: Number of rounds.
+    :param clock: Clock in seconds; ``time.thread_time`` counts the calling thread's CPU time alone.
+    :return: Seconds ``(rounds,)`` of each competitor. For a ratio, take the median of elementwise quotients.
     """
     seconds = {name: np.empty(rounds) for name in competitors}
     for turn in range(rounds):
@@ -87,7 +93,7 @@ def time_in_turns(
 
 
 def speedup(seconds: Mapping[str, np.ndarray], name: str, *, baseline: str) -> float:
-    """The median of the ratios, round by round: above 1, ``name`` is the faster one."""
+    """Return the median over rounds of the baseline's seconds divided by those of ``name``."""
     return float(np.median(seconds[baseline] / seconds[name]))
 
 
@@ -100,10 +106,11 @@ def sampling_speedup(
     draws: int = 10,
     clock: Callable[[], float] = time.thread_time,
 ) -> float:
-    """How many times as fast ``ours`` samples as ``plain``.
+    """Return the speedup of ``ours.sample(batch_size)`` over ``plain.sample(batch_size)``.
 
-    :param rounds: how often both take turns.
-    :param draws: batches in a row; one is held while the next one is drawn, as a training loop does.
+    :param rounds: Number of rounds, in which both buffers take turns.
+    :param draws: Batches in a row. Each batch stays in memory until the next one is drawn, as in training.
+    :param clock: Clock in seconds.
     """
     competitors = {"plain": _sampler(plain, batch_size, draws), "ours": _sampler(ours, batch_size, draws)}
     time_in_turns(competitors, rounds=3)
@@ -121,6 +128,6 @@ def _sampler(buffer: Any, batch_size: int, draws: int) -> Callable[[], None]:
 
 
 def format_ratio(ratio: float, target: float | None, unit: str = "×") -> str:
-    """A ratio, and the bar that it has to reach."""
-    report = "" if target is None else f"  (≥ {target:g}{unit}){'' if ratio >= target else '  missed'}"
-    return f"{ratio:6.2f}{unit}{report}"
+    """Format a ratio and its target, with ``missed`` if it is below."""
+    suffix = "" if target is None else f"  (≥ {target:g}{unit}){'' if ratio >= target else '  missed'}"
+    return f"{ratio:6.2f}{unit}{suffix}"

@@ -1,11 +1,11 @@
-"""Resident memory of replay buffers filled with real Atari transitions, each in a process of its own.
-
-The frames come from ``ale_py``'s vectorised environment (84×84 grey, frame skip 4, 4 frames a stack, sticky random
-actions: the last one again with probability 3/4), as many as asked for; nothing is stored twice. SB3's buffer gets
-fewer, since a million of its transitions are 56 GB, and is counted by the transition. ``--wraps 10`` adds ten times as
-many transitions as the buffer holds, to see that memory stays flat.
+"""Resident memory of ``CompressedReplayBuffer`` against SB3's ``ReplayBuffer``, on Atari.
 
     python -m benchmarks.memory [game ...] [--size 1000000] [--codec patch+lz4] [--wraps 10]
+
+Each buffer is filled in a fresh process. The frames come from ``ale_py``'s vectorized environment: 84×84 gray, frame
+skip 4, stacks of 4. Actions are random, and repeat the last one with probability 3/4. SB3's buffer gets fewer
+transitions, since a million take 56 GB. ``--wraps 10`` adds ten times the buffer's size, to check that memory does not
+grow.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ GAMES = ("pong", "breakout", "ms_pacman", "seaquest", "montezuma_revenge")
 N_ENVS = 8
 PLAIN_SIZE = 40_000
 STICKINESS = 0.75
-WARM_UP = 500  # steps: kernels are loaded, emulators and allocators have what they need
+WARM_UP = 500  # Steps after which kernels are loaded, and emulators and allocators have their memory.
 
 
 def transitions(game: str, *, steps: int, seed: int = 0) -> Iterator[tuple[np.ndarray, ...]]:
-    """Real transitions of ``N_ENVS`` environments: observations, next observations, actions, rewards, dones."""
+    """Yield Atari transitions of ``N_ENVS`` environments.
+
+    Each is ``(obs, next_obs, actions, rewards, dones)``.
+    """
     env = AtariVectorEnv(game, num_envs=N_ENVS, autoreset_mode=AutoresetMode.SAME_STEP)
     rng = np.random.default_rng(seed)
     obs, _ = env.reset(seed=seed)
@@ -54,7 +57,7 @@ def transitions(game: str, *, steps: int, seed: int = 0) -> Iterator[tuple[np.nd
 
 
 def fill(game: str, *, buffer: str, size: int, wraps: int) -> None:
-    """Fills one buffer and prints the bytes by which the process grew, and what the buffer says that it holds."""
+    """Fill one buffer, and print the growth of the process in bytes, ``nbytes`` and the size."""
     space, actions = spaces.Box(0, 255, (4, 84, 84), np.uint8), spaces.Discrete(18)
 
     def make_buffer(n: int) -> ReplayBuffer:
@@ -64,8 +67,8 @@ def fill(game: str, *, buffer: str, size: int, wraps: int) -> None:
 
     infos: list[dict[str, object]] = [{}] * N_ENVS
     steps = wraps * size // N_ENVS
-    stream = transitions(game, steps=steps + WARM_UP + 1)  # one more: at its end, the emulators' memory is freed
-    warm = make_buffer(WARM_UP * N_ENVS)  # kept, so that what is measured finds no freed memory to live in
+    stream = transitions(game, steps=steps + WARM_UP + 1)  # one more, since the end of the stream frees the emulators
+    warm = make_buffer(WARM_UP * N_ENVS)  # stays in memory, so that the measured buffer cannot reuse its pages
     for transition in islice(stream, WARM_UP):
         warm.add(*transition, infos)
     before = resident_bytes()
@@ -77,19 +80,19 @@ def fill(game: str, *, buffer: str, size: int, wraps: int) -> None:
 
 
 def measure(game: str, *, buffer: str, size: int, wraps: int = 1) -> tuple[int, int, int]:
-    """:func:`fill` in a fresh process."""
+    """Run :func:`fill` in a fresh process, and return the numbers that it prints."""
     line = run_module("benchmarks.memory", game, "--fill", buffer, "--size", size, "--wraps", wraps)
     grown, reported_nbytes, count = map(int, line.split())
     return grown, reported_nbytes, count
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=main.__doc__)
     parser.add_argument("games", nargs="*", default=GAMES)
     parser.add_argument("--size", type=int, default=1_000_000, help="transitions")
     parser.add_argument("--codec", default="auto")
-    parser.add_argument("--wraps", type=int, default=1, help="how often the buffer is filled")
+    parser.add_argument("--wraps", type=int, default=1, help="number of times that the buffer is filled")
     parser.add_argument("--fill", metavar="BUFFER", help="fill one buffer in this process: sb3, or a codec")
     options = parser.parse_args()
     if options.fill:
@@ -98,8 +101,8 @@ def main() -> None:
     print(machine())
     grown, _, count = measure(options.games[0], buffer="sb3", size=PLAIN_SIZE)
     plain = grown / count
-    print(f"SB3's ReplayBuffer: {plain:,.0f} bytes a transition resident ({count:,} stored)")
-    print(f"{'game':18} {'stored':>9} {'resident':>9} {'a transition':>12} {'less':>6} {'nbytes/RSS':>10}")
+    print(f"SB3's ReplayBuffer: {plain:,.0f} resident bytes per transition ({count:,} stored)")
+    print(f"{'game':18} {'stored':>9} {'resident':>9} {'B/transition':>12} {'less':>6} {'nbytes/RSS':>10}")
     for game in options.games:
         grown, reported_nbytes, count = measure(game, buffer=options.codec, size=options.size, wraps=options.wraps)
         print(

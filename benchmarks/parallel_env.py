@@ -1,11 +1,11 @@
-"""``torchrl_ext.ParallelEnv`` against TorchRL's own, with the start method that TorchRL's takes by default (spawn).
-
-TorchRL's gets a lambda, as its documentation says; ours gets the environment itself. Every start is measured in a
-fresh process. The first of ours starts a fork server for all workers of the process, and looks at a copy of the
-environment in a process that is thrown away: that is *shared*, along with the CPU time of the process that starts the
-workers. Competitors take turns; figures are medians. Beside each stands the bar that it has to reach.
+"""``torchrl_ext.ParallelEnv`` against TorchRL's ``ParallelEnv`` with spawn, its default.
 
     python -m benchmarks.parallel_env [start many built steps failures meltingpot] [--rounds 3] [--workers 4]
+
+TorchRL's class gets a lambda, as its documentation recommends. This package's class gets the environment itself. Every
+start is measured in a fresh process. The first start also starts a fork server, and tests a copy of the environment in
+a temporary process. This CPU time is *shared* by all workers, like that of the parent process. Competitors take turns.
+Figures are medians, with their targets next to them.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ WIDTH = 52
 
 
 class HangError(Exception):
-    """A measurement did not end in time."""
+    """Raised if a measurement exceeds its time limit."""
 
 
 def run_once(*arguments: object, limit_s: float | None = None) -> Any:
-    """Run a measurement in a fresh process, and give what it returns; whatever it leaves running is killed."""
+    """Run a measurement in a fresh process, kill left processes, and return its result."""
     command = [sys.executable, "-m", "benchmarks._parallel_env_once", *map(str, arguments)]
-    # Files: the end of a pipe does not come while a process that was left behind holds it.
+    # Files instead of pipes, since a pipe stays open while any left process has it.
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
         try:
@@ -60,14 +60,14 @@ def run_once(*arguments: object, limit_s: float | None = None) -> Any:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    # The group exists for as long as a process is in it, even if the first one is gone.
+    # The group exists while any process is in it, even after its leader has ended.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def print_row(label: str, *columns: str, verdict: str = "") -> None:
-    """Print one."""
+    """Print one row of a table."""
     print(f"{label:{WIDTH}}" + "".join(f"{column:>15}" for column in columns) + f"  {verdict}", flush=True)
 
 
@@ -75,7 +75,7 @@ def print_row(label: str, *columns: str, verdict: str = "") -> None:
 
 
 def start(rounds: int, workers: int) -> None:
-    """CPU time, memory and wall time of a start."""
+    """Measure CPU time, memory and wall time of a start."""
     found: dict[str, list[Any]] = {library: [] for library in LIBRARIES}
     for turn in range(rounds):
         for library in LIBRARIES if turn % 2 else reversed(LIBRARIES):
@@ -84,7 +84,7 @@ def start(rounds: int, workers: int) -> None:
     def figure(library: str, which: int, name: str) -> float:
         return float(median(starts[which][name] for starts in found[library]))
 
-    def shared(library: str, which: int) -> float:
+    def cpu_with_shared(library: str, which: int) -> float:
         return figure(library, which, "cpu") + figure(library, which, "cpu of others") / workers
 
     print(f"\nCartPole-v1, {workers} workers, {rounds} rounds, until the first reset")
@@ -95,7 +95,7 @@ def start(rounds: int, workers: int) -> None:
     print_row(
         "CPU, a worker", *(f"{value:.3f} s" for value in cpu), verdict=format_ratio(cpu[0] / max(cpu[1:]), CPU_TARGET)
     )
-    print_row("CPU, a worker and its part of what is shared", *(f"{shared(*column):.2f} s" for column in columns))
+    print_row("CPU, a worker and its part of shared CPU", *(f"{cpu_with_shared(*column):.2f} s" for column in columns))
     print_row("wall time", *(f"{figure(*column, 'wall'):.2f} s" for column in columns))
     print_row(
         "private memory, a worker, after a rollout",
@@ -106,7 +106,7 @@ def start(rounds: int, workers: int) -> None:
 
 
 def many(rounds: int, workers: int) -> None:
-    """More workers than there are cores; what TorchRL's would need is known from fewer."""
+    """Measure the memory of 32 workers, of this package's class alone."""
     total = median(run_once("start", "ours", MANY)[0]["total"] for _ in range(rounds))
     print(f"\nCartPole-v1, {MANY} workers")
     verdict = f"(≤ {MANY_TARGET_MIB:.0f} MiB){'' if total <= MANY_TARGET_MIB else '  missed'}"
@@ -114,7 +114,7 @@ def many(rounds: int, workers: int) -> None:
 
 
 def built(rounds: int, workers: int) -> None:
-    """Environments that the process of the training builds for two workers; it needs none of them."""
+    """Count the environments that the parent process builds for two workers; it needs none."""
     print("\nenvironments built in the parent, for 2 workers")
     print_row("", *LIBRARIES)
     for form in ("a function", "a lambda", "two lambdas", "an instance"):
@@ -133,8 +133,8 @@ def _built(library: str, form: str) -> Any:
 
 
 def steps(rounds: int, workers: int) -> None:
-    """Milliseconds a step of two workers."""
-    print(f"\nmilliseconds a step of 2 workers, {10 * rounds} rounds")
+    """Measure milliseconds per step with two workers."""
+    print(f"\nmilliseconds per step of 2 workers, {10 * rounds} rounds")
     print_row("", *LIBRARIES)
     for kind, label in (("CartPole", "CartPole"), ("busy", "CartPole that takes 2 ms")):
         seconds = {name: np.array(column) for name, column in run_once("steps", kind, 10 * rounds).items()}
@@ -145,7 +145,7 @@ def steps(rounds: int, workers: int) -> None:
 
 
 def failures(rounds: int, workers: int) -> None:
-    """Seconds from a worker's failure to the exception, and what a user reads then."""
+    """Measure seconds from a worker's failure to the exception, and print its first line."""
     print("\nseconds from a worker's failure to the exception, and its first line")
     for failure in ("raise", "SIGSEGV", "SIGKILL"):
         for library in LIBRARIES:
@@ -161,9 +161,9 @@ def failures(rounds: int, workers: int) -> None:
 
 
 def meltingpot(rounds: int, workers: int) -> None:
-    """The start of Melting Pot's workers, in the environment that has it; scripts/make_meltingpot_venv.sh makes it."""
+    """Measure the start of Melting Pot's workers, in ``.venv-meltingpot``."""
     if not MELTINGPOT.exists():
-        print(f"\nMelting Pot: left out, there is no {MELTINGPOT}: scripts/make_meltingpot_venv.sh")
+        print(f"\nMelting Pot: skipped, since {MELTINGPOT} does not exist. Run scripts/make_meltingpot_venv.sh")
         return
     line = run_module("benchmarks._meltingpot_startup", "--workers", workers, python=MELTINGPOT)
     print(f"\nMelting Pot, {workers} workers, until the first reset")
@@ -171,7 +171,7 @@ def meltingpot(rounds: int, workers: int) -> None:
 
 
 def meltingpot_table(found: Mapping[str, Sequence[Any]]) -> None:
-    """Print what ``benchmarks._meltingpot_startup`` gives."""
+    """Print the results of ``benchmarks._meltingpot_startup``."""
     starts = [found["upstream"][0], found["ours"][0], found["ours"][1]]
 
     def means(name: str) -> list[float]:
@@ -194,7 +194,7 @@ PARTS: dict[str, Callable[[int, int], None]] = {
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parallel_env", description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=4)

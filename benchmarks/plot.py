@@ -1,4 +1,4 @@
-"""Draw the site's pictures from what benchmarks have measured: ``benchmarks/load_results`` into ``docs/_static/plots``.
+"""Draw the documentation's plots from the figures in ``benchmarks/results``.
 
 python -m benchmarks.replay_buffer pong breakout mspacman seaquest montezuma
 python -m benchmarks.plot
@@ -28,7 +28,7 @@ GAMES = {
     "montezuma": "Montezuma",
 }
 
-# Rows of a benchmark, and what they are called in the picture.
+# Rows of a benchmark, and their labels in the plot.
 VEC_ENVS = {
     "steps: one each": "CartPole, one process each",
     "steps: 2 workers": "CartPole, two processes",
@@ -44,19 +44,19 @@ WRAPPED = {
 
 
 def load_results(benchmark: str) -> dict[str, Any]:
-    """What a benchmark has recorded.
+    """Return the figures that a benchmark has recorded.
 
-    :raises SystemExit: it has not been run
+    :raises SystemExit: If the benchmark has not been run.
     """
     path = RESULTS / f"{benchmark}.json"
     if not path.exists():
-        raise SystemExit(f"{path} is not there: run python -m benchmarks.{benchmark} first")
+        raise SystemExit(f"{path} does not exist. Run python -m benchmarks.{benchmark} first.")
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 
-def buffers() -> None:
-    """Memory of a million transitions, and the speed of sampling, against SB3's buffer."""
+def draw_buffers() -> None:
+    """Plot the memory of a million transitions and the sampling speed against SB3's buffer."""
     found = load_results("replay_buffer")
     rows = {title: found["rows"][name] for name, title in GAMES.items() if name in found["rows"]}
     plain = max(row["plain_bytes"] for row in rows.values())
@@ -85,11 +85,11 @@ def buffers() -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="x", labelsize=8)
     figure.text(0.995, 0.005, found["machine"], ha="right", fontsize=6, color="#777777")
-    save(figure, "buffers")
+    save_plot(figure, "buffers")
 
 
-def bars(benchmark: str, name: str, figure_of: str, rows: dict[str, str], title: str, unit: str) -> None:
-    """Ratios of some rows of a benchmark, 1 being what it is compared with."""
+def draw_ratios(benchmark: str, name: str, figure_of: str, rows: dict[str, str], title: str, unit: str) -> None:
+    """Plot ratios of some rows of a benchmark, with a line at 1 for the baseline."""
     found = load_results(benchmark)
     ratios = {label: found["rows"][row][figure_of] for row, label in rows.items() if row in found["rows"]}
     figure, axes = plt.subplots(figsize=(7, 0.55 + 0.42 * len(ratios)))
@@ -102,11 +102,11 @@ def bars(benchmark: str, name: str, figure_of: str, rows: dict[str, str], title:
     axes.set_xlabel(unit)
     axes.spines[["top", "right"]].set_visible(False)
     figure.text(0.995, 0.01, found["machine"], ha="right", fontsize=5, color="#777777")
-    save(figure, name)
+    save_plot(figure, name)
 
 
-def save(figure: Any, name: str) -> None:
-    """Write a picture that is the same for the same figures, on white so that it shows on dark pages too."""
+def save_plot(figure: Any, name: str) -> None:
+    """Write a plot reproducibly, with a white background for dark pages."""
     PLOTS.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(PLOTS / f"{name}.svg", metadata={"Date": None}, facecolor="white")
@@ -114,25 +114,25 @@ def save(figure: Any, name: str) -> None:
 
 
 def main() -> None:
-    """Draw all pictures."""
+    """Draw all plots."""
     argparse.ArgumentParser(prog="python -m benchmarks.plot", description=main.__doc__).parse_args()
     mpl.rcParams["svg.hashsalt"] = "rl-ext"
-    buffers()
-    bars(
+    draw_buffers()
+    draw_ratios(
         "vec_env",
         "vec_env",
         "ratio",
         VEC_ENVS,
         "Eight environments in processes",
-        "times the steps a second of SubprocVecEnv",
+        "steps per second relative to SubprocVecEnv",
     )
-    bars(
+    draw_ratios(
         "gym_wrapper",
         "gym_wrapper",
         "overhead_ratio",
         WRAPPED,
-        "What a wrapper adds to a step",
-        "times less than TorchRL's",
+        "Overhead of a wrapper per step",
+        "TorchRL's overhead over ours",
     )
 
 

@@ -1,4 +1,4 @@
-"""What chooses the actions of the recorded episodes."""
+"""Policies that choose the actions of recorded episodes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from stable_baselines3.common.vec_env import VecEnv
 @dataclass(frozen=True)
 class Policy:
     """
-    A way to act, and its name.
+    Policy and its description.
 
-    :param text: What it is, in words; kept in the recording.
-    :param choose: Gives the actions as a buffer gets them: indices ``(E,)`` or numbers in -1..1 ``(E, n)``.
+    :param text: Description, which is stored in the recording.
+    :param choose: Function that returns the actions for a buffer: indices ``(E,)``, or numbers in -1..1 ``(E, n)``.
     """
 
     text: str
@@ -26,9 +26,9 @@ class Policy:
 
 def uniform(*, seed: int) -> Policy:
     """
-    Take every action as likely as any other.
+    Return a policy that draws every action with the same probability.
 
-    :param seed: Seeds the choices.
+    :param seed: Seed of the choices.
     :return: The policy.
     """
     rng = np.random.default_rng(seed)
@@ -42,10 +42,10 @@ def _uniform(venv: VecEnv, rng: np.random.Generator) -> np.ndarray:
 
 def sticky(*, seed: int, repeat: float = 0.75) -> Policy:
     """
-    Choose at random and stay with it for a while: that gets somewhere, ``uniform`` trembles on the spot.
+    Return a random policy that often repeats its last action, and so moves further.
 
-    :param seed: Seeds the choices.
-    :param repeat: Probability to do what was done before.
+    :param seed: Seed of the choices.
+    :param repeat: Probability of repeating the last action.
     :return: The policy.
     """
     rng = np.random.default_rng(seed)
@@ -62,11 +62,11 @@ def sticky(*, seed: int, repeat: float = 0.75) -> Policy:
 
 def ornstein_uhlenbeck(*, seed: int, theta: float = 0.15, sigma: float = 0.3) -> Policy:
     """
-    Smooth noise that is drawn back to zero, clipped to -1..1.
+    Return a policy of Ornstein-Uhlenbeck noise, clipped to -1..1.
 
-    :param seed: Seeds the noise.
-    :param theta: Share of the way back to zero in a step.
-    :param sigma: Standard deviation of what is added in a step.
+    :param seed: Seed of the noise.
+    :param theta: Fraction of the distance to zero that each step removes.
+    :param sigma: Standard deviation of the noise that each step adds.
     :return: The policy.
     """
     rng = np.random.default_rng(seed)
@@ -85,19 +85,21 @@ def ornstein_uhlenbeck(*, seed: int, theta: float = 0.15, sigma: float = 0.3) ->
 @dataclass(frozen=True)
 class Chase:
     """
-    How to follow the ball of an Atari game. Positions are in the game's pixels, times in steps of 4 frames.
+    Parameters for following the ball of an Atari game.
 
-    :param ball: RAM address of the ball's position along the paddle's way.
+    Positions are in the game's pixels, times in steps of 4 frames.
+
+    :param ball: RAM address of the ball's position along the paddle's axis.
     :param depth: RAM address of the ball's other coordinate, which grows towards the paddle.
     :param paddle: RAM address of the paddle's position.
-    :param less: Action that makes the paddle's position smaller.
-    :param more: Action that makes it larger.
+    :param less: Action that decreases the paddle's position.
+    :param more: Action that increases the paddle's position.
     :param reach: Smallest and largest position of the paddle.
-    :param offset: From the ball to the paddle position that hits it with the middle.
-    :param slack: Distance that is not worth a move.
-    :param coast: How far the paddle slides on after a move.
-    :param lead: For how many steps the ball's way is foreseen.
-    :param jitter: The paddle aims this much beside its middle, or else the same rally goes on for ever.
+    :param offset: Distance from the ball to the paddle position that hits it centrally.
+    :param slack: Distance below which the paddle does not move.
+    :param coast: Distance that the paddle slides after a move.
+    :param lead: Number of steps for which the ball's path is extrapolated.
+    :param jitter: Largest random offset of the aim, without which rallies repeat endlessly.
     """
 
     ball: int
@@ -147,15 +149,15 @@ FIRE = 1
 
 def scripted(game: str, *, seed: int) -> Policy:
     """
-    Follow the ball, whose place is read in the console's RAM.
+    Return a policy that follows the ball, whose position it reads in the console's RAM.
 
     :param game: One of ``CHASES``.
-    :param seed: Seeds where the paddle aims.
+    :param seed: Seed of the paddle's aim.
     :return: The policy, for a ``DummyVecEnv`` of that game.
-    :raises ValueError: The game is not one of ``CHASES``.
+    :raises ValueError: If ``game`` is not one of ``CHASES``.
     """
     if game not in CHASES:
-        raise ValueError(f"no script plays {game!r}: choose from {', '.join(CHASES)}")
+        raise ValueError(f"game={game!r} has no scripted policy: expected one of {', '.join(CHASES)}")
     rng = np.random.default_rng(seed)
     players: dict[int, _Player] = {}
 
@@ -168,7 +170,7 @@ def scripted(game: str, *, seed: int) -> Policy:
 
 
 class _Player:
-    """Plays one game, and remembers what tells the ball's and the paddle's speed."""
+    """Player of one game, with the state from which it computes speeds."""
 
     def __init__(self, chase: Chase, rng: np.random.Generator) -> None:
         self.chase = chase
@@ -181,12 +183,12 @@ class _Player:
         ball, depth, paddle = (int(ram[address]) for address in (chase.ball, chase.depth, chase.paddle))
         speed, leaving = ball - self.ball, depth <= self.depth
         self.ball, self.depth = ball, depth
-        if not (ball and depth):  # none in play
+        if not (ball and depth):  # no ball is in play
             self.move = 0
             return FIRE
         if leaving:
             self.aim = self.rng.uniform(-chase.jitter, chase.jitter)
-        # a jump is a new ball, not a speed
+        # a jump means a new ball, so it is not a speed
         foreseen = ball + (chase.lead * speed if abs(speed) < 30 else 0) + chase.offset + self.aim
         gap = np.clip(foreseen, *chase.reach) - np.clip(paddle + chase.coast * self.move, *chase.reach)
         self.move = int(np.sign(gap)) if abs(gap) > chase.slack else 0

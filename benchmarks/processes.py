@@ -1,4 +1,4 @@
-"""Fresh processes for what is measured, and what processes cost: CPU seconds, and memory that is shared or not."""
+"""Run modules in fresh processes, and read CPU seconds and memory from ``/proc``."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ MIB = 1024
 
 
 def run_module(module: str, *arguments: object, python: str | Path = sys.executable) -> str:
-    """Runs a module in a fresh process, and gives the last line that it prints."""
+    """Run a module in a fresh process, and return the last line that it prints."""
     command = [str(python), "-m", module, *map(str, arguments)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout.splitlines()[-1]
 
 
 def cpu_s(process: int | str = "self") -> float:
-    """The CPU seconds, user and system, of a process and of those of its children that have ended."""
+    """Return the CPU seconds, user and system, of a process and its ended children."""
     return _cpu_s(process, times=4)
 
 
 def own_cpu_s(process: int | str = "self") -> float:
-    """The CPU seconds of a process alone, whatever its children have taken."""
+    """Return the CPU seconds, user and system, of a process without its children."""
     return _cpu_s(process, times=2)
 
 
 def _cpu_s(process: int | str, *, times: int) -> float:
-    # Its own in user and in system mode come first, then likewise those of its children that have ended.
+    # Fields: user and system time of the process, then those of its ended children.
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11 : 11 + times])) / os.sysconf("SC_CLK_TCK")
 
 
 def private_mib(process: int | str = "self") -> float:
-    """What a process shares with no other: what would be free without it."""
+    """Return the MiB that a process shares with no other process (USS)."""
     return _sum_smaps(process, "Private_")
 
 
 def proportional_mib(process: int | str = "self") -> float:
-    """What a process holds, divided by how many hold it: of several processes, these add up."""
+    """Return a process's MiB with its share of shared pages (PSS); these may be summed."""
     return _sum_smaps(process, "Pss:")
 
 
@@ -49,7 +49,7 @@ def _sum_smaps(process: int | str, prefix: str) -> float:
 
 
 def descendants_of(process: int | str = "self") -> list[int]:
-    """A process's children, their children and so on."""
+    """Return the process ids of all descendants of a process."""
     direct = [int(child) for task in Path(f"/proc/{process}/task").iterdir() for child in _children(task)]
     return direct + [below for child in direct for below in descendants_of(child)]
 
@@ -57,5 +57,5 @@ def descendants_of(process: int | str = "self") -> list[int]:
 def _children(task: Path) -> list[str]:
     try:
         return (task / "children").read_text().split()
-    except FileNotFoundError:  # the thread has ended
+    except FileNotFoundError:  # the thread has ended meanwhile
         return []

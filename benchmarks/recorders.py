@@ -1,4 +1,4 @@
-"""Play real environments through Stable Baselines3's own wrappers and keep what they return."""
+"""Record episodes of real environments through Stable Baselines3's own wrappers."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def record(
     progress: bool = False,
 ) -> Recording:
     """
-    Play ``steps`` steps, keep every single frame, and close the environments.
+    Play ``steps`` steps, store every single frame, and close the environments.
 
-    :param venv: Environments that give single channel-last frames, without ``VecFrameStack``.
+    :param venv: Environments that return single channel-last frames, without ``VecFrameStack``.
     :param name: Name of the recording.
-    :param policy: What acts.
-    :param n_stack: How many frames the replay stacks.
-    :param steps: How many steps; each makes one transition per environment.
-    :param progress: Show a bar.
+    :param policy: Policy that chooses the actions.
+    :param n_stack: Number of frames that the replay stacks.
+    :param steps: Number of steps; each makes one transition per environment.
+    :param progress: Whether to show a progress bar.
     :return: The recording.
     """
     n_envs, space = venv.num_envs, venv.action_space
@@ -81,7 +81,7 @@ def record(
 
 
 def _for_env(actions: np.ndarray, space: spaces.Space[Any]) -> np.ndarray:
-    """Scale a buffer's -1..1 to a continuous space's bounds, as ``BasePolicy.unscale_action`` does."""
+    """Scale continuous actions from -1..1 to the space, as ``BasePolicy.unscale_action``."""
     if not isinstance(space, spaces.Box):
         return actions
     scaled: np.ndarray = space.low + 0.5 * (actions + 1.0) * (space.high - space.low)
@@ -99,16 +99,16 @@ def record_atari(
     progress: bool = False,
 ) -> Recording:
     """
-    Play an Atari game behind ``AtariWrapper``'s defaults: 84×84 grey, 4 frames a step, an episode per life.
+    Record an Atari game with ``AtariWrapper``'s defaults: 84×84 gray, frame skip 4.
 
     :param game: "Pong", "Breakout", "MsPacman", "Seaquest", "MontezumaRevenge", ...
     :param policy: "random", "sticky", or "scripted" (Pong and Breakout).
-    :param n_envs: How many games at once.
-    :param steps: How many steps.
-    :param seed: Seeds games and policy.
-    :param name: Name of the recording; by default the game's and the policy's.
-    :param progress: Show a bar.
-    :return: The recording, of stacks of 4.
+    :param n_envs: Number of parallel games.
+    :param steps: Number of steps.
+    :param seed: Seed of games and policy.
+    :param name: Name of the recording, by default made of game and policy.
+    :param progress: Whether to show a progress bar.
+    :return: The recording, with stacks of 4.
     """
     import ale_py
 
@@ -140,24 +140,24 @@ def record_mujoco(
     progress: bool = False,
 ) -> Recording:
     """
-    Film a MuJoCo environment that acts on Ornstein-Uhlenbeck noise.
+    Record images of a MuJoCo environment with Ornstein-Uhlenbeck noise as actions.
 
-    Needs ``imageio``, which gymnasium imports. Without a screen, start with ``MUJOCO_GL=egl`` or ``osmesa``.
+    Needs ``imageio``, which gymnasium imports. Without a display, set ``MUJOCO_GL=egl`` or ``osmesa``.
 
     :param env_id: "HalfCheetah-v5", "Walker2d-v5", ...
-    :param camera: A camera of the model: "track" follows the robot, so that the whole floor moves. By default
-        gymnasium's, which stands still and loses a robot that runs.
-    :param size: Height and width of the RGB frames.
-    :param n_envs: How many environments at once.
-    :param steps: How many steps.
-    :param seed: Seeds environments and policy.
-    :param name: Name of the recording; by default the environment's.
-    :param progress: Show a bar.
-    :return: The recording, of stacks of 3.
-    :raises RuntimeError: The renderer gave empty frames.
+    :param camera: Camera of the model. "track" follows the robot, so that the whole floor moves. By default
+        gymnasium's fixed camera, whose view a running robot leaves.
+    :param size: Height and width of the RGB frames in pixels.
+    :param n_envs: Number of parallel environments.
+    :param steps: Number of steps.
+    :param seed: Seed of environments and policy.
+    :param name: Name of the recording, by default the environment's.
+    :param progress: Whether to show a progress bar.
+    :return: The recording, with stacks of 3.
+    :raises RuntimeError: If the renderer returned empty frames.
     """
-    # What earlier renderers left behind deletes OpenGL objects of the same number when it is collected. In
-    # the middle of a recording those would be ours, and frames turn black without an error.
+    # Garbage collection of earlier renderers deletes OpenGL objects by number. In the middle of a recording, these
+    # would be this renderer's, and frames would turn black without an error.
     gc.collect()
     recording = record(
         make_vec_env(partial(_make_mujoco_env, env_id, size, camera), n_envs=n_envs, seed=seed),
@@ -169,13 +169,13 @@ def record_mujoco(
     )
     first_pixel = recording.frames[:, :, :1, :1]
     if empty := (recording.frames == first_pixel).all(axis=(2, 3, 4)).sum():
-        raise RuntimeError(f"{env_id} rendered {empty} empty frames: its OpenGL context was lost on the way")
+        raise RuntimeError(f"{env_id} rendered {empty} empty frames: its OpenGL context was lost during the recording")
     return recording
 
 
 def _make_mujoco_env(env_id: str, size: int, camera: str | None) -> gym.Env[Any, Any]:
     env = gym.make(env_id, render_mode="rgb_array", width=size, height=size, camera_name=camera)
-    # The wrapper resets without a seed, and where the robot then is decides where the default camera looks.
+    # The wrapper resets without a seed, and the robot's position decides where the default camera looks.
     env.reset(seed=0)
     return AddRenderObservation(env)
 
@@ -191,18 +191,19 @@ def record_vizdoom(
     progress: bool = False,
 ) -> Recording:
     """
-    Walk through a textured Doom level (Freedoom) at random: the whole picture moves.
+    Record a random walk through a Doom level (Freedoom), where the whole image moves.
 
-    Renders 160×120 RGB, resized to a square; 4 tics a step; sticky random actions, one button at a time.
+    Frames are rendered as 160×120 RGB and resized to a square. A step has 4 tics. Actions are sticky and random, with
+    one button at a time.
 
     :param env_id: "VizdoomMyWayHome-v1", "VizdoomDeadlyCorridor-v1", ...
-    :param size: Height and width of the recorded frames.
-    :param n_envs: How many games at once.
-    :param steps: How many steps.
-    :param seed: Seeds games and policy.
-    :param name: Name of the recording; by default the environment's.
-    :param progress: Show a bar.
-    :return: The recording, of stacks of 3.
+    :param size: Height and width of the recorded frames in pixels.
+    :param n_envs: Number of parallel games.
+    :param steps: Number of steps.
+    :param seed: Seed of games and policy.
+    :param name: Name of the recording, by default the environment's.
+    :param progress: Whether to show a progress bar.
+    :return: The recording, with stacks of 3.
     """
     with _temporary_folder():
         return record(
@@ -217,7 +218,7 @@ def record_vizdoom(
 
 @contextmanager
 def _temporary_folder() -> Iterator[None]:
-    """Work in a folder that goes away: the Doom engine leaves files where it is started."""
+    """Work in a temporary folder, into which the Doom engine writes files."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

@@ -1,7 +1,7 @@
 """
-The recordings that the benchmarks use, made on first use and kept in ``benchmarks/data/``.
+Registry of recordings, which are made on first use and stored in ``benchmarks/data/``.
 
-``python -m benchmarks.recordings`` makes what is missing; in a program::
+``python -m benchmarks.recordings`` makes missing recordings. In a program::
 
     from benchmarks import recordings
 
@@ -9,7 +9,7 @@ The recordings that the benchmarks use, made on first use and kept in ``benchmar
     for obs, next_obs, actions, rewards, dones, infos in recording.transitions():
         buffer.add(obs, next_obs, actions, rewards, dones, infos)
 
-The ``mujoco-*`` ones need ``imageio``, and without a screen ``MUJOCO_GL=egl`` or ``osmesa``.
+The ``mujoco-*`` recordings need ``imageio``, and without a display ``MUJOCO_GL=egl`` or ``osmesa``.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ DATA = Path(__file__).parent / "data"
 @dataclass(frozen=True)
 class Source:
     """
-    How to make a recording.
+    Recipe of a recording.
 
     :param recorder: Name of a function of ``benchmarks.recorders``.
-    :param env: The game or environment id that it gets.
+    :param env: Game or environment id, its first argument.
     :param steps: Default length; each step is one transition for each of 2 environments.
     :param options: Further arguments.
     """
@@ -47,14 +47,14 @@ class Source:
 
     def record(self, *, name: str, steps: int, progress: bool) -> Recording:
         """
-        Play, whether or not there is a recording.
+        Make a new recording, without looking for a stored one.
 
         :param name: Name of the recording.
-        :param steps: Its length.
-        :param progress: Show a bar.
-        :return: A new recording.
+        :param steps: Number of steps.
+        :param progress: Whether to show a progress bar.
+        :return: The new recording.
         """
-        # these bring the environments' packages along, which a program that only replays does not need
+        # imported here, since it imports the environments' packages, which a replay does not need
         from benchmarks import recorders
 
         recorder: Callable[..., Recording] = getattr(recorders, self.recorder)
@@ -94,14 +94,14 @@ RECORDINGS = {
 
 def load(name: str, *, steps: int | None = None, progress: bool = False, folder: Path = DATA) -> Recording:
     """
-    Read a recording, or make and keep it where it is missing or too short.
+    Read a recording, or make and store it if it is missing or too short.
 
     :param name: One of ``RECORDINGS``.
-    :param steps: How many steps, from the start; by default those of the registry.
-    :param progress: Show a bar while recording.
-    :param folder: Where recordings are kept.
+    :param steps: Number of steps from the start, by default that of the registry.
+    :param progress: Whether to show a progress bar while recording.
+    :param folder: Folder of the stored recordings.
     :return: The recording, exactly ``steps`` long. The same name and length give the same content.
-    :raises ValueError: There is no such recording.
+    :raises ValueError: If ``name`` is not one of ``RECORDINGS``.
     """
     if name not in RECORDINGS:
         raise ValueError(_unknown(name))
@@ -118,13 +118,13 @@ def load(name: str, *, steps: int | None = None, progress: bool = False, folder:
 
 
 def _unknown(*names: str) -> str:
-    return f"no recording is named {', '.join(names)}: choose from {', '.join(RECORDINGS)}"
+    return f"unknown recordings {', '.join(names)}: expected names from {', '.join(RECORDINGS)}"
 
 
 def main() -> None:
-    """Make what is missing and say what there is."""
+    """Make missing recordings, and print one line about each."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recordings", description=main.__doc__)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(RECORDINGS)}; default: all")
+    parser.add_argument("names", nargs="*", metavar="name", help=f"some of {', '.join(RECORDINGS)} (default: all)")
     parser.add_argument("--steps", type=int, help="steps of 2 transitions each (default: the registry's)")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.names) - set(RECORDINGS)):

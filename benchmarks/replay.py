@@ -1,4 +1,4 @@
-"""Recorded episodes, and their replay exactly as Stable Baselines3 hands them to ``ReplayBuffer.add``."""
+"""Recorded episodes, and their replay with SB3's exact arguments of ``ReplayBuffer.add``."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ Transition = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, l
 @dataclass
 class Recording:
     """
-    Real episodes of ``E`` environments over ``T`` steps, every single frame kept once.
+    Episodes of ``E`` environments over ``T`` steps, with every single frame stored once.
 
     :param name: Name in the registry.
-    :param policy: What chose the actions, in words ("random", "sticky random (repeat 0.75)", ...).
-    :param n_stack: How many frames an observation stacks.
-    :param action_space: The action space that a buffer gets.
-    :param frames: Single frames, uint8 ``(T + 1, E, H, W, c)``. ``frames[t + 1]`` is what step ``t``
-        returned: at the end of an episode the first frame of the next one, since vectorized environments
-        reset themselves.
-    :param actions: What the buffer gets: ``(T, E)`` if discrete, ``(T, E, n)`` in -1..1 if continuous.
-    :param rewards: float32 ``(T, E)``.
-    :param dones: bool ``(T, E)``.
-    :param truncated: bool ``(T, E)``, the episode was cut off by a time limit and did not end by itself.
-    :param terminal_frames: The last single frame ``(H, W, c)`` of each finished episode, by ``(t, e)``.
-    :param scores: Unclipped return of each whole game that ended, by ``(t, e)``.
+    :param policy: Description of the policy ("random", "sticky random (repeat 0.75)", ...).
+    :param n_stack: Number of frames that an observation stacks.
+    :param action_space: Action space for the buffer.
+    :param frames: Single frames, uint8 ``(T + 1, E, H, W, c)``. Step ``t`` returned ``frames[t + 1]``. At the end
+        of an episode, this is the first frame of the next one, since vectorized environments reset themselves.
+    :param actions: Actions for the buffer: ``(T, E)`` if discrete, ``(T, E, n)`` in -1..1 if continuous.
+    :param rewards: Rewards, float32 ``(T, E)``.
+    :param dones: Ends of episodes, bool ``(T, E)``.
+    :param truncated: Ends of episodes by a time limit, bool ``(T, E)``.
+    :param terminal_frames: Last single frame ``(H, W, c)`` of each finished episode, by ``(t, e)``.
+    :param scores: Unclipped return of each finished game, by ``(t, e)``.
     """
 
     name: str
@@ -52,31 +51,31 @@ class Recording:
     scores: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Count the steps ``T``; each is one transition per environment."""
+        """Return the number of steps ``T``; each is one transition per environment."""
         return len(self.dones)
 
     @property
     def n_envs(self) -> int:
-        """The number of environments ``E``."""
+        """Number of environments ``E``."""
         return self.frames.shape[1]
 
     @property
     def n_transitions(self) -> int:
-        """How often a buffer's ``add`` takes something in: ``T * E``."""
+        """Number of transitions, ``T * E``."""
         return self.dones.size
 
     @property
     def observation_space(self) -> spaces.Box:
-        """The space that the buffer gets: stacked and channel-first, uint8 ``(n_stack * c, H, W)``."""
+        """Observation space for the buffer, channel-first: uint8 ``(n_stack * c, H, W)``."""
         height, width, channels = self.frames.shape[2:]
         return spaces.Box(0, 255, (self.n_stack * channels, height, width), np.uint8)
 
     def head(self, steps: int) -> Recording:
         """
-        Cut the recording short.
+        Return the first steps as a recording that shares this one's memory.
 
-        :param steps: How many steps to keep.
-        :return: The first ``steps`` steps, sharing this recording's memory.
+        :param steps: Number of steps.
+        :return: The first ``steps`` steps.
         """
         return replace(
             self,
@@ -91,14 +90,14 @@ class Recording:
 
     def transitions(self, *, transposed_views: bool = True) -> Iterator[Transition]:
         """
-        Replay what ``OffPolicyAlgorithm._store_transition`` gives to ``ReplayBuffer.add``, bit for bit.
+        Yield the arguments that SB3 passes to ``ReplayBuffer.add`` in training.
 
-        SB3's own ``StackedObservations`` builds the stacks, so that padding after a reset, terminal stacks
-        and memory layout are those of training.
+        They are the same bit for bit. SB3's ``StackedObservations`` builds the stacks, so that padding after a reset,
+        terminal stacks and memory layout are those of training.
 
-        :param transposed_views: True gives what ``VecTransposeImage`` makes of channel-last frames:
-            channel-first *views* ``(E, k * c, H, W)`` of channel-last memory. False gives what a
-            channel-first environment makes: C-contiguous arrays of the same shape and content.
+        :param transposed_views: If true, observations are those of ``VecTransposeImage``: channel-first *views*
+            ``(E, k * c, H, W)`` of channel-last memory. If false, they are those of a channel-first environment:
+            C-contiguous arrays of the same shape and content.
         :return: ``(obs, next_obs, actions, rewards, dones, infos)`` for each step.
         """
         from stable_baselines3.common.vec_env.stacked_observations import StackedObservations
@@ -112,30 +111,30 @@ class Recording:
         def single(frame: np.ndarray) -> np.ndarray:
             return frame if transposed_views else np.ascontiguousarray(np.moveaxis(frame, -1, -3))
 
-        def stacked(stack: np.ndarray) -> np.ndarray:
+        def to_channel_first(stack: np.ndarray) -> np.ndarray:
             return np.moveaxis(stack, -1, -3) if transposed_views else stack
 
-        obs = stacked(stacker.reset(single(self.frames[0])))
+        obs = to_channel_first(stacker.reset(single(self.frames[0])))
         for t in range(len(self)):
             infos: list[dict[str, Any]] = [{"TimeLimit.truncated": bool(flag)} for flag in self.truncated[t]]
             ended = np.flatnonzero(self.dones[t])
             for e in ended:
                 infos[e]["terminal_observation"] = single(self.terminal_frames[t, int(e)])
             stacks, infos = stacker.update(single(self.frames[t + 1]), self.dones[t], infos)
-            new_obs = stacked(stacks)
-            # a deep copy keeps the memory order of the view, which np.array(..., order="C") would not
+            new_obs = to_channel_first(stacks)
+            # deepcopy preserves the memory order of the view, unlike np.array(..., order="C")
             next_obs = deepcopy(new_obs)
             for e in ended:
-                infos[e]["terminal_observation"] = stacked(infos[e]["terminal_observation"])
+                infos[e]["terminal_observation"] = to_channel_first(infos[e]["terminal_observation"])
                 next_obs[e] = infos[e]["terminal_observation"]
             yield obs, next_obs, self.actions[t].copy(), self.rewards[t].copy(), self.dones[t].copy(), infos
             obs = new_obs
 
     def save(self, path: Path) -> None:
         """
-        Write an ``.npz`` that ``numpy.load`` reads without pickle; a file that appears is complete.
+        Write an ``.npz`` file atomically; ``numpy.load`` reads it without pickle.
 
-        :param path: Where to; folders are made.
+        :param path: Path of the file; missing folders are created.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         shape = self.frames.shape[2:]
@@ -153,7 +152,7 @@ class Recording:
         }
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
-            # level 1 writes frames several times faster than savez_compressed's 6, at little size
+            # level 1 is several times faster than savez_compressed's level 6, and files are hardly larger
             with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
                 for key, array in arrays.items():
                     with archive.open(f"{key}.npy", "w", force_zip64=True) as member:
@@ -165,17 +164,17 @@ class Recording:
     @classmethod
     def load(cls, path: Path) -> Recording:
         """
-        Read what :meth:`save` wrote.
+        Read a file that :meth:`save` wrote.
 
-        :param path: The file.
-        :return: The recording, all in memory.
-        :raises ValueError: The file has another format version.
+        :param path: Path of the file.
+        :return: The recording, completely in memory.
+        :raises ValueError: If the file has another format version.
         """
         with np.load(path, allow_pickle=False) as archive:
             arrays = dict(archive)
         header = json.loads(arrays.pop("header").item())
         if header.pop("format") != FORMAT:
-            raise ValueError(f"{path} is not in format {FORMAT}: delete it, and it is recorded again")
+            raise ValueError(f"{path} is not in format {FORMAT}: delete it to record again")
         action_space = _space_from_json(header.pop("action_space"))
         for key in ("terminal_frames", "scores"):
             places = map(tuple, arrays.pop(f"{key}_at").tolist())

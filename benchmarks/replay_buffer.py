@@ -1,14 +1,13 @@
-"""``sample()`` and ``add()`` of ``CompressedReplayBuffer`` against Stable Baselines3's ``ReplayBuffer``.
-
-``add()`` counts twice: in the first lap, and when the ring is full, which is where a long training lives.
-
-Both hold the same recorded transitions of real environments, in one process, and take turns. Times are CPU seconds
-of the calling thread, but for the column with two threads: wall clock, which means something on a quiet machine only.
-
-Each competitor draws ten batches in a row, holding one while it draws the next, as a training loop does. ``--draws 1``
-makes them alternate after every batch, so that each finds the caches full of the other's frames.
+"""``sample()`` and ``add()`` of ``CompressedReplayBuffer`` against SB3's ``ReplayBuffer``.
 
     python -m benchmarks.replay_buffer [recording ...] [--codec patch+lz4] [--draws 1]
+
+Both buffers contain the same recorded transitions, in one process, and take turns. ``add()`` is measured while the ring
+is filled for the first time, and when it is full, as in most of a long training. Times are CPU seconds of the calling
+thread. The column with two threads is wall clock, which needs an idle machine.
+
+Each competitor draws ten batches in a row, and keeps each batch until the next is drawn, as in training. With
+``--draws 1`` they alternate after every batch, so that each finds the other's frames in the caches.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ NATURAL = (
     "vizdoom",
     "vizdoom-corridor",
 )
-DRAWS = 600  # of each competitor
-STEPS = 100  # a part of a lap: enough that blocks are sealed, and freed, in each
+DRAWS = 600  # Per competitor.
+STEPS = 100  # Part of a lap; long enough that blocks are sealed and freed in each part.
 HEADER = (
     f"{'recording':18} {'codec':10} {'bytes':>7} {'full':>6} {'memory':>7} {'n=32':>6} {'n=256':>6} {'2 thr.':>6} "
     f"{'1st lap':>7} {'full':>6}"
@@ -45,7 +44,7 @@ HEADER = (
 
 
 def _time_lap(recording: Recording, buffers: dict[str, ReplayBuffer]) -> dict[str, np.ndarray]:
-    """Adds the recording to all buffers in turn; returns the seconds of each ``STEPS`` steps."""
+    """Add the recording to all buffers in turn, and return the seconds per ``STEPS`` steps."""
     seconds: dict[str, list[float]] = {name: [] for name in buffers}
     for turn, transition in enumerate(recording.transitions()):
         for name in list(buffers) if turn % 2 else list(reversed(buffers)):
@@ -57,13 +56,13 @@ def _time_lap(recording: Recording, buffers: dict[str, ReplayBuffer]) -> dict[st
 
 
 def measure(name: str, *, codec: str, block_length: int | None, draws: int, steps: int | None = None) -> str:
-    """One row of the table."""
+    """Measure one recording, and return a row of the table."""
     recording = recordings.load(name, steps=steps)
     arguments = (len(recording) * 2, recording.observation_space, recording.action_space)
     plain = ReplayBuffer(*arguments, device="cpu", n_envs=2)
     options = {"codec": codec, "block_length": block_length, "num_threads": 1}
     ours = CompressedReplayBuffer(*arguments, device="cpu", n_envs=2, **options)
-    # First while both grow, and Stable Baselines3's pages are given to it one by one; then over the oldest transitions.
+    # The first lap fills both buffers, and allocates SB3's pages one by one. The second lap overwrites old transitions.
     laps, stored = [], []
     for _ in range(2):
         laps.append(_time_lap(recording, {"plain": plain, "ours": ours}))
@@ -86,7 +85,7 @@ def measure(name: str, *, codec: str, block_length: int | None, draws: int, step
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replay_buffer", description=main.__doc__)
     parser.add_argument("names", nargs="*", default=[*GAMES, *POLICIES, *NATURAL])
     parser.add_argument("--codec", default="auto")
@@ -97,11 +96,10 @@ def main() -> None:
     th.set_num_threads(1)
     print(machine())
     print(
-        "bytes: a transition, by nbytes, and once the ring is full, where so small a one holds up to 2 MB that blocks\n"
-        "were freed in; memory: SB3's over ours in the first lap (benchmarks.memory measures it by RSS); then\n"
-        "how many times as fast as SB3's: sample(32), sample(256), sample(256) in 2 threads by wall clock, add()\n"
-        "while both are filled for the first time, and add() once they are full, in parts of "
-        f"{STEPS} steps"
+        "bytes: per transition, by nbytes; full: the same once the ring is full, with up to 2 MB of freed blocks;\n"
+        "memory: SB3's bytes over these in the first lap (benchmarks.memory measures RSS); then the speedup over SB3:\n"
+        "sample(32), sample(256), sample(256) in 2 threads by wall clock, add() in the first lap, and add() with\n"
+        f"full buffers, in parts of {STEPS} steps"
     )
     print(HEADER)
     for name in tqdm(options.names, leave=False):

@@ -1,9 +1,9 @@
-"""All benchmarks whose figures the site quotes, one after the other: ``make bench``.
-
-What each printed is kept in ``benchmarks/results``, with the machine and the time that it took; a run that was
-interrupted goes on behind the last one that ended. At the end stands which figures fell short of what is claimed.
+"""Run all benchmarks whose figures the documentation quotes (``make bench``).
 
     python -m benchmarks.run [--quick] [--again] [NAME ...]
+
+The output of each is stored in ``benchmarks/results``, with the machine and the duration. An interrupted run continues
+after the last benchmark that finished. At the end, all figures that missed their targets are listed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.measure import RESULTS, machine
 
-# Each with the minutes that it takes on 2 cores, for the estimate.
+# Commands, and their minutes on 2 cores, for the estimate of the total time.
 COMMANDS: dict[str, float] = {
     "replay_buffer": 14,
     "replay_buffer --draws 1": 14,
@@ -46,13 +46,13 @@ COMMANDS: dict[str, float] = {
 
 
 def result_path(command: str) -> Path:
-    """Name the file of what a command printed."""
+    """Return the path of a command's stored output."""
     words = "".join(letter if letter.isalnum() else " " for letter in command).split()
     return RESULTS / f"{'-'.join(words)}.run.json"
 
 
 def run(command: str, show: Callable[[str], object]) -> dict[str, Any]:
-    """Run a benchmark, show its lines as they come, and keep them."""
+    """Run a benchmark, show its lines as they are printed, and store them."""
     started = time.monotonic()
     program = [sys.executable, "-u", "-m", *f"benchmarks.{command}".split()]
     lines = []
@@ -63,7 +63,7 @@ def run(command: str, show: Callable[[str], object]) -> dict[str, Any]:
             lines.append(line.rstrip("\n"))
     if process.returncode:
         raise SystemExit(
-            f"python -m benchmarks.{command} ended with {process.returncode}; the same command goes on here"
+            f"python -m benchmarks.{command} exited with {process.returncode}. Run the same command to continue here."
         )
     minutes = (time.monotonic() - started) / 60
     found = {"command": command, "machine": machine(), "minutes": round(minutes, 1), "lines": lines}
@@ -73,11 +73,11 @@ def run(command: str, show: Callable[[str], object]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run what has not been run on this machine."""
+    """Run all benchmarks that have no results from this machine."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=main.__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="some of them: replay_buffer, vec_env, …")
-    parser.add_argument("--quick", action="store_true", help="100,000 transitions a game instead of 1,000,000")
-    parser.add_argument("--again", action="store_true", help="also those that have been run")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="replay_buffer, vec_env, … (default: all)")
+    parser.add_argument("--quick", action="store_true", help="100,000 transitions per game instead of 1,000,000")
+    parser.add_argument("--again", action="store_true", help="also run benchmarks that have results")
     options = parser.parse_args()
     known = {command.split()[0] for command in COMMANDS}
     if not set(options.names) <= known:
@@ -95,14 +95,14 @@ def main() -> None:
             if before["machine"] == machine():
                 results[command] = before
     left = {command: minutes for command, minutes in todo.items() if command not in results}
-    print(f"{machine()}: {len(results)} are there, {len(left)} to run, about {sum(left.values()):.0f} minutes")
+    print(f"{machine()}: finished: {len(results)}, to run: {len(left)}, about {sum(left.values()):.0f} minutes")
     with tqdm(total=round(sum(left.values())), unit="min", disable=not left) as progress:
         for command, minutes in left.items():
             tqdm.write(f"\n$ python -m benchmarks.{command}")
             results[command] = run(command, tqdm.write)
             progress.update(round(minutes))
     missed = [(name, line) for name, found in results.items() for line in found["lines"] if "missed" in line]
-    print(f"\n{len(missed)} figures fell short" + (":" if missed else ""))
+    print(f"\nfigures that missed their targets: {len(missed)}")
     for name, line in missed:
         print(f"  {name.split()[0]:16}{line.strip()}")
 

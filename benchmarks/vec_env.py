@@ -1,10 +1,10 @@
-"""``sb3_ext.SharedMemoryVecEnv`` against Stable Baselines3's ``SubprocVecEnv``, each with its default start method.
-
-The vectorised environments take turns in one process, with the same actions; ratios are medians of the ratios of turns.
-*Bare* is what the same workers step when they talk to nobody. Every start is measured in a fresh process: the first of
-ours starts a fork server, later ones find it running. Beside each figure stands the bar that it has to reach.
+"""``SharedMemoryVecEnv`` against SB3's ``SubprocVecEnv``, with default start methods.
 
     python -m benchmarks.vec_env [steps frames busy vector learn start restart ray] [--rounds 15] [--envs 8]
+
+The vectorized environments take turns in one process, with the same actions. Ratios are medians over the rounds. *Bare*
+is the speed of the same workers without communication. Every start is measured in a fresh process. The first start of
+SharedMemoryVecEnv also starts a fork server, which later starts reuse. Targets are printed next to the figures.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
-from benchmarks import _vec_env_worlds as worlds
-from benchmarks.measure import time_in_turns, format_ratio, machine, parse_options, record, speedup
+from benchmarks import _vec_env_environments as worlds
+from benchmarks.measure import format_ratio, machine, parse_options, record, speedup, time_in_turns
 from benchmarks.processes import run_module
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import RayVecEnv, SharedMemoryVecEnv
@@ -49,13 +49,13 @@ WIDTH = 34
 
 
 def print_row(label: str, *columns: str, verdict: str = "") -> None:
-    """Print one."""
+    """Print one row of a table."""
     print(f"{label:{WIDTH}}" + "".join(f"{column:>16}" for column in columns) + f"  {verdict}", flush=True)
 
 
 @contextlib.contextmanager
 def competitors(build: Callable[[], Any], n_envs: int) -> Iterator[dict[str, VecEnv]]:
-    """Make all of them."""
+    """Make all vectorized environments by name, and close them at exit."""
     env_fns = [build] * n_envs
     made: dict[str, VecEnv] = {SUBPROC: SubprocVecEnv(env_fns)}
     made[ONE_EACH] = SharedMemoryVecEnv(env_fns)
@@ -69,7 +69,7 @@ def competitors(build: Callable[[], Any], n_envs: int) -> Iterator[dict[str, Vec
 
 
 def make_stepper(venv: VecEnv, steps: int) -> Callable[[], None]:
-    """Give what steps it, with an action of its own each time."""
+    """Return a function that steps a VecEnv once with each of ``steps`` random actions."""
     rng = np.random.default_rng(0)
     actions = rng.integers(2, size=(steps, venv.num_envs))
     venv.seed(0)
@@ -84,8 +84,8 @@ def make_stepper(venv: VecEnv, steps: int) -> Callable[[], None]:
 
 
 def rates(name: str, build: Callable[[], Any], n_envs: int, count: int, rounds: int) -> None:
-    """Print steps a second, of all environments together."""
-    print(f"\n{name}: steps a second of {n_envs} environments")
+    """Measure and print the steps per second of all environments together."""
+    print(f"\n{name}: steps per second of {n_envs} environments")
     with competitors(build, n_envs) as made:
         runs: dict[str, Callable[[], object]] = {
             competitor: make_stepper(venv, count) for competitor, venv in made.items()
@@ -110,27 +110,27 @@ def rates(name: str, build: Callable[[], Any], n_envs: int, count: int, rounds: 
 
 
 def steps(rounds: int, n_envs: int) -> None:
-    """CartPole."""
+    """Measure CartPole."""
     rates("steps", worlds.cart_pole, n_envs, 400, rounds)
 
 
 def frames(rounds: int, n_envs: int) -> None:
-    """Observations of 100 KB."""
+    """Measure observations of 100 KB."""
     rates("frames", worlds.frames, n_envs, 100, rounds)
 
 
 def busy(rounds: int, n_envs: int) -> None:
-    """Steps that take a millisecond."""
+    """Measure steps that take a millisecond."""
     rates("busy", worlds.busy, n_envs, 30, rounds)
 
 
 def ray(rounds: int, n_envs: int) -> None:
-    """Actors of Ray on this machine, beside workers that share memory."""
+    """Compare Ray actors on this machine with workers that share memory."""
     import ray as cluster
 
     cluster.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     for name, build, count in (("CartPole", worlds.cart_pole, 100), ("a millisecond", worlds.busy, 20)):
-        print(f"\nray, {name}: steps a second of {n_envs} environments in 2 workers")
+        print(f"\nray, {name}: steps per second of {n_envs} environments in 2 workers")
         made = {competitor: kind([build] * n_envs, n_workers=2) for competitor, kind in WITH_RAY.items()}
         seconds = time_in_turns(
             {competitor: make_stepper(venv, count) for competitor, venv in made.items()}, rounds=rounds
@@ -143,9 +143,9 @@ def ray(rounds: int, n_envs: int) -> None:
 
 
 def vector(rounds: int, n_envs: int) -> None:
-    """Gymnasium's own interface, against its ``AsyncVectorEnv``."""
+    """Compare ``SharedMemoryVectorEnv`` with gymnasium's ``AsyncVectorEnv``."""
     for name, build, count in (("CartPole", worlds.cart_pole, 400), ("frames of 100 KB", worlds.frames, 100)):
-        print(f"\nvector, {name}: steps a second of {n_envs} environments")
+        print(f"\nvector, {name}: steps per second of {n_envs} environments")
         env_fns = [build] * n_envs
         made: dict[str, Any] = {
             "AsyncVectorEnv": AsyncVectorEnv(env_fns),
@@ -179,12 +179,12 @@ def _with_their_monitor() -> Any:
 
 
 def learn(rounds: int, n_envs: int) -> None:
-    """PPO on CartPole, as a whole."""
-    print(f"\nlearn: PPO's timesteps a second with {n_envs} environments, CartPole")
+    """Measure ``PPO.learn`` on CartPole."""
+    print(f"\nlearn: PPO's timesteps per second with {n_envs} environments, CartPole")
     made: dict[str, VecEnv] = {
         SUBPROC: SubprocVecEnv([_with_their_monitor] * n_envs),
-        ONE_EACH: SharedMemoryVecEnv([worlds.monitored] * n_envs),
-        TWO_WORKERS: SharedMemoryVecEnv([worlds.monitored] * n_envs, n_workers=2),
+        ONE_EACH: SharedMemoryVecEnv([worlds.monitored_cart_pole] * n_envs),
+        TWO_WORKERS: SharedMemoryVecEnv([worlds.monitored_cart_pole] * n_envs, n_workers=2),
     }
     torch.set_num_threads(1)
     timesteps = 256 * n_envs
@@ -203,12 +203,12 @@ def learn(rounds: int, n_envs: int) -> None:
 
 
 def run_once(*arguments: object) -> Any:
-    """Run a measurement in a fresh process."""
+    """Run ``benchmarks._vec_env_once`` in a fresh process, and return its result."""
     return json.loads(run_module("benchmarks._vec_env_once", *arguments))
 
 
 def start(rounds: int, n_envs: int) -> None:
-    """Until the first observation, and the memory of a worker after a rollout."""
+    """Measure seconds until the first observation, memory per worker, and ``close()``."""
     print(f"\nstart: seconds until the first observation, {STARTED} workers, CartPole")
     found: dict[str, list[Any]] = {"SB3": [], "ours": []}
     for turn in range(max(1, rounds // 3)):
@@ -236,7 +236,7 @@ def start(rounds: int, n_envs: int) -> None:
 
 
 def restart(rounds: int, n_envs: int) -> None:
-    """The step in which a worker is replaced."""
+    """Measure the step that replaces a dead worker."""
     seconds = median(run_once("restart", 0))
     verdict = f"(≤ {RESTART_S:g} s){'' if seconds <= RESTART_S else '  missed'}"
     print(f"\nrestart: a step of {STARTED} workers in which one is replaced, CartPole")
@@ -249,7 +249,7 @@ PARTS: dict[str, Callable[[int, int], None]] = {
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vec_env", description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--envs", type=int, default=8)

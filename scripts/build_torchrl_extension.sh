@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Builds TorchRL's C++ extension, which PrioritizedSampler needs, for the installed torch, and puts it into .venv.
+# Build TorchRL's C++ extension, which PrioritizedSampler needs, for the installed torch, and install it into .venv.
 #
-# TorchRL's wheel has an extension that loads with one version of torch only: that of TorchRL 0.14.1 needs torch 2.14, and
-# the tests run with torch 2.13, of which there is a small build for the CPU. The wheel brings the sources along.
-# Does nothing where the extension loads. PYTHON names another environment's interpreter than .venv/bin/python.
+# The extension in TorchRL's wheel loads with one version of torch only. TorchRL 0.14.1 needs torch 2.14, but the tests
+# run with torch 2.13, which has a small CPU build. The wheel contains the sources. If the extension loads already, this
+# script does nothing. PYTHON sets the interpreter, by default .venv/bin/python.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -39,7 +39,7 @@ trap 'rm -f "$new"' EXIT
 say "compiling for $("$python" -c 'import torch; print("torch", torch.__version__)'), which takes some minutes"
 "${CXX:-g++}" -std=c++20 -O2 -DNDEBUG -shared -fPIC -DTORCH_EXTENSION_NAME=_torchrl "${paths[@]}" \
     "$folder/csrc/pybind.cpp" "$folder/csrc/utils.cpp" -ltorch_python -ltorch -ltorch_cpu -lc10 -o "$new"
-# In one step: other processes may be importing TorchRL. What pip has installed may be a link to a cache that others use.
+# Replaces the file in one step, since other processes may be importing it, and since it may be a link to pip's cache.
 mv "$new" "$extension"
 "$python" -c 'import torch, torchrl._torchrl'
 say "built $extension"

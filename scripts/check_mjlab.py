@@ -1,6 +1,6 @@
-"""Checks GymWrapper on environments of mjlab, on the CPU, against the same environments stepped by hand.
+"""Check GymWrapper on mjlab's environments against the same environments without it.
 
-Run by check_mjlab.sh. Prints a line for every check; the exit status is 1 where one failed.
+check_mjlab.sh runs it. It prints one line per check. The exit status is 1 if a check failed.
 
     scripts/check_mjlab.sh [task ...]
 """
@@ -28,17 +28,17 @@ from torchrl_ext import GymWrapper
 TASKS = ("Mjlab-Cartpole-Balance", "Mjlab-Velocity-Flat-Unitree-Go1")
 ENVS = 4
 STEPS = 24
-EPISODE = 9  # steps: the time limit strikes twice
+EPISODE = 9  # Steps per episode, so that the time limit is reached twice.
 SEED = 7
 _failures: list[str] = []
 
 
 @dataclass(frozen=True)
 class Record:
-    """What an environment stepped by hand returned, everything copied at once; all are (ENVS, STEPS, ...).
+    """Copied results of an environment without a wrapper, of shape (ENVS, STEPS, ...).
 
-    :param before: observations that the steps start from
-    :param after: observations that the steps return
+    :param before: Observations before the steps.
+    :param after: Observations that the steps return.
     """
 
     before: dict[str, torch.Tensor]
@@ -49,12 +49,12 @@ class Record:
 
     @property
     def done(self) -> torch.Tensor:
-        """Ends of episodes, of both kinds."""
+        """Ends of episodes, by termination or truncation."""
         return self.terminated | self.truncated
 
 
 def check(passed: bool | torch.Tensor, text: str) -> None:
-    """Print a line, and remember a failure."""
+    """Print a line, and record a failure."""
     print(f"  {'ok    ' if passed else 'FAILED'} {text}", flush=True)
     if not passed:
         _failures.append(text)
@@ -71,7 +71,7 @@ def make(task: str, **settings: Any) -> ManagerBasedRlEnv:
 
 
 def step_without_wrapper(env: ManagerBasedRlEnv, actions: torch.Tensor) -> Record:
-    """Step without a wrapper; what does not reset itself is reset by its indices."""
+    """Step without a wrapper, and reset by indices if the environment does not autoreset."""
     env.reset(seed=SEED)
     observation, _ = env.reset()
     columns: dict[str, list[Any]] = {name: [] for name in ("before", "after", "reward", "terminated", "truncated")}
@@ -83,7 +83,7 @@ def step_without_wrapper(env: ManagerBasedRlEnv, actions: torch.Tensor) -> Recor
             columns[name].append(value.clone().unsqueeze(-1))
         done = (rest[1] | rest[2]).nonzero().squeeze(-1)
         if len(done) and not env.cfg.auto_reset:
-            # The others go on from what the step returned: a reset draws the noise of all observations anew.
+            # Other rows continue from the step's observations, since a reset draws new noise for all rows.
             fresh, _ = env.reset(env_ids=done)
             observation = columns["after"][-1].copy()
             for key in observation:
@@ -118,10 +118,10 @@ def equal(data: TensorDictBase, expected: Mapping[str, torch.Tensor], rows: torc
 
 
 def check_record(data: TensorDictBase, record: Record) -> None:
-    """Check what does not depend on who resets."""
+    """Check the results that do not depend on the autoreset mode."""
     after = data.get("next")
     check(equal(data, record.before), "observations equal those of the bare environment")
-    check(equal(after, record.after, ~record.done), "next observations equal its, where no episode ends")
+    check(equal(after, record.after, ~record.done), "next observations equal its, except at ends of episodes")
     for name in ("reward", "terminated", "truncated", "done"):
         check(torch.equal(after.get(name), getattr(record, name)), f"{name} equals its")
     count = int(record.done.sum())
@@ -133,7 +133,7 @@ def check_record(data: TensorDictBase, record: Record) -> None:
 
 
 def check_same_step(task: str) -> None:
-    """Check mjlab's default: it resets within the step and gives no final observations."""
+    """Check mjlab's default, which resets within the step and returns no final observations."""
     print(f"{task}, which resets itself")
     env = GymWrapper(make(task))
     check(env.batch_size == (ENVS,) and env.device == torch.device("cpu"), "batch size and device")
@@ -151,7 +151,7 @@ def check_same_step(task: str) -> None:
     done = record.done.squeeze(-1)
     lost = [data.get(("next", key))[done] for key in record.before]
     check(all(rows.isnan().all() for rows in lost), "last observations are NaN")
-    check(not any(data.get(key).isnan().any() for key in record.before), "no other observation is")
+    check(not any(data.get(key).isnan().any() for key in record.before), "no other observation is NaN")
     data = rollout(GymWrapper(make(task), missing_final_obs="previous"), actions)
     before = {key: data.get(key) for key in record.before}
     check(equal(data.get("next"), before, record.done), 'with missing_final_obs="previous" the ones before them')
@@ -162,7 +162,7 @@ def check_same_step(task: str) -> None:
 
 
 def check_disabled(task: str) -> None:
-    """Check mjlab's other mode: steps return the true last observations, and the wrapper resets."""
+    """Check mjlab's other mode, with final observations in steps and resets by the wrapper."""
     print(f"{task}, auto_reset=False")
     env = GymWrapper(make(task, auto_reset=False), autoreset_mode="Disabled")
     check_env_specs(env)
@@ -182,11 +182,11 @@ def check_disabled(task: str) -> None:
     lengths = env._env.episode_length_buf.tolist()
     check(lengths == [3, 0, 3, 3], f"a partial reset leaves the others alone: episode lengths {lengths}")
     data = rollout(GymWrapper(make(task, auto_reset=False)), actions)
-    check(equal(data.get("next"), record.after), "the same without autoreset_mode: it is found out")
+    check(equal(data.get("next"), record.after), "the same without autoreset_mode, which is detected")
 
 
 def raises(kind: type[Exception], call: Callable[[], object]) -> bool:
-    """Tell whether a call raises an exception of a kind."""
+    """Return whether a call raises an exception of a class, and print its text."""
     try:
         call()
     except kind as error:
@@ -203,7 +203,7 @@ def main() -> None:
     for task in parser.parse_args().tasks:
         check_same_step(task)
         check_disabled(task)
-    print(f"{len(_failures)} checks failed" if _failures else "all checks passed")
+    print(f"failed checks: {len(_failures)}" if _failures else "all checks passed")
     sys.exit(bool(_failures))
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Checks GymWrapper on environments of mjlab, on the CPU. By hand, not in CI: .venv-mjlab takes gigabytes, and mjlab wants
-# a newer mujoco than .venv can have. The second run finds it and starts at once. PYTHON names another interpreter than
-# python3. Arguments go to check_mjlab.py.
+# Check GymWrapper on mjlab's environments, on the CPU. CI does not run it, since .venv-mjlab takes gigabytes, and mjlab
+# needs a newer mujoco than .venv. Later runs reuse .venv-mjlab. PYTHON sets the interpreter, by default python3.
+# Arguments are passed to check_mjlab.py.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,14 +17,14 @@ if [[ ! -e $stamp || $stamp -ot constraints.txt || $stamp -ot pyproject.toml || 
     fi
     echo "mjlab: installing into $venv"
     [[ -x $venv/bin/python ]] || "${PYTHON:-python3}" -m venv "$venv"
-    # Of the tested versions, those that matter to what is checked; mjlab wants its own of the others.
+    # Only the versions that matter to the check are constrained, since mjlab needs its own versions of the others.
     grep -E '^(gymnasium|hoptorch|llvmlite|numba|numpy|tensordict|torch|torchrl)==' constraints.txt >"$venv/constraints.txt"
     install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$venv/constraints.txt")
-    # torch first and alone: pip then prefers a CPU build, where one of its indexes or wheel folders has it.
+    # torch first and alone, so that pip prefers a CPU build if a configured index or wheel folder has it.
     "${install[@]}" torch
     "${install[@]}" --editable ".[torchrl]" "mjlab==1.6.*"
     touch "$stamp"
 fi
 
-# No GPU is looked for, and the kernels that warp compiles stay here.
+# Hides GPUs, and stores the kernels that warp compiles in the virtual environment.
 exec env CUDA_VISIBLE_DEVICES="" WARP_CACHE_PATH="$venv/warp" "$venv/bin/python" scripts/check_mjlab.py "$@"

@@ -6,9 +6,14 @@ Prints one line per violation and exits with 1 if there is any. ``make lint`` ru
     python scripts/check_prose.py                  # every tracked file
     python scripts/check_prose.py sb3_ext docs     # some folders or files
 
-The rules: a sentence has at most 25 words; a docstring does not begin with a question word, "Of" or "That"; words that
-this project does not use are listed in ``WORDS``; a class or function name at module level has one meaning in the
-three packages. ``SHARED_NAMES`` and ``QUOTES`` list the exceptions, each with its reason.
+The rules:
+
+- A sentence has at most 25 words.
+- A docstring does not begin with a question word, "Of" or "That".
+- ``WORDS`` lists words that this project does not use.
+- A function's name begins with a verb. A name at module level has one meaning in the three packages.
+
+``SHARED_NAMES`` and ``QUOTES`` list the exceptions, each with its reason.
 """
 
 from __future__ import annotations
@@ -62,6 +67,7 @@ SHARED_NAMES: dict[str, str] = {
     "main": "entry points",
     "add_arguments": "each command of rl-ext has these two functions",
     "run": "each command of rl-ext has these two functions",
+    "as_factory": "that of torchrl_ext is the core's, for environments of TorchRL",
 }
 # Passages that quote others, such as a library's message, and why they stay.
 QUOTES: dict[str, str] = {}

@@ -1,9 +1,9 @@
-"""Checks GymWrapper on scenarios of VMAS, on the CPU, against the same scenarios stepped by hand.
+"""Check GymWrapper on VMAS's scenarios against the same scenarios without it, on the CPU.
 
-VMAS's interface is one of its own: lists with an entry for each agent, rewards of each agent, resets one by one.
-:class:`Team` shows what GymWrapper needs instead, in thirty lines; what it says to VMAS's other interfaces is printed.
+VMAS has its own interface: lists with an entry per agent, a reward per agent, and resets one by one. :class:`Team`
+adapts it to GymWrapper in thirty lines. GymWrapper's errors on VMAS's own interfaces are printed.
 
-Run by check_vmas.sh. Prints a line for every check; the exit status is 1 where one failed.
+check_vmas.sh runs it. It prints one line per check. The exit status is 1 if a check failed.
 
     scripts/check_vmas.sh [scenario ...]
 """
@@ -29,30 +29,30 @@ from torchrl_ext import GymWrapper
 SCENARIOS = ("balance", "transport")
 ENVS = 4
 STEPS = 150
-EPISODE = 60  # steps: some episodes of "balance" end before that, none of "transport"
+EPISODE = 60  # Steps per episode; some of "balance" end earlier, none of "transport".
 SEED = 7
 _failures: list[str] = []
 
 
 class Team:
-    """A scenario with gymnasium's signatures: agents in Dicts, the sum of their rewards, resets by ``env_ids``.
+    """Scenario with gymnasium's signatures, summed rewards, and resets by ``env_ids``.
 
-    :param scenario: its name
-    :param settings: of ``vmas.make_env``
+    :param scenario: Name of the scenario.
+    :param settings: Options of ``vmas.make_env``.
     """
 
-    metadata = {"autoreset_mode": AutoresetMode.DISABLED}  # noqa: RUF012 (gymnasium's environments have it so)
+    metadata = {"autoreset_mode": AutoresetMode.DISABLED}  # noqa: RUF012 (as in gymnasium's environments)
 
     def __init__(self, scenario: str, **settings: Any) -> None:
         given = {"num_envs": ENVS, "device": "cpu", "max_steps": EPISODE, "seed": SEED, **settings}
         self._env = make_env(scenario, dict_spaces=True, terminated_truncated=True, **given)
         self.num_envs, self.device = self._env.num_envs, self._env.device
-        # Those of one sub-environment, and of the old gym: both are found out. Their keys share one TensorDict.
+        # The spaces are unbatched and of the old gym; GymWrapper detects both. Keys must differ within one TensorDict.
         self.observation_space = self._env.observation_space
         self.action_space = {f"{name}_action": space for name, space in self._env.action_space.spaces.items()}
 
     def reset(self, *, seed: int | None = None, env_ids: torch.Tensor | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset all, or some."""
+        """Reset all sub-environments, or those of ``env_ids``."""
         if seed is not None:
             self._env.seed(seed)
         if env_ids is None:
@@ -65,21 +65,21 @@ class Team:
         return observation, {}
 
     def step(self, action: dict[str, torch.Tensor]) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, Any]:
-        """Take a step with all agents."""
+        """Step all agents."""
         actions = {name.removesuffix("_action"): part for name, part in action.items()}
         observation, rewards, terminated, truncated, info = self._env.step(actions)
         return observation, torch.stack(list(rewards.values())).sum(0), terminated, truncated, info
 
 
 def check(passed: bool | torch.Tensor, text: str) -> None:
-    """Print a line, and remember a failure."""
+    """Print a line, and record a failure."""
     print(f"  {'ok    ' if passed else 'FAILED'} {text}", flush=True)
     if not passed:
         _failures.append(text)
 
 
 def step_without_wrapper(env: Team, actions: list[dict[str, torch.Tensor]]) -> TensorDictBase:
-    """Step without a wrapper, copying everything at once."""
+    """Step without a wrapper, and return copies of all results."""
     env.reset(seed=SEED)
     observation, _ = env.reset()
     steps = []
@@ -90,7 +90,7 @@ def step_without_wrapper(env: Team, actions: list[dict[str, torch.Tensor]]) -> T
         steps.append(TensorDict({**before, "next": _columns(after)}, [ENVS]))
         done = (terminated | truncated).nonzero().squeeze(-1)
         if len(done):
-            # All at once and one by one, VMAS draws other random numbers.
+            # VMAS draws different random numbers in full and in single resets.
             observation, _ = env.reset() if len(done) == ENVS else env.reset(env_ids=done)
     return torch.stack(steps, 1)
 
@@ -104,7 +104,7 @@ def _columns(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def check_scenario(scenario: str, **settings: Any) -> None:
-    """Check one scenario."""
+    """Check one scenario against the bare environment."""
     print(", ".join([scenario, *(f"{name}={value}" for name, value in settings.items())]))
     env = GymWrapper(Team(scenario, **settings), categorical_action_encoding=True)
     check(env.batch_size == (ENVS,) and env.device == torch.device("cpu"), "batch size and device")
@@ -142,18 +142,18 @@ def check_scenario(scenario: str, **settings: Any) -> None:
 
 
 def check_gradients(scenario: str) -> None:
-    """Check that no gradients come out of a simulation that can be differentiated."""
+    """Check that results of a differentiable simulation are detached."""
     print(f"{scenario}, grad_enabled=True")
     env = GymWrapper(Team(scenario, grad_enabled=True))
     tensordict = env.reset()
     for action in env.rand_action(tensordict).select(*env.full_action_spec.keys()).values():
         action.requires_grad_()
     after = env.step(tensordict).get("next")
-    check(not any(value.requires_grad for value in after.values(True, True)), "tensors come without gradients")
+    check(not any(value.requires_grad for value in after.values(True, True)), "tensors are detached")
 
 
 def print_native_interfaces(scenario: str) -> None:
-    """Print what becomes of VMAS's interfaces as they are."""
+    """Print whether GymWrapper accepts VMAS's own interfaces, or its errors."""
     print(f"{scenario}, VMAS's own interfaces: lists of agents, and a reward for each")
     settings = {"num_envs": ENVS, "seed": SEED, "terminated_truncated": True}
     for title, extra in {
@@ -164,7 +164,7 @@ def print_native_interfaces(scenario: str) -> None:
         try:
             GymWrapper(make_env(scenario, **settings, **extra)).rollout(3)
             print(f"         {title}: works")
-        except Exception as error:  # whatever it is, it is to be seen
+        except Exception as error:  # any error is printed
             print(f"         {title}: {type(error).__name__}: {error}")
 
 
@@ -172,14 +172,14 @@ def main() -> None:
     """Check all scenarios."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("scenarios", nargs="*", default=SCENARIOS)
-    warnings.simplefilter("ignore")  # of gym, which VMAS still imports
+    warnings.simplefilter("ignore")  # hides warnings of gym, which VMAS still imports
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     for scenario in parser.parse_args().scenarios:
         check_scenario(scenario)
         check_scenario(scenario, continuous_actions=False)
         check_gradients(scenario)
         print_native_interfaces(scenario)
-    print(f"{len(_failures)} checks failed" if _failures else "all checks passed")
+    print(f"failed checks: {len(_failures)}" if _failures else "all checks passed")
     sys.exit(bool(_failures))
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Checks GymWrapper on scenarios of VMAS, on the CPU. By hand, not in CI: .venv-vmas takes more than a gigabyte, and VMAS
-# brings the old gym along. The second run finds it and starts at once. PYTHON names another interpreter than python3.
-# Arguments go to check_vmas.py.
+# Check GymWrapper on VMAS's scenarios, on the CPU. CI does not run it, since .venv-vmas takes more than a gigabyte, and
+# VMAS needs the old gym. Later runs reuse .venv-vmas. PYTHON sets the interpreter, by default python3. Arguments are
+# passed to check_vmas.py.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,14 +17,14 @@ if [[ ! -e $stamp || $stamp -ot constraints.txt || $stamp -ot pyproject.toml || 
     fi
     echo "vmas: installing into $venv"
     [[ -x $venv/bin/python ]] || "${PYTHON:-python3}" -m venv "$venv"
-    # Of the tested versions, those that matter to what is checked; VMAS wants its own of the others.
+    # Only the versions that matter to the check are constrained, since VMAS needs its own versions of the others.
     grep -E '^(gymnasium|hoptorch|llvmlite|numba|numpy|tensordict|torch|torchrl)==' constraints.txt >"$venv/constraints.txt"
     install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$venv/constraints.txt")
-    # torch first and alone: pip then prefers a CPU build, where one of its indexes or wheel folders has it.
+    # torch first and alone, so that pip prefers a CPU build if a configured index or wheel folder has it.
     "${install[@]}" torch
     "${install[@]}" --editable ".[torchrl]" "vmas[gymnasium]==1.5.*"
     touch "$stamp"
 fi
 
-# No GPU is looked for.
+# Hides GPUs.
 exec env CUDA_VISIBLE_DEVICES="" "$venv/bin/python" scripts/check_vmas.py "$@"

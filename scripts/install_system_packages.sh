@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Installs what MuJoCo needs to render without a display, EGL, GLX and Mesa's software renderers, and a C compiler.
-# Does nothing where everything is there. On systems without apt it names what is needed and leaves it to you.
-# PYTHON names the interpreter if that is not python3.
+# Install EGL, GLX and Mesa's software renderers, with which MuJoCo renders without a display, and a C compiler. If all
+# packages are installed, this script does nothing. On systems without apt, it only prints their names. PYTHON sets the
+# interpreter, by default python3.
 set -euo pipefail
 
 packages=(
-    libegl1          # EGL: the windowless way to a GPU, MUJOCO_GL=egl
+    libegl1          # EGL: rendering on a GPU without windows, MUJOCO_GL=egl
     libegl-mesa0     # EGL without a GPU
     libgl1           # OpenGL
     libglx-mesa0     # OpenGL for glfw
-    libgl1-mesa-dri  # Mesa's drivers, llvmpipe among them: rendering on the CPU
+    libgl1-mesa-dri  # Mesa's drivers, including llvmpipe for the CPU
     libosmesa6       # rendering into memory, MUJOCO_GL=osmesa
-    gcc              # robosuite needs evdev, which pip compiles; the tests compile drivers of machines with GPUs
+    gcc              # pip compiles evdev for robosuite; the tests compile mock drivers of GPUs
     g++              # scripts/build_torchrl_extension.sh compiles TorchRL's C++ part
-    libc6-dev        # its headers, and with linux-libc-dev those of the kernel that evdev reads
+    libc6-dev        # its headers; linux-libc-dev has the kernel's, which evdev reads
     linux-libc-dev
 )
 
-# Debian's own Python keeps its headers in a package; others bring them along.
+# Debian's own Python has its headers in a package; others include them.
 python=$(command -v "${PYTHON:-python3}" || true)
 if [[ $python == /usr/bin/* && ! -e $("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]]; then
     packages+=(python3-dev)

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Makes .venv-meltingpot, in which the tests run ParallelEnv on Melting Pot: that brings TensorFlow and jax along, and
-# its simulator, dmlab2d, has wheels for some machines only. Does nothing where it is there already.
-# --if-possible: where there is no such wheel, say so, and that is no error. PYTHON names another interpreter than python3.
+# Make .venv-meltingpot, in which the tests run ParallelEnv on Melting Pot. It needs TensorFlow and jax, and its
+# simulator dmlab2d has wheels for some machines only. If it is complete, this script does nothing. With --if-possible,
+# a missing wheel is reported but is not an error. PYTHON sets the interpreter, by default python3.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=.venv-meltingpot
 stamp=$venv/.installed
-skipped=$venv/.skipped # why there is none, for the tests to say
+skipped=$venv/.skipped # the reason for skipping, which the tests report
 python=${PYTHON:-python3}
 needs_gb=12
 
@@ -27,8 +27,8 @@ if [[ -e $stamp && ! $stamp -ot constraints.txt && ! $stamp -ot pyproject.toml &
     exit 0
 fi
 
-# Those that have wheels of dmlab2d 1.0.2 and tensorflow-cpu 2.21. pip's answer would not do: it says "no matching
-# distribution" without a network as well.
+# Machines with wheels of dmlab2d 1.0.2 and tensorflow-cpu 2.21. pip cannot be used for this, since it also reports "no
+# matching distribution" without a network.
 reason=$("$python" - <<'END'
 import platform, sys
 version = "%d.%d" % sys.version_info[:2]
@@ -59,18 +59,18 @@ if ((free_gb < needs_gb)); then
 fi
 
 say "installing into $venv"
-rm -f "$stamp" "$skipped" # what fails from here on is not made
+rm -f "$stamp" "$skipped" # removed until everything below has succeeded
 [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
-# The versions that the other tests run with, but for the one that TensorFlow does not allow.
+# The versions of the other tests, except h5py's, which TensorFlow does not allow.
 grep -v '^h5py==' constraints.txt >"$venv/constraints.txt"
 install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$venv/constraints.txt")
-# torch first and alone: pip then prefers a CPU build, where one of its indexes or wheel folders has it.
+# torch first and alone, so that pip prefers a CPU build if a configured index or wheel folder has it.
 "${install[@]}" torch
-# What "import meltingpot" imports: TensorFlow too, for its bots. pandas, pygame and OpenCV are for other parts of it.
+# Requirements of "import meltingpot", including TensorFlow for its bots. Other parts need pandas, pygame and OpenCV.
 "${install[@]}" --editable ".[torchrl]" ipykernel matplotlib "dmlab2d==1.0.2" "tensorflow-cpu==2.21.*" \
     absl-py "chex==0.1.*" dm-env dm-tree "immutabledict==4.*" "ml-collections==1.*" "reactivex==4.*"
 
-# Its build downloads hundreds of megabytes of bots, unless it finds them in TMPDIR: it finds none there.
+# Its build downloads hundreds of megabytes of bots, unless it finds an archive in TMPDIR. This one is empty.
 assets=$(mktemp -d)
 trap 'rm -rf "$assets"' EXIT
 mkdir "$assets/assets"

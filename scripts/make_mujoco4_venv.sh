@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv-mujoco4, in which tests ask mujoco 4 itself which device it picks: robosuite keeps .venv below mujoco 3.10.
-# Does nothing where it is there already. PYTHON names another interpreter than python3.
+# Make .venv-mujoco4, in which tests query the device that mujoco 4 selects. robosuite limits .venv to mujoco < 3.10. If
+# it is complete, this script does nothing. PYTHON sets the interpreter, by default python3.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,13 +15,13 @@ if [[ -e $stamp && ! $stamp -ot constraints.txt && ! $stamp -ot scripts/make_muj
     exit 0
 fi
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-    say "needs Python 3.11 or newer, and $python is older; name another one: PYTHON=python3.12 $0"
+    say "needs Python 3.11 or newer, but $python is older; use another one: PYTHON=python3.12 $0"
     exit 1
 fi
 
 say "installing into $venv"
 [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
-# The versions that the other tests run with, but for mujoco's own.
+# The versions of the other tests, except mujoco's.
 grep -v '^mujoco==' constraints.txt >"$venv/constraints.txt"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     --constraint "$venv/constraints.txt" "mujoco==4.0.0"

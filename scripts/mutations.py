@@ -1,12 +1,14 @@
-"""Changes the sources in a small place at a time, and says which changes no test notices.
+"""Make small changes of the sources, one at a time, and list those that no test detects.
 
     pip install pytest-cov
     python scripts/mutations.py shared/rl_ext_core/frames --tests tests/core/frames tests/sb3_ext/test_replay_buffer.py
 
-Everything happens in a copy of the tree. The tests run once to record which lines each of them passes. After that, each
-mutant is shown to the tests that pass its line, until one fails. The same command goes on where it was interrupted;
-another ``--work`` folder begins anew. Lines that numba compiles, or that run in other processes, are not in the record:
-mutants are shown to the tests that ``--otherwise`` names, too. One of code that kills processes may kill any; write
+Everything happens in a copy of the tree. The tests run once to record the lines that each of them executes. Then each
+mutant runs with the tests that execute its line, until one fails. The same command continues an interrupted run.
+Another ``--work`` folder starts over.
+
+Coverage misses lines that numba compiles and lines in other processes. Therefore each mutant also runs with the tests
+named by ``--otherwise``. Mutants of code that kills processes may kill any process. For these, put
 ``unshare --pid --fork --mount-proc`` before the command.
 """
 
@@ -34,8 +36,12 @@ from coverage.numbits import numbits_to_nums
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILED = ("njit", "kernel", "intrinsic")
-# The cache of machine code goes stale with any source of this folder, which would be compiled for every mutant.
-DIGEST = "shared/rl_ext_core/frames/machine.py", "_DIGEST = sources_digest(Path(__file__).parent)", '_DIGEST = "none"'
+# Any change in this folder invalidates the cache of machine code; the replacement avoids compiling for every mutant.
+DIGEST = (
+    "shared/rl_ext_core/frames/kernel_primitives.py",
+    "_DIGEST = sources_digest(Path(__file__).parent)",
+    '_DIGEST = "none"',
+)
 OPPOSITES: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
@@ -46,7 +52,7 @@ OPPOSITES: dict[type, type] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: of a file, the bytes from ``start`` to ``stop``."""
+    """Change of a file's bytes from ``start`` to ``stop``."""
 
     path: str
     line: int
@@ -60,7 +66,7 @@ class Mutant:
 
 
 def _mutations_of(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    """What a node, or a part of it, may become."""
+    """Yield nodes to replace, each with its new source text."""
     match node:
         case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
             yield test, f"(not ({ast.unparse(test)}))"
@@ -83,7 +89,7 @@ def _mutations_of(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
 
 
 def _mutable_parts(node: ast.AST) -> list[ast.AST]:
-    """What mutants are looked for in: no messages, annotations or declarations."""
+    """Return the child nodes to mutate, without messages, annotations and declarations."""
     match node:
         case ast.Raise() | ast.JoinedStr():
             return []
@@ -100,7 +106,7 @@ def _mutable_parts(node: ast.AST) -> list[ast.AST]:
 
 
 def mutants_of(path: str, source: bytes) -> Iterator[Mutant]:
-    """All mutants of a file."""
+    """Yield all mutants of a file."""
     starts = [0, *itertools.accumulate(len(line) for line in source.splitlines(keepends=True))]
     pending: list[ast.AST] = [ast.parse(source)]
     while pending:
@@ -114,14 +120,14 @@ def mutants_of(path: str, source: bytes) -> Iterator[Mutant]:
 
 
 class Sandbox:
-    """A copy of the tree, which tests pass which lines, and how long each test takes."""
+    """Copy of the tree, with the lines and the duration of each test."""
 
     def __init__(self, work: Path, tests: list[str]) -> None:
         self.work, self.tree, self.record = work, work / "tree", work / "coverage"
         self.passing_unchanged, self.failing_unchanged = (
             set[str](),
             set[str](),
-        )  # tests that pass without any mutant, and that do not
+        )  # Tests that pass, and that fail, without any mutant.
         if not self.tree.exists():
             folders = shutil.ignore_patterns(".git", ".venv", "out", "__pycache__", ".*_cache", ".hypothesis")
             shutil.copytree(ROOT, self.tree, ignore=folders)
@@ -136,7 +142,7 @@ class Sandbox:
             self.durations[test] += float(seconds)
 
     def run(self, arguments: list[str], limit: float, **variables: str) -> tuple[int | None, str]:
-        """Run pytest in the copy; no status means that the limit was reached."""
+        """Run pytest in the copy, and return its status (None after a timeout) and output."""
         variables |= {"PYTHONPATH": f"{self.tree}:{self.tree / 'shared'}", "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
         options = {"cwd": self.tree, "env": os.environ | variables, "start_new_session": True}
@@ -151,8 +157,10 @@ class Sandbox:
         return status, output.read_text(errors="replace")
 
     def tests_of(self, mutant: Mutant, otherwise: list[str], seconds: float) -> list[str]:
-        """As many tests as fit into the time, the quickest first: a case of each that passes the line, all that are
-        named otherwise, since the line may be passed in a process that is not recorded, and the rest that pass it.
+        """Return the tests for a mutant, as many as fit into ``seconds``.
+
+        First comes one case of each test that executes the line. Then come the tests named by ``otherwise``, since the
+        line may run in a process without coverage, and then the remaining cases.
         """
         passing = (
             "select context, numbits from line_bits join context on context.id = context_id "
@@ -178,9 +186,9 @@ class Sandbox:
         return chosen
 
     def try_mutant(self, mutant: Mutant, otherwise: list[str], seconds: float) -> tuple[str, str]:
-        """Show a mutant to its tests.
+        """Run a mutant with its tests.
 
-        :return: ``killed``, ``timeout``, ``survived`` or ``no test``; and the test that failed or how many there were.
+        :return: ``killed``, ``timeout``, ``survived`` or ``no test``; and the failed test or the number of tests.
         """
         file = self.tree / mutant.path
         source, machine = file.read_bytes(), self.tree / DIGEST[0]
@@ -198,13 +206,13 @@ class Sandbox:
                 status, output = self.run(arguments, limit, NUMBA_CACHE_DIR=str(cache))
                 file.write_bytes(source)
                 if "(no match in any of" in output:
-                    sys.exit(f"the record is of other tests; pass another --work: {output.strip()[-200:]}")
+                    sys.exit(f"the coverage in --work is of other tests. Pass another --work: {output.strip()[-200:]}")
                 if status is None:
                     return "timeout", f"{len(tests)} tests"
                 if status == 0:
                     return "survived", f"{len(tests)} tests"
                 failed = re.search(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.+?)?)(?: - .*)?$", output, re.MULTILINE)
-                if failed is None or "::" not in failed[1]:  # while tests are imported, or with the whole process
+                if failed is None or "::" not in failed[1]:  # failed during imports, or with the whole process
                     return "killed", f"status {status}: {output.strip()[-60:]}"
                 if failed[1] not in self.passing_unchanged:
                     alone, _ = self.run(["-m", "", failed[1]], limit, NUMBA_CACHE_DIR=str(self.work / "compiled"))
@@ -219,17 +227,19 @@ class Sandbox:
 
 
 def main() -> None:
-    """Try a sample, and print what survived and the share that did not."""
+    """Try a sample of mutants, and print the survivors and the share of killed ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="+", type=Path, help="files and folders to change")
     parser.add_argument("--tests", nargs="+", required=True, help="files and folders of tests")
-    parser.add_argument("--otherwise", nargs="+", default=["tests/core/frames/"], help="how their names begin")
-    parser.add_argument("--mutants", type=int, default=60, help="how many to try")
-    parser.add_argument("--seed", type=int, default=0, help="which ones")
-    parser.add_argument("--seconds", type=float, default=60, help="of tests to show a mutant to")
+    parser.add_argument(
+        "--otherwise", nargs="+", default=["tests/core/frames/"], help="prefixes of tests for every mutant"
+    )
+    parser.add_argument("--mutants", type=int, default=60, help="number of mutants to try")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument("--seconds", type=float, default=60, help="seconds of tests per mutant")
     parser.add_argument("--work", type=Path, default="/tmp/mutations", help="folder for the copy and results")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without putting back what was changed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # exits through finally, which restores the sources
     (work := options.work.resolve()).mkdir(parents=True, exist_ok=True)
     sandbox = Sandbox(work, options.tests)
     folders = [sandbox.tree / path for path in options.sources]

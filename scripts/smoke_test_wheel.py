@@ -1,9 +1,9 @@
-"""What a newcomer does: install the built wheel into an empty virtual environment and run the quickstart as it stands.
+"""Install the wheel into an empty virtual environment, and run the quickstart.
 
     python scripts/smoke_test_wheel.py [--python python3.12] [--newest]
 
-Every block of ``docs/quickstart.md`` runs in a process of its own, in an empty folder. The versions are those of
-``constraints.txt``, which was made for Python 3.11; ``--newest`` takes the newest.
+Every block of ``docs/quickstart.md`` runs in its own process, in an empty folder. Versions are those of
+``constraints.txt``, which is for Python 3.11. ``--newest`` installs the newest versions instead.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ QUICKSTART = ROOT / "docs" / "quickstart.md"
 
 
 def code_blocks() -> dict[str, str]:
-    """Give the quickstart's blocks of Python by their headings."""
+    """Return the quickstart's blocks of Python by heading."""
     sections = re.split(r"^## ", QUICKSTART.read_text(), flags=re.MULTILINE)[1:]
     found = {section.splitlines()[0]: re.findall(r"```python\n(.*?)```", section, re.DOTALL) for section in sections}
     return {title: code for title, (code,) in found.items()}
 
 
 def main() -> None:
-    """Install, and run all blocks."""
+    """Build and install the wheel, and run all blocks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--newest", action="store_true")
@@ -43,7 +43,7 @@ def main() -> None:
         python = str(venv / "bin" / "python")
         constraints = [] if options.newest else ["--constraint", str(ROOT / "constraints.txt")]
         install = [python, "-m", "pip", "install", "--quiet", *constraints]
-        subprocess.run([*install, "torch"], check=True)  # alone: of builds of one version, a local one comes first
+        subprocess.run([*install, "torch"], check=True)  # alone, so that pip prefers a local build
         subprocess.run([*install, f"{wheel}[sb3,torchrl,atari,mujoco]"], check=True)
         for number, (title, code) in enumerate(code_blocks().items()):
             empty = folder / str(number)

@@ -1,6 +1,7 @@
-"""Run a library's own tests with this project's classes in the places of its own; see ``upstream_tests.sh``.
+"""Run a library's own tests with this project's classes in place of the library's.
 
-The tests run twice, with the library's classes and with ours. This file is also the pytest plugin of the second run.
+``upstream_tests.sh`` runs it. The tests run twice, with the library's classes and with this project's. This file is
+also the pytest plugin of the second run.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ DIFFERENCES = Path(__file__).with_name("upstream_differences.txt")
 class Suite(NamedTuple):
     """A library's tests.
 
-    :param tests: its folder of tests.
-    :param files: those that use what is replaced, below that folder.
-    :param replacements: its classes and functions, and what stands in their places.
+    :param tests: Folder of tests in its repository.
+    :param files: Patterns of test files that use the replaced classes, below that folder.
+    :param replacements: Its classes and functions, with their replacements.
     """
 
     tests: str
@@ -78,7 +79,7 @@ SUITES = {
 
 
 def main() -> int:
-    """Run the suite twice and return how many tests fail with our classes only, 0 or 1 as an exit status."""
+    """Run the suite twice; return 1 if any test fails unexpectedly with our classes only."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("suite", choices=sorted(SUITES))
     parser.add_argument("checkout", type=Path, help="a checkout of that library")
@@ -89,9 +90,9 @@ def main() -> int:
     suite = SUITES[arguments.suite]
     tests = arguments.checkout / suite.tests
     if not tests.is_dir():
-        parser.error(f"{tests} is no folder: a checkout of {arguments.suite} is expected, got {arguments.checkout}")
+        parser.error(f"{tests} is not a folder: expected a checkout of {arguments.suite}, got {arguments.checkout}")
     with tempfile.TemporaryDirectory() as scratch:
-        # A copy: what lies beside the tests in a checkout would be imported in place of what is installed.
+        # In the checkout itself, pytest would import the library from there instead of the installed one.
         copy = Path(scratch, suite.tests)
         shutil.copytree(tests, copy)
         files = [str(f.relative_to(copy)) for p in arguments.files or suite.files for f in sorted(copy.glob(p))]
@@ -108,7 +109,7 @@ def _split_at_dashes(words: list[str]) -> tuple[list[str], str, list[str]]:
 
 
 def _run(tests: Path, files: list[str], options: list[str], timeout: int, *, plugin: str | None) -> dict[str, str]:
-    """Run the files and return the outcome of each test by its id."""
+    """Run the files, and return the outcome of each test by its id."""
     report = tests.parent / f"report-{plugin}.xml"
     path = os.pathsep.join([str(ROOT / "scripts"), str(ROOT), str(ROOT / "shared")])
     environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "RL_EXT_UPSTREAM_SUITE": plugin or ""}
@@ -127,7 +128,7 @@ def _run(tests: Path, files: list[str], options: list[str], timeout: int, *, plu
 
 
 def _differences(suite: str) -> dict[str, str]:
-    """Read the deliberate differences: a line ``suite  pattern``, and indented lines with the reason below."""
+    """Read the deliberate differences: lines ``suite  pattern``, each with a reason below."""
     found: dict[str, str] = {}
     pattern = ""
     for line in DIFFERENCES.read_text().splitlines():
@@ -144,10 +145,10 @@ def _differences(suite: str) -> dict[str, str]:
 def _compare(theirs: dict[str, str], ours: dict[str, str], differences: dict[str, str]) -> int:
     passed = [name for name, outcome in theirs.items() if outcome == "passed"]
     if not passed:
-        print("no test passes with the library's own classes: nothing can be compared")
+        print("no test passes with the library's own classes, so nothing can be compared")
         return 1
     not_passing = [name for name in passed if ours.get(name, "missing") != "passed"]
-    # A name may hold brackets, which fnmatch takes for a set of characters.
+    # Test ids contain brackets, which fnmatch treats as a set of characters.
     patterns = {pattern: pattern.replace("[", "[[]") for pattern in differences}
     known = {name: p for name in not_passing for p, text in patterns.items() if fnmatch.fnmatchcase(name, text)}
     for pattern, reason in differences.items():
@@ -163,7 +164,7 @@ def _compare(theirs: dict[str, str], ours: dict[str, str], differences: dict[str
 
 
 def pytest_configure() -> None:
-    """Put our classes in the places of the library's, before any test is imported."""
+    """Replace the library's classes before any test is imported."""
     suite = SUITES[os.environ["RL_EXT_UPSTREAM_SUITE"]]
     new = {_import_name(old): _import_name(name) for old, name in suite.replacements.items()}
     defining_modules = {old.split(":")[0] for old in suite.replacements}
@@ -173,14 +174,14 @@ def pytest_configure() -> None:
             continue
         found = {key: _replacement_of(value, new) for key, value in vars(module).items() if _is_replaced(value, new)}
         if name in defining_modules:
-            # Their methods call super() by their own names: those that import from here get another module.
+            # The classes' own methods refer to them by name, so importers get a copy of the module instead.
             module = _replace_module(module)
         if found:
             vars(module).update(found)
 
 
 def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | None:
-    """Give a test that is parametrised by our class the name that it has with the library's."""
+    """Give a test that is parametrized with our class the id that it has with the library's."""
     suite = SUITES[os.environ["RL_EXT_UPSTREAM_SUITE"]]
     names = (old.partition(":")[2] for old, ours in suite.replacements.items() if val is _import_name(ours))
     return next(names, None)

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Runs tests with the lowest versions that pyproject.toml allows and with the newest, in each Python, and writes the
-# outcome into the table of docs/compatibility.md.
+# Run tests with the lowest versions that pyproject.toml allows and with the newest, in each Python, and write the
+# results into the table of docs/compatibility.md.
 #
 #   scripts/versions.sh [-k lowest|newest] [-e EXTRAS] [-t TESTS] [PYTHON ...]
 #
 #   PYTHON  names or paths; default: python3.10 to python3.14
-#   -e      the extras that are installed; default: contrib,frames-jpeg. torchrl is another
-#   -t      the tests; default: those of other systems, of frames, and of SB3's buffers and environments
+#   -e      extras to install, such as torchrl; default: contrib,frames-jpeg
+#   -t      tests to run; default: those of other systems, of frames, and of SB3's buffers and environments
 #
-# The environments are made in .venv-versions; one that is there is taken as it is. torch is some gigabytes of CUDA
-# unless pip finds a build for the CPU (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL).
+# Virtual environments are made in .venv-versions, and reused if they exist. torch has gigabytes of CUDA libraries,
+# unless pip finds a CPU build (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 kinds=(lowest newest) extras=contrib,frames-jpeg
@@ -27,7 +27,7 @@ shift $((OPTIND - 1))
 pythons=("$@")
 [[ $# -gt 0 ]] || pythons=(python3.10 python3.11 python3.12 python3.13 python3.14)
 
-# The requirements of the core and of extras, as they stand or with == in place of >=.
+# Prints the requirements of the core and of extras, for "lowest" with == instead of >=.
 requirements() {
     "$1" - "$2" "$extras" <<'PYTHON'
 import re
@@ -55,7 +55,7 @@ for requirement in wanted:
 PYTHON
 }
 
-# Puts a row into the table, in the place of the one that it had.
+# Writes a row into the table, and replaces an earlier one.
 write() {
     python3 - "$@" <<'PYTHON'
 import re
@@ -77,7 +77,7 @@ PYTHON
 failed=0
 for python in "${pythons[@]}"; do
     if ! version=$("$python" -c 'import platform; print(platform.python_version())' 2>/dev/null); then
-        printf 'Python %s is not there\n' "$python"
+        printf 'Python %s does not exist\n' "$python"
         continue
     fi
     for kind in "${kinds[@]}"; do
@@ -96,8 +96,8 @@ for python in "${pythons[@]}"; do
         versions=$("$venv/bin/python" -m pip list --format freeze 2>/dev/null | tr _ - |
             grep -E '^(torch|torchrl|stable-baselines3|gymnasium|numpy|numba|lz4|simplejpeg|cloudpickle|rich)==' |
             sed 's/==/ /; s/stable-baselines3/SB3/; s/numpy/NumPy/' | paste -sd, | sed 's/,/, /g')
-        # Versions of numba that share a cache overwrite what the others have compiled. Old versions warn of what was
-        # new then, which is no failure here.
+        # Each numba version gets its own cache, since versions overwrite each other's code. Warnings of old versions
+        # are not failures here.
         # shellcheck disable=SC2086  # several tests
         NUMBA_CACHE_DIR=$venv/numba PYTHONPATH=$PWD/shared "$venv/bin/python" -m pytest -q -p no:cacheprovider --numprocesses auto -W default \
             -m "not exhaustive and not slow" $tests 2>&1 | tee "$venv/log" || failed=1

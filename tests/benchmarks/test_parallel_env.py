@@ -1,4 +1,4 @@
-"""What the benchmark of ParallelEnv measures with: processes' costs, and environments that fail and are counted."""
+"""Tests of the helpers of benchmarks.parallel_env."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ print(alone, private_mib() - before, proportional_mib())
 """
 
 
-def test_memory_that_a_fork_shares_is_not_private_and_counts_by_half() -> None:
+def test_memory_shared_with_a_fork_is_not_private_and_counts_half() -> None:
     done = subprocess.run([sys.executable, "-c", FORKED], check=True, stdout=subprocess.PIPE, text=True)
     alone, shared, proportional = map(float, done.stdout.split())
     assert alone == pytest.approx(MIB, abs=2)
@@ -40,14 +40,14 @@ def test_memory_that_a_fork_shares_is_not_private_and_counts_by_half() -> None:
     assert MIB / 2 < proportional < MIB
 
 
-def test_cpu_time_counts_that_of_children_that_have_ended_or_not() -> None:
+def test_cpu_s_includes_ended_children_and_own_cpu_s_does_not() -> None:
     before, own = processes.cpu_s(), processes.own_cpu_s()
     subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
     assert 0.4 < processes.cpu_s() - before < 2
     assert processes.own_cpu_s() - own < 0.3
 
 
-def test_one_of_two_environments_fails_when_it_is_told_to(tmp_path: Path) -> None:
+def test_only_one_of_two_environments_fails_on_cue(tmp_path: Path) -> None:
     path = tmp_path / "fails"
     envs = [FailingCartPole("raise", str(path)) for _ in range(2)]
     for env in envs:
@@ -62,7 +62,7 @@ def test_one_of_two_environments_fails_when_it_is_told_to(tmp_path: Path) -> Non
     assert before <= float((tmp_path / "fails-when").read_text()) <= time.monotonic()
 
 
-def test_a_measurement_that_leaves_processes_hangs_or_fails_is_ended_and_says_so(
+def test_run_once_kills_left_processes_and_reports_hangs_and_failures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-S', '-c', {SLEEPS!r}]).pid)"
@@ -81,7 +81,7 @@ def test_a_measurement_that_leaves_processes_hangs_or_fails_is_ended_and_says_so
 
 
 def is_alive(pid: int) -> bool:
-    # Who collects orphans may be slow: a zombie has ended.
+    # The parent of orphans may be slow to collect them, so a zombie counts as ended.
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -97,7 +97,7 @@ def replace_program(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("library", ["ours", "TorchRL"])
-def test_a_start_is_measured(library: str) -> None:
+def test_start_measurements_are_positive(library: str) -> None:
     first, later = parallel_env.run_once("start", library, 1)
     assert all(value > 0 for start in (first, later) for value in start.values())
     assert first["total"] > first["private"]

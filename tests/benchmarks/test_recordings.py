@@ -1,4 +1,4 @@
-"""A replayed recording is, bit for bit and stride for stride, what SB3 gives a replay buffer in training."""
+"""Tests that a replayed recording equals ReplayBuffer.add's arguments, strides included."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ale_py
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch._dynamo  # noqa: F401  optimizers do it otherwise, which makes a folder in the tests' temporary one
+import torch._dynamo  # noqa: F401  optimizers would import it later, which makes a temporary folder
 from gymnasium import spaces
 from stable_baselines3 import DQN, SAC
 from stable_baselines3.common.base_class import BaseAlgorithm
@@ -26,12 +26,12 @@ from benchmarks.replay import Recording
 
 gym.register_envs(ale_py)
 
-# What buffers read of the infos; environments put more of their own there.
+# The keys of infos that buffers read.
 INFO_KEYS = ("TimeLimit.truncated", "terminal_observation")
 
 
 class Spy(ReplayBuffer):
-    """Notes what ``add`` gets."""
+    """Replay buffer that records the arguments of ``add``."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -45,7 +45,7 @@ class Spy(ReplayBuffer):
 
 
 def comparable(*transition: Any) -> list[Any]:
-    """Everything that a buffer could tell two transitions apart by."""
+    """Return everything by which a buffer could distinguish two transitions."""
     *arrays, infos = transition
     kept = [{key: info[key] for key in INFO_KEYS if key in info} for info in infos]
     ends = [info.pop("terminal_observation", np.empty(0)) for info in kept]
@@ -53,7 +53,7 @@ def comparable(*transition: Any) -> list[Any]:
 
 
 class Film(gym.Env[np.ndarray, np.ndarray]):
-    """RGB frames that are not square and tell the action; ends by itself or after 9 steps by a time limit."""
+    """Environment with RGB frames that contain the action, and episodes of at most 9 steps."""
 
     def __init__(self, *, channel_first: bool) -> None:
         shape = (3, 36, 40) if channel_first else (36, 40, 3)
@@ -78,7 +78,7 @@ class Film(gym.Env[np.ndarray, np.ndarray]):
 
 
 def train_with_spy(model: BaseAlgorithm, steps: int) -> Spy:
-    model.set_logger(Logger(None, []))  # the default one makes a folder in the machine's temporary one
+    model.set_logger(Logger(None, []))  # the default logger makes a temporary folder
     model.learn(steps)
     assert isinstance(model.replay_buffer, Spy)
     return model.replay_buffer
@@ -86,7 +86,7 @@ def train_with_spy(model: BaseAlgorithm, steps: int) -> Spy:
 
 def record_again(venv: Any, spy: Spy, *, n_stack: int) -> Recording:
     actions: Iterator[np.ndarray] = iter(spy.chosen)
-    policy = Policy("what the model did", lambda venv: next(actions))
+    policy = Policy("actions of the model", lambda venv: next(actions))
     return recorders.record(venv, name="again", policy=policy, n_stack=n_stack, steps=len(spy.chosen))
 
 
@@ -100,7 +100,7 @@ def assert_same(recording: Recording, spy: Spy, *, transposed_views: bool = True
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n_envs", [1, 2])
-def test_the_replay_of_an_atari_game_is_what_dqn_stores(n_envs: int) -> None:
+def test_atari_replay_equals_what_dqn_stores(n_envs: int) -> None:
     def make() -> Any:
         return make_atari_env("BreakoutNoFrameskip-v4", n_envs=n_envs, seed=3)
 
@@ -119,7 +119,7 @@ def test_the_replay_of_an_atari_game_is_what_dqn_stores(n_envs: int) -> None:
 
 
 @pytest.mark.parametrize("transposed_views", [True, False])
-def test_the_replay_of_rgb_frames_is_what_sac_stores(transposed_views: bool) -> None:
+def test_rgb_replay_equals_what_sac_stores(transposed_views: bool) -> None:
     def make(*, channel_first: bool) -> Any:
         return make_vec_env(lambda: Film(channel_first=channel_first), n_envs=2, seed=3)
 
@@ -135,13 +135,13 @@ def test_the_replay_of_rgb_frames_is_what_sac_stores(transposed_views: bool) -> 
 
 
 def to_channel_last(recording: Recording) -> Recording:
-    """Recordings keep their frames that way, whatever the environment gave."""
+    """Convert the frames of a recording to channel-last, the format of recordings."""
     recording.frames = np.moveaxis(recording.frames, -3, -1)
     recording.terminal_frames = {k: np.moveaxis(f, -3, -1) for k, f in recording.terminal_frames.items()}
     return recording
 
 
-def test_the_comparison_can_fail() -> None:
+def test_comparison_detects_other_strides_and_single_bits() -> None:
     recording = recorders.record_atari("Breakout", steps=2, n_envs=1)
     views, contiguous = recording.transitions(), recording.transitions(transposed_views=False)
     obs, *others = next(views)
@@ -150,7 +150,7 @@ def test_the_comparison_can_fail() -> None:
     assert comparable(obs, *others) != comparable(*next(recording.transitions()))
 
 
-def test_a_recording_survives_its_file(tmp_path: Path) -> None:
+def test_recording_round_trips_through_a_file(tmp_path: Path) -> None:
     venv = make_vec_env(lambda: Film(channel_first=False), n_envs=2, seed=3)
     policy = Policy("still", lambda venv: np.zeros((2, 2), np.float32))
     recording = recorders.record(venv, name="film", policy=policy, n_stack=3, steps=40)
@@ -167,7 +167,7 @@ def test_a_recording_survives_its_file(tmp_path: Path) -> None:
         Recording.load(tmp_path / "old.npz")
 
 
-def test_load_records_what_is_missing_or_too_short_and_cuts_what_is_longer(tmp_path: Path) -> None:
+def test_load_records_missing_or_short_recordings_and_truncates_long_ones(tmp_path: Path) -> None:
     short = recordings.load("pong-scripted", steps=10, folder=tmp_path)
     first = (tmp_path / "pong-scripted.npz").stat().st_mtime_ns
     longer = recordings.load("pong-scripted", steps=30, folder=tmp_path)
@@ -181,7 +181,7 @@ def test_load_records_what_is_missing_or_too_short_and_cuts_what_is_longer(tmp_p
 
 
 @pytest.mark.slow
-def test_the_script_plays_breakout_and_noise_does_not() -> None:
+def test_scripted_policy_beats_sticky_policy_at_breakout() -> None:
     scripted = recorders.record_atari("Breakout", policy="scripted", steps=400)
     noise = recorders.record_atari("Breakout", policy="sticky", steps=400)
     assert scripted.rewards.sum() > 2 * noise.rewards.sum() > 0
@@ -189,7 +189,7 @@ def test_the_script_plays_breakout_and_noise_does_not() -> None:
 
 
 @pytest.mark.slow
-def test_doom_is_recorded_and_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vizdoom_recording_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     recording = recorders.record_vizdoom(steps=5)
     assert recording.observation_space.shape == (9, 100, 100)

@@ -1,5 +1,6 @@
-"""What the public buffers do on any operating system; run by ``test_stand_ins.py`` where much of Linux is hidden, and
-by ``scripts/windows_under_wine.sh`` on Windows. It needs no pytest.
+"""Tests of the public buffers, for any operating system and without pytest.
+
+``test_stand_ins.py`` runs this script on imitations of other systems, ``scripts/windows_under_wine.sh`` on Windows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ADDED = 150
 
 
 def frames(number: int) -> np.ndarray:
-    """A frame an environment: few pixels change from one to the next."""
+    """Return one frame per environment; few pixels change between consecutive numbers."""
     frame = np.zeros((N_ENVS, 20, 20), np.uint8)
     for env in range(N_ENVS):
         frame[env, number % 20, (3 * number + env) % 20] = 200 + env
@@ -64,20 +65,20 @@ def make_store(codec: str = "auto", **options: Any) -> FrameStore:
 def folder() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp())
     yield path
-    shutil.rmtree(path)  # nothing in it may be in use any more
+    shutil.rmtree(path)  # on Windows, it fails if a file is still in use
 
 
 def expect_error(kind: type[Exception], words: str, function: Callable[[], Any]) -> None:
-    said = None
+    text = None
     try:
         function()
     except kind as error:
-        said = str(error)
-    assert said is not None, f"no {kind.__name__}"
-    assert words in said, said
+        text = str(error)
+    assert text is not None, f"no {kind.__name__}"
+    assert words in text, text
 
 
-def test_in_memory() -> None:
+def test_store_in_memory_returns_transitions() -> None:
     for codec in ("auto", "raw", "patch", "patch+lz4"):
         store = make_store(codec)
         fill(store, 0, ADDED)
@@ -87,7 +88,7 @@ def test_in_memory() -> None:
         check(store, 0, 10)
 
 
-def test_with_a_budget() -> None:
+def test_store_with_a_budget_drops_transitions() -> None:
     store = FrameStore(CAPACITY, N_ENVS, StackLayout(SHAPE, np.dtype(np.uint8), 4, 2), block_length=4, max_bytes=60_000)
     noise = np.random.default_rng(0)
     for _ in range(CAPACITY):
@@ -96,7 +97,7 @@ def test_with_a_budget() -> None:
     assert 0 < store.size < CAPACITY
 
 
-def test_bounded_error_and_jpeg() -> None:
+def test_lossy_stores_keep_their_error_small() -> None:
     store = make_store("patch", max_error=3)
     fill(store, 0, ADDED)
     check(store, 0, ADDED, off=3)
@@ -112,11 +113,11 @@ def test_bounded_error_and_jpeg() -> None:
         assert abs(int(out.mean()) - 90) < 4
 
 
-def test_a_checkpoint() -> None:
+def test_checkpoint_is_loaded_and_damage_detected() -> None:
     with folder() as path:
         store = make_store()
         fill(store, 0, ADDED)
-        for _ in range(2):  # the second one replaces the first
+        for _ in range(2):  # the second save replaces the first file
             store.save(path / "store")
         loaded = FrameStore.load(path / "store")
         check(loaded, 0, ADDED)
@@ -135,7 +136,7 @@ def _use_a_folder(path: Path, codec: str) -> None:
     expect_error(StorageError, "was closed", lambda: check(store, 0, ADDED))
 
 
-def test_a_folder() -> None:
+def test_folder_is_reopened_with_all_transitions() -> None:
     with folder() as path:
         for codec in ("auto", "patch+lz4"):
             _use_a_folder(path / codec, codec)
@@ -150,7 +151,7 @@ def test_a_folder() -> None:
             del store
 
 
-def test_a_folder_is_cleared_and_salvaged() -> None:
+def test_damaged_folder_is_salvaged() -> None:
     with folder() as path:
         store = make_store("patch", storage_dir=path / "a")
         fill(store, 0, ADDED)
@@ -160,7 +161,7 @@ def test_a_folder_is_cleared_and_salvaged() -> None:
         store.close()
         del store
         whole = bytearray((path / "a" / "row-reward").read_bytes())
-        whole[1 << 16] ^= 1  # behind the table, in the first row
+        whole[1 << 16] ^= 1  # a byte of the first row, behind the file's table
         (path / "a" / "row-reward").write_bytes(whole)
         expect_error(CorruptFileError, "salvage", lambda: make_store("patch", storage_dir=path / "a"))
         assert salvage(path / "a").kept == 19
@@ -184,7 +185,7 @@ def _kill_when(path: Path, process: Any) -> None:
     process.join()
 
 
-def test_a_process_that_is_killed_leaves_what_it_had_added() -> None:
+def test_transitions_of_a_killed_process_are_recovered() -> None:
     with folder() as path:
         process = multiprocessing.get_context("spawn").Process(target=_add_until_killed, args=(path / "a",))
         process.start()
@@ -221,7 +222,7 @@ def _hold(lock: ProcessLock, path: Path) -> None:
         time.sleep(600)
 
 
-def test_processes_share_memory_and_take_turns() -> None:
+def test_processes_share_memory_and_a_lock() -> None:
     context, lock, region = multiprocessing.get_context("spawn"), ProcessLock(), new_region(1 << 20)
     number = region.array(0, (1,), np.int64)
     region.reserve(0, number.nbytes)
@@ -240,14 +241,14 @@ def test_processes_share_memory_and_take_turns() -> None:
             assert dead == [holder.pid]
 
 
-def test_sb3s_buffer() -> None:
+def test_compressed_replay_buffer_equals_sb3() -> None:
     try:
         import torch  # noqa: F401
         from gymnasium import spaces
         from stable_baselines3.common.buffers import ReplayBuffer
 
         from sb3_ext import CompressedReplayBuffer
-    except ImportError as error:  # under Wine
+    except ImportError as error:  # SB3 is not installed under Wine
         print(f"not run: {error}")
         return
     space = spaces.Box(0, 255, SHAPE, np.uint8), spaces.Discrete(4)
@@ -266,7 +267,11 @@ def test_sb3s_buffer() -> None:
 
 
 def main(tests: dict[str, Any]) -> int:
-    """Run all tests of a module without pytest, or those that the command line names."""
+    """Run the tests of a module without pytest: all, or those named on the command line.
+
+    :param tests: The module's globals
+    :return: Number of failed tests
+    """
     failed = 0
     for name, test in list(tests.items()):
         if name.startswith("test_") and (name in sys.argv or len(sys.argv) == 1):

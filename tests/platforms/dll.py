@@ -1,5 +1,6 @@
-"""A library that allows only one instance per process, as its users meet it; run by ``test_stand_ins.py`` where much of
-Linux is hidden, and by ``scripts/windows_under_wine.sh`` with a DLL on Windows. It needs no pytest.
+"""Tests of a C library that allows one instance per process, without pytest.
+
+``test_stand_ins.py`` runs this script on imitations of other systems, ``scripts/windows_under_wine.sh`` on Windows.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from rl_ext_core.errors import WorkerError
 from rl_ext_core.factory import EnvFactory, as_factory
 from tests.platforms.buffers import expect_error, main
 
-# The variable that says where it is: who runs this compiles it, from simulator.c.
+# The environment variable with the library's path. The caller of this script compiles it from simulator.c.
 LIBRARY = "RL_EXT_TEST_LIBRARY"
 ON_WINDOWS = os.name == "nt"
 NOTHING, CRASH, CRASH_IN_A_THREAD, ABORT, EXIT = range(5)
 
 
 class Simulator(gymnasium.Env[Any, Any]):
-    """A simulator in C; only one per process."""
+    """Environment of a C simulator that allows one instance per process."""
 
     observation_space = gymnasium.spaces.Box(-100, 100, (1,), np.float64)
-    action_space = gymnasium.spaces.Discrete(1)  # NOTHING: what ends the process is not for probes
+    action_space = gymnasium.spaces.Discrete(1)  # only NOTHING, so that probes do not crash
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL(os.environ[LIBRARY])
@@ -65,11 +66,11 @@ def assert_no_children() -> None:
 
 
 def is_missing(*names: str) -> bool:
-    """Whether one of the modules cannot be imported, which is said."""
+    """Return whether one of the modules cannot be imported, and print its error."""
     for name in names:
         try:
             importlib.import_module(name)
-        except (ImportError, OSError) as error:  # the latter is torch's, of a DLL
+        except (ImportError, OSError) as error:  # torch raises OSError for a DLL that fails to load
             print(f"not run: {name}: {error}")
             return True
     return False
@@ -80,8 +81,8 @@ def collect_rewards(environment: Any, seed: int) -> list[float]:
     return [float(environment.step(NOTHING)[1]) for _ in range(5)]
 
 
-def test_only_one_instance_per_process() -> None:
-    for _ in range(2):  # when the first is closed there may be another
+def test_second_instance_in_a_process_fails() -> None:
+    for _ in range(2):  # a new instance is allowed once the first is closed
         with contextlib.closing(Simulator()) as environment:
             assert collect_rewards(environment, 1) == collect_rewards(environment, 1) != collect_rewards(environment, 2)
             expect_error(RuntimeError, "only one instance per process", Simulator)
@@ -92,7 +93,7 @@ def _build_and_step(factory: EnvFactory[Any], seed: int) -> list[float]:
         return collect_rewards(environment, seed)
 
 
-def test_a_factory_builds_it_in_other_processes() -> None:
+def test_factory_builds_instances_in_other_processes() -> None:
     with contextlib.closing(Simulator()) as environment, multiprocessing.get_context("spawn").Pool(2) as pool:
         expected = [collect_rewards(environment, seed) for seed in (3, 4)]
         asked = [(as_factory(Simulator), seed) for seed in (3, 4)]
@@ -100,7 +101,7 @@ def test_a_factory_builds_it_in_other_processes() -> None:
     assert_no_children()
 
 
-def test_each_process_has_one() -> None:
+def test_make_vec_env_starts_one_process_per_instance() -> None:
     if is_missing("sb3_ext"):
         return
     from sb3_ext import AutoVecEnv, make_vec_env
@@ -118,10 +119,10 @@ def test_each_process_has_one() -> None:
     expect_error(RuntimeError, "only one instance", lambda: AutoVecEnv([Simulator] * 2, isolation="in-process"))
 
 
-def test_who_has_died_is_said() -> None:
+def test_error_names_how_a_worker_died() -> None:
     if is_missing("sb3_ext"):
         return
-    # In a call of ctypes, Windows' access violation is an OSError.
+    # ctypes turns an access violation on Windows into an OSError.
     crashed = "ended with exit code 0xC0000005" if ON_WINDOWS else "was killed by SIGSEGV"
     aborted = "ended with exit code 3" if ON_WINDOWS else "was killed by SIGABRT"
     crashed_in_call = "raised OSError" if ON_WINDOWS else crashed
@@ -141,7 +142,7 @@ def _check_death(action: int, how: str) -> None:
     vec_env.close()
 
 
-def test_torchrls_workers_have_one_each() -> None:
+def test_parallel_env_starts_one_process_per_instance() -> None:
     if is_missing("torchrl", "torchrl_ext"):
         return
     from torchrl_ext import GymWrapper, ParallelEnv

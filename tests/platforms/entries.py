@@ -1,5 +1,6 @@
-"""What the public names do that need no worker, on any operating system; run by ``test_stand_ins.py`` where much of
-Linux is hidden, and by ``scripts/windows_under_wine.sh`` on Windows. It needs no pytest.
+"""Tests of public classes without workers, for any operating system and without pytest.
+
+``test_stand_ins.py`` runs this script on imitations of other systems, ``scripts/windows_under_wine.sh`` on Windows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torchrl_ext import FrameStorage, GymWrapper
 
 
 class Moving(gymnasium.Env[Any, Any]):
-    """A dot that walks over a 36×36 image."""
+    """Environment whose observation is a dot that moves over a 36×36 image."""
 
     observation_space = spaces.Box(0, 255, (1, 36, 36), np.uint8)
     action_space = spaces.Discrete(2)
@@ -54,11 +55,11 @@ class Moving(gymnasium.Env[Any, Any]):
 def run_command(*arguments: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = rl_ext(list(arguments))
-    assert code in (0, 1), (arguments, code)  # 1: something is wrong with the machine
+    assert code in (0, 1), (arguments, code)  # 1 for a problem with this machine
     return out.getvalue()
 
 
-def test_commands() -> None:
+def test_commands_print_results() -> None:
     assert json.loads(run_command("doctor", "--json"))
     assert "180 GB" in run_command("plan", "--shape", "100,100,9", "--size", "1000000")
     assert resolve_device("cpu") == torch.device("cpu")
@@ -68,7 +69,7 @@ def _train(kind: Any, algorithm: Any, **options: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
     env = DummyVecEnv([Moving] * 2)
     model = algorithm("CnnPolicy", env, seed=0, device="cpu", policy_kwargs={"net_arch": [8]}, **options, **kind)
-    model.set_logger(Logger(None, []))  # SB3's own makes a folder in the machine's temporary one
+    model.set_logger(Logger(None, []))  # SB3's default logger creates a folder in the temporary folder
     model.learn(64)
     return [parameter.detach().clone() for parameter in model.policy.parameters()]
 
@@ -77,7 +78,7 @@ def _assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def test_training_with_dqn() -> None:
+def test_dqn_weights_match_sb3() -> None:
     options = {"buffer_size": 40, "learning_starts": 20, "batch_size": 8}
     ours, theirs = (
         _train({"replay_buffer_class": kind}, DQN, **options) for kind in (CompressedReplayBuffer, ReplayBuffer)
@@ -85,13 +86,13 @@ def test_training_with_dqn() -> None:
     _assert_equal(ours, theirs)
 
 
-def test_training_with_ppo() -> None:
+def test_ppo_weights_match_sb3() -> None:
     options = {"n_steps": 16, "batch_size": 8, "n_epochs": 1}
     ours, theirs = (_train(kind, PPO, **options) for kind in ({"rollout_buffer_class": CompressedRolloutBuffer}, {}))
     _assert_equal(ours, theirs)
 
 
-def test_a_replay_buffer_is_saved_with_its_model() -> None:
+def test_saved_replay_buffer_samples_the_same_batches() -> None:
     options = {"buffer_size": 40, "device": "cpu", "policy_kwargs": {"net_arch": [8]}}
     with folder() as path:
         model = DQN("CnnPolicy", Moving(), replay_buffer_class=CompressedReplayBuffer, **options)
@@ -108,7 +109,7 @@ def test_a_replay_buffer_is_saved_with_its_model() -> None:
         _assert_equal(*(list(sample[:5]) for sample in samples))
 
 
-def test_a_replay_buffer_is_kept_in_a_folder() -> None:
+def test_replay_buffer_in_a_folder_can_be_reopened() -> None:
     space, env = (Moving.observation_space, Moving.action_space), Moving()
     with folder() as path:
         buffer = CompressedReplayBuffer(40, *space, device="cpu", storage_dir=path / "kept")
@@ -120,7 +121,7 @@ def test_a_replay_buffer_is_kept_in_a_folder() -> None:
             observation = following
         expect_error(StorageError, "in use", lambda: CompressedReplayBuffer(40, *space, storage_dir=path / "kept"))
         buffer.close()
-        del buffer  # which maps the files, on Windows too
+        del buffer  # its mappings keep the files in use on Windows
         again = CompressedReplayBuffer(40, *space, device="cpu", storage_dir=path / "kept")
         assert again.pos == 9
         assert again.dones[:9].sum() == 1
@@ -144,7 +145,7 @@ def _fill_buffer(storage: Any) -> TensorDictReplayBuffer:
     return buffer
 
 
-def test_frame_storage() -> None:
+def test_frame_storage_matches_tensor_storage() -> None:
     every = torch.arange(50)
     expected = _fill_buffer(LazyTensorStorage(50)).storage.get(every)
     with folder() as path:
@@ -156,7 +157,7 @@ def test_frame_storage() -> None:
         assert (loaded.storage.get(every) == expected).all()
 
 
-def test_frame_storage_in_a_folder() -> None:
+def test_frame_storage_in_a_folder_can_be_reopened() -> None:
     every = torch.arange(50)
     expected = _fill_buffer(LazyTensorStorage(50)).storage.get(every)
     with folder() as path:
@@ -168,10 +169,10 @@ def test_frame_storage_in_a_folder() -> None:
         assert (opened.get(every) == expected).all()
         opened.close()
         del opened
-        gc.collect()  # TorchRL's buffers are parts of cycles
+        gc.collect()  # TorchRL's buffers are in reference cycles
 
 
-def test_gym_wrapper_and_gym_vec_env() -> None:
+def test_gym_wrapper_and_gym_vec_env_match_upstream() -> None:
     rollouts = []
     for kind in (GymWrapper, UpstreamWrapper):
         env = kind(gymnasium.make("CartPole-v1"))

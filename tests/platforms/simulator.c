@@ -1,4 +1,4 @@
-/* A simulator of which a process may hold one, and which dies as the action asks: for dll.py. */
+/* Simulator for dll.py that allows one instance per process, and crashes as the action selects. */
 #include <stdlib.h>
 #ifdef _WIN32
 #include <windows.h>

@@ -1,4 +1,7 @@
-"""Environments for ``workers.py`` that do what libraries do; processes that try them import nothing heavy for it."""
+"""Environments for ``workers.py`` that behave like common libraries.
+
+The module imports quickly, because probes import it often.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import numpy as np
 
 
 class Single(gymnasium.Env[Any, Any]):
-    """Allows only one instance per process, as many libraries do."""
+    """Environment that allows one instance per process, as many libraries do."""
 
     observation_space = gymnasium.spaces.Box(-9, 99, (3,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -24,7 +27,7 @@ class Single(gymnasium.Env[Any, Any]):
         if self.instances:
             raise RuntimeError("Cannot create multiple instances per process")
         if ends == "in its constructor":
-            raise OSError("no licence")
+            raise OSError("no license")
         self.instances.append(os.getpid())
         self.ends, self.count = ends, 0
 
@@ -41,7 +44,7 @@ class Single(gymnasium.Env[Any, Any]):
 
 
 class Aborts(Single):
-    """A second one takes the process along."""
+    """Environment whose second instance aborts the process."""
 
     def __init__(self) -> None:
         if self.instances:
@@ -50,7 +53,7 @@ class Aborts(Single):
 
 
 class Hangs(Single):
-    """Hangs when it is built, beside a process that it has started."""
+    """Environment that hangs when it is built, after it has started a child process."""
 
     def __init__(self, note: str) -> None:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
@@ -59,7 +62,7 @@ class Hangs(Single):
 
 
 class Shares(Single):
-    """Counts the steps of all."""
+    """Environment whose observations depend on the steps of all instances."""
 
     count_of_all: ClassVar[list[int]] = []
 
@@ -72,7 +75,7 @@ class Shares(Single):
 
 
 class Locks(Shares):
-    """Allows only one instance per folder, and shares nothing else."""
+    """Environment that allows one instance per working directory, otherwise independent."""
 
     count_of_all: ClassVar[list[int]] = []
 

@@ -1,7 +1,7 @@
-"""Buffers and workers where the operating system lacks what Linux has: Windows and macOS, imitated here.
+"""Buffers and workers on imitations of Windows and macOS, which lack features of Linux.
 
-``stand_in/sitecustomize.py`` hides it in the process of the tests and in all that they start. What is tested there are
-scripts: ``buffers.py``, ``entries.py``, ``workers.py``, ``dll.py``. ``scripts/windows_under_wine.sh`` runs them on a
+``stand_in/sitecustomize.py`` hides these features in the tests' process and its children. The tests are the scripts
+``buffers.py``, ``entries.py``, ``workers.py`` and ``dll.py``. ``scripts/windows_under_wine.sh`` runs the scripts with a
 Windows Python.
 """
 
@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = Path(__file__).parent / "stand_in"
-# On other systems than Linux nothing is imitated.
+# Other systems than Linux are tested without an imitation.
 MISSING = {"windows": ("fcntl", "resource"), "macos": ()} if sys.platform == "linux" else {"": ()}
 IMPORTS = """
 import importlib.util, os, sys
@@ -49,7 +49,7 @@ def run(system: str, *command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("system", MISSING)
-def test_imports_and_help(system: str) -> None:
+def test_packages_import_and_help_is_printed(system: str) -> None:
     done = run(system, "-c", IMPORTS, *MISSING[system])
 
     assert done.returncode == 0, done.stderr[-3000:]
@@ -58,24 +58,24 @@ def test_imports_and_help(system: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("system", MISSING)
-def test_buffers(system: str) -> None:
-    """Processes that share memory, and some that are killed, among them."""
+def test_buffers_on_imitated_systems(system: str) -> None:
+    """Run ``buffers.py``, which also tests processes that share memory or are killed."""
     done = run(system, "tests/platforms/buffers.py")
 
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert "ok     test_sb3s_buffer" in done.stdout
+    assert "ok     test_compressed_replay_buffer_equals_sb3" in done.stdout
 
 
-# A test of each shows that the script ran to its end.
+# One test of each script, whose result shows that the script has run.
 SCRIPTS = {
-    "entries.py": "test_gym_wrapper_and_gym_vec_env",
-    "dll.py": "test_who_has_died_is_said",
-    "workers.py": "test_one_instance_per_process",
+    "entries.py": "test_gym_wrapper_and_gym_vec_env_match_upstream",
+    "dll.py": "test_error_names_how_a_worker_died",
+    "workers.py": "test_make_vec_env_starts_one_process_per_single_instance_env",
 }
-# Trials and workers that are spawned take minutes: CI tries what both systems lack under one, a part of it each.
+# Probes and spawned workers take minutes. So CI tests a feature that both systems lack on one of them only.
 IN_CI = [
-    ("windows", "dll.py", ("test_each_process_has_one",)),
-    ("macos", "workers.py", ("test_what_hangs_is_ended_with_what_it_has_started", "test_who_has_died_is_said")),
+    ("windows", "dll.py", ("test_make_vec_env_starts_one_process_per_instance",)),
+    ("macos", "workers.py", ("test_probe_kills_hanging_env_and_its_children", "test_error_names_how_a_worker_died")),
 ]
 
 
@@ -89,7 +89,7 @@ IN_CI = [
         *(pytest.param("windows", script, (), marks=pytest.mark.exhaustive) for script in ("dll.py", "workers.py")),
     ],
 )
-def test_public_entries(
+def test_scripts_on_imitated_systems(
     system: str, script: str, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if script == "dll.py":

@@ -1,4 +1,4 @@
-"""What workers and probes do on any operating system; run by ``test_stand_ins.py`` where much of Linux is hidden."""
+"""Tests of workers and probes on any operating system, run by ``test_stand_ins.py``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ psutil: Any = importlib.import_module("psutil") if importlib.util.find_spec("psu
 
 
 class Single(simulators.Single):
-    """Of the main script, as users' own are."""
+    """Environment class of the main script, as users define them."""
 
 
 def record_steps(venv: VecEnv, seed: int = 3) -> list[Any]:
@@ -54,13 +54,13 @@ def assert_no_children() -> None:
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not multiprocessing.active_children()
-    # But for multiprocessing's own, which has no end of its own.
+    # multiprocessing's resource tracker runs until this process exits.
     assert psutil is None or all(
         "resource_tracker" in " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)
     )
 
 
-def test_one_instance_per_process() -> None:
+def test_make_vec_env_starts_one_process_per_single_instance_env() -> None:
     venv = make_vec_env(Single, 2, seed=0)
     assert isinstance(venv, SharedMemoryVecEnv)
     assert "Cannot create multiple instances" in venv.isolation_report
@@ -73,7 +73,7 @@ def test_one_instance_per_process() -> None:
     assert_no_children()
 
 
-def test_a_list_and_a_process_each_as_asked() -> None:
+def test_auto_vec_env_starts_one_process_per_env_if_requested() -> None:
     venv = AutoVecEnv([Single] * 2, isolation="process")
     pids = {info["pid"] for info in (venv.reset(), venv.step(np.array([0, 0])))[1][3]}
     venv.close()
@@ -82,14 +82,14 @@ def test_a_list_and_a_process_each_as_asked() -> None:
     assert_no_children()
 
 
-def test_the_verdicts() -> None:
+def test_probe_verdicts() -> None:
     single = Isolation.SINGLE_INSTANCE
     ends = "ends the process with" if os.name == "nt" else "kills the process by SIGABRT"
     for source, expected, text in (
         (simulators.Aborts, single, f"building the second {ends}"),
         (simulators.Shares, Isolation.SHARED_STATE, "returns something else from its step"),
         (simulators.Unrepeatable, Isolation.NON_DETERMINISTIC, "does not return the same twice"),
-        (lambda: Single("in its constructor"), Isolation.UNKNOWN, "building it raises OSError: no licence"),
+        (lambda: Single("in its constructor"), Isolation.UNKNOWN, "building it raises OSError: no license"),
     ):
         verdict = probe(source, cache=False)
         assert verdict.isolation is expected, verdict
@@ -97,12 +97,12 @@ def test_the_verdicts() -> None:
     assert_no_children()
 
 
-def test_what_hangs_is_ended_with_what_it_has_started() -> None:
+def test_probe_kills_hanging_env_and_its_children() -> None:
     with folder() as place:
         (place / "temporary").mkdir()
         before = {name: os.environ.pop(name, None) for name in ("TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME")}
         os.environ.update(dict.fromkeys(before, str(place / "temporary")))
-        os.environ["XDG_CACHE_HOME"] = str(place)  # which trials may write to
+        os.environ["XDG_CACHE_HOME"] = str(place)  # trials may write to the cache
         tempfile.tempdir = None
         try:
             verdict = probe(functools.partial(simulators.Hangs, str(place / "note")), cache=False, timeout=1)
@@ -112,7 +112,7 @@ def test_what_hangs_is_ended_with_what_it_has_started() -> None:
         assert verdict.isolation is Isolation.UNKNOWN, verdict
         assert "building it hangs" in verdict.explanation
         deadline = time.monotonic() + 60
-        # Without psutil the folder says it, which what it has started would keep on Windows.
+        # Without psutil, only the deletion of the folder shows it: a running child would keep it on Windows.
         while psutil is not None and any(psutil.pid_exists(int(pid)) for pid in (place / "note").read_text().split()):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -120,7 +120,7 @@ def test_what_hangs_is_ended_with_what_it_has_started() -> None:
     assert_no_children()
 
 
-def test_independent_ones_share_this_process_without_a_guard() -> None:
+def test_independent_envs_share_a_process_without_a_main_guard() -> None:
     with folder() as place:
         script = place / "script.py"
         script.write_text(
@@ -136,7 +136,7 @@ def test_independent_ones_share_this_process_without_a_guard() -> None:
         assert subprocess.check_output([sys.executable, str(script)], env=environ, text=True).endswith("cache\n")
 
 
-def test_workers_may_have_a_working_directory_each() -> None:
+def test_workers_can_have_separate_working_directories() -> None:
     venv = AutoVecEnv([simulators.Locks] * 2, cwd="own")
     assert isinstance(venv, SharedMemoryVecEnv)
     assert venv.working_directory is not None
@@ -149,15 +149,15 @@ def test_workers_may_have_a_working_directory_each() -> None:
     assert_no_children()
 
 
-def test_what_declares_that_it_shares_a_process_does() -> None:
+def test_envs_declared_in_process_share_a_process() -> None:
     for venv in (make_vec_env(simulators.Declared, 2), make_vec_env("CartPole-v1", 2, isolation="in-process")):
         assert isinstance(venv, DummyVecEnv)
         venv.close()
     assert isinstance(make_vec_env(Single, 1), DummyVecEnv)
-    Single.instances.clear()  # the one, which nothing closes
+    Single.instances.clear()  # close() does not remove the instance
 
 
-def test_an_instance_is_copied_and_compared() -> None:
+def test_instance_is_copied_to_all_envs() -> None:
     env = gymnasium.make("CartPole-v1")
     env.reset(seed=0)
     env.unwrapped.gravity = 3.0
@@ -168,7 +168,7 @@ def test_an_instance_is_copied_and_compared() -> None:
     assert_no_children()
 
 
-def test_who_has_died_is_said() -> None:
+def test_error_names_how_a_worker_died() -> None:
     venv = make_vec_env(lambda: Single("in a step"), 2, isolation="process")
     venv.reset()
     for _ in range(2):
@@ -178,11 +178,11 @@ def test_who_has_died_is_said() -> None:
     venv.close()
     assert_no_children()
     build = functools.partial(make_vec_env, lambda: Single("in its constructor"), 2, isolation="process")
-    expect_error(WorkerError, "in its constructor: raised OSError('no licence')", build)
+    expect_error(WorkerError, "in its constructor: raised OSError('no license')", build)
     assert_no_children()
 
 
-def test_a_worker_that_has_died_is_replaced() -> None:
+def test_dead_worker_is_replaced() -> None:
     venv = SharedMemoryVecEnv([lambda: Single("in a step"), Single], restart="truncate", step_timeout=300)
     venv.reset()
     dones = [venv.step(np.zeros(2, int))[2].tolist() for _ in range(3)]
@@ -192,8 +192,8 @@ def test_a_worker_that_has_died_is_replaced() -> None:
     assert_no_children()
 
 
-def test_torchrls_workers_take_an_instance() -> None:
-    import torch  # here, since each process that is spawned imports what stands above
+def test_parallel_env_accepts_an_instance() -> None:
+    import torch  # imported here, because each spawned process runs the module's imports
     from torchrl import envs as upstream
 
     from torchrl_ext import GymEnv, GymWrapper, ParallelEnv

@@ -1,6 +1,8 @@
-"""The calls of ``rl_ext_core._windows``, made of Linux's: what is reserved cannot be read, and mapped over nothing.
+"""Imitation of ``rl_ext_core._windows`` by Linux calls.
 
-Imported before anything is hidden.
+As on Windows, reserved addresses cannot be read, and nothing can be mapped over them.
+
+It must be imported before ``sitecustomize`` hides anything.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ def _map(address: int | None, n_bytes: int, protection: int, flags: int, descrip
 
 def _check_granularity(*numbers: int) -> None:
     if any(number % mmap.ALLOCATIONGRANULARITY for number in numbers):
-        raise OSError(errno.EINVAL, "no multiple of the allocation granularity")
+        raise OSError(errno.EINVAL, "not a multiple of the allocation granularity")
 
 
 def reserve(address: int | None, n_bytes: int) -> int:
-    # As on Windows, far from where other memory goes, which would take what is given up for a moment.
+    # As on Windows, reserved addresses are far from other memory, which could otherwise take them while they are free.
     if address is None:
         address = _places.pop()
         _places.append((address + n_bytes + (1 << 20)) >> 20 << 20)
@@ -89,7 +91,7 @@ def open_temporary(path: str) -> int:
     return descriptor
 
 
-def open_exclusive(path: Path) -> int:
+def open_unshared(path: Path) -> int:
     descriptor = _open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         _flock(descriptor, _lock | _at_once)
@@ -99,11 +101,11 @@ def open_exclusive(path: Path) -> int:
     return descriptor
 
 
-def lock(descriptor: int, at: int) -> None:
+def lock_byte(descriptor: int, at: int) -> None:
     _lockf(descriptor, _lock | _at_once, 1, at)
 
 
-def unlock(descriptor: int, at: int) -> None:
+def unlock_byte(descriptor: int, at: int) -> None:
     _lockf(descriptor, _free, 1, at)
 
 
@@ -114,7 +116,10 @@ def SentFile(descriptor: int) -> Any:  # noqa: N802 (a class there)
 
 
 class Job:
-    """Ends the process group that ``sitecustomize`` has made of a spawned process; not with this process."""
+    """Process group that ``sitecustomize`` creates for a spawned process.
+
+    Unlike a job object, it does not end with this process.
+    """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

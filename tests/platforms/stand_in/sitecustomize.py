@@ -1,7 +1,7 @@
-"""Hides from a process, and from all that it starts, what another operating system lacks: see ``test_stand_ins.py``.
+"""Startup code that hides features of Linux from a process and its children.
 
-``RL_EXT_STAND_IN`` says which: ``windows`` or ``macos``. What ``sys.platform`` and ``os.name`` say stays, since the
-standard library decides by them what it is made of; ``imitated_windows`` takes the place of Windows' own calls.
+``RL_EXT_STAND_IN`` selects the imitated system, ``windows`` or ``macos``. ``sys.platform`` and ``os.name`` do not
+change, because the standard library selects its own code by them. ``imitated_windows`` replaces the Windows calls.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MODULES_OF_POSIX = ("fcntl", "resource", "termios", "pwd", "grp")
 
 
 class _ModuleWithHiddenNames(types.ModuleType):
-    """A module without some names. Other libraries, which go by ``sys.platform``, find them all the same."""
+    """Module that hides some names from this project. Other libraries still find them."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -74,7 +74,7 @@ def _hide_modules() -> None:
 
 
 def _is_called_by_project() -> bool:
-    """Whether the call before the last comes from the project, by way of paths or not."""
+    """Return whether this project has called the wrapped function, also through pathlib."""
     frame = sys._getframe(2)
     while frame.f_back is not None and _root_package(frame) in (
         "pathlib",
@@ -107,7 +107,7 @@ def _hide_proc() -> None:
 
 
 def _in_use(file: os.stat_result, *, mapped_only: bool = False) -> bool:
-    """Whether this process has the file open, or mapped."""
+    """Return whether this process has the file open or mapped."""
     for line in _maps():
         if line[4] == str(file.st_ino) and line[3] == f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}":
             return True
@@ -125,14 +125,14 @@ def _list_open_files(_listdir: Any = os.listdir) -> list[os.stat_result]:
         try:
             found.append(os.fstat(int(name)))
         except OSError:
-            continue  # that of the list itself
+            continue  # the descriptor of the listing itself is closed by now
     return found
 
 
 def _protect_files_in_use() -> None:
     def refusing(function: Any, which: tuple[int, ...]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if _root_package(sys._getframe(1)) == "multiprocessing":  # which has other files on Windows, if any
+            if _root_package(sys._getframe(1)) == "multiprocessing":  # it uses no such files on Windows
                 return function(*args, **kwargs)
             for path in (args[i] for i in which if i < len(args)):
                 try:
@@ -173,8 +173,8 @@ if _SYSTEM:
         import imitated_windows
 
         if "--multiprocessing-fork" in sys.orig_argv:
-            os.setpgid(0, 0)  # in place of a job object
-        # The same module, which has taken what it needs before it is hidden.
+            os.setpgid(0, 0)  # the process group replaces the job object
+        # The module has already imported the names that are hidden below.
         sys.modules["rl_ext_core._windows"] = imitated_windows
         _hide_modules()
         _protect_files_in_use()

@@ -1,4 +1,4 @@
-"""Environments of ``benchmarks.vec_env``; workers import this, so it imports nothing heavy."""
+"""Environments of ``benchmarks.vec_env``, in a module that workers import quickly."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ BUSY_S = 0.001
 
 
 class SelfStepping(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Steps by itself, many times: what a process does that talks to nobody."""
+    """Wrapper that steps many times per call, to measure a worker without communication."""
 
     def step_many(self, steps: int) -> None:
-        """Step, and reset where that is due."""
+        """Step with one random action, and reset after each episode."""
         action = self.action_space.sample()
         for _ in range(steps):
             _, _, terminated, truncated, _ = self.env.step(action)
@@ -28,19 +28,19 @@ class SelfStepping(gymnasium.Wrapper[Any, Any, Any, Any]):
                 self.env.reset()
 
     def pid(self) -> int:
-        """Tell which process this is."""
+        """Return the id of this process."""
         return os.getpid()
 
     def die(self) -> None:
-        """End this process."""
+        """Kill this process."""
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Busy(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Takes a millisecond of a core for a step."""
+    """Wrapper whose steps take one more millisecond of CPU time."""
 
     def step(self, action: Any) -> Any:
-        """Spin."""
+        """Spin for ``BUSY_S``, then step."""
         until = time.thread_time() + BUSY_S
         while time.thread_time() < until:
             pass
@@ -48,7 +48,7 @@ class Busy(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class Frames(gymnasium.Env[np.ndarray, int]):
-    """Costs nothing and returns 100 KB."""
+    """Environment that returns 100 KB frames at no cost."""
 
     observation_space = gymnasium.spaces.Box(0, 255, FRAME, np.uint8)
     action_space = gymnasium.spaces.Discrete(6)
@@ -58,31 +58,31 @@ class Frames(gymnasium.Env[np.ndarray, int]):
         self._steps = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Start counting again."""
+        """Start an episode."""
         self._steps = 0
         return self._frames[0], {}
 
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Count."""
+        """Return the next of four frames; episodes have 1000 steps."""
         self._steps += 1
         return self._frames[self._steps % 4], 1.0, False, self._steps >= 1000, {}
 
 
 def cart_pole() -> gymnasium.Env[Any, Any]:
-    """As it is."""
+    """Make a plain CartPole."""
     return SelfStepping(gymnasium.make("CartPole-v1"))
 
 
-def monitored() -> gymnasium.Env[Any, Any]:
-    """With returns and lengths of episodes."""
+def monitored_cart_pole() -> gymnasium.Env[Any, Any]:
+    """Make a CartPole that reports returns and lengths of episodes."""
     return EpisodeMonitor(cart_pole())
 
 
 def busy() -> gymnasium.Env[Any, Any]:
-    """CartPole that takes a millisecond."""
+    """Make a CartPole whose steps take a millisecond."""
     return SelfStepping(Busy(gymnasium.make("CartPole-v1")))
 
 
 def frames() -> gymnasium.Env[Any, Any]:
-    """Of the size of Atari's."""
+    """Make an environment with frames as large as Atari's."""
     return SelfStepping(Frames())
