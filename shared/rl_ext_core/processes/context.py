@@ -1,8 +1,11 @@
-"""Contexts of multiprocessing whose processes are workers, and how these are started.
+"""multiprocessing contexts whose processes are workers.
 
-They start by multiprocessing's own ways: its fork server (another instance of it, see ``server``), its ``spawn``, its
-``fork``. But a worker has all of its environment variables before it imports anything of the user's, it imports the
-main module only if what it runs refers to that, and it ends with its parent.
+Workers start by multiprocessing's ``spawn`` or ``fork``, or by a second instance of its fork server (see ``server``).
+They differ from multiprocessing's processes:
+
+- All environment variables are set before the worker imports user code.
+- The main module is imported only if the worker's function refers to it.
+- The worker ends with its parent.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from rl_ext_core._interrupts import defer_signals
 from rl_ext_core._system import after_fork, picklable_descriptor
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.processes import server
-from rl_ext_core.processes.families import kill_process_trees
+from rl_ext_core.processes.process_groups import kill_process_trees
 from rl_ext_core.processes.report import WorkerReport
 from rl_ext_core.processes.worker import WorkerStart, finish_worker
 
@@ -45,18 +48,18 @@ __all__ = ["Worker", "WorkerContext", "get_context", "kill_workers", "named_cont
 
 _log = logging.getLogger("rl_ext_core.processes")
 
-# multiprocessing's exit code for a process whose fork server has died, and here for any that is not known.
+# multiprocessing's exit code for a process whose fork server has died. Here it stands for every unknown exit code.
 _UNKNOWN_EXIT_CODE = 255
 _UNREPORTED_REASON = (
-    "this process ignores SIGCHLD, or another part of it has waited for the worker. Write "
+    "this process ignores SIGCHLD, or another part of it has waited for the worker. Use "
     "signal.signal(signal.SIGCHLD, signal.SIG_DFL) before the workers start"
 )
 _POLL_S = 0.1
-# macOS has a fork server, whose forks its own libraries do not support.
+# The fork server exists on macOS too, but macOS's libraries do not support forked processes.
 _DEFAULT = "forkserver" if hasattr(os, "memfd_create") else "spawn"
-# Where the parent's main module is, in multiprocessing's preparation data.
+# Keys of the main module's location in multiprocessing's preparation data.
 _MAIN_MODULE_KEYS = ("init_main_from_name", "init_main_from_path")
-# What a worker has of its process object, besides what it runs.
+# Attributes of the process object that are sent to the worker, next to its start data.
 _SENT_ATTRIBUTES = (
     "_identity",
     "_config",
@@ -70,15 +73,15 @@ _SENT_ATTRIBUTES = (
 )
 
 _context_numbers = itertools.count()
-# Writing ends of all lifelines. A forked child must not hold them: it would keep its siblings from seeing the end.
+# Writing ends of all lifelines. A forked child closes them: an open one would hide the end of the parent from workers.
 _lifelines: set[int] = set()
 
 
 def _drop_parent_workers() -> None:
-    """Drop the workers of the process that this one was forked from."""
+    """Drop the parent's workers in a forked process."""
     while _lifelines:
         os.close(_lifelines.pop())
-    # multiprocessing would terminate and join them when this process ends.
+    # multiprocessing would terminate and join its children when this process ends.
     children: set[Any] = mp_process._children  # type: ignore[attr-defined]
     children.difference_update([child for child in children if isinstance(child, Worker)])
 
@@ -87,10 +90,10 @@ after_fork(_drop_parent_workers)
 
 
 class Worker(BaseProcess):
-    """A process of multiprocessing that reports to its parent and ends with it; made by :class:`WorkerContext`.
+    """Process that reports to its parent and ends with it; created by :class:`WorkerContext`.
 
-    :ivar worker: how many processes its context had made before
-    :ivar report: how far it got, and what it says of its end
+    :ivar worker: number of the process in its context, from 0
+    :ivar report: the worker's report
     """
 
     worker: int
@@ -104,15 +107,15 @@ class Worker(BaseProcess):
 
     @property
     def popen(self) -> Any:
-        """What the parent holds of the started process; None before."""
+        """Multiprocessing's handle of the started process; None before the start."""
         return vars(self)["_popen"]
 
     def start(self) -> None:
-        """Start the process; if that is interrupted, or ``on_start`` raises, the process ends.
+        """Start the process. If the start is interrupted, or ``on_start`` raises, kill it.
 
-        Daemons may start it, such as the workers of a ``Pool``: it ends with them, whoever waits for it.
+        Daemonic processes, such as the workers of ``multiprocessing.Pool``, may start workers too.
         """
-        context, self._context = self._context, None  # which would live as long as this, and in a forked worker
+        context, self._context = self._context, None  # not kept alive by this process, or by a forked worker
         assert context is not None
         try:
             self._launch(context)
@@ -135,7 +138,7 @@ class Worker(BaseProcess):
             if not _system.WINDOWS:
                 reading, writing = os.pipe()
                 _lifelines.add(writing)
-                # At exit the kernel closes it, after the children that are waited for have ended.
+                # At exit the kernel closes the lifeline, after the wait for the children.
                 self._lifeline = util.Finalize(self, _close_lifeline, (writing,))
             own = {} if context.environs is None else context.environs[self.worker]
             environ = {name: value for name, value in {**os.environ, **own}.items() if value is not None}
@@ -161,7 +164,7 @@ class Worker(BaseProcess):
         return _SpawnPopen(process)
 
     def kill(self) -> None:
-        """Kill the process, and what it has started."""
+        """Kill the process, and the processes that it has started."""
         kill_workers([self])
 
     terminate = kill
@@ -172,7 +175,7 @@ class Worker(BaseProcess):
             os.kill(self.pid or 0, number)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The function is pickled apart: nothing of the user's is unpickled before the worker is set up.
+        # The function is pickled separately, so that no user code is unpickled before the worker is set up.
         file = io.BytesIO()
         pickler = _MainModulePickler(file)
         pickler.dump(self._function())
@@ -190,9 +193,9 @@ class Worker(BaseProcess):
         return self._target, self._args, self._kwargs  # type: ignore[attr-defined]
 
     def run(self) -> None:
-        """Run the function; called in the worker."""
+        """Run the function, in the worker. multiprocessing calls this method."""
         begin = self._worker_start
-        if begin.function is None:  # it is forked
+        if begin.function is None:  # the worker is forked
             begin = replace(begin, function=self._function())
         else:
             lifeline = None if begin.lifeline is None else begin.lifeline.detach()
@@ -211,7 +214,7 @@ def _close_lifeline(writing: int) -> None:
 
 
 def kill_workers(workers: Sequence[Worker]) -> None:
-    """Kill workers that have started, with all that they have started, and what is left of those that have ended."""
+    """Kill started workers and their child processes, also those of workers that have ended."""
     if _system.WINDOWS:
         for process in workers:
             process._job.end()
@@ -221,10 +224,10 @@ def kill_workers(workers: Sequence[Worker]) -> None:
 
 
 class _MainModulePickler(reduction.ForkingPickler):
-    """Notes whether a worker has to import the main module to unpickle this.
+    """Pickler that detects whether unpickling the data requires the main module.
 
-    What cloudpickle has packed brings the main module's functions and classes along: most workers need not run the
-    user's script again, with all that it imports.
+    cloudpickle pickles functions and classes of the main module by value. So most workers need not run the user's
+    script again.
     """
 
     needs_main = False
@@ -240,14 +243,17 @@ _spawning = threading.local()
 
 
 def _get_preparation_data(name: str) -> dict[str, Any]:
-    """Return multiprocessing's preparation data; those of a worker lack the main module, which it sends itself."""
+    """Return multiprocessing's preparation data, for workers without the main module.
+
+    Workers get the location of the main module separately.
+    """
     process = getattr(_spawning, "process", None)
     chosen = multiprocessing.get_start_method(allow_none=True)
     try:
         data: dict[str, Any] = _original_preparation_data(name)
     finally:
         if process is not None and not chosen:
-            # Asking for the default has fixed it: the user could not set another any more.
+            # Reading the default has fixed it. Without this reset, the user could not set a start method.
             multiprocessing.set_start_method(None, force=True)
     if process is None:
         return data
@@ -255,7 +261,7 @@ def _get_preparation_data(name: str) -> dict[str, Any]:
     return {**data, "sys_path": import_path()}
 
 
-# multiprocessing has no other way to it for what is spawned, and spawns its own processes as before.
+# multiprocessing has no hook for the data of spawned processes. It spawns its own processes as before.
 spawn.get_preparation_data = _get_preparation_data
 
 
@@ -279,14 +285,14 @@ if sys.platform == "win32":
                     super().__init__(process)
             except OSError:
                 if not hasattr(self, "pid"):
-                    raise  # else the worker has died already, which is found like any other death
+                    raise  # if it has a pid, the worker has died already, which the watch reports
 
 else:
 
     class _ExitCodePopen(popen_fork.Popen):
-        """Fetches the exit code once, whichever thread asks, and also where the system does not report it."""
+        """Popen that several threads can poll, and that tolerates missing exit codes."""
 
-        unknown_reason = ""  # why the exit code is not known
+        unknown_reason = ""  # why the exit code is unknown
         sentinel: int
         pid: int
         _fds: list[int]
@@ -296,13 +302,13 @@ else:
             super().__init__(process)
 
         def poll(self, flag: int = os.WNOHANG) -> int | None:
-            """Fetch the exit code."""
+            """Return the exit code; None while the process runs."""
             while (code := self._poll_once()) is None and flag != os.WNOHANG:
-                # What the worker has forked may hold the sentinel, where that is a pipe.
+                # If the sentinel is a pipe, a process that the worker has forked may keep it open.
                 connection.wait([self.sentinel], _POLL_S)
             return code
 
-        @defer_signals  # the lock would stay locked
+        @defer_signals  # an interrupt could leave the lock locked
         def _poll_once(self) -> int | None:
             with self._polling:
                 if self.returncode is None:
@@ -319,8 +325,8 @@ else:
                 self.returncode = os.waitstatus_to_exitcode(status) if pid else None
 
         def _watch_process(self) -> None:
-            """Have the sentinel tell the end of the process; a pipe's end waits for all that it has forked, too."""
-            with suppress(AttributeError, OSError):  # there is none: macOS, an old Linux
+            """Replace the sentinel by one that ignores forked processes, which a pipe does not."""
+            with suppress(AttributeError, OSError):  # macOS and old Linux kernels have no pidfd
                 self.sentinel = os.pidfd_open(self.pid)
                 util.Finalize(self, os.close, (self.sentinel,))
 
@@ -336,7 +342,7 @@ else:
         method = "spawn"
 
         def _launch(self, process: Any) -> None:
-            # A worker that has died already is found like any other.
+            # BrokenPipeError means that the worker has died already, which the watch reports.
             with server.block_signals(), _worker_preparation(process), suppress(BrokenPipeError):
                 super()._launch(process)  # type: ignore[misc]
             self._watch_process()
@@ -345,7 +351,7 @@ else:
         method = "forkserver"
 
         def _launch(self, process: Any) -> None:
-            from rl_ext_core.devices import IMPORT_TIME_VARIABLES
+            from rl_ext_core.devices._renderers import IMPORT_TIME_VARIABLES
 
             data = io.BytesIO()
             mp_context.set_spawning_popen(self)
@@ -358,7 +364,7 @@ else:
             variables = {name: process._worker_start.environ.get(name) for name in IMPORT_TIME_VARIABLES}
             answer = server.start_process(process._modules, variables, self._fds)
             self.sentinel, writing, self.pid, self._server = answer
-            # The worker sees the other end of its data as multiprocessing's sentinel of its parent: it stays open.
+            # The other end of this pipe is the worker's sentinel of its parent, so this end stays open.
             self.finalizer = util.Finalize(self, util.close_fds, (writing, self.sentinel))  # type: ignore[attr-defined]
             with suppress(BrokenPipeError), open(writing, "wb", closefd=False) as file:
                 file.write(data.getbuffer())
@@ -368,7 +374,7 @@ else:
                 try:
                     self.returncode = forkserver.read_signed(self.sentinel)
                 except (OSError, EOFError):
-                    # The worker may live, and nobody would wait for it; its number may be another's soon.
+                    # The worker may still run without a parent that waits for it, and its pid may be reused.
                     kill_process_trees([self.pid])
                     self.returncode, self.unknown_reason = (
                         _UNKNOWN_EXIT_CODE,
@@ -379,7 +385,7 @@ else:
 
 @dataclass(eq=False)
 class WorkerContext(mp_context.BaseContext):
-    """A context of multiprocessing whose processes are workers; made by :func:`get_context`."""
+    """multiprocessing context whose processes are workers. :func:`get_context` creates it."""
 
     _name: str
     preload: Sequence[str]
@@ -389,14 +395,14 @@ class WorkerContext(mp_context.BaseContext):
     _count: Iterator[int] = field(default_factory=itertools.count)
 
     def Process(self, *arguments: Any, **options: Any) -> Worker:  # noqa: N802 multiprocessing's name
-        """Make a process, as multiprocessing's contexts do."""
+        """Create a worker, with the arguments of ``multiprocessing.Process``."""
         number = next(self._count)
         process = Worker(*arguments, **{"name": f"{self.label}-{number}", **options})
         process.worker, process._context, process._start_method = number, self, self._name  # type: ignore[attr-defined]
         return process
 
     def Event(self) -> Any:  # noqa: N802 multiprocessing's name
-        """Make an event; on Linux it stays usable when a process is killed while it sets it."""
+        """Create an event. On Linux, it stays usable if a process is killed in ``set``."""
         return KernelEvent() if hasattr(os, "eventfd") else super().Event()
 
 
@@ -408,24 +414,32 @@ def get_context(
     label: str = "worker",
     on_start: Callable[[BaseProcess], None] | None = None,
 ) -> WorkerContext:
-    """Make a context of multiprocessing whose processes are workers.
+    """Create a multiprocessing context whose processes are workers.
 
-    Its processes get the parent's environment variables as they are when they start, whatever the method, before
-    anything of the user's is imported, and the default signal handlers. They lead a process group each, have no effect
-    of Ctrl-C, and die when the parent does, however it does, with all that they have started. What ends them goes to a
-    :class:`Watch`.
+    Workers get the parent's environment variables of the moment when they start, before user code is imported. They
+    have the default signal handlers. Each worker leads its own process group and ignores Ctrl-C. If the parent dies,
+    even by SIGKILL, each worker is killed together with the processes that it has started. Failures are reported to a
+    :class:`Watch`, or printed if there is none.
 
-    Variables that the dynamic linker or the interpreter read at their start (``LD_LIBRARY_PATH``, ``PYTHONHASHSEED``)
-    are those of the parent.
+    The dynamic linker and the interpreter read some variables at their start, such as ``LD_LIBRARY_PATH`` and
+    ``PYTHONHASHSEED``. Changes of these by ``environs`` have no effect.
 
-    :param method: "forkserver", "spawn" or "fork"; None is "forkserver" on Linux, else "spawn"
-    :param preload: modules that the fork server imports once for all workers; other methods have no use for it. Name
-        modules whose import starts no threads and changes nothing but themselves
-    :param environs: for each process in the order of their making, variables to set; None unsets
-    :param label: what a worker is called in names and messages
-    :param on_start: called in the parent with each process that has started; what it raises ends the process
-    :return: a context, with ``Process``, ``Pipe``, ``Event`` and all else; processes have the attribute ``worker``
-    :raises InvalidArgumentError: If there is no such method
+    :param method: ``"forkserver"``, ``"spawn"`` or ``"fork"``; default: ``"forkserver"`` on Linux, else ``"spawn"``
+    :param preload: names of modules that the fork server imports once for all workers. Their import must not start
+        threads or change global state. Other methods ignore this parameter
+    :param environs: environment variables to set, one mapping per process in the order of creation; a value of None
+        unsets the variable
+    :param label: name of the workers, for process names and messages
+    :param on_start: function called in the parent with each started process; if it raises, the process is killed
+    :return: the context, with ``Process``, ``Pipe``, ``Event`` and so on. Its processes have their number as ``worker``
+    :raises InvalidArgumentError: If this system does not support the method.
+
+    >>> from rl_ext_core.processes import get_context
+    >>> process = get_context(environs=[{"OMP_NUM_THREADS": "1"}]).Process(target=sum, args=([1, 2],))
+    >>> process.start()
+    >>> process.join()
+    >>> process.exitcode
+    0
     """
     available = multiprocessing.get_all_start_methods()
     method = _DEFAULT if method is None else method
@@ -439,10 +453,11 @@ def get_context(
 
 @contextmanager
 def named_context(context: mp_context.BaseContext) -> Iterator[str]:
-    """Give a context a name for ``multiprocessing.get_context``, for libraries that take only names.
+    """Register a context under a name, for libraries that accept only names of start methods.
 
-    :param context: made by :func:`get_context`
-    :return: a context manager; the name, which no other context has, is known while it is open
+    :param context: context from :func:`get_context`
+    :return: context manager that returns a unique name. ``multiprocessing.get_context(name)`` returns the context while
+        the ``with`` block runs
     """
     name = f"{context.get_start_method()}-workers-{os.getpid()}-{next(_context_numbers)}"
     contexts = mp_context._concrete_contexts  # type: ignore[attr-defined]
@@ -454,10 +469,10 @@ def named_context(context: mp_context.BaseContext) -> Iterator[str]:
 
 
 class KernelEvent:
-    """Does what ``multiprocessing.Event`` does, with one counter in the kernel.
+    """Replacement for ``multiprocessing.Event`` that consists of one counter in the kernel.
 
-    That one is a lock and four counters: a process that is killed while it sets or clears the event takes the lock
-    with it, and whoever sets the event next waits forever.
+    ``multiprocessing.Event`` has a lock. If a process is killed in ``set`` or ``clear``, the lock stays locked,
+    and the next process that sets the event waits forever.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:

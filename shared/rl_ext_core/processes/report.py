@@ -1,7 +1,8 @@
-"""The file in which a worker records how far it got and why it ends, shared with its parent and without a name.
+"""Report of a worker to its parent: progress, status, stacks, and the final exception.
 
-A file in memory rather than a pipe: writing never blocks, and it can be read after the death and more than once. The
-first page is overwritten in place. Behind it faulthandler appends text, and the worker its exception, after a mark.
+The report is an anonymous file in memory that both processes share. Unlike a pipe, it never blocks the writer, and it
+can be read several times, also after the worker's death. The first page is overwritten in place. After it, faulthandler
+appends stack traces; the worker appends a mark and its exception.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from typing import Any
 from rl_ext_core._system import new_memory_file, read_at
 
 PAGE = 4096
-# Single bytes of the page, which no death can cut in two: progress, and whether the worker has something to close, was
-# asked to end, and has reported an exception. Its notes follow, up to a zero.
+# Offsets in the page. The first four are single bytes, which a killed process cannot leave half-written: the progress,
+# whether the worker has exit callbacks, was asked to end, and has reported an exception. Notes end with a zero byte.
 _PROGRESS, _NEEDS_CLOSE, _END_REQUESTED, _RAISED, _NOTES = range(5)
 _NOTES_LIMIT = PAGE - _NOTES - 1
 _MARK = b"\0report\0"
@@ -33,20 +34,20 @@ _TEXT_LIMIT = 100_000
 _PICKLE_LIMIT = 1_000_000
 _SUMMARY_LIMIT = 300
 _CAUSES_LIMIT = 10
-# Where every worker's traceback starts; the user's code comes after it.
+# Tracebacks of workers start in these files. The frames of the user's code follow.
 _WORKER_FILES = ("/multiprocessing/process.py", "/processes/context.py", "/processes/worker.py")
 _encode = json.JSONEncoder(default=repr).encode
 
 
 class RemoteTracebackError(Exception):
-    """Shows where in its worker an exception was raised, as the cause of that exception."""
+    """Cause of an exception from a worker, which shows the traceback in that worker."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 class Progress(IntEnum):
-    """How far a worker got."""
+    """Stages of a worker's start."""
 
     LAUNCHED = 0
     IMPORTING = 1
@@ -56,11 +57,14 @@ class Progress(IntEnum):
 
 @dataclass(frozen=True)
 class ExceptionRecord:
-    """An exception of a worker, as it was there.
+    """An exception raised in a worker, as text and in pickled form.
 
-    :ivar summary: its ``repr``, shortened
-    :ivar traceback: where it was raised
-    :ivar pickled: it, its cause, the cause's, and so on, which pickle leaves out; None: cannot be pickled
+    :ivar summary: ``repr`` of the exception, shortened
+    :ivar traceback: traceback in the worker
+    :ivar pickled: pickles of the exception, its cause, the cause's cause, and so on, because pickle drops causes. None
+        for each one that cannot be pickled
+    :ivar time: monotonic time of the report, in seconds
+    :ivar is_exit: whether it is a SystemExit
     """
 
     summary: str
@@ -71,7 +75,7 @@ class ExceptionRecord:
 
     @classmethod
     def from_exception(cls, error: BaseException) -> ExceptionRecord:
-        """Describe an exception, in the worker."""
+        """Record an exception, in the worker."""
         where: TracebackType | None = error.__traceback__
         while (
             where and where.tb_next and where.tb_frame.f_code.co_filename.replace(os.sep, "/").endswith(_WORKER_FILES)
@@ -87,8 +91,8 @@ class ExceptionRecord:
             _summarize(error), text, [*map(_pickle_exception, causes)], time.monotonic(), isinstance(error, SystemExit)
         )
 
-    def exception(self) -> BaseException | None:
-        """Unpickle the exception, unless that fails or would import what this process has not imported."""
+    def unpickle(self) -> BaseException | None:
+        """Unpickle the exception; return None if that fails or would import a module."""
         found = None
         for packed in reversed(self.pickled):
             cause, found = found, _unpickle_exception(packed)
@@ -97,22 +101,25 @@ class ExceptionRecord:
         return found
 
     def to_exception(self) -> Exception:
-        """Return the exception to raise in the parent, or what stands for it; its cause shows where it was raised."""
-        found = self.exception()
+        """Return an exception to raise in the parent, whose cause shows the worker's traceback.
+
+        If the exception cannot be unpickled, or is not an Exception, it is a RuntimeError with the summary.
+        """
+        found = self.unpickle()
         error = found if isinstance(found, Exception) else RuntimeError(self.summary)
         error.__cause__ = RemoteTracebackError(self.traceback)
         return error
 
 
 class WorkerReport:
-    """The parent's end."""
+    """The parent's end of a report."""
 
     def __init__(self) -> None:
         self.fd, _ = new_memory_file("rl_ext_core-report")
         try:
             os.ftruncate(self.fd, PAGE)
             self._page = mmap.mmap(self.fd, PAGE)
-            # The worker shares the offset, and appends.
+            # The worker appends here, because both processes share the file offset.
             os.lseek(self.fd, PAGE, os.SEEK_SET)
         except BaseException:
             os.close(self.fd)
@@ -120,39 +127,42 @@ class WorkerReport:
 
     @property
     def progress(self) -> Progress:
-        """How far the worker got."""
+        """Stage that the worker has reached."""
         return Progress(self._page[_PROGRESS])
 
     @property
     def has_raised(self) -> bool:
-        """Whether the worker has reported an exception, and so is about to end."""
+        """Whether the worker has reported an exception, after which it ends."""
         return bool(self._page[_RAISED])
 
     @property
     def notes(self) -> dict[str, Any]:
-        """The worker's notes, if it has ended or does not write."""
+        """Status values that the worker has set. Read them only while it does not write."""
         text = self._page[_NOTES:].partition(b"\0")[0]
         found: dict[str, Any] = json.loads(text) if text else {}
         return found
 
     @property
     def exception_record(self) -> ExceptionRecord | None:
-        """What the worker has raised; None if its death has cut the record short."""
+        """Exception that the worker reported; None if there is none or it is incomplete."""
         with suppress(Exception):
             found: ExceptionRecord = pickle.loads(self._read(PAGE).partition(_MARK)[2])
             return found
         return None
 
     def text(self, start: int = PAGE) -> str:
-        """Read faulthandler's text from a place on, which is an earlier :meth:`size`."""
+        """Return faulthandler's text.
+
+        :param start: an earlier :meth:`size`, to get the text after it; default: all
+        """
         return _shorten(self._read(start).partition(_MARK)[0].decode(errors="replace"), _TEXT_LIMIT)
 
     def size(self) -> int:
-        """Return the number of bytes."""
+        """Return the size of the report in bytes."""
         return os.fstat(self.fd).st_size
 
     def request_end(self) -> bool:
-        """Record that the worker is to end, which a signal will tell it; return whether it has something to close."""
+        """Mark the worker as asked to end, and return whether it has exit callbacks."""
         self._page[_END_REQUESTED] = 1
         return bool(self._page[_NEEDS_CLOSE])
 
@@ -160,12 +170,12 @@ class WorkerReport:
         return read_at(self.fd, self.size() - start, start)
 
     def __del__(self) -> None:
-        with suppress(AttributeError, OSError):  # it was not made
+        with suppress(AttributeError, OSError):  # the constructor failed
             os.close(self.fd)
 
 
 class ReportWriter:
-    """The worker's end."""
+    """The worker's end of a report."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -173,40 +183,46 @@ class ReportWriter:
         os.lseek(fd, 0, os.SEEK_END)  # Windows' mmap changes the offset
 
     def set_progress(self, progress: Progress) -> None:
-        """Record how far the worker is."""
+        """Record the stage that the worker has reached."""
         self._page[_PROGRESS] = progress
 
     def is_end_requested(self) -> bool:
-        """Return whether the parent wants an end: anybody may send a signal."""
+        """Return whether the parent has asked this worker to end.
+
+        The signal alone is not enough, because other processes may send it.
+        """
         return bool(self._page[_END_REQUESTED])
 
     def mark_needs_close(self) -> None:
-        """Record that this worker has something to close before it ends."""
+        """Record that this worker has exit callbacks."""
         self._page[_NEEDS_CLOSE] = 1
 
     def write_notes(self, notes: dict[str, Any]) -> None:
-        """Replace the notes; what JSON does not know arrives as its ``repr``, what is long is cut."""
+        """Replace the status notes.
+
+        :param notes: values for JSON. Others are replaced by their ``repr``, and long texts are shortened
+        """
         try:
             data = _encode(notes).encode()
-        except (TypeError, ValueError):  # keys that are no strings, a list in itself
+        except (TypeError, ValueError):  # keys of other types, or a list that contains itself
             data = b""
         if not 0 < len(data) <= _NOTES_LIMIT:
             kept = {name: _shorten(str(value), 100) for name, value in notes.items()}
             while len(data := _encode(kept).encode()) > _NOTES_LIMIT:
                 kept.popitem()
-        # Empty while they are replaced: a worker that is killed half-way leaves none rather than half of them.
+        # The first byte is zero while the rest is replaced, so that a killed worker leaves no half-written notes.
         self._page[_NOTES] = 0
         self._page[_NOTES + 1 : _NOTES + len(data) + 1] = data[1:] + b"\0"
         self._page[_NOTES] = data[0]
 
     def write_exception(self, error: BaseException) -> bool:
-        """Report an exception that ends this worker, and return whether the report has arrived."""
+        """Report an exception that ends this worker; return whether it was written."""
         try:
             rest = memoryview(_MARK + pickle.dumps(ExceptionRecord.from_exception(error)))
             while rest:
                 rest = rest[os.write(self.fd, rest) :]
             self._page[_RAISED] = 1
-        except Exception:  # no memory, no space: the caller has other ways to tell
+        except Exception:  # out of memory or space: multiprocessing prints the exception instead
             return False
         return True
 
@@ -220,7 +236,7 @@ def _summarize(error: BaseException) -> str:
 
 
 def _shorten(text: str, limit: int) -> str:
-    """Keep both ends of a long text: where it starts, and what it comes to."""
+    """Cut the middle out of a long text."""
     if len(text) <= limit:
         return text
     head = limit // 4
@@ -228,8 +244,8 @@ def _shorten(text: str, limit: int) -> str:
 
 
 def _pickle_exception(error: BaseException) -> bytes | None:
-    for module in ("pickle", "rl_ext_core._pickle"):  # the second for a class of a script that is not imported here
-        with suppress(Exception):  # whatever the exception's own code raises; its text still goes
+    for module in ("pickle", "rl_ext_core._pickle"):  # the second one pickles classes by value
+        with suppress(Exception):  # the exception's own code may raise anything; its text is still reported
             packed: bytes = importlib.import_module(module).dumps(error)
             return packed if len(packed) <= _PICKLE_LIMIT else None
     return None
@@ -238,15 +254,16 @@ def _pickle_exception(error: BaseException) -> bytes | None:
 def _unpickle_exception(packed: bytes | None) -> BaseException | None:
     try:
         found = _LoadedModulesUnpickler(io.BytesIO(packed or b"")).load()
-    except Exception:  # whatever the exception's own code raises
+    except Exception:  # the exception's own code may raise anything
         return None
     return found if isinstance(found, BaseException) else None
 
 
 class _LoadedModulesUnpickler(pickle.Unpickler):
-    """Finds classes in loaded modules only: a dead worker's error must not import a simulator into the parent.
+    """Unpickler that does not import modules.
 
-    Code that can name the class of an exception, to catch it, has imported its module.
+    An error from a worker must not load a simulator into the parent. Code that catches an exception by its class has
+    imported the class's module already.
     """
 
     def find_class(self, module: str, name: str, /) -> Any:

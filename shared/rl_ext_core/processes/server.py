@@ -1,9 +1,10 @@
-"""This package's own fork server, apart from multiprocessing's, which is the user's.
+"""Fork server of this package, separate from multiprocessing's.
 
-multiprocessing has one fork server per process: what it preloads, and its environment variables, are fixed by whoever
-starts it first. This module has another instance of the same class, so that neither disturbs the other. It has imported
-the modules of all workers so far. A worker that needs one more, or other values of the variables that these modules
-read at import, gets a new server. The old one ends when its last worker has ended.
+multiprocessing has one fork server per process. Its first use fixes its preloaded modules and its environment
+variables. This module has a second instance of the same class, so that user code can use the first one.
+
+The server has imported the modules of all workers so far. It is replaced if a worker needs another module, or other
+values of the variables that these modules read at import. The old server ends when its last worker has ended.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from multiprocessing.forkserver import MAXFDS_TO_SEND, ForkServer, read_signed
 from typing import Any
 
 from rl_ext_core._import_path import import_path
-from rl_ext_core._interrupts import run_pending_handlers, defer_signals
+from rl_ext_core._interrupts import defer_signals, run_pending_handlers
 from rl_ext_core._system import after_fork, set_variables
-from rl_ext_core.processes.families import create_process_group
+from rl_ext_core.processes.process_groups import create_process_group
 
 __all__ = [
     "GROUP_SIGNALS",
     "UnusableError",
-    "start_process",
+    "block_signals",
     "prepare",
     "reset_signals",
-    "block_signals",
+    "start_process",
     "stop_server",
 ]
 
@@ -41,8 +42,8 @@ _SERVER_GONE = (ChildProcessError, ConnectionError, EOFError, FileNotFoundError)
 _POLL_S = 0.05
 _UNHANDLED = {getattr(signal, f"SIG{name}", None) for name in ("KILL", "STOP")}
 _FATAL = {getattr(signal, f"SIG{name}", None) for name in ("SEGV", "FPE", "ABRT", "BUS", "ILL")}
-# Signals that end a process by default and that launchers may send to a whole process group, as SLURM's --signal does.
-# The others stop it, continue it, or have no effect; SIGINT is treated on its own.
+# Signals that end a process by default, and that launchers may send to a process group, as SLURM's --signal does. The
+# other signals stop or continue a process, or have no effect. SIGINT is handled separately.
 GROUP_SIGNALS = frozenset(
     signal.valid_signals()
     - _UNHANDLED
@@ -52,11 +53,11 @@ GROUP_SIGNALS = frozenset(
 
 
 class UnusableError(Exception):
-    """The fork server cannot start this process; a spawned one can."""
+    """The fork server cannot start this process. The caller spawns it instead."""
 
 
 class _Server(ForkServer):
-    """A fork server that ends when it is dropped: workers refer to it until their exit codes were read."""
+    """Fork server that ends with the last reference to it. Workers keep one until their end."""
 
     _forkserver_pid: int | None
     _forkserver_alive_fd: int | None
@@ -65,8 +66,8 @@ class _Server(ForkServer):
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str | None]) -> None:
         super().__init__()
         self.modules, self.variables, self.has_answered = tuple(modules), dict(variables), False
-        # Names of modules alone would not do: the server needs its environment and, where this package is not
-        # installed, ``sys.path`` before it imports anything.
+        # A list of names is not enough: before its first import, the server needs its environment variables and, if
+        # this package is not installed, ``sys.path``.
         self.set_forkserver_preload(
             _PreloadProgram(
                 f"import sys\nsys.path[:] = {import_path()!r}\nfrom rl_ext_core.processes import server\n"
@@ -80,7 +81,10 @@ class _Server(ForkServer):
             self.end()
 
     def end(self) -> None:
-        """Kill the server, and so its workers. Closing its pipe would not do: they hold that as well."""
+        """Kill the server and its workers.
+
+        Closing its pipe is not enough, because the workers have it open too.
+        """
         pid, address = self._forkserver_pid, self._forkserver_address
         self.disown()
         if pid is not None and not _has_ended(pid):
@@ -92,7 +96,7 @@ class _Server(ForkServer):
                 os.unlink(address)
 
     def disown(self) -> None:
-        """Leave the server to the process that has started it."""
+        """Drop this process's handles of the server, without ending it."""
         descriptor, self._forkserver_alive_fd = self._forkserver_alive_fd, None
         self._forkserver_pid = self._forkserver_address = None
         if descriptor is not None:
@@ -100,8 +104,9 @@ class _Server(ForkServer):
 
 
 class _PreloadProgram(list[str]):
-    """An empty list of modules to preload whose ``repr``, which multiprocessing writes into the command line of the
-    server, is an expression that first runs a program.
+    """Empty list of modules to preload, whose ``repr`` runs a program.
+
+    multiprocessing writes this ``repr`` into the command line of the server.
     """
 
     def __init__(self, source: str) -> None:
@@ -120,18 +125,18 @@ _lock = threading.Lock()
 def start_process(
     modules: Sequence[str], variables: Mapping[str, str | None], descriptors: Sequence[int]
 ) -> tuple[int, int, int, object]:
-    """Have the fork server start a process; start or replace the server if needed.
+    """Start a process by the fork server. Start or replace the server if needed.
 
-    :param modules: what the server should have imported
-    :param variables: what these modules read at import; None is unset
-    :param descriptors: for the new process
-    :return: descriptors to read its exit code from and to write its pickle to; its number; and the server, which the
-        caller keeps until it has read the exit code
-    :raises UnusableError: If the server cannot start, dies, or takes fewer descriptors
+    :param modules: modules that the server must have imported
+    :param variables: environment variables that these modules read at import; None for unset
+    :param descriptors: file descriptors for the new process
+    :return: descriptor for reading the exit code, descriptor for writing the pickled process, process number, and the
+        server. The caller keeps the server until it has read the exit code
+    :raises UnusableError: If the server cannot start, dies, or accepts fewer descriptors.
     """
     global _server
     if len(descriptors) + 4 >= MAXFDS_TO_SEND:
-        raise UnusableError(f"a fork server does not take {len(descriptors)} descriptors")
+        raise UnusableError(f"a fork server does not accept {len(descriptors)} descriptors")
     with _lock:
         if _server is not None and _has_ended(_server._forkserver_pid):
             _end_server()
@@ -140,17 +145,18 @@ def start_process(
         try:
             return *_request_process(_server, descriptors), _server
         except BaseException as error:
-            # Interrupted while the server imports, after which it would start that process; or a module ends it.
+            # A module may have ended the server. After an interrupt of its imports, it would still start the process.
             if not _server.has_answered:
                 _end_server()
-            # The socket is in the folder for temporary files. Other errors are the caller's: too few descriptors.
+            # The socket is in the folder for temporary files, whose path may be too long. Other errors, such as too few
+            # descriptors, concern the caller.
             if isinstance(error, _SERVER_GONE) or "path too long" in str(error):
                 raise UnusableError(str(error) or repr(error)) from error
             raise
 
 
 def _request_process(server: _Server, descriptors: Sequence[int]) -> tuple[int, int, int]:
-    # A socket and two pipes: the server, and so its workers, would die of half a request.
+    # Reserve descriptors for a socket and two pipes. An incomplete request would end the server and its workers.
     opened: list[int] = []
     try:
         for _ in range(5):
@@ -162,7 +168,7 @@ def _request_process(server: _Server, descriptors: Sequence[int]) -> tuple[int, 
     status, data = server.connect_to_new_process(descriptors)
     try:
         while not server.has_answered and not connection.wait([status], _POLL_S):
-            run_pending_handlers()  # Ctrl-C, while it imports
+            run_pending_handlers()  # for Ctrl-C, while the server imports modules
         pid = read_signed(status)
     except BaseException:
         util.close_fds(status, data)  # type: ignore[attr-defined]
@@ -173,16 +179,16 @@ def _request_process(server: _Server, descriptors: Sequence[int]) -> tuple[int, 
 
 @contextmanager
 def block_signals() -> Iterator[None]:
-    """Hold Ctrl-C and signals to the process group back from the processes that are started meanwhile.
+    """Block Ctrl-C and group signals in processes that the ``with`` block starts.
 
-    They stay blocked there until :func:`reset_signals`, or for good in processes of multiprocessing's own.
+    They stay blocked in such a process until :func:`reset_signals`; in multiprocessing's own processes, until the end.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *GROUP_SIGNALS})
     try:
-        # Here, because its start unblocks SIGINT, and because a worker that had to start it would take it with it.
+        # Start the tracker now: its start unblocks SIGINT, and a tracker started by a worker would end with it.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *GROUP_SIGNALS})
         yield
@@ -191,22 +197,22 @@ def block_signals() -> Iterator[None]:
 
 
 def reset_signals() -> None:
-    """Handle signals as a new program does, in a process that leads its group; drop those that came before.
+    """Restore the default signal handlers, and drop pending signals to the group.
 
-    A forked process has its parent's handlers, and those of its libraries. What is ignored stays so, as for any program
-    that is started, except SIGCHLD: environments could not read the exit codes of the processes that they start.
+    A forked process inherits the handlers of its parent and its libraries. Ignored signals stay ignored, as in every
+    new program. SIGCHLD is an exception: while it is ignored, environments cannot read exit codes of processes.
     """
     signal.set_wakeup_fd(-1)
-    faulthandler.disable()  # it would go on to the handlers that libraries set before, as pygame does
+    faulthandler.disable()  # it would call the handlers that libraries such as pygame have installed
     for number in signal.valid_signals() - _UNHANDLED:
         if signal.getsignal(number) is not signal.SIG_IGN or number == getattr(signal, "SIGCHLD", None):
             with suppress(OSError):
-                # Until this process led its group, signals were meant for the parent: to ignore one drops it.
+                # Ignoring a signal drops it if it is pending. It was sent to the parent's group.
                 if number in GROUP_SIGNALS:
                     signal.signal(number, signal.SIG_IGN)
                 signal.signal(number, signal.SIG_DFL)
-    # A KeyboardInterrupt here would be a second, misleading error. Not ignored, which programs that are started from
-    # here would inherit: some are to be ended by it.
+    # A KeyboardInterrupt in a worker would be a second, misleading error. SIG_IGN would be inherited by programs that
+    # the worker starts, which may need SIGINT.
     signal.signal(signal.SIGINT, _ignore_signal)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -219,7 +225,7 @@ def _ignore_signal(number: int, frame: object) -> None:
 def _has_ended(pid: int | None) -> bool:
     try:
         return pid is not None and os.waitpid(pid, os.WNOHANG)[0] != 0
-    except ChildProcessError:  # SIGCHLD is ignored, or another part of this process has waited for it
+    except ChildProcessError:  # SIGCHLD is ignored, or another part of this process has waited for the server
         return True
 
 
@@ -232,33 +238,36 @@ def _end_server() -> None:
 
 @defer_signals
 def stop_server() -> None:
-    """End the fork server; the next process that needs one starts it again. Its workers end with it."""
+    """End the fork server and its workers. The next worker starts a new server."""
     with _lock:
         _end_server()
 
 
 def prepare(modules: Sequence[str], variables: Mapping[str, str | None]) -> None:
-    """In a fork server: leave the parent's process group, set variables, and import modules, which workers share.
+    """Set up a new fork server: its process group, variables and preloaded modules.
 
-    A module that fails to be imported is left to the workers, which report it.
+    A module that cannot be imported is skipped. The worker that imports it reports the error.
+
+    :param modules: names of modules to import
+    :param variables: environment variables to set; None unsets
     """
     create_process_group()
     reset_signals()
     set_variables(variables)
-    # Collections would look at all that the imports make, again and again, and find nothing: a tenth of their time.
+    # Garbage collections during the imports would take a tenth of their time and find nothing.
     gc.disable()
-    # What every worker is made of comes first: without it here, each would import it for itself.
+    # All workers need this package's module. Without it here, each worker would import it.
     for module in ("rl_ext_core.processes.context", *modules):
-        with suppress(BaseException):  # an import may call sys.exit; the server has other modules to import
+        with suppress(BaseException):  # an import may call sys.exit, but the server must import the other modules
             importlib.import_module(module)
     gc.collect()
-    # A collection in a worker would write to every object that it looks at, and so copy every page.
+    # A collection in a worker would write to all objects, and so copy all pages that workers share.
     gc.freeze()
     gc.enable()
 
 
 def _disown_servers() -> None:
-    """In a forked child: the servers are the parent's, and must end with it even if this child lives on."""
+    """Drop the parent's servers in a forked process, because they must end with the parent."""
     global _server, _lock
     for server in list(_servers):
         server.disown()

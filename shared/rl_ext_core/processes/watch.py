@@ -1,7 +1,6 @@
-"""The parent's side: waiting for workers in a thread, and reporting what they died of.
+"""A thread in the parent process that waits for the ends of workers and reports failures.
 
-A thread, because TorchRL's ``ParallelEnv`` waits for its workers in code of its own, which nothing else can leave: one
-way to wait for deaths serves all.
+TorchRL's ``ParallelEnv`` waits for its workers in its own code, which cannot check for failures. So a thread does it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, WorkerError
 from rl_ext_core.processes.context import Worker, kill_workers
 from rl_ext_core.processes.failures import FailedWorker, Failure, is_idle
-from rl_ext_core.processes.families import kill_group
+from rl_ext_core.processes.process_groups import kill_group
 from rl_ext_core.processes.report import Progress
 from rl_ext_core.processes.worker import CLOSE_S, END_SIGNAL
 
@@ -29,46 +28,53 @@ __all__ = ["Watch"]
 
 _log = logging.getLogger("rl_ext_core.processes")
 
-# How long the end of a worker may take, once the main thread has seen its pipe closed or its report written: what it
-# closes itself, on a busy machine.
+# Maximum wait for the failure, once the main thread has seen a closed pipe or a report. Exit callbacks of workers take
+# time on a busy machine.
 _REPORT_TIMEOUT_S = 30.0
-# And that of one that was killed: the kernel has to free its memory.
+# Maximum wait for a killed worker, whose memory the kernel has to free.
 _REAP_S = 10.0
-# How long a worker may take to begin to say where it is, and to write that.
+# Maximum wait until a worker begins to write its stacks, and the wait until it has written them.
 _STACKS_S = 3.0
 _WRITING_S = 0.2
-# How often the thread looks at the clock, and whether it is to end; a death wakes it at once.
+# Interval in which the thread checks time limits and requests to stop. The end of a worker wakes it at once.
 _TICK_S = 0.05
-# Errors by which a worker's end shows before it is over. Others may be the parent's own, and are not held up.
+# Errors that a dying worker causes in the parent. After others, the parent waits only if a worker is about to end.
 _PIPE_ERRORS = (EOFError, ConnectionError)
-# Before multiprocessing joins its children, which would wait for them forever.
+# The finalizer has to run before multiprocessing joins its children, which would wait for them forever.
 _EXIT_PRIORITY = 100
 
 
 class Watch:
-    """Waits for workers beside the main thread, and raises what they died of where the main thread uses them.
+    """Watch over workers, in a thread, that raises their failure in the main thread.
 
-    When one of them ends before :meth:`expect_exit` was called, or with an exit code other than 0 after it, that is the
-    failure: the others are killed, so that no call that waits for them waits any longer. It has one thread, which
-    starts with it: make it when all workers have started, because forking with threads is unsafe.
+    A worker fails if it ends before :meth:`expect_exit` was called, or later with an exit code other than 0. Then the
+    Watch kills the other workers, so that calls that wait for them return. Processes that a worker has started are
+    killed when it ends, unless they have their own session.
 
-    What a worker has started ends with it, however that ends, but for sessions of their own.
+    The thread starts with the Watch. Create it after all workers have started, because forking with threads is unsafe.
+    A Watch that is open when the interpreter exits kills its workers.
 
-    A Watch that is open when the interpreter exits kills its workers, which would be waited for otherwise.
+    :param processes: started processes of a context from :func:`get_context`
+    :param seeds: seeds of the workers' environments, for error messages; default: none
+    :param on_failure: function called in the watching thread after the workers were killed. It can wake threads that
+        wait for something other than a pipe
+    :param label: name of a worker in error messages
+    :param idle_in: parts of a stack frame, such as file or function, in which a worker waits for a command. Workers in
+        such a frame do not hang
+    :raises InvalidTypeError: If a process is not a worker of this package.
+    :raises InvalidArgumentError: If a process has not started, or the number of seeds differs.
 
-    :param processes: started ones, of a context of :func:`get_context`
-    :param seeds: of the workers' environments, for the message
-    :param on_failure: called in the watching thread when the workers were killed, to wake who waits for them by other
-        means than a pipe
-    :param label: what a worker is called in messages
-    :param idle_in: which workers wait for a command and do not hang: parts of the line that faulthandler writes for
-        the frame that waits, such as a function's name
-    :raises InvalidTypeError: a process comes from elsewhere
-    :raises InvalidArgumentError: one has not started, or there are too few seeds
-
-    :ivar failure: the first one; None while there is none
+    :ivar failure: first failure; None if there is none
     :ivar is_closing: whether the workers are expected to end
-    :ivar owner: number of the process that made it
+    :ivar owner: process number of the process that created the Watch
+
+    >>> from rl_ext_core.processes import Watch, get_context
+    >>> process = get_context().Process(target=sum, args=([1, 2],))
+    >>> process.start()
+    >>> watch = Watch([process])
+    >>> watch.expect_exit()
+    >>> process.join()
+    >>> watch.stop()
     """
 
     @defer_signals
@@ -85,7 +91,8 @@ class Watch:
         self._workers = [_require_started_worker(process) for process in processes]
         if seeds is not None and len(seeds) != len(processes):
             raise InvalidArgumentError(
-                f"there are {len(seeds)} seeds for {len(processes)} processes; write one for each, or seeds=None"
+                f"number of seeds: {len(seeds)}, expected {len(processes)}, one for each process. Use seeds=None for "
+                "none"
             )
         self._seeds, self._on_failure, self._label, self._idle_in = seeds, on_failure, label, tuple(idle_in)
         self._current_operation: _Operation | None = None
@@ -101,52 +108,53 @@ class Watch:
             raise
 
     def operation(self, name: str, timeout: float | None = None) -> _Operation:
-        """Say what the main thread waits for, in a ``with`` statement around the call that waits.
+        """Return a context manager for a call that waits for workers.
 
-        When the body raises and a worker has failed, that is raised instead; when one had failed before, the body is
-        not begun. ``KeyboardInterrupt`` and its like pass. Within another operation it does nothing.
+        If a worker has failed before, the ``with`` block does not run. If the block raises an Exception and a worker
+        has failed, the failure is raised instead. Within another operation, the context manager has no effect.
 
-        :param name: of the operation, for the message: "step"
-        :param timeout: seconds after which the workers are asked where they are, and killed
+        :param name: name of the operation for error messages, for example ``"step"``
+        :param timeout: time limit in seconds, after which the stacks of the workers are reported and the workers are
+            killed; default: none
         :return: the context manager
-        :raises WorkerError: a worker has failed
+        :raises WorkerError: If a worker has failed.
         """
         return _Operation(self, name, timeout)
 
     def expect_exit(self) -> None:
-        """Expect the workers to end from now on, with exit code 0."""
+        """Expect the workers to end with exit code 0 from now on, which is not a failure."""
         self.is_closing = True
 
     @property
     def is_owner(self) -> bool:
-        """Whether it was made by this process, and not by one that this was forked from."""
+        """Whether this process created the Watch, and is not a fork of the one that did."""
         return os.getpid() == self.owner
 
     def kill(self) -> None:
-        """End the workers that live; nothing is a failure any more.
+        """End the workers that still run. Their ends are not failures.
 
-        They may close what they have registered by :func:`~rl_ext_core.processes.on_abnormal_exit`, for three seconds; then they
-        are killed, with all that they have started. Ctrl-C ends the waiting for that, not the killing.
+        They have three seconds for the callbacks of :func:`~rl_ext_core.processes.on_abnormal_exit`. Then they and the
+        processes that they have started are killed. Ctrl-C ends only the wait.
         """
         if not self.is_owner or threading.current_thread() is self._thread:
             return
         self.is_closing = self._killing = self._stopping = True
         self._thread.join()
-        self._end_workers()  # where the thread had ended before
+        self._end_workers()  # if the thread had ended before
 
     def stop(self) -> None:
-        """End the thread; the workers that live go on, unwatched."""
+        """End the thread. Workers that still run continue without it."""
         if not self.is_owner:
             return
         self._stopping = True
-        # on_failure may be at work there, or may have called this.
+        # on_failure, which runs in the thread, may call this method.
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._exit_finalizer.cancel()
 
     def _end_at_exit(self) -> None:
         self.kill()
-        # Later, when objects are deleted, the thread does not run any more and cannot be joined.
+        # Later in the interpreter's exit, the thread does not run and cannot be joined.
         self.stop()
 
     def _watch(self) -> None:
@@ -159,10 +167,10 @@ class Watch:
             self._workers_ended.set()
 
     def _wait_for_deaths(self) -> dict[int, Worker]:
-        """Wait for all deaths up to the first failure, and return the workers that were alive then."""
+        """Wait for ends of workers until the first failure, and return the workers that still run."""
         waiting = dict(enumerate(self._workers))
         while waiting and not self._stopping and self.failure is None:
-            # Windows waits for 63 at most: the clock tells when to look at the others.
+            # Windows can wait for 63 handles. The other workers are checked after each tick.
             sentinels = [worker.sentinel for worker in waiting.values()][: 60 if _system.WINDOWS else None]
             connection.wait(sentinels, _TICK_S)
             dead = {number: worker for number, worker in waiting.items() if worker.exitcode is not None}
@@ -183,7 +191,7 @@ class Watch:
         self._set_failure(self._failed_worker(number).describe_exit(popen.returncode, popen.unknown_reason))
 
     def _ended_normally(self, worker: Worker) -> bool:
-        # One whose exit code is unknown may have ended well.
+        # A worker whose exit code is unknown may have returned.
         return self.is_closing and (worker.exitcode == 0 or bool(worker.popen.unknown_reason))
 
     def _check_time_limit(self) -> None:
@@ -192,7 +200,7 @@ class Watch:
             return
         stacks = self._request_stacks()
         if self._current_operation is not operation or not stacks:
-            return  # it was late, and has ended meanwhile
+            return  # the operation has ended after its time limit
         busy = [worker for worker, stack in stacks.items() if not is_idle(stack, self._idle_in)]
         worker, *others = busy or stacks
         seconds = operation.timeout or 0.0
@@ -201,11 +209,11 @@ class Watch:
         )
 
     def _request_stacks(self) -> dict[int, str]:
-        """Have the workers write where they are, and read it when all have done so or some will not."""
+        """Return the stacks of workers, after all have written them or a time limit."""
         sizes = {number: worker.report.size() for number, worker in enumerate(self._workers) if _is_alive(worker)}
         if not hasattr(signal, "SIGUSR1"):
             return dict.fromkeys(sizes, "")
-        # One that has only just been launched would die of the signal.
+        # The signal would kill a worker that has not installed its handler yet.
         asked = [number for number in sizes if self._workers[number].report.progress > Progress.LAUNCHED]
         for number in asked:
             self._workers[number].send_signal(signal.SIGUSR1)
@@ -226,14 +234,14 @@ class Watch:
                 _log.exception("on_failure of the watch over %ss raised", self._label)
 
     def _end_workers(self) -> None:
-        """Let the workers that live close what they have, then kill them and what is left of them."""
+        """Let running workers call their exit callbacks, then kill them and their child processes."""
         living = [worker for worker in self._workers if _is_alive(worker)]
         if not living:
             return
-        asked = [worker for worker in living if worker.report.request_end()] if END_SIGNAL is not None else []
-        for worker in asked:
+        closing = [worker for worker in living if worker.report.request_end()] if END_SIGNAL is not None else []
+        for worker in closing:
             worker.send_signal(END_SIGNAL)
-        _wait_until_ended(asked, CLOSE_S)
+        _wait_until_ended(closing, CLOSE_S)
         kill_workers(living)
         _wait_until_ended(living, _REAP_S)
 
@@ -255,9 +263,9 @@ class Watch:
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
-            # Whoever catches the error finds no worker alive.
+            # After the error, no worker runs.
             self._workers_ended.wait()
-            raise self.failure.error() from self.failure.exception
+            raise self.failure.to_error() from self.failure.exception
 
 
 class _Operation:
@@ -294,7 +302,7 @@ class _Operation:
 def _require_started_worker(process: BaseProcess) -> Worker:
     if not isinstance(process, Worker):
         raise InvalidTypeError(
-            f"{process!r} does not report; expected a worker of this package. Make it by "
+            f"{process!r} does not report; expected a worker of this package. Use "
             "rl_ext_core.processes.get_context().Process(target=...)"
         )
     if process.popen is None:
@@ -303,7 +311,10 @@ def _require_started_worker(process: BaseProcess) -> Worker:
 
 
 def _rank(worker: Worker) -> tuple[int, float]:
-    """Order deaths that are found together: a crash is not a consequence, being terminated usually is."""
+    """Return a sort key for workers that ended at the same time; the first is the cause.
+
+    Crashes come first, then exceptions by time, then terminated workers, which are usually a consequence.
+    """
     exception_record = worker.report.exception_record
     if exception_record is not None:
         return 1, exception_record.time
@@ -311,21 +322,21 @@ def _rank(worker: Worker) -> tuple[int, float]:
 
 
 def _kill_groups(dead: Iterable[Worker]) -> None:
-    """Kill what workers have left that have ended in order."""
+    """Kill processes that ended workers have left running."""
     for worker in dead:
         kill_group(worker.pid or 0)
 
 
 def _is_alive(worker: Worker) -> bool:
-    # Asking drops a process that has ended from multiprocessing's list as well.
+    # is_alive() also removes a process that has ended from multiprocessing's list.
     try:
         return worker.is_alive()
-    except ValueError:  # closed, and so dead
+    except ValueError:  # the process object is closed, so the process has ended
         return False
 
 
 def _wait_until_ended(workers: Sequence[Worker], seconds: float) -> None:
-    """Wait for workers to end."""
+    """Wait until workers have ended, or a time limit in seconds."""
     end = time.monotonic() + seconds
     while any(map(_is_alive, workers)) and time.monotonic() < end:
         time.sleep(0.002)

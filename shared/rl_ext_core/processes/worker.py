@@ -1,4 +1,4 @@
-"""What happens in a worker before and around its function, and how it ends with all that it has started."""
+"""Code that runs in a worker process: its set-up, its function, and its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from multiprocessing import spawn
 from typing import Any, NoReturn
 
 from rl_ext_core._system import after_fork
-from rl_ext_core.processes.families import kill_group, kill_descendants, create_process_group
+from rl_ext_core.processes.process_groups import create_process_group, kill_descendants, kill_group
 from rl_ext_core.processes.report import Progress, ReportWriter
 from rl_ext_core.processes.server import reset_signals
 
@@ -26,41 +26,44 @@ __all__ = [
     "CLOSE_S",
     "END_SIGNAL",
     "WorkerStart",
-    "on_abnormal_exit",
     "abort_worker",
-    "import_main",
     "finish_worker",
+    "import_main",
+    "on_abnormal_exit",
     "set_status",
 ]
 
-# How long a worker that ends early may take to close what it has.
+# Time limit in seconds of all exit callbacks together.
 CLOSE_S = 3.0
-# And then for its exit handlers, and the threads that it waits for.
+# Time limit of the exit handlers and of the wait for threads, after the callbacks.
 _EXIT_GRACE_S = 0.25
-# By which the parent asks a worker to end; Windows has none.
+# The parent asks a worker to end by this signal. On Windows there is none, and the parent kills the worker.
 END_SIGNAL: Any = getattr(signal, "SIGUSR2", None)
 _STACK_SIGNAL: Any = getattr(signal, "SIGUSR1", None)
 
 _writer: ReportWriter | None = None
 _notes: dict[str, Any] = {}
-# For as long as the parent's main module was not imported: where it is.
+# Location of the parent's main module; empty once the module is imported.
 _main: dict[str, Any] = {}
 _is_ending = _has_returned = False
 _exit_callbacks: list[Callable[[], object]] = []
 
 
 class _EndRequestedError(SystemExit):
-    """The parent wants this worker to end."""
+    """Exit of the worker at its parent's request."""
 
 
 class _AbortWorker(BaseException):
-    """The cause ends this worker, whatever catches exceptions between here and its function."""
+    """Exception that ends the worker with its cause, and that ``except Exception`` ignores."""
 
 
 def abort_worker(error: Exception) -> NoReturn:
-    """End this worker as if its function had raised an exception; outside of workers, raise it.
+    """End this worker as if its function had raised an exception.
+
+    Outside of workers, raise the exception.
 
     :param error: the exception
+    :raises Exception: ``error``, if this process is not a worker.
     """
     if _writer is None:
         raise error
@@ -68,13 +71,12 @@ def abort_worker(error: Exception) -> NoReturn:
 
 
 def on_abnormal_exit(close: Callable[[], object]) -> None:
-    """Call a function if this worker ends early: by an exception, or because its parent ends it.
+    """Register a callback for an abnormal exit: an exception, or termination by the parent.
 
-    It may take three seconds, together with all others. When the worker's function returns, it is not called. What it
-    raises is dropped, because the reason for the end is known already. Outside of workers nothing happens. Windows ends
-    workers without this.
+    It is not called if the worker's function returns. All callbacks together have three seconds. Their exceptions are
+    ignored. Outside of workers, and if the parent terminates a worker on Windows, callbacks are not called.
 
-    :param close: closes what would stay behind otherwise, such as an environment's simulator
+    :param close: function without parameters, for example one that closes an environment's simulator
     """
     if _writer is not None:
         _exit_callbacks.append(close)
@@ -82,12 +84,12 @@ def on_abnormal_exit(close: Callable[[], object]) -> None:
 
 
 def set_status(**values: Any) -> None:
-    """Record what this worker is doing, for the message if it dies.
+    """Set status values of this worker, which the error message shows if the worker dies.
 
-    It takes about two microseconds. ``seed`` and ``phase`` have places of their own in the message. Outside of
-    workers nothing happens.
+    A call takes about two microseconds. Outside of workers it has no effect.
 
-    :param values: numbers, strings and lists of these; anything else arrives as its ``repr``
+    :param values: numbers, strings and lists of these; other values are reported as their ``repr``. The message shows
+        ``seed`` and ``phase`` separately
     """
     _notes.update(values)
     if _writer is not None:
@@ -95,16 +97,16 @@ def set_status(**values: Any) -> None:
 
 
 def import_main() -> bool:
-    """Import the parent's main module into this worker, if that was not needed to start it.
+    """Import the parent's main module into this worker, if the worker has not imported it yet.
 
-    :return: whether that has just been done: what it registers is there now
+    :return: whether this call imported it
     """
     data = dict(_main)
     _main.clear()
     if not data:
         return False
     current: Any = multiprocessing.current_process()
-    # As while multiprocessing imports it: a script without a guard would start workers in here, and these theirs.
+    # multiprocessing sets this during the import, so that a script without a guard cannot start workers in workers.
     current._inheriting = True
     try:
         spawn.prepare(data)
@@ -115,14 +117,15 @@ def import_main() -> bool:
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """What a worker is given by its parent.
+    """Start data of a worker, which its parent sends.
 
-    :ivar report: descriptor of its report
-    :ivar lifeline: reading end of a pipe that the parent never writes to and alone holds open; None on Windows
-    :ivar environ: all of its environment variables
-    :ivar function: with its arguments: pickled, or as it is where the worker is forked
-    :ivar needs_main: whether that refers to the main module; if not, this is left to :func:`import_main`
-    :ivar main: where the main module is, in multiprocessing's preparation data
+    :ivar report: file descriptor of the report
+    :ivar lifeline: reading end of a pipe whose writing end only the parent has, so that it closes when the parent ends;
+        None on Windows
+    :ivar environ: all environment variables of the worker
+    :ivar function: function, arguments and keyword arguments, pickled unless the worker is forked
+    :ivar needs_main: whether ``function`` refers to the main module; otherwise :func:`import_main` may import it later
+    :ivar main: location of the main module, in multiprocessing's preparation data
     """
 
     report: Any
@@ -133,7 +136,7 @@ class WorkerStart:
     main: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Run the function, with all that a worker is around it."""
+        """Set this process up as a worker, and run the function."""
         global _has_returned
         self._set_up()
         assert _writer is not None
@@ -147,12 +150,12 @@ class WorkerStart:
             _writer.set_progress(Progress.RUNNING)
             if function is not None:
                 function(*args, **kwargs)
-            _has_returned = True  # it need not be asked to end any more
+            _has_returned = True  # later requests to end are ignored
         except BaseException as error:
             _end_with_error(error)
 
     def _set_up(self) -> None:
-        """Set the process up, before anything is imported that is not the standard library's or this package's."""
+        """Set this process up, before it imports user code."""
         global _writer
         create_process_group()
         _writer = None
@@ -165,7 +168,7 @@ class WorkerStart:
         _notes.clear()
         _exit_callbacks.clear()
         _writer = ReportWriter(self.report)
-        # Straight to the descriptor, from C: fatal signals, and stacks when the parent asks.
+        # faulthandler writes fatal signals, and stacks on the parent's request, to the descriptor from C.
         faulthandler.enable(file=self.report, all_threads=True)
         if _STACK_SIGNAL is not None:
             faulthandler.register(_STACK_SIGNAL, file=self.report, all_threads=True)
@@ -173,24 +176,27 @@ class WorkerStart:
             os.set_inheritable(self.lifeline, False)
             _die_with_parent(self.lifeline)
         _writer.set_progress(Progress.IMPORTING)
-        _end_if_requested()  # before it could be told
+        _end_if_requested()  # the request may have come before the signal was handled
 
 
 def _end_with_error(error: BaseException) -> NoReturn:
-    """End the worker: quietly if the parent knows why, else by the exception, which multiprocessing prints."""
+    """End the worker after an exception.
+
+    It ends silently if the parent knows the reason. Otherwise the exception is raised, and multiprocessing prints it.
+    """
     global _is_ending
     if isinstance(error, _AbortWorker) and error.__cause__ is not None:
         error = error.__cause__
-    asked = isinstance(error, _EndRequestedError)
-    # There is no report in a process that the worker has forked, and that runs out of the same function.
-    if _writer is None or not (asked or _writer.write_exception(error)):
+    is_requested = isinstance(error, _EndRequestedError)
+    # A process that the worker forked may return from the same function. It has no report.
+    if _writer is None or not (is_requested or _writer.write_exception(error)):
         raise error
     _is_ending = True
-    # The parent waits for the end of this process. Where it has asked for that, it looks at the clock itself.
-    if not asked:
+    # The parent waits for the end of this process, and enforces the time limit itself if it requested the end.
+    if not is_requested:
         faulthandler.dump_traceback_later(CLOSE_S, exit=True, file=_writer.fd)
     while _exit_callbacks:
-        # An environment that has failed may well fail again when it is closed.
+        # An environment that has failed may fail again when it is closed.
         with suppress(BaseException):
             _exit_callbacks.pop()()
     kill_descendants()
@@ -200,11 +206,15 @@ def _end_with_error(error: BaseException) -> NoReturn:
 
 
 def finish_worker(code: int, *, spawned: bool) -> int:
-    """End a worker that has reported a failure, without the end of the interpreter, which may take a large library
-    half a second, and which forked workers do not have; else return its exit code.
+    """End a worker that has reported a failure; for other workers, return the exit code.
+
+    It skips the interpreter's finalization, which may take half a second with large libraries.
+
+    :param code: exit code of the worker
+    :param spawned: whether the worker was spawned
     """
     if _is_ending:
-        if spawned:  # exit handlers of a forked worker are those of the process that it was forked from
+        if spawned:  # a forked worker has the exit handlers of the process that it was forked from
             atexit._run_exitfuncs()
         os._exit(code)
     return code
@@ -216,8 +226,11 @@ def _end_if_requested(number: int = 0, frame: object = None) -> None:
 
 
 def _die_with_parent(lifeline: int) -> None:
-    """Have this process and its group killed when its parent is gone: on Linux by the kernel, even if it hangs in C."""
-    # PR_SET_PDEATHSIG would not do: it tells of the thread that has forked, and a worker's parent is the fork server.
+    """Kill this process and its group when the parent ends.
+
+    On Linux the kernel kills it, even if it hangs in C code.
+    """
+    # PR_SET_PDEATHSIG would not work: it reports the end of the forking thread, and the fork server forks workers.
     if not hasattr(os, "memfd_create"):
         threading.Thread(target=_wait_for_parent_end, args=(lifeline,), daemon=True).start()
         return
@@ -226,7 +239,7 @@ def _die_with_parent(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    # The signal is for what happens from now on.
+    # The signal is sent only for changes from now on.
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
     if poll.poll(0):
@@ -239,7 +252,7 @@ def _wait_for_parent_end(lifeline: int) -> None:
 
 
 def _reset_after_fork() -> None:
-    """In a process that a worker forks: its crashes are not the worker's."""
+    """Undo the worker's set-up in a process that it forks, whose crashes are not the worker's."""
     global _writer
     if _writer is not None:
         _writer = None

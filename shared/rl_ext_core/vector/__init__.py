@@ -1,4 +1,4 @@
-"""Vectorized environments of gymnasium: worker processes with shared memory, and Brax environments compiled by JAX."""
+"""Vectorized gymnasium environments: worker processes with shared memory, and Brax in JAX."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ __all__ = ["BraxVectorEnv", "SharedMemoryVectorEnv"]
 
 
 def __getattr__(name: str) -> Any:
-    # Workers import this package, and have no use for vectorised environments.
+    # Workers import this package, and do not need the vectorized environments.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -1,7 +1,7 @@
-"""Arrays of NumPy, torch and JAX: which framework one belongs to, and how it gets into another.
+"""Detection of array frameworks (NumPy, torch, JAX), and conversion between them.
 
-A framework is found by an array's type, once for each type, and is imported by whoever made that array: this module
-imports none of them. Between torch, JAX and others, arrays go by DLPack, without a trip through the host.
+The framework is detected once for each array type. This module imports no framework except NumPy. Arrays of torch, JAX
+and others are exchanged by DLPack, without a copy to the host.
 
 Source: einops' ``_backends.py``; https://data-apis.org/array-api/latest/design_topics/data_interchange.html
 """
@@ -30,7 +30,7 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
-_FRAMEWORKS: dict[type, str] = {}  # of types that were seen
+_FRAMEWORKS: dict[type, str] = {}  # cache, by array type
 
 
 def _framework(leaf: Any) -> str:
@@ -48,9 +48,10 @@ def _framework(leaf: Any) -> str:
 
 
 def framework_of(observation: Any) -> str:
-    """Return ``"numpy"``, ``"torch"``, ``"jax"``, or ``"dlpack"`` for others that have it (Warp, CuPy).
+    """Return the framework of an observation.
 
-    :param observation: an array, or dicts, tuples and lists of them, of which the first that is not NumPy's counts
+    :param observation: array, or nested dicts, tuples and lists of arrays; the first array that is not NumPy's decides
+    :return: ``"numpy"``, ``"torch"``, ``"jax"``, or ``"dlpack"`` for others that support it, such as Warp and CuPy
     """
     found = map(_framework, leaves(observation))
     return next((name for name in found if name != "numpy"), "numpy")
@@ -66,20 +67,23 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def to_numpy(leaf: Any) -> Any:
-    """Return an array of another framework as NumPy's, without a copy if it is on the CPU; others are unchanged."""
+    """Convert an array to NumPy, without a copy from the CPU; return other values as is."""
     framework = _framework(leaf)
     if framework == "numpy":
         return leaf
     if framework == "torch":
         try:
             return leaf.numpy()
-        except (RuntimeError, TypeError):  # takes three times as long if it is not needed
+        except (RuntimeError, TypeError):  # force=True takes three times as long, so it is the second try
             return leaf.numpy(force=True)
     return np.asarray(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
 
 
 def to_torch(leaf: Any) -> Any:
-    """Return an array of JAX, Warp or CuPy as a tensor that shares its memory; others, such as keys, are unchanged."""
+    """Convert an array of JAX, Warp or CuPy to a tensor that shares its memory.
+
+    Arrays that torch cannot share, such as random keys, are returned as is.
+    """
     if _framework(leaf) in ("numpy", "torch"):
         return leaf
     try:
@@ -89,18 +93,19 @@ def to_torch(leaf: Any) -> Any:
 
 
 def to_framework(array: Array, framework: str, device: Any = None) -> Any:
-    """Return a NumPy array as one of a framework, on a device of that framework."""
+    """Convert a NumPy array to an array of a framework, on one of its devices."""
     if framework == "torch":
         return sys.modules["torch"].from_numpy(array).to(device)
     return sys.modules["jax"].numpy.asarray(array) if framework == "jax" else array
 
 
 def take_rows(batch: Any, rows: Any) -> Any:
-    """Return rows of an array as a new one: a tensor on the same device, or NumPy's if rows and array are on the CPU.
+    """Copy rows of an array.
 
-    Rows of JAX's arrays are NumPy's too, because JAX compiles for each number of rows.
-
-    :param rows: indices; if they are a tensor, rows of tensors are tensors, which takes longer on the CPU
+    :param batch: array or tensor
+    :param rows: indices, as NumPy array or tensor
+    :return: tensor on the same device if ``batch`` is a tensor, except if it is on the CPU and ``rows`` is a NumPy
+        array. Otherwise a NumPy array, also for JAX, which would compile for each number of rows
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(batch, torch.Tensor) or (batch.is_cpu and isinstance(rows, np.ndarray)):
@@ -109,7 +114,7 @@ def take_rows(batch: Any, rows: Any) -> Any:
 
 
 def map_arrays(function: Callable[..., Any], *values: Any) -> Any:
-    """Call a function with the arrays at each place in dicts and tuples that are nested alike."""
+    """Apply a function to the arrays at each place of equally nested dicts and tuples."""
     first = values[0]
     if isinstance(first, dict):
         return {key: map_arrays(function, *(value[key] for value in values)) for key in first}
@@ -129,7 +134,7 @@ def stack_arrays(*arrays: Any) -> Any:
 
 
 def copy_array(array: Any) -> Any:
-    """Copy an array, which environments write into again, except JAX's, which cannot be written."""
+    """Copy an array that the environment may overwrite. Return immutable JAX arrays as is."""
     framework = _framework(array)
     if framework == "jax":
         return array
@@ -137,9 +142,11 @@ def copy_array(array: Any) -> Any:
 
 
 def keep_freed_memory(nbytes: int) -> None:
-    """Let the C library keep freed blocks of this size, because mapping them again takes longer than filling them.
+    """Make the C library reuse freed blocks of a size, which is faster than mapping new ones.
 
     glibc's threshold rises to the largest block that was freed, up to 32 MB. Source: mallopt(3), M_MMAP_THRESHOLD.
+
+    :param nbytes: size of a block in bytes
     """
     size = min(4 * nbytes, 31 << 20)
     if size > 128 << 10:

@@ -1,7 +1,7 @@
-"""When vectorized environments reset themselves, and how some of their rows are reset while the others continue.
+"""Autoreset modes of vectorized environments, and resets of some of their rows.
 
-Source: gymnasium's ``AutoresetMode`` (https://farama.org/Vector-Autoreset-Mode). The rules of each library are in the
-table at the end of this file.
+The table at the end of this file has the rules of each library. Source: gymnasium's ``AutoresetMode``
+(https://farama.org/Vector-Autoreset-Mode).
 """
 
 from __future__ import annotations
@@ -24,43 +24,53 @@ __all__ = [
     "PartialReset",
     "accepts_parameter",
     "find_autoreset_mode",
-    "wrapper_chain",
-    "require_synchronous",
     "get_library_rules",
+    "require_synchronous",
+    "wrapper_chain",
 ]
 
-# (n,) booleans of NumPy, and arguments of a reset -> what that returns: of all rows, or of the chosen ones only.
+# Function of an (n,) boolean NumPy mask and the keyword arguments of reset. It returns observation and info of all rows
+# or of the masked rows.
 PartialReset = Callable[..., Any]
 
 
 class Autoreset(Enum):
-    """When a row whose episode has ended is reset; the values are gymnasium's."""
+    """Mode of the automatic resets of rows whose episodes have ended.
+
+    The values are those of gymnasium's ``AutoresetMode``.
+    """
 
     NEXT_STEP = "NextStep"
     SAME_STEP = "SameStep"
     DISABLED = "Disabled"
 
     @classmethod
-    def parse(cls, asked: Any, *, write: str = "SameStep") -> Autoreset:
-        """Return the mode for a mode of gymnasium's, its name or value; the error for others says what to write."""
-        text = str(getattr(asked, "value", asked))
+    def parse(cls, requested_mode: Any, *, suggestion: str = "SameStep") -> Autoreset:
+        """Convert a mode of gymnasium, or its name or value, to an Autoreset.
+
+        :param requested_mode: the mode
+        :param suggestion: value that the error message suggests, default ``"SameStep"``
+        :raises InvalidArgumentError: If there is no such mode.
+        """
+        text = str(getattr(requested_mode, "value", requested_mode))
         for mode in cls:
             if text in (mode.value, mode.name):
                 return mode
         raise InvalidArgumentError(
-            f"autoreset_mode={asked!r} is none of {', '.join(repr(mode.value) for mode in cls)}. Write "
-            f'autoreset_mode="{write}"'
+            f"autoreset_mode={requested_mode!r}: expected one of {', '.join(repr(mode.value) for mode in cls)}. Write "
+            f'autoreset_mode="{suggestion}"'
         )
 
 
 class LibraryRules(NamedTuple):
-    """How the vectorized environments of one library reset rows.
+    """Rules by which the vectorized environments of one library reset rows.
 
-    :ivar library: its name
-    :ivar includes: whether an unwrapped environment belongs to it
-    :ivar mode: of environments that set none; None if it is not known
-    :ivar partial_reset: from an environment, wrapped and unwrapped, and its mode to the way to reset some rows
-    :ivar keeps_other_rows: whether that reset is known to leave the other rows alone
+    :ivar library: name of the library
+    :ivar includes: function that returns whether an unwrapped environment belongs to the library
+    :ivar mode: mode of environments that do not set one; None if it is unknown
+    :ivar partial_reset: function that creates a partial reset from the wrapped and the unwrapped environment, and the
+        mode
+    :ivar keeps_other_rows: whether a partial reset is known to keep the other rows unchanged
     :ivar info: whether a step's info without ``final_info`` describes the ``"last"`` step or the ``"reset"`` after it
     """
 
@@ -73,7 +83,7 @@ class LibraryRules(NamedTuple):
 
 
 def wrapper_chain(env: Any) -> list[Any]:
-    """Return an environment and the wrappers around it, the outermost first."""
+    """Return the wrappers around an environment, outermost first, and the environment."""
     found = [env]
     while len(found) < 100 and getattr(found[-1], "__dict__", {}).get("env") is not None:
         found.append(found[-1].env)
@@ -81,16 +91,19 @@ def wrapper_chain(env: Any) -> list[Any]:
     return found if found[-1] is base else [*found, base]
 
 
-def find_autoreset_mode(env: Any, asked: object, *, uses_torch: bool) -> Autoreset | None:
-    """Find the mode of a vectorized environment: as asked for, its attribute, its metadata, its library's.
+def find_autoreset_mode(env: Any, requested_mode: object, *, uses_torch: bool) -> Autoreset | None:
+    """Return the autoreset mode of a vectorized environment.
 
-    :param asked: a mode, its name or value; None: not set
-    :param uses_torch: whether it steps on tensors; such environments reset rows in the step unless they set a mode
-    :return: the mode; None if it is not known
-    :raises InvalidArgumentError: If there is no such mode.
+    The first of these decides: the argument, an attribute, the metadata, the rules of the library.
+
+    :param env: vectorized environment, wrapped or not
+    :param requested_mode: mode that the caller has set, or its name or value; None if not set
+    :param uses_torch: whether it steps on tensors. Such environments reset rows in the step unless they set a mode
+    :return: the mode; None if it is unknown
+    :raises InvalidArgumentError: If a mode does not exist.
     """
     base = getattr(env, "unwrapped", env)
-    named = [asked, *(getattr(layer, "autoreset_mode", None) for layer in (env, base))]
+    named = [requested_mode, *(getattr(layer, "autoreset_mode", None) for layer in (env, base))]
     for found in (*named, (getattr(env, "metadata", None) or {}).get("autoreset_mode")):
         if found is not None:
             return Autoreset.parse(found)
@@ -103,7 +116,12 @@ def find_autoreset_mode(env: Any, asked: object, *, uses_torch: bool) -> Autores
 
 
 def accepts_parameter(function: Any, name: str, *, any_keyword: bool = True) -> bool:
-    """Return whether a function is known to have a parameter of a name, or to accept any keyword."""
+    """Return whether a function has a parameter with a name, or accepts any keyword.
+
+    :param function: the function; False if its signature is unknown
+    :param name: name of the parameter
+    :param any_keyword: whether ``**kwargs`` counts, default True
+    """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -112,11 +130,16 @@ def accepts_parameter(function: Any, name: str, *, any_keyword: bool = True) -> 
 
 
 def require_synchronous(env: Any) -> None:
-    """Refuse EnvPool's and ALE's asynchronous mode, in which a step returns ``batch_size`` of the rows, and players."""
+    """Raise if EnvPool or ALE is asynchronous, or has several players per environment.
+
+    In asynchronous mode, a step returns only ``batch_size`` of the rows.
+
+    :raises InvalidArgumentError: If a step does not return one row per environment.
+    """
     base = getattr(env, "unwrapped", env)
     if not _is_defined_in("envpool.", "ale_py.")(base):
         return
-    settings = getattr(getattr(base, "spec", None), "config", base)  # EnvPool has a config, ALE has attributes
+    settings = getattr(getattr(base, "spec", None), "config", base)  # ALE has attributes instead of a config
     size, count = getattr(settings, "batch_size", None), getattr(settings, "num_envs", None)
     if getattr(settings, "max_num_players", 1) > 1:
         raise InvalidArgumentError(
@@ -130,18 +153,18 @@ def require_synchronous(env: Any) -> None:
         )
 
 
-# -- ways to reset some rows
+# -- resets of some rows
 
 
 def _reset_by_mask(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    """Use gymnasium's option ``reset_mask``."""
+    """Reset rows by gymnasium's option ``reset_mask``."""
     return _reset_by_option(env, "reset_mask", lambda mask: mask.copy())
 
 
 def _reset_by_mask_in_ale(env: Any, base: Any, mode: Autoreset) -> PartialReset:
     found = version("ale-py")
     if mode is not Autoreset.SAME_STEP and tuple(map(int, re.findall(r"\d+", found)[:3])) < (0, 12, 1):
-        raise InvalidArgumentError(  # reset_mask raises in 0.11, and hangs in 0.12.0
+        raise InvalidArgumentError(  # reset_mask raises an error in 0.11, and hangs in 0.12.0
             f"ale-py {found} cannot reset some of its environments: expected 0.12.1 or later. Use pip install "
             "'ale-py>=0.12.1', or AtariVectorEnv(..., autoreset_mode=AutoresetMode.SAME_STEP)"
         )
@@ -151,24 +174,27 @@ def _reset_by_mask_in_ale(env: Any, base: Any, mode: Autoreset) -> PartialReset:
 def _reset_by_mask_in_async(env: Any, base: Any, mode: Autoreset) -> PartialReset:
     if mode is Autoreset.NEXT_STEP and not base.shared_memory:
         raise InvalidArgumentError(
-            "AsyncVectorEnv(shared_memory=False) resets a sub-environment once more after a reset by reset_mask. Write "
-            'autoreset_mode="SameStep", or leave shared_memory at True'
+            "AsyncVectorEnv(shared_memory=False) resets a sub-environment again after a reset by reset_mask. Write "
+            'autoreset_mode="SameStep", or keep shared_memory=True'
         )
     return _reset_by_mask(env, base, mode)
 
 
 def _reset_by_env_idx(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    """Use ManiSkill's option."""
+    """Reset rows by ManiSkill's option ``env_idx``."""
     return _reset_by_option(env, "env_idx", lambda mask: _indices(mask, base))
 
 
 def _reset_by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    """Call the outermost reset that may change anything, if all from there on pass the keyword on."""
+    """Reset rows by the keyword ``env_ids``, which all wrappers must forward.
+
+    Outer wrappers whose reset has no effect are skipped.
+    """
     from gymnasium import Wrapper, wrappers
 
     chain = wrapper_chain(env)
-    only_look = (Wrapper.reset, wrappers.OrderEnforcing.reset, wrappers.PassiveEnvChecker.reset)
-    while len(chain) > 1 and "reset" not in vars(chain[0]) and getattr(type(chain[0]), "reset", None) in only_look:
+    without_effect = (Wrapper.reset, wrappers.OrderEnforcing.reset, wrappers.PassiveEnvChecker.reset)
+    while len(chain) > 1 and "reset" not in vars(chain[0]) and getattr(type(chain[0]), "reset", None) in without_effect:
         del chain[0]
     stops = next((layer for layer in chain if not accepts_parameter(layer.reset, "env_ids")), None)
 
@@ -187,7 +213,7 @@ def _reset_by_option(env: Any, option: str, value: Callable[[Any], Any]) -> Part
     base, is_known = wrapper_chain(env)[-1], False
 
     def reset_and_check(**kwargs: Any) -> Any:
-        """Reset, and refuse wrappers that do not pass the option on: they would reset all rows."""
+        """Reset, and reject wrappers that do not forward the option: they would reset all rows."""
         nonlocal is_known
         if is_known or env is base:
             return env.reset(**kwargs)
@@ -215,8 +241,8 @@ def _reset_by_option(env: Any, option: str, value: Callable[[Any], Any]) -> Part
         return result
 
     def reset(mask: Any, *, options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        # gymnasium takes the mask out of the options before wrappers around it can read it: they reset what they keep
-        # of every sub-environment, such as the sums of RecordEpisodeStatistics and NormalizeReward.
+        # gymnasium removes the mask from the options before wrappers can read it. So wrappers also reset the data of
+        # the other rows, such as the sums of RecordEpisodeStatistics and NormalizeReward. Restore these data.
         kept = [
             (layer, name, old.copy())
             for layer in wrapper_chain(env)[:-1]
@@ -234,7 +260,7 @@ def _reset_by_option(env: Any, option: str, value: Callable[[Any], Any]) -> Part
 
 
 def _patch_reset(reset_rows: Callable[..., Any]) -> Callable[[Any, Any, Autoreset], PartialReset]:
-    """Replace an environment's reset by one that follows ``reset_mask``, so that wrappers around it can pass it on."""
+    """Add support of ``reset_mask`` to an environment, so that wrappers can forward it."""
 
     def partial_reset(env: Any, base: Any, mode: Autoreset) -> PartialReset:
         if "reset" not in vars(base):
@@ -248,17 +274,20 @@ def _reset_with_mask(
     env: Any, reset_rows: Any, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any
 ) -> Any:
     rest = {key: value for key, value in (options or {}).items() if key != "reset_mask"}
-    given = {key: value for key, value in kwargs.items() if value is not None}  # EnvPool before 1.2 takes numbers alone
+    given = {key: value for key, value in kwargs.items() if value is not None}  # EnvPool before 1.2 rejects None
     given |= {"options": rest} if rest else {}
     if options and "reset_mask" in options:
         return reset_rows(env, options["reset_mask"], **given)
     if hasattr(env, "prev_done"):
-        env.prev_done = env.prev_done & False  # else JAX environments reset these rows in the next step again
+        env.prev_done = env.prev_done & False  # otherwise JAX environments reset these rows again in the next step
     return type(env).reset(env, *args, **given)
 
 
 def _reset_cartpole(env: Any, rows: Any, *, seed: int | None = None, **_: Any) -> tuple[Any, Any]:
-    """Do now what gymnasium's vectorized CartPole would do in the next step, from the same random numbers."""
+    """Reset rows of gymnasium's vectorized CartPole.
+
+    It uses the random numbers that the environment would use for a reset in the next step.
+    """
     from gymnasium.vector import VectorEnv
 
     VectorEnv.reset(env, seed=seed)
@@ -269,7 +298,10 @@ def _reset_cartpole(env: Any, rows: Any, *, seed: int | None = None, **_: Any) -
 
 
 def _reset_functional(env: Any, rows: Any, *, seed: int | None = None, **_: Any) -> tuple[Any, Any]:
-    """Reset rows of gymnasium's functional JAX environment, all computed: JAX compiles for each number of rows."""
+    """Reset rows of gymnasium's functional JAX environment.
+
+    All rows are computed, because JAX would compile for each number of rows.
+    """
     import jax
     from jax import numpy as jnp
 
@@ -286,7 +318,7 @@ def _reset_functional(env: Any, rows: Any, *, seed: int | None = None, **_: Any)
 
 
 def _reset_envpool(env: Any, mask: Any, **kwargs: Any) -> Any:
-    """Return all rows where EnvPool returns those alone that it has reset; others are zero."""
+    """Reset rows of EnvPool, and return all rows. The rows that were not reset are zero."""
     rows = np.flatnonzero(mask)
 
     def scatter(part: Any) -> Any:
@@ -309,7 +341,10 @@ def _indices(mask: Any, base: Any) -> Any:
 
 
 def _is_defined_in(*prefixes: str) -> Callable[[Any], bool]:
-    """Return whether the class of an environment, or one of its bases, is defined under one of these names."""
+    """Return a function that tests where the class of an environment is defined.
+
+    :param prefixes: beginnings of the full name of the class or one of its base classes
+    """
     return lambda base: any(
         f"{kind.__module__}.{kind.__qualname__}".startswith(prefixes) for kind in type(base).__mro__
     )
@@ -325,8 +360,8 @@ def _accepts_env_ids(base: Any) -> bool:
     return accepts_parameter(getattr(base, "reset", None), "env_ids", any_keyword=False)
 
 
-# The first row that includes an environment counts. All tell last observations as info["final_obs"] (before 1.0:
-# "final_observation"), if they reset rows in the step; in other modes, the step's observation is the last one.
+# The first row that includes an environment decides. In the mode SAME_STEP, all libraries return last observations as
+# info["final_obs"] (before 1.0: "final_observation"). In other modes, the step's observation is the last one.
 LIBRARIES = (
     # library, includes, mode, partial reset, keeps others, info without final_info
     LibraryRules("ALE AtariVectorEnv", _is_defined_in("ale_py."), None, _reset_by_mask_in_ale, True, "reset"),
@@ -335,7 +370,7 @@ LIBRARIES = (
     ),
     LibraryRules("Isaac Lab, mjlab", _accepts_env_ids, None, _reset_by_env_ids, True, "last"),
     LibraryRules("ManiSkill", _is_defined_in("mani_skill"), Autoreset.DISABLED, _reset_by_env_idx, True, "last"),
-    LibraryRules("SyncVectorEnv, ours", _is_sync_or_shared, None, _reset_by_mask, True, "last"),
+    LibraryRules("SyncVectorEnv, rl-ext", _is_sync_or_shared, None, _reset_by_mask, True, "last"),
     LibraryRules("AsyncVectorEnv", _is_async, None, _reset_by_mask_in_async, True, "last"),
     LibraryRules("CartPoleVectorEnv", _is_cartpole, None, _patch_reset(_reset_cartpole), True, "last"),
     LibraryRules("phys2d (JAX)", _is_functional, Autoreset.NEXT_STEP, _patch_reset(_reset_functional), True, "last"),
@@ -344,6 +379,6 @@ LIBRARIES = (
 
 
 def get_library_rules(env: Any) -> LibraryRules:
-    """Return the row of the table for a vectorized environment, wrapped or not."""
+    """Return the rules for a vectorized environment, wrapped or not."""
     base = getattr(env, "unwrapped", env)
     return next(rules for rules in LIBRARIES if rules.includes(base))

@@ -20,7 +20,7 @@ __all__ = ["BraxVectorEnv"]
 
 
 class BraxVectorEnv(VectorEnv[Any, Any, Any]):
-    """A vectorized environment of copies of a Brax or MuJoCo Playground environment, compiled by JAX.
+    """Vectorized environment of a Brax or MuJoCo Playground environment, compiled by JAX.
 
     A step that ends episodes resets these environments to new random states, and returns the last observations in
     ``info["final_obs"]``. All values are JAX arrays and stay on JAX's device::
@@ -106,7 +106,10 @@ class BraxVectorEnv(VectorEnv[Any, Any, Any]):
         return self._state.obs, reward, terminated, truncated, {**self._infos(self._state), **final}
 
     def render(self) -> tuple[Any, ...] | None:
-        """Return an image, ``(240, 320, 3)`` uint8, of each environment; None if ``render_mode`` is None."""
+        """Render each environment.
+
+        :return: an image, ``(240, 320, 3)`` uint8, of each environment; None if ``render_mode`` is None.
+        """
         import jax
 
         if self.render_mode is None:
@@ -122,7 +125,10 @@ class BraxVectorEnv(VectorEnv[Any, Any, Any]):
         return self._state
 
     def _compile(self) -> tuple[Any, Any, Any]:
-        """Return functions that JAX compiles once each, because no shape depends on how many episodes end."""
+        """Return the compiled functions for reset, partial reset and step.
+
+        JAX compiles each once, because no shape depends on how many episodes end.
+        """
         import jax
 
         env, num_envs = self._env, self.num_envs
@@ -187,7 +193,7 @@ def _check_arguments(env: Any, num_envs: Any, render_mode: Any) -> None:
 
 
 def _class_names(env: Any) -> set[str]:
-    """Return the names of the classes, and their base classes, of an environment and its wrappers."""
+    """Return the names of the classes and base classes of an environment and its wrappers."""
     names: set[str] = set()
     while env is not None:
         names.update(kind.__name__ for kind in type(env).__mro__)
@@ -196,7 +202,10 @@ def _class_names(env: Any) -> set[str]:
 
 
 def _space(observation: Any) -> spaces.Space[Any]:
-    """Return the space of one environment's observations, from the shapes and dtypes of all environments'."""
+    """Return the space of one environment's observations.
+
+    :param observation: shapes and dtypes of the observations of all environments
+    """
     if isinstance(observation, Mapping):
         return spaces.Dict({key: _space(part) for key, part in observation.items()})
     dtype, low, high = np.dtype(observation.dtype), -np.inf, np.inf

@@ -1,9 +1,9 @@
-"""What a pool and its workers exchange: arrays and numbers in shared memory, messages in a file, bytes that only wake.
+"""Channel between a pool and its workers: shared arrays and numbers, messages, pipes.
 
-A command and its answer have a number each, in the worker's cells. Every cell is written at once. So each side sees at
-any time where the other is, however that has ended, and also after Ctrl-C has come between two lines: a message is read
-from a file, as often as one likes, and whoever is woken looks at the numbers. A message is a pickle. Most steps need
-none: what they exchange are arrays.
+Commands and answers are numbered. The numbers are in the worker's cells, in shared memory, and each cell is written
+atomically. So each side can read the state of the other at any time, also after Ctrl-C between any two lines. A message
+is a pickle in a file, which can be read several times. Most steps need no message, because their data is in the shared
+arrays. A byte in a pipe only wakes the other side, which then reads the numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gymnasium import spaces
 
 from rl_ext_core import _pickle, resources
 from rl_ext_core._interrupts import defer_signals
-from rl_ext_core._system import WINDOWS, new_memory_file, read_at, picklable_descriptor, write_at
+from rl_ext_core._system import WINDOWS, new_memory_file, picklable_descriptor, read_at, write_at
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, StorageError
 
 if TYPE_CHECKING:
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
 __all__ = [
     "Cell",
     "MemoryLayout",
-    "SharedMemory",
     "ObservationSlot",
+    "SharedMemory",
     "SpinWaiter",
     "WorkerChannel",
     "WorkerHandle",
     "new_cells",
     "pack",
     "pack_by_value",
-    "unpack",
     "should_spin",
+    "unpack",
 ]
 
-_CACHED_BYTES = 1 << 20  # of the last message, which stay allocated until the next one
-_LINE = 64  # bytes of a cache line: a worker's cells are one, and arrays do not share one
+_CACHED_BYTES = 1 << 20  # message files up to this size stay allocated until the next message
+_LINE = 64  # bytes of a cache line. Each worker's cells and each array begin a new one
 
-# An array of a space: the keys that lead to it, its shape and its dtype.
+# An array in a space: the keys that lead to it, its shape and its dtype.
 Leaf = tuple[tuple[Any, ...], tuple[int, ...], np.dtype[Any]]
 
 
@@ -58,12 +58,12 @@ Leaf = tuple[tuple[Any, ...], tuple[int, ...], np.dtype[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class MemoryLayout:
-    """The arrays of one block of shared memory; each has the environments first.
+    """Layout of the arrays in a block of shared memory, each with the environments first.
 
-    :ivar tree: dicts and tuples as in observations, with an array's number in its place
-    :ivar paths: keys that lead to each of the observation's arrays
-    :ivar fields: per array its name, offset in bytes, shape and dtype
-    :ivar size: of the block, in bytes
+    :ivar tree: nested dicts and tuples of the observation space, with the number of the array in place of each array
+    :ivar paths: keys that lead to each array of an observation
+    :ivar fields: name, offset in bytes, shape and dtype of each array
+    :ivar size: size of the block in bytes
     """
 
     tree: Any
@@ -73,14 +73,20 @@ class MemoryLayout:
 
     @classmethod
     def from_spaces(cls, num_envs: int, observation_space: Any, action_space: Any) -> MemoryLayout:
-        """Lay out what environments of these spaces exchange, or refuse observations without fixed shapes."""
+        """Create the layout for environments with these spaces.
+
+        :param num_envs: number of environments
+        :param observation_space: Box, Discrete, MultiDiscrete, MultiBinary, or Dict and Tuple of these
+        :param action_space: any space; actions have an array if the space is a single array
+        :raises InvalidArgumentError: If observations are not arrays of fixed shape.
+        """
         leaves: list[Leaf] = []
         tree = _flatten_space(observation_space, (), leaves)
         wanted: list[tuple[str, tuple[int, ...], np.dtype[Any]]] = [
             (f"observation {index}", shape, dtype) for index, (_, shape, dtype) in enumerate(leaves)
         ]
         actions: list[Leaf] = []
-        with contextlib.suppress(InvalidArgumentError):  # others are pickled
+        with contextlib.suppress(InvalidArgumentError):  # actions of other spaces are pickled
             if _flatten_space(action_space, (), actions) == 0:
                 wanted.append(("action", *actions[0][1:]))
         wanted += [("reward", (), np.dtype(np.float64)), ("reward kind", (), np.dtype(np.uint8))]
@@ -93,23 +99,23 @@ class MemoryLayout:
         return cls(tree, tuple(leaf[0] for leaf in leaves), tuple(fields), max(offset, 1))
 
     def arrays(self, block: Any) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the arrays in a block of memory."""
+        """Return the arrays in a block of memory, by name."""
         return {name: np.ndarray(shape, dtype, block, offset) for name, offset, shape, dtype in self.fields}
 
     def slots(self, arrays: dict[str, np.ndarray[Any, Any]], environment: int) -> list[ObservationSlot]:
-        """Return the rows of an environment, by its number."""
+        """Return the slots for the observation of one environment."""
         return [
             ObservationSlot(path, arrays[f"observation {index}"][environment, ...])
             for index, path in enumerate(self.paths)
         ]
 
     def build_observation(self, parts: list[Any]) -> Any:
-        """Make an observation of its arrays."""
+        """Build an observation from its arrays."""
         return parts[0] if self.tree == 0 else _build_observation(self.tree, parts)
 
 
 def _flatten_space(space: Any, path: tuple[Any, ...], leaves: list[Leaf]) -> Any:
-    """Append a space's arrays to a list; return dicts and tuples as in the space, with the arrays' numbers in place."""
+    """Append the arrays of a space to ``leaves``, and return the nested numbers of the arrays."""
     if isinstance(space, spaces.Dict):
         return {key: _flatten_space(part, (*path, key), leaves) for key, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
@@ -130,12 +136,12 @@ def _build_observation(tree: Any, parts: list[Any]) -> Any:
 
 
 class ObservationSlot:
-    """The place of one array of an environment's observations.
+    """Place in shared memory for one array of an environment's observation.
 
-    :param path: keys that lead to the array in the observation; empty: it is the observation
-    :param place: in shared memory
+    :param path: keys that lead to the array in the observation; empty if the observation is the array
+    :param place: view of the shared memory
 
-    :ivar has_converted: whether the dtype could not hold all values, at any time
+    :ivar has_converted: whether any value so far did not fit the dtype
     """
 
     def __init__(self, path: tuple[Any, ...], place: np.ndarray[Any, Any]) -> None:
@@ -145,7 +151,10 @@ class ObservationSlot:
         self._scalars = (self.dtype.type, *whole) if self.shape == () else ()
 
     def write(self, observation: Any) -> None:
-        """Write the array of an observation; what the dtype cannot hold is converted."""
+        """Write the array of an observation, converted to the dtype of the space.
+
+        :raises EnvironmentOutputError: If the array has another shape.
+        """
         value = observation
         for key in self.path:
             value = value[key]
@@ -159,11 +168,11 @@ class ObservationSlot:
             name = f"observation{''.join(f'[{key!r}]' for key in self.path)}" if self.path else "the observation"
             raise EnvironmentOutputError(
                 f"{name} has the shape {value.shape} where the observation space says {self.shape}; give the space the "
-                "shape of what reset and step return"
+                "shape that reset and step return"
             )
-        with np.errstate(all="ignore"):  # what does not fit is found below
+        with np.errstate(all="ignore"):  # values that do not fit are detected below
             self.place[...] = value
-        # Rounding between floats surprises no one: policies compute with 32 bits.
+        # Rounding between floats is not reported, because policies compute with 32 bits.
         if not self.has_converted and self.dtype.kind != "f":
             self.has_converted = not np.array_equal(self.place, value)
 
@@ -172,21 +181,24 @@ class ObservationSlot:
 
 
 class Cell:
-    """Places of a worker's cells: what it is at, and the numbers and sizes of the last command and the last answer."""
+    """Indices of a worker's cells.
+
+    They are the environment and phase that the worker is in, and number and size of the last command and answer.
+    """
 
     ENVIRONMENT, PHASE, COMMAND, COMMAND_SIZE, ANSWER, ANSWER_SIZE = range(6)
 
 
 def new_cells(block: Any = None) -> memoryview:
-    """Return a worker's cells, in a block of memory or in memory of this process alone."""
+    """Return cells in a block of memory; by default, in memory that is not shared."""
     return memoryview(bytearray(_LINE) if block is None else block).cast("B").cast("Q")
 
 
 class SharedMemory:
-    """Shared memory without a name: nothing is left of it when the last process is gone.
+    """Anonymous shared memory, which is freed when the last process that uses it ends.
 
-    :param size: in bytes
-    :param descriptor: of the file that it is; None makes one
+    :param size: size in bytes, default 0
+    :param descriptor: file descriptor of existing memory; default: new memory
     """
 
     @defer_signals
@@ -196,33 +208,36 @@ class SharedMemory:
             self.resize(size)
 
     def resize(self, size: int) -> None:
-        """Make it that large; Windows does so only before it is mapped."""
+        """Set the size in bytes. On Windows, this is possible only before the memory is mapped.
+
+        :raises StorageError: If the limit of file sizes (``ulimit -f``) is too low.
+        """
         try:
             os.ftruncate(self._descriptor, size)
         except OSError as error:
             if error.errno != errno.EFBIG:
                 raise
             raise StorageError(
-                f"{size / 1e6:.1f} MB of shared memory count as a file, and this process may write none that large: "
-                "raise the limit, ulimit -f unlimited"
+                f"{size / 1e6:.1f} MB of shared memory count as a file, and this process may not write files of this "
+                "size: expected a higher limit. Use ulimit -f unlimited"
             ) from None
 
     def map(self, size: int) -> mmap.mmap:
-        """Map its first bytes into this process."""
+        """Map the first ``size`` bytes into this process."""
         return mmap.mmap(self._descriptor, size)
 
     def write(self, message: bytes) -> None:
-        """Replace the message in it."""
+        """Replace the message in the memory."""
         if not len(message) <= os.fstat(self._descriptor).st_size <= max(_CACHED_BYTES, len(message)):
             self.resize(len(message))
         write_at(self._descriptor, message, 0)
 
     def read(self, size: int) -> bytes:
-        """Read the message, which has this many bytes."""
+        """Read the message of ``size`` bytes."""
         return read_at(self._descriptor, size, 0)
 
     def close(self) -> None:
-        """Close it in this process; what is mapped stays."""
+        """Close the file descriptor in this process. Mappings stay valid."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -239,7 +254,7 @@ def _rebuild_memory(descriptor: Any) -> SharedMemory:
 
 
 class _PosixDoorbell:
-    """One end of a pipe that goes one way, and whose bytes only wake."""
+    """One end of a one-way pipe, whose bytes only wake the other process."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._descriptor = connection, connection.fileno()
@@ -247,27 +262,27 @@ class _PosixDoorbell:
             os.set_blocking(self._descriptor, False)
 
     def ring(self) -> None:
-        """Wake the process at the other end, if it waits there."""
-        try:  # noqa: SIM105 a context manager takes as long as the rest of this
+        """Wake the process at the other end, if it waits."""
+        try:  # noqa: SIM105 a context manager would double the time of this method
             os.write(self._descriptor, b"\0")
         except OSError:
-            pass  # the process is gone, which the watch reports; or it was rung often enough
+            pass  # the process has ended, which the watch reports, or the pipe is full of unread bytes
 
     def wait(self) -> bytes:
-        """Wait until it is rung; return nothing if the other end is closed."""
+        """Wait until the other end rings; return an empty result if the other end is closed."""
         return os.read(self._descriptor, 256)
 
     def clear(self) -> None:
-        """Do nothing. What was not waited for is read in the next wait."""
+        """Do nothing. Unread bytes are read in the next wait."""
 
     def close(self) -> None:
-        """Close this end; to ring it does nothing."""
+        """Close this end. Later calls of :meth:`ring` do nothing."""
         self._descriptor = -1
         self._connection.close()
 
 
 class _WindowsDoorbell(_PosixDoorbell):
-    """Does the same where pipes are not files: each ring is a message, and rings that nobody waits for add up."""
+    """Doorbell for Windows, where each ring is a message that must be read."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -283,7 +298,7 @@ class _WindowsDoorbell(_PosixDoorbell):
             return b""
 
     def clear(self) -> None:
-        """Drop rings that were not waited for: with a full pipe, the next one would block."""
+        """Drop unread rings, because the next ring would block if the pipe were full."""
         while self._connection.poll():
             self.wait()
 
@@ -292,24 +307,27 @@ _Doorbell = _WindowsDoorbell if WINDOWS else _PosixDoorbell
 
 
 def should_spin(num_workers: int) -> bool:
-    """Return whether workers and their parent have a core each, so that one that spins takes it from nobody."""
-    # Other processors may show a number before the arrays that were written ahead of it; the kernel keeps the order.
+    """Return whether each worker and the parent have their own CPU core."""
+    # Other processors may show a number before the arrays that were written ahead of it. System calls keep the order.
     return not WINDOWS and platform.machine() in ("x86_64", "AMD64") and resources.usable_cores() > num_workers
 
 
 class SpinWaiter:
-    """Looks again and again for a number before a wait blocks: to be woken takes longer than a short step.
+    """Poller of a cell for a short time, before a wait blocks.
 
-    A wait that takes longer has spun for nothing, and one in which this process was put aside has taken a core from
-    others. After such a one some waits block at once, and after the next four times as many, unless there were a
-    hundred good ones in between. So long steps and loaded machines are detected.
+    Being woken takes longer than a short step. Polling is wasted if the wait takes longer, and slows other processes
+    down if this process is preempted meanwhile. After such a wait, the next few waits do not poll. After another one,
+    the number is four times as large. It shrinks again in the course of a hundred successful waits. In this way, long
+    steps and busy machines are detected.
+
+    :param seconds: how long to poll
     """
 
-    # The parent has nothing else to do while workers step. A worker that spins may slow the parent down, which computes
-    # actions meanwhile: cores share what they are made of.
+    # The parent has nothing else to do while workers step. A worker that polls may slow down the parent, which computes
+    # the actions and may share a core with it. So workers poll for a shorter time.
     ANSWER_SECONDS, COMMAND_SECONDS = 500e-6, 150e-6
     _MAX_SKIPPED_WAITS = 4096
-    _PREEMPTED_SECONDS = 30e-6  # between two looks at the clock, which take a tenth of a microsecond
+    _PREEMPTED_SECONDS = 30e-6  # gap between two readings of the clock, which take 0.1 microseconds
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -317,7 +335,12 @@ class SpinWaiter:
         self._left = 0
 
     def wait_for_value(self, cells: memoryview, place: int, number: int) -> bool:
-        """Wait a little for a cell to have a value, and return whether it has."""
+        """Poll until a cell has a value, for a short time; return whether it has.
+
+        :param cells: cells of a worker
+        :param place: index of the cell
+        :param number: the value
+        """
         if self._left:
             self._left -= 1
             return False
@@ -339,14 +362,15 @@ class SpinWaiter:
 
 
 def pack(value: Any) -> bytes:
-    """Pickle what a worker answers, or the actions of a step."""
+    """Pickle an answer or the actions of a step, by value if plain pickle fails."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:
         return pack_by_value(value)
 
 
-pack_by_value = _pickle.dumps  # for functions and classes that the other process cannot import
+# Pickles functions and classes by value if the other process cannot import them.
+pack_by_value = _pickle.dumps
 unpack = pickle.loads
 
 
@@ -354,13 +378,13 @@ unpack = pickle.loads
 
 
 class WorkerChannel:
-    """The worker's side of the channel, in the worker.
+    """The worker's end of the channel.
 
     :param commands: pipe that wakes this process
     :param replies: pipe that wakes the parent
-    :param cells: memory of the numbers, see :class:`Cell`
-    :param mail: memory of messages
-    :param spins: whether to spin before waiting
+    :param cells: memory of the cells
+    :param mail: memory of the messages
+    :param spins: whether to poll before waiting
     """
 
     def __init__(
@@ -372,17 +396,23 @@ class WorkerChannel:
         self._spin = SpinWaiter(SpinWaiter.COMMAND_SECONDS) if spins else None
 
     def commands(self) -> Iterator[tuple[str, Any]]:
-        """Yield commands until the parent closes its end; a step with the shared actions is ``("step", None)``."""
+        """Yield commands as (name, data) until the parent closes its end.
+
+        A step with the shared actions is ``("step", None)``.
+        """
         cells, spin, last_command, last_answer = self.cells, self._spin, Cell.COMMAND, Cell.ANSWER
         while (
             spin is not None and spin.wait_for_value(cells, last_command, cells[last_answer] + 1)
         ) or self._commands.wait():
-            if cells[last_command] != cells[last_answer]:  # else it was rung twice
+            if cells[last_command] != cells[last_answer]:  # otherwise the parent rang twice
                 size = cells[Cell.COMMAND_SIZE]
                 yield unpack(self._mail.read(size)) if size else ("step", None)
 
     def reply(self, message: bytes) -> None:
-        """Answer the last command; with nothing, if the message is empty."""
+        """Answer the last command.
+
+        :param message: pickled answer; empty for None
+        """
         cells = self.cells
         if message:
             self._mail.write(message)
@@ -392,20 +422,22 @@ class WorkerChannel:
 
 
 class WorkerHandle:
-    """A worker of a pool; when it fails, another process may take its place.
+    """The parent's handle of a worker in a pool.
 
-    Ctrl-C may come between any two lines. Whether an answer is awaited is therefore read from the numbers in shared
-    memory, and what was interrupted can be done again.
+    If the worker fails, another process may replace it.
 
-    :param number: of the worker
+    Ctrl-C may come between any two lines. Therefore the numbers in shared memory decide whether an answer is awaited,
+    and interrupted methods can be called again.
+
+    :param number: number of the worker
     :param first: number of its first environment
-    :param last: one past that of its last
+    :param last: number of its last environment plus one
 
-    :ivar process: that it is now
-    :ivar watch: over this process; of all together where they fail together; None: there is no process
-    :ivar attempt: how many processes it was before
-    :ivar answer: the last one
-    :ivar cells: the numbers, see :class:`Cell`
+    :ivar process: current process of the worker
+    :ivar watch: watch over the worker's group; None if there is no process
+    :ivar attempt: number of earlier processes of this worker
+    :ivar answer: last answer
+    :ivar cells: cells of the worker, indexed by :class:`Cell`
     """
 
     def __init__(self, number: int, first: int, last: int) -> None:
@@ -419,14 +451,18 @@ class WorkerHandle:
         self._read = 0
 
     def launch(self, context: Any, target: Callable[..., object], arguments: tuple[Any, ...], *, spins: bool) -> None:
-        """Start a process, whose first answer is awaited.
+        """Start a process, and await its first answer.
 
-        It runs ``target`` with a tuple, the arguments of a :class:`WorkerEnd`, and these arguments.
+        :param context: multiprocessing context
+        :param target: function of the process. Its first argument is a tuple with the arguments of
+            :class:`WorkerChannel`
+        :param arguments: further arguments of ``target``
+        :param spins: whether both sides poll before waiting
         """
         self.disconnect()
         memory, self._mail = SharedMemory(_LINE), SharedMemory()
         self.cells, self._read = new_cells(memory.map(_LINE)), 0
-        self.cells[Cell.COMMAND] = 1  # to build its environments
+        self.cells[Cell.COMMAND] = 1  # the first command is to build the environments
         command_reader, commands = context.Pipe(duplex=False)
         replies, reply_writer = context.Pipe(duplex=False)
         self._commands, self._replies, self._own_doorbell = (
@@ -445,13 +481,13 @@ class WorkerHandle:
             memory.close()
 
     def disconnect(self) -> None:
-        """Close the pipes."""
+        """Close the pipes and the message file."""
         for end in self._open_ends:
             end.close()
         self.discard_answer()
 
     def end(self) -> None:
-        """End the process, with what it has started."""
+        """End the process and its child processes."""
         if self.watch is not None:
             self.watch.kill()
             self.watch.stop()
@@ -462,10 +498,14 @@ class WorkerHandle:
         self.disconnect()
 
     def send(self, name: str, data: Any) -> None:
-        """Give a command; a step without data takes the actions in shared memory."""
+        """Send a command.
+
+        :param name: name of the command
+        :param data: data of the command; None for a step with the actions in shared memory
+        """
         message = b""
         if data is not None or name != "step":
-            # Actions are plain, and sent in every step.
+            # Actions are sent in every step, so they are pickled by the faster function.
             message = (pack if name == "step" else pack_by_value)((name, data))
             self._mail.write(message)
         cells = self.cells
@@ -474,15 +514,18 @@ class WorkerHandle:
         self._commands.ring()
 
     def wake_worker(self) -> None:
-        """Ring again: Ctrl-C may have come after a command was written and before the worker was woken."""
+        """Wake the worker again, because Ctrl-C may have prevented that after a command."""
         self._commands.ring()
 
     def interrupt_wait(self) -> None:
-        """Wake this process where it waits for the answer."""
+        """Wake this process from its wait for the answer."""
         self._own_doorbell.ring()
 
     def receive(self) -> None:
-        """Wait for the answer, if one is awaited; raise EOFError if the worker is gone."""
+        """Wait for the answer, if one is awaited.
+
+        :raises EOFError: If the worker has ended.
+        """
         cells = self.cells
         number = cells[Cell.COMMAND]
         if number == self._read:
@@ -493,21 +536,21 @@ class WorkerHandle:
             self._replies.clear()
         while cells[Cell.ANSWER] != number:
             if self.has_failed():
-                raise EOFError("a worker is gone")
+                raise EOFError("a worker has ended")
             self._replies.wait()
         size = cells[Cell.ANSWER_SIZE]
-        self.answer = None  # nothing, as after most steps
+        self.answer = None  # most steps have an empty answer
         if size:
             message = self._mail.read(size)
             try:
                 self.answer = unpack(message)
-            except Exception:  # whatever the code of what was sent raises
+            except Exception:  # user code that unpickles an object may raise anything
                 self._read = number
                 raise
         self._read = number
 
     def discard_answer(self) -> None:
-        """Drop the answer that is awaited."""
+        """Stop awaiting an answer."""
         self._read = self.cells[Cell.COMMAND]
 
     def awaits_answer(self) -> bool:
@@ -515,17 +558,17 @@ class WorkerHandle:
         return bool(self._read != self.cells[Cell.COMMAND])
 
     def has_failed(self) -> bool:
-        """Return whether the worker has failed, or is gone."""
+        """Return whether the worker has failed or was ended."""
         return self.watch is None or self.watch.failure is not None
 
     def is_done(self) -> bool:
-        """Return whether there is nothing to wait for: the answer is there, or the worker has failed."""
+        """Return whether the answer has arrived or the worker has failed."""
         return bool(self.cells[Cell.ANSWER] == self.cells[Cell.COMMAND]) or self.has_failed()
 
     def is_busy(self) -> bool:
-        """Return whether the worker is at a command, or has died of it and the watch has not seen it yet."""
+        """Return whether the worker executes a command, or died in it undetected."""
         return self.awaits_answer() and not self.is_done() and (self.is_alive() or self.process.exitcode != 0)
 
     def is_alive(self) -> bool:
-        """Return whether the process has not ended."""
+        """Return whether the process runs."""
         return self.process is not None and self.process.is_alive()

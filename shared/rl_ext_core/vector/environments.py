@@ -1,6 +1,6 @@
-"""What pools are given, options and environments, and what workers put around an environment before it is stepped.
+"""Options and environments of worker pools: checks, factories, wrappers and calls.
 
-Workers load this module, and it loads no framework.
+Workers load this module, which therefore does not import SB3, torch or TorchRL.
 """
 
 from __future__ import annotations
@@ -31,23 +31,30 @@ __all__ = [
     "PoolOptions",
     "check_count",
     "check_env_fns",
-    "check_seconds",
     "check_environment",
+    "check_seconds",
     "copy_output",
-    "make_factories",
     "make",
-    "wrap_in_monitor",
+    "make_factories",
     "qualified_name",
     "seed_action_space",
     "store_reward",
+    "wrap_in_monitor",
 ]
 
 
-# -- what callers pass
+# -- arguments of vectorized environments
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return a whole number from 1 on, or from ``least``, or refuse the value."""
+    """Return an argument as an int, or raise if it is not an integer or too small.
+
+    :param name: name of the argument, for the error message
+    :param value: value of the argument
+    :param least: smallest allowed value, default 1
+    :raises InvalidTypeError: If ``value`` is not an integer.
+    :raises InvalidArgumentError: If ``value`` is less than ``least``.
+    """
     try:
         number = operator.index(value)
     except TypeError:
@@ -60,7 +67,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def _suggest_count(value: Any) -> str:
-    """Return a whole number that may be what was meant: 1e6 and "4GB" have one."""
+    """Return the integer that the caller probably meant, for example for 1e6 or "4GB"."""
     from rl_ext_core.frames.planning import parse_bytes  # which workers need not load
 
     try:
@@ -71,7 +78,7 @@ def _suggest_count(value: Any) -> str:
 
 
 def check_seconds(name: str, seconds: Any) -> None:
-    """Refuse a time limit that is neither a number of seconds above 0 nor None."""
+    """Raise if a time limit is neither None nor a positive number of seconds."""
     if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
         raise InvalidArgumentError(
             f"{name}={seconds!r} is not a time; expected seconds above 0, or None for no limit. Write {name}=60"
@@ -79,16 +86,27 @@ def check_seconds(name: str, seconds: Any) -> None:
 
 
 def check_env_fns(env_fns: Any) -> None:
-    """Refuse what is not a list with something in it."""
+    """Raise if ``env_fns`` is not a sequence, or is empty."""
     if not isinstance(env_fns, Sequence) or isinstance(env_fns, str):
-        raise InvalidTypeError(f"env_fns={env_fns!r} is not a list; expected one of functions. Write [make_env] * 4")
+        raise InvalidTypeError(f"env_fns={env_fns!r} is not a list; expected a list of functions. Use [make_env] * 4")
     if not env_fns:
-        raise InvalidArgumentError("env_fns is empty; expected a function for each environment. Write [make_env] * 4")
+        raise InvalidArgumentError("env_fns is empty; expected a function for each environment. Use [make_env] * 4")
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolOptions:
-    """Options of vectorized environments over workers, checked before a process is started."""
+    """Options of a worker pool. They are checked before a process is started.
+
+    :ivar start_method: ``"forkserver"``, ``"spawn"`` or ``"fork"``; default: forkserver on Linux, else spawn
+    :ivar n_workers: number of worker processes; default: one per environment
+    :ivar start_timeout: seconds until all environments must be built; default: no limit
+    :ivar step_timeout: seconds until a step, reset or call must be answered; default: no limit
+    :ivar close_timeout: seconds until workers must have closed their environments; default: no limit
+    :ivar restart: ``"truncate"`` replaces failed workers; default None raises their failure
+    :ivar max_restarts: number of replacements after which a failure is raised
+    :ivar cwd: ``"own"`` for an empty working directory per worker, or a folder that each worker gets a copy of;
+        default: the working directory of this process
+    """
 
     start_method: str | None = None
     n_workers: int | None = None
@@ -103,9 +121,8 @@ class PoolOptions:
         methods = multiprocessing.get_all_start_methods()
         if self.start_method is not None and self.start_method not in methods:
             raise InvalidArgumentError(
-                f"start_method={self.start_method!r}: cannot find context for {self.start_method!r}, for here "
-                f"processes are started by one of {', '.join(methods)}. "
-                f'Write start_method="{methods[0]}", or leave it out'
+                f"start_method={self.start_method!r}: cannot find context for {self.start_method!r}; expected one of "
+                f'{", ".join(methods)} on this system. Write start_method="{methods[0]}", or leave it out'
             )
         if self.n_workers is not None:
             check_count("n_workers", self.n_workers)
@@ -124,11 +141,12 @@ class PoolOptions:
 
 
 def make_factories(env_fns: Sequence[Any], timeout: float | None = None) -> list[EnvFactory[Any]]:
-    """Turn functions, or what else stands for an environment, into factories, each for its place in the list.
+    """Convert functions and environments to factories, one for each worker.
 
-    Those that are for a worker already stay as they are. An object that is there several times is turned once.
+    Factories that are bound to a worker stay as they are. An object that occurs several times is converted once.
 
-    :param timeout: seconds that building and stepping a copy of an environment may take
+    :param env_fns: functions, environments, ids or factories
+    :param timeout: time limit in seconds for building and stepping a copy of an environment; default: none
     """
     others = {id(env_fn): env_fn for env_fn in env_fns if not isinstance(env_fn, EnvFactory) or env_fn.worker is None}
     factories = {key: convert(env_fn, verify=True, timeout=timeout) for key, env_fn in others.items()}
@@ -140,7 +158,7 @@ def make_factories(env_fns: Sequence[Any], timeout: float | None = None) -> list
 
 
 def make(spec: Any, env_kwargs: dict[str, Any]) -> Any:
-    """Let gymnasium make an environment that renders images, if it takes a render mode: as Stable Baselines3 does."""
+    """Make an environment with ``render_mode="rgb_array"`` if it accepts one, as SB3 does."""
     try:
         return gymnasium.make(spec, **{"render_mode": "rgb_array", **env_kwargs})
     except TypeError:
@@ -148,23 +166,27 @@ def make(spec: Any, env_kwargs: dict[str, Any]) -> Any:
 
 
 def check_environment(environment: Any) -> Any:
-    """Return an environment of gymnasium as it is, one of the old gym inside shimmy's wrapper, and refuse others."""
+    """Return a gymnasium environment as is, or an old gym environment inside shimmy's wrapper.
+
+    :raises InvalidTypeError: If ``environment`` is neither.
+    :raises MissingDependencyError: If ``environment`` is an old gym environment, and shimmy is not installed.
+    """
     if isinstance(environment, gymnasium.Env):
         return environment
-    gym_class = getattr(sys.modules.get("gym"), "Env", None)  # loaded already if the environment's class needs it
+    gym_class = getattr(sys.modules.get("gym"), "Env", None)  # an old environment has imported gym
     if gym_class is not None and isinstance(environment, gym_class):
         return _from_gym(environment)
     kind = type(environment)
     advice = "Use a class that inherits from gymnasium.Env"
     if hasattr(environment, "possible_agents"):
-        advice = "Of PettingZoo's, hand over a parallel environment itself: make_vec_env(parallel_env())"
+        advice = "For PettingZoo, hand over a parallel environment itself: make_vec_env(parallel_env())"
     raise InvalidTypeError(
-        f"the environment is a {kind.__module__}.{kind.__qualname__}; expected one of gymnasium. {advice}"
+        f"the environment is a {kind.__module__}.{kind.__qualname__}; expected a gymnasium.Env. {advice}"
     )
 
 
 def _from_gym(environment: Any) -> Any:
-    """Wrap an environment of the old gym, by the rule of Stable Baselines3's ``_patch_env``."""
+    """Wrap an old gym environment by the rules of SB3's ``_patch_env``."""
     is_v26 = "seed" in inspect.signature(environment.unwrapped.reset).parameters
     version, wrapper = ("0.26", "GymV26CompatibilityV0") if is_v26 else ("0.21", "GymV21CompatibilityV0")
     text = f"`{type(environment).__name__}` is an environment of gym {version}, which is no longer maintained"
@@ -172,7 +194,7 @@ def _from_gym(environment: Any) -> Any:
         shimmy = importlib.import_module("shimmy")
     except ImportError as error:
         raise MissingDependencyError(
-            f"{text}, and shimmy, which converts it, is not installed. Use pip install 'shimmy>=2.0', which makes it "
+            f"{text}, and shimmy, which converts it, is not installed. Use pip install 'shimmy>=2.0', which provides "
             f"shimmy.{wrapper}(env=env)",
             name="shimmy",
         ) from error
@@ -184,7 +206,10 @@ _IMMUTABLE = (int, float, bool, str, bytes, type(None))
 
 
 def copy_output(value: Any) -> Any:
-    """Copy what an environment returned, since it may write into that again. An object that cannot be copied stays."""
+    """Copy a value that an environment returned and may write to again.
+
+    An object that cannot be copied is returned as is.
+    """
     kind = type(value)
     if kind in _IMMUTABLE or isinstance(value, np.generic):
         return value
@@ -194,12 +219,18 @@ def copy_output(value: Any) -> Any:
         return {key: copy_output(part) for key, part in value.items()}
     try:
         return copy.deepcopy(value)
-    except Exception:  # locks, handles of simulators, tensors with a gradient
+    except Exception:  # for example locks, simulator handles, tensors with a gradient
         return value
 
 
 def store_reward(rewards: np.ndarray[Any, Any], index: int, reward: Any) -> None:
-    """Write a reward to its place in an array of numbers; refuse one with axes, such as ``np.array([1.0])``."""
+    """Write a reward to an array.
+
+    :param rewards: ``(num_envs,)`` numbers
+    :param index: number of the environment
+    :param reward: number, without axes
+    :raises EnvironmentOutputError: If ``reward`` has axes, as ``np.array([1.0])`` has.
+    """
     try:
         rewards[index] = reward
     except (TypeError, ValueError) as error:
@@ -212,25 +243,25 @@ def store_reward(rewards: np.ndarray[Any, Any], index: int, reward: Any) -> None
 
 
 def seed_action_space(environment: Any, seed: int) -> Any:
-    """Seed the space that actions are sampled from."""
+    """Seed the action space of an environment, and return the environment."""
     environment.action_space.seed(seed)
     return environment
 
 
 def wrap_in_monitor(environment: Any) -> Any:
-    """Record returns and lengths of episodes: by Stable Baselines3's own class where that is loaded already."""
-    theirs = sys.modules.get("stable_baselines3.common.monitor")
-    return EpisodeMonitor(environment) if theirs is None else theirs.Monitor(environment)
+    """Wrap an environment in SB3's Monitor if that is imported, else in EpisodeMonitor."""
+    sb3_monitor = sys.modules.get("stable_baselines3.common.monitor")
+    return EpisodeMonitor(environment) if sb3_monitor is None else sb3_monitor.Monitor(environment)
 
 
 class EpisodeMonitor(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Does what Stable Baselines3's ``Monitor`` does without a file.
+    """Wrapper that replaces SB3's ``Monitor`` without a file, and without importing SB3.
 
-    ``info["episode"]`` of an episode's last step is its return (``"r"``), its length (``"l"``) and the seconds since
-    this object was made (``"t"``).
+    In the last step of an episode, ``info["episode"]`` contains the return (``"r"``), the length (``"l"``), and the
+    seconds since this object was created (``"t"``).
     """
 
-    # What ``env_is_wrapped`` is asked for.
+    # env_is_wrapped returns True for these classes too.
     equivalent_classes = (("stable_baselines3.common.monitor", "Monitor"),)
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
@@ -244,13 +275,16 @@ class EpisodeMonitor(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.total_steps = 0
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode."""
+        """Reset the environment and start an episode."""
         self.rewards = []
         self.needs_reset = False
         return self.env.reset(**kwargs)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step, and say what the episode was where it ends."""
+        """Step the environment; add ``info["episode"]`` if the episode ends.
+
+        :raises EnvironmentOutputError: If the episode has ended and the environment was not reset.
+        """
         if self.needs_reset:
             raise EnvironmentOutputError("this environment needs a reset before it is stepped; write env.reset() first")
         observation, reward, terminated, truncated, info = self.env.step(action)
@@ -266,19 +300,19 @@ class EpisodeMonitor(gymnasium.Wrapper[Any, Any, Any, Any]):
         return observation, reward, terminated, truncated, info
 
     def get_total_steps(self) -> int:
-        """Return the number of steps."""
+        """Return the number of steps in all episodes."""
         return self.total_steps
 
     def get_episode_rewards(self) -> list[float]:
-        """Return the returns of all episodes."""
+        """Return the return of each finished episode."""
         return self.episode_returns
 
     def get_episode_lengths(self) -> list[int]:
-        """Return the lengths of all episodes."""
+        """Return the length of each finished episode."""
         return self.episode_lengths
 
     def get_episode_times(self) -> list[float]:
-        """Return the seconds from the start to the end of each episode."""
+        """Return the seconds from the creation of this object to the end of each episode."""
         return self.episode_times
 
 
@@ -286,7 +320,10 @@ class EpisodeMonitor(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def qualified_name(wrapper_class: type) -> tuple[str, str]:
-    """Return what ``env_is_wrapped`` of a worker takes: to unpickle the class, it would have to import its module."""
+    """Return the module and name of a class, for calls of ``env_is_wrapped`` in a worker.
+
+    Unpickling the class itself would import its module in the worker.
+    """
     return wrapper_class.__module__, wrapper_class.__qualname__
 
 
@@ -312,7 +349,7 @@ def _call_or_get(env: Any, data: Any) -> Any:
     return found(*args, **kwargs) if callable(found) else found
 
 
-# What methods of ``VecEnv`` and ``VectorEnv`` do to one of their environments, beside steps and resets.
+# Methods of VecEnv and VectorEnv, except steps and resets: each function calls one environment with its data.
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "render": lambda env, _: env.render(),
     "env_method": lambda env, data: env.get_wrapper_attr(data[0])(*data[1], **data[2]),

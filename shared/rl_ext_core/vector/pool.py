@@ -1,4 +1,4 @@
-"""Workers that step environments, seen from the parent: start, commands, answers, failures, end."""
+"""The parent's side of a pool of workers: start, commands, answers, failures, end."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from rl_ext_core.vector.worker import CONVERTED, IDLE_FRAMES, PHASES, StepEntry,
 
 __all__ = ["UNFINISHED_SECONDS", "Pool", "ResetRequests", "Timings", "make_pool"]
 
-# How long close() waits for a step that was begun and whose result was not taken, as after Ctrl-C: it may never end.
+# Time limit of close() for a step whose result was not read, as after Ctrl-C. The step may never end.
 UNFINISHED_SECONDS = 5.0
 
-# What a worker needs whatever its environment is.
+# Modules that workers import for every environment.
 _PRELOAD = ("numpy", "gymnasium.wrappers", "rl_ext_core.factory", "rl_ext_core.vector.worker")
 _PHASE_TEXTS = {"start": "at its start", "idle": "between two calls", "constructor": "in its constructor"}
 
-# A seed and options for each environment that is to be reset; None for those that are left as they are.
+# For each environment, (seed, options) to reset it, or None to leave it as it is.
 ResetRequests = Sequence[tuple[int | None, dict[str, Any] | None] | None]
 
 
 @dataclasses.dataclass
 class Timings:
-    """Times of a pool's start and steps.
+    """Durations of a pool's start and steps.
 
-    :ivar start_seconds: until all environments were built
-    :ivar steps: number of steps, each of all environments
-    :ivar total_step_seconds: of all steps, from the actions to what is returned
-    :ivar restarts: number of workers that have replaced others
+    :ivar start_seconds: seconds until all environments were built
+    :ivar steps: number of steps of the pool; each steps all environments
+    :ivar total_step_seconds: seconds of all steps, from receiving the actions to returning the results
+    :ivar restarts: number of workers that were replaced
     """
 
     start_seconds: float = 0.0
@@ -55,35 +55,38 @@ class Timings:
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds of a step; 0 before the first."""
+        """Mean seconds per step; 0 before the first step."""
         return self.total_step_seconds / self.steps if self.steps else 0.0
 
     def add_step(self, seconds: float) -> None:
-        """Count a step."""
+        """Add a step of this duration."""
         self.steps += 1
         self.total_step_seconds += seconds
 
 
 class Pool:
-    """Processes that hold environments and share one block of memory with this one; if one fails, all end.
+    """Pool of worker processes that step environments and share memory with this process.
 
-    A command is begun for all workers and then waited for. Whatever comes in between, such as Ctrl-C, the next command
-    first waits for the answers that are still owed, and drops them.
+    If a worker fails, all workers end. Commands are sent to all workers, and their answers are read later. If the
+    answers were not read, for example because of Ctrl-C, the next command waits for them and drops them.
 
-    :param env_fns: build the environments
-    :param autoreset: when environments are reset whose episodes have ended
-    :param new_worker: takes a worker's number, that of its first environment and the one past that of its last
+    :param env_fns: functions or factories that build the environments
+    :param options: options of the pool
+    :param autoreset: autoreset mode of the environments, default ``SAME_STEP``
+    :param new_worker: function that creates the handle of a worker from the number of the worker, of its first
+        environment, and of its last environment plus one
     :raises WorkerError: If an environment cannot be built.
-    :raises EnvironmentOutputError: If their spaces differ.
-    :raises InvalidArgumentError: If their observations are not arrays of fixed shape.
+    :raises EnvironmentOutputError: If the spaces of environments differ.
+    :raises InvalidArgumentError: If observations are not arrays of fixed shape.
 
     :ivar worker_by_env: the worker of each environment
-    :ivar seeds: of each environment's last reset
-    :ivar spaces: observation and action space
-    :ivar layout: of the arrays
-    :ivar arrays: what environments have answered last, and the next actions
-    :ivar step_start: when the last step did
-    :ivar working_directory: folder of the workers' own working directories; None: they have that of this process
+    :ivar seeds: seeds of the last reset of each environment
+    :ivar spaces: observation space and action space
+    :ivar layout: layout of the shared arrays
+    :ivar arrays: shared arrays by name: the last observations, rewards and flags, and the next actions
+    :ivar step_start: time when the last step began, from ``time.perf_counter()``
+    :ivar working_directory: folder that contains the workers' working directories; None if workers use that of this
+        process
     """
 
     working_directory: str | None = None
@@ -101,7 +104,7 @@ class Pool:
         self._factories = make_factories(env_fns, options.start_timeout)
         self._options, self._autoreset = options, autoreset
         count = min(options.n_workers or len(env_fns), len(env_fns))
-        # In order, and as evenly as possible.
+        # Workers get consecutive environments, as evenly as possible.
         firsts = [round(worker * len(env_fns) / count) for worker in range(count + 1)]
         self.workers = [new_worker(number, *part) for number, part in enumerate(itertools.pairwise(firsts))]
         self.worker_by_env = [worker for worker in self.workers for _ in range(worker.first, worker.last)]
@@ -111,14 +114,14 @@ class Pool:
         self._failure: WorkerError | None = None
         self._owner = os.getpid()
         self._ended = self._conversion_reported = False
-        self._has_unread_answers = False  # whether answers may be owed
+        self._has_unread_answers = False  # True if workers may still send answers
         try:
             self._start_workers()
             self.wait(starting=True, raise_failures=True)
             self.spaces = _require_common_spaces([spaces for worker in self.workers for spaces in worker.answer])
             self.layout = MemoryLayout.from_spaces(len(self.worker_by_env), *self.spaces)
             arrays = self.arrays = self.layout.arrays(self._map_memory())
-            # What every step needs is looked up once.
+            # These are looked up once, because every step uses them.
             self._actions = arrays.get("action")
             self._observations = [arrays[f"observation {index}"] for index in range(len(self.layout.paths))]
             self._flags, self._kinds = arrays["flags"].data, arrays["reward kind"].data
@@ -132,20 +135,20 @@ class Pool:
     # -- processes
 
     def _start_workers(self) -> None:
-        """Start the workers, which build their environments."""
+        """Start the workers. They build their environments."""
         resources.check_open_file_limit(len(self.workers), "n_workers={}")
         self._spins = channel.should_spin(len(self.workers))
         self._memory = SharedMemory()
-        # What environments write there is kept.
+        # Files that environments write there are not deleted.
         self.working_directory = None if self._options.cwd is None else tempfile.mkdtemp(prefix="rl-ext-cwd-")
-        # Not by a method: when this object is dropped, the workers end.
+        # A bound method would keep this object alive. The workers end when it is deleted.
         self._end = weakref.finalize(self, _end, self._owner, self.workers, self._memory, self.working_directory)
         self._end.atexit = False
         self._launch(self.workers)
 
     @defer_signals
     def _launch(self, workers: Sequence[WorkerHandle]) -> None:
-        """Start processes; if that fails, there is none."""
+        """Start the processes of workers. If one cannot be started, end all of them."""
         preload = dict.fromkeys([*_PRELOAD, *(name for factory in self._factories for name in factory.preload)])
         decisions = [self._factories[worker.first].decision for worker in workers]
         environs = [{} if decision is None else decision.variables for decision in decisions]
@@ -179,7 +182,7 @@ class Pool:
         return [workers]
 
     def _map_memory(self) -> Any:
-        """Return the memory for the arrays, which the workers map as well."""
+        """Return the memory for the shared arrays, and make the workers map it."""
         self._memory.resize(self.layout.size)
         for worker in self.workers:
             self.send(worker, "map", self.layout)
@@ -188,12 +191,18 @@ class Pool:
     # -- commands
 
     def send(self, worker: Any, name: str, data: Any) -> None:
-        """Give a worker a command; if it is gone, that shows where its answer is waited for."""
+        """Send a command to a worker. If the worker has ended, reading its answer raises."""
         self._has_unread_answers = True
         worker.send(name, data)
 
     def begin_step(self, actions: Any, each: Callable[[Any], Sequence[Any]] = list) -> None:
-        """Begin a step of all environments; ``each`` makes a list of actions that are not of the shape of the array."""
+        """Begin a step of all environments.
+
+        :param actions: an action for each environment
+        :param each: function that splits actions into a list, if they do not have the shape and dtype of the shared
+            array; default: ``list``
+        :raises InvalidArgumentError: If the number of actions is not the number of environments.
+        """
         self.drain_answers()
         self.step_start = time.perf_counter()
         shared = self._actions
@@ -207,51 +216,65 @@ class Pool:
             for worker in self.workers:
                 self.send(worker, "step", None)
             return
-        # One by one, as upstream's send them: a conversion could change their bits.
+        # Send actions one by one, as upstream does, because a conversion could change their values.
         rows = each(actions)
         if len(rows) != len(self.worker_by_env):
             raise InvalidArgumentError(
-                f"there are {len(rows)} actions for {len(self.worker_by_env)} environments; expected an action for each"
+                f"number of actions: {len(rows)}, expected {len(self.worker_by_env)}, one for each environment"
             )
         for worker in self.workers:
             self.send(worker, "step", rows[worker.first : worker.last])
 
     def begin_reset(self, requests: ResetRequests) -> None:
-        """Begin to reset environments, each with a seed and options."""
+        """Begin to reset environments.
+
+        :param requests: (seed, options) or None for each environment
+        """
         self.drain_answers()
         for worker in self.workers:
-            self.reset(worker, requests[worker.first : worker.last])
+            self.send_reset(worker, requests[worker.first : worker.last])
 
-    def reset(self, worker: Any, requests: ResetRequests) -> None:
-        """Begin to reset a worker's environments."""
-        for number, how in enumerate(requests, worker.first):
-            if how is not None:
-                self.seeds[number] = how[0]
+    def send_reset(self, worker: Any, requests: ResetRequests) -> None:
+        """Begin to reset the environments of one worker."""
+        for number, request in enumerate(requests, worker.first):
+            if request is not None:
+                self.seeds[number] = request[0]
         self.send(worker, "reset", list(requests))
 
     def call(self, environments: Sequence[int], name: str, data: Any) -> list[Any]:
-        """Call the same of environments, by their numbers, and return the results."""
+        """Make the same call for some environments, and return the results.
+
+        :param environments: numbers of the environments
+        :param name: name of the call, a key of ``CALLS``
+        :param data: data of the call
+        """
         self.begin_call(environments, name, [data] * len(environments))
         return self.results()
 
     def begin_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
-        """Begin a call of ``CALLS``: for each of these environments, by number, with an argument of its own."""
+        """Begin a call for some environments.
+
+        :param environments: numbers of the environments
+        :param name: name of the call, a key of ``CALLS``
+        :param arguments: data of the call for each environment
+        """
         self.drain_answers()
-        requests: dict[int, list[tuple[int, Any]]] = {}
+        calls_by_worker: dict[int, list[tuple[int, Any]]] = {}
         for number, argument in zip(environments, arguments, strict=True):
             worker = self.worker_by_env[number]
-            requests.setdefault(worker.number, []).append((number - worker.first, argument))
+            calls_by_worker.setdefault(worker.number, []).append((number - worker.first, argument))
         self._call = environments, name, arguments
-        for number, calls in requests.items():
+        for number, calls in calls_by_worker.items():
             self.send(self.workers[number], name, calls)
 
     # -- answers
 
     def wait(self, *, starting: bool = False, raise_failures: bool = False) -> None:
-        """Wait for all answers that workers owe, as long as a step may take.
+        """Wait for all answers.
 
-        :param starting: as long as the start may take
-        :param raise_failures: raise an answer that is a :class:`WorkerError`, as of pools whose workers fail one by one
+        :param starting: whether the time limit is ``start_timeout``; default: ``step_timeout``
+        :param raise_failures: whether to raise answers that are a :class:`WorkerError`. Pools with restarts have such
+            answers
         :raises WorkerError: If a worker has failed.
         """
         require_same_process(self._owner)
@@ -263,14 +286,18 @@ class Pool:
                     raise worker.answer
 
     def _receive(self, timeout: float | None, workers: Sequence[WorkerHandle] | None = None) -> None:
-        """Receive the answers that workers owe, within so many seconds for each group; None: forever."""
+        """Receive the answers of workers.
+
+        :param timeout: time limit in seconds for each group of workers; None for no limit
+        :param workers: the workers; default: all
+        """
         for group in self._failure_groups(self.workers if workers is None else workers):
             watch = group[0].watch
-            # The time of a group begins when it is waited for: it does not matter how long others take.
+            # The time of a group begins here, so that it does not depend on the other groups.
             limited = timeout is not None and watch is not None and not all(map(WorkerHandle.is_done, group))
             try:
                 with watch.operation("", timeout) if limited else contextlib.nullcontext():  # type: ignore[union-attr]
-                    # The last to be asked is the last to answer: it alone is waited for, where others' turns come.
+                    # The worker that got its command last usually answers last, so that the others need no wait.
                     for worker in reversed(group):
                         worker.receive()
             except (EOFError, WorkerError):
@@ -279,13 +306,13 @@ class Pool:
                 self._handle_failure(group)
 
     def _handle_failure(self, group: Sequence[WorkerHandle]) -> None:
-        """Deal with the failure of a group of workers."""
+        """Handle the failure of a group of workers: end all workers, and raise it."""
         error = self._group_error(group)
         self.end(error)
         raise error from error.__cause__
 
     def drain_answers(self) -> None:
-        """Get ready for a command: wait for answers that were not read because that was interrupted, and drop them."""
+        """Wait for answers that were not read after an interrupt, and drop them."""
         self.raise_failure()
         if self._has_unread_answers:
             for worker in self.workers:
@@ -293,17 +320,25 @@ class Pool:
             self.wait()
 
     def is_ready(self, timeout: float) -> bool:
-        """Return whether all answers that workers owe are there within a time, in seconds."""
+        """Return whether all answers arrive within a time limit in seconds."""
         require_same_process(self._owner)
         return not _wait_while(self.workers, lambda worker: not worker.is_done(), time.monotonic(), timeout)
 
     def is_plain_step(self) -> bool:
-        """Return whether a step has ended no episode, there are no infos, and rewards are plain: as of most."""
-        # By comparing bytes, a tenth of what NumPy takes.
+        """Return whether the last step had no infos, ended no episode, and had float rewards.
+
+        This is true for most steps.
+        """
+        # Comparing bytes takes a tenth of the time that NumPy takes.
         return self._flags == self._kinds == self._zeros and all(worker.answer is None for worker in self.workers)
 
     def entries(self, *, to_reset: bool = False) -> list[tuple[int, StepEntry]]:
-        """Return the answers to a step or a reset, by the numbers of environments that have something to tell."""
+        """Return the entries of a step or reset, with the numbers of their environments.
+
+        Environments without infos have no entry.
+
+        :param to_reset: whether the command was a reset; default: a step
+        """
         answers = [(worker.first, self._get_answer(worker, to_reset) or ()) for worker in self.workers]
         return [(n, entry) for first, answer in answers for n, entry in enumerate(answer, first) if entry is not None]
 
@@ -311,13 +346,19 @@ class Pool:
         return worker.answer
 
     def observations(self, *, copy: bool = True) -> Any:
-        """Return the observations: copies, or the arrays that the next step writes into."""
+        """Return the observations.
+
+        :param copy: whether to copy them; otherwise they are the shared arrays, which the next step overwrites
+        """
         return self.layout.build_observation(
             [array.copy() for array in self._observations] if copy else self._observations
         )
 
     def results(self) -> list[Any]:
-        """Return the results of a call, or raise what an environment has raised when all have answered."""
+        """Return the results of a call, after all workers have answered.
+
+        If an environment raised an exception, raise it.
+        """
         self.wait(raise_failures=True)
         answers: dict[int, Any] = {}
         results = []
@@ -331,36 +372,39 @@ class Pool:
         return results
 
     def _record_settings(self, results: Sequence[Any]) -> None:
-        """Do nothing with the results of the last call. Pools that replace workers record what was set."""
+        """Do nothing. Pools that replace workers record attributes that the last call has set."""
 
     def warn_about_conversions(self, upstream: str) -> None:
-        """Warn, once, that observations did not fit their space."""
+        """Warn once if observations did not fit the dtype of their space.
+
+        :param upstream: name of the upstream class, which converts them too
+        """
         converted_flags = self.arrays["flags"] & CONVERTED
         if self._conversion_reported or not converted_flags.any():
             return
         self._conversion_reported = True
         warnings.warn(
-            f"environment {int(converted_flags.argmax())} returns observations with values that the dtype of its observation "
-            f"space, {self.spaces[0]}, cannot hold: they are converted to it, as {upstream} does. Give the space the "
-            "dtype of what reset and step return",
+            f"environment {int(converted_flags.argmax())} returns observations with values that the dtype of its "
+            f"observation space, {self.spaces[0]}, cannot hold: they are converted to it, as {upstream} does. Give the "
+            "space the dtype that reset and step return",
             stacklevel=4,
         )
 
     # -- failures
 
     def raise_failure(self) -> None:
-        """Raise the failure that has ended the workers, and refuse calls from a forked process."""
+        """Raise the failure of the workers, if any, and reject calls from a forked process."""
         require_same_process(self._owner)
         if self._failure is not None:
             raise self._failure
 
     def _group_error(self, group: Sequence[WorkerHandle]) -> WorkerError:
-        """Make the exception for the failure that the watch over these has seen."""
+        """Return the exception for the failure that the watch of a group has detected."""
         watch = group[0].watch
         assert watch is not None
         assert watch.failure is not None
         with contextlib.suppress(WorkerError), watch.operation(""):
-            pass  # waits until the workers are gone
+            pass  # the operation waits until the workers have ended
         failure = watch.failure
         worker = group[failure.worker]
         error = self._environment_error(
@@ -377,11 +421,18 @@ class Pool:
         return error
 
     def _environment_error(self, worker: Any, environment: int, phase: str, what: str, **more: Any) -> WorkerError:
-        """Make the exception that says what has happened to an environment."""
+        """Return the exception for a failure of an environment.
+
+        :param worker: handle of the worker
+        :param environment: number of the environment in its worker
+        :param phase: one of ``PHASES``
+        :param what: description of the failure
+        :param more: further arguments of WorkerError
+        """
         environment += worker.first
         count, seed = len(self.seeds), self.seeds[environment]
-        who = f"environment {environment} of {count}" + ("" if seed is None else f" (seed {seed})")
-        lines = [f"{who}, {_PHASE_TEXTS.get(phase, f'in {phase}')}: {what}"]
+        subject = f"environment {environment} of {count}" + ("" if seed is None else f" (seed {seed})")
+        lines = [f"{subject}, {_PHASE_TEXTS.get(phase, f'in {phase}')}: {what}"]
         lines += [f"    {line}" for line in more.get("traceback", "").strip("\n").splitlines()]
         if self.working_directory is not None:
             lines.append(f"Its working directory is {os.path.join(self.working_directory, str(worker.number))}")
@@ -394,7 +445,7 @@ class Pool:
         return WorkerError("\n".join(lines), worker=worker.number, phase=phase, seed=seed, notes=notes, **more)
 
     def _exception_error(self, worker: Any, environment: int, phase: str, raised: ExceptionRecord) -> WorkerError:
-        """Make the exception for what an environment has raised."""
+        """Return the exception for an exception that an environment has raised."""
         what = f"raised {raised.summary}:"
         error = self._environment_error(worker, environment, phase, what, kind="exception", traceback=raised.traceback)
         error.__cause__ = raised.to_exception()
@@ -403,12 +454,12 @@ class Pool:
     # -- the end
 
     def close(self, timeout: float | None = None) -> None:
-        """Close the environments, and end the workers. Ctrl-C makes that short.
+        """Close the environments, and end the workers. Ctrl-C ends the workers at once.
 
-        In a forked process it does nothing: the workers are those of the process that started them.
+        In a forked process it does nothing, because the workers belong to the process that started them.
 
-        :param timeout: seconds that may take; None: ``close_timeout``
-        :raises WorkerError: If one of them fails in ``close``; all workers are gone all the same.
+        :param timeout: time limit in seconds; default: ``close_timeout``
+        :raises WorkerError: If an environment fails in ``close``. All workers have ended even then.
         """
         failures: list[WorkerError] = []
         if os.getpid() != self._owner:
@@ -424,19 +475,23 @@ class Pool:
             raise failures[0]
 
     def _close_environments(self, patience: float | None, limit: float | None) -> list[WorkerError]:
-        """Close the environments within a limit, after so many seconds for what workers are at; return what fails."""
+        """Close the environments, and return the failures.
+
+        :param patience: time limit in seconds for the commands that workers are executing; None for no limit
+        :param limit: time limit in seconds for closing; None for no limit
+        """
         begin = time.monotonic()
         for worker in self.workers:
             if worker.watch is not None:
                 worker.watch.expect_exit()
             worker.wake_worker()
         late = _wait_while(self.workers, WorkerHandle.is_busy, begin, patience)
-        expect_exit = [worker for worker in self.workers if worker not in late]
-        for worker in expect_exit:
+        closing = [worker for worker in self.workers if worker not in late]
+        for worker in closing:
             if not worker.has_failed():
                 worker.discard_answer()
                 self.send(worker, "close", None)
-        late += _wait_while(expect_exit, lambda worker: worker.is_busy() or worker.is_alive(), begin, limit)
+        late += _wait_while(closing, lambda worker: worker.is_busy() or worker.is_alive(), begin, limit)
         failures = [found for worker in self.workers if worker.is_done() and (found := self._close_error(worker))]
         if late:
             number, at = late[0].cells[Cell.ENVIRONMENT], PHASES[late[0].cells[Cell.PHASE]]
@@ -445,7 +500,7 @@ class Pool:
         return failures
 
     def _close_error(self, worker: WorkerHandle) -> WorkerError | None:
-        """Return an environment's failure in ``close``; what has happened before does not matter any more."""
+        """Return an environment's failure in ``close``; None for earlier failures."""
         if worker.watch is None or not worker.awaits_answer():
             return None
         if worker.watch.failure is None:
@@ -455,37 +510,42 @@ class Pool:
         return error if error.phase == "close" else None
 
     def _warn_of_slow_close(self, environment: int, where: str, begin: float) -> None:
-        """Warn that the time to close environments was up."""
+        """Warn that closing an environment exceeded its time limit."""
         warnings.warn(
             f"environment {environment} of {len(self.seeds)} was still {where} after {time.monotonic() - begin:.3g} s "
-            "of closing, and its worker was ended: what it writes may be incomplete. Write close_timeout=None to wait "
-            "as long as it takes, or more",
+            "of closing, and its worker was ended: files that it writes may be incomplete. Write close_timeout=None to "
+            "wait without a limit, or a larger number",
             stacklevel=5,
         )
 
     def end(self, failure: WorkerError | None = None) -> None:
-        """End the workers at once; done again if it was interrupted. In a forked process it does nothing."""
+        """End the workers at once. In a forked process, do nothing.
+
+        If it is interrupted, it can be called again.
+
+        :param failure: failure to raise in later calls; default: none
+        """
         if os.getpid() == self._owner:
             self._ended, self._failure = True, self._failure or failure
             self._end_workers()
 
     def _end_workers(self) -> None:
-        if hasattr(self, "_end"):  # else none was started
+        if hasattr(self, "_end"):  # otherwise no worker was started
             _end(self._owner, self.workers, self._memory, self.working_directory)
             self._end.detach()
 
 
 def make_pool(env_fns: Any, options: PoolOptions, *, autoreset: Autoreset = Autoreset.SAME_STEP) -> Pool:
-    """Start the pool that the options ask for."""
+    """Start a pool. If ``options.restart`` is set, the pool replaces failed workers."""
     if options.restart is None:
         return Pool(env_fns, options, autoreset=autoreset)
-    from rl_ext_core.vector.restart import RestartingPool
+    from rl_ext_core.vector.restarting_pool import RestartingPool
 
     return RestartingPool(env_fns, options, autoreset=autoreset)
 
 
 def _require_common_spaces(found: Sequence[Any]) -> Any:
-    """Return the spaces that all environments have, or raise if one has others than the first."""
+    """Return the spaces of the first environment; raise if another one has different spaces."""
     for number, pair in enumerate(found):
         for name, one, other in zip(("observation_space", "action_space"), found[0], pair, strict=True):
             if one != other:
@@ -499,7 +559,13 @@ def _require_common_spaces(found: Sequence[Any]) -> Any:
 def _wait_while(
     workers: Sequence[WorkerHandle], condition: Callable[[WorkerHandle], bool], begin: float, limit: float | None
 ) -> list[WorkerHandle]:
-    """Wait as long as something is true of workers, and return those of which it is still true after a time."""
+    """Wait while a condition holds for any worker; return the workers for which it holds.
+
+    :param workers: the workers
+    :param condition: function of a worker
+    :param begin: begin of the wait, from ``time.monotonic()``
+    :param limit: time limit in seconds; None for no limit
+    """
     pause = 0.0005
     while waiting := [worker for worker in workers if condition(worker)]:
         if limit is not None and time.monotonic() - begin > limit:
@@ -515,14 +581,14 @@ def _interrupt_waits(workers: Sequence[WorkerHandle]) -> None:
 
 
 def _end(owner: int, workers: Sequence[WorkerHandle], memory: SharedMemory, working_directory: str | None) -> None:
-    """End workers, in the process that started them; done again if it was interrupted."""
+    """End workers, if this process started them. After an interrupt, call it again."""
     if os.getpid() != owner:
         return
     for worker in workers:
         worker.end()
     memory.close()
     if working_directory is not None:
-        # Empty ones are of no use.
+        # Delete folders that are empty.
         for folder in [*(os.path.join(working_directory, str(worker.number)) for worker in workers), working_directory]:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)

@@ -1,4 +1,4 @@
-"""Spaces and devices of environments, whichever library has defined them."""
+"""Spaces, devices and other attributes of environments from any library."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from gymnasium import spaces
 
 from rl_ext_core.vector.arrays import to_numpy
 
-__all__ = ["find_attribute", "device_of", "convert_space"]
+__all__ = ["convert_space", "device_of", "find_attribute"]
 
 
 def find_attribute(env: Any, *names: str) -> Any:
-    """Return the first attribute of these names that an environment has, itself or under ``unwrapped``, or None."""
+    """Return the first attribute of an environment, or of ``env.unwrapped``, that is not None."""
     owners = (env, getattr(env, "unwrapped", env))
     values = (getattr(owner, name, None) for name in names for owner in owners)
     return next((value for value in values if value is not None), None)
 
 
 def device_of(env: Any) -> Any:
-    """Return the ``torch.device`` of a torch environment; None for others, because they have no device of torch."""
+    """Return the ``torch.device`` of a torch environment; None for other environments."""
     base, torch = getattr(env, "unwrapped", env), sys.modules.get("torch")
     device = getattr(base, "device", None)
     if torch is not None and isinstance(device, str) and hasattr(base, "num_envs"):
@@ -34,11 +34,11 @@ def device_of(env: Any) -> Any:
 
 
 def convert_space(space: Any, convert: Callable[[Any], Any]) -> Any:
-    """Make a space of gymnasium from another library's, by its attributes.
+    """Convert a space of another library to gymnasium's, by its attributes.
 
-    :param space: with the attributes ``spaces``, ``nvec``, ``low`` and ``high``, or ``n``; or a dict of spaces
-    :param convert: what to do with the parts of a Dict or Tuple
-    :return: the space; None if it has none of these attributes
+    :param space: space with the attributes ``spaces``, ``nvec``, ``low`` and ``high``, or ``n``; or a dict of spaces
+    :param convert: function that converts the parts of a Dict or Tuple
+    :return: gymnasium space; None if ``space`` has none of these attributes
     """
     parts = space if isinstance(space, dict) else getattr(space, "spaces", None)
     if isinstance(parts, dict):
@@ -51,9 +51,9 @@ def convert_space(space: Any, convert: Callable[[Any], Any]) -> Any:
         low, high = (np.asarray(to_numpy(bound)) for bound in (space.low, space.high))
         shape = low.shape if getattr(space, "shape", None) is None else tuple(space.shape)
         dtype = getattr(space, "dtype", None) or "float32"
-        if not isinstance(dtype, type | np.dtype):  # torch's, or a name
+        if not isinstance(dtype, type | np.dtype):  # a dtype of torch, or a name
             dtype = str(dtype).removeprefix("torch.").replace("bfloat16", "float32")
-        with np.errstate(over="ignore"):  # to infinity
+        with np.errstate(over="ignore"):  # bounds may overflow to infinity
             low, high = (np.broadcast_to(bound, shape).astype(dtype) for bound in (low, high))
         return spaces.Box(low, high, shape, np.dtype(dtype).type)
     if hasattr(space, "n"):

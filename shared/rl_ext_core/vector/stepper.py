@@ -1,7 +1,7 @@
-"""One stepper for vectorized environments: SAME_STEP's results whatever their autoreset mode, in their own arrays.
+"""Stepper that hides the autoreset mode of vectorized environments.
 
-``sb3_ext.GymVecEnv`` and ``torchrl_ext.GymWrapper`` convert what it returns: leaves of observations and infos. It looks
-at no flag itself, since that would make a GPU wait: the caller says which rows have ended.
+``sb3_ext.GymVecEnv`` and ``torchrl_ext.GymWrapper`` use it, and convert the observations and infos that it returns. The
+caller reports which rows have ended, because reading the flags here would wait for the GPU.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rl_ext_core.vector.autoreset import (
     Autoreset,
     PartialReset,
     find_autoreset_mode,
-    require_synchronous,
     get_library_rules,
+    require_synchronous,
 )
 from rl_ext_core.vector.spaces import find_attribute
 
@@ -27,43 +27,47 @@ __all__ = [
     "STATISTICS",
     "STEP_RESULT",
     "Stepper",
-    "infos_to_dict",
-    "is_mask",
-    "num_envs_of",
-    "object_array",
-    "is_per_env",
     "check_result_length",
     "drop_final_keys",
+    "infos_to_dict",
+    "is_mask",
+    "is_per_env",
+    "num_envs_of",
+    "object_array",
 ]
 
 Array = np.ndarray[Any, Any]
 
-# What a method of an environment returns, after its name.
+# Name of a method of environments, and the values that it returns.
 RESET_RESULT = ("reset", "observation", "info")
 STEP_RESULT = ("step", "observation", "reward", "terminated", "truncated", "info")
 _FINAL = ("final_obs", "final_observation", "final_info")
-# Keys that gymnasium's RecordEpisodeStatistics writes in the last step of an episode, next to the info of the reset.
+# Keys that gymnasium's RecordEpisodeStatistics adds in the last step of an episode, to the info of the reset.
 STATISTICS = ("episode", "_episode")
 
 
 class Stepper:
-    """Steps a vectorized environment, and returns what an environment in the mode SAME_STEP would.
+    """Stepper that gives a vectorized environment the results of the mode SAME_STEP.
 
-    After a step whose caller finds rows that have ended::
+    Call it in this way after a step in which episodes have ended::
 
-        last = stepper.final_observation(rows, info)  # None: the step's observation is the last one
+        last = stepper.final_observation(rows, info)  # None if the step returned them
         last_info, next_info = stepper.infos(info)
         if not stepper.resets_in_step:
             observation, next_info = stepper.reset(mask)
 
-    :param env: vectorized, wrapped or not
-    :param autoreset_mode: of :class:`Autoreset`, or its name; None: as the environment tells
-    :param uses_torch: whether it steps on tensors
-    :param missing_final_obs: if an environment resets rows in the step and returns no last observations: ``"error"``
-        raises, ``"previous"`` returns the observations before, ``"nan"`` returns None
-    :param partial_resets: whether the caller also resets rows in the midst of their episodes
-    :raises InvalidArgumentError: If the mode does not exist, if the environment is asynchronous, or if it resets rows
-        one step late and is not known to reset them when asked to.
+    :param env: vectorized environment, wrapped or not
+    :param autoreset_mode: :class:`Autoreset`, or its name or value; default: detected from the environment
+    :param uses_torch: whether the environment steps on tensors
+    :param missing_final_obs: what to return if the environment resets rows in the step without last observations:
+        ``"error"`` raises, ``"previous"`` returns the preceding observations, ``"nan"`` returns None
+    :param partial_resets: whether the caller also resets rows whose episodes have not ended
+    :raises InvalidArgumentError: If the mode does not exist or the environment is asynchronous. Also if it resets rows
+        one step late and does not support partial resets.
+
+    :ivar num_envs: number of rows
+    :ivar previous: copy of the observation before the last step, if it is needed
+    :ivar current: copy of the observation after the last step, if it is needed
     """
 
     def __init__(
@@ -88,7 +92,6 @@ class Stepper:
             self._find_partial_reset()
         self._checks_others = not self._rules.keeps_other_rows and (partial_resets or self._mode is Autoreset.DISABLED)
         self._stores_observations = missing_final_obs == "previous" or self._checks_others
-        # Copies of the observation before the last step and of the one after it, where they are needed later.
         self.previous: Any = None
         self.current: Any = None
 
@@ -98,10 +101,11 @@ class Stepper:
         return self._mode is Autoreset.SAME_STEP
 
     def step(self, action: Any) -> tuple[Any, ...]:
-        """Take a step.
+        """Step the environment.
 
+        :param action: actions of all rows
         :return: observation, reward, terminated, truncated and info, as the environment returned them
-        :raises EnvironmentOutputError: If the environment returned something else.
+        :raises EnvironmentOutputError: If the environment did not return five values.
         """
         self.previous, self.current = self.current, None
         result = check_result_length(self.env.step(action), STEP_RESULT)
@@ -112,20 +116,20 @@ class Stepper:
     # -- rows that the last step has ended
 
     def final_observation(self, rows: Any, info: Any) -> Any:
-        """Return the last observations of rows that the last step has ended.
+        """Return the last observations of rows whose episodes ended in the last step.
 
-        :param rows: their indices, of NumPy or torch; None: not known, which returns what the info holds
-        :param info: of the step
-        :return: (len(rows), ...) each; None if the step's observation shows them, or if they are lost and that is not
-            an error, or ``rows`` is None
-        :raises EnvironmentOutputError: If they are lost, or do not fit the rows.
-        :raises InvalidArgumentError: If the mode is not known, and nothing in the info shows it.
+        :param rows: indices of the rows, as NumPy array or tensor; None if they are unknown
+        :param info: info of the step
+        :return: last observations, ``(len(rows), ...)`` each, or as in the info if ``rows`` is None. None if the step
+            returned them as its observation, or if they are missing and ``missing_final_obs`` or ``rows`` permits it
+        :raises EnvironmentOutputError: If last observations are missing, or have the wrong number of rows.
+        :raises InvalidArgumentError: If the autoreset mode is unknown and the info does not show it.
         """
         final = _find_entry(info, "final_obs", "final_observation")
         if self._mode is None and final is None:
             raise InvalidArgumentError(
-                f"{type(self.env).__name__} says nowhere when it resets sub-environments whose episodes have ended, "
-                'and its info holds no final_obs. Write autoreset_mode="SameStep", "Disabled" (it resets those of '
+                f"{type(self.env).__name__} does not report when it resets sub-environments whose episodes have ended, "
+                'and its info has no final_obs. Write autoreset_mode="SameStep", "Disabled" (it resets those of '
                 "reset(options={'reset_mask': ...})), or give it metadata[\"autoreset_mode\"]"
             )
         self._mode = self._mode or Autoreset.SAME_STEP
@@ -140,19 +144,19 @@ class Stepper:
         if self._missing_final_obs == "nan" or rows is None:
             return None
         raise EnvironmentOutputError(
-            f"episodes have ended, {type(self.env).__name__} has reset itself, and its info holds no final_obs: their "
+            f"episodes have ended, {type(self.env).__name__} has reset itself, and its info has no final_obs: their "
             "last observations are lost. Make it return them (Isaac Lab: cfg.compute_final_obs = True), or write "
-            'missing_final_obs="previous", which takes the observations before; after an interrupted step, call reset()'
+            'missing_final_obs="previous", which uses the preceding ones; after an interrupted step, call reset()'
         )
 
     def infos(self, info: Any) -> tuple[Any, Any]:
-        """Return the info of the last step and that of the resets in it, from what a step returned.
+        """Split the info of a step into the info of the last step and that of the resets.
 
-        Rows other than those that have ended are not to be read. What wrappers add next to ``final_info`` belongs to
-        the step: episode statistics, and arrays that have no mask where the others have one.
+        Read only rows that have ended. Entries that wrappers add next to ``final_info`` belong to the step: episode
+        statistics, and arrays without a mask.
 
-        :param info: a dict of arrays with a row for each sub-environment, or a list with a dict for each
-        :return: both in the same form; None as the info of the resets if the environment does not return it
+        :param info: dict of arrays with a row for each sub-environment, or list of a dict for each
+        :return: both infos, in the same form; the second one is None if the environment does not return it
         """
         if isinstance(info, list):
             pairs = [self.infos(part or {}) for part in info]
@@ -170,8 +174,8 @@ class Stepper:
         return {**statistics, **added, **final}, following
 
     def _require_unshared(self, final: Any, rows: Any) -> None:
-        """Refuse last observations that are overwritten: SyncVectorEnv resets environments before it copies them."""
-        current = getattr(self._base, "_env_obs", None)  # gymnasium's private name: without it, nothing is checked
+        """Raise if SyncVectorEnv has overwritten last observations, as it copies them too late."""
+        current = getattr(self._base, "_env_obs", None)  # private in gymnasium; without it there is no check
         if not isinstance(current, list) or not isinstance(final, list | np.ndarray) or len(final) != len(current):
             return
         pairs = [pair for row in rows.tolist() for pair in zip(leaves(final[row]), leaves(current[row]), strict=False)]
@@ -185,12 +189,12 @@ class Stepper:
     # -- resets
 
     def reset(self, mask: Array | None = None, **kwargs: Any) -> tuple[Any, Any]:
-        """Reset all rows, or those of a mask.
+        """Reset all rows, or the rows of a mask.
 
-        :param mask: (n,) booleans
-        :param kwargs: of the environment's reset: ``seed``, ``options``
-        :return: observation and info of all rows; of those that were not reset they may be zero
-        :raises EnvironmentOutputError: If the environment has changed rows that it was not to reset.
+        :param mask: ``(num_envs,)`` bool; default: all rows
+        :param kwargs: ``seed`` and ``options`` for the environment's reset
+        :return: observation and info of all rows. Rows that were not reset may be zero
+        :raises EnvironmentOutputError: If the environment did not return two values, or has changed other rows.
         """
         before, self.previous, self.current = self.current, None, None
         reset = self.env.reset if mask is None else partial(self._reset_rows or self._find_partial_reset(), mask)
@@ -201,16 +205,19 @@ class Stepper:
         return observation, info
 
     def begin(self, observation: Any) -> None:
-        """Remember an observation if it is needed later; called with that of a reset by others, too."""
+        """Store a copy of an observation, if it is needed later.
+
+        Call it after resets of the environment that do not go through this stepper.
+        """
         self.current = map_arrays(copy_array, observation) if self._stores_observations else None
 
     def _find_partial_reset(self) -> PartialReset:
         if self._mode is Autoreset.NEXT_STEP and not self._rules.keeps_other_rows:
             raise InvalidArgumentError(
                 f"{type(self._base).__name__} resets sub-environments one step after their episodes have ended "
-                "(autoreset_mode NextStep), and is not known to reset some of them when asked to: the step in between "
-                "would be a transition that never happened. If its reset(options={'reset_mask': ...}) resets those of "
-                'the mask at once, write autoreset_mode="Disabled"; else make it of single environments: '
+                "(autoreset_mode NextStep), and is not known to support partial resets: the step in between would be a "
+                "transition that never happened. If its reset(options={'reset_mask': ...}) resets those of the mask at "
+                'once, write autoreset_mode="Disabled"; else create it from single environments: '
                 'gymnasium.make_vec(..., vectorization_mode="sync")'
             )
         self._reset_rows = self._rules.partial_reset(self.env, self._base, self._mode or Autoreset.SAME_STEP)
@@ -222,22 +229,27 @@ class Stepper:
             if old.tobytes() != new.tobytes():
                 raise EnvironmentOutputError(
                     f"{type(self.env).__name__}.reset(options={{'reset_mask': ...}}) also changed sub-environments "
-                    "that it was not to reset: it cannot reset some of them alone. Write "
+                    "outside the mask: it cannot reset some of them alone. Write "
                     'gymnasium.make_vec(..., vectorization_mode="sync"), or give its reset an argument env_ids'
                 )
 
 
-# -- what environments return
+# -- results of environments
 
 
 def num_envs_of(env: Any) -> int | None:
-    """Return the number of sub-environments; None for a single environment."""
+    """Return the number of sub-environments of a vectorized environment; None for others."""
     count: int | None = find_attribute(env, "num_envs")
     return getattr(getattr(getattr(env, "spec", None), "config", None), "num_envs", count)  # EnvPool has it there
 
 
 def check_result_length(result: Any, expected: tuple[str, ...]) -> tuple[Any, ...]:
-    """Refuse a result that does not have as many values as gymnasium's ``RESET_RESULT`` or ``STEP_RESULT``."""
+    """Return the values that reset or step returned, or raise if their number is wrong.
+
+    :param result: tuple or list of the values
+    :param expected: ``RESET_RESULT`` or ``STEP_RESULT``
+    :raises EnvironmentOutputError: If ``result`` has another number of values.
+    """
     if isinstance(result, (tuple, list)) and len(result) == len(expected) - 1:
         return tuple(result)
     found = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a value of type {type(result).__name__}"
@@ -248,26 +260,34 @@ def check_result_length(result: Any, expected: tuple[str, ...]) -> tuple[Any, ..
 
 
 def is_per_env(values: Any) -> bool:
-    """Return whether there is one object for each sub-environment, instead of arrays."""
+    """Return whether values are a list or array of objects, one for each sub-environment."""
     return isinstance(values, list) or (isinstance(values, np.ndarray) and values.dtype == object)
 
 
 def is_mask(info: dict[str, Any], key: Any, count: int) -> bool:
-    """Return whether an entry is gymnasium's mask ``_key`` of the sub-environments that have ``key``."""
+    """Return whether ``info[key]`` is gymnasium's mask of the rows that have another entry.
+
+    :param info: info of a vectorized environment
+    :param key: ``"_name"`` for the mask of ``"name"``
+    :param count: number of rows
+    """
     mask: Any = info.get(key) if isinstance(key, str) and key[:1] == "_" and key[1:] in info else None
     has_rows = getattr(mask, "shape", None) == (count,)
     return has_rows and bool(mask.dtype == bool or str(mask.dtype) == "torch.bool")
 
 
 def drop_final_keys(info: Any) -> Any:
-    """Return an info without what belongs to the last observations."""
+    """Return an info without the keys of last observations and last infos."""
     if isinstance(info, list):
         return [drop_final_keys(part) for part in info]
     return {key: value for key, value in info.items() if key.removeprefix("_") not in _FINAL} if info else {}
 
 
 def infos_to_dict(infos: Any) -> Any:
-    """Return infos that come one by one, some of them None, as a dict of arrays of objects and their masks."""
+    """Convert a list of infos to a dict of object arrays and masks.
+
+    :param infos: list or object array with a dict or None for each row; other values are returned as is
+    """
     if not is_per_env(infos):
         return infos
     parts = [part if isinstance(part, dict) else {} for part in infos]
@@ -282,7 +302,7 @@ def infos_to_dict(infos: Any) -> Any:
 
 
 def object_array(values: list[Any]) -> Array:
-    """Return an array of objects, whatever these are."""
+    """Return an ``(len(values),)`` array with dtype object."""
     array = np.empty(len(values), object)
     for place, value in enumerate(values):
         array[place] = value
@@ -300,7 +320,13 @@ def _find_entry(info: Any, *names: str) -> Any:
 
 
 def _select_rows(final: Any, rows: Any, count: int) -> Any:
-    """Return last observations in whatever form they come: a batch, an array for each row, those rows alone."""
+    """Return the last observations of some rows.
+
+    :param final: a batch of all rows or of these rows, or an observation or None for each, or dicts and tuples of these
+    :param rows: indices of the rows
+    :param count: number of all rows
+    :raises EnvironmentOutputError: If ``final`` has another number of rows, or lacks a row.
+    """
     if isinstance(final, dict):
         return {key: _select_rows(part, rows, count) for key, part in final.items() if not is_mask(final, key, count)}
     if isinstance(final, tuple):
@@ -308,7 +334,7 @@ def _select_rows(final: Any, rows: Any, count: int) -> Any:
     length = len(final) if hasattr(final, "__len__") else None
     if length not in (count, len(rows)):
         raise EnvironmentOutputError(
-            f"final_obs is of type {type(final).__name__} and holds {length} rows; expected {count}, or {len(rows)}, "
+            f"final_obs is of type {type(final).__name__} and has {length} rows; expected {count}, or {len(rows)}, "
             "those that are done"
         )
     if not is_per_env(final):
@@ -316,8 +342,8 @@ def _select_rows(final: Any, rows: Any, count: int) -> Any:
     each = [final[row] for row in rows.tolist()] if length == count else list(final)
     absent = [row for row, single in zip(rows.tolist(), each, strict=True) if single is None]
     if absent:
-        raise EnvironmentOutputError(f"final_obs holds nothing for the sub-environments {absent}, which are done")
+        raise EnvironmentOutputError(f"final_obs has no entry for the sub-environments {absent}, which are done")
     try:
         return map_arrays(stack_arrays, *each)
     except (ValueError, RuntimeError) as error:
-        raise EnvironmentOutputError(f"final_obs holds observations of several shapes ({error})") from None
+        raise EnvironmentOutputError(f"final_obs has observations of several shapes ({error})") from None

@@ -1,4 +1,4 @@
-"""``SharedMemoryVectorEnv``: environments in workers, for gymnasium."""
+"""``SharedMemoryVectorEnv``, gymnasium environments in worker processes."""
 
 from __future__ import annotations
 
@@ -23,38 +23,42 @@ __all__ = ["SharedMemoryVectorEnv"]
 
 
 class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
-    """gymnasium's ``AsyncVectorEnv``, several times as fast, whose errors say what has happened.
+    """Replacement for gymnasium's ``AsyncVectorEnv`` that is several times as fast.
 
-    In place of ``AsyncVectorEnv``, with its arguments and these. Observations, actions, rewards and flags are in shared
-    memory; infos are pickled where there is something in them. No environment is built in this process, and none twice.
-    Workers load what the environment needs.
+    Error messages name the environment that failed, its call and the reason. Observations, actions, rewards and flags
+    are in shared memory. Infos are pickled unless they are empty. Each environment is built once, in its worker.
 
-    :param env_fns: functions that build the environments, or whatever :func:`~rl_ext_core.factory.as_factory` takes
-    :param shared_memory: without effect: observations are in shared memory, and copied unless ``copy=False``
-    :param copy: whether observations are the caller's to keep; False returns the shared memory itself, which the next
-        step writes to
-    :param context: start method: ``"forkserver"`` (the default where there is one), ``"spawn"`` or ``"fork"``
-    :param daemon: without effect: workers end with this process, and may have children of their own
-    :param worker: None
-    :param observation_mode: ``"same"``
-    :param autoreset_mode: when environments are reset whose episodes have ended
-    :param max_concurrency: number of environments that step at a time, which is ``n_workers``
-    :param n_workers: number of processes that share the environments; default: one each
-    :param start_timeout: seconds until all environments must be built
-    :param step_timeout: seconds until they must have answered a step, a reset or another call
-    :param close_timeout: seconds until workers must have closed their environments and ended; None waits
-    :param restart: ``"truncate"`` replaces a worker that has failed: the episodes of its environments are reported as
-        truncated, with the last observation that was returned, and ``info["worker_error"]`` says why, also after a
-        reset. The new environments get what ``set_attr`` had set and the options of the last reset, and the same seed
-        if the failure came in that reset, else one drawn from it; the text names calls that were not repeated
-    :param max_restarts: after so many, the failure is raised
-    :raises WorkerError: If a worker has failed, at any call: which environment, in what, and why; the cause is the
-        environment's own exception. All workers are gone then
-    :raises EnvironmentOutputError: If the environments' spaces differ; also a RuntimeError
-    :raises InvalidArgumentError: If an option has another value, or observations are not arrays of fixed shape; also at
-        any call but ``close`` in a process that was forked from the one that made it
+    :param env_fns: functions that build the environments, or other arguments of
+        :func:`~rl_ext_core.factory.as_factory`
+    :param shared_memory: No effect. Observations are always in shared memory.
+    :param copy: bool, whether to copy observations, default True. If False, the next step overwrites them.
+    :param context: str, start method: ``"forkserver"`` (default on Linux), ``"spawn"`` (default elsewhere) or
+        ``"fork"``
+    :param daemon: No effect. Workers end with this process, and may have child processes.
+    :param worker: must be None
+    :param observation_mode: must be ``"same"``
+    :param autoreset_mode: AutoresetMode or str, when to reset environments whose episodes have ended, default
+        ``NEXT_STEP``
+    :param max_concurrency: int, same as ``n_workers``
+    :param n_workers: int, number of worker processes, default: one per environment
+    :param start_timeout: float, seconds until all environments must be built, default: no limit
+    :param step_timeout: float, seconds until a step, reset or call must be answered, default: no limit
+    :param close_timeout: float, seconds until workers must have closed their environments, default: no limit
+    :param restart: ``"truncate"`` replaces failed workers, default None raises their failure. See below.
+    :param max_restarts: int, number of replacements after which a failure is raised, default 100
+    :raises WorkerError: If a worker has failed, in any call. Its cause is the environment's exception, if there is one.
+        All workers have ended.
+    :raises EnvironmentOutputError: If the spaces of environments differ. It is also a RuntimeError.
+    :raises InvalidArgumentError: If an option has another value, or observations are not arrays of fixed shape. Also in
+        calls other than ``close`` from a process that was forked from the one that created the environments.
 
-    :ivar timings: how long the start and the steps have taken
+    :ivar timings: durations of the start and the steps
+
+    If ``restart="truncate"`` replaces a worker, the episodes of its environments are truncated, with the last
+    observation that was returned. ``info["worker_error"]`` has the reason, also after a reset. The new environments get
+    the attributes set by ``set_attr`` and the options of the last reset. Their seed is the same if the failure was in
+    this reset. Otherwise it is drawn from the last one. The text in ``worker_error`` lists calls that were not
+    repeated.
 
     Source: https://gymnasium.farama.org/api/vector/async_vector_env/
 
@@ -86,7 +90,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         restart: Literal["truncate"] | None = None,
         max_restarts: int = 100,
     ) -> None:
-        self.closed = True  # until there is something to close
+        self.closed = True  # until the pool exists
         for name, value, allowed in (("worker", worker, None), ("observation_mode", observation_mode, "same")):
             if value != allowed:
                 raise InvalidArgumentError(
@@ -95,7 +99,8 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
                 )
         if max_concurrency is not None and n_workers is not None:
             raise InvalidArgumentError(
-                f"max_concurrency={max_concurrency!r} and n_workers={n_workers!r} say the same; leave one out"
+                f"max_concurrency={max_concurrency!r} and n_workers={n_workers!r} mean the same; expected one of them. "
+                "Leave one out"
             )
         options = PoolOptions(
             context,
@@ -106,7 +111,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             restart,
             max_restarts,
         )
-        mode = AutoresetMode(Autoreset.parse(autoreset_mode, write="NextStep").value)
+        mode = AutoresetMode(Autoreset.parse(autoreset_mode, suggestion="NextStep").value)
         self.copy, self.autoreset_mode = copy, mode
         try:
             pool = self._pool = make_pool(env_fns, options, autoreset=Autoreset(mode.value))
@@ -118,7 +123,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         try:
-            with contextlib.suppress(Exception):  # there is none, or it cannot leave its process
+            with contextlib.suppress(Exception):  # the attribute may be missing, or cannot be pickled
                 self.metadata = pool.call([0], "get_attr", "metadata")[0]
                 self.render_mode = pool.call([0], "get_attr", "render_mode")[0]
         except BaseException:
@@ -131,9 +136,12 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     def reset(self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None) -> Any:
         """Reset the environments.
 
-        :param seed: of the first; each other's is one more. Or a list of ``num_envs``
-        :param options: for all; ``{"reset_mask": (num_envs,) bool}`` resets some and leaves the others as they are
-        :return: observations, ``(num_envs, ...)`` each, and information
+        :param seed: int, seed of the first environment; each further one has the next number. Or a list of a seed, or
+            None, for each environment. Default: None
+        :param options: dict of options for all environments; ``{"reset_mask": (num_envs,) bool}`` resets only some
+        :return: observations, ``(num_envs, ...)`` each, and infos
+        :raises InvalidTypeError: If ``reset_mask`` is not a bool array.
+        :raises InvalidArgumentError: If ``reset_mask`` or the list of seeds has another length, or the mask is empty.
         """
         self.reset_async(seed=seed, options=options)
         return self.reset_wait()
@@ -141,7 +149,12 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     def reset_async(
         self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
-        """Begin to reset environments: see :meth:`reset`."""
+        """Begin to reset environments. :meth:`reset_wait` returns the result.
+
+        :param seed: as in :meth:`reset`
+        :param options: as in :meth:`reset`
+        :raises AlreadyPendingCallError: If the result of another call is pending.
+        """
         self._require_idle("reset_async")
         options = None if options is None else dict(options)
         chosen = _parse_reset_mask(None if options is None else options.pop("reset_mask", None), self.num_envs)
@@ -150,7 +163,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         seeds: list[int | None] = [None] * self.num_envs if seed is None else list(seed)
         if len(seeds) != self.num_envs:
             raise InvalidArgumentError(
-                f"there are {len(seeds)} seeds for {self.num_envs} environments; expected one each. Write seed=0"
+                f"number of seeds: {len(seeds)}, expected {self.num_envs}, one for each environment. Use seed=0"
             )
         self._pool.begin_reset([(seed, options) if this else None for seed, this in zip(seeds, chosen, strict=True)])
         self._pending = "reset"
@@ -158,8 +171,9 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     def reset_wait(self, timeout: float | None = None) -> Any:
         """Wait for the resets.
 
-        :param timeout: seconds; None: forever
-        :raises TimeoutError: ``multiprocessing``'s, when it is reached; another call may follow
+        :param timeout: float, time limit in seconds, default: none
+        :return: observations, ``(num_envs, ...)`` each, and infos
+        :raises TimeoutError: If the limit is reached (``multiprocessing.TimeoutError``). The result is dropped.
         """
         self._wait("reset", timeout)
         infos: dict[str, Any] = {}
@@ -169,7 +183,11 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         return self._pool.observations(copy=self.copy), infos
 
     def step_async(self, actions: Any) -> None:
-        """Begin a step, with actions of ``action_space``, (num_envs, ...)."""
+        """Begin a step. :meth:`step_wait` returns the result.
+
+        :param actions: ``(num_envs, ...)`` actions of ``action_space``
+        :raises AlreadyPendingCallError: If the result of another call is pending.
+        """
         if self.closed or self._pending:
             self._require_idle("step_async")
         self._pool.begin_step(actions, lambda given: list(iterate(self.action_space, given)))
@@ -178,10 +196,10 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     def step_wait(self, timeout: float | None = None) -> Any:
         """Wait for the step.
 
-        :param timeout: seconds; None: forever
-        :return: observations, ``(num_envs, ...)`` each; rewards, (num_envs,) float64; terminated and truncated,
-            (num_envs,) bool; information
-        :raises TimeoutError: ``multiprocessing``'s, when it is reached; another call may follow
+        :param timeout: float, time limit in seconds, default: none
+        :return: observations, ``(num_envs, ...)`` each; rewards, ``(num_envs,)`` float64; terminated and truncated,
+            ``(num_envs,)`` bool; infos
+        :raises TimeoutError: If the limit is reached (``multiprocessing.TimeoutError``). The result is dropped.
         """
         self._wait("step", timeout)
         pool = self._pool
@@ -189,7 +207,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         if pool.is_plain_step():
             rewards, (terminated, truncated) = pool.arrays["reward"].copy(), np.zeros((2, self.num_envs), bool)
         else:
-            entries = pool.entries()  # which writes into the arrays where a worker is replaced
+            entries = pool.entries()  # may replace a worker, which writes to the arrays below
             rewards, kinds, flags = pool.arrays["reward"].copy(), pool.arrays["reward kind"], pool.arrays["flags"]
             for index, (info, reset_info, reward, final) in entries:
                 if reset_info is not None:
@@ -204,89 +222,110 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         return result
 
     def step(self, actions: Any) -> Any:
-        """Step all environments: see :meth:`step_wait`."""
+        """Step all environments.
+
+        :param actions: ``(num_envs, ...)`` actions of ``action_space``
+        :return: as :meth:`step_wait`
+        """
         self.step_async(actions)
         return self.step_wait()
 
     # -- attributes and methods of environments
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of each environment, or get an attribute; what one raises is raised here, and all live on."""
+        """Call a method of each environment, or get an attribute.
+
+        An exception in an environment is raised here. The environments stay usable.
+
+        :param name: name of the method or attribute
+        :return: the result of each environment
+        """
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
 
     def call_some(self, indices: Sequence[int], name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of some environments, or get an attribute: see :meth:`call`.
+        """Call a method of some environments, or get an attribute.
 
-        :param indices: their numbers
+        :param indices: numbers of the environments
+        :param name: name of the method or attribute
+        :return: the result of each of these environments
         """
         self._require_callable("call_some", name)
         return self._pool.call(indices, "call", (name, args, kwargs))
 
     def env_is_wrapped(self, wrapper_class: type, indices: Sequence[int] | None = None) -> list[bool]:
-        """Return which environments have a wrapper of a class, or of one of the same name and module.
+        """Return whether each environment has a wrapper of a class.
 
-        :param indices: their numbers; None: all
+        :param wrapper_class: the class; classes with the same module and name count too
+        :param indices: numbers of the environments, default: all
         """
         self._require_idle("env_is_wrapped")
         chosen = range(self.num_envs) if indices is None else indices
         return self._pool.call(chosen, "env_is_wrapped", qualified_name(wrapper_class))
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Begin a call of a method: see :meth:`call`."""
+        """Begin to call a method, or get an attribute. :meth:`call_wait` returns the results.
+
+        :param name: name of the method or attribute
+        :raises AlreadyPendingCallError: If the result of another call is pending.
+        """
         self._require_callable("call_async", name)
         self._pool.begin_call(range(self.num_envs), "call", [(name, args, kwargs)] * self.num_envs)
         self._pending = "call"
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """Wait for what was called.
+        """Wait for the results of :meth:`call_async`.
 
-        :param timeout: seconds; None: forever
-        :raises TimeoutError: ``multiprocessing``'s, when it is reached; another call may follow
+        :param timeout: float, time limit in seconds, default: none
+        :return: the result of each environment
+        :raises TimeoutError: If the limit is reached (``multiprocessing.TimeoutError``). The result is dropped.
         """
         self._wait("call", timeout)
         return tuple(self._pool.results())
 
     def render(self) -> tuple[Any, ...]:
-        """Render each environment."""
+        """Return the rendered frame of each environment."""
         return self.call("render")
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Get an attribute of each environment."""
+        """Return an attribute of each environment."""
         return self.call(name)
 
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute of each environment.
 
-        :param values: a list or tuple with one for each, or one for all
+        :param name: name of the attribute
+        :param values: list or tuple of a value for each environment, or one value for all
+        :raises InvalidArgumentError: If the number of values is not the number of environments.
         """
         self._require_idle("set_attr")
         values = list(values) if isinstance(values, (list, tuple)) else [values] * self.num_envs
         if len(values) != self.num_envs:
             raise InvalidArgumentError(
-                f"there are {len(values)} values for {self.num_envs} environments; expected one each, or one for all"
+                f"number of values: {len(values)}, expected {self.num_envs}, one for each environment. Use one value "
+                "outside a list for all environments"
             )
         self._pool.begin_call(range(self.num_envs), "set_wrapper_attr", [(name, value) for value in values])
         self._pool.results()
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The seed of each environment's generator."""
+        """Seed of each environment's random number generator."""
         return self.get_attr("np_random_seed")
 
     @property  # type: ignore[misc]
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
-        """A copy of each environment's generator."""
+        """Copy of each environment's random number generator."""
         return self.get_attr("np_random")
 
-    # -- life
+    # -- end
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """Close the environments and end the workers; it always returns.
+        """Close the environments, and end the workers.
 
-        :param timeout: seconds until workers must have done so; None: ``close_timeout``
-        :param terminate: end the workers without closing the environments
-        :raises WorkerError: an environment fails in its ``close``
+        :param timeout: float, seconds after which workers are killed, default: ``close_timeout``
+        :param terminate: bool, whether to end the workers without closing the environments, default False
+        :raises WorkerError: If an environment fails in ``close``. All workers have ended even then.
         """
         if terminate:
             self._pool.end()
@@ -315,7 +354,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     def _require_open(self) -> None:
         if self.closed:
             raise ClosedEnvironmentError(
-                f"this {type(self).__name__} is closed; make a new one: {type(self).__name__}(env_fns)"
+                f"this {type(self).__name__} is closed; create a new one: {type(self).__name__}(env_fns)"
             )
 
     def _wait(self, what: str, timeout: float | None) -> None:
@@ -325,25 +364,31 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
                 f"Calling `{what}_wait` without any prior call to `{what}_async`. Write {what}_async(...) first", what
             )
         if timeout is not None and not self._pool.is_ready(timeout):
-            # What is answered later belongs to nobody: the next command waits for it and drops it.
+            # The next command waits for late answers, and drops them.
             self._pending = ""
             raise multiprocessing.TimeoutError(f"the environments did not {what} within {timeout:g} s")
         self._pool.wait(raise_failures=what == "call")
-        # From here on, Ctrl-C could not be followed by another wait.
+        # Until here, another wait can follow Ctrl-C.
         self._pending = ""
 
 
 def _parse_reset_mask(found: Any, num_envs: int) -> Sequence[bool]:
-    """Return which environments are to be reset."""
+    """Return which environments to reset.
+
+    :param found: ``options["reset_mask"]``; None for all environments
+    :param num_envs: number of environments
+    :raises InvalidTypeError: If the mask is not a bool array.
+    :raises InvalidArgumentError: If the mask has another shape, or is False everywhere.
+    """
     if found is None:
         return [True] * num_envs
-    line = f"Write numpy.zeros({num_envs}, bool), with True where an environment is to be reset"
+    advice = f"Write numpy.zeros({num_envs}, bool), with True where an environment is to be reset"
     if not isinstance(found, np.ndarray) or found.dtype != np.bool_:
         kind = getattr(found, "dtype", type(found).__name__)
-        raise InvalidTypeError(f"`options['reset_mask']` must be an array of booleans, got {kind}. {line}")
+        raise InvalidTypeError(f"`options['reset_mask']` must be an array of booleans, got {kind}. {advice}")
     if found.shape != (num_envs,):
-        text = f"`options['reset_mask']` must have shape `({num_envs},)`, got {found.shape}. {line}"
+        text = f"`options['reset_mask']` must have shape `({num_envs},)`, got {found.shape}. {advice}"
         raise InvalidArgumentError(text)
     if not found.any():
-        raise InvalidArgumentError(f"`options['reset_mask']`={found} names no environment. {line}")
+        raise InvalidArgumentError(f"`options['reset_mask']`={found} names no environment. {advice}")
     return found.tolist()  # type: ignore[no-any-return]

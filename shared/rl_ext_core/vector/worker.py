@@ -1,4 +1,4 @@
-"""A worker: environments on one side, the channel to the parent on the other."""
+"""Worker process of a pool: builds environments and executes the parent's commands."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rl_ext_core import processes
 from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.channel import Cell, MemoryLayout, SharedMemory, ObservationSlot, WorkerChannel, pack
+from rl_ext_core.vector.channel import Cell, MemoryLayout, ObservationSlot, SharedMemory, WorkerChannel, pack
 from rl_ext_core.vector.environments import CALLS, check_environment, copy_output
 
 __all__ = [
     "CONVERTED",
     "ENDED",
     "IDLE_FRAMES",
-    "REWARD_KINDS",
     "OTHER_REWARD",
     "PHASES",
+    "REWARD_KINDS",
     "TERMINATED",
     "TRUNCATED",
     "WorkerEnvironments",
@@ -33,15 +33,15 @@ PHASES = ("start", "idle", "constructor", "reset", "step", "close", *CALLS)
 _IDLE, _CONSTRUCTOR, _RESET, _STEP, _CLOSE = (
     PHASES.index(phase) for phase in ("idle", "constructor", "reset", "step", "close")
 )
-# Where it waits for commands, by which a worker that hangs is told from one that does not.
+# A worker waits for commands in this file. The watch reports other workers as hanging.
 IDLE_FRAMES = ("/rl_ext_core/vector/channel.py",)
-# What rewards are that 64-bit floats hold exactly; Stable Baselines3's SubprocVecEnv hands over what it got.
+# Types of rewards that float64 represents exactly. SB3's SubprocVecEnv returns rewards in their own type.
 REWARD_KINDS: dict[type, int] = {float: 0, np.float64: 0, np.float32: 1, int: 2, np.int64: 2, bool: 3, np.bool_: 3}
 OTHER_REWARD = 4
 _EXACT = 2**53
-# Information of a step, of the reset after it, a reward that is no plain number, the observation before the reset.
+# Info of the step, info of the reset after it, reward if it is of another type, and last observation of the episode.
 StepEntry = tuple[dict[str, Any], dict[str, Any] | None, Any, Any]
-# What flags say of the episode, and that the observation's dtype could not hold its values.
+# Bits of the flags: end of the episode, and an observation that did not fit its dtype.
 TERMINATED, TRUNCATED, CONVERTED = 1, 2, 4
 ENDED = TERMINATED | TRUNCATED
 
@@ -54,12 +54,14 @@ def run_worker(
     directory: tuple[str, str | None] | None,
     autoreset: Autoreset,
 ) -> None:
-    """Build environments and do what is asked of them until the parent closes its end.
+    """Build environments, and execute commands until the parent closes its end.
 
-    :param end: arguments of a :class:`~rl_ext_core.vector.channel.WorkerChannel`
-    :param memory: of the arrays
+    :param end: arguments of :class:`~rl_ext_core.vector.channel.WorkerChannel`
+    :param memory: memory of the shared arrays
     :param first: number of the first environment
-    :param directory: the working directory to make, and the folder that it is a copy of, if any
+    :param env_fns: functions that build the environments
+    :param directory: working directory to create, and the folder to copy to it or None. None keeps the present one
+    :param autoreset: autoreset mode of the environments
     """
     if directory is not None:
         folder, original = directory
@@ -71,12 +73,12 @@ def run_worker(
         os.chdir(folder)
         os.environ["PWD"] = folder
     channel = WorkerChannel(*end)
-    mine = WorkerEnvironments(channel.reply, memory.map, channel.cells, first, env_fns, autoreset)
+    environments = WorkerEnvironments(channel.reply, memory.map, channel.cells, first, env_fns, autoreset)
     for name, data in channel.commands():
-        mine.execute(name, data)
+        environments.execute(name, data)
         if name == "close":
             return
-    mine.close_open_environments()
+    environments.close_open_environments()
 
 
 def _require_dict(info: Any, method: str) -> None:
@@ -87,7 +89,15 @@ def _require_dict(info: Any, method: str) -> None:
 
 
 class WorkerEnvironments:
-    """Those of one worker, and what is done with them."""
+    """Environments of one worker, and the commands that they execute.
+
+    :param reply: function that sends an answer
+    :param block: function that returns the memory of the arrays, from its size in bytes
+    :param cells: cells of the worker
+    :param first: number of the first environment
+    :param env_fns: functions that build the environments
+    :param autoreset: autoreset mode of the environments, default ``SAME_STEP``
+    """
 
     def __init__(
         self,
@@ -99,7 +109,7 @@ class WorkerEnvironments:
         autoreset: Autoreset = Autoreset.SAME_STEP,
     ) -> None:
         self._autoreset = autoreset
-        self._reset_due: set[int] = set()  # their next step is a reset
+        self._reset_due: set[int] = set()  # environments that their next step resets
         self._reply, self._block, self._cells, self._first = reply, block, cells, first
         self._envs: list[Any] = []
         processes.on_abnormal_exit(self.close_open_environments)
@@ -112,14 +122,14 @@ class WorkerEnvironments:
         self._cells[Cell.ENVIRONMENT], self._cells[Cell.PHASE] = number, phase
 
     def _answer(self, message: bytes) -> None:
-        # Before the parent knows, so that it finds this if the worker ends while it waits.
+        # The phase is set before the answer, so that it is right if the worker dies while it waits.
         self._cells[Cell.PHASE] = _IDLE
         self._reply(message)
 
     def execute(self, name: str, data: Any) -> None:
-        """Do what a command says."""
+        """Execute a command, and answer it."""
         if name == "step":
-            # The environment may keep what it gets, and the next actions are written to the same place.
+            # The environment may keep its action, and the next actions are written to the same memory.
             self._step(self._own_actions.copy() if data is None else data)
         elif name == "close":
             self._close()
@@ -135,16 +145,16 @@ class WorkerEnvironments:
             self._answer(pack([self._call_environment(number, name, argument) for number, argument in data]))
 
     def _call_environment(self, number: int, name: str, argument: Any) -> bytes:
-        """Return the message of what an environment answers to a call."""
+        """Call an environment, and return its pickled result or exception."""
         self._set_phase(number, PHASES.index(name))
         try:
             return pack(CALLS[name](self._envs[number], argument))
         except Exception as error:
-            # The environment is as it was; the caller may try something else.
+            # The environment stays usable, so the caller gets the exception and may continue.
             return pack(ExceptionRecord.from_exception(error))
 
     def close_open_environments(self) -> None:
-        """Close the environments as well as that goes: this process ends, and nobody listens."""
+        """Close the environments that are still open, ignoring errors, because this process ends."""
         while self._envs:
             with contextlib.suppress(Exception):
                 self._envs.pop().close()
@@ -159,7 +169,7 @@ class WorkerEnvironments:
             except Exception as error:
                 failed = failed or error
         self._envs.clear()
-        # Said rather than raised, so that the others are closed in peace.
+        # The error is sent rather than raised, so that other workers can close their environments.
         self._answer(
             b"" if failed is None else pack((self._cells[Cell.ENVIRONMENT], ExceptionRecord.from_exception(failed)))
         )
@@ -171,7 +181,7 @@ class WorkerEnvironments:
         self._slots: list[list[ObservationSlot]] = [
             layout.slots(arrays, index) for index in range(part.start, part.stop)
         ]
-        # Items of memoryviews are written in a third of the time that items of arrays take.
+        # Writing an item of a memoryview takes a third of the time of an array's.
         self._rewards = memoryview(arrays["reward"][part])
         self._kinds = memoryview(arrays["reward kind"][part])
         self._flags = memoryview(arrays["flags"][part])
@@ -181,11 +191,11 @@ class WorkerEnvironments:
     def _reset(self, number: int, seed: int | None, options: dict[str, Any] | None) -> Any:
         self._set_phase(number, _RESET)
         self._reset_due.discard(number)
-        maybe = {} if options is None else {"options": options}
-        observation, info = self._envs[number].reset(seed=seed, **maybe)
-        for row in self._slots[number]:
-            row.write(observation)
-            if row.has_converted:
+        arguments = {} if options is None else {"options": options}
+        observation, info = self._envs[number].reset(seed=seed, **arguments)
+        for slot in self._slots[number]:
+            slot.write(observation)
+            if slot.has_converted:
                 self._flags[number] |= CONVERTED
         _require_dict(info, "reset")
         return info
@@ -214,7 +224,7 @@ class WorkerEnvironments:
                 if terminated or truncated:
                     flags[number] = (TERMINATED if terminated else 0) | (TRUNCATED if truncated else 0)
                     if same_step:
-                        # The reset may write into what the step returned.
+                        # The reset may overwrite the values that the step returned.
                         final, info = copy_output(observation), copy_output(info)
                         reward = reward if type(reward) in REWARD_KINDS else copy_output(reward)
                         cells[phase_at] = _RESET
@@ -230,16 +240,16 @@ class WorkerEnvironments:
             kinds[number] = kind
             if kind != OTHER_REWARD:
                 rewards[number] = reward
-            for row in all_slots[number]:
+            for slot in all_slots[number]:
                 part = observation
-                for key in row.path:
+                for key in slot.path:
                     part = part[key]
-                # What row.write does first, without the call.
-                if type(part) is array and part.dtype is row.dtype and part.shape == row.shape:
-                    row.place[...] = part
+                # The common case of slot.write, without the call.
+                if type(part) is array and part.dtype is slot.dtype and part.shape == slot.shape:
+                    slot.place[...] = part
                 else:
-                    row.write(observation)
-                    if row.has_converted:
+                    slot.write(observation)
+                    if slot.has_converted:
                         flags[number] |= CONVERTED
             if info or reset_info is not None or kind == OTHER_REWARD:
                 entries = entries or [None] * len(self._envs)
@@ -251,7 +261,7 @@ class WorkerEnvironments:
             self._answer_infos(entries)
 
     def _answer_infos(self, entries: Sequence[StepEntry | None]) -> None:
-        """Answer with an entry for each environment."""
+        """Answer with an entry, or None, for each environment."""
         try:
             message = pack(entries)
         except Exception as error:
@@ -260,7 +270,7 @@ class WorkerEnvironments:
         self._answer(message)
 
     def _raise_unpicklable(self, entries: Sequence[StepEntry | None], error: Exception) -> None:
-        """Raise what says which entry of an information cannot be sent."""
+        """Raise an error that names the key of an info that cannot be pickled."""
         for number, entry in enumerate(entries):
             for where, info in zip(("info", "the info of reset"), entry or (), strict=False):
                 for key, value in dict(info or {}).items():

@@ -1,4 +1,4 @@
-"""Ends the fork servers that these tests start; otherwise they are kept until the interpreter exits."""
+"""Fixtures of the worker tests: start methods, and the end of the fork server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from rl_ext_core.processes.server import stop_server
-from tests.core.processes.groups import METHODS
+from tests.core.processes.worker_groups import METHODS
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,4 +1,4 @@
-"""Contexts are multiprocessing's, with workers that carry their environment variables."""
+"""Tests of contexts: interface of multiprocessing, environment variables, events."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ import pytest
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.processes import get_context, named_context
-from tests.core.processes import targets
-from tests.core.processes.groups import LIMIT_S, UNPICKLING_METHODS, group, retry_with_more_descriptors
+from tests.core.processes import worker_functions
+from tests.core.processes.worker_groups import LIMIT_S, UNPICKLING_METHODS, group, retry_with_more_descriptors
 
 
-def test_it_is_a_context_of_multiprocessing(method: str) -> None:
+def test_context_has_the_interface_of_multiprocessing(method: str) -> None:
     context = get_context(method, label="Env")
     assert context.get_context() is context
     assert context.get_start_method() == method
-    processes = [context.Process(target=targets.pid) for _ in range(2)]
+    processes = [context.Process(target=worker_functions.pid) for _ in range(2)]
     assert [(process.worker, process.name, process.daemon) for process in processes] == [
         (0, "Env-0", False),
         (1, "Env-1", False),
     ]
-    assert context.Process(target=targets.pid, name="mine", daemon=True).daemon
+    assert context.Process(target=worker_functions.pid, name="mine", daemon=True).daemon
     assert get_context().get_start_method() == "forkserver"
     with pytest.raises(InvalidArgumentError, match=r"'fork-server' does not start .*Write method=\"forkserver\""):
         get_context("fork-server")
 
 
-def test_multiprocessings_own_tools_run_on_it(method: str) -> None:
+def test_pools_executors_and_queues_use_the_context(method: str) -> None:
     context = get_context(method)
     with context.Pool(2) as pool:
         assert pool.map(abs, [-1, 2]) == [1, 2]
@@ -60,10 +60,10 @@ def _use_all(flags: list[int], *, event: object, queue: object) -> None:
     queue.put("queued")  # type: ignore[attr-defined]
 
 
-def test_workers_get_the_environment_of_their_start(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_get_environment_variables_of_their_start(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STALE", "old")
     monkeypatch.setenv("GONE", "old")
-    with group(method, 1):  # a fork server of these settings has started now
+    with group(method, 1):  # a fork server with these variables has started now
         monkeypatch.setenv("STALE", "new")
         monkeypatch.delenv("GONE")
         environs: list[dict[str, str | None]] = [{"MINE": "0"}, {"STALE": None, "MINE": "ü"}, {}]
@@ -78,7 +78,7 @@ def test_workers_get_the_environment_of_their_start(method: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("method", UNPICKLING_METHODS)
-def test_variables_are_set_before_the_first_import(
+def test_variables_are_set_before_the_first_import_in_a_worker(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = "import os\nSEEN = os.environ.get('DEVICE')\nclass Argument:\n    def check(self): assert SEEN == 'gpu7'\n"
@@ -92,13 +92,13 @@ def test_variables_are_set_before_the_first_import(
 
 
 @pytest.mark.sample(ci=2)
-def test_signals_and_descriptors_of_the_parent_do_not_reach_workers_and_what_they_start(method: str) -> None:
+def test_workers_and_their_children_inherit_no_signal_handlers_or_descriptors(method: str) -> None:
     handled: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, _: handled.append(number))
     try:
         with group(method, 1) as workers:
             assert workers.ask(0, "child_sigint_disposition") == 1
-            for number in (signal.SIGINT, signal.SIGUSR2):  # anybody may send that by which a worker is asked to end
+            for number in (signal.SIGINT, signal.SIGUSR2):  # SIGUSR2 from other processes does not end a worker
                 os.kill(workers.workers[0].pid or 0, number)
                 assert workers.ask(0, "pid") == workers.workers[0].pid
             files = workers.ask(0, "list_inherited_files")
@@ -110,7 +110,7 @@ def test_signals_and_descriptors_of_the_parent_do_not_reach_workers_and_what_the
 
 
 @pytest.mark.sample(ci=2)
-def test_a_registered_context_is_found_by_its_name_while_it_is_open(method: str) -> None:
+def test_named_context_is_registered_only_within_the_with_block(method: str) -> None:
     context = get_context(method)
     known = set(multiprocessing.context._concrete_contexts)  # type: ignore[attr-defined]
     with named_context(context) as name, named_context(context) as other:
@@ -122,19 +122,19 @@ def test_a_registered_context_is_found_by_its_name_while_it_is_open(method: str)
     assert set(multiprocessing.context._concrete_contexts) == known  # type: ignore[attr-defined]
 
 
-def test_a_process_whose_start_is_refused_is_killed(method: str) -> None:
+def test_process_is_killed_if_on_start_raises(method: str) -> None:
     def refuse(process: BaseProcess) -> None:
         raise KeyboardInterrupt
 
-    process = get_context(method, on_start=refuse).Process(target=targets.hang)
+    process = get_context(method, on_start=refuse).Process(target=worker_functions.hang)
     with pytest.raises(KeyboardInterrupt):
         process.start()
     assert process.exitcode == -signal.SIGKILL
 
 
-def test_what_cannot_be_pickled_fails_in_the_parent_and_leaves_nothing() -> None:
+def test_unpicklable_target_fails_in_the_parent_without_leaks() -> None:
     resource_tracker.ensure_running()
-    gc.collect()  # what earlier tests have left
+    gc.collect()  # objects of earlier tests
     before = len(os.listdir("/proc/self/fd"))
     for method in ("spawn", "forkserver"):
         process = get_context(method).Process(target=lambda: None)
@@ -147,30 +147,30 @@ def test_what_cannot_be_pickled_fails_in_the_parent_and_leaves_nothing() -> None
 
 
 @pytest.mark.parametrize("method", UNPICKLING_METHODS)
-def test_a_start_for_which_there_are_too_few_descriptors_leaves_all_as_it_was(method: str) -> None:
+def test_start_without_free_descriptors_has_no_side_effects(method: str) -> None:
     with group(method, 1) as workers:
         workers.ask(0, "pid")
 
         def start() -> BaseProcess:
-            process = get_context(method).Process(target=targets.pid)
+            process = get_context(method).Process(target=worker_functions.pid)
             process.start()
             return process
 
         process = retry_with_more_descriptors(start)
         process.join(LIMIT_S)
         assert process.exitcode == 0
-        assert workers.ask(0, "pid")  # which a fork server that dies would take along
+        assert workers.ask(0, "pid")  # this fails if the fork server has died
 
 
 def _start_worker(method: str) -> None:
-    worker = get_context(method).Process(target=targets.pid)
+    worker = get_context(method).Process(target=worker_functions.pid)
     worker.start()
     worker.join(LIMIT_S)
     sys.exit(worker.exitcode or 7 * (not multiprocessing.current_process().daemon))
 
 
 @pytest.mark.sample(ci=2)
-def test_daemons_may_start_workers(method: str) -> None:
+def test_daemonic_process_can_start_workers(method: str) -> None:
     daemon = multiprocessing.get_context("fork").Process(target=_start_worker, args=(method,), daemon=True)
     daemon.start()
     daemon.join(LIMIT_S)
@@ -183,7 +183,7 @@ def _set_and_clear(event: Any) -> None:
         event.clear()
 
 
-def test_event_does_what_multiprocessings_does() -> None:
+def test_event_behaves_like_multiprocessing_event() -> None:
     for event in (get_context("fork").Event(), multiprocessing.Event()):
         assert [event.is_set(), event.wait(0), event.wait(0.01), event.wait(-1)] == [False] * 4
         event.set()
@@ -199,8 +199,8 @@ def test_event_does_what_multiprocessings_does() -> None:
 
 @pytest.mark.sample(ci=3)
 @pytest.mark.parametrize("turn", range(5))
-def test_event_at_which_a_process_was_killed_stays_usable(turn: int) -> None:
-    """With multiprocessing's own event, this hangs in most turns."""
+def test_event_stays_usable_after_kills_in_set_and_clear(turn: int) -> None:
+    """Multiprocessing's own event hangs in most turns."""
     context = get_context("fork")
     event = context.Event()
     workers = [context.Process(target=_set_and_clear, args=(event,)) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Whatever ends a worker, the parent says what it was."""
+"""Tests of the errors that the parent raises for failed workers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import re
 import pytest
 
 from rl_ext_core.errors import WorkerError
-from tests.core.processes import targets
-from tests.core.processes.groups import UNPICKLING_METHODS, group, pair_with_start_methods
+from tests.core.processes import worker_functions
+from tests.core.processes.worker_groups import UNPICKLING_METHODS, group, pair_with_start_methods
 
 
 def failure_of(method: str, command: str, **options: object) -> WorkerError:
@@ -46,25 +46,25 @@ CAUSES = {
 
 @pytest.mark.sample
 @pytest.mark.parametrize(("command", "method"), pair_with_start_methods(*CAUSES))
-def test_the_error_says_why_the_worker_died(command: str, method: str) -> None:
+def test_error_names_the_cause_of_a_worker_death(command: str, method: str) -> None:
     error = failure_of(method, command)
     kind, pattern = CAUSES[command]
     assert re.match(r"worker 1 of 3 " + pattern, str(error)), str(error)
     assert (error.worker, error.kind, error.phase) == (1, kind, "step")
     assert "rl_ext_core/processes/worker.py" not in str(error)
     if command in ("raise_needs_arguments", "raise_unpicklable", "raise_when_unpickled", "segfault"):
-        assert error.__cause__ is None  # it cannot be rebuilt
+        assert error.__cause__ is None  # the exception cannot be unpickled
         assert error.__suppress_context__
 
 
-def test_causes_of_the_cause_come_along() -> None:
+def test_chained_causes_of_an_exception_are_kept() -> None:
     cause = failure_of("forkserver", "raise_from_cause").__cause__
     assert isinstance(cause, ValueError)
     assert isinstance(cause.__cause__, KeyError)
     assert cause.__cause__.__cause__ is None
 
 
-def test_large_reports_are_cut_and_keep_both_ends() -> None:
+def test_large_reports_are_shortened_in_the_middle() -> None:
     error = failure_of("forkserver", "raise_huge")
     assert len(str(error)) < 250_000
     assert len(str(error).splitlines()[0]) < 500
@@ -75,13 +75,13 @@ def test_large_reports_are_cut_and_keep_both_ends() -> None:
 
 
 @pytest.mark.parametrize("end", ["crashed", "raised"])
-def test_the_end_of_a_grandchild_is_not_taken_for_the_workers(end: str) -> None:
+def test_death_of_a_grandchild_is_not_reported_as_the_workers(end: str) -> None:
     error = failure_of("forkserver", f"kill_after_a_grandchild_{end}")
     assert "was killed by SIGKILL in step. The kernel's" in str(error)
     assert error.traceback == ""
 
 
-def test_notes_and_seeds_are_in_the_message_however_it_died() -> None:
+def test_message_contains_status_and_seed() -> None:
     error = failure_of(
         "forkserver", "set_status_and_kill", arguments=("notes",), watch={"seeds": [5, 6, 7], "label": "Env"}
     )
@@ -92,7 +92,7 @@ def test_notes_and_seeds_are_in_the_message_however_it_died() -> None:
     assert str(error).startswith("worker 1 of 3 (seed 6, environment 3) raised ")
 
 
-def test_the_error_pickles() -> None:
+def test_worker_error_survives_pickling() -> None:
     error = failure_of("fork", "raise_bad_level", watch={"seeds": [5, 6, 7]})
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is WorkerError
@@ -102,10 +102,8 @@ def test_the_error_pickles() -> None:
 
 
 @pytest.mark.parametrize("method", UNPICKLING_METHODS)
-def test_an_error_while_arguments_are_unpickled_reaches_the_parent(
-    method: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with group(method, arguments=("", targets.Unloadable())) as workers:
+def test_unpickling_error_of_arguments_reaches_the_parent(method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with group(method, arguments=("", worker_functions.Unloadable())) as workers:
         with pytest.raises(WorkerError) as caught, workers.watch.operation("start"):
             workers.pipes[1].recv()
         text = str(caught.value)
@@ -115,7 +113,7 @@ def test_an_error_while_arguments_are_unpickled_reaches_the_parent(
     assert capfd.readouterr().err == ""
 
 
-def test_nothing_is_printed_when_the_report_was_taken(method: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_reported_failures_are_not_printed(method: str, capfd: pytest.CaptureFixture[str]) -> None:
     for command in ("raise_bad_level", "exit_text", "segfault"):
         failure_of(method, command)
     assert capfd.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""A worker closes what it has, and what it has started ends with it, however it ends."""
+"""Tests that exit callbacks run, and that child processes end with their worker."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes import get_context
-from tests.core.processes.groups import LIMIT_S, WorkerGroup, group, pair_with_start_methods
-from tests.core.processes.targets import send_helper_pids
+from tests.core.processes.worker_functions import send_helper_pids
+from tests.core.processes.worker_groups import LIMIT_S, WorkerGroup, group, pair_with_start_methods
 
 
 def wait_until_ended(pids: Iterable[int]) -> None:
@@ -45,18 +45,18 @@ def fail(workers: WorkerGroup, command: str, timeout: float | None = None) -> Wo
     ("command", "method"),
     pair_with_start_methods("raise_bad_level", "kill", "os_exit", "segfault", "exit_3", "hang", "hang_in_c", "stop"),
 )
-def test_what_a_worker_has_started_ends_when_it_fails_or_hangs(command: str, method: str) -> None:
+def test_child_processes_end_when_a_worker_fails_or_hangs(command: str, method: str) -> None:
     with group(method, 2) as workers:
         helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
         fail(workers, command, timeout=0.3 if command in ("hang", "hang_in_c", "stop") else None)
-        # What has a session of its own is known by the worker only, and so while that lives.
+        # A program with its own session is found only through the worker, while that lives.
         dead_at_once = command in ("kill", "os_exit", "segfault")
         wait_until_ended([*helpers[0], *helpers[1][: 2 if dead_at_once else 3]])
         if dead_at_once:
             os.kill(helpers[1][2], signal.SIGKILL)
 
 
-def test_what_workers_leave_behind_in_good_order_ends_only_if_they_are_watched() -> None:
+def test_child_processes_of_returned_workers_end_only_under_a_watch() -> None:
     with group("forkserver", 1) as workers:
         program, forked, own_session = workers.ask(0, "start_helpers")
         workers.close()
@@ -68,13 +68,13 @@ def test_what_workers_leave_behind_in_good_order_ends_only_if_they_are_watched()
     process.start()
     pids = [own_session, *reader.recv()]
     process.join()
-    time.sleep(0.2)  # in which it would be killed
+    time.sleep(0.2)  # a kill would happen in this time
     assert all(map(_is_running, pids))
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_workers_of_workers_end_with_what_they_have_started(method: str) -> None:
+def test_nested_workers_and_their_children_end_with_a_failure(method: str) -> None:
     with group(method, 2) as workers:
         program, own_session = workers.ask(0, "start_nested_worker")
         fail(workers, "kill")
@@ -84,11 +84,11 @@ def test_workers_of_workers_end_with_what_they_have_started(method: str) -> None
 
 
 @pytest.mark.parametrize("end", ["returns", "fails", "is killed"])
-def test_a_worker_that_ends_early_closes_what_it_has(end: str) -> None:
+def test_exit_callbacks_run_only_on_abnormal_exit(end: str) -> None:
     with group("forkserver", 2) as workers:
         workers.ask(1, "register_file_cleanup")
         closed, other = map(Path, workers.workers[1].report.notes["files"])
-        if end == "returns":  # its function has closed it
+        if end == "returns":  # the function itself has to clean up
             workers.close()
         elif end == "fails":
             fail(workers, "raise_bad_level")
@@ -99,14 +99,14 @@ def test_a_worker_that_ends_early_closes_what_it_has(end: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_fails_runs_its_exit_handlers() -> None:
-    with group("spawn", 2) as workers:  # what is forked runs none, as in multiprocessing
+def test_spawned_worker_runs_atexit_handlers_after_a_failure() -> None:
+    with group("spawn", 2) as workers:  # forked workers run no atexit handlers, as in multiprocessing
         workers.ask(1, "remove_file_at_exit")
         assert not Path(fail(workers, "raise_bad_level").notes["file"]).exists()
 
 
 @pytest.mark.slow
-def test_closing_has_an_end() -> None:
+def test_exit_callbacks_have_a_time_limit() -> None:
     with group("forkserver", 2) as workers:
         helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
         for worker in (0, 1):
@@ -118,7 +118,7 @@ def test_closing_has_an_end() -> None:
 
 PARENT = """
 import signal, sys, time
-from tests.core.processes.groups import group
+from tests.core.processes.worker_groups import group
 if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
     with group(sys.argv[1], 2) as workers:
@@ -133,7 +133,7 @@ if __name__ == "__main__":
 
 @pytest.mark.sample
 @pytest.mark.parametrize(("number", "method"), pair_with_start_methods(signal.SIGKILL, signal.SIGTERM, signal.SIGHUP))
-def test_all_ends_with_the_parent(number: signal.Signals, method: str, tmp_path: Path) -> None:
+def test_workers_and_their_children_end_with_the_parent(number: signal.Signals, method: str, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     parent = subprocess.Popen([sys.executable, str(script), method], stdout=subprocess.PIPE, text=True)

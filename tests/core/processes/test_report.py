@@ -1,4 +1,4 @@
-"""The file between a worker and its parent, in one process."""
+"""Tests of the report between a worker and its parent, in one process."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def report() -> WorkerReport:
     return WorkerReport()
 
 
-def test_a_record_that_was_cut_short_by_death_is_none(report: WorkerReport) -> None:
+def test_truncated_exception_record_is_none(report: WorkerReport) -> None:
     assert ReportWriter(report.fd).write_exception(ValueError("whole"))
     os.ftruncate(report.fd, report.size() - 1)
     assert report.exception_record is None
 
 
-def test_a_report_that_cannot_be_written_says_so(report: WorkerReport) -> None:
+def test_write_exception_returns_false_if_writing_fails(report: WorkerReport) -> None:
     writer = ReportWriter(report.fd)
     null = os.open("/dev/full", os.O_WRONLY)
     writer.fd = null
@@ -32,7 +32,7 @@ def test_a_report_that_cannot_be_written_says_so(report: WorkerReport) -> None:
     os.close(null)
 
 
-def test_notes_take_anything_and_stay_small(report: WorkerReport) -> None:
+def test_notes_accept_any_value_and_have_a_size_limit(report: WorkerReport) -> None:
     writer = ReportWriter(report.fd)
     writer.write_notes({"value": {1, 2}, "path": Path("a")})
     assert report.notes == {"value": "{1, 2}", "path": repr(Path("a"))}
@@ -49,7 +49,7 @@ def test_notes_take_anything_and_stay_small(report: WorkerReport) -> None:
     assert report.size() == report_module.PAGE
 
 
-def test_notes_that_are_cut_short_by_death_are_old_new_or_none(report: WorkerReport) -> None:
+def test_interrupted_notes_are_old_new_or_empty(report: WorkerReport) -> None:
     writer, old, new = ReportWriter(report.fd), {"phase": "reset", "text": "x" * 100}, {"phase": "step"}
     seen = []
     for _ in interrupt_everywhere(
@@ -61,7 +61,7 @@ def test_notes_that_are_cut_short_by_death_are_old_new_or_none(report: WorkerRep
     assert new in seen
 
 
-def test_an_exception_never_imports_a_module(
+def test_unpickling_an_exception_does_not_import_its_module(
     report: WorkerReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a_simulator.py").write_text("class SimulatorError(Exception): ...")
@@ -70,16 +70,16 @@ def test_an_exception_never_imports_a_module(
     assert ReportWriter(report.fd).write_exception(error)
     exception_record = report.exception_record
     assert exception_record is not None
-    assert type(exception_record.exception()) is type(error)
+    assert type(exception_record.unpickle()) is type(error)
     del sys.modules["a_simulator"]
-    assert exception_record.exception() is None
+    assert exception_record.unpickle() is None
     stand_in = exception_record.to_exception()
     assert (type(stand_in), str(stand_in)) == (RuntimeError, "SimulatorError('fell over')")
     assert "a_simulator.SimulatorError: fell over" in str(stand_in.__cause__)
     assert "a_simulator" not in sys.modules
 
 
-def test_an_exception_of_a_class_that_travels_by_value_comes_back() -> None:
+def test_exception_of_a_local_class_is_unpickled() -> None:
     class LocalError(Exception): ...
 
-    assert type(ExceptionRecord.from_exception(LocalError("of a function")).exception()) is LocalError
+    assert type(ExceptionRecord.from_exception(LocalError("of a function")).unpickle()) is LocalError

@@ -1,4 +1,4 @@
-"""Whole programs: their main modules, their deaths, and what is left of their workers."""
+"""Tests of whole programs: main modules, deaths, and ends of workers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from textwrap import dedent, indent
 import psutil
 import pytest
 
-from tests.core.processes.groups import UNPICKLING_METHODS
+from tests.core.processes.worker_groups import UNPICKLING_METHODS
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 120
 
-# {body} runs with `group`, a context manager of three workers by {method}; the guard is left out on request.
+# The body may use `group`, a context manager that starts three workers by the method. The guard may be empty.
 SCRIPT = """
 import os, sys, time
-from tests.core.processes.groups import group
+from tests.core.processes.worker_groups import group
 METHOD = {method!r}
 {top}
 def main():
@@ -35,7 +35,7 @@ def main():
 GUARD = "if __name__ == '__main__': "
 
 
-# Of workers that need the main module, of workers that do not, and of workers that are in the midst of something.
+# Bodies whose workers need the main module, do not need it, or are executing a command.
 START = """
     with group(METHOD, arguments=(main,)) as workers, workers.watch.operation("start"):
         workers.pipes[0].recv()
@@ -58,7 +58,7 @@ MISSING_GUARD = r"WorkerError: worker \d of 3 cannot start. Each worker imports 
 GUARD_EXAMPLE = r'\n    if __name__ == "__main__":\n        main\(\)\n'
 MAIN_IMPORT_FAILED = r"WorkerError: worker \d of 3 {}.* while it imported the main script:"
 
-# Of temporary files, by the program's number.
+# Folder for temporary files of each program, by process number.
 _folders: dict[int, str] = {}
 
 
@@ -76,7 +76,7 @@ class Program:
         return self.run([str(script)], **options)
 
     def run_to_end(self, method: str, body: str, **options: str) -> tuple[int, str]:
-        """Run a script; return its exit code and what it has printed as errors."""
+        """Run a script; return its exit code and standard error."""
         process = self.start(method, body, **options)
         _, errors = process.communicate(timeout=LIMIT_S)
         return process.returncode, errors
@@ -86,7 +86,7 @@ class Program:
         temporary.mkdir(exist_ok=True)
         path = os.pathsep.join([str(ROOT), str(ROOT / "shared")])
         environ = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
-        environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")  # torch would put it into TMPDIR
+        environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")  # torch would create it in TMPDIR
         process = subprocess.Popen(
             [sys.executable, *arguments],
             stdout=subprocess.PIPE,
@@ -103,7 +103,7 @@ class Program:
 
 @pytest.fixture
 def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    started_program = Program(tmp_path_factory.mktemp("p"))  # not after the test: names of sockets are short
+    started_program = Program(tmp_path_factory.mktemp("p"))  # a short name, because paths of sockets are limited
     yield started_program
     for process in started_program.running:
         left = find_session(process.pid)
@@ -115,9 +115,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
 
 
 def find_session(pid: int) -> list[psutil.Process]:
-    """All processes of a program and its workers, also when their parents are gone, after time for their end.
+    """Wait up to 120 s for the end of a program's processes, and return the running ones.
 
-    Workers may lead sessions of their own; they have the program's variables.
+    Workers and their children are found by the session, or by the program's ``TMPDIR``.
     """
     end = time.monotonic() + 120
     while True:
@@ -142,7 +142,7 @@ def find_session(pid: int) -> list[psutil.Process]:
         pytest.param(
             "spawn", START, "", "", [MISSING_GUARD, GUARD_EXAMPLE, "bootstrapping phase"], marks=pytest.mark.slow
         ),
-        # Where a worker imports the script late, this starts nothing.
+        # A worker that imports the script later starts no workers.
         ("spawn", ASK.format(command="import_main"), "", "", ["WorkerError: worker 0 of 3 raised RuntimeError"]),
         (
             "forkserver",
@@ -163,7 +163,7 @@ def find_session(pid: int) -> list[psutil.Process]:
         ("forkserver", OPEN + FAIL, "", GUARD, [r'raise ValueError\("bad level"\)']),
     ],
 )
-def test_error_that_ends_a_script(
+def test_error_of_a_script_is_printed_once(
     method: str, body: str, top: str, guard: str, once: list[str], program: Program
 ) -> None:
     code, errors = program.run_to_end(method, body, top=top, guard=guard)
@@ -172,23 +172,23 @@ def test_error_that_ends_a_script(
 
 
 @pytest.mark.parametrize("method", UNPICKLING_METHODS)
-def test_script_without_guard_whose_workers_need_nothing_of_it(method: str, program: Program) -> None:
+def test_script_without_guard_runs_if_workers_do_not_need_main(method: str, program: Program) -> None:
     assert program.run_to_end(method, ASK.format(command="pid"), guard="") == (0, "")
 
 
-def test_missing_guard_is_explained_where_the_script_raises_an_error_of_its_own(program: Program) -> None:
+def test_missing_guard_is_explained_under_a_chained_error(program: Program) -> None:
     body = f"try:\n{indent(START, '    ')}\nexcept Exception as error:\n    raise ValueError('no training') from error"
     assert re.search(MISSING_GUARD, program.run_to_end("spawn", body, guard="")[1])
 
 
 def clear_sockets(program: Program) -> None:
-    # multiprocessing's folder, which nobody is left to remove
+    # The killed program could not remove multiprocessing's folder.
     for folder in (program.folder / "tmp").glob("pymp-*"):
         shutil.rmtree(folder)
 
 
 @pytest.mark.sample(ci=2)
-def test_workers_that_only_just_start_do_not_outlive_their_parent(method: str, program: Program) -> None:
+def test_starting_workers_do_not_outlive_a_killed_parent(method: str, program: Program) -> None:
     body = "import signal\nwith group(METHOD):\n    os.kill(os.getpid(), signal.SIGKILL)"
     process = program.start(method, body, top="time.sleep(0.3)")
     process.wait(LIMIT_S)
@@ -197,13 +197,13 @@ def test_workers_that_only_just_start_do_not_outlive_their_parent(method: str, p
 
 
 @pytest.mark.sample(ci=2)
-def test_the_exit_of_the_interpreter_does_not_wait_for_watched_workers(method: str, program: Program) -> None:
+def test_interpreter_exit_kills_watched_workers(method: str, program: Program) -> None:
     assert program.run_to_end(method, OPEN + "    workers.pipes[1].send('hang')\n    sys.exit(7)") == (7, "")
 
 
 @pytest.mark.sample(quick=2, ci=4)
 @pytest.mark.parametrize("starting", [False, True])
-def test_an_interrupt_of_the_group_is_the_parents_alone(starting: bool, method: str, program: Program) -> None:
+def test_ctrl_c_interrupts_only_the_parent(starting: bool, method: str, program: Program) -> None:
     body = """
         try:
             with group(METHOD) as workers, workers.watch.operation("step"):
@@ -229,13 +229,13 @@ def test_an_interrupt_of_the_group_is_the_parents_alone(starting: bool, method: 
             process.wait(5 if starting else LIMIT_S)
     errors = process.stderr.read()
     assert process.returncode == 9, errors
-    # What interrupts a finalizer is ignored by Python itself, and the program goes on until the next one.
+    # Python ignores an interrupt in a finalizer, and the program runs until the next one.
     ignored = r"Exception ignored in: <Finalize(.*\n)*KeyboardInterrupt"
     assert errors == "" or (starting and re.match(ignored, errors)), errors
 
 
 @pytest.mark.parametrize("method", UNPICKLING_METHODS)
-def test_functions_of_the_main_module_run_in_workers(method: str, program: Program) -> None:
+def test_workers_run_functions_of_the_main_module(method: str, program: Program) -> None:
     top = """
         from rl_ext_core.processes import get_context
         class MineError(Exception): ...
@@ -254,7 +254,7 @@ def test_functions_of_the_main_module_run_in_workers(method: str, program: Progr
     assert program.run_to_end(method, body, top=top) == (0, "")
 
 
-def test_the_users_choice_of_a_start_method_stays_free(program: Program) -> None:
+def test_starting_workers_does_not_fix_the_global_start_method(program: Program) -> None:
     body = """
         with group(METHOD) as workers:
             workers.ask(0, "pid")
@@ -265,11 +265,11 @@ def test_the_users_choice_of_a_start_method_stays_free(program: Program) -> None
     assert program.run_to_end("forkserver", body) == (0, "")
 
 
-def test_the_package_need_not_be_installed(program: Program) -> None:
+def test_workers_start_from_an_uninstalled_package(program: Program) -> None:
     source = f"""
         import sys
         sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "shared")!r}]
-        from tests.core.processes.targets import pid
+        from tests.core.processes.worker_functions import pid
         from rl_ext_core.processes import get_context
         for method in ("spawn", "forkserver"):
             process = get_context(method, preload=["wave"]).Process(target=pid)

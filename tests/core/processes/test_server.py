@@ -1,4 +1,4 @@
-"""The fork server of this package: what it preloads, when it is replaced, and when it ends."""
+"""Tests of the fork server: preloaded modules, replacement, end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes import get_context, server
 from rl_ext_core.processes.server import stop_server
-from tests.core.processes.groups import LIMIT_S, group
+from tests.core.processes.worker_groups import LIMIT_S, group
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def no_server() -> Iterator[None]:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A module of its own for each test, on ``sys.path`` of the parent only."""
+    """Path of a new module that is only on the parent's ``sys.path``."""
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path / "preloaded_module.py"
     sys.modules.pop("preloaded_module", None)
@@ -43,17 +43,17 @@ def server_of_worker(**options: object) -> int:
         return psutil.Process(workers.ask(0, "pid")).ppid()
 
 
-def test_preloaded_modules_are_there_before_the_worker_imports_anything(module: Path) -> None:
+def test_preloaded_modules_are_loaded_in_workers(module: Path) -> None:
     module.write_text("")
     with group("forkserver", 1) as workers:
         assert "preloaded_module" not in workers.ask(0, "modules")
     with group("forkserver", 1, preload=["preloaded_module"]) as workers:
         assert "preloaded_module" in workers.ask(0, "modules")
-        assert workers.ask(0, "is_frozen")  # collections in workers leave the shared pages alone
+        assert workers.ask(0, "is_frozen")  # garbage collections in workers do not copy the shared pages
     assert "preloaded_module" not in sys.modules
 
 
-def test_crashes_have_their_own_name_also_where_a_preloaded_library_handles_them(module: Path) -> None:
+def test_crash_is_named_if_a_preloaded_library_handles_its_signal(module: Path) -> None:
     module.write_text("import ctypes\nctypes.CDLL(None).signal(11, ctypes.CDLL(None)._exit)\n")  # as pygame does
     with (
         group("forkserver", 1, preload=["preloaded_module"]) as workers,
@@ -63,7 +63,7 @@ def test_crashes_have_their_own_name_also_where_a_preloaded_library_handles_them
         workers.ask(0, "segfault")
 
 
-def test_a_server_is_replaced_only_if_it_lacks_a_module_and_ends_with_its_last_worker() -> None:
+def test_server_is_replaced_for_a_missing_module_and_ends_with_its_last_worker() -> None:
     first = server_of_worker(preload=["json"])
     assert server_of_worker() == server_of_worker(preload=["json"], environs=[{"OTHER": "1"}]) == first
     with group("forkserver", 1) as workers:
@@ -78,9 +78,7 @@ def test_a_server_is_replaced_only_if_it_lacks_a_module_and_ends_with_its_last_w
     assert not psutil.pid_exists(first)
 
 
-def test_workers_with_other_values_of_variables_that_modules_read_at_import_get_another_server(
-    module: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_is_replaced_for_other_import_time_variables(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module.write_text("import os\nos.environ['SEEN_AT_IMPORT'] = os.environ.get('MUJOCO_GL', 'none')\n")
     monkeypatch.setenv("MUJOCO_GL", "osmesa")
     for value in ("egl", None, "osmesa"):
@@ -88,11 +86,11 @@ def test_workers_with_other_values_of_variables_that_modules_read_at_import_get_
         with group("forkserver", 2, preload=["preloaded_module"], environs=environs) as workers:
             servers = {psutil.Process(workers.ask(worker, "pid")).ppid() for worker in (0, 1)}
             assert len(servers) == 1
-            # Workers get exactly the parent's variables: what the module saw is in the server's own.
+            # Workers get the parent's variables, so read the server's variables from its command line.
             assert "MUJOCO_GL': " + repr(value) in psutil.Process(servers.pop()).cmdline()[-1]
 
 
-def test_modules_that_cannot_be_preloaded_are_left_to_the_workers(module: Path) -> None:
+def test_modules_that_fail_to_import_are_skipped_by_the_server(module: Path) -> None:
     sources = {"missing": "import no_such_module", "raises": "1 / 0", "exits": "raise SystemExit(3)", "wrong": "a b"}
     for name, source in sources.items():
         (module.parent / f"{name}_module.py").write_text(source)
@@ -103,7 +101,7 @@ def test_modules_that_cannot_be_preloaded_are_left_to_the_workers(module: Path) 
         assert workers.ask(0, "pid")
 
 
-def test_an_interrupt_while_a_server_imports_ends_it(module: Path) -> None:
+def test_interrupt_during_server_imports_ends_the_server(module: Path) -> None:
     module.write_text("import pathlib, time\npathlib.Path(__file__).with_suffix('.begun').touch()\ntime.sleep(600)\n")
     before, main = set(psutil.Process().children()), threading.main_thread().ident or 0
 
@@ -121,12 +119,12 @@ def test_an_interrupt_while_a_server_imports_ends_it(module: Path) -> None:
     assert not left
 
 
-def test_a_server_that_died_is_replaced_and_its_workers_are_ended() -> None:
+def test_dead_server_is_replaced_and_its_workers_are_killed() -> None:
     with group("forkserver") as workers:
         pids = [workers.ask(worker, "pid") for worker in range(3)]
         first = psutil.Process(pids[0]).ppid()
         failed = pytest.raises(
-            WorkerError, match="ended in step; why is not known: the fork server that started it was"
+            WorkerError, match="ended in step; its exit code is unknown: the fork server that started it was"
         )
         with failed, workers.watch.operation("step"):
             os.kill(first, signal.SIGKILL)
@@ -140,7 +138,7 @@ def test_a_server_that_died_is_replaced_and_its_workers_are_ended() -> None:
     assert server_of_worker() not in (first, second)
 
 
-def test_a_stopped_server_leaves_nothing_and_multiprocessings_own_alone() -> None:
+def test_stop_server_leaks_nothing_and_keeps_multiprocessings_server() -> None:
     default = multiprocessing.context._default_context._actual_context  # type: ignore[attr-defined]
     own = dict(vars(forkserver._forkserver))  # type: ignore[attr-defined]
     pid = server_of_worker(preload=["json"])
@@ -160,7 +158,7 @@ def _sum(numbers: list[object]) -> None:
     assert len(numbers) == 300
 
 
-def test_workers_that_the_server_cannot_start_are_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_spawned_if_the_server_cannot_start_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = get_context("forkserver")
     pipes = [end for _ in range(150) for end in context.Pipe()]
     process = context.Process(target=_sum, args=(pipes,))
@@ -175,7 +173,7 @@ def test_workers_that_the_server_cannot_start_are_spawned(tmp_path: Path, monkey
     assert server_of_worker() == os.getpid(), "a socket's name has 107 bytes"
 
 
-def test_a_forked_child_has_a_server_of_its_own() -> None:
+def test_forked_process_starts_its_own_server() -> None:
     of_parent = server_of_worker()
     child = os.fork()
     if child == 0:
@@ -189,7 +187,7 @@ def test_a_forked_child_has_a_server_of_its_own() -> None:
     assert server_of_worker() == of_parent
 
 
-def test_ctrl_c_is_held_back_from_a_server_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_blocked_while_a_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     start, held = util.spawnv_passfds, []
 
     def record_mask(path: bytes, arguments: list[str], descriptors: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""Signals that concern more than one process: to the process group, and those about the ends of children."""
+"""Tests of signals to the process group, and of SIGCHLD."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes import get_context
-from tests.core.processes.groups import LIMIT_S, group, pair_with_start_methods
 from tests.core.processes.test_scripts import Program, clear_sockets, program
+from tests.core.processes.worker_groups import LIMIT_S, group, pair_with_start_methods
 
 __all__ = ["program"]  # a fixture
 
 
 @pytest.fixture
 def handle() -> Iterator[Callable[..., None]]:
-    """Handle or ignore a signal in this process; the earlier handlers come back at the end."""
+    """Return a function that sets signal handlers, which are restored at the end."""
     before: dict[int, Any] = {}
 
     def handle(number: int, handler: Any = lambda *_: None) -> None:
@@ -33,10 +33,10 @@ def handle() -> Iterator[Callable[..., None]]:
         signal.signal(number, handler)
 
 
-# -- ends of children that the system does not report
+# -- unreported ends of child processes
 
 
-UNKNOWN = "worker 0 of 1 ended in step; why is not known: this process ignores SIGCHLD"
+UNKNOWN = "worker 0 of 1 ended in step; its exit code is unknown: this process ignores SIGCHLD"
 
 
 @pytest.mark.parametrize(
@@ -48,22 +48,20 @@ UNKNOWN = "worker 0 of 1 ended in step; why is not known: this process ignores S
         ("forkserver", "kill", "worker 0 of 1 was killed by SIGKILL in step"),
     ],
 )
-def test_death_of_worker_where_sigchld_is_ignored(
-    method: str, command: str, text: str, handle: Callable[..., None]
-) -> None:
+def test_worker_death_with_ignored_sigchld(method: str, command: str, text: str, handle: Callable[..., None]) -> None:
     handle(signal.SIGCHLD, signal.SIG_IGN)
     with group(method, 1) as workers, pytest.raises(WorkerError, match=text), workers.watch.operation("step"):
         workers.ask(0, command)
 
 
-def test_closing_of_workers_where_sigchld_is_ignored(handle: Callable[..., None]) -> None:
+def test_normal_exit_with_ignored_sigchld(handle: Callable[..., None]) -> None:
     handle(signal.SIGCHLD, signal.SIG_IGN)
     with group("fork", 2) as workers:
         workers.close()
         assert workers.watch.failure is None
 
 
-def test_join_of_worker_that_another_part_of_the_process_waited_for() -> None:
+def test_join_after_another_waitpid_has_exit_code_255() -> None:
     process = get_context("fork").Process(target=time.sleep, args=(0,))
     process.start()
     os.waitpid(process.pid or 0, 0)
@@ -103,14 +101,16 @@ def note(number, frame): came.append(signal.Signals(number).name)
             for name, method in pair_with_start_methods("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR2", "SIGALRM", "SIGXCPU")
         ),
         pytest.param("SIGUSR1", "signal.SIG_IGN", "forkserver", marks=pytest.mark.slow),
-        # These end the parent. Program's fixture fails if a process of its session is left.
+        # These end the parent. The fixture ``program`` fails if a process of its session is left.
         *(
             (name, "signal.SIG_DFL", method)
             for name, method in pair_with_start_methods("SIGUSR1", "SIGQUIT", "SIGKILL")
         ),
     ],
 )
-def test_signal_to_the_group(name: str, handler: str, method: str, program: Program) -> None:
+def test_signals_to_the_process_group_do_not_reach_workers(
+    name: str, handler: str, method: str, program: Program
+) -> None:
     body = GROUP_SCRIPT.format(name=name, handler=handler)
     process = program.start(method, body, top=TOP, stdin=subprocess.PIPE)
     assert process.stdout is not None
@@ -131,7 +131,7 @@ os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGUSR1))
 """
 
 
-def test_handled_signal_to_the_group_while_server_and_worker_start(
+def test_group_signals_during_start_do_not_end_server_or_worker(
     handle: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle(signal.SIGUSR1)
@@ -143,7 +143,7 @@ def test_handled_signal_to_the_group_while_server_and_worker_start(
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_terminate_right_after_the_start_where_sigterm_is_handled(method: str, handle: Callable[..., None]) -> None:
+def test_terminate_right_after_start_with_handled_sigterm(method: str, handle: Callable[..., None]) -> None:
     handle(signal.SIGTERM)
     for _ in range(5):
         process = get_context(method).Process(target=time.sleep, args=(600,))

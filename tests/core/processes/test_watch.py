@@ -1,4 +1,4 @@
-"""The parent is told at once, once, and nothing is left."""
+"""Tests of Watch: failures are reported once, and no process is left."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import pytest
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, WorkerError
 from rl_ext_core.processes import Watch, get_context
-from tests.core.processes import targets
-from tests.core.processes.groups import LIMIT_S, group
+from tests.core.processes import worker_functions
+from tests.core.processes.worker_groups import LIMIT_S, group
 
-# By spawn, nothing of this differs from the fork server.
+# Spawned workers behave like those of the fork server in these tests.
 pytestmark = pytest.mark.sample(ci=2)
 
 
@@ -32,7 +32,7 @@ def wait_for_failure(watch: Watch) -> None:
     assert watch.failure is not None
 
 
-def test_workers_that_end_when_they_should_are_no_failure(method: str) -> None:
+def test_workers_that_return_after_expect_exit_are_not_failures(method: str) -> None:
     with group(method) as workers:
         with workers.watch.operation("step"):
             assert workers.ask(1, "pid") == workers.workers[1].pid
@@ -42,9 +42,9 @@ def test_workers_that_end_when_they_should_are_no_failure(method: str) -> None:
         assert [worker.exitcode for worker in workers.workers] == [0, 0, 0]
 
 
-def test_the_others_die_with_the_first_and_nothing_is_left(method: str, tmp_path: Path) -> None:
+def test_first_failure_kills_the_other_workers_without_leaks(method: str, tmp_path: Path) -> None:
     handler = (tmp_path / "ran").touch
-    atexit.register(handler)  # of this process, which is not to run in a worker that fails
+    atexit.register(handler)  # a failing worker must not run this handler of its parent
     try:
         with group(method) as workers:
             pids = [worker.pid for worker in workers.workers]
@@ -60,7 +60,7 @@ def test_the_others_die_with_the_first_and_nothing_is_left(method: str, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_while_the_parent_is_idle_is_raised_at_the_next_operation() -> None:
+def test_failure_while_the_parent_is_idle_is_raised_by_the_next_operation() -> None:
     with group("forkserver") as workers:
         workers.pipes[1].send("raise_bad_level")
         wait_for_failure(workers.watch)
@@ -72,7 +72,7 @@ def test_a_failure_while_the_parent_is_idle_is_raised_at_the_next_operation() ->
         assert not begun
 
 
-def test_the_first_of_several_exceptions_is_told_even_if_found_late() -> None:
+def test_earliest_of_several_exceptions_is_reported() -> None:
     context = get_context("fork")
     barriers = [context.Event() for _ in range(3)]
     processes = [context.Process(target=_raise_after, args=(barriers, worker)) for worker in range(3)]
@@ -98,7 +98,7 @@ def _raise_after(barriers: Any, worker: int) -> None:
             barriers[worker - 1].set()
 
 
-def test_a_failure_after_closing_counts_if_the_exit_code_is_not_zero() -> None:
+def test_nonzero_exit_code_after_expect_exit_is_a_failure() -> None:
     with group("forkserver") as workers:
         workers.watch.expect_exit()
         workers.pipes[0].send("os_exit")
@@ -122,11 +122,11 @@ LATE = r"^worker 1 of 3 did not answer within 0.3 s in step"
         ({}, None, r"but no worker hangs: all wait .*\n(.*\n)*.* in serve"),
     ],
 )
-def test_worker_that_hangs_is_found_by_the_time_limit(
+def test_time_limit_reports_the_worker_that_hangs(
     commands: dict[int, str], idle_in: list[str] | None, pattern: str
 ) -> None:
     with group("fork", watch={"idle_in": idle_in} if idle_in else None) as workers:
-        assert [workers.ask(worker, "pid") for worker in range(3)]  # they wait again, idle
+        assert [workers.ask(worker, "pid") for worker in range(3)]  # after this, they wait for a command
         for worker, command in commands.items():
             workers.pipes[worker].send(command)
         with pytest.raises(WorkerError, match=pattern) as caught, workers.watch.operation("step", timeout=0.3):
@@ -134,7 +134,7 @@ def test_worker_that_hangs_is_found_by_the_time_limit(
         assert caught.value.kind == "timeout"
 
 
-def test_the_outermost_operation_names_the_phase_and_the_limit() -> None:
+def test_outermost_operation_sets_phase_and_time_limit() -> None:
     with group("fork") as workers:
         failed = pytest.raises(WorkerError, match="in reset:")
         with failed as caught, workers.watch.operation("reset"), workers.watch.operation("step", timeout=0.01):
@@ -143,14 +143,14 @@ def test_the_outermost_operation_names_the_phase_and_the_limit() -> None:
         assert caught.value.kind == "exception"
 
 
-def test_an_interrupt_of_the_parent_is_not_hidden_by_a_failure() -> None:
+def test_keyboard_interrupt_is_not_replaced_by_a_failure() -> None:
     with group("fork") as workers, pytest.raises(KeyboardInterrupt), workers.watch.operation("step"):  # noqa: PT012
         workers.pipes[1].send("raise_bad_level")
         wait_for_failure(workers.watch)
         raise KeyboardInterrupt
 
 
-def test_on_failure_wakes_who_waits_for_an_event() -> None:
+def test_on_failure_wakes_a_thread_that_waits_for_an_event() -> None:
     event = threading.Event()
     with group("forkserver", watch={"on_failure": event.set}) as workers:
         workers.pipes[1].send("kill")
@@ -159,7 +159,7 @@ def test_on_failure_wakes_who_waits_for_an_event() -> None:
 
 
 @pytest.mark.sample(quick=0, ci=1)
-def test_kill_and_stop_can_be_called_again_and_leave_no_descriptor(method: str) -> None:
+def test_repeated_kill_and_stop_leak_no_descriptors(method: str) -> None:
     counts = []
     for _ in range(3):
         with group(method) as workers:
@@ -167,16 +167,16 @@ def test_kill_and_stop_can_be_called_again_and_leave_no_descriptor(method: str) 
                 workers.watch.kill()
                 workers.watch.stop()
             assert workers.watch.failure is None
-            # One that had only just started has heard that it was to end.
+            # A worker that had just started gets the request to end.
             assert {worker.exitcode for worker in workers.workers} <= {-signal.SIGKILL, 1}
         for worker in workers.workers:
             worker.close()
-        gc.collect()  # what earlier tests have left
+        gc.collect()  # objects of earlier tests
         counts.append(len(os.listdir("/proc/self/fd")))
     assert counts[1] == counts[2]
 
 
-def test_workers_live_on_when_the_watch_stops_which_is_freed() -> None:
+def test_stopped_watch_is_freed_and_its_workers_run_on() -> None:
     with group("forkserver") as workers:
         workers.watch.stop()
         assert workers.ask(1, "pid")
@@ -188,10 +188,13 @@ def test_workers_live_on_when_the_watch_stops_which_is_freed() -> None:
     assert watch() is None
 
 
-def test_only_started_workers_of_ours_can_be_watched() -> None:
+def test_watch_rejects_foreign_or_unstarted_processes_and_wrong_seeds() -> None:
     with pytest.raises(InvalidTypeError, match="does not report; expected a worker of this package"):
-        Watch([multiprocessing.Process(target=targets.hang)])
+        Watch([multiprocessing.Process(target=worker_functions.hang)])
     with pytest.raises(InvalidArgumentError, match="has not started"):
-        Watch([get_context("fork").Process(target=targets.hang)])
-    with group("fork") as workers, pytest.raises(InvalidArgumentError, match="1 seeds for 3 processes"):
+        Watch([get_context("fork").Process(target=worker_functions.hang)])
+    with (
+        group("fork") as workers,
+        pytest.raises(InvalidArgumentError, match="number of seeds: 1, expected 3"),
+    ):
         Watch(workers.workers, seeds=[1])

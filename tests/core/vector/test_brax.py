@@ -1,4 +1,4 @@
-"""``BraxVectorEnv`` against single environments that are stepped by hand from the same keys."""
+"""Tests of BraxVectorEnv, against single environments stepped with the same keys."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class State:
 
 
 class Walk:
-    """Move along a line, until the position leaves [-1, 1] or the episode has its length, if there is one."""
+    """Walk on a line that ends outside [-1, 1], or after ``episode_length`` steps."""
 
     action_size = 2
     dt = 0.02
@@ -98,7 +98,10 @@ compiled = cache(BraxVectorEnv)
 
 
 def vectorized(env: Any, num_envs: int = NUM_ENVS) -> BraxVectorEnv:
-    """Return a BraxVectorEnv that was not reset; those of one environment share their compiled functions."""
+    """Return a BraxVectorEnv before its first reset.
+
+    BraxVectorEnvs of the same environment share their compiled functions.
+    """
     return copy.copy(compiled(env, num_envs))
 
 
@@ -233,7 +236,7 @@ def test_randomized_domains_match_single_environments() -> None:
         np.testing.assert_array_equal(found[2], right[2])
 
 
-def test_spaces_and_metadata() -> None:
+def test_spaces_and_metadata_match_the_environment() -> None:
     envs = BraxVectorEnv(Walk(), 3)
     assert envs.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
     assert envs.single_action_space == spaces.Box(-1, 1, (2,), np.float32)
@@ -264,7 +267,7 @@ def test_resets_run_only_if_an_episode_ends() -> None:
         assert bool(resets) == bool((terminated | truncated).any())
 
 
-def test_seeds() -> None:
+def test_reset_seeds_determine_episodes() -> None:
     def first(envs: BraxVectorEnv, **kwargs: Any) -> list[float]:
         observation: Any = envs.reset(**kwargs)[0]
         return observation[:, 0].tolist()
@@ -298,17 +301,17 @@ def test_reset_mask_resets_some_environments() -> None:
 
 
 def test_actions_may_be_overwritten_after_a_step() -> None:
-    ours, right = vectorized(walk, 64), vectorized(walk, 64)
-    for envs in (ours, right):
+    envs_with_edits, right = vectorized(walk, 64), vectorized(walk, 64)
+    for envs in (envs_with_edits, right):
         envs.reset(seed=0)
     for _ in range(20):
         actions = np.full((64, 2), 0.01, np.float32)
-        found = ours.step(actions)[0]
+        found = envs_with_edits.step(actions)[0]
         actions[:] = np.nan
         np.testing.assert_array_equal(found, right.step(jnp.full((64, 2), 0.01))[0])
 
 
-def test_wrong_calls() -> None:
+def test_invalid_calls_are_rejected() -> None:
     envs = vectorized(walk, 4)
     with pytest.raises(InvalidArgumentError, match=r"Use envs\.reset\(\)"):
         envs.step(np.zeros((4, 2)))
@@ -331,7 +334,7 @@ def named(name: str) -> Callable[[Any], Any]:
         ("VmapWrapper", "batch axis"),
     ],
 )
-def test_wrappers_that_reset_or_vectorize_are_refused(wrapper: str, match: str) -> None:
+def test_wrappers_that_reset_or_vectorize_are_rejected(wrapper: str, match: str) -> None:
     derived = type("Derived", (named(wrapper),), {})
     for env in (named(wrapper)(Walk()), Wrapper(named(wrapper)(Walk())), derived(Walk())):
         with pytest.raises(InvalidArgumentError, match=match):
@@ -339,7 +342,7 @@ def test_wrappers_that_reset_or_vectorize_are_refused(wrapper: str, match: str) 
     assert BraxVectorEnv(named("EvalWrapper")(Walk()), 2).num_envs == 2
 
 
-def test_wrong_arguments() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     for env in ("ant", object(), spaces.Discrete(2)):
         with pytest.raises(InvalidTypeError, match=r"brax\.envs\.create"):
             BraxVectorEnv(env, 2)
@@ -359,7 +362,7 @@ def test_render_returns_an_image_of_each_environment() -> None:
     np.testing.assert_allclose([image[0, 0, 0] for image in images], observation[:, 0])
 
 
-def test_gymnasium_wrappers() -> None:
+def test_gymnasium_wrappers_work() -> None:
     import torch
     from gymnasium.wrappers.vector import JaxToNumpy, JaxToTorch
 
@@ -400,7 +403,7 @@ def test_steps_read_no_values_on_the_host() -> None:
     assert result[4]["_final_obs"].shape == (4,)
 
 
-def test_jax_is_imported_by_the_class_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jax_is_imported_only_by_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
     program = "import sys, rl_ext_core.vector.brax; assert not {'jax', 'brax'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
     monkeypatch.setitem(sys.modules, "jax", None)

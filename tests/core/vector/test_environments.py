@@ -1,4 +1,4 @@
-"""What workers put around environments: the monitor, and converters of the old gym, which stand-ins imitate."""
+"""Tests of the episode monitor, and of the conversion of old gym environments."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rl_ext_core.vector.environments import EpisodeMonitor, check_environment
 from tests.sb3_ext.vec_worlds import Counting
 
 
-def test_the_monitor_counts_as_stable_baselines3s() -> None:
+def test_episode_monitor_equals_sb3_monitor() -> None:
     monitor = pytest.importorskip("stable_baselines3.common.monitor")
-    ours, theirs = EpisodeMonitor(Counting()), monitor.Monitor(Counting())
+    monitor_env, sb3_env = EpisodeMonitor(Counting()), monitor.Monitor(Counting())
     with pytest.raises(EnvironmentOutputError, match="needs a reset"):
-        ours.step(0)
-    for env in (ours, theirs):
+        monitor_env.step(0)
+    for env in (monitor_env, sb3_env):
         for _ in range(2):
             env.reset(seed=1)
             for _ in range(10):
                 *_, info = env.step(0)
         assert {name: value for name, value in info["episode"].items() if name != "t"} == {"r": 10.0, "l": 10}
     for name in ("get_total_steps", "get_episode_rewards", "get_episode_lengths"):
-        assert getattr(ours, name)() == getattr(theirs, name)()
-    assert len(ours.get_episode_times()) == 2
+        assert getattr(monitor_env, name)() == getattr(sb3_env, name)()
+    assert len(monitor_env.get_episode_times()) == 2
 
 
 class FakeOldGymEnv:
@@ -52,10 +52,12 @@ class FakeShimmyEnv(gymnasium.Env[Any, Any]):
 
 
 @pytest.mark.parametrize(("kind", "version"), [(FakeGym26Env, "26"), (FakeGym21Env, "21")])
-def test_environments_of_gym_are_converted_by_shimmy(kind: type, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_gym_environments_are_converted_by_shimmy(
+    kind: type, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, env, gym = f"GymV{version}CompatibilityV0", kind(), ModuleType("gym")
-    with pytest.raises(InvalidTypeError, match=r"expected one of gymnasium\. Use a class that inherits"):
-        check_environment(env)  # gym is not loaded: of no known library
+    with pytest.raises(InvalidTypeError, match=r"expected a gymnasium\.Env\. Use a class that inherits"):
+        check_environment(env)  # gym is not imported, so the class is unknown
     gym.Env = FakeOldGymEnv  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "gym", gym)
     monkeypatch.setitem(sys.modules, "shimmy", SimpleNamespace(**{name: FakeShimmyEnv}))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""``SharedMemoryVectorEnv`` against gymnasium's own vectorised environments, and what it does where they fail."""
+"""Tests of SharedMemoryVectorEnv: results equal to gymnasium's, and failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAST = {"context": "fork"}
 
 
 def compare_random_operations(shared_env: Any, gymnasium_env: Any, seed: int, operations: int = 60) -> None:
-    """Do the same to both, drawn at random, and compare after each."""
+    """Apply random operations to both environments, and compare the results."""
     rng = np.random.default_rng(seed)
     assert_equal(shared_env.reset(seed=seed), gymnasium_env.reset(seed=seed), "first reset")
     gymnasium_env.action_space.seed(seed)
@@ -69,7 +69,7 @@ def compare_random_operations(shared_env: Any, gymnasium_env: Any, seed: int, op
 @pytest.mark.parametrize("n_workers", [None, 2])
 @pytest.mark.parametrize("observations", ["Box", "image", "Discrete", "Dict", "Tuple", NESTED], ids=str)
 @pytest.mark.parametrize("rewards", ["float", "int"])
-def test_it_returns_what_sync_vector_env_returns(
+def test_results_equal_sync_vector_env(
     observations: Any, rewards: str, n_workers: int | None, mode: AutoresetMode
 ) -> None:
     build = functools.partial(RandomEnv, observations, rewards=rewards)
@@ -89,7 +89,7 @@ def test_it_returns_what_sync_vector_env_returns(
 
 @pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("actions", ["Discrete from -3", "Box of 64-bit floats", "Dict", "Tuple", "MultiBinary"])
-def test_environments_get_the_actions_that_async_vector_env_gives(actions: str) -> None:
+def test_environments_receive_the_same_actions_as_in_async_vector_env(actions: str) -> None:
     build = functools.partial(RandomEnv, actions=actions)
     shared_env, gymnasium_env = SharedMemoryVectorEnv([build] * 2, **FAST), AsyncVectorEnv([build] * 2, context="fork")
     compare_random_operations(shared_env, gymnasium_env, seed=4, operations=20)
@@ -98,7 +98,7 @@ def test_environments_get_the_actions_that_async_vector_env_gives(actions: str) 
     gymnasium_env.close()
 
 
-def test_observations_are_the_callers_unless_told_otherwise() -> None:
+def test_observations_are_copies_unless_copy_is_false() -> None:
     own = SharedMemoryVectorEnv([ReusedArrayEnv] * 2, **FAST)
     shared = SharedMemoryVectorEnv([ReusedArrayEnv] * 2, copy=False, **FAST)
     for env, kept in ((own, True), (shared, False)):
@@ -109,7 +109,7 @@ def test_observations_are_the_callers_unless_told_otherwise() -> None:
         env.close()
 
 
-def test_a_failure_names_the_environment() -> None:
+def test_failure_names_the_environment() -> None:
     envs = SharedMemoryVectorEnv([Counting, functools.partial(Failing, "step", "raise")], **FAST)
     envs.reset(seed=7)
     for _ in range(3):
@@ -123,31 +123,31 @@ def test_a_failure_names_the_environment() -> None:
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=lambda mode: mode.name)
-def test_restarts_truncate_the_episodes_of_a_worker(mode: AutoresetMode, tmp_path: Any) -> None:
+def test_restart_in_step_truncates_the_episodes_of_a_worker(mode: AutoresetMode, tmp_path: Any) -> None:
     failing = functools.partial(FailingOnce, str(tmp_path / "mark"), "step")
     envs = SharedMemoryVectorEnv([Counting, failing], restart="truncate", autoreset_mode=mode, **FAST)
     first, _ = envs.reset(seed=0)
     observation, rewards, terminated, truncated, infos = envs.step(np.zeros(2, int))
     assert (terminated.tolist(), truncated.tolist(), rewards.tolist()) == ([False, False], [False, True], [1.0, 0.0])
-    for told in [infos, infos["final_info"]] if mode is AutoresetMode.SAME_STEP else [infos]:
-        assert "SIGSEGV" in told["worker_error"][1]
+    for step_infos in [infos, infos["final_info"]] if mode is AutoresetMode.SAME_STEP else [infos]:
+        assert "SIGSEGV" in step_infos["worker_error"][1]
     last = infos["final_obs"][1] if mode is AutoresetMode.SAME_STEP else observation[1]
     assert np.array_equal(last, first[1])
     observation, rewards, *_ = envs.step(np.zeros(2, int))
-    # The next step is the reset, or the first one after it.
+    # In NEXT_STEP mode, this step is the reset. Otherwise it is the first step after the reset.
     assert observation[1][0] == rewards[1] == (0.0 if mode is AutoresetMode.NEXT_STEP else 1.0)
     assert envs.timings.restarts == 1
     envs.close()
 
 
-def test_a_restart_in_reset_is_a_reset(tmp_path: Any) -> None:
+def test_restart_in_reset_repeats_the_reset(tmp_path: Any) -> None:
     failing = functools.partial(FailingOnce, str(tmp_path / "mark"), "reset")
     envs = SharedMemoryVectorEnv([failing, Counting], restart="truncate", **FAST)
     observation, infos = envs.reset(seed=3)
     assert set(infos) == {"world", "_world", "worker_error", "_worker_error"}
     assert infos["_worker_error"].tolist() == [True, False]
     assert infos["worker_error"][0].startswith("environment 0 of 2 (seed 3), in reset: was killed by SIGSEGV")
-    assert "The new environment got again: reset(seed=3)." in infos["worker_error"][0]
+    assert "Repeated for the new environment: reset(seed=3)." in infos["worker_error"][0]
     assert np.array_equal(observation[:, 1], infos["world"].astype(np.float32))
     observation, *_ = envs.step(np.zeros(2, int))
     assert observation[:, 0].tolist() == [1, 1]
@@ -156,7 +156,7 @@ def test_a_restart_in_reset_is_a_reset(tmp_path: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("closes", [True, False])
-def test_end_of_forked_process_leaves_the_workers_alone(closes: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_forked_process_cannot_use_or_end_the_workers(closes: bool, capfd: pytest.CaptureFixture[str]) -> None:
     envs = SharedMemoryVectorEnv([Counting, Counting], **FAST)
     envs.reset()
     envs.step_async(np.zeros(2, int))
@@ -168,13 +168,13 @@ def test_end_of_forked_process_leaves_the_workers_alone(closes: bool, capfd: pyt
     assert capfd.readouterr().err == ""
 
 
-def test_what_is_refused_leaves_the_environments_alive() -> None:
+def test_environments_stay_usable_after_rejected_calls() -> None:
     envs = SharedMemoryVectorEnv([Counting] * 2, **FAST)
     with pytest.raises(AttributeError, match="no_such"):
         envs.get_attr("no_such")
     with pytest.raises(InvalidArgumentError, match=r"write envs.step\("):
         envs.call("step", 0)
-    with pytest.raises(InvalidArgumentError, match="3 values for 2 environments"):
+    with pytest.raises(InvalidArgumentError, match="number of values: 3, expected 2"):
         envs.set_attr("label", ["a", "b", "c"])
     for wait in (envs.step_wait, envs.reset_wait, envs.call_wait):
         with pytest.raises(NoAsyncCallError, match="without any prior call"):
@@ -191,7 +191,7 @@ def test_what_is_refused_leaves_the_environments_alive() -> None:
         envs.reset()
 
 
-def test_a_timeout_loses_nothing_but_the_answer(tmp_path: Path) -> None:
+def test_step_after_a_timeout_of_step_wait(tmp_path: Path) -> None:
     envs = SharedMemoryVectorEnv([functools.partial(Gated, tmp_path / "gate"), Counting], **FAST)
     envs.reset(seed=0)
     envs.step_async(np.zeros(2, int))
@@ -205,7 +205,7 @@ def test_a_timeout_loses_nothing_but_the_answer(tmp_path: Path) -> None:
     envs.close()
 
 
-def test_an_interrupted_step_is_followed_by_the_next(tmp_path: Path) -> None:
+def test_step_after_an_interrupted_step(tmp_path: Path) -> None:
     envs = SharedMemoryVectorEnv([functools.partial(Gated, tmp_path / "gate"), Counting], **FAST)
     envs.reset(seed=0)
     with raise_interrupt_in(Pool, "_receive"), pytest.raises(KeyboardInterrupt):
@@ -221,17 +221,17 @@ def test_an_interrupted_step_is_followed_by_the_next(tmp_path: Path) -> None:
     [
         ({"worker": print}, "worker=<built-in function print> is for gymnasium's"),
         ({"autoreset_mode": "Never"}, 'Write autoreset_mode="NextStep"'),
-        ({"max_concurrency": 1, "n_workers": 2}, "say the same"),
+        ({"max_concurrency": 1, "n_workers": 2}, "mean the same"),
         ({"restart": "always"}, "restart='always'"),
     ],
 )
-def test_bad_options_start_nothing(options: dict[str, Any], text: str) -> None:
+def test_invalid_options_are_rejected(options: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         SharedMemoryVectorEnv([Counting] * 2, **options)
     assert text in str(caught.value)
 
 
-def test_a_limit_on_files_is_named() -> None:
+def test_error_names_the_file_size_limit() -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 13, before[1]))
     try:
@@ -241,14 +241,14 @@ def test_a_limit_on_files_is_named() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_spaces_that_differ_are_refused() -> None:
+def test_different_spaces_are_rejected() -> None:
     env_fns = [Counting, functools.partial(RandomEnv, "Box")]
     for kind in (EnvironmentOutputError, RuntimeError):  # RuntimeError is what AsyncVectorEnv raises
         with pytest.raises(kind, match="environment 1 has observation_space"):
             SharedMemoryVectorEnv(env_fns, **FAST)
 
 
-def test_bad_masks_and_seeds() -> None:
+def test_invalid_reset_masks_and_seeds_are_rejected() -> None:
     envs = SharedMemoryVectorEnv([Counting] * 2, **FAST)
     for mask, error, text in (
         ([True, False], InvalidTypeError, "list"),
@@ -257,14 +257,14 @@ def test_bad_masks_and_seeds() -> None:
     ):
         with pytest.raises(error, match=text):
             envs.reset(options={"reset_mask": mask})
-    with pytest.raises(InvalidArgumentError, match="3 seeds for 2"):
+    with pytest.raises(InvalidArgumentError, match="number of seeds: 3, expected 2"):
         envs.reset(seed=[1, 2, 3])
     assert envs.reset(seed=[1, None])[0].shape == (2, 2)
     envs.close()
 
 
 class LosesInfos(Counting):
-    """Has no information after its first episode."""
+    """Returns None as the info of resets after the first episode."""
 
     episodes = 0
 
@@ -276,7 +276,7 @@ class LosesInfos(Counting):
 
 @pytest.mark.sample
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_an_information_that_is_none_is_that_of_a_reset(mode: AutoresetMode) -> None:
+def test_error_names_reset_if_its_info_is_none(mode: AutoresetMode) -> None:
     envs = SharedMemoryVectorEnv([LosesInfos] * 2, autoreset_mode=mode)
     envs.reset()
     quiet = 10 if mode is AutoresetMode.NEXT_STEP else 9  # the episode ends with the tenth

@@ -1,4 +1,4 @@
-"""A group of workers with a pipe each, as the vectorised environments start them."""
+"""Groups of workers with a pipe each, like those of vectorized environments."""
 
 from __future__ import annotations
 
@@ -17,31 +17,35 @@ import pytest
 
 from rl_ext_core.processes import Watch, get_context
 from rl_ext_core.processes.context import Worker
-from tests.core.processes import targets
+from tests.core.processes import worker_functions
 
-# Generous: the machine may be busy.
+# Time limit of waits, which is generous because the machine may be busy.
 LIMIT_S = 120
-# The quick tests take what users have. By fork, a worker does not unpickle its function.
+# Quick tests use the fork server, which is the default. Forked workers do not unpickle their function.
 UNPICKLING_METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
 METHODS = [*UNPICKLING_METHODS, pytest.param("fork", marks=pytest.mark.slow)]
 
 
 def pair_with_start_methods(*cases: Any) -> list[tuple[Any, str]]:
-    """Give each case one method: what is shown has little to do with how a worker starts."""
+    """Pair each case with one start method, because the results hardly depend on it."""
     return [(case, ("forkserver", "fork", "spawn")[number % 3]) for number, case in enumerate(cases)]
 
 
 class WorkerGroup:
+    """Workers that run :func:`worker_functions.serve`, their pipes and their watch."""
+
     def __init__(self, workers: list[Worker], pipes: list[Connection], watch: Watch) -> None:
         self.workers, self.pipes, self.watch = workers, pipes, watch
 
     def ask(self, worker: int, command: str) -> Any:
+        """Send a command to a worker, and return its answer."""
         self.pipes[worker].send(command)
         if not self.pipes[worker].poll(LIMIT_S):
             raise TimeoutError(command)
         return self.pipes[worker].recv()
 
     def close(self) -> None:
+        """Make all workers return, and wait for their ends."""
         self.watch.expect_exit()
         for pipe in self.pipes:
             pipe.send("close")
@@ -53,16 +57,24 @@ class WorkerGroup:
 def group(
     method: str, count: int = 3, *, arguments: tuple[Any, ...] = (), watch: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[WorkerGroup]:
+    """Start workers that run :func:`worker_functions.serve`, and kill them after the ``with`` block.
+
+    :param method: start method
+    :param count: number of workers
+    :param arguments: further arguments of ``serve``
+    :param watch: options of the Watch
+    :param options: options of ``get_context``
+    """
     context = get_context(method, **options)
     workers, pipes = [], []
     try:
         for _ in range(count):
-            ours, theirs = context.Pipe()
-            worker = context.Process(target=targets.serve, args=(theirs, *arguments))
+            parent_end, worker_end = context.Pipe()
+            worker = context.Process(target=worker_functions.serve, args=(worker_end, *arguments))
             workers.append(worker)
-            pipes.append(ours)
+            pipes.append(parent_end)
             worker.start()
-            theirs.close()
+            worker_end.close()
         watching = Watch(workers, **(watch or {}))
     except BaseException:
         for worker in workers:
@@ -80,7 +92,10 @@ def group(
 
 
 def retry_with_more_descriptors(call: Callable[[], Any]) -> Any:
-    """Make a call with ever more descriptors, and see that nothing is left of those that fail; return its result."""
+    """Repeat a call with a growing limit of file descriptors until it succeeds.
+
+    Return its result. Assert that failed calls leave no descriptor or process.
+    """
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     for more in itertools.count():
         gc.collect()

@@ -1,4 +1,4 @@
-"""Workers that are replaced when they fail; the new environments get the settings of those before."""
+"""Pool that replaces failed workers and restores the settings of their environments."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ __all__ = ["RestartingPool"]
 
 _log = logging.getLogger("rl_ext_core.vector")
 
-# Calls that may change an environment, and how they are named to the caller.
+# Calls that may change an environment, with their names in messages.
 _SETTER_NAMES = {"env_method": "env_method({!r})", "call": "call({!r})"}
 _SETTER_NAMES |= dict.fromkeys(("set_attr", "set_wrapper_attr"), "set_attr({!r})")
 
 
 class RestartingPool(Pool):
-    """Processes of which each is replaced that fails; see :class:`~rl_ext_core.vector.pool.Pool`.
+    """Pool that replaces each worker that fails; see :class:`~rl_ext_core.vector.pool.Pool`.
 
-    The answer of a worker that has failed is a :class:`WorkerError`, until it is asked for: then the worker is
-    replaced. Ctrl-C while that is done ends all workers.
+    The answer of a failed worker is a :class:`WorkerError`. Reading this answer replaces the worker. Ctrl-C during the
+    replacement ends all workers.
     """
 
     def __init__(self, env_fns: Any, options: PoolOptions, *, autoreset: Autoreset = Autoreset.SAME_STEP) -> None:
         super().__init__(env_fns, options, autoreset=autoreset)
-        # Per environment: options of the last reset, pickled; and calls by command and name, with the pickled value of
-        # an attribute that was set. None: the replacement does not get it.
+        # Per environment: the pickled options of the last reset, and calls by command and name. A call has the pickled
+        # value of the attribute that it set, or None if the replacement does not repeat it.
         self._reset_options = [channel.pack(None) for _ in self.worker_by_env]
         self._settings: list[dict[tuple[str, str], bytes | None]] = [{} for _ in self.worker_by_env]
-        self._last_observations: list[np.ndarray[Any, Any]] = []  # observations that were returned
+        self._last_observations: list[np.ndarray[Any, Any]] = []  # observations last returned to the caller
 
     def _failure_groups(self, workers: Sequence[WorkerHandle]) -> list[Sequence[WorkerHandle]]:
         return [[worker] for worker in reversed(workers)]
@@ -50,21 +50,26 @@ class RestartingPool(Pool):
             worker.answer = self._group_error(group)
             worker.discard_answer()
 
-    # -- what the caller sets and sees
+    # -- settings and observations
 
-    def reset(self, worker: Any, requests: ResetRequests) -> None:
-        """Begin to reset a worker's environments."""
-        for number, how in enumerate(requests, worker.first):
-            if how is not None:
-                self._reset_options[number] = channel.pack_by_value(how[1] or None)
-        super().reset(worker, requests)
+    def send_reset(self, worker: Any, requests: ResetRequests) -> None:
+        """Begin to reset the environments of one worker, and record the options."""
+        for number, request in enumerate(requests, worker.first):
+            if request is not None:
+                self._reset_options[number] = channel.pack_by_value(request[1] or None)
+        super().send_reset(worker, requests)
 
     def begin_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
-        """Begin a call: see :meth:`~rl_ext_core.vector.pool.Pool.begin_call`."""
+        """Begin a call for some environments, and record it if it may change them.
+
+        :param environments: numbers of the environments
+        :param name: name of the call, a key of ``CALLS``
+        :param arguments: data of the call for each environment
+        """
         if name in _SETTER_NAMES:
             calls = [(self._settings[n], (name, arg[0])) for n, arg in zip(environments, arguments, strict=True)]
             self._previous_values = [settings.get(key) for settings, key in calls]
-            for settings, key in calls:  # until it is known that it was done
+            for settings, key in calls:  # until the call has succeeded
                 settings[key] = None
         super().begin_call(environments, name, arguments)
 
@@ -72,18 +77,23 @@ class RestartingPool(Pool):
         environments, name, arguments = self._call
         if not name.startswith("set_"):
             return
-        # Pickled now, as the worker got them: the caller may change them.
+        # Pickle the values now, as the worker got them, because the caller may change them.
         packed = {id(argument): channel.pack_by_value(argument[1]) for argument in arguments}
         for number, argument, before, result in zip(
             environments, arguments, self._previous_values, results, strict=True
         ):
             value = before if isinstance(result, ExceptionRecord) else packed[id(argument)]
-            self._settings[number].pop((name, argument[0]), None)  # to set them again in the order of the last values
+            self._settings[number].pop((name, argument[0]), None)  # the order of the last values is kept
             if value is not None:
                 self._settings[number][name, argument[0]] = value
 
     def observations(self, *, copy: bool = True) -> Any:
-        """Return the observations, and store them: the last of an episode whose worker fails in the next step."""
+        """Return the observations, and store a copy.
+
+        If a worker fails in the next step, they are the last observations of its episodes.
+
+        :param copy: whether to copy them; otherwise they are the shared arrays, which the next step overwrites
+        """
         self._last_observations = [array.copy() for array in self._observations]
         return super().observations(copy=copy)
 
@@ -100,12 +110,12 @@ class RestartingPool(Pool):
             raise
 
     def _replace(self, worker: WorkerHandle, first: WorkerError, to_reset: bool) -> list[StepEntry]:
-        """Replace a worker that has failed by a new process, reset its environments, and return its answer.
+        """Replace a failed worker, reset its environments, and return their entries.
 
-        :raises WorkerError: If the limit is reached.
+        :raises WorkerError: If ``max_restarts`` is reached.
         """
         failure, timings, limit = first, self.timings, self._options.max_restarts
-        # Whether the caller sees the episode's end in this step and the next episode only after that.
+        # Without SAME_STEP, the caller gets the end of the episode now, and the next episode after the next step.
         delays_reset = not to_reset and self._autoreset is not Autoreset.SAME_STEP
         while True:
             if timings.restarts >= limit:
@@ -123,7 +133,7 @@ class RestartingPool(Pool):
         entries: list[StepEntry] = []
         for index, (_, info, _, _) in enumerate(infos, worker.first):
             error = {"worker_error": self._worker_error(first, index)}
-            # Nothing was returned yet where the first reset fails: then there is no last observation to return.
+            # If the first reset fails, there is no last observation to return.
             last = (
                 self.layout.build_observation([array[index].copy() for array in self._last_observations])
                 if self._last_observations
@@ -137,10 +147,11 @@ class RestartingPool(Pool):
         return entries
 
     def _restart(self, worker: WorkerHandle, *, same_seeds: bool, delays_reset: bool) -> Any:
-        """Replace a process once, and return the answer to the reset of its environments.
+        """Replace the process of a worker once, and return the answer to the reset.
 
-        :param same_seeds: whether they are reset with the seeds of the last reset, and not with others drawn from them:
-            the same seeds repeat the same episodes, and often the same failure
+        :param same_seeds: whether to reset with the seeds of the last reset. Otherwise new seeds are drawn from them,
+            because the same seeds repeat the same episodes, and often the same failure
+        :param delays_reset: whether the caller gets the observations of the reset after its next step
         """
         starting, stepping = self._options.start_timeout, self._options.step_timeout
         worker.end()
@@ -160,7 +171,7 @@ class RestartingPool(Pool):
         if not same_seeds:
             seeds = [None if seed is None else _next_seed(seed, worker.attempt) for seed in seeds]
         options = map(channel.unpack, self._reset_options[part])
-        self.reset(worker, list(zip(seeds, options, strict=True)))
+        self.send_reset(worker, list(zip(seeds, options, strict=True)))
         infos = self._await_answer(worker, stepping)
         if delays_reset and self._autoreset is Autoreset.NEXT_STEP:
             self.send(worker, "reset at next step", None)
@@ -168,29 +179,36 @@ class RestartingPool(Pool):
         return infos
 
     def _await_answer(self, worker: WorkerHandle, timeout: float | None) -> Any:
-        """Wait for a new worker's answer, and return it."""
+        """Wait for the answer of a new worker, and return it.
+
+        :raises WorkerError: If the worker has failed.
+        """
         self._receive(timeout, [worker])
         if isinstance(worker.answer, WorkerError):
             raise worker.answer
         return worker.answer
 
     def _worker_error(self, failure: WorkerError, number: int) -> str:
-        """Return the text for infos of an environment that replaces another."""
+        """Return the text of ``info["worker_error"]`` for a new environment.
+
+        :param failure: failure of the earlier worker
+        :param number: number of the environment
+        """
         reset = {"seed": self.seeds[number], "options": channel.unpack(self._reset_options[number])}
-        how = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in reset.items() if value is not None)
+        arguments = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in reset.items() if value is not None)
         repeated: list[str] = []
         missing: list[str] = []
         for (command, name), packed in self._settings[number].items():
             (missing if packed is None else repeated).append(_SETTER_NAMES[command].format(name))
-        repeated += [f"reset({how})"] if how else []
+        repeated += [f"reset({arguments})"] if arguments else []
         lines = [str(failure)]
         if repeated:
-            lines.append(f"The new environment got again: {', '.join(repeated)}.")
+            lines.append(f"Repeated for the new environment: {', '.join(repeated)}.")
         if missing:
-            lines.append(f"It did not get: {', '.join(missing)}. Call them again for environment {number}.")
+            lines.append(f"Not repeated: {', '.join(missing)}. Call them again for environment {number}.")
         return "\n".join(lines)
 
 
 def _next_seed(seed: int, attempt: int) -> int:
-    """Draw a seed from another one, which fits into 31 bits as all environments take it."""
+    """Draw a seed from another one. It fits into 31 bits, which all environments accept."""
     return int(np.random.SeedSequence([int(seed), attempt]).generate_state(1)[0] >> 1)

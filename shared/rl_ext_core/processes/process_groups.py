@@ -1,8 +1,7 @@
-"""Killing workers with all that they have started.
+"""Kill worker processes together with the processes that they have started.
 
-Each worker leads a process group, so that what it starts can be found when it is gone. A program that makes a group or
-a session of its own, as daemons do, is found only while the worker lives. Windows has job objects for this, see
-``_windows.Job``.
+Each worker leads a process group, so that its child processes can be found after its death. A program that creates its
+own group or session, as daemons do, is found only while the worker lives. On Windows, ``_windows.Job`` does the same.
 """
 
 from __future__ import annotations
@@ -13,29 +12,29 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["kill_process_trees", "kill_group", "kill_descendants", "create_process_group"]
+__all__ = ["create_process_group", "kill_descendants", "kill_group", "kill_process_trees"]
 
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
-# A process may fork while its family is listed.
+# Number of listings, because a process may fork while the processes are listed.
 _ROUNDS = 3
 
 
 def create_process_group() -> None:
-    """Make this process the leader of a group, not the terminal's own: Ctrl-C and Ctrl-Z there are its parent's.
+    """Make this process the leader of a new process group.
 
-    Not of a session: Linux schedules sessions as groups (``sched_autogroup``), and on a busy machine a wake-up from one
-    to another waits.
+    Ctrl-C and Ctrl-Z in the terminal then reach only the parent process. This process stays in its session, because
+    Linux schedules sessions as groups (``sched_autogroup``). Wake-ups between sessions take longer on a busy machine.
     """
     if hasattr(os, "setpgid"):
-        with suppress(PermissionError):  # it leads a session
+        with suppress(PermissionError):  # this process leads a session
             os.setpgid(0, 0)
 
 
 def kill_process_trees(living: Collection[int], ended: Collection[int] = ()) -> None:
-    """Kill leaders of groups, and what they and those that have ended have started.
+    """Kill group leaders, and the processes started by them and by leaders that have ended.
 
-    :param living: numbers of leaders that were not waited for
-    :param ended: numbers of leaders that are gone
+    :param living: process numbers of leaders that were not waited for
+    :param ended: process numbers of leaders that have ended
     """
     leaders = {*living, *ended}
     found = {*living, *_find_members(leaders)}
@@ -49,24 +48,24 @@ def kill_process_trees(living: Collection[int], ended: Collection[int] = ()) -> 
 
 
 def kill_group(leader: int) -> None:
-    """Kill the members of a group, where there are groups."""
+    """Kill all processes of a group. On Windows, do nothing."""
     with suppress(OSError, AttributeError):
         os.killpg(leader, _KILL)
 
 
 def kill_descendants() -> None:
-    """Kill what this process has started, but not this process. Where there is no ``/proc`` this does nothing."""
+    """Kill the processes that this process has started. Without ``/proc``, do nothing."""
     _kill(_find_members([os.getpid()]) - {os.getpid()})
 
 
 def _kill(pids: Collection[int]) -> None:
     for pid in pids:
-        with suppress(OSError):  # it is gone, or is another user's
+        with suppress(OSError):  # the process has ended, or belongs to another user
             os.kill(pid, _KILL)
 
 
 def _find_members(leaders: Collection[int]) -> set[int]:
-    """Find the members of groups, and what descends from their leaders."""
+    """Return the members of groups and the descendants of their leaders."""
     parents: dict[int, list[int]] = {}
     found = set()
     for pid, parent, group in _list_processes():
@@ -82,10 +81,10 @@ def _find_members(leaders: Collection[int]) -> set[int]:
 
 
 def _list_processes() -> list[tuple[int, int, int]]:
-    """List numbers of processes, their parents and groups, where there is ``/proc``, except zombies."""
+    """List (pid, parent's pid, group) of processes except zombies; empty without ``/proc``."""
     found: list[tuple[int, int, int]] = []
     entries: list[Path] = []
-    with suppress(OSError):  # also where no descriptor is left: groups are found all the same
+    with suppress(OSError):  # no /proc, or no file descriptor is left; groups are killed all the same
         entries = list(Path("/proc").iterdir())
     for entry in entries:
         if entry.name.isdigit():

@@ -1,4 +1,4 @@
-"""Environments in Ray actors, which need no memory in common: a :class:`~rl_ext_core.vector.pool.Pool` of them."""
+"""Pool of environments in Ray actors, which may run on several machines."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = ["RayPool"]
 
 _PHASE_OF_COMMAND = {"build": "constructor", "map": "start"}
 
-# A message, empty if there is nothing to say, and what of the arrays goes with it, (environments, ...) each.
+# A pickled message, or an empty one, and the arrays that were written, (environments, ...) each.
 ActorAnswer = tuple[bytes, dict[str, Any]]
 
 
-class ActorFailure(Exception):  # noqa: N818 - on its way to the driver, which raises a WorkerError
-    """An environment has failed."""
+class ActorFailure(Exception):  # noqa: N818 - the driver turns it into a WorkerError
+    """Failure of an environment, which the actor sends to the driver."""
 
     def __init__(self, environment: int, phase: int, raised: ExceptionRecord) -> None:
         super().__init__(environment, phase, raised)
 
 
 class Actor:
-    """Holds a worker's environments."""
+    """Ray actor that contains the environments of one worker."""
 
     def __init__(self) -> None:
         self._messages: list[bytes] = []
@@ -40,7 +40,7 @@ class Actor:
         self._envs: WorkerEnvironments | None = None
 
     def execute(self, command: bytes) -> ActorAnswer:
-        """Do what a command says."""
+        """Execute a command, and return its answer."""
         name, data = channel.unpack(command)
         try:
             if name == "build":
@@ -52,7 +52,7 @@ class Actor:
                 )
             else:
                 self._envs.execute(name, data)
-        except BaseException as error:  # Ray takes SystemExit for a wish to end the actor
+        except BaseException as error:  # Ray would end the actor on SystemExit
             place = self._cells[Cell.ENVIRONMENT], self._cells[Cell.PHASE]
             raise ActorFailure(*place, ExceptionRecord.from_exception(error)) from None
         arrays = self._envs.arrays if name in ("step", "reset") else {}
@@ -60,11 +60,16 @@ class Actor:
 
 
 class ActorHandle:
-    """An actor, seen from the driver.
+    """The driver's handle of an actor.
 
-    :ivar last_command: the command that it was given last
-    :ivar pending: its answer to that, as long as it is awaited
-    :ivar answer: the last one
+    :param actor: Ray's handle
+    :param number: number of the worker
+    :param first: number of its first environment
+    :param last: number of its last environment plus one
+
+    :ivar last_command: name of the last command
+    :ivar pending: Ray's reference to the answer; None if no answer is awaited
+    :ivar answer: last answer
     """
 
     def __init__(self, actor: Any, number: int, first: int, last: int) -> None:
@@ -74,26 +79,28 @@ class ActorHandle:
         self.answer: Any = None
 
     def send(self, name: str, data: Any) -> None:
-        """Give a command."""
+        """Send a command."""
         message = (channel.pack if name == "step" else channel.pack_by_value)((name, data))
         self.last_command, self.pending = name, self.actor.execute.remote(message)
 
     def wake_worker(self) -> None:
-        """Do nothing. Ray does not lose commands."""
+        """Do nothing, because Ray does not lose commands."""
 
     def receive(self, answer: ActorAnswer) -> dict[str, Any]:
-        """Take an answer, and return its arrays."""
+        """Store an answer, and return its arrays."""
         message, arrays = answer
         self.answer = channel.unpack(message) if message else None
-        # Not awaited any more once it was understood: Ctrl-C may come in between.
+        # The answer is awaited until it is unpacked, because Ctrl-C may come before.
         self.pending = None
         return arrays
 
 
 class RayPool(Pool):
-    """Actors that hold environments: see :class:`~rl_ext_core.vector.pool.Pool`.
+    """Pool of Ray actors; see :class:`~rl_ext_core.vector.pool.Pool`.
 
-    :param actor_options: of each actor
+    :param env_fns: functions or factories that build the environments
+    :param options: options of the pool
+    :param actor_options: options of each actor, for ``ray.remote(...).options``
     :raises MissingDependencyError: If Ray is not installed.
     """
 
@@ -119,9 +126,9 @@ class RayPool(Pool):
         return bytearray(self.layout.size)
 
     def send(self, worker: ActorHandle, name: str, data: Any) -> None:
-        """Give an actor a command.
+        """Send a command to an actor.
 
-        :raises WorkerError: If Ray was shut down, and would be started again by this.
+        :raises WorkerError: If Ray was shut down. Otherwise this call would start Ray again.
         """
         if not self._is_connected():
             failure = self._environment_error(
@@ -134,14 +141,14 @@ class RayPool(Pool):
         super().send(worker, name, data)
 
     def _is_connected(self) -> bool:
-        """Whether Ray is the one that the actors were started by."""
+        """Return whether Ray still runs the job in which the actors were started."""
         ray = self._ray
         return bool(ray.is_initialized() and ray.get_runtime_context().get_job_id() == self._job)
 
     def _receive(self, timeout: float | None, workers: Any = None) -> None:
         awaited_workers = [worker for worker in self.workers if worker.pending is not None]
         try:
-            # It raises as soon as one has failed, however long others take.
+            # ray.get raises as soon as one actor has failed, without waiting for the others.
             answers = self._ray.get([worker.pending for worker in awaited_workers], timeout=timeout)
         except (self._ray.exceptions.RayError, ActorFailure) as error:
             failure = self._find_failure(awaited_workers, error, timeout)
@@ -158,7 +165,12 @@ class RayPool(Pool):
     def _find_failure(
         self, awaited_workers: Sequence[ActorHandle], error: Exception, timeout: float | None
     ) -> WorkerError:
-        """Make the exception for what getting the answers of actors has raised."""
+        """Return the exception for an error of ``ray.get``.
+
+        :param awaited_workers: actors whose answers were awaited
+        :param error: the error
+        :param timeout: time limit in seconds; None for no limit
+        """
         ray, pending = self._ray, [worker.pending for worker in awaited_workers]
         done = set(ray.wait(pending, num_returns=len(pending), timeout=0)[0])
         if isinstance(error, ray.exceptions.GetTimeoutError):
@@ -170,8 +182,8 @@ class RayPool(Pool):
             )
             raised = getattr(error, "cause", error)
             if isinstance(raised, ActorFailure):
-                environment, phase, told = raised.args
-                return self._exception_error(worker, environment, PHASES[phase], told)
+                environment, phase, record = raised.args
+                return self._exception_error(worker, environment, PHASES[phase], record)
             count = worker.last - worker.first
             which = "" if count == 1 else f", with environments {worker.first} to {worker.last - 1},"
             kind, what = "exit", f"its actor{which} has died: {error}"
@@ -191,7 +203,7 @@ class RayPool(Pool):
         if not self._is_connected():
             return []
         for worker in self.workers:
-            worker.send("close", None)  # when it has done what it is at
+            worker.send("close", None)  # executed after the current command
         pending = [worker.pending for worker in self.workers]
         ready = set(ray.wait(pending, num_returns=len(pending), timeout=patience)[0])
         failures = []
@@ -210,6 +222,6 @@ class RayPool(Pool):
 
     def _end_workers(self) -> None:
         for worker in self.workers if self._is_connected() else ():
-            # Ray may be shut down meanwhile.
+            # Ray may have been shut down in the meantime.
             with contextlib.suppress(self._ray.exceptions.RaySystemError, ValueError):
                 self._ray.kill(worker.actor)

@@ -1,4 +1,4 @@
-"""What workers run in these tests. Each waits for a command first, so that the parent says when it fails."""
+"""Functions that workers run in these tests, by commands from the parent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 from rl_ext_core.processes import abort_worker, get_context, import_main, on_abnormal_exit, set_status
 
 
-class NeedsArgumentsError(Exception):  # pickles, and does not unpickle
+class NeedsArgumentsError(Exception):  # it can be pickled, but not unpickled
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
 
@@ -55,7 +55,7 @@ def raise_runtime_error() -> None:
 
 
 def serve(pipe: Connection, what: str = "", *rest: Any) -> None:
-    """Answer each command, doing what the command names."""
+    """Answer commands, which are names of ``ACTIONS``, until ``"close"``."""
     set_status(**({"environment": 3} if what == "notes" else {}))
     while True:
         command = pipe.recv()
@@ -64,7 +64,7 @@ def serve(pipe: Connection, what: str = "", *rest: Any) -> None:
         pipe.send(ACTIONS[command]())
 
 
-# Functions whose names are looked for in stacks.
+# Functions whose names tests expect in stacks.
 
 
 def recurse() -> None:
@@ -88,19 +88,19 @@ def hang() -> None:
 
 
 def hang_in_c() -> None:
-    """Wait for oneself, without giving the interpreter back and whatever signals come."""
+    """Deadlock in C code, with the GIL held and in spite of signals."""
     mutex = ctypes.create_string_buffer(64)
     for _ in range(2):
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
 def wait_for_a_simulator() -> None:
-    ours, theirs = multiprocessing.Pipe()
-    ours.recv()
-    theirs.close()
+    parent_end, worker_end = multiprocessing.Pipe()
+    parent_end.recv()
+    worker_end.close()
 
 
-# Others.
+# Other functions.
 
 
 def throw(kind: type[BaseException], *args: Any) -> None:
@@ -140,7 +140,7 @@ def set_status_and_kill() -> None:
 
 
 def start_helpers() -> list[int]:
-    """Start a program; fork a process that holds all descriptors; and start a program in a session of its own."""
+    """Start a program, a forked process, and a program with its own session."""
     program, apart = (
         subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"], start_new_session=apart)
         for apart in (False, True)
@@ -157,7 +157,7 @@ def send_helper_pids(writer: Any) -> None:
 
 
 def register_file_cleanup() -> None:
-    """Have two files removed at the end, the second in vain."""
+    """Register an exit callback that deletes a file, and one that fails."""
     files = [tempfile.mkstemp()[1] for _ in range(2)]
     set_status(files=files)
     on_abnormal_exit(functools.partial(os.unlink, files[0]))
@@ -171,21 +171,21 @@ def remove_file_at_exit() -> None:
 
 
 def list_inherited_files() -> list[str]:
-    """Start a program that gets all that may be inherited, and list what it has open."""
+    """Start a program that inherits all possible descriptors, and list its open files."""
     code = "import os; print(*(os.path.realpath(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')), sep='\\n')"
     command = [sys.executable, "-S", "-c", code]
     return subprocess.run(command, close_fds=False, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
 
 
 def start_nested_worker() -> list[int]:
-    """Start a worker of this worker, which starts a program and one in a session of its own."""
+    """Start a worker in this worker, which starts a program and one with its own session."""
     context = get_context("forkserver")
-    ours, theirs = context.Pipe()
-    nested = context.Process(target=serve, args=(theirs,))
+    parent_end, worker_end = context.Pipe()
+    nested = context.Process(target=serve, args=(worker_end,))
     nested.start()
-    NESTED.extend([nested, ours])
-    ours.send("start_helpers")
-    program, _, apart = ours.recv()
+    NESTED.extend([nested, parent_end])
+    parent_end.send("start_helpers")
+    program, _, apart = parent_end.recv()
     return [program, apart]
 
 
@@ -193,7 +193,7 @@ NESTED: list[Any] = []
 
 
 def child_sigint_disposition() -> int:
-    """Return the disposition of SIGINT in a program that is started from here, after an interrupt."""
+    """Raise SIGINT here, then return whether a new program has the default SIGINT handler."""
     signal.raise_signal(signal.SIGINT)
     code = "import signal; print(int(signal.getsignal(signal.SIGINT) is signal.default_int_handler))"
     return int(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
