@@ -1,4 +1,4 @@
-"""``python -m rl_ext_core``: the command line where ``rl-ext`` is not on the PATH."""
+"""Entry point of ``python -m rl_ext_core``, the same command line as ``rl-ext``."""
 
 from __future__ import annotations
 

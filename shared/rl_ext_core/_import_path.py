@@ -1,4 +1,4 @@
-"""The import path for new processes, and the modules that a new process does not find by it."""
+"""Import path of new processes, and detection of modules that they cannot import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from importlib.machinery import PathFinder
 from typing import Any
 
-__all__ = ["import_path", "is_importable_elsewhere", "package_folders", "standard_folders", "call_when_imported"]
+__all__ = ["call_when_imported", "import_path", "is_importable_elsewhere", "package_folders", "standard_folders"]
 
 _SCRIPTS = ("__main__", "__mp_main__")
 
@@ -23,19 +23,20 @@ def _absolute_path(entry: str) -> str | None:
         return None
 
 
-# What relative entries of sys.path meant when this package was imported: a program may change its directory later.
+# Absolute paths of relative entries of sys.path, resolved at import, because a program may change its directory later.
 _initial_entries = {entry: _absolute_path(entry) for entry in map(str, sys.path) if not os.path.isabs(entry)}
 
 
 def import_path() -> list[str]:
-    """Return ``sys.path`` for a new process: absolute, with the folders of all modules that were loaded from others.
+    """Return ``sys.path`` for a new process, with absolute paths.
 
-    A relative entry stands for the working directory at the import of this package, and for the present one.
+    It also includes the folders of loaded modules that ``sys.path`` does not contain any more. A relative entry is
+    resolved against the working directory at the import of this package, and against the present one.
     """
     path: dict[str | None, None] = {}
     for entry in sys.path:
-        if isinstance(entry, str):  # imports skip others
-            # multiprocessing notes the directory earlier, if it was imported earlier.
+        if isinstance(entry, str):  # imports ignore entries of other types
+            # multiprocessing has recorded the directory earlier, if it was imported earlier.
             noted = getattr(sys.modules.get("multiprocessing.process"), "ORIGINAL_DIR", None) if entry == "" else None
             path |= dict.fromkeys([_initial_entries.get(entry), noted, _absolute_path(entry)])
     path.pop(None, None)
@@ -44,7 +45,7 @@ def import_path() -> list[str]:
         folder = None if "." in name or name in _SCRIPTS else _import_folder(module)
         if folder is None or folder in path:
             continue
-        # An entry was taken off, or was relative to another working directory.
+        # The module's entry was removed, or was relative to another working directory.
         if not _finds_module(name, module, found) and _finds_module(name, module, [folder]):
             found.append(folder)
             path[folder] = None
@@ -52,10 +53,10 @@ def import_path() -> list[str]:
 
 
 def is_importable_elsewhere(name: str) -> bool:
-    """Whether a new process with :func:`import_path` imports the module that this process has under a name.
+    """Return whether a new process would import the same module under this name.
 
-    It does not if the module was made without a file, its file was deleted, an import hook of the program has loaded
-    it, or another module of that name comes first. Decided for whole top-level packages.
+    It would not if the module has no file or its file was deleted. It would not either if an import hook of the program
+    has loaded it, or another module of that name comes first. Top-level packages are treated as a whole.
     """
     top = name.partition(".")[0]
     module = sys.modules.get(top)
@@ -67,7 +68,7 @@ def is_importable_elsewhere(name: str) -> bool:
 
 
 def _import_folder(module: Any) -> str | None:
-    """Return the folder from which a top-level module of the user's was imported; None if there is none."""
+    """Return the folder that a user's top-level module was imported from, or None."""
     file = getattr(module, "__file__", None)
     if isinstance(file, str) and os.path.isabs(file):
         if file.startswith(_installed_folders()):
@@ -80,7 +81,7 @@ def _import_folder(module: Any) -> str | None:
 
 
 def _finds_module(name: str, module: Any, path: list[str]) -> bool:
-    """Whether a search of folders finds this very module."""
+    """Return whether a search of folders finds the same module."""
     try:
         return _is_spec_of(PathFinder.find_spec(name, path), module)
     except Exception:  # a damaged archive, for example
@@ -88,7 +89,7 @@ def _finds_module(name: str, module: Any, path: list[str]) -> bool:
 
 
 def _finds_by_hook(name: str, module: Any) -> bool:
-    """Whether an import hook of an installed package finds this very module, as those of editable installs do."""
+    """Return whether an installed import hook, such as an editable install, finds the module."""
     for finder in list(sys.meta_path):
         kind = finder if isinstance(finder, type) else type(finder)
         home = getattr(sys.modules.get(kind.__module__), "__file__", None)
@@ -109,9 +110,10 @@ def _is_spec_of(spec: Any, module: Any) -> bool:
 
 
 def call_when_imported(names: Collection[str], function: Callable[[Any], object]) -> None:
-    """Call a function with each module of these names: now, or once it has been imported.
+    """Call a function with each module of these names, now or once it is imported.
 
-    :param function: another call with the same function replaces what the first one waits for
+    :param names: Full names of modules
+    :param function: Function to call with the module. Another call with the same function replaces its names.
     """
     sys.meta_path[:] = [one for one in sys.meta_path if getattr(one, "function", None) is not function]
     sys.meta_path.insert(0, _ImportHook(frozenset(names), function))
@@ -121,13 +123,16 @@ def call_when_imported(names: Collection[str], function: Callable[[Any], object]
 
 
 class _ImportHook:
-    """Finds modules as the finders behind it do, and calls a function after they were executed."""
+    """Finder that calls a function after a module was executed.
+
+    It delegates to the finders behind it.
+    """
 
     def __init__(self, names: Collection[str], function: Callable[[Any], object]) -> None:
         self.names, self.function = names, function
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Do what a finder does; many callers ask only whether a module is installed."""
+        """Find a module as the other finders do, and wrap its loader."""
         if name not in self.names:
             return None
         behind = [one for one in sys.meta_path[sys.meta_path.index(self) + 1 :] if hasattr(one, "find_spec")]
@@ -161,6 +166,6 @@ def package_folders() -> tuple[str, ...]:
     import sysconfig
 
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()]
-    # On Windows Python's own folder is among them, in which its library lies.
+    # On Windows, they include Python's own folder, which contains the standard library.
     others = [folder for folder in site.getsitepackages() if folder != sys.prefix]
     return tuple(folder + os.sep for folder in dict.fromkeys([*folders, *others]))

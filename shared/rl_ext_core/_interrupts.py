@@ -1,11 +1,11 @@
-"""Ctrl-C between calls, not within them: what must not be left half done runs to its end first.
+"""Deferral of signal handlers, Ctrl-C included, until a call has finished.
 
-Python runs the handlers of signals between any two instructions of the main thread, and what they raise leaves a
-function wherever that was. Ctrl-C is the usual one; others are the alarm of a time limit, and the notice of a cluster
-that a job is about to end, in whose handler people save what they have.
+Python runs signal handlers between any two instructions of the main thread. If a handler raises, the interrupted
+function ends there. Besides Ctrl-C, common signals are the alarm of a time limit, and a cluster's notice that a job is
+about to end.
 
-Here handlers wait. They are put aside for the time of a call and called behind it, as if the signal had come then.
-Signals without a handler in Python do what they always do.
+During a deferred call, handlers are replaced by one that records the signal. The original handlers run after the call.
+Signals without a Python handler are not deferred.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from rl_ext_core._system import after_fork
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# Those that people handle. What comes first is checked, and put back, first.
+# Signals that users handle, in the order in which their handlers are restored.
 _NAMES = ("SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGINT")
 _NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 
 
-# The functions of :mod:`signal` below their conversion of numbers to enumerations, which takes ten times as long.
+# The C functions behind :mod:`signal`. Its own functions convert numbers to enums, which takes ten times as long.
 _c_signal = sys.modules.get("_signal", signal)
 _get_handler, _set_handler = _c_signal.getsignal, _c_signal.signal
 
 _main_thread_id = threading.main_thread().ident
-_active = False  # whether handlers are put aside; only the main thread changes it
-_last_handlers: list[Any] = []  # the handlers of the last call, which are hardly ever others
-_deferred: list[tuple[int, Any]] = []  # those among them that are functions
-_pending: list[int] = []  # signals that came meanwhile
+_active = False  # whether handlers are deferred; only the main thread changes it
+_last_handlers: list[Any] = []  # handlers at the last call, to detect changes quickly
+_deferred: list[tuple[int, Any]] = []  # those of them that are Python functions, by signal number
+_pending: list[int] = []  # signals that arrived during the call
 
 
 def _after_fork() -> None:
     global _main_thread_id, _active
     _main_thread_id = get_ident()
-    if _active:  # the call that put them aside goes on in the parent
+    if _active:  # the deferred call continues in the parent only
         _pending.clear()
         _active = False
         _restore_handlers(_deferred)
@@ -59,29 +59,30 @@ def _record_signal(number: int, frame: FrameType | None) -> None:
 def _restore_handlers(handlers: list[tuple[int, Any]]) -> None:
     try:
         _set_handler(*handlers[0])
-    finally:  # it may raise what came in this moment
+    finally:  # a signal may arrive right here, and its restored handler may raise
         if len(handlers) > 1:
             _restore_handlers(handlers[1:])
 
 
 def run_pending_handlers() -> None:
-    """Call the handlers of the signals that came, from a place where it does no harm if they raise."""
+    """Run the handlers of deferred signals now. Call it where an exception does no harm."""
     if not _pending:
         return
     number = _pending.pop(0)
     handler = dict(_deferred).get(number)
     try:
-        if handler is not None:  # else another handler took it away meanwhile, and Python would not call it either
+        if handler is not None:  # None if another handler has removed it, and Python would not call it either
             handler(number, sys._getframe(1))
     finally:
         run_pending_handlers()
 
 
 def defer_signals(function: _F) -> _F:
-    """Have the handlers of signals wait until the function returns or raises.
+    """Decorate a function to defer signal handlers until it returns or raises.
 
-    It costs a microsecond or two, and nothing where such a function calls another one. What takes long and may be
-    given up calls :func:`run_pending_handlers` now and then; what takes seconds only once, as compiling does, comes before.
+    It takes 1 to 2 µs per call, and nothing if the caller is decorated too. A long function that may be aborted should
+    call :func:`run_pending_handlers` regularly. Work that takes seconds only once, such as compilation, should be done
+    before the call.
     """
 
     @functools.wraps(function)

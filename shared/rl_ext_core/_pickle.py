@@ -1,4 +1,4 @@
-"""Pickles by cloudpickle, for processes that lack the user's script and modules without a file."""
+"""Pickling by cloudpickle, for processes that cannot import the user's modules."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from rl_ext_core._import_path import is_importable_elsewhere
 
 __all__ = ["dumps", "loads"]
 
-# What multiprocessing calls the script in a process that it has spawned: this is no module to import elsewhere.
+# Name of the script in a process that multiprocessing has spawned. Other processes cannot import it.
 _SPAWNED = "__mp_main__"
 
 _lock = threading.Lock()
-_counts: Counter[str] = Counter()  # dumps under way that pickle a module by value
-# Classes that are complete in this process, defined or loaded here. cloudpickle sets all attributes of a class anew
-# whenever it comes back from another process, and so what was changed here since.
+_counts: Counter[str] = Counter()  # number of running dumps that pickle a module by value
+# Classes and functions that are complete in this process, because they were defined or loaded here. cloudpickle would
+# set all attributes again when a class comes back from another process, and so undo changes that were made here.
 _complete: weakref.WeakSet[type | types.FunctionType] = weakref.WeakSet()
-# Functions of modules by the names that they travel under; cloudpickle keeps the identity of classes alone. Functions
-# made by functions are not here: they may hold what a copy must not share.
+# Module-level functions by the name in their pickles, because cloudpickle preserves the identity of classes only.
+# Nested functions are excluded: their closures may contain objects that a copy must not share.
 _functions: weakref.WeakValueDictionary[str, types.FunctionType] = weakref.WeakValueDictionary()
 _names: weakref.WeakKeyDictionary[types.FunctionType, str] = weakref.WeakKeyDictionary()
 
 
 def dumps(value: Any, place_of: Callable[[Any], Any] | None = None) -> bytes:
-    """Pickle a value; ``pickle.loads`` loads it if there are no places.
+    """Pickle a value. Without ``place_of``, ``pickle.loads`` can load it.
 
-    :param value: anything; functions and classes of the script, of a notebook, and of modules that a new process does
-        not find travel by value
-    :param place_of: takes an object and says where whoever loads this finds its own; None: the object travels
-    :raises Exception: it cannot be pickled
+    :param value: Any picklable value. Functions and classes are pickled by value if they are from the script, a
+        notebook, or a module that a new process cannot import.
+    :param place_of: Function that returns a persistent id for an object that the receiver has too, or None to pickle it
+    :raises Exception: If the value cannot be pickled
     """
     file = io.BytesIO()
     pickler = _Pickler(file)
-    if place_of is not None:  # pickle asks this for every object
+    if place_of is not None:  # pickle calls it for every object, which is slow
         pickler.persistent_id = place_of
     with pickler.modules_by_value():
         pickler.dump(value)
@@ -52,9 +52,9 @@ def dumps(value: Any, place_of: Callable[[Any], Any] | None = None) -> bytes:
 
 
 def loads(packed: bytes, find: Callable[[Any], Any]) -> Any:
-    """Load what :func:`dumps` has packed.
+    """Unpickle a value that :func:`dumps` has pickled.
 
-    :param find: takes what ``place_of`` returned, and returns this process's object
+    :param find: Function that returns this process's object for a persistent id of ``place_of``
     """
     unpickler = pickle.Unpickler(io.BytesIO(packed))
     unpickler.persistent_load = find  # type: ignore[method-assign]
@@ -69,7 +69,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def modules_by_value(self) -> Iterator[None]:
-        """Have cloudpickle pickle by value, in here, what the other process does not find."""
+        """Within the context, pickle modules by value that the other process cannot import."""
         script = sys.modules.get(_SPAWNED)
         if script is not None and script.__name__ == _SPAWNED:
             self._register(script)
@@ -80,7 +80,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 for module in self._by_value:
                     _counts[module.__name__] -= 1
                     if not _counts[module.__name__]:
-                        with contextlib.suppress(ValueError):  # the user has done it
+                        with contextlib.suppress(ValueError):  # the user has already unregistered it
                             cloudpickle.unregister_pickle_by_value(module)
 
     def _register(self, module: types.ModuleType) -> None:
@@ -101,15 +101,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self._register(module)
 
     def reducer_override(self, value: Any) -> Any:
-        """Do as cloudpickle does, but for classes and functions that the other process has already."""
+        """Reduce as cloudpickle does, but let the receiver keep classes that it already has.
+
+        The same holds for module-level functions.
+        """
         if isinstance(value, (type, types.FunctionType, types.ModuleType)):
             self._register_unfindable(value)
         given = super().reducer_override(value)
-        if _keeps_identity(value) and type(given) is tuple and len(given) == 6:  # by value
+        if (
+            _keeps_identity(value) and type(given) is tuple and len(given) == 6
+        ):  # cloudpickle's form for pickling by value
             _complete.add(value)
             maker, args, state, _, _, complete = given
             if isinstance(value, type):
-                state[0].setdefault("__qualname__", value.__qualname__)  # which cloudpickle leaves out
+                state[0].setdefault("__qualname__", value.__qualname__)  # cloudpickle omits it
             else:
                 maker, args = _function_of, (_name(value), maker, args)
             return maker, args, (complete, state), None, None, _complete_once

@@ -1,8 +1,7 @@
-"""Try whether instances of an environment may share a process, without building any in this one.
+"""Test in temporary processes whether instances of an environment can share a process.
 
 SOURCE builds the environment: module:function, module:Class.method, or a gymnasium id. Instances are built, stepped and
-compared in temporary processes. The exit status is 0 if there is a verdict, 1 if the environment does not work or
-cannot be tried, and 2 if the command was wrong.
+compared. The exit status is 0 for a verdict, 1 if the environment fails or cannot be tested, and 2 for wrong arguments.
 
 examples:
   rl-ext probe CartPole-v1
@@ -16,7 +15,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from rl_ext_core._named_source import load_source
+from rl_ext_core._environment_source import load_source
 from rl_ext_core.cli import new_console
 
 if TYPE_CHECKING:
@@ -29,12 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("source", metavar="SOURCE", help="my_module:make_env, or CartPole-v1, or ale_py:ALE/Pong-v5")
     parser.add_argument("--json", action="store_true", help="write the verdict as JSON")
-    parser.add_argument("--no-cache", action="store_true", help="neither use a verdict that was kept nor keep this one")
+    parser.add_argument("--no-cache", action="store_true", help="neither read nor write the cache of verdicts")
+    parser.add_argument("--steps", metavar="N", type=_parse_steps, default=100, help="number of compared steps (100)")
     parser.add_argument(
-        "--steps", metavar="N", type=_parse_steps, default=100, help="how many steps are compared (100)"
-    )
-    parser.add_argument(
-        "--timeout", metavar="S", type=_parse_seconds, help="seconds that anything may take (300 for one alone)"
+        "--timeout",
+        metavar="S",
+        type=_parse_seconds,
+        help="limit in seconds for a build, reset or step (300 for one instance)",
     )
 
 
@@ -44,7 +44,7 @@ def _parse_seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
     return seconds
 
 
@@ -52,15 +52,15 @@ def _parse_steps(text: str) -> int:
     from rl_ext_core.isolation.verdict import MIN_STEPS
 
     if not (text.isascii() and text.isdigit() and int(text[:10]) >= MIN_STEPS):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {MIN_STEPS} on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {MIN_STEPS}")
     return int(text[:10])
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Probe and report.
+    """Probe the environment and print the verdict.
 
-    :return: the exit status
-    :raises RlExtError: there is no such source, or what it names builds nothing
+    :return: Exit status
+    :raises RlExtError: If the source does not exist, or does not build an environment
     """
     from rl_ext_core.isolation import Isolation, probe
 
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     source = load_source(arguments.source)
     options = {"cache": not arguments.no_cache, "steps": arguments.steps, "timeout": arguments.timeout}
     if console.is_terminal and not arguments.json:
-        with console.status(f"building and stepping {arguments.source} in processes of its own"):
+        with console.status(f"building and stepping {arguments.source} in temporary processes"):
             verdict = probe(source, **options)
     else:
         verdict = probe(source, **options)

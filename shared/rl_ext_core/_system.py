@@ -1,9 +1,8 @@
-"""What operating systems do each in its own way, in one place: forks, ranges of addresses, files, and locks of files;
-and variables of the environment.
+"""Interface to the operating system: forks, memory, files, locks, variables.
 
-Linux is what all else is measured against. macOS and others of its kind lack files in memory and room that is taken
-ahead; Windows has no forks, gives memory only where it was asked for, and neither replaces nor shortens a file that is
-mapped (``_windows``).
+Other systems are adapted to Linux. macOS and similar systems lack files in memory and preallocation of disk space.
+Windows (see ``_windows``) does not fork, requires memory to be committed, and can neither replace nor truncate a mapped
+file.
 """
 
 from __future__ import annotations
@@ -31,40 +30,41 @@ __all__ = [
     "Addresses",
     "TemporaryFolder",
     "after_fork",
+    "allocate_file_space",
     "discard_pages",
     "lock",
+    "make_fork_safe_lock",
     "new_memory_file",
-    "open_file",
     "open_exclusive",
-    "reopen_for_locking",
+    "open_file",
+    "picklable_descriptor",
     "process_identity",
     "read_at",
     "remove_file",
-    "picklable_descriptor",
+    "reopen_for_locking",
     "set_variables",
     "truncate_file",
-    "allocate_file_space",
-    "make_fork_safe_lock",
     "unlock",
     "write_at",
 ]
 
 PAGE = mmap.ALLOCATIONGRANULARITY
 WINDOWS = importlib.util.find_spec("fcntl") is None
-# Whether memory may be used that was not asked for, and reads as zeros.
+# Whether reserved memory can be used without committing it, and reads as zeros.
 COMMITS_LAZILY = not WINDOWS
 _windows: Any = importlib.import_module("rl_ext_core._windows") if WINDOWS else None
 _fcntl: Any = None if WINDOWS else importlib.import_module("fcntl")
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-_CHUNK_BYTES = 1 << 20  # bytes at a time
-_LOCK_OFFSET = 1 << 30  # of Windows' locks, which keep others from reading what they cover; it counts in 31 bits
+_CHUNK_BYTES = 1 << 20  # bytes per read or write
+# Windows does not let other processes read locked bytes, so this one is behind the contents. Offsets have 31 bits.
+_LOCK_OFFSET = 1 << 30
 _POLL_S = 0.0005
 
 
 def after_fork(function: Callable[[], object]) -> None:
-    """Have a function called in every process that is forked from this one."""
+    """Register a function to run in every process that is forked from this one."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 
@@ -75,7 +75,10 @@ _forking = threading.RLock()
 
 
 def make_fork_safe_lock() -> Any:
-    """Return an ``RLock`` that forks wait for: no child has its holder, and what that one does would be half done."""
+    """Create an ``RLock`` that forks wait for.
+
+    A child does not have the thread that holds the lock, so it would find that thread's work incomplete.
+    """
     lock = threading.RLock()
     _locks.add(lock)
     return lock
@@ -84,13 +87,13 @@ def make_fork_safe_lock() -> Any:
 def _acquire_all_locks() -> None:
     _forking.acquire()
     while (busy := next((lock for lock in _live_locks() if not _acquire(lock, blocking=False)), None)) is not None:
-        # Waiting with nothing in hand: its holder may be about to take another one.
+        # Release all locks before waiting, because the thread that holds this one may wait for another.
         _release_acquired()
         _acquire(busy, blocking=True)
 
 
 def _live_locks() -> list[Any]:
-    references = _locks.data.copy()  # type: ignore[attr-defined]  # at once: other threads make locks meanwhile
+    references = _locks.data.copy()  # type: ignore[attr-defined]  # atomic, since other threads create locks
     return [lock for reference in references if (lock := reference()) is not None]
 
 
@@ -118,7 +121,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def set_variables(variables: Mapping[str, str | None], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set environment variables, and unset those that are None."""
+    """Set environment variables, and unset those whose value is None."""
     for name, value in variables.items():
         if value is None:
             environ.pop(name, None)
@@ -127,21 +130,21 @@ def set_variables(variables: Mapping[str, str | None], environ: MutableMapping[s
 
 
 class _PosixAddresses:
-    """A range of addresses, where memory or parts of files lie.
+    """Range of addresses that memory and parts of files are mapped to.
 
-    :param n_bytes: its size.
-    :param writable: whether what is written where nothing was put stays there, instead of ending the process.
-    :ivar memory: has the buffer protocol, and keeps what lies there mapped for as long as it is referred to.
-    :raises OSError: where the system refuses so large a range.
+    :param n_bytes: Size of the range
+    :param writable: Whether unmapped parts can be written to; otherwise a write there kills the process
+    :ivar memory: Object with the buffer protocol, which keeps the range mapped while it is referenced
+    :raises OSError: If the system refuses a range of that size
     """
 
     def __init__(self, n_bytes: int, *, writable: bool) -> None:
         self._n_bytes, self._protection = n_bytes, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._start = self._map_unbacked(None, n_bytes)
         if writable and hasattr(mmap, "MADV_NOHUGEPAGE"):
-            _libc().madvise(self._start, n_bytes, mmap.MADV_NOHUGEPAGE)  # most arrays are far shorter than such a page
+            _libc().madvise(self._start, n_bytes, mmap.MADV_NOHUGEPAGE)  # most arrays are much smaller than a huge page
         self.memory = (ctypes.c_char * n_bytes).from_address(self._start)
-        # Arrays refer to it, and may outlive whoever asked for it.
+        # Arrays refer to the memory, and may outlive this object.
         weakref.finalize(self.memory, _libc().munmap, self._start, n_bytes).atexit = False
 
     def _map_unbacked(self, address: int | None, n_bytes: int) -> int:
@@ -149,51 +152,54 @@ class _PosixAddresses:
         return _map_memory(address, n_bytes, self._protection, flags, -1, 0)
 
     def commit(self, offset: int, n_bytes: int) -> None:
-        """Have memory lie in a part, zeros at first."""
+        """Do nothing, because reserved memory can be used at once here."""
 
     def map(self, offset: int, n_bytes: int, descriptor: int, at: int) -> None:
-        """Have a part of a file lie there."""
+        """Map ``n_bytes`` of a file, from position ``at``, to an offset in the range."""
         _map_memory(self._start + offset, n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, at)
 
     def empty(self) -> None:
-        """Have nothing lie there."""
+        """Unmap everything, but keep the range reserved."""
         self._map_unbacked(self._start, self._n_bytes)
 
     def discard(self, offset: int, n_bytes: int) -> None:
-        """Give whole pages of memory back, which are zero then."""
+        """Free whole pages of memory, which read as zeros afterwards."""
         if _DONTNEED_ZEROES:
             discard_pages(self._start + offset, n_bytes)
         else:
             self._map_unbacked(self._start + offset, n_bytes)
 
     def page_out(self, offset: int, n_bytes: int) -> None:
-        """Have a part of a file count as resident no longer; it is the system's to keep it at hand."""
+        """Remove a part of a file from this process's resident memory.
+
+        The system may still cache it.
+        """
         discard_pages(self._start + offset, n_bytes)
 
 
 class _WindowsAddresses:
-    """Likewise. What nothing was put into can be neither read nor written.
+    """Range of addresses on Windows, where unmapped parts can be neither read nor written.
 
-    Windows maps nothing over addresses that are reserved: they are given up, mapped, and what is left of them is
-    reserved again. Should another thread take them in between, mapping fails, and nothing is lost.
+    Windows cannot map a file to reserved addresses. So they are released, mapped, and the rest is reserved again. If
+    another thread takes the addresses in between, mapping fails, but no data is lost.
     """
 
     def __init__(self, n_bytes: int, *, writable: bool) -> None:
         self._n_bytes = n_bytes
         self._start: int = _windows.reserve(None, n_bytes)
-        self._gaps = {self._start: n_bytes}  # reserved: from where, and how much
+        self._gaps = {self._start: n_bytes}  # sizes of reserved parts, by their first address
         self._views: dict[int, int] = {}
         self._used: list[tuple[int, int]] = []
         self.memory = (ctypes.c_char * n_bytes).from_address(self._start)
         weakref.finalize(self.memory, _release_addresses, self._gaps, self._views).atexit = False
 
     def commit(self, offset: int, n_bytes: int) -> None:
-        """Have memory lie in a part, zeros at first."""
+        """Make memory of a part usable; it reads as zeros."""
         _windows.commit(self._start + offset, n_bytes)
         self._used.append((offset, offset + n_bytes))
 
     def map(self, offset: int, n_bytes: int, descriptor: int, at: int) -> None:
-        """Have a part of a file lie there."""
+        """Map ``n_bytes`` of a file, from position ``at``, to an offset in the range."""
         first, end = self._start + offset, self._start + offset + n_bytes
         gap = next((start for start, n in self._gaps.items() if start <= first and end <= start + n), None)
         gap_end = 0
@@ -212,13 +218,13 @@ class _WindowsAddresses:
                         self._gaps[start] = stop - start
 
     def empty(self) -> None:
-        """Have nothing lie there."""
+        """Unmap everything, but keep the range reserved."""
         _release_addresses(self._gaps, self._views)
         _windows.reserve(self._start, self._n_bytes)
         self._gaps[self._start] = self._n_bytes
 
     def discard(self, offset: int, n_bytes: int) -> None:
-        """Give whole pages of memory back, which are zero then."""
+        """Free whole pages of memory, which read as zeros afterwards."""
         for start, stop in self._used:
             first, last = max(start, offset), min(stop, offset + n_bytes)
             if first < last:
@@ -226,7 +232,7 @@ class _WindowsAddresses:
                 _windows.commit(self._start + first, last - first)
 
     def page_out(self, offset: int, n_bytes: int) -> None:
-        """Windows takes what is not used by itself."""
+        """Do nothing, because Windows trims unused pages itself."""
 
 
 Addresses: Any = _WindowsAddresses if WINDOWS else _PosixAddresses
@@ -253,7 +259,11 @@ def _libc() -> Any:
 
 
 def _map_memory(address: int | None, n_bytes: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
-    """``mmap``, at an address or wherever there is room."""
+    """Call ``mmap``, at an address or at any free one.
+
+    :return: First address of the mapping
+    :raises OSError: If the system refuses
+    """
     if address is not None:
         flags |= _MAP_FIXED
     found: int | None = _libc().mmap(address, n_bytes, protection, flags, descriptor, offset)
@@ -262,12 +272,12 @@ def _map_memory(address: int | None, n_bytes: int, protection: int, flags: int, 
     return found
 
 
-# Elsewhere it is advice, and what was there may still be there.
+# On other systems than Linux, MADV_DONTNEED is only a hint, and the old contents may stay.
 _DONTNEED_ZEROES = hasattr(mmap, "MADV_REMOVE")
 
 
 def discard_pages(address: int, n_bytes: int) -> None:
-    """Say that whole pages are not needed any more: of files they can be read again, all else is lost."""
+    """Discard whole pages. Pages of files are read again when needed; other contents are lost."""
     if not WINDOWS:
         _libc().madvise(address, n_bytes, mmap.MADV_DONTNEED)
 
@@ -276,15 +286,21 @@ def discard_pages(address: int, n_bytes: int) -> None:
 
 
 def open_file(path: Path) -> int:
-    """Open a file for reading and writing, and make it where there is none. Links are not followed."""
+    """Open a file for reading and writing, and create it if it does not exist.
+
+    Symbolic links are not followed.
+    """
     flags = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_BINARY", "O_NOINHERIT"))
     return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
 
 
 def new_memory_file(name: str) -> tuple[int, Path | None]:
-    """Open a file that is in memory, or in the folder of temporary files, and goes when nobody has it open.
+    """Create a file in memory, which is deleted once no process has it open.
 
-    :return: its descriptor; and where it is, if it cannot be without a name.
+    Systems without such files use the temporary folder.
+
+    :param name: Name for debugging
+    :return: Its descriptor, and its path on systems where the file must have one
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name), None
@@ -299,12 +315,12 @@ def new_memory_file(name: str) -> tuple[int, Path | None]:
 
 
 class TemporaryFolder:
-    """A folder that is deleted when this object is dropped, or at exit, and never by a forked process.
+    """Folder that is deleted with this object or at exit, but never by a forked process.
 
-    Python's ``TemporaryDirectory`` is also deleted by a fork that exits.
+    A forked process that exits would delete Python's ``TemporaryDirectory``.
 
-    :ivar name: its path
-    :ivar cleanup: deletes it
+    :ivar name: Path of the folder
+    :ivar cleanup: Function that deletes the folder
     """
 
     def __init__(self) -> None:
@@ -312,12 +328,12 @@ class TemporaryFolder:
         from multiprocessing import util
 
         self.name = tempfile.mkdtemp(prefix="rl-ext-")
-        # After the workers have ended.
+        # The priority makes it run after the workers have ended.
         self.cleanup = util.Finalize(self, shutil.rmtree, (self.name, True), exitpriority=-20)
 
 
 def read_at(descriptor: int, n_bytes: int, offset: int) -> bytes:
-    """Read from a place in a file."""
+    """Read bytes at an offset in a file."""
     if hasattr(os, "pread"):
         return os.pread(descriptor, n_bytes, offset)
     os.lseek(descriptor, offset, os.SEEK_SET)
@@ -325,7 +341,7 @@ def read_at(descriptor: int, n_bytes: int, offset: int) -> bytes:
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:
-    """Write to a place in a file."""
+    """Write bytes at an offset in a file."""
     if hasattr(os, "pwrite"):
         os.pwrite(descriptor, data, offset)
         return
@@ -334,11 +350,13 @@ def write_at(descriptor: int, data: bytes, offset: int) -> None:
 
 
 def allocate_file_space(descriptor: int, offset: int, n_bytes: int) -> None:
-    """Take room on the disk for a part of a file: writing to a mapping where there is none kills.
+    """Allocate disk space for a part of a file.
 
-    What was there stays as it was, and what lies behind the end is zero.
+    Without space, a write to a mapping would kill the process.
 
-    :raises OSError: where there is no room.
+    Existing contents stay, and bytes behind the old end are zero.
+
+    :raises OSError: If the disk is full
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, offset, n_bytes)
@@ -350,7 +368,10 @@ def allocate_file_space(descriptor: int, offset: int, n_bytes: int) -> None:
 
 
 def truncate_file(descriptor: int, n_bytes: int) -> None:
-    """Cut off what lies behind; where the system refuses that of a file that is mapped, fill it with zeros."""
+    """Truncate a file to ``n_bytes``.
+
+    On Windows, the rest is filled with zeros instead if the file is mapped.
+    """
     try:
         os.ftruncate(descriptor, n_bytes)
     except OSError:
@@ -361,29 +382,34 @@ def truncate_file(descriptor: int, n_bytes: int) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Delete a file that nobody needs. Where somebody has it open, Windows keeps it: it is deleted another time."""
+    """Delete a file that is not needed any more. Windows keeps a file that a process has open."""
     with contextlib.suppress(*([PermissionError] if WINDOWS else [])):
         path.unlink(missing_ok=True)
 
 
 def picklable_descriptor(descriptor: int) -> Any:
-    """What a child process calls ``detach()`` of, to get a descriptor of the same file."""
+    """Wrap a descriptor to send it to a child process.
+
+    The child calls ``detach()`` to get its own descriptor.
+    """
     from multiprocessing import reduction
 
     return _windows.SentFile(descriptor) if WINDOWS else reduction.DupFd(descriptor)
 
 
-# Locks, which the system frees when their holder ends
+# Locks, which the system releases when the process that holds them ends
 
 
 def open_exclusive(path: Path) -> int:
-    """Open a file that no other process can open so, for as long as this one or a child that it was sent to has it.
+    """Open and lock a file.
 
-    :raises BlockingIOError: if another process has it.
-    :raises OSError: if it cannot be opened, or the file system has no locks.
+    The lock lasts until this process, and all children that the descriptor was sent to, have closed the file.
+
+    :raises BlockingIOError: If another process has locked it
+    :raises OSError: If it cannot be opened, or the file system does not support locks
     """
     if WINDOWS:
-        descriptor: int = _windows.open_exclusive(path)
+        descriptor: int = _windows.open_unshared(path)
         return descriptor
     descriptor = open_file(path)
     try:
@@ -397,23 +423,26 @@ def open_exclusive(path: Path) -> int:
 
 
 def reopen_for_locking(descriptor: int) -> int:
-    """A descriptor of the same file that :func:`lock` can lock for this process alone.
+    """Return a descriptor of the same file that can be locked for this process alone.
 
-    :raises OSError: where Linux does not let a process see its own.
+    :raises OSError: If Linux denies this process access to ``/proc/self/fd``
     """
     if hasattr(os, "memfd_create"):
-        # Kernels tie locks to what was opened, so that processes that share a file in memory open it anew.
+        # Locks belong to an open file description, so each process that shares a file in memory needs its own.
         return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     return os.dup(descriptor)
 
 
 def lock(descriptor: int) -> None:
-    """Wait until no other process has locked the file, and lock it; ``descriptor`` is of :func:`own_description`."""
+    """Lock the file, and wait while another process has locked it.
+
+    :param descriptor: Descriptor from :func:`reopen_for_locking`
+    """
     if hasattr(os, "memfd_create"):
         _fcntl.flock(descriptor, _fcntl.LOCK_EX)
         return
-    # Of a file that was sent along, only locks that belong to processes can be used; they are tried for in turns, since
-    # the system takes what threads of two processes wait for crosswise for a deadlock.
+    # Descriptors sent to a child share one open file description, so these locks belong to processes instead. They are
+    # polled, because the system reports a false deadlock if threads of two processes wait for each other's locks.
     while True:
         try:
             return _lock_at_once(descriptor)
@@ -425,17 +454,17 @@ def lock(descriptor: int) -> None:
 
 def _lock_at_once(descriptor: int) -> None:
     if WINDOWS:
-        _windows.lock(descriptor, _LOCK_OFFSET)
+        _windows.lock_byte(descriptor, _LOCK_OFFSET)
     else:
         _fcntl.lockf(descriptor, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
 
 
 def unlock(descriptor: int) -> None:
-    """Let others lock the file."""
+    """Unlock the file."""
     if hasattr(os, "memfd_create"):
         _fcntl.flock(descriptor, _fcntl.LOCK_UN)
     elif WINDOWS:
-        _windows.unlock(descriptor, _LOCK_OFFSET)
+        _windows.unlock_byte(descriptor, _LOCK_OFFSET)
     else:
         _fcntl.lockf(descriptor, _fcntl.LOCK_UN)
 
@@ -452,5 +481,5 @@ after_fork(_renew_identity)
 
 
 def process_identity() -> uuid.UUID:
-    """Return what tells this process from every other, also from its forks and from those of other machines."""
+    """Return an id of this process that is unique across machines, and differs in its forks."""
     return _identity

@@ -1,7 +1,7 @@
-"""What Windows is asked for by ``_system``: ranges of addresses, and files that others must not have.
+"""Windows calls that ``_system`` uses: address ranges, locked files and jobs.
 
-Sources: the pages of VirtualAlloc, MapViewOfFileEx, CreateFileW and _locking in Microsoft's documentation. From version
-1803 on, Windows can map over what is reserved (MapViewOfFile3), which older ones and Wine 8 cannot.
+See VirtualAlloc, MapViewOfFileEx, CreateFileW and _locking in Microsoft's documentation. Windows 1803 and newer can map
+over reserved addresses (MapViewOfFile3). Older versions and Wine 8 cannot, so it is not used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
-assert sys.platform == "win32"  # mypy knows what it has only there
+assert sys.platform == "win32"  # otherwise mypy rejects names that only Windows has
 
 _RESERVE, _COMMIT, _TOP_DOWN = 0x2000, 0x1000, 0x100000
 _RELEASE, _DECOMMIT = 0x8000, 0x4000
@@ -58,29 +58,35 @@ def _check_result(result: Any) -> Any:
 
 
 def reserve(address: int | None, n_bytes: int) -> int:
-    """Reserve addresses, at the top where none is named. They cannot be used before memory is put there."""
+    """Reserve addresses, which cannot be used before memory is committed or a file is mapped.
+
+    :param address: First address; None for the highest free addresses
+    """
     where = 0 if address is not None else _TOP_DOWN
     start: int = _check_result(_kernel.VirtualAlloc(address, n_bytes, _RESERVE | where, _NOACCESS))
     return start
 
 
 def release(address: int) -> None:
-    """Give up what :func:`reserve` reserved there, and the memory in it."""
+    """Release addresses that :func:`reserve` has reserved, and their memory."""
     _check_result(_kernel.VirtualFree(address, 0, _RELEASE))
 
 
 def commit(address: int, n_bytes: int) -> None:
-    """Put memory into addresses that are reserved; where there is some already, it stays as it is."""
+    """Commit memory at reserved addresses.
+
+    Memory that is already committed keeps its contents.
+    """
     _check_result(_kernel.VirtualAlloc(address, n_bytes, _COMMIT, _READWRITE))
 
 
 def decommit(address: int, n_bytes: int) -> None:
-    """Take memory out of addresses, which stay reserved."""
+    """Free the memory at addresses, which stay reserved."""
     _check_result(_kernel.VirtualFree(address, n_bytes, _DECOMMIT))
 
 
 def map_file(descriptor: int, offset: int, n_bytes: int, address: int) -> None:
-    """Have a part of a file lie at addresses that are free."""
+    """Map a part of a file to free addresses."""
     end = offset + n_bytes
     file = msvcrt.get_osfhandle(descriptor)
     section = _check_result(_kernel.CreateFileMappingW(file, None, _READWRITE, end >> 32, end & 0xFFFFFFFF, None))
@@ -92,19 +98,22 @@ def map_file(descriptor: int, offset: int, n_bytes: int, address: int) -> None:
 
 
 def unmap(address: int) -> None:
-    """Take away what :func:`map_file` put there."""
+    """Unmap a file that :func:`map_file` has mapped."""
     _check_result(_kernel.UnmapViewOfFile(address))
 
 
 def open_temporary(path: str) -> int:
-    """Open a file that is deleted when nobody has it open any more, and is written to the disk only in need."""
+    """Open a file that is deleted once no process has it open.
+
+    Windows keeps it in memory if possible.
+    """
     return os.open(path, os.O_RDWR | os.O_BINARY | os.O_NOINHERIT | os.O_TEMPORARY | os.O_SHORT_LIVED)
 
 
-def open_exclusive(path: Path) -> int:
-    """Open a file so that others may only read it.
+def open_unshared(path: Path) -> int:
+    """Open a file so that other processes can only read it.
 
-    :raises BlockingIOError: if another process has opened it so.
+    :raises BlockingIOError: If another process has opened it in the same way
     """
     access = _GENERIC_READ | _GENERIC_WRITE
     try:
@@ -117,51 +126,51 @@ def open_exclusive(path: Path) -> int:
     return msvcrt.open_osfhandle(handle, os.O_RDWR | os.O_BINARY | os.O_NOINHERIT)
 
 
-def lock(descriptor: int, at: int) -> None:
-    """Lock a byte of a file.
+def lock_byte(descriptor: int, at: int) -> None:
+    """Lock a byte of a file, without waiting.
 
-    :raises OSError: at once, if another process has locked it.
+    :raises OSError: If another process has locked it
     """
     os.lseek(descriptor, at, os.SEEK_SET)
     msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
 
 
-def unlock(descriptor: int, at: int) -> None:
-    """Let others lock it."""
+def unlock_byte(descriptor: int, at: int) -> None:
+    """Unlock a byte of a file."""
     os.lseek(descriptor, at, os.SEEK_SET)
     msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
 
 
 class SentFile:
-    """A file on its way to another process."""
+    """Picklable handle of a file, to send it to another process."""
 
     def __init__(self, descriptor: int) -> None:
-        # All that this one may do.
+        # The access mask for reading and writing.
         self._handle = reduction.DupHandle(msvcrt.get_osfhandle(descriptor), 0x0012019F)
 
     def detach(self) -> int:
-        """Return a descriptor of it in the process that it was sent to."""
+        """Return a descriptor of the file in the process that received it."""
         return msvcrt.open_osfhandle(self._handle.detach(), os.O_RDWR | os.O_BINARY | os.O_NOINHERIT)
 
 
 class Job:
-    """A job object with one process in it, and all that this starts: they end with it, and with this process.
+    """Job object that ends a process and its descendants, at the latest with this one.
 
-    Programs that ask to leave the job may. Where Windows refuses the job, only the process itself ends.
+    Programs may leave the job if they request it. If Windows refuses the job, only the process itself is ended.
 
-    :param pid: number of the process.
+    :param pid: Process id
     """
 
     def __init__(self, pid: int) -> None:
         self._job = _check_result(_kernel.CreateJobObjectW(None, None))
         self._process = _kernel.OpenProcess(_SET_QUOTA | _TERMINATE, 0, pid)
-        # JOBOBJECT_EXTENDED_LIMIT_INFORMATION, all zero except its LimitFlags.
+        # This is a JOBOBJECT_EXTENDED_LIMIT_INFORMATION, all zeros except its LimitFlags.
         limits = struct.pack("@qqIPPIPII6Q4P", 0, 0, _KILL_ON_JOB_CLOSE | _BREAKAWAY_OK, *[0] * 16)
         _kernel.SetInformationJobObject(self._job, _EXTENDED_LIMIT_INFORMATION, limits, len(limits))
         _kernel.AssignProcessToJobObject(self._job, self._process)
 
     def end(self) -> None:
-        """End the process, and what it has started."""
+        """End the process and its descendants."""
         _kernel.TerminateProcess(self._process, _TERMINATED)
         _kernel.TerminateJobObject(self._job, _TERMINATED)
 

@@ -1,8 +1,7 @@
-"""``rl-ext``: the command line.
+"""The command line, ``rl-ext``.
 
-Every command is a module of its own, which ``COMMANDS`` names: ``add_arguments(parser)`` declares its options and
-``run(arguments)`` returns the exit status. It reports failures by raising this project's exceptions. Only
-``completion``, which is about this parser, is here.
+Each command is a module in ``COMMANDS``. Its ``add_arguments(parser)`` declares the options. Its ``run(arguments)``
+returns the exit status, and raises this project's exceptions. Only ``completion`` is here, because it needs the parser.
 """
 
 from __future__ import annotations
@@ -34,26 +33,26 @@ __all__ = ["main"]
 COMMANDS = {
     "doctor": (
         "rl_ext_core.devices.doctor",
-        "which GPU computes, which one renders, why, and what to type to fix it",
+        "show which GPU computes, which GPU renders, why, and how to change it",
     ),
     "plan": (
         "rl_ext_core._plan_command",
-        "what a replay buffer of images will cost, before it is allocated",
+        "estimate or measure the memory of a replay buffer of images",
     ),
     "probe": (
         "rl_ext_core._probe_command",
-        "may instances of an environment share a process",
+        "test whether instances of an environment can share a process",
     ),
 }
 
-# What a log or a pipe gets; a terminal has a width of its own.
+# Columns of output to a log or a pipe; a terminal reports its own width.
 _DEFAULT_WIDTH, _MIN_WIDTH = 120, 20
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _USAGE_ERRORS = (InvalidArgumentError, InvalidTypeError, CorruptFileError)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers wrong usage in one sentence; the whole usage is what ``--help`` prints."""
+    """Parser that prints wrong usage as one line, instead of the whole usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(_USAGE, f"{self.prog}: {message}. See {self.prog} --help\n")
@@ -62,14 +61,14 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
-    :param argv: the arguments; default: those of the program
-    :return: the exit status: 0, 1 if something is wrong with the machine, 2 if something is wrong with the arguments
+    :param argv: Arguments, default those of the program
+    :return: Exit status: 0; 1 for a problem with the machine or environment; 2 for wrong arguments; 130 for Ctrl-C
     """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # it was closed before Python started
+        if getattr(sys, name) is None:  # the stream was closed before Python started
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # characters that the terminal lacks are no reason to fail
+        if isinstance(stream, io.TextIOWrapper):  # do not fail on characters that the terminal cannot show
             stream.reconfigure(errors="backslashreplace")
     arguments = _make_parser().parse_args(argv)
     try:
@@ -83,16 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        if error.errno == errno.ENOSPC:  # else whoever read has seen enough
+        if error.errno == errno.ENOSPC:  # EPIPE is silent: the reader, such as head, has closed the pipe
             print(f"rl-ext {arguments.command}: the output cannot be written: {error.strerror}", file=sys.stderr)
-        # Python would complain once more when it flushes at exit.
+        # Otherwise Python reports the same error again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
     return status
 
 
 def new_console() -> Console:
-    """Return what prints tables and plain text, wide enough for them where no terminal says how wide it is."""
+    """Create a console for tables and plain text, 120 columns wide if there is no terminal."""
     from rich.console import Console
 
     console = Console(markup=False, emoji=False, highlight=False)
@@ -102,7 +101,7 @@ def new_console() -> Console:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="rl-ext", description="Tools around training with Stable Baselines3 and TorchRL.")
+    parser = _Parser(prog="rl-ext", description="Tools for training with Stable Baselines3 and TorchRL.")
     parser.add_argument("--version", action="version", version=f"rl-ext {rl_ext_core.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, summary) in COMMANDS.items():
@@ -111,7 +110,7 @@ def _make_parser() -> argparse.ArgumentParser:
         child.formatter_class = argparse.RawDescriptionHelpFormatter
         command.add_arguments(child)
         child.set_defaults(run=command.run)
-    summary = "what makes a shell complete the commands and options of rl-ext"
+    summary = "print a script that makes a shell complete commands and options of rl-ext"
     child = commands.add_parser("completion", help=summary, description='eval "$(rl-ext completion bash)"')
     child.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     child.set_defaults(run=_print_completion)

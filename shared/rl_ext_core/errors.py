@@ -1,7 +1,7 @@
-"""The project's exceptions.
+"""Exceptions of this project.
 
-Each one is also the builtin that callers of the extended libraries already catch, so that
-``except ValueError`` keeps working. ``except RlExtError`` catches whatever this project raises on purpose.
+Each derives from the builtin exception that users of the extended libraries already catch, so ``except ValueError``
+keeps working. ``except RlExtError`` catches all of them.
 """
 
 from __future__ import annotations
@@ -23,73 +23,71 @@ __all__ = [
     "RlExtError",
     "StorageError",
     "WorkerError",
-    "_combined_error_class",
     "install_line",
-    "_missing_dependency_error",
 ]
 
 
 class RlExtError(Exception):
-    """Base of everything that this project raises on purpose."""
+    """Base class of this project's exceptions."""
 
 
 class InvalidArgumentError(RlExtError, ValueError):
-    """An argument has the right type and a value that cannot be used."""
+    """An argument has the right type, but an invalid value."""
 
 
 class InvalidTypeError(RlExtError, TypeError):
-    """An argument has a type that cannot be used."""
+    """An argument has the wrong type."""
 
 
 class IsolationError(RlExtError, RuntimeError):
-    """Environments cannot be kept apart, or fail by themselves."""
+    """Environments cannot be isolated from each other, or a single instance already fails."""
 
 
 class MissingDependencyError(RlExtError, ImportError):
-    """An optional package is needed for what was asked and is not installed."""
+    """A required optional package is not installed."""
 
 
 class DeviceUnavailableError(RlExtError, RuntimeError):
-    """A device was asked for by name and cannot be used on this machine."""
+    """A device that was requested by name cannot be used on this machine."""
 
 
 class DeviceConflictError(RlExtError, RuntimeError):
-    """A device was decided on too late: a library in this process has read other settings already."""
+    """A device was chosen too late: a library has already read other settings."""
 
 
 class CorruptFileError(RlExtError, ValueError):
-    """Stored bytes are damaged, cut short, or of a format that this version does not read."""
+    """A file is damaged, truncated, or has a format that this version does not read."""
 
 
 class EnvironmentOutputError(RlExtError, ValueError):
-    """An environment returned what its spaces do not promise."""
+    """An environment returned values that do not fit its spaces."""
 
 
 class NotCopyableError(RlExtError, TypeError):
-    """An environment cannot be copied into another process as it is."""
+    """An environment cannot be copied to another process."""
 
 
 class OutOfMemoryError(RlExtError, MemoryError):
-    """What was asked for does not fit into the memory or the byte budget it was given."""
+    """The data does not fit into memory, or into the byte budget of a buffer."""
 
 
 class StorageError(RlExtError, OSError):
-    """Files cannot be written to: the disk is full, or they belong to another process."""
+    """Files cannot be written, such as on a full disk or if another process uses them."""
 
 
 class WorkerError(RlExtError, RuntimeError):
-    """A worker process has failed, and the others were ended.
+    """A worker process has failed, and the other workers were ended.
 
-    Where the worker raised an exception that can be rebuilt in this process, that is the ``__cause__``.
+    If the worker raised an exception that can be rebuilt in this process, it is the ``__cause__``.
 
-    :param text: what happened in the first line, then where
-    :ivar worker: number of the worker; None if none had started
-    :ivar kind: "exception", "signal", "exit", "timeout" or "start"
-    :ivar phase: what it was at
-    :ivar seed: of its environments
-    :ivar exitcode: of its process, negative for signals
-    :ivar traceback: where it was, as the worker saw it
-    :ivar notes: what it has said of itself
+    :param text: Error text, with the problem in the first line
+    :ivar worker: Number of the worker; None if no worker had started
+    :ivar kind: ``"exception"``, ``"signal"``, ``"exit"``, ``"timeout"`` or ``"start"``
+    :ivar phase: Task of the worker when it failed, such as ``"step"``; None if unknown
+    :ivar seed: Seed of its environments; None if not set
+    :ivar exitcode: Exit code of its process, negative for a signal; None if the process had not ended
+    :ivar traceback: Traceback in the worker; empty if there is none
+    :ivar notes: Status entries that the worker has set
     """
 
     def __init__(
@@ -115,39 +113,41 @@ class WorkerError(RlExtError, RuntimeError):
 
 
 def _combined_error_class(kind: type[RlExtError], error: BaseException) -> type[RlExtError]:
-    """Return a class of errors that is one of ours and that of another library's error, for who catches the latter.
+    """Return an exception class that derives from ``kind`` and from the class of ``error``.
 
-    :param kind: ours
-    :param error: what the other library has raised
+    Callers can then catch either. If Python cannot combine the two classes, it is ``kind``.
+
+    :param kind: Exception class of this project
+    :param error: Exception of another library
     """
     if isinstance(error, kind):
         return kind
     try:
         return type(kind.__name__, (kind, type(error)), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-    except TypeError:  # built in ones that do not go together
+    except TypeError:  # builtin exceptions with different memory layouts
         return kind
 
 
-# The package is in no package index yet. Once it is there: "rl-ext", and no note.
+# The package is not on PyPI yet. Once it is, set this to "rl-ext" and the note to "".
 _SOURCE = "./rl-ext"
 _SOURCE_NOTE = f" ({_SOURCE} is your clone of the repository)"
 
 
 def install_line(extra: str) -> str:
-    """Return the command that installs this package with one of its extras.
+    """Return the command that installs this package with some of its extras.
 
-    :param extra: Name of the extra, or several of them with commas
+    :param extra: Name of an extra, or several names separated by commas
     """
     return f'pip install "{_SOURCE}[{extra}]"'
 
 
 def _missing_dependency_error(name: str, extra: str, why: str) -> MissingDependencyError:
-    """Build the error for a package that is not installed, with the line that installs it.
+    """Build the error for a package that is not installed, with the command that installs it.
 
-    :param name: the package that could not be imported, as one types it after ``import``
-    :param extra: the extra of ``rl-ext`` that brings it
-    :param why: what needs the package, as a noun phrase that starts the sentence
-    :return: the error, for the caller to raise
+    :param name: Import name of the package
+    :param extra: Extra of ``rl-ext`` that includes the package
+    :param why: Subject of the error text, such as ``"codec 'jpeg'"``
+    :return: The error, for the caller to raise
     """
     text = f"{why} needs the package {name!r}, which is not installed. Install it with{_SOURCE_NOTE}:\n"
     return MissingDependencyError(f"{text}    {install_line(extra)}", name=name)

@@ -1,4 +1,4 @@
-"""What this process may use: processor cores and memory, with the limits of its control groups, and descriptors."""
+"""Limits of this process and its control groups: CPU cores, memory, open files."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from pathlib import Path
 
 from rl_ext_core.errors import InvalidArgumentError
 
-__all__ = ["available_memory", "check_open_file_limit", "private_memory", "memory_warning", "usable_cores"]
+__all__ = ["available_memory", "check_open_file_limit", "memory_warning", "private_memory", "usable_cores"]
 
 _ROOT = Path("/")
-# Which a worker takes in this process, with what its start needs; and for everything else.
+# File descriptors that each worker takes in this process, including its start, and that stay free for other uses.
 _DESCRIPTORS_PER_WORKER, _SPARE_DESCRIPTORS = 10, 20
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may run on: its affinity, and the quotas of its control groups.
+    """Count the CPU cores that this process may use.
 
-    :return: at least 1
+    The count respects the process's affinity and the quotas of its control groups.
+
+    :return: Number of cores, at least 1
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     for group in _control_groups("cpu"):
@@ -30,16 +32,16 @@ def usable_cores() -> int:
 
 
 def available_memory() -> int | None:
-    """Return the bytes that can still be used: the machine's, and those up to the limits of the control groups.
+    """Return the memory that this process can still use, also within its control groups.
 
-    :return: bytes; None where the system does not say
+    :return: Bytes; None if the system does not report it
     """
     sizes = [_read_field(_ROOT / "proc/meminfo", "MemAvailable:", 1024)]
     for group in _control_groups("memory"):
         limit = _read_group_file(group, "memory.max", "memory.limit_in_bytes")[0]
         used = _read_group_file(group, "memory.current", "memory.usage_in_bytes")[0]
         if limit.isdigit() and used.isdigit():
-            # What the page cache holds counts as used there, and is given up on demand.
+            # The page cache counts as used memory there, but the kernel frees it on demand.
             names = "total_inactive_file", "inactive_file"
             cached = next(filter(None, (_read_field(group / "memory.stat", name) for name in names)), 0)
             sizes.append(max(int(limit) - int(used) + cached, 0))
@@ -47,10 +49,10 @@ def available_memory() -> int | None:
 
 
 def private_memory(pid: int | str = "self") -> int | None:
-    """Return the bytes that a process shares with no other: what ends with it.
+    """Return the memory that a process does not share, and that is freed when it ends.
 
-    :param pid: of the process
-    :return: bytes; None where the system does not say
+    :param pid: Process id, default this process
+    :return: Bytes; None if the system does not report it
     """
     rollup = _ROOT / f"proc/{pid}/smaps_rollup"
     parts = [_read_field(rollup, name, 1024) for name in ("Private_Clean:", "Private_Dirty:")]
@@ -58,30 +60,35 @@ def private_memory(pid: int | str = "self") -> int | None:
 
 
 def memory_warning(private_bytes: int, num_workers: int) -> str | None:
-    """Say that workers will not fit into memory, if they will not.
+    """Return a warning if workers will not fit into memory.
 
-    :param private_bytes: what one of them takes for itself, measured
-    :return: a sentence with the figures
+    :param private_bytes: Measured private memory of one worker, in bytes
+    :param num_workers: Number of workers
+    :return: Warning text with the sizes; None if the workers fit, or the available memory is unknown
     """
     available = available_memory()
     if available is None or private_bytes * num_workers <= available:
         return None
     needed, fitting = private_bytes * num_workers / 1e9, max(1, available // private_bytes)
     return (
-        f"{num_workers} workers need about {needed:.1f} GB ({private_bytes / 1e6:.0f} MB each, measured), and "
-        f"{available / 1e9:.1f} GB are available: use {fitting} or fewer"
+        f"{num_workers} {'worker needs' if num_workers == 1 else 'workers need'} about {needed:.1f} GB "
+        f"({private_bytes / 1e6:.0f} MB each, measured), but only {available / 1e9:.1f} GB are available: "
+        f"use {fitting} or fewer"
     )
 
 
 def check_open_file_limit(n_workers: int, argument: str) -> None:
-    """Refuse more workers than there are descriptors for: with none left, nothing could be ended in good order either.
+    """Raise if this process cannot open enough files for its workers.
 
-    :param argument: what says how many workers there are, with ``{}`` in place of the number
-    :raises InvalidArgumentError: there are too few
+    The check comes before the first start, because workers cannot be ended cleanly without free file descriptors.
+
+    :param n_workers: Number of workers
+    :param argument: Code that sets the number of workers, with ``{}`` for the number
+    :raises InvalidArgumentError: If the limit of open files is too low
     """
     try:
         import resource
-    except ImportError:  # Windows
+    except ImportError:  # Windows has no such limit
         return
     if not os.path.isdir("/proc/self/fd"):
         return
@@ -89,16 +96,16 @@ def check_open_file_limit(n_workers: int, argument: str) -> None:
     left = limit - len(os.listdir("/proc/self/fd")) - _SPARE_DESCRIPTORS
     if limit != resource.RLIM_INFINITY and n_workers * _DESCRIPTORS_PER_WORKER > left:
         raise InvalidArgumentError(
-            f"{n_workers} workers need {n_workers * _DESCRIPTORS_PER_WORKER} descriptors of files, and this process may open "
-            f"{max(left, 0)} more (ulimit -n is {limit}). Write {argument.format(max(left // _DESCRIPTORS_PER_WORKER, 1))} or "
-            "fewer, or raise the limit: ulimit -n 4096"
+            f"{argument.format(n_workers)} needs {n_workers * _DESCRIPTORS_PER_WORKER} file descriptors, but this "
+            f"process can open only {max(left, 0)} more (ulimit -n is {limit}). Use "
+            f"{argument.format(max(left // _DESCRIPTORS_PER_WORKER, 1))} or fewer, or raise the limit: ulimit -n 4096"
         )
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
-    """Return the folders of this process's control groups, from its own to the outermost that is to be seen."""
+    """Yield the folders of this process's control groups, innermost first."""
     for line in _read(_ROOT / "proc/self/cgroup").splitlines():
-        # Version 2 has one hierarchy and names no controller, version 1 has one for each.
+        # Version 2 has one hierarchy without a controller's name, version 1 has one for each controller.
         _, names, path = line.split(":", 2)
         if not names or controller in names.split(","):
             mount = _ROOT / "sys/fs/cgroup" / (controller if names else "")
@@ -107,7 +114,10 @@ def _control_groups(controller: str) -> Iterator[Path]:
 
 
 def _read_group_file(group: Path, name: str, *older: str) -> list[str]:
-    """Read a file of version 2, or those that hold the same in version 1; what is not there is empty."""
+    """Read a file of version 2, or the equivalent files of version 1.
+
+    Missing files are read as empty.
+    """
     words = _read(group / name).split() or [_read(group / file).strip() for file in older]
     return words if len(words) >= len(older) else [""] * len(older)
 

@@ -1,4 +1,4 @@
-"""The command line answers with an exit status, says one sentence when it was used wrongly, and never a traceback."""
+"""The command line: exit statuses, one line for wrong usage, and never a traceback."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rl_ext_core.cli import main
 from rl_ext_core.devices import Inventory, doctor
 from rl_ext_core.devices.doctor import replay
 from tests.boundaries import modules_loaded_by
+from tests.core.devices.doctor_cases import CASES, EGL
 from tests.core.devices.machines import machine
-from tests.core.devices.patients import CASES, EGL
-from tests.core.devices.processes import environment
+from tests.core.devices.run_code import environment
 
 Out = pytest.CaptureFixture[str]
 Put = Callable[[Inventory, dict[str, str]], None]
@@ -28,7 +28,7 @@ Put = Callable[[Inventory, dict[str, str]], None]
 
 @pytest.fixture
 def install_machine(monkeypatch: pytest.MonkeyPatch) -> Put:
-    """Run on a machine of one's own, under these variables."""
+    """Return a function that fakes this machine and its environment variables."""
 
     def install_machine(inventory: Inventory, environ: dict[str, str]) -> None:
         for name in set(os.environ) - set(environment()):
@@ -40,12 +40,12 @@ def install_machine(monkeypatch: pytest.MonkeyPatch) -> Put:
     return install_machine
 
 
-# Whether renderers fail on this machine, and so what the doctor's status is, depends on whether it has a display.
+# Renderers fail on a machine without a display, so the doctor's status depends on the machine.
 OK_OR_PROBLEM = (0, 1)
 
 
 def run(*arguments: str, status: int | tuple[int, ...] = 0) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own, on this machine."""
+    """Run the command in a new process, on this machine."""
     command = [sys.executable, "-m", "rl_ext_core", *arguments]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode in (status if isinstance(status, tuple) else (status,)), done.stderr
@@ -53,7 +53,7 @@ def run(*arguments: str, status: int | tuple[int, ...] = 0) -> subprocess.Comple
 
 
 def read_stdout(out: Out) -> str:
-    """Give what was printed, after seeing that nothing went to the errors."""
+    """Return the output, and assert that stderr is empty."""
     printed = out.readouterr()
     assert printed.err == ""
     return printed.out
@@ -68,12 +68,12 @@ def read_stdout(out: Out) -> str:
         *(("doctor --help", f"--{option}") for option in ("device", "render", "renderer", "json", "replay", "verify")),
     ],
 )
-def test_the_version_and_what_there_is_are_printed(arguments: str, text: str, capsys: Out) -> None:
+def test_version_and_help_are_printed(arguments: str, text: str, capsys: Out) -> None:
     assert status_of(arguments.split()) == 0
     assert text in read_stdout(capsys)
 
 
-def test_shells_complete_its_options(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_prints_a_script_with_all_options(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["completion", "bash"]) == 0
     assert "--max-bytes" in read_stdout(capsys)
     monkeypatch.setitem(sys.modules, "shtab", None)
@@ -81,7 +81,7 @@ def test_shells_complete_its_options(capsys: Out, monkeypatch: pytest.MonkeyPatc
     assert 'rl-ext[completion]"' in capsys.readouterr().err
 
 
-def test_importing_the_command_line_loads_no_command() -> None:
+def test_importing_cli_does_not_import_commands() -> None:
     watched = {"rl_ext_core.devices", "rich", "numpy", "torch"}
     assert modules_loaded_by("import rl_ext_core.cli", watched) == set()
     statement = (
@@ -91,7 +91,7 @@ def test_importing_the_command_line_loads_no_command() -> None:
     assert modules_loaded_by(statement, {"torch", "mujoco", "numpy"}) == set()
 
 
-def test_this_machine_is_examined_without_a_word_among_the_errors() -> None:
+def test_doctor_reports_on_this_machine_without_stderr_output() -> None:
     done = run("doctor", status=OK_OR_PROBLEM)
     assert done.stderr == ""
     assert f"rl-ext {rl_ext_core.__version__}" in done.stdout
@@ -99,18 +99,18 @@ def test_this_machine_is_examined_without_a_word_among_the_errors() -> None:
 
 
 @pytest.mark.parametrize(("case", "status"), [("all is well", 0), ("wrong mask", 1), ("no GPU", 1)])
-def test_the_status_is_one_where_a_finding_is_an_error_or_a_renderer_fails(
+def test_doctor_exits_with_1_for_an_error_or_a_failing_renderer(
     case: str, status: int, install_machine: Put, capsys: Out
 ) -> None:
     install_machine(*CASES[case])
     assert main(["doctor"]) == status
     text = read_stdout(capsys)
     assert ("error" in text.split("findings")[1]) == (case == "wrong mask")
-    assert ("FAILS" in text) == (case == "no GPU")  # which is no finding
+    assert ("FAILS" in text) == (case == "no GPU")  # a failing renderer is not listed as a finding
 
 
 @pytest.mark.parametrize("case", ["no GPU", "wrong mask"])
-def test_json_is_the_report_and_is_replayed(case: str, install_machine: Put, capsys: Out, tmp_path: Path) -> None:
+def test_json_report_can_be_replayed(case: str, install_machine: Put, capsys: Out, tmp_path: Path) -> None:
     install_machine(*CASES[case])
     main(["doctor"])
     printed = read_stdout(capsys)
@@ -135,7 +135,7 @@ EXPLAINED: list[tuple[Any, str, list[str]]] = [
         [
             "compute  cuda:0 = NVIDIA H100",
             "set      MUJOCO_EGL_DEVICE_ID=1",
-            # Its own import would refuse that under this mask; hence Python alone.
+            # robosuite's import rejects this device under this mask, so the fix is a line of Python.
             '\nresolve("auto", render="same", renderer="robosuite").apply()\n',
         ],
     ),
@@ -149,7 +149,7 @@ EXPLAINED: list[tuple[Any, str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("case", "options", "texts"), EXPLAINED, ids=["decision", "device", "renderer"])
-def test_a_decision_or_refusal_is_explained(
+def test_doctor_explains_a_decision_or_refusal(
     case: Any, options: str, texts: list[str], install_machine: Put, capsys: Out
 ) -> None:
     install_machine(*case)
@@ -179,7 +179,7 @@ def test_a_decision_or_refusal_is_explained(
         ("doctor", "--verify", "--render", "none"),
     ],
 )
-def test_wrong_usage_is_answered_in_one_sentence(arguments: Sequence[str], capsys: Out) -> None:
+def test_wrong_usage_prints_one_line_and_exits_with_2(arguments: Sequence[str], capsys: Out) -> None:
     assert status_of(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -190,11 +190,11 @@ def test_wrong_usage_is_answered_in_one_sentence(arguments: Sequence[str], capsy
 def status_of(arguments: Sequence[str]) -> Any:
     try:
         return main(arguments)
-    except SystemExit as ended:  # argparse ends the program itself
+    except SystemExit as ended:  # argparse exits by itself
         return ended.code
 
 
-def test_a_renderer_is_tried_and_what_fails_then_is_an_error() -> None:
+def test_verify_reports_a_renderer_that_fails_as_an_error() -> None:
     done = run("doctor", "--verify", "--renderer", "mujoco", status=OK_OR_PROBLEM)
     assert re.search(r"^mujoco .*llvmpipe.* as predicted", done.stdout, re.M)
     assert done.stderr == ""
@@ -202,11 +202,11 @@ def test_a_renderer_is_tried_and_what_fails_then_is_an_error() -> None:
     data = json.loads(done.stdout)
     assert [entry["name"] for entry in data["verified"]] == ["mujoco"]
     (finding,) = (finding for finding in data["findings"] if finding["variable"] == "mujoco")
-    assert finding["effect"].startswith("when it was tried, device='cuda:0' was asked for")
+    assert finding["effect"].startswith("the test with --verify failed: device='cuda:0' is not available")
     assert finding["fix"] == "rl-ext doctor --renderer mujoco"
 
 
-def test_ctrl_c_elsewhere_is_no_traceback(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_exits_with_130_and_prints_nothing(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -215,13 +215,13 @@ def test_ctrl_c_elsewhere_is_no_traceback(capsys: Out, monkeypatch: pytest.Monke
     assert read_stdout(capsys) == ""
 
 
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+def test_closed_pipe_prints_no_error() -> None:
     command = f"{sys.executable} -m rl_ext_core doctor | true"
     done = subprocess.run(["bash", "-c", command], env=environment(), capture_output=True, text=True, check=False)
     assert done.stderr == ""
 
 
-def test_a_terminal_without_these_characters_is_no_error(tmp_path: Path) -> None:
+def test_characters_that_the_terminal_lacks_are_escaped(tmp_path: Path) -> None:
     data = json.loads(run("doctor", "--json", status=OK_OR_PROBLEM).stdout)
     data["environ"]["MUJOCO_GL"] = "é¹"
     path = tmp_path / "report.json"
@@ -233,13 +233,13 @@ def test_a_terminal_without_these_characters_is_no_error(tmp_path: Path) -> None
     assert r"\xe9\xb9" in done.stdout
 
 
-def test_a_closed_output_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_stdout_is_not_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["plan", "--shape", "84,84,4", "--size", "1000"]) == 0
     sys.stdout.close()
 
 
-def test_an_output_without_room_is_told_in_one_sentence() -> None:
+def test_full_disk_is_reported_in_one_line() -> None:
     code = "import sys; from rl_ext_core.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "plan", "--shape", "84,84,4", "--size", "1000"]
     with open("/dev/full", "w") as full:

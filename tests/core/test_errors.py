@@ -1,4 +1,4 @@
-"""The project's exceptions are the builtins that callers expect."""
+"""The project's exceptions: base classes, and the command for a missing package."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ ROOT = Path(__file__).resolve().parents[2]
         (errors.OutOfMemoryError, MemoryError),
     ],
 )
-def test_each_error_is_the_projects_and_a_builtin(error: type[Exception], builtin: type[Exception]) -> None:
+def test_each_error_derives_from_a_builtin_and_can_be_pickled(error: type[Exception], builtin: type[Exception]) -> None:
     assert issubclass(error, errors.RlExtError)
     assert issubclass(error, builtin)
-    copy = pickle.loads(pickle.dumps(error("text")))  # errors travel from worker processes
+    copy = pickle.loads(pickle.dumps(error("text")))  # worker processes send errors by pickle
     assert type(copy) is error
     assert str(copy) == "text"
 
 
-def test_a_missing_dependency_names_the_package_and_the_line_that_installs_it() -> None:
+def test_missing_dependency_error_names_the_package_and_the_install_command() -> None:
     error = errors._missing_dependency_error("numba", "frames", 'The codec "patch"')
     assert "The codec \"patch\" needs the package 'numba'" in str(error)
     assert str(error).splitlines()[-1] == f"    {errors.install_line('frames')}"
     assert error.name == "numba"
 
 
-def test_the_line_that_installs_an_extra_is_the_readmes_and_is_written_in_one_place() -> None:
+def test_install_command_is_the_same_in_docs_and_errors() -> None:
     extras = re.search(r"\[project.optional-dependencies\]\n(.*?)\n\[", (ROOT / "pyproject.toml").read_text(), re.S)[1]  # type: ignore[index]
     known = set(re.findall(r"^([a-z0-9_-]+) = \[", extras, re.M))
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.ipynb")]
@@ -51,5 +51,5 @@ def test_the_line_that_installs_an_extra_is_the_readmes_and_is_written_in_one_pl
         for path in (ROOT / package).rglob("*.py"):
             text = path.read_text()
             assert "rl-ext[" not in text, path
-            for extra in re.findall(r"missing_dependency\([^,()]+, \"([^\"]+)\"", text):
+            for extra in re.findall(r"_missing_dependency_error\([^,()]+, \"([^\"]+)\"", text):
                 assert extra in known, path

@@ -1,4 +1,4 @@
-"""Handlers of signals wait for a call to end."""
+"""Signal handlers are deferred until a decorated call has finished."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Counter:
         return "done"
 
 
-def test_an_interrupted_call_is_done_or_not_begun() -> None:
+def test_interrupted_call_is_complete_or_not_started() -> None:
     counters = []
 
     def prepare() -> Callable[[], Any]:
@@ -52,7 +52,7 @@ def test_an_interrupted_call_is_done_or_not_begun() -> None:
     assert seen == {(0, 0), (1, 1)}
 
 
-def test_what_is_raised_in_a_call_comes_out_of_it() -> None:
+def test_exception_of_a_call_is_the_context_of_keyboard_interrupt() -> None:
     @defer_signals
     def fails() -> None:
         signal.raise_signal(signal.SIGINT)
@@ -65,7 +65,7 @@ def test_what_is_raised_in_a_call_comes_out_of_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGALRM", "SIGTERM", "SIGUSR1"])
-def test_handlers_of_other_signals_wait_as_well(name: str) -> None:
+def test_handlers_of_other_signals_are_deferred_too(name: str) -> None:
     number, counter, seen = getattr(signal, name), _Counter(), []
     before = signal.signal(number, lambda number, frame: seen.append((number, counter.second)))
     try:
@@ -75,7 +75,7 @@ def test_handlers_of_other_signals_wait_as_well(name: str) -> None:
     assert seen == [(number, 1)]
 
 
-def test_one_handler_that_raises_does_not_lose_the_other_signal() -> None:
+def test_second_signal_is_handled_if_the_first_handler_raises() -> None:
     def end(*_: object) -> None:
         raise SystemExit(3)
 
@@ -90,7 +90,7 @@ def test_one_handler_that_raises_does_not_lose_the_other_signal() -> None:
     assert isinstance(caught.value.__context__, KeyboardInterrupt)
 
 
-def test_a_handler_that_another_one_takes_away_is_not_called() -> None:
+def test_handler_that_another_handler_removes_is_not_called() -> None:
     seen = []
 
     def first(*_: object) -> None:
@@ -108,7 +108,7 @@ def test_a_handler_that_another_one_takes_away_is_not_called() -> None:
     assert seen == ["first"]
 
 
-def test_the_handler_that_was_set_last_is_called() -> None:
+def test_latest_handler_is_called_after_it_was_replaced() -> None:
     seen = []
     for name in "ab":
         signal.signal(signal.SIGALRM, lambda *_, name=name: seen.append(name))
@@ -116,7 +116,7 @@ def test_the_handler_that_was_set_last_is_called() -> None:
     assert seen == ["a", "b"]
 
 
-def test_long_work_may_be_given_up_at_places_of_its_choice() -> None:
+def test_long_call_ends_where_it_runs_pending_handlers() -> None:
     steps = []
 
     @defer_signals
@@ -133,7 +133,7 @@ def test_long_work_may_be_given_up_at_places_of_its_choice() -> None:
     assert steps == [0, 1, 2, 3, 4]
 
 
-def test_one_within_another_does_not_let_go() -> None:
+def test_handlers_stay_deferred_after_a_nested_call() -> None:
     inner, outer = _Counter(), _Counter()
 
     def during() -> None:
@@ -145,7 +145,7 @@ def test_one_within_another_does_not_let_go() -> None:
     assert (inner.second, outer.second) == (1, 1)
 
 
-def test_other_threads_are_as_they_were() -> None:
+def test_decorated_function_runs_in_other_threads() -> None:
     counter = _Counter()
     thread = threading.Thread(target=counter.both)
     thread.start()
@@ -153,8 +153,8 @@ def test_other_threads_are_as_they_were() -> None:
     assert counter.second == 1
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # there are threads: this is one
-def test_a_process_that_a_thread_has_forked_defers_as_well() -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python warns of a fork in a process with threads
+def test_process_forked_by_a_thread_defers_signals() -> None:
     codes = []
 
     def fork() -> None:

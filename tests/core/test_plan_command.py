@@ -1,4 +1,4 @@
-"""``rl-ext plan``: a table, JSON or a drawing, and what was typed wrong in one sentence."""
+"""``rl-ext plan``: tables, JSON and charts, and one line for wrong arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make():
 
 
 def fails():
-    raise RuntimeError("no licence")
+    raise RuntimeError("no license")
 
 
 def gives_a_class():
@@ -58,7 +58,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "my_planned_env"
 
 
-def test_estimates_are_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_are_printed_as_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "available_memory", lambda: 24_000_000_000)
     assert main(SHAPE) == 0
     text = capsys.readouterr().out
@@ -68,44 +68,40 @@ def test_estimates_are_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert "180 GB" in text
 
 
-def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_option_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHAPE, "--json", "--stack", "3", "--envs", "8"]) in (0, 1)
     found = json.loads(capsys.readouterr().out)
     assert (found["n_stack"], found["n_envs"], found["measured"]) == (3, 8, False)
     assert found["rows"][0]["name"] == "SB3 ReplayBuffer"
 
 
-def test_what_an_environment_prints_is_no_part_of_the_plan(capfd: pytest.CaptureFixture[str], module: str) -> None:
+def test_output_of_the_environment_goes_to_stderr(capfd: pytest.CaptureFixture[str], module: str) -> None:
     assert main(["plan", "--size", "1000", "--env", f"{module}:Loud", "--steps", "150", "--json"]) == 0
-    said = capfd.readouterr()
-    assert json.loads(said.out)["measured"]
-    assert "it starts" in said.err
-    assert "it says in C" in said.err
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["measured"]
+    assert "it starts" in printed.err
+    assert "it says in C" in printed.err
 
 
-def test_an_environment_that_fails_while_it_is_played_is_no_plan(
-    capsys: pytest.CaptureFixture[str], module: str
-) -> None:
+def test_environment_that_fails_in_a_step_exits_with_1(capsys: pytest.CaptureFixture[str], module: str) -> None:
     assert main(["plan", "--size", "1000", "--env", f"{module}:Quits"]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert f"--env '{module}:Quits' raised SystemExit: 0 while it was made or played" in said.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"--env '{module}:Quits' raised SystemExit: 0 while it was created or stepped" in printed.err
 
 
-def test_an_environment_that_cannot_be_made_is_no_fault_of_the_command(
-    capsys: pytest.CaptureFixture[str], module: str
-) -> None:
+def test_environment_that_cannot_be_created_exits_with_1(capsys: pytest.CaptureFixture[str], module: str) -> None:
     assert main(f"plan --size 10 --env {module}:fails".split()) == 1
-    assert f"'{module}:fails' raised RuntimeError: no licence" in capsys.readouterr().err
+    assert f"'{module}:fails' raised RuntimeError: no license" in capsys.readouterr().err
 
 
-def test_it_fails_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_exits_with_1_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHAPE, "--max-bytes", "1MB"]) == 1
     assert "max_bytes: 1 MB" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_figures_are_measured_on_an_id(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_are_measured_on_a_gymnasium_id(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--size", "1000", "--env", "CartPole-v1", "--steps", "150"]) == 0
     assert "1,000 transitions of 4 float32" in capsys.readouterr().out
     assert main(["plan", "--size", "1000", "--env", "ale_py:ALE/Pong-v5", "--steps", "150"]) == 0
@@ -115,36 +111,36 @@ def test_figures_are_measured_on_an_id(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("plan --size 10", "give --shape, for example --shape 100,100,9, or an environment with --env"),
-        ("plan --size 10 --env Nope-v0", "--env 'Nope-v0' cannot be made"),
-        ("plan --size 10 --env CartPole-v1 --dtype int8", "--dtype int8 is for --shape alone"),
-        ("plan --size 10 --shape 9,9 --seed 3", "--seed is for --env"),
-        ("plan --size 10 --shape 9,9 --dtype O", "dtype object are no images or numbers"),
+        ("plan --size 10", "pass --shape, for example --shape 100,100,9, or an environment with --env"),
+        ("plan --size 10 --env Nope-v0", "--env 'Nope-v0' cannot be created"),
+        ("plan --size 10 --env CartPole-v1 --dtype int8", "--dtype int8 cannot be used with --env"),
+        ("plan --size 10 --shape 9,9 --seed 3", "--seed needs --env"),
+        ("plan --size 10 --shape 9,9 --dtype O", "dtype=object is not numeric"),
         ("plan --size 10 --shape 9,9 --plot=", "--plot is empty"),
-        ("plan --size 10 --env {module}:gives_a_class", "which is none of gymnasium's"),
+        ("plan --size 10 --env {module}:gives_a_class", "env() returned <class 'my_planned_env.Loud'>, expected"),
         ("plan --size 10 --env {module}:str", "has no 'str'"),
-        ("plan --size 10 --env builtins:str", "gives '', which is none of gymnasium's"),
+        ("plan --size 10 --env builtins:str", "env() returned '', expected a gymnasium.Env"),
         ("plan --size 10 --shape 7,7 --env CartPole-v1", "neither observations of shape (7, 7) nor frames"),
-        ("plan --size 10 --shape 9,9 --max-bytes many", "'many' is no size"),
-        ("plan --size 10 --shape 9,9 --dtype pixels", "--dtype 'pixels' is no dtype of NumPy"),
+        ("plan --size 10 --shape 9,9 --max-bytes many", "'many' is not a size"),
+        ("plan --size 10 --shape 9,9 --dtype pixels", "--dtype 'pixels' is not a NumPy dtype"),
         ("plan --size 10 --shape 9,9 --plot nowhere/memory.png", "cannot be written"),
         ("plan --size 10 --shape 9,9 --plot memory.pixels", "cannot be written"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(
+def test_invalid_arguments_exit_with_2_and_an_error_text(
     capsys: pytest.CaptureFixture[str], module: str, line: str, text: str
 ) -> None:
     assert main(line.format(module=module).split()) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert text in said.err
-    assert said.err.startswith("rl-ext plan: ")
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert text in printed.err
+    assert printed.err.startswith("rl-ext plan: ")
 
 
 @pytest.mark.parametrize(
     "line", ["plan", "plan --size many", "plan --size 0", "plan --size 10 --shape 9,x", "plan --size 10 --seed -1"]
 )
-def test_wrong_usage_ends_with_status_2(capsys: pytest.CaptureFixture[str], line: str) -> None:
+def test_wrong_usage_exits_with_2_and_refers_to_help(capsys: pytest.CaptureFixture[str], line: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main(line.split())
     assert ended.value.code == 2

@@ -1,4 +1,4 @@
-"""Cores and memory, read from trees of files like the kernel's."""
+"""Detection of CPU cores and memory, from fake files of ``/proc`` and control groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KIB = 1024
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
-    """Write a machine's files."""
+    """Return a function that writes fake files of a machine with eight cores."""
     monkeypatch.setattr(resources, "_ROOT", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
 
@@ -34,11 +34,11 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
     return write
 
 
-def test_the_affinity_counts(tree: Tree) -> None:
+def test_cores_are_those_of_the_affinity(tree: Tree) -> None:
     assert usable_cores() == 8
 
 
-def test_where_there_is_no_affinity_all_cores_count(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_cores_count_on_systems_without_affinity(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     assert usable_cores() == 6
@@ -58,30 +58,30 @@ def test_where_there_is_no_affinity_all_cores_count(tree: Tree, monkeypatch: pyt
         ("nonsense", 8),
     ],
 )
-def test_the_quota_of_the_group_counts(tree: Tree, quota: str, cores: int) -> None:
+def test_quota_of_the_control_group_limits_cores(tree: Tree, quota: str, cores: int) -> None:
     tree({**V2, "sys/fs/cgroup/job/step/cpu.max": f"{quota}\n"})
     assert usable_cores() == cores
 
 
 @pytest.mark.parametrize("place", ["cpu.max", "job/cpu.max", "job/step/cpu.max"])
-def test_quotas_of_outer_groups_count_too(tree: Tree, place: str) -> None:
+def test_quotas_of_outer_control_groups_limit_cores(tree: Tree, place: str) -> None:
     tree({**V2, "sys/fs/cgroup/job/step/cpu.max": "max 100000\n", f"sys/fs/cgroup/{place}": "300000 100000\n"})
     assert usable_cores() == 3
 
 
-def test_groups_of_others_do_not_count(tree: Tree) -> None:
+def test_other_control_groups_do_not_limit_cores(tree: Tree) -> None:
     tree({**V2, "sys/fs/cgroup/other/cpu.max": "100000 100000\n", "sys/fs/cgroup/job/step/a/cpu.max": "1 1\n"})
     assert usable_cores() == 8
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("-1", 8), ("200000", 2)])
-def test_quotas_of_version_1_count(tree: Tree, quota: str, cores: int) -> None:
+def test_quotas_of_control_groups_version_1_limit_cores(tree: Tree, quota: str, cores: int) -> None:
     folder = "sys/fs/cgroup/cpu/job"
     tree({**V1, f"{folder}/cpu.cfs_quota_us": f"{quota}\n", f"{folder}/cpu.cfs_period_us": "100000\n"})
     assert usable_cores() == cores
 
 
-def test_what_the_machine_has_counts(tree: Tree) -> None:
+def test_available_memory_is_read_from_meminfo(tree: Tree) -> None:
     assert available_memory() is None
     tree(MACHINE)
     assert available_memory() == 8000 * KIB
@@ -97,7 +97,7 @@ def test_what_the_machine_has_counts(tree: Tree) -> None:
         (str(90_000 * KIB), 1000 * KIB, 0, 8000 * KIB),
     ],
 )
-def test_the_limit_of_the_group_counts_without_its_page_cache(
+def test_memory_limit_of_the_control_group_excludes_page_cache(
     tree: Tree, limit: str, used: int, cached: int, available: int
 ) -> None:
     folder = "sys/fs/cgroup/job"
@@ -107,12 +107,12 @@ def test_the_limit_of_the_group_counts_without_its_page_cache(
     assert available_memory() == available
 
 
-def test_a_limit_is_known_where_the_machine_does_not_say(tree: Tree) -> None:
+def test_memory_limit_is_used_without_meminfo(tree: Tree) -> None:
     tree({**V2, "sys/fs/cgroup/memory.max": "5000\n", "sys/fs/cgroup/memory.current": "2000\n"})
     assert available_memory() == 3000
 
 
-def test_limits_of_version_1_count(tree: Tree) -> None:
+def test_memory_limits_of_control_groups_version_1(tree: Tree) -> None:
     folder = "sys/fs/cgroup/memory/job"
     tree(MACHINE | V1 | {f"{folder}/memory.limit_in_bytes": "9223372036854771712\n"})
     tree({f"{folder}/memory.usage_in_bytes": "1000\n", f"{folder}/memory.stat": "inactive_file 1\n"})
@@ -123,7 +123,7 @@ def test_limits_of_version_1_count(tree: Tree) -> None:
     assert available_memory() == 4500
 
 
-def test_private_memory_is_what_ends_with_the_process(tree: Tree) -> None:
+def test_private_memory_is_the_sum_of_clean_and_dirty_pages(tree: Tree) -> None:
     assert private_memory() is None
     lines = "Rss: 900 kB\nShared_Clean: 500 kB\nPrivate_Clean: 30 kB\nPrivate_Dirty: 12 kB\nSwap: 7 kB\n"
     tree({"proc/self/smaps_rollup": lines, "proc/77/smaps_rollup": lines.replace("12", "20")})
@@ -132,8 +132,8 @@ def test_private_memory_is_what_ends_with_the_process(tree: Tree) -> None:
     assert private_memory(78) is None
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the kernel does not say")
-def test_this_machine_says_what_it_has() -> None:
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the kernel does not report it")
+def test_resources_of_this_machine_are_plausible() -> None:
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
     available, private = available_memory(), private_memory()
     assert available is not None

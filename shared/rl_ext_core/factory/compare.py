@@ -32,7 +32,7 @@ from rl_ext_core import _pickle, processes, resources
 from rl_ext_core.factory import simulators, streams, walk
 from rl_ext_core.factory.drivers import Driver, driver_for
 from rl_ext_core.factory.walk import Fingerprint, fingerprint
-from rl_ext_core.processes.families import kill_descendants
+from rl_ext_core.processes.process_groups import kill_descendants
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

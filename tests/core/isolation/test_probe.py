@@ -40,8 +40,8 @@ from tests.core.isolation.variants import (
     UNKNOWN,
     VARIANTS,
 )
+from tests.cpu_load import busy_cpus
 from tests.launch_modes import run_program
-from tests.load import busy_cpus
 
 
 @pytest.mark.sample(ci=4)

@@ -1,4 +1,4 @@
-"""What a command line names as an environment: something that a module has, or an id. All commands read it alike."""
+"""Lookup of environments by name: functions and classes of modules, gymnasium ids."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 
 from rl_ext_core.errors import InvalidArgumentError
 
-SOURCE_FORMS = "module:function, module:Class.method, or an id of gymnasium, which may be module:id"
+SOURCE_FORMS = "module:function, module:Class.method, or a gymnasium id, which may be module:id"
 
 
 def load_source(text: str) -> Any:
-    """Find what builds the environment that a text names.
+    """Find the object that builds the environment of a name.
 
-    Modules are looked for in the working directory too, as ``python -m`` does, and stay there to be found: what builds
-    an environment may import its neighbours later.
+    The working directory is added to ``sys.path``, as ``python -m`` does. It stays there, because the environment may
+    import modules next to its own later.
 
-    :return: an id of gymnasium, whose module was imported where it names one; or what the module has under that name
-    :raises InvalidArgumentError: the module cannot be imported, or has no such thing
+    :param text: ``module:function``, ``module:Class.method``, or a gymnasium id, which may be ``module:id``
+    :return: A gymnasium id, whose module was imported if it names one, or the object of that name in the module
+    :raises InvalidArgumentError: If the module cannot be imported, or has no such object
     """
     module, colon, name = text.partition(":")
     if not colon:
@@ -29,11 +30,11 @@ def load_source(text: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         imported = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # importing runs what the module's author wrote
+    except (Exception, SystemExit) as error:  # the module's code can raise any exception
         raise InvalidArgumentError(
             f"{text!r}: {module!r} cannot be imported ({type(error).__name__}: {error}). Expected {SOURCE_FORMS}"
         ) from error
-    # An id may begin with the module that registers it, and ends in a version.
+    # The name of an id, such as ALE/Pong-v5, is not a dotted identifier.
     if not all(part.isidentifier() for part in name.split(".")):
         return name
     try:
@@ -43,5 +44,5 @@ def load_source(text: str) -> Any:
             f"{text!r}: {module!r} has no {name!r} ({error}). Expected {SOURCE_FORMS}"
         ) from error
     if not (callable(found) or hasattr(found, "observation_space")):
-        raise InvalidArgumentError(f"{text!r} is {found!r}, which builds no environment. Expected {SOURCE_FORMS}")
+        raise InvalidArgumentError(f"{text!r} is {found!r}, which cannot build an environment. Expected {SOURCE_FORMS}")
     return found

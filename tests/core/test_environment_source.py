@@ -1,4 +1,4 @@
-"""Every command reads the name of an environment in the same way."""
+"""Names of environments on the command line, which all commands read in the same way."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Pixels(gymnasium.Env):
         return self._seen(), 0.0, self._at > 20, False, {}
 
     def _seen(self):
-        import my_neighbour
+        import my_module_nearby
 
         seen = np.zeros((12, 12), np.uint8)
-        seen[self._at % 12] = my_neighbour.COLOUR
+        seen[self._at % 12] = my_module_nearby.COLOR
         return seen
 
     @classmethod
@@ -56,13 +56,13 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     name = "my_named_sources"
     (tmp_path / f"{name}.py").write_text(MODULE)
-    (tmp_path / "my_neighbour.py").write_text("COLOUR = 9\n")
+    (tmp_path / "my_module_nearby.py").write_text("COLOR = 9\n")
     return name
 
 
 @pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize("name", ["Pixels", "Pixels.make", "Suite.Inner.build", "MyPixels-v0"])
-def test_plan_and_probe_take_the_same_names(
+def test_commands_accept_the_same_environment_names(
     capsys: pytest.CaptureFixture[str], module: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["plan", "--size", "1000", "--env", f"{module}:{name}", "--steps", "150", "--json"]) == 0
@@ -77,17 +77,17 @@ def test_plan_and_probe_take_the_same_names(
         ("nowhere:make", "'nowhere:make': 'nowhere' cannot be imported (ModuleNotFoundError: "),
         ("{}:nothing", "'my_named_sources' has no 'nothing'"),
         ("{}:Pixels.nothing", "'my_named_sources' has no 'Pixels.nothing'"),
-        ("{}:number", "is 3, which builds no environment"),
-        ("os:sep", "is '/', which builds no environment"),
+        ("{}:number", "is 3, which cannot build an environment"),
+        ("os:sep", "is '/', which cannot build an environment"),
     ],
 )
 @pytest.mark.parametrize("command", [["plan", "--size", "9", "--env"], ["probe"]], ids=["plan", "probe"])
-def test_and_refuse_the_same_ones(
+def test_commands_reject_invalid_environment_names(
     capsys: pytest.CaptureFixture[str], module: str, command: list[str], name: str, text: str
 ) -> None:
     assert main([*command, name.format(module)]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert text in said.err
-    assert "Expected module:function, module:Class.method, or an id of gymnasium" in said.err
-    assert said.err.count("\n") == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert text in printed.err
+    assert "Expected module:function, module:Class.method, or a gymnasium id" in printed.err
+    assert printed.err.count("\n") == 1
