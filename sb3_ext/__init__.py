@@ -1,4 +1,4 @@
-"""Extensions of Stable Baselines3. They are named after what they extend and take the same arguments.
+"""Extensions of Stable Baselines3, with its names and arguments.
 
 Buffers for sb3-contrib's algorithms are in :mod:`sb3_ext.contrib`.
 """
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # Stable Baselines3 has n-step returns from version 2.7 on; all else here works with earlier ones.
+    # Stable Baselines3 has n-step returns since version 2.7; the rest of this package supports earlier versions.
     if name != "CompressedNStepReplayBuffer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not hasattr(buffers, name):
@@ -55,8 +55,8 @@ def __getattr__(name: str) -> Any:
         from rl_ext_core.errors import MissingDependencyError
 
         raise MissingDependencyError(
-            f"{name} needs Stable Baselines3 2.7 or later, which has n-step returns; installed is "
-            f'{stable_baselines3.__version__}. Install it with:\n    pip install "stable-baselines3>=2.7"'
+            f"{name} needs Stable Baselines3 2.7 or later, but {stable_baselines3.__version__} is installed. "
+            'Install it with:\n    pip install "stable-baselines3>=2.7"'
         )
     return buffers.CompressedNStepReplayBuffer
 

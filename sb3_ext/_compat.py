@@ -1,4 +1,4 @@
-"""The private names of gymnasium that this package uses, looked for when it is imported, and what is done without."""
+"""Private names of gymnasium that this package uses, and what it does without them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["call_in_workers"]
 
 
 def _constants_of(code: Any) -> set[Any]:
-    """Return the constants of a function, and what they hold."""
+    """Return the constants in a code object, and the items of tuples among them."""
     parts = [constant if isinstance(constant, tuple) else (constant,) for constant in code.co_consts]
     return {name for part in parts for name in part}
 
 
-# To talk to some of the workers, which AsyncVectorEnv itself does with all of them or none.
+# AsyncVectorEnv calls all workers or none. These private names call some of them.
 _worker = getattr(async_vector_env, "_async_worker", None)
 _CAN_CALL_SOME = (
     hasattr(AsyncVectorEnv, "_raise_if_errors") and _worker is not None and "_call" in _constants_of(_worker.__code__)
@@ -27,9 +27,9 @@ _CAN_CALL_SOME = (
 
 
 def call_in_workers(env: AsyncVectorEnv, indices: Sequence[int], name: str, *args: Any, **kwargs: Any) -> list[Any]:
-    """Call a method of some sub-environments, or get an attribute that is none.
+    """Call a method of some sub-environments, or get an attribute.
 
-    :raises InvalidArgumentError: of some, where gymnasium has changed; of all, it is gymnasium's public ``call``
+    :raises InvalidArgumentError: If only some are called, and gymnasium lacks the private names.
     """
     if sorted(indices) == list(range(env.num_envs)):
         results = env.call(name, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Step the environments of :class:`GymVecEnv`: one by one, or in batches through the core's stepper."""
+"""Steppers of :class:`GymVecEnv`: one for single sub-environments, and one for batches."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.vector.arrays import framework_of, keep_freed_memory, take_rows, to_framework, to_numpy
 from rl_ext_core.vector.autoreset import accepts_parameter
 from rl_ext_core.vector.environments import copy_output, store_reward
-from rl_ext_core.vector.stepper import Stepper, infos_to_dict, is_mask, is_per_env, drop_final_keys
+from rl_ext_core.vector.stepper import Stepper, drop_final_keys, infos_to_dict, is_mask, is_per_env
 
 __all__ = ["BatchStepper", "EndedEpisode", "ObservationLayout", "SubEnvStepper"]
 
 Array = np.ndarray[Any, Any]
 
-# Of an episode that has ended: index of its sub-environment, info, last observation, whether it was only truncated,
-# and the info of the reset.
+# An episode that has ended: index of its sub-environment, info, last observation, whether it was only truncated, and
+# info of the reset.
 EndedEpisode = tuple[int, dict[str, Any], Any, bool, dict[str, Any]]
-# Observations, rewards, dones, infos of episodes that continue, and those that have ended.
+# Observations, rewards, dones, infos of episodes that continue, and ended episodes.
 StepResult = tuple[Any, Array, Array, list[Any], list[EndedEpisode]]
 
 
 class ObservationLayout:
-    """Arrays that an observation consists of: one, or those of a Dict or Tuple, as in ``DummyVecEnv``.
+    """Arrays of an observation: one, or those of a Dict or Tuple, as in ``DummyVecEnv``.
 
-    :param space: of an observation, or of the part that is returned
-    :param key: of that part
+    :param space: space of an observation, or of the part that is returned
+    :param key: key of that part in the observation; None: the whole observation
     :raises InvalidArgumentError: If a part is not an array of fixed shape.
     """
 
@@ -45,9 +45,9 @@ class ObservationLayout:
         for part in parts.values():
             if part.shape is None or part.dtype is None:
                 raise InvalidArgumentError(
-                    f"observations hold {part}, which is not an array of fixed shape. Stable Baselines3 takes a Dict "
-                    "or Tuple of Box, Discrete, MultiDiscrete and MultiBinary; name a part with observation_key=..., "
-                    "or flatten it: gymnasium.wrappers.vector.FlattenObservation"
+                    f"observations contain {part}, which is not an array of fixed shape. Stable Baselines3 takes a "
+                    "Dict or Tuple of Box, Discrete, MultiDiscrete and MultiBinary. Select a part with "
+                    "observation_key=..., or flatten it: gymnasium.wrappers.vector.FlattenObservation"
                 )
         self._space, self._key, self._keys = space, key, list(parts)
         self.is_single = not isinstance(space, spaces.Dict | spaces.Tuple)
@@ -92,7 +92,7 @@ class SubEnvStepper:
             observation, reward, terminated, truncated, info = env.step(action)
             store_reward(rewards, index, reward)
             if terminated or truncated:
-                # Copied before the reset, which may write into both.
+                # Copy before the reset, which may write into both.
                 own, last = copy_output(info), copy_output(observation)
                 observation, reset_info = env.reset()
                 dones[index] = True
@@ -102,7 +102,7 @@ class SubEnvStepper:
             elif info:
                 running.omitted_keys.update(info)
             if is_single:
-                first[index] = observation  # a call would take as long
+                first[index] = observation  # without a call, which would take as long
             else:
                 self._write_observation(leaves, index, observation)
         return self.layout.build_observation(leaves), rewards, dones, infos, ended
@@ -122,10 +122,10 @@ class SubEnvStepper:
 
 @dataclass
 class BatchStepper:
-    """Steps a vectorized environment in its own arrays, and converts what the stepper returns to NumPy.
+    """Steps a vectorized environment in batches, and converts the results to NumPy arrays.
 
-    :ivar framework: of the environment's arrays; None: as its first observation shows
-    :ivar device: where actions go, if they are tensors
+    :ivar framework: framework of the environment's arrays; None: detected from the first observation
+    :ivar device: device of the actions, if they are tensors
     :ivar all_infos: whether to return infos of environments whose episodes continue
     :ivar copy: whether the environment may write into observations that it returned
     """
@@ -175,10 +175,13 @@ class BatchStepper:
         return self.layout.build_observation(leaves), rewards, dones, infos, ended
 
     def _finish_episodes(self, leaves: list[Array], dones: Array, rows: Array, info: Any) -> Any:
-        """Return infos, last observations and infos of resets of those ended; put the observations after resets in."""
+        """Return infos, last observations and reset infos of ended episodes.
+
+        Writes the observations of the resets into ``leaves``.
+        """
         final = self.stepper.final_observation(rows, info)
         last, reset_info = self.stepper.infos(info)
-        own = self._infos_of_rows(last, rows)  # before the reset, which may write into it
+        own = self._infos_of_rows(last, rows)  # before the reset, which may write into the info
         if final is not None:
             lasts = self._check_and_cast(_to_cpu_arrays(self.layout.parts(final)), len(rows), copy=False)
         else:
@@ -196,15 +199,15 @@ class BatchStepper:
     def reset(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> tuple[Any, list[Any]]:
         if any(option != options[0] for option in options):
             raise InvalidArgumentError(
-                f"the options differ between environments, and {self._env_name} resets all of them with the same. Write "
-                "set_options({...}) with one dict"
+                f"the options differ between environments, but {self._env_name} resets all of them with the same. "
+                "Write set_options({...}) with one dict"
             )
         given: dict[str, Any] = {"options": dict(options[0])} if options[0] else {}
         if seeds[0] is not None and accepts_parameter(self.stepper.env.reset, "seed"):
-            given["seed"] = int(seeds[0])  # environments number on from it, as ``VecEnv.seed`` does
+            given["seed"] = int(seeds[0])  # the environments add their index, as VecEnv.seed does
         elif seeds[0] is not None:
             warnings.warn(
-                f"{self._env_name}.reset takes no seed: the seed is not used. Give it where the environment is made",
+                f"{self._env_name}.reset takes no seed: the seed is not used. Pass it when you create the environment",
                 stacklevel=3,
             )
         observation, info = self.stepper.reset(**given)
@@ -224,12 +227,13 @@ class BatchStepper:
         )
 
     def _check_and_cast(self, leaves: list[Array], count: int, copy: bool = False) -> list[Array]:
-        """Check shapes, and cast to the dtypes of the space; arrays that cannot be written to are copied."""
+        """Check shapes, and cast to the dtypes of the space. Read-only arrays are copied."""
         found = []
         for leaf, (shape, dtype) in zip(leaves, self.layout.shapes_and_dtypes, strict=True):
             if leaf.shape != (count, *shape):
                 raise EnvironmentOutputError(
-                    f"{self._env_name} returned observations of shape {leaf.shape}; its space promises {(count, *shape)}"
+                    f"{self._env_name} returned observations of shape {leaf.shape}, expected {(count, *shape)}, as in "
+                    "its observation space"
                 )
             found.append(leaf.astype(dtype, order="C", copy=copy or not leaf.flags.writeable))
         return found
@@ -242,7 +246,7 @@ class BatchStepper:
         return values.reshape(self._num_envs)
 
     def _to_dict_info(self, info: Any) -> dict[str, Any]:
-        """Return an info as a dict of arrays and their masks, from that or a list with a dict for each environment."""
+        """Return an info as a dict of arrays and masks; a list of dicts is converted."""
         if isinstance(info, dict):
             return info
         each = list(info) if is_per_env(info) or isinstance(info, tuple) else None
@@ -250,16 +254,16 @@ class BatchStepper:
             return infos_to_dict(each)  # type: ignore[no-any-return]
         found = f"a value of type {type(info).__name__}" if each is None else f"a list of {len(each)} infos"
         raise EnvironmentOutputError(
-            f"{self._env_name} returned {found} as the info of {self._num_envs} environments; expected a dict of arrays, or a "
-            "list with a dict for each environment"
+            f"{self._env_name} returned {found} as the info of {self._num_envs} environments; expected a dict of "
+            "arrays, or a list with a dict for each environment"
         )
 
     def _infos_of_rows(self, info: dict[str, Any] | None, rows: Array) -> list[dict[str, Any]]:
-        """Return copies of the infos of some environments. Tensors cross to the CPU together."""
+        """Return copies of the infos of some environments; tensors are copied to the CPU at once."""
         found: list[dict[str, Any]] = [{} for _ in range(len(rows))]
         if info and found:
             tensor_locations: list[tuple[dict[str, Any], str]] = []
-            columns = _select_rows(info, rows, self._num_envs, tensor_locations, broadcast=self.device is None)
+            columns = _select_info_rows(info, rows, self._num_envs, tensor_locations, broadcast=self.device is None)
             for (part, key), array in zip(
                 tensor_locations, _to_cpu_arrays([part[key] for part, key in tensor_locations]), strict=True
             ):
@@ -271,16 +275,18 @@ class BatchStepper:
 # -- infos
 
 
-def _select_rows(info: Any, rows: Array, count: int, tensor_locations: list[Any], *, broadcast: bool) -> dict[str, Any]:
+def _select_info_rows(
+    info: Any, rows: Array, count: int, tensor_locations: list[Any], *, broadcast: bool
+) -> dict[str, Any]:
     """Return some rows of all values and masks in an info.
 
-    :param tensor_locations: gets the dict and the key of every tensor
-    :param broadcast: whether values without a row for each environment are repeated
+    :param tensor_locations: list to append the dict and the key of every tensor to
+    :param broadcast: whether values without a row for each environment are repeated; else they are left out
     """
     columns: dict[str, Any] = {}
     for key, value in info.items():
         if isinstance(value, dict):
-            columns[key] = _select_rows(value, rows, count, tensor_locations, broadcast=broadcast)
+            columns[key] = _select_info_rows(value, rows, count, tensor_locations, broadcast=broadcast)
         elif getattr(value, "shape", ())[:1] == (count,):
             columns[key] = take_rows(value, rows)
             if isinstance(value, torch.Tensor):
@@ -293,7 +299,7 @@ def _select_rows(info: Any, rows: Array, count: int, tensor_locations: list[Any]
 
 
 def _fill_infos(infos: list[dict[str, Any]], columns: dict[str, Any]) -> None:
-    """Write the values of each row into its info, unless a mask leaves it out."""
+    """Write the values of each row into its info, except where a mask is False."""
     for key, column in columns.items():
         if is_mask(columns, key, len(infos)):
             continue
@@ -308,12 +314,12 @@ def _fill_infos(infos: list[dict[str, Any]], columns: dict[str, Any]) -> None:
 
 
 class RunningInfo(dict[str, Any]):
-    """The info of all environments whose episodes continue, which cannot be written to.
+    """Read-only info that all environments share whose episodes continue.
 
-    :ivar omitted_keys: keys that environments have returned and that are not in it; asking for one of them raises
+    :ivar omitted_keys: keys that environments returned and that this info lacks; reading one raises KeyError
     """
 
-    # SB3 asks for these in every step.
+    # SB3 reads these in every step.
     _KEYS_READ_BY_SB3 = frozenset({"episode", "is_success", "terminal_observation", "TimeLimit.truncated"})
 
     def __init__(self) -> None:
@@ -321,9 +327,9 @@ class RunningInfo(dict[str, Any]):
         self.omitted_keys: set[str] = set()
 
     def record_omitted(self, info: dict[str, Any], running: Array) -> None:
-        """Record which keys of an info belong to environments whose episodes continue.
+        """Record the keys of an info that environments with continuing episodes returned.
 
-        :param running: (n,) booleans
+        :param running: whether each episode continues, (n,) bool
         """
         for key in info.keys() - self.omitted_keys:
             mask = f"_{key}"
@@ -332,7 +338,7 @@ class RunningInfo(dict[str, Any]):
 
     def _raise_read_only(self, *_: Any, **__: Any) -> Any:
         raise InvalidTypeError(
-            "this info belongs to all environments whose episodes continue and cannot be changed. Change a copy of it, "
+            "this info is shared by all environments whose episodes continue, and cannot be changed. Change a copy, "
             'info.copy(), or write GymVecEnv(..., infos="all")'
         )
 
@@ -341,14 +347,14 @@ class RunningInfo(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(
-            f"{key!r}: infos are built for environments whose episodes have ended. For all of them write "
+            f"{key!r}: infos are built only for environments whose episodes have ended. For all infos write "
             'GymVecEnv(..., infos="all")'
         )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value.
+        """Return the value of a key, or the default.
 
-        :raises KeyError: If an environment has returned this key: the default would be wrong.
+        :raises KeyError: If an environment returned this key, because the default would be wrong.
         """
         if key in self.omitted_keys and key not in self._KEYS_READ_BY_SB3:
             self.__missing__(key)
@@ -357,7 +363,7 @@ class RunningInfo(dict[str, Any]):
     def __contains__(self, key: object) -> bool:
         return super().__contains__(key) or self.get(str(key)) is not None
 
-    def __reduce__(self) -> Any:  # of copies and pickles
+    def __reduce__(self) -> Any:  # copies and pickles are plain dicts
         return dict, (dict(self),)
 
 
@@ -365,7 +371,7 @@ class RunningInfo(dict[str, Any]):
 
 
 def _to_cpu_arrays(parts: list[Any]) -> list[Array]:
-    """Turn tensors into arrays: those on other devices in one copy, those here without one."""
+    """Convert tensors to arrays, with one copy for all that are not on the CPU."""
     remote = [index for index, part in enumerate(parts) if isinstance(part, torch.Tensor) and not part.is_cpu]
     found = list(parts)
     if len(remote) > 1:
@@ -376,7 +382,7 @@ def _to_cpu_arrays(parts: list[Any]) -> list[Array]:
 
 def _copy_in_one_block(tensors: list[torch.Tensor]) -> list[Array]:
     """Copy tensors of one device into one block on the CPU, and return arrays in it."""
-    # The widest first: each then begins at a multiple of its size.
+    # Sort by decreasing item size, so that each array is aligned to its items.
     order = sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())
     flat = [tensors[index].detach().contiguous().view(-1).view(torch.uint8) for index in order]
     found: list[Any] = [None] * len(tensors)

@@ -1,6 +1,7 @@
 """
-Stable Baselines3's buffers, of images in a fraction of the memory. They stand in for the classes of
-:mod:`stable_baselines3.common.buffers`, in the order of that module.
+Drop-in replacements for Stable Baselines3's buffers that store images compressed.
+
+They replace the classes of :mod:`stable_baselines3.common.buffers`, in the order of that module.
 """
 
 from __future__ import annotations
@@ -36,21 +37,22 @@ from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.devices import resolve
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames.checkpoint import checksum, reduce_with_lock, as_corrupt_pickle
+from rl_ext_core.frames.checkpoint import as_corrupt_pickle, checksum, reduce_with_lock
 from rl_ext_core.frames.planning import MemoryWatch
 from rl_ext_core.vector.environments import check_count
 from sb3_ext.observation_view import ObservationView
 from sb3_ext.observations import STORE_OPTIONS, Observations
 
 FORMAT_VERSION = 1
-_SMALL_NBYTES = 4096  # bytes
+# Smaller arrays are always copied: checking whether one was decoded takes as long.
+_SMALL_NBYTES = 4096
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Buffer = TypeVar("_Buffer", bound="CompressedReplayBuffer")
 _logger = logging.getLogger("sb3_ext")
 
 
 def atomic(method: _Method) -> _Method:
-    """Have Ctrl-C, and a thread that saves the buffer, wait for the end of a method that changes it."""
+    """Make a method atomic: defer Ctrl-C and block threads that save the buffer until it returns."""
 
     @defer_signals
     @functools.wraps(method)
@@ -62,7 +64,7 @@ def atomic(method: _Method) -> _Method:
 
 
 def atomic_start(method: _Method) -> _Method:
-    """Do the same for a generator, which reorders a buffer's arrays before it gives the first of its items."""
+    """Make a generator atomic up to its first item, before which it reorders the arrays."""
 
     @functools.wraps(method)
     def call(self: CompressedBuffer, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -74,7 +76,7 @@ def atomic_start(method: _Method) -> _Method:
 
 
 def without_copy(method: _Method) -> _Method:
-    """Have a method of upstream's not copy what it decodes, which nobody else holds."""
+    """Let an SB3 method skip the copy in ``to_torch`` of arrays that were decoded for this call."""
 
     @functools.wraps(method)
     def call(self: CompressedBuffer, *args: Any, **kwargs: Any) -> Any:
@@ -88,10 +90,10 @@ def without_copy(method: _Method) -> _Method:
 
 
 class CompressedBuffer(BaseBuffer):
-    """What replay buffers and rollout buffers have in common: the observations that they are made of."""
+    """Base of replay and rollout buffers: their observations, and properties of these."""
 
     _observations: Observations
-    _OTHER_CLASS_HINT: str  # what to write for an observation space of the other kind
+    _OTHER_CLASS_HINT: str  # advice for an observation space of the other kind
     _may_skip_copy = False
 
     def _create_observations(self, space: spaces.Space[Any], buffer_shape: tuple[int, int], **options: Any) -> None:
@@ -99,27 +101,27 @@ class CompressedBuffer(BaseBuffer):
         if isinstance(space, spaces.Dict) != takes_dict:
             given = f"a Dict of {list(space.spaces)}" if isinstance(space, spaces.Dict) else space
             expected = "a Dict" if takes_dict else "one image or vector"
-            raise InvalidTypeError(f"observation_space is {given}, expected {expected}; {self._OTHER_CLASS_HINT}")
+            raise InvalidTypeError(f"observation_space is {given}, expected {expected}. {self._OTHER_CLASS_HINT}")
         self._observations = Observations(space, buffer_shape, **{**options, **self.__dict__.pop("_store_options", {})})
 
     @property
     def codec(self) -> Any:
-        """Name of the codec in use; with ``codec="auto"``, what was chosen so far. By key for a ``Dict``."""
+        """Codec in use, as set or as chosen so far. A dict by key for a ``Dict``."""
         return self._observations.map_parts(lambda part: part.store.codec)
 
     @property
     def block_length(self) -> Any:
-        """Number of frames in a block; with ``block_length=None``, what was chosen so far. By key for a ``Dict``."""
+        """Frames per block, as set or as chosen so far. A dict by key for a ``Dict``."""
         return self._observations.map_parts(lambda part: part.store.block_length)
 
     @property
     def n_stack(self) -> Any:
-        """Number of frames in an observation, as far as is known. By key for a ``Dict``."""
+        """Frames per observation, as set or as detected so far. A dict by key for a ``Dict``."""
         return self._observations.map_parts(lambda part: part.store.layout.n_stack)
 
     @property
     def num_threads(self) -> int | None:
-        """Threads that decode large batches, or None for as many as ``torch.get_num_threads()``."""
+        """Number of threads that decode large batches; None for ``torch.get_num_threads()``."""
         return self._observations.num_threads
 
     @num_threads.setter
@@ -128,29 +130,28 @@ class CompressedBuffer(BaseBuffer):
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes that all that was added takes: frames, index, actions, rewards and so on."""
+        """Size of all stored transitions in bytes: frames, index, actions, rewards and flags."""
         return self._observations.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory: what was added, and the arrays that batches are decoded into."""
+        """Size in bytes of all stored transitions and of the arrays that batches are decoded into."""
         return self.stored_nbytes + self._observations.recycled_nbytes
 
     def to_torch(self, array: np.ndarray, copy: bool = True) -> th.Tensor:
         """
         Convert an array to a tensor.
 
-        :param array: The array
-        :param copy: Whether to copy it
-        :return: The tensor, on the device of the buffer
+        :param array: Array to convert
+        :param copy: Whether to copy it, default True. Batches skip the copy of arrays that were decoded for them
+        :return: Tensor on the device of the buffer
         """
-        # To find out whether a small one was decoded takes as long as copying it.
         skip_copy = self._may_skip_copy and array.nbytes > _SMALL_NBYTES and self._observations.is_decoded_batch(array)
         return super().to_torch(array, copy and not skip_copy)
 
 
 class StoreOptionsMixin(CompressedBuffer):
-    """Keeps the options of a store for one of our constructors, past one of upstream's that does not know them."""
+    """Mixin that removes store options from the arguments of an SB3 constructor."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._store_options = {name: kwargs.pop(name) for name in STORE_OPTIONS if name in kwargs}
@@ -159,38 +160,40 @@ class StoreOptionsMixin(CompressedBuffer):
 
 class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
     """
-    Replay buffer that stores every single frame once and compressed. For the same seed it returns the same bits in the
-    same order as :class:`stable_baselines3.common.buffers.ReplayBuffer` does.
+    Replay buffer that stores each frame once and compressed.
 
-    Terminal observations are kept, so ``optimize_memory_usage`` and ``handle_timeout_termination`` may both be set
-    (Stable Baselines3 refuses that, see its issue #934); the first one changes nothing here.
+    With the same seed, its samples are bit-identical to those of
+    :class:`stable_baselines3.common.buffers.ReplayBuffer`.
 
-    :param buffer_size: Max number of transitions, over all environments
+    Terminal observations are stored, so ``optimize_memory_usage`` and ``handle_timeout_termination`` may both be set.
+    Stable Baselines3 refuses that, see its issue #934.
+
+    :param buffer_size: Maximum number of transitions, over all environments
     :param observation_space: Observation space; not a ``Dict``
     :param action_space: Action space
-    :param device: PyTorch device
+    :param device: PyTorch device of the samples
     :param n_envs: Number of parallel environments
-    :param optimize_memory_usage: Accepted and without effect: memory is saved in any case, and every transition can be
+    :param optimize_memory_usage: Accepted, without effect: memory is saved in any case, and every transition can be
         sampled
     :param handle_timeout_termination: Handle timeout termination (due to timelimit) separately and treat the task as
         infinite horizon task
-    :param codec: ``"auto"``, or ``"raw"``, ``"patch"``, ``"patch+lz4"`` (the smallest), all lossless,
-        or ``"jpeg"``, which is not
-    :param n_stack: Frames in an observation, or None to find it from the data
-    :param block_length: Frames in a block, a power of two, or None to choose it by what is seen. Longer blocks take
-        less memory and more time to sample from
-    :param max_error: How far off each value of an image may be; 0 is bit-exact
-    :param quality: Of JPEG, 1 to 100
-    :param max_bytes: Bytes that the buffer may hold; the oldest transitions go first. None for as many as it takes
-    :param storage_dir: Folder that transitions are kept in instead of memory. What it holds is there again for the next
-        buffer that is made with it, see ``recovered``
-    :param num_threads: Threads that decode large batches, or None for as many as ``torch.get_num_threads()``
-    :raises InvalidArgumentError: if an argument has a value that cannot be used
-    :raises InvalidTypeError: if the observation space is a ``Dict``
-    :raises MissingDependencyError: if the codec needs a package that is not installed
-    :raises DeviceUnavailableError: if the device is not there
-    :raises StorageError: if ``storage_dir`` is in use, or cannot be written
-    :raises CorruptFileError: if a file in it is damaged
+    :param codec: ``"auto"``, ``"raw"``, ``"patch"`` or ``"patch+lz4"`` (the smallest), all lossless; or ``"jpeg"``,
+        which is lossy
+    :param n_stack: Frames per observation; by default detected from the data
+    :param block_length: Frames per block, a power of two; by default chosen from the data. Longer blocks take less
+        memory, and more time to sample
+    :param max_error: Maximum error of each value of an image; 0, the default, is bit-exact
+    :param quality: JPEG quality, 1 to 100
+    :param max_bytes: Size limit in bytes. The oldest transitions are dropped to stay within it. By default unlimited
+    :param storage_dir: Folder to store transitions in, instead of memory. The next buffer with this folder contains
+        them again, see ``recovered``
+    :param num_threads: Number of threads that decode large batches; by default ``torch.get_num_threads()``
+    :raises InvalidArgumentError: If an argument has an invalid value.
+    :raises InvalidTypeError: If the observation space is a ``Dict``.
+    :raises MissingDependencyError: If the codec needs a package that is not installed.
+    :raises DeviceUnavailableError: If the device is not available.
+    :raises StorageError: If ``storage_dir`` is in use, or cannot be written.
+    :raises CorruptFileError: If a file in ``storage_dir`` is damaged.
 
     >>> from stable_baselines3 import DQN
     >>> from sb3_ext import CompressedReplayBuffer
@@ -199,7 +202,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
     200
     """
 
-    _OTHER_CLASS_HINT = "use replay_buffer_class=CompressedDictReplayBuffer for it"
+    _OTHER_CLASS_HINT = "Use replay_buffer_class=CompressedDictReplayBuffer"
     _UNSAVED_ATTRIBUTES: tuple[str, ...] = ()
 
     def __init__(
@@ -222,10 +225,10 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         num_threads: int | None = None,
     ) -> None:
         buffer_size, n_envs = check_count("buffer_size", buffer_size), check_count("n_envs", n_envs)
-        # Not ReplayBuffer's: it would allocate what this class exists to avoid.
+        # ReplayBuffer's constructor would allocate uncompressed observations.
         BaseBuffer.__init__(self, buffer_size, observation_space, action_space, resolve(device).compute, n_envs=n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
-        self.optimize_memory_usage = False  # read by ``sample``: no row is invalid here
+        self.optimize_memory_usage = False  # SB3's sampling methods read it; no row is invalid here
         self.handle_timeout_termination = handle_timeout_termination
         self._create_observations(
             observation_space,
@@ -245,7 +248,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         except BaseException:
             self.close()
             raise
-        # Not at the start where ``storage_dir`` holds what was added before.
+        # If storage_dir contains transitions of an earlier buffer, the next row is not the first.
         self.pos, self.full = self._observations.first.position, self._observations.first.full
         if max_bytes is None and storage_dir is None:
             rows = sum(array.nbytes for array in self._observations.arrays.values())
@@ -265,19 +268,17 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         )
 
     def size(self) -> int:
-        """
-        :return: Number of transitions held, an environment
-        """
+        """Return the number of stored transitions per environment."""
         return min(self._rows_written, self._observations.size)
 
     @property
     def observations(self) -> Any:  # type: ignore[override]
-        """The observations, shape ``(buffer_size, n_envs, *obs_shape)``, decoded when indexed; read-only."""
+        """Observations, ``(buffer_size, n_envs, *obs_shape)``; read-only, decoded when indexed."""
         return self._observations.views()
 
     @property
     def next_observations(self) -> Any:  # type: ignore[override]
-        """The next observations, likewise."""
+        """Next observations, with the same shape and the same lazy decoding as ``observations``."""
         return self._observations.views(of_next_obs=True)
 
     @atomic
@@ -293,24 +294,27 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         """
         Add one transition of each environment.
 
-        :param obs: Shape ``(n_envs, *obs_shape)``; without ``n_envs`` if there is one. Cast to the space's dtype
-        :param next_obs: Likewise; the terminal observation where an episode ended
-        :param action: ``n_envs`` actions
-        :param reward: ``n_envs`` rewards
-        :param done: ``n_envs`` flags
-        :param infos: ``n_envs`` dictionaries
-        :raises InvalidArgumentError: if a shape or the number of environments is another one
-        :raises InvalidTypeError: if a dtype cannot be cast to that of the space
-        :raises OutOfMemoryError: if memory ran out. Whatever is raised, the buffer is as it was before
+        After an error, the buffer is unchanged.
+
+        :param obs: Observations, shape ``(n_envs, *obs_shape)``, cast to the dtype of the space. The first axis may be
+            omitted for a single environment
+        :param next_obs: Next observations, with the same shape; the terminal observation if an episode ended
+        :param action: Actions, shape ``(n_envs, action_dim)``
+        :param reward: Rewards, shape ``(n_envs,)``
+        :param done: Whether each episode ended, shape ``(n_envs,)``
+        :param infos: One info dict per environment
+        :raises InvalidArgumentError: If a shape or the number of environments does not match.
+        :raises InvalidTypeError: If a dtype cannot be cast to that of the space.
+        :raises OutOfMemoryError: If there is not enough memory.
         """
-        # All that can fail comes before the first change.
+        # Everything that can fail runs before the first change.
         action = _as_env_rows("action", action, (self.n_envs, self.action_dim), self.actions.dtype)
         reward = _as_env_rows("reward", reward, (self.n_envs,), self.rewards.dtype)
         done = _as_env_rows("done", done, (self.n_envs,), self.dones.dtype)
         if self.handle_timeout_termination:
             if len(infos) != self.n_envs:
                 raise InvalidArgumentError(
-                    f"infos has {len(infos)} entries, expected {self.n_envs}, one an environment; nothing was stored"
+                    f"infos has length {len(infos)}, expected {self.n_envs}: one per environment; nothing was stored"
                 )
             truncated = [info.get("TimeLimit.truncated", False) for info in infos]
             timeouts = _as_env_rows("TimeLimit.truncated", truncated, (self.n_envs,), self.timeouts.dtype)
@@ -331,24 +335,25 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
 
     @property
     def recovered(self) -> Any:
-        """What was found in ``storage_dir``: transitions ``kept``, ``lost`` and ``overwritten``, an environment; or
-        None.
+        """Numbers of transitions found in ``storage_dir``, per environment, or None.
+
+        The fields are ``kept``, ``lost`` and ``overwritten``.
         """
         return self._observations.recovered
 
     @defer_signals
     def flush(self) -> None:
-        """Make sure that what was added survives the process. Does nothing without ``storage_dir``."""
+        """Ensure that all transitions in ``storage_dir`` survive the end of the process."""
         for store in self._observations.stores:
             store.flush()
 
     def close(self) -> None:
-        """Let another process open ``storage_dir``, with all that was added. Nothing can be sampled after."""
+        """Release ``storage_dir`` for other processes. The buffer cannot be sampled afterwards."""
         self._observations.close()
 
     @atomic
     def reset(self) -> None:
-        """Forget all transitions and give their memory back."""
+        """Remove all transitions and free their memory."""
         super().reset()
         self._observations.clear()
 
@@ -360,15 +365,15 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         :param env: Environment to normalize observations and rewards with
         :return: Samples
         """
-        with self._observations.lock:  # another thread may add, and give up what is drawn here
+        with self._observations.lock:  # another thread could add, and drop the rows that are drawn here
             held = self.size()
             rows = np.random.randint(0, held, size=batch_size)
-            if held < self._rows_written:  # the oldest were given up
+            if held < self._rows_written:  # the oldest were dropped
                 rows = (self.pos - held + rows) % self.buffer_size
             return self._get_samples(rows, env)
 
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
-        # The same call to the generator as in the class this one stands in for.
+        # SB3 makes the same call to the generator, so the same rows are drawn.
         env_indices = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
         obs, next_obs = self._observations.decode(batch_inds, env_indices)
         rewards = self.rewards[batch_inds, env_indices]
@@ -383,7 +388,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
             obs, next_obs = self._normalize_obs(obs, env), self._normalize_obs(next_obs, env)
             rewards = self._normalize_reward(rewards, env)
         actions = self.actions[rows, envs, :]
-        # All of these are fresh arrays, or recycled ones that nobody else sees: no copy is needed.
+        # These arrays are new, or recycled and used by no other batch: no copy is needed.
         on_cpu = th.device(self.device).type == "cpu"
         tensor = th.from_numpy if on_cpu else functools.partial(self.to_torch, copy=False)
         parts = tensor(actions), tensor(dones.reshape(-1, 1)), tensor(rewards)
@@ -397,28 +402,31 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
     @classmethod
     def load(cls: type[_Buffer], path: str | pathlib.Path, device: th.device | str = "auto") -> _Buffer:
         """
-        Load a buffer that ``model.save_replay_buffer(path)`` wrote. ``model.load_replay_buffer(path)`` does it too,
-        with pickle's own errors for damaged files.
+        Load a buffer that ``model.save_replay_buffer(path)`` wrote.
 
-        :param path: The file; ``.pkl`` may be left out
-        :param device: PyTorch device for the samples
+        ``model.load_replay_buffer(path)`` does the same, but raises pickle's own errors for damaged files.
+
+        :param path: File to load; ``.pkl`` may be omitted
+        :param device: PyTorch device of the samples
         :return: The buffer
-        :raises CorruptFileError: if the file is damaged, cut short, or holds something else
+        :raises CorruptFileError: If the file is damaged, incomplete, or contains something else.
         """
-        # Not load_from_pkl: it leaves the file open where it fails.
+        # SB3's load_from_pkl leaves the file open if it fails.
         with (
             as_corrupt_pickle(path, "replay buffer", written_by="model.save_replay_buffer(path)"),
             open_path(path, "r", suffix="pkl") as file,
         ):
             buffer = pickle.load(file)
-        if not isinstance(buffer, cls) or not hasattr(buffer, "actions"):  # damage can have pickle pass its state over
-            raise CorruptFileError(f"{path} holds a {type(buffer).__name__}, expected a {cls.__name__} with its state")
+        if not isinstance(buffer, cls) or not hasattr(buffer, "actions"):  # a damaged file may lack the state
+            raise CorruptFileError(
+                f"{path} contains a {type(buffer).__name__}, expected a {cls.__name__} with its state"
+            )
         buffer.device = resolve(device).compute
         return buffer
 
     @defer_signals
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Nothing is added until all is written: a file would hold one part from before and one from after.
+        # Other threads cannot add until everything is written: the file could mix two states of the buffer.
         return reduce_with_lock(self._observations.lock, functools.partial(super().__reduce_ex__, protocol))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -442,13 +450,13 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
 
 
 def _checksum(state: dict[str, Any]) -> int:
-    """Return that of the names of all that a file holds, and of what is in no checksum of its own."""
+    """Return a checksum of all attribute names, and of values without their own checksum."""
     plain: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, np.ndarray) and value.dtype != object:
             plain[name] = value
         elif isinstance(value, (int, float, np.integer)):
-            plain[name] = float(value)  # NumPy's numbers are written in a way that depends on its version
+            plain[name] = float(value)  # how NumPy's scalars are written depends on its version
     observations: Observations = state["_observations"]
     shapes = [
         state["obs_shape"],
@@ -459,9 +467,9 @@ def _checksum(state: dict[str, Any]) -> int:
 
 
 def _as_env_rows(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Return the value as an array of one row an environment, or an error that names it."""
+    """Return a value as an array with one row per environment. Errors contain its name."""
     if type(value) is np.ndarray and value.shape == shape and value.dtype in (dtype, bool):
-        return value  # the usual case: storing it converts it, and cannot fail
+        return value  # the usual case; assigning it converts the dtype, and cannot fail
     try:
         array = np.asarray(value)
         if array.dtype != dtype:
@@ -472,7 +480,7 @@ def _as_env_rows(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[
         return array
     if array.size != math.prod(shape):
         raise InvalidArgumentError(
-            f"{name} has shape {array.shape}, expected {shape}: one row an environment; nothing was stored"
+            f"{name} has shape {array.shape}, expected {shape}: one row per environment; nothing was stored"
         )
     return array.reshape(shape)
 
@@ -480,36 +488,36 @@ def _as_env_rows(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[
 class CompressedDictReplayBuffer(CompressedReplayBuffer, DictReplayBuffer):  # type: ignore[misc,override]
     """
     :class:`CompressedReplayBuffer` for ``Dict`` observations, in place of
-    :class:`stable_baselines3.common.buffers.DictReplayBuffer`. Each key is stored by itself: images compressed, and
-    short vectors as they are, but one that is both a next observation and the observation after it only once.
+    :class:`stable_baselines3.common.buffers.DictReplayBuffer`. Each key is stored separately. Images are compressed;
+    short vectors are not, but a next observation that is also the following observation is stored once.
 
-    :param options: As in :class:`CompressedReplayBuffer`. A dictionary gives an option by key, such as
-        ``codec={"camera": "patch+lz4"}``; any other value holds for the images, which are the keys of two or more
-        dimensions
-    :raises InvalidTypeError: if the observation space is no ``Dict``
+    :param options: As in :class:`CompressedReplayBuffer`. A dict sets an option by key, such as
+        ``codec={"camera": "patch+lz4"}``. Any other value applies to the images: the keys with two or more dimensions
+    :raises InvalidTypeError: If the observation space is not a ``Dict``.
 
     >>> model = SAC("MultiInputPolicy", env, replay_buffer_class=CompressedDictReplayBuffer)  # doctest: +SKIP
     """
 
-    _OTHER_CLASS_HINT = "use replay_buffer_class=CompressedReplayBuffer for it"
+    _OTHER_CLASS_HINT = "Use replay_buffer_class=CompressedReplayBuffer"
 
 
-if hasattr(buffers, "NStepReplayBuffer"):  # from Stable Baselines3 2.7 on; all else here works with earlier ones
+if hasattr(buffers, "NStepReplayBuffer"):  # since SB3 2.7; the other buffers support earlier versions
 
     class CompressedNStepReplayBuffer(buffers.NStepReplayBuffer, CompressedReplayBuffer):
         """
-        :class:`CompressedReplayBuffer` in place of :class:`stable_baselines3.common.buffers.NStepReplayBuffer`.
+        Compressed replay buffer with n-step returns.
 
-        ``n_steps`` and ``gamma`` are those of the algorithm that makes the buffer. Stable Baselines3 warns that it
-        ignores its ``n_steps`` with a class of one's own; to be without the warning, pass ``n_steps`` here alone::
+        It replaces :class:`stable_baselines3.common.buffers.NStepReplayBuffer`.
+
+        ``n_steps`` and ``gamma`` are those of the algorithm that creates the buffer. With a custom class, Stable
+        Baselines3 warns that it ignores the algorithm's ``n_steps``. To avoid the warning, pass ``n_steps`` only here::
 
             DQN("CnnPolicy", env, replay_buffer_class=CompressedNStepReplayBuffer, replay_buffer_kwargs={"n_steps": 3})
 
         :param args, kwargs: As in :class:`CompressedReplayBuffer`
-        :param n_steps: Number of steps to accumulate rewards for; by default the algorithm's, and 3 where it has just
-            one
-        :param gamma: Discount factor; by default the algorithm's, and 0.99 without one
-        :raises InvalidArgumentError: if the algorithm has other ones
+        :param n_steps: Number of steps to accumulate rewards for; by default the algorithm's, or 3 if that is 1
+        :param gamma: Discount factor; by default the algorithm's, or 0.99 without an algorithm
+        :raises InvalidArgumentError: If the algorithm has another ``n_steps`` or ``gamma``.
 
         >>> from stable_baselines3 import DQN
         >>> from sb3_ext import CompressedNStepReplayBuffer
@@ -525,7 +533,7 @@ if hasattr(buffers, "NStepReplayBuffer"):  # from Stable Baselines3 2.7 on; all 
         3
         """
 
-        _OTHER_CLASS_HINT = "n-step returns are for these alone, as in Stable Baselines3"
+        _OTHER_CLASS_HINT = "As in Stable Baselines3, n-step returns do not support Dict observations"
 
         def __init__(self, *args: Any, n_steps: int | None = None, gamma: float | None = None, **kwargs: Any) -> None:
             algorithm = _find_building_algorithm(self)
@@ -535,7 +543,7 @@ if hasattr(buffers, "NStepReplayBuffer"):  # from Stable Baselines3 2.7 on; all 
             if algorithm_value > 1:
                 n_steps = _check_matches_algorithm("n_steps", n_steps, algorithm_value)
                 _logger.warning(
-                    "n_steps=%d of the algorithm is used, although Stable Baselines3 says that it ignores it", n_steps
+                    "n_steps=%d of the algorithm is used, although Stable Baselines3 warns that it is ignored", n_steps
                 )
             if algorithm is not None:
                 gamma = _check_matches_algorithm("gamma", gamma, algorithm.gamma)
@@ -544,8 +552,8 @@ if hasattr(buffers, "NStepReplayBuffer"):  # from Stable Baselines3 2.7 on; all 
             )
 
         def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> ReplayBufferSamples:
-            # Not upstream's, which marks the newest transition as truncated meanwhile: that may be in a file, where a
-            # process that is killed would leave the mark. The calls to the generator are the same.
+            # SB3's method marks the newest transition as truncated while it samples. If the process were killed then,
+            # the mark would stay in the files of storage_dir. The calls to the generator are the same.
             envs = np.random.randint(0, self.n_envs, size=batch_inds.shape)
             steps, newest = np.arange(self.n_steps), (self.pos - 1) % self.buffer_size
             rows = (batch_inds[:, None] + steps) % self.buffer_size, envs[:, None]
@@ -567,21 +575,23 @@ if hasattr(buffers, "NStepReplayBuffer"):  # from Stable Baselines3 2.7 on; all 
 
 
 def _check_matches_algorithm(name: str, given_value: Any, algorithm_value: Any) -> Any:
+    """Return the algorithm's value, or raise an error if the buffer was given another one."""
     if given_value is not None and given_value != algorithm_value:
         raise InvalidArgumentError(
-            f"the replay buffer is given {name}={given_value!r} and the algorithm {name}={algorithm_value!r}; leave it out of "
-            "replay_buffer_kwargs"
+            f"{name}={given_value!r} of the replay buffer differs from {name}={algorithm_value!r} of the algorithm. "
+            f"Leave {name} out of replay_buffer_kwargs"
         )
     return algorithm_value
 
 
 def _find_building_algorithm(buffer: Any) -> OffPolicyAlgorithm | None:
     """
-    Return the algorithm in whose set-up the buffer is made. It hands ``n_steps`` and ``gamma`` to the class of Stable
-    Baselines3 alone, and with other ones than its own it would learn something else in silence.
+    Return the algorithm whose ``_setup_model`` is creating the buffer, or None.
+
+    Algorithms pass ``n_steps`` and ``gamma`` only to SB3's own class. Other values would silently change training.
     """
     own = inspect.currentframe()
-    frame = own and own.f_back  # what a frame's variables are read by holds itself, if it is asked for its own
+    frame = own and own.f_back  # f_locals of this frame itself would contain the frame: a reference cycle
     del own
     while frame is not None and frame.f_locals.get("self", frame.f_locals.get("buffer")) is buffer:
         frame = frame.f_back
@@ -591,17 +601,19 @@ def _find_building_algorithm(buffer: Any) -> OffPolicyAlgorithm | None:
 
 class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDictReplayBuffer):  # type: ignore[override]
     """
-    :class:`CompressedDictReplayBuffer` in place of :class:`stable_baselines3.her.her_replay_buffer.HerReplayBuffer`,
-    whose arguments it takes. Without ``copy_info_dict`` no dictionaries are kept for infos, which nobody reads then.
+    Compressed replay buffer for hindsight experience replay.
 
-    :param options: As in :class:`CompressedDictReplayBuffer`
+    It replaces :class:`stable_baselines3.her.her_replay_buffer.HerReplayBuffer`, with its arguments. Without
+    ``copy_info_dict``, infos are not stored, because nothing reads them.
+
+    :param options: Storage options, see :class:`CompressedDictReplayBuffer`
 
     >>> model = SAC("MultiInputPolicy", env, replay_buffer_class=CompressedHerReplayBuffer)  # doctest: +SKIP
     """
 
     _UNSAVED_ATTRIBUTES = ("env",)
-    _OTHER_CLASS_HINT = "hindsight needs the keys observation, achieved_goal and desired_goal"
-    env: VecEnv | None = None  # set_env() brings it back where the buffer was loaded
+    _OTHER_CLASS_HINT = "Hindsight needs the keys observation, achieved_goal and desired_goal"
+    env: VecEnv | None = None  # a loaded buffer has none before set_env()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -610,9 +622,9 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
         elif kwargs.get("storage_dir") is not None:
             self.close()
             raise InvalidArgumentError(
-                "copy_info_dict=True keeps dictionaries, which storage_dir does not; leave one out"
+                "copy_info_dict=True stores dicts, which storage_dir does not support. Leave one of them out"
             )
-        self.__dict__.update(self._observations.arrays)  # upstream has made its own
+        self.__dict__.update(self._observations.arrays)  # SB3's constructor has replaced them
         if self.size():
             self._restore_episodes()
 
@@ -622,7 +634,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
         self.ep_length = self._observations.rows("ep_length", (self.n_envs,), np.int64, any_row_writable=True)
 
     def _restore_episodes(self) -> None:
-        """Of what ``storage_dir`` held: those that are there from their start. What comes next begins new ones."""
+        """Make complete episodes in ``storage_dir`` available to hindsight, and start a new one."""
         rows = (self.pos - self.size() + np.arange(self.size())) % self.buffer_size
         for env in range(self.n_envs):
             starts = self.ep_start[rows, env]
@@ -642,13 +654,9 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
         done: np.ndarray,
         infos: list[dict[str, Any]],
     ) -> None:
-        """
-        Add one transition of each environment, as :meth:`CompressedReplayBuffer.add` does.
-
-        :param obs, next_obs, action, reward, done, infos: As there
-        """
-        # Not HerReplayBuffer's, which changes the oldest transition's row before that is known to be overwritten: an
-        # error would leave it changed, and so would the end of the process in a folder.
+        """Add one transition of each environment, see :meth:`CompressedReplayBuffer.add`."""
+        # HerReplayBuffer.add changes the row of the oldest transition before it is overwritten. After an error, or in
+        # a folder after the end of the process, it would stay changed.
         row, before = self.pos, self.size()
         CompressedDictReplayBuffer.add(self, obs, next_obs, action, reward, done, infos)
         self._invalidate_episodes_from(row)
@@ -662,24 +670,25 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
             self._invalidate_dropped_episodes(min(before + 1, self.buffer_size) - held)
 
     def _invalidate_dropped_episodes(self, count: int) -> None:
-        """Those that lost some of their oldest transitions: as upstream does where they are overwritten."""
+        """Remove episodes from hindsight whose oldest transitions were dropped."""
         dropped_rows = (self.pos - self.size() - 1 - np.arange(count)) % self.buffer_size
         if count:
             self._invalidate_episodes_from(dropped_rows[0])
             self.ep_length[dropped_rows] = 0
 
     def _invalidate_episodes_from(self, row: int) -> None:
-        """Have hindsight pass over the episodes of a row, from there on."""
+        """Remove the episodes of a row from hindsight, from that row on."""
         for env in np.flatnonzero(self.ep_length[row]).tolist():
             past = (row - self.ep_start[row, env]) % self.buffer_size
-            free_stream_buffers = np.arange(max(self.ep_length[row, env] - past, 0))
-            self.ep_length[(row + free_stream_buffers) % self.buffer_size, env] = 0
+            later = np.arange(max(self.ep_length[row, env] - past, 0))
+            self.ep_length[(row + later) % self.buffer_size, env] = 0
 
     @atomic
     def reset(self) -> None:
         """
-        Forget all transitions and give their memory back. Upstream's goes on to sample the episodes from before, and
-        takes the one that was under way for one that goes on; this one begins anew.
+        Remove all transitions and free their memory.
+
+        Unlike SB3's buffer, which keeps sampling the old episodes after ``reset()``, this one starts empty.
         """
         super().reset()
         self.ep_length[:] = 0
@@ -687,7 +696,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
 
     @atomic
     def truncate_last_trajectory(self) -> None:
-        """Take the last trajectory for one that has ended, as upstream does."""
+        """Treat the last trajectory as ended, as SB3 does."""
         super().truncate_last_trajectory()
         self._observations.first.update_newest_checksum()
 
@@ -700,24 +709,24 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> DictReplayBufferSamples:  # type: ignore[override]
         """
-        Sample transitions, most of them with goals that were reached later.
+        Sample transitions, most of them with goals that were achieved later in the episode.
 
         :param batch_size: Number of transitions
         :param env: Environment to normalize observations and rewards with
         :return: Samples
-        :raises RuntimeError: if no episode has ended yet
-        :raises InvalidArgumentError: if there is no environment to compute rewards with
+        :raises RuntimeError: If no episode has ended yet.
+        :raises InvalidArgumentError: If there is no environment to compute rewards with.
         """
-        with self._observations.lock:  # another thread may add
+        with self._observations.lock:  # another thread could add
             return self._sample(batch_size, env)
 
     def _sample(self, batch_size: int, env: VecNormalize | None) -> DictReplayBufferSamples:
         is_valid = self.ep_length > 0
         if not is_valid.any():
-            return super().sample(batch_size, env)  # says why
+            return super().sample(batch_size, env)  # raises the RuntimeError
         if self.env is None:
-            raise InvalidArgumentError("the buffer has no environment to compute rewards with; call set_env(env) first")
-        # The same calls to the generator as upstream, which takes each part of a batch out of the arrays by itself.
+            raise InvalidArgumentError("the buffer has no environment to compute rewards with. Call set_env(env) first")
+        # SB3 makes the same calls to the generator, but reads each part of a batch separately.
         picked = np.random.choice(np.flatnonzero(is_valid), size=batch_size, replace=True)
         n_virtual = int(self.her_ratio * batch_size)
         rows, envs = np.unravel_index(np.roll(picked, -n_virtual), is_valid.shape)
@@ -736,7 +745,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
         samples: DictReplayBufferSamples = self._make_samples(rows, envs, obs, next_obs, rewards, env)
         return samples
 
-    # Not HerReplayBuffer's.
+    # HerReplayBuffer's own methods would take precedence.
     __getstate__ = CompressedDictReplayBuffer.__getstate__
     __setstate__ = CompressedDictReplayBuffer.__setstate__
 
@@ -746,21 +755,24 @@ _ROLLOUT_ROWS = ("rewards", "returns", "episode_starts", "values", "log_probs", 
 
 class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
     """
-    Rollout buffer that stores every single frame once and compressed, and decodes one minibatch at a time. For the same
-    seed it returns the same bits in the same order as :class:`stable_baselines3.common.buffers.RolloutBuffer` does.
+    Rollout buffer that stores frames once and compressed, and decodes a minibatch at a time.
+
+    With the same seed, its minibatches are bit-identical to those of
+    :class:`stable_baselines3.common.buffers.RolloutBuffer`.
 
     :param buffer_size: Number of steps in a rollout
     :param observation_space: Observation space; not a ``Dict``
     :param action_space: Action space
-    :param device: PyTorch device
+    :param device: PyTorch device of the minibatches
     :param gae_lambda: Factor for trade-off of bias vs variance for Generalized Advantage Estimator
     :param gamma: Discount factor
     :param n_envs: Number of parallel environments
-    :param codec, n_stack, block_length, max_error, quality, num_threads: As in :class:`CompressedReplayBuffer`
-    :raises InvalidArgumentError: if an argument has a value that cannot be used
-    :raises InvalidTypeError: if the observation space is a ``Dict``
-    :raises MissingDependencyError: if the codec needs a package that is not installed
-    :raises DeviceUnavailableError: if the device is not there
+    :param codec, n_stack, block_length, max_error, quality, num_threads: Storage options, see
+        :class:`CompressedReplayBuffer`
+    :raises InvalidArgumentError: If an argument has an invalid value.
+    :raises InvalidTypeError: If the observation space is a ``Dict``.
+    :raises MissingDependencyError: If the codec needs a package that is not installed.
+    :raises DeviceUnavailableError: If the device is not available.
 
     >>> from stable_baselines3 import PPO
     >>> from sb3_ext import CompressedRolloutBuffer
@@ -769,7 +781,7 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
     64
     """
 
-    _OTHER_CLASS_HINT = "use rollout_buffer_class=CompressedDictRolloutBuffer for it"
+    _OTHER_CLASS_HINT = "Use rollout_buffer_class=CompressedDictRolloutBuffer"
 
     def __init__(
         self,
@@ -804,8 +816,8 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
 
     @atomic
     def reset(self) -> None:
-        """Forget the rollout, for the next one."""
-        # Not RolloutBuffer's: it would allocate what this class exists to avoid.
+        """Remove the rollout, before the next one."""
+        # RolloutBuffer.reset would allocate uncompressed observations.
         shape = (self.buffer_size, self.n_envs)
         self.actions = np.zeros((*shape, self.action_dim), dtype=self.action_space.dtype)
         for name in _ROLLOUT_ROWS:
@@ -820,26 +832,26 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
         """
         Add one step of each environment.
 
-        :param args, kwargs: As in the class this one stands in for
+        :param args, kwargs: Arguments of the SB3 class that this class replaces
         """
         super().add(*args, **kwargs)
 
     @atomic_start
     def get(self, batch_size: int | None = None) -> Generator[Any, None, None]:
         """
-        Minibatches of a rollout that is complete, in random order.
+        Yield minibatches of a complete rollout, in random order.
 
-        :param batch_size: Number of steps in each; by default all
+        :param batch_size: Number of steps per minibatch; by default all
         """
         yield from super().get(batch_size)
 
     @atomic
     def compute_returns_and_advantage(self, last_values: th.Tensor, dones: np.ndarray) -> None:
         """
-        Compute returns and advantages of a rollout that is complete.
+        Compute returns and advantages of a complete rollout.
 
-        :param last_values: State values behind the last step, one an environment
-        :param dones: Whether the last step ended an episode
+        :param last_values: State values after the last step, one per environment
+        :param dones: Whether the last step ended an episode, one per environment
         """
         super().compute_returns_and_advantage(last_values, dones)
         for store in self._observations.stores:
@@ -850,7 +862,7 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
     @staticmethod
     def swap_and_flatten(arr: Any) -> Any:
         """
-        Swap and then flatten axes 0 (buffer_size) and 1 (n_envs), of an array or of the observations.
+        Swap and flatten axes 0 (buffer_size) and 1 (n_envs) of an array or of observations.
 
         :param arr: Shape ``(buffer_size, n_envs, ...)``
         :return: Shape ``(buffer_size * n_envs, ...)``
@@ -859,7 +871,7 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes that the rollout takes: frames, index, actions, rewards and so on."""
+        """Size of the rollout in bytes: frames, index, actions, rewards and flags."""
         return super().stored_nbytes + sum(part.nbytes for part in vars(self).values() if isinstance(part, np.ndarray))
 
 
@@ -868,11 +880,11 @@ class CompressedDictRolloutBuffer(CompressedRolloutBuffer, DictRolloutBuffer):
     :class:`CompressedRolloutBuffer` for ``Dict`` observations, in place of
     :class:`stable_baselines3.common.buffers.DictRolloutBuffer`.
 
-    :param options: As in :class:`CompressedDictReplayBuffer`
-    :raises InvalidTypeError: if the observation space is no ``Dict``
+    :param options: Storage options, see :class:`CompressedDictReplayBuffer`
+    :raises InvalidTypeError: If the observation space is not a ``Dict``.
 
     >>> model = PPO("MultiInputPolicy", env, rollout_buffer_class=CompressedDictRolloutBuffer)  # doctest: +SKIP
     """
 
-    _OTHER_CLASS_HINT = "use rollout_buffer_class=CompressedRolloutBuffer for it"
+    _OTHER_CLASS_HINT = "Use rollout_buffer_class=CompressedRolloutBuffer"
     _get_samples: Any = without_copy(DictRolloutBuffer._get_samples)

@@ -1,11 +1,11 @@
 """
-Compressed rollout buffers for sb3-contrib's algorithms, which this module alone needs.
+Compressed rollout buffers for the algorithms of sb3-contrib.
 
-``MaskablePPO`` takes its class as the others do::
+Pass the class to ``MaskablePPO``::
 
     MaskablePPO("CnnPolicy", env, rollout_buffer_class=CompressedMaskableRolloutBuffer)
 
-``RecurrentPPO`` has no such argument, so its buffer is replaced::
+Replace the buffer of ``RecurrentPPO``, which has no such argument::
 
     model = RecurrentPPO("CnnLstmPolicy", env)
     model.rollout_buffer = CompressedRecurrentRolloutBuffer.like(model.rollout_buffer)
@@ -21,9 +21,9 @@ from sb3_ext.buffers import (
     CompressedDictRolloutBuffer,
     CompressedRolloutBuffer,
     StoreOptionsMixin,
+    atomic,
     atomic_start,
     without_copy,
-    atomic,
 )
 
 if importlib.util.find_spec("sb3_contrib") is None:
@@ -45,14 +45,16 @@ _Buffer = TypeVar("_Buffer", bound="_RecurrentMixin")
 
 class CompressedMaskableRolloutBuffer(StoreOptionsMixin, MaskableRolloutBuffer, CompressedRolloutBuffer):
     """
-    :class:`CompressedRolloutBuffer` in place of sb3-contrib's ``MaskableRolloutBuffer``, whose arguments it takes.
+    Compressed rollout buffer for ``MaskablePPO``.
 
-    :param options: As in :class:`CompressedRolloutBuffer`
+    It replaces sb3-contrib's ``MaskableRolloutBuffer``, with its arguments.
+
+    :param options: Storage options, see :class:`CompressedRolloutBuffer`
 
     >>> model = MaskablePPO("CnnPolicy", env, rollout_buffer_class=CompressedMaskableRolloutBuffer)  # doctest: +SKIP
     """
 
-    _OTHER_CLASS_HINT = "use rollout_buffer_class=CompressedMaskableDictRolloutBuffer for it"
+    _OTHER_CLASS_HINT = "Use rollout_buffer_class=CompressedMaskableDictRolloutBuffer"
     add, reset = atomic(MaskableRolloutBuffer.add), atomic(MaskableRolloutBuffer.reset)
     get = atomic_start(MaskableRolloutBuffer.get)
     _get_samples: Any = without_copy(MaskableRolloutBuffer._get_samples)
@@ -60,17 +62,18 @@ class CompressedMaskableRolloutBuffer(StoreOptionsMixin, MaskableRolloutBuffer, 
 
 class CompressedMaskableDictRolloutBuffer(StoreOptionsMixin, MaskableDictRolloutBuffer, CompressedDictRolloutBuffer):
     """
-    :class:`CompressedDictRolloutBuffer` in place of sb3-contrib's ``MaskableDictRolloutBuffer``, whose arguments it
-    takes.
+    Compressed rollout buffer for ``MaskablePPO`` with ``Dict`` observations.
 
-    :param options: As in :class:`CompressedDictRolloutBuffer`
+    It replaces sb3-contrib's ``MaskableDictRolloutBuffer``, with its arguments.
+
+    :param options: Storage options, see :class:`CompressedDictRolloutBuffer`
 
     >>> model = MaskablePPO(  # doctest: +SKIP
     ...     "MultiInputPolicy", env, rollout_buffer_class=CompressedMaskableDictRolloutBuffer
     ... )
     """
 
-    _OTHER_CLASS_HINT = "use rollout_buffer_class=CompressedMaskableRolloutBuffer for it"
+    _OTHER_CLASS_HINT = "Use rollout_buffer_class=CompressedMaskableRolloutBuffer"
     add, reset = atomic(MaskableDictRolloutBuffer.add), atomic(MaskableDictRolloutBuffer.reset)
     get = atomic_start(MaskableDictRolloutBuffer.get)  # type: ignore[assignment]
     _get_samples: Any = without_copy(MaskableDictRolloutBuffer._get_samples)
@@ -82,16 +85,16 @@ class _RecurrentMixin(StoreOptionsMixin):
         cls: type[_Buffer], buffer: RecurrentRolloutBuffer | RecurrentDictRolloutBuffer, **options: Any
     ) -> _Buffer:
         """
-        An empty buffer for the same rollouts.
+        Create an empty buffer with the settings of a ``RecurrentPPO``'s buffer.
 
-        :param buffer: What ``RecurrentPPO`` has made
-        :param options: As in :class:`CompressedRolloutBuffer`
-        :return: The buffer to put in its place
-        :raises InvalidTypeError: if it is no buffer of ``RecurrentPPO``
+        :param buffer: Buffer that ``RecurrentPPO`` created
+        :param options: Storage options, see :class:`CompressedRolloutBuffer`
+        :return: Buffer to replace it with
+        :raises InvalidTypeError: If ``buffer`` is not a buffer of ``RecurrentPPO``.
         """
         if not isinstance(buffer, (RecurrentRolloutBuffer, RecurrentDictRolloutBuffer)):
             raise InvalidTypeError(
-                f"buffer is a {type(buffer).__name__}, expected that of a RecurrentPPO; write "
+                f"buffer is a {type(buffer).__name__}, expected that of a RecurrentPPO. Write "
                 f"model.rollout_buffer = {cls.__name__}.like(model.rollout_buffer)"
             )
         return cls(
@@ -109,16 +112,17 @@ class _RecurrentMixin(StoreOptionsMixin):
 
 class CompressedRecurrentRolloutBuffer(_RecurrentMixin, RecurrentRolloutBuffer, CompressedRolloutBuffer):
     """
-    :class:`CompressedRolloutBuffer` in place of sb3-contrib's ``RecurrentRolloutBuffer``, whose arguments it takes. The
-    states of the LSTM are stored as they are.
+    Compressed rollout buffer for ``RecurrentPPO``.
 
-    :param options: As in :class:`CompressedRolloutBuffer`
+    It replaces sb3-contrib's ``RecurrentRolloutBuffer``, with its arguments. LSTM states are stored uncompressed.
+
+    :param options: Storage options, see :class:`CompressedRolloutBuffer`
 
     >>> model = RecurrentPPO("CnnLstmPolicy", env)  # doctest: +SKIP
     >>> model.rollout_buffer = CompressedRecurrentRolloutBuffer.like(model.rollout_buffer)  # doctest: +SKIP
     """
 
-    _OTHER_CLASS_HINT = "use CompressedRecurrentDictRolloutBuffer for it"
+    _OTHER_CLASS_HINT = "Use CompressedRecurrentDictRolloutBuffer"
     add, reset = atomic(RecurrentRolloutBuffer.add), atomic(RecurrentRolloutBuffer.reset)
     get = atomic_start(RecurrentRolloutBuffer.get)
     _get_samples: Any = without_copy(RecurrentRolloutBuffer._get_samples)
@@ -126,16 +130,17 @@ class CompressedRecurrentRolloutBuffer(_RecurrentMixin, RecurrentRolloutBuffer, 
 
 class CompressedRecurrentDictRolloutBuffer(_RecurrentMixin, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):
     """
-    :class:`CompressedDictRolloutBuffer` in place of sb3-contrib's ``RecurrentDictRolloutBuffer``, whose arguments it
-    takes. The states of the LSTM are stored as they are.
+    Compressed rollout buffer for ``RecurrentPPO`` with ``Dict`` observations.
 
-    :param options: As in :class:`CompressedDictRolloutBuffer`
+    It replaces sb3-contrib's ``RecurrentDictRolloutBuffer``, with its arguments. LSTM states are stored uncompressed.
+
+    :param options: Storage options, see :class:`CompressedDictRolloutBuffer`
 
     >>> model = RecurrentPPO("MultiInputLstmPolicy", env)  # doctest: +SKIP
     >>> model.rollout_buffer = CompressedRecurrentDictRolloutBuffer.like(model.rollout_buffer)  # doctest: +SKIP
     """
 
-    _OTHER_CLASS_HINT = "use CompressedRecurrentRolloutBuffer for it"
+    _OTHER_CLASS_HINT = "Use CompressedRecurrentRolloutBuffer"
     add, reset = atomic(RecurrentDictRolloutBuffer.add), atomic(RecurrentDictRolloutBuffer.reset)  # type: ignore[assignment]
     get = atomic_start(RecurrentDictRolloutBuffer.get)  # type: ignore[assignment]
     _get_samples: Any = without_copy(RecurrentDictRolloutBuffer._get_samples)

@@ -1,4 +1,4 @@
-"""``GymVecEnv``: environments that are vectorized already, for Stable Baselines3."""
+"""``GymVecEnv``: adapter from vectorized environments to Stable Baselines3."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.arrays import to_numpy
 from rl_ext_core.vector.autoreset import wrapper_chain
 from rl_ext_core.vector.environments import EpisodeMonitor, copy_output, qualified_name
-from rl_ext_core.vector.spaces import find_attribute, device_of, convert_space
+from rl_ext_core.vector.spaces import convert_space, device_of, find_attribute
 from rl_ext_core.vector.stepper import Stepper, num_envs_of
 from sb3_ext._compat import call_in_workers
 from sb3_ext._vector_steps import BatchStepper, EndedEpisode, ObservationLayout, SubEnvStepper
@@ -32,37 +32,42 @@ Array = np.ndarray[Any, Any]
 
 
 class GymVecEnv(CheckedVecEnv):
-    """A vectorized environment of gymnasium, EnvPool, Isaac Lab, mjlab or ManiSkill as Stable Baselines3's ``VecEnv``.
+    """Adapter that makes a vectorized environment a ``VecEnv`` of Stable Baselines3.
 
-    ``PPO("MlpPolicy", GymVecEnv(gymnasium.make_vec("CartPole-v1", 16)))``. In every autoreset mode, a step that ends an
-    episode returns the first observation of the next one, and the last one as ``info["terminal_observation"]``. Over a
-    plain ``SyncVectorEnv``, results are those of ``DummyVecEnv`` with the same seed, bit for bit, because its
-    sub-environments are stepped one by one. Tensors are copied to the CPU once per step, and once more if episodes end.
+    It supports gymnasium, EnvPool, Isaac Lab, mjlab and ManiSkill:
+    ``PPO("MlpPolicy", GymVecEnv(gymnasium.make_vec("CartPole-v1", 16)))``.
 
-    :param vector_env: a gymnasium ``VectorEnv``, wrapped or not, or a torch environment with ``num_envs``
-    :param env_type: ``"numpy"``, ``"torch"`` or ``"jax"``: what its ``step`` takes; ``"auto"``: torch if it has a
-        ``device``, else as its first observation is
-    :param autoreset_mode: ``"NextStep"``, ``"SameStep"`` or ``"Disabled"``; None: as its metadata says
-    :param missing_final_obs: what to return if the environment resets itself without a last observation: ``"error"``
-        raises, ``"previous"`` returns the observation before it
-    :param infos: ``"finished"`` builds infos of environments whose episodes have ended. The others share one dict that
-        cannot be written to, with ``"TimeLimit.truncated": False``; asking it for a key that an environment has
-        returned raises KeyError. ``"all"`` builds all infos
-    :param observation_key: part of a Dict to return; default: ``"policy"`` of a torch environment that has it, else all
-    :param clip_actions: bound of continuous actions that have none: they are drawn from
+    In every autoreset mode, a step that ends an episode returns the first observation of the next one, and the last one
+    as ``info["terminal_observation"]``. A plain ``SyncVectorEnv`` is bypassed: its sub-environments are stepped one by
+    one. Results are then those of ``DummyVecEnv`` with the same seed, bit for bit. Tensors are copied to the CPU once
+    per step, and once more if episodes end.
+
+    :param vector_env: gymnasium ``VectorEnv``, wrapped or not, or torch environment with ``num_envs``
+    :param env_type: type of the actions that ``step`` takes: ``"numpy"``, ``"torch"`` or ``"jax"``. ``"auto"`` selects
+        torch if the environment has a ``device``, else the type of its first observation
+    :param autoreset_mode: ``"NextStep"``, ``"SameStep"`` or ``"Disabled"``; by default read from the metadata
+    :param missing_final_obs: what to return if the environment resets itself without a last observation. ``"error"``
+        raises, ``"previous"`` returns the preceding observation
+    :param infos: ``"finished"`` returns infos of ended episodes only. All other environments share one read-only dict
+        with ``"TimeLimit.truncated": False``. Reading a key there that an environment returned raises KeyError.
+        ``"all"`` returns all infos
+    :param observation_key: key of a Dict observation to return. By default ``"policy"`` of a torch environment that has
+        it, else the whole observation
+    :param clip_actions: bound of continuous actions without bounds: SB3 draws them from
         ``Box(-clip_actions, clip_actions)``
-    :param copy: whether to copy observations. False promises that the environment returns new arrays in every step
+    :param copy: whether to copy observations, default True. Pass False only if each step returns new arrays
     :raises InvalidTypeError: If ``vector_env`` has no ``num_envs``.
-    :raises InvalidArgumentError: If an option has another value, if the environment resets itself one step late and
-        cannot be reset at once, if it is asynchronous, or if actions have no bounds.
-    :raises EnvironmentOutputError: From a step: if the environment returns something else than its spaces promise, no
-        last observations, or overwritten ones (SyncVectorEnv in the mode SameStep).
+    :raises InvalidArgumentError: If an option has an invalid value, if the environment is asynchronous, or if actions
+        have no bounds.
+    :raises InvalidArgumentError: If the environment resets itself one step late, and cannot be reset at once.
+    :raises EnvironmentOutputError: From a step, if outputs do not match the spaces or last observations are missing.
+    :raises EnvironmentOutputError: If last observations are overwritten (SyncVectorEnv in the mode SameStep).
 
     ``reset`` and ``step`` return observations, (n, ...) each, of the dtypes of their spaces; rewards, (n,) float32;
-    dones, (n,) bool; a list of n infos. Those of ended episodes hold ``terminal_observation``, ``TimeLimit.truncated``
-    and ``episode`` (``r``: sum of rewards, ``l``: steps, ``t``: seconds since the start), unless the environment has
-    its own. An info without ``final_info`` is that of the last step. ``NormalizeObservation`` of gymnasium
-    refuses to reset some environments: use ``VecNormalize``.
+    dones, (n,) bool; a list of n infos. Infos of ended episodes contain ``terminal_observation``,
+    ``TimeLimit.truncated`` and ``episode``, unless the environment sets its own. ``episode`` has ``r`` (sum of
+    rewards), ``l`` (steps) and ``t`` (seconds since the start). An info without ``final_info`` is that of the last
+    step. ``NormalizeObservation`` of gymnasium refuses to reset single environments: use ``VecNormalize``.
 
     Source: https://github.com/DLR-RM/stable-baselines3/issues/1745, https://github.com/isaac-sim/IsaacLab/issues/1769
 
@@ -96,7 +101,7 @@ class GymVecEnv(CheckedVecEnv):
         ):
             if value not in known:
                 expected = ", ".join(map(repr, known))
-                raise InvalidArgumentError(f'{name}={value!r} is none of {expected}. Write {name}="{known[0]}"')
+                raise InvalidArgumentError(f'{name}={value!r}, expected one of {expected}. Write {name}="{known[0]}"')
         self.env, num_envs = vector_env, _check_num_envs(vector_env)
         self._base = getattr(vector_env, "unwrapped", vector_env)
         device = device_of(vector_env) if env_type in ("auto", "torch") else None
@@ -115,17 +120,17 @@ class GymVecEnv(CheckedVecEnv):
         action_space = _bound_actions(_single_space(vector_env, "action_space"), clip_actions)
         layout = ObservationLayout(observation_space, key)
         self._stepper: SubEnvStepper | BatchStepper
-        # If nothing is around sub-environments in this process, they are stepped without it.
+        # Step the sub-environments of an unwrapped SyncVectorEnv directly.
         if type(vector_env) is SyncVectorEnv and not {"step", "reset"} & set(vars(vector_env)) and key is None:
             self._stepper = SubEnvStepper(vector_env.envs, layout, infos == "all")
         else:
             framework = "torch" if device is not None else None if env_type == "auto" else env_type
             self._stepper = BatchStepper(stepper, layout, framework, device, infos == "all", copy, action_space.dtype)
-        # Sum of rewards of each running episode, and number of steps before it.
+        # Per environment: sum of rewards of its running episode, and step count at the start of that episode.
         self._steps, self._returns, self._start_steps = 0, np.zeros(num_envs), np.zeros(num_envs, np.int64)
         self._start_time = time.time()
         super().__init__(num_envs, observation_space, action_space)
-        # VecVideoRecorder reads the frame rate from it.
+        # VecVideoRecorder reads the frame rate from metadata.
         self.metadata = {**(getattr(vector_env, "metadata", None) or {}), **self.metadata}
 
     def step_async(self, actions: Any) -> None:
@@ -147,25 +152,25 @@ class GymVecEnv(CheckedVecEnv):
         return observations, rewards, dones, infos
 
     def _complete_infos(self, ended: list[EndedEpisode], infos: list[Any]) -> None:
-        """Complete the infos of episodes that have ended, and start to count those that follow."""
+        """Complete the infos of ended episodes, and restart the counts of their environments."""
         seconds, rows = round(time.time() - self._start_time, 6), np.array([index for index, *_ in ended])
         totals, lengths = self._returns[rows].tolist(), (self._steps - self._start_steps[rows]).tolist()
         self._returns[rows], self._start_steps[rows] = 0, self._steps
-        self.reset_infos = reset_infos = list(self.reset_infos)  # the caller may keep the list before
+        self.reset_infos = reset_infos = list(self.reset_infos)  # the caller may keep the previous list
         for (index, own, last, time_out, reset_infos[index]), total, length in zip(ended, totals, lengths, strict=True):
             info = {"TimeLimit.truncated": time_out, "terminal_observation": last}
             info["episode"] = episode = {"r": total, "l": length, "t": seconds}
             infos[index] = {**own, **info} if own else info
             env_episode = own.get("episode") if own else None
             if isinstance(env_episode, dict) and env_episode:
-                # ManiSkill's has other names: Stable Baselines3 asks for these.
+                # ManiSkill's episode has other keys; SB3 reads r, l and t.
                 infos[index]["episode"] = env_episode if "r" in env_episode else {**env_episode, **episode}
 
     def reset(self) -> Any:
         """Reset all environments, with the seeds and options that were set.
 
         :return: observations, (n, ...) each
-        :raises InvalidArgumentError: options differ between environments that are reset together
+        :raises InvalidArgumentError: If options differ between environments that are reset together.
         """
         self._require_open()
         self._actions = None
@@ -176,14 +181,14 @@ class GymVecEnv(CheckedVecEnv):
         return observations
 
     def close(self) -> None:
-        """Close the vectorized environment; again does nothing."""
+        """Close the vectorized environment. If it is closed, do nothing."""
         if not self.closed:
             self.closed = True
             self.env.close()
 
     def _render(self) -> Sequence[Any]:
         frames = to_numpy(self.env.render())
-        # Isaac Lab's is one view of all.
+        # Isaac Lab renders one image of all environments.
         return [frames] if isinstance(frames, np.ndarray) and frames.ndim == 3 else list(frames)
 
     def has_attr(self, attr_name: str) -> bool:
@@ -192,14 +197,16 @@ class GymVecEnv(CheckedVecEnv):
         return super().has_attr(attr_name) if found is None else all(found)
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
-        """Get an attribute of sub-environments; if none can be reached, of the vectorized one, row by row.
+        """Get an attribute of sub-environments.
 
-        :raises AttributeError: If there is none.
+        If they are not accessible, get it from the vectorized environment, row by row.
+
+        :raises AttributeError: If the attribute does not exist.
         """
         found = self._call_sub_envs(indices, "get_wrapper_attr", attr_name, required_attr=attr_name)
         if found is not None:
             return found
-        # Stable Baselines3 would warn of environments that have no render_mode.
+        # SB3 warns about environments without a render_mode.
         value = to_numpy(
             getattr(self._find_owner(attr_name), attr_name, *([None] if attr_name == "render_mode" else []))
         )
@@ -207,9 +214,11 @@ class GymVecEnv(CheckedVecEnv):
         return [value[index] if rows else value for index in self._resolve_indices(indices, self.num_envs)]
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
-        """Set an attribute of sub-environments, on the wrapper that has it; if none can be reached, of all at once.
+        """Set an attribute of sub-environments, on the wrapper that has it.
 
-        :raises InvalidArgumentError: If only some are to be set, and none can be reached.
+        If they are not accessible, set it on the vectorized environment.
+
+        :raises InvalidArgumentError: If ``indices`` selects some sub-environments, and they are not accessible.
         """
         if self._call_sub_envs(indices, "set_wrapper_attr", attr_name, value) is not None:
             return
@@ -224,9 +233,10 @@ class GymVecEnv(CheckedVecEnv):
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
     ) -> list[Any]:
-        """Call a method of sub-environments; if none can be reached, of the vectorized one, once.
+        """Call a method of sub-environments.
 
-        What that returns is the result of each; if ``indices`` is None, a result with n rows is one row for each.
+        If they are not accessible, call it once on the vectorized environment, and return the result for each
+        environment. A result with n rows is split into rows if ``indices`` is None.
         """
         found = self._call_sub_envs(indices, method_name, *method_args, required_attr=method_name, **method_kwargs)
         if found is not None:
@@ -236,33 +246,33 @@ class GymVecEnv(CheckedVecEnv):
         return list(result) if rows else [result for _ in self._resolve_indices(indices, self.num_envs)]
 
     def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
-        """Return which environments have a wrapper of a class: around all of them, or around each."""
+        """Return whether each environment has a wrapper of a class, its own or one around all."""
         chosen = self._resolve_indices(indices, self.num_envs)
         if any(isinstance(layer, wrapper_class) for layer in wrapper_chain(self.env)):
             return [True for _ in chosen]
         if isinstance(self._base, SyncVectorEnv):
             return [is_wrapped(self._base.envs[index], wrapper_class) for index in chosen]
-        # By name, "<TimeLimit<Monitor<E instance>>>": AsyncVectorEnv's workers die of an answer that does not pickle.
+        # Compare names in "<TimeLimit<Monitor<E instance>>>": a worker dies if its answer does not pickle.
         texts, names = self._call_sub_envs(chosen, "__str__"), _wrapper_names(wrapper_class)
         return [bool(names.intersection(re.findall(r"<(\w+)", text))) for text in texts or [""] * len(chosen)]
 
     def _find_owner(self, name: str) -> Any:
-        """Return the outermost wrapper that has an attribute; the environment if there is none."""
+        """Return the outermost wrapper that has an attribute, or the environment."""
         return next((layer for layer in wrapper_chain(self.env) if hasattr(layer, name)), self._base)
 
     def _call_sub_envs(
         self, indices: Indices, name: str, *args: Any, required_attr: str | None = None, **kwargs: Any
     ) -> list[Any] | None:
-        """Call a method of each of these sub-environments; return None if they cannot be reached one by one.
+        """Call a method of each of these sub-environments; return None if they are not accessible.
 
-        :param required_attr: an attribute that all of them have; asked first, since the worker of one without it would end
-        :raises AttributeError: If one does not have it.
+        :param required_attr: attribute that all must have; it is checked first, because a worker without it would end
+        :raises AttributeError: If a sub-environment lacks ``required_attr``.
         """
         self._require_open()
         base, chosen = self._base, self._resolve_indices(indices, self.num_envs)
         if isinstance(base, SyncVectorEnv):
             return [base.envs[index].get_wrapper_attr(name)(*args, **kwargs) for index in chosen]
-        # call_some is SharedMemoryVectorEnv's, whose class needs a later gymnasium than all else here.
+        # SharedMemoryVectorEnv has call_some. Importing that class would require a later gymnasium.
         call = partial(call_in_workers, base) if isinstance(base, AsyncVectorEnv) else getattr(base, "call_some", None)
         if call is None:
             return None
@@ -271,24 +281,26 @@ class GymVecEnv(CheckedVecEnv):
         return list(call(chosen, name, *args, **kwargs))
 
 
-# -- what is given
+# -- arguments
 
 
 def _check_num_envs(env: Any) -> int:
     if isinstance(env, VecEnv):
-        raise InvalidTypeError(f"{type(env).__name__} is a VecEnv of Stable Baselines3 already: use it as it is")
+        raise InvalidTypeError(
+            f"{type(env).__name__} is a VecEnv of Stable Baselines3 already. Use it without GymVecEnv"
+        )
     count = num_envs_of(env)
     if not isinstance(count, int | np.integer):
         raise InvalidTypeError(
             f"{env!r} is not a vectorized environment: it has no num_envs. Write "
-            'GymVecEnv(gymnasium.make_vec("CartPole-v1", num_envs=16)); for a single one, sb3_ext.make_vec_env(env); '
-            "for one of Brax, GymVecEnv(rl_ext_core.vector.BraxVectorEnv(env, 16))"
+            'GymVecEnv(gymnasium.make_vec("CartPole-v1", num_envs=16)). For a single environment, write '
+            "sb3_ext.make_vec_env(env); for Brax, GymVecEnv(rl_ext_core.vector.BraxVectorEnv(env, 16))"
         )
     return int(count)
 
 
 def _single_space(env: Any, name: str) -> Any:
-    """Return the space of one sub-environment; EnvPool's has no other."""
+    """Return the space of one sub-environment, under gymnasium's name or EnvPool's."""
     return _to_gymnasium_space(find_attribute(env, f"single_{name}", name), f"{name} of {type(env).__name__}")
 
 
@@ -305,7 +317,7 @@ def _to_gymnasium_space(space: Any, whose: str) -> Any:
 
 
 def _select_observation(space: Any, key: str | None, device: Any) -> tuple[Any, str | None]:
-    """Return the space of what is returned, and the key of it in a Dict."""
+    """Return the space of the returned observations, and their key in a Dict, or None."""
     parts = space.spaces if isinstance(space, spaces.Dict) else {}
     if key is None and device is not None and "policy" in parts:
         key = "policy"
@@ -313,13 +325,13 @@ def _select_observation(space: Any, key: str | None, device: Any) -> tuple[Any, 
         return space, None
     if key not in parts:
         raise InvalidArgumentError(
-            f"observation_key={key!r} is no part of {space}; expected one of {', '.join(map(repr, parts)) or 'a Dict'}"
+            f"observation_key={key!r} is not in {space}, expected one of {', '.join(map(repr, parts)) or 'a Dict'}"
         )
     return parts[key], key
 
 
 def _wrapper_names(wrapper_class: type) -> set[str]:
-    """Return the names of a class of wrappers, of those that stand for it, and of those derived from it."""
+    """Return the names of a wrapper class, its subclasses and its equivalents in workers."""
     names = {wrapper_class.__name__}.union(*map(_wrapper_names, wrapper_class.__subclasses__()))
     return (
         names | {EpisodeMonitor.__name__}
@@ -335,8 +347,8 @@ def _bound_actions(space: Any, clip: Any) -> Any:
         return space
     if clip is None:
         raise InvalidArgumentError(
-            f"actions have no bounds, {space}, and Stable Baselines3 draws them from bounded spaces alone. Write "
-            "clip_actions=1.0"
+            f"the action space {space} has no bounds, but Stable Baselines3 draws actions only from bounded spaces. "
+            "Write clip_actions=1.0"
         )
     low, high = np.maximum(space.low, -clip), np.minimum(space.high, clip)
     return spaces.Box(low.astype(space.dtype), high.astype(space.dtype), dtype=space.dtype)

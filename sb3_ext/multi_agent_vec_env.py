@@ -1,4 +1,4 @@
-"""``MultiAgentVecEnv``: PettingZoo's parallel environments, all of whose agents one policy plays."""
+"""``MultiAgentVecEnv``: PettingZoo's parallel environments with one policy for all agents."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ __all__ = ["MultiAgentVecEnv", "is_parallel_env"]
 def is_parallel_env(env: Any) -> bool:
     """Return whether this is a parallel environment of PettingZoo.
 
-    :raises InvalidTypeError: If its agents act in turns.
+    :raises InvalidTypeError: If its agents act in turns (AEC).
     """
     if isinstance(env, type) or not hasattr(env, "possible_agents"):
         return False
     if hasattr(env, "agent_iter"):
         raise InvalidTypeError(
-            f"the agents of {env} act in turns; expected an environment in which they act together. Write "
+            f"the agents of {env} act in turns, expected a parallel environment. Write "
             "pettingzoo.utils.aec_to_parallel(env), if its rules allow that"
         )
     return hasattr(env, "step")
 
 
 class MultiAgentVecEnv(CheckedVecEnv):
-    """PettingZoo's parallel environments, all of whose agents one policy plays.
+    """PettingZoo's parallel environments, with one policy for all agents.
 
-    In place of SuperSuit's ``pettingzoo_env_to_vec_env_v1`` and ``concat_vec_envs_v1``. There is a row for each agent
-    of each environment, in order: with two environments of three agents, row 4 is the second agent of the second.
+    It replaces SuperSuit's ``pettingzoo_env_to_vec_env_v1`` and ``concat_vec_envs_v1``. Each agent of each environment
+    has a row, in order. With two environments of three agents, row 4 is the second agent of the second.
 
-    An agent that ends before its environment has its episode end there: ``dones`` is True, and the info has its last
-    observation. From then on its row is zeros with reward 0. ``info["agent_is_dead"]`` is True in every step that began
-    with zeros. The zeros end with ``dones`` True once more: when the agent joins again, and when the environment ends
-    and resets itself. The observation returned with that ``dones`` begins an episode of its own. A policy learns that
-    zeros are worth nothing, as with SuperSuit's ``black_death``.
+    If an agent ends before its environment, its episode ends: ``dones`` is True, and the info has its last observation.
+    From then on its row is zeros with reward 0. ``info["agent_is_dead"]`` is True in every step that began with zeros.
+    The zeros end with ``dones`` True once more: when the agent joins again, or when the environment ends and is reset.
+    The observation returned with that ``dones`` is the first of a new episode. A policy learns that zeros are worth
+    nothing, as with SuperSuit's ``black_death``.
 
-    :param env_fns: functions that build the environments, or whatever :func:`as_factory` takes; they are in this
-        process
-    :raises InvalidTypeError: If one is not a parallel environment.
+    :param env_fns: functions that build the environments, or anything that :func:`as_factory` takes; all environments
+        are in this process
+    :raises InvalidTypeError: If an environment is not a parallel environment.
     :raises InvalidArgumentError: If agents have different spaces, or observations that are not arrays of fixed shape.
 
     ``reset`` and ``step`` return observations, (n_envs · agents, ...); rewards, (n_envs · agents,) float32; dones,
-    (n_envs · agents,) bool; and a list of infos. Those of ended episodes hold ``terminal_observation``,
-    ``TimeLimit.truncated`` and ``episode``. ``seed(s)`` gives environment ``i`` the seed ``s + i``. Attributes and
+    (n_envs · agents,) bool; and a list of infos. Infos of ended episodes contain ``terminal_observation``,
+    ``TimeLimit.truncated`` and ``episode``. ``seed(s)`` sets the seed ``s + i`` for environment ``i``. Attributes and
     methods are those of the row's environment.
 
     :ivar agents: names of the possible agents of one environment
@@ -65,7 +65,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
     >>> env.close()
     """
 
-    row_noun = "agents"
+    row_noun = "agent"
 
     def __init__(self, env_fns: Sequence[Callable[[], Any]]) -> None:
         check_env_fns(env_fns)
@@ -98,21 +98,21 @@ class MultiAgentVecEnv(CheckedVecEnv):
         for env_index, env in enumerate(self.envs):
             if list(env.possible_agents) != self.agents or not self.agents:
                 raise InvalidArgumentError(
-                    f"environment {env_index} has the agents {list(env.possible_agents)}, and environment 0 has "
-                    f"{self.agents}; expected the same ones, at least one. Build them alike"
+                    f"environment {env_index} has the agents {list(env.possible_agents)}, expected those of "
+                    f"environment 0, at least one: {self.agents}. Build all environments with the same arguments"
                 )
             for agent in self.agents:
                 found = env.observation_space(agent), env.action_space(agent)
                 first = first or found
                 if found != first:
                     raise InvalidArgumentError(
-                        f"the agent {agent!r} has the spaces {found}, and {self.agents[0]!r} has {first}; one policy "
-                        "plays agents with the same spaces. Pad them: supersuit.pad_observations_v0(env)"
+                        f"the agent {agent!r} has the spaces {found}, expected those of {self.agents[0]!r}, {first}, "
+                        "because one policy plays all agents. Pad them: supersuit.pad_observations_v0(env)"
                     )
         return first  # type: ignore[no-any-return]
 
     def seed(self, seed: int | None = None) -> Sequence[int | None]:
-        """Set the seeds of the next reset: ``seed + i`` for environment ``i``; None draws one from NumPy."""
+        """Set the seeds of the next reset: ``seed + i`` for environment ``i``. If None, draw one."""
         if seed is None:
             seed = int(np.random.randint(0, np.iinfo(np.uint32).max, dtype=np.uint32))
         self._seeds = [seed + row // len(self.agents) for row in range(self.num_envs)]
@@ -146,7 +146,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         return enumerate(self.agents, env_index * len(self.agents))
 
     def _write_observation(self, row: int, observation: Any) -> None:
-        """Write an agent's observation; zeros where there is none."""
+        """Write an agent's observation, or zeros if it is None."""
         for part in self._slots[row]:
             if observation is None:
                 part.place[...] = 0
@@ -157,7 +157,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         return self._layout.build_observation([array[rows].copy() for array in self._observations])
 
     def step_async(self, actions: Any) -> None:
-        """Store the actions of the next step, (n_envs · agents, ...); those of agents that have ended are ignored."""
+        """Store the actions of the next step, (n_envs · agents, ...), ignored for dead agents."""
         # Environments that clip their action in place must not change what SB3 stores.
         self._store_actions(copy_output(actions))
 
@@ -165,19 +165,19 @@ class MultiAgentVecEnv(CheckedVecEnv):
         """Take the step.
 
         :return: observations, rewards, dones and infos, see the class
-        :raises EnvironmentOutputError: If an environment returns nothing for an agent that lives.
+        :raises EnvironmentOutputError: If an environment returns nothing for an agent that is alive.
         """
         actions = self._take_actions()
         rewards, dones = np.zeros(self.num_envs, np.float32), np.zeros(self.num_envs, bool)
         infos: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
-        self.reset_infos = list(self.reset_infos)  # those before are the caller's to keep
+        self.reset_infos = list(self.reset_infos)  # the caller may keep the previous list
         for env_index, env in enumerate(self.envs):
             acting = {agent: actions[row] for row, agent in self._agent_rows(env_index) if self._alive[row]}
             self._process_step(env_index, env.step(acting), rewards, dones, infos)
         return self._copy_observations(), rewards, dones, infos
 
     def _process_step(self, env_index: int, result: Any, rewards: Any, dones: Any, infos: list[dict[str, Any]]) -> None:
-        """Take what one environment returns, and reset it where it is over."""
+        """Process the result of one environment's step, and reset the environment if it has ended."""
         observations, all_rewards, terminated, truncated, all_infos = result
         env_ended = not self.envs[env_index].agents or all(
             terminated.get(agent, True) or truncated.get(agent, True) for agent in self.envs[env_index].agents
@@ -198,8 +198,8 @@ class MultiAgentVecEnv(CheckedVecEnv):
                 continue
             if agent not in observations or agent not in all_rewards:
                 raise EnvironmentOutputError(
-                    f"environment {env_index}, in step: it returns nothing for the agent {agent!r}, who has acted; "
-                    "expected an observation and a reward for each agent that was among env.agents before the step"
+                    f"environment {env_index}, in step: it returned nothing for the agent {agent!r}, expected an "
+                    "observation and a reward for each agent that was in env.agents before the step"
                 )
             info = infos[row]
             info.update(copy_output(dict(all_infos.get(agent, {}))))
@@ -221,7 +221,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
             self._reset_env(env_index)
 
     def close(self) -> None:
-        """Close the environments; again does nothing."""
+        """Close the environments. If they are closed, do nothing."""
         if not self.closed:
             self.closed = True
             self._close_envs()

@@ -1,4 +1,4 @@
-"""Observations of a compressed buffer under the name and the indices that SB3's buffers have for them."""
+"""Views of compressed observations that are indexed like the arrays of SB3's buffers."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Decoder = Callable[..., npt.NDArray[np.generic]]
 
 
 class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
-    """A view that decodes what is indexed.
+    """View of compressed observations that decodes what is indexed.
 
-    It reads like the array ``(buffer_size, n_envs, *obs_shape)`` that SB3's buffers keep: ``view[rows]``,
-    ``view[rows, envs]``, ``np.asarray(view)``, ``view / 255``, ``view.mean(axis=0)``. What is indexed is decoded into a
-    new array; rows never added are zero. Arithmetic and the methods of arrays decode all of it: index what is needed
-    first, ``view[:1000].mean()``. Only a rollout can be written to, row by row.
+    It reads like the array ``(buffer_size, n_envs, *obs_shape)`` of SB3's buffers: ``view[rows]``,
+    ``view[rows, envs]``, ``np.asarray(view)``, ``view / 255``, ``view.mean(axis=0)``. Indexing decodes into a new
+    array; rows that were never added are zero. Arithmetic and array methods decode everything, so index first:
+    ``view[:1000].mean()``. Only a rollout can be written to, row by row.
 
-    :param decode: Gives the observations at ``(n,)`` positions along each axis of ``buffer_shape``
+    :param decode: Function that returns the observations at ``(n,)`` positions along each axis of ``buffer_shape``
     :param buffer_shape: ``(buffer_size, n_envs)``, or ``(n_envs * buffer_size,)`` once it is flattened
     :param shape: Shape of one observation
     :param dtype: Dtype of the observations
-    :param append: In a rollout, stores the observations of a row: ``view[row] = observations``
+    :param append: Function that stores the observations of a row: ``view[row] = observations``. None: read-only
     :ivar ndim: Number of axes
     :ivar size: Number of values
-    :ivar nbytes: Bytes of all observations once they are decoded
+    :ivar nbytes: Size of all observations once they are decoded, in bytes
     """
 
     def __init__(
@@ -56,26 +56,26 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
     def __getitem__(self, key: Any) -> npt.NDArray[np.generic]:
         keys = key if isinstance(key, tuple) else (key,)
         if len(keys) == len(self._buffer_shape) and _are_index_arrays(*keys):
-            # What buffers do for each batch. Places that do not exist get the error that an array would give, below.
+            # Buffers index so for each batch. Rows that do not exist raise the error of an array below.
             with contextlib.suppress(InvalidArgumentError):
                 return self._decode(*keys)
         place, rest = self._split_key(keys)
         positions = self._positions(place)
-        # Copies in any case: numba has NumPy warn of arrays that were made by broadcasting.
+        # Always copy, because NumPy warns of broadcast arrays if numba reads them.
         flat = [np.array(part, dtype=np.int64, order="C").reshape(-1) for part in positions]
         found = self._decode(*flat).reshape(*positions[0].shape, *self.shape[len(self._buffer_shape) :])
         part: npt.NDArray[np.generic] = found[(slice(None),) * positions[0].ndim + rest]
         return part
 
     def _positions(self, place: tuple[Any, ...]) -> list[npt.NDArray[np.int64]]:
-        """What is indexed, as positions along the axes of places, in the shape that an array would give."""
+        """Return the indexed positions along each axis of ``buffer_shape``."""
         return [grid[place] for grid in np.broadcast_arrays(*np.indices(self._buffer_shape, sparse=True))]
 
     def _split_key(self, keys: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """
-        Split what selects places from what selects within observations.
+        Split an index into one for rows and environments, and one within observations.
 
-        :raises InvalidArgumentError: if an array would read such a key in another way than the two parts apart
+        :raises InvalidArgumentError: If indexing an array with the two parts in turn gives another result.
         """
         n_axes = len(self._buffer_shape)
         mask = np.asarray(keys[0]) if keys and not isinstance(keys[0], (slice, int, np.integer)) else None
@@ -91,19 +91,19 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
         )
         if not is_separable or any(part is None or part is Ellipsis for part in keys):
             raise InvalidArgumentError(
-                f"cannot index compressed observations by {keys}; pick rows and environments first, then within what "
-                "you got: observations[rows, envs][:, ...]"
+                f"cannot index compressed observations by {keys}. Index rows and environments first, then the array: "
+                "observations[rows, envs][:, ...]"
             )
         return place, rest
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[np.generic]:
         if copy is False:
-            raise ValueError("observations are stored compressed: reading them makes a copy; leave copy=False out")
+            raise ValueError("copy=False is not supported: reading compressed observations makes a copy. Leave it out")
         free = available_memory()
         if free is not None and self.nbytes > free:
             raise OutOfMemoryError(
-                f"all observations of shape {self.shape} take {format_bytes(self.nbytes)} and {format_bytes(free)} are free; "
-                "index what you need: observations[:1000]"
+                f"all observations of shape {self.shape} take {format_bytes(self.nbytes)}, but only "
+                f"{format_bytes(free)} are free. Index what you need: observations[:1000]"
             )
         return self[:].astype(dtype or self.dtype, copy=False)
 
@@ -116,11 +116,10 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(np.ndarray, name):
             raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}: it has what an array has, of observations "
-                "that are decoded when they are read"
+                f"{type(self).__name__!r} object has no attribute {name!r}: it has the attributes of a NumPy array"
             )
         decoded = np.asarray(self)
-        decoded.flags.writeable = False  # what a method would write there would be lost
+        decoded.flags.writeable = False  # changes by a method would be lost
         return getattr(decoded, name)
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -129,18 +128,18 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
         self._append(key, value)
 
     def __bool__(self) -> bool:
-        if self.size != 1:  # as an array does, for which nothing has to be decoded
+        if self.size != 1:  # the error of an array, without decoding
             raise ValueError("The truth value of an array with more than one element is ambiguous. Use any() or all()")
         return bool(np.asarray(self))
 
     @staticmethod
     def _read_only_error() -> InvalidTypeError:
         return InvalidTypeError(
-            "observations that are stored compressed cannot be assigned to; change a copy: np.array(observations[rows])"
+            "compressed observations cannot be assigned to. Change a copy: np.array(observations[rows])"
         )
 
     def swap_and_flatten(self) -> ObservationView:
-        """Return what ``swap_and_flatten`` makes of the array: all steps of one environment, then those of the next."""
+        """Return a flat view of all steps of each environment in turn, as in SB3."""
         n_rows, n_envs = self._buffer_shape
         return ObservationView(
             partial(_decode_flat, self._decode, n_rows), (n_envs * n_rows,), self.shape[2:], self.dtype
@@ -153,7 +152,7 @@ def _decode_flat(decode: Decoder, n_rows: int, positions: npt.NDArray[np.int64])
 
 
 def _are_index_arrays(*keys: Any) -> bool:
-    """Return whether they are what a decoder takes."""
+    """Return whether a decoder takes these keys: contiguous 1-D int64 arrays of equal length."""
     for key in keys:
         if type(key) is not np.ndarray or key.dtype != np.int64 or key.ndim != 1 or not key.flags.c_contiguous:
             return False

@@ -1,4 +1,4 @@
-"""What all compressed buffers are made of: the observations of a space, ``Dict`` or not, in frame stores."""
+"""Observation storage shared by all compressed buffers: one frame store per key."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from sb3_ext.observation_view import ObservationView
 IndexArray = npt.NDArray[np.int64]
 Array = npt.NDArray[np.generic]
 
-_SINGLE_KEY = None  # the key of an observation that is no Dict
+_SINGLE_KEY = None  # key of an observation that is not a Dict
 _DEFAULTS: dict[str, Any] = {"codec": "auto", "n_stack": None, "block_length": None, "max_error": 0, "quality": 95}
 STORE_OPTIONS = (*_DEFAULTS, "num_threads", "max_bytes", "storage_dir")
 
-_DROP_BATCH = 16  # transitions an environment that are given up at a time
+_DROP_BATCH = 16  # transitions per environment that are dropped at a time
 _NUMBER_BITS = 32
 
 
 def _as_int64(numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    return numbers.astype(np.int64, copy=False)  # on Windows, NumPy draws numbers of 32 bits
+    return numbers.astype(np.int64, copy=False)  # on Windows, NumPy draws 32-bit integers
 
 
 class Part:
-    """What has a store of its own: an observation that is no ``Dict``, or one key of a ``Dict``."""
+    """Observations in one store: those of a key of a ``Dict`` space, or of another space."""
 
     def __init__(self, key: Any, store: FrameStore) -> None:
         self.store = store
@@ -54,13 +54,13 @@ class Part:
         self.recycled = RecycledArrays()
         self._key = key
         self._batch_shape = (store.n_envs, *self.shape)
-        self._cast_warned = False  # that it comes in another dtype
+        self._cast_warned = False
 
     def __reduce__(self) -> Any:
-        return Part, (self._key, self.store)  # what was decoded stays with its users
+        return Part, (self._key, self.store)  # recycled arrays belong to this process
 
     def stage(self, obs: Any, next_obs: Any) -> npt.NDArray[np.int64]:
-        """Store the frames of one transition of each environment; see :meth:`FrameStore.stage`."""
+        """Store the frames of one transition per environment, see :meth:`FrameStore.stage`."""
         try:
             return self.store.stage(self._match_space(obs, "obs"), self._match_space(next_obs, "next_obs"))
         except RlExtError as error:
@@ -68,7 +68,7 @@ class Part:
             raise
 
     def append(self, obs: Any, next_obs: Any, row: int) -> None:
-        """Store them and make them a transition; see :meth:`FrameStore.append`."""
+        """Store one transition per environment in a row, see :meth:`FrameStore.append`."""
         try:
             self.store.append(self._match_space(obs, "obs"), self._match_space(next_obs, "next_obs"), row=row)
         except RlExtError as error:
@@ -76,35 +76,35 @@ class Part:
             raise
 
     def append_step(self, row: int, obs: Any) -> None:
-        """Store one step of a rollout."""
+        """Store the observations of one step of a rollout."""
         try:
             row = operator.index(row)
         except TypeError:
             raise InvalidTypeError(
-                f"observations of a rollout are assigned row by row, not by {row!r}; write "
-                "buffer.observations[row] = observations, of all environments"
+                f"observations of a rollout are assigned row by row, not by {row!r}. Write "
+                "buffer.observations[row] = observations, with those of all environments"
             ) from None
         if row >= self.buffer_shape[0]:
-            raise InvalidArgumentError(f"the rollout is full with {row} steps; call reset() before the next one")
+            raise InvalidArgumentError(f"the rollout is full with {row} steps. Call reset() before the next rollout")
         self.append(obs, obs, row)
 
     def empty(self, n: int) -> Array:
-        """Return an array to decode ``n`` observations into, which nobody else holds."""
+        """Return an array to decode ``n`` observations into, which no batch in use shares."""
         return self.recycled.empty((n, *self.shape), self.dtype)
 
     def _match_space(self, obs: Any, name: str) -> Array:
-        """Return them in the observation space's dtype, which environments may not keep to, and with all axes."""
+        """Return observations with the dtype of the space and with all axes."""
         stack = np.asarray(obs)
         if stack.dtype != self.dtype:
             stack = self._cast_to_space_dtype(stack, name)
         shape = self._batch_shape
-        # Upstream's callers may leave one out: of one environment, or of a discrete observation's only value.
+        # SB3 may omit an axis: that of a single environment, or of the only value of a discrete observation.
         if stack.shape != shape and stack.shape in (shape[1:], shape[:-1]) and stack.size == math.prod(shape):
             return stack.reshape(shape)
         return stack
 
     def _cast_to_space_dtype(self, stack: Array, name: str) -> Array:
-        """Return what assigning it to the arrays of Stable Baselines3's buffers makes of it."""
+        """Cast as an assignment to SB3's arrays does, and warn once if values may change."""
         try:
             cast = stack.astype(self.dtype, copy=False)
         except (TypeError, ValueError) as error:
@@ -114,10 +114,10 @@ class Part:
         if not self._cast_warned and not np.can_cast(stack.dtype, self.dtype, "safe"):
             self._cast_warned = True
             warnings.warn(
-                f"{name if self._key is _ALONE else f'{name}[{self._key!r}]'} comes as {stack.dtype} and the "
-                f"observation space says {self.dtype}: from here on it is cast, as Stable Baselines3's buffers do in "
-                f"silence, which may change values; return observations as np.{self.dtype} from the environment to be "
-                "without this warning",
+                f"{name if self._key is _SINGLE_KEY else f'{name}[{self._key!r}]'} has dtype {stack.dtype}, but the "
+                f"observation space has {self.dtype}. Observations are cast, which may change values; Stable "
+                "Baselines3's buffers cast silently. To avoid this warning, return observations of dtype "
+                f"np.{self.dtype} from the environment",
                 stacklevel=5,
             )
         return cast
@@ -125,24 +125,25 @@ class Part:
 
 class Observations:
     """
-    Observations go in and come out as Stable Baselines3 has them: an array, or a dictionary of arrays. One that is no
-    ``Dict`` is a group of one part. All parts hold the same transitions, in the same rows.
+    Observations of a buffer, in SB3's form: an array, or a dict of arrays for a ``Dict``.
+
+    Each key of a ``Dict`` is a part; any other space has a single part. All parts contain the same transitions, in the
+    same rows.
 
     :param space: Observation space
-    :param buffer_shape: Transitions an environment, and number of environments
-    :param num_threads: Threads that decode large batches, or None for as many as ``torch.get_num_threads()``
-    :param max_bytes: Bytes for all of it together, or None for as many as it takes
-    :param storage_dir: Folder that they are kept in, those of a ``Dict`` in one of its own for each key
-    :param options: Of :meth:`FrameStore.adaptive`. For a ``Dict``, a dictionary gives an option by key; any other value
-        holds for the images, which are the keys of two or more dimensions
-    :ivar parts: Each with its store, by key
-    :ivar first: The store that says which row is next
-    :ivar lock: Of the buffer: whoever changes it, or writes it to a file, holds this
-    :ivar arrays: What :meth:`rows` has returned, by name
-    :ivar recovered: What was found in the folders, see :class:`FrameStore`; None where nothing was
-    :ivar watch: Warns where they will not fit into memory; None where that is no question
-    :raises InvalidArgumentError: if an option is given for a key that is not there, or the folders are not those of one
-        buffer
+    :param buffer_shape: Transitions per environment, and number of environments
+    :param num_threads: Number of threads that decode large batches; None for ``torch.get_num_threads()``
+    :param max_bytes: Size limit of all parts together, in bytes; None for no limit
+    :param storage_dir: Folder to store the observations in; for a ``Dict``, it contains a folder for each key
+    :param options: Arguments of :meth:`FrameStore.adaptive`. A dict sets an option by key. Any other value applies to
+        the images: the keys with two or more dimensions
+    :ivar parts: Parts by key
+    :ivar first: Store of the first part; its position is that of the buffer
+    :ivar lock: Lock of the buffer, acquired to change the buffer or to write it to a file
+    :ivar arrays: Arrays that :meth:`rows` returned, by name
+    :ivar recovered: Counts of transitions found in the folders, see :class:`FrameStore`; None if there were none
+    :ivar watch: Warns if the buffer will not fit into memory; None for a buffer with a limit or a folder
+    :raises InvalidArgumentError: If an option is given for an unknown key, or the folders belong to different buffers.
     """
 
     def __init__(
@@ -157,10 +158,10 @@ class Observations:
     ) -> None:
         by_key: dict[Any, Any] = space.spaces if isinstance(space, spaces.Dict) else {_SINGLE_KEY: space}
         if not by_key:
-            raise InvalidArgumentError(f"the observation space {space} has no keys, so that there is nothing to store")
+            raise InvalidArgumentError(f"observation_space={space} has no keys, expected at least one")
         for name, value in options.items():
             if isinstance(value, Mapping) and (unknown := [key for key in value if key not in by_key]):
-                raise InvalidArgumentError(f"{name} is given for {unknown}, which are not among the keys {[*by_key]}")
+                raise InvalidArgumentError(f"{name} is given for {unknown}, expected keys among {[*by_key]}")
         self.num_threads = None if num_threads is None else check_count("num_threads", num_threads)
         self.max_bytes = None if max_bytes is None else check_count("max_bytes", max_bytes)
         folders = _folder_by_key(storage_dir, [*by_key])
@@ -194,46 +195,46 @@ class Observations:
         self.first = self.stores[0]
         self.lock = make_fork_safe_lock()
         self.arrays: dict[str, npt.NDArray[Any]] = {}
-        self._own_arrays: dict[str, npt.NDArray[Any]] = {}  # those that no store counts
-        self._transition_numbers: list[
-            npt.NDArray[np.int64]
-        ] = []  # of the transition in each row, in each store's folder
+        self._own_arrays: dict[str, npt.NDArray[Any]] = {}  # arrays that are in no store
+        self._transition_numbers: list[npt.NDArray[np.int64]] = []  # per store: numbers of its rows' transitions
         self._newest_number = 0
         self.watch: MemoryWatch | None = None
 
     def _reconcile_stores(self, storage_dir: Any) -> None:
-        """Have the stores hold the same transitions: each may have lost other ones when its process was killed."""
+        """Drop transitions that are not in all stores, as a killed process may leave them."""
         self._transition_numbers = [store.rows("number", (), np.int64) for store in self.stores]
         if not any(store.size for store in self.stores):
             self._newest_number = _random_start()
             return
         if new := [key for key, part in self.parts.items() if part.store.recovered is None]:
             raise InvalidArgumentError(
-                f"storage_dir={str(storage_dir)!r} has nothing of {new}, and transitions of the other keys; pass the "
+                f"storage_dir={str(storage_dir)!r} contains transitions of the other keys, but not of {new}. Pass the "
                 "observation space that it was made with, or another storage_dir"
             )
         pairs = zip(self.stores, self._transition_numbers, strict=True)
         ends = {store: int(numbers[store.position - 1]) if store.size else 0 for store, numbers in pairs}
         if len({end >> _NUMBER_BITS for end in ends.values() if end}) > 1:
             raise InvalidArgumentError(
-                f"storage_dir={str(storage_dir)!r} holds folders of different buffers, one for each of "
-                f"{[*self.parts]}; put back those that belong together, or pass another storage_dir"
+                f"storage_dir={str(storage_dir)!r} contains folders of different buffers for the keys "
+                f"{[*self.parts]}, expected those of one buffer. Restore them, or pass another storage_dir"
             )
         self._newest_number = min(ends.values())
         if all(store.size > end - self._newest_number for store, end in ends.items()):
             for store, end in ends.items():
                 store.drop_newest(end - self._newest_number)
         else:
-            self.clear()  # there is no transition that all of them hold
+            self.clear()  # no transition is in all stores
             self._newest_number = _random_start()
 
     def rows(
         self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, any_row_writable: bool = False
     ) -> npt.NDArray[Any]:
         """
-        Return an array with one row a transition, kept where the frames are. Only the newest row may be written to.
+        Return an array with one row per transition, stored where the frames are.
 
-        :param any_row_writable: Any row may be written to; the array is in memory in any case
+        Only the newest row may be changed.
+
+        :param any_row_writable: Whether every row may be changed; such an array is always in memory
         """
         if any_row_writable or not self._rows_in_store:
             self._own_arrays[name] = np.zeros((self.first.capacity, *shape), dtype=dtype)
@@ -242,26 +243,26 @@ class Observations:
 
     def check_budget(self) -> None:
         """
-        Call it once all rows were asked for.
+        Check that half of ``max_bytes`` is left for frames. Call it after all :meth:`rows`.
 
-        :raises InvalidArgumentError: if they would leave too little of the budget to frames
+        :raises InvalidArgumentError: If they take more than half of ``max_bytes``.
         """
         n_places = self.first.capacity * self.first.n_envs
         n_bytes = 8 * n_places * len(self.stores) + sum(array.nbytes for array in self.arrays.values())
         if self.max_bytes is not None and n_bytes > self.max_bytes // 2:
             raise InvalidArgumentError(
-                f"buffer_size={n_places:,} takes {n_bytes:,} of max_bytes={self.max_bytes:,} for what goes with the "
-                "frames: actions, rewards, flags and an index; pass a smaller buffer_size, or more max_bytes"
+                f"buffer_size={n_places:,} takes {n_bytes:,} bytes of max_bytes={self.max_bytes:,} for actions, "
+                "rewards, flags and an index, expected at most half. Pass a smaller buffer_size, or a larger max_bytes"
             )
 
     def append(self, obs: Any, next_obs: Any, *, row: int) -> None:
         """
-        Store one transition of each environment in a row.
+        Store one transition per environment in a row.
 
-        :raises RlExtError: if it cannot be stored; then no store holds any of it
+        :raises RlExtError: If it cannot be stored. No store contains any of it then.
         """
         *others, (last, before, after) = self._split_by_part(obs, next_obs)
-        # What may fail comes first: for the last part, that and the rest are one step.
+        # Everything that may fail runs first. The last part is staged and committed in one call.
         staged = [(part.store, part.stage(*pair)) for part, *pair in others]
         last.append(before, after, row)
         for store, frames in staged:
@@ -280,17 +281,19 @@ class Observations:
                 problem = (
                     f"has keys {list(given)}" if isinstance(given, Mapping) else f"is of type {type(given).__name__}"
                 )
-                raise InvalidArgumentError(f"{name} {problem}, expected those of {[*self.parts]}; nothing was stored")
+                raise InvalidArgumentError(
+                    f"{name} {problem}, expected a dict with the keys {[*self.parts]}; nothing was stored"
+                )
         return [(part, obs[key], next_obs[key]) for key, part in self.parts.items()]
 
     def _enforce_max_bytes(self, max_bytes: int) -> None:
         while (size := self.size) > 1 and self.nbytes > max_bytes:
             for store in self.stores:
-                # One that is too large by itself has given up its oldest before.
+                # A store that exceeds max_bytes alone has dropped its oldest transitions already.
                 store.drop_oldest(min(_DROP_BATCH, size - 1) + store.size - size)
 
     def decode(self, rows: IndexArray, envs: IndexArray) -> tuple[Any, Any]:
-        """Return observations and next observations of a batch of places, in arrays that nobody else holds."""
+        """Decode observations and next observations of a batch into arrays that no batch shares."""
         n, num_threads = len(rows), self._thread_count()
         before, after = {}, {}
         for key, part in self.parts.items():
@@ -312,12 +315,12 @@ class Observations:
         return th.get_num_threads() if self.num_threads is None else self.num_threads
 
     def map_parts(self, read: Callable[[Part], Any]) -> Any:
-        """Return what is read of each part as Stable Baselines3 has it: by key, or the only one."""
+        """Apply a function to each part. Return a dict by key, or the only result."""
         found = {key: read(part) for key, part in self.parts.items()}
         return found.get(_SINGLE_KEY, found)
 
     def views(self, *, of_next_obs: bool = False, writable: bool = False) -> Any:
-        """Return Stable Baselines3's ``observations`` or ``next_observations``; a rollout takes assignments."""
+        """Return views for SB3's ``observations`` or ``next_observations``."""
 
         def view(part: Part) -> ObservationView:
             decode, append = partial(self._decode_part, part, of_next_obs), part.append_step if writable else None
@@ -326,18 +329,18 @@ class Observations:
         return self.map_parts(view)
 
     def is_decoded_batch(self, array: Array) -> bool:
-        """Return whether the array is one that a batch was decoded into, or a view of it."""
+        """Return whether a batch was decoded into this array, or into the array that it views."""
         owner = array if array.base is None else array.base
         return any(part.recycled.owns(owner) for part in self.parts.values())
 
     @property
     def recycled_nbytes(self) -> int:
-        """Bytes of the arrays that batches are decoded into."""
+        """Size of the arrays that batches are decoded into, in bytes."""
         return sum(part.recycled.nbytes for part in self.parts.values())
 
     @property
     def size(self) -> int:
-        """Transitions held by all parts, an environment."""
+        """Number of transitions per environment that all parts contain."""
         return min([store.size for store in self.stores])
 
     @property
@@ -346,19 +349,19 @@ class Observations:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: frames, index and rows."""
+        """Size of frames, index and rows, in bytes."""
         own = sum(array[: self._rows_in_use].nbytes for array in self._own_arrays.values())
         return own + sum(store.nbytes for store in self.stores)
 
     @defer_signals
     def clear(self) -> None:
-        """Forget all transitions."""
+        """Remove all transitions."""
         for store in self.stores:
             store.clear()
 
     @defer_signals
     def close(self) -> None:
-        """Write what is not written yet, and let another process open the folders."""
+        """Flush the stores, and release their folders for other processes."""
         for store in self.stores:
             store.close()
 
@@ -376,32 +379,32 @@ class Observations:
 
 
 def _prefix_key(key: Any, error: RlExtError) -> None:
-    """Have an error say which key of a ``Dict`` it is about."""
+    """For a ``Dict``, raise the error again with the key that it concerns as prefix."""
     if key is not _SINGLE_KEY:
         raise type(error)(f"key {key!r}: {error}") from error
 
 
 def _random_start() -> int:
-    """Return what the transitions of a buffer are counted from: no other buffer's numbers are the same."""
+    """Return a random number to count transitions from, so that two buffers share no numbers."""
     return secrets.randbits(30) << _NUMBER_BITS
 
 
 def _folder_by_key(storage_dir: str | os.PathLike[str] | None, keys: list[Any]) -> dict[Any, Path | None]:
-    """Return the folder of each key."""
+    """Return the folder of each key, or None without ``storage_dir``."""
     path = None if storage_dir is None else validate_path(storage_dir)
     if path is None or _SINGLE_KEY in keys:
         return dict.fromkeys(keys, path)
     names = {key: quote(str(key), safe="").replace(".", "%2E") for key in keys}
     if unknown := sorted({entry.name for entry in path.glob("*")} - set(names.values())):
         raise InvalidArgumentError(
-            f"storage_dir={str(path)!r} holds {unknown}, which does not belong to the keys {keys}; pass "
-            "the observation space that it was made with, or another storage_dir"
+            f"storage_dir={str(path)!r} contains {unknown}, expected only folders of the keys {keys}. Pass the "
+            "observation space that it was made with, or another storage_dir"
         )
     return {key: path / name for key, name in names.items()}
 
 
 def _options_for_key(key: Any, options: Mapping[str, Any], *, image: bool) -> dict[str, Any]:
-    """Return what was chosen for one part."""
+    """Return the options of one key, with defaults."""
     chosen = {}
     for name, default in _DEFAULTS.items():
         value = options.get(name, default)

@@ -1,4 +1,4 @@
-"""``SharedMemoryVecEnv`` and ``RayVecEnv``: environments in workers, for Stable Baselines3, and how long they take."""
+"""``SharedMemoryVecEnv`` and ``RayVecEnv``, and a callback that logs their step times."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.vector.environments import PoolOptions, qualified_name, store_reward
 from rl_ext_core.vector.pool import Pool, Timings, make_pool
-from rl_ext_core.vector.ray import RayPool
+from rl_ext_core.vector.ray_pool import RayPool
 from rl_ext_core.vector.worker import ENDED, OTHER_REWARD, TRUNCATED
 
 __all__ = ["CheckedVecEnv", "Indices", "PoolVecEnv", "RayVecEnv", "SharedMemoryVecEnv", "VecEnvTimingCallback"]
 
-# By the number of the kind, see rl_ext_core.vector.worker.KINDS.
+# Indexed by the kind of a reward, see rl_ext_core.vector.worker.KINDS.
 _REWARD_TYPES = (np.float64, np.float32, np.int64, np.bool_)
 
 Indices = int | Iterable[int] | None
 
 
 class CheckedVecEnv(VecEnv):
-    """Base of this package's vectorized environments. An error says what is wrong with a call out of order."""
+    """Base of all vectorized environments here: raises errors for calls in the wrong order."""
 
     closed = False
-    _actions: Any = None  # of the step that was begun
+    _actions: Any = None  # actions of the pending step
     constructor_argument = "env_fns"
-    row_noun = "environments"
+    row_noun = "environment"
 
     def get_images(self) -> Sequence[np.ndarray[Any, Any] | None]:
         """Render all environments.
 
-        :return: (height, width, 3) uint8 each; None where the render mode is another one
+        :return: (height, width, 3) uint8 each; None if the render mode is not ``"rgb_array"``
         """
         if self.render_mode == "rgb_array":
             self._require_open()
@@ -56,13 +56,13 @@ class CheckedVecEnv(VecEnv):
     def _require_open(self) -> None:
         if self.closed:
             name = type(self).__name__
-            raise InvalidArgumentError(f"this {name} is closed; make a new one: {name}({self.constructor_argument})")
+            raise InvalidArgumentError(f"this {name} is closed. Make a new one: {name}({self.constructor_argument})")
 
     def _store_actions(self, actions: Any) -> None:
         self._require_open()
         if len(actions) != self.num_envs:
             raise InvalidArgumentError(
-                f"there are {len(actions)} actions for {self.num_envs} {self.row_noun}; expected an action for each"
+                f"number of actions: {len(actions)}, expected {self.num_envs}, one for each {self.row_noun}"
             )
         self._actions = actions
 
@@ -74,19 +74,19 @@ class CheckedVecEnv(VecEnv):
 
     def _require_pending_step(self, begun: bool) -> None:
         if not begun:
-            raise InvalidArgumentError("no step was begun; write step_async(actions) first, or step(actions)")
+            raise InvalidArgumentError("no step is pending. Call step_async(actions) first, or step(actions)")
 
     def _resolve_indices(self, indices: Indices, count: int) -> Sequence[int]:
-        # The base class asks before it knows how many there are.
+        # The constructor of the base class calls this before it sets num_envs.
         numbers = range(count)
         return numbers if indices is None else [numbers[index] for index in self._get_indices(indices)]
 
 
 class PoolVecEnv(CheckedVecEnv):
-    """A vectorized environment over the workers of a pool."""
+    """Vectorized environment whose sub-environments run in the workers of a pool."""
 
-    # Of rewards; None: what environments return, as with ``SubprocVecEnv``. ``DummyVecEnv`` gives 32-bit floats, and so
-    # does what is chosen in its place.
+    # None: dtype of the environments' rewards, as in SubprocVecEnv. make_vec_env and AutoVecEnv set float32, as in
+    # DummyVecEnv, so that their choice does not change the numbers.
     reward_dtype: type[np.float32] | None = None
 
     def __init__(self, pool: Pool) -> None:
@@ -98,39 +98,39 @@ class PoolVecEnv(CheckedVecEnv):
         )
         try:
             super().__init__(len(pool.worker_by_env), *pool.spaces)
-            # VecVideoRecorder reads the frame rate from it.
-            with contextlib.suppress(Exception):  # there is none, or it cannot leave its process
+            # VecVideoRecorder reads the frame rate from metadata.
+            with contextlib.suppress(Exception):  # metadata may be missing, or not picklable
                 self.metadata = {**self.get_attr("metadata", 0)[0], **self.metadata}
         except BaseException:
             pool.end()
             raise
 
     def step_async(self, actions: Any) -> None:
-        """Begin a step of all environments, with actions (n_envs, ...)."""
+        """Start a step of all environments with actions, (n_envs, ...)."""
         if self.closed or self.waiting:
             self._require_idle()
         self._pool.begin_step(actions)
         self.waiting = True
 
     def step_wait(self) -> Any:
-        """Wait for the step.
+        """Wait for the pending step.
 
         :return: observations, (n_envs, ...) each; rewards, (n_envs,); dones, (n_envs,) bool; a list of infos
-        :raises WorkerError: a worker has failed
+        :raises WorkerError: If a worker has failed.
         """
         if self.closed or not self.waiting:
             self._require_open()
             self._require_pending_step(self.waiting)
         pool = self._pool
         pool.wait()
-        # From here on, Ctrl-C could not be followed by another step_wait.
+        # The answers are received: after Ctrl-C, another step_wait would have nothing to wait for.
         self.waiting = False
         infos: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
         if pool.is_plain_step():
             rewards, dones = self._rewards.astype(self.reward_dtype or np.float64), np.zeros(self.num_envs, bool)
         else:
             pool.warn_about_conversions("DummyVecEnv")
-            reset_infos = list(self.reset_infos)  # those before are the caller's to keep
+            reset_infos = list(self.reset_infos)  # the caller may keep the previous list
             other_rewards: dict[int, Any] = {}
             for index, (info, reset_info, other_rewards[index], final) in pool.entries():
                 infos[index] = info
@@ -149,7 +149,7 @@ class PoolVecEnv(CheckedVecEnv):
         """Reset all environments, with the seeds and options that were set.
 
         :return: observations, (n_envs, ...) each
-        :raises WorkerError: a worker has failed
+        :raises WorkerError: If a worker has failed.
         """
         self._require_open()
         pool = self._pool
@@ -164,12 +164,12 @@ class PoolVecEnv(CheckedVecEnv):
         return pool.observations()
 
     def close(self) -> None:
-        """Close the environments and end the workers; it always returns. In a forked process it does nothing to them.
+        """Close the environments and end the workers. In a forked process, leave them alone.
 
-        :raises WorkerError: an environment fails in its ``close``
+        :raises WorkerError: If an environment fails in its ``close``.
         """
         self.closed = True
-        self._pool.close()  # again, if Ctrl-C has come before it was done
+        self._pool.close()  # even if closed is True: Ctrl-C may have interrupted an earlier call
 
     def _render(self) -> Sequence[Any]:
         return self._call_pool("render", None, None)
@@ -181,7 +181,7 @@ class PoolVecEnv(CheckedVecEnv):
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
         """Get an attribute of environments.
 
-        :raises AttributeError: there is none; the environments live on
+        :raises AttributeError: If the attribute does not exist. The environments stay usable.
         """
         return self._call_pool("get_attr", attr_name, indices)
 
@@ -192,14 +192,14 @@ class PoolVecEnv(CheckedVecEnv):
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
     ) -> list[Any]:
-        """Call a method of environments; what one raises is raised here, and the environments live on.
+        """Call a method of environments. If it raises, the environments stay usable.
 
-        :raises RuntimeError: in place of an exception that cannot be made again in this process; it names it
+        :raises RuntimeError: If the method's exception cannot be recreated in this process; the text contains it.
         """
         return self._call_pool("env_method", (method_name, method_args, method_kwargs), indices)
 
     def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
-        """Return which environments have a wrapper of a class, or of one of the same name and module."""
+        """Return whether each environment has a wrapper of a class. Classes are compared by name and module."""
         return self._call_pool("env_is_wrapped", qualified_name(wrapper_class), indices)
 
     def _call_pool(self, name: str, data: Any, indices: Indices) -> list[Any]:
@@ -209,7 +209,7 @@ class PoolVecEnv(CheckedVecEnv):
     def _build_rewards(self, other_rewards: dict[int, Any]) -> Any:
         kinds = self._reward_kinds.tolist()
         if self.reward_dtype is None and any(kinds):
-            # As SubprocVecEnv does it: the environments' own objects decide on the dtype.
+            # As in SubprocVecEnv, NumPy derives the dtype from the environments' own objects.
             each = enumerate(zip(kinds, self._rewards.tolist(), strict=True))
             return np.stack(
                 [other_rewards[n] if kind == OTHER_REWARD else _REWARD_TYPES[kind](value) for n, (kind, value) in each]
@@ -224,42 +224,41 @@ class PoolVecEnv(CheckedVecEnv):
         self._require_open()
         self._pool.raise_failure()
         if self.waiting:
-            raise InvalidArgumentError(
-                "a step was begun, and what it returns was not taken yet; write step_wait(), or reset(), first"
-            )
+            raise InvalidArgumentError("a step is pending. Call step_wait() or reset() first")
 
 
 class SharedMemoryVecEnv(PoolVecEnv):
-    """Stable Baselines3's ``SubprocVecEnv``, several times as fast, whose errors say what has happened.
+    """Faster ``SubprocVecEnv``, with shared memory, detailed errors and worker restarts.
 
-    In place of ``SubprocVecEnv``, with its arguments and these. Observations, actions, rewards and flags are in shared
-    memory; infos are pickled where there is something in them. What it returns is the caller's to keep. Workers load
-    what the environment needs, not Stable Baselines3 or torch.
+    It takes the arguments of ``SubprocVecEnv``, and the ones below. Observations, actions, rewards and flags are in
+    shared memory; non-empty infos are pickled. Returned arrays are never overwritten. Workers import only what the
+    environment needs, not Stable Baselines3 or torch.
 
-    :param env_fns: functions that build the environments, or whatever :func:`as_factory` takes
-    :param start_method: ``"forkserver"`` (the default where there is one), ``"spawn"`` or ``"fork"``
+    :param env_fns: functions that build the environments, or anything that :func:`as_factory` takes
+    :param start_method: ``"forkserver"`` (the default where available), ``"spawn"`` or ``"fork"``
     :param n_workers: number of processes that share the environments; default: one each
-    :param start_timeout: seconds until all environments must be built
-    :param step_timeout: seconds until they must have answered a step, a reset or another call
-    :param close_timeout: seconds until workers must have closed their environments and ended, else they are killed with
-        a warning; None waits, as ``SubprocVecEnv`` does
-    :param restart: ``"truncate"`` replaces a worker that has failed: the episodes of its environments are reported as
-        truncated, with the last observation that was returned. The new environments get what ``set_attr`` had set and
-        the options of the last reset, and the same seed if the failure came in that reset, else one drawn from it.
-        ``info["worker_error"]``, also in :attr:`reset_infos`, says what failed, and names calls of ``env_method`` that
-        were not repeated
-    :param max_restarts: after so many, the failure is raised
-    :param cwd: ``"own"`` gives each worker an empty working directory below :attr:`working_directory`, which is kept if
-        files are written there; a folder gives each a copy of it. By default workers share that of this process
-    :raises WorkerError: If a worker has failed, at any call: which environment, in what, and why; the cause is the
-        environment's own exception. All workers are gone then
-    :raises EnvironmentOutputError: If the environments' spaces differ
-    :raises InvalidArgumentError: If an option has another value, or observations are not arrays of fixed shape; also at
-        any call but ``close`` in a process that was forked from the one that made it
+    :param start_timeout: seconds until all environments must be built; None: no limit
+    :param step_timeout: seconds until a step, a reset or another call must be answered; None: no limit
+    :param close_timeout: seconds until workers must have closed their environments and ended. Later they are killed,
+        with a warning. None waits, as ``SubprocVecEnv`` does
+    :param restart: ``"truncate"`` replaces a failed worker, and reports the episodes of its environments as truncated,
+        with the last returned observation. The new environments get the attributes of ``set_attr`` and the options of
+        the last reset. They get its seed if the failure was in that reset, else a seed derived from it.
+        ``info["worker_error"]``, also in :attr:`reset_infos`, describes the failure. It lists calls of ``env_method``
+        that were not repeated
+    :param max_restarts: number of restarts after which the failure is raised
+    :param cwd: ``"own"`` starts each worker in an empty folder below :attr:`working_directory`, which is kept if it
+        contains files at the end. A path starts each worker in a copy of that folder. By default workers share the
+        working directory of this process
+    :raises WorkerError: From any call, if a worker has failed. It names the environment, the call and the reason; its
+        cause is the environment's own exception. All workers have ended then.
+    :raises EnvironmentOutputError: If the environments' spaces differ.
+    :raises InvalidArgumentError: If an option has an invalid value, or observations are not arrays of fixed shape.
+    :raises InvalidArgumentError: From any call except ``close`` in a process that was forked from the creating one.
 
-    :ivar timings: how long the start and the steps have taken, see :class:`VecEnvTimingCallback`
-    :ivar working_directory: folder that has a working directory for each worker, ``"0"``, ``"1"`` and so on; None: they
-        share that of this process
+    :ivar timings: durations of the start and of the steps; :class:`VecEnvTimingCallback` logs them
+    :ivar working_directory: folder that contains the workers' directories ``"0"``, ``"1"`` and so on; None if workers
+        share the directory of this process
 
     Source: https://github.com/DLR-RM/stable-baselines3/issues/1890
 
@@ -292,29 +291,29 @@ class SharedMemoryVecEnv(PoolVecEnv):
 
 
 class RayVecEnv(PoolVecEnv):
-    """Environments in the actors of a Ray cluster.
+    """Vectorized environment in the actors of a Ray cluster.
 
-    For simulators whose steps take milliseconds, and for more of them than one machine can hold: with two actors, a
-    step costs about a millisecond beside the environments'. On one machine, :class:`SharedMemoryVecEnv` is faster. What
-    it returns is the same. Actors load what the environment needs, not Stable Baselines3 or torch.
+    It suits simulators whose steps take milliseconds, and more of them than fit on one machine. With two actors, a step
+    takes about a millisecond in addition to the environments' time. On one machine, :class:`SharedMemoryVecEnv` is
+    faster, and returns the same. Actors import only what the environment needs, not Stable Baselines3 or torch.
 
-    It takes the cluster that ``ray.init(address=...)`` has connected to; without it, Ray starts one on this machine,
-    which lives on when this is closed. Every machine needs this package and what the environment imports.
+    It uses the cluster that ``ray.init(address=...)`` has connected to. Without one, Ray starts a cluster on this
+    machine, which keeps running after ``close``. Every machine needs this package and the environment's dependencies.
 
-    :param env_fns: functions that build the environments, or whatever :func:`as_factory` takes
+    :param env_fns: functions that build the environments, or anything that :func:`as_factory` takes
     :param n_workers: number of actors that share the environments; default: one each
-    :param start_timeout: seconds until all environments must be built
-    :param step_timeout: seconds until they must have answered a step, a reset or another call
-    :param close_timeout: seconds until actors must have closed their environments, else they are killed with a warning;
-        None waits
-    :param actor_options: of each actor, as ``ray.remote`` takes them: ``{"num_cpus": 1, "num_gpus": 0.25}``
-    :raises MissingDependencyError: If Ray is not installed
-    :raises WorkerError: If an environment or its actor has failed, at any call: which environment, in what, and why;
-        the cause is the environment's own exception. All actors are gone then
-    :raises EnvironmentOutputError: If the environments' spaces differ
-    :raises InvalidArgumentError: If an option has another value, or observations are not arrays of fixed shape
+    :param start_timeout: seconds until all environments must be built; None: no limit
+    :param step_timeout: seconds until a step, a reset or another call must be answered; None: no limit
+    :param close_timeout: seconds until actors must have closed their environments. Later they are killed, with a
+        warning. None waits
+    :param actor_options: options of each actor, as ``ray.remote`` takes them: ``{"num_cpus": 1, "num_gpus": 0.25}``
+    :raises MissingDependencyError: If Ray is not installed.
+    :raises WorkerError: From any call, if an environment or its actor has failed. It names the environment, the call
+        and the reason; its cause is the environment's own exception. All actors have ended then.
+    :raises EnvironmentOutputError: If the environments' spaces differ.
+    :raises InvalidArgumentError: If an option has an invalid value, or observations are not arrays of fixed shape.
 
-    :ivar timings: how long the start and the steps have taken, see :class:`VecEnvTimingCallback`
+    :ivar timings: durations of the start and of the steps; :class:`VecEnvTimingCallback` logs them
 
     Source: https://docs.ray.io/en/latest/ray-core/actors.html
 
@@ -336,16 +335,16 @@ class RayVecEnv(PoolVecEnv):
 
 
 class VecEnvTimingCallback(BaseCallback):
-    """Log how long environments take, next to Stable Baselines3's ``time/fps``.
+    """Callback that logs start-up and step times of environments.
 
     ``time/env_start`` is in seconds, ``time/env_step`` is the mean of a rollout's steps in seconds, and
-    ``time/env_restarts`` counts restarted workers. Only environments in workers are timed, those of
-    :class:`SharedMemoryVecEnv` and :class:`RayVecEnv`. For other VecEnvs nothing is logged.
+    ``time/env_restarts`` counts restarted workers. Times are logged for :class:`SharedMemoryVecEnv` and
+    :class:`RayVecEnv` only, next to SB3's ``time/fps``.
 
     >>> from stable_baselines3 import PPO
-    >>> from sb3_ext import VecEnvTimings, make_vec_env
+    >>> from sb3_ext import VecEnvTimingCallback, make_vec_env
     >>> env = make_vec_env("CartPole-v1", n_envs=2)
-    >>> PPO("MlpPolicy", env, n_steps=64).learn(128, callback=VecEnvTimings()).num_timesteps
+    >>> PPO("MlpPolicy", env, n_steps=64).learn(128, callback=VecEnvTimingCallback()).num_timesteps
     128
     """
 

@@ -1,6 +1,6 @@
-"""What ``test_ray_vec_env`` runs in a process of its own: ``python ray_checks.py FOLDER``, with Ray's files there.
+"""Checks of ``RayVecEnv`` that ``test_ray_vec_env`` runs in a separate process: ``python ray_checks.py FOLDER``.
 
-It prints JSON: for each check, what has gone wrong.
+Ray stores its files in FOLDER. The output is JSON: per check, the traceback of its failure or an empty string.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def interrupted_steps_can_be_awaited_again() -> None:
         return venv.step_wait
 
     n_waited = 0
-    for where in interrupt_everywhere(prepare, code_paths=("/vector/ray.py",)):
+    for where in interrupt_everywhere(prepare, code_paths=("/vector/ray_pool.py",)):
         if venv.waiting:
             n_waited += 1
             assert venv.step_wait()[0][:, 0].tolist() == [2, 2, 2], where

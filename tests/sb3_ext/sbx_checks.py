@@ -1,4 +1,4 @@
-"""Train SBX's algorithms with SB3's classes and with ours; print which of them end with the same weights."""
+"""Train SBX's algorithms with SB3's classes and with this package's; print which get the same weights."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def main() -> dict[str, bool]:
         train_weights(sbx.PPO, "MlpPolicy", make(pendulums), 128, n_steps=32, n_epochs=2, rollout_buffer_class=cls)
         for make, cls in ((DummyVecEnv, RolloutBuffer), (SharedMemoryVecEnv, CompressedRolloutBuffer))
     ]
-    vectorised = gym.make_vec("Pendulum-v1", 2, vectorization_mode="sync")
+    vectorized = gym.make_vec("Pendulum-v1", 2, vectorization_mode="sync")
     sac = [
         train_weights(sbx.SAC, "MlpPolicy", env, 40, buffer_size=500, learning_starts=20)
-        for env in (DummyVecEnv(pendulums), GymVecEnv(vectorised))
+        for env in (DummyVecEnv(pendulums), GymVecEnv(vectorized))
     ]
     return {"DQN": all_equal(dqn), "PPO": all_equal(ppo), "SAC": all_equal(sac)}
 

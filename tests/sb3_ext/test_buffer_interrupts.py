@@ -1,4 +1,4 @@
-"""Ctrl-C at every step of every call of a buffer: it is as it was before, or as it is after."""
+"""A buffer call that Ctrl-C interrupts at any instruction takes effect completely or not at all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GOALS = spaces.Dict(observation=BOX, achieved_goal=VECTOR, desired_goal=VECTOR)
 
 
 class Goals:
-    """As much of an environment as hindsight needs."""
+    """Minimal environment for hindsight: it computes rewards."""
 
     num_envs = N_ENVS
 
@@ -81,7 +81,7 @@ def add(buffer: Any, time: int) -> None:
 
 
 def state(buffer: Any) -> Any:
-    """All that can be seen of a buffer, looked at by another thread."""
+    """Return all public state of a buffer, read by another thread."""
     found: list[Any] = []
 
     def read_state() -> None:
@@ -158,7 +158,7 @@ def check(kind: str, call: Callable[[Any], Any], there: int, *, every: int, fold
             buffers[-1].close()
             again = make_buffer(kind, folder / str(number))
             kept = state(again)
-            if kind != "hindsight":  # episodes begin anew
+            if kind != "hindsight":  # a reopened folder starts new episodes
                 assert kept[3] == then[3], where
             again.close()
         buffers.clear()
@@ -169,7 +169,7 @@ def check(kind: str, call: Callable[[Any], Any], there: int, *, every: int, fold
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("name", REPLAY_CALLS)
 @pytest.mark.parametrize("kind", REPLAY)
-def test_a_replay_buffer_is_as_before_the_call_or_as_after_it(kind: str, name: str, every: int) -> None:
+def test_interrupted_replay_buffer_call_is_atomic(kind: str, name: str, every: int) -> None:
     check(kind, REPLAY_CALLS[name], 8, every=every)
 
 
@@ -181,7 +181,7 @@ def test_a_replay_buffer_is_as_before_the_call_or_as_after_it(kind: str, name: s
     [(REPLAY_CALLS["add"], SIZE - 1), (REPLAY_CALLS["reset"], SIZE), (compute_returns, SIZE), (get_batches, SIZE)],
     ids=["add", "reset", "compute_returns_and_advantage", "get"],
 )
-def test_a_rollout_buffer_is_as_before_the_call_or_as_after_it(kind: str, call: Any, there: int, every: int) -> None:
+def test_interrupted_rollout_buffer_call_is_atomic(kind: str, call: Any, there: int, every: int) -> None:
     check(kind, call, there, every=every)
 
 
@@ -189,5 +189,5 @@ def test_a_rollout_buffer_is_as_before_the_call_or_as_after_it(kind: str, call: 
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("name", ["add", "reset", "flush"])
 @pytest.mark.parametrize("kind", REPLAY)
-def test_so_is_one_in_a_folder(kind: str, name: str, every: int, tmp_path: Path) -> None:
+def test_interrupted_call_with_storage_dir_is_atomic(kind: str, name: str, every: int, tmp_path: Path) -> None:
     check(kind, REPLAY_CALLS[name], 8, every=3 * every, folder=tmp_path)

@@ -1,4 +1,4 @@
-"""Any sequence of what users do with a replay buffer, compared with Stable Baselines3's after every step."""
+"""Random sequences of replay buffer calls, compared with Stable Baselines3's buffer after every call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CODE_PATHS = ("/sb3_ext/", "/rl_ext_core/")
 
 
 class Rewards:
-    """What hindsight asks of an environment."""
+    """Minimal environment for hindsight: it computes rewards."""
 
     def env_method(
         self, name: str, achieved: np.ndarray, desired: np.ndarray, infos: Any, *, indices: Any
@@ -49,7 +49,7 @@ KINDS: dict[str, Any] = {
 
 
 class World:
-    """Environments in step, whose frames change a little and whose episodes end."""
+    """Source of transitions whose frames change a little and whose episodes end."""
 
     def __init__(self, n_envs: int, space: spaces.Space[Any]) -> None:
         self._rng = np.random.default_rng(0)
@@ -81,7 +81,7 @@ class World:
 
 
 class SameAsUpstream(RuleBasedStateMachine):
-    """Our buffer and Stable Baselines3's get the same calls."""
+    """State machine that makes the same calls on a compressed buffer and on Stable Baselines3's."""
 
     ours: Any = None
 
@@ -104,7 +104,7 @@ class SameAsUpstream(RuleBasedStateMachine):
         if limited:
             self.options["max_bytes"] = 16_000 if kind == "hindsight" else 12_000
         self.temporary = Path(tempfile.mkdtemp())
-        # In a folder that is opened again, the episodes of hindsight begin anew.
+        # A reopened folder starts new episodes, so hindsight would differ from SB3.
         self.folder = self.temporary / "a" if in_folder and kind != "hindsight" else None
         self.ours = self._open(self.folder)
         self.theirs: Any = theirs(**self.buffer_arguments)
@@ -159,7 +159,7 @@ class SameAsUpstream(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.ours.reset()
-        if isinstance(self.theirs, HerReplayBuffer):  # it would go on to sample the episodes from before
+        if isinstance(self.theirs, HerReplayBuffer):  # it would keep sampling the old episodes
             self.theirs = HerReplayBuffer(**self.buffer_arguments)
         else:
             self.theirs.reset()
@@ -171,13 +171,13 @@ class SameAsUpstream(RuleBasedStateMachine):
         elif how == "pickle":
             other = pickle.loads(pickle.dumps(self.ours))
         else:
-            save_to_pkl(self.temporary / "b.pkl", self.ours)  # what model.save_replay_buffer() calls
+            save_to_pkl(self.temporary / "b.pkl", self.ours)  # as model.save_replay_buffer() does
             other = self.cls.load(self.temporary / "b.pkl", "cpu")
         if "env" in self.her_options:
             other.set_env(self.her_options["env"])
         if goes_on and self.folder is None:
             other, self.ours = self.ours, other
-        # Whatever is done to one of them, the other one does not change.
+        # Changes of one copy do not affect the other.
         other.add(*self.world.transition(discontinuous=True))
 
     @rule()

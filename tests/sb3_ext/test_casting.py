@@ -1,4 +1,4 @@
-"""Observations of another dtype than the space says: every buffer casts them, as upstream's do, and says so once."""
+"""Every buffer casts observations of another dtype than the space's as SB3 does, with one warning."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ REST = np.zeros((N_ENVS, 1)), np.zeros(N_ENVS), np.zeros(N_ENVS), [{} for _ in r
 
 
 def make_miscast_batch(space: spaces.Space[Any], rng: np.random.Generator) -> Any:
-    """A batch of observations that do not have the dtype of their space."""
+    """Return a batch of observations that do not have the dtype of their space."""
     if isinstance(space, spaces.Dict):
         return {key: make_miscast_batch(part, rng) for key, part in space.items()}
     return rng.uniform(0, 9, (N_ENVS, *space.shape)).astype(WRONG[space.dtype])
 
 
 @pytest.mark.parametrize("kind", [*REPLAY, *(f"{kind} rollout" for kind in ROLLOUT)])
-def test_observations_of_another_dtype_are_cast_as_upstream_casts_them(kind: str) -> None:
+def test_observations_of_other_dtypes_are_cast_as_in_sb3_with_one_warning(kind: str) -> None:
     space = GOALS if "dict" in kind or kind == "hindsight" else VECTOR if "maskable" in kind else IMAGE
     if kind in REPLAY:
         ours, theirs = make_buffers(
@@ -59,21 +59,21 @@ def test_observations_of_another_dtype_are_cast_as_upstream_casts_them(kind: str
             pair = (left, right) if key is ... else (left[key], right[key])
             np.testing.assert_array_equal(np.asarray(pair[0]), pair[1], strict=True)
     keys = list(space) if isinstance(space, spaces.Dict) else [""]
-    for key, warning in zip(keys, caught, strict=True):  # each is told of once
+    for key, warning in zip(keys, caught, strict=True):  # one warning per key
         text = str(warning.message)
-        assert text.startswith(f"obs[{key!r}] comes as " if key else "obs comes as ")
-        assert "float64 and the observation space says float32" in text or "int64 and the observation space" in text
+        assert text.startswith(f"obs[{key!r}] has dtype " if key else "obs has dtype ")
+        assert "float64, but the observation space has float32" in text or "int64, but the observation space" in text
 
 
-def test_a_warning_that_is_an_error_leaves_the_buffer_as_it_was() -> None:
+def test_buffer_is_unchanged_if_cast_warning_is_raised() -> None:
     ours, _ = make_buffers("dict", ROWS * N_ENVS, GOALS, ACTIONS)
     rng = np.random.default_rng(0)
-    with pytest.raises(UserWarning, match="comes as "):
+    with pytest.raises(UserWarning, match="Observations are cast"):
         ours.add(make_miscast_batch(GOALS, rng), make_miscast_batch(GOALS, rng), *REST)
     assert (ours.size(), ours.pos) == (0, 0)
 
 
-def test_stacked_frames_that_are_cast_share_memory_as_others_do() -> None:
+def test_cast_frame_stacks_are_deduplicated() -> None:
     space = spaces.Box(0, 255, (4, 36, 36), np.uint8)
     rng = np.random.default_rng(0)
     frames = np.repeat(rng.integers(0, 255, (1, 36, 36)), 204, axis=0)

@@ -1,4 +1,4 @@
-"""A device decision in the workers of SB3's SubprocVecEnv."""
+"""Device decisions in the workers of SB3's SubprocVecEnv."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.core.devices.binding import EXPECTED, UNSET
-from tests.core.devices.processes import environment, run
+from tests.core.devices.run_code import environment, run
 
 SB3 = """
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 from tests.core.devices.binding import bound, on_mesa
-from tests.core.devices.reporting import Reporter, reports
+from tests.core.devices.reporting_env import Reporter, reports
 import sys, torch
 """
 
 
 @pytest.mark.slow
-def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled_and_one_process_the_first(tmp_path: Path) -> None:
+def test_gpu_is_set_before_factory_is_unpickled_in_worker(tmp_path: Path) -> None:
     ended = run(
         SB3,
         f"""
@@ -62,8 +62,8 @@ def test_workers_render_with_mesa(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_that_imports_the_renderer_at_its_top_is_told_what_to_write(tmp_path: Path) -> None:
-    # multiprocessing imports the script in its workers, before anything that it hands to them.
+def test_error_for_renderer_import_at_top_of_script_names_fix(tmp_path: Path) -> None:
+    # multiprocessing imports the script in its workers before it unpickles their arguments.
     script = tmp_path / "train.py"
     script.write_text(
         "import sys\n"
@@ -77,8 +77,8 @@ def test_a_script_that_imports_the_renderer_at_its_top_is_told_what_to_write(tmp
         "    from stable_baselines3.common.vec_env import SubprocVecEnv\n"
         "    SubprocVecEnv([resolve('cpu', render='same').bind(build)]).close()\n"
     )
-    for arguments, mended in ([], False), (["applied"], True):
+    for arguments, is_fixed in ([], False), (["applied"], True):
         command = [sys.executable, str(script), *arguments]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
-        assert (done.returncode == 0) is mended, done.stderr
-        assert ("write resolve(...).apply() above `import mujoco`" in done.stderr) is not mended
+        assert (done.returncode == 0) is is_fixed, done.stderr
+        assert ("call resolve(...).apply() above `import mujoco`" in done.stderr) is not is_fixed

@@ -1,4 +1,4 @@
-"""Stable Baselines3's vectorised environments take the factories: each worker has a copy that draws on its own."""
+"""Stable Baselines3's vectorized environments accept factories, and each worker gets an independent copy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CASES = [changed_cart_pole, changed_line, changed_monitored]
 
 
 def rollouts(venv: VecEnv, *, seed: int | None = 3, steps: int = 30) -> list[Any]:
-    """Step all environments; the time that SB3's Monitor measures is left out, and how exact rewards are."""
+    """Step all environments, and return the results without the Monitor's times, with float32 rewards."""
     actions = np.random.default_rng(0)
     if seed is not None:
         venv.seed(seed)
@@ -54,7 +54,7 @@ def rollouts(venv: VecEnv, *, seed: int | None = 3, steps: int = 30) -> list[Any
 
 
 @pytest.mark.parametrize("make", CASES)
-def test_environments_in_this_process_do_what_the_written_line_does(make: Any) -> None:
+def test_copies_in_this_process_match_environments_built_by_function(make: Any) -> None:
     theirs = rollouts(DummyVecEnv([make] * 3))
     np.testing.assert_equal(rollouts(DummyVecEnv(as_factory(make()).for_workers(3))), theirs)
 
@@ -63,14 +63,14 @@ def test_environments_in_this_process_do_what_the_written_line_does(make: Any) -
     ("make", "method"),  # workers that are not forks import torch first
     [(changed_line, "fork"), pytest.param(changed_monitored, "forkserver", marks=pytest.mark.slow)],
 )
-def test_environments_in_workers_do_what_the_written_line_does(make: Any, method: str) -> None:
+def test_copies_in_workers_match_environments_built_by_function(make: Any, method: str) -> None:
     theirs = rollouts(DummyVecEnv([make] * 2))
     ours = rollouts(SubprocVecEnv(as_factory(make()).for_workers(2), start_method=method))
     np.testing.assert_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("lived", [False, True])
-def test_copies_draw_differently_and_the_same_again_with_a_seed(lived: bool) -> None:
+def test_copies_draw_different_numbers_that_repeat_with_a_seed(lived: bool) -> None:
     env = gym.make("CartPole-v1")
     if lived:
         env.reset(seed=0)
@@ -85,7 +85,7 @@ def test_copies_draw_differently_and_the_same_again_with_a_seed(lived: bool) -> 
     assert not np.array_equal(seen[0], seen[2])
 
 
-def test_workers_have_what_the_instance_has_and_overrides_reach_them() -> None:
+def test_worker_copies_have_attributes_of_instance_and_overrides() -> None:
     env = changed_cart_pole()
     env.reset(seed=0)
     factories = as_factory(env).for_workers(2, overrides=[{"gravity": 1.0}, {"length": 2.0}])
@@ -97,7 +97,7 @@ def test_workers_have_what_the_instance_has_and_overrides_reach_them() -> None:
 
 POOLS = script_with_pools(
     "from stable_baselines3.common.vec_env import SubprocVecEnv\nfrom sb3_ext import SharedMemoryVecEnv",
-    # SubprocVecEnv's workers look for a file of that name.
+    # SubprocVecEnv's workers would look for a file named <stdin>.
     '[SharedMemoryVecEnv] if globals().get("__file__") == "<stdin>" else [SubprocVecEnv, SharedMemoryVecEnv]',
     "envs.reset().tolist()",
 )
@@ -105,5 +105,5 @@ POOLS = script_with_pools(
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
-def test_what_is_the_main_modules_own_travels_and_stays_as_it_is(launch_mode: str, tmp_path: Path) -> None:
+def test_definitions_of_main_script_work_in_workers_in_every_launch_mode(launch_mode: str, tmp_path: Path) -> None:
     assert "as expected" in run_program(launch_mode, DEFINITIONS + CHECKS + POOLS, tmp_path)

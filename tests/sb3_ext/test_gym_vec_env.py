@@ -1,4 +1,4 @@
-"""GymVecEnv gives what DummyVecEnv gives, over vectorised environments of every kind."""
+"""GymVecEnv returns the results of DummyVecEnv, over vectorized environments of every kind."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ cart_pole = functools.partial(gym.make, "CartPole-v1", max_episode_steps=30)
 
 
 class PassThrough(VectorWrapper[Any, Any, Any, Any, Any]):
-    """Stands between, so that batches are stepped."""
+    """Empty wrapper, because of which GymVecEnv steps batches instead of sub-environments."""
 
 
 def make_vector_env(kind: str, build: Callable[[], Any], n_envs: int, mode: AutoresetMode) -> Any:
@@ -88,7 +88,7 @@ def make_vector_env(kind: str, build: Callable[[], Any], n_envs: int, mode: Auto
 
 
 def roll_out(venv: VecEnv, actions: list[Any], seed: int = 3) -> list[Any]:
-    """What can be compared: all but infos of environments that go on, and what is told of episodes."""
+    """Return everything comparable: no infos of running environments, and no episode statistics."""
     venv.seed(seed)
     kept: list[Any] = [venv.reset()]
     copies = copy.deepcopy(kept)
@@ -121,7 +121,7 @@ def compare_with_dummy(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["sync", "not copied", "wrapped", "async"])
 @pytest.mark.parametrize("build", [cart_pole, Images], ids=["CartPole", "Images"])
-def test_the_rollouts_of_dummy_vec_env(kind: str, mode: AutoresetMode, build: Callable[[], Any]) -> None:
+def test_rollouts_equal_those_of_dummy_vec_env(kind: str, mode: AutoresetMode, build: Callable[[], Any]) -> None:
     seen = compare_with_dummy(GymVecEnv(make_vector_env(kind, build, 3, mode)), build)
     dones = np.array([step[2] for step in seen[1:]])
     assert 3 < dones.sum() < dones.size
@@ -130,7 +130,7 @@ def test_the_rollouts_of_dummy_vec_env(kind: str, mode: AutoresetMode, build: Ca
 @pytest.mark.sample(quick=6)
 @pytest.mark.parametrize(("kind", "n_envs"), [("sync", 1), ("wrapped", 4)])
 @pytest.mark.parametrize("observations", list(OBSERVATIONS))
-def test_spaces(observations: str, kind: str, n_envs: int) -> None:
+def test_observation_spaces_give_results_of_dummy_vec_env(observations: str, kind: str, n_envs: int) -> None:
     build = functools.partial(RandomEnv, observations)
     try:
         theirs = DummyVecEnv([build])
@@ -143,8 +143,8 @@ def test_spaces(observations: str, kind: str, n_envs: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sync", "wrapped"])
-def test_the_last_observation_is_right_where_environments_write_to_one_place(kind: str) -> None:
-    """DummyVecEnv's is overwritten by the reset."""
+def test_last_observation_is_copied_if_environments_reuse_their_array(kind: str) -> None:
+    """In DummyVecEnv, the reset overwrites it."""
     ours, sane = (
         GymVecEnv(make_vector_env(kind, build, 2, AutoresetMode.DISABLED)) for build in (ReusedArrayEnv, RandomEnv)
     )
@@ -156,7 +156,7 @@ def test_the_last_observation_is_right_where_environments_write_to_one_place(kin
 
 
 class SelfResetting(VectorEnv[Any, Any, Any]):
-    """Counts and resets itself within the step, in the forms that libraries have for last observations."""
+    """Counter that resets itself within the step, with last observations in the formats of several libraries."""
 
     single_observation_space = spaces.Box(-100, 100, (2,), np.float32)
     single_action_space = spaces.Discrete(3, start=1)
@@ -194,7 +194,7 @@ class SelfResetting(VectorEnv[Any, Any, Any]):
 
 @pytest.mark.parametrize("mode", [None, AutoresetMode.SAME_STEP])
 @pytest.mark.parametrize("form", ["new", "old", "batch"])
-def test_forms_of_last_observations(form: str, mode: Any) -> None:
+def test_last_observations_are_read_in_all_library_formats(form: str, mode: Any) -> None:
     venv = GymVecEnv(SelfResetting(form, mode))
     first = venv.reset()
     ended = 0
@@ -209,24 +209,26 @@ def test_forms_of_last_observations(form: str, mode: Any) -> None:
             assert infos[index]["episode"]["l"] in (3, 4, 5)
             assert not observations[index].any()
     assert ended == 5
-    np.testing.assert_array_equal(first, np.arange(3)[:, None] * [1, 1])  # though the environment writes into it
+    np.testing.assert_array_equal(
+        first, np.arange(3)[:, None] * [1, 1]
+    )  # a copy: the environment has overwritten its array
     np.testing.assert_array_equal(venv.env.given, [1, 2, 3])
 
 
-def test_last_observations_that_are_missing() -> None:
+def test_missing_last_observation_is_replaced_by_previous_one() -> None:
     venv = GymVecEnv(SelfResetting("none", AutoresetMode.SAME_STEP), missing_final_obs="previous")
     venv.reset()
     infos = [venv.step(np.ones(3, int))[3] for _ in range(3)][-1]
     np.testing.assert_array_equal(infos[2]["terminal_observation"], [4, 4])
     venv.reset()
-    venv.env._observations[2] = 4  # the first step ends it
+    venv.env._observations[2] = 4  # its episode ends in the first step
     np.testing.assert_array_equal(venv.step(np.ones(3, int))[3][2]["terminal_observation"], [2, 2])
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for mode, asked, said in (
-        (None, None, "says nowhere when it resets"),
-        (AutoresetMode.NEXT_STEP, "Disabled", "cannot reset some of them alone"),  # its resets reset all
+        (None, None, "does not report when it resets"),
+        (AutoresetMode.NEXT_STEP, "Disabled", "cannot reset some of them alone"),  # its reset() has no mask
         (AutoresetMode.SAME_STEP, None, 'missing_final_obs="previous"'),
     ):
         venv = GymVecEnv(SelfResetting("none", mode), autoreset_mode=asked)
@@ -237,7 +239,7 @@ def test_what_is_refused() -> None:
     given: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         (SelfResetting("none", AutoresetMode.NEXT_STEP), {}, InvalidArgumentError, 'write autoreset_mode="Disabled"'),
         (gym.make("CartPole-v1"), {}, InvalidTypeError, "make_vec_env"),
-        (DummyVecEnv([cart_pole]), {}, InvalidTypeError, "use it as it is"),
+        (DummyVecEnv([cart_pole]), {}, InvalidTypeError, "Use it without GymVecEnv"),
         (SelfResetting("new"), {"autoreset_mode": "x"}, InvalidArgumentError, "autoreset_mode='x'"),
         (SyncVectorEnv([cart_pole]), {"autoreset_mode": "x"}, InvalidArgumentError, "autoreset_mode='x'"),
         (SyncVectorEnv([cart_pole]), {"clip_actions": "x"}, InvalidArgumentError, "clip_actions='x' is not a positive"),
@@ -251,11 +253,11 @@ def test_what_is_refused() -> None:
     env.close()
 
 
-# -- the methods of a VecEnv
+# -- methods of VecEnv
 
 
 @pytest.mark.parametrize("kind", ["sync", "wrapped", "async", "ours"])
-def test_methods_and_attributes(kind: str) -> None:
+def test_methods_and_attributes_reach_sub_environments(kind: str) -> None:
     venv = GymVecEnv(make_vector_env(kind, Images, 3, AutoresetMode.SAME_STEP))
     venv.reset()
     assert venv.env_method("double", 4) == [8, 8, 8]
@@ -288,7 +290,7 @@ def test_methods_and_attributes(kind: str) -> None:
             call()
 
 
-def test_a_gymnasium_without_the_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_some_workers_are_refused_without_private_names_of_gymnasium(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compat, "_CAN_CALL_SOME", False)
     with contextlib.closing(GymVecEnv(make_vector_env("async", Images, 2, AutoresetMode.SAME_STEP))) as venv:
         venv.seed(3)
@@ -305,24 +307,24 @@ class DerivedMonitor(Monitor):
 
 
 def make_wrapped_env() -> Any:
-    env = DerivedMonitor(gym.wrappers.TimeLimit(Images(), 30))  # which has no spec
-    return gym.wrappers.TransformReward(env, lambda reward: reward / 10)  # and this one's would not pickle
+    env = DerivedMonitor(gym.wrappers.TimeLimit(Images(), 30))  # has no spec
+    return gym.wrappers.TransformReward(env, lambda reward: reward / 10)  # its spec does not pickle
 
 
 @pytest.mark.sample(quick=1)
 @pytest.mark.parametrize("kind", ["async", "ours", "sync"])
-def test_wrappers_around_each_are_known(kind: str) -> None:
+def test_wrappers_of_sub_environments_are_detected(kind: str) -> None:
     venv = GymVecEnv(make_vector_env(kind, make_wrapped_env, 2, AutoresetMode.SAME_STEP))
     found = [venv.env_is_wrapped(each, [1, 0]) for each in (Monitor, gym.wrappers.TimeLimit, gym.wrappers.ClipAction)]
     assert found == [[True, True], [True, True], [False, False]]
     idle: Any = types.SimpleNamespace(predict=lambda seen, **_: (np.zeros(len(seen), int), None))
     returns, lengths = evaluate_policy(idle, venv, 3, return_episode_rewards=True)
-    np.testing.assert_allclose(returns, np.multiply(lengths, 0.1))  # those that the monitor has seen
+    np.testing.assert_allclose(returns, np.multiply(lengths, 0.1))  # returns of the monitor
     venv.close()
 
 
 @pytest.mark.parametrize("kind", ["wrapped", "sync"])
-def test_infos(kind: str) -> None:
+def test_infos_of_finished_and_running_envs(kind: str) -> None:
     venv = GymVecEnv(make_vector_env(kind, Images, 3, AutoresetMode.NEXT_STEP))
     venv.seed(0)
     venv.reset()
@@ -352,21 +354,21 @@ def test_infos(kind: str) -> None:
     assert {info["left"] % 2 for info in infos} == {0, 1}
 
 
-def test_a_step_that_nobody_waited_for_is_given_up_by_a_reset() -> None:
+def test_reset_discards_pending_step() -> None:
     venv = GymVecEnv(make_vector_env("sync", cart_pole, 2, AutoresetMode.SAME_STEP))
     venv.reset()
-    with pytest.raises(InvalidArgumentError, match="3 actions for 2 environments"):
+    with pytest.raises(InvalidArgumentError, match="number of actions: 3, expected 2, one for each environment"):
         venv.step(np.zeros(3, int))
     venv.step_async(np.zeros(2, int))
     venv.reset()
-    with pytest.raises(InvalidArgumentError, match="no step was begun"):
+    with pytest.raises(InvalidArgumentError, match="no step is pending"):
         venv.step_wait()
 
 
-# -- under SB3's wrappers and algorithms
+# -- SB3's wrappers and algorithms
 
 
-def test_ppo_learns_the_same(tmp_path: Path) -> None:
+def test_ppo_learns_same_weights_as_with_dummy_vec_env(tmp_path: Path) -> None:
     def train(venv: VecEnv) -> Any:
         model = PPO("MlpPolicy", venv, n_steps=64, batch_size=64, n_epochs=2, seed=0, device="cpu")
         return without_logger(model).learn(512)
@@ -401,7 +403,7 @@ HINDSIGHT = {**OFF, "replay_buffer_class": HerReplayBuffer, "replay_buffer_kwarg
     ],
     ids=["SAC", "DQN", "MaskablePPO"],
 )
-def test_algorithms_train_on_it(algorithm: Any, policy: str, build: Any, options: dict[str, Any]) -> None:
+def test_algorithms_train_on_gym_vec_env(algorithm: Any, policy: str, build: Any, options: dict[str, Any]) -> None:
     venv = GymVecEnv(make_vector_env("wrapped", build, 2, AutoresetMode.NEXT_STEP))
     model = without_logger(algorithm(policy, venv, device="cpu", **options)).learn(100)
     if algorithm is SAC:
@@ -409,11 +411,11 @@ def test_algorithms_train_on_it(algorithm: Any, policy: str, build: Any, options
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])
-def test_make_vec_env_by_gymnasiums_vectorization(mode: str) -> None:
+def test_make_vec_env_with_vectorization_mode(mode: str) -> None:
     venv = make_vec_env("CartPole-v1", 3, seed=5, vectorization_mode=mode)
     theirs = upstream_make_vec_env("CartPole-v1", 3, seed=5)
     assert isinstance(venv, GymVecEnv)
-    if mode != "vector_entry_point":  # that one draws its own starts
+    if mode != "vector_entry_point":  # it draws other start states
         assert np.array_equal(venv.reset(), theirs.reset())
         for _ in range(30):
             actions = np.array([theirs.action_space.sample() for _ in range(3)])
@@ -422,7 +424,7 @@ def test_make_vec_env_by_gymnasiums_vectorization(mode: str) -> None:
     venv.close()
 
 
-def test_make_vec_env_takes_what_is_vectorised() -> None:
+def test_make_vec_env_accepts_vectorized_environments() -> None:
     envs = SyncVectorEnv([cart_pole] * 2)
     venv = make_vec_env(envs, seed=1, vec_env_kwargs={"infos": "all"})
     assert isinstance(venv, GymVecEnv)
@@ -433,7 +435,7 @@ def test_make_vec_env_takes_what_is_vectorised() -> None:
     for options in [{name: value} for name, value in {**single, "probe_timeout": 3.0, "start_index": 3}.items()]:
         with pytest.raises(InvalidArgumentError, match="is for single environments"):
             make_vec_env(envs, **options)
-    with pytest.raises(InvalidArgumentError, match=r"n_envs=4 .* has 2; leave it out"):
+    with pytest.raises(InvalidArgumentError, match=r"n_envs=4 .* has 2\. Leave it out"):
         make_vec_env(envs, 4)
     with pytest.raises(InvalidTypeError, match="vectorization_mode='sync' is for ids"):
         make_vec_env(cart_pole, 4, vectorization_mode="sync")

@@ -1,4 +1,4 @@
-"""GymVecEnv hands out infos, rewards and observations that no environment writes into again."""
+"""Environments that reuse their arrays do not overwrite infos, rewards and observations of GymVecEnv."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.sb3_ext.vec_checks import assert_equal
 
 MODES = list(AutoresetMode)
 LENGTHS = (3, 5)
-# Which steps of an episode have the info: by the number of the step and the length.
+# Whether a step of an episode has the info, by its number and the length of the episode.
 WHEN: dict[str, Callable[[int, int], bool]] = {
     "always": lambda step, length: True,
     "at resets": lambda step, length: step == 0,
@@ -34,9 +34,9 @@ WHEN: dict[str, Callable[[int, int], bool]] = {
 
 
 class Reporting(gym.Env[Any, Any]):
-    """Reports in some steps a cost that tells the episode and the step.
+    """Environment whose info contains a cost in some steps, from which episode and step can be read.
 
-    :param reuses: whether it writes into one observation, reward and info again, and into its actions
+    :param reuses: whether it reuses one observation, reward and info, and writes into its actions
     """
 
     observation_space = spaces.Box(-1e4, 1e4, (2,), np.float32)
@@ -72,11 +72,11 @@ class Reporting(gym.Env[Any, Any]):
 
 
 class PassThrough(VectorWrapper[Any, Any, Any, Any, Any]):
-    """Stands between, so that batches are stepped."""
+    """Empty wrapper, because of which GymVecEnv steps batches instead of sub-environments."""
 
 
 def roll_out(venv: Any, steps: int = 11) -> list[Any]:
-    """Return copies of all that was returned, except episode statistics."""
+    """Roll out, and return copies of all results except episode statistics."""
     found: list[Any] = [(venv.reset(), list(venv.reset_infos))]
     copies = copy.deepcopy(found)
     for _ in range(steps):
@@ -99,7 +99,7 @@ def make_env_fns(when: str = "at odd steps", *, reuses: bool = False) -> list[Ca
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("when", list(WHEN))
 @pytest.mark.parametrize("form", ["single environments", "arrays", "lists"])
-def test_infos_are_those_of_dummy_vec_env(form: str, when: str, mode: AutoresetMode) -> None:
+def test_infos_equal_those_of_dummy_vec_env(form: str, when: str, mode: AutoresetMode) -> None:
     wrap: Any = {"single environments": lambda env: env, "arrays": PassThrough, "lists": DictInfoToList}[form]
     ours = GymVecEnv(wrap(SyncVectorEnv(make_env_fns(when), autoreset_mode=mode)), infos="all")
     assert_equal(roll_out(ours), roll_out(DummyVecEnv(make_env_fns(when))))
@@ -110,13 +110,13 @@ def test_infos_are_those_of_dummy_vec_env(form: str, when: str, mode: AutoresetM
 @pytest.mark.parametrize(
     "wrap", [lambda env: env, PassThrough, DictInfoToList], ids=["plain", "PassThrough", "DictInfoToList"]
 )
-def test_environments_that_reuse_what_they_return(wrap: Any, copies: bool, mode: AutoresetMode) -> None:
+def test_reused_outputs_are_copied(wrap: Any, copies: bool, mode: AutoresetMode) -> None:
     env = wrap(SyncVectorEnv(make_env_fns(reuses=True), autoreset_mode=mode, copy=copies))
     assert_equal(roll_out(GymVecEnv(env, infos="all")), roll_out(DummyVecEnv(make_env_fns())))
 
 
 @pytest.mark.parametrize("n_workers", [1, 2])
-def test_workers_with_environments_that_reuse_what_they_return(n_workers: int) -> None:
+def test_reused_outputs_in_workers_are_copied(n_workers: int) -> None:
     expected = roll_out(DummyVecEnv(make_env_fns()))
     ours = SharedMemoryVecEnv(make_env_fns(reuses=True), "fork", n_workers=n_workers)
     found = roll_out(ours)
@@ -130,7 +130,7 @@ def test_workers_with_environments_that_reuse_what_they_return(n_workers: int) -
 
 
 class BufferReusing(SyncVectorEnv):
-    """Returns one buffer in every step."""
+    """Vectorized environment that returns the same array in every step."""
 
     def reset(self, **kwargs: Any) -> Any:
         observation, info = super().reset(**kwargs)
@@ -179,21 +179,21 @@ def test_observations_in_a_reused_buffer_are_copied(build: Any) -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda env: env, PassThrough, DictInfoToList], ids=["plain", "arrays", "lists"])
-def test_infos_that_are_not_built_for_running_envs_are_refused(wrap: Any) -> None:
+def test_reading_omitted_infos_of_running_envs_raises(wrap: Any) -> None:
     venv = GymVecEnv(wrap(SyncVectorEnv(make_env_fns("at odd steps"))))
     venv.reset()
     info = venv.step(np.zeros((2, 2), np.float32))[3][0]
     for ask in (lambda: info.get("cost"), lambda: info.get("cost", 0.0), lambda: "cost" in info, lambda: info["cost"]):
         with pytest.raises(KeyError, match='infos="all"'):
             ask()
-    # SB3 asks for some keys in every step, and keys that no environment returns are really absent.
+    # SB3 reads some keys in every step. Keys that no environment returns are absent, not omitted.
     assert [info.get(key) for key in ("is_success", "episode", "terminal_observation", "missing")] == [None] * 4
     assert "missing" not in info
     assert "TimeLimit.truncated" in info
 
 
 class InfoReturning(VectorEnv[Any, Any, Any]):
-    """Returns an info of some form."""
+    """Vectorized environment that returns a given info."""
 
     num_envs = 2
     single_observation_space, single_action_space = Reporting.observation_space, Reporting.action_space
@@ -207,7 +207,7 @@ class InfoReturning(VectorEnv[Any, Any, Any]):
 
 
 @pytest.mark.parametrize("info", [[{}], [], "text", None])
-def test_infos_of_other_forms_are_refused(info: Any) -> None:
+def test_infos_of_invalid_type_are_refused(info: Any) -> None:
     with pytest.raises(EnvironmentOutputError, match="expected a dict of arrays, or a list with a dict for each"):
         GymVecEnv(InfoReturning(info)).reset()
 
@@ -216,7 +216,7 @@ def test_infos_of_other_forms_are_refused(info: Any) -> None:
 
 
 class BoxedReward(Reporting):
-    """Returns rewards of the shape (1,)."""
+    """Environment with rewards of the shape (1,)."""
 
     def step(self, action: Any) -> Any:
         observation, reward, *rest = super().step(action)
@@ -232,7 +232,7 @@ class BoxedReward(Reporting):
     ids=["GymVecEnv", "SharedMemoryVectorEnv"],
 )
 def test_rewards_with_axes_are_refused(build: Any) -> None:
-    """Gymnasium takes such rewards in some modes: https://github.com/Farama-Foundation/Gymnasium/pull/1657."""
+    """Gymnasium accepts such rewards in some modes: https://github.com/Farama-Foundation/Gymnasium/pull/1657."""
     envs = build([functools.partial(BoxedReward, 3)] * 2)
     try:
         envs.reset()

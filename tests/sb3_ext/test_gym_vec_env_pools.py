@@ -1,4 +1,4 @@
-"""GymVecEnv over vectorized environments in C++: ALE's, and imitations of EnvPool. tests/test_stepper.py has more."""
+"""GymVecEnv over vectorized environments in C++: ALE, and imitations of EnvPool. See also tests/test_stepper.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sb3_ext import GymVecEnv
 
 
 class Pool(VectorEnv[Any, Any, Any]):
-    """Counts as EnvPool does: its reset takes numbers first, and returns the rows that it has reset."""
+    """Counter in the style of EnvPool: ``reset`` takes indices, and returns only the rows that it has reset."""
 
     single_observation_space = spaces.Box(-100, 100, (2,), np.float32)
     single_action_space = spaces.Discrete(2)
@@ -58,7 +58,7 @@ class Pool(VectorEnv[Any, Any, Any]):
 
 
 class OldPool(Pool):
-    """Takes numbers alone, as EnvPool did before 1.2."""
+    """Pool whose ``reset`` takes only indices, as in EnvPool before 1.2."""
 
     def reset(self, env_id: Any = None) -> Any:
         return super().reset(env_id)
@@ -69,7 +69,7 @@ Pool.__module__ = OldPool.__module__ = "envpool.imitation"
 
 @pytest.mark.parametrize("wrap", [lambda pool: pool, RecordEpisodeStatistics])
 @pytest.mark.parametrize("kind", [Pool, OldPool])
-def test_only_the_ended_environments_of_a_pool_are_reset(wrap: Any, kind: Any) -> None:
+def test_only_ended_environments_of_pool_are_reset(wrap: Any, kind: Any) -> None:
     venv = GymVecEnv(wrap(kind()))
     venv.reset()
     counts, episodes = np.zeros(3), np.ones(3)
@@ -86,21 +86,21 @@ def test_only_the_ended_environments_of_a_pool_are_reset(wrap: Any, kind: Any) -
         np.testing.assert_array_equal(observations, np.stack([episodes, counts], 1))
 
 
-# -- ALE's
+# -- ALE
 
 
 def _breakout(mode: AutoresetMode) -> Any:
     return AtariVectorEnv("breakout", 3, autoreset_mode=mode)
 
 
-def test_an_ale_that_cannot_reset_some_environments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ale_without_partial_resets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autoreset, "version", lambda name: "0.12.0")
     with pytest.raises(InvalidArgumentError, match=r"Use pip install 'ale-py>=0\.12\.1', or AtariVectorEnv"):
         GymVecEnv(_breakout(AutoresetMode.NEXT_STEP))
     GymVecEnv(_breakout(AutoresetMode.SAME_STEP)).close()
 
 
-def test_ales_vector_environment_by_gymnasiums_id() -> None:
+def test_ale_vector_environment_from_gymnasium_id() -> None:
     gym.register_envs(ale_py)
     env = gym.make_vec("ALE/Pong-v5", num_envs=2, vectorization_mode="vector_entry_point")
     assert GymVecEnv(env).reset().shape == (2, 4, 84, 84)

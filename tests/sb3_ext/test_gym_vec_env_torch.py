@@ -1,4 +1,4 @@
-"""GymVecEnv over environments that step on tensors, after the fashions of Isaac Lab, mjlab and ManiSkill."""
+"""GymVecEnv over torch environments in the styles of Isaac Lab, mjlab and ManiSkill."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sb3_ext import GymVecEnv, _vector_steps
 
 
 class Isaac:
-    """Counts in buffers that it writes into again; row i ends after i + 3 steps and alternates in how.
+    """Counter with reused buffers; row i ends after i + 3 steps, terminated and truncated in turn.
 
-    :param final: how it tells last observations: ``"batch"``, ``"objects"`` (ManiSkill's), or None
+    :param final: format of last observations: ``"batch"``, ``"objects"`` (ManiSkill's), or None
     """
 
     metadata: dict[str, Any] = {}  # noqa: RUF012
@@ -82,28 +82,28 @@ class Isaac:
         return dict(self.buffers), self.rewards, self.terminated, self.truncated, info
 
 
-def test_actions_spaces_and_rewards() -> None:
-    """tests/test_stepper.py compares the rest of each step."""
+def test_actions_spaces_and_rewards_are_converted() -> None:
+    """See tests/test_stepper.py for the other parts of a step."""
     venv = GymVecEnv(Isaac(), clip_actions=1.0)
     assert venv.observation_space == spaces.Box(-np.inf, np.inf, (2,), np.float32)
     assert venv.action_space == spaces.Box(-1, 1, (2,), np.float32)
     venv.reset()
     actions = np.full((4, 2), 0.5)
     observations, rewards, _, _ = venv.step(actions)
-    assert (actions == 0.5).all()  # though the environment writes into its own
+    assert (actions == 0.5).all()  # the environment has overwritten its copy
     assert venv.env.given.dtype == torch.float32
     assert observations.dtype == np.float32
-    np.testing.assert_array_equal(rewards, np.full(4, 2, np.float32))  # which the environment returns in a column
+    np.testing.assert_array_equal(rewards, np.full(4, 2, np.float32))  # returned as a column by the environment
 
 
-def test_episodes_of_other_names_are_completed() -> None:
+def test_episode_infos_with_other_keys_get_those_of_sb3() -> None:
     venv = GymVecEnv(Isaac(2, final="objects"), clip_actions=1)
     venv.reset()
     infos = [venv.step(np.zeros((2, 2)))[3] for _ in range(3)]
     assert {name: infos[2][0]["episode"][name] for name in ("r", "l", "return")} == {"r": 6.0, "l": 3, "return": 2.0}
 
 
-def test_methods_and_attributes() -> None:
+def test_methods_and_attributes_return_rows_of_tensors() -> None:
     venv = GymVecEnv(Isaac(3), clip_actions=1.0)
     venv.reset()
     venv.step(np.zeros((3, 2)))
@@ -130,7 +130,7 @@ def refusal_cases() -> list[tuple[Any, dict[str, Any], type[Exception], str]]:
         (Isaac(), {"observation_key": "x"}, InvalidArgumentError, r"'(policy|critic)', '(policy|critic)'"),
         (odd, {}, InvalidTypeError, "expected one of gymnasium's"),
         (Isaac(final=None), {}, EnvironmentOutputError, "compute_final_obs"),
-        (small, {}, EnvironmentOutputError, "its space promises"),
+        (small, {}, EnvironmentOutputError, "as in its observation space"),
     ]
 
 
@@ -141,13 +141,13 @@ def roll_out(env: Any, options: dict[str, Any]) -> None:
         venv.step(np.zeros((4, 2)))
 
 
-def test_what_is_refused() -> None:
+def test_invalid_torch_environments_are_refused() -> None:
     for env, options, error, said in refusal_cases():
         with pytest.raises(error, match=said):
             roll_out(env, {"clip_actions": 1, **options})
 
 
-def test_spaces_of_other_libraries_and_parts_of_observations() -> None:
+def test_spaces_of_other_libraries_and_observation_keys() -> None:
     env = Isaac()
     box = SimpleNamespace(shape=(2,), low=-3.0, high=3.0, dtype=None)
     env.single_observation_space, env.single_action_space = SimpleNamespace(spaces={"policy": box}), box
@@ -160,7 +160,7 @@ def test_spaces_of_other_libraries_and_parts_of_observations() -> None:
     assert set(GymVecEnv(env, clip_actions=1).reset()) == {"critic"}
 
 
-def test_tensors_cross_in_one_block() -> None:
+def test_tensors_are_copied_to_cpu_in_one_block() -> None:
     tensors = [
         torch.tensor([True, False, True]),
         torch.arange(6.0).view(3, 2).t(),

@@ -1,4 +1,4 @@
-"""What a buffer that may be off samples, next to Stable Baselines3's; and what it says of memory."""
+"""Lossy buffers stay within their error bound, and buffers warn if they will not fit into memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.sb3_ext.toys import add_all, collect_transitions, image_env, make_buf
 
 
 def fill_buffers(channels: int, **options: Any) -> tuple[Any, Any]:
-    """Ours and theirs, around the ring once."""
+    """Return a compressed buffer and SB3's, both full, with some rows overwritten."""
     venv = image_env(channels, n_stack=3, still=False)
     buffers = make_buffers_for("plain", 200, venv, **options)
     add_all(buffers, collect_transitions(venv, 230))
@@ -25,7 +25,7 @@ def fill_buffers(channels: int, **options: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(("codec", "channels"), [("auto", 3), pytest.param("patch+lz4", 1, marks=pytest.mark.slow)])
-def test_everything_is_within_the_bound(channels: int, codec: str) -> None:
+def test_lossy_samples_are_within_max_error(channels: int, codec: str) -> None:
     ours, theirs = fill_buffers(channels, max_error=4, codec=codec)
     assert theirs.dones.sum() > 10
     assert theirs.timeouts.sum() > 3
@@ -45,7 +45,7 @@ def test_everything_is_within_the_bound(channels: int, codec: str) -> None:
     assert (sample.rewards == expected.rewards).all()
 
 
-def test_jpeg_is_by_choice() -> None:
+def test_jpeg_options_require_codec_jpeg() -> None:
     ours, _ = fill_buffers(3, codec="jpeg", quality=80)
     assert (ours.codec, ours.n_stack) == ("jpeg", 3)
     for options, text in (
@@ -59,7 +59,7 @@ def test_jpeg_is_by_choice() -> None:
 IMAGES = spaces.Box(0, 255, (9, 100, 100), np.uint8), spaces.Discrete(3)
 
 
-def test_a_buffer_that_will_not_fit_comes_with_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_buffer_warns_with_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "available_memory", lambda: 3_000_000_000)
     with pytest.warns(UserWarning, match="3 GB are free") as caught:
         CompressedReplayBuffer(1_000_000, *IMAGES, device="cpu", n_envs=4)
@@ -71,7 +71,7 @@ def test_a_buffer_that_will_not_fit_comes_with_a_plan(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("options", [{"max_bytes": 10**9}, {"storage_dir": "there"}], ids=str)
-def test_one_that_is_limited_or_on_disk_does_not(
+def test_limited_buffer_does_not_warn_about_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(planning, "available_memory", lambda: 1000)
@@ -79,7 +79,7 @@ def test_one_that_is_limited_or_on_disk_does_not(
     CompressedReplayBuffer(10_000, *IMAGES, device="cpu", **options).close()
 
 
-def test_it_is_judged_again_when_it_is_known_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_warning_uses_measured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryWatch, "MEASURED_AFTER", 150)
     rng = np.random.default_rng(0)
     space = spaces.Box(0, 255, (3, 30, 30), np.uint8)
@@ -92,4 +92,4 @@ def test_it_is_judged_again_when_it_is_known_what_is_held(monkeypatch: pytest.Mo
             image = rng.integers(256, size=(1, *space.shape)).astype(np.uint8)
             buffer.add(image, image, np.zeros((1, 1)), np.zeros(1), np.zeros(1), [{}])
     assert len(caught) == 1
-    assert "by what it holds so far" in str(caught[0].message)
+    assert "measured so far" in str(caught[0].message)

@@ -1,4 +1,4 @@
-"""make_vec_env does what SB3's does, and finds out how far environments have to be kept apart."""
+"""make_vec_env returns the results of SB3's, and detects which environments need their own process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["compiled", "compiler", "own_cache", "variant"]
 
 
 def roll_out(venv: VecEnv) -> list[Any]:
-    """What is returned, but for the time, and how exact rewards are; no new seed is set."""
+    """Step without a new seed, and return the results without times, with float32 rewards."""
     actions = np.random.default_rng(0).integers(2, size=(60, venv.num_envs))
     found: list[Any] = [venv.reset(), copy.deepcopy(venv.reset_infos)]
     for action in actions:
@@ -74,7 +74,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.filterwarnings("ignore:.*latest versioned environment:UserWarning")
 @pytest.mark.parametrize("how", list(OURS))
 @pytest.mark.parametrize("call", list(CALLS))
-def test_it_returns_what_sb3s_does(call: str, how: str) -> None:
+def test_rollouts_equal_those_of_sb3s_make_vec_env(call: str, how: str) -> None:
     env_id, options = CALLS[call]
     theirs = roll_out(env_util.make_vec_env(env_id, 3, seed=7, **options))
     assert_equal(roll_out(make_vec_env(env_id, 3, seed=7, **options, **OURS[how])), theirs)
@@ -84,7 +84,7 @@ def test_it_returns_what_sb3s_does(call: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "seed"), [("in process", None), pytest.param("auto", 0, marks=pytest.mark.slow)])
-def test_it_draws_from_numpys_generator_what_sb3s_does(seed: int | None, how: str) -> None:
+def test_numpy_generator_state_equals_that_after_sb3s_make_vec_env(seed: int | None, how: str) -> None:
     def state_after(make: Any, env_id: Any, n_envs: int, **options: Any) -> Any:
         np.random.seed(0)
         make(env_id, n_envs, seed=seed, **options).close()
@@ -96,7 +96,7 @@ def test_it_draws_from_numpys_generator_what_sb3s_does(seed: int | None, how: st
             assert_equal(state_after(make_vec_env, env_id, n_envs, **OURS[how]), theirs, f"{n_envs} of {env_id}")
 
 
-def test_the_arguments_are_sb3s() -> None:
+def test_arguments_extend_those_of_sb3s_make_vec_env() -> None:
     theirs = inspect.signature(env_util.make_vec_env).parameters
     ours = inspect.signature(make_vec_env).parameters
     assert list(ours)[: len(theirs)] == list(theirs)
@@ -105,7 +105,7 @@ def test_the_arguments_are_sb3s() -> None:
 
 
 @pytest.mark.parametrize("how", ["in process", "processes"])
-def test_files_of_monitors(how: str, tmp_path: Path) -> None:
+def test_monitor_files_equal_those_of_sb3(how: str, tmp_path: Path) -> None:
     found = {}
     for name, make, options in (("theirs", env_util.make_vec_env, {}), ("ours", make_vec_env, OURS[how])):
         folder = tmp_path / name
@@ -120,7 +120,7 @@ def test_files_of_monitors(how: str, tmp_path: Path) -> None:
     assert all(len(lines) > 2 for lines in found["ours"])
 
 
-def test_instances_and_factories() -> None:
+def test_instances_and_factories_are_copied() -> None:
     env = cart_pole()
     env.unwrapped.gravity = 25.0  # type: ignore[attr-defined]
     theirs = roll_out(env_util.make_vec_env(lambda: cart_pole(25.0), 2, seed=1))
@@ -146,7 +146,7 @@ def test_seeds_make_all_streams_reproducible() -> None:
         assert len(set(values)) == (5 if name == "own" else 6), name
 
 
-# -- how far environments are kept apart
+# -- isolation
 
 
 def count_builds_here(folder: Path) -> int:
@@ -154,7 +154,7 @@ def count_builds_here(folder: Path) -> int:
 
 
 def process_ids(venv: VecEnv) -> list[int]:
-    """The processes of the environments."""
+    """Return the process id of each environment."""
     if isinstance(venv, DummyVecEnv):
         return [os.getpid()] * venv.num_envs
     assert isinstance(venv, SharedMemoryVecEnv)
@@ -172,8 +172,8 @@ def make_with_sb3(build: Any) -> Any:
         ("SHARED_GLOBALS", lambda build: make_vec_env(build, 3, seed=0)),
     ],
 )
-def test_what_cannot_share_a_process_does_not(name: str, make: Any, variant: Variant, tmp_path: Path) -> None:
-    folder = tmp_path / "cache" / "built"  # which trials may write to
+def test_dependent_environments_get_own_processes(name: str, make: Any, variant: Variant, tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "built"  # trials may write to the cache
     folder.mkdir(parents=True)
     venv = make(functools.partial(build_and_record, variant(name), str(folder)))
     assert len(set(process_ids(venv))) == 3
@@ -186,7 +186,7 @@ def test_what_cannot_share_a_process_does_not(name: str, make: Any, variant: Var
     assert no_workers()
 
 
-def test_what_is_independent_and_fast_shares_this_process(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_independent_environments_share_this_process(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_ext_core.resources.usable_cores", lambda: 2)
     venv = make_vec_env(variant("GOOD"), 3)
     assert isinstance(venv, DummyVecEnv)
@@ -195,7 +195,7 @@ def test_what_is_independent_and_fast_shares_this_process(variant: Variant, monk
 
 
 @pytest.mark.slow
-def test_what_is_independent_and_slow_is_shared_by_as_many_processes_as_there_are_cores(
+def test_slow_independent_environments_use_one_process_per_core(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rl_ext_core.resources.usable_cores", lambda: 2)
@@ -209,11 +209,11 @@ def test_what_is_independent_and_slow_is_shared_by_as_many_processes_as_there_ar
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_replaced_goes_on_with_the_monitors_file(tmp_path: Path) -> None:
+def test_replaced_worker_continues_monitor_file(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     options = {"monitor_dir": str(folder), "isolation": "process", "vec_env_kwargs": {"restart": "truncate"}}
     build = functools.partial(Failing, "step", "SIGKILL", after=50)
-    for _ in range(2):  # and another run begins anew
+    for _ in range(2):  # the second run overwrites the file
         venv = make_vec_env(build, 1, **options)  # type: ignore[arg-type]
         venv.reset()
         infos = [venv.step(np.zeros(1, np.int64))[3][0] for _ in range(130)]
@@ -226,7 +226,7 @@ def test_a_worker_that_is_replaced_goes_on_with_the_monitors_file(tmp_path: Path
 
 
 class Logged(Counting):
-    """Appends to a log whenever an episode begins."""
+    """Environment that appends to a log at each reset."""
 
     def __init__(self, log: str = "log.txt") -> None:
         super().__init__()
@@ -240,7 +240,9 @@ class Logged(Counting):
 
 @pytest.mark.sample(quick=2, ci=3)
 @pytest.mark.parametrize("how", ["copies", "AutoVecEnv", "two workers"])
-def test_own_working_directories_are_kept_and_named(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_working_directories_are_kept_and_reported(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "assets").mkdir()
     (tmp_path / "assets" / "log.txt").write_text("copied\n")
@@ -275,7 +277,11 @@ def test_own_working_directories_are_kept_and_named(how: str, tmp_path: Path, mo
         ({"env_id": lambda: Race()}, InvalidTypeError, r"hand over a parallel environment itself"),
         ({"cwd": "mine"}, InvalidArgumentError, "cwd='mine' is not a folder"),
         ({"cwd": "own", "isolation": "in-process"}, InvalidArgumentError, "does not use .'cwd'"),
-        ({"cwd": "own", "vec_env_cls": DummyVecEnv, "isolation": "auto"}, InvalidArgumentError, "cwd='own' is for"),
+        (
+            {"cwd": "own", "vec_env_cls": DummyVecEnv, "isolation": "auto"},
+            InvalidArgumentError,
+            "cwd='own' is not supported",
+        ),
         ({"isolation": "thread"}, InvalidArgumentError, "isolation='thread'"),
         ({"isolation": "process", "vec_env_cls": DummyVecEnv}, InvalidArgumentError, "vec_env_cls=DummyVecEnv"),
         ({"env_id": Counting(), "env_kwargs": {"a": 1}}, InvalidArgumentError, "env_kwargs"),
@@ -284,7 +290,7 @@ def test_own_working_directories_are_kept_and_named(how: str, tmp_path: Path, mo
         ({"vec_env_kwargs": {"step_timeout": 3}}, InvalidArgumentError, "step_timeout"),
     ],
 )
-def test_what_cannot_be_used_is_refused(arguments: dict[str, Any], kind: Any, said: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], kind: Any, said: str) -> None:
     with pytest.raises(kind, match=said):
         make_vec_env(
             **{"env_id": Counting, "n_envs": 2, **({} if "isolation" in arguments else OURS["in process"]), **arguments}
@@ -292,7 +298,7 @@ def test_what_cannot_be_used_is_refused(arguments: dict[str, Any], kind: Any, sa
     assert no_workers()
 
 
-def test_functions_that_stay_in_this_process_keep_what_they_share() -> None:
+def test_functions_in_this_process_share_their_objects() -> None:
     made: list[int] = []
 
     def make() -> Counting:
@@ -305,14 +311,16 @@ def test_functions_that_stay_in_this_process_keep_what_they_share() -> None:
 
 
 @pytest.mark.slow
-def test_workers_that_do_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_if_workers_do_not_fit_into_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("rl_ext_core.resources.available_memory", lambda: 10**6)
     AutoVecEnv([Slow] * 2, n_workers=2).close()
     assert re.search(r"2 workers need about .* 0\.0 GB are available: use 1 or fewer", caplog.text)
 
 
 class GlobalCounter(gym.Wrapper[Any, Any, Any, Any]):
-    """Counts the steps of all."""
+    """Wrapper that adds the number of steps of all instances to observations."""
 
     steps: ClassVar[list[float]] = [0.0]
 
@@ -323,14 +331,14 @@ class GlobalCounter(gym.Wrapper[Any, Any, Any, Any]):
 
 
 @pytest.mark.slow
-def test_the_wrapper_is_tried_too() -> None:
+def test_probe_includes_wrapper() -> None:
     venv = make_vec_env("CartPole-v1", 2, wrapper_class=GlobalCounter)
     assert isinstance(venv, SharedMemoryVecEnv)
     venv.close()
 
 
 @pytest.mark.slow
-def test_each_function_is_tried(variant: Variant) -> None:
+def test_each_different_function_is_probed(variant: Variant) -> None:
     venv = AutoVecEnv([variant("GOOD"), *[variant("SHARED_GLOBALS")] * 2])
     assert len(set(process_ids(venv))) == 3
     venv.close()
@@ -340,7 +348,7 @@ def test_each_function_is_tried(variant: Variant) -> None:
     venv.close()
 
 
-def test_one_environment_is_not_tried(tmp_path: Path) -> None:
+def test_single_environment_is_not_probed(tmp_path: Path) -> None:
     venv = make_vec_env(functools.partial(build_and_record, Counting, str(tmp_path)), 1)
     assert isinstance(venv, DummyVecEnv)
     assert "only one" in venv.isolation_report  # type: ignore[attr-defined]
@@ -348,7 +356,7 @@ def test_one_environment_is_not_tried(tmp_path: Path) -> None:
     venv.close()
 
 
-def test_unknown_ids_are_gymnasiums_errors_and_ours() -> None:
+def test_errors_for_unknown_ids_derive_from_gymnasiums_and_ours() -> None:
     for env_id, kind in (
         ("NoSuchEnv-v0", gym.error.NameNotFound),
         ("CartPole-v77", gym.error.VersionNotFound),
@@ -359,7 +367,7 @@ def test_unknown_ids_are_gymnasiums_errors_and_ours() -> None:
         assert isinstance(caught.value, InvalidArgumentError)
 
 
-def test_what_no_other_process_can_be_given_stays_here(caplog: pytest.LogCaptureFixture) -> None:
+def test_unpicklable_environments_stay_in_this_process(caplog: pytest.LogCaptureFixture) -> None:
     database = sqlite3.connect(":memory:")
     for env_id, env_kwargs in (
         (lambda: Counting() if database else None, {}),
@@ -368,7 +376,7 @@ def test_what_no_other_process_can_be_given_stays_here(caplog: pytest.LogCapture
         venv = make_vec_env(env_id, 2, env_kwargs=env_kwargs)
         assert isinstance(venv, DummyVecEnv)
         venv.close()
-        assert "No other process can be given them" in caplog.text
+        assert "The environments cannot be sent to another process" in caplog.text
         caplog.clear()
     database.close()
 
@@ -378,7 +386,7 @@ def build_with_database(database: Any) -> Any:
 
 
 class Scene(Counting):
-    """Needs a file of the working directory, in its constructor or later."""
+    """Environment that reads a file of the working directory, in its constructor or at resets."""
 
     def __init__(self, late: bool = False) -> None:
         super().__init__()
@@ -405,7 +413,7 @@ def fail_in_children(pid: int, how: str) -> Any:
         (functools.partial(fail_in_children, os.getpid(), "exit"), "SystemExit: 3"),
     ],
 )
-def test_what_cannot_be_tried_stays_here_with_one_warning(
+def test_environments_that_fail_in_probe_stay_in_this_process_with_one_warning(
     build: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -425,14 +433,14 @@ def test_what_cannot_be_tried_stays_here_with_one_warning(
 @pytest.mark.parametrize(
     ("n_envs", "n_workers", "isolation", "said"),
     [
-        (2, None, "in-process", "They are in this process, as asked."),
-        (4, 2, "process", "2 processes share the 4 environments, as asked."),
-        (2, 5, "process", "Each has its own process, as asked."),
-        (2, 1, "process", "1 process holds the 2 environments, as asked."),
-        pytest.param(3, 2, "auto", "2 processes share the 3 environments, as asked.", marks=pytest.mark.slow),
+        (2, None, "in-process", "All environments run in this process, as requested."),
+        (4, 2, "process", "2 processes share the 4 environments, as requested."),
+        (2, 5, "process", "Each has its own process, as requested."),
+        (2, 1, "process", "1 process runs the 2 environments, as requested."),
+        pytest.param(3, 2, "auto", "2 processes share the 3 environments, as requested.", marks=pytest.mark.slow),
     ],
 )
-def test_what_is_asked_for_is_made_without_a_try_and_reported(
+def test_explicit_isolation_is_reported_without_a_probe(
     n_envs: int, n_workers: Any, isolation: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if isolation != "auto":
@@ -480,13 +488,13 @@ for make in (lambda kind: make_vec_env(kind, 2), lambda kind: AutoVecEnv([lambda
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
-def test_classes_and_globals_of_the_script(launch_mode: str, tmp_path: Path) -> None:
+def test_classes_and_globals_of_main_script_work_in_every_launch_mode(launch_mode: str, tmp_path: Path) -> None:
     here, apart = "DummyVecEnv [[4.0], [3.0]] [1, 0] True\n", "SharedMemoryVecEnv [[2.0], [1.0]] [] 0\n"
     assert run_program(launch_mode, OF_THE_SCRIPT, tmp_path) == 2 * (here + apart)
 
 
 @pytest.mark.slow
-def test_a_console_game_by_its_name() -> None:
+def test_stable_retro_game_by_name() -> None:
     pytest.importorskip("stable_retro")
     venv = make_vec_env("Airstriker-Genesis-v0", 2, seed=0)
     assert len(set(process_ids(venv))) == 2

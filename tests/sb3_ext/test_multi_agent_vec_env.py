@@ -1,4 +1,4 @@
-"""One policy for all agents of PettingZoo's parallel environments: real ones, and one whose agents die and join."""
+"""MultiAgentVecEnv over PettingZoo's environments, and over one whose agents die and join."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pettingzoo import ParallelEnv
 
 
 class Race(ParallelEnv):
-    """Agent ``i`` dies after ``deaths[i]`` steps; the environment ends after ``length``, or with the last agent."""
+    """Environment in which agent ``i`` dies after ``deaths[i]`` steps; it ends after ``length`` steps at most."""
 
     metadata = {"name": "race", "render_modes": ["rgb_array"]}  # noqa: RUF012 PettingZoo's own way
     render_mode = "rgb_array"
@@ -64,7 +64,7 @@ class Race(ParallelEnv):
         return np.full((4, 4, 3), self._steps, np.uint8)
 
 
-def test_rows_of_agents_that_die() -> None:
+def test_rows_of_dead_agents_are_zeros() -> None:
     env = MultiAgentVecEnv([Race] * 2)
     env.seed(5)
     first = env.reset()
@@ -89,8 +89,8 @@ def test_rows_of_agents_that_die() -> None:
                 assert infos[row]["terminal_observation"].tolist() == [step + 1, first[row, 1], row % 3]
                 assert (infos[row]["episode"]["r"], infos[row]["episode"]["l"]) == (step, step)
     assert done_at == [[2, 6], [6], [4, 6]] * 2
-    assert observations[:, 0].tolist() == [1.0] * 6  # all are reset
-    assert not infos[0]["terminal_observation"].any()  # of a dead agent
+    assert observations[:, 0].tolist() == [1.0] * 6  # all environments are reset
+    assert not infos[0]["terminal_observation"].any()  # the observation of a dead agent
     assert env.reset_infos[0] == {"level": observations[0, 1]}
     env.close()
     env.close()
@@ -98,14 +98,14 @@ def test_rows_of_agents_that_die() -> None:
         env.reset()
 
 
-def test_an_agent_that_joins() -> None:
+def test_agent_that_joins_late_starts_an_episode() -> None:
     env = MultiAgentVecEnv([functools.partial(Race, late=True)])
     env.seed(0)
     assert not env.reset()[2].any()
     assert not env.step(np.zeros(3, int))[0][2].any()
     observations, rewards, dones, infos = env.step(np.zeros(3, int))
     assert (observations[2, 0], rewards[2]) == (3.0, 0.0)
-    # The zeros before it end here, as they do where an environment ends.
+    # The zeros end here, as at the end of an environment.
     assert dones.tolist() == [True, False, True]
     assert not infos[2]["terminal_observation"].any()
     assert infos[2]["agent_is_dead"]
@@ -115,7 +115,7 @@ def test_an_agent_that_joins() -> None:
 
 
 class Rejoining(Race):
-    """Agent ``runner_1`` dies in step 2 and is back from step 4 on; all infos and actions are written into again."""
+    """Race in which ``runner_1`` dies in step 2 and rejoins in step 4; infos share one array."""
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         observations, _ = super().reset(seed, options)
@@ -131,7 +131,7 @@ class Rejoining(Race):
         return observations, rewards, terminated, truncated, {agent: {"buffer": self._buffer} for agent in infos}
 
 
-def test_an_agent_that_comes_back() -> None:
+def test_agent_that_rejoins_starts_an_episode() -> None:
     env = MultiAgentVecEnv([functools.partial(Rejoining, (9, 2), length=6)])
     env.seed(0)
     env.reset()
@@ -149,7 +149,7 @@ def test_an_agent_that_comes_back() -> None:
 
 
 class ActionWriting(Race):
-    """Writes into its actions."""
+    """Race that writes into its actions."""
 
     def action_space(self, agent: str) -> Any:
         return spaces.Box(-1, 1, (1,), np.float32)
@@ -160,7 +160,7 @@ class ActionWriting(Race):
         return super().step(dict.fromkeys(actions, 0))
 
 
-def test_actions_of_the_caller_are_not_written_to() -> None:
+def test_environments_cannot_change_actions_of_caller() -> None:
     env = MultiAgentVecEnv([ActionWriting])
     env.seed(0)
     env.reset()
@@ -172,7 +172,7 @@ def test_actions_of_the_caller_are_not_written_to() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("game", ["sisl.pursuit_v5", "butterfly.knights_archers_zombies_v11", "sisl.multiwalker_v9"])
-def test_real_environments(game: str) -> None:
+def test_rollouts_equal_those_of_pettingzoo(game: str) -> None:
     module = pytest.importorskip(f"pettingzoo.{game}")
     options = {"max_cycles": 400, "spawn_delay": 1, "max_zombies": 40} if "knights" in game else {"max_cycles": 40}
     env, other = make_vec_env(module.parallel_env(**options), 1, seed=3), module.parallel_env(**options)
@@ -199,7 +199,7 @@ def test_real_environments(game: str) -> None:
 
 
 @pytest.mark.slow
-def test_algorithms_train_on_it() -> None:
+def test_algorithms_train_on_multi_agent_vec_env() -> None:
     env = make_vec_env(Race(), 4, seed=0)
     assert "one policy" in env.isolation_report  # type: ignore[attr-defined]
     model = without_logger(PPO("MlpPolicy", env, n_steps=16, batch_size=64, device="cpu"))
@@ -224,7 +224,7 @@ class Forgetful(Race):
         return observations, *others
 
 
-def test_what_is_refused() -> None:
+def test_invalid_environments_and_options_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="'runner_1' has the spaces"):
         MultiAgentVecEnv([MixedSpaces])
     with pytest.raises(InvalidArgumentError, match="environment 1 has the agents"):
@@ -239,6 +239,6 @@ def test_what_is_refused() -> None:
     env.reset()
     with pytest.raises(EnvironmentOutputError, match="nothing for the agent 'runner_1'"):
         env.step(np.zeros(3, int))
-    with pytest.raises(InvalidArgumentError, match="2 actions for 3 agents"):
+    with pytest.raises(InvalidArgumentError, match="number of actions: 2, expected 3, one for each agent"):
         env.step(np.zeros(2, int))
     env.close()

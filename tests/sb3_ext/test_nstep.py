@@ -1,4 +1,4 @@
-"""Steps and discounts of compressed n-step buffers agree with those of the algorithm."""
+"""Compressed n-step buffers use the number of steps and the discount of their algorithm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import weakref
 from typing import Any
 
 import pytest
-import torch._dynamo  # optimizers do it otherwise, which makes a folder in the tests' temporary one
+import torch._dynamo  # else optimizers import it during a test, which creates a temporary folder
 from gymnasium import spaces
 from stable_baselines3 import DQN
 from stable_baselines3.common.buffers import NStepReplayBuffer
@@ -41,7 +41,7 @@ def dqn(replay_buffer_class: Any = CompressedNStepReplayBuffer, **options: Any) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("through", ["algorithm", "both"])
-def test_a_model_learns_what_it_learns_with_the_original(through: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_dqn_learns_same_weights_as_with_sb3s_buffer(through: str, caplog: pytest.LogCaptureFixture) -> None:
     theirs = dqn(None, n_steps=3, gamma=0.9)
     theirs.learn(400)
     assert type(theirs.replay_buffer) is NStepReplayBuffer
@@ -60,19 +60,25 @@ def test_a_model_learns_what_it_learns_with_the_original(through: str, caplog: p
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"n_steps": 3, "replay_buffer_kwargs": {"n_steps": 5}}, "given n_steps=5 and the algorithm n_steps=3"),
-        ({"gamma": 0.9, "replay_buffer_kwargs": {"gamma": 0.99}}, "given gamma=0.99 and the algorithm gamma=0.9"),
+        (
+            {"n_steps": 3, "replay_buffer_kwargs": {"n_steps": 5}},
+            "n_steps=5 of the replay buffer differs from n_steps=3 of the algorithm",
+        ),
+        (
+            {"gamma": 0.9, "replay_buffer_kwargs": {"gamma": 0.99}},
+            "gamma=0.99 of the replay buffer differs from gamma=0.9 of the algorithm",
+        ),
         ({"replay_buffer_kwargs": {"n_steps": 0}}, "n_steps=0 must be at least 1"),
     ],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:`n_steps=3` is ignored")
-def test_what_does_not_agree_is_refused(options: dict[str, Any], text: str) -> None:
+def test_options_that_differ_from_algorithm_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         dqn(**options)
 
 
-def test_a_class_of_ones_own_agrees_too() -> None:
+def test_subclass_uses_gamma_of_algorithm() -> None:
     class Own(CompressedNStepReplayBuffer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -80,7 +86,7 @@ def test_a_class_of_ones_own_agrees_too() -> None:
     assert dqn(Own, gamma=0.9).replay_buffer.gamma == 0.9
 
 
-def test_it_goes_when_nobody_needs_it() -> None:
+def test_buffer_is_freed_without_garbage_collection() -> None:
     gc.disable()
     try:
         buffer = weakref.ref(CompressedNStepReplayBuffer(10, spaces.Box(0, 255, (4, 12, 11), "u1"), ACTIONS))
@@ -89,7 +95,7 @@ def test_it_goes_when_nobody_needs_it() -> None:
         gc.enable()
 
 
-def test_a_buffer_that_is_made_while_a_model_learns_is_not_the_models() -> None:
+def test_buffer_created_during_training_ignores_algorithm() -> None:
     class BufferMaker(BaseCallback):
         def _on_step(self) -> bool:
             self.made = CompressedNStepReplayBuffer(
@@ -116,7 +122,7 @@ for use in (lambda: sb3_ext.CompressedNStepReplayBuffer, lambda: __import__("sb3
 
 
 @pytest.mark.slow
-def test_what_is_missing_is_named_where_it_is_asked_for() -> None:
+def test_missing_dependencies_are_named_on_use() -> None:
     said = subprocess.run([sys.executable, "-c", _EARLIER], capture_output=True, text=True, check=True).stdout
     assert said.startswith("MissingDependencyError CompressedNStepReplayBuffer needs Stable Baselines3 2.7"), said
     assert "MissingDependencyError sb3_ext.contrib needs the package 'sb3_contrib'" in said

@@ -1,4 +1,4 @@
-"""``buffer.observations`` reads like the array that SB3's buffers have."""
+"""``buffer.observations`` reads like the array of SB3's buffers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMAGES, ACTIONS = spaces.Box(0, 255, (2, 6, 5), np.uint8), spaces.Discrete(2)
 
 @pytest.fixture(params=["replay", "rollout", "flattened"])
 def pair(request: pytest.FixtureRequest) -> tuple[Any, np.ndarray]:
-    """A view, and the array that upstream has in its place."""
+    """Return a view and the corresponding array of SB3's buffer."""
     rng = np.random.default_rng(0)
     found = []
     for ours in (True, False):
@@ -72,8 +72,8 @@ READ: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("index", INDICES, ids=str)
-def test_it_is_indexed_like_the_array(pair: tuple[Any, np.ndarray], index: Any) -> None:
-    """Flat views have rows only, and a rollout has half as many."""
+def test_observation_view_indexing_matches_ndarray(pair: tuple[Any, np.ndarray], index: Any) -> None:
+    """Flat views have a single axis of rows, and a rollout has half as many rows."""
     view, array = pair
     try:
         expected = array[index]
@@ -86,14 +86,14 @@ def test_it_is_indexed_like_the_array(pair: tuple[Any, np.ndarray], index: Any) 
 
 
 @pytest.mark.parametrize("read", READ.values(), ids=READ)
-def test_it_reads_like_the_array(pair: tuple[Any, np.ndarray], read: Callable[[Any], Any]) -> None:
+def test_observation_view_operations_match_ndarray(pair: tuple[Any, np.ndarray], read: Callable[[Any], Any]) -> None:
     found, expected = read(pair[0]), read(pair[1])
     assert type(found) is type(expected)
     np.testing.assert_array_equal(found, expected)
     assert getattr(found, "dtype", None) == getattr(expected, "dtype", None)
 
 
-def test_sizes_decode_nothing() -> None:
+def test_reading_sizes_does_not_decode() -> None:
     buffer = sb3_ext.CompressedReplayBuffer(4, IMAGES, ACTIONS, "cpu")
     view = observation_view.ObservationView(lambda *_: pytest.fail("decoded"), (4, 1), IMAGES.shape, np.dtype(np.uint8))
     plain = np.zeros((4, 1, *IMAGES.shape), np.uint8)
@@ -101,11 +101,11 @@ def test_sizes_decode_nothing() -> None:
         assert getattr(view, name) == getattr(plain, name) == getattr(buffer.observations, name)
 
 
-def test_nothing_can_be_written_to() -> None:
-    """SB3's arrays take it. What is written to a decoded copy would be lost."""
+def test_writing_to_observations_is_refused() -> None:
+    """SB3's arrays are writable. Changes to a decoded copy would be lost."""
     buffer = sb3_ext.CompressedReplayBuffer(4, IMAGES, ACTIONS, "cpu")
     view = buffer.observations
-    with pytest.raises(InvalidTypeError, match=r"cannot be assigned to; change a copy: np.array"):
+    with pytest.raises(InvalidTypeError, match=r"cannot be assigned to\. Change a copy: np\.array"):
         view[0] = 1
     with pytest.raises(InvalidTypeError, match="cannot be assigned to"):
         view += 1
@@ -115,13 +115,13 @@ def test_nothing_can_be_written_to() -> None:
         with pytest.raises(ValueError, match="read-only"):
             write()
     kept = view.copy()
-    kept[:] = 3  # this is the caller's own
+    kept[:] = 3  # a copy of the caller
     changed = np.asarray(view)
     changed[:] = 5
     assert not np.asarray(view).any()
 
 
-def test_what_an_array_does_not_have_it_does_not_have_either(pair: tuple[Any, np.ndarray]) -> None:
+def test_unsupported_attributes_raise_errors_of_ndarray(pair: tuple[Any, np.ndarray]) -> None:
     for part in pair:
         with pytest.raises(AttributeError, match="no attribute 'numpy'"):
             part.numpy()
@@ -134,10 +134,10 @@ def test_what_an_array_does_not_have_it_does_not_have_either(pair: tuple[Any, np
         np.asarray(pair[0], copy=False)
 
 
-def test_more_than_there_is_memory_for_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_more_than_available_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = sb3_ext.CompressedReplayBuffer(1000, IMAGES, ACTIONS, "cpu")
     monkeypatch.setattr(observation_view, "available_memory", lambda: 59_999)
     for read in (np.asarray, lambda x: x.mean(), lambda x: x + 1):
-        with pytest.raises(OutOfMemoryError, match=r"take 60 kB and 60 kB are free.*observations\[:1000\]"):
+        with pytest.raises(OutOfMemoryError, match=r"take 60 kB, but only 60 kB are free.*observations\[:1000\]"):
             read(buffer.observations)
     assert buffer.observations[:500].mean() == 0

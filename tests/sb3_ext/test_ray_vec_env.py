@@ -1,4 +1,4 @@
-"""Environments in Ray actors: the same as in processes of this machine."""
+"""Environments in Ray actors return the same as in processes of this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).with_name("ray_checks.py")
 
 
 @pytest.mark.slow
-def test_in_ray_it_is_as_on_this_machine() -> None:
+def test_ray_vec_env_passes_all_ray_checks() -> None:
     if find_spec("ray") is None and "CI" not in os.environ:
         pytest.skip("ray is not installed: pip install './rl-ext[ray]'")
     with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp") as root:
@@ -29,14 +29,14 @@ def test_in_ray_it_is_as_on_this_machine() -> None:
     assert not any(found.values()), "\n".join(found.values())
 
 
-def test_options_are_checked_before_ray_is_started() -> None:
+def test_options_are_checked_before_ray_starts() -> None:
     with pytest.raises(InvalidArgumentError, match="n_workers=0"):
         RayVecEnv([Counting], n_workers=0)
     with pytest.raises(InvalidArgumentError, match="env_fns is empty"):
         RayVecEnv([])
 
 
-def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(MissingDependencyError, match=r'rl-ext\[ray\]"'):
         RayVecEnv([Counting])

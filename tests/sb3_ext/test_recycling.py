@@ -1,4 +1,4 @@
-"""Batches share arrays only with batches that nobody holds any more."""
+"""Arrays of batches are reused only after their last reference is gone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def buffer() -> CompressedReplayBuffer:
     ],
     ids=["batch", "slice", "array slice", "memory", "permuted", "storage", "dlpack"],
 )
-def test_what_is_held_is_never_overwritten(buffer: CompressedReplayBuffer, pick: Pick) -> None:
+def test_batches_in_use_are_never_overwritten(buffer: CompressedReplayBuffer, pick: Pick) -> None:
     held = []
     for _ in range(7):
         batch = buffer.sample(16)
@@ -53,7 +53,7 @@ def test_what_is_held_is_never_overwritten(buffer: CompressedReplayBuffer, pick:
             assert left is right is None or np.array_equal(np.asarray(left), np.asarray(right))
 
 
-def test_what_the_caller_holds_is_copied(buffer: CompressedReplayBuffer) -> None:
+def test_to_torch_copies_arrays_of_caller(buffer: CompressedReplayBuffer) -> None:
     images = buffer.observations[np.arange(16), np.zeros(16, dtype=np.int64)]
     tensor, shared = buffer.to_torch(images), buffer.to_torch(images, copy=False)
     before = images.copy()
@@ -62,7 +62,7 @@ def test_what_the_caller_holds_is_copied(buffer: CompressedReplayBuffer) -> None
     np.testing.assert_array_equal(shared, images)
 
 
-def test_what_nobody_holds_is_used_again(buffer: CompressedReplayBuffer) -> None:
+def test_arrays_of_unused_batches_are_reused(buffer: CompressedReplayBuffer) -> None:
     places = set()
     for _ in range(20):
         batch = buffer.sample(16)
@@ -70,7 +70,7 @@ def test_what_nobody_holds_is_used_again(buffer: CompressedReplayBuffer) -> None
     assert len(places) <= 4
 
 
-def test_batches_of_many_sizes_do_not_pile_up(buffer: CompressedReplayBuffer) -> None:
+def test_recycled_arrays_stay_bounded_for_many_batch_sizes(buffer: CompressedReplayBuffer) -> None:
     for size in range(1, 40):
         buffer.sample(size)
     assert buffer.nbytes - buffer.stored_nbytes <= 4 * 40 * 4 * 36 * 36

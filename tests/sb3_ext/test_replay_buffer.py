@@ -1,4 +1,4 @@
-"""Compressed replay buffers of all kinds give the bits that Stable Baselines3's give, and refuse what does not fit."""
+"""Compressed replay buffers return the bits of Stable Baselines3's buffers, and refuse invalid transitions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.sb3_ext.toys import (
 GREY = spaces.Box(0, 255, (4, 12, 11), np.uint8)
 ACTIONS = spaces.Discrete(5)
 
-# Environments, the kind of the buffer, and its options.
+# Environments, kind of buffer, and its options.
 CASES: dict[str, tuple[Callable[[], VecEnv], str, dict[str, Any]]] = {
     "grey": (lambda: image_env(1, 1), "plain", {"codec": "patch"}),
     "RGB, channels last": (lambda: image_env(3, 5, first=False), "plain", {"codec": "patch+lz4"}),
@@ -56,7 +56,7 @@ CASES: dict[str, tuple[Callable[[], VecEnv], str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", [case for case, (_, kind, _) in CASES.items() if kind in REPLAY])
-def test_samples_at_every_place_of_the_ring(case: str) -> None:
+def test_samples_equal_those_of_sb3_at_every_position_of_ring(case: str) -> None:
     build, kind, options = CASES[case]
     venv = build()
     ours, theirs = make_buffers_for(kind, 30, venv, **options)
@@ -94,7 +94,7 @@ ALL = spaces.Dict({str(number): part for number, part in enumerate(SPACES)})
 @pytest.mark.parametrize(
     ("space", "actions"), list(zip([*SPACES, ALL], itertools.cycle(ACTION_SPACES), strict=False)), ids=str
 )
-def test_spaces(space: Any, actions: Any) -> None:
+def test_samples_of_all_spaces_equal_those_of_sb3(space: Any, actions: Any) -> None:
     for n_envs in (1, 3):
         buffers = make_buffers("dict" if space is ALL else "plain", 50, space, actions, n_envs)
         add_all(buffers, random_transitions(space, actions, n_envs, 70))
@@ -108,7 +108,7 @@ def test_spaces(space: Any, actions: Any) -> None:
 
 
 @pytest.mark.parametrize(("size", "n_envs"), [(1, 5), (11, 2), (np.int64(20), np.int64(3))])
-def test_sizes_are_rounded_as_in_the_original(size: int, n_envs: int) -> None:
+def test_buffer_sizes_are_rounded_as_in_sb3(size: int, n_envs: int) -> None:
     buffers = make_buffers("plain", size, GREY, ACTIONS, n_envs)
     for transition in random_transitions(GREY, ACTIONS, n_envs, 23):
         add_all(buffers, [transition])
@@ -124,7 +124,7 @@ NORMALIZED: dict[str, Callable[[], VecNormalize]] = {
 
 
 @pytest.mark.parametrize("name", NORMALIZED)
-def test_samples_are_normalized(name: str) -> None:
+def test_samples_are_normalized_as_in_sb3(name: str) -> None:
     venv = NORMALIZED[name]()
     buffers = make_buffers_for("plain" if name == "rewards" else name, 40, venv.venv)
     add_all(buffers, collect_transitions(venv.venv, 50))
@@ -132,16 +132,16 @@ def test_samples_are_normalized(name: str) -> None:
     for _ in range(30):
         venv.step(np.stack([venv.action_space.sample() for _ in range(2)]))
     assert_same(*buffers, env=venv)
-    assert_same(*buffers)  # what is stored did not change
+    assert_same(*buffers)  # stored transitions did not change
 
 
 @pytest.mark.parametrize("index", [(0, slice(None), [1, 2]), (slice(None), [0], slice(None), 0), (None, 3)], ids=str)
-def test_keys_that_arrays_read_in_another_way_are_refused(index: Any) -> None:
+def test_ambiguous_observation_indices_are_refused(index: Any) -> None:
     with pytest.raises(ValueError, match="cannot index compressed observations"):
         make_buffers("plain", 40, GREY, ACTIONS)[0].observations[index]
 
 
-# -- what does not fit
+# -- refusals
 
 SHAPE, TYPE = InvalidArgumentError, InvalidTypeError
 REFUSED: list[tuple[str, str, Callable[[Any], Any], type[Exception], str]] = [
@@ -150,7 +150,7 @@ REFUSED: list[tuple[str, str, Callable[[Any], Any], type[Exception], str]] = [
     ("plain", "action", lambda _: np.zeros(3, int), SHAPE, r"action has shape \(3,\), expected \(2, 1\)"),
     ("plain", "reward", lambda _: np.zeros(1), SHAPE, r"reward has shape \(1,\), expected \(2,\)"),
     ("plain", "done", lambda _: np.zeros((2, 2)), SHAPE, r"done has shape \(2, 2\), expected \(2,\)"),
-    ("plain", "infos", lambda _: [{}], SHAPE, "infos has 1 entries, expected 2"),
+    ("plain", "infos", lambda _: [{}], SHAPE, "infos has length 1, expected 2: one per environment"),
     ("plain", "action", lambda _: np.array(["up", "down"]), TYPE, "action is .*'up'.*expected numbers"),
     ("plain", "reward", lambda _: [1.0, {}], TYPE, r"reward is \[1.0, \{\}\], expected numbers"),
     ("plain", "infos", lambda _: [{}, {"TimeLimit.truncated": "no"}], TYPE, "TimeLimit.truncated is"),
@@ -162,7 +162,9 @@ REFUSED: list[tuple[str, str, Callable[[Any], Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "name", "change", "error", "text"), REFUSED)
-def test_what_cannot_be_stored_is_refused_by_name(kind: str, name: str, change: Any, error: Any, text: str) -> None:
+def test_invalid_transition_is_refused_with_argument_name(
+    kind: str, name: str, change: Any, error: Any, text: str
+) -> None:
     venv = image_env() if kind == "plain" else dict_env()
     ours, theirs = make_buffers_for(kind, 40, venv)
     add_all((ours, theirs), collect_transitions(venv, 30))
@@ -175,10 +177,8 @@ def test_what_cannot_be_stored_is_refused_by_name(kind: str, name: str, change: 
 
 
 @pytest.mark.parametrize(("key", "call"), [("image", "stage"), ("place", "append")])
-def test_one_store_that_fails_leaves_the_others_as_they_were(
-    key: str, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The row that would be overwritten is whole, whichever key runs out of memory."""
+def test_failure_in_one_store_leaves_all_stores_unchanged(key: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest row stays intact, whichever key runs out of memory."""
     venv = dict_env()
     buffers = make_buffers_for("dict", 40, venv)
     add_all(buffers, collect_transitions(venv, 60))
@@ -199,8 +199,8 @@ def test_one_store_that_fails_leaves_the_others_as_they_were(
     ("options", "error", "text"),
     [
         ({"buffer_size": 0}, SHAPE, "buffer_size=0 must be at least 1"),
-        ({"codec": "zstd"}, SHAPE, "unknown codec 'zstd'; known: 'auto', 'jpeg', 'patch'"),
-        ({"codec": None}, TYPE, "codec must be a name, got None"),
+        ({"codec": "zstd"}, SHAPE, "codec='zstd' is unknown; known: 'auto', 'jpeg', 'patch'"),
+        ({"codec": None}, TYPE, "codec must be a string, got None"),
         ({"n_stack": 3}, SHAPE, r"n_stack=3 does not divide the 4 channels.*\[1, 2, 4\]"),
         ({"block_length": 10}, SHAPE, "block_length=10 is not a power of two from 1 to 4096"),
         ({"buffer_size": 1e6}, TYPE, "buffer_size=1000000.0 must be .*, for example buffer_size=1_000_000$"),
@@ -211,27 +211,27 @@ def test_one_store_that_fails_leaves_the_others_as_they_were(
     ],
     ids=str,
 )
-def test_arguments(options: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         CompressedReplayBuffer(
             **{"buffer_size": 10, "observation_space": GREY, "action_space": ACTIONS, **options}  # type: ignore[arg-type]
         )
 
 
-def test_a_dictionary_of_nothing_is_refused() -> None:
+def test_dict_space_without_keys_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="has no keys"):
         CompressedDictReplayBuffer(10, spaces.Dict(), ACTIONS)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_that_is_forked_while_another_thread_samples_may_sample() -> None:
+def test_forked_child_can_sample_if_thread_held_lock_at_fork() -> None:
     buffer = CompressedReplayBuffer(10, GREY, ACTIONS)
     image = np.zeros((1, *GREY.shape), np.uint8)
     buffer.add(image, image, np.zeros((1, 1)), np.zeros(1), np.zeros(1), [{}])
     lock, inside = buffer._observations.lock, threading.Event()
     within = [
         make_fork_safe_lock() for _ in range(30)
-    ]  # as stores have them: whoever forks must not hold one and wait for ours
+    ]  # like the locks of stores: a forking thread must not hold one and wait for the buffer's
 
     def samples() -> None:
         with lock:
@@ -245,7 +245,7 @@ def test_a_child_that_is_forked_while_another_thread_samples_may_sample() -> Non
     thread.start()
     inside.wait()
     if not (child := os.fork()):
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's own would go on with the tests here
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's handler would run the next tests in the child
         signal.alarm(60)
         buffer.sample(2)
         os._exit(0)
@@ -253,7 +253,7 @@ def test_a_child_that_is_forked_while_another_thread_samples_may_sample() -> Non
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_options_by_key() -> None:
+def test_options_by_key_of_dict_space() -> None:
     image = spaces.Box(0, 255, (4, 30, 30), np.uint8)
     space = spaces.Dict(left=image, right=image, speed=spaces.Box(-1, 1, (6,), np.float32))
     codec = {"left": "patch+lz4", "speed": "patch"}

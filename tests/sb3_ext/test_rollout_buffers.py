@@ -1,4 +1,4 @@
-"""Compressed rollout buffers, those for sb3-contrib's algorithms too, give the bits that the originals give."""
+"""Compressed rollout buffers, also those for sb3-contrib, return the bits of the original buffers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch._dynamo  # optimizers do it otherwise, which makes a folder in the tests' temporary one
+import torch._dynamo  # else optimizers import it during a test, which creates a temporary folder
 from gymnasium import spaces
 from sb3_contrib.common.recurrent.type_aliases import RNNStates
 from stable_baselines3.common.buffers import RolloutBuffer
@@ -30,7 +30,7 @@ def make_buffers(kind: str, n_steps: int, space: Any, actions: Any = ACTIONS, n_
 
 
 def fill(buffers: tuple[Any, Any], observations: list[Any], *, seed: int = 0) -> None:
-    """One rollout, as ``OnPolicyAlgorithm.collect_rollouts`` hands it to a buffer."""
+    """Add one rollout, as ``OnPolicyAlgorithm.collect_rollouts`` does."""
     for buffer in buffers:
         rng, n_envs = np.random.default_rng(seed), buffer.n_envs
         buffer.reset()
@@ -50,7 +50,7 @@ def fill(buffers: tuple[Any, Any], observations: list[Any], *, seed: int = 0) ->
 
 
 def collect_observations(venv: VecEnv, n_steps: int, *, seed: int = 0) -> list[Any]:
-    """Observations as the algorithm has them: of an episode that follows, after one that ended."""
+    """Return the observations of a rollout, as an algorithm passes them to a buffer."""
     rng = np.random.default_rng(seed)
     found = [venv.reset()]
     for _ in range(n_steps - 1):
@@ -66,7 +66,7 @@ def make_env(kind: str, n_envs: int = 2) -> VecEnv:
 
 
 @pytest.mark.parametrize("kind", ROLLOUT)
-def test_minibatches_of_every_size(kind: str) -> None:
+def test_minibatches_of_every_size_equal_those_of_sb3(kind: str) -> None:
     n_envs = 1 if kind == "plain" else 3
     venv = make_env(kind, n_envs)
     buffers = make_buffers(kind, 24, venv.observation_space, n_envs=n_envs)
@@ -77,7 +77,7 @@ def test_minibatches_of_every_size(kind: str) -> None:
 
 
 @pytest.mark.parametrize("actions", [spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(2)], ids=str)
-def test_masks_of_actions_of_several_parts(actions: Any) -> None:
+def test_masks_of_composite_action_spaces(actions: Any) -> None:
     venv = image_env()
     buffers = make_buffers("maskable", 24, venv.observation_space, actions)
     fill(buffers, collect_observations(venv, 24))
@@ -87,7 +87,7 @@ def test_masks_of_actions_of_several_parts(actions: Any) -> None:
 @pytest.mark.parametrize(
     ("channels", "first", "codec"), [(1, True, "auto"), (3, False, "raw"), (3, True, "patch"), (1, False, "patch+lz4")]
 )
-def test_rollouts_that_follow_each_other(channels: int, first: bool, codec: str) -> None:
+def test_consecutive_rollouts_equal_those_of_sb3(channels: int, first: bool, codec: str) -> None:
     venv = image_env(channels, 2, first=first)
     buffers = make_buffers("plain", 40, venv.observation_space, codec=codec)
     for turn in range(3):
@@ -97,7 +97,7 @@ def test_rollouts_that_follow_each_other(channels: int, first: bool, codec: str)
     assert buffers[0].stored_nbytes < buffers[1].observations.nbytes / 2
 
 
-def test_all_spaces_at_once() -> None:
+def test_rollout_of_dict_of_all_spaces() -> None:
     buffers = make_buffers("dict", 20, ALL, n_envs=3)
     ALL.seed(0)
     fill(buffers, [sample_batch(ALL, 3) for _ in range(20)])
@@ -105,7 +105,7 @@ def test_all_spaces_at_once() -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "dict"])
-def test_it_has_the_attributes_of_the_original(kind: str) -> None:
+def test_attributes_equal_those_of_sb3s_buffer(kind: str) -> None:
     venv = make_env(kind)
     buffers = make_buffers(kind, 12, venv.observation_space)
     for turn in range(2):
@@ -120,13 +120,13 @@ def test_it_has_the_attributes_of_the_original(kind: str) -> None:
             for key in other if kind == "dict" else [...]:
                 left, right = (mine[key], other[key]) if kind == "dict" else (mine, other)
                 np.testing.assert_array_equal(np.asarray(left), right, strict=True)
-            list(buffers[0].get(5)), list(buffers[1].get(5))  # flattens them
+            list(buffers[0].get(5)), list(buffers[1].get(5))  # flattens the arrays
         assert turn == 0 or buffers[0].generator_ready
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))])
 @pytest.mark.parametrize("kind", ["plain", "dict"])
-def test_copies_go_on(copied: Callable[[Any], Any], kind: str) -> None:
+def test_copies_accept_another_rollout(copied: Callable[[Any], Any], kind: str) -> None:
     venv = make_env(kind)
     buffers = make_buffers(kind, 12, venv.observation_space)
     fill(buffers, collect_observations(venv, 12))
@@ -138,7 +138,7 @@ def test_copies_go_on(copied: Callable[[Any], Any], kind: str) -> None:
 
 
 @pytest.mark.parametrize("row", [2, 8, 9])
-def test_rows_that_are_assigned_once_more_are_those_of_the_original(row: int) -> None:
+def test_reassigned_rows_equal_those_of_sb3(row: int) -> None:
     venv = make_env("plain")
     buffers = make_buffers("plain", 12, venv.observation_space)
     *steps, other = collect_observations(venv, 11)
@@ -148,11 +148,11 @@ def test_rows_that_are_assigned_once_more_are_those_of_the_original(row: int) ->
     copied = copy.deepcopy(buffers[0])
     for ours in (buffers[0], copied):
         np.testing.assert_array_equal(np.asarray(ours.observations), buffers[1].observations)
-    with pytest.raises(InvalidTypeError, match=r"assigned row by row, not by \(0, 1\); write"):
+    with pytest.raises(InvalidTypeError, match=r"assigned row by row, not by \(0, 1\)\. Write"):
         copied.observations[0, 1] = other[1]
 
 
-def test_what_does_not_fit_is_refused_and_replaced_by_what_does() -> None:
+def test_refused_step_leaves_rollout_usable() -> None:
     venv = image_env()
     buffers = make_buffers("plain", 8, venv.observation_space)
     observations = collect_observations(venv, 8)
@@ -166,13 +166,13 @@ def test_what_does_not_fit_is_refused_and_replaced_by_what_does() -> None:
         buffers[0].add(observations[0], np.zeros(5), *rest[1:])
     assert buffers[0].pos == 1
     fill(buffers, observations)
-    with pytest.raises(InvalidArgumentError, match=r"the rollout is full with 8 steps; call reset\(\)"):
+    with pytest.raises(InvalidArgumentError, match=r"the rollout is full with 8 steps\. Call reset\(\)"):
         buffers[0].add(observations[0], *rest)
     assert_same_batches(*buffers, 5)
 
 
 @pytest.mark.parametrize("kind", ["recurrent", "recurrent dict"])
-def test_one_is_made_like_that_of_a_model(kind: str) -> None:
+def test_like_copies_settings_of_recurrent_buffer(kind: str) -> None:
     venv = make_env(kind)
     _, theirs = make_buffers(kind, 24, venv.observation_space)
     ours = ROLLOUT[kind][0].like(theirs, codec="patch+lz4")
@@ -184,5 +184,5 @@ def test_one_is_made_like_that_of_a_model(kind: str) -> None:
         plain = RolloutBuffer(24, venv.observation_space, ACTIONS)
         with pytest.raises(InvalidTypeError, match=r"buffer is a RolloutBuffer.*\.like\(model.rollout_buffer\)"):
             ROLLOUT[kind][0].like(plain)
-        with pytest.raises(InvalidTypeError, match="expected a Dict; use CompressedRecurrentRolloutBuffer"):
+        with pytest.raises(InvalidTypeError, match=r"expected a Dict\. Use CompressedRecurrentRolloutBuffer"):
             ROLLOUT["recurrent dict"][0].like(theirs)

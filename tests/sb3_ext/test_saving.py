@@ -1,4 +1,4 @@
-"""Buffers are saved small and without a copy, and damaged files are refused."""
+"""Saved buffers are small and load with the same transitions; damaged files are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch._dynamo  # optimizers do it otherwise, which makes a folder in the tests' temporary one
+import torch._dynamo  # else optimizers import it during a test, which creates a temporary folder
 from gymnasium import spaces
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -56,7 +56,7 @@ def make_model(kind: str, ours: bool, **options: Any) -> Any:
         ("hindsight", 120, {}, {"truncate_last_traj": True}),
     ],
 )
-def test_a_model_saves_and_loads_it(
+def test_model_saves_and_loads_replay_buffer(
     kind: str, n_steps: int, options: dict[str, Any], load: dict[str, Any], tmp_path: Path
 ) -> None:
     loaded, sizes = [], []
@@ -97,13 +97,13 @@ def saved_buffer() -> bytes:
     return pickle.dumps(small_buffer()[0], protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def test_a_file_of_the_original_is_refused_by_name(tmp_path: Path) -> None:
+def test_file_of_sb3s_buffer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "buffer.pkl").write_bytes(pickle.dumps(small_buffer()[1]))
-    with pytest.raises(CorruptFileError, match="holds a ReplayBuffer, expected a CompressedReplayBuffer"):
+    with pytest.raises(CorruptFileError, match="contains a ReplayBuffer, expected a CompressedReplayBuffer"):
         CompressedReplayBuffer.load(tmp_path / "buffer.pkl")
 
 
-def test_a_later_format_is_refused(tmp_path: Path) -> None:
+def test_unknown_format_version_is_refused(tmp_path: Path) -> None:
     state = small_buffer()[0].__getstate__()
     for version in (2, None):
         with pytest.raises(CorruptFileError, match=f"has format {version}, this version reads 1; load it with"):
@@ -112,8 +112,10 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
-def test_a_damaged_file_is_refused_or_harmless(saved_buffer: bytes, tmp_path: Path, place: float, flip: int) -> None:
-    """Bytes may be flipped that mean nothing; but no other transition is ever read."""
+def test_damaged_file_is_refused_or_loads_same_transitions(
+    saved_buffer: bytes, tmp_path: Path, place: float, flip: int
+) -> None:
+    """Some bytes are irrelevant, but a file never loads with different transitions."""
     data = bytearray(saved_buffer)
     data[int(place * len(data))] ^= flip
     path = tmp_path / "buffer.pkl"
@@ -122,7 +124,7 @@ def test_a_damaged_file_is_refused_or_harmless(saved_buffer: bytes, tmp_path: Pa
         loaded = CompressedReplayBuffer.load(path, device="cpu")
     except CorruptFileError:
         return
-    # The spaces are gymnasium's: damage there may be noticed late, but not in what is sampled.
+    # Damage in the pickled spaces of gymnasium may go undetected, but it does not affect samples.
     rows = np.arange(10)
     original = small_buffer()[0]
     for name in ("actions", "rewards", "dones", "timeouts", "observations", "next_observations"):
@@ -130,7 +132,7 @@ def test_a_damaged_file_is_refused_or_harmless(saved_buffer: bytes, tmp_path: Pa
         np.testing.assert_array_equal(left, right, err_msg=f"byte {int(place * len(data))} flipped by {flip}")
 
 
-def test_a_failed_load_leaves_no_file_open(saved_buffer: bytes, tmp_path: Path) -> None:
+def test_failed_load_closes_the_file(saved_buffer: bytes, tmp_path: Path) -> None:
     path = tmp_path / "buffer.pkl"
     path.write_bytes(saved_buffer[:-9])
     before = len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""SBX, SB3's algorithms in JAX, and rl-zoo3 train with our buffers and vectorised environments."""
+"""SBX (SB3's algorithms in JAX) and rl-zoo3 train with this package's buffers and vectorized environments."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.exhaustive
-def test_sbx_learns_the_same_weights_with_ours(tmp_path: Path) -> None:
+def test_sbx_learns_same_weights_as_with_sb3s_classes(tmp_path: Path) -> None:
     found = json.loads(run(tmp_path, str(ROOT / "tests" / "sb3_ext" / "sbx_checks.py")).splitlines()[-1])
     assert found == {"DQN": True, "PPO": True, "SAC": True}
 
 
-def test_rl_zoo3_takes_a_buffer_from_a_python_file_and_goes_on_from_what_it_saved(tmp_path: Path) -> None:
+def test_rl_zoo3_loads_buffer_class_from_python_file_and_resumes(tmp_path: Path) -> None:
     hyperparams = str(ROOT / "examples" / "rl_zoo3_hyperparams.py")
     short = ["--hyperparams", "learning_starts:50", "buffer_size:500", "--save-replay-buffer", "--eval-freq", "-1"]
     command = [
@@ -41,7 +41,7 @@ def test_rl_zoo3_takes_a_buffer_from_a_python_file_and_goes_on_from_what_it_save
     assert "Loading replay buffer" in told
 
 
-def test_rl_zoo3_evaluates_and_trains_on_our_workers(tmp_path: Path) -> None:
+def test_rl_zoo3_trains_and_evaluates_on_shared_memory_vec_env(tmp_path: Path) -> None:
     short = ["--hyperparams", "n_envs:2", "n_steps:32", "batch_size:32", "--eval-freq", "64", "-n", "128"]
     script = str(ROOT / "examples" / "rl_zoo3_train.py")
     told = run(tmp_path, script, "--algo", "ppo", "--env", "CartPole-v1", "--eval-episodes", "1", *short)

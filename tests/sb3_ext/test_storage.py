@@ -1,4 +1,4 @@
-"""Buffers in folders and within budgets: what is held is right, and the same for all keys."""
+"""Buffers with ``storage_dir`` or ``max_bytes`` contain the right transitions, the same for all keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_compressed(kind: str, rows: int, venv: Any, **options: Any) -> Any:
     return make_buffers_for(kind, rows, venv, **options)[0]
 
 
-def test_a_folder_of_other_keys_is_refused(tmp_path: Path) -> None:
+def test_storage_dir_with_other_keys_is_refused(tmp_path: Path) -> None:
     image, vector = spaces.Box(0, 255, (2, 30, 30), np.uint8), spaces.Box(-1, 1, (3,), np.float32)
     actions = spaces.Discrete(2)
 
@@ -38,10 +38,10 @@ def test_a_folder_of_other_keys_is_refused(tmp_path: Path) -> None:
         buffer.add(obs, obs, np.zeros(1), np.zeros(1), np.zeros(1), [{}])
     buffer.close()
     with pytest.raises(
-        InvalidArgumentError, match=r"holds \['vector'\], which does not belong to the keys \['image'\]"
+        InvalidArgumentError, match=r"contains \['vector'\], expected only folders of the keys \['image'\]"
     ):
         open_dict_buffer(image=image)
-    with pytest.raises(InvalidArgumentError, match=r"has nothing of \['other'\], and transitions of the other keys"):
+    with pytest.raises(InvalidArgumentError, match=r"contains transitions of the other keys, but not of \['other'\]"):
         open_dict_buffer(image=image, vector=vector, other=vector)
     (tmp_path / "other").rename(tmp_path.parent / "gone")
     buffer = open_dict_buffer(image=image, vector=vector)
@@ -49,16 +49,16 @@ def test_a_folder_of_other_keys_is_refused(tmp_path: Path) -> None:
     buffer.close()
 
 
-def test_infos_are_not_for_folders(tmp_path: Path) -> None:
+def test_copy_info_dict_with_storage_dir_is_refused(tmp_path: Path) -> None:
     venv = reach()
     with pytest.raises(
-        InvalidArgumentError, match="copy_info_dict=True keeps dictionaries, which storage_dir does not"
+        InvalidArgumentError, match="copy_info_dict=True stores dicts, which storage_dir does not support"
     ):
         make_compressed("hindsight", 40, venv, copy_info_dict=True, storage_dir=tmp_path)
     make_compressed("hindsight", 40, venv, storage_dir=tmp_path).close()
 
 
-def test_an_episodes_row_is_not_changed_by_what_cannot_be_added(tmp_path: Path) -> None:
+def test_refused_transition_leaves_episodes_unchanged(tmp_path: Path) -> None:
     venv = reach()
     ours = make_compressed("hindsight", 20, venv, storage_dir=tmp_path)
     transitions = collect_transitions(venv, 50)  # the ring is full
@@ -74,7 +74,7 @@ def test_an_episodes_row_is_not_changed_by_what_cannot_be_added(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("length", [9, pytest.param(400, marks=pytest.mark.slow)])
-def test_hindsight_forgets_episodes_whose_start_is_gone(length: int) -> None:
+def test_hindsight_excludes_episodes_with_dropped_start(length: int) -> None:
     venv = reach(size=36, still=False, length=length)
     ours, theirs = make_buffers_for("hindsight", 1000, venv, max_bytes=400_000)
     ended = 0
@@ -90,7 +90,7 @@ def test_hindsight_forgets_episodes_whose_start_is_gone(length: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The last trajectory")
-def test_a_trajectory_that_was_cut_after_a_flush_is_no_damage(tmp_path: Path) -> None:
+def test_trajectory_truncated_after_flush_can_be_reopened(tmp_path: Path) -> None:
     venv = ENVS["hindsight"]()
     buffer = make_compressed("hindsight", 40, venv, storage_dir=tmp_path / "a")
     add_all((buffer,), collect_transitions(venv, 22))
@@ -103,7 +103,7 @@ def test_a_trajectory_that_was_cut_after_a_flush_is_no_damage(tmp_path: Path) ->
     buffer.close()
 
 
-def test_folders_of_two_buffers_are_not_one(tmp_path: Path) -> None:
+def test_mixed_folders_of_two_buffers_are_refused(tmp_path: Path) -> None:
     venv = ENVS["dict"]()
     for name, count in (("a", 30), ("b", 5)):
         buffer = make_compressed("dict", 40, venv, storage_dir=tmp_path / name)
@@ -111,14 +111,16 @@ def test_folders_of_two_buffers_are_not_one(tmp_path: Path) -> None:
         buffer.close()
     shutil.rmtree(tmp_path / "a" / "place")
     shutil.copytree(tmp_path / "b" / "place", tmp_path / "a" / "place")
-    with pytest.raises(InvalidArgumentError, match=r"holds folders of different buffers, one for each of .*put back"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"contains folders of different buffers for the keys .*Restore them"
+    ):
         make_compressed("dict", 40, venv, storage_dir=tmp_path / "a")
 
 
 @pytest.mark.parametrize(
     "leave", [lambda path: path.rename(path.with_name("old")), shutil.rmtree], ids=["move", "delete"]
 )
-def test_a_folder_that_another_one_has_taken_the_place_of_is_left_alone(leave: Any, tmp_path: Path) -> None:
+def test_buffer_does_not_write_to_folder_that_replaced_its_own(leave: Any, tmp_path: Path) -> None:
     venv, path = image_env(still=False), tmp_path / "run"
     transitions = collect_transitions(venv, 140)
     former = make_compressed("plain", 200, venv, storage_dir=path)
@@ -126,7 +128,7 @@ def test_a_folder_that_another_one_has_taken_the_place_of_is_left_alone(leave: A
     leave(path)
     latter = make_compressed("plain", 200, venv, storage_dir=path)
     add_all([latter], transitions[:30])
-    add_all([former], transitions[50:])  # how frames are stored is chosen again, which writes others
+    add_all([former], transitions[50:])  # the codec is chosen again, which rewrites frames
     assert len(former.observations[:140]) == 140
     latter.close()
     former.close()
@@ -137,7 +139,7 @@ def test_a_folder_that_another_one_has_taken_the_place_of_is_left_alone(leave: A
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_process_that_is_killed_while_it_samples_leaves_no_damage(tmp_path: Path) -> None:
+def test_process_killed_while_sampling_leaves_folder_intact(tmp_path: Path) -> None:
     venv = ENVS["n-step"]()
     transitions = collect_transitions(venv, 30)
     child = os.fork()
@@ -157,7 +159,7 @@ def test_a_process_that_is_killed_while_it_samples_leaves_no_damage(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["plain", "dict", "hindsight"])
-def test_another_thread_that_adds_waits_until_a_batch_is_decoded(kind: str) -> None:
+def test_add_in_thread_waits_until_batch_is_decoded(kind: str) -> None:
     venv = ENVS[kind]()
     transitions = collect_transitions(venv, 60)
     buffer = make_compressed(kind, 200, venv)
@@ -180,7 +182,7 @@ def test_another_thread_that_adds_waits_until_a_batch_is_decoded(kind: str) -> N
     assert added.is_set()
 
 
-def test_a_buffer_is_saved_while_another_thread_adds() -> None:
+def test_saved_buffer_is_consistent_while_thread_adds() -> None:
     venv = ENVS["dict"]()
     transitions = collect_transitions(venv, 40)
     buffer = make_compressed("dict", 40, venv)

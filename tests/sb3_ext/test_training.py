@@ -1,4 +1,4 @@
-"""Models trained from compressed buffers have the weights that they have with upstream's."""
+"""Models trained with compressed buffers get the weights that they get with SB3's buffers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import ale_py
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch._dynamo  # noqa: F401 - optimizers do it otherwise, which makes a folder in the tests' temporary one
+import torch._dynamo  # noqa: F401 - else optimizers import it during a test, which creates a temporary folder
 from sb3_contrib import MaskablePPO, RecurrentPPO
 from stable_baselines3 import DQN, PPO, SAC, TD3
 from stable_baselines3.common.env_util import make_atari_env, make_vec_env
@@ -20,7 +20,7 @@ from tests.sb3_ext.toys import REPLAY, ROLLOUT, check_equal_weights, dict_env, i
 
 
 class Masked(VecEnvWrapper):
-    """Forbids an action, another one at each step."""
+    """Wrapper that masks one action, a different one at each step."""
 
     def reset(self) -> Any:
         self._steps = 0
@@ -63,7 +63,7 @@ OFF_POLICY = {"buffer_size": 180, "learning_starts": 60, "batch_size": 16, "trai
 
 @pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_weights(case: str) -> None:
+def test_weights_equal_those_with_sb3s_buffers(case: str) -> None:
     algorithm, policy, env, (ours, theirs) = CASES[case]
     small: dict[str, Any] = {"policy_kwargs": {"net_arch": [8]}, "seed": 1, "device": "cpu"}
     if algorithm is RecurrentPPO:
@@ -75,7 +75,7 @@ def test_the_same_weights(case: str) -> None:
         options = {"n_steps": 16, "batch_size": 16, "n_epochs": 2}
         if algorithm is not RecurrentPPO:
             return algorithm(policy, env(), rollout_buffer_class=buffer_class, **options, **small)
-        model = algorithm(policy, env(), **options, **small)  # it has no such argument
+        model = algorithm(policy, env(), **options, **small)  # has no rollout_buffer_class
         if buffer_class is ours:
             model.rollout_buffer = buffer_class.like(model.rollout_buffer)
         return model
@@ -86,8 +86,8 @@ def test_the_same_weights(case: str) -> None:
         assert (model.replay_buffer.n_stack, model.replay_buffer.codec) == (4, "patch")
 
 
-def test_the_stack_is_found_once_frames_differ() -> None:
-    """A stack of images that stand still fits every layout; the first that move decide."""
+def test_frame_stack_is_detected_once_frames_differ() -> None:
+    """Equal frames fit every layout; the first frames that differ decide."""
     venv = image_env(1, 1)
     buffer = CompressedReplayBuffer(500, venv.observation_space, venv.action_space, "cpu")
     still = np.full((1, 4, 36, 36), 9, dtype=np.uint8)

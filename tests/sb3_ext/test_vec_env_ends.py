@@ -1,4 +1,4 @@
-"""How environments end: closed, within a time, with all that they have started; and nothing stays open."""
+"""Closing ends environments and the processes that they started, within the timeout, and frees descriptors."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.sb3_ext.vec_checks import FAST, no_workers, raise_interrupt_in
 from tests.sb3_ext.vec_worlds import Counting, Failing, Gated
 
 ACTIONS = np.zeros(3, np.int64)
-PATIENCE_S = 60  # until something is true on a machine that is busy
+PATIENCE_S = 60  # for conditions on a busy machine
 
 
 class WithSimulator(Failing):
-    """Has started a process, which it ends in ``close``; a file for each says so.
+    """Environment with a child process, which ``close`` ends; a file per child contains its state.
 
-    :param folder: of the files
-    :param how: it fails in its third step
+    :param folder: folder of the files
+    :param how: failure in the third step, see :func:`fail`; empty: none
     """
 
     def __init__(self, folder: str, how: str = "") -> None:
@@ -43,7 +43,7 @@ class WithSimulator(Failing):
     def close(self) -> None:
         self._simulator.kill()
         self._simulator.wait()
-        self._file.write_text("count_closed")
+        self._file.write_text("closed")
 
 
 def running_simulators(folder: Path) -> list[int]:
@@ -51,7 +51,7 @@ def running_simulators(folder: Path) -> list[int]:
 
 
 def count_closed(folder: Path) -> int:
-    return sum(file.read_text() == "count_closed" for file in folder.iterdir())
+    return sum(file.read_text() == "closed" for file in folder.iterdir())
 
 
 def wait_until(condition: Callable[[], Any]) -> bool:
@@ -62,7 +62,10 @@ def wait_until(condition: Callable[[], Any]) -> bool:
 
 
 class WithFork(Failing):
-    """Has forked a process, which holds all that its worker holds; its worker dies in the third step, if at all."""
+    """Environment that forks a process, which inherits its worker's descriptors.
+
+    :param dies: whether its worker dies in the third step
+    """
 
     def __init__(self, dies: bool = False) -> None:
         super().__init__("step" if dies else "", "SIGKILL", after=2)
@@ -72,7 +75,7 @@ class WithFork(Failing):
 
 
 @pytest.mark.parametrize("options", [{}, {"step_timeout": 100}, {"restart": "truncate"}])
-def test_a_death_shows_while_what_the_worker_has_forked_lives_on(options: dict[str, Any]) -> None:
+def test_worker_death_is_detected_while_its_child_process_lives(options: dict[str, Any]) -> None:
     venv = SharedMemoryVecEnv([WithFork, functools.partial(WithFork, True)], FAST, **options)
     venv.reset()
     for _ in range(2):
@@ -87,7 +90,7 @@ def test_a_death_shows_while_what_the_worker_has_forked_lives_on(options: dict[s
 
 
 @pytest.mark.parametrize(("how", "closed_too"), [("raise", 3), pytest.param("SIGKILL", 2, marks=pytest.mark.slow)])
-def test_a_failure_leaves_no_simulator(how: str, closed_too: int, tmp_path: Path) -> None:
+def test_failure_ends_processes_started_by_environments(how: str, closed_too: int, tmp_path: Path) -> None:
     build = functools.partial(WithSimulator, str(tmp_path))
     venv = SharedMemoryVecEnv([build, functools.partial(build, how), build], FAST)
     venv.reset()
@@ -105,7 +108,7 @@ def test_a_failure_leaves_no_simulator(how: str, closed_too: int, tmp_path: Path
     ("method", "options"),
     [(FAST, {"restart": "truncate"}), pytest.param("forkserver", {}, marks=pytest.mark.exhaustive)],
 )
-def test_what_is_dropped_is_closed_and_keeps_nothing_open(method: str, options: Any, tmp_path: Path) -> None:
+def test_dropped_vec_env_closes_environments_and_descriptors(method: str, options: Any, tmp_path: Path) -> None:
     def use_and_drop(*, dropped: bool) -> int:
         venv = SharedMemoryVecEnv([functools.partial(WithSimulator, str(tmp_path))] * 2, method, **options)
         venv.reset()
@@ -125,7 +128,7 @@ def test_what_is_dropped_is_closed_and_keeps_nothing_open(method: str, options: 
 
 
 class Writing(Counting):
-    """Needs time when it is closed, or after it."""
+    """Environment that writes a file after some seconds, in ``close`` or in a thread after it."""
 
     def __init__(self, path: str, how: str, seconds: float) -> None:
         super().__init__()
@@ -144,7 +147,7 @@ class Writing(Counting):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "seconds"), [("close", 6.5), ("thread", 1.5)])
-def test_close_waits_as_sb3_does(how: str, seconds: float, tmp_path: Path) -> None:
+def test_close_waits_for_environments_by_default(how: str, seconds: float, tmp_path: Path) -> None:
     venv = SharedMemoryVecEnv([Counting, functools.partial(Writing, str(tmp_path / "video"), how, seconds)], FAST)
     venv.reset()
     with warnings.catch_warnings():
@@ -154,7 +157,7 @@ def test_close_waits_as_sb3_does(how: str, seconds: float, tmp_path: Path) -> No
     assert no_workers()
 
 
-def test_an_error_in_close_does_not_cut_the_others_short(tmp_path: Path) -> None:
+def test_error_in_close_does_not_interrupt_other_environments(tmp_path: Path) -> None:
     class Raising(Counting):
         def close(self) -> None:
             raise ValueError("no")
@@ -169,7 +172,7 @@ def test_an_error_in_close_does_not_cut_the_others_short(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "said"), [("close", "in close"), ("thread", "in threads that go on after its close")])
-def test_the_time_to_close_is_told(how: str, said: str, tmp_path: Path) -> None:
+def test_exceeded_close_timeout_warns(how: str, said: str, tmp_path: Path) -> None:
     build = functools.partial(Writing, str(tmp_path / "video"), how, 1000)
     venv = SharedMemoryVecEnv([Counting, build], FAST, close_timeout=3)
     venv.reset()
@@ -180,7 +183,7 @@ def test_the_time_to_close_is_told(how: str, said: str, tmp_path: Path) -> None:
     assert no_workers()
 
 
-def test_close_does_not_wait_for_a_step_that_was_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_close_does_not_wait_for_interrupted_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("rl_ext_core.vector.pool.UNFINISHED_SECONDS", 0.3)
     venv = SharedMemoryVecEnv([functools.partial(Gated, tmp_path / "never")] * 2, FAST)
     venv.reset()

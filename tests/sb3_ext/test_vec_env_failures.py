@@ -1,4 +1,4 @@
-"""Whatever goes wrong in a worker is raised as one error that says what and where, and nothing is left of it."""
+"""Any failure in a worker raises one error with cause and location, and leaves no processes behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BEFORE_CLOSE = [when for when in PHASES if when != "close"]
 
 
 def run_episodes(venv: SharedMemoryVecEnv) -> None:
-    """Do one after the other all that an environment may fail at."""
+    """Reset, step and close, so that any failure of an environment occurs."""
     venv.seed(40)
     venv.reset()
     for _ in range(12):
@@ -53,7 +53,7 @@ def run_episodes(venv: SharedMemoryVecEnv) -> None:
 
 
 def make_failing_vec_env(when: str, how: str, *, at: int = 1, **options: Any) -> SharedMemoryVecEnv:
-    """Three environments, of which one fails."""
+    """Return three environments, of which one fails."""
     env_fns: list[Any] = [Counting] * 3
     env_fns[at] = functools.partial(Failing, when, how)
     return SharedMemoryVecEnv(env_fns, **options)
@@ -61,7 +61,7 @@ def make_failing_vec_env(when: str, how: str, *, at: int = 1, **options: Any) ->
 
 @contextmanager
 def expect_failure(kind: type[Exception] = WorkerError) -> Iterator[Any]:
-    """Expect a failure, and that nothing is left."""
+    """Expect an error, and no workers or threads afterwards."""
     with pytest.raises(kind) as found:
         yield found
     assert no_workers()
@@ -107,7 +107,7 @@ def test_failures_reach_the_caller(when: str, how: str, method: str) -> None:
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("how", ["hang", "hang in C"])
 @pytest.mark.parametrize("when", BEFORE_CLOSE)
-def test_hangs_are_found_by_the_time_limits(when: str, how: str) -> None:
+def test_hanging_environments_exceed_timeouts(when: str, how: str) -> None:
     limits = {"start_timeout": 10.0} if when == "constructor" else {"step_timeout": 5.0}
     with expect_failure() as found:
         run_episodes(make_failing_vec_env(when, how, **limits))
@@ -118,7 +118,7 @@ def test_hangs_are_found_by_the_time_limits(when: str, how: str) -> None:
 
 
 class SingleProcess(gym.Env[Any, Any]):
-    """Waits for ever for its simulator, which serves one process only."""
+    """Environment whose constructor hangs outside the main process."""
 
     observation_space, action_space = spaces.Box(-1, 1), spaces.Discrete(2)
 
@@ -133,20 +133,20 @@ class SingleProcess(gym.Env[Any, Any]):
         return np.zeros(1, np.float32), 0.0, False, False, {}
 
 
-def test_the_time_limit_of_the_start_is_that_of_copying_an_instance_too() -> None:
+def test_start_timeout_includes_copying_an_instance() -> None:
     with pytest.raises(WorkerError, match=r"did not answer within 2 s"):
         SharedMemoryVecEnv([SingleProcess()], start_timeout=2)
 
 
 @pytest.mark.parametrize(("n_workers", "worker", "how"), [(1, 0, "SIGSEGV"), (2, 1, "raise")])
-def test_the_environment_is_named_where_workers_have_several(n_workers: int, worker: int, how: str) -> None:
+def test_error_names_environment_in_shared_worker(n_workers: int, worker: int, how: str) -> None:
     with expect_failure() as found:
         run_episodes(make_failing_vec_env("step", how, at=2, n_workers=n_workers, start_method=FAST, step_timeout=60.0))
     assert (found.value.worker, found.value.notes["environment"], found.value.seed) == (worker, 2, 42)
     assert str(found.value).startswith("environment 2 of 3 (seed 42), in step: ")
 
 
-def test_a_worker_that_is_killed_while_it_waits_is_found_at_the_next_call() -> None:
+def test_worker_killed_between_calls_is_reported_at_next_call() -> None:
     venv = SharedMemoryVecEnv([RandomEnv] * 3, FAST)
     venv.reset()
     os.kill(venv.env_method("pid")[2], signal.SIGKILL)
@@ -159,7 +159,7 @@ def test_a_worker_that_is_killed_while_it_waits_is_found_at_the_next_call() -> N
 
 
 @pytest.mark.parametrize("n_workers", [1, 3])
-def test_an_information_that_does_not_pickle_is_named(n_workers: int) -> None:
+def test_unpicklable_info_key_is_named(n_workers: int) -> None:
     with expect_failure() as found:
         run_episodes(SharedMemoryVecEnv([Counting, Unpicklable, Counting], FAST, n_workers=n_workers))
     assert found.value.notes["environment"] == 1
@@ -185,7 +185,7 @@ def test_observations_that_do_not_fit_their_space_are_refused(space: Any, observ
     assert found.value.phase == "reset"
 
 
-def test_what_a_method_raises_leaves_the_environments_alive() -> None:
+def test_exceptions_in_methods_leave_environments_usable() -> None:
     venv = SharedMemoryVecEnv([RandomEnv] * 3, FAST, n_workers=2)
     with pytest.raises(KeyError, match="raised in a call") as found:
         venv.env_method("raise_in_call")
@@ -209,31 +209,31 @@ class WritesAtTheEnd(Counting):
         self._path.write_text(f"{self._count}")
 
 
-def test_closing_during_a_step_and_twice_and_calls_afterwards(tmp_path: Path) -> None:
+def test_close_during_step_and_calls_after_close(tmp_path: Path) -> None:
     venv = SharedMemoryVecEnv([functools.partial(WritesAtTheEnd, tmp_path / "count"), Counting], FAST)
     venv.reset()
     venv.step_async(ACTIONS[:2])
     venv.close()
     assert no_workers()
-    assert (tmp_path / "count").read_text() == "1"  # the step was done
+    assert (tmp_path / "count").read_text() == "1"  # the pending step was completed
     venv.close()
     for call in (venv.reset, lambda: venv.step(ACTIONS[:2]), lambda: venv.get_attr("label"), venv.step_wait):
-        with pytest.raises(InvalidArgumentError, match="is closed; make a new one"):
+        with pytest.raises(InvalidArgumentError, match=r"is closed\. Make a new one"):
             call()
 
 
 def test_calls_in_the_wrong_order_are_refused() -> None:
     venv = SharedMemoryVecEnv([RandomEnv] * 3, FAST)
     venv.reset()
-    with pytest.raises(InvalidArgumentError, match="no step was begun"):
+    with pytest.raises(InvalidArgumentError, match="no step is pending"):
         venv.step_wait()
     venv.step_async(ACTIONS)
-    with pytest.raises(InvalidArgumentError, match="a step was begun"):
+    with pytest.raises(InvalidArgumentError, match="a step is pending"):
         venv.step_async(ACTIONS)
-    with pytest.raises(InvalidArgumentError, match="a step was begun"):
+    with pytest.raises(InvalidArgumentError, match="a step is pending"):
         venv.env_method("double", 2)
     venv.step_wait()
-    with pytest.raises(InvalidArgumentError, match="2 actions for 3 environments"):
+    with pytest.raises(InvalidArgumentError, match="number of actions: 2, expected 3, one for each environment"):
         venv.step(ACTIONS[:2])
     venv.close()
 
@@ -253,14 +253,14 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
         ([functools.partial(RandomEnv, NO_ARRAYS)], {}, InvalidArgumentError, "no fixed arrays .*FlattenObservation"),
     ],
 )
-def test_what_cannot_be_used_is_refused(env_fns: Any, options: Any, kind: type[Exception], said: str) -> None:
+def test_invalid_arguments_are_refused(env_fns: Any, options: Any, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         SharedMemoryVecEnv(env_fns, **{"start_method": FAST, **options})
     assert no_workers()
 
 
 @pytest.mark.parametrize(("when", "info"), [("reset", None), ("step", []), ("step", "fine"), ("end", None)])
-def test_an_information_that_is_none_is_named(when: str, info: Any) -> None:
+def test_info_of_invalid_type_is_refused(when: str, info: Any) -> None:
     method = "reset" if when == "reset" else "step"
     said = rf"environment 1 of 3.*in {method}: raised .*{method}\(\) returned an info of type {type(info).__name__}"
     with expect_failure() as found:
@@ -268,10 +268,10 @@ def test_an_information_that_is_none_is_named(when: str, info: Any) -> None:
     assert re.search(said, str(found.value)), found.value
 
 
-def test_more_workers_than_descriptors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_workers_than_open_file_limit_allows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     held = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (held + 55, held + 55))
-    with pytest.raises(InvalidArgumentError, match=r"4 workers need 40 descriptors.*Write n_workers=3 or fewer"):
+    with pytest.raises(InvalidArgumentError, match=r"n_workers=4 needs 40 file descriptors.*Use n_workers=3 or fewer"):
         SharedMemoryVecEnv([Counting] * 4)
     venv = SharedMemoryVecEnv([Counting] * 4, n_workers=3)
     venv.reset()

@@ -1,4 +1,4 @@
-"""A forked process that has inherited a vectorized environment: the workers are those of its parent."""
+"""A forked process cannot use the workers of a vectorized environment that it inherited."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def step_counts(venv: SharedMemoryVecEnv) -> list[int]:
 
 def close_and_drop(venv: SharedMemoryVecEnv) -> str:
     venv.close()
-    vars(venv).clear()  # as if it was dropped
+    vars(venv).clear()  # as if the last reference was dropped
     gc.collect()
-    util._exit_function()  # type: ignore[attr-defined]  # by which multiprocessing ends children at exit
-    return "close_and_drop"
+    util._exit_function()  # type: ignore[attr-defined]  # ends children at exit
+    return "left"
 
 
 def use_own_env() -> list[int]:
@@ -47,7 +47,7 @@ def use_own_env() -> list[int]:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("options", [{}, {"restart": "truncate", "step_timeout": 60.0}], ids=["plain", "restarting"])
-def test_forked_process_cannot_use_the_workers_and_leaves_them_alone(options: dict[str, Any]) -> None:
+def test_forked_process_cannot_use_or_end_the_workers(options: dict[str, Any]) -> None:
     venv = SharedMemoryVecEnv([Counting] * 2, "fork", **options)
     venv.reset()
     for call in REFUSED:

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of any call: the next one does what DummyVecEnv's does, or says in a sentence what to do."""
+"""After a call that Ctrl-C interrupted anywhere, the next one works as in DummyVecEnv or raises a clear error."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CALLS: dict[str, Callable[[VecEnv], Any]] = {
 
 
 def call_or_none(call: Callable[[], Any]) -> Any:
-    """Return what a call returns, or None if it says that a step was begun."""
+    """Return the result of a call, or None if it reports a pending step."""
     try:
         return call()
     except InvalidArgumentError as error:
@@ -71,7 +71,7 @@ def call_or_none(call: Callable[[], Any]) -> Any:
 
 
 def assert_equals_dummy(venv: VecEnv, model: VecEnv) -> None:
-    """Do the same with both from a reset on."""
+    """Reset and step both, and compare the results."""
     for one in (venv, model):
         one.seed(7)
     np.testing.assert_array_equal(venv.reset(), model.reset())
@@ -85,7 +85,9 @@ def assert_equals_dummy(venv: VecEnv, model: VecEnv) -> None:
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.exhaustive), 13])
 @pytest.mark.parametrize("options", list(OPTIONS))
 @pytest.mark.parametrize("call", list(CALLS))
-def test_calls_after_an_interrupted_one(call: str, options: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_after_interrupted_call_match_dummy_vec_env(
+    call: str, options: str, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(channel, "should_spin", lambda num_workers: options == "spinning")
     venv, model = SharedMemoryVecEnv([World] * 3, FAST, **OPTIONS[options]), DummyVecEnv([World] * 3)
 
@@ -96,7 +98,7 @@ def test_calls_after_an_interrupted_one(call: str, options: str, every: int, mon
     seen = 0
     for where in interrupt_everywhere(prepare, code_paths=CODE_PATHS, every=every):
         seen += 1
-        # What comes next is about the environments as they are, whatever was done to them.
+        # The next call must see the environments as the interrupted call left them.
         then = seen % 4
         if then == 0 and (found := call_or_none(lambda: venv.env_method("count"))) is not None:
             assert set(found) <= {0, 2, 3}, where
@@ -118,7 +120,7 @@ denser = pytest.mark.parametrize("every", [pytest.param(7, marks=pytest.mark.exh
 @pytest.mark.slow
 @denser
 @pytest.mark.parametrize(("options", "begun"), [("one each", True), ("restarting", False)])
-def test_close_again_after_an_interrupted_close(options: str, begun: bool, every: int) -> None:
+def test_second_close_completes_interrupted_close(options: str, begun: bool, every: int) -> None:
     made: list[SharedMemoryVecEnv] = []
 
     def prepare() -> Callable[[], Any]:
@@ -142,7 +144,7 @@ def test_close_again_after_an_interrupted_close(options: str, begun: bool, every
 
 @pytest.mark.slow
 @denser
-def test_an_interrupted_start_leaves_nothing(every: int) -> None:
+def test_interrupted_start_leaves_no_workers(every: int) -> None:
     def prepare() -> Callable[[], Any]:
         return lambda: SharedMemoryVecEnv([World] * 2, FAST).close()
 
@@ -152,7 +154,7 @@ def test_an_interrupted_start_leaves_nothing(every: int) -> None:
 
 @pytest.mark.slow
 @denser
-def test_an_interrupted_restart_is_done_again_or_ends_the_workers_with_one_sentence(every: int) -> None:
+def test_interrupted_restart_is_repeated_or_raises_clear_error(every: int) -> None:
     made: list[SharedMemoryVecEnv] = []
 
     def prepare() -> Callable[[], Any]:
@@ -173,13 +175,13 @@ def test_an_interrupted_restart_is_done_again_or_ends_the_workers_with_one_sente
                 assert dones.tolist() == [False, True], where
                 assert set(infos[1]) >= {"worker_error", "terminal_observation"}, where
             assert venv.reset()[:, 0].tolist() == [0, 0], where
-        except WorkerError as error:  # it was interrupted while the worker was replaced
+        except WorkerError as error:  # interrupted while the worker was replaced
             if "replacement of one was interrupted. Make new environments" not in str(error):
                 raise
             continue
         _, _, dones, _ = venv.step(ACTIONS[:2])
         assert not dones[0], where
-        if dones[1]:  # it was interrupted before the worker could fail: that happens now
+        if dones[1]:  # interrupted before the worker failed, which it does now
             assert venv.reset()[:, 0].tolist() == [0, 0], where
             assert venv.step(ACTIONS[:2])[0][:, 0].tolist() == [1, 1], where
     made[0].close()

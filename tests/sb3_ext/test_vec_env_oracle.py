@@ -1,4 +1,4 @@
-"""What SubprocVecEnv returns, bit for bit, under wrappers and algorithms too."""
+"""SharedMemoryVecEnv returns the bits of SubprocVecEnv, also under wrappers and algorithms."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def compare_with_subproc(
     return seen
 
 
-# Every kind of observation, of action and of reward, the rewards with informations and without.
+# Every kind of observation, action and reward; each reward with and without infos.
 CASES = [
     (observations, actions, rewards, infos, n_workers)
     for observations, actions, (rewards, infos), n_workers in zip(
@@ -59,7 +59,7 @@ CASES = [
 
 @pytest.mark.sample(quick=6)
 @pytest.mark.parametrize(("observations", "actions", "rewards", "infos", "n_workers"), CASES)
-def test_it_returns_what_subproc_vec_env_returns(
+def test_rollouts_equal_those_of_subproc_vec_env(
     observations: str, actions: str, rewards: str, infos: bool, n_workers: int | None
 ) -> None:
     seen = compare_with_subproc(
@@ -67,9 +67,9 @@ def test_it_returns_what_subproc_vec_env_returns(
     )
     dones = np.array([step[2] for step in seen[2:]])
     assert 0 < dones.sum() < dones.size
-    told = [info for step in seen[2:] for info in step[3]]
-    assert {info["TimeLimit.truncated"] for info in told} == {True, False}
-    assert any("terminal_observation" in info for info in told)
+    all_infos = [info for step in seen[2:] for info in step[3]]
+    assert {info["TimeLimit.truncated"] for info in all_infos} == {True, False}
+    assert any("terminal_observation" in info for info in all_infos)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_it_returns_what_subproc_vec_env_returns(
         ("Box", [np.ones((3, 2), np.float16), np.ones((3, 1), np.float32), np.array([None, "a", 3], object)]),
     ],
 )
-def test_actions_of_other_dtypes_and_shapes_arrive_as_they_are(space: str, actions: list[Any]) -> None:
+def test_actions_of_other_dtypes_and_shapes_arrive_unchanged(space: str, actions: list[Any]) -> None:
     with open_vec_env_pair([functools.partial(RandomEnv, actions=space)] * 3, n_workers=2) as (ours, theirs):
         assert_equal(rollout(ours, actions), rollout(theirs, actions))
         assert_equal(ours.env_method("all_given"), theirs.env_method("all_given"))
 
 
-def test_seeds_and_options_go_to_the_next_reset_only() -> None:
+def test_seeds_and_options_apply_to_next_reset_only() -> None:
     with open_vec_env_pair([RandomEnv] * 3, n_workers=2) as (ours, theirs):
         for venv in (ours, theirs):
             assert venv.seed(4) == [4, 5, 6]
@@ -100,8 +100,8 @@ def test_seeds_and_options_go_to_the_next_reset_only() -> None:
 
 
 @pytest.mark.parametrize("space", ["Box", "Dict"])
-def test_the_last_observation_is_right_where_environments_write_to_one_place(space: str) -> None:
-    """SB3's workers pickle it when the reset has overwritten it."""
+def test_last_observation_is_copied_if_environments_reuse_their_array(space: str) -> None:
+    """SB3's workers pickle it after the reset has overwritten it."""
     build = functools.partial(ReusedArrayEnv, space, infos=False)
     actions = [np.zeros(2, np.int64)] * 30
     ours = SharedMemoryVecEnv([build] * 2, FAST, n_workers=1)
@@ -127,7 +127,7 @@ def test_the_last_observation_is_right_where_environments_write_to_one_place(spa
         (spaces.Dict(a=spaces.Box(0, 255, (1,), np.uint8)), {"a": np.array([-1])}),
     ],
 )
-def test_observations_of_another_dtype_are_those_of_dummy_vec_env(space: Any, observation: Any) -> None:
+def test_observations_of_other_dtypes_equal_those_of_dummy_vec_env(space: Any, observation: Any) -> None:
     build = functools.partial(Returning, space, observation)
     ours, theirs = SharedMemoryVecEnv([build] * 2, FAST), DummyVecEnv([build] * 2)
     with warnings.catch_warnings(record=True) as caught:
@@ -137,7 +137,7 @@ def test_observations_of_another_dtype_are_those_of_dummy_vec_env(space: Any, ob
         ours.reset()
     ours.close()
     assert_equal([first, *rest], [theirs.reset(), *(theirs.step(np.zeros(2, np.int64))[0] for _ in range(11))])
-    # Said once, and never silent where something is lost.
+    # Lossy casts warn exactly once.
     whole, kind = (observation["a"], np.uint8) if isinstance(observation, dict) else (observation, space.dtype)
     fits = kind == np.float32 or np.array_equal(np.asarray(whole).astype(kind), whole)
     said = [str(one.message).partition(", cannot hold")[0] for one in caught if one.category is UserWarning]
@@ -146,8 +146,8 @@ def test_observations_of_another_dtype_are_those_of_dummy_vec_env(space: Any, ob
 
 
 @pytest.mark.parametrize("rewards", ["large int", "bool"])
-def test_what_is_chosen_returns_what_dummy_vec_env_does(rewards: str) -> None:
-    """SubprocVecEnv's rewards have the dtype that the environments' have."""
+def test_auto_vec_env_in_workers_returns_results_of_dummy_vec_env(rewards: str) -> None:
+    """SubprocVecEnv returns rewards in the environments' dtype, DummyVecEnv as float32."""
     build = functools.partial(RandomEnv, rewards=rewards)
     chosen, theirs = AutoVecEnv([build] * 2, isolation="process", start_method=FAST), DummyVecEnv([build] * 2)
     assert isinstance(chosen, SharedMemoryVecEnv)
@@ -160,7 +160,7 @@ def test_what_is_chosen_returns_what_dummy_vec_env_does(rewards: str) -> None:
     chosen.close()
 
 
-# -- other methods, wrappers around it, and training with it
+# -- other methods, wrappers and training
 
 
 class Marked(gym.Wrapper[Any, Any, Any, Any]):
@@ -172,7 +172,7 @@ def make_wrapped_env() -> gym.Env[Any, Any]:
 
 
 def call_methods(venv: VecEnv) -> list[Any]:
-    """Call all of them."""
+    """Call all other methods of a VecEnv, and return the results."""
     venv.set_attr("label", "one", indices=1)
     venv.set_attr("level", [1, 2])
     venv.seed(1)
@@ -200,7 +200,7 @@ def call_methods(venv: VecEnv) -> list[Any]:
 
 
 @pytest.mark.parametrize("n_workers", [1, 2, 3])
-def test_methods(n_workers: int) -> None:
+def test_methods_return_results_of_subproc_vec_env(n_workers: int) -> None:
     with open_vec_env_pair([make_wrapped_env] * 3, n_workers=n_workers) as (ours, theirs):
         assert_equal(call_methods(ours), call_methods(theirs))
 
@@ -220,7 +220,7 @@ def weights(venv: VecEnv) -> list[Any]:
     return [*(value.detach().numpy() for value in model.get_parameters()["policy"].values()), list(score)]
 
 
-def test_training_under_wrappers_gives_the_same_weights() -> None:
+def test_weights_under_wrappers_equal_those_with_subproc_vec_env() -> None:
     with open_vec_env_pair([cart_pole] * 3, n_workers=2) as (ours, theirs):
         assert_equal(weights(ours), weights(theirs))
 
@@ -240,7 +240,7 @@ def test_timings_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timings.step_seconds == pytest.approx(np.mean(seen["time/env_step"]))
 
 
-def test_workers_load_neither_torch_nor_stable_baselines3() -> None:
+def test_workers_import_neither_torch_nor_stable_baselines3() -> None:
     venv = SharedMemoryVecEnv([RandomEnv] * 2)
     assert venv.env_method("loaded", ["torch", "stable_baselines3", "sb3_ext", "gymnasium"]) == [["gymnasium"]] * 2
     venv.close()

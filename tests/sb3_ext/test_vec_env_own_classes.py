@@ -1,4 +1,4 @@
-"""Classes and functions of the script, in every way of running one: they cross processes, and stay what they are."""
+"""Classes and functions of a script cross processes unchanged, in every way of running the script."""
 
 from __future__ import annotations
 
@@ -99,5 +99,5 @@ print("well")
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
-def test_what_the_script_defines_crosses_processes_and_stays_what_it_is(launch_mode: str, tmp_path: Path) -> None:
+def test_classes_of_main_script_cross_processes_in_every_launch_mode(launch_mode: str, tmp_path: Path) -> None:
     assert run_program(launch_mode, TEXT, tmp_path).strip() == "well"

@@ -1,4 +1,4 @@
-"""Workers that are put in the place of others: the episodes are truncated, and training goes on."""
+"""With ``restart="truncate"``, failed workers are replaced, their episodes truncated, and training continues."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def kill_worker(venv: SharedMemoryVecEnv, index: int) -> None:
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("raise", "forkserver"), ("hang", "fork"))),
     ],
 )
-def test_the_episode_is_truncated_with_the_last_observation_returned(how: str, start_method: str) -> None:
+def test_episode_of_replaced_worker_is_truncated_with_last_observation(how: str, start_method: str) -> None:
     env_fns = [Counting, functools.partial(Failing, "step", how, after=4), Counting]
     options = {**RESTARTING, "step_timeout": 3.0 if how == "hang" else 60.0}
     venv = SharedMemoryVecEnv(env_fns, start_method, **options)
@@ -58,7 +58,7 @@ def test_the_episode_is_truncated_with_the_last_observation_returned(how: str, s
     assert no_workers()
 
 
-def test_all_environments_of_the_worker_are_truncated() -> None:
+def test_all_environments_of_replaced_worker_are_truncated() -> None:
     venv = SharedMemoryVecEnv([Counting] * 5, FAST, n_workers=2, **RESTARTING)
     venv.reset()
     before = venv.step(np.zeros(5, np.int64))[0]
@@ -76,7 +76,7 @@ def test_all_environments_of_the_worker_are_truncated() -> None:
 
 
 @pytest.mark.slow
-def test_workers_that_answer_are_not_taken_for_hanging_while_another_is_replaced(tmp_path: Path) -> None:
+def test_answering_workers_do_not_time_out_while_another_is_replaced(tmp_path: Path) -> None:
     class SlowToBuild(FailingOnce):
         def __init__(self, mark: str, when: str) -> None:
             super().__init__(mark, when)
@@ -91,14 +91,14 @@ def test_workers_that_answer_are_not_taken_for_hanging_while_another_is_replaced
     )
     venv.reset()
     assert venv.step(np.zeros(3, np.int64))[2].tolist() == [True, False, False]
-    time.sleep(3.5)  # their time goes by while nobody waits for them
+    time.sleep(3.5)  # longer than step_timeout, but no step is pending
     assert venv.step(np.zeros(3, np.int64))[0][:, 0].tolist() == [1, 2, 2]
     assert venv.timings.restarts == 1
     venv.close()
 
 
 class Settable(Counting):
-    """Shows what was set, and ends its process when it is told to by the action or a file."""
+    """Environment that returns its attributes; action 2 or a file makes it exit."""
 
     level: Any = 1
     bonus = 0
@@ -132,7 +132,7 @@ class Settable(Counting):
         super().__setattr__(name, value)
 
 
-def test_attributes_and_reset_options_of_a_replaced_environment() -> None:
+def test_replaced_environment_gets_attributes_and_reset_options() -> None:
     venv = SharedMemoryVecEnv([Settable] * 3, FAST, n_workers=2, **RESTARTING)
     level = {"name": "first"}
     venv.set_attr("level", level)
@@ -152,11 +152,13 @@ def test_attributes_and_reset_options_of_a_replaced_environment() -> None:
     assert dones.tolist() == replaced
     for index in np.flatnonzero(replaced):
         text = infos[index]["worker_error"]
-        again = re.search(r"got again: set_attr\('level'\), reset\(seed=(\d+), options={'start': 9}\)\.", text)
+        again = re.search(
+            r"Repeated for the new environment: set_attr\('level'\), reset\(seed=(\d+), options={'start': 9}\)\.", text
+        )
         assert again
         assert int(again[1]) != 5 + index, "the same seed would repeat the same episodes"
         missing = "env_method('set_bonus'), env_method('pid')" if index == 2 else "env_method('pid')"
-        assert f"It did not get: {missing}. Call them again for environment {index}." in text
+        assert f"Not repeated: {missing}. Call them again for environment {index}." in text
         assert venv.reset_infos[index]["worker_error"] == text
         assert after[index, 1] == np.float32(np.random.default_rng(int(again[1])).random())
     levels = [{"name": "first"}, {"name": "first"}, {"name": "third"}]
@@ -165,7 +167,7 @@ def test_attributes_and_reset_options_of_a_replaced_environment() -> None:
     venv.close()
 
 
-def test_reset_in_which_a_worker_dies_keeps_seed_and_options_and_says_so(tmp_path: Path) -> None:
+def test_reset_with_worker_death_keeps_seed_and_options(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     venv = SharedMemoryVecEnv([Settable, functools.partial(Settable, str(mark))], FAST, **RESTARTING)
     venv.seed(5)
@@ -180,7 +182,7 @@ def test_reset_in_which_a_worker_dies_keeps_seed_and_options_and_says_so(tmp_pat
     venv.close()
 
 
-def test_attribute_that_was_not_set_before_the_worker_died_is_named() -> None:
+def test_worker_error_names_attribute_that_was_not_set() -> None:
     class Deadly(Settable):
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, os._exit(3) if name == "deadly" else value)
@@ -190,7 +192,7 @@ def test_attribute_that_was_not_set_before_the_worker_died_is_named() -> None:
     with pytest.raises(WorkerError, match="environment 1 of 2, in set_attr"):
         venv.set_attr("deadly", 1)
     infos = venv.step(np.zeros(2, np.int64))[3]
-    assert "It did not get: set_attr('deadly'). Call them again for environment 1." in infos[1]["worker_error"]
+    assert "Not repeated: set_attr('deadly'). Call them again for environment 1." in infos[1]["worker_error"]
     assert venv.timings.restarts == 1
     venv.close()
 
@@ -202,7 +204,7 @@ def step_repeatedly(venv: SharedMemoryVecEnv, count: int) -> None:
 
 
 @pytest.mark.parametrize("when", ["step", "reset"])
-def test_the_limit_of_restarts(when: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_error_is_raised_after_max_restarts(when: str, caplog: pytest.LogCaptureFixture) -> None:
     env_fns = [Counting, functools.partial(Failing, when, "SIGSEGV", after=0)]
     venv = SharedMemoryVecEnv(env_fns, FAST, max_restarts=3, **RESTARTING)
     with caplog.at_level(logging.WARNING, "sb3_ext"), pytest.raises(WorkerError, match=f"in {when}: .*SIGSEGV"):
@@ -230,13 +232,15 @@ def test_restarted_environments_draw_differently(seed: int | None) -> None:
 
 
 @pytest.mark.slow
-def test_ppo_goes_on_through_crashes() -> None:
+def test_ppo_trains_through_worker_crashes() -> None:
     steps = {"SIGSEGV": 40, "raise what does not pickle": 45, "os._exit": 50, "hang": 150}
     env_fns = [functools.partial(Failing, "step", how, after=after) for how, after in steps.items()]
     venv = SharedMemoryVecEnv(env_fns, FAST, restart="truncate", step_timeout=3.0)
     model = without_logger(PPO("MlpPolicy", venv, n_steps=64, batch_size=64, n_epochs=1, device="cpu", seed=0))
     model.learn(64 * 4 * 4)
     assert model.num_timesteps == 64 * 4 * 4
-    assert venv.timings.restarts >= sum(255 // (after + 1) for after in steps.values())  # a busy machine may add one
+    assert venv.timings.restarts >= sum(
+        255 // (after + 1) for after in steps.values()
+    )  # on a busy machine, a timeout may add one
     venv.close()
     assert no_workers()

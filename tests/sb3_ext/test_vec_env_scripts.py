@@ -1,4 +1,4 @@
-"""Whole programs: environments of the main script, of notebooks, without a guard; and the deaths of programs."""
+"""Programs with environments of the main script and without a main guard, and programs that are killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from tests.core.processes.test_scripts import LIMIT_S, Program, clear_sockets, program, find_session
+from tests.core.processes.test_scripts import LIMIT_S, Program, clear_sockets, find_session, program
 
 __all__ = ["program"]
 
@@ -22,7 +22,7 @@ from gymnasium import spaces
 from sb3_ext import SharedMemoryVecEnv, make_vec_env
 
 SEEN = os.environ["SEEN"]
-open(SEEN, "a").write("x")  # how often this script is run
+open(SEEN, "a").write("x")  # counts the runs of this script
 
 class World(gym.Env):
     metadata = {"render_modes": ["rgb_array"]}
@@ -84,7 +84,7 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_environments_of_the_main_script_need_no_guard(program: Program) -> None:
+def test_environments_of_main_script_need_no_main_guard(program: Program) -> None:
     process = start(program, SCRIPT + USE)
     output, errors = process.communicate(timeout=4 * LIMIT_S)
     assert errors == ""
@@ -111,7 +111,7 @@ if __name__ == "__main__":
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_environments_of_the_main_script_in_a_process_that_it_spawns(method: str, program: Program) -> None:
+def test_environments_of_main_script_in_spawned_process(method: str, program: Program) -> None:
     process = start(program, SCRIPT + SPAWNED.format(method=method))
     output, errors = process.communicate(timeout=4 * LIMIT_S)
     assert errors == ""
@@ -155,7 +155,7 @@ def test_no_worker_outlives_the_program(end: signal.Signals, method: str, closes
 
 
 @pytest.mark.slow
-def test_a_program_that_forgets_to_close_ends(program: Program) -> None:
+def test_program_without_close_exits(program: Program) -> None:
     process = start(program, SCRIPT + "venv = SharedMemoryVecEnv([World] * 2)\nvenv.reset()\nprint('end')")
     assert (*process.communicate(timeout=4 * LIMIT_S), process.returncode) == ("end\n", "", 0)
     assert not find_session(process.pid)

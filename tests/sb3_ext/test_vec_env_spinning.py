@@ -1,4 +1,4 @@
-"""Waits that spin before they block, as they do where workers and their parent have a core each."""
+"""Waits that spin before they block, as on machines with a core for each process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG_S = 1.0
 
 @pytest.fixture
 def long_spinning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Spin on any machine, and so long that what happens in a wait happens meanwhile; forked workers inherit it."""
+    """Make waits spin for a second on any machine; forked workers inherit this."""
     monkeypatch.setattr(channel, "should_spin", lambda num_workers: True)
     for name in ("ANSWER_SECONDS", "COMMAND_SECONDS", "_PREEMPTED_SECONDS"):
         monkeypatch.setattr(SpinWaiter, name, LONG_S)
@@ -29,14 +29,14 @@ def long_spinning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert no_workers()
 
 
-def test_each_has_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_spins_only_if_each_process_has_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, num_workers, expected in ((3, 2, True), (2, 2, False), (2, 1, True), (1, 1, False)):
         monkeypatch.setattr(resources, "usable_cores", lambda cores=cores: cores)
         assert should_spin(num_workers) is expected
 
 
 @pytest.mark.usefixtures("long_spinning")
-def test_the_death_of_a_worker_is_noticed() -> None:
+def test_worker_death_is_detected_while_spinning() -> None:
     venv = SharedMemoryVecEnv([Counting, lambda: Failing("step", "os._exit", after=0)], FAST)
     venv.reset()
     with pytest.raises(WorkerError, match="environment 1 of 2, in step"):
@@ -44,7 +44,7 @@ def test_the_death_of_a_worker_is_noticed() -> None:
 
 
 @pytest.mark.usefixtures("long_spinning")
-def test_bytes_that_nobody_reads_while_it_spins_stop_nobody() -> None:
+def test_unread_wake_bytes_do_not_block() -> None:
     venv = SharedMemoryVecEnv([Counting], FAST)
     venv.reset()
     (worker,) = venv._pool.workers
@@ -52,6 +52,6 @@ def test_bytes_that_nobody_reads_while_it_spins_stop_nobody() -> None:
         worker.wake_worker()
     worker.interrupt_wait()
     assert [venv.step(np.zeros(1, np.int64))[0][0, 0] for _ in range(3)] == [1, 2, 3]
-    time.sleep(LONG_S + 0.2)  # it blocks
+    time.sleep(LONG_S + 0.2)  # the worker blocks now
     assert venv.step(np.zeros(1, np.int64))[0][0, 0] == 4
     venv.close()

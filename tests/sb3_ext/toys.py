@@ -1,4 +1,4 @@
-"""Small environments, and SB3's own buffer beside ours."""
+"""Small environments, and comparisons of compressed buffers with SB3's."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from sb3_ext import contrib
 
 
 class Sprite(gym.Env[np.ndarray, int]):
-    """A square on a background, moved by the action. Ends by itself or is cut short, after a few steps each.
+    """Environment with a square that actions move; it terminates or is truncated after a few steps.
 
-    :param channels: 1 for grey, 3 for RGB.
-    :param size: height and width.
-    :param still: whether frames hardly change, or are noise.
+    :param channels: 1 for gray, 3 for RGB
+    :param size: height and width in pixels
+    :param still: whether frames change little; else they are noise
     """
 
     def __init__(self, channels: int = 1, size: int = 36, *, still: bool = True) -> None:
@@ -65,17 +65,17 @@ def make_stacked_vec_env(env_fn: Callable[[], gym.Env[Any, Any]], n_envs: int, n
 def image_env(
     channels: int = 1, n_envs: int = 2, n_stack: int = 4, *, first: bool = True, still: bool = True
 ) -> VecEnv:
-    """What SB3 makes of an image environment: stacked, and transposed to channel-first unless told otherwise."""
+    """Return image environments with SB3's wrappers: stacked, and channel-first unless ``first`` is False."""
     return make_stacked_vec_env(lambda: Sprite(channels, still=still), n_envs, n_stack, first)
 
 
 def dict_env(n_envs: int = 2, *, continuous: bool = False) -> VecEnv:
-    """Likewise, with a dictionary of an image and a vector."""
+    """Return environments with stacked dict observations: an image and a vector."""
     return make_stacked_vec_env(lambda: Camera(Sprite(), continuous=continuous), n_envs, 4, True)
 
 
 class Camera(gym.Wrapper[dict[str, np.ndarray], int, np.ndarray, int]):
-    """:class:`Sprite` in a dictionary: the image, and a vector of where and when."""
+    """Wrapper that returns :class:`Sprite`'s image in a dict, with a vector of position and step."""
 
     def __init__(self, env: Sprite, *, continuous: bool = False) -> None:
         super().__init__(env)
@@ -98,7 +98,7 @@ class Camera(gym.Wrapper[dict[str, np.ndarray], int, np.ndarray, int]):
 
 
 class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):
-    """A point that is to reach a goal, seen as an image, or as noise. The goal is a place, or an image of it."""
+    """Environment with a point that should reach a goal. The goal is a position, or an image of it."""
 
     def __init__(self, size: int = 12, *, image_goal: bool = False, still: bool = True, length: int = 9) -> None:
         image = spaces.Box(0, 255, (1, size, size), np.uint8)
@@ -156,7 +156,7 @@ def _replace(obs: Any, env: int, other: Any) -> None:
 
 
 def collect_transitions(venv: VecEnv, n_steps: int, *, seed: int = 0) -> list[Transition]:
-    """Transitions as ``OffPolicyAlgorithm._store_transition`` hands them to a buffer."""
+    """Return transitions as ``OffPolicyAlgorithm._store_transition`` passes them to a buffer."""
     rng = np.random.default_rng(seed)
     found, before = [], venv.reset()
     for _ in range(n_steps):
@@ -179,20 +179,20 @@ def add_all(targets: Iterable[Any], transitions: Iterable[Transition]) -> None:
     for transition in transitions:
         for buffer in targets:
             obs, next_obs, *rest = transition
-            if isinstance(obs, dict):  # SB3 reshapes what is in the dictionary
+            if isinstance(obs, dict):  # SB3 reshapes the arrays in the dict
                 obs, next_obs = dict(obs), dict(next_obs)
             buffer.add(obs, next_obs, *rest)
 
 
 def sample_batch(space: spaces.Space[Any], n_envs: int) -> Any:
-    """Samples of the space, as a vectorised environment gives them."""
+    """Return a batch of samples of a space, as a vectorized environment does."""
     if isinstance(space, spaces.Dict):
         return {key: sample_batch(part, n_envs) for key, part in space.spaces.items()}
     return np.stack([np.asarray(space.sample()) for _ in range(n_envs)])
 
 
 def random_transitions(space: spaces.Space[Any], actions: spaces.Space[Any], n_envs: int, n_steps: int) -> list[Any]:
-    """Samples of the spaces, with ends of all kinds."""
+    """Return transitions of random samples, with terminated and truncated episodes."""
     space.seed(0)
     actions.seed(0)
     rng = np.random.default_rng(0)
@@ -210,7 +210,7 @@ REPLAY: dict[str, tuple[Any, Any]] = {
     "dict": (sb3_ext.CompressedDictReplayBuffer, buffers.DictReplayBuffer),
     "hindsight": (sb3_ext.CompressedHerReplayBuffer, HerReplayBuffer),
 }
-if hasattr(buffers, "NStepReplayBuffer"):  # from SB3 2.7 on
+if hasattr(buffers, "NStepReplayBuffer"):  # since SB3 2.7
     REPLAY["n-step"] = (sb3_ext.CompressedNStepReplayBuffer, buffers.NStepReplayBuffer)
 ROLLOUT: dict[str, tuple[Any, Any]] = {
     "plain": (sb3_ext.CompressedRolloutBuffer, buffers.RolloutBuffer),
@@ -224,7 +224,7 @@ _OURS_ALONE = ("codec", "n_stack", "block_length", "num_threads", "max_bytes", "
 
 
 def make_buffers(kind: str, size: int, space: Any, actions: Any, n_envs: int = 2, **options: Any) -> tuple[Any, Any]:
-    """Our replay buffer and SB3's. Options that SB3's does not know go to ours alone."""
+    """Return a compressed replay buffer and SB3's. Storage options go to the compressed one only."""
     theirs = {name: value for name, value in options.items() if name not in _OURS_ALONE}
     more = {"device": "cpu", "n_envs": n_envs}
     return (
@@ -234,20 +234,20 @@ def make_buffers(kind: str, size: int, space: Any, actions: Any, n_envs: int = 2
 
 
 def make_buffers_for(kind: str, rows: int, venv: VecEnv, **options: Any) -> tuple[Any, Any]:
-    """Likewise, for these environments."""
+    """Return a compressed replay buffer and SB3's, for these environments."""
     if kind == "hindsight":
         options["env"] = venv
     return make_buffers(kind, rows * venv.num_envs, venv.observation_space, venv.action_space, venv.num_envs, **options)
 
 
 def without_logger(model: Any) -> Any:
-    """The model without SB3's own logger, which makes a folder in the machine's temporary one."""
+    """Replace a model's logger, which would create a folder for temporary files."""
     model.set_logger(Logger(None, []))
     return model
 
 
 def assert_same_draws(draw: Callable[[Any], Any], ours: Any, theirs: Any, seed: int) -> None:
-    """Equal bits of what is drawn of both, and of NumPy's generator behind it."""
+    """Check that draws of both have equal bits, and leave NumPy's generator in the same state."""
     found = []
     for buffer in (ours, theirs):
         np.random.seed(seed)
@@ -259,7 +259,7 @@ def assert_same_draws(draw: Callable[[Any], Any], ours: Any, theirs: Any, seed: 
 
 
 def assert_same(ours: Any, theirs: Any, batch_size: int = 40, env: Any = None) -> None:
-    """Equal sizes, and equal bits of samples and of the generator."""
+    """Check that sizes, samples and generator states are equal, bit for bit."""
     for name in ("pos", "full", "buffer_size", "n_envs", "obs_shape", "action_dim", "device"):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.size() == theirs.size()
@@ -276,7 +276,7 @@ def assert_same(ours: Any, theirs: Any, batch_size: int = 40, env: Any = None) -
 
 
 def assert_equal_bits(left: Any, right: Any, name: str = "") -> None:
-    """Of tensors, and of what holds tensors."""
+    """Check that tensors, or dicts and tuples of tensors, have equal bits."""
     assert type(left) is type(right), name
     if isinstance(left, dict):
         assert list(left) == list(right)
@@ -292,17 +292,17 @@ def assert_equal_bits(left: Any, right: Any, name: str = "") -> None:
 
 
 def assert_same_batches(ours: Any, theirs: Any, batch_size: int | None) -> None:
-    """Equal bits of all minibatches of a rollout, and of the generator."""
+    """Check that all minibatches of a rollout, and the generator states, have equal bits."""
     for seed in range(2):
         assert_same_draws(lambda buffer: tuple(buffer.get(batch_size)), ours, theirs, seed)
 
 
 def train(make: Callable[[Any], Any], buffer_class: Any, n_steps: int, *, again: int) -> Any:
-    """A model that has learned, and then learned on."""
+    """Train a model, and continue the training ``again`` times."""
     model = without_logger(make(buffer_class))
     model.learn(n_steps)
     for _ in range(again):
-        # The environments are reset: what comes next does not continue what was stored last.
+        # The environments are reset, so the next observations do not continue the last stored ones.
         model.learn(n_steps // 4, reset_num_timesteps=False)
     return model
 
@@ -310,7 +310,7 @@ def train(make: Callable[[Any], Any], buffer_class: Any, n_steps: int, *, again:
 def check_equal_weights(
     make: Callable[[Any], Any], ours_class: Any, theirs_class: Any, n_steps: int, *, again: int = 1
 ) -> Any:
-    """Train with both classes; returns the model that had ours."""
+    """Train with both classes, compare the weights, and return the model with the compressed buffer."""
     ours = train(make, ours_class, n_steps, again=again)
     theirs = train(make, theirs_class, n_steps, again=again)
     initial = make(theirs_class).policy.state_dict()
@@ -318,7 +318,7 @@ def check_equal_weights(
     for name, right in theirs.policy.state_dict().items():
         assert ours.policy.state_dict()[name].numpy().tobytes() == right.numpy().tobytes(), name
         changed += not right.equal(initial[name])
-    assert changed  # it was trained at all
+    assert changed  # training changed the weights
     if hasattr(ours, "rollout_buffer"):
         assert type(ours.rollout_buffer) is ours_class
         assert_same_batches(ours.rollout_buffer, theirs.rollout_buffer, 16)

@@ -1,4 +1,4 @@
-"""Stable Baselines3's vectorised environments beside ours: the same calls, and whether they return the same."""
+"""Comparison of this package's vectorized environments with Stable Baselines3's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAST = "fork"  # SB3's workers import torch with the other methods
 
 @contextlib.contextmanager
 def raise_interrupt_in(owner: type, method: str) -> Iterator[None]:
-    """Have Ctrl-C come in a method."""
+    """Raise KeyboardInterrupt when a method is called."""
 
     def interrupting(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -32,7 +32,7 @@ def raise_interrupt_in(owner: type, method: str) -> Iterator[None]:
 
 
 def no_workers(grace_s: float = 60) -> bool:
-    """Whether there is none, or will be none soon."""
+    """Return whether all workers have ended, after a grace period."""
     end = time.monotonic() + grace_s
     while running_workers() and time.monotonic() < end:
         time.sleep(0.01)
@@ -41,7 +41,7 @@ def no_workers(grace_s: float = 60) -> bool:
 
 @contextlib.contextmanager
 def open_vec_env_pair(env_fns: Sequence[Callable[[], Any]], **options: Any) -> Iterator[tuple[VecEnv, VecEnv]]:
-    """Ours and SB3's."""
+    """Yield a SharedMemoryVecEnv and a SubprocVecEnv; close both, and check that no worker remains."""
     theirs = SubprocVecEnv(list(env_fns), start_method=FAST)
     try:
         ours = SharedMemoryVecEnv(env_fns, **{"start_method": FAST, **options})
@@ -55,20 +55,20 @@ def open_vec_env_pair(env_fns: Sequence[Callable[[], Any]], **options: Any) -> I
 
 
 def action_of(space: spaces.Space[Any], num_envs: int) -> Any:
-    """Draw actions the way algorithms hand them over: an array, or where that cannot be, a list."""
+    """Sample actions as algorithms pass them: an array, or a list for Dict and Tuple spaces."""
     drawn = [space.sample() for _ in range(num_envs)]
     return drawn if isinstance(space, spaces.Dict | spaces.Tuple) else np.stack(drawn)
 
 
 def rollout(venv: VecEnv, actions: Sequence[Any], seed: int = 5) -> list[Any]:
-    """Do the same with either of them, and list what was returned: first as it came, then as it was after the end."""
+    """Reset and step with given actions, return copies of all results, and check that none is overwritten."""
     venv.seed(seed)
     kept: list[Any] = [venv.reset(), venv.reset_infos]
     copies = copy.deepcopy(kept)
     for action in actions:
         given = copy.deepcopy(action)
         returned = [*venv.step(action), venv.reset_infos]
-        assert_equal(action, given, "the actions")  # they are the caller's
+        assert_equal(action, given, "the actions")  # a step must not change them
         kept.append(returned)
         copies.append(copy.deepcopy(returned))
     assert_equal(kept, copies, "what the caller keeps")
@@ -76,7 +76,7 @@ def rollout(venv: VecEnv, actions: Sequence[Any], seed: int = 5) -> list[Any]:
 
 
 def assert_equal(ours: Any, theirs: Any, where: str = "") -> None:
-    """Equal to the bit, types and all; lists and tuples count as the same."""
+    """Check that values have equal bits and types; lists and tuples are interchangeable."""
     if isinstance(theirs, list | tuple):
         assert isinstance(ours, list | tuple), where
         assert len(ours) == len(theirs), where

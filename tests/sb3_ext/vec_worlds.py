@@ -1,4 +1,4 @@
-"""Environments that return all that environments may return, drawn from their seeds, and some that fail."""
+"""Environments with all kinds of spaces and rewards, and environments that fail."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ ACTIONS: dict[str, spaces.Space[Any]] = {
 
 
 class RandomEnv(gym.Env[Any, Any]):
-    """Returns samples of its space, and in its informations what it was given.
+    """Environment that returns samples of its space, and its arguments in infos.
 
     :param observations: name in ``OBSERVATIONS``, or a space
     :param actions: name in ``ACTIONS``, or a space
     :param rewards: name in ``REWARDS``
-    :param infos: whether informations have anything in them
+    :param infos: whether infos have content
     """
 
-    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012 gymnasium's own way
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012 as in gymnasium
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class RandomEnv(gym.Env[Any, Any]):
         return self.given
 
     def draws(self) -> dict[str, list[float]]:
-        """Numbers of all generators that a process has."""
+        """Return numbers of all random generators in the process."""
         import torch
 
         library = ctypes.CDLL(None)
@@ -146,7 +146,7 @@ class RandomEnv(gym.Env[Any, Any]):
 
 
 class ReusedArrayEnv(RandomEnv):
-    """Writes every observation to the same place."""
+    """RandomEnv that writes every observation to the same array."""
 
     def _sample_observation(self) -> Any:
         drawn = super()._sample_observation()
@@ -161,7 +161,7 @@ class ReusedArrayEnv(RandomEnv):
 
 
 class Counting(gym.Env[np.ndarray, int]):
-    """Counts its steps; ends after ten."""
+    """Environment that counts its steps, and terminates after ten."""
 
     def __init__(self) -> None:
         self.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -186,7 +186,7 @@ class Counting(gym.Env[np.ndarray, int]):
 
 
 def hang_in_c() -> None:
-    # Holds the interpreter's lock and never looks at signals, as an extension does in an endless loop.
+    # Hold the GIL without a check for signals, like an endless loop in a C extension.
     sum(itertools.repeat(0))
 
 
@@ -196,7 +196,7 @@ class UnpicklableError(Exception):
 
 
 def fail(how: str) -> None:
-    """Do it."""
+    """Fail in the given way."""
     if how == "raise":
         raise ValueError("the rope has snapped")
     if how == "raise what does not pickle":
@@ -216,11 +216,11 @@ def fail(how: str) -> None:
 
 
 class Failing(Counting):
-    """Fails.
+    """Environment that fails.
 
     :param when: "constructor", "reset", "step", "reset in step", "close" or "method"
     :param how: see :func:`fail`
-    :param after: steps before it does
+    :param after: number of steps before a failure in "step"
     """
 
     def __init__(self, when: str, how: str, *, after: int = 3) -> None:
@@ -252,7 +252,7 @@ class Failing(Counting):
 
 
 class FailingOnce(Failing):
-    """Fails the first time, and where that was done before, works."""
+    """Environment that fails only if its mark file does not exist yet."""
 
     def __init__(self, mark: str, when: str) -> None:
         self._mark = Path(mark)
@@ -265,10 +265,10 @@ class FailingOnce(Failing):
 
 
 class Gated(Counting):
-    """Waits in its steps for a file.
+    """Environment whose steps wait for a file.
 
-    :param gate: the file
-    :param signaled_pid: a process that it sends Ctrl-C to, in its first step
+    :param gate: path of the file
+    :param signaled_pid: process that it sends SIGINT to, in its first step
     """
 
     def __init__(self, gate: Path, signaled_pid: int | None = None) -> None:
@@ -285,7 +285,7 @@ class Gated(Counting):
 
 
 class Returning(Counting):
-    """Returns the observation that it is given."""
+    """Environment that returns a given observation."""
 
     def __init__(self, space: spaces.Space[Any], observation: Any) -> None:
         super().__init__()
@@ -296,9 +296,9 @@ class Returning(Counting):
 
 
 class Informing(Counting):
-    """Has informations as they are given.
+    """Environment that returns a given info.
 
-    :param when: ``"reset"``, ``"step"`` or ``"end"``: in the last step of an episode
+    :param when: ``"reset"``, ``"step"`` or ``"end"`` (the last step of an episode)
     """
 
     def __init__(self, when: str, info: Any) -> None:
@@ -316,7 +316,7 @@ class Informing(Counting):
 
 
 class Unpicklable(Counting):
-    """Has an information that does not pickle."""
+    """Environment with an info that does not pickle."""
 
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         return (*super().step(action)[:4], {"fine": 1, "lock": threading.Lock()})
