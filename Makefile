@@ -1,10 +1,10 @@
-# Each target does its own set-up on a fresh machine; a second run finds the stamps and starts at once.
+# Each target sets itself up on a fresh machine. Stamps let a second run start at once.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-# What the targets run is in tasks.py, for systems without make.
+# The commands of the targets are in tasks.py, for systems without make.
 RUN := $(BIN)/python tasks.py --installed
 
 .DEFAULT_GOAL := help
@@ -13,36 +13,36 @@ RUN := $(BIN)/python tasks.py --installed
 help:
 	@echo "make demo    train on an Atari game and show the memory that the replay buffer needs"
 	@echo "make test    run the tests (CI=true make test: the slow ones too)"
-	@echo "make test-exhaustive  run all there are, which takes two hours"
+	@echo "make test-exhaustive  run all tests, which takes two hours"
 	@echo "make lint    check format, style and types"
 	@echo "make docs    build the site, notebooks included, into docs/_build/html"
-	@echo "make bench   measure what the site claims; goes on where it was interrupted"
+	@echo "make bench   run the benchmarks of the documentation; continues an interrupted run"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make clean   remove build products and caches, keep $(VENV)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# torch first and alone: of builds of the same version, pip prefers a local one such as 2.13.0+cpu when one of the
-# indexes or wheel folders it is configured with has it (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS). The default build for
-# Linux brings gigabytes of CUDA libraries along.
+# torch first and alone: pip prefers a local build of the same version, such as 2.13.0+cpu, if a configured index or
+# wheel folder has it (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS). The default build for Linux needs gigabytes of CUDA
+# libraries.
 $(VENV)/.torch: constraints.txt | $(BIN)/python
 	$(INSTALL) torch
 	@touch $@
 
-# Of what the tests need, pip compiles some: the compiler comes first.
+# pip compiles some requirements of the tests, so the compiler is installed first.
 $(VENV)/.extra-%: pyproject.toml constraints.txt $(VENV)/.torch
 	$(if $(filter test dev,$*),scripts/install_system_packages.sh)
 	$(INSTALL) --editable ".[$*]"
 	@touch $@
 
-# Pattern rules would delete these as intermediate files.
+# Without this line, make would delete these as intermediate files.
 .PRECIOUS: $(VENV)/.extra-%
 
 demo: $(VENV)/.extra-demo
 	$(RUN) demo
 
-# Hundreds of processes import the packages: only the first is to compile them, whatever the machine's settings say.
+# Hundreds of processes import the packages. Writing bytecode lets only the first one compile them.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.extra-test
 	scripts/install_system_packages.sh

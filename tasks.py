@@ -1,6 +1,6 @@
-"""``make demo``, ``make test``, ``make lint`` and ``make docs`` where there is no make: ``python tasks.py test``.
+"""Run the Makefile's tasks without make: ``python tasks.py demo|test|quick|lint|docs``.
 
-Needs nothing but Python's standard library; makes a virtual environment in ``.venv`` first.
+This needs only Python's standard library. It first creates a virtual environment in ``.venv``.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 EXTRAS = {"demo": "demo", "test": "test", "quick": "sb3,torchrl,frames-jpeg", "lint": "dev", "docs": "docs"}
-# The tests for any system, and what they need: what other tests need has no wheels for some systems.
+# Requirements of the tests for any system; some requirements of other tests have no wheels for some systems.
 QUICK = ["pytest>=8", "pytest-timeout>=2.2", "pytest-xdist>=3.5", "hypothesis>=6.90"]
 QUICK_TESTS = ["--confcutdir", "tests/platforms", "tests/platforms"]
 
 
 def run(python: Path, *command: str) -> None:
-    """Run a program in the repository; end with its status where that is not 0."""
+    """Run Python in the repository, and exit with its status if that is not 0."""
     status = subprocess.run([str(python), *command], cwd=ROOT, check=False).returncode
     if status:
         raise SystemExit(status)
 
 
 def set_up(task: str, *, constrained: bool) -> None:
-    """Install what a task needs, once."""
+    """Install a task's requirements, unless they are installed already."""
     stamp = VENV / f".task-{task}"
     newest = max((ROOT / name).stat().st_mtime for name in ("pyproject.toml", "constraints.txt"))
     if stamp.exists() and stamp.stat().st_mtime >= newest:
@@ -43,11 +43,11 @@ def set_up(task: str, *, constrained: bool) -> None:
 
 
 def main() -> None:
-    """Run one task."""
-    parser = argparse.ArgumentParser(description=__doc__, epilog="What else is given goes to the program.")
-    parser.add_argument("task", choices=sorted(EXTRAS), help="quick: the tests for any system alone")
-    parser.add_argument("--installed", action="store_true", help="use this Python, where all is installed")
-    parser.add_argument("--newest", action="store_true", help="the newest versions, not those of constraints.txt")
+    """Run the task that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, epilog="Further arguments are passed to the program.")
+    parser.add_argument("task", choices=sorted(EXTRAS), help="quick: only the tests for any system")
+    parser.add_argument("--installed", action="store_true", help="use this Python, and install nothing")
+    parser.add_argument("--newest", action="store_true", help="install the newest versions, without constraints.txt")
     arguments, others = parser.parse_known_args()
     python = Path(sys.executable) if arguments.installed else PYTHON
     if not arguments.installed:
@@ -57,12 +57,13 @@ def main() -> None:
     elif arguments.task == "lint":
         run(python, "-m", "ruff", "format", "--check", ".")
         run(python, "-m", "ruff", "check", ".")
+        run(python, "scripts/check_prose.py")
         run(python, "-m", "mypy")
     elif arguments.task == "docs":
-        # A warning is an error: a page that is not there, a name that cannot be documented.
+        # -W turns warnings into errors, such as missing pages and undocumented names.
         run(python, "-m", "sphinx", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *others)
     else:
-        # With CI set, slow tests run too. What tries every case of something takes hours, and has a target of its own.
+        # With CI set, slow tests run too. Exhaustive tests take hours, and have a make target of their own.
         slow = os.environ.get("CI")
         select = "not exhaustive" if slow else "not exhaustive and not slow"
         tests = QUICK_TESTS if arguments.task == "quick" else []

@@ -1,4 +1,4 @@
-"""Finds who decides on devices, in source text, and what a statement loads, in a fresh interpreter."""
+"""Checks of package boundaries: device variables in sources, and loaded packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEVICE_VARIABLE = re.compile(r"\b(CUDA_VISIBLE_DEVICES|MUJOCO_(GL|EGL)|EGL_[A-Z]
 
 
 def device_variables(source: str) -> list[str]:
-    """List where the variables that pick devices are named, but in docstrings: only ``rl_ext_core.devices`` may."""
+    """List lines outside docstrings that name environment variables for device selection."""
     tree = ast.parse(source)
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str]
@@ -26,7 +26,7 @@ def device_variables(source: str) -> list[str]:
 
 
 def modules_loaded_by(statement: str, packages: set[str]) -> set[str]:
-    """Run ``statement`` in a fresh interpreter and tell which of ``packages`` it loaded."""
+    """Run ``statement`` in a new interpreter, and return which of ``packages`` it loaded."""
     code = f"import sys\n{statement}\nprint(*sorted({packages!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{statement!r} failed:\n{done.stderr}"

@@ -1,4 +1,4 @@
-"""Settings of every test session: the CPU, fixed seeds, and nothing left behind."""
+"""Settings of all test sessions: CPU, fixed seeds, sampled cases, and a check for leaks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from multiprocessing import util
 from pathlib import Path
 
-# Before anything imports torch or numba. A run that is about a GPU or threads sets them itself.
+# Set before torch or numba is imported. Runs on a GPU or with threads set these variables themselves.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 if not os.environ.get("OMP_NUM_THREADS"):
     os.environ["OMP_NUM_THREADS"] = "1"
 
-# Shells start what runs in the background with Ctrl-C ignored, and all that is started from here inherits it.
+# Shells start background jobs with SIGINT ignored, which child processes would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -30,22 +30,24 @@ from tests.leaks import files_below, remaining_children
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Tests end processes by signals: the files of what these held would be taken for what tests have left.
+# Tests kill processes by signals. Core files would count as leaked files.
 resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
-# The same examples on every run, and no database of examples in the repository.
+# Use the same examples in every run, without a database of examples in the repository.
 settings.register_profile("project", derandomize=True, database=None, deadline=None, print_blob=True)
 settings.load_profile("project")
 
 
 _GOLDEN_RATIO = 0.618034
-_LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")  # sockets have names of so many characters
+_LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")  # names of sockets may have 107 characters
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of each test marked ``sample``, make all cases ``slow`` but the first few, and those that CI needs not try
-    ``exhaustive``: cases that lie apart in the product of its parameters come first.
+    """Mark the cases of each ``sample`` test as quick, ``slow`` or ``exhaustive``.
+
+    The first ``quick`` cases keep their marks, those up to ``ci`` become slow, and the others exhaustive. The order
+    spreads the cases over the product of the parameters.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -64,24 +66,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def check_for_leaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fail the session that leaves a process, a file in the repository, or a temporary file."""
-    # A private folder: other programs write to the machine's own. pytest's tmp_path lies beside it.
+    """Fail the session if it leaves a process, a file in the repository, or a temporary file."""
+    # Use a private folder, because other programs write to the machine's own. It is next to pytest's tmp_path.
     scratch = tmp_path_factory.mktemp("tmpdir")
     short = Path(tempfile.mkdtemp(prefix="rl-", dir="/tmp")) if len(str(scratch)) > _LONGEST_TMPDIR else None
     if short is not None:
         scratch = short
-        util.Finalize(None, shutil.rmtree, (short,), exitpriority=-200)  # after what multiprocessing has in it
+        # The priority is lower than that of multiprocessing, which removes its folders in it first.
+        util.Finalize(None, shutil.rmtree, (short,), exitpriority=-200)
     before = files_below(ROOT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(scratch))
         patch.setattr(tempfile, "tempdir", None)
         yield
         if "rl_ext_core.processes.server" in sys.modules:
-            sys.modules["rl_ext_core.processes.server"].stop_server()  # it is kept until the interpreter ends
+            sys.modules["rl_ext_core.processes.server"].stop_server()  # otherwise it runs until the interpreter ends
         left = [f"process {child}" for child in remaining_children()]
         own = tmp_path_factory.getbasetemp().parent
         left += [f"file {path}" for path in files_below(ROOT) - before if own not in path.parents]
-        # Folders of multiprocessing's own fork server go when the interpreter does; torch makes its cache at import.
+        # multiprocessing removes its folders when the interpreter ends, and torch creates its cache at import.
         expected = ("pymp-", "torchinductor_")
         left += [f"temporary {path}" for path in scratch.iterdir() if not path.name.startswith(expected)]
     if left:
@@ -90,15 +93,15 @@ def check_for_leaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def stop_device_server() -> Iterator[None]:
-    """Stop the process that tests of devices fork others from: later tests count this one's children."""
+    """Stop the server of the device tests, because later tests count child processes."""
     yield
-    if "tests.core.devices.processes" in sys.modules:
-        sys.modules["tests.core.devices.processes"].stop_server()
+    if "tests.core.devices.run_code" in sys.modules:
+        sys.modules["tests.core.devices.run_code"].stop_server()
 
 
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
-    """Seed the global generators before each test, so that its outcome does not depend on its neighbours."""
+    """Seed the global generators, so that a test does not depend on other tests."""
     random.seed(0)
     np.random.seed(0)
     if "torch" in sys.modules:

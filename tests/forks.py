@@ -1,4 +1,4 @@
-"""Calls in a forked process, and what came of them."""
+"""Calls of a function in a forked process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from typing import Any
 
 
 def result_in_fork(function: Callable[[], Any], limit_s: int = 60) -> str:
-    """Call a function in a forked process; return the ``repr`` of its result, or its exception as text."""
+    """Call a function in a forked process, and return its result as text.
+
+    :param function: the function
+    :param limit_s: time limit in seconds, after which the process is killed
+    :return: ``repr`` of the result, or type and text of the exception
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's own would continue with the tests here
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's handler would continue with the tests here
         signal.alarm(limit_s)
         try:
             try:

@@ -1,4 +1,4 @@
-"""Ctrl-C everywhere: a call is interrupted wherever CPython may look for signals, and the caller looks what is left."""
+"""Interrupts of a call at every place where CPython may handle a signal."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-# A line, the return of a function (whose result is lost then) or that of one in C, and the line that called it.
+# File, line and event of a place, and file and line of the caller. The event is a line, the return of a Python function
+# (whose result is lost), or the return of a C function.
 Place = tuple[str, int, str, str, int]
 _NOT_INTERRUPTED = "not interrupted"
 
 
 class _StepTracer:
-    """Follows the steps of a call through code in the named files, and asks at each whether Ctrl-C comes there."""
+    """Tracer that raises SIGINT at the first step for which a function returns True.
+
+    :param should_interrupt: function of a place
+    :param code_paths: parts of paths; only code in files with one of them counts
+    """
 
     def __init__(self, should_interrupt: Callable[[Place], bool], code_paths: tuple[str, ...]) -> None:
         self.should_interrupt = should_interrupt
@@ -25,7 +30,7 @@ class _StepTracer:
         self.where: str | None = None
 
     def run(self, call: Callable[[], Any]) -> str | None:
-        """Return where Ctrl-C came, or None."""
+        """Run a call, and return where it was interrupted, or None."""
         before = sys.gettrace(), sys.getprofile()
         sys.setprofile(self._profile)
         sys.settrace(self._trace)
@@ -41,7 +46,7 @@ class _StepTracer:
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not self._is_traced(frame):
             return None
-        # A generator that is dropped ends without a look for signals.
+        # Python does not handle signals when a dropped generator ends.
         if event == "line" or (event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR):
             self._step(frame, event)
         return self._trace
@@ -51,8 +56,10 @@ class _StepTracer:
             self._step(frame, f"{event} of {getattr(arg, '__qualname__', arg)}")
 
     def _is_traced(self, frame: FrameType) -> bool:
-        # Where a generator is closed, its ``with`` ends before Python looks for signals; a trace function comes before.
-        return frame.f_code.co_name != "_holding" and any(part in frame.f_code.co_filename for part in self.code_paths)
+        # When a generator is closed, its ``with`` block ends before Python handles signals, but after this function.
+        return frame.f_code.co_name != "_lock_held" and any(
+            part in frame.f_code.co_filename for part in self.code_paths
+        )
 
     def _step(self, frame: FrameType, event: str) -> None:
         caller = frame.f_back or frame
@@ -61,22 +68,24 @@ class _StepTracer:
             self.where = "{}:{} {}, called at {}:{}".format(*place)
             sys.settrace(None)
             sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)  # whoever defers signals may do so here too
+            signal.raise_signal(signal.SIGINT)  # code that defers signals may do so here too
 
 
 def _is_finalizing(frame: FrameType | None) -> bool:
-    # What is raised there is shown, and lost.
+    # Exceptions in __del__ are printed, and do not reach the caller.
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     return frame is not None
 
 
 def interrupt_at(call: Callable[[], Any], at: int, *, code_paths: tuple[str, ...]) -> str | None:
-    """Run ``call`` with Ctrl-C at its step number ``at``; return where that was, or None if the call has fewer steps.
+    """Run a call, and interrupt it at one step.
 
-    :param at: counts from 1.
-    :param code_paths: parts of paths: only code in files with one of them counts.
-    :raises Exception: what the call raises other than KeyboardInterrupt.
+    :param call: the call
+    :param at: number of the step, from 1
+    :param code_paths: parts of paths; only code in files with one of them counts
+    :return: the place, as text; None if the call has fewer steps
+    :raises Exception: If the call raises another exception than KeyboardInterrupt.
     """
     left = at
 
@@ -91,13 +100,14 @@ def interrupt_at(call: Callable[[], Any], at: int, *, code_paths: tuple[str, ...
 def interrupt_everywhere(
     prepare: Callable[[], Callable[[], Any]], *, code_paths: tuple[str, ...], every: int = 1
 ) -> Iterator[str]:
-    """Run a call to its end once, then interrupt it at each place that it came by, the first time and the last.
+    """Run a call without an interrupt, then with an interrupt at each place in turn.
 
-    A place is a line together with the line that called its function: what a loop does a hundred times is
-    interrupted twice. Where the call was interrupted is yielded after each run, for the caller to check what is left.
+    A place is a line together with the line that called its function. Its first and its last visit are interrupted.
+    After each run, the place of the interrupt is yielded, and the caller can check the state.
 
-    :param prepare: makes everything anew and returns the call.
-    :param every: 1 for each place, ``n`` for each ``n``-th.
+    :param prepare: function that creates a new state and returns the call
+    :param code_paths: parts of paths; only code in files with one of them counts
+    :param every: interrupt only each ``every``-th place, default 1
     """
     visits: Counter[Place] = Counter()
 
@@ -118,4 +128,4 @@ def interrupt_everywhere(
 
         yield _StepTracer(should_interrupt, code_paths).run(prepare()) or _NOT_INTERRUPTED
         if number % 64 == 63:
-            gc.collect()  # what tracebacks hold in cycles is large, and too few objects for Python to look for it
+            gc.collect()  # cycles of tracebacks are large, but too few objects for an automatic collection

@@ -1,4 +1,4 @@
-"""Programs that run in .venv-jax, in which JAX, SBX, rl-zoo3, EnvPool and Brax are installed."""
+"""Runs programs in .venv-jax, which has JAX, SBX, rl-zoo3, EnvPool and Brax."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from tests.core.devices.fakes.build import skip_or_fail
-from tests.core.devices.processes import environment
+from tests.core.devices.run_code import environment
 
 __all__ = ["run_in_jax_venv"]
 
@@ -15,15 +15,17 @@ VENV = ROOT / ".venv-jax"
 
 
 def run_in_jax_venv(folder: Path, *arguments: str, timeout: float = 800) -> str:
-    """Run Python in .venv-jax, and return what it printed. Skip the test if it is missing; fail it in CI.
+    """Run Python in .venv-jax, and return its output.
 
-    :param folder: current folder of the program, and its folder for temporary files
-    :param arguments: of the Python interpreter
-    :param timeout: in seconds
+    If .venv-jax is missing, skip the test, or fail it in CI.
+
+    :param folder: working directory of the program, and its folder for temporary files
+    :param arguments: arguments of the Python interpreter
+    :param timeout: time limit in seconds
     """
     if not (VENV / ".installed").exists():
         skip_or_fail(f"{VENV} is not there; make it with: scripts/make_jax_venv.sh")
-    # Both JAX and torch would use all cores, and other tests need some.
+    # JAX and torch would use all CPU cores, which other tests need too.
     variables = environment(CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1", TMPDIR=str(folder))
     program = [str(VENV / "bin" / "python"), *arguments]
     done = subprocess.run(

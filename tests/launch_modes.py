@@ -1,4 +1,4 @@
-"""The ways in which people run their own code: a script, ``python -c``, standard input, a notebook."""
+"""Modes of launching Python code: a script, ``python -c``, standard input, a notebook."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ LAUNCH_MODES = ("script", "-c", "stdin", "notebook")
 
 
 def run_program(launch_mode: str, text: str, folder: Path, *, limit_s: float = 240) -> str:
-    """Run ``text`` as one of ``LAUNCH_MODES`` in ``folder`` and return what it printed.
+    """Run a program in a launch mode, and return its output.
 
-    What the text defines is in ``__main__``; there is no guard unless it writes one. Lines ``# %%`` part a notebook.
-
-    :raises AssertionError: it failed; with what it printed.
+    :param launch_mode: one of ``LAUNCH_MODES``
+    :param text: source of the program, which defines ``__main__``. Lines ``# %%`` separate the cells of a notebook
+    :param folder: working directory
+    :param limit_s: time limit in seconds
+    :raises AssertionError: If the program fails. The message has its output.
     """
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "shared")])}
     if launch_mode == "notebook":

@@ -1,4 +1,4 @@
-"""What a test session may not leave behind: processes and files."""
+"""Detection of processes and files that a test session leaves behind."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import psutil
 
-# Files in these are made by running anything at all, or by benchmarks that may run beside the tests.
+# Folders with files that every run creates, or that benchmarks create, which may run at the same time.
 IGNORED_FOLDERS = {"__pycache__", "build", "dist", "data", "results", "out", "_build", "notebooks"}
-# In the command lines of processes that live as long as this one.
+# Parts of the command lines of processes that run as long as this one.
 _LONG_LIVED = ("forkserver", "resource_tracker", "tests.core.devices")
 
 
 def files_below(root: Path) -> set[Path]:
-    """List the files below ``root``, without hidden ones (caches, virtual environment, editors' files)."""
+    """Return the files under a folder, except hidden ones and those of ignored folders."""
     found: set[Path] = set()
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in IGNORED_FOLDERS and name[0] != "."]
@@ -25,9 +25,7 @@ def files_below(root: Path) -> set[Path]:
 
 
 def running_workers() -> list[psutil.Process]:
-    """Return the living processes below this one, but for those that it keeps on purpose: servers that others fork
-    from, and multiprocessing's tracker of resources.
-    """
+    """Return the running descendants of this process, except fork servers and trackers."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -42,11 +40,12 @@ def _is_long_lived(process: psutil.Process) -> bool:
 
 
 def remaining_children(*, grace_s: float = 5.0) -> list[str]:
-    """Describe the processes below this one that are still there after ``grace_s`` seconds, and those that others have
-    left, which have its ``TMPDIR``.
+    """Describe descendants and orphans that still run after ``grace_s`` seconds.
+
+    Orphans are processes whose parent has ended. They have the ``TMPDIR`` of this process.
     """
     children = psutil.Process().children(recursive=True)
-    # Of servers none is to be left, but for those of multiprocessing itself.
+    # Fork servers must have ended, except multiprocessing's own.
     own = [child for child in children if child.pid not in _pids_of_multiprocessing()]
     orphans = [process for process in psutil.process_iter() if process not in children and _is_orphan(process)]
     _, alive = psutil.wait_procs(own + orphans, timeout=grace_s)
@@ -54,7 +53,7 @@ def remaining_children(*, grace_s: float = 5.0) -> list[str]:
 
 
 def _pids_of_multiprocessing() -> set[int | None]:
-    """Processes that multiprocessing keeps until the interpreter ends, by design."""
+    """Return the pids of multiprocessing's servers, which run until the interpreter ends."""
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
     server = getattr(forkserver._forkserver, "_forkserver_pid", None)
     return {tracker, server}

@@ -1,4 +1,4 @@
-"""Runs scripts that start a cluster: Ray's processes are no children of what started them."""
+"""Runs scripts that start a Ray cluster, whose processes are not children of the script."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ MARK = "RL_EXT_TEST_RUN"
 
 
 def run_ray_script(arguments: list[str], root: Path, *, limit_s: float) -> str:
-    """Run a script, check that it leaves nothing behind, and give what it prints.
+    """Run a script, check that it leaves no process or file, and return its output.
 
-    :param arguments: of the interpreter
-    :param root: an empty folder with a short path, for all that it writes: those of sockets may have 107 characters
+    :param arguments: arguments of the Python interpreter
+    :param root: empty folder for the files of the script. Its path must be short, because paths of sockets may have
+        107 characters
+    :param limit_s: time limit in seconds
     """
     folders = {name: root / name.lower() for name in ("HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "RAY")}
     for folder in folders.values():
@@ -46,7 +48,10 @@ def run_ray_script(arguments: list[str], root: Path, *, limit_s: float) -> str:
 
 
 def wait_for_marked_processes(mark: str) -> list[psutil.Process]:
-    """List what still runs of those that were given this variable; servers end just after what they served."""
+    """Wait up to 120 s for the end of a script's processes, and return the running ones.
+
+    :param mark: value of the environment variable that marks these processes
+    """
     deadline = time.monotonic() + 120
     while True:
         running = [process for process in psutil.process_iter() if has_mark(process, mark)]
@@ -56,7 +61,7 @@ def wait_for_marked_processes(mark: str) -> list[psutil.Process]:
 
 
 def has_mark(process: psutil.Process, mark: str) -> bool:
-    """Whether a process was given this variable."""
+    """Return whether a process has the environment variable with this value."""
     try:
         return bool(process.environ().get(MARK) == mark)
     except psutil.Error:

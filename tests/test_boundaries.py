@@ -1,7 +1,7 @@
-"""Who may import whom, who decides on devices, and a proof beside each check that it can fail.
+"""Tests of the boundaries between packages: imports and device variables.
 
-That no source of a package imports what it may not, nor asks torch for CUDA, is ruff's to say: TID251 in pyproject.toml
-and in the ``ruff.toml`` of the adapters.
+ruff rejects forbidden imports and calls of ``torch.cuda`` in source files. See TID251 in pyproject.toml and in the
+``ruff.toml`` of the adapters.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ DECIDE = "import rl_ext_core.devices as d; d.resolve('auto', render='same', rend
     [
         (f"import {LIGHT}, rl_ext_core.processes, rl_ext_core.resources", HEAVY, set()),
         (DECIDE, HEAVY, {"pynvml"}),
-        ("import rl_ext_core.factory", HEAVY, {"cloudpickle"}),  # which factories are made by
+        ("import rl_ext_core.factory", HEAVY, {"cloudpickle"}),  # factories need cloudpickle
         pytest.param("import sb3_ext", TORCHRL, set(), marks=pytest.mark.slow),
         pytest.param("import torchrl_ext", SB3, set(), marks=pytest.mark.slow),
-        # The check can fail.
+        # These cases show that the check can fail.
         pytest.param(
             "import rl_ext_core.devices as d; d.resolve('cpu').compute", {"torch"}, {"torch"}, marks=pytest.mark.slow
         ),
         pytest.param("import sb3_ext, torchrl_ext", TORCHRL, TORCHRL, marks=pytest.mark.exhaustive),
     ],
 )
-def test_what_a_statement_loads(statement: str, watched: set[str], expected: set[str]) -> None:
+def test_statement_loads_only_expected_packages(statement: str, watched: set[str], expected: set[str]) -> None:
     assert modules_loaded_by(statement, watched) == expected
 
 
-def test_a_module_that_does_not_import_is_not_taken_for_a_light_one() -> None:
+def test_failing_import_is_an_error() -> None:
     with pytest.raises(AssertionError, match="no_such_module"):
         modules_loaded_by("import no_such_module", HEAVY)
 
@@ -59,7 +59,7 @@ def test_a_module_that_does_not_import_is_not_taken_for_a_light_one() -> None:
         ("torchrl_ext", "import torchrl.envs", False),
     ],
 )
-def test_ruff_refuses_imports_across_the_boundaries(package: str, statement: str, refused: bool) -> None:
+def test_ruff_rejects_imports_across_packages(package: str, statement: str, refused: bool) -> None:
     pytest.importorskip("ruff", reason='pip install "./rl-ext[dev]"')
     command = ["ruff", "check", "--no-cache", "--select", "TID251", "--stdin-filename", f"{package}/offender.py", "-"]
     done = subprocess.run(
@@ -69,7 +69,7 @@ def test_ruff_refuses_imports_across_the_boundaries(package: str, statement: str
     assert done.returncode == refused
 
 
-def test_only_the_devices_package_names_the_variables_that_pick_devices() -> None:
+def test_only_the_devices_package_names_device_variables() -> None:
     named = {
         path.relative_to(ROOT): device_variables(path.read_text(encoding="utf-8"))
         for folder in FOLDERS
@@ -79,7 +79,8 @@ def test_only_the_devices_package_names_the_variables_that_pick_devices() -> Non
     devices = FOLDERS[0].relative_to(ROOT) / "devices"
     elsewhere = {path: found for path, found in named.items() if found and devices not in path.parents}
     assert elsewhere == {}
-    assert any("CUDA_VISIBLE_DEVICES" in line for line in named[devices / "_cuda.py"])  # it can fail
+    # The check finds variables where they are allowed.
+    assert any("CUDA_VISIBLE_DEVICES" in line for line in named[devices / "_cuda.py"])
 
 
 @pytest.mark.parametrize(
@@ -93,5 +94,5 @@ def test_only_the_devices_package_names_the_variables_that_pick_devices() -> Non
         ("name = 'cuda'  # MUJOCO_GL", 0),
     ],
 )
-def test_the_check_of_variables_can_fail(source: str, count: int) -> None:
+def test_device_variables_are_found_in_code_but_not_in_docstrings(source: str, count: int) -> None:
     assert len(device_variables(source)) == count

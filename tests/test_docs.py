@@ -1,4 +1,4 @@
-"""The site: it builds without a warning, its index of errors is complete, and what it quotes exists."""
+"""Tests of the documentation: build, error index, links, commands and code blocks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def directives(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("site_directives")
 
 
-def test_the_index_of_errors_has_what_is_raised(directives: Any) -> None:
+def test_error_index_contains_raised_texts(directives: Any) -> None:
     found = list(directives.raised())
     assert len(found) > 300
     texts = {place.text for place in found if place.module == "sb3_ext.gym_vec_env"}
     assert any("is not a vectorized environment: it has no num_envs. Write" in text for text in texts)
 
 
-def test_readme_is_short_and_its_relative_links_lead_to_files() -> None:
+def test_readme_is_short_and_its_relative_links_exist() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= 1200
     links = re.findall(r"\]\((?!https://)([^)#]+)", text)
@@ -43,7 +43,7 @@ def test_readme_is_short_and_its_relative_links_lead_to_files() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
-def test_code_on_a_page_is_python_and_what_it_imports_of_ours_is_there(page: Path) -> None:
+def test_code_blocks_compile_and_their_imports_exist(page: Path) -> None:
     for code in map(textwrap.dedent, re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
         compile(code, str(page), "exec")
         for module, names in re.findall(
@@ -53,7 +53,7 @@ def test_code_on_a_page_is_python_and_what_it_imports_of_ours_is_there(page: Pat
             assert not [name for name in names.replace(" ", "").split(",") if not hasattr(imported, name)]
 
 
-def test_commands_on_the_pages_are_there() -> None:
+def test_commands_and_files_named_on_pages_exist() -> None:
     for page in [*PAGES, ROOT / "README.md"]:
         text = page.read_text()
         for name in re.findall(r"benchmarks\.(?!md|html)([a-z_]+)", text):
@@ -92,7 +92,7 @@ print(model.num_timesteps, Killed.steps, model.replay_buffer.size(), round(model
 
 
 @pytest.mark.slow
-def test_example_of_the_resume_guide_continues_at_the_checkpoint(tmp_path: Path) -> None:
+def test_resume_guide_example_continues_at_the_checkpoint(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "guides" / "resume.md").read_text()
     lines = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]  # type: ignore[index]
     for written, short in (
@@ -125,12 +125,13 @@ def test_example_of_the_resume_guide_continues_at_the_checkpoint(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+def test_site_builds_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("myst_nb", reason='the site needs pip install "./rl-ext[docs]"')
     # Without the notebooks' outputs: tests/test_examples.py executes them.
     environment = {**os.environ, "RL_EXT_DOCS_NOTEBOOKS": "off"}
     ignored = shutil.ignore_patterns("_build", "notebooks")
-    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=ignored)  # it puts the notebooks beside its pages
+    # The build copies the notebooks next to the pages.
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=ignored)
     for name in ("shared", "sb3_ext", "torchrl_ext", "examples", "CHANGELOG.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]

@@ -1,6 +1,6 @@
-"""GymVecEnv and GymWrapper over EnvPool: equal to a second pool of the same seed that is stepped by hand.
+"""Tests of GymVecEnv and GymWrapper with EnvPool, against a second pool stepped by hand.
 
-EnvPool is in .venv-jax alone, in which test_jax_venv.py runs this file.
+EnvPool is only in .venv-jax, in which test_jax_venv.py runs this file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 class HandStep(NamedTuple):
-    """A step of all environments, and what follows it: the first observations where an episode has ended."""
+    """Step of all environments.
+
+    :ivar following: observations after the step; for ended episodes, the first ones of the next episode
+    """
 
     last: Any
     reward: Any
@@ -64,7 +67,10 @@ def make_actions(space: Any) -> Any:
 
 
 def step_by_hand(pool: Any, actions: Any) -> Iterator[HandStep]:
-    """Step a pool, and reset the environments whose episodes have ended. The first record is of the reset."""
+    """Step a pool, and reset the environments whose episodes have ended.
+
+    The first item is the reset.
+    """
     following, info = pool.reset()
     yield HandStep(following, None, np.zeros(ENVS, bool), np.zeros(ENVS, bool), {}, following, info)
     for action in actions:
@@ -78,7 +84,7 @@ def step_by_hand(pool: Any, actions: Any) -> Iterator[HandStep]:
 
 
 def flatten_info(info: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested infos, and leave out what GymVecEnv adds."""
+    """Flatten nested infos, without the keys that GymVecEnv adds."""
     found: dict[str, Any] = {}
     for key, value in info.items():
         if isinstance(value, dict) and key != "episode":
@@ -89,7 +95,7 @@ def flatten_info(info: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def assert_is_row(info: dict[str, Any], batch: dict[str, Any], row: int) -> None:
-    """Check that an info holds a row of the infos of a batch, with the same dtypes."""
+    """Assert that an info equals a row of a batch's infos, with the same dtypes."""
     info, batch = flatten_info(info), flatten_info(batch)
     assert info.keys() == batch.keys()
     for key, values in batch.items():
@@ -194,7 +200,7 @@ def test_gym_wrapper_resets_running_environments(task: str) -> None:
         lambda pool: wrappers.DictInfoToList(wrappers.FlattenObservation(wrappers.RecordEpisodeStatistics(pool))),
     ],
 )
-def test_wrappers_leave_the_stream_of_a_pool_as_it_is(wrap: Any) -> None:
+def test_wrapped_pools_return_the_same_transitions(wrap: Any) -> None:
     venv, env = (adapter(wrap(make_pool("CartPole-v1"))) for adapter in (GymVecEnv, GymWrapper))
     pool = make_pool("CartPole-v1")
     actions = make_actions(pool.action_space)
@@ -226,7 +232,7 @@ def test_wrappers_leave_the_stream_of_a_pool_as_it_is(wrap: Any) -> None:
         returns[record.ended] = 0
 
 
-def test_gym_vec_env_takes_actions_in_a_list() -> None:
+def test_gym_vec_env_accepts_a_list_of_actions() -> None:
     venv, pool = GymVecEnv(make_pool("CartPole-v1")), make_pool("CartPole-v1")
     venv.reset(), pool.reset()
     assert_same(venv.step([0, 1, 0, 1])[0], pool.step(np.array([0, 1, 0, 1]))[0])

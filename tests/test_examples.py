@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and the outputs stored in them are those of their code."""
+"""Tests that the notebooks run, and that their stored outputs belong to their code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from scripts.run_notebooks import code_digest
 from tests.core.devices.fakes.build import skip_or_fail
-from tests.core.devices.processes import environment
+from tests.core.devices.run_code import environment
 from tests.torchrl_ext.in_meltingpot.venv import python
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -25,8 +25,8 @@ def read(notebook: Path) -> Any:
     return nbformat.read(notebook, as_version=4)
 
 
-def executed(name: str, folder: Path, variables: dict[str, str], **options: Any) -> str:
-    """Run a notebook in a folder, and give what it prints."""
+def run_notebook(name: str, folder: Path, variables: dict[str, str], **options: Any) -> str:
+    """Run a notebook in a folder, and return its printed output."""
     notebook = read(EXAMPLES / name)
     client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}, **options)
     client.execute(env=variables)
@@ -35,7 +35,7 @@ def executed(name: str, folder: Path, variables: dict[str, str], **options: Any)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_stored_outputs_of_a_notebook_are_of_its_present_code(path: Path) -> None:
+def test_stored_notebook_outputs_match_the_code(path: Path) -> None:
     notebook = read(path)
     advice = f"run scripts/run_notebooks.py {path.stem}"
     assert notebook.metadata.get("rl_ext", {}).get("code_digest") == code_digest(notebook), advice
@@ -47,7 +47,7 @@ def test_stored_outputs_of_a_notebook_are_of_its_present_code(path: Path) -> Non
 def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     for folder in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(folder, str(tmp_path / folder))
-    # Without a GPU wherever it runs: the mask on which robosuite fails by itself.
+    # Hide GPUs on every machine. robosuite without rl-ext fails with this mask.
     return environment(RL_EXT_SHORT="1", CUDA_VISIBLE_DEVICES="")
 
 
@@ -67,43 +67,45 @@ def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
         ("sb3_torch_env", ["cut by the time limit:         True", "steps a second, learning included"]),
     ],
 )
-def test_a_notebook_runs(name: str, parts: list[str], tmp_path: Path, variables: dict[str, str]) -> None:
+def test_notebook_runs(name: str, parts: list[str], tmp_path: Path, variables: dict[str, str]) -> None:
     variables["TMPDIR"] = str(tmp_path)  # Stable Baselines3's log
-    # Two of them import the environment from the file beside them.
-    text = executed(f"{name}.ipynb", EXAMPLES if name.endswith("torch_env") else tmp_path, variables)
+    # Two notebooks import the environment from a file in their folder.
+    text = run_notebook(f"{name}.ipynb", EXAMPLES if name.endswith("torch_env") else tmp_path, variables)
     assert [part for part in parts if part not in text] == []
     assert name != "robosuite_devices" or float(text.split("brightness")[1].split()[0]) > 10
 
 
 @pytest.mark.exhaustive
-def test_a_million_images_are_planned_and_trained_on(tmp_path: Path, variables: dict[str, str]) -> None:
-    text = executed("image_replay_plan.ipynb", tmp_path, variables)
+def test_image_replay_notebook_plans_and_trains(tmp_path: Path, variables: dict[str, str]) -> None:
+    text = run_notebook("image_replay_plan.ipynb", tmp_path, variables)
     assert "measured: MountainCar-v0, 150 steps of a random policy" in text
     assert "trained to the same weights, bit for bit: True" in text
-    held = [int(line.split()[-4].replace(",", "")) for line in text.splitlines() if line.endswith("bytes a transition")]
-    assert 179_000 < held[0] <= 180_000
-    assert 20 * max(held[1:]) < held[0]
+    bytes_per_transition = [
+        int(line.split()[-4].replace(",", "")) for line in text.splitlines() if line.endswith("bytes a transition")
+    ]
+    assert 179_000 < bytes_per_transition[0] <= 180_000
+    assert 20 * max(bytes_per_transition[1:]) < bytes_per_transition[0]
     assert (tmp_path / "plan.png").exists()
 
 
 @pytest.mark.exhaustive
-def test_ppo_of_seven_agents_of_melting_pot(tmp_path: Path, variables: dict[str, str]) -> None:
+def test_melting_pot_notebook_trains(tmp_path: Path, variables: dict[str, str]) -> None:
     kernel = tmp_path / "JUPYTER_DATA_DIR" / "kernels" / "meltingpot" / "kernel.json"
     kernel.parent.mkdir(parents=True)
     argv = [str(python()), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     kernel.write_text(json.dumps({"argv": argv, "display_name": "Melting Pot", "language": "python"}))
-    text = executed("meltingpot_parallel.ipynb", tmp_path, variables, kernel_name="meltingpot")
+    text = run_notebook("meltingpot_parallel.ipynb", tmp_path, variables, kernel_name="meltingpot")
     assert "cannot pickle 'dmlab2d.dmlab2d_pybind.Lab2d' object" in text
     assert "the environment goes on: torch.Size([3])" in text
     assert "apples per episode" in text
 
 
 @pytest.mark.exhaustive
-def test_ppo_on_a_console_game(tmp_path: Path, variables: dict[str, str]) -> None:
+def test_retro_notebook_trains(tmp_path: Path, variables: dict[str, str]) -> None:
     if find_spec("stable_retro") is None:
         skip_or_fail("stable-retro is not installed: pip install stable-retro")
     variables |= dict.fromkeys(("XDG_CACHE_HOME", "TMPDIR"), str(tmp_path))
-    text = executed("ppo_retro.ipynb", tmp_path, variables)
+    text = run_notebook("ppo_retro.ipynb", tmp_path, variables)
     assert "Cannot create multiple emulator instances per process" in text
     assert "So each of the 4 has its own process." in text
     assert re.search(r"env_step +\| 0\.\d+", text)

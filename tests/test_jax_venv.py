@@ -15,7 +15,7 @@ FILES = ["tests/test_envpool.py", "tests/core/vector/test_brax.py", "tests/torch
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("envpool") is not None, reason="this is .venv-jax")
 @pytest.mark.parametrize("file", FILES)
-def test_in_jax_venv(file: str, tmp_path: Path) -> None:
+def test_file_passes_in_jax_venv(file: str, tmp_path: Path) -> None:
     options = [
         "-q",
         "-p",

@@ -1,4 +1,4 @@
-"""The check of the session can fail."""
+"""Tests that the check for leaks of a session can fail."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 @pytest.fixture(autouse=True)
 def no_servers() -> None:
-    """Those of earlier tests are kept until the session ends."""
+    """Stop the fork server of earlier tests, which runs until the session ends."""
     stop_server()
 
 
-def test_a_child_that_lives_on_is_reported() -> None:
+def test_running_child_is_reported() -> None:
     assert remaining_children(grace_s=0) == []
     with subprocess.Popen(SLEEP) as child:
         try:
@@ -31,7 +31,7 @@ def test_a_child_that_lives_on_is_reported() -> None:
             child.kill()
 
 
-def test_what_a_child_that_is_gone_has_left_is_reported() -> None:
+def test_orphan_of_an_ended_child_is_reported() -> None:
     script = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL).pid)"
     left = subprocess.run([sys.executable, "-c", script, *SLEEP], stdout=subprocess.PIPE, text=True, check=True)
     try:
@@ -40,7 +40,7 @@ def test_what_a_child_that_is_gone_has_left_is_reported() -> None:
         os.kill(int(left.stdout), signal.SIGKILL)
 
 
-def test_a_new_file_is_reported_and_caches_and_hidden_files_are_not(tmp_path: Path) -> None:
+def test_new_files_are_reported_except_caches_and_hidden_files(tmp_path: Path) -> None:
     before = files_below(tmp_path)
     names = ("deep/er/left.bin", "__pycache__/a.pyc", ".cache/b", ".hidden", "out/plot.png")
     for name in names:
@@ -50,8 +50,8 @@ def test_a_new_file_is_reported_and_caches_and_hidden_files_are_not(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_session_that_leaks_fails(tmp_path: Path) -> None:
-    """Run a real session with the project's conftest and a test that leaves a temporary file behind."""
+def test_session_with_a_leak_fails(tmp_path: Path) -> None:
+    """Run a session with the project's conftest and a test that leaks a temporary file."""
     conftest = Path(__file__).with_name("conftest.py")
     offender = tmp_path / "test_offender.py"
     offender.write_text("import tempfile\ndef test_leak():\n    tempfile.mkstemp(prefix='forgotten')\n")

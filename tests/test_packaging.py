@@ -1,4 +1,4 @@
-"""What is built installs under the names that are imported."""
+"""Tests of the contents of the wheel and the source distribution."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("built")
+def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("build_folder")
     command = [sys.executable, "-m", "hatchling", "build", "--directory", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     return out
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_three_packages_and_no_folder_called_shared(built: Path) -> None:
-    (wheel,) = built.glob("*.whl")
+def test_wheel_contains_only_the_three_packages(build_folder: Path) -> None:
+    (wheel,) = build_folder.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"rl_ext_core", "torchrl_ext", "sb3_ext"}
@@ -37,8 +37,8 @@ def test_the_wheel_holds_the_three_packages_and_no_folder_called_shared(built: P
 
 
 @pytest.mark.slow
-def test_the_sdist_holds_what_a_build_and_the_tests_need(built: Path) -> None:
-    (sdist,) = built.glob("*.tar.gz")
+def test_sdist_contains_files_for_build_and_tests(build_folder: Path) -> None:
+    (sdist,) = build_folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     assert {"pyproject.toml", "LICENSE", "constraints.txt", "tests/conftest.py"} <= names

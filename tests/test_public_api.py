@@ -1,4 +1,4 @@
-"""``__all__`` is exactly the public names, each of them is documented, and the example of a class comes out."""
+"""Tests of the public API: ``__all__``, docstrings, and the examples in docstrings."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ PACKAGE_ROOTS = ("rl_ext_core", *ADAPTERS)
 
 
 def public_names(module: ModuleType) -> set[str]:
-    """Name what ``module`` offers: neither private, nor a module, nor made elsewhere."""
-    # The adapters offer parts of the core as well; a part of the core offers only what it holds.
+    """Return the names that a module defines, except private ones and modules."""
+    # The adapters also export names of the core. A module of the core exports only its own names.
     origins = PACKAGE_ROOTS if module.__name__ in ADAPTERS else (module.__name__,)
     names = {name for name in dir(module) if not name.startswith("_") and name != "TYPE_CHECKING"}
     return {name for name in names if _is_defined_in(getattr(module, name), origins)}
@@ -44,32 +44,32 @@ def public_names(module: ModuleType) -> set[str]:
 def _is_defined_in(value: object, origins: tuple[str, ...]) -> bool:
     if inspect.ismodule(value):
         return False
-    # Plain constants do not say where they come from: a public one counts.
+    # Constants have no __module__, and count if they are public.
     origin = str(getattr(value, "__module__", origins[0]))
     return any(f"{origin}.".startswith(f"{package}.") for package in origins)
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_all_is_exactly_the_public_names(name: str) -> None:
+def test_all_equals_the_public_names(name: str) -> None:
     module = importlib.import_module(name)
     assert len(module.__all__) == len(set(module.__all__))
     assert set(module.__all__) - {"__version__"} == public_names(module)
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_every_public_name_has_a_docstring(name: str) -> None:
+def test_public_names_have_docstrings(name: str) -> None:
     module = importlib.import_module(name)
     assert module.__doc__
     for public in module.__all__:
         value = getattr(module, public)
         if inspect.isclass(value) or inspect.isroutine(value):
-            # Its own, not an inherited one, nor the signature that dataclasses write.
+            # Inherited docstrings, and signatures that dataclasses write, do not count.
             doc = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
             assert doc, f"{name}.{public} has no docstring"
             assert not doc.startswith(f"{public}("), f"{name}.{public} has no docstring of its own"
 
 
-def test_the_check_of_names_can_fail() -> None:
+def test_public_names_of_a_module_without_all() -> None:
     module = ModuleType("offender")
     exec("import os\nfrom pathlib import Path\nLIMIT = 3\n_private = 1\ndef forgotten(): ...", vars(module))
     module.forgotten.__module__ = "offender._part"
@@ -77,11 +77,11 @@ def test_the_check_of_names_can_fail() -> None:
 
 
 @pytest.mark.parametrize("name", PACKAGE_ROOTS)
-def test_type_information_is_shipped(name: str) -> None:
+def test_package_ships_type_information(name: str) -> None:
     assert (Path(str(importlib.import_module(name).__file__)).parent / "py.typed").is_file()
 
 
-def test_the_version_is_that_of_the_distribution() -> None:
+def test_version_equals_the_distribution_version() -> None:
     assert version("rl-ext") == rl_ext_core.__version__
 
 
@@ -91,16 +91,16 @@ CLASSES = {
     for name in importlib.import_module(package).__all__
     if inspect.isclass(getattr(importlib.import_module(package), name))
 }
-# They are raised here, and made by nobody else.
+# Exceptions have no example.
 DOCUMENTED_CLASSES = {name: cls for name, cls in CLASSES.items() if not issubclass(cls, Exception)}
 
 
-# PettingZoo has begun to make its environments otherwise.
+# PettingZoo has deprecated the way in which the example creates an environment.
 @pytest.mark.filterwarnings("ignore:The old environment creation API:DeprecationWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DOCUMENTED_CLASSES)
-def test_the_example_of_a_class(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "frames" not in name and "Buffer" not in name and "Storage" not in name:  # numba's cache is below it too
+def test_docstring_example_of_a_class_passes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "frames" not in name and "Buffer" not in name and "Storage" not in name:  # numba's cache is in this folder too
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # verdicts of the probe
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # logs of Stable Baselines3
     monkeypatch.setattr(tempfile, "tempdir", None)

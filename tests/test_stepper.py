@@ -1,8 +1,8 @@
-"""One table: every kind of vectorized environment, in each autoreset mode, through both libraries.
+"""Tests of GymVecEnv and GymWrapper with vectorized environments of many libraries.
 
-GymVecEnv and GymWrapper must return what one environment for each row returns, stepped by hand with the same seeds and
-actions: observations, rewards, flags, last observations, infos of rows that ended and of rows that go on, infos of
-resets. :data:`TABLE` lists the environments, their modes, and what they are compared with.
+Both wrappers must return the same results as one single environment per row, with the same seeds and actions. The
+results are observations, rewards, flags, last observations, and infos of steps and resets. :data:`TABLE` lists the
+environments, their modes, and their single environments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import GymVecEnv
 from tests.jax_venv import ROOT, run_in_jax_venv
-from tests.torchrl_ext.environments import WalkWithoutInfos, IsaacByIds, ManiSkill, SameStep, Walk
+from tests.torchrl_ext.environments import IsaacByIds, ManiSkill, SameStep, Walk, WalkWithoutInfos
 from torchrl_ext import GymWrapper
 
 F32 = np.float32
@@ -41,11 +41,11 @@ ALL = (NEXT_STEP, SAME_STEP, DISABLED)
 SEED, ROWS = 7, 5
 
 
-# -- environments whose infos name the episode and the step, so that an info of another episode shows
+# -- environments whose infos contain the episode and the step, so that wrong infos are detected
 
 
 class InfoWalk(Walk):
-    """Walk with infos in every step, in some steps, in last steps, in resets and in nested dicts."""
+    """Walk with infos in all steps, some steps, last steps, resets and nested dicts."""
 
     KEYS = ("age", "number", "odd", "score", "fresh", "inner.age", "inner.score", "marks")
 
@@ -66,7 +66,7 @@ class InfoWalk(Walk):
 
 
 class DictInfoWalk(InfoWalk):
-    """InfoWalk with a Dict of observations."""
+    """InfoWalk with a Dict observation space."""
 
     observation_space = spaces.Dict(
         place=spaces.Box(-np.inf, np.inf, (4,), F32),
@@ -80,7 +80,7 @@ class DictInfoWalk(InfoWalk):
 
 
 class InPlaceInfoWalk(InfoWalk):
-    """InfoWalk that writes every observation and every info into the same objects."""
+    """InfoWalk that reuses one object for all observations, and one for all infos."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class InPlaceInfoWalk(InfoWalk):
 
 
 class AddInfo(gymnasium.vector.VectorWrapper):
-    """AddInfo a number of its own to the infos of steps, without a mask."""
+    """Wrapper that adds a number to the infos of steps, without a mask."""
 
     KEYS = (*InfoWalk.KEYS, "added")
 
@@ -124,7 +124,7 @@ class AddInfoRow(InfoWalk):
 
 
 class IsaacLabEnv(IsaacByIds):
-    """In Isaac Lab's style: buffers that each step writes again, ``env_ids``, an info without ``final_info``."""
+    """Imitation of Isaac Lab: reused buffers, resets by ``env_ids``, no ``final_info``."""
 
     KEYS = ("age", "number")
 
@@ -150,7 +150,7 @@ class IsaacLabEnv(IsaacByIds):
 
 
 class MjlabEnv(IsaacLabEnv):
-    """In mjlab's style: spaces of its own, and a setting that leaves resets to the caller."""
+    """Imitation of mjlab: its own classes of spaces, and no resets of its own."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(foreign=True, **kwargs)
@@ -158,7 +158,10 @@ class MjlabEnv(IsaacLabEnv):
 
 
 class VmasEnv(IsaacLabEnv):
-    """As ``Team`` of scripts/check_vmas.py: spaces of one row wrap_with the names of the batch's, resets by ``env_ids``."""
+    """Imitation of ``Team`` in scripts/check_vmas.py.
+
+    Its spaces are those of one row, and rows are reset by ``env_ids``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +171,7 @@ class VmasEnv(IsaacLabEnv):
 
 
 class ManiSkillEnv(ManiSkill):
-    """In ManiSkill's style: resets by ``env_idx``, last infos wrap_with ``final_info``, the others after the reset."""
+    """Imitation of ManiSkill: resets by ``env_idx``, last infos as ``final_info``."""
 
     KEYS = ("age", "number")
 
@@ -197,7 +200,7 @@ class ManiSkillEnv(ManiSkill):
 
 
 class NoMode(SameStep):
-    """An environment that reports no autoreset mode."""
+    """Environment without an autoreset mode in its metadata."""
 
     metadata = {}  # noqa: RUF012
 
@@ -205,11 +208,11 @@ class NoMode(SameStep):
         super().__init__(list(LAB), form)
 
 
-# -- what one row returns when it is stepped single: a class with the reset and step of gymnasium's environments
+# -- single environments for one row, with gymnasium's reset and step
 
 
 class IsaacRow:
-    """One row of Lab, Mjlab, Vmas and Mani, stepped in NumPy."""
+    """One row of IsaacLabEnv, MjlabEnv, VmasEnv and ManiSkillEnv, in NumPy."""
 
     def __init__(self, lengths: Sequence[int], row: int, *, key: str | None = "policy") -> None:
         self.length, self.row, self.key, self.episode = lengths[row], row, key, 0
@@ -232,7 +235,7 @@ class IsaacRow:
 
 
 class PreviousAsLast:
-    """A row whose last observations are lost, and replaced by the observations before."""
+    """Row whose last observations are replaced by the preceding observations."""
 
     def __init__(self, row: Any) -> None:
         self.row = row
@@ -249,7 +252,7 @@ class PreviousAsLast:
 
 
 class CountRow:
-    """One row of SameStep, which counts."""
+    """One row of SameStep, which counts steps."""
 
     def __init__(self, lengths: Sequence[int], row: int) -> None:
         self.length, self.row, self.episode = lengths[row], row, -1
@@ -264,8 +267,10 @@ class CountRow:
 
 
 class SingleRowEnv:
-    """A vectorized environment with one row, in the mode NextStep.
+    """Single environment made of a vectorized one with one row, in the mode NextStep.
 
+    :param env: the vectorized environment
+    :param row: number of the row that it imitates
     :param seeds: whether its reset takes a seed
     """
 
@@ -294,7 +299,10 @@ class SingleRowEnv:
 
 
 class CartPoleRow:
-    """gymnasium's vectorized CartPole with one row. All rows share a generator, so a first state is read there."""
+    """gymnasium's vectorized CartPole with one row.
+
+    First states are read from the batch, because all rows share a random number generator.
+    """
 
     def __init__(self, env: Any, row: int) -> None:
         self.batch_env, self.row, self.env = env.unwrapped, row, CartPoleVectorEnv(1, env.unwrapped.max_episode_steps)
@@ -314,7 +322,7 @@ class CartPoleRow:
 
 @cache
 def functional_env(functional: str) -> Any:
-    """Return a functional environment of gymnasium, functional_env once for all rows."""
+    """Return a functional environment of gymnasium, which is compiled once for all rows."""
     import jax
     from gymnasium.envs import phys2d
 
@@ -324,7 +332,7 @@ def functional_env(functional: str) -> Any:
 
 
 class FunctionalRow:
-    """A functional environment of gymnasium, without a batch. Its first states are read from the batch."""
+    """Single functional environment of gymnasium, whose first states are read from the batch."""
 
     def __init__(self, functional: str, bound: Any, env: Any, row: int) -> None:
         self.batch_env, self.row, self.bound = env.unwrapped, row, np.array(bound)
@@ -345,7 +353,7 @@ class FunctionalRow:
 
 
 class BraxRow:
-    """One row of a Brax environment. Its first states, with their random keys, are read from the batch."""
+    """One row of a Brax environment, with first states and random keys from the batch."""
 
     def __init__(self, env: Any, row: int) -> None:
         self.batch_env, self.row, self.advance = env.unwrapped, row, brax_step(env.unwrapped)
@@ -373,7 +381,7 @@ def brax_step(env: Any) -> Any:
     return jax.jit(env._env.step)
 
 
-# -- how environments are made
+# -- functions that make environments
 
 
 def vector_of(kind: Any, make: Any = InfoWalk, **options: Any) -> Callable[[AutoresetMode], Any]:
@@ -385,7 +393,7 @@ def wrap_with(wrap: Any, make: Callable[[AutoresetMode], Any]) -> Callable[[Auto
 
 
 def atari(count: int, mode: AutoresetMode) -> Any:
-    # Episodes end after 15 steps, or with the first life, which each row loses at another time.
+    # Episodes end after 15 steps, or with the first life, which each row loses at a different time.
     options = {"max_num_frames_per_episode": 60, "episodic_life": True, "noop_max": 5, "num_threads": 1}
     return AtariVectorEnv("breakout", count, autoreset_mode=mode, img_height=24, img_width=24, stack_num=2, **options)
 
@@ -395,7 +403,7 @@ def atari_row(env: Any, row: int) -> Any:
 
 
 def pool(task: str, wrap: Any = lambda env: env) -> tuple[Any, Any, Any]:
-    """Return how to make a pool, its modes, and pools of one row with the seeds that it gives its rows."""
+    """Return the columns ``make``, ``modes`` and ``oracle`` of the table for an EnvPool task."""
 
     def make(count: int, seed: int) -> Any:
         import envpool
@@ -411,19 +419,22 @@ def pool(task: str, wrap: Any = lambda env: env) -> tuple[Any, Any, Any]:
 
 def phys2d(task: str, mode: AutoresetMode) -> Any:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*missing AutoresetMode metadata")  # Pendulum's is
+        warnings.filterwarnings("ignore", ".*missing AutoresetMode metadata")  # it is missing in Pendulum
         return gymnasium.make_vec(f"phys2d/{task}", num_envs=ROWS, max_episode_steps=13)
 
 
 def brax(kind: str) -> Any:
-    """Return a Brax environment whose episodes have 8 steps, or one that ends by itself, too."""
+    """Return a Brax environment.
+
+    :param kind: ``"walk"`` for that of test_brax.py; otherwise a name in Brax, for episodes of 8 steps
+    """
     from rl_ext_core.vector.brax import BraxVectorEnv
     from tests.core.vector.test_brax import Walk as BraxWalk
 
     if kind == "walk":
         return BraxVectorEnv(BraxWalk(observation="array"), ROWS)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Brax is not developed any more, and says so
+        warnings.simplefilter("ignore")  # Brax warns that it is no longer developed
         from brax.envs import create
 
         return BraxVectorEnv(create(kind, episode_length=8, auto_reset=False), ROWS)
@@ -443,15 +454,15 @@ WALK_OF_3 = (2, 3, 5)
 class TableRow(NamedTuple):
     """One kind of environment.
 
-    :ivar make: makes it, in a mode
-    :ivar modes: those that it knows
-    :ivar oracle: makes what stands for a row: (the environment, index of the row)
-    :ivar infos: numbers in its infos; "a.b" is one in a nested dict
-    :ivar options: of GymVecEnv and GymWrapper alike
-    :ivar needs: the module that it needs, which is not in every environment of this project
-    :ivar tolerance: of floating-point numbers, where the batch is functional_env in another way than a row
-    :ivar steps: how many are compared
-    :ivar missing_infos: infos that the environment does not return where it resets a row: "last" ones, or those of "resets"
+    :ivar make: function that makes the environment in a mode
+    :ivar modes: modes that the environment supports
+    :ivar oracle: function that makes the single environment from the vectorized one and the index of a row
+    :ivar infos: keys of numbers in infos; ``"a.b"`` is a key in a nested dict
+    :ivar options: options of GymVecEnv and GymWrapper
+    :ivar needs: module that is only in .venv-jax
+    :ivar tolerance: tolerance of floating-point numbers, if the batch and the single environment compute differently
+    :ivar steps: number of steps to compare
+    :ivar missing_infos: infos that the environment does not return if it resets a row: ``"last"`` or ``"resets"``
     """
 
     make: Callable[[AutoresetMode], Any]
@@ -485,7 +496,7 @@ CLIP = {"clip_actions": 1.0}
 PREVIOUS = {**CLIP, "missing_final_obs": "previous"}
 
 TABLE: dict[str, TableRow] = {
-    # gymnasium's, and ours
+    # vectorized environments of gymnasium and rl-ext
     "SyncVectorEnv": TableRow(sync, ALL, walk_row),
     "SyncVectorEnv, Dict": TableRow(vector_of(SyncVectorEnv, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()),
     "SyncVectorEnv, copy=False": TableRow(vector_of(SyncVectorEnv, copy=False), ALL, walk_row),
@@ -518,14 +529,14 @@ TABLE: dict[str, TableRow] = {
     "vector_entry_point, Disabled": TableRow(
         lambda mode: CartPoleVectorEnv(ROWS, 20), (DISABLED,), CartPoleRow, (), {"autoreset_mode": "Disabled"}
     ),
-    # under gymnasium's wrappers of vectorized environments
+    # in gymnasium's wrappers of vectorized environments
     "RecordEpisodeStatistics": TableRow(
         wrap_with(wrappers.RecordEpisodeStatistics, sync), ALL, statistics_row, STATISTICS
     ),
     "RecordEpisodeStatistics of workers": TableRow(
         wrap_with(wrappers.RecordEpisodeStatistics, vector_of(fork)), ALL, statistics_row, STATISTICS
     ),
-    "RecordEpisodeStatistics of ours": TableRow(
+    "RecordEpisodeStatistics of SharedMemoryVectorEnv": TableRow(
         wrap_with(wrappers.RecordEpisodeStatistics, vector_of(shared_memory_env)), ALL, statistics_row, STATISTICS
     ),
     "RecordEpisodeStatistics, no other infos": TableRow(
@@ -549,12 +560,13 @@ TABLE: dict[str, TableRow] = {
         ALL,
         lambda env, row: single_wrappers.TransformReward(InfoWalk(), lambda reward: reward * 2),
     ),
-    "TransformObservation": TableRow(  # gymnasium refuses SameStep
+    "TransformObservation": TableRow(  # gymnasium rejects SameStep
         wrap_with(halve_observations, sync),
         (NEXT_STEP, DISABLED),
-        lambda env, row: single_wrappers.TransformObservation(InfoWalk(), lambda seen: seen / 2, None),
+        lambda env, row: single_wrappers.TransformObservation(InfoWalk(), lambda observation: observation / 2, None),
     ),
-    "NumpyToTorch": TableRow(wrap_with(to_torch, sync), (NEXT_STEP, DISABLED), walk_row),  # it converts no final_obs
+    # NumpyToTorch does not convert final_obs.
+    "NumpyToTorch": TableRow(wrap_with(to_torch, sync), (NEXT_STEP, DISABLED), walk_row),
     "NumpyToTorch(RecordEpisodeStatistics)": TableRow(
         wrap_with(to_torch, wrap_with(wrappers.RecordEpisodeStatistics, sync)),
         (NEXT_STEP, DISABLED),
@@ -564,7 +576,7 @@ TABLE: dict[str, TableRow] = {
     "RecordEpisodeStatistics(vector_entry_point)": TableRow(
         lambda mode: wrappers.RecordEpisodeStatistics(CartPoleVectorEnv(ROWS, 20)), (NEXT_STEP,), CartPoleRow, ()
     ),
-    # written in C++; ALE has no infos of last steps in the mode SameStep
+    # written in C++; ALE returns no infos of last steps in the mode SameStep
     "ALE": TableRow(partial(atari, ROWS), (NEXT_STEP,), atari_row, ALE, steps=45),
     "ALE, SameStep": TableRow(partial(atari, ROWS), (SAME_STEP,), atari_row, ALE, steps=45, missing_infos="last"),
     "EnvPool CartPole": TableRow(*pool("CartPole-v1"), POOL, needs="envpool"),
@@ -572,7 +584,7 @@ TABLE: dict[str, TableRow] = {
     "EnvPool CartPole, RecordEpisodeStatistics": TableRow(
         *pool("CartPole-v1", wrappers.RecordEpisodeStatistics), (*POOL, "episode.r", "episode.l"), needs="envpool"
     ),
-    # on tensors; what Isaac Lab and mjlab reset themselves has no infos of resets
+    # on tensors; if Isaac Lab resets rows itself, it returns no infos of resets
     "Isaac Lab": TableRow(
         lambda mode: IsaacLabEnv(final_obs=True), (SAME_STEP,), lab_row, IsaacLabEnv.KEYS, CLIP, missing_infos="resets"
     ),
@@ -594,7 +606,7 @@ TABLE: dict[str, TableRow] = {
         CLIP,
     ),
 }
-# last observations in other forms than gymnasium's, of environments of no library
+# last observations in other forms than gymnasium's
 for _form in SameStep.FORMS:
     for _torch in (False, True):
         TABLE[f"final_obs as {_form}{', torch' if _torch else ''}"] = TableRow(
@@ -630,11 +642,13 @@ for _name, _task, _functional, _bound in (
 CASES = [(name, mode) for name, row in TABLE.items() for mode in row.modes]
 
 
-# -- what the adapters return, row by row
+# -- results of the two wrappers, row by row
 
 
 class Turn(NamedTuple):
-    """One step. Of rows that ended, ``observations`` are the last of an episode, ``following`` the first of the next.
+    """Results of one step.
+
+    For rows that ended, ``observations`` are the last ones of the episode, and ``following`` the first of the next.
 
     Infos are dicts with what the table names.
     """
@@ -655,7 +669,7 @@ def split_rows(batch: Any) -> list[Any]:
 
 
 def select_numbers(info: Any, keys: Iterable[str]) -> dict[str, Any]:
-    """Return the numbers that an info holds under the names of the table."""
+    """Return the entries of an info for keys of the table."""
     found = {}
     for key in keys:
         value = info
@@ -667,9 +681,12 @@ def select_numbers(info: Any, keys: Iterable[str]) -> dict[str, Any]:
 
 
 class SB3Driver:
-    """Steps through GymVecEnv.
+    """Driver of an environment in GymVecEnv.
 
-    :param infos: its option; with "finished", rows that go on have no infos
+    :param env: the environment
+    :param row: its row of the table
+    :param infos: option of GymVecEnv; with ``"finished"``, only rows that end have infos
+    :param limit: unused
     """
 
     def __init__(self, env: Any, row: TableRow, infos: str, limit: int | None = None) -> None:
@@ -677,15 +694,15 @@ class SB3Driver:
         self.keys, self.all = row.infos, infos == "all"
         self.count, self.actions = self.venv.num_envs, self.venv.action_space
 
-    def seen(self, observation: Any) -> Any:
-        """Return what SB3 gets of an observation: the part for the policy."""
+    def policy_observation(self, observation: Any) -> Any:
+        """Return the part of an observation that SB3 gets, which is the one for the policy."""
         return observation["policy"] if isinstance(observation, dict) and "policy" in observation else observation
 
     def flags(self, terminated: bool, truncated: bool) -> tuple[bool, bool]:
         return bool(terminated or truncated), bool(truncated and not terminated)
 
-    def info(self, info: dict[str, Any], ended: bool, begun: bool) -> Any:
-        return select_numbers(info, self.keys) if ended or begun or self.all else {}
+    def info(self, info: dict[str, Any], ended: bool, starts: bool) -> Any:
+        return select_numbers(info, self.keys) if ended or starts or self.all else {}
 
     def reset(self, seed: int) -> tuple[list[Any], list[Any]]:
         self.venv.seed(seed)
@@ -719,12 +736,14 @@ class SB3Driver:
 
 
 class TorchRLDriver:
-    """Steps through GymWrapper.
+    """Driver of an environment in GymWrapper.
 
-    :param variant: ``"rollout"`` (the method that rollouts and collectors call), ``"masks"`` (a step, then a reset of the
-        rows that are done), ``"no infos"`` (without readers of infos, which takes another path), ``"registered"`` (by
-        ``auto_register_info_dict``)
-    :param limit: steps after which a transform truncates episodes; what a row has reset itself is not reset again
+    :param env: the environment
+    :param row: its row of the table
+    :param variant: ``"rollout"`` calls ``step_and_maybe_reset``, as rollouts and collectors do. ``"masks"`` calls
+        ``step`` and resets rows that are done. ``"no infos"`` sets no readers of infos. ``"registered"`` calls
+        ``auto_register_info_dict``
+    :param limit: number of steps after which a transform truncates episodes; default: no transform
     """
 
     def __init__(self, env: Any, row: TableRow, variant: str, limit: int | None = None) -> None:
@@ -741,9 +760,9 @@ class TorchRLDriver:
         self.env = wrapped if limit is None else wrapped.append_transform(StepCounter(limit))
 
     def _read_nested(self, info: Any, data: Any) -> Any:
-        """Read what TorchRL's reader does not: numbers in nested dicts. What is absent is zero, as with that reader."""
+        """Read numbers in nested dicts, which TorchRL's reader ignores. Missing numbers are zero."""
         parts = info if isinstance(info, list) else [info]
-        assert "reward" in data or not any("episode" in part for part in parts)  # that is for the ends of episodes
+        assert "reward" in data or not any("episode" in part for part in parts)  # only ends of episodes have this key
         for key in self.keys:
             if "." in key:
                 if isinstance(info, list):
@@ -754,13 +773,13 @@ class TorchRLDriver:
                 data.set(key, torch.as_tensor([float(value) for value in values]))
         return data
 
-    def seen(self, observation: Any) -> Any:
+    def policy_observation(self, observation: Any) -> Any:
         return observation if isinstance(observation, dict) else {"observation": observation}
 
     def flags(self, terminated: bool, truncated: bool) -> tuple[bool, bool]:
         return bool(terminated), bool(truncated)
 
-    def info(self, info: dict[str, Any], ended: bool, begun: bool) -> Any:
+    def info(self, info: dict[str, Any], ended: bool, starts: bool) -> Any:
         found = select_numbers(info, self.keys)
         return {key: found.get(key, np.zeros(2) if key == "marks" else 0) for key in self.keys}
 
@@ -797,7 +816,7 @@ class TorchRLDriver:
         )  # type: ignore[arg-type]
 
     def end_episodes(self) -> None:
-        """Step until an episode has ended, and do not reset what has ended."""
+        """Step until an episode has ended, without resetting it."""
         data = self.env.reset(seed=SEED + 99)
         while not data["done"].any():
             actions = torch.as_tensor(draw_actions(np.random.default_rng(0), self.actions, self.count))
@@ -840,10 +859,13 @@ def compare_with_oracle(
     limit: int | None = None,
     after_ends: bool = False,
 ) -> None:
-    """Step an environment through a library, and its rows by hand with the same actions, and compare all there is.
+    """Step an environment and its single environments equally, and compare the results.
 
-    :param limit: see :class:`TorchRLDriver`
-    :param after_ends: whether episodes have ended before the reset that everything begins with
+    :param row: row of the table
+    :param mode: autoreset mode
+    :param library: makes a driver
+    :param limit: number of steps after which a transform truncates episodes; default: no transform
+    :param after_ends: whether episodes end before the first reset, default False
     """
     env = row.make(mode)
     stepper = library(env, row, limit=limit)
@@ -857,12 +879,12 @@ def compare_with_oracle(
 
 def _compare_steps(row: TableRow, env: Any, stepper: Any, limit: int | None) -> None:
     random = np.random.default_rng(SEED)
-    begun = stepper.reset(SEED)
+    first_results = stepper.reset(SEED)
     singles = [row.oracle(env, index) for index in range(stepper.count)]
-    kept, copies = [begun], [copy.deepcopy(begun)]
-    for index, (single, observation, info) in enumerate(zip(singles, *begun, strict=True)):
+    kept, copies = [first_results], [copy.deepcopy(first_results)]
+    for index, (single, observation, info) in enumerate(zip(singles, *first_results, strict=True)):
         expected, reset_info = single.reset(seed=SEED + index)
-        assert_same(observation, stepper.seen(expected), row.tolerance, ("reset", index))
+        assert_same(observation, stepper.policy_observation(expected), row.tolerance, ("reset", index))
         assert_same(info, stepper.info(reset_info, False, True), row.tolerance, ("reset", index, "info"))
     ages, together = np.zeros(len(singles), int), []
     for step in range(row.steps):
@@ -880,25 +902,29 @@ def _compare_steps(row: TableRow, env: Any, stepper: Any, limit: int | None) -> 
             ended = bool(terminated or truncated)
             assert turn.flags[index] == stepper.flags(terminated, truncated), where
             assert_same(turn.rewards[index], F32(reward), row.tolerance, (*where, "reward"))
-            assert_same(turn.observations[index], stepper.seen(last), row.tolerance, (*where, "observation"))
+            assert_same(
+                turn.observations[index], stepper.policy_observation(last), row.tolerance, (*where, "observation")
+            )
             assert_same(turn.infos[index], stepper.info(info, ended, False), row.tolerance, (*where, "info", ended))
             if ended:
                 ages[index] = 0
                 first, reset_info = single.reset()
                 reset_info = {} if missing_infos == "resets" else reset_info
                 where = (*where, "reset")
-                assert_same(turn.following[index], stepper.seen(first), row.tolerance, where)
+                assert_same(turn.following[index], stepper.policy_observation(first), row.tolerance, where)
                 assert_same(
                     turn.reset_infos[index], stepper.info(reset_info, False, True), row.tolerance, (*where, "info")
                 )
             else:
-                assert_same(turn.following[index], stepper.seen(last), row.tolerance, (*where, "following"))
+                assert_same(
+                    turn.following[index], stepper.policy_observation(last), row.tolerance, (*where, "following")
+                )
         together.append(int((ages == 0).sum()))
     assert sum(together) > row.steps / 20
-    for now, then in zip(kept, copies, strict=True):  # what the caller keeps
+    for now, then in zip(kept, copies, strict=True):  # results must not change later
         for part, other in zip(now, then, strict=True):
             for one, another in zip(part, other, strict=True):
-                assert_same(one, another, 0.0, "what the caller keeps")
+                assert_same(one, another, 0.0, "results must not change later")
 
 
 def draw_actions(random: Any, env: Any, count: int) -> Any:
@@ -910,12 +936,13 @@ def draw_actions(random: Any, env: Any, count: int) -> Any:
 
 def skip_without(module: str) -> None:
     if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed here; test_rows_of_the_other_environment runs these rows")
+        pytest.skip(f"{module} is not installed here; test_rows_that_need_another_virtual_environment runs these rows")
 
 
 warnings_of_envpool = [
-    pytest.mark.filterwarnings("ignore:EnvPool seeds are fixed"),  # what the drivers ask for it has from its maker
-    pytest.mark.filterwarnings("ignore:.*precision lowered by casting"),  # gymnasium's, of EnvPool's spaces
+    # The pool was made with the seed that the drivers set.
+    pytest.mark.filterwarnings("ignore:EnvPool seeds are fixed"),
+    pytest.mark.filterwarnings("ignore:.*precision lowered by casting"),  # gymnasium warns about EnvPool's spaces
 ]
 pytestmark = warnings_of_envpool
 IDS = [f"{name}-{mode.value}" for name, mode in CASES]
@@ -932,18 +959,18 @@ def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library:
 @pytest.mark.sample(quick=2, ci=20)
 @pytest.mark.parametrize("variant", ["rollout", "masks", "no infos"])
 @pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
-def test_rows_that_a_transform_truncates_beside_rows_that_end(name: str, mode: AutoresetMode, variant: str) -> None:
+def test_rows_truncated_by_a_transform_next_to_rows_that_end(name: str, mode: AutoresetMode, variant: str) -> None:
     skip_without(TABLE[name].needs)
     compare_with_oracle(TABLE[name], mode, partial(TorchRLDriver, variant=variant), limit=4)
 
 
-SEEDED = [case for case in CASES if not case[0].startswith(("EnvPool", "final_obs"))]  # those are not by a reset
+SEEDED = [case for case in CASES if not case[0].startswith(("EnvPool", "final_obs"))]  # a reset does not seed these
 
 
 @pytest.mark.sample(quick=2, ci=20)
 @pytest.mark.parametrize("library", [name for name in DRIVERS if "," not in name])
 @pytest.mark.parametrize(("name", "mode"), SEEDED, ids=[f"{name}-{mode.value}" for name, mode in SEEDED])
-def test_everything_is_reset_after_rows_have_ended(name: str, mode: AutoresetMode, library: str) -> None:
+def test_full_reset_after_rows_have_ended(name: str, mode: AutoresetMode, library: str) -> None:
     row = TABLE[name]
     skip_without(row.needs)
     compare_with_oracle(row._replace(steps=30), mode, DRIVERS[library], after_ends=True)
@@ -952,12 +979,12 @@ def test_everything_is_reset_after_rows_have_ended(name: str, mode: AutoresetMod
 @pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("kind", [SyncVectorEnv, fork, shared_memory_env], ids=["sync", "async", "shared_memory_env"])
-def test_infos_that_are_registered(kind: Any, mode: AutoresetMode) -> None:
+def test_registered_infos_equal_single_environments(kind: Any, mode: AutoresetMode) -> None:
     row = TableRow(vector_of(kind, Walk), ALL, lambda env, index: Walk(), ("age", "length"), steps=60)
     compare_with_oracle(row, mode, partial(TorchRLDriver, variant="registered"))
 
 
-# -- what is refused, by both libraries
+# -- errors of both wrappers
 
 BOTH_WRAPPERS = pytest.mark.parametrize("wrapper", [GymVecEnv, GymWrapper])
 
@@ -973,26 +1000,26 @@ def run_episodes(wrapper: Any, env: Any, **options: Any) -> None:
 
 
 @BOTH_WRAPPERS
-def test_an_unknown_environment_without_a_mode_is_refused_when_an_episode_ends(wrapper: Any) -> None:
+def test_unknown_autoreset_mode_is_rejected_when_an_episode_ends(wrapper: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r'NoMode .*autoreset_mode="SameStep"'):
         run_episodes(wrapper, NoMode(None))
 
 
 @BOTH_WRAPPERS
-def test_lost_last_observations_are_refused(wrapper: Any) -> None:
+def test_missing_last_observations_are_rejected(wrapper: Any) -> None:
     with pytest.raises(EnvironmentOutputError, match=r'missing_final_obs="'):
         run_episodes(wrapper, SameStep(list(LAB), None), missing_final_obs="error")
 
 
 @BOTH_WRAPPERS
-def test_last_observations_that_gymnasium_overwrites_are_refused(wrapper: Any) -> None:
+def test_overwritten_last_observations_are_rejected(wrapper: Any) -> None:
     env = double_rewards(SyncVectorEnv([InPlaceInfoWalk] * ROWS, autoreset_mode=SAME_STEP))
     with pytest.raises(EnvironmentOutputError, match="loses last observations"):
         run_episodes(wrapper, env)
 
 
 class FakeEnvPool(VectorEnv[Any, Any, Any]):
-    """Has the settings of an EnvPool whose steps return some of its rows."""
+    """Imitation of an asynchronous EnvPool, whose steps return some of the rows."""
 
     num_envs = 4
     single_observation_space, single_action_space = spaces.Box(-1, 1, (2,)), spaces.Discrete(2)
@@ -1016,13 +1043,13 @@ def make_envpool() -> Any:
     [FakeEnvPool, partial(AtariVectorEnv, "breakout", 4, batch_size=2), make_envpool],
     ids=["EnvPool", "ALE", "real EnvPool"],
 )
-def test_asynchronous_pools_are_refused_at_construction(make: Any, wrap: Any, wrapper: Any) -> None:
+def test_asynchronous_pools_are_rejected_at_construction(make: Any, wrap: Any, wrapper: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"`batch_size=2` with num_envs=4 .* Use batch_size=4"):
         wrapper(wrap(make()))
 
 
 @BOTH_WRAPPERS
-def test_pools_of_several_players_are_refused(wrapper: Any) -> None:
+def test_pools_of_several_players_are_rejected(wrapper: Any) -> None:
     pool = FakeEnvPool()
     pool.spec = SimpleNamespace(id="Duel-v0", config=SimpleNamespace(num_envs=4, batch_size=4, max_num_players=2))
     with pytest.raises(InvalidArgumentError, match=r"Pool has 2 players .* for one player"):
@@ -1030,7 +1057,7 @@ def test_pools_of_several_players_are_refused(wrapper: Any) -> None:
 
 
 class DropsResetOptions(gymnasium.vector.VectorWrapper[Any, Any, Any, Any, Any]):
-    """Does not pass the options of a reset on, with which all rows are reset."""
+    """Wrapper that drops the options of a reset, so that all rows are reset."""
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         return self.env.reset(seed=seed)
@@ -1038,35 +1065,35 @@ class DropsResetOptions(gymnasium.vector.VectorWrapper[Any, Any, Any, Any, Any])
 
 @BOTH_WRAPPERS
 @pytest.mark.parametrize("make", [lambda: SyncVectorEnv([InfoWalk] * ROWS), lambda: CartPoleVectorEnv(ROWS)])
-def test_wrappers_that_forget_which_rows_to_reset_are_refused(make: Any, wrapper: Any) -> None:
+def test_wrappers_that_drop_reset_options_are_rejected(make: Any, wrapper: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"\(DropsResetOptions\) does not pass options\['reset_mask'\] on"):
         run_episodes(wrapper, DropsResetOptions(make()))
 
 
 @BOTH_WRAPPERS
 @pytest.mark.parametrize("env_type", ["numpy", "torch"])
-def test_a_wrong_env_type_of_a_jax_environment_is_refused(env_type: str, wrapper: Any) -> None:
-    """JAX's own error would not name the option."""
+def test_wrong_env_type_of_a_jax_environment_is_rejected(env_type: str, wrapper: Any) -> None:
+    """The error names the option, which JAX's own error does not."""
     skip_without("jax")
     env = gymnasium.make_vec("phys2d/CartPole-v1", num_envs=ROWS, vectorization_mode="vector_entry_point")
     with pytest.raises(InvalidArgumentError, match=rf"env_type='{env_type}'.* jax. Write env_type='jax'"):
         run_episodes(wrapper, env, env_type=env_type)
 
 
-# -- the rows that need another environment
+# -- the rows that need .venv-jax
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "some",
     [
-        "not masks and not finished and not infos and (rows_equal or refused)",
+        "not masks and not finished and not infos and (rows_equal or rejected)",
         pytest.param("not registered", marks=pytest.mark.exhaustive),
     ],
     ids=["some", "all"],
 )
-def test_rows_of_the_other_environment(some: str, tmp_path: Path) -> None:
-    """EnvPool, JAX and Brax are in an environment of their own, in which this file runs these rows."""
+def test_rows_that_need_another_virtual_environment(some: str, tmp_path: Path) -> None:
+    """Run the rows for EnvPool, JAX and Brax in .venv-jax."""
     if importlib.util.find_spec("envpool") is not None:
         pytest.skip("these rows run here")
     options = ("-q", "-p", "no:cacheprovider", "-m", "", "-k", f"(EnvPool or JAX or Brax) and {some}", __file__)

@@ -1,4 +1,4 @@
-"""What runs upstream's own tests with our classes: it replaces what exists, and tells what falls."""
+"""Tests of scripts/upstream_tests.py, which runs upstream's tests with our classes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("suite", ["sb3", "sb3-contrib", "torchrl"])
-def test_each_class_stands_in_for_the_one_that_it_extends(script: Any, suite: str) -> None:
-    for old, new in script.SUITES[suite].replaced.items():
-        theirs, ours = script._find(old), script._find(new)
-        assert theirs is not ours
-        assert callable(ours)
+def test_replaced_classes_exist_upstream(script: Any, suite: str) -> None:
+    for old, new in script.SUITES[suite].replacements.items():
+        upstream_class, own_class = script._import_name(old), script._import_name(new)
+        assert upstream_class is not own_class
+        assert callable(own_class)
 
 
-def test_a_test_that_fails_with_our_classes_only_is_told(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    theirs = {"a::passes": "passed", "a::falls[x]": "passed", "a::gone": "passed", "a::fails": "failed"}
-    ours = {"a::passes": "passed", "a::falls[x]": "failed", "a::fails": "failed"}
-    assert script._compare(theirs, ours, {"a::falls[x]": "It has to."}) == 1
+def test_compare_reports_tests_that_fail_only_with_our_classes(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    upstream_results = {"a::passes": "passed", "a::falls[x]": "passed", "a::gone": "passed", "a::fails": "failed"}
+    own_results = {"a::passes": "passed", "a::falls[x]": "failed", "a::fails": "failed"}
+    assert script._compare(upstream_results, own_results, {"a::falls[x]": "It has to."}) == 1
     printed = capsys.readouterr().out
     assert "1 differ on purpose: a::falls[x]\n    It has to." in printed
     assert "passes there, missing here: a::gone" in printed

@@ -29,9 +29,9 @@ __all__ = [
     "CALLS",
     "EpisodeMonitor",
     "PoolOptions",
+    "as_gymnasium_env",
     "check_count",
     "check_env_fns",
-    "check_environment",
     "check_seconds",
     "copy_output",
     "make",
@@ -165,7 +165,7 @@ def make(spec: Any, env_kwargs: dict[str, Any]) -> Any:
         return gymnasium.make(spec, **env_kwargs)
 
 
-def check_environment(environment: Any) -> Any:
+def as_gymnasium_env(environment: Any) -> Any:
     """Return a gymnasium environment as is, or an old gym environment inside shimmy's wrapper.
 
     :raises InvalidTypeError: If ``environment`` is neither.

@@ -140,7 +140,7 @@ class Stepper:
         elif final is not None and rows is not None:
             self._require_unshared(final, rows)
         if final is not None:
-            return final if rows is None else _select_rows(final, rows, self.num_envs)
+            return final if rows is None else _select_final_rows(final, rows, self.num_envs)
         if self._missing_final_obs == "nan" or rows is None:
             return None
         raise EnvironmentOutputError(
@@ -319,7 +319,7 @@ def _find_entry(info: Any, *names: str) -> Any:
     return None
 
 
-def _select_rows(final: Any, rows: Any, count: int) -> Any:
+def _select_final_rows(final: Any, rows: Any, count: int) -> Any:
     """Return the last observations of some rows.
 
     :param final: a batch of all rows or of these rows, or an observation or None for each, or dicts and tuples of these
@@ -328,9 +328,11 @@ def _select_rows(final: Any, rows: Any, count: int) -> Any:
     :raises EnvironmentOutputError: If ``final`` has another number of rows, or lacks a row.
     """
     if isinstance(final, dict):
-        return {key: _select_rows(part, rows, count) for key, part in final.items() if not is_mask(final, key, count)}
+        return {
+            key: _select_final_rows(part, rows, count) for key, part in final.items() if not is_mask(final, key, count)
+        }
     if isinstance(final, tuple):
-        return tuple(_select_rows(part, rows, count) for part in final)
+        return tuple(_select_final_rows(part, rows, count) for part in final)
     length = len(final) if hasattr(final, "__len__") else None
     if length not in (count, len(rows)):
         raise EnvironmentOutputError(

@@ -14,7 +14,7 @@ from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, MemoryLayout, ObservationSlot, SharedMemory, WorkerChannel, pack
-from rl_ext_core.vector.environments import CALLS, check_environment, copy_output
+from rl_ext_core.vector.environments import CALLS, as_gymnasium_env, copy_output
 
 __all__ = [
     "CONVERTED",
@@ -115,7 +115,7 @@ class WorkerEnvironments:
         processes.on_abnormal_exit(self.close_open_environments)
         for number, env_fn in enumerate(env_fns):
             self._set_phase(number, _CONSTRUCTOR)
-            self._envs.append(check_environment(env_fn()))
+            self._envs.append(as_gymnasium_env(env_fn()))
         self._answer(pack([(env.observation_space, env.action_space) for env in self._envs]))
 
     def _set_phase(self, number: int, phase: int) -> None:

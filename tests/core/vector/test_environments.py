@@ -10,7 +10,7 @@ import gymnasium
 import pytest
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidTypeError, MissingDependencyError
-from rl_ext_core.vector.environments import EpisodeMonitor, check_environment
+from rl_ext_core.vector.environments import EpisodeMonitor, as_gymnasium_env
 from tests.sb3_ext.vec_worlds import Counting
 
 
@@ -57,12 +57,12 @@ def test_old_gym_environments_are_converted_by_shimmy(
 ) -> None:
     name, env, gym = f"GymV{version}CompatibilityV0", kind(), ModuleType("gym")
     with pytest.raises(InvalidTypeError, match=r"expected a gymnasium\.Env\. Use a class that inherits"):
-        check_environment(env)  # gym is not imported, so the class is unknown
+        as_gymnasium_env(env)  # gym is not imported, so the class is unknown
     gym.Env = FakeOldGymEnv  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "gym", gym)
     monkeypatch.setitem(sys.modules, "shimmy", SimpleNamespace(**{name: FakeShimmyEnv}))  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match=rf"`{kind.__name__}` is an environment of gym 0\.{version}"):
-        assert check_environment(env).inside is env
+        assert as_gymnasium_env(env).inside is env
     monkeypatch.setitem(sys.modules, "shimmy", None)  # type: ignore[arg-type]
     with pytest.raises(MissingDependencyError, match=rf"gym 0\.{version}, .*{name}\(env=env\)"):
-        check_environment(env)
+        as_gymnasium_env(env)

@@ -1,4 +1,4 @@
-"""How many of this project's files a reader passes who follows one call with a debugger."""
+"""Limits on the number of source files that one call passes through."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main():
     def note(frame, event, argument):
         if event == "call" and not imports(frame):
             passed.add(frame.f_code.co_filename)
-    def imports(frame):  # what is imported on the way is not read
+    def imports(frame):  # code that runs during imports does not count
         while frame is not None and frame.f_code.co_filename != __file__:
             if frame.f_code.co_name == "<module>":
                 return True
@@ -42,7 +42,7 @@ def main():
     made = {call}
     sys.setprofile(None)
     threading.setprofile(None)
-    if hasattr(type(made), "step_wait"):  # else its workers start with the first reset
+    if hasattr(type(made), "step_wait"):  # otherwise the workers start in the first reset
         made.close()
     print(*passed, sep="\\n")
 
@@ -53,7 +53,7 @@ if __name__ == "__main__":
 
 @pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize(
-    ("imports", "call", "most"),  # what they pass today: no more without a reason
+    ("imports", "call", "most"),  # the present numbers of files
     [
         ("from torchrl_ext import ParallelEnv", "ParallelEnv(2, env)", 26),
         ("from sb3_ext import make_vec_env", 'make_vec_env("CartPole-v1", 2)', 21),
@@ -61,7 +61,7 @@ if __name__ == "__main__":
     ],
     ids=["ParallelEnv", "make_vec_env, in process", "make_vec_env, in workers"],
 )
-def test_a_first_call_passes_few_files(imports: str, call: str, most: int, tmp_path: Path) -> None:
+def test_first_call_passes_few_source_files(imports: str, call: str, most: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(imports=imports, call=call), encoding="utf-8")
     done = subprocess.run(
@@ -74,5 +74,7 @@ def test_a_first_call_passes_few_files(imports: str, call: str, most: int, tmp_p
     )
     assert done.returncode == 0, done.stderr
     folders = tuple(f"{ROOT / name}{os.sep}" for name in ("shared/rl_ext_core", "torchrl_ext", "sb3_ext"))
-    ours = sorted(line.removeprefix(f"{ROOT}/") for line in done.stdout.splitlines() if line.startswith(folders))
-    assert 5 < len(ours) <= most, "\n".join(ours)
+    passed_files = sorted(
+        line.removeprefix(f"{ROOT}/") for line in done.stdout.splitlines() if line.startswith(folders)
+    )
+    assert 5 < len(passed_files) <= most, "\n".join(passed_files)

@@ -1,4 +1,4 @@
-"""A busy machine: processes that compute for as long as a test runs."""
+"""Load on all CPU cores while a test runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def busy_cpus(processes: int = 4) -> Iterator[None]:
-    """Keep ``processes`` processes computing; each ends by itself after ten minutes at the latest."""
+    """Run processes that compute, within a ``with`` block.
+
+    :param processes: number of processes; each ends after ten minutes at the latest
+    """
     spin = "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end: pass"
     running = [subprocess.Popen([sys.executable, "-S", "-c", spin]) for _ in range(processes)]
     try:
