@@ -150,11 +150,9 @@ class NameSummary(Directive):
         module = importlib.import_module(self.arguments[0])
         lines = [".. list-table::", "   :widths: 1 2", ""]
         for name in module.__all__:
-            docstring = inspect.getdoc(getattr(module, name)) or ""
-            lines += [
-                f"   * - :py:obj:`~{module.__name__}.{name}`",
-                f"     - {docstring.splitlines()[0] if docstring else ''}",
-            ]
+            paragraph = " ".join((inspect.getdoc(getattr(module, name)) or "").split("\n\n")[0].split())
+            sentence = re.split(r"(?<=\.)\s", paragraph)[0]
+            lines += [f"   * - :py:obj:`~{module.__name__}.{name}`", f"     - {sentence}"]
         container = nodes.container()
         self.state.nested_parse(StringList(lines, source="name-summary"), self.content_offset, container)
         return container.children

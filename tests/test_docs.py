@@ -22,6 +22,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 @pytest.fixture
 def directives(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import the site's own Sphinx directives."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     pytest.importorskip("docutils")
     return importlib.import_module("site_directives")
@@ -96,6 +97,7 @@ def test_resume_guide_example_continues_at_the_checkpoint(tmp_path: Path) -> Non
     page = (ROOT / "docs" / "guides" / "resume.md").read_text()
     lines = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]  # type: ignore[index]
     for written, short in (
+        ("env = make_my_env()\n", ""),
         ("10_000_000", "800"),
         ("100_000", "200"),
         ('"CnnPolicy", env', '"MlpPolicy", env, buffer_size=2000, learning_starts=50, exploration_fraction=0.5'),
@@ -104,6 +106,7 @@ def test_resume_guide_example_continues_at_the_checkpoint(tmp_path: Path) -> Non
         lines = lines.replace(written, short)
 
     def run(killed_at: int) -> subprocess.CompletedProcess[str]:
+        """Run the guide's example until it is killed at this step."""
         code = _RESUME_SCRIPT.format(killed_at=killed_at, lines=lines)
         return subprocess.run(
             [sys.executable, "-c", code],
@@ -127,8 +130,6 @@ def test_resume_guide_example_continues_at_the_checkpoint(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_site_builds_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("myst_nb", reason='the site needs pip install "./rl-ext[docs]"')
-    # Without the notebooks' outputs: tests/test_examples.py executes them.
-    environment = {**os.environ, "RL_EXT_DOCS_NOTEBOOKS": "off"}
     ignored = shutil.ignore_patterns("_build", "notebooks")
     # The build copies the notebooks next to the pages.
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=ignored)
@@ -136,7 +137,7 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(ROOT / name)
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
     folders = ["-d", str(tmp_path / "trees"), str(tmp_path / "docs"), str(tmp_path / "html")]
-    done = subprocess.run([*command, *folders], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, *folders], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     index = re.sub("<[^>]+>", "", (tmp_path / "html" / "errors.html").read_text())
     assert "is not a vectorized environment: it has no num_envs" in index
