@@ -26,12 +26,13 @@ _CAN_CALL_SOME = (
 )
 
 
-def call_in_workers(env: AsyncVectorEnv, indices: Sequence[int], name: str, *args: Any, **kwargs: Any) -> list[Any]:
-    """Call a method of some sub-environments, or get an attribute.
+def call_in_workers(env: AsyncVectorEnv, indices: Sequence[int], name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+    """Call a method of some sub-environments of an ``AsyncVectorEnv``, or get an attribute.
 
     :raises InvalidArgumentError: If only some are called, and gymnasium lacks the private names.
     """
-    if sorted(indices) == list(range(env.num_envs)):
+    # AsyncVectorEnv.call does not pass on an argument whose name is "name".
+    if sorted(indices) == list(range(env.num_envs)) and not ("name" in kwargs and _CAN_CALL_SOME):
         results = env.call(name, *args, **kwargs)
         return [results[index] for index in indices]
     if not _CAN_CALL_SOME:

@@ -14,7 +14,7 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.vector.arrays import framework_of, keep_freed_memory, take_rows, to_framework, to_numpy
+from rl_ext_core.vector.array_frameworks import framework_of, keep_freed_memory, take_rows, to_framework, to_numpy
 from rl_ext_core.vector.autoreset import accepts_parameter
 from rl_ext_core.vector.environments import copy_output, store_reward
 from rl_ext_core.vector.stepper import Stepper, drop_final_keys, infos_to_dict, is_mask, is_per_env
@@ -31,7 +31,7 @@ StepResult = tuple[Any, Array, Array, list[Any], list[EndedEpisode]]
 
 
 class ObservationLayout:
-    """Arrays of an observation: one, or those of a Dict or Tuple, as in ``DummyVecEnv``.
+    """Conversion between observations, a Dict or Tuple too, and lists of arrays.
 
     :param space: space of an observation, or of the part that is returned
     :param key: key of that part in the observation; None: the whole observation
@@ -54,13 +54,16 @@ class ObservationLayout:
         self.shapes_and_dtypes = [(part.shape or (), part.dtype) for part in parts.values()]
 
     def empty(self, count: int) -> list[Array]:
+        """Return one uninitialized array per part, each with ``count`` rows."""
         return [np.empty((count, *shape), dtype) for shape, dtype in self.shapes_and_dtypes]
 
     def parts(self, observation: Any) -> list[Any]:
+        """Return the arrays in an observation that belong to the returned part."""
         observation = observation if self._key is None else observation[self._key]
         return [observation] if self.is_single else [observation[key] for key in self._keys]
 
     def build_observation(self, leaves: Sequence[Any]) -> Any:
+        """Build an array, dict or tuple from the arrays of its parts."""
         return leaves[0] if self.is_single else dict_to_obs(self._space, dict(zip(self._keys, leaves, strict=True)))
 
     def rows(self, leaves: Sequence[Array]) -> Iterable[Any]:
@@ -70,7 +73,7 @@ class ObservationLayout:
 
 @dataclass
 class SubEnvStepper:
-    """Steps the sub-environments of a ``SyncVectorEnv`` one by one, as ``DummyVecEnv`` does.
+    """Stepper of a ``SyncVectorEnv``'s sub-environments one by one, as in ``DummyVecEnv``.
 
     :ivar all_infos: whether to return infos of environments whose episodes continue
     """
@@ -116,13 +119,14 @@ class SubEnvStepper:
         return self.layout.build_observation(leaves), infos
 
     def _write_observation(self, leaves: list[Array], index: int, observation: Any) -> None:
+        """Write the observation of environment ``index`` into its row of each array."""
         for leaf, part in zip(leaves, self.layout.parts(observation), strict=True):
             leaf[index] = part
 
 
 @dataclass
 class BatchStepper:
-    """Steps a vectorized environment in batches, and converts the results to NumPy arrays.
+    """Stepper of all environments at once, which converts the results to NumPy arrays.
 
     :ivar framework: framework of the environment's arrays; None: detected from the first observation
     :ivar device: device of the actions, if they are tensors
@@ -175,7 +179,7 @@ class BatchStepper:
         return self.layout.build_observation(leaves), rewards, dones, infos, ended
 
     def _finish_episodes(self, leaves: list[Array], dones: Array, rows: Array, info: Any) -> Any:
-        """Return infos, last observations and reset infos of ended episodes.
+        """Reset ended environments; return their infos, last observations and reset infos.
 
         Writes the observations of the resets into ``leaves``.
         """
@@ -239,6 +243,7 @@ class BatchStepper:
         return found
 
     def _as_vector(self, values: Array, name: str) -> Array:
+        """Reshape values to (n,); raise an error if their number is not n."""
         if values.size != self._num_envs:
             raise EnvironmentOutputError(
                 f"{self._env_name} returned {name} of shape {values.shape}; expected ({self._num_envs},)"
@@ -337,6 +342,7 @@ class RunningInfo(dict[str, Any]):
                 self.omitted_keys.add(key)
 
     def _raise_read_only(self, *_: Any, **__: Any) -> Any:
+        """Raise an error, because the info is read-only."""
         raise InvalidTypeError(
             "this info is shared by all environments whose episodes continue, and cannot be changed. Change a copy, "
             'info.copy(), or write GymVecEnv(..., infos="all")'

@@ -130,23 +130,28 @@ def make_vec_env(
     )
 
     def probe_factories() -> list[EnvFactory[Any]]:
+        """Return the factories of the environments that the probe tries."""
         # The same wrappers as in training, except that trials write no monitor files.
         return [functools.reduce(EnvFactory.then, [environments.wrap_in_monitor, *wrappers], base_factory())] * count
 
     def wrappers_of_rank(rank: int) -> list[Callable[[Any], Any]]:
+        """Return the wrappers of environment ``rank``, innermost first."""
         seeding = [] if seed is None else [functools.partial(environments.seed_action_space, seed=seed + rank)]
         return [*seeding, _monitor_wrapper(rank, monitor_dir, monitor_kwargs or {}), *wrappers]
 
     def factories() -> list[EnvFactory[Any]]:
+        """Return a factory of each environment, with its seed, device and wrappers."""
         made = enumerate(base_factory().for_workers(count, seed=seed, devices=devices), start_index)
         return [functools.reduce(EnvFactory.then, wrappers_of_rank(rank), factory) for rank, factory in made]
 
     def build_env(rank: int) -> Any:
+        """Build environment ``rank`` with its wrappers, without a factory."""
         return functools.reduce(
             lambda env, wrap: wrap(env), wrappers_of_rank(rank), environments.as_gymnasium_env(source()())
         )
 
     def build_in_process() -> VecEnv:
+        """Build a ``DummyVecEnv`` with all environments."""
         if devices is not None or isinstance(source(), EnvFactory) or not callable(source()):
             return DummyVecEnv(list(factories()))
         # Call the caller's own function, which may share objects with the training. A factory would copy them.
@@ -207,6 +212,7 @@ def _factory_source(env_id: Any, env_kwargs: dict[str, Any]) -> Any:
 
 
 def _monitor_wrapper(rank: int, monitor_dir: str | None, monitor_kwargs: dict[str, Any]) -> Any:
+    """Return the function that wraps environment ``rank`` in a ``Monitor``."""
     if monitor_dir is None and not monitor_kwargs:
         return environments.wrap_in_monitor
     if monitor_dir is None:
@@ -275,11 +281,13 @@ class AutoVecEnv:
         check_env_fns(env_fns)
 
         def build_in_process() -> VecEnv:
+            """Build a ``DummyVecEnv`` with all environments."""
             # Call the caller's own functions, which may share objects with each other. A factory would copy them.
             own = all(callable(env_fn) for env_fn in env_fns)
             return DummyVecEnv(list(env_fns) if own else list[Any](make_factories(env_fns)))
 
         def probe_factories() -> list[EnvFactory[Any]]:
+            """Return a factory per environment for the probe, one for each different function."""
             made = {id(env_fn): as_factory(env_fn, verify=False) for env_fn in env_fns}
             return [made[id(env_fn)] for env_fn in env_fns]
 
@@ -358,6 +366,7 @@ def _describe_sharing(n_workers: int, n_envs: int) -> str:
 
 
 def _with_report(vec_env: VecEnv, report: str) -> VecEnv:
+    """Set ``isolation_report``; return the environment, with float32 rewards."""
     vec_env.isolation_report = report  # type: ignore[attr-defined]
     if isinstance(vec_env, SharedMemoryVecEnv):
         vec_env.reward_dtype = np.float32  # as in DummyVecEnv: the choice changes no numbers

@@ -57,6 +57,7 @@ def atomic(method: _Method) -> _Method:
     @defer_signals
     @functools.wraps(method)
     def call(self: CompressedBuffer, *args: Any, **kwargs: Any) -> Any:
+        """Call the method with signals deferred and the buffer's lock held."""
         with self._observations.lock:
             return method(self, *args, **kwargs)
 
@@ -68,6 +69,7 @@ def atomic_start(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def call(self: CompressedBuffer, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Yield the method's items; the first one is made with signals deferred and the lock held."""
         items = method(self, *args, **kwargs)
         yield atomic(lambda _: next(items))(self)
         yield from items
@@ -80,6 +82,7 @@ def without_copy(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def call(self: CompressedBuffer, *args: Any, **kwargs: Any) -> Any:
+        """Call the method with ``_may_skip_copy`` set."""
         self._may_skip_copy = True
         try:
             return method(self, *args, **kwargs)
@@ -90,13 +93,14 @@ def without_copy(method: _Method) -> _Method:
 
 
 class CompressedBuffer(BaseBuffer):
-    """Base of replay and rollout buffers: their observations, and properties of these."""
+    """Base class of all compressed buffers, with their observations and storage options."""
 
     _observations: Observations
     _OTHER_CLASS_HINT: str  # advice for an observation space of the other kind
     _may_skip_copy = False
 
     def _create_observations(self, space: spaces.Space[Any], buffer_shape: tuple[int, int], **options: Any) -> None:
+        """Create the store of observations; refuse a space that this class is not for."""
         takes_dict = isinstance(self, (DictReplayBuffer, DictRolloutBuffer))
         if isinstance(space, spaces.Dict) != takes_dict:
             given = f"a Dict of {list(space.spaces)}" if isinstance(space, spaces.Dict) else space
@@ -257,9 +261,11 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
 
     @property
     def _rows_written(self) -> int:
+        """Number of rows that contain transitions."""
         return self.buffer_size if self.full else self.pos
 
     def _allocate_rows(self) -> None:
+        """Allocate the arrays of actions, rewards, dones and time-outs."""
         rows, shape = self._observations.rows, (self.n_envs,)
         action_dtype = np.dtype(self._maybe_cast_dtype(self.action_space.dtype))
         self.actions = rows("actions", (*shape, self.action_dim), action_dtype)
@@ -382,6 +388,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
     def _make_samples(
         self, rows: np.ndarray, envs: np.ndarray, obs: Any, next_obs: Any, rewards: np.ndarray, env: VecNormalize | None
     ) -> Any:
+        """Build SB3's samples from decoded observations and the other values of their rows."""
         dones = self.dones[rows, envs] * (1 - self.timeouts[rows, envs])
         rewards = rewards.reshape(-1, 1)
         if env is not None:
@@ -487,9 +494,10 @@ def _as_env_rows(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[
 
 class CompressedDictReplayBuffer(CompressedReplayBuffer, DictReplayBuffer):  # type: ignore[misc,override]
     """
-    :class:`CompressedReplayBuffer` for ``Dict`` observations, in place of
-    :class:`stable_baselines3.common.buffers.DictReplayBuffer`. Each key is stored separately. Images are compressed;
-    short vectors are not, but a next observation that is also the following observation is stored once.
+    :class:`CompressedReplayBuffer` for ``Dict`` observations.
+
+    It replaces :class:`stable_baselines3.common.buffers.DictReplayBuffer`. Each key is stored separately. Images are
+    compressed; short vectors are not, but a next observation that is also the following observation is stored once.
 
     :param options: As in :class:`CompressedReplayBuffer`. A dict sets an option by key, such as
         ``codec={"camera": "patch+lz4"}``. Any other value applies to the images: the keys with two or more dimensions
@@ -629,6 +637,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
             self._restore_episodes()
 
     def _allocate_rows(self) -> None:
+        """Allocate the arrays of transitions, and the starts and lengths of their episodes."""
         super()._allocate_rows()
         self.ep_start = self._observations.rows("ep_start", (self.n_envs,), np.int64)
         self.ep_length = self._observations.rows("ep_length", (self.n_envs,), np.int64, any_row_writable=True)
@@ -659,7 +668,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
         # a folder after the end of the process, it would stay changed.
         row, before = self.pos, self.size()
         CompressedDictReplayBuffer.add(self, obs, next_obs, action, reward, done, infos)
-        self._invalidate_episodes_from(row)
+        self._invalidate_rest_of_episodes(row)
         self.ep_start[row] = self._current_ep_start
         if self.copy_info_dict:
             self.infos[row] = infos
@@ -673,11 +682,11 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
         """Remove episodes from hindsight whose oldest transitions were dropped."""
         dropped_rows = (self.pos - self.size() - 1 - np.arange(count)) % self.buffer_size
         if count:
-            self._invalidate_episodes_from(dropped_rows[0])
+            self._invalidate_rest_of_episodes(dropped_rows[0])
             self.ep_length[dropped_rows] = 0
 
-    def _invalidate_episodes_from(self, row: int) -> None:
-        """Remove the episodes of a row from hindsight, from that row on."""
+    def _invalidate_rest_of_episodes(self, row: int) -> None:
+        """Set ``ep_length`` to 0 from a row to the ends of its episodes, as HER skips zeros."""
         for env in np.flatnonzero(self.ep_length[row]).tolist():
             past = (row - self.ep_start[row, env]) % self.buffer_size
             later = np.arange(max(self.ep_length[row, env] - past, 0))
@@ -701,6 +710,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
         self._observations.first.update_newest_checksum()
 
     def _compute_episode_length(self, env_idx: int) -> None:
+        """End the running episode of an environment, without HER if its start was dropped."""
         start = self._current_ep_start[env_idx]
         super()._compute_episode_length(env_idx)
         length = (self.pos - start) % self.buffer_size
@@ -721,6 +731,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
             return self._sample(batch_size, env)
 
     def _sample(self, batch_size: int, env: VecNormalize | None) -> DictReplayBufferSamples:
+        """Draw and decode the batch that :meth:`sample` returns."""
         is_valid = self.ep_length > 0
         if not is_valid.any():
             return super().sample(batch_size, env)  # raises the RuntimeError
@@ -877,8 +888,9 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
 
 class CompressedDictRolloutBuffer(CompressedRolloutBuffer, DictRolloutBuffer):
     """
-    :class:`CompressedRolloutBuffer` for ``Dict`` observations, in place of
-    :class:`stable_baselines3.common.buffers.DictRolloutBuffer`.
+    :class:`CompressedRolloutBuffer` for ``Dict`` observations.
+
+    It replaces :class:`stable_baselines3.common.buffers.DictRolloutBuffer`.
 
     :param options: Storage options, see :class:`CompressedDictReplayBuffer`
     :raises InvalidTypeError: If the observation space is not a ``Dict``.

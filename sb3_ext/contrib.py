@@ -80,6 +80,8 @@ class CompressedMaskableDictRolloutBuffer(StoreOptionsMixin, MaskableDictRollout
 
 
 class _RecurrentMixin(StoreOptionsMixin):
+    """Mixin that creates a compressed buffer like the one of a ``RecurrentPPO``."""
+
     @classmethod
     def like(
         cls: type[_Buffer], buffer: RecurrentRolloutBuffer | RecurrentDictRolloutBuffer, **options: Any

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import gymnasium
@@ -17,7 +18,7 @@ from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.vector.arrays import to_numpy
+from rl_ext_core.vector.array_frameworks import to_numpy
 from rl_ext_core.vector.autoreset import wrapper_chain
 from rl_ext_core.vector.environments import EpisodeMonitor, copy_output, qualified_name
 from rl_ext_core.vector.spaces import convert_space, device_of, find_attribute
@@ -193,7 +194,7 @@ class GymVecEnv(CheckedVecEnv):
 
     def has_attr(self, attr_name: str) -> bool:
         """Return whether all environments have an attribute."""
-        found = self._call_sub_envs(None, "has_wrapper_attr", attr_name)
+        found = self._call_sub_envs(None, "has_wrapper_attr", (attr_name,))
         return super().has_attr(attr_name) if found is None else all(found)
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
@@ -203,7 +204,7 @@ class GymVecEnv(CheckedVecEnv):
 
         :raises AttributeError: If the attribute does not exist.
         """
-        found = self._call_sub_envs(indices, "get_wrapper_attr", attr_name, required_attr=attr_name)
+        found = self._call_sub_envs(indices, "get_wrapper_attr", (attr_name,), required_attr=attr_name)
         if found is not None:
             return found
         # SB3 warns about environments without a render_mode.
@@ -220,7 +221,7 @@ class GymVecEnv(CheckedVecEnv):
 
         :raises InvalidArgumentError: If ``indices`` selects some sub-environments, and they are not accessible.
         """
-        if self._call_sub_envs(indices, "set_wrapper_attr", attr_name, value) is not None:
+        if self._call_sub_envs(indices, "set_wrapper_attr", (attr_name, value)) is not None:
             return
         if set(self._resolve_indices(indices, self.num_envs)) != set(range(self.num_envs)):
             raise InvalidArgumentError(
@@ -238,7 +239,7 @@ class GymVecEnv(CheckedVecEnv):
         If they are not accessible, call it once on the vectorized environment, and return the result for each
         environment. A result with n rows is split into rows if ``indices`` is None.
         """
-        found = self._call_sub_envs(indices, method_name, *method_args, required_attr=method_name, **method_kwargs)
+        found = self._call_sub_envs(indices, method_name, method_args, method_kwargs, required_attr=method_name)
         if found is not None:
             return found
         result = to_numpy(getattr(self._find_owner(method_name), method_name)(*method_args, **method_kwargs))
@@ -261,7 +262,13 @@ class GymVecEnv(CheckedVecEnv):
         return next((layer for layer in wrapper_chain(self.env) if hasattr(layer, name)), self._base)
 
     def _call_sub_envs(
-        self, indices: Indices, name: str, *args: Any, required_attr: str | None = None, **kwargs: Any
+        self,
+        indices: Indices,
+        name: str,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        required_attr: str | None = None,
     ) -> list[Any] | None:
         """Call a method of each of these sub-environments; return None if they are not accessible.
 
@@ -285,6 +292,7 @@ class GymVecEnv(CheckedVecEnv):
 
 
 def _check_num_envs(env: Any) -> int:
+    """Return the number of environments; refuse environments that are not vectorized."""
     if isinstance(env, VecEnv):
         raise InvalidTypeError(
             f"{type(env).__name__} is a VecEnv of Stable Baselines3 already. Use it without GymVecEnv"
@@ -305,6 +313,7 @@ def _single_space(env: Any, name: str) -> Any:
 
 
 def _to_gymnasium_space(space: Any, whose: str) -> Any:
+    """Convert a space of another library to gymnasium's; raise an error if that fails."""
     if isinstance(space, gymnasium.Space):
         return space
     converted = convert_space(space, lambda part: _to_gymnasium_space(part, whose))
@@ -341,6 +350,7 @@ def _wrapper_names(wrapper_class: type) -> set[str]:
 
 
 def _bound_actions(space: Any, clip: Any) -> Any:
+    """Bound a Box space by ``clip_actions``; refuse a space that stays unbounded."""
     if clip is not None and not (isinstance(clip, int | float | np.number) and clip > 0):
         raise InvalidArgumentError(f"clip_actions={clip!r} is not a positive number. Write clip_actions=1.0")
     if not isinstance(space, spaces.Box) or space.is_bounded("both"):

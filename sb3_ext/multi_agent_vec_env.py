@@ -94,6 +94,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         self.metadata = {**(getattr(self.envs[0], "metadata", None) or {}), **self.metadata}
 
     def _common_spaces(self) -> tuple[Any, Any]:
+        """Return the spaces of observations and actions, which must be equal for all agents."""
         first: Any = None
         for env_index, env in enumerate(self.envs):
             if list(env.possible_agents) != self.agents or not self.agents:
@@ -135,6 +136,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         return self._copy_observations()
 
     def _reset_env(self, env_index: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        """Reset one environment, and write the rows of its agents."""
         observations, infos = self.envs[env_index].reset(seed=seed, **({"options": options} if options else {}))
         for row, agent in self._agent_rows(env_index):
             self._alive[row] = agent in observations
@@ -143,6 +145,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
             self._returns[row] = self._lengths[row] = 0
 
     def _agent_rows(self, env_index: int) -> Iterable[tuple[int, Any]]:
+        """Return row and name of each agent of an environment."""
         return enumerate(self.agents, env_index * len(self.agents))
 
     def _write_observation(self, row: int, observation: Any) -> None:
@@ -154,6 +157,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
                 part.write(observation)
 
     def _copy_observations(self, rows: Any = slice(None)) -> Any:
+        """Return copies of the observations of some rows, by default all."""
         return self._layout.build_observation([array[rows].copy() for array in self._observations])
 
     def step_async(self, actions: Any) -> None:
@@ -254,6 +258,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         return [False for _ in self._envs_of(indices)]
 
     def _envs_of(self, indices: Indices) -> list[Any]:
+        """Return the environment of each selected row."""
         self._require_open()
         chosen = self._resolve_indices(indices, len(self.envs) * len(self.agents))
         return [self.envs[row // len(self.agents)] for row in chosen]

@@ -134,6 +134,7 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
 
     @staticmethod
     def _read_only_error() -> InvalidTypeError:
+        """Return the error to raise for assignments to the view."""
         return InvalidTypeError(
             "compressed observations cannot be assigned to. Change a copy: np.array(observations[rows])"
         )
@@ -147,6 +148,7 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def _decode_flat(decode: Decoder, n_rows: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.generic]:
+    """Decode rows of a flat view, in which all steps of environment 0 come first."""
     envs, rows = np.divmod(positions, n_rows)
     return decode(rows, envs)
 

@@ -41,6 +41,7 @@ _NUMBER_BITS = 32
 
 
 def _as_int64(numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Cast integers to int64; copy them only if needed."""
     return numbers.astype(np.int64, copy=False)  # on Windows, NumPy draws 32-bit integers
 
 
@@ -60,7 +61,7 @@ class Part:
         return Part, (self._key, self.store)  # recycled arrays belong to this process
 
     def stage(self, obs: Any, next_obs: Any) -> npt.NDArray[np.int64]:
-        """Store the frames of one transition per environment, see :meth:`FrameStore.stage`."""
+        """Store the frames of a transition, which :meth:`FrameStore.commit` adds later."""
         try:
             return self.store.stage(self._match_space(obs, "obs"), self._match_space(next_obs, "next_obs"))
         except RlExtError as error:
@@ -190,6 +191,7 @@ class Observations:
         self.recovered = found[0]._replace(kept=self.size, lost=lost, overwritten=overwritten) if found else None
 
     def _set_parts(self, parts: dict[Any, Part], *, rows_in_store: bool) -> None:
+        """Set the parts, and initialize the attributes that are derived from them."""
         self.parts, self._rows_in_store = parts, rows_in_store
         self.stores = [part.store for part in parts.values()]
         self.first = self.stores[0]
@@ -230,7 +232,7 @@ class Observations:
         self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, any_row_writable: bool = False
     ) -> npt.NDArray[Any]:
         """
-        Return an array with one row per transition, stored where the frames are.
+        Create an array with one row per transition, in the store's file if there is one.
 
         Only the newest row may be changed.
 
@@ -274,6 +276,7 @@ class Observations:
             self._enforce_max_bytes(self.max_bytes)
 
     def _split_by_part(self, obs: Any, next_obs: Any) -> list[tuple[Part, Any, Any]]:
+        """Return each part with its observations; refuse dicts that lack a key."""
         if _SINGLE_KEY in self.parts:
             return [(self.parts[_SINGLE_KEY], obs, next_obs)]
         for name, given in (("obs", obs), ("next_obs", next_obs)):
@@ -287,6 +290,7 @@ class Observations:
         return [(part, obs[key], next_obs[key]) for key, part in self.parts.items()]
 
     def _enforce_max_bytes(self, max_bytes: int) -> None:
+        """Drop the oldest transitions until at most ``max_bytes`` are in use."""
         while (size := self.size) > 1 and self.nbytes > max_bytes:
             for store in self.stores:
                 # A store that exceeds max_bytes alone has dropped its oldest transitions already.
@@ -302,6 +306,7 @@ class Observations:
         return before.get(_SINGLE_KEY, before), after.get(_SINGLE_KEY, after)
 
     def _decode_part(self, part: Part, of_next_obs: bool, rows: IndexArray, envs: IndexArray) -> Array:
+        """Decode the observations, or the next observations, of one part."""
         found = part.empty(len(rows))
         part.store.get(
             _as_int64(rows),
@@ -312,6 +317,7 @@ class Observations:
         return found
 
     def _thread_count(self) -> int:
+        """Return the number of threads that decode a batch."""
         return th.get_num_threads() if self.num_threads is None else self.num_threads
 
     def map_parts(self, read: Callable[[Part], Any]) -> Any:
@@ -323,6 +329,7 @@ class Observations:
         """Return views for SB3's ``observations`` or ``next_observations``."""
 
         def view(part: Part) -> ObservationView:
+            """Return the view of one part."""
             decode, append = partial(self._decode_part, part, of_next_obs), part.append_step if writable else None
             return ObservationView(decode, part.buffer_shape, part.shape, part.dtype, append=append)
 
@@ -345,6 +352,7 @@ class Observations:
 
     @property
     def _rows_in_use(self) -> int:
+        """Number of rows that contain transitions."""
         return self.first.capacity if self.first.full else self.first.position
 
     @property
@@ -379,7 +387,7 @@ class Observations:
 
 
 def _prefix_key(key: Any, error: RlExtError) -> None:
-    """For a ``Dict``, raise the error again with the key that it concerns as prefix."""
+    """Raise an error again with its ``Dict`` key as prefix; without a key, do nothing."""
     if key is not _SINGLE_KEY:
         raise type(error)(f"key {key!r}: {error}") from error
 

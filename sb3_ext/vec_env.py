@@ -51,14 +51,17 @@ class CheckedVecEnv(VecEnv):
         return [None] * self.num_envs
 
     def _render(self) -> Sequence[Any]:
+        """Return one image per environment."""
         raise NotImplementedError
 
     def _require_open(self) -> None:
+        """Raise an error if the vectorized environment is closed."""
         if self.closed:
             name = type(self).__name__
             raise InvalidArgumentError(f"this {name} is closed. Make a new one: {name}({self.constructor_argument})")
 
     def _store_actions(self, actions: Any) -> None:
+        """Store the actions of the next step, after checking their number."""
         self._require_open()
         if len(actions) != self.num_envs:
             raise InvalidArgumentError(
@@ -67,16 +70,19 @@ class CheckedVecEnv(VecEnv):
         self._actions = actions
 
     def _take_actions(self) -> Any:
+        """Return the stored actions and remove them; raise an error if there are none."""
         self._require_open()
         actions, self._actions = self._actions, None
         self._require_pending_step(actions is not None)
         return actions
 
     def _require_pending_step(self, begun: bool) -> None:
+        """Raise an error if no step has begun."""
         if not begun:
             raise InvalidArgumentError("no step is pending. Call step_async(actions) first, or step(actions)")
 
     def _resolve_indices(self, indices: Indices, count: int) -> Sequence[int]:
+        """Return the selected row numbers, without negative ones; None selects all."""
         # The constructor of the base class calls this before it sets num_envs.
         numbers = range(count)
         return numbers if indices is None else [numbers[index] for index in self._get_indices(indices)]
@@ -203,10 +209,12 @@ class PoolVecEnv(CheckedVecEnv):
         return self._call_pool("env_is_wrapped", qualified_name(wrapper_class), indices)
 
     def _call_pool(self, name: str, data: Any, indices: Indices) -> list[Any]:
+        """Send a request to the workers of these environments, and return the answers."""
         self._require_idle()
         return self._pool.call(self._resolve_indices(indices, len(self._pool.worker_by_env)), name, data)
 
     def _build_rewards(self, other_rewards: dict[int, Any]) -> Any:
+        """Return the rewards of a step, in the dtype that ``SubprocVecEnv`` returns by default."""
         kinds = self._reward_kinds.tolist()
         if self.reward_dtype is None and any(kinds):
             # As in SubprocVecEnv, NumPy derives the dtype from the environments' own objects.
@@ -221,6 +229,7 @@ class PoolVecEnv(CheckedVecEnv):
         return rewards
 
     def _require_idle(self) -> None:
+        """Raise an error if the workers are closed or have failed, or if a step is pending."""
         self._require_open()
         self._pool.raise_failure()
         if self.waiting:
@@ -362,5 +371,6 @@ class VecEnvTimingCallback(BaseCallback):
         return True
 
     def _current_timings(self) -> Timings:
+        """Return the timings of the training environment; empty ones if it has none."""
         found = getattr(self.training_env.unwrapped, "timings", None)
         return found if isinstance(found, Timings) else Timings()

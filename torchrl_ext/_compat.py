@@ -48,6 +48,7 @@ _WRAPPER_NAMES = """
 
 
 def _iterate_names(constants: Iterable[Any]) -> Iterator[str]:
+    """Yield all names and strings in code objects, including nested ones."""
     for constant in constants:
         if isinstance(constant, types.CodeType):
             yield from constant.co_names
@@ -68,6 +69,7 @@ def _collect_names(cls: type) -> frozenset[str]:
 
 @cache
 def _has_all_names(cls: type, names: str, consequence: str) -> bool:
+    """Return whether a class of TorchRL uses all these names; warn if not."""
     missing = [name for name in names.split() if name not in _collect_names(cls)]
     if missing:
         versions = f"torchrl {torchrl.__version__}, tensordict {tensordict.__version__}"

@@ -14,7 +14,7 @@ SOURCE_FORMS = "module:function, module:Class.method, or a gymnasium id, which m
 
 
 def load_source(text: str) -> Any:
-    """Find the object that builds the environment of a name.
+    """Find what builds the environment of a name: a function, class or gymnasium id.
 
     The working directory is added to ``sys.path``, as ``python -m`` does. It stays there, because the environment may
     import modules next to its own later.

@@ -17,6 +17,7 @@ _SCRIPTS = ("__main__", "__mp_main__")
 
 
 def _absolute_path(entry: str) -> str | None:
+    """Return an absolute path for an entry of ``sys.path``; None if that is impossible."""
     try:
         return os.path.abspath(entry)
     except FileNotFoundError:  # the working directory was deleted
@@ -81,7 +82,7 @@ def _import_folder(module: Any) -> str | None:
 
 
 def _finds_module(name: str, module: Any, path: list[str]) -> bool:
-    """Return whether a search of folders finds the same module."""
+    """Return whether an import that searches these folders would find the same module."""
     try:
         return _is_spec_of(PathFinder.find_spec(name, path), module)
     except Exception:  # a damaged archive, for example
@@ -101,6 +102,7 @@ def _finds_by_hook(name: str, module: Any) -> bool:
 
 
 def _is_spec_of(spec: Any, module: Any) -> bool:
+    """Return whether an import with this module spec would load the same file as a module has."""
     if spec is None:
         return False
     file = getattr(module, "__file__", None)
@@ -143,12 +145,14 @@ class _ImportHook:
         return found
 
     def _execute(self, exec_module: Callable[[Any], None], module: Any) -> None:
+        """Execute the module with its loader, then call ``function`` with it."""
         exec_module(module)
         self.function(module)
 
 
 @functools.cache
 def _installed_folders() -> tuple[str, ...]:
+    """Return the folders of Python's own modules and of installed packages."""
     return standard_folders() + package_folders()
 
 

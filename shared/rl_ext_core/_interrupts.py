@@ -40,6 +40,7 @@ _pending: list[int] = []  # signals that arrived during the call
 
 
 def _after_fork() -> None:
+    """Restore the signal handlers in a forked child, and drop the recorded signals."""
     global _main_thread_id, _active
     _main_thread_id = get_ident()
     if _active:  # the deferred call continues in the parent only
@@ -52,6 +53,7 @@ after_fork(_after_fork)
 
 
 def _record_signal(number: int, frame: FrameType | None) -> None:
+    """Record a signal, whose own handler runs later."""
     if number not in _pending:
         _pending.append(number)
 
@@ -87,6 +89,7 @@ def defer_signals(function: _F) -> _F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Call the function, then run the handlers of signals that arrived meanwhile."""
         global _active, _last_handlers, _deferred
         if _active or get_ident() != _main_thread_id:
             return function(*args, **kwargs)

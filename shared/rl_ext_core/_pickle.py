@@ -62,6 +62,8 @@ def loads(packed: bytes, find: Callable[[Any], Any]) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickler that also pickles modules by value if the receiver cannot import them."""
+
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._looked_up: set[str] = set()
@@ -84,6 +86,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                             cloudpickle.unregister_pickle_by_value(module)
 
     def _register(self, module: types.ModuleType) -> None:
+        """Let cloudpickle pickle a module by value during :meth:`modules_by_value`."""
         name = module.__name__
         with _lock:
             if _counts[name] or name not in cloudpickle.list_registry_pickle_by_value():
@@ -92,6 +95,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self._by_value.append(module)
 
     def _register_unfindable(self, value: Any) -> None:
+        """Register the module of a value if a new process cannot import it."""
         name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
         top = name.partition(".")[0] if isinstance(name, str) else ""
         module = sys.modules.get(top)
@@ -116,24 +120,27 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if isinstance(value, type):
                 state[0].setdefault("__qualname__", value.__qualname__)  # cloudpickle omits it
             else:
-                maker, args = _function_of, (_name(value), maker, args)
+                maker, args = _function_of, (_function_name(value), maker, args)
             return maker, args, (complete, state), None, None, _complete_once
         return given
 
 
 def _keeps_identity(value: Any) -> bool:
+    """Return whether a value is a class or module-level function, which loads as one object."""
     if isinstance(value, types.FunctionType):
         return value.__closure__ is None and "<locals>" not in value.__qualname__
     return isinstance(value, type)
 
 
-def _name(function: types.FunctionType) -> str:
+def _function_name(function: types.FunctionType) -> str:
+    """Return the random name that identifies a function in pickles."""
     name = _names.setdefault(function, uuid.uuid4().hex)
     _functions[name] = function
     return name
 
 
 def _function_of(name: str, make: Callable[..., types.FunctionType], args: tuple[Any, ...]) -> types.FunctionType:
+    """Return the function of a name in pickles; create it only if this process has none."""
     function = _functions.get(name)
     if function is None:
         function = _functions[name] = make(*args)
@@ -142,6 +149,7 @@ def _function_of(name: str, make: Callable[..., types.FunctionType], args: tuple
 
 
 def _complete_once(value: Any, state: tuple[Callable[[Any, Any], object], Any]) -> None:
+    """Set the attributes of an unpickled class or function, unless it already has them."""
     if value not in _complete:
         _complete.add(value)
         complete, attributes = state

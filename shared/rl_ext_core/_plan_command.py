@@ -25,7 +25,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, RlE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Declare the options of ``rl-ext plan``."""
     parser.add_argument("--shape", type=_parse_shape, help="shape of an observation as the buffer gets it: 100,100,9")
     parser.add_argument("--size", type=_parse_count, required=True, help="transitions over all environments: 1000000")
     parser.add_argument("--stack", type=_parse_count, help="frames per observation (default: detected)")
@@ -67,7 +67,7 @@ def _parse_seed(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compute a plan and print it.
+    """Compute the memory of a replay buffer with each codec, and print it.
 
     :return: Exit status
     :raises RlExtError: If arguments exclude each other, or do not fit the environment
@@ -142,7 +142,7 @@ def _report_env_errors(name: str | None) -> Iterator[None]:
 
 
 def _make_env(name: str) -> Any:
-    """Create the environment of a name."""
+    """Create the environment that ``--env`` names."""
     found = load_source(name)
     if isinstance(found, str):
         try:

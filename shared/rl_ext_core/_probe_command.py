@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Declare the options of ``rl-ext probe``."""
     parser.add_argument("source", metavar="SOURCE", help="my_module:make_env, or CartPole-v1, or ale_py:ALE/Pong-v5")
     parser.add_argument("--json", action="store_true", help="write the verdict as JSON")
     parser.add_argument("--no-cache", action="store_true", help="neither read nor write the cache of verdicts")
@@ -57,7 +57,7 @@ def _parse_steps(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Probe the environment and print the verdict.
+    """Test whether instances of the environment can share a process, and print the verdict.
 
     :return: Exit status
     :raises RlExtError: If the source does not exist, or does not build an environment
@@ -80,6 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_verdict(verdict: Verdict, console: Console) -> None:
+    """Print a verdict with its reason, and the measured times and memory."""
     console.print(f"{verdict.isolation.value}   (by {verdict.declared_by}, in {verdict.seconds:.2f} s)\n")
     console.print(verdict.explanation)
     facts = {

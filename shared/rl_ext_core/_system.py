@@ -75,7 +75,7 @@ _forking = threading.RLock()
 
 
 def make_fork_safe_lock() -> Any:
-    """Create an ``RLock`` that forks wait for.
+    """Create an ``RLock``; a fork waits until no thread holds it.
 
     A child does not have the thread that holds the lock, so it would find that thread's work incomplete.
     """
@@ -85,6 +85,7 @@ def make_fork_safe_lock() -> Any:
 
 
 def _acquire_all_locks() -> None:
+    """Acquire all fork-safe locks before a fork."""
     _forking.acquire()
     while (busy := next((lock for lock in _live_locks() if not _acquire(lock, blocking=False)), None)) is not None:
         # Release all locks before waiting, because the thread that holds this one may wait for another.
@@ -93,11 +94,13 @@ def _acquire_all_locks() -> None:
 
 
 def _live_locks() -> list[Any]:
+    """Return the fork-safe locks that still exist."""
     references = _locks.data.copy()  # type: ignore[attr-defined]  # atomic, since other threads create locks
     return [lock for reference in references if (lock := reference()) is not None]
 
 
 def _acquire(lock: Any, *, blocking: bool) -> bool:
+    """Acquire a lock and list it in ``_acquired``; return False if another thread holds it."""
     held: bool = lock.acquire(blocking=blocking)
     if held:
         _acquired.append(lock)
@@ -105,11 +108,13 @@ def _acquire(lock: Any, *, blocking: bool) -> bool:
 
 
 def _release_acquired() -> None:
+    """Release the locks in ``_acquired``."""
     while _acquired:
         _acquired.pop().release()
 
 
 def _release_all_locks() -> None:
+    """Release all fork-safe locks after a fork, in the parent and in the child."""
     _release_acquired()
     _forking.release()
 
@@ -148,6 +153,7 @@ class _PosixAddresses:
         weakref.finalize(self.memory, _libc().munmap, self._start, n_bytes).atexit = False
 
     def _map_unbacked(self, address: int | None, n_bytes: int) -> int:
+        """Map zeros without a file at an address, or at any free one; return the address."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         return _map_memory(address, n_bytes, self._protection, flags, -1, 0)
 
@@ -239,6 +245,7 @@ Addresses: Any = _WindowsAddresses if WINDOWS else _PosixAddresses
 
 
 def _release_addresses(gaps: dict[int, int], views: dict[int, int]) -> None:
+    """Release the reserved gaps of an address range, and unmap its files (Windows)."""
     for start in gaps:
         _windows.release(start)
     for start in views:
@@ -249,6 +256,7 @@ def _release_addresses(gaps: dict[int, int], views: dict[int, int]) -> None:
 
 @functools.cache
 def _libc() -> Any:
+    """Return the C library, with the signatures of the functions that map memory."""
     libc = ctypes.CDLL(None, use_errno=True)
     size = ctypes.c_size_t
     libc.mmap.restype = ctypes.c_void_p
@@ -453,6 +461,7 @@ def lock(descriptor: int) -> None:
 
 
 def _lock_at_once(descriptor: int) -> None:
+    """Lock a file without waiting; raise ``OSError`` if another process has locked it."""
     if WINDOWS:
         _windows.lock_byte(descriptor, _LOCK_OFFSET)
     else:
@@ -473,6 +482,7 @@ _identity = uuid.uuid4()
 
 
 def _renew_identity() -> None:
+    """Give this process a new id, after a fork."""
     global _identity
     _identity = uuid.uuid4()
 

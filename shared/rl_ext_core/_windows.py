@@ -52,6 +52,7 @@ for _name, _result, _arguments in (
 
 
 def _check_result(result: Any) -> Any:
+    """Return the result of a Windows call; raise ``OSError`` if the call failed."""
     if not result or result == _INVALID:
         raise ctypes.WinError(ctypes.get_last_error())
     return result

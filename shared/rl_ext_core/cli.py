@@ -59,7 +59,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run ``rl-ext`` with these arguments, and return its exit status.
 
     :param argv: Arguments, default those of the program
     :return: Exit status: 0; 1 for a problem with the machine or environment; 2 for wrong arguments; 130 for Ctrl-C
@@ -101,6 +101,7 @@ def new_console() -> Console:
 
 
 def _make_parser() -> argparse.ArgumentParser:
+    """Build the argument parser of ``rl-ext`` with all commands."""
     parser = _Parser(prog="rl-ext", description="Tools for training with Stable Baselines3 and TorchRL.")
     parser.add_argument("--version", action="version", version=f"rl-ext {rl_ext_core.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

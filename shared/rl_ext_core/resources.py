@@ -114,7 +114,7 @@ def _control_groups(controller: str) -> Iterator[Path]:
 
 
 def _read_group_file(group: Path, name: str, *older: str) -> list[str]:
-    """Read a file of version 2, or the equivalent files of version 1.
+    """Return the words in a file of cgroups v2, or in the equivalent files of cgroups v1.
 
     Missing files are read as empty.
     """
@@ -123,6 +123,7 @@ def _read_group_file(group: Path, name: str, *older: str) -> list[str]:
 
 
 def _read_field(path: Path, name: str, unit: int = 1) -> int | None:
+    """Return the number after a name in a file, times ``unit``; None if it is missing."""
     for line in _read(path).splitlines():
         words = line.split()
         if len(words) > 1 and words[0] == name:
@@ -131,6 +132,7 @@ def _read_field(path: Path, name: str, unit: int = 1) -> int | None:
 
 
 def _read(path: Path) -> str:
+    """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="ascii")
     except OSError:

@@ -210,6 +210,7 @@ def last_occurrences(places: Places) -> Places:
 
 
 def _check_length(data: Any, expected: tuple[int, ...], cursor: Any) -> None:
+    """Raise an error if the batch size differs from what the index selects."""
     if tuple(data.batch_size[: len(expected)]) != expected:
         raise InvalidArgumentError(
             f"index {cursor!r:.200} selects {expected} elements, got a batch of {tuple(data.batch_size)}; nothing was "
@@ -269,6 +270,7 @@ def snapshot_rows(rows: Any, cursor: Any) -> Callable[[], None]:
     before = rows[cursor].clone()
 
     def undo() -> None:
+        """Restore the copied rows, and delete the keys that were added since."""
         for key in set(rows.keys(include_nested=True)) - keys:
             rows.del_(key) if isinstance(key, str) else rows.get(key[:-1]).del_(key[-1])
         rows[cursor] = before
@@ -277,6 +279,7 @@ def snapshot_rows(rows: Any, cursor: Any) -> Callable[[], None]:
 
 
 def _kind_of(value: Any) -> str:
+    """Return ``"tensor"``, ``"tensordict"`` or, for anything else, ``"value"``."""
     if isinstance(value, torch.Tensor):
         return "tensor"
     # The text of several elements is returned as a list.

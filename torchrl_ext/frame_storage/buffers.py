@@ -40,7 +40,7 @@ _DROP_DIVISOR = 64
 
 
 class NoLock(nullcontext[None]):
-    """Replacement for the lock of a shared number, which one instruction reads or writes."""
+    """Lock that never blocks, for a shared number that is read and written atomically."""
 
     def acquire(self) -> None:
         """Do nothing, because reads and writes are atomic."""
@@ -70,6 +70,7 @@ class _WrappedMethod:
 
 
 def _replace_locks(owner: Any, names: tuple[str, ...]) -> None:
+    """Replace the locks of an object's shared numbers by :class:`NoLock`."""
     for name in names:
         number = getattr(owner, name, None)
         if isinstance(number, sharedctypes.SynchronizedBase) and not isinstance(number.get_lock(), NoLock):
@@ -92,6 +93,7 @@ def make_kill_safe(storage: Any) -> None:
 
 
 def _iterate_writers(storage: Any) -> Iterator[Any]:
+    """Yield the writer of each buffer that uses a storage; None if it has none."""
     return (getattr(buffer, "_writer", None) for buffer in storage._attached_entities)
 
 
@@ -148,7 +150,7 @@ class ByteBudget:
         self._before = 0
 
     def check_buffers(self, storage: Any) -> None:
-        """Refuse buffers with records per place, because dropping elements moves the others.
+        """Refuse samplers with records per place, and writers that do not overwrite the oldest.
 
         :raises InvalidArgumentError: If a writer does not overwrite the oldest, or a sampler has records by place.
         """

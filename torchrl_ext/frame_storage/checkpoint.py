@@ -68,11 +68,13 @@ def _map_tree(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def _as_tensor(array: Any) -> torch.Tensor:
+    """Copy an array to a tensor; uint32 becomes int32 with the same bits."""
     # Older versions of torch have no unsigned dtypes except uint8.
     return torch.from_numpy(array.view(np.int32 if array.dtype == np.uint32 else array.dtype).copy())
 
 
 def _as_array(tensor: torch.Tensor) -> Any:
+    """Convert a tensor to an array; int32 becomes uint32 with the same bits."""
     array = tensor.detach().cpu().numpy()
     return array.view(np.uint32) if array.dtype == np.int32 else array
 
@@ -194,6 +196,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
 
 
 def _is_checkpoint_entry(name: str) -> bool:
+    """Return whether a file of this name belongs to a checkpoint."""
     return name in (_METADATA, f"{_METADATA}.new") or _CONTENTS.fullmatch(name) is not None
 
 
@@ -202,6 +205,7 @@ def _save_arrays(packed: dict[str, Any], path: Path) -> dict[str, Any]:
     names = (f"{number}.npy" for number in itertools.count())
 
     def save(array: Any) -> str:
+        """Write an array to the next file, and return the file's name."""
         run_pending_handlers()
         name = next(names)
         np.save(path / name, array, allow_pickle=False)
@@ -215,6 +219,7 @@ def _load_arrays(packed: dict[str, Any], path: Path) -> dict[str, Any]:
     """Replace names of files in nested dictionaries by memory-mapped arrays."""
 
     def read(name: str) -> Any:
+        """Return the array in a file, memory-mapped."""
         run_pending_handlers()
         file = path / Path(name).name
         return np.lib.format.open_memmap(file, mode="r") if file.stat().st_size else np.zeros(0, dtype=np.uint8)

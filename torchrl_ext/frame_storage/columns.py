@@ -67,12 +67,14 @@ class FrameColumn:
 
     @staticmethod
     def _pool_class() -> type[FramePool]:
+        """Import and return ``FramePool``; raise an error if numba is missing."""
         check_numba("A store of frames")
         from rl_ext_core.frames.pool import FramePool  # imports numba
 
         return FramePool
 
     def _new_pool(self, encoding: Encoding, file: RegionFile | None = None) -> FramePool:
+        """Create an empty pool with an encoding."""
         return self._pool_class()(self._n_handles, file=file, **encoding._asdict())
 
     def encode(
@@ -100,6 +102,7 @@ class FrameColumn:
         *,
         ended: npt.NDArray[np.bool_] | None = None,
     ) -> tuple[Handles, Handles]:
+        """Store stacks, and return their handles; the first ones determine the encoding."""
         pool, chooser = self.pool, self._chooser
         pool.refresh()
         fresh = pool.held == 0
@@ -120,6 +123,7 @@ class FrameColumn:
         return handles
 
     def _as_numpy(self, leaf: torch.Tensor, key: Key) -> npt.NDArray[Any]:
+        """Return the images of a leaf as an array; refuse a dtype other than the column's."""
         if leaf.dtype != self.dtype:
             raise InvalidTypeError(
                 f"{key!r} has dtype {leaf.dtype}, expected {self.dtype} as in the storage; nothing was stored. "
@@ -158,6 +162,7 @@ class FrameColumn:
             self._reencode(held, flat)
 
     def _reencode(self, held: list[torch.Tensor], flat: list[Handles]) -> None:
+        """Copy all images to a new pool if another encoding is better."""
         layout, encoding = self.pool.layout, None
         if self._chooser.n_stack is None:
             stacks, *following = self._decode_to_arrays([part[-COPY_BATCH:] for part in flat])
@@ -177,6 +182,7 @@ class FrameColumn:
             leaf.copy_(torch.from_numpy(np.concatenate(encoded)).reshape(leaf.shape))
 
     def _decode_to_arrays(self, handles: list[Handles]) -> list[npt.NDArray[Any]]:
+        """Return the decoded images of each array of handles."""
         outs = [np.empty((len(part), *self.shape), dtype=self._numpy_dtype) for part in handles]
         for part, out in zip(handles, outs, strict=True):
             self.pool.get(part, out)
@@ -274,7 +280,7 @@ def encode_images(columns: list[FrameColumn], data: Any) -> tuple[Any, dict[Key,
 
 
 def release_images(columns: list[FrameColumn], handles: dict[Key, torch.Tensor]) -> None:
-    """Free images.
+    """Free the images that these handles refer to.
 
     :param handles: their handles, by key
     """
@@ -285,6 +291,7 @@ def release_images(columns: list[FrameColumn], handles: dict[Key, torch.Tensor])
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return NumPy's equivalent of a torch dtype; raise an error if there is none."""
     try:
         return np.dtype(torch.empty(0, dtype=dtype).numpy().dtype)
     except TypeError:

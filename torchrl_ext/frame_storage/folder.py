@@ -70,6 +70,7 @@ def map_rows(folder: StoreFolder) -> TensorDict:
     assert folder.settings is not None
 
     def view(number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the file of tensor ``number`` as a tensor, without a copy."""
         return torch.from_numpy(folder.rows.arrays[str(number)].reshape(-1)).view(dtype).reshape(shape)
 
     with as_corrupt_file(f"{folder.path} is"):
@@ -101,7 +102,7 @@ def recover_rows(
     record, writing = journal.read() if folder is None or not reopening else _read_checked_record(folder)
     length = _drop_torn_rows(rows, record, writing, process_name)
     if folder is not None:
-        folder.rows.record(np.unique(writing))
+        folder.rows.update_checksums(np.unique(writing))
     for column in columns:
         column.clear(rows, length, record.n_written)
         column.recover(rows, length, None if folder is None else folder.path)
@@ -119,7 +120,7 @@ def _read_checked_record(folder: StoreFolder) -> tuple[JournalRecord, Places]:
     if record.exposed:
         message = "%s was not closed: of its elements, only the images are checked for damage"
         _logger.info(message, folder.path)
-        folder.rows.record(places)
+        folder.rows.update_checksums(places)
     elif n_wrong := len(folder.rows.corrupt_rows(np.setdiff1d(places, writing))):
         raise folder.corrupt_file_error(
             _ROWS_FILE, f"the checksums of {n_wrong} of {len(places)} elements do not match"
@@ -192,7 +193,7 @@ def _keep_longest_run(folder: StoreFolder, rows: Any, columns: list[FrameColumn]
     for column in columns:
         column.clear(rows, len(places), len(rows))
         column.recover_handles(column.handles(rows, len(rows)))
-    folder.rows.record(np.arange(len(places)))
+    folder.rows.update_checksums(np.arange(len(places)))
     folder.journal.end_write(len(places), len(places))
     folder.journal.flush()
     folder.rows.reserve(folder.journal.read()[0].n_written)

@@ -89,10 +89,12 @@ def rebuild(description: Any, tensor_of: TensorOf) -> TensorDict:
 
 
 def _path(key: Any) -> tuple[str, ...]:
+    """Return a key as a tuple of strings."""
     return (key,) if isinstance(key, str) else key
 
 
 def _key(part: dict[str, Any]) -> Any:
+    """Return the key of a described entry; raise ValueError if it is invalid."""
     path = part["key"]
     if not path or not all(isinstance(name, str) for name in path):
         raise ValueError(f"{path!r} is not a key")
@@ -110,11 +112,13 @@ def parse_shape(shape: Any) -> tuple[int, ...]:
 
 
 def _node(path: Any, node: Any) -> dict[str, Any]:
+    """Describe a TensorDict without its entries: key, batch size and dimension names."""
     names = {"names": list(node.names)} if node._has_names() else {}
     return {"key": list(path), "batch_size": list(node.batch_size), **names}
 
 
 def _empty_node(node: dict[str, Any]) -> TensorDict:
+    """Build the empty TensorDict that a result of :func:`_node` describes."""
     return TensorDict({}, batch_size=list(parse_shape(node["batch_size"])), names=node.get("names"), device="cpu")
 
 
@@ -156,6 +160,7 @@ def unpack_rows(packed: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
     """
 
     def leaf(number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return tensor ``number``, after verifying its checksum."""
         contents = np.array(packed["leaves"][number])
         if checksum(contents) != packed["sums"][number]:
             raise CorruptFileError("the elements are damaged: their checksum does not match their contents")

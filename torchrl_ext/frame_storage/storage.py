@@ -200,10 +200,11 @@ class FrameStorage(TensorStorage):
         return f"{super().__repr__()[:-1]}, \n    codec={codec!r}, {describe_lossiness(self._options)})"
 
     def _register_recovery(self) -> None:
-        """Let the lock call this storage after a kill, by a weak reference."""
+        """Let the lock call ``_recover_after_kill`` if a process is killed while it holds it."""
         this = weakref.ref(self)
 
         def recover(dead: int) -> None:
+            """Call ``_recover_after_kill``, unless the storage has been garbage-collected."""
             if (storage := this()) is not None:
                 storage._recover_after_kill(dead)
 
@@ -230,6 +231,7 @@ class FrameStorage(TensorStorage):
             set_writer_cursor(self, self._resume_cursor)
 
     def _require_open(self) -> None:
+        """Raise an error if the storage is closed, or its lock unusable in this process."""
         if self._closed:
             raise InvalidArgumentError(
                 "this FrameStorage is closed. Open its folder again with the same arguments: FrameStorage(...)"
@@ -239,6 +241,7 @@ class FrameStorage(TensorStorage):
     # Allocation
 
     def _init(self, row: Any) -> None:
+        """Create the columns and allocate all elements, for elements like ``row``."""
         if self.device == "auto":
             self.device = row.device or torch.device("cpu")
         kinds = describe_image_columns(row, self._pixels)
@@ -261,16 +264,19 @@ class FrameStorage(TensorStorage):
             raise
 
     def _shape_for(self, row: Any) -> torch.Size:
+        """Return the shape of the whole storage for elements like ``row``."""
         if self.ndim == 1:
             return torch.Size((self.max_size, *row.shape))
         return torch.Size((-(self.max_size // -row.shape[: self.ndim - 1].numel()), *row.shape))
 
     def _add_columns(self, kinds: list[dict[str, Any]], n_rows: int) -> None:
+        """Append the columns that these descriptions specify."""
         for number, kind in enumerate(kinds):
             file = None if self._folder is None else self._folder.frames(number)
             self._columns.append(self._new_column(kind, n_rows, file))
 
     def _new_column(self, kind: dict[str, Any], n_rows: int, file: RegionFile | None = None) -> FrameColumn:
+        """Create the column that a description specifies, for ``n_rows`` elements."""
         return FrameColumn(kind, n_rows, self._options, num_threads=self._num_threads, file=file)
 
     def _allocate(self, row: Any, columns: list[FrameColumn]) -> None:
@@ -290,6 +296,7 @@ class FrameStorage(TensorStorage):
         self._set_rows(rows)
 
     def _create_files(self, folder: StoreFolder, rows: Any) -> Any:
+        """Create the files of the folder, and return the elements in them."""
         if not self._columns:
             raise InvalidArgumentError(
                 "storage_dir is for data with images, but none were found. Use LazyMemmapStorage, or name the images: "
@@ -310,6 +317,7 @@ class FrameStorage(TensorStorage):
         self._resume_cursor = self._recover("their process", reopening=True)
 
     def _set_rows(self, rows: Any) -> None:
+        """Set the TensorDict of all elements, and mark the storage as initialized."""
         self._storage = rows
         if self.ndim > 1:
             self.max_size = rows.shape[: self.ndim].numel()
@@ -323,6 +331,7 @@ class FrameStorage(TensorStorage):
             self._folder.close()
 
     def _drop_contents(self) -> None:
+        """Drop elements and columns, and reset the attributes that describe them."""
         self._columns, self._journal, self._rows = [], None, None
         self._storage, self.initialized = None, False
         self.max_size, self._n_touched, self._has_exposed_views = self._initial_max_size, 0, False
@@ -365,6 +374,7 @@ class FrameStorage(TensorStorage):
                     self._budget.enforce(self)
 
     def _set(self, cursor: Any, data: Any, *, set_cursor: bool) -> None:
+        """Store elements at an index; if that fails, restore the previous state."""
         fresh = not self.initialized
         if fresh:
             self._init(data if is_single_index(cursor) else data[0])
@@ -548,6 +558,7 @@ class FrameStorage(TensorStorage):
 
     @property
     def _row_bytes(self) -> int:
+        """Size of all elements in bytes, with handles in place of images."""
         return int(self._storage[: self._len_along_dim0].bytes()) if self.initialized else 0
 
     # Recovery by other processes, or by a later one
@@ -578,7 +589,7 @@ class FrameStorage(TensorStorage):
         Images that they replaced may be freed only afterwards.
         """
         if self._rows is not None:
-            self._rows.record(self._pending_places)
+            self._rows.update_checksums(self._pending_places)
         if self._journal is not None:
             last = self._last_cursor_index
             self._journal.end_write(self._len_along_dim0, 0 if last is None or not len(self) else last + 1)
@@ -623,10 +634,11 @@ class FrameStorage(TensorStorage):
                 self._journal.mark_exposed()  # callers may still change their views
 
     def _flush_files(self) -> None:
+        """Update the checksums of exposed elements, and flush the journal."""
         self._require_open()
         self._refresh()
         if self._rows is not None and self._has_exposed_views:
-            self._rows.record(np.arange(self._len_along_dim0))
+            self._rows.update_checksums(np.arange(self._len_along_dim0))
         if self._journal is not None:
             self._journal.flush()
 

@@ -58,11 +58,13 @@ class FrameView(torch.Tensor):
         return self._read(self._handles)
 
     def _read(self, handles: torch.Tensor) -> torch.Tensor:
+        """Decode the images of these handles; raise an error if the storage was emptied."""
         self._check_not_emptied()
         images: torch.Tensor = self._storage._read_images(self._column, handles)
         return images
 
     def _check_not_emptied(self) -> None:
+        """Raise an error if the storage was emptied after this view was created."""
         if self._expected_empty_count != self._storage._empty_count:
             raise InvalidArgumentError(
                 "these images no longer exist, because the storage was emptied. To keep them, use "
@@ -117,6 +119,7 @@ class FrameView(torch.Tensor):
         self._write(parts, images.expand(*self._handles[parts].shape, *self._column.shape))
 
     def _store(self, images: torch.Tensor, before: torch.Tensor) -> None:
+        """Write only those images that differ from ``before``."""
         # Unchanged images are not encoded again, because a lossy codec would add to their error. Bits are compared,
         # because 0.0 equals -0.0, and NaN does not equal itself.
         changed = images.contiguous().view(torch.uint8) != before.contiguous().view(torch.uint8)
@@ -124,6 +127,7 @@ class FrameView(torch.Tensor):
         self._write(changed, images[changed])
 
     def _write(self, index: Any, images: torch.Tensor) -> None:
+        """Write images to the selected places of the storage."""
         self._check_not_emptied()
         self._storage._write_images(self._column, self._handles, index, images)
 
@@ -144,6 +148,7 @@ class FrameView(torch.Tensor):
 
     @property
     def _images(self) -> torch.Tensor:
+        """Decoded images, the attribute whose bytes TensorDict counts."""
         return self.decode()
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -168,6 +173,7 @@ def _call_mutating(func: Any, args: Any, kwargs: Any) -> Any:
     written: list[tuple[FrameView, torch.Tensor, torch.Tensor]] = []
 
     def decode_argument(value: Any, argument: Any) -> Any:
+        """Decode the views in an argument, and record those that the function will change."""
         if isinstance(value, (list, tuple)):
             return [decode_argument(each, argument) for each in value]
         if not isinstance(value, FrameView):
@@ -190,4 +196,5 @@ def _call_mutating(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _decode_view(value: Any) -> Any:
+    """Decode a FrameView; return other values unchanged."""
     return value.decode() if isinstance(value, FrameView) else value

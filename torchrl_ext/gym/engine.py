@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torchrl.data import Composite, OneHot
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
-from rl_ext_core.vector.arrays import keep_freed_memory
+from rl_ext_core.vector.array_frameworks import keep_freed_memory
 from rl_ext_core.vector.spaces import device_of
 from rl_ext_core.vector.stepper import (
     RESET_RESULT,
@@ -136,6 +136,7 @@ class Engine:
         return data, True, info
 
     def _step_once(self, action: Any) -> Step:
+        """Convert an action, and step the environment once."""
         action = self._decode(action)
         return (
             check_result_length(self.env.step(action), STEP_RESULT)
@@ -361,6 +362,7 @@ def _overwrite_rows(
 
 
 def _entry(values: Any, key: str, path: tuple[str, ...]) -> Any:
+    """Return an entry of the final observations; raise an error if it is missing."""
     if not isinstance(values, (dict, TensorDictBase)):
         raise EnvironmentOutputError(
             f"final_obs{' ' if path else ''}{'.'.join(path)} is of type {type(values).__name__}; expected a dict with "
@@ -377,6 +379,7 @@ def _entry(values: Any, key: str, path: tuple[str, ...]) -> Any:
 
 
 def _convert_final(spec: Any, old: torch.Tensor, new: Any, count: int, path: tuple[str, ...]) -> torch.Tensor:
+    """Convert a final observation to a tensor of the dtype and device of ``old``."""
     shape = (count, *old.shape[1:])
     if type(new) is np.ndarray and new.dtype.kind in "fiub" and new.flags.c_contiguous and new.flags.writeable:
         new = torch.from_numpy(new)

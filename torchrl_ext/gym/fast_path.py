@@ -45,6 +45,7 @@ def _find_override(cls: type, names: set[str]) -> str | None:
 
 
 def _raise_override_error(cls: type, name: str) -> None:
+    """Raise an error that names an overridden method that would not be called."""
     raise InvalidTypeError(
         f"{cls.__name__} overrides {name}, which torchrl_ext.GymWrapper does not call. Override _step and _reset, or "
         "subclass torchrl.envs.GymWrapper"
@@ -154,6 +155,7 @@ class FastStepMixin(EnvBase):
 
     @classmethod
     def _complete_done(cls, done_spec: Any, data: TensorDictBase) -> TensorDictBase:
+        """Return the TensorDict unchanged if all flags are complete; else as upstream."""
         # Transforms call this at every step, although the engine's flags are complete.
         entries = data._tensordict if type(data) is TensorDict else {}
         wide = data.batch_dims + 1
@@ -162,6 +164,7 @@ class FastStepMixin(EnvBase):
         return super()._complete_done(done_spec, data)
 
     def _step_proc_data(self, next_tensordict_out: TensorDictBase) -> TensorDictBase:
+        """Return the TensorDict unchanged if no type checks run; else as upstream."""
         # Shapes and flags are complete.
         if self.run_type_checks or _base_methods(EnvBase) != _BASE:
             return super()._step_proc_data(next_tensordict_out)

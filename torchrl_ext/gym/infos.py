@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from rl_ext_core.errors import EnvironmentOutputError
-from rl_ext_core.vector.arrays import to_torch
+from rl_ext_core.vector.array_frameworks import to_torch
 from rl_ext_core.vector.stepper import infos_to_dict, object_array
 
 __all__ = ["copy_info", "merge_infos", "numbers_for_reader"]
@@ -64,6 +64,7 @@ def merge_infos(info: Any, other: Any, rows: list[int], count: int) -> Any:
 
 
 def _has_rows(value: Any, count: int) -> bool:
+    """Return whether a value is an array or tensor with ``count`` rows."""
     return isinstance(value, (np.ndarray, torch.Tensor)) and value.shape[:1] == (count,)
 
 
@@ -77,15 +78,15 @@ def _replace_rows(old: Any, new: Any, rows: list[int], count: int) -> Any:
         new = (
             np.full_like(old, None) if is_array and old.dtype == object else (np if is_array else torch).zeros_like(old)
         )
-    values = _copy_for(old, new)
+    values = _copy_in_common_dtype(old, new)
     if values is None:  # their dtypes or shapes differ too much
         values, new = (object_array(list(part) if _has_rows(part, count) else [part] * count) for part in (old, new))
     values[rows] = new[rows]
     return values
 
 
-def _copy_for(old: Any, new: Any) -> Any:
-    """Copy a batch in a common dtype; None if there is none, or the shapes differ."""
+def _copy_in_common_dtype(old: Any, new: Any) -> Any:
+    """Copy a batch in a dtype that holds both; None if dtypes or shapes conflict."""
     if type(old) is not type(new) or old.shape != new.shape:
         return None
     if isinstance(old, torch.Tensor):
@@ -121,12 +122,12 @@ def numbers_for_reader(info: Any, reader: Any, batch_size: torch.Size) -> Any:
         elif not _is_readable(value, text=reader.keys is not None):
             raise EnvironmentOutputError(
                 f"info {key!r} is {_short_repr(info[key])} of type {type(info[key]).__name__}; expected a number or an "
-                f"array of numbers. {_advice(info, batch_size)}"
+                f"array of numbers. {_registration_advice(info, batch_size)}"
             )
         elif tuple(value.shape[: len(batch_size)]) != tuple(batch_size):
             raise EnvironmentOutputError(
                 f"info {key!r} has the shape {tuple(value.shape)}; expected {tuple(batch_size)} and more axes, one row "
-                f"per sub-environment. {_advice(info, batch_size)}"
+                f"per sub-environment. {_registration_advice(info, batch_size)}"
             )
         else:
             found[key] = value if value is info[key] else _cast_to_spec(value, reader.info_spec, key)
@@ -155,13 +156,13 @@ def _as_numeric_array(value: Any) -> Any:
     Rows without a value become zero. Other values, including NumPy's numbers, are returned unchanged.
     """
     if isinstance(value, (bool, int, float, complex, list, tuple)) and not isinstance(value, np.generic):
-        found = _numeric(value)
+        found = _try_numeric_array(value)
         return value if found is None else found
     if not isinstance(value, np.ndarray) or value.dtype != object:
         return value
     parts = value.tolist() if value.ndim else [value.item()]
     places = [place for place, part in enumerate(parts) if part is not None]
-    present = _numeric([parts[place] for place in places])
+    present = _try_numeric_array([parts[place] for place in places])
     if not places or present is None:
         return value if places else None
     filled = np.zeros((len(parts), *present.shape[1:]), present.dtype)
@@ -169,7 +170,7 @@ def _as_numeric_array(value: Any) -> Any:
     return filled if value.ndim else np.array(filled[0])
 
 
-def _numeric(value: Any) -> np.ndarray[Any, Any] | None:
+def _try_numeric_array(value: Any) -> np.ndarray[Any, Any] | None:
     """Convert a value to an array of numbers; return None if that is not possible."""
     try:
         array = np.array(value)
@@ -178,8 +179,8 @@ def _numeric(value: Any) -> np.ndarray[Any, Any] | None:
     return array if array.dtype.kind in _NUMBERS else None
 
 
-def _advice(info: dict[str, Any], batch_size: torch.Size) -> str:
-    """Write the line of code that registers the readable values, with their dtypes."""
+def _registration_advice(info: dict[str, Any], batch_size: torch.Size) -> str:
+    """Return a sentence that shows how to register the readable values, for an error."""
     specs: dict[str, str] = {}
     for key, value in info.items():
         array = _as_numeric_array(value)
@@ -194,5 +195,6 @@ def _advice(info: dict[str, Any], batch_size: torch.Size) -> str:
 
 
 def _short_repr(value: Any) -> str:
+    """Return the repr in one line, cut to 60 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."

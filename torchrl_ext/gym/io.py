@@ -19,7 +19,7 @@ from torchrl.data import Categorical, Composite, MultiCategorical, MultiOneHot, 
 from torchrl.data.utils import torch_to_numpy_dtype_dict
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
-from rl_ext_core.vector.arrays import to_torch
+from rl_ext_core.vector.array_frameworks import to_torch
 from torchrl_ext._compat import new_tensordict
 
 __all__ = [
@@ -55,6 +55,7 @@ def compile_value(
     castable = "fiub" if dtype.is_floating_point and wanted is not None else ""
 
     def convert(value: Any) -> torch.Tensor:
+        """Convert a value to a tensor; raise an error if it does not fit."""
         if type(value) is array and value.shape == shape and (value.dtype is wanted or value.dtype.kind in castable):
             if value.dtype is not wanted:
                 value = value.astype(wanted, order="C")
@@ -140,6 +141,7 @@ def compile_one_hot(spec: OneHot, shape: tuple[int, ...], *, name: str, device: 
     counts = [int(n) for n in spec.nvec] if isinstance(spec, MultiOneHot) else spec.space.n
 
     def convert(value: Any) -> torch.Tensor:
+        """Convert indices to one-hot vectors; raise an error if one is too large."""
         index = read(value)
         try:
             if isinstance(counts, list):
@@ -229,6 +231,7 @@ def compile_action(
     library: Any = np if env_type == "numpy" else torch
 
     def convert(action: Any) -> Any:
+        """Convert an action tensor to the environment's action."""
         if action.shape != shape:
             action = _reshape_action(action, spec, path)
         value = decode(action)
@@ -243,6 +246,7 @@ def compile_action(
 
 
 def _reshape_action(action: torch.Tensor, spec: TensorSpec, path: tuple[str, ...]) -> torch.Tensor:
+    """Fit an action to its spec by axes of length one; raise an error if that fails."""
     fitting = _adjust_singleton_axes(action, spec.shape)
     if fitting is not None:
         return fitting
@@ -254,6 +258,7 @@ def _reshape_action(action: torch.Tensor, spec: TensorSpec, path: tuple[str, ...
 
 
 def _is_one_choice(spec: TensorSpec) -> bool:
+    """Return whether an action is one choice, not several at once."""
     return isinstance(spec, (OneHot, Categorical)) and not isinstance(spec, (MultiOneHot, MultiCategorical))
 
 
@@ -363,6 +368,7 @@ def _compile_part(spec: TensorSpec, path: tuple[str, ...], device: torch.device 
     batch_size = spec.batch_size
 
     def read_all(observation: Any) -> Any:
+        """Convert all entries of a Dict observation."""
         if not isinstance(observation, dict):
             raise EnvironmentOutputError(
                 f"observation{_quoted_path(path)} is of type {type(observation).__name__}; its space is a Dict of "
@@ -384,6 +390,7 @@ def _compile_part(spec: TensorSpec, path: tuple[str, ...], device: torch.device 
 
 
 def _quoted_path(path: tuple[str, ...]) -> str:
+    """Return a path as quoted text for an error, empty at the top."""
     return f" {'.'.join(path)!r}" if path else ""
 
 
@@ -399,6 +406,7 @@ def compile_reward(spec: TensorSpec, *, device: torch.device | None) -> Convert:
     array, from_numpy, wanted = np.array, torch.from_numpy, torch_to_numpy_dtype_dict[spec.dtype]
 
     def read_scalar(value: Any) -> Any:
+        """Convert a single number without the checks that arrays need."""
         if not isinstance(value, scalars):
             return read(value)
         # NumPy makes small arrays twice as fast as torch.
@@ -441,6 +449,7 @@ def compile_flags(
     read_end, read_cut = (_compile_column(shape, torch.bool, name, device) for name in ("terminated", "truncated"))
 
     def read(terminated: Any, truncated: Any) -> tuple[Flags, bool]:
+        """Convert two booleans to flags; return also whether the episode has ended."""
         try:
             end, cut = bool(terminated), bool(truncated)
             if terminated is None or truncated is None:
@@ -455,6 +464,7 @@ def compile_flags(
         return torch.tensor(flags, device=device).unbind(0), True
 
     def read_batch(terminated: Any, truncated: Any) -> tuple[Flags, None]:
+        """Convert two arrays of booleans to flags."""
         end, cut = read_end(terminated), read_cut(truncated)
         done = end | cut
         return (done, done.clone(), torch.zeros_like(done)) if finite_horizon else (done, end, cut), None

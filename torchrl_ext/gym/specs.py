@@ -58,6 +58,7 @@ class HalfBounded(BoundedContinuous):
 
 
 def _half_bounded(spec: Bounded) -> HalfBounded:
+    """Convert a Bounded spec with infinite bounds to :class:`HalfBounded`."""
     return HalfBounded(spec.space.low, spec.space.high, spec.shape, device=spec.device, dtype=spec.dtype)
 
 
@@ -112,6 +113,7 @@ def make_batched_specs(
 
 
 def _check_batchable(space: Any) -> None:
+    """Raise an error if a space contains a Tuple, Text or Sequence."""
     if isinstance(space, spaces.Dict):
         for part in space.spaces.values():
             _check_batchable(part)

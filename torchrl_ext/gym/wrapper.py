@@ -14,7 +14,7 @@ from torchrl.envs.libs.gym import GymEnv as UpstreamGymEnv
 from torchrl.envs.libs.gym import GymWrapper as UpstreamGymWrapper
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.vector.arrays import framework_of
+from rl_ext_core.vector.array_frameworks import framework_of
 from rl_ext_core.vector.autoreset import require_synchronous
 from rl_ext_core.vector.spaces import device_of
 from rl_ext_core.vector.stepper import RESET_RESULT, check_result_length, num_envs_of
@@ -60,10 +60,12 @@ class _GymWrapperMeta(type(UpstreamGymWrapper)):  # type: ignore[misc]
     # script has replaced these classes by this package's, the methods of the latter must not change.
 
     def __delattr__(cls, name: str) -> None:
+        """Do nothing for this module's classes, whose methods TorchRL would delete."""
         if cls.__module__ != __name__:
             super().__delattr__(name)
 
     def __setattr__(cls, name: str, value: Any) -> None:
+        """Ignore TorchRL's own methods, which it would set on this module's classes."""
         if cls.__module__ != __name__ or getattr(value, "__module__", None) != UpstreamGymWrapper.__module__:
             super().__setattr__(name, value)
 
@@ -266,6 +268,7 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
         return engine
 
     def _action_of(self, tensordict: TensorDictBase) -> Any:
+        """Return the action in a TensorDict; the whole TensorDict if it has several keys."""
         key = self.__dict__["_engine"].action_key
         return tensordict if key is None else tensordict[key]
 
@@ -300,6 +303,7 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
         return self._with_info(out, info) if self.info_dict_reader else out
 
     def _with_info(self, out: TensorDictBase, info: Any) -> TensorDictBase:
+        """Let the readers write an info into a TensorDict, and return the TensorDict."""
         info = {} if info is None else copy_info(info)
         for reader in self.info_dict_reader:
             # TorchRL's reader accepts arrays and tensors only; other readers get the info unchanged.

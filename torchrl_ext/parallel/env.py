@@ -128,6 +128,7 @@ class ParallelEnv(_BaseParallelEnv, metaclass=_ParallelEnvMeta):
 
 
 def _check_num_workers(num_workers: Any, create_env_fn: Any) -> int:
+    """Return the number of workers; refuse one that does not match ``create_env_fn``."""
     if create_env_fn is None:
         is_number = num_workers is None or isinstance(num_workers, numbers.Integral)
         given = "" if is_number else f"; num_workers is of type {type(num_workers).__name__}"
@@ -151,7 +152,7 @@ def _check_num_workers(num_workers: Any, create_env_fn: Any) -> int:
 
 
 class _SingleSerialEnv(SerialEnv):
-    """The single environment of ``serial_for_single=True``.
+    """``SerialEnv`` with one environment, for ``serial_for_single=True``.
 
     Its metadata is read without building another one.
     """
@@ -165,6 +166,7 @@ class _SingleSerialEnv(SerialEnv):
 
 
 def _make_serial_env(create_env_fn: Any, kwargs: dict[str, Any]) -> SerialEnv:
+    """Build a :class:`_SingleSerialEnv` from the arguments of ``ParallelEnv``."""
     for name in ("step_timeout", "metadata_from_workers", "shutdown_timeout"):
         kwargs.pop(name, None)
     named = {"mp_start_method": "start_method", "start_timeout": "timeout", "create_env_kwargs": "kwargs"}

@@ -41,6 +41,7 @@ def _as_operation(name: str, phase: str | None = None, *, drain_after: bool = Fa
 
     @functools.wraps(method)
     def call(self: SupervisedEnv, *args: Any, **kwargs: Any) -> Any:
+        """Call the method within an operation, which raises an error if a worker fails."""
         with self._operation(phase or name):
             result = method(self, *args, **kwargs)
             if drain_after:
@@ -72,6 +73,7 @@ class SupervisedEnv(upstream.ParallelEnv):
     _closing = _has_open_call = False
 
     def _check_buffers(self, method: str) -> None:
+        """Raise an error if forked workers would not share the buffers."""
         if method == "fork" and self._use_buffers and not (self._share_memory or self._memmap):
             raise InvalidArgumentError(
                 "shared_memory=False does not work with forked workers, because they would write to their own copies "
@@ -92,6 +94,7 @@ class SupervisedEnv(upstream.ParallelEnv):
                 starting = [self]  # emptied below, because workers would keep this object alive
 
                 def watch(process: Any) -> None:
+                    """Record a started process; after the last one, start to watch for failures."""
                     # TorchRL starts all workers and then waits for them. The watch starts in between.
                     started.append(process)
                     for env in starting:
@@ -116,6 +119,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         """Do nothing. Workers that TorchRL ends here would be reported as failed."""
 
     def _start_watch(self, started: Sequence[Any]) -> processes.Watch:
+        """Start to watch the workers for failures."""
         # The watch must not refer to the ParallelEnv, which ends its workers when it is garbage-collected.
         wake = functools.partial(_wake_parent, self._events, self._shm_done_flags, self.parent_channels)
         watch = processes.Watch(list(started), seeds=self._plan.seeds, on_failure=wake)
@@ -303,6 +307,7 @@ class _WorkerOperation:
             owner._kill_workers()
 
     def _drain_answers(self) -> None:
+        """Discard pending answers, and ignore the errors of a worker that has failed."""
         # If a worker failed meanwhile, the watch raises a better error.
         with contextlib.suppress(EOFError, OSError):
             self._env._drain_answers()

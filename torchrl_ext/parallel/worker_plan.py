@@ -113,6 +113,7 @@ class WorkerPlan:
         return [found.read.clone() for found in self._examinations]
 
     def _examine(self, index: int) -> Examination:
+        """Return the metadata of a worker's environment; reuse what its factory has read."""
         factory, overrides = self.factories[index], dict(self.kwargs[index])
         del overrides["worker"]
         known, its_own = factory.examination, {**factory.overrides, **overrides}
@@ -122,7 +123,7 @@ class WorkerPlan:
 
 
 def _overrides_of(item: Any, sources: list[Any], overrides: Any) -> Any:
-    """Empty the overrides of workers with another source, because its names may differ."""
+    """Return overrides in which entries of workers with another source are empty."""
     entries = overrides if isinstance(overrides, Sequence) else ()
     if len(entries) != len(sources) or not all(isinstance(entry, Mapping) for entry in entries):
         return overrides  # None, or invalid, which for_workers() reports
@@ -130,6 +131,7 @@ def _overrides_of(item: Any, sources: list[Any], overrides: Any) -> Any:
 
 
 def _per_worker(kwargs: Any, num_workers: int) -> list[dict[str, Any]]:
+    """Return the keyword arguments of each worker's environment, with the worker's number."""
     entries = [kwargs or {}] * num_workers if kwargs is None or isinstance(kwargs, Mapping) else list(kwargs)
     if len(entries) != num_workers:
         raise InvalidArgumentError(
@@ -179,6 +181,7 @@ class WorkerEnvBuilder:
 
 
 def _close_if_alive(reference: weakref.ref[EnvBase]) -> None:
+    """Close the referenced environment, unless it has been garbage-collected."""
     environment = reference()
     if environment is not None:
         environment.close()

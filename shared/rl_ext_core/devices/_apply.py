@@ -40,6 +40,7 @@ applied_decision: Decision | None = None
 
 
 def _drop_parent_state() -> None:
+    """After a fork, drop the parent's decision, and record the displays that it has created."""
     # A forked worker may apply a decision of its own.
     global applied_decision
     applied_decision = None
@@ -100,6 +101,7 @@ def import_conflicts(decision: Decision, needs: str = "this decision needs") -> 
 
 
 def _describe_import(package: str) -> str:
+    """Return the import statement that loaded a package, for an error text."""
     if package == "mujoco" and "torchrl" in sys.modules:
         return "`import torchrl`, which imports mujoco, in the script that starts the workers"
     return f"`import {package}`"
@@ -128,6 +130,7 @@ def display_conflicts(decision: Decision, needs: str = "this decision needs") ->
 
 
 def _module_display(module: str) -> Any:
+    """Return a module's ``EGL_DISPLAY``; None if the module is not imported or has none."""
     return getattr(sys.modules.get(module), "EGL_DISPLAY", None)
 
 

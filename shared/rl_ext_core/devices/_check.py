@@ -197,7 +197,7 @@ def check_environment(
     for stage in (
         _find_misspelled_names,
         _find_ignored_variables,
-        _find_order_mistakes,
+        _find_device_order_mistakes,
         _find_mask_mistakes,
         _find_rank_mistakes,
         _find_missing_cuda,
@@ -213,6 +213,7 @@ def check_environment(
 
 
 def _to_shell_line(changes: Changes) -> str:
+    """Return the shell commands that set and unset variables."""
     sets = [f"{name}={shlex.quote(value)}" for name, value in changes.items() if value is not None]
     unsets = [name for name, value in changes.items() if value is None]
     return "; ".join(
@@ -240,6 +241,7 @@ def guess_variable(name: str) -> str | None:
 
 
 def _find_misspelled_names(situation: Situation) -> Findings:
+    """Find misspelled names of variables, such as ``CUDA_VISIBLE_DEVICE``."""
     for name, value in situation.original.items():
         known = None if name in _UNREAD_VARIABLES else guess_variable(name)
         right = situation.original.get(known or "")
@@ -258,7 +260,7 @@ def _find_misspelled_names(situation: Situation) -> Findings:
 
 
 def _guess_value(known: str | None, value: str, situation: Situation) -> str:
-    """Convert the value of a wrong variable to a value for ``known``."""
+    """Convert the value of a misspelled variable to a value for the variable ``known``."""
     text = value.strip(_QUOTES)
     if known == MASK:
         return _guess_mask(value, situation)[0] or text
@@ -325,7 +327,8 @@ def _is_valid_value(name: str, value: str) -> bool:
 # CUDA's device order, the mask and ranks
 
 
-def _find_order_mistakes(situation: Situation) -> Findings:
+def _find_device_order_mistakes(situation: Situation) -> Findings:
+    """Find a CUDA_DEVICE_ORDER that CUDA does not know, or that is missing for unequal GPUs."""
     value, inventory = situation.environ.get(ORDER), situation.inventory
     by_speed = inventory.fastest_first
     unlike = bool(inventory.gpus) and by_speed != tuple(gpu.uuid for gpu in inventory.gpus)
@@ -348,7 +351,7 @@ def _find_order_mistakes(situation: Situation) -> Findings:
 
 
 def _find_mask_mistakes(situation: Situation) -> Findings:
-    """Find entries of the mask that CUDA ignores or reads in another way than they look."""
+    """Find entries of CUDA_VISIBLE_DEVICES that CUDA ignores or interprets unexpectedly."""
     shown, mask, gpus = situation.visible, situation.environ.get(MASK), situation.inventory.gpus
     if shown is None:
         return
@@ -376,21 +379,21 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
         effect = f"CUDA does not know this word, which Docker uses for all GPUs, and shows no GPU: {_NO_CUDA}"
         yield situation.finding(MASK, effect, {MASK: None})
     else:
-        oddity = shown.stop_reason or _describe_oddity(mask)
-        if oddity is None:
+        explanation = shown.stop_reason or _describe_misread_entry(mask)
+        if explanation is None:
             return
         if re.search(r"[][(){}'\"]", mask):
-            oddity += " (quotes and brackets are part of the value)"
+            explanation += " (quotes and brackets are part of the value)"
         meant, complete = _guess_mask(mask, situation)
         if shown.mig and meant and complete:
             meant = _pick.mig_slice_of_rank(situation.machine) or meant
         harmless = complete and situation.with_changes({MASK: meant}).machine.visible.uuids == shown.uuids
-        effect = f"{oddity}; torch sees {_describe_visible_gpus(shown, situation)}"
+        effect = f"{explanation}; torch sees {_describe_visible_gpus(shown, situation)}"
         yield situation.finding(MASK, effect, {MASK: meant} if meant else one, "warning" if harmless else "error")
 
 
 def _empty_mask_finding(mask: str, word: str, one: Changes, situation: Situation) -> tuple[Finding, Changes]:
-    """Create the finding for an empty mask, which a launcher or a blank in the shell may have caused."""
+    """Create the finding for a CUDA_VISIBLE_DEVICES that names no GPU and hides all."""
     ray = any(name.startswith("RAY_") for name in situation.environ)
     slurm = any(name.startswith("SLURM_") for name in situation.environ)
     line = "srun --gpus-per-task=1 python train.py" if slurm else "@ray.remote(num_gpus=1)"
@@ -408,11 +411,12 @@ def _empty_mask_finding(mask: str, word: str, one: Changes, situation: Situation
 
 
 def _format_all_gpus(count: int) -> str:
+    """Return ``"the only GPU"`` or, for example, ``"all 4 GPUs"``."""
     return "the only GPU" if count == 1 else f"all {count} GPUs"
 
 
-def _describe_oddity(mask: str) -> str | None:
-    """Describe the first entry that CUDA changes silently; None if there is none."""
+def _describe_misread_entry(mask: str) -> str | None:
+    """Describe the first mask entry that CUDA reads as another value; None if there is none."""
     for entry in mask.split(","):
         text = entry.strip()
         if not text.startswith(("GPU-", "MIG-")) and not re.fullmatch(r"\d+", text, re.ASCII):
@@ -423,6 +427,7 @@ def _describe_oddity(mask: str) -> str | None:
 
 
 def _describe_visible_gpus(shown: _cuda.VisibleGpus, situation: Situation) -> str:
+    """Describe the GPUs that CUDA shows, as a part of a sentence."""
     gpus = [situation.inventory.gpu(uuid) for uuid in shown.uuids]
     if not gpus:
         return f"no GPU and {_NO_CUDA}"
@@ -502,6 +507,7 @@ def _find_rank_mistakes(situation: Situation) -> Findings:
 
 
 def _high_rank_finding(name: str, rank: int, count: int, situation: Situation) -> tuple[Finding, Changes]:
+    """Create the finding for a launcher's rank that is beyond the visible GPUs."""
     error = f'torch.cuda.set_device({rank}) ends in "CUDA error: invalid device ordinal"'
     changes = _pick.variables_for_high_rank(rank, situation.machine)
     if changes is not None:
@@ -537,7 +543,7 @@ def _find_missing_cuda(situation: Situation) -> Findings:
 
 
 def _find_unlisted_gpu(situation: Situation) -> Findings:
-    """Find out whether EGL lists the GPU that computes."""
+    """Yield a finding if EGL does not list the GPU that computes."""
     inventory, environ = situation.inventory, situation.environ
     gpu = situation.compute_decision.gpu if situation.compute_decision else None
     if gpu and not gpu.mig and inventory.egl is not None and inventory.egl_of(gpu.uuid) is None:
@@ -547,6 +553,7 @@ def _find_unlisted_gpu(situation: Situation) -> Findings:
 
 
 def _unlisted_gpu_finding(gpu: Gpu, situation: Situation, severity: Severity) -> tuple[Finding, Changes]:
+    """Create the finding for a GPU that EGL does not list, with the cause and the fix."""
     inventory, environ = situation.inventory, situation.environ
     where = "uses Mesa's CPU device" if any(device.software for device in inventory.egl or ()) else "fails"
     others = any(device.uuid for device in inventory.egl or ())
@@ -578,6 +585,7 @@ def _unlisted_gpu_finding(gpu: Gpu, situation: Situation, severity: Severity) ->
 
 
 def _installed_renderers(situation: Situation) -> tuple[Renderer, ...]:
+    """Return the renderers that are installed on the machine of a situation."""
     return _renderers.installed_renderers(situation.inventory.versions)
 
 
@@ -613,6 +621,7 @@ def predict(renderer: Renderer, situation: Situation) -> Prediction:
 
 
 def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
+    """Predict where a renderer renders; raise RendererFailsError if it fails."""
     inventory, environ, title = situation.inventory, situation.environ, str(renderer)
     if renderer.select_egl_device is None:
         return _predict_vulkan(renderer, situation)
@@ -664,6 +673,7 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
 
 
 def _window_library(switch: str) -> str:
+    """Return the library that opens the window, for a sentence."""
     return "GLFW" if switch == BACKEND else "a window of pyglet"
 
 
@@ -674,6 +684,7 @@ def robosuite_import_fails(environ: Mapping[str, str]) -> bool:
 
 
 def _predict_vulkan(renderer: Renderer, situation: Situation) -> Prediction:
+    """Predict where SAPIEN renders if it gets no device argument."""
     visible = situation.visible.uuids if situation.visible else ()
     if renderer.version.startswith(("0.", "1.", "2.")):
         why = f"without a device argument, it uses the first GPU that Vulkan lists, and ignores {MASK}"
@@ -787,7 +798,7 @@ def _find_late_changes(situation: Situation, decision_in_force: bool) -> Finding
     except DeviceConflictError as error:
         yield situation.finding(MASK, str(error), {MASK: environ.get(MASK)})
     except RlExtError:
-        pass  # CUDA's order is unknown, which _find_order_mistakes() reports
+        pass  # CUDA's order is unknown, which _find_device_order_mistakes() reports
     for renderer in () if decision_in_force else _installed_renderers(situation):
         backend = _read_backend(renderer, environ)
         if backend not in ("egl", "osmesa") or not any(name in environ for name in renderer.switches):

@@ -48,6 +48,7 @@ def visible(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus:
 
 
 def _apply_mask(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus:
+    """Return the GPUs that CUDA shows with the CUDA_VISIBLE_DEVICES in ``environ``."""
     mask = environ.get(MASK)
     if mask is not None and mask.startswith("GPU-"):
         return _parse_uuid_mask(mask, [gpu.uuid for gpu in inventory.gpus])
@@ -88,6 +89,7 @@ def _limit_to_one_slice(shown: VisibleGpus, inventory: Inventory) -> VisibleGpus
 
 
 def _parse_numeric_mask(mask: str, order: tuple[str, ...]) -> VisibleGpus:
+    """Return the GPUs that CUDA shows for a mask of numbers, such as ``"0,2"``."""
     numbers: list[int] = []
     stop_reason = None
     for entry in mask.split(","):
@@ -112,16 +114,19 @@ def _parse_numeric_mask(mask: str, order: tuple[str, ...]) -> VisibleGpus:
 
 
 def _describe_bad_entry(entry: str) -> str:
+    """Return a clause on why a mask entry is not a GPU number."""
     if not entry:
         return "which is empty"
     return "as at any negative number" if entry.startswith("-") else "which is not a number"
 
 
 def _visible_from_numbers(numbers: list[int], order: tuple[str, ...], stop_reason: str | None) -> VisibleGpus:
+    """Return the GPUs with these numbers in CUDA's order, and why CUDA stopped reading."""
     return VisibleGpus(tuple(order[number] for number in numbers), stop_reason)
 
 
 def _out_of_range_reason(count: int) -> str:
+    """Return a clause that says which GPU numbers are valid."""
     if count == 1:
         return "because GPU 0 is the only one"
     return f"because the GPUs are 0 to {count - 1}" if count else "because there is no GPU"
@@ -141,6 +146,7 @@ def parse_leading_number(text: str) -> int:
 
 
 def _parse_uuid_mask(mask: str, uuids: list[str]) -> VisibleGpus:
+    """Return the GPUs that CUDA shows for a mask of UUIDs or beginnings of UUIDs."""
     entries: list[str] = []
     stop_reason = None
     for entry in mask.split(","):
@@ -167,7 +173,7 @@ def _parse_uuid_mask(mask: str, uuids: list[str]) -> VisibleGpus:
 
 
 def _parse_mig_mask(mask: str, gpus: tuple[Gpu, ...]) -> VisibleGpus:
-    """Read a mask that begins with a MIG slice. CUDA shows only the first entry."""
+    """Return the GPU of a mask that begins with a MIG slice. CUDA shows only the first entry."""
     entry, _, more = mask.partition(",")
     stop_reason = "CUDA shows one MIG slice to a process, the first" if more else None
     for gpu in gpus:

@@ -106,6 +106,7 @@ def is_rank(value: str) -> bool:
 
 
 def _parse_rank(environ: Mapping[str, str], name: str) -> int | None:
+    """Return the rank in a launcher's variable; None if its value is not an index."""
     value = environ.get(name, "")
     return int(value) if is_rank(value) else None
 
@@ -133,6 +134,7 @@ def find_rank_contradiction(machine: Machine) -> tuple[str, str] | None:
 
 
 def _pick_by_launcher_rank(name: str, machine: Machine) -> tuple[int, str]:
+    """Return the ordinal of the GPU for the rank that a launcher set, and the reason."""
     environ = machine.environ
     rank = _parse_rank(environ, name)
     if rank is None:
@@ -145,6 +147,7 @@ def _pick_by_launcher_rank(name: str, machine: Machine) -> tuple[int, str]:
 
 
 def _pick_by_given_rank(rank: int, source: str, machine: Machine) -> tuple[int, str]:
+    """Return the ordinal of the GPU for a rank, and the reason; raise if there is no such GPU."""
     count = len(machine.visible.uuids)
     if rank < count:
         return rank, f"{source} is this process's place on this machine"
@@ -219,6 +222,7 @@ def mig_slice_of_rank(machine: Machine) -> str | None:
 
 
 def _visible_mig_slices(machine: Machine) -> list[str]:
+    """Return the UUIDs of the MIG slices that this process may use."""
     mask, inventory = machine.environ.get(MASK), machine.inventory
     if not machine.visible.mig:
         return []
@@ -250,6 +254,7 @@ def launch_command(rank: int, machine: Machine) -> str:
 
 
 def _high_rank_error(rank: int, source: str, machine: Machine) -> str:
+    """Return the error text for a rank that is beyond the visible GPUs."""
     environ, count = machine.environ, len(machine.visible.uuids)
     mask = environ.get(MASK)
     shown = "" if mask is None else f" ({MASK}={mask!r})"
@@ -282,6 +287,7 @@ def _high_rank_error(rank: int, source: str, machine: Machine) -> str:
 
 
 def _pick_by_free_memory(machine: Machine) -> tuple[int, str]:
+    """Return the ordinal of the visible GPU with the most free memory, and the reason."""
     free = {gpu.uuid: gpu.memory_free for gpu in machine.inventory.gpus}
     uuids = machine.visible.uuids
     try:

@@ -25,7 +25,7 @@ _EGL_CUDA_DEVICE_NV = 0x323A
 _EGL_DEVICE_UUID = 0x335C
 
 
-def egl() -> dict[str, Any]:
+def query_egl() -> dict[str, Any]:
     """List EGL's devices without a mask, and whether OSMesa is installed.
 
     :return: ``error`` (text or None), ``osmesa`` (bool) and ``devices``: dicts with the keys index, software, uuid,
@@ -45,6 +45,7 @@ def query_cuda_order() -> tuple[str, ...] | None:
 
 
 def _run_probe(question: str) -> dict[str, Any]:
+    """Answer ``"egl"`` or ``"cuda"`` in a new process, which a driver may kill."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
     if question == "egl":
         environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
@@ -71,6 +72,7 @@ def _run_probe(question: str) -> dict[str, Any]:
 
 
 def _answer_egl() -> dict[str, Any]:
+    """Return EGL's devices or an error, and whether OSMesa is installed; for the new process."""
     answer: dict[str, Any] = {"osmesa": ctypes.util.find_library("OSMesa") is not None}
     try:
         library = ctypes.CDLL("libEGL.so.1")
@@ -95,6 +97,7 @@ def load_egl_function(library: ctypes.CDLL, name: str, result: Any, *arguments: 
 
 
 def _egl_devices(library: ctypes.CDLL) -> list[dict[str, Any]]:
+    """Return a dict for each EGL device."""
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     query = load_egl_function(
         library, "eglQueryDevicesEXT", ctypes.c_uint, integer, ctypes.POINTER(pointer), ctypes.POINTER(integer)
@@ -111,6 +114,7 @@ def _egl_devices(library: ctypes.CDLL) -> list[dict[str, Any]]:
 
 
 def _query_egl_device(library: ctypes.CDLL, text: Any, index: int, device: int | None) -> dict[str, Any]:
+    """Return index, kind, device file, PCI address, UUID and CUDA ordinal of an EGL device."""
     extensions = (text(device, _EGL_EXTENSIONS) or b"").decode().split()
     drm = None
     for extension, name in (
@@ -139,6 +143,7 @@ def _find_pci_address(node: str | None) -> str | None:
 
 
 def _query_uuid(library: ctypes.CDLL, device: int | None) -> str | None:
+    """Return the UUID of an EGL device; None if EGL does not report it."""
     integer = ctypes.c_int
     types = (ctypes.c_void_p, integer, integer, ctypes.c_void_p, ctypes.POINTER(integer))
     query = load_egl_function(library, "eglQueryDeviceBinaryEXT", ctypes.c_uint, *types)
@@ -149,6 +154,7 @@ def _query_uuid(library: ctypes.CDLL, device: int | None) -> str | None:
 
 
 def _query_cuda_ordinal(library: ctypes.CDLL, device: int | None) -> int | None:
+    """Return the CUDA ordinal of an EGL device; None if EGL does not report it."""
     types = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_ssize_t))
     query = load_egl_function(library, "eglQueryDeviceAttribEXT", ctypes.c_uint, *types)
     value = ctypes.c_ssize_t(-1)
@@ -164,6 +170,7 @@ def format_uuid(raw: bytes) -> str:
 
 
 def _answer_cuda() -> dict[str, Any]:
+    """Return the UUIDs of CUDA's devices, or an error; for the new process."""
     library = ctypes.CDLL("libcuda.so.1")
     count = ctypes.c_int()
     if library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count)):

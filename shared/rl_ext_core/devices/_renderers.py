@@ -167,6 +167,7 @@ def installed_renderers(versions: Mapping[str, str]) -> tuple[Renderer, ...]:
 
 
 def _required_packages(name: str) -> tuple[str, ...]:
+    """Return the packages that must be installed to use a renderer."""
     return tuple(dict.fromkeys((name, "mujoco"))) if name in MUJOCO_NAMES else (name,)
 
 
@@ -260,6 +261,7 @@ def _select_pyrender(environ: Mapping[str, str], view: EglView) -> int:
 
 
 def _parse_mujoco_4_mask(value: str | None) -> list[int] | None:
+    """Parse CUDA_VISIBLE_DEVICES as mujoco 4 does; None if it is not a list of numbers."""
     entries = [entry.strip() for entry in (value or "").split(",") if entry.strip()]
     try:
         numbers = [int(entry) for entry in entries]
@@ -269,6 +271,7 @@ def _parse_mujoco_4_mask(value: str | None) -> list[int] | None:
 
 
 def _mujoco_4_visible_indices(egl_index_by_ordinal: Mapping[int, int], mask: Sequence[int] | None) -> list[int]:
+    """Return the EGL indices of the GPUs in the mask; empty if mujoco 4 ignores the mask."""
     if not mask or not egl_index_by_ordinal:
         return []
     for wanted in (mask, range(len(mask))):
@@ -278,6 +281,7 @@ def _mujoco_4_visible_indices(egl_index_by_ordinal: Mapping[int, int], mask: Seq
 
 
 def _parse_integer(name: str, value: str) -> int:
+    """Convert a variable's value to an int; raise RendererFailsError if that fails."""
     try:
         return int(value)
     except ValueError:
@@ -286,6 +290,7 @@ def _parse_integer(name: str, value: str) -> int:
 
 
 def _check_index(name: str, number: int, view: EglView) -> int:
+    """Return an EGL index if EGL lists it; raise RendererFailsError otherwise."""
     count = len(view.reachable)
     if not count:
         raise RendererFailsError(name, "EGL lists no device")
@@ -295,12 +300,14 @@ def _check_index(name: str, number: int, view: EglView) -> int:
 
 
 def _out_of_range_error(name: str, number: int, count: int, view: EglView) -> RendererFailsError:
+    """Return the error for an EGL index that the renderer rejects."""
     error = f'"RuntimeError: ... must be an integer between 0 and {count - 1} (inclusive), got {number}"'
     asked = f" (it asks EGL for {count} devices of {len(view.devices)})" if count < len(view.devices) else ""
     return RendererFailsError(name, f"rendering ends in {error}{asked}")
 
 
 def mujoco_backend(environ: Mapping[str, str]) -> str:
+    """Return the backend that ``import mujoco`` selects with these variables."""
     return _normalize_backend(environ.get(BACKEND, "").lower().strip())
 
 
@@ -314,6 +321,7 @@ def _gymnasium_backend(environ: Mapping[str, str]) -> str:
 
 
 def _dm_control_backend(environ: Mapping[str, str]) -> str:
+    """Return dm_control's backend. It rejects ``"glx"``."""
     value = environ.get(BACKEND, "glfw")
     if value == "glx":
         raise RendererFailsError(BACKEND, _invalid_backend_text(value))
@@ -327,6 +335,7 @@ def _robosuite_backend(environ: Mapping[str, str]) -> str:
 
 
 def _pyrender_backend(environ: Mapping[str, str]) -> str:
+    """Return pyrender's backend. It reads PYOPENGL_PLATFORM."""
     value = environ.get(PLATFORM)
     if value in (None, "egl", "osmesa"):
         return value or "glfw"  # pyglet opens a window here, which needs a display as glfw does
@@ -334,6 +343,7 @@ def _pyrender_backend(environ: Mapping[str, str]) -> str:
 
 
 def _normalize_backend(value: str) -> str:
+    """Convert MUJOCO_GL to ``"glfw"``, ``"egl"``, ``"osmesa"`` or ``"none"``, or raise."""
     if value in _GLFW_VALUES or value == "glx":
         return "glfw"
     if value in _OFF_VALUES:
@@ -344,6 +354,7 @@ def _normalize_backend(value: str) -> str:
 
 
 def _invalid_backend_text(value: str) -> str:
+    """Return the error text for a MUJOCO_GL that mujoco rejects."""
     return f'import ends in "RuntimeError: invalid value for environment variable MUJOCO_GL: {value}"'
 
 

@@ -150,6 +150,7 @@ def resolve_device(
 
 
 def _log_once(level: int, sentence: str) -> None:
+    """Log a sentence, unless this process has logged it before."""
     if sentence not in _logged_sentences:
         _logged_sentences.add(sentence)
         _log.log(level, sentence)
@@ -208,6 +209,7 @@ def parse_device(asked: object, argument: str) -> Request:
 
 
 def _device_as_text(asked: object, argument: str) -> str:
+    """Convert a string, an index or a ``torch.device`` to text; raise for other types."""
     if isinstance(asked, str):
         return asked
     if type(asked) is int and asked >= 0:
@@ -223,6 +225,7 @@ def _device_as_text(asked: object, argument: str) -> str:
 
 
 def _expected_forms(argument: str) -> str:
+    """List the values that the argument ``"device"`` or ``"render"`` accepts, for errors."""
     return (
         f'{_EXPECTED_FORMS}, or for rendering "same", "none" or "egl:<index>"'
         if argument == "render"
@@ -316,6 +319,7 @@ def decide_compute(request: Request, machine: Machine, picker: Picker) -> Decisi
 
 
 def _ordinal_from_index(request: Request, machine: Machine) -> int:
+    """Return the CUDA ordinal for ``"cuda"`` or ``"cuda:1"``; raise if CUDA does not show it."""
     index = request.index if request.index is not None else _cuda.torch_current_device() or 0
     if index < machine.count:
         return index
@@ -340,6 +344,7 @@ def _index_error(request: Request, index: int, machine: Machine) -> str:
 
 
 def _ordinal_from_identity(request: Request, machine: Machine) -> int:
+    """Return the CUDA ordinal for a UUID, PCI address or nvidia-smi index; raise if hidden."""
     gpu = _find_gpu(request, machine.inventory)
     if gpu.uuid in machine.visible.uuids:
         return machine.visible.uuids.index(gpu.uuid)
@@ -351,6 +356,7 @@ def _ordinal_from_identity(request: Request, machine: Machine) -> int:
 
 
 def _format_device_count(count: int) -> str:
+    """Return ``"1 CUDA device"`` or, for example, ``"4 CUDA devices"``."""
     return f"{count} CUDA device{'' if count == 1 else 's'}"
 
 
@@ -421,6 +427,7 @@ def _decide_cpu_rendering(
 
 
 def _find_rendering_gpu(request: Request, machine: Machine, compute_decision: Decision, picker: Picker) -> Gpu:
+    """Return the GPU that a ``render`` argument selects; raise if it is not available."""
     if request.kind == "same":
         if compute_decision.gpu is None:
             raise DeviceUnavailableError(f"{request}: {compute_decision.warnings[0]}. {_CPU_RENDERING_HINT}")
@@ -443,6 +450,7 @@ def _find_rendering_gpu(request: Request, machine: Machine, compute_decision: De
 
 
 def _find_egl_device(request: Request, machine: Machine) -> EglDevice:
+    """Return the device for ``render="egl:<index>"``; raise if EGL does not list it."""
     devices = machine.inventory_with_egl.egl or ()
     for device in devices:
         if device.index == request.index:
@@ -453,6 +461,7 @@ def _find_egl_device(request: Request, machine: Machine) -> EglDevice:
 
 
 def _find_egl_device_of_gpu(gpu: Gpu, machine: Machine, request: Request) -> EglDevice:
+    """Return the EGL device of a GPU; raise with the reason if EGL does not list it."""
     inventory = machine.inventory_with_egl
     device = inventory.egl_of(gpu.uuid)
     if device is not None:
@@ -477,6 +486,7 @@ def is_wsl(machine: Machine) -> bool:
 
 
 def _check_not_mig(gpu: Gpu, request: Request) -> None:
+    """Raise if a GPU is cut into MIG slices, which cannot render."""
     if gpu.mig:
         raise DeviceUnavailableError(
             f"{request}: {gpu.uuid} is cut into MIG slices ({gpu.mig[0]}), which do not render. {_CPU_RENDERING_HINT}"
@@ -486,6 +496,7 @@ def _check_not_mig(gpu: Gpu, request: Request) -> None:
 def _decide_egl_rendering(
     renderer: Renderer, device: EglDevice, machine: Machine, request: Request, compute_decision: Decision
 ) -> Decision:
+    """Add an EGL device, and the variables that select it, to a decision."""
     try:
         index = _renderers.find_index_value(renderer, device, EglView.from_machine(machine), machine.environ)
     except DeviceUnavailableError as error:

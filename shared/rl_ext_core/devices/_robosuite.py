@@ -53,6 +53,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Find a module to patch, and replace its loader by one that patches it."""
         if fullname not in _PATCHES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -62,6 +63,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
+    """Module loader that patches a module of robosuite after another loader has loaded it."""
+
     def __init__(self, loader: importlib.abc.Loader, name: str) -> None:
         self._wrapped_loader = loader
         self._name = name
@@ -70,6 +73,7 @@ class _Loader(importlib.abc.Loader):
         return self._wrapped_loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        """Load the module, then patch it."""
         _check_variable(BACKEND)
         with _hide_index() if self._name == _BINDING else _explain_errors():
             self._wrapped_loader.exec_module(module)
@@ -108,26 +112,30 @@ def _explain_errors() -> Iterator[None]:
 
 
 def _patch_binding(module: ModuleType) -> None:
+    """Patch MjRenderContext: explain errors, and free only contexts that were created."""
     context = module.MjRenderContext
     if getattr(context.__del__, "_is_patched", False):
         return
-    free, draw = context.__del__, context._set_mujoco_context_and_buffers
+    free, set_buffers = context.__del__, context._set_mujoco_context_and_buffers
 
     @functools.wraps(free)
     def free_if_made(self: Any) -> None:
+        """Free the context, unless its constructor failed."""
         if hasattr(self, "con"):  # it is missing if the constructor failed
             free(self)
 
-    @functools.wraps(draw)
-    def draw_or_explain(self: Any) -> None:
+    @functools.wraps(set_buffers)
+    def set_buffers_or_explain(self: Any) -> None:
+        """Set up the context's buffers; if that fails, name the rendering device in the error."""
         with _explain_errors():
-            draw(self)
+            set_buffers(self)
 
     context.__del__ = _mark_patched(free_if_made)
-    context._set_mujoco_context_and_buffers = draw_or_explain
+    context._set_mujoco_context_and_buffers = set_buffers_or_explain
 
 
 def _patch_context(module: ModuleType) -> None:
+    """Patch EGLGLContext to use the decision's device and to name it in errors."""
     context = module.EGLGLContext
     if getattr(context.__init__, "_is_patched", False):
         return
@@ -135,6 +143,7 @@ def _patch_context(module: ModuleType) -> None:
 
     @functools.wraps(make)
     def make_as_decided(self: Any, max_width: int, max_height: int, device_id: int = -1) -> None:
+        """Create the context on the decision's device, and ignore ``device_id``."""
         self._context = None  # free() reads it, also after a failure
         _check_variable(INDEX)
         hangs = _apply.inherited_display_error()
@@ -146,6 +155,7 @@ def _patch_context(module: ModuleType) -> None:
 
     @functools.wraps(make_current)
     def make_current_or_explain(self: Any) -> None:
+        """Make the context current; if that fails, name the rendering device in the error."""
         with _explain_errors():
             make_current(self)
 
@@ -154,6 +164,7 @@ def _patch_context(module: ModuleType) -> None:
 
 
 def _mark_patched(function: Callable[..., None]) -> Callable[..., None]:
+    """Mark a method, so that it is not patched twice, and return it."""
     function._is_patched = True  # type: ignore[attr-defined]
     return function
 
@@ -162,6 +173,7 @@ _PATCHES = {_BINDING: _patch_binding, _CONTEXT: _patch_context}
 
 
 def _describe_target() -> str:
+    """Return the decision's rendering device, for an error text."""
     assert _decision is not None, "patch_robosuite() has been called"
     if _decision.egl is None:
         return "the CPU (OSMesa)"

@@ -120,6 +120,7 @@ def verify(name: str, device: str = "auto", render: str = "same", *, timeout_s: 
 
 
 def _run_process(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    """Run the test process; return the results it printed, with a ``"failure"`` if it failed."""
     try:
         done = subprocess.run(
             command,
@@ -153,6 +154,7 @@ def _parse_output(output: str) -> dict[str, Any]:
 
 
 def _describe_exit(status: int) -> str:
+    """Return how a process ended, such as ``"by SIGSEGV"`` or ``"with exit status 1"``."""
     if status >= 0:
         return f"with exit status {status}"
     try:
@@ -180,11 +182,13 @@ def main() -> None:
 
 
 def _write_result(seen: dict[str, Any]) -> None:
+    """Print results on a line that :func:`_parse_output` finds."""
     sys.stdout.write(f"\n{_RESULT_PREFIX}{json.dumps(seen)}\n")
     sys.stdout.flush()
 
 
 def _describe_decision(decision: Decision) -> dict[str, Any]:
+    """Return the decision's rendering device, its UUID and its EGL index, for the output."""
     return {
         "decided": decision.render,
         "uuid": decision.render_gpu.uuid if decision.render_gpu else None,
@@ -193,6 +197,7 @@ def _describe_decision(decision: Decision) -> dict[str, Any]:
 
 
 def _error_text(error: Exception) -> str:
+    """Return an error's first line, after its class if it is not an error of this package."""
     first = (str(error).strip().splitlines() or [""])[0]
     return first if isinstance(error, RlExtError) else f"{type(error).__name__}: {first}"
 
@@ -233,6 +238,7 @@ def _gpus_of_this_process() -> tuple[str, ...]:
 
 
 def _read_gl_strings() -> tuple[str, str]:
+    """Return OpenGL's names of the renderer and the vendor, for the current context."""
     gl: Any = import_module("OpenGL.GL")
     return tuple((gl.glGetString(name) or b"").decode() for name in (gl.GL_RENDERER, gl.GL_VENDOR))  # type: ignore[return-value]
 
@@ -247,6 +253,7 @@ def _create_context(name: str, read_strings: Callable[[], None]) -> object:
     model = mujoco.MjModel.from_xml_string(_MODEL)
 
     def draw_and_read_strings() -> None:
+        """Create a MuJoCo context, which fails without OpenGL, then call ``read_strings``."""
         mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)  # fails if OpenGL is not loaded
         read_strings()
 

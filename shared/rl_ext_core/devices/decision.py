@@ -116,6 +116,7 @@ class Decision:
         return "\n".join(lines)
 
     def _describe_rendering(self) -> str:
+        """Describe the rendering device and the renderer, for :meth:`explain`."""
         if self.render == "none":
             return "nothing"
         through = f" through {self.renderer}"
@@ -130,7 +131,7 @@ class Decision:
         return f"{same}{_gpu_identity(self.render_gpu)}, {place}{through}"
 
     def to_json(self) -> str:
-        """Write the decision as JSON, for a log or a bug report.
+        """Return the decision as JSON text, for a log or a bug report.
 
         :return: JSON with sorted keys
         """
@@ -172,4 +173,5 @@ class Decision:
 
 
 def _gpu_identity(gpu: Gpu | None) -> str:
+    """Return name, UUID, nvidia-smi index and PCI address of a GPU as text; empty for None."""
     return f" = {gpu.name}, {gpu.uuid}, nvidia-smi {gpu.index}, PCI {gpu.pci}" if gpu else ""

@@ -119,11 +119,12 @@ class DoctorReport:
         return {"format": REPORT_FORMAT, "rl_ext": rl_ext_core.__version__, **plain}
 
     def to_json(self) -> str:
-        """Write the report as JSON for a bug report. :func:`replay` reads it."""
+        """Return the report as JSON text, for a bug report. :func:`replay` reads it."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
 
 
 def _to_plain(value: Any) -> Any:
+    """Convert dataclasses and their contents to dicts and lists, for JSON."""
     if isinstance(value, (Decision, Inventory)):
         value = value.to_dict()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -180,6 +181,7 @@ def examine(
 
 
 def _is_reported(name: str) -> bool:
+    """Return whether reports contain a variable: it concerns devices, and is not a secret."""
     if guess_variable(name) is not None or name in _REPORTED_PATHS:
         return True
     return _REPORTED_NAMES.fullmatch(name) is not None and _PRIVATE_WORDS.search(name) is None
@@ -317,6 +319,7 @@ def _describe_other_devices(inventory: Inventory) -> Iterator[str]:
 
 
 def _describe_place(found: Prediction, report: DoctorReport) -> str:
+    """Return where a renderer is predicted to render, for a table."""
     gpu: Gpu | None = next((gpu for gpu in report.inventory.gpus if gpu.uuid == found.uuid), None)
     egl = "" if found.egl is None else f" (EGL {found.egl})"
     if found.where == "gpu":
@@ -327,6 +330,7 @@ def _describe_place(found: Prediction, report: DoctorReport) -> str:
 
 
 def _print_heading(console: Console, text: str) -> None:
+    """Print an empty line and a colored heading."""
     console.print()
     _print_line(console, text, "bold cyan")
 
@@ -341,6 +345,7 @@ def _print_line(console: Console, text: str, style: str = "") -> None:
 def _print_table(
     console: Console, columns: Sequence[str], rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]
 ) -> None:
+    """Print rows under the names of their columns; print nothing if there are no rows."""
     from rich.table import Table
     from rich.text import Text
 
@@ -394,6 +399,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _create_report(arguments: argparse.Namespace, console: Console) -> DoctorReport:
+    """Create the report from the file in ``--replay``, or for this machine."""
     question = _parse_question(arguments)
     if arguments.replay is not None:
         try:

@@ -129,7 +129,7 @@ class Inventory:
 
     @classmethod
     def from_json(cls, text: str) -> Inventory:
-        """Load an inventory that :meth:`to_json` wrote on any machine.
+        """Load an inventory from text that :meth:`to_json` returned on any machine.
 
         :param text: the JSON text
         :return: the inventory
@@ -156,7 +156,7 @@ class Inventory:
         return inventory
 
     def to_json(self) -> str:
-        """Write the inventory as JSON, for a bug report or a test.
+        """Return the inventory as JSON text, for a bug report or a test.
 
         :return: JSON with sorted keys; it names GPUs and versions, but no user and no path
         """
@@ -171,7 +171,7 @@ class Inventory:
         return {"format": _FORMAT, **data}
 
     def gpu(self, uuid: str) -> Gpu:
-        """Return the GPU with a UUID.
+        """Return the GPU that has a UUID.
 
         :param uuid: the complete UUID
         :return: the GPU
@@ -227,6 +227,7 @@ after_fork(lambda: globals().update(_lock=threading.Lock()))
 
 
 def _read_inventory() -> Inventory:
+    """Read this machine's GPUs and package versions, but not EGL's devices."""
     versions = installed_versions()
     try:
         gpus = read_gpus()
@@ -241,7 +242,8 @@ def _read_inventory() -> Inventory:
 
 
 def _add_egl_devices(inventory: Inventory) -> Inventory:
-    result = _probe.egl()
+    """Return a copy of an inventory that contains EGL's devices, or EGL's error."""
+    result = _probe.query_egl()
     if result.get("error"):
         return dataclasses.replace(inventory, egl=(), osmesa=result["osmesa"], egl_error=result["error"])
     devices = tuple(_match_egl_device(entry, inventory.gpus) for entry in result["devices"])
@@ -298,6 +300,7 @@ def read_gpus() -> tuple[Gpu, ...]:
 
 
 def _read_gpu(nvml: types.ModuleType, handle: Any, index: int) -> Gpu:
+    """Query NVML about the GPU behind a handle."""
     total, free = _read_memory(nvml, handle)
     return Gpu(
         uuid=_to_str(nvml.nvmlDeviceGetUUID(handle)),
@@ -311,6 +314,7 @@ def _read_gpu(nvml: types.ModuleType, handle: Any, index: int) -> Gpu:
 
 
 def _read_memory(nvml: types.ModuleType, handle: Any) -> tuple[int, int]:
+    """Return total and free memory of a GPU in bytes; 0 if it uses the CPU's memory."""
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     except nvml.NVMLError_NotSupported:  # the GPU shares the CPU's memory
@@ -343,12 +347,14 @@ def pci_address(bus_id: str) -> str:
 
 
 def _to_str(value: str | bytes) -> str:
+    """Return text, which old versions of nvidia-ml-py return as bytes, as a str."""
     # Releases of nvidia-ml-py before 11.515 return bytes.
     return value.decode() if isinstance(value, bytes) else value
 
 
 @cache
 def _read_versions() -> tuple[tuple[str, str], ...]:
+    """Return the versions of installed packages, and the CUDA or ROCm version of torch."""
     found = {}
     for package in PACKAGES:
         try:
@@ -369,6 +375,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def _read_torch_cuda_version() -> str:
+    """Read torch's CUDA or ROCm version from its files, without importing it."""
     spec = util.find_spec("torch")
     source = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     if source is None or not source.is_file():
@@ -379,5 +386,6 @@ def _read_torch_cuda_version() -> str:
 
 
 def _read_assignment(source: str, name: str) -> str:
+    """Return the string that Python source assigns to a name; empty if there is none."""
     match = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", source, re.MULTILINE)
     return match[1] if match else ""

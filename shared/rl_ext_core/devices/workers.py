@@ -24,6 +24,7 @@ _has_warned = False
 
 
 def _reset_warning() -> None:
+    """Let a forked process log the warning of :class:`BoundFactory` again."""
     global _has_warned
     _has_warned = False
 
@@ -89,6 +90,7 @@ class BoundFactory(Generic[_Env]):
         return build()
 
     def _warn_once(self, applied: Decision) -> None:
+        """Warn, once per process, that the environment is built under another decision."""
         global _has_warned
         if not _has_warned and self.decision.variables:
             _has_warned = True
@@ -104,4 +106,5 @@ class BoundFactory(Generic[_Env]):
 
 
 def _have_same_variables(one: Decision, other: Decision) -> bool:
+    """Return whether two decisions set the same variables to the same values."""
     return dict(one.variables) == dict(other.variables)

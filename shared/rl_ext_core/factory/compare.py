@@ -124,6 +124,7 @@ def pack_values(original: Fingerprint, paths: Sequence[str]) -> list[Change | st
 
 
 def _pack_value(original: Fingerprint, path: str, homes: Mapping[int, str]) -> Change | str:
+    """Pickle the value at a path as a change; return the reason if that is impossible."""
     while path in original.steps and original.steps[path][1] is None:  # It cannot be set itself, but its holder can.
         path = original.steps[path][0]
     steps = _steps_to(original, path)
@@ -148,6 +149,7 @@ def _pack_value(original: Fingerprint, path: str, homes: Mapping[int, str]) -> C
 
 
 def _steps_to(original: Fingerprint, path: str) -> tuple[Step, ...] | None:
+    """Return the steps from an environment to a path; None if a copy has no such path."""
     found: list[Step] = []
     while path:
         path, operation, key = original.steps.get(path, ("", None, None))
@@ -183,15 +185,17 @@ def unpack(packed: bytes, environment: Any = None) -> Any:
     :param environment: Copy that the value is for. Parts of it that the value refers to are taken from it.
     """
 
-    def find(place: Any) -> Any:
+    def find_object(place: Any) -> Any:
+        """Find a module's attribute or a part of the environment by its location in a pickle."""
         if len(place) == 2 and isinstance(place[0], str):
             return operator.attrgetter(place[1])(importlib.import_module(place[0]))
         return functools.reduce(_follow_step, place, environment)
 
-    return _pickle.loads(packed, find)
+    return _pickle.loads(packed, find_object)
 
 
 def _follow_step(holder: Any, step: Step) -> Any:
+    """Return the attribute, field or item of ``holder`` that a step names."""
     operation, key = step
     if operation == "attribute":
         return walk.attributes(holder)[key]
@@ -211,6 +215,7 @@ def apply_changes(environment: Any, changes: Sequence[Change]) -> None:
 
 
 def _apply_change(environment: Any, change: Change) -> None:
+    """Set one changed value on a copy, in place if its type and shape allow that."""
     holder = functools.reduce(_follow_step, change.steps[:-1], environment)
     operation, key = change.steps[-1]
     value = unpack(change.packed, environment)
@@ -286,7 +291,10 @@ def run_in_subprocess(
 
 
 def _serve_task(connection: Connection, packed: bytes) -> None:
+    """Call a function in the temporary process, and send the result to the parent."""
+
     def request_changes(paths: Sequence[str]) -> Any:
+        """Ask the parent for the pickled values at some paths."""
         connection.send_bytes(pickle.dumps(list(paths)))
         return pickle.loads(connection.recv_bytes())
 
@@ -421,6 +429,7 @@ def _changes_within_episode(
 
 
 def _format_opaque(opaque: Mapping[str, str]) -> list[str]:
+    """Return the path and class of each object that cannot be inspected, as text."""
     return [f"{path} ({name})" for path, name in opaque.items()]
 
 
@@ -444,6 +453,7 @@ def _record_histories(recipe: Recipe, careful: bool) -> Iterator[tuple[list[Fing
 
 @contextlib.contextmanager
 def _temporary_copy(recipe: Recipe) -> Iterator[Any]:
+    """Build a copy after seeding this process, and close it after the ``with`` block."""
     streams.seed_process(streams.seed_sequence(_SEED, 0))
     copy = recipe.build()
     try:
@@ -515,6 +525,7 @@ def _driver_of(environment: Any, number: int = 0) -> Driver | None:
 
 
 def _seeded_reset(driver: Driver, number: int) -> None:
+    """Seed the global generators by a number, then reset with a seed."""
     streams.seed_process(streams.seed_sequence(_SEED, number))  # A reset may draw from global generators.
     driver.reset(_SEED + number)
 
@@ -628,6 +639,7 @@ class _StateClassifier:
 
 
 def _describe_difference(path: str, original: Fingerprint, copy: Fingerprint) -> str:
+    """Return a clause on how a value of a copy differs from the instance's."""
     expected, actual = _describe_value(original, path), _describe_value(copy, path)
     if path in original.aliases and expected == actual:
         return f"{path} is the same object as {original.canonical_path(path)} in the instance, but not in a copy"
@@ -637,6 +649,7 @@ def _describe_difference(path: str, original: Fingerprint, copy: Fingerprint) ->
 
 
 def _describe_value(found: Fingerprint, path: str) -> str:
+    """Return the value at a path as short text."""
     token = found.token(path)
     if token is None:
         return "missing"
@@ -675,6 +688,7 @@ def measure(
 
 
 def _time_steps(environment: Any) -> float | None:
+    """Return the mean seconds per step; None if the environment cannot be stepped."""
     driver = _driver_of(environment)
     if driver is None:
         return None
@@ -694,6 +708,7 @@ def _time_steps(environment: Any) -> float | None:
 
 @contextlib.contextmanager
 def _optional_phase() -> Iterator[None]:
+    """Report that the ``with`` block is optional, so that a crash in it is retried without it."""
     processes.set_status(phase=OPTIONAL_PHASE)
     try:
         yield
@@ -711,10 +726,11 @@ def _time_limit(seconds: float) -> Iterator[None]:
         yield
         return
 
-    def end(*_: Any) -> None:
+    def raise_timeout(*_: Any) -> None:
+        """Raise TimeoutError when the alarm signal arrives."""
         raise TimeoutError
 
-    before = signal.signal(signal.SIGALRM, end)
+    before = signal.signal(signal.SIGALRM, raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -724,6 +740,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def _close(environment: Any) -> None:
+    """Close an environment, ignoring errors and warnings."""
     with warnings.catch_warnings(), contextlib.suppress(Exception):  # An error does not matter: the process ends next.
         warnings.simplefilter("ignore")
         environment.close()

@@ -124,23 +124,27 @@ def examine_factory(
 
 
 def _is_environment(source: Any) -> bool:
+    """Return whether a value is an instance with methods ``reset`` and ``step``."""
     # This check precedes callable(), because TorchRL's environments are callable.
     return not isinstance(source, type) and all(callable(getattr(source, name, None)) for name in ("reset", "step"))
 
 
 def _factory_from_callable(build: Any) -> EnvFactory[Any]:
+    """Return a factory that calls a function or a class."""
     line, origin = record.source_of_callable(build), "class" if isinstance(build, type) else "callable"
     recipe = recipe_of_callable(build, origin, line, takes_arguments=True)
     return EnvFactory(recipe, preload=record.modules_of_callable(build))
 
 
 def _factory_from_spec(spec: Any, origin: str) -> EnvFactory[Any]:
+    """Return a factory that calls ``gymnasium.make`` with a specification."""
     build = functools.partial(record.make_from_spec, copy.deepcopy(spec))
     recipe = recipe_of_callable(build, origin, f"lambda: {record.Call(build.func, build.args)}", takes_arguments=True)
     return EnvFactory(recipe, preload=("gymnasium", *record.modules_of_callable(spec)))
 
 
 def _factory_from_id(name: str) -> EnvFactory[Any]:
+    """Return a factory for a gymnasium id, or for the name of a stable-retro game."""
     try:
         import gymnasium
     except ImportError as error:
@@ -160,6 +164,7 @@ def _factory_from_instance(
     read: Callable[[Any], Any] | None,
     timeout: float | None,
 ) -> EnvFactory[Any]:
+    """Return a factory that copies an instance; raise if no copy equals the instance."""
     line = record.source_of_instance(environment)
     preload = record.modules_of_instance(environment)
     original = fingerprint(environment)
@@ -175,6 +180,7 @@ def _factory_from_instance(
             continue
 
         def run_examination(recipe: Recipe, *, careful: bool) -> Examination:
+            """Build a copy in a temporary process, compare it with the instance, and measure it."""
             return compare.run_in_subprocess(
                 functools.partial(compare.compare_and_measure, recipe, original, adapt, read, careful),
                 functools.partial(compare.pack_values, original),
@@ -203,6 +209,7 @@ def _factory_from_instance(
 
 
 def _log_warnings(examination: Examination) -> None:
+    """Warn of changes to the instance that copies may lack."""
     if examination.opaque:
         more = f" and {len(examination.opaque) - 5} more" if len(examination.opaque) > 5 else ""
         _log.warning(

@@ -123,6 +123,7 @@ class _PettingZooAEC(Driver):
         return self._last() if self._env.agents else []
 
     def _last(self) -> Any:
+        """Return the selected agent with its observation, reward and end flags."""
         return [self._env.agent_selection, *copy_plain_data(self._env.last()[:4])]
 
 
@@ -172,6 +173,7 @@ class _DmEnv(Driver):
         return copy_plain_data(tuple(time_step))
 
     def _draw_from_spec(self, spec: Any) -> Any:
+        """Draw an action from a dm_env spec, which may be nested in mappings and lists."""
         if isinstance(spec, Mapping):
             return {name: self._draw_from_spec(part) for name, part in spec.items()}
         if isinstance(spec, (list, tuple)):
@@ -260,6 +262,7 @@ class _Vmas(Driver):
         return [*result, again]
 
     def _draw_for_agent(self, agent: Any) -> Any:
+        """Draw an action of one agent for each environment, as a tensor."""
         space = self._env.get_agent_action_space(agent)
         drawn = np.stack([self._draw(space, agent.name) for _ in range(self._env.num_envs)])
         return sys.modules["torch"].as_tensor(drawn, device=self._env.device)

@@ -238,12 +238,14 @@ class EnvFactory(Generic[_Env]):
         return self._adapt(environment)
 
     def _adapt(self, environment: Any) -> _Env:
+        """Pass an environment through the functions that :meth:`then` added."""
         for adapt in self._adapters:
             environment = adapt(environment)
         adapted: _Env = environment
         return adapted
 
     def _copy(self) -> EnvFactory[_Env]:
+        """Return a shallow copy of this factory."""
         other: EnvFactory[_Env] = EnvFactory.__new__(type(self))
         other.__dict__.update(self.__dict__)
         return other
@@ -258,6 +260,7 @@ class EnvFactory(Generic[_Env]):
 
 
 def _unpickle_factory(packed: bytes) -> EnvFactory[Any]:
+    """Create a factory from its pickled attributes."""
     factory: EnvFactory[Any] = EnvFactory.__new__(EnvFactory)
     factory.__dict__.update(pickle.loads(packed))
     return factory
@@ -268,6 +271,7 @@ def _do_nothing() -> None:
 
 
 def _check_workers(num_workers: Any, seed: Any, overrides: Any, devices: Any) -> None:
+    """Raise if an argument of :meth:`EnvFactory.for_workers` is invalid."""
     checked: list[tuple[str, Any, int, str]] = [("num_workers", num_workers, 1, "")]
     checked += [] if seed is None else [("seed", seed, 0, ", seed=0")]
     for name, value, least, option in checked:
@@ -394,6 +398,7 @@ class Recipe:
 
 
 def _call_with_specs(build: Any, specs: Iterable[Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a function after registering the gymnasium ids that it uses."""
     for spec in specs:  # A worker has not registered the ids of the user's script.
         importlib.import_module("gymnasium").registry.setdefault(spec.id, spec)
     try:
@@ -432,6 +437,7 @@ def recipe_of_callable(build: Any, origin: str, source: str, *, takes_arguments:
 
 
 def _parameters(build: Any) -> tuple[str, ...]:
+    """Return the names of a function's keyword parameters, with ``**`` before a catch-all's."""
     try:
         found = inspect.signature(build).parameters.values()
     except (TypeError, ValueError):  # Some builtins have no signature.
@@ -486,6 +492,7 @@ _CONSTRUCTOR_ADVICE = (
 
 
 def _equal(one: Any, other: Any) -> bool:
+    """Return whether two values or arrays are equal; False if they cannot be compared."""
     try:
         return bool((one == other) if not hasattr(one, "shape") else (one == other).all())
     except (TypeError, ValueError):

@@ -83,6 +83,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial)
 
 
 def _build_value(value: Any, made: dict[int, Any]) -> Any:
+    """Evaluate the calls in a value. Results are cached in ``made``."""
     if type(value) is not Call:
         return _map_container(value, lambda part: _build_value(part, made))
     if id(value) not in made:
@@ -92,6 +93,7 @@ def _build_value(value: Any, made: dict[int, Any]) -> Any:
 
 
 def _map_container(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply a function to the parts of a plain container; return other values as is."""
     kind = type(value)
     if kind is dict:
         return {key: change(part) for key, part in value.items()}
@@ -128,10 +130,11 @@ def start_recording() -> None:
     Modules are patched once they are imported. References to patched functions in modules that were imported earlier
     are replaced, too.
     """
-    call_when_imported(_RECORDED, _patch)
+    call_when_imported(_RECORDED, _hook_module)
 
 
-def _patch(module: Any) -> None:
+def _hook_module(module: Any) -> None:
+    """Record calls of a module's classes and functions in ``_RECORDED``."""
     for name in _RECORDED[module.__name__]:
         found = vars(module).get(name)
         if isinstance(found, (type, types.FunctionType)):
@@ -172,6 +175,7 @@ def capture_constructors(maker: _Recorded) -> _Recorded:
 
 
 def _is_hook(function: Any) -> bool:
+    """Return whether a function is a replacement that records calls."""
     return getattr(function, "_records_calls", False) is True
 
 
@@ -179,9 +183,11 @@ def _is_hook(function: Any) -> bool:
 
 
 def _hook_new(owner: Any) -> None:
+    """Replace the ``__new__`` of a class by a function that records the call."""
     original = getattr(vars(owner).get("__new__"), "__func__", None)
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Create an instance, and store its class and arguments in it."""
         create: Any = original or super(owner, cls).__new__
         is_call = cls.__new__ is new and type(cls).__call__ is type.__call__
         # object.__new__ rejects arguments if a class overrides __new__, as this function does.
@@ -199,13 +205,15 @@ def _hook_new(owner: Any) -> None:
 
 
 def _hook_metaclass(meta: Any) -> None:
+    """Record calls of the classes of a metaclass and of metaclasses derived from it."""
     if not _is_hook(meta.__call__):
         # A derived metaclass may consume arguments, so its own __call__ is patched as well.
-        def derive(derived: Any, /, **kwargs: Any) -> None:
+        def hook_derived(derived: Any, /, **kwargs: Any) -> None:
+            """Hook the ``__call__`` of a metaclass when it is derived."""
             super(meta, derived).__init_subclass__(**kwargs)
             _hook_call(derived)
 
-        meta.__init_subclass__ = classmethod(derive)
+        meta.__init_subclass__ = classmethod(hook_derived)
     waiting = [meta]
     for each in waiting:
         _hook_call(each)
@@ -213,12 +221,14 @@ def _hook_metaclass(meta: Any) -> None:
 
 
 def _hook_call(meta: Any) -> None:
+    """Replace the ``__call__`` of a metaclass by a function that records the call."""
     original: Any = vars(meta).get("__call__")
     if original is None or _is_hook(original):
         return
 
     @functools.wraps(original)
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Create an instance, and store its class and arguments in it."""
         frozen = _freeze_call(args, kwargs)
         instance = original(cls, *args, **kwargs)
         if type(cls).__call__ is call:
@@ -230,8 +240,11 @@ def _hook_call(meta: Any) -> None:
 
 
 def _hook_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace a function, in all modules, by one that records the call; return that."""
+
     @functools.wraps(function)
     def maker(*args: Any, **kwargs: Any) -> Any:
+        """Call the function, and store the call in the object that it returns."""
         frozen = _freeze_call(args, kwargs)
         instance = function(*args, **kwargs)
         if not any(instance is part for part in (*args, *kwargs.values())):
@@ -251,6 +264,7 @@ _MAX_COPIED_ITEMS = 10_000  # Containers with more items, and arrays of more tha
 
 
 def _store_record(instance: Any, function: Any, frozen: Call | None) -> None:
+    """Store the call that created an instance in its ``__dict__``, if it has one."""
     held = instance_dict(instance)
     if frozen is not None and held is not None:
         held[RECORD] = _Record(instance, dataclasses.replace(frozen, function=function))
@@ -268,6 +282,7 @@ def _freeze_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
 
 
 def _freeze(value: Any) -> Any:
+    """Copy plain containers and arrays, except long ones, also in containers."""
     kind = type(value)
     if kind is np.ndarray:
         return value.copy() if value.nbytes <= 100 * _MAX_COPIED_ITEMS else value
@@ -306,6 +321,7 @@ def call_of(instance: Any) -> Call | None:
 
 
 def _find_call(instance: Any, known: dict[int, Call]) -> Call:
+    """Return the call that creates an instance; raise _UnknownError if it was not recorded."""
     raw = recorded_call(instance)
     made = raw is None or full_name(raw.function) == "gymnasium.envs.registration.make"
     if made and (spec := spec_of(instance)) is not None:
@@ -319,6 +335,7 @@ def _find_call(instance: Any, known: dict[int, Call]) -> Call:
 
 
 def _replace_environments(value: Any, known: dict[int, Call]) -> Any:
+    """Replace the environments in a value by the calls that create them."""
     if not is_layer(value):
         return _map_container(value, lambda part: _replace_environments(part, known))
     if id(value) not in known:
@@ -392,6 +409,7 @@ def game_of_id(name: str) -> Callable[..., Any] | None:
 
 
 def _make_game(game: str, **kwargs: Any) -> Any:
+    """Make a stable-retro game, by default without a window."""
     import stable_retro
 
     # stable-retro's default render mode opens a window.
@@ -488,6 +506,7 @@ def modules_of_callable(build: Any) -> tuple[str, ...]:
 
 
 def _modules_of(value: Any) -> list[str]:
+    """Return the modules in which a value, its class or its base classes are defined."""
     gymnasium = sys.modules.get("gymnasium")
     if type(value) is str and gymnasium is not None:  # The string may be an id.
         value = gymnasium.registry.get(value)
@@ -515,6 +534,7 @@ def source_of_callable(build: Any) -> str:
 
 
 def _lambda_source(build: Any) -> str | None:
+    """Return the source of a lambda function; None if it cannot be found."""
     # Parse the whole file, because the lines of a lambda alone are often invalid Python.
     try:
         tree = ast.parse("".join(inspect.findsource(build)[0]))
@@ -547,6 +567,7 @@ def source_of_instance(environment: Any) -> str:
 
 
 def _source_of_environment(environment: Any) -> str:
+    """Return the source of the call that creates an environment, with dots if unknown."""
     call = recorded_call(environment)
     if call is None and (spec := spec_of(environment)) is not None:
         call = Call(make_from_spec, (spec,))
@@ -554,10 +575,12 @@ def _source_of_environment(environment: Any) -> str:
 
 
 def _format_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Return the source of a call's arguments."""
     return ", ".join([*map(_short_source, args), *(f"{name}={_short_source(value)}" for name, value in kwargs.items())])
 
 
 def _short_source(value: Any) -> str:
+    """Return the source of a value, or dots if it is long or not valid Python."""
     if is_layer(value):
         return _source_of_environment(value)
     if isinstance(value, type) or inspect.isroutine(value):
@@ -567,5 +590,6 @@ def _short_source(value: Any) -> str:
 
 
 def _display_name(value: Any) -> str:
+    """Return the qualified name of a function or class, without enclosing functions."""
     name: str = getattr(value, "__qualname__", None) or type(value).__name__
     return name.rpartition("<locals>.")[2]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["field_reader", "fields", "is_skipped", "library_caches", "seed_simulators", "why_unpicklable"]
+__all__ = ["cache_attributes", "field_reader", "fields", "is_skipped", "seed_simulators", "why_unpicklable"]
 
 # MuJoCo structures that contain settings. MjData contains the state of an episode, which copies do not need.
 _MUJOCO = ("MjModel", "MjOption", "MjStatistic", "MjVisual", "MjvCamera", "MjvOption")
@@ -63,6 +63,7 @@ def field_reader(kind: Any) -> Callable[[Any], dict[str, Any]] | None:
 
 
 def _mujoco_fields(structure: Any) -> dict[str, Any]:
+    """Return the settings of a MuJoCo structure by name."""
     found = {}
     kind: Any = type(structure)
     for name in _property_names(kind):
@@ -73,6 +74,7 @@ def _mujoco_fields(structure: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1000)
 def _property_names(kind: Any) -> tuple[str, ...]:
+    """Return the names of the public properties that a C class defines."""
     # Properties that subclasses define in Python are not fields of the C object.
     parts = {name: part for base in kind.__mro__ for name, part in vars(base).items() if isinstance(part, property)}
     names = (name for name, part in parts.items() if not isinstance(part.fget, types.FunctionType))
@@ -80,6 +82,7 @@ def _property_names(kind: Any) -> tuple[str, ...]:
 
 
 def _ale_fields(emulator: Any) -> dict[str, Any]:
+    """Return the settings of an ALE emulator by name."""
     return {name: getattr(emulator, f"get{kind}")(name) for kind, names in _ALE.items() for name in names}
 
 
@@ -105,8 +108,8 @@ _LIBRARY_CACHES = {
 
 
 @functools.lru_cache(maxsize=10_000)
-def library_caches(kind: Any) -> frozenset[str]:
-    """Return the attributes that are only caches, which their library creates on demand."""
+def cache_attributes(kind: Any) -> frozenset[str]:
+    """Return the names of a class's attributes that are only caches of its library."""
     packages = {str(getattr(base, "__module__", "")).partition(".")[0] for base in kind.__mro__}
     return frozenset(name for package in packages for name in _LIBRARY_CACHES.get(package, ()))
 

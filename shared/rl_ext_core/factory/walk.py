@@ -158,7 +158,7 @@ def fingerprint(value: Any, *, code: bool = True) -> Fingerprint:
 
 
 def description(value: Any) -> list[tuple[str, Any]]:
-    """Describe a value as plain data that is equal for equal values, in every process.
+    """Return a value as plain data that is equal for equal values, in every process.
 
     :return: Sorted pairs of path and token.
     :raises ValueError: If a part of it cannot be described.
@@ -206,12 +206,13 @@ def is_layer(value: Any) -> bool:
 
 
 def _cached_per_class(function: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
-    """Cache the results of a function of a class."""
+    """Cache the results of a function whose argument is a class."""
     return functools.lru_cache(maxsize=10_000)(function)
 
 
 @_cached_per_class
 def _has_reset_and_step(kind: Any) -> bool:
+    """Return whether a class defines or inherits ``reset`` and ``step``."""
     names = {name for base in kind.__mro__ for name in vars(base)}
     return "reset" in names and "step" in names
 
@@ -253,6 +254,7 @@ def instance_dict(instance: Any) -> dict[str, Any] | None:
 
 @_cached_per_class
 def _slots(kind: Any) -> dict[str, Any]:
+    """Return the descriptors of the ``__slots__`` of a Python class, by name."""
     found: dict[str, Any] = {}
     for base in kind.__mro__:
         if _is_python_class(base):
@@ -324,6 +326,7 @@ def _describer(kind: Any) -> Callable[[Any], Any] | None:
 
 
 def _text_token(text: Any) -> Any:
+    """Return the token of a str or bytes object, with a hash if it is long."""
     kind = type(text)
     if len(text) <= _MAX_TEXT:
         return kind.__name__, text
@@ -331,6 +334,7 @@ def _text_token(text: Any) -> Any:
 
 
 def _builtin_token(function: Any) -> Any:
+    """Return the token of a function in C; None if it is a method of an instance."""
     has_owner = not isinstance(function.__self__, (type, types.ModuleType, type(None)))
     return None if has_owner else ("builtin", str(function.__module__), function.__qualname__)
 
@@ -399,11 +403,13 @@ def code_digest(code: types.CodeType) -> str:
 
 
 def _array_token(array: Any) -> Any:
+    """Return the token of an array, with a hash of its data."""
     data = "objects" if array.dtype.hasobject else digest(np.ascontiguousarray(array))
     return full_name(type(array)), array.shape, repr(array.dtype), array.flags.writeable, data
 
 
 def _tensor_token(tensor: Any, torch: Any) -> Any:
+    """Return the token of a tensor, with a hash of its data if it can be read."""
     name = (full_name(type(tensor)), str(tensor.layout), str(tensor.device), str(tensor.dtype), tensor.requires_grad)
     try:
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
@@ -468,6 +474,7 @@ class _Walk:
             self._waiting.append((path, item))
 
     def _visit_parts(self, path: str, item: Any) -> None:
+        """Record the class of an object, and visit its parts."""
         kind: Any = type(item)
         found = self.found
         self.classes[kind] = None
@@ -489,28 +496,34 @@ class _Walk:
     # These methods yield the parts of an object. They set its token if the class alone does not describe it.
 
     def parts_of_attributes(self, path: str, item: Any) -> Iterator[Part]:
+        """Yield the attributes of an object, except caches of its library."""
         kind: Any = type(item)
-        own, skipped = attributes(item), simulators.library_caches(kind)
+        own, skipped = attributes(item), simulators.cache_attributes(kind)
         return ((f".{n}", "attribute", n, own[n]) for n in sorted(own, key=str) if n not in skipped)
 
     def parts_of_fields(self, path: str, item: Any) -> Iterator[Part]:
+        """Yield the settings of a simulator's object."""
         fields, are_set = simulators.fields(item)
         return ((f".{name}", "field" if are_set else None, name, part) for name, part in fields.items())
 
     def parts_of_reference(self, path: str, item: Any) -> Iterator[Part]:
+        """Yield the object to which a weak reference points."""
         yield "()", None, None, item()
 
     def parts_of_generator(self, path: str, item: Any) -> Iterator[Part]:
+        """Record the class of a random generator, and yield no parts."""
         self.found.tokens[path] = "generator", full_name(type(item))
         return iter(())
 
     def parts_of_tensor(self, path: str, tensor: Any) -> Iterator[Part]:
+        """Record a hash of a tensor, and yield no parts."""
         token = self.found.tokens[path] = _tensor_token(tensor, sys.modules["torch"])
         if tensor.device.type == "cpu" and token[-1] not in ("unread", "uninitialized") and tensor.is_shared():
             self.found.unpicklable[path] = "its memory is shared by processes, and a copy would not share it"
         return iter(())
 
     def parts_of_array(self, path: str, array: Any) -> Iterator[Part]:
+        """Record a hash of an array, and yield its objects and its attributes."""
         self.found.tokens[path] = _array_token(array)
         if array.dtype.hasobject:
             yield from ((f"[{i}]", None, None, part) for i, part in enumerate(array.ravel().tolist()))
@@ -522,6 +535,7 @@ class _Walk:
         yield from self.parts_of_attributes(path, array)
 
     def parts_of_function(self, path: str, function: types.FunctionType) -> Iterator[Part]:
+        """Record a hash of a function's code, and yield its defaults, closure and globals."""
         self.functions.append(function)
         self.found.tokens[path] = "function", code_digest(function.__code__)
         for name in ("__defaults__", "__kwdefaults__"):
@@ -558,6 +572,7 @@ class _Walk:
         yield from ((f".<reduced {i}>", None, None, part) for i, part in enumerate(parts))
 
     def parts_of_container(self, path: str, item: Any) -> Iterator[Part]:
+        """Record a container's length or keys, and yield its attributes and elements."""
         yield from self.parts_of_attributes(path, item)
         kind: Any = type(item)
         if issubclass(kind, dict):
@@ -678,6 +693,7 @@ class _CodeReader:
                 self._read_class(kind)
 
     def _read_class(self, kind: type) -> None:
+        """Add the attributes of a class, and read its functions."""
         self._done.add(id(kind))
         for name, part in list(vars(kind).items()):
             functions = list(functions_in(part))
@@ -705,6 +721,7 @@ class _CodeReader:
                     self._add_global(part.__name__, vars(part), used)
 
     def _add_global(self, module: str, space: Mapping[str, Any], name: str) -> None:
+        """Add a global variable of a module, unless it is a module itself."""
         label = f"<global {module}.{name}>"
         if name in space and label not in self._found.tokens and not issubclass(type(space[name]), types.ModuleType):
             self._add(label, space[name], sys.modules.get(module), name, module)

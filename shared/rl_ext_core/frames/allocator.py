@@ -22,18 +22,19 @@ _MAX_TRIES = 8  # runs of the same list that are tried before a longer one is sp
 
 @njit(nogil=True, inline="always")
 def address_of_grain(p, grain):  # type: ignore[no-untyped-def]
-    """Return the address of a grain."""
+    """Return the address of a grain, the smallest piece of memory that is allocated."""
     return p.grains + uint64(grain * p.grain_bytes)
 
 
 @njit(nogil=True, inline="always")
 def grains_of(p, n_bytes):  # type: ignore[no-untyped-def]
-    """Return how many grains a number of bytes takes."""
+    """Return how many grains a number of bytes takes, rounded up."""
     return (int64(n_bytes) + p.grain_bytes - 1) // p.grain_bytes
 
 
 @njit(nogil=True)
 def _bin_of(n):  # type: ignore[no-untyped-def]
+    """Return the index in ``head`` of the list of free runs of about ``n`` grains."""
     number = BINS
     while n > 1:
         n >>= 1
@@ -43,11 +44,13 @@ def _bin_of(n):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, inline="always")
 def _is_edge(p, grain):  # type: ignore[no-untyped-def]
+    """Return whether a grain is marked as the first or last one of a free run."""
     return p.edges[grain >> 3] & uint8(1 << (grain & 7)) != uint8(0)
 
 
 @njit(nogil=True, inline="always")
 def _set_edge(p, grain, edge):  # type: ignore[no-untyped-def]
+    """Mark a grain as the first or last one of a free run, or remove that mark."""
     bit = uint8(1 << (grain & 7))
     if edge:
         p.edges[grain >> 3] |= bit
@@ -141,7 +144,7 @@ def free_grains(p, first, n):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def free_unused_grains(p, used):  # type: ignore[no-untyped-def]
-    """Rebuild the free runs from a list of used grains.
+    """Rebuild the lists of free runs from the grains that are in use.
 
     :param used: Shape ``(grains,)``, True for used grains.
     """

@@ -214,11 +214,12 @@ def sizes_for_ring(n_rows: int, *, layout: StackLayout, block_length: int, strea
 
 
 def _edge_bytes(grains: int) -> int:
-    """Return the size of ``edges``: one bit per grain and one more, in whole bytes."""
+    """Return the size of the bitmap ``edges``: one bit per grain and one more, in whole bytes."""
     return grains // 8 + 2
 
 
-def _array_specs(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
+def _shapes_and_dtypes(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
+    """Return the shape and dtype of each array of a pool, by name."""
     row = sizes.stack_bytes + SLACK
     opened = sizes.block_frames * (sizes.stack_bytes + ENTRY_HEADER) + SLACK
     has_checksums = int(sizes.has_checksums)
@@ -247,8 +248,9 @@ def _array_specs(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], type[np.gener
 
 @functools.cache
 def _offsets(sizes: Sizes) -> tuple[dict[str, int], int]:
+    """Return the offset of each array in the region, and the size of the region."""
     offsets, end = {}, 0
-    for name, (shape, dtype) in _array_specs(sizes).items():
+    for name, (shape, dtype) in _shapes_and_dtypes(sizes).items():
         offsets[name] = end
         end += round_to_pages(math.prod(shape) * np.dtype(dtype).itemsize)
     return offsets, end
@@ -267,7 +269,7 @@ def array_offset(name: str, sizes: Sizes) -> int:
 def array_specs(sizes: Sizes) -> dict[str, tuple[int, tuple[int, ...], type[np.generic]]]:
     """Return the offset, shape and dtype of each array, by name."""
     offsets, _ = _offsets(sizes)
-    return {name: (offsets[name], shape, dtype) for name, (shape, dtype) in _array_specs(sizes).items()}
+    return {name: (offsets[name], shape, dtype) for name, (shape, dtype) in _shapes_and_dtypes(sizes).items()}
 
 
 class PoolMemory:
@@ -333,14 +335,16 @@ class PoolMemory:
 
     @property
     def _opened_bytes(self) -> int:
+        """Return the total bytes in the open blocks of all streams."""
         return int(self._streams[: self._head[STREAMS], OPEN_BYTES].sum())
 
     def _row_bytes(self, name: str) -> int:
+        """Return the bytes per row of the array with that name."""
         array = self._arrays[name]
         return array.itemsize * math.prod(array.shape[1:])
 
     def check_capacity(self, n_stacks: int) -> None:
-        """Check that there are enough numbers for more stacks, even if they share no frames.
+        """Raise if the pool cannot number enough blocks and grains for more stacks.
 
         :param n_stacks: Number of stacks to add.
         :raises OutOfMemoryError: If there are not enough.
@@ -388,6 +392,7 @@ class PoolMemory:
         return True
 
     def _reserve(self, blocks: int, grains: int, references: int, streams: int) -> None:
+        """Reserve memory for these total counts; raise if they exceed the pool's maximum sizes."""
         sizes = self._sizes
         if blocks > sizes.blocks or grains > sizes.grains or references > sizes.references:
             self._raise_full()
@@ -421,6 +426,7 @@ class PoolMemory:
         return np.minimum(np.array(most, dtype=np.int64), self._limits)
 
     def _raise_full(self) -> None:
+        """Raise ``OutOfMemoryError``, because no numbers of blocks or grains are left."""
         raise OutOfMemoryError(
             f"the storage has no numbers left for more frames ({int(self._head[FRAMES]):,} were stored, "
             f"{self.nbytes:,} bytes are in use). Pass a smaller max_size"

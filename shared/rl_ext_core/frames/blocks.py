@@ -44,13 +44,13 @@ _BLOCK_MASK = 0xFFFFFFFF
 
 @njit(nogil=True, inline="always")
 def unpack_handle(handle):  # type: ignore[no-untyped-def]
-    """Unpack a handle: block of the newest frame, place in the block, and depth."""
+    """Split a handle into block of the newest frame, place in the block, and depth."""
     return handle & _BLOCK_MASK, (handle >> PLACE_SHIFT) & 0xFFFF, handle >> DEPTH_SHIFT
 
 
 @njit(nogil=True, inline="always")
 def unpack_pair(pair):  # type: ignore[no-untyped-def]
-    """Unpack a pair.
+    """Split the integer of a transition into block, place, depth, step and next depth.
 
     :return: Block and place of the next observation's newest frame, depth of the observation, number of frames between
         both newest frames, depth of the next observation.
@@ -62,7 +62,7 @@ def unpack_pair(pair):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def allocate_number(p, used, freed, free):  # type: ignore[no-untyped-def]
-    """Return a free number of a block or a reference, or else the next unused one.
+    """Take a free number for a block or a reference, or else the next unused one.
 
     :param used: Field of ``head`` that counts used numbers.
     :param freed: Field of ``head`` that counts free numbers.
@@ -77,7 +77,7 @@ def allocate_number(p, used, freed, free):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def open_sum(p, block):  # type: ignore[no-untyped-def]
-    """Return the checksum of an open block's row."""
+    """Return the checksum of an open block's row in the table of blocks."""
     total = mix_word(mix_word(SUM_START, block), OPEN)
     for column in (PREVIOUS, REFERENCE, STREAM):
         total = mix_word(total, p.blocks[block, column])
@@ -86,7 +86,7 @@ def open_sum(p, block):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def full_sum(p, block, first, n_bytes, kind, contents):  # type: ignore[no-untyped-def]
-    """Return the checksum of a full block's row.
+    """Return the checksum of a full block's row in the table of blocks.
 
     :param first: First grain of the block.
     :param n_bytes: Size of the block.
@@ -131,7 +131,7 @@ def block_location(p, block):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def replace_with_sealed(p, block, source, n_bytes):  # type: ignore[no-untyped-def]
-    """Replace the contents of a full block by sealed ones."""
+    """Replace the contents of a full block by compressed ones."""
     first, old = block_location(p, block)
     p.head[BLOCK_BYTES] -= old
     store_bytes(p, block, source, n_bytes, True)
@@ -199,7 +199,7 @@ def release_handle(p, handle, geometry):  # type: ignore[no-untyped-def]
 
 @kernel
 def seal_stored_block(state, block, source, n_bytes):  # type: ignore[no-untyped-def]
-    """Call :func:`replace_with_sealed` from Python."""
+    """Replace the contents of a full block by compressed ones, from Python."""
     replace_with_sealed(pool_in(state), block, uint64(source), n_bytes)
 
 
@@ -218,7 +218,7 @@ def list_block_ends(state, blocks, ends):  # type: ignore[no-untyped-def]
 
 @kernel
 def copy_blocks(state, blocks, target):  # type: ignore[no-untyped-def]
-    """Copy the contents of blocks, one after the other.
+    """Copy the contents of blocks to an address, one after the other.
 
     :param blocks: Numbers of blocks that are not open, shape ``(n,)``.
     :param target: Address to write to.
@@ -231,7 +231,7 @@ def copy_blocks(state, blocks, target):  # type: ignore[no-untyped-def]
 
 
 def read_blocks(state: Counts, blocks: Counts) -> list[Bytes]:
-    """Copy the contents of blocks.
+    """Return copies of the contents of blocks.
 
     :param blocks: Numbers of blocks that are not open, shape ``(n,)``.
     :return: One array of bytes per block.

@@ -48,23 +48,26 @@ _BIT_PLANE = ir.IntType(GROUP)
 
 
 def _load_group(builder: Any, address: Any) -> Any:
+    """Emit code that loads a group of bytes from an address, as a vector."""
     value = builder.load(builder.inttoptr(address, ir.VectorType(ir.IntType(8), GROUP).as_pointer()))
     value.align = 1
     return value
 
 
 def _store_group(builder: Any, group: Any, address: Any) -> None:
+    """Emit code that stores a vector of bytes at an address."""
     builder.store(group, builder.inttoptr(address, group.type.as_pointer())).align = 1
 
 
 def _predict(builder: Any, first: Any, second: Any, third: Any) -> Any:
+    """Emit code that computes first + second - third, from the groups at three addresses."""
     return builder.sub(
         builder.add(_load_group(builder, first), _load_group(builder, second)), _load_group(builder, third)
     )
 
 
 def _add_saturating(builder: Any, prediction: Any, by: Any, down: Any) -> Any:
-    """Add ``by`` to a prediction, or subtract it where ``down`` is set, and clip to 0…255."""
+    """Emit code that adds ``by``, or subtracts it where ``down`` is set, and clips to 0…255."""
     kind = ir.FunctionType(by.type, [by.type, by.type])
     plus, minus = (
         cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.sat.v{GROUP}i8") for name in ("uadd", "usub")
@@ -73,6 +76,7 @@ def _add_saturating(builder: Any, prediction: Any, by: Any, down: Any) -> Any:
 
 
 def _lane_mask(builder: Any, count: Any) -> Any:
+    """Emit code that makes a mask of the first ``count`` bytes of a group."""
     lanes = ir.Constant(ir.VectorType(ir.IntType(8), GROUP), list(range(GROUP)))
     return builder.icmp_unsigned("<", lanes, splat(builder, builder.trunc(count, ir.IntType(8)), GROUP))
 
@@ -110,7 +114,8 @@ def pack_group(
         rest, zero = start, ir.Constant(start.type, [0] * GROUP)
         inside = _lane_mask(builder, lanes)
 
-        def put(number: int, plane: Any) -> None:
+        def store_plane(number: int, plane: Any) -> None:
+            """Emit code that stores the bit plane with that number."""
             address = builder.add(planes, ir.Constant(planes.type, number * GROUP // 8))
             plane = builder.bitcast(builder.and_(plane, inside), _BIT_PLANE)
             builder.store(plane, builder.inttoptr(address, _BIT_PLANE.as_pointer())).align = 1
@@ -122,9 +127,9 @@ def pack_group(
             amount = splat(builder, builder.trunc(amount, byte), GROUP)
             taken = builder.and_(builder.icmp_unsigned(">=", rest, amount), splat(builder, fits, GROUP))
             rest = builder.sub(rest, builder.select(taken, amount, zero))
-            put(number + 1, taken)
+            store_plane(number + 1, taken)
         down = builder.icmp_unsigned(">", prediction, wanted)
-        put(0, down)
+        store_plane(0, down)
         _store_group(builder, _add_saturating(builder, prediction, builder.sub(start, rest), down), target)
         return context.get_dummy_value()
 
@@ -132,7 +137,7 @@ def pack_group(
 
 
 def _make_kind_table(builder: Any, n_planes: int) -> Any:
-    """Build a table of 64-bit masks for each kind of group.
+    """Add a constant table to the machine code, with 64-bit masks for each kind of group.
 
     Each row has masks for the two flags of the prediction, then one for each bit plane.
     """
@@ -145,6 +150,8 @@ def _make_kind_table(builder: Any, n_planes: int) -> Any:
 
 
 def _define_unpacker(most: int, *, channels: bool) -> Any:
+    """Define a kernel function that decodes a group with at most ``most`` bits per step count."""
+
     def unpack_group(
         typingctx: Any,
         before: Any,
@@ -157,26 +164,37 @@ def _define_unpacker(most: int, *, channels: bool) -> Any:
         step: Any,
         kind: Any,
     ) -> Any:
+        """Write a group that has at most ``most`` bits per step count to ``made`` and ``above``.
+
+        :param before: Address of the group in the previous frame
+        :param above: Address of the group above, see :func:`unpack_frame`
+        :param row: Bytes per row
+        :param plane: Bytes per channel
+        :param kind: Byte of the group, which is predicted from the previous channel only if ``channels``
+        """
+
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             before, above, made, row, plane, address, plane_bytes, step, kind = args
             table, width, word = _make_kind_table(builder, most + 1), most + 3, ir.IntType(64)
             first_entry = builder.mul(kind, ir.Constant(word, width))
 
-            def entry(number: int) -> Any:
+            def load_mask(number: int) -> Any:
+                """Emit code that loads a mask from the table's row for the group's kind."""
                 place = builder.add(first_entry, ir.Constant(word, number))
                 return builder.load(builder.gep(table, [ir.Constant(word, 0), place]))
 
-            def either(mask: Any, yes: Any, no: Any) -> Any:
+            def choose(mask: Any, yes: Any, no: Any) -> Any:
+                """Emit code that gives ``yes`` if the mask is set, else ``no``."""
                 # Masks instead of selects: LLVM turns selects into branches, which are mispredicted too often.
                 return builder.add(no, builder.and_(mask, builder.sub(yes, no)))
 
-            spatial, channel = entry(0), entry(1)
-            first = either(spatial, above, before)
+            spatial, channel = load_mask(0), load_mask(1)
+            first = choose(spatial, above, before)
             if channels:
-                previous_channel = builder.sub(either(spatial, builder.sub(made, row), before), plane)
+                previous_channel = builder.sub(choose(spatial, builder.sub(made, row), before), plane)
                 second, third = (
-                    either(channel, builder.sub(made, plane), first),
-                    either(channel, previous_channel, first),
+                    choose(channel, builder.sub(made, plane), first),
+                    choose(channel, previous_channel, first),
                 )
                 prediction = _predict(builder, first, second, third)
             else:
@@ -186,7 +204,7 @@ def _define_unpacker(most: int, *, channels: bool) -> Any:
                 bits = builder.load(builder.inttoptr(address, _BIT_PLANE.as_pointer()))
                 bits.align = 1
                 # Bits behind the last plane are loaded too, and masked out here.
-                bits = builder.and_(bits, entry(2 + number))
+                bits = builder.and_(bits, load_mask(2 + number))
                 masks.append(builder.bitcast(bits, ir.VectorType(ir.IntType(1), GROUP)))
                 address = builder.add(address, plane_bytes)
             by = zero = ir.Constant(prediction.type, [0] * GROUP)
@@ -200,14 +218,6 @@ def _define_unpacker(most: int, *, channels: bool) -> Any:
 
         return types.void(*[types.uint64] * 7, types.uint8, types.uint64), codegen
 
-    unpack_group.__doc__ = f"""Write a group that has at most {most} planes of steps to ``made`` and ``above``.
-
-    :param before: Address of the group in the previous frame
-    :param above: Address of the group above, see :func:`unpack_frame`
-    :param row: Bytes per row
-    :param plane: Bytes per channel
-    :param kind: Byte of the group{"" if channels else ", which is not predicted from the previous channel"}
-    """
     return intrinsic(unpack_group)
 
 
@@ -275,6 +285,7 @@ def _bits_for_distance(distance, bound):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, inline="always")
 def _payload_size(bits, lanes, plane_bytes):  # type: ignore[no-untyped-def]
+    """Return the bytes that a group takes with this number of bits per step count."""
     planes = bits + 1 if bits > 0 else 0
     return planes * plane_bytes if bits != _RAW else lanes
 

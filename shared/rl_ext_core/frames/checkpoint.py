@@ -68,13 +68,16 @@ _ALLOWED_GLOBALS = {
 
 
 class _Unpickler(pickle.Unpickler):
+    """Unpickler that refuses classes and functions that stores do not use."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED_GLOBALS:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}, which stores do not use")
         return super().find_class(module, name)
 
 
-def _lock_held(lock: Any) -> Iterator[None]:
+def _hold_lock(lock: Any) -> Iterator[None]:
+    """Hold a lock until this generator is closed or dropped."""
     with lock:
         yield
 
@@ -90,7 +93,7 @@ class HeldLock:
     """
 
     def __init__(self, lock: Any) -> None:
-        self._hold = _lock_held(lock)
+        self._hold = _hold_lock(lock)
         next(self._hold)
 
     def release(self) -> None:
@@ -136,6 +139,7 @@ class _InterruptibleFile:
 
 
 def _dump(store: Any, file: BinaryIO) -> None:
+    """Pickle a store to an open file; handlers of deferred signals run between writes."""
     # Protocol 5 writes views of arrays without copying them.
     pickle.dump(store, _InterruptibleFile(file), protocol=5)
 
@@ -167,7 +171,7 @@ def save(store: Any, file: str | os.PathLike[str] | BinaryIO) -> None:
 
 @contextlib.contextmanager
 def as_corrupt_pickle(file: Any, what: str, *, written_by: str) -> Iterator[None]:
-    """Re-raise exceptions as ``CorruptFileError``.
+    """Within the context, raise ``CorruptFileError`` instead of errors of unpickling.
 
     Unpickling damaged bytes can fail in arbitrary ways.
 
@@ -211,6 +215,7 @@ def load(cls: type[_S], file: str | os.PathLike[str] | BinaryIO) -> _S:
 
 @contextlib.contextmanager
 def _open_for_reading(file: str | os.PathLike[str] | BinaryIO) -> Iterator[BinaryIO]:
+    """Open a path within the context; leave a file that is already open as it is."""
     if isinstance(file, (str, os.PathLike)):
         with Path(file).open("rb") as opened:
             yield opened

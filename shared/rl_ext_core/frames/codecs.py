@@ -200,6 +200,7 @@ def check_numba(purpose: str) -> None:
 
 @functools.cache
 def _lz4_decompress_safe() -> int:
+    """Return the address of the C function in lz4 that decompresses; 0 if it is hidden there."""
     import lz4.block._block as extension
 
     try:

@@ -110,13 +110,13 @@ def entry_size_of(entry, geometry, bound):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, inline="always")
 def work_bytes(geometry):  # type: ignore[no-untyped-def]
-    """Return how many bytes of ``work`` are used for frames. A decompressed block follows them."""
+    """Return how many bytes of scratch memory frames take. A decompressed block follows them."""
     return (WORK_FRAMES if geometry.max_error > 0 else 1) * (geometry.frame_bytes + GROUP)
 
 
 @njit(nogil=True)
 def next_frame(frame, entry, geometry, bound, work):  # type: ignore[no-untyped-def]
-    """Decode an entry.
+    """Decode an entry; return the addresses of the frame and of the next entry.
 
     :param frame: Address of the previous frame.
     :param entry: Address of the entry.
@@ -184,6 +184,7 @@ def open_sealed(sealed, decompressor, out):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _block_address(p, block):  # type: ignore[no-untyped-def]
+    """Return the address of a block's contents."""
     if p.blocks[block, KIND] == OPEN:
         return address_in(p.open, int64(p.blocks[block, STREAM]))
     return address_of_grain(p, block_location(p, block)[0])
@@ -212,6 +213,7 @@ def _frames_between(p, handle, following, geometry):  # type: ignore[no-untyped-
 
 @njit(nogil=True)
 def _opened_address(opened, block):  # type: ignore[no-untyped-def]
+    """Return the address of a block's decompressed contents, by a binary search."""
     low, high = 0, opened.shape[1] - 1
     while low < high:
         middle = (low + high) // 2
@@ -277,6 +279,7 @@ def _decode_frames(  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _prefetch(p, handle, geometry):  # type: ignore[no-untyped-def]
+    """Prefetch the first cache lines that decoding a stack will read."""
     block, place, depth = unpack_handle(handle)
     if depth > place + 1:
         block = int64(p.blocks[block, PREVIOUS])
@@ -290,7 +293,7 @@ def _prefetch(p, handle, geometry):  # type: ignore[no-untyped-def]
 
 @kernel
 def are_valid_handles(state, handles):  # type: ignore[no-untyped-def]
-    """Return whether all handles are 0 or name blocks that are in use."""
+    """Return whether all handles are 0, or refer to blocks that are in use."""
     p = pool_in(state)
     for handle in handles:
         block = unpack_handle(handle)[0]
@@ -301,7 +304,7 @@ def are_valid_handles(state, handles):  # type: ignore[no-untyped-def]
 
 @kernel
 def handles_of_pairs(state, index, rows, envs, handles, next_handles):  # type: ignore[no-untyped-def]
-    """Convert pairs in the index to handles.
+    """Get the handles of observations and next observations from rows of the index.
 
     :param index: Pairs, shape ``(rows, environments)``.
     :param rows: Rows of the index, shape ``(n,)``.
@@ -408,6 +411,7 @@ def list_sealed_blocks(state, handles, blocks):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _has_right_contents(p, block):  # type: ignore[no-untyped-def]
+    """Return whether a block's contents match their checksum."""
     column = SEALED_SUM if p.blocks[block, KIND] == SEALED else STORED_SUM
     first, n_bytes = block_location(p, block)
     if first + grains_of(p, n_bytes) > p.head[GRAINS]:
@@ -417,6 +421,7 @@ def _has_right_contents(p, block):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _has_right_reference(p, number, geometry):  # type: ignore[no-untyped-def]
+    """Return whether a reference's contents match their checksum."""
     start = p.references + uint64(number * p.reference_bytes)
     return p.reference_sums[number] == fold_sum(add_bytes(SUM_START, start, geometry.frame_bytes))
 
@@ -460,7 +465,7 @@ def decode(
     *,
     num_threads: int,
 ) -> int:
-    """Decode a batch of stacks, and optionally their next stacks.
+    """Decode a batch of stacks, and optionally their next ones; return how many are damaged.
 
     :param state: Kernel state of the pool.
     :param geometry: Sizes of the layout.
@@ -483,7 +488,8 @@ def decode(
         work_bytes += (1 << geometry.block_shift) * (geometry.frame_bytes + ENTRY_HEADER) + SLACK
     unreadable: list[int] = []  # a list, because threads that add to the same number would lose counts
 
-    def work_on(start: int, stop: int) -> None:
+    def decode_part(start: int, stop: int) -> None:
+        """Decode the stacks ``start`` to ``stop`` of the batch."""
         work = allocate(work_bytes)
         chain = np.empty(MAX_CHAIN, dtype=np.int64)
         places = address_of(work), chain
@@ -491,13 +497,13 @@ def decode(
             decode_batch(start, stop, state, bound, handles, nexts, out, next_out, decompressor, opened, *places)
         )
 
-    run_in_threads(work_on, len(handles), num_threads=num_threads)
+    run_in_threads(decode_part, len(handles), num_threads=num_threads)
     del contents  # must live until here: the addresses in ``opened`` point into it
     return sum(unreadable)
 
 
 def _open_blocks(codec: Codec, sealed: list[Bytes], blocks: Counts, num_threads: int) -> tuple[Addresses, Bytes]:
-    """Decompress blocks in Python.
+    """Decompress blocks in Python, in several threads.
 
     :param sealed: Contents of the blocks.
     :param blocks: Numbers of the blocks.
@@ -508,7 +514,8 @@ def _open_blocks(codec: Codec, sealed: list[Bytes], blocks: Counts, num_threads:
     starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])[: len(sealed)]
     opened = np.stack([blocks, starts + address_of(contents)]).astype(np.uint64)
 
-    def open_some(start: int, stop: int) -> None:
+    def open_part(start: int, stop: int) -> None:
+        """Decompress the blocks ``start`` to ``stop``; give damaged ones the address 0."""
         for i in range(start, stop):
             n_bytes = ends[i] - starts[i] - SLACK
             try:
@@ -520,7 +527,7 @@ def _open_blocks(codec: Codec, sealed: list[Bytes], blocks: Counts, num_threads:
             else:
                 opened[1, i] = 0
 
-    run_in_threads(open_some, len(sealed), num_threads=num_threads)
+    run_in_threads(open_part, len(sealed), num_threads=num_threads)
     return opened, contents
 
 
@@ -531,6 +538,7 @@ _executor_lock = threading.Lock()
 
 
 def _reset_threads() -> None:
+    """Replace the thread pool after a fork."""
     global _executor, _executor_lock
     _executor, _executor_lock = (0, ThreadPoolExecutor(1)), threading.Lock()
 
@@ -565,6 +573,7 @@ def run_in_threads(work: Callable[[int, int], None], n_items: int, *, num_thread
     parts = itertools.count()  # next() on it is atomic under the GIL
 
     def process_parts() -> None:
+        """Call ``work`` for parts until none is left."""
         while (start := next(parts) * _PART) < n_items:
             work(start, min(start + _PART, n_items))
 

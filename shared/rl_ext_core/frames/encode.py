@@ -304,7 +304,7 @@ def _start_block(p, s, frame, geometry, bound, sealing, filled, scratch):  # typ
 
 @njit(nogil=True)
 def _append_frame(p, s, frame, geometry, bound, sealing, filled, scratch):  # type: ignore[no-untyped-def]
-    """Append a frame to a stream.
+    """Append a frame to the open block of a stream.
 
     :return: Number of blocks that the current stack has filled.
     """
@@ -336,6 +336,7 @@ def _newest_stack_address(p, s, geometry):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _is_shifted(before, after, order, geometry, shared_mask):  # type: ignore[no-untyped-def]
+    """Return whether a stack is another one moved on by one frame."""
     n_bytes = geometry.frame_bytes
     stack_bytes = geometry.n_stack * n_bytes
     if order == PLANAR:
@@ -383,6 +384,7 @@ def _push_stack(p, s, stack, order, geometry, bound, shared_mask, sealing, scrat
 
 @njit(nogil=True)
 def _stream_matches(p, s, stack, geometry, shared_mask, shifts):  # type: ignore[no-untyped-def]
+    """Return whether a stack follows the newest one of a stream, or equals it."""
     last = _newest_stack_address(p, s, geometry)
     if shifts:
         return _is_shifted(last, stack, geometry.stored, geometry, shared_mask)
@@ -442,6 +444,7 @@ def _most_similar(p, frame, geometry, bound, scratch):  # type: ignore[no-untype
 
 @njit(nogil=True)
 def _has_room(p, capacity, per_stack, pushes):  # type: ignore[no-untyped-def]
+    """Return whether the reserved memory is enough to append ``pushes`` stacks."""
     return (
         p.head[BLOCKS] + pushes * per_stack[0] <= capacity[0]
         and p.head[GRAINS] + pushes * per_stack[1] <= capacity[1]

@@ -102,7 +102,7 @@ class EncodingChooser:
         return {"codec": self.codec, "n_stack": self.n_stack, "block_length": self.block_length, **self.loss.options}
 
     def lossless(self, layout: StackLayout) -> Encoding:
-        """Return an exact encoding, for frames about which little is known."""
+        """Return a lossless encoding, for frames about which little is known."""
         if self.codec != "auto" and not self.loss.codec_is_lossy:
             return Encoding(layout, self.codec, self.choose_block_length())
         # Small frames are patched too if there is a bound, because only patches can use it.
@@ -128,6 +128,7 @@ class EncodingChooser:
         return max(length // 2, 4) if seals else length
 
     def _is_noise(self, changes: float) -> bool:
+        """Return whether frames change so much that they should not be compressed."""
         return self.codec == "auto" and changes > _NOISE_FRACTION
 
     def better_for_store(self, store: FrameStore) -> Encoding | None:
@@ -160,6 +161,7 @@ class EncodingChooser:
         return bool(self.loss.options) and known and half_full and store.seen >= JUDGE_AFTER
 
     def _lossy_encoding(self, store: FrameStore, layout: StackLayout) -> Encoding:
+        """Return the encoding that uses the permitted loss, with a block length that suits it."""
         lossless = self.lossless(layout)
         if self.loss.codec_is_lossy or not get_codec(str(lossless.codec)).patches:
             return self.first_encoding(layout)

@@ -49,7 +49,7 @@ _open_folders: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
 
 
 def validate_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a folder.
+    """Return the path of a folder; raise if it is empty.
 
     :raises InvalidArgumentError: If the path is empty, which would be the working directory
     """
@@ -63,7 +63,7 @@ def validate_path(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def as_corrupt_file(what: str) -> Iterator[None]:
-    """Re-raise exceptions as ``CorruptFileError``.
+    """Within the context, raise ``CorruptFileError`` instead of other exceptions.
 
     Parsing damaged data can fail in arbitrary ways.
 
@@ -78,7 +78,7 @@ def as_corrupt_file(what: str) -> Iterator[None]:
 
 
 def write_json(path: Path, fields: dict[str, Any]) -> None:
-    """Replace a file by plain values and their checksum."""
+    """Replace a file by these values and their checksum, as JSON."""
     fields = json.loads(json.dumps(fields))
     temporary = path.with_name(f"{path.name}.new")
     with temporary.open("w") as file:
@@ -121,12 +121,14 @@ class RowArrays:
         self._map_files()
 
     def _map_files(self) -> None:
+        """Create the arrays as views of their files."""
         self.arrays: dict[str, npt.NDArray[Any]] = {}
         self._parts: list[tuple[PrivateRegion, int, int]] = []  # offset of each array, and bytes per row
         for region, fields in self._files.values():
             self._map_fields(region, fields)
 
     def _map_fields(self, region: PrivateRegion, fields: Fields) -> None:
+        """Create the arrays that are in one file, as views of it."""
         start = 0
         for name, (shape, dtype) in fields.items():
             self.arrays[name] = region.array(start, (self.n_rows, *shape), dtype)
@@ -139,6 +141,7 @@ class RowArrays:
         self._checksum_inputs: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]] | None = None
 
     def _padded_nbytes(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+        """Return the bytes that an array takes in its file, in whole pages."""
         return round_to_pages(max(self.n_rows * math.prod(shape) * dtype.itemsize, 1))
 
     def get(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any] | None:
@@ -207,6 +210,7 @@ class RowArrays:
             region.refresh()
 
     def _checksums_of(self, rows: Places) -> npt.NDArray[np.uint32]:
+        """Compute a checksum of each of these rows, over all arrays."""
         from rl_ext_core.frames.kernel_primitives import sum_rows  # imported here, because it loads numba
 
         if self._checksum_inputs is None:
@@ -217,7 +221,7 @@ class RowArrays:
         sum_rows(*self._checksum_inputs, rows, found)
         return found
 
-    def record(self, rows: Places) -> None:
+    def update_checksums(self, rows: Places) -> None:
         """Update the checksums of these rows."""
         self.arrays[_SUMS][rows] = self._checksums_of(rows)
 
@@ -299,11 +303,13 @@ class StoreFolder:
             raise
 
     def _reset(self, capacity: int) -> None:
+        """Drop the settings, rows and journal, and choose a new identity."""
         self._identity, self._numbers = os.urandom(16), [0]
         self.settings: dict[str, Any] | None = None
         self.rows, self.journal = RowArrays(capacity), None
 
     def _open(self) -> None:
+        """Open the store in the folder; delete it if its creation was not finished."""
         manifest = self.path / MANIFEST
         if not manifest.exists():
             if self.repair or (self._has_any(*_JOURNAL) and not self._has_any(_INCOMPLETE)):
@@ -333,6 +339,7 @@ class StoreFolder:
         self.delete_old_frames()
 
     def _check_options(self, stored_options: dict[str, Any]) -> None:
+        """Raise if the folder's store was created with other options."""
         # capacity is listed last, because it follows from options such as n_envs.
         names = sorted({**stored_options, **self.options}, key=lambda name: name == "capacity")
         differing = [name for name in names if stored_options.get(name) != self.options.get(name)]
@@ -361,9 +368,10 @@ class StoreFolder:
         """Delete all files except the lock."""
         for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == _INCOMPLETE):
             if entry.name != "lock":
-                _delete(entry)
+                _delete_file(entry)
 
     def _has_any(self, *names: str) -> bool:
+        """Return whether the folder contains any of these files."""
         return any((self.path / name).exists() for name in names)
 
     def _is_in_place(self) -> bool:
@@ -377,6 +385,7 @@ class StoreFolder:
         return False
 
     def _check_in_place(self) -> None:
+        """Raise if the path does not lead to this folder any more."""
         if not self._is_in_place():
             raise StorageError(
                 f"{self.path} was moved, deleted or replaced since it was opened, so nothing is written to it any "
@@ -384,6 +393,7 @@ class StoreFolder:
             )
 
     def _mark_incomplete(self) -> None:
+        """Create the file that marks a store whose creation is not finished."""
         self._check_in_place()
         try:
             (self.path / _INCOMPLETE).touch()
@@ -398,22 +408,24 @@ class StoreFolder:
         self._delete_contents()
 
     def _region_file(self, name: str, *, new: bool = False) -> RegionFile:
+        """Return a file of the store, for a region; with ``new``, delete an old file first."""
         if not _FILES.fullmatch(name):
             raise CorruptFileError(f"{self.path / MANIFEST} is damaged: it names {name!r}, which is not a store's file")
         if new:
             self._check_in_place()
-            _delete(self.path / name)  # a killed process may have left it
+            _delete_file(self.path / name)  # a killed process may have left it
         # Users have the arrays that they requested by name, and may write to any row.
         return RegionFile(self.path / name, self._identity, self.repair, lenient=name.startswith("row-"))
 
     def _new_journal(self) -> Journal:
+        """Create the journal of the rows, in its two files."""
         return Journal(self.rows.n_rows, files=(self._region_file(_JOURNAL[0]), self._region_file(_JOURNAL[1])))
 
     def _frame_file_names(self, numbers: list[int]) -> list[str]:
         return [f"frames-{number}" for number in numbers]
 
     def frames(self, kind: int = 0, *, next_generation: bool = False) -> RegionFile:
-        """Return the file of one kind of frames.
+        """Return the file that stores frames of one kind, such as those of one image key.
 
         With ``next_generation``, it is the file that will replace the present one.
         """
@@ -421,7 +433,7 @@ class StoreFolder:
         return self._region_file(name, new=next_generation or self.settings is None)
 
     def begin(self, settings: dict[str, Any], *, kinds: int = 1, next_generation: bool = False) -> None:
-        """Make frames with these settings the store's contents.
+        """Write the manifest for frames with these settings; create the journal if there is none.
 
         :param settings: Settings of the frames, as plain values
         :param kinds: Number of kinds of frames; if there are several, they cannot be replaced later
@@ -434,16 +446,17 @@ class StoreFolder:
                 self._mark_incomplete()
                 self.rows.add("sums", {_SUMS: ((), np.dtype(np.uint32))}, self._region_file("sums", new=True))
                 self.journal = self._new_journal()
-                self.journal.record(length=0, next_row=0, n_written=0, exposed=False)
+                self.journal.write_all(length=0, next_row=0, n_written=0, exposed=False)
             first = self._numbers[0] + next_generation
             self._numbers = [*range(first, first + kinds)]
-            self._write(settings)
+            self._write_manifest(settings)
         except BaseException:
             self._numbers = before
             raise
         self.delete_old_frames()
 
-    def _write(self, settings: dict[str, Any]) -> None:
+    def _write_manifest(self, settings: dict[str, Any]) -> None:
+        """Replace the manifest, which has the store's settings and files."""
         manifest = {
             "format": FORMAT_VERSION,
             "identity": self._identity.hex(),
@@ -468,7 +481,7 @@ class StoreFolder:
         """
         self.rows.add(name, fields, self._region_file(name, new=True))
         if self.settings is not None:
-            self._write(self.settings)
+            self._write_manifest(self.settings)
 
     def array(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, empty: bool) -> npt.NDArray[Any]:
         """Return a row array, which is created if it does not exist.
@@ -551,6 +564,7 @@ class StoreFolder:
             raise StorageError(f"{self.path} was closed; open it again with a new buffer of the same storage_dir")
 
     def _take_lock(self, descriptor: int) -> None:
+        """Keep the descriptor of the locked file until the folder is closed."""
         self._pid, self._lock = os.getpid(), descriptor
         # Closing the descriptor releases the lock, once all processes that share the store have closed theirs.
         self.close = weakref.finalize(self, os.close, descriptor)
@@ -574,11 +588,13 @@ class StoreFolder:
 
 
 def _is_store_file(entry: Path) -> bool:
+    """Return whether a file in a folder belongs to a store."""
     known = entry.name in ("lock", MANIFEST, f"{MANIFEST}.new", _INCOMPLETE) or _FILES.fullmatch(entry.name)
     return bool(known) and not entry.is_dir()
 
 
-def _delete(path: Path) -> None:
+def _delete_file(path: Path) -> None:
+    """Delete a file, if it exists; raise ``StorageError`` if that fails."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -611,6 +627,7 @@ def _open_lock_file(path: Path) -> int:
 
 
 def _unlock_in_child() -> None:
+    """Close all folders in a forked child, so that it does not keep them locked."""
     # A forked child inherits the lock. Without this, the folder would stay locked while any child is alive.
     for folder in list(_open_folders):
         folder.close()

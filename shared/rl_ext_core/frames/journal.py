@@ -58,6 +58,7 @@ class Journal:
         self._map_regions()
 
     def _map_regions(self) -> None:
+        """Create the views of both records and of the list of pending rows."""
         self._slots = []
         for number, region in enumerate((self._region, self._second_region)):
             page = region.array(0, (PAGE,), np.uint8)
@@ -66,9 +67,11 @@ class Journal:
         self._places = self._region.array(_PLACES_OFFSET, (self._n_rows,), _PLACE)
 
     def _compute_crc(self, fields: JournalRecord) -> int:
+        """Return the CRC-32 of a record and of its pending rows."""
         return zlib.crc32(self._places[: fields.n_writing].data, zlib.crc32(_FIELDS.pack(*fields)))
 
     def _is_intact(self, slot: Any) -> bool:
+        """Return whether the record in a slot matches its CRC, and its pending rows are valid."""
         fields = JournalRecord(*_FIELDS.unpack_from(slot.data))
         crc = _CRC.unpack_from(slot.data, _FIELDS.size)[0]
         if fields.n_writing > self._n_rows or crc != self._compute_crc(fields):
@@ -77,6 +80,7 @@ class Journal:
         return bool(((places >= 0) & (places < self._n_rows)).all())
 
     def _latest_record(self) -> JournalRecord:
+        """Return the record with the highest sequence number."""
         return max(JournalRecord(*_FIELDS.unpack_from(slot.data)) for slot in self._slots)
 
     def read(self) -> tuple[JournalRecord, Places]:
@@ -96,14 +100,15 @@ class Journal:
         return record, self._places[: record.n_writing].copy()
 
     def _write_record(self, **changes: int) -> None:
+        """Write the latest record with these changes over the older record."""
         latest = self._latest_record()
         fields = latest._replace(sequence=latest.sequence + 1, **changes)
         slot = self._slots[fields.sequence % 2].data
         _FIELDS.pack_into(slot, 0, *fields)
         _CRC.pack_into(slot, _FIELDS.size, self._compute_crc(fields))
 
-    def record(self, *, length: int, next_row: int, n_written: int, exposed: bool) -> None:
-        """Write a record with all fields; afterwards no row is being written."""
+    def write_all(self, *, length: int, next_row: int, n_written: int, exposed: bool) -> None:
+        """Record all fields, with an empty list of rows that are being written."""
         self._write_record(length=length, next_row=next_row, n_written=n_written, exposed=int(exposed), n_writing=0)
 
     def reserve(self, n_places: int) -> None:

@@ -65,6 +65,7 @@ def _ignore_file_errors() -> Iterator[None]:
 
 
 def _warn_once_not_cached(reason: str) -> None:
+    """Log a warning, once per process, that numba cannot cache compiled functions."""
     if not _cache_failures:
         _cache_failures.append(reason)
         _logger.warning(
@@ -78,7 +79,11 @@ WORD = 32  # bytes that are compared or moved at a time
 
 
 def _define_load(bits: int, result: Any) -> Any:
+    """Define a kernel function that loads an unsigned integer of ``bits`` from an address."""
+
     def load(typingctx: Any, address: Any) -> Any:
+        """Load an unsigned integer from an address."""
+
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             value = builder.load(builder.inttoptr(args[0], ir.IntType(bits).as_pointer()))
             value.align = 1
@@ -90,7 +95,11 @@ def _define_load(bits: int, result: Any) -> Any:
 
 
 def _define_store(bits: int, stored: Any) -> Any:
+    """Define a kernel function that stores an integer of ``bits`` at an address."""
+
     def store(typingctx: Any, address: Any, value: Any) -> Any:
+        """Store an integer at an address."""
+
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             target = builder.inttoptr(args[0], ir.IntType(bits).as_pointer())
             builder.store(args[1], target).align = 1
@@ -112,6 +121,7 @@ store_u32 = _define_store(32, types.uint32)
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _memcpy(typingctx: Any, target: Any, source: Any, n_bytes: Any) -> Any:
+    """Copy bytes with C's ``memcpy``."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         to, source_pointer = (builder.inttoptr(arg, cgutils.voidptr_t) for arg in args[:2])
@@ -122,9 +132,12 @@ def _memcpy(typingctx: Any, target: Any, source: Any, n_bytes: Any) -> Any:
 
 
 def _define_move(n_bytes: int) -> Any:
+    """Define a kernel function that copies ``n_bytes`` as one vector."""
     word = ir.VectorType(ir.IntType(64), n_bytes // 8)
 
     def move(typingctx: Any, target: Any, source: Any) -> Any:
+        """Copy a vector from one address to another."""
+
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             value = builder.load(builder.inttoptr(args[1], word.as_pointer()))
             value.align = 1
@@ -233,12 +246,14 @@ def call_decompressor(typingctx: Any, function: Any, source: Any, target: Any, s
 
 
 def _load_word(builder: Any, address: Any) -> Any:
+    """Emit code that loads ``WORD`` bytes from an address, as a vector."""
     value = builder.load(builder.inttoptr(address, ir.VectorType(ir.IntType(8), WORD).as_pointer()))
     value.align = 1
     return value
 
 
-def _any_lane(builder: Any, word: Any) -> Any:
+def _is_nonzero(builder: Any, word: Any) -> Any:
+    """Emit code that gives 1 if any byte of a vector is not zero, else 0."""
     lanes = builder.bitcast(word, ir.IntType(8 * WORD))
     return builder.zext(builder.icmp_unsigned("!=", lanes, ir.Constant(lanes.type, 0)), ir.IntType(64))
 
@@ -248,7 +263,7 @@ def words_differ(typingctx: Any, left: Any, right: Any) -> Any:
     """Return 1 if the ``WORD`` bytes at two addresses differ, else 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _any_lane(builder, builder.xor(_load_word(builder, args[0]), _load_word(builder, args[1])))
+        return _is_nonzero(builder, builder.xor(_load_word(builder, args[0]), _load_word(builder, args[1])))
 
     return types.uint64(types.uint64, types.uint64), codegen
 
@@ -259,7 +274,7 @@ def words_differ_where(typingctx: Any, left: Any, right: Any, mask: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         difference = builder.xor(_load_word(builder, args[0]), _load_word(builder, args[1]))
-        return _any_lane(builder, builder.and_(difference, _load_word(builder, args[2])))
+        return _is_nonzero(builder, builder.and_(difference, _load_word(builder, args[2])))
 
     return types.uint64(types.uint64, types.uint64, types.uint64), codegen
 
@@ -277,7 +292,7 @@ def count_different(typingctx: Any, left: Any, right: Any) -> Any:
 
 
 def splat(builder: Any, value: Any, lanes: int) -> Any:
-    """Build a vector with the value in every lane."""
+    """Emit code that makes a vector with the value in every lane."""
     word = ir.VectorType(value.type, lanes)
     first = builder.insert_element(ir.Constant(word, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
     every = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
@@ -285,13 +300,13 @@ def splat(builder: Any, value: Any, lanes: int) -> Any:
 
 
 def lane_distances(builder: Any, left: Any, right: Any) -> Any:
-    """Build the absolute difference of two vectors of unsigned bytes, lane by lane."""
+    """Emit code that computes the absolute differences of two vectors of unsigned bytes."""
     above = builder.icmp_unsigned(">", left, right)
     return builder.sub(builder.select(above, left, right), builder.select(above, right, left))
 
 
 def _lanes_far_apart(builder: Any, left: Any, right: Any, bound: Any) -> Any:
-    """Build the mask of lanes in which two vectors of bytes differ by more than ``bound``."""
+    """Emit code that makes a mask of lanes in which two vectors differ by more than ``bound``."""
     return builder.icmp_unsigned(">", lane_distances(builder, left, right), splat(builder, bound, left.type.count))
 
 

@@ -357,6 +357,7 @@ def plan(
 
 
 def _normalize_options(option_set: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return codec options as a dict with ``codec``; raise if there are unknown ones."""
     options = {"codec": option_set} if isinstance(option_set, str) else dict(option_set)
     if unknown := sorted(set(options) - {"codec", "max_error", "quality", "block_length"}):
         raise InvalidArgumentError(
@@ -398,6 +399,7 @@ def _estimate_bytes(layout: StackLayout, options: Mapping[str, Any]) -> tuple[fl
 
 
 def _estimate_cost(layout: StackLayout, options: Mapping[str, Any]) -> _Cost:
+    """Estimate the bytes per transition without data; raise if there is no estimate."""
     if (likely := _estimate_bytes(layout, options)) is None:
         raise InvalidArgumentError(
             f"codecs has {dict(options)}, which has no estimate; pass frames= or env= to measure it"
@@ -407,7 +409,7 @@ def _estimate_cost(layout: StackLayout, options: Mapping[str, Any]) -> _Cost:
 
 
 class _Cost(NamedTuple):
-    """Cost of a transition."""
+    """Bytes, reading time and PSNR of a transition."""
 
     frame_bytes: float  # of both observations
     range: tuple[float, float] | None = None  # lowest and highest frame_bytes to expect
@@ -517,9 +519,11 @@ def _sample_random_policy(
 
 
 def _play_transitions(env: Any, push_frame: Callable[[Any, _Array], _Array], seed: int) -> _Transitions:
+    """Generate pairs of successive observations of a random policy, stacked."""
     space = env.observation_space
 
     def to_stack(observation: Any, older: _Array | None = None) -> _Array:
+        """Check an observation's shape, and return the stack that ends with it."""
         frame = np.array(observation)  # a copy, because environments may overwrite theirs
         if frame.shape != space.shape:
             raise EnvironmentOutputError(
@@ -614,7 +618,10 @@ def _bytes_per_transition(sizes: Sequence[Sequence[int]]) -> tuple[_Array, _Arra
 
 
 def _measure_cost(store: FrameStore, sample: _Sample, mean: float, error: float) -> _Cost:
-    def read(rows: npt.NDArray[np.int64], out: _Array) -> _Array:
+    """Measure the reading time of a store, and its PSNR if it is lossy."""
+
+    def read_rows(rows: npt.NDArray[np.int64], out: _Array) -> _Array:
+        """Read observations and next observations of these rows into both halves of ``out``."""
         store.get(rows, np.zeros_like(rows), out[0], out[1])
         return out
 
@@ -622,10 +629,10 @@ def _measure_cost(store: FrameStore, sample: _Sample, mean: float, error: float)
     if store.lossy:
         rows = np.linspace(0, len(sample.before) - 1, _COMPARED_TRANSITIONS).astype(np.int64)
         true = np.stack([sample.before[rows], sample.after[rows]])
-        squares = np.subtract(read(rows, np.empty(true.shape, true.dtype)), true, dtype=np.float32) ** 2
+        squares = np.subtract(read_rows(rows, np.empty(true.shape, true.dtype)), true, dtype=np.float32) ** 2
         psnr = 10 * math.log10(255**2 / squares.mean(dtype=np.float64)) if squares.any() else math.inf
     batch = np.empty((2, _BATCH, *store.layout.shape), store.layout.dtype)
-    microseconds = _time_read_us(lambda rows: read(rows, batch), store.size)
+    microseconds = _time_read_us(lambda rows: read_rows(rows, batch), store.size)
     return _Cost(mean, (mean / (1 + error / mean), mean + error), microseconds, psnr)
 
 
@@ -638,7 +645,7 @@ def _time_read_us(read: Callable[[npt.NDArray[np.int64]], Any], n_rows: int) -> 
 
 
 class MemoryWatch:
-    """Check that warns once if the stores of a buffer will not fit into memory.
+    """Check of a buffer's memory, which warns once if the full stores will not fit.
 
     :param stores: Stores of one buffer
     :param other_bytes: Bytes that the buffer takes in addition to the stores
@@ -674,6 +681,7 @@ class MemoryWatch:
         return tuple(store.capacity * store.n_envs * part for part in likely or (layout.frame_bytes,) * 3)
 
     def _warning_text(self, free: int, expected: float, how: str) -> str:
+        """Return the warning, with sizes and the command that measures them."""
         largest = max(self._stores, key=lambda store: store.layout.stack_bytes)
         layout, n_transitions = largest.layout, largest.capacity * largest.n_envs
         plain = format_bytes(2 * n_transitions * layout.stack_bytes)

@@ -146,10 +146,11 @@ class FramePool:
                 grain=grain,
             )
         self._repair = file is not None and file.repair
-        self._attach(new_region(fields.region_bytes(self._sizes), file, private=self._is_ring))
+        self._map_arrays(new_region(fields.region_bytes(self._sizes), file, private=self._is_ring))
         self._initialize(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
 
     def _initialize(self, layout: StackLayout, **options: Any) -> None:
+        """Configure a new pool, or check the settings of an existing file."""
         if self._arrays["head"][fields.SETTINGS_VERSION] and not self.was_interrupted:  # the file exists
             if self._repair and self._is_ring:
                 self._write_settings(layout, **options)  # the settings of a ring in a file never change
@@ -164,7 +165,8 @@ class FramePool:
             return
         self.reconfigure(layout, **options)
 
-    def _attach(self, region: PrivateRegion) -> None:
+    def _map_arrays(self, region: PrivateRegion) -> None:
+        """Create the arrays as views of a region."""
         self._region = region
         self._arrays = {name: region.array(*field) for name, field in fields.array_specs(self._sizes).items()}
         region.reserve(fields.array_offset("head", self._sizes), self._arrays["head"].nbytes)
@@ -180,6 +182,7 @@ class FramePool:
             self._unchecked = used, self._arrays["users"][:n_references] > 0
 
     def _settings_checksum(self) -> int:
+        """Return the CRC-32 of the settings in the pool's head."""
         return zlib.crc32(self._arrays["head"][fields.N_STACK : fields.QUALITY + 1].tobytes())
 
     @defer_signals
@@ -220,6 +223,7 @@ class FramePool:
     def _write_settings(
         self, layout: StackLayout, *, codec: str | Codec, block_length: int, max_error: int, quality: int
     ) -> None:
+        """Write the settings and their checksum into the pool's head."""
         head, name = self._arrays["head"], codec if isinstance(codec, str) else codec.name
         head[[fields.N_STACK, fields.AXIS, fields.BLOCK_LENGTH]] = layout.n_stack, layout.axis, block_length
         head[[fields.MAX_ERROR, fields.QUALITY]] = max_error, quality
@@ -291,6 +295,7 @@ class FramePool:
             self.reserve_rows(len(self._arrays["index"]))  # because rows that were never written are read too
 
     def _check_codec(self, codec: str | Codec, quality: int) -> Codec:
+        """Return the codec of a name; raise if its blocks cannot be decompressed in C."""
         if isinstance(codec, str):
             codec = get_codec(codec, quality=quality)
         if not self._is_ring and codec.seals and not codec.lossy and not codec.c_decompressor():
@@ -309,6 +314,7 @@ class FramePool:
 
     @property
     def _item_name(self) -> str:
+        """``"transitions"`` or ``"stacks"``, for error texts."""
         return "transitions" if self._is_ring else "stacks"
 
     @property
@@ -395,6 +401,7 @@ class FramePool:
         handles: Handles,
         next_handles: Handles,
     ) -> None:
+        """Store a batch of stacks, and reserve more memory whenever it is full."""
         done = 0
         while done < len(stacks):
             stored = put_stacks(
@@ -505,6 +512,7 @@ class FramePool:
         return wrong
 
     def _row_checksums(self, rows: Counts) -> npt.NDArray[np.uint32]:
+        """Compute the checksums of rows of the index."""
         index, found = self._arrays["index"], np.zeros(len(rows), dtype=np.uint32)
         where = np.array([address_of(index)], dtype=np.uint64), np.array([index.strides[0]])
         sum_rows(*where, rows, found)
@@ -577,6 +585,7 @@ class FramePool:
         self._pool.head[fields.STREAMS] = 0
 
     def _check_output(self, array: npt.NDArray[Any], n: int) -> None:
+        """Raise if an output array has the wrong shape or dtype, or is read-only."""
         self._check_array(array, n)
         if not array.flags.writeable:
             raise InvalidArgumentError(
@@ -585,6 +594,7 @@ class FramePool:
             )
 
     def _check_array(self, array: npt.NDArray[Any], n: int) -> None:
+        """Raise if an array does not have the shape, dtype and memory order of ``n`` stacks."""
         expected = (n, *self.layout.shape)
         if array.shape != expected or array.dtype != self.layout.dtype or not array.flags.c_contiguous:
             raise InvalidArgumentError(
@@ -605,6 +615,7 @@ class FramePool:
         self._pool.head[fields.N_HELD] -= np.count_nonzero(handles)
 
     def _check_handles(self, handles: Handles) -> Handles:
+        """Return handles as an array; raise if any of them is not in use."""
         handles = np.ascontiguousarray(handles, dtype=np.int64).reshape(-1)
         if not are_valid_handles(self._state, handles):
             raise InvalidArgumentError(
@@ -643,6 +654,7 @@ class FramePool:
         self._decode_into(wanted, num_threads)
 
     def _check_contents(self, wanted: list[Handles]) -> None:
+        """Raise if stacks in a file do not match their checksums."""
         if self._unchecked is None:
             return
         asked = np.concatenate(wanted)
@@ -653,6 +665,7 @@ class FramePool:
             )
 
     def _decode_into(self, wanted: Sequence[tuple[Handles, int]], num_threads: int) -> None:
+        """Decode batches of handles to memory addresses; raise if a block is damaged."""
         damaged = decode(self._state, self._geometry, self.codec, wanted, num_threads=num_threads)
         if damaged:
             raise CorruptFileError(
@@ -734,6 +747,7 @@ class FramePool:
         self._load_arrays(description["arrays"])
 
     def _load_arrays(self, stored: dict[str, Any]) -> None:
+        """Copy the arrays of a result of :meth:`state_dict` into this pool."""
         if not self._sizes.has_checksums:
             stored = {**stored, "blocks": _drop_sealed_columns(stored["blocks"])}
         for name in (*COUNT_FIELDS, "last", "frame", "entry_sums", "contents", "references"):
@@ -766,7 +780,7 @@ class FramePool:
         shape, dtype = sent["shape"]
         self._shape, self._dtype = shape, np.dtype(dtype)
         self._sizes = Sizes(*sent["sizes"])
-        self._attach(sent["region"])
+        self._map_arrays(sent["region"])
         self.verify_on_read()
 
 

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 @njit(nogil=True)
 def _is_row_intact(p, block, geometry):  # type: ignore[no-untyped-def]
+    """Return whether a block's row in the table of blocks is valid and matches its checksum."""
     kind = p.blocks[block, KIND]
     if p.blocks[block, PREVIOUS] >= p.head[BLOCKS]:
         return False
@@ -71,7 +72,7 @@ def _is_row_intact(p, block, geometry):  # type: ignore[no-untyped-def]
 
 @kernel
 def check_rows(state, good_blocks):  # type: ignore[no-untyped-def]
-    """Check the table of blocks, without reading the blocks' contents.
+    """Check each block's row in the table of blocks, and mark intact ones in ``good_blocks``.
 
     :param good_blocks: (n_blocks,) output
     """
@@ -82,6 +83,7 @@ def check_rows(state, good_blocks):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _are_entries_intact(p, block, frames, geometry):  # type: ignore[no-untyped-def]
+    """Return whether the first ``frames`` entries of an open block match their checksums."""
     s = int64(p.blocks[block, STREAM])
     start = address_in(p.open, s)
     end = start + uint64(p.open_bytes)
@@ -266,7 +268,7 @@ def find_readable_pairs(pool: FramePool, rows: npt.NDArray[np.int64]) -> npt.NDA
 
 
 def _read_handles(pool: FramePool, rows: npt.NDArray[np.int64]) -> Handles:
-    """Return (n, n_streams) handles that cover all frames of the transitions."""
+    """Return (n, n_streams) handles that cover all frames of these rows of transitions."""
     pool.refresh()
     pairs = pool.index[rows]
     block, place = pairs & (state.MOST_BLOCKS - 1), pairs >> state.PAIR_PLACE_SHIFT & (state.MOST_PLACES - 1)
@@ -277,6 +279,7 @@ def _read_handles(pool: FramePool, rows: npt.NDArray[np.int64]) -> Handles:
 
 
 def _check_head(pool: FramePool) -> None:
+    """Raise if the counts in a pool's head exceed its capacity."""
     head = pool._pool.head
     limits = dict(zip((BLOCKS, GRAINS, state.REFERENCES, STREAMS), pool._memory.capacity.tolist(), strict=True))
     if any(not 0 <= head[field] <= limit for field, limit in limits.items()):
@@ -307,6 +310,7 @@ def _find_intact_handles(
 def _write_free_list(
     target: npt.NDArray[np.uint32], head: npt.NDArray[np.int64], field: int, free: npt.NDArray[np.bool_]
 ) -> None:
+    """Write the free numbers into a list, and their count into a field of the head."""
     numbers = np.flatnonzero(free)[::-1]
     target[: len(numbers)] = numbers
     head[field] = len(numbers)

@@ -102,6 +102,7 @@ def allocate(n_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def _out_of_memory_error(n_bytes: int) -> OutOfMemoryError:
+    """Build the error for a failed allocation of that many bytes."""
     return OutOfMemoryError(
         f"no memory for another {n_bytes:,} bytes. Data that was stored before this call is intact, and nothing of "
         "this call was stored. Pass a smaller buffer_size."
@@ -139,7 +140,7 @@ class PrivateRegion:
         return np.ndarray(shape, dtype=dtype, buffer=self._map, offset=offset)
 
     def reserved_bytes(self, offset: int) -> int:
-        """Return how many bytes of a part are reserved.
+        """Return how many bytes of the part at an offset are reserved.
 
         :param offset: Start of the part.
         """
@@ -198,6 +199,7 @@ class Region(PrivateRegion):
         self._open(descriptor, n_bytes)
 
     def _open(self, descriptor: int, n_bytes: int) -> None:
+        """Map the file of a descriptor, which is closed together with this object."""
         self.n_bytes = n_bytes
         self._descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
@@ -208,6 +210,7 @@ class Region(PrivateRegion):
             raise _address_space_error(n_bytes) from None
 
     def _map_memory(self) -> Any:
+        """Map the whole file, and return the mapping."""
         return mmap.mmap(self._descriptor, self.n_bytes)
 
     @property
@@ -240,7 +243,7 @@ _MAGIC = b"rl-ext-4"
 
 
 class RegionFile(NamedTuple):
-    """File of a region.
+    """Path and options of the file that a region is stored in.
 
     :ivar path: Path, created if it does not exist. An existing file keeps its contents.
     :ivar identity: 16 bytes that identify the storage that the file belongs to.
@@ -294,6 +297,7 @@ class FileRegion(Region):
         self._initialize(descriptor, round_to_pages(n_bytes), identity, repair=repair)
 
     def _initialize(self, descriptor: int, n_bytes: int, identity: bytes, *, repair: bool = False) -> None:
+        """Write the header of a new file or check an existing one, then map the file."""
         try:
             head = _HEAD.pack(_MAGIC, identity, n_bytes, 0)
             head = _HEAD.pack(_MAGIC, identity, n_bytes, zlib.crc32(head))
@@ -309,12 +313,14 @@ class FileRegion(Region):
         self._open(descriptor, n_bytes)
 
     def _allocate_file(self, descriptor: int, offset: int, n_bytes: int) -> None:
+        """Allocate disk space for a part of the file; raise ``StorageError`` if there is none."""
         try:
             _system.allocate_file_space(descriptor, offset, n_bytes)
         except OSError as error:
             raise storage_error(self._name, error, doing=f"write {n_bytes:,} bytes to") from error
 
     def _check_header(self, descriptor: int, size: int, expected: bytes, *, repair: bool) -> None:
+        """Raise if the file's header is damaged, or of another storage; repair it if requested."""
         if size < _TABLE_BYTES and repair:
             os.ftruncate(descriptor, _TABLE_BYTES)
         table = _system.read_at(descriptor, _TABLE_BYTES, 0)
@@ -329,7 +335,7 @@ class FileRegion(Region):
             raise CorruptFileError(
                 f"{self.path} belongs to another storage than the other files in its folder. Put back the right file"
             )
-        entries = self._read_table(table.ljust(_TABLE_BYTES, b"\0"), repair=repair)
+        entries = self._unpack_pieces(table.ljust(_TABLE_BYTES, b"\0"), repair=repair)
         if repair:
             _system.write_at(descriptor, struct.pack("<Q", _pack_counts(0, len(entries))), _COUNTS_AT)
         end = _TABLE_BYTES + sum(n for _, n in entries)
@@ -343,7 +349,8 @@ class FileRegion(Region):
         if size < end or getattr(os.fstat(descriptor), "st_blocks", end) * 512 < end:
             self._allocate_file(descriptor, 0, end)
 
-    def _read_table(self, table: bytes, *, repair: bool) -> list[tuple[int, int]]:
+    def _unpack_pieces(self, table: bytes, *, repair: bool) -> list[tuple[int, int]]:
+        """Return part and size of each piece in a file's table, up to the first damaged entry."""
         word = int(np.frombuffer(table, np.uint64, 1, _COUNTS_AT)[0])
         forgotten, count = _unpack_counts(word)
         found, crc = [], 0
@@ -358,6 +365,7 @@ class FileRegion(Region):
         return found
 
     def _map_memory(self) -> Any:
+        """Reserve addresses, map all pieces of the file, and return the mapping."""
         self._addresses = _system.Addresses(self.n_bytes, writable=self._writable)
         self._table = mmap.mmap(self._descriptor, _TABLE_BYTES)
         self._word = np.frombuffer(self._table, np.uint64, 1, _COUNTS_AT)
@@ -376,7 +384,7 @@ class FileRegion(Region):
         return made
 
     def reserved_bytes(self, offset: int) -> int:
-        """Return how many bytes of a part are reserved."""
+        """Return how many bytes of the part at an offset are reserved."""
         return self._parts.get(offset, 0)
 
     def reserve(self, offset: int, n_bytes: int) -> None:
@@ -421,6 +429,7 @@ class FileRegion(Region):
         self._known, self.version = (forgotten, count), word
 
     def _drop_mapping(self) -> None:
+        """Unmap all pieces, after the region was cleared."""
         self._addresses.empty()
         self._parts.clear()
         self._end, self._crc, self._known = _TABLE_BYTES, 0, (_unpack_counts(int(self._word[0]))[0], 0)
@@ -458,11 +467,13 @@ class GrowingRegion(FileRegion):
 
 
 def _pack_counts(forgotten: int, count: int) -> int:
+    """Pack how often a region was cleared, its number of pieces, and their CRC into a word."""
     both = forgotten << 16 | count
     return both << 32 | zlib.crc32(struct.pack("<I", both))
 
 
 def _unpack_counts(word: int) -> tuple[int, int]:
+    """Return the two counts in a word from :func:`_pack_counts`."""
     return word >> 48, (word >> 32) & 0xFFFF
 
 
@@ -475,6 +486,7 @@ def _growth(held: int, wanted: int) -> int:
 
 
 def _address_space_error(n_bytes: int) -> OutOfMemoryError:
+    """Build the error for addresses that the system refuses to reserve."""
     return OutOfMemoryError(
         f"the system refuses {n_bytes:,} bytes of address space for frames, of which only written pages take memory. "
         "Pass a smaller max_size, or raise the limit (ulimit -v unlimited)"
@@ -482,6 +494,7 @@ def _address_space_error(n_bytes: int) -> OutOfMemoryError:
 
 
 def _rebuild_region(cls: type[Region], descriptor: Any, n_bytes: int, path: Path | None) -> Region:
+    """Unpickle a region in a child process; the memory is shared."""
     region = cls.__new__(cls)
     if path is not None:
         region.path = path
@@ -506,6 +519,7 @@ class ProcessLock:
         self._open(new_region(np.dtype(np.int64).itemsize))  # type: ignore[arg-type]
 
     def _open(self, region: Region) -> None:
+        """Set the attributes, for a lock on the memory of a region."""
         self.recover: Callable[[int], None] | None = None
         self._region = region
         holder = region.array(0, (1,), np.int64)
@@ -538,6 +552,7 @@ class ProcessLock:
             raise
 
     def _lock_and_recover(self) -> None:
+        """Lock the file; call ``recover`` if the previous holder was killed."""
         _system.lock(self._descriptor)
         if (dead := self._holder[0]) and self.recover is not None:
             self._depth += 1  # because recover() may use the lock
@@ -571,12 +586,14 @@ class ProcessLock:
 
 
 def _rebuild_lock(region: Region) -> ProcessLock:
+    """Unpickle a lock in a child process."""
     lock = ProcessLock.__new__(ProcessLock)
     lock._open(region)
     return lock
 
 
 def _close_in_child() -> None:
+    """Close the files of all locks in a forked child, which must not share them."""
     # Otherwise a forked child would keep the lock if its parent dies as the holder.
     for lock in list(_locks):
         lock._close()

@@ -63,13 +63,14 @@ def load_kernels(*, bounded: bool = False) -> None:
 
 @defer_signals
 def _import_kernels() -> None:
+    """Import the kernels, without interruption by signals."""
     # numba cannot be imported again after its import was interrupted.
     from rl_ext_core.frames import pool  # noqa: F401
 
 
 @defer_signals
 def _call_kernels(max_error: int) -> None:
-    """Call every kernel once to compile it. Numba cannot compile again after it was interrupted."""
+    """Call every kernel once, so that numba compiles it without interruption."""
     from rl_ext_core.frames.pool import FramePool
 
     layout = StackLayout((2, 4, 4), np.dtype(np.uint8), 2, 0)
@@ -264,6 +265,7 @@ class FrameStore:
         self._transposed = np.moveaxis(channel_last, -1, 1).strides if layout.planar else None
 
     def _new_pool(self, encoding: Encoding, file: RegionFile | None = None) -> FramePool:
+        """Create a pool for the store's transitions, in memory or in a file."""
         from rl_ext_core.frames.pool import FramePool
 
         return FramePool(self.capacity, streams=self.n_envs, file=file, **encoding._asdict())
@@ -292,6 +294,7 @@ class FrameStore:
         }
 
     def _check_budget(self, encoding: Encoding) -> None:
+        """Raise if ``max_bytes`` is less than the open blocks may take."""
         if self.max_bytes is None:
             return
         layout = encoding.layout
@@ -305,6 +308,7 @@ class FrameStore:
             )
 
     def _open_in_folder(self, folder: StoreFolder, encoding: Encoding) -> None:
+        """Create the store's files in an empty folder, or resume the store in it."""
         if folder.settings is None:
             self._set_pool(self._new_pool(encoding, folder.frames()))
             folder.begin(self._settings(encoding))
@@ -380,6 +384,7 @@ class FrameStore:
         self.dropped = self.n_written - (stop - start)
 
     def _stored_rows(self) -> Pairs:
+        """Return the rows of the stored transitions, oldest first."""
         return (self.first + np.arange(self.size)) % self.capacity
 
     @property
@@ -475,6 +480,7 @@ class FrameStore:
     def _stage(
         self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic], row: int
     ) -> Pairs:
+        """Check and store the frames of a transition, instead of those that were staged before."""
         stacks, order = self._validate_stacks(observations, name="obs")
         nexts, next_order = self._validate_stacks(next_observations, name="next_obs")
         if self._folder is not None:
@@ -527,6 +533,7 @@ class FrameStore:
             self._advance(self._resolve_row(row), staged)
 
     def _resolve_row(self, row: int | None) -> int:
+        """Return the row to write to, by default the next one; raise if it cannot be written."""
         if row is None:
             return self.position
         if not 0 <= row < self.capacity:
@@ -622,12 +629,14 @@ class FrameStore:
         self._was_full = self.full
 
     def _finish_newest(self) -> None:
+        """Update the checksum of the newest row, if it may have changed."""
         if self._unfinished:
             self._checksum_newest()
         self._unfinished = False
 
     def _checksum_newest(self) -> None:
-        self._rows.record(np.array([(self.position - 1) % self.capacity]))
+        """Update the checksum of the newest row."""
+        self._rows.update_checksums(np.array([(self.position - 1) % self.capacity]))
 
     def _write_journal(self, *, writing: bool = False) -> None:
         """Record which transitions are complete. The newest one is not while its row may be incomplete."""
@@ -637,7 +646,7 @@ class FrameStore:
         if self._unfinished:
             length, next_row = length - 1, (next_row - 1) % self.capacity
             n_written = self.capacity if self._was_full else next_row
-        self._folder.journal.record(
+        self._folder.journal.write_all(
             length=length, next_row=next_row, n_written=n_written, exposed=writing or self._unfinished
         )
 
@@ -679,6 +688,7 @@ class FrameStore:
                 )
 
     def _check_output(self, out: npt.NDArray[np.generic], n: int) -> None:
+        """Raise unless an output array is writable and has the right shape and dtype."""
         expected = (n, *self.layout.shape)
         if not (out.shape == expected and out.dtype == self.layout.dtype and out.flags.carray):
             kind = "an" if out.flags.writeable else "a read-only"
@@ -700,11 +710,13 @@ class FrameStore:
                 self._drop_oldest(count)
 
     def _check_count(self, count: int) -> int:
+        """Return the count as an int; raise if fewer transitions are stored."""
         if not 0 <= count <= self.size:
             raise InvalidArgumentError(f"count={count}: expected 0 to {self.size}, the number of stored transitions")
         return index(count)  # see _resolve_row
 
     def _drop_oldest(self, count: int) -> None:
+        """Drop the oldest transitions, after the count was checked."""
         rows = (self.first + np.arange(count)) % self.capacity
         self.dropped += count
         self._free_rows(rows)
@@ -719,6 +731,7 @@ class FrameStore:
             self._pool.trim()
 
     def _enforce_max_bytes(self, max_bytes: int) -> None:
+        """Drop the oldest transitions until the store takes at most ``max_bytes``."""
         while self.nbytes > max_bytes and self.size > 1:
             self._drop_oldest(min(self.block_length, self.size - 1))
 
@@ -734,6 +747,7 @@ class FrameStore:
                 self._drop_newest(count)
 
     def _drop_newest(self, count: int) -> None:
+        """Drop the newest transitions, after the count was checked."""
         rows = (self.position - 1 - np.arange(count)) % self.capacity
         if self.full:
             # The rows after the new end count as the oldest ones, which are dropped.
@@ -903,11 +917,13 @@ class FrameStore:
 
 
 def _state_checksum(state: dict[str, Any]) -> int:
+    """Return a checksum of a pickled store's state, apart from frames."""
     frames = state.get("frames")  # which have their own checksum
     return checksum({**state, "frames": frames.get("checksum") if isinstance(frames, dict) else None})
 
 
 def _close_quietly(store: FrameStore) -> None:
+    """Close a store, and log exceptions instead of raising them."""
     try:
         store.close()
     except Exception:  # a destructor and an exit handler can only log
@@ -915,6 +931,7 @@ def _close_quietly(store: FrameStore) -> None:
 
 
 def _close_all() -> None:
+    """Close all stores that are open, at exit."""
     for store in list(_open_stores):
         _close_quietly(store)
 

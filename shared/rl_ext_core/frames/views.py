@@ -28,6 +28,8 @@ class _Table(types.Type):  # type: ignore[misc]
 
 @register_model(_Table)
 class _TableModel(models.StructModel):  # type: ignore[misc]
+    """Structure that compiled code uses for a :class:`_Table`: address and number of columns."""
+
     def __init__(self, manager: Any, kind: Any) -> None:
         super().__init__(manager, kind, [("start", types.CPointer(kind.dtype)), ("width", types.int64)])
 
@@ -37,23 +39,29 @@ _PLACE = types.UniTuple(types.int64, 2)
 
 @infer_global(operator.getitem)
 class _GetItemTemplate(AbstractTemplate):  # type: ignore[misc]
+    """Rule for numba: ``table[row, column]`` has the dtype of the table."""
+
     def generic(self, args: Any, kws: Any) -> Any:
         return signature(args[0].dtype, args[0], _PLACE) if isinstance(args[0], _Table) else None
 
 
 @infer_global(operator.setitem)
 class _SetItemTemplate(AbstractTemplate):  # type: ignore[misc]
+    """Rule for numba: ``table[row, column] = value`` is allowed."""
+
     def generic(self, args: Any, kws: Any) -> Any:
         return signature(types.none, args[0], _PLACE, args[0].dtype) if isinstance(args[0], _Table) else None
 
 
 def _element_pointer(context: Any, builder: Any, kind: Any, table: Any, row: Any, column: Any) -> Any:
+    """Emit code that computes the address of an element of a table."""
     view = cgutils.create_struct_proxy(kind)(context, builder, value=table)
     return builder.gep(view.start, [builder.add(builder.mul(row, view.width), column)])
 
 
 @lower_builtin(operator.getitem, _Table, types.UniTuple)  # type: ignore[untyped-decorator]
 def _load_element(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """Emit code for ``table[row, column]``."""
     return builder.load(
         _element_pointer(context, builder, signature.args[0], args[0], *cgutils.unpack_tuple(builder, args[1], 2))
     )
@@ -61,6 +69,7 @@ def _load_element(context: Any, builder: Any, signature: Any, args: Any) -> Any:
 
 @lower_builtin(operator.setitem, _Table, types.UniTuple, types.Integer)  # type: ignore[untyped-decorator]
 def _store_element(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """Emit code for ``table[row, column] = value``."""
     place = cgutils.unpack_tuple(builder, args[1], 2)
     builder.store(args[2], _element_pointer(context, builder, signature.args[0], args[0], *place))
     return context.get_dummy_value()
@@ -79,7 +88,11 @@ def address_in(typingctx: Any, table: Any, row: Any) -> Any:
 
 
 def _table_constructor(dtype: Any) -> Any:
+    """Define a kernel function that makes a table of this dtype from an address."""
+
     def table(typingctx: Any, address: Any, width: Any) -> Any:
+        """Return the table at an address, with ``width`` columns."""
+
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             view = cgutils.create_struct_proxy(signature.return_type)(context, builder)
             view.start = builder.inttoptr(args[0], view.start.type)
@@ -92,13 +105,17 @@ def _table_constructor(dtype: Any) -> Any:
 
 
 def _pointer_constructor(dtype: Any) -> Any:
-    def numbers(typingctx: Any, address: Any) -> Any:
+    """Define a kernel function that makes a pointer of this dtype from an address."""
+
+    def pointer(typingctx: Any, address: Any) -> Any:
+        """Return an address as a pointer."""
+
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
         return types.CPointer(dtype)(types.uint64), codegen
 
-    return intrinsic(numbers)
+    return intrinsic(pointer)
 
 
 _bytes, _words, _numbers = (_pointer_constructor(dtype) for dtype in (types.uint8, types.uint32, types.int64))
@@ -145,7 +162,7 @@ _ENTRY_SUMS, _STARTS = _FIELD["entry_sums"], _N_GEOMETRY + 3 * _N_ARRAYS
 
 @njit(nogil=True)
 def geometry_in(state):  # type: ignore[no-untyped-def]
-    """Return the geometry in a kernel state."""
+    """Return the sizes of the observation layout that a kernel state contains."""
     return Geometry(
         state[0],
         state[1],
@@ -165,7 +182,7 @@ def geometry_in(state):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def pool_in(state):  # type: ignore[no-untyped-def]
-    """Return the pointers in a kernel state, see ``arrays.make_kernel_state``."""
+    """Return the pointers to a pool's arrays that a kernel state contains."""
     return PoolPointers(
         _numbers(uint64(state[_HEAD])),
         _word_rows(uint64(state[_BLOCKS]), state[_BLOCKS + 2]),

@@ -59,7 +59,7 @@ _TIMEOUT_ADVICE = " To wait longer, write probe(source, timeout=...) or make_vec
 
 
 def _resets_and_steps(source: int, order: int, steps: int) -> list[Operation]:
-    """Return the resets and steps of an instance.
+    """Return the operations that reset and step an instance, in order.
 
     There are short episodes with ``steps`` steps, then a reset and two more steps.
     """
@@ -71,8 +71,10 @@ def _resets_and_steps(source: int, order: int, steps: int) -> list[Operation]:
     return [*episodes, unseeded, step, step]
 
 
-def _interleave(sources: Iterable[int], order: int, steps: int, *, ahead: int, part: float) -> list[Operation]:
-    """Interleave the operations of several instances.
+def _interleaved_operations(
+    sources: Iterable[int], order: int, steps: int, *, ahead: int, part: float
+) -> list[Operation]:
+    """Return the operations of several instances, from build to close, interleaved.
 
     :param sources: Indices of the factories that build the instances.
     :param order: 0 for the first instance of each source, 1 for the second one.
@@ -134,6 +136,7 @@ class _Process:
         return answer
 
     def _describe_exit(self) -> str:
+        """Return a clause on how the process ended."""
         self._process.join(_CLOSE_TIMEOUT_S)
         code = self._process.exitcode
         if code is not None and code < 0:
@@ -141,6 +144,7 @@ class _Process:
         return "ends the process" if code is None else f"ends the process with exit code {code}"
 
     def _last_printed_line(self) -> str:
+        """Return the last line that the process printed, for an error text; empty if none."""
         lines = self._output_file.read_text(encoding="utf-8", errors="replace").split("\n")
         line = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f" (it printed: {line[-200:]!r})" if line else ""
@@ -261,6 +265,7 @@ class Judge:
     # -- trials
 
     def _run_alone(self, source: int = 0, *, shorten: bool = False) -> _TrialLog:
+        """Run the trial of a single instance."""
         run = _TrialLog()
         return self._run(self._batches_alone(source, run, shorten), run)
 
@@ -280,15 +285,17 @@ class Judge:
         yield [*_resets_and_steps(source, 0, self._steps)[4:], *ending]
 
     def _run_apart(self, *, own_cwd: bool = False) -> _TrialLog:
-        script = _interleave(range(len(self._factories)), 0, self._steps, ahead=3, part=2 / 3)
+        """Run the trial with each instance in its own process."""
+        script = _interleaved_operations(range(len(self._factories)), 0, self._steps, ahead=3, part=2 / 3)
         counting = (operation._replace(counts=operation.kind != "close") for operation in script)
         turns = itertools.groupby(counting, key=lambda operation: operation.source)
         return self._run((list(operations) for _, operations in turns), _TrialLog(), apart=True, own_cwd=own_cwd)
 
     def _run_together(self) -> _TrialLog:
+        """Run the trial with two instances of each source in one process."""
         sources = range(len(self._factories))
-        script = _interleave(sources, 0, self._steps, ahead=3, part=2 / 3)
-        script += _interleave(sources[::-1], 1, self._steps, ahead=6, part=1 / 2)
+        script = _interleaved_operations(sources, 0, self._steps, ahead=3, part=2 / 3)
+        script += _interleaved_operations(sources[::-1], 1, self._steps, ahead=6, part=1 / 2)
         # A crash in the last close is ignored, because many libraries crash when their process ends.
         return self._run([[*script[:-1], script[-1]._replace(counts=False)]], _TrialLog())
 
@@ -392,6 +399,7 @@ class Judge:
         return conclude(Isolation.PROCESSES_COLLIDE, text, in_process=in_process)
 
     def _verdict_on_failure(self, run: _TrialLog, which: str = "A single instance") -> Verdict:
+        """Return the verdict on a trial that failed: broken, or unknown if it could not start."""
         assert run.failed is not None
         text = run.failure_text
         more = _TIMEOUT_ADVICE if text.startswith("hangs") else ""

@@ -211,6 +211,7 @@ def _write_verdict(path: Path, verdict: Verdict, files: Iterable[str], start_ns:
 
 
 def _user_cache_folder() -> Path | None:
+    """Return the folder for cached verdicts; None if the user has no home directory."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(given if os.path.isabs(given) else os.path.expanduser("~/.cache"), "rl-ext", "isolation")
     return folder if folder.is_absolute() else None  # It is relative if the user has no home directory.

@@ -121,6 +121,8 @@ def _set_up_process(folder: str, cwd: str) -> None:
 
 
 class _Trial:
+    """Instances of a trial process, and the operations on them."""
+
     def __init__(self, packed: bytes) -> None:
         self._packed, self._libraries = packed, {*_libraries()}
         self._factories: list[EnvFactory[Any]] = []
@@ -140,6 +142,7 @@ class _Trial:
         return instance.reset_or_step(operation)
 
     def _load(self) -> dict[str, Any]:
+        """Unpickle the factories, and return an empty answer."""
         self._factories, *parts = pickle.loads(self._packed)
         for factory, loaded, adapters in zip(self._factories, *parts, strict=True):
             if loaded is not None:
@@ -149,6 +152,7 @@ class _Trial:
         return {}
 
     def _build(self, operation: Operation) -> dict[str, Any]:
+        """Build an instance; return the duration and the isolation that it declares."""
         # Seed global generators, so that constructors may draw from them. If steps do so, instances share state.
         seed = 71 + operation.source
         streams.seed_process(streams.seed_sequence(seed, 0))
@@ -192,6 +196,7 @@ class _RecordingEnv:
         return self._record(self._environment.step, action)
 
     def _record(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call ``reset`` or ``step``, and record its duration, results and info."""
         begin = time.perf_counter()
         result = call(*args, **kwargs)
         self._seconds += time.perf_counter() - begin
@@ -245,6 +250,7 @@ class _RecordingEnv:
 
 
 def _digest(value: Any) -> str:
+    """Return a hash of a value that is equal for equal values in every process."""
     # A pickle would differ, because it depends on which equal strings are the same object.
     token = walk.plain_token(value, _MAX_DEPTH)
     token = sorted(walk.fingerprint(value, code=False).tokens.items()) if token is None else token
@@ -258,6 +264,7 @@ def _disable_monitor_files() -> None:
         original = monitor.Monitor.__init__
 
         def init(self: Any, env: Any, filename: str | None = None, *args: Any, **kwargs: Any) -> None:
+            """Initialize SB3's Monitor without a file."""
             original(self, env, None, *args, **kwargs)
 
         monitor.Monitor.__init__ = init
@@ -287,4 +294,5 @@ def _module_files() -> Iterator[str]:
 
 
 def _format_error(error: BaseException) -> str:
+    """Return the class and the text of an exception on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:1000].rstrip('.')}"

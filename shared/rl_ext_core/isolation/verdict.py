@@ -106,7 +106,7 @@ _CONSEQUENCES = {
 
 
 def conclude(isolation: Isolation, text: str, by: str = "probe", *, in_process: bool = False) -> Verdict:
-    """Return a verdict, and append its consequence to the explanation.
+    """Create a verdict, and append what it implies to the explanation ``text``.
 
     :param isolation: The verdict.
     :param text: Sentences that describe the observations.
@@ -145,7 +145,7 @@ class Declaration(NamedTuple):
 
 def declared_by_instance(environment: Any) -> Declaration | None:
     """Return the declaration of an instance, or None if it has none."""
-    return _in_metadata(environment) or _fmi_flag(environment)
+    return _read_declaration(environment) or _fmi_flag(environment)
 
 
 def declared_by_source(factory: EnvFactory[Any]) -> Declaration | None:
@@ -159,11 +159,12 @@ def declared_by_source(factory: EnvFactory[Any]) -> Declaration | None:
         return None
     with contextlib.suppress(Exception):  # An error is reported when the environment is built.
         build, _ = factory._recipe.load()
-        return _in_metadata(_class_of(build))
+        return _read_declaration(_class_of(build))
     return None
 
 
-def _in_metadata(holder: Any) -> Declaration | None:
+def _read_declaration(holder: Any) -> Declaration | None:
+    """Return the declaration in the ``metadata`` of an environment or class, or None."""
     metadata = getattr(holder, "metadata", None)
     if not isinstance(metadata, Mapping) or _KEY not in metadata:
         return None

@@ -131,6 +131,7 @@ class Worker(BaseProcess):
 
     @defer_signals
     def _launch(self, context: WorkerContext) -> None:
+        """Create the report and the lifeline, then start the process."""
         config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
         daemon = {name: config.pop(name) for name in ("daemon",) if name in config}
         self.report, self._modules, reading = WorkerReport(), context.preload, None
@@ -153,6 +154,7 @@ class Worker(BaseProcess):
 
     @staticmethod
     def _Popen(process: Any) -> Any:  # noqa: N802 multiprocessing's name
+        """Start the process by its start method. If the fork server fails, spawn it."""
         if process._start_method == "fork":
             return _ForkPopen(process)
         if process._start_method == "forkserver":
@@ -190,6 +192,7 @@ class Worker(BaseProcess):
         return {**{name: vars(self)[name] for name in _SENT_ATTRIBUTES}, "_worker_start": begin}
 
     def _function(self) -> tuple[Any, Any, Any]:
+        """Return the function that the process calls, with its arguments."""
         return self._target, self._args, self._kwargs  # type: ignore[attr-defined]
 
     def run(self) -> None:
@@ -203,12 +206,14 @@ class Worker(BaseProcess):
         begin.run()
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
+        """Run the worker in its process, and return the exit code."""
         code: int = super()._bootstrap(parent_sentinel)  # type: ignore[misc]
         return finish_worker(code, spawned=self._start_method == "spawn")  # type: ignore[attr-defined]
 
 
 @defer_signals
 def _close_lifeline(writing: int) -> None:
+    """Close the parent's end of the pipe whose closing ends the worker."""
     _lifelines.discard(writing)
     os.close(writing)
 
@@ -233,6 +238,7 @@ class _MainModulePickler(reduction.ForkingPickler):
     needs_main = False
 
     def reducer_override(self, value: Any) -> Any:
+        """Record whether a value is of the main module, and pickle it as usual."""
         if isinstance(value, (type, types.FunctionType)) and value.__module__ in ("__main__", "__mp_main__"):
             self.needs_main = True
         return NotImplemented
@@ -267,6 +273,7 @@ spawn.get_preparation_data = _get_preparation_data
 
 @contextmanager
 def _worker_preparation(process: Any) -> Iterator[None]:
+    """Send this package's preparation data to the process spawned in the ``with`` block."""
     _spawning.process = process
     try:
         yield
@@ -277,6 +284,8 @@ def _worker_preparation(process: Any) -> Iterator[None]:
 if sys.platform == "win32":
 
     class _SpawnPopen(popen_spawn_win32.Popen):
+        """Handle of a spawned worker on Windows."""
+
         unknown_reason = ""
 
         def __init__(self, process: Any) -> None:
@@ -310,6 +319,7 @@ else:
 
         @defer_signals  # an interrupt could leave the lock locked
         def _poll_once(self) -> int | None:
+            """Return the exit code, None while the process runs; one thread at a time."""
             with self._polling:
                 if self.returncode is None:
                     self._read_exit_code()
@@ -317,6 +327,7 @@ else:
                 return code
 
         def _read_exit_code(self) -> None:
+            """Set the exit code if the process has ended; set a substitute if it is unknown."""
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:
@@ -331,26 +342,35 @@ else:
                 util.Finalize(self, os.close, (self.sentinel,))
 
     class _ForkPopen(_ExitCodePopen):
+        """Handle of a forked worker."""
+
         method = "fork"
 
         def _launch(self, process: Any) -> None:
+            """Fork the worker."""
             with server.block_signals():
                 super()._launch(process)  # type: ignore[misc]
             self._watch_process()
 
     class _SpawnPopen(_ExitCodePopen, popen_spawn_posix.Popen):
+        """Handle of a spawned worker on Linux and macOS."""
+
         method = "spawn"
 
         def _launch(self, process: Any) -> None:
+            """Spawn the worker."""
             # BrokenPipeError means that the worker has died already, which the watch reports.
             with server.block_signals(), _worker_preparation(process), suppress(BrokenPipeError):
                 super()._launch(process)  # type: ignore[misc]
             self._watch_process()
 
     class _ForkServerPopen(_ExitCodePopen, popen_forkserver.Popen):
+        """Handle of a worker that the fork server started."""
+
         method = "forkserver"
 
         def _launch(self, process: Any) -> None:
+            """Request a process from the fork server, and send it the worker."""
             from rl_ext_core.devices._renderers import IMPORT_TIME_VARIABLES
 
             data = io.BytesIO()
@@ -370,6 +390,7 @@ else:
                 file.write(data.getbuffer())
 
         def _read_exit_code(self) -> None:
+            """Set the exit code that the fork server reports; kill the worker if the server died."""
             if connection.wait([self.sentinel], 0):
                 try:
                     self.returncode = forkserver.read_signed(self.sentinel)
@@ -503,4 +524,5 @@ class KernelEvent:
 
 
 def _rebuild_event(descriptor: Any) -> KernelEvent:
+    """Create the event again in another process, from its pickled file descriptor."""
     return KernelEvent(descriptor.detach())

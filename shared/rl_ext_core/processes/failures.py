@@ -139,6 +139,7 @@ class FailedWorker:
         return self._make_failure("timeout", f"did not answer within {seconds:g} s", rest, _WORKER_FRAME.sub("", stack))
 
     def _make_failure(self, kind: str, what: str, rest: str, traceback: str, **more: Any) -> Failure:
+        """Create the failure, whose summary contains worker, seed, status and phase."""
         notes = self.report.notes
         seed, phase = notes.get("seed", self.seed), notes.get("phase") or self.phase
         known = {"seed": seed, **{name: value for name, value in notes.items() if name not in ("seed", "phase")}}
@@ -165,6 +166,7 @@ def require_same_process(owner: int) -> None:
 
 
 def _signal_name(number: int) -> str:
+    """Return the name of a signal, such as ``"SIGKILL"``."""
     try:
         return signal.Signals(number).name
     except ValueError:  # most real-time signals have no name

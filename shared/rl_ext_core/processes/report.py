@@ -167,6 +167,7 @@ class WorkerReport:
         return bool(self._page[_NEEDS_CLOSE])
 
     def _read(self, start: int) -> bytes:
+        """Return the bytes of the report from a position to its end."""
         return read_at(self.fd, self.size() - start, start)
 
     def __del__(self) -> None:
@@ -228,6 +229,7 @@ class ReportWriter:
 
 
 def _summarize(error: BaseException) -> str:
+    """Return the repr of an exception on one line, shortened."""
     try:
         text = repr(error)
     except Exception as second:
@@ -244,6 +246,7 @@ def _shorten(text: str, limit: int) -> str:
 
 
 def _pickle_exception(error: BaseException) -> bytes | None:
+    """Pickle an exception; return None if that fails or the result is too long."""
     for module in ("pickle", "rl_ext_core._pickle"):  # the second one pickles classes by value
         with suppress(Exception):  # the exception's own code may raise anything; its text is still reported
             packed: bytes = importlib.import_module(module).dumps(error)
@@ -252,6 +255,7 @@ def _pickle_exception(error: BaseException) -> bytes | None:
 
 
 def _unpickle_exception(packed: bytes | None) -> BaseException | None:
+    """Unpickle an exception without importing modules; return None if that fails."""
     try:
         found = _LoadedModulesUnpickler(io.BytesIO(packed or b"")).load()
     except Exception:  # the exception's own code may raise anything
@@ -267,6 +271,7 @@ class _LoadedModulesUnpickler(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str, /) -> Any:
+        """Return a class of a loaded module; raise for other modules."""
         if module not in sys.modules:
             raise pickle.UnpicklingError(f"{module} is not loaded")
         return super().find_class(module, name)

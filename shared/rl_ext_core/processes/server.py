@@ -96,7 +96,7 @@ class _Server(ForkServer):
                 os.unlink(address)
 
     def disown(self) -> None:
-        """Drop this process's handles of the server, without ending it."""
+        """Close this process's handles of the server, without ending the server."""
         descriptor, self._forkserver_alive_fd = self._forkserver_alive_fd, None
         self._forkserver_pid = self._forkserver_address = None
         if descriptor is not None:
@@ -156,6 +156,7 @@ def start_process(
 
 
 def _request_process(server: _Server, descriptors: Sequence[int]) -> tuple[int, int, int]:
+    """Ask the fork server for a process; return file descriptors of its pipes, and its pid."""
     # Reserve descriptors for a socket and two pipes. An incomplete request would end the server and its workers.
     opened: list[int] = []
     try:
@@ -219,10 +220,12 @@ def reset_signals() -> None:
 
 
 def _ignore_signal(number: int, frame: object) -> None:
+    """Do nothing, as the handler of a signal."""
     pass
 
 
 def _has_ended(pid: int | None) -> bool:
+    """Return whether a child process has ended; False for None."""
     try:
         return pid is not None and os.waitpid(pid, os.WNOHANG)[0] != 0
     except ChildProcessError:  # SIGCHLD is ignored, or another part of this process has waited for the server
@@ -230,6 +233,7 @@ def _has_ended(pid: int | None) -> bool:
 
 
 def _end_server() -> None:
+    """End the fork server of this process, if there is one."""
     global _server
     server, _server = _server, None
     if server is not None:

@@ -153,11 +153,13 @@ class Watch:
         self._exit_finalizer.cancel()
 
     def _end_at_exit(self) -> None:
+        """Kill the workers and end the thread, when the interpreter exits."""
         self.kill()
         # Later in the interpreter's exit, the thread does not run and cannot be joined.
         self.stop()
 
     def _watch(self) -> None:
+        """Watch over the workers until they have ended; run by the thread."""
         try:
             waiting = self._wait_for_deaths()
             if self._killing:
@@ -182,6 +184,7 @@ class Watch:
         return waiting
 
     def _report_ended(self, dead: Mapping[int, Worker]) -> None:
+        """Set the failure if one of the workers that ended should not have ended."""
         unexpected = {number: worker for number, worker in dead.items() if not self._ended_normally(worker)}
         if not unexpected:
             return
@@ -191,10 +194,12 @@ class Watch:
         self._set_failure(self._failed_worker(number).describe_exit(popen.returncode, popen.unknown_reason))
 
     def _ended_normally(self, worker: Worker) -> bool:
+        """Return whether a worker ended because it was expected to."""
         # A worker whose exit code is unknown may have returned.
         return self.is_closing and (worker.exitcode == 0 or bool(worker.popen.unknown_reason))
 
     def _check_time_limit(self) -> None:
+        """Set the failure if the current operation exceeds its time limit."""
         operation = self._current_operation
         if operation is None or operation.deadline is None or time.monotonic() < operation.deadline:
             return
@@ -224,6 +229,7 @@ class Watch:
         return {number: self._workers[number].report.text(since) for number, since in sizes.items()}
 
     def _set_failure(self, failure: Failure) -> None:
+        """Store the failure, end all workers, and call ``on_failure``."""
         self.failure = failure
         self._end_workers()
         self._workers_ended.set()
@@ -246,12 +252,14 @@ class Watch:
         _wait_until_ended(living, _REAP_S)
 
     def _failed_worker(self, number: int) -> FailedWorker:
+        """Return a worker with the data that describe its failure."""
         operation = self._current_operation
         seed = None if self._seeds is None else int(self._seeds[number])
         phase, report = operation.name if operation else None, self._workers[number].report
         return FailedWorker(number, len(self._workers), self._label, seed, phase, report)
 
     def _raise_if_failed(self, error: Exception) -> None:
+        """Raise the workers' failure if it may have caused this exception."""
         if isinstance(error, WorkerError):
             return
         if self.failure is None and (isinstance(error, _PIPE_ERRORS) or any(map(self._is_failing, self._workers))):
@@ -259,9 +267,11 @@ class Watch:
         self._raise_failure()
 
     def _is_failing(self, worker: Worker) -> bool:
+        """Return whether a worker has raised an exception or ended unexpectedly."""
         return worker.report.has_raised or (worker.exitcode is not None and not self._ended_normally(worker))
 
     def _raise_failure(self) -> None:
+        """Raise the failure of the workers, if there is one."""
         if self.failure is not None:
             # After the error, no worker runs.
             self._workers_ended.wait()
@@ -269,6 +279,8 @@ class Watch:
 
 
 class _Operation:
+    """Context manager for a call that waits for workers; raises their failure."""
+
     __slots__ = ("_watch", "deadline", "name", "timeout")
 
     def __init__(self, watch: Watch, name: str, timeout: float | None) -> None:
@@ -300,6 +312,7 @@ class _Operation:
 
 
 def _require_started_worker(process: BaseProcess) -> Worker:
+    """Return a process, or raise if it is not a started :class:`Worker`."""
     if not isinstance(process, Worker):
         raise InvalidTypeError(
             f"{process!r} does not report; expected a worker of this package. Use "
@@ -328,6 +341,7 @@ def _kill_groups(dead: Iterable[Worker]) -> None:
 
 
 def _is_alive(worker: Worker) -> bool:
+    """Return whether a worker runs; False if its process object is closed."""
     # is_alive() also removes a process that has ended from multiprocessing's list.
     try:
         return worker.is_alive()

@@ -221,6 +221,7 @@ def finish_worker(code: int, *, spawned: bool) -> int:
 
 
 def _end_if_requested(number: int = 0, frame: object = None) -> None:
+    """Raise the exception that ends this worker, if the parent has asked for that."""
     if _writer is not None and not (_is_ending or _has_returned) and _writer.is_end_requested():
         raise _EndRequestedError(1)
 
@@ -247,6 +248,7 @@ def _die_with_parent(lifeline: int) -> None:
 
 
 def _wait_for_parent_end(lifeline: int) -> None:
+    """Wait until the parent ends, then kill this process and its group; run by a thread."""
     os.read(lifeline, 1)
     kill_group(0)
 

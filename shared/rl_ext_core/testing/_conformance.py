@@ -70,13 +70,15 @@ def check_codec(codec: str | Codec) -> None:
     _check_sealing(found)
     for block_length, contents in _BLOCK_LENGTHS.items():
 
-        def factory(capacity: int, n_envs: int, layout: StackLayout, block_length: int = block_length) -> FrameStore:
+        def make_store(capacity: int, n_envs: int, layout: StackLayout, block_length: int = block_length) -> FrameStore:
+            """Create a store that uses the codec with this block length."""
             return FrameStore(capacity, n_envs, layout, codec=found, block_length=block_length)
 
-        check_frame_store(factory, contents=contents, label=f"codec {name!r}, block_length={block_length}")
+        check_frame_store(make_store, contents=contents, label=f"codec {name!r}, block_length={block_length}")
 
 
 def _check_sealing(codec: Codec) -> None:
+    """Check that ``unseal()`` restores blocks and ``seal()`` does not change its argument."""
     rng = np.random.default_rng(0)
     for block in (bytes(1), bytes(5000), b"\xff" * 300, rng.bytes(7), rng.bytes(3000), bytes(range(256)) * 20):
         given = bytearray(block)
@@ -115,6 +117,7 @@ def check_frame_store(
 
 
 def _check_case(store: _Store, reference: ReferenceStore, contents: str, case: str) -> None:
+    """Append the same transitions to a store and its reference, and compare both repeatedly."""
     rng = np.random.default_rng(0)
     steps = make_transitions(
         reference.layout, n_envs=reference.n_envs, n_steps=_STEPS, contents=contents, odd=0.05, transposed=0.2, seed=1
@@ -169,6 +172,7 @@ def _compare(
     following: bool = True,
     num_threads: int = 1,
 ) -> None:
+    """Raise unless both stores return the same transitions for these rows and environments."""
     # With two fill values, an output byte that is not written differs from the expected one at least once.
     for fill in (0x00, 0xA5):
         outs = [np.empty((len(rows), *reference.layout.shape), dtype=reference.layout.dtype) for _ in range(2)]
@@ -184,6 +188,7 @@ def _compare(
 def _require_equal(
     out: npt.NDArray[Any], right: npt.NDArray[Any], rows: npt.NDArray[np.int64], envs: npt.NDArray[np.int64], case: str
 ) -> None:
+    """Raise ``ConformanceError`` with the first difference between two batches, if any."""
     differ = out.reshape(len(out), -1).view(np.uint8) != right.reshape(len(out), -1).view(np.uint8)
     if not differ.any():
         return
@@ -199,6 +204,7 @@ def _require_equal(
 
 
 def _check_memory(factory: Callable[[int, int, StackLayout], _Store], label: str) -> None:
+    """Check that ``nbytes`` does not grow while a ring is filled several times."""
     # The frames take megabytes, because a store may allocate memory in pieces of one megabyte.
     layout, capacity = StackLayout((2, 80, 80), np.dtype(np.uint8), 2, 0), 400
     store = factory(capacity, 1, layout)
@@ -216,9 +222,11 @@ def _check_memory(factory: Callable[[int, int, StackLayout], _Store], label: str
 
 
 def _check_that(holds: bool, text: str) -> None:
+    """Raise ``ConformanceError`` with this text unless a condition holds."""
     if not holds:
         raise ConformanceError(text)
 
 
 def _preview(data: bytes) -> str:
+    """Return the first bytes of data and their number as text for an error message."""
     return f"{data[:12]!r}{'...' if len(data) > 12 else ''} ({len(data)} bytes)"

@@ -61,8 +61,8 @@ class ReferenceStore:
     def append(self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]) -> None:
         """Store one transition of each environment; it overwrites the oldest if the ring is full.
 
-        :param observations: (n_envs, *shape)
-        :param next_observations: (n_envs, *shape)
+        :param observations: ``(n_envs, *shape)``, of the layout's dtype
+        :param next_observations: the same for the next observations
         """
         self.observations[self.position] = observations
         self.next_observations[self.position] = next_observations
@@ -123,13 +123,14 @@ def make_transitions(
 def _transpose_memory(
     stacks: npt.NDArray[np.generic], layout: StackLayout, transposed: bool
 ) -> npt.NDArray[np.generic]:
+    """Return a view of channel-last memory, if requested and the stacks are channel-first."""
     if transposed and layout.axis == 0:
         return np.moveaxis(np.ascontiguousarray(np.moveaxis(stacks, 1, -1)), -1, 1)
     return stacks
 
 
 class _Stacker:
-    """Newest stack of one environment."""
+    """Simulated environment with one frame stack, which adds a generated frame per step."""
 
     def __init__(self, layout: StackLayout, contents: str, rng: np.random.Generator) -> None:
         self._layout, self._contents, self._rng = layout, contents, rng
@@ -143,6 +144,7 @@ class _Stacker:
         self.step()
 
     def scramble(self) -> None:
+        """Shuffle the stack's channels, so that it does not continue the stack before."""
         shuffled = self._rng.permutation(np.moveaxis(self.stack, self._layout.axis, 0))
         self.stack = np.ascontiguousarray(np.moveaxis(shuffled, 0, self._layout.axis))
 
@@ -153,6 +155,7 @@ class _Stacker:
         self.stack = np.concatenate([kept, self._frame], axis=axis)
 
     def _next_frame(self) -> npt.NDArray[np.generic]:
+        """Generate a frame of the requested kind from the previous frame."""
         rng, contents = self._rng, self._contents
         if contents == "mixed":
             contents = CONTENTS[rng.integers(len(CONTENTS) - 1)]

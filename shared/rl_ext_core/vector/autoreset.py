@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.vector.arrays import map_arrays
+from rl_ext_core.vector.array_frameworks import map_arrays
 
 __all__ = [
     "Autoreset",
@@ -157,11 +157,12 @@ def require_synchronous(env: Any) -> None:
 
 
 def _reset_by_mask(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    """Reset rows by gymnasium's option ``reset_mask``."""
+    """Return a function that resets rows by gymnasium's option ``reset_mask``."""
     return _reset_by_option(env, "reset_mask", lambda mask: mask.copy())
 
 
 def _reset_by_mask_in_ale(env: Any, base: Any, mode: Autoreset) -> PartialReset:
+    """Return a function that resets rows of ALE; raise if ale-py is too old for that."""
     found = version("ale-py")
     if mode is not Autoreset.SAME_STEP and tuple(map(int, re.findall(r"\d+", found)[:3])) < (0, 12, 1):
         raise InvalidArgumentError(  # reset_mask raises an error in 0.11, and hangs in 0.12.0
@@ -172,6 +173,7 @@ def _reset_by_mask_in_ale(env: Any, base: Any, mode: Autoreset) -> PartialReset:
 
 
 def _reset_by_mask_in_async(env: Any, base: Any, mode: Autoreset) -> PartialReset:
+    """Return a function that resets rows of AsyncVectorEnv; raise if it would reset twice."""
     if mode is Autoreset.NEXT_STEP and not base.shared_memory:
         raise InvalidArgumentError(
             "AsyncVectorEnv(shared_memory=False) resets a sub-environment again after a reset by reset_mask. Write "
@@ -181,12 +183,12 @@ def _reset_by_mask_in_async(env: Any, base: Any, mode: Autoreset) -> PartialRese
 
 
 def _reset_by_env_idx(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    """Reset rows by ManiSkill's option ``env_idx``."""
+    """Return a function that resets rows by ManiSkill's option ``env_idx``."""
     return _reset_by_option(env, "env_idx", lambda mask: _indices(mask, base))
 
 
 def _reset_by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
-    """Reset rows by the keyword ``env_ids``, which all wrappers must forward.
+    """Return a function that resets rows by the keyword ``env_ids``, which wrappers forward.
 
     Outer wrappers whose reset has no effect are skipped.
     """
@@ -199,6 +201,7 @@ def _reset_by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
     stops = next((layer for layer in chain if not accepts_parameter(layer.reset, "env_ids")), None)
 
     def reset(mask: Any, **kwargs: Any) -> Any:
+        """Reset the rows of a mask; raise if a wrapper does not forward ``env_ids``."""
         if stops is not None:
             raise InvalidArgumentError(
                 f"{type(stops).__name__}.reset takes no env_ids, so that sub-environments cannot be reset alone "
@@ -210,6 +213,7 @@ def _reset_by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
 
 
 def _reset_by_option(env: Any, option: str, value: Callable[[Any], Any]) -> PartialReset:
+    """Return a function that resets the rows of a mask by an option of ``reset``."""
     base, is_known = wrapper_chain(env)[-1], False
 
     def reset_and_check(**kwargs: Any) -> Any:
@@ -219,11 +223,12 @@ def _reset_by_option(env: Any, option: str, value: Callable[[Any], Any]) -> Part
             return env.reset(**kwargs)
         received, before, original = [], vars(base).get("reset"), base.reset
 
-        def record(*args: Any, **given: Any) -> Any:
+        def record_option(*args: Any, **given: Any) -> Any:
+            """Reset the environment, and record whether it received the option."""
             received.append(option in (given.get("options") or {}))
             return original(*args, **given)
 
-        base.reset = record
+        base.reset = record_option
         try:
             result = env.reset(**kwargs)
         finally:
@@ -241,6 +246,7 @@ def _reset_by_option(env: Any, option: str, value: Callable[[Any], Any]) -> Part
         return result
 
     def reset(mask: Any, *, options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        """Reset the rows of a mask, and keep the wrappers' data of the other rows."""
         # gymnasium removes the mask from the options before wrappers can read it. So wrappers also reset the data of
         # the other rows, such as the sums of RecordEpisodeStatistics and NormalizeReward. Restore these data.
         kept = [
@@ -260,9 +266,10 @@ def _reset_by_option(env: Any, option: str, value: Callable[[Any], Any]) -> Part
 
 
 def _patch_reset(reset_rows: Callable[..., Any]) -> Callable[[Any, Any, Autoreset], PartialReset]:
-    """Add support of ``reset_mask`` to an environment, so that wrappers can forward it."""
+    """Return a rule that makes an environment's ``reset`` accept the option ``reset_mask``."""
 
     def partial_reset(env: Any, base: Any, mode: Autoreset) -> PartialReset:
+        """Replace the environment's ``reset``, and return a function that resets rows."""
         if "reset" not in vars(base):
             base.reset = partial(_reset_with_mask, base, reset_rows)
         return _reset_by_mask(env, base, mode)
@@ -273,6 +280,7 @@ def _patch_reset(reset_rows: Callable[..., Any]) -> Callable[[Any, Any, Autorese
 def _reset_with_mask(
     env: Any, reset_rows: Any, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any
 ) -> Any:
+    """Reset the rows of the option ``reset_mask``; without it, reset all rows."""
     rest = {key: value for key, value in (options or {}).items() if key != "reset_mask"}
     given = {key: value for key, value in kwargs.items() if value is not None}  # EnvPool before 1.2 rejects None
     given |= {"options": rest} if rest else {}
@@ -305,13 +313,14 @@ def _reset_functional(env: Any, rows: Any, *, seed: int | None = None, **_: Any)
     import jax
     from jax import numpy as jnp
 
-    def chosen(new: Any, old: Any) -> Any:
+    def choose(new: Any, old: Any) -> Any:
+        """Return ``new`` in the rows to reset, and ``old`` in the other rows."""
         return jnp.where(mask.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
     mask = jnp.asarray(rows)
     env.rng, key, observing = jax.random.split(env.rng if seed is None else jax.random.PRNGKey(seed), 3)
     fresh = env.func_env.initial(rng=jax.random.split(key, env.num_envs))
-    env.state = jax.tree_util.tree_map(chosen, fresh, env.state)
+    env.state = jax.tree_util.tree_map(choose, fresh, env.state)
     env.steps, env.prev_done = jnp.where(mask, 0, env.steps), env.prev_done & ~mask
     observation = env.func_env.observation(env.state, jax.random.split(observing, env.num_envs))
     return observation, env.func_env.state_info(env.state)
@@ -322,6 +331,7 @@ def _reset_envpool(env: Any, mask: Any, **kwargs: Any) -> Any:
     rows = np.flatnonzero(mask)
 
     def scatter(part: Any) -> Any:
+        """Put the rows of an array in their places among all rows; fill the rest with zeros."""
         if not isinstance(part, np.ndarray) or part.shape[:1] != rows.shape:
             return part
         full = np.zeros((len(mask), *part.shape[1:]), part.dtype)
@@ -332,6 +342,7 @@ def _reset_envpool(env: Any, mask: Any, **kwargs: Any) -> Any:
 
 
 def _indices(mask: Any, base: Any) -> Any:
+    """Convert a mask to a tensor of indices on the environment's device."""
     import torch
 
     return torch.from_numpy(np.flatnonzero(mask)).to(getattr(base, "device", "cpu"))
@@ -357,6 +368,7 @@ _is_functional = _is_defined_in("gymnasium.envs.functional_jax_env.FunctionalJax
 
 
 def _accepts_env_ids(base: Any) -> bool:
+    """Return whether an environment's ``reset`` has a parameter ``env_ids``."""
     return accepts_parameter(getattr(base, "reset", None), "env_ids", any_keyword=False)
 
 

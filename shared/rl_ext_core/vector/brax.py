@@ -120,6 +120,7 @@ class BraxVectorEnv(VectorEnv[Any, Any, Any]):
         return tuple(self._env.render(each))
 
     def _require_state(self) -> Any:
+        """Return the state of the environments, or raise if they were not reset."""
         if self._state is None:
             raise InvalidArgumentError("the environments were not reset: expected a reset of all. Use envs.reset()")
         return self._state
@@ -136,12 +137,16 @@ class BraxVectorEnv(VectorEnv[Any, Any, Any]):
         is_batched = any(name.endswith("DomainRandomizationVmapWrapper") for name in _class_names(env))
 
         def run(function: Any, *args: Any) -> Any:
+            """Call a function for all environments, and return the state."""
             state = (function if is_batched else jax.vmap(function))(*args)
             # A state with weak types would be compiled separately.
             return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype) if x.weak_type else x, state)
 
         def reset_some(state: Any, key: Any, rows: Any) -> Any:
+            """Return the state after resetting the environments of a mask."""
+
             def choose(new: Any, old: Any) -> Any:
+                """Return ``new`` in the rows to reset, and ``old`` in the other rows."""
                 # MuJoCo Warp stores contacts of all environments in one array, which the next step computes again.
                 is_batch = new.shape[:1] == (num_envs,)
                 return jax.numpy.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old) if is_batch else old
@@ -149,6 +154,7 @@ class BraxVectorEnv(VectorEnv[Any, Any, Any]):
             return jax.tree.map(choose, reset(key), state)
 
         def step(state: Any, key: Any, actions: Any) -> tuple[Any, ...]:
+            """Step all environments, and reset those whose episodes end."""
             last = run(env.step, state, actions)
             done = last.done.astype(bool)
             truncated = done & last.info.get("truncation", jax.numpy.zeros_like(done)).astype(bool)
@@ -161,7 +167,10 @@ class BraxVectorEnv(VectorEnv[Any, Any, Any]):
         return reset, jax.jit(reset_some), jax.jit(step)
 
     def _infos(self, state: Any) -> dict[str, Any]:
+        """Return the state's metrics and infos that have a value for each environment."""
+
         def numbers(value: Any) -> Any:
+            """Return arrays with a row per environment, except random keys; None for others."""
             if isinstance(value, Mapping):
                 parts = {key: numbers(part) for key, part in value.items()}
                 return {key: part for key, part in parts.items() if part is not None}
@@ -174,6 +183,7 @@ class BraxVectorEnv(VectorEnv[Any, Any, Any]):
 
 
 def _check_arguments(env: Any, num_envs: Any, render_mode: Any) -> None:
+    """Raise if an argument of :class:`BraxVectorEnv` is invalid."""
     if not all(hasattr(env, name) for name in ("reset", "step", "action_size")):
         raise InvalidTypeError(
             f"`env` is a {type(env).__name__}: expected an environment of Brax or MuJoCo Playground. Use "

@@ -115,7 +115,7 @@ class MemoryLayout:
 
 
 def _flatten_space(space: Any, path: tuple[Any, ...], leaves: list[Leaf]) -> Any:
-    """Append the arrays of a space to ``leaves``, and return the nested numbers of the arrays."""
+    """Append the arrays of a space to ``leaves``, and return their indices, nested as there."""
     if isinstance(space, spaces.Dict):
         return {key: _flatten_space(part, (*path, key), leaves) for key, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
@@ -130,6 +130,7 @@ def _flatten_space(space: Any, path: tuple[Any, ...], leaves: list[Leaf]) -> Any
 
 
 def _build_observation(tree: Any, parts: list[Any]) -> Any:
+    """Put arrays in the places of their numbers in nested dicts and tuples."""
     if isinstance(tree, dict):
         return {key: _build_observation(inner, parts) for key, inner in tree.items()}
     return tuple(_build_observation(inner, parts) for inner in tree) if isinstance(tree, tuple) else parts[tree]
@@ -181,7 +182,7 @@ class ObservationSlot:
 
 
 class Cell:
-    """Indices of a worker's cells.
+    """Indices of the integers in shared memory by which a worker and its parent communicate.
 
     They are the environment and phase that the worker is in, and number and size of the last command and answer.
     """
@@ -190,7 +191,7 @@ class Cell:
 
 
 def new_cells(block: Any = None) -> memoryview:
-    """Return cells in a block of memory; by default, in memory that is not shared."""
+    """Return a block of memory as an array of integers; by default, of memory not shared."""
     return memoryview(bytearray(_LINE) if block is None else block).cast("B").cast("Q")
 
 
@@ -250,6 +251,7 @@ class SharedMemory:
 
 
 def _rebuild_memory(descriptor: Any) -> SharedMemory:
+    """Create the memory again in another process, from its pickled file descriptor."""
     return SharedMemory(0, descriptor.detach())
 
 
@@ -313,7 +315,7 @@ def should_spin(num_workers: int) -> bool:
 
 
 class SpinWaiter:
-    """Poller of a cell for a short time, before a wait blocks.
+    """Poller that checks an integer in shared memory for a short time before a wait blocks.
 
     Being woken takes longer than a short step. Polling is wasted if the wait takes longer, and slows other processes
     down if this process is preempted meanwhile. After such a wait, the next few waits do not poll. After another one,
@@ -335,7 +337,7 @@ class SpinWaiter:
         self._left = 0
 
     def wait_for_value(self, cells: memoryview, place: int, number: int) -> bool:
-        """Poll until a cell has a value, for a short time; return whether it has.
+        """Poll until an integer has a value, for a short time; return whether it has.
 
         :param cells: cells of a worker
         :param place: index of the cell

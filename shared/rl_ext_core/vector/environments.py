@@ -158,7 +158,7 @@ def make_factories(env_fns: Sequence[Any], timeout: float | None = None) -> list
 
 
 def make(spec: Any, env_kwargs: dict[str, Any]) -> Any:
-    """Make an environment with ``render_mode="rgb_array"`` if it accepts one, as SB3 does."""
+    """Call ``gymnasium.make``, with ``render_mode="rgb_array"`` if the environment accepts it."""
     try:
         return gymnasium.make(spec, **{"render_mode": "rgb_array", **env_kwargs})
     except TypeError:
@@ -328,6 +328,7 @@ def qualified_name(wrapper_class: type) -> tuple[str, str]:
 
 
 def _is_wrapped(env: Any, name: tuple[str, str]) -> bool:
+    """Return whether an environment has a wrapper of the class with this module and name."""
     while isinstance(env, gymnasium.Wrapper):
         if name in map(qualified_name, type(env).__mro__) or name in getattr(type(env), "equivalent_classes", ()):
             return True
@@ -336,6 +337,7 @@ def _is_wrapped(env: Any, name: tuple[str, str]) -> bool:
 
 
 def _has_attr(env: Any, name: str) -> bool:
+    """Return whether an environment or one of its wrappers has an attribute."""
     try:
         env.get_wrapper_attr(name)
     except AttributeError:
@@ -344,6 +346,7 @@ def _has_attr(env: Any, name: str) -> bool:
 
 
 def _call_or_get(env: Any, data: Any) -> Any:
+    """Call a method of an environment, or return an attribute."""
     name, args, kwargs = data
     found = env.get_wrapper_attr(name)
     return found(*args, **kwargs) if callable(found) else found

@@ -142,7 +142,7 @@ class Pool:
         # Files that environments write there are not deleted.
         self.working_directory = None if self._options.cwd is None else tempfile.mkdtemp(prefix="rl-ext-cwd-")
         # A bound method would keep this object alive. The workers end when it is deleted.
-        self._end = weakref.finalize(self, _end, self._owner, self.workers, self._memory, self.working_directory)
+        self._end = weakref.finalize(self, _end_pool, self._owner, self.workers, self._memory, self.working_directory)
         self._end.atexit = False
         self._launch(self.workers)
 
@@ -333,7 +333,7 @@ class Pool:
         return self._flags == self._kinds == self._zeros and all(worker.answer is None for worker in self.workers)
 
     def entries(self, *, to_reset: bool = False) -> list[tuple[int, StepEntry]]:
-        """Return the entries of a step or reset, with the numbers of their environments.
+        """Return infos and last observations of the last step or reset, by environment number.
 
         Environments without infos have no entry.
 
@@ -343,6 +343,7 @@ class Pool:
         return [(n, entry) for first, answer in answers for n, entry in enumerate(answer, first) if entry is not None]
 
     def _get_answer(self, worker: Any, to_reset: bool) -> Any:
+        """Return a worker's last answer. Pools that replace workers override this."""
         return worker.answer
 
     def observations(self, *, copy: bool = True) -> Any:
@@ -530,8 +531,9 @@ class Pool:
             self._end_workers()
 
     def _end_workers(self) -> None:
+        """End the workers and free their memory, if they were started."""
         if hasattr(self, "_end"):  # otherwise no worker was started
-            _end(self._owner, self.workers, self._memory, self.working_directory)
+            _end_pool(self._owner, self.workers, self._memory, self.working_directory)
             self._end.detach()
 
 
@@ -576,12 +578,16 @@ def _wait_while(
 
 
 def _interrupt_waits(workers: Sequence[WorkerHandle]) -> None:
+    """Wake this process from its waits for the answers of workers."""
     for worker in workers:
         worker.interrupt_wait()
 
 
-def _end(owner: int, workers: Sequence[WorkerHandle], memory: SharedMemory, working_directory: str | None) -> None:
-    """End workers, if this process started them. After an interrupt, call it again."""
+def _end_pool(owner: int, workers: Sequence[WorkerHandle], memory: SharedMemory, working_directory: str | None) -> None:
+    """End workers, close their memory and delete their empty folders.
+
+    Do nothing in a forked process. After an interrupt, call it again.
+    """
     if os.getpid() != owner:
         return
     for worker in workers:

@@ -116,11 +116,13 @@ class RayPool(Pool):
         super().__init__(env_fns, options, new_worker=lambda *part: ActorHandle(new(), *part))
 
     def _start_workers(self) -> None:
+        """Send the factories to the actors, which build the environments."""
         self._job = self._ray.get_runtime_context().get_job_id()
         for worker in self.workers:
             self.send(worker, "build", list(self._factories[worker.first : worker.last]))
 
     def _map_memory(self) -> Any:
+        """Send the layout to the actors, and return memory for the arrays of the driver."""
         for worker in self.workers:
             self.send(worker, "map", MemoryLayout.from_spaces(worker.last - worker.first, *self.spaces))
         return bytearray(self.layout.size)
@@ -146,6 +148,7 @@ class RayPool(Pool):
         return bool(ray.is_initialized() and ray.get_runtime_context().get_job_id() == self._job)
 
     def _receive(self, timeout: float | None, workers: Any = None) -> None:
+        """Wait for all answers, and copy them to the arrays; raise the failure of an actor."""
         awaited_workers = [worker for worker in self.workers if worker.pending is not None]
         try:
             # ray.get raises as soon as one actor has failed, without waiting for the others.
@@ -159,6 +162,7 @@ class RayPool(Pool):
 
     @defer_signals
     def _store_answer(self, worker: ActorHandle, answer: ActorAnswer) -> None:
+        """Store an actor's answer, and copy its arrays to those of the pool."""
         for name, array in worker.receive(answer).items():
             self.arrays[name][worker.first : worker.last] = array
 
@@ -192,6 +196,7 @@ class RayPool(Pool):
         )
 
     def _has_failed(self, answer: Any) -> bool:
+        """Return whether an answer that has arrived is an error."""
         try:
             self._ray.get(answer)
         except (self._ray.exceptions.RayError, ActorFailure):
@@ -199,6 +204,7 @@ class RayPool(Pool):
         return False
 
     def _close_environments(self, patience: float | None, limit: float | None) -> list[WorkerError]:
+        """Close the environments, and return the failures."""
         ray, begin = self._ray, time.monotonic()
         if not self._is_connected():
             return []
@@ -221,6 +227,7 @@ class RayPool(Pool):
         return failures
 
     def _end_workers(self) -> None:
+        """Kill the actors, unless Ray has been shut down."""
         for worker in self.workers if self._is_connected() else ():
             # Ray may have been shut down in the meantime.
             with contextlib.suppress(self._ray.exceptions.RaySystemError, ValueError):

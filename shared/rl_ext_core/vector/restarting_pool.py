@@ -43,9 +43,11 @@ class RestartingPool(Pool):
         self._last_observations: list[np.ndarray[Any, Any]] = []  # observations last returned to the caller
 
     def _failure_groups(self, workers: Sequence[WorkerHandle]) -> list[Sequence[WorkerHandle]]:
+        """Return each worker as its own group, so that the others keep running."""
         return [[worker] for worker in reversed(workers)]
 
     def _handle_failure(self, group: Sequence[WorkerHandle]) -> None:
+        """Store the failure as the worker's answer. The worker is replaced later."""
         for worker in group:
             worker.answer = self._group_error(group)
             worker.discard_answer()
@@ -74,6 +76,7 @@ class RestartingPool(Pool):
         super().begin_call(environments, name, arguments)
 
     def _record_settings(self, results: Sequence[Any]) -> None:
+        """Record the attributes that the last call has set, for replacements of workers."""
         environments, name, arguments = self._call
         if not name.startswith("set_"):
             return
@@ -100,6 +103,7 @@ class RestartingPool(Pool):
     # -- replacements
 
     def _get_answer(self, worker: WorkerHandle, to_reset: bool) -> Any:
+        """Return a worker's last answer. If the worker has failed, replace it first."""
         if not isinstance(worker.answer, WorkerError):
             return worker.answer
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from rl_ext_core.vector.arrays import to_numpy
+from rl_ext_core.vector.array_frameworks import to_numpy
 
 __all__ = ["convert_space", "device_of", "find_attribute"]
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
-from rl_ext_core.vector.arrays import copy_array, leaves, map_arrays, stack_arrays, take_rows, to_numpy
+from rl_ext_core.vector.array_frameworks import copy_array, leaves, map_arrays, stack_arrays, take_rows, to_numpy
 from rl_ext_core.vector.autoreset import (
     Autoreset,
     PartialReset,
@@ -212,6 +212,7 @@ class Stepper:
         self.current = map_arrays(copy_array, observation) if self._stores_observations else None
 
     def _find_partial_reset(self) -> PartialReset:
+        """Return the function that resets rows of the environment, or raise if there is none."""
         if self._mode is Autoreset.NEXT_STEP and not self._rules.keeps_other_rows:
             raise InvalidArgumentError(
                 f"{type(self._base).__name__} resets sub-environments one step after their episodes have ended "
@@ -224,6 +225,7 @@ class Stepper:
         return self._reset_rows
 
     def _require_unchanged(self, before: Any, after: Any, rows: Array) -> None:
+        """Raise if a partial reset has changed observations of other rows."""
         for old, new in zip(leaves(before), leaves(after), strict=True):
             old, new = (np.asarray(to_numpy(part))[rows] for part in (old, new))
             if old.tobytes() != new.tobytes():
@@ -310,6 +312,7 @@ def object_array(values: list[Any]) -> Array:
 
 
 def _find_entry(info: Any, *names: str) -> Any:
+    """Return the first entry of an info that has one of the names, or None."""
     if isinstance(info, list):
         each = [_find_entry(part, *names) for part in info]
         return each if any(part is not None for part in each) else None

@@ -243,7 +243,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
 
-    def call_some(self, indices: Sequence[int], name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def call_some(self, indices: Sequence[int], name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of some environments, or get an attribute.
 
         :param indices: numbers of the environments
@@ -337,6 +337,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             self.close(terminate=True)
 
     def _require_idle(self, method: str) -> None:
+        """Raise if the environments are closed, have failed, or execute an async call."""
         self._require_open()
         self._pool.raise_failure()
         if self._pending:
@@ -347,17 +348,20 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             )
 
     def _require_callable(self, method: str, name: str) -> None:
+        """Raise if ``call(name)`` is not supported or cannot begin now."""
         self._require_idle(method)
         if name in ("reset", "step", "close", "_setattr", "_check_spaces"):  # AsyncVectorEnv's own commands
             raise InvalidArgumentError(f"call({name!r}) is not supported; write envs.{name}(...)")
 
     def _require_open(self) -> None:
+        """Raise if the environments are closed."""
         if self.closed:
             raise ClosedEnvironmentError(
                 f"this {type(self).__name__} is closed; create a new one: {type(self).__name__}(env_fns)"
             )
 
     def _wait(self, what: str, timeout: float | None) -> None:
+        """Wait for the async call ``what``; raise if it is not pending or exceeds the timeout."""
         self._require_open()
         if self._pending != what:
             raise NoAsyncCallError(

@@ -82,6 +82,7 @@ def run_worker(
 
 
 def _require_dict(info: Any, method: str) -> None:
+    """Raise if the info that ``reset`` or ``step`` returned is not a dict."""
     if not isinstance(info, dict):
         raise EnvironmentOutputError(
             f"{method}() returned an info of type {type(info).__name__}, expected a dict; write {{}} for none"
@@ -119,9 +120,11 @@ class WorkerEnvironments:
         self._answer(pack([(env.observation_space, env.action_space) for env in self._envs]))
 
     def _set_phase(self, number: int, phase: int) -> None:
+        """Record in shared memory which environment executes which method."""
         self._cells[Cell.ENVIRONMENT], self._cells[Cell.PHASE] = number, phase
 
     def _answer(self, message: bytes) -> None:
+        """Send an answer to the parent, after recording that this worker is idle."""
         # The phase is set before the answer, so that it is right if the worker dies while it waits.
         self._cells[Cell.PHASE] = _IDLE
         self._reply(message)
@@ -160,6 +163,7 @@ class WorkerEnvironments:
                 self._envs.pop().close()
 
     def _close(self) -> None:
+        """Close all environments, and answer with the first error."""
         failed: Exception | None = None
         for number, env in enumerate(self._envs):
             if failed is None:
@@ -175,6 +179,7 @@ class WorkerEnvironments:
         )
 
     def _map_memory(self, layout: MemoryLayout) -> None:
+        """Map the shared memory, and prepare to write this worker's rows."""
         arrays: dict[str, Any] = layout.arrays(self._block(layout.size))
         self.arrays = arrays
         part = slice(self._first, self._first + len(self._envs))
@@ -189,6 +194,7 @@ class WorkerEnvironments:
         self._answer(b"")
 
     def _reset(self, number: int, seed: int | None, options: dict[str, Any] | None) -> Any:
+        """Reset one environment, write its observation to shared memory, and return the info."""
         self._set_phase(number, _RESET)
         self._reset_due.discard(number)
         arguments = {} if options is None else {"options": options}
@@ -201,6 +207,7 @@ class WorkerEnvironments:
         return info
 
     def _step(self, actions: Iterable[Any]) -> None:
+        """Step all environments of this worker, write the results, and answer with the infos."""
         cells, phase_at, environment_at = self._cells, Cell.PHASE, Cell.ENVIRONMENT
         rewards, kinds, flags, all_slots = self._rewards, self._kinds, self._flags, self._slots
         array, due, same_step = np.ndarray, self._reset_due, self._autoreset is Autoreset.SAME_STEP
@@ -261,7 +268,7 @@ class WorkerEnvironments:
             self._answer_infos(entries)
 
     def _answer_infos(self, entries: Sequence[StepEntry | None]) -> None:
-        """Answer with an entry, or None, for each environment."""
+        """Send the parent the entry of each environment, or None for environments without infos."""
         try:
             message = pack(entries)
         except Exception as error:

@@ -34,6 +34,7 @@ _FRAMEWORKS: dict[type, str] = {}  # cache, by array type
 
 
 def _framework(leaf: Any) -> str:
+    """Return the framework of an array: ``"numpy"``, ``"torch"``, ``"jax"`` or ``"dlpack"``."""
     kind = type(leaf)
     if kind not in _FRAMEWORKS:
         packages = [base.__module__.partition(".")[0] for base in kind.__mro__]
@@ -48,7 +49,7 @@ def _framework(leaf: Any) -> str:
 
 
 def framework_of(observation: Any) -> str:
-    """Return the framework of an observation.
+    """Return the framework of an observation, which may be nested.
 
     :param observation: array, or nested dicts, tuples and lists of arrays; the first array that is not NumPy's decides
     :return: ``"numpy"``, ``"torch"``, ``"jax"``, or ``"dlpack"`` for others that support it, such as Warp and CuPy
