@@ -43,6 +43,7 @@ class CountingCartPole(CartPoleEnv):
         return super().reset(**kwargs)
 
     def _log_event(self, event: str) -> None:
+        """Append an event and this process's id to the log file."""
         with Path(self.path).open("a") as file:
             file.write(f"{event} {os.getpid()}\n")
 
@@ -59,7 +60,7 @@ class BusyCartPole(CartPoleEnv):
 
 
 class FailingCartPole(CartPoleEnv):
-    """CartPole of which only one instance fails, as soon as a file exists, and logs the time.
+    """CartPole that fails in only one instance, once a file exists, and logs the time.
 
     :param failure: ``"raise"``, or the name of a signal, such as ``"SIGKILL"``.
     :param path: File that triggers the failure as soon as it exists.
@@ -112,7 +113,7 @@ def start(library: str, count: int) -> list[dict[str, float]]:
 
 
 def _cpu_without_workers(workers: Any) -> float:
-    # CPU seconds of this process, and of the descendants that serve all workers.
+    """Return CPU seconds of this process and the descendants that serve all workers."""
     own = time.process_time()
     return own + sum(map(cpu_s, set(descendants_of()) - set(workers)))
 
@@ -123,28 +124,30 @@ def built(library: str, form: str, path: str) -> int:
     if library == "from workers":  # TorchRL's class, with its options that avoid building in the parent
         parallel = partial(ParallelEnv, metadata_from_workers=True, use_buffers=False)
 
-    def make() -> Any:
+    def make_counting_env() -> Any:
+        """Make a wrapped CountingCartPole, which logs each construction."""
         return GymWrapper(CountingCartPole(path))
 
     forms: dict[str, Callable[[], Any]] = {
-        "an instance": make,
-        "a function": lambda: make,
+        "an instance": make_counting_env,
+        "a function": lambda: make_counting_env,
         "a lambda": lambda: lambda: GymWrapper(CountingCartPole(path)),
         "two lambdas": lambda: [lambda: GymWrapper(CountingCartPole(path)), lambda: GymWrapper(CountingCartPole(path))],
     }
     source = forms[form]()
-    before = _events(path).count(f"built {os.getpid()}")
+    before = _read_events(path).count(f"built {os.getpid()}")
     env = parallel(2, source)
     env.reset()
     env.close()
-    after = _events(path)
+    after = _read_events(path)
     elsewhere = {event for event in after if event.startswith("reset")} - {f"reset {os.getpid()}"}
     if len(elsewhere) < 2:
         raise RuntimeError(f"expected resets in two workers, got these events: {after}")
     return after.count(f"built {os.getpid()}") - before
 
 
-def _events(path: str) -> list[str]:
+def _read_events(path: str) -> list[str]:
+    """Return the lines of the event log, or an empty list if there is no log."""
     return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
@@ -152,19 +155,21 @@ def steps(kind: str, rounds: int) -> dict[str, list[float]]:
     """Return the seconds per step of rollouts with two workers, by competitor and round."""
     cls, length = (CartPoleEnv, 200) if kind == "CartPole" else (BusyCartPole, 50)
 
-    def make() -> Any:
+    def make_env() -> Any:
+        """Make the wrapped environment to copy."""
         return GymWrapper(cls())
 
     envs = {
-        "TorchRL": ParallelEnv(2, make, mp_start_method="spawn"),
-        "ours": torchrl_ext.ParallelEnv(2, make),
+        "TorchRL": ParallelEnv(2, make_env, mp_start_method="spawn"),
+        "ours": torchrl_ext.ParallelEnv(2, make_env),
         "ours, an instance": torchrl_ext.ParallelEnv(2, cls()),
     }
 
-    def rollout(env: Any) -> Callable[[], object]:
+    def make_rollout(env: Any) -> Callable[[], object]:
+        """Return a function that rolls out a number of steps, across episodes."""
         return lambda: env.rollout(length, break_when_any_done=False)
 
-    competitors = {name: rollout(env) for name, env in envs.items()}
+    competitors = {name: make_rollout(env) for name, env in envs.items()}
     time_in_turns(competitors, rounds=2)
     seconds = time_in_turns(competitors, rounds=rounds)
     for env in envs.values():

@@ -60,7 +60,8 @@ _VECTOR = spaces.Box(-1, 1, (8,), np.float32)
 _GOAL = spaces.Box(-1, 1, (2,), np.float32)
 
 
-def _space(kind: str) -> spaces.Space[Any]:
+def _observation_space(kind: str) -> spaces.Space[Any]:
+    """Return the observation space for a kind of buffer: Dict for dict and HER, else images."""
     if kind == "dict":
         return spaces.Dict(image=_IMAGES, vector=_VECTOR)
     if kind == "her":
@@ -80,30 +81,31 @@ def make_buffer(kind: str, size: int, *, ours: bool, n_envs: int, action_space: 
     options: dict[str, Any] = {"codec": codec, "num_threads": 1} if ours else {}
     if kind == "her":
         options["env"] = _make_her_env()
-    return CLASSES[kind][ours](size, _space(kind), action_space, device="cpu", n_envs=n_envs, **options)
+    return CLASSES[kind][ours](size, _observation_space(kind), action_space, device="cpu", n_envs=n_envs, **options)
 
 
 def transitions(kind: str, recording: Recording) -> Iterator[tuple[Any, ...]]:
     """Yield a recording's transitions, with the extra keys that this kind of buffer needs."""
     rng = np.random.default_rng(0)
 
-    def extra_keys(n_envs: int) -> dict[str, np.ndarray]:
+    def draw_extra_entries(n_envs: int) -> dict[str, np.ndarray]:
+        """Draw random entries that recordings lack: a vector, or HER's goals."""
         parts = {"vector": 8} if kind == "dict" else {"achieved_goal": 2, "desired_goal": 2}
         return {key: rng.uniform(-1, 1, (n_envs, size)).astype(np.float32) for key, size in parts.items()}
 
     image = {"dict": "image", "her": "observation"}.get(kind)
-    before = extra_keys(2)
+    before = draw_extra_entries(2)
     for obs, next_obs, *rest in recording.transitions():
         if image is None:
             yield obs, next_obs, *rest
             continue
-        after = extra_keys(len(obs))
+        after = draw_extra_entries(len(obs))
         yield {image: obs, **before}, {image: next_obs, **after}, *rest
         before = after
 
 
 def fill(kind: str, name: str, *, ours: bool, codec: str) -> None:
-    """Fill one buffer, and print the growth of the process in bytes and the transitions."""
+    """Fill one buffer; print the process's growth in bytes and the number of transitions."""
     recording = recordings.load(name)
     arguments: dict[str, Any] = {"ours": ours, "n_envs": 2, "action_space": recording.action_space, "codec": codec}
     stream = list(islice(transitions(kind, recording), WARM_UP))
@@ -122,7 +124,7 @@ def fill(kind: str, name: str, *, ours: bool, codec: str) -> None:
 
 
 def fill_rollout(name: str, *, ours: bool, codec: str, collecting: bool = False) -> None:
-    """Fill a rollout buffer, and print the growth of the process in bytes and the transitions."""
+    """Fill a rollout buffer; print the process's growth in bytes, and its transitions."""
     stream = memory.transitions(_ale_name(name), steps=3 * ROLLOUT)
     observations = [transition[0].copy() for transition in stream]
     arguments: dict[str, Any] = {"ours": ours, "n_envs": N_ENVS, "action_space": spaces.Discrete(18), "codec": codec}
@@ -135,10 +137,12 @@ def fill_rollout(name: str, *, ours: bool, codec: str, collecting: bool = False)
 
 
 def _ale_name(name: str) -> str:
+    """Convert a recording's name of a game to ALE's name, which has underscores."""
     return {"mspacman": "ms_pacman", "montezuma": "montezuma_revenge"}.get(name, name)
 
 
 def _collect_rollout(buffer: Any, observations: list[np.ndarray], *, collecting: bool = False) -> None:
+    """Refill a rollout buffer; also compute advantages, except while ``collecting``."""
     rest = np.zeros(N_ENVS), np.zeros(N_ENVS), np.zeros(N_ENVS), th.zeros(N_ENVS, 1), th.zeros(N_ENVS)
     buffer.reset()
     for obs in observations:
@@ -177,20 +181,23 @@ def on_policy(name: str, *, codec: str) -> str:
     """Measure a rollout, filled once and read four times, and return a row of the table."""
     observations = [step[0].copy() for step in memory.transitions(_ale_name(name), steps=3 * ROLLOUT)][-ROLLOUT:]
 
-    def iteration(buffer: Any) -> Callable[[], object]:
-        def run() -> None:
+    def make_iteration(buffer: Any) -> Callable[[], object]:
+        """Return a function that refills a rollout buffer, and reads it in four epochs."""
+
+        def refill_and_read() -> None:
+            """Refill the rollout buffer, and read all batches four times."""
             _collect_rollout(buffer, observations)
             for _ in range(4):
                 for batch in buffer.get(256):
                     batch.observations.shape  # noqa: B018 - stays in memory while the next batch is drawn
 
-        return run
+        return refill_and_read
 
     buffers = {
         label: make_buffer("ppo", ROLLOUT, ours=ours, n_envs=N_ENVS, action_space=spaces.Discrete(18), codec=codec)
         for label, ours in (("plain", False), ("ours", True))
     }
-    turns = {label: iteration(buffer) for label, buffer in buffers.items()}
+    turns = {label: make_iteration(buffer) for label, buffer in buffers.items()}
     time_in_turns(turns, rounds=2)
     speed = speedup(time_in_turns(turns, rounds=20, clock=time.thread_time), "ours", baseline="plain")
     plain, ours = (bytes_per_transition("ppo", name, ours=ours, codec=codec) for ours in (False, True))
@@ -201,7 +208,8 @@ def on_policy(name: str, *, codec: str) -> str:
 def compare_learning(name: str, *, codec: str, rounds: int) -> str:
     """Time PPO with both buffers in turn, with its usual Atari settings, and return one line."""
 
-    def model(rollout_buffer_class: Any, options: dict[str, Any]) -> PPO:
+    def make_ppo(rollout_buffer_class: Any, options: dict[str, Any]) -> PPO:
+        """Make PPO for an Atari game, with this class of rollout buffer and its options."""
         gym.register_envs(ale_py)
         venv = VecFrameStack(make_atari_env(f"{GAMES[name]}NoFrameskip-v4", n_envs=N_ENVS, seed=0), 4)
         made = PPO(
@@ -218,12 +226,13 @@ def compare_learning(name: str, *, codec: str, rounds: int) -> str:
         made.set_logger(Logger(None, []))
         return made
 
-    pair = {"plain": model(RolloutBuffer, {}), "ours": model(CompressedRolloutBuffer, {"codec": codec})}
+    pair = {"plain": make_ppo(RolloutBuffer, {}), "ours": make_ppo(CompressedRolloutBuffer, {"codec": codec})}
 
-    def learn(of: PPO) -> Callable[[], object]:
+    def make_training(of: PPO) -> Callable[[], object]:
+        """Return a function that trains a model for one rollout."""
         return lambda: of.learn(ROLLOUT * N_ENVS, reset_num_timesteps=False)
 
-    turns = {label: learn(of) for label, of in pair.items()}
+    turns = {label: make_training(of) for label, of in pair.items()}
     time_in_turns(turns, rounds=1)
     seconds = time_in_turns(turns, rounds=rounds, clock=time.thread_time)
     ratios = seconds["ours"] / seconds["plain"]

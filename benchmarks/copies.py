@@ -152,7 +152,7 @@ def meltingpot_envs() -> NamedMakers:
 
 
 def torchrl_envs() -> NamedMakers:
-    """Yield nothing: TorchRL wraps the other libraries' environments, and has settings only."""
+    """Yield nothing, since TorchRL wraps the other libraries' environments."""
     importlib.import_module("torchrl_ext")
     yield from ()
 
@@ -174,6 +174,8 @@ def curriculum(env: Any) -> Any:
     import gymnasium as gym
 
     class Curriculum(gym.Wrapper[Any, Any, Any, Any]):
+        """Wrapper whose level rises at each reset, and multiplies all rewards."""
+
         level = 1
 
         def reset(self, **options: Any) -> Any:
@@ -479,12 +481,13 @@ def check_copy(
     """Use, change and copy an environment, and compare both after a seeded reset."""
     names = names_for_eval(library) if read else {}
 
-    def value(env: Any) -> list[str]:
+    def digest_setting(env: Any) -> list[str]:
+        """Return the digest of the setting in a list; an empty list if none is read."""
         return [digest(eval(read, names, {"env": env}))] if read else []
 
     try:
         env = make_used_env(make, name, change, names)
-        if change and change != "use" and value(env) == value(make()):
+        if change and change != "use" and digest_setting(env) == digest_setting(make()):
             raise ValueError(f"{change} does not change {read}")
     except Exception as error:  # not installed, or not usable on this machine
         return {"verdict": "not made", "why": f"{type(error).__name__}: {error}"[:300]}
@@ -500,9 +503,9 @@ def check_copy(
         "seconds": [time.perf_counter() - begin],
         "warned": [text[:300] for text in collector.texts],
     }
-    values = value(env)
+    values = digest_setting(env)
     steps = use(env, STEPS, SEED)
-    values, shape = [*values, *value(env)], describe_layers(env)
+    values, shape = [*values, *digest_setting(env)], describe_layers(env)
     close(env)
     try:
         copy = copier(run_copy, packed, library, read)
@@ -534,7 +537,7 @@ def check_copy(
 
 
 def judge_refusal(message: str, read: str) -> dict[str, Any]:
-    """Check that a refusal contains a line of code, and names the setting if there is one."""
+    """Check that an error about copying suggests a line of code and names the setting."""
     line = "lambda" in message or "as_factory(" in message
     named = not read or last_attribute(read) in message
     missing = [text for text, found in (("no line to write", line), ("setting not named", named)) if not found]
@@ -666,7 +669,8 @@ def main() -> None:
         results = json.loads(chosen.out.read_text())
     print(machine())
 
-    def keep() -> None:
+    def save_results() -> None:
+        """Write the results atomically to the chosen file, if one was chosen."""
         if chosen.out:
             partial = chosen.out.with_suffix(".partial")
             partial.write_text(json.dumps(results, indent=1))
@@ -678,7 +682,7 @@ def main() -> None:
             if not OTHER_PYTHONS.get(library, Path(sys.executable)).exists():
                 print(f"{library}: skipped, because {OTHER_PYTHONS[library].parent.parent.name} is not installed here")
                 continue
-            run(kind, library, results.setdefault(kind, {}).setdefault(library, {}), keep, chosen.limit)
+            run(kind, library, results.setdefault(kind, {}).setdefault(library, {}), save_results, chosen.limit)
         bad += print_counts(kind, results.get(kind, {}), listed=chosen.list)
     sys.exit(bool(bad))
 

@@ -117,15 +117,19 @@ def main() -> None:
     print(machine())
     here, eight = Inventory.current(), many_gpus()
 
-    def decide(inventory: Inventory | None) -> Callable[[], object]:
+    def make_decision(inventory: Inventory | None) -> Callable[[], object]:
+        """Return a function that chooses a device, from this or a new inventory."""
         return lambda: resolve("auto", render="same", renderer="robosuite", on_missing="cpu", inventory=inventory)
 
     plain, bound = run_in_fresh_process(WORKERS.format(repeats=repeats))
     imported = statistics.median(run_in_fresh_process(IMPORT) for _ in range(repeats))
     first = statistics.median(run_in_fresh_process(INVENTORY) for _ in range(repeats))
     rows = [
-        (f"resolve(), this machine ({len(here.gpus)} GPUs), inventory read before", median_seconds(decide(None), 1000)),
-        (f"resolve(), {len(eight.gpus)} GPUs", median_seconds(decide(eight), 1000)),
+        (
+            f"resolve(), this machine ({len(here.gpus)} GPUs), inventory read before",
+            median_seconds(make_decision(None), 1000),
+        ),
+        (f"resolve(), {len(eight.gpus)} GPUs", median_seconds(make_decision(eight), 1000)),
         ("Inventory.current(), first call in a process (queries EGL in another one)", first),
         ("import rl_ext_core.devices", imported),
         ("unpickling and calling a factory in a forkserver worker", plain),

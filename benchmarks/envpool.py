@@ -60,7 +60,8 @@ def measure(name: str, options: argparse.Namespace) -> None:
     task, build, frames, steps = PARTS[name]
     count = options.envs
 
-    def pool() -> Any:
+    def make_pool() -> Any:
+        """Make EnvPool's environments, with one thread per CPU."""
         return envpool.make_gymnasium(task, num_envs=count, num_threads=os.cpu_count() or 1, seed=0)
 
     single = build()
@@ -68,8 +69,8 @@ def measure(name: str, options: argparse.Namespace) -> None:
     actions = [np.stack([single.action_space.sample() for _ in range(count)]) for _ in range(steps)]
     single.close()
     envs = {
-        RAW: pool(),
-        "EnvPool in GymVecEnv": GymVecEnv(pool()),
+        RAW: make_pool(),
+        "EnvPool in GymVecEnv": GymVecEnv(make_pool()),
         "SharedMemoryVecEnv": SharedMemoryVecEnv([build] * count),
         "SubprocVecEnv": SubprocVecEnv([build] * count),
         "AsyncVectorEnv": AsyncVectorEnv([build] * count),

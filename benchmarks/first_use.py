@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, object]] = {"default": {}, "max_error=4": {"max_err
 
 
 def seconds(options: dict[str, object], cache: str) -> float:
-    """Return the seconds of the first buffer in a fresh process with this cache folder."""
+    """Return the seconds of making and using a buffer in a new process, with this cache."""
     command = [sys.executable, "-c", SCRIPT, repr(options)]
     environ = {**os.environ, "NUMBA_CACHE_DIR": cache, "CUDA_VISIBLE_DEVICES": ""}
     return float(subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout)

@@ -67,7 +67,7 @@ def layout_for(name: str, batch: TensorDict) -> TensorDict:
 
 
 def fill(game: str, name: str, size: int) -> None:
-    """Fill a buffer, and print the growth of the process in bytes and the transitions."""
+    """Fill a buffer; print the process's growth in bytes and the number of transitions."""
     warm = make_filled_buffer(game, name, BATCH)
     before = resident_bytes()
     buffer = make_filled_buffer(game, name, size)

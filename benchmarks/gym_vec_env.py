@@ -41,29 +41,31 @@ def make_stepper(env: Any, actions: Any) -> Run:
     """Return a function that steps an environment once with each action."""
     env.reset()
 
-    def run() -> None:
+    def step_all_actions() -> None:
+        """Step the environment once with each action."""
         for action in actions:
             env.step(action)
 
-    run()
-    return run
+    step_all_actions()
+    return step_all_actions
 
 
 def make_single_env_stepper(actions: Any) -> Run:
-    """Return a function that steps single environments, the least time of a vectorized one."""
+    """Return a function that steps environments one by one, a vectorized one's lower bound."""
     envs = [build() for _ in range(N_ENVS)]
     for seed, env in enumerate(envs):
         env.reset(seed=seed)
 
-    def run() -> None:
+    def step_all_actions() -> None:
+        """Step each environment with its actions, and reset it after each episode."""
         for action in actions:
             for env, mine in zip(envs, action, strict=True):
                 _, _, terminated, truncated, _ = env.step(mine)
                 if terminated or truncated:
                     env.reset()
 
-    run()
-    return run
+    step_all_actions()
+    return step_all_actions
 
 
 def cartpole(options: argparse.Namespace) -> None:
@@ -94,13 +96,14 @@ def measure_isaac_like(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     actions = list(np.random.default_rng(0).uniform(-1, 1, (20, MANY, isaac_like.ACTION_SIZE)).astype(np.float32))
 
-    def env() -> Any:
+    def make_env() -> Any:
+        """Make 4096 sub-environments that return final observations."""
         return isaac_like.IsaacLike(MANY, final_obs=True)
 
     competitors = {
-        "bare": make_stepper(env(), [torch.from_numpy(action) for action in actions]),
-        "ours": make_stepper(GymVecEnv(env(), clip_actions=100.0), actions),
-        "ours, copy=False": make_stepper(GymVecEnv(env(), clip_actions=100.0, copy=False), actions),
+        "bare": make_stepper(make_env(), [torch.from_numpy(action) for action in actions]),
+        "ours": make_stepper(GymVecEnv(make_env(), clip_actions=100.0), actions),
+        "ours, copy=False": make_stepper(GymVecEnv(make_env(), clip_actions=100.0, copy=False), actions),
     }
     if options.isaac_wrapper:
         spec = importlib.util.spec_from_file_location("isaac_wrapper", options.isaac_wrapper)
@@ -109,7 +112,7 @@ def measure_isaac_like(options: argparse.Namespace) -> None:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         competitors["Sb3VecEnvWrapper"] = make_stepper(
-            module.Sb3VecEnvWrapper(env(), action_low=-100.0, action_high=100.0), actions
+            module.Sb3VecEnvWrapper(make_env(), action_low=-100.0, action_high=100.0), actions
         )
     seconds = time_in_turns(competitors, rounds=options.rounds, clock=time.thread_time)
     print(f"\ntorch: microseconds of overhead per step of {MANY} environments")

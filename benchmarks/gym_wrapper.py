@@ -120,27 +120,29 @@ def make_stepper(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
     env.set_seed(0)
     tensordict = env.reset()
 
-    def run() -> None:
+    def take_steps() -> None:
+        """Take ``steps`` steps with the prepared actions in turn."""
         nonlocal tensordict
         for turn in range(steps):
             tensordict.set("action", actions[turn % ACTIONS])
             _, tensordict = env.step_and_maybe_reset(tensordict)
 
-    return run
+    return take_steps
 
 
 def make_bare_stepper(env: Any, actions: list[Any], steps: int) -> Run:
-    """Return a function that steps the environment alone, and resets it if needed."""
+    """Return a function that steps an environment without a wrapper, and resets it."""
     env.reset(seed=0)
     resets = not hasattr(env, "num_envs")
 
-    def run() -> None:
+    def take_steps() -> None:
+        """Take ``steps`` steps with the prepared actions in turn; reset ended episodes."""
         for turn in range(steps):
             _, _, terminated, truncated, _ = env.step(actions[turn % ACTIONS])
             if resets and (terminated or truncated):
                 env.reset()
 
-    return run
+    return take_steps
 
 
 def make_collector_run(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
@@ -221,13 +223,15 @@ def measure_numpy_env(name: str, rounds: int) -> None:
     space.seed(0)
     actions = [space.sample() for _ in range(ACTIONS)]
 
-    def run_both(run: Callable[..., Run]) -> Iterator[tuple[str, Run]]:
+    def both_wrappers(run: Callable[..., Run]) -> Iterator[tuple[str, Run]]:
+        """Yield name and loop of TorchRL's wrapper and ours for each device."""
         for device, kwargs in DEVICES.items():
             for library, wrapper in (("TorchRL", Upstream), ("ours", GymWrapper)):
                 env = wrapper(make(), **kwargs)
                 yield f"{library} {device}", run(env, encode_actions(env, actions), steps)
 
-    def alone(run: Callable[..., Run]) -> Iterator[tuple[str, Run]]:
+    def without_env_time(run: Callable[..., Run]) -> Iterator[tuple[str, Run]]:
+        """Yield name and loop over an environment that takes no time for each device."""
         for device, kwargs in DEVICES.items():
             env = GymWrapper(make(), **kwargs)
             yield f"free {device}", run(FreeEnv(env), encode_actions(env, actions), steps)
@@ -236,14 +240,14 @@ def measure_numpy_env(name: str, rounds: int) -> None:
         f"{name}, {device}": (f"TorchRL {device}", f"ours {device}", target)
         for device, target in zip(DEVICES, (4, 2.8), strict=True)
     }
-    competitors = {"bare": make_bare_stepper(make(), actions, steps), **dict(run_both(make_stepper))}
+    competitors = {"bare": make_bare_stepper(make(), actions, steps), **dict(both_wrappers(make_stepper))}
     print_overheads(competitors, pairs, steps=steps, rounds=rounds)
     print("total time")
     for loop, (run, target) in LOOPS.items():
         # Only TransformedEnv calls _step directly; other loops would also measure EnvBase.step.
-        least = dict(alone(run)) if run is make_transformed_stepper else {}
+        least = dict(without_env_time(run)) if run is make_transformed_stepper else {}
         seconds = time_rounds(
-            {"bare": make_bare_stepper(make(), actions, steps), **dict(run_both(run)), **least}, rounds
+            {"bare": make_bare_stepper(make(), actions, steps), **dict(both_wrappers(run)), **least}, rounds
         )
         for device, (label, (theirs, ours, _)) in zip(DEVICES, pairs.items(), strict=True):
             ratio = speedup(seconds, ours, baseline=theirs)
@@ -257,15 +261,16 @@ def measure_numpy_env(name: str, rounds: int) -> None:
 def measure_vector_env(rounds: int) -> None:
     """Measure sixteen CartPoles in a synchronous vector environment."""
 
-    def make() -> SyncVectorEnv:
+    def make_env() -> SyncVectorEnv:
+        """Make sixteen CartPoles in a SyncVectorEnv that resets within the step."""
         return SyncVectorEnv([NUMPY_ENVS["CartPole"]] * 16, autoreset_mode=AutoresetMode.SAME_STEP)
 
-    env, steps = make(), 100
+    env, steps = make_env(), 100
     env.action_space.seed(0)
     actions = [env.action_space.sample() for _ in range(ACTIONS)]
     competitors = {"bare": make_bare_stepper(env, actions, steps)}
     for library, wrapper in (("TorchRL", Upstream), ("ours", GymWrapper)):
-        wrapped = wrapper(make())
+        wrapped = wrapper(make_env())
         competitors[library] = make_stepper(wrapped, encode_actions(wrapped, actions), steps)
     print_overheads(competitors, {"16 CartPoles, SAME_STEP": ("TorchRL", "ours", 9)}, steps=steps, rounds=rounds)
 
@@ -313,28 +318,29 @@ def measure_torch_env(
     steps = max(15, min(200, 160_000 // count))
     actions = list(torch.randn(ACTIONS, count, isaac_like.ACTION_SIZE))
 
-    def make() -> isaac_like.IsaacLike:
+    def make_env() -> isaac_like.IsaacLike:
+        """Make ``count`` sub-environments, with or without final observations."""
         return isaac_like.IsaacLike(count, final_obs=final_obs)
 
     competitors = {
-        "bare": make_bare_stepper(make(), actions, steps),
-        "TorchRL": make_stepper(IsaacLabWrapper(make(), device="cpu"), actions, steps),
-        "ours": make_stepper(GymWrapper(make()), actions, steps),
+        "bare": make_bare_stepper(make_env(), actions, steps),
+        "TorchRL": make_stepper(IsaacLabWrapper(make_env(), device="cpu"), actions, steps),
+        "ours": make_stepper(GymWrapper(make_env()), actions, steps),
     }
     name = f"torch, N={count}{', final_obs' if final_obs else ''}"
     pairs: dict[str, Pair] = {name: ("TorchRL", "ours", target)}
     if native_target is not None:
-        env = IsaacLabWrapper(make(), device="cpu", native_autoreset=True)
+        env = IsaacLabWrapper(make_env(), device="cpu", native_autoreset=True)
         competitors["native"] = make_stepper(env, actions, steps)
         pairs[f"{name}, native_autoreset"] = ("native", "ours", native_target)
     if isaac_lab_wrapper is not None:
-        competitors["Isaac Lab's"] = make_stepper(isaac_lab_wrapper(make()), actions, steps)
+        competitors["Isaac Lab's"] = make_stepper(isaac_lab_wrapper(make_env()), actions, steps)
         pairs[f"{name}, Isaac Lab's own wrapper"] = ("Isaac Lab's", "ours", None)
     print_overheads(competitors, pairs, steps=steps, rounds=rounds)
 
 
 def raise_malloc_threshold() -> None:
-    """Free one block of 31 MB, as any network does on such batches.
+    """Keep freed memory in this process, by raising glibc's threshold for returning it.
 
     glibc returns freed memory to the system above a threshold, which grows with the size of freed blocks. With a low
     threshold, some competitors have 700 page faults per step and others none, by chance.

@@ -75,7 +75,7 @@ class IsaacLike(ManagerBasedEnv):
         options: dict[str, Any] | None = None,
         env_ids: torch.Tensor | None = None,
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Reset all or some.
+        """Reset all sub-environments, or those of ``env_ids``.
 
         After a full reset, episode lengths differ, so that some episodes end at every step.
         """
@@ -111,6 +111,7 @@ class IsaacLike(ManagerBasedEnv):
 
 
 def _box(*shape: int) -> gymnasium.spaces.Box:
+    """Return an unbounded float32 Box of this shape."""
     return gymnasium.spaces.Box(-np.inf, np.inf, shape, np.float32)
 
 

@@ -56,6 +56,7 @@ def sb3(make: Make, seed: int) -> float:
     """Train Stable Baselines3's PPO, and return the mean return of the trained policy."""
 
     def linear_decay(value: float) -> Callable[[float], float]:
+        """Return a schedule that falls linearly from ``value`` to 0."""
         return lambda left: value * left
 
     venv = GymVecEnv(make(N_ENVS, seed))

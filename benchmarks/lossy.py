@@ -47,7 +47,7 @@ DRAWS, COMPARED = 200, 512
 
 
 def fill(name: str, way: str, data: Path) -> None:
-    """Fill one buffer, and print the growth of the process in bytes and the transitions."""
+    """Fill one buffer; print the process's growth in bytes and the number of transitions."""
     recording = recordings.load(name, folder=data)
     plain = way == "sb3"
     steps = min(len(recording), 1_000) if plain else len(recording)

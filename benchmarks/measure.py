@@ -112,19 +112,21 @@ def sampling_speedup(
     :param draws: Batches in a row. Each batch stays in memory until the next one is drawn, as in training.
     :param clock: Clock in seconds.
     """
-    competitors = {"plain": _sampler(plain, batch_size, draws), "ours": _sampler(ours, batch_size, draws)}
+    competitors = {"plain": _make_sampler(plain, batch_size, draws), "ours": _make_sampler(ours, batch_size, draws)}
     time_in_turns(competitors, rounds=3)
     return speedup(time_in_turns(competitors, rounds=rounds, clock=clock), "ours", baseline="plain")
 
 
-def _sampler(buffer: Any, batch_size: int, draws: int) -> Callable[[], None]:
+def _make_sampler(buffer: Any, batch_size: int, draws: int) -> Callable[[], None]:
+    """Return a function that samples ``draws`` batches, of which it stores only the last."""
     held: list[Any] = []
 
-    def sample() -> None:
+    def sample_all() -> None:
+        """Sample ``draws`` batches; store each until the next one is drawn."""
         for _ in range(draws):
             held[:] = [buffer.sample(batch_size)]
 
-    return sample
+    return sample_all
 
 
 def format_ratio(ratio: float, target: float | None, unit: str = "×") -> str:

@@ -57,10 +57,11 @@ def transitions(game: str, *, steps: int, seed: int = 0) -> Iterator[tuple[np.nd
 
 
 def fill(game: str, *, buffer: str, size: int, wraps: int) -> None:
-    """Fill one buffer, and print the growth of the process in bytes, ``nbytes`` and the size."""
+    """Fill one buffer; print the process's growth in bytes, ``nbytes`` and the size."""
     space, actions = spaces.Box(0, 255, (4, 84, 84), np.uint8), spaces.Discrete(18)
 
     def make_buffer(n: int) -> ReplayBuffer:
+        """Make SB3's buffer, or a compressed one, for ``n`` transitions."""
         if buffer == "sb3":
             return ReplayBuffer(n, space, actions, device="cpu", n_envs=N_ENVS)
         return CompressedReplayBuffer(n, space, actions, device="cpu", n_envs=N_ENVS, codec=buffer)

@@ -60,6 +60,7 @@ def run_once(*arguments: object, limit_s: float | None = None) -> Any:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill all processes in a process's group, and wait for that process."""
     # The group exists while any process is in it, even after its leader has ended.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -81,28 +82,30 @@ def start(rounds: int, workers: int) -> None:
         for library in LIBRARIES if turn % 2 else reversed(LIBRARIES):
             found[library].append(run_once("start", library, workers))
 
-    def figure(library: str, which: int, name: str) -> float:
+    def median_figure(library: str, which: int, name: str) -> float:
+        """Return the median over rounds of a figure of the first (0) or a later (1) start."""
         return float(median(starts[which][name] for starts in found[library]))
 
     def cpu_with_shared(library: str, which: int) -> float:
-        return figure(library, which, "cpu") + figure(library, which, "cpu of others") / workers
+        """Return a worker's CPU seconds, with its part of those that serve all workers."""
+        return median_figure(library, which, "cpu") + median_figure(library, which, "cpu of others") / workers
 
     print(f"\nCartPole-v1, {workers} workers, {rounds} rounds, until the first reset")
     print_row("", "TorchRL", "ours, first", "ours, later")
     columns = [("TorchRL", 0), ("ours", 0), ("ours", 1)]
-    cpu = [figure(*column, "cpu") for column in columns]
-    private = [figure(*column, "private") for column in columns]
+    cpu = [median_figure(*column, "cpu") for column in columns]
+    private = [median_figure(*column, "private") for column in columns]
     print_row(
         "CPU, a worker", *(f"{value:.3f} s" for value in cpu), verdict=format_ratio(cpu[0] / max(cpu[1:]), CPU_TARGET)
     )
     print_row("CPU, a worker and its part of shared CPU", *(f"{cpu_with_shared(*column):.2f} s" for column in columns))
-    print_row("wall time", *(f"{figure(*column, 'wall'):.2f} s" for column in columns))
+    print_row("wall time", *(f"{median_figure(*column, 'wall'):.2f} s" for column in columns))
     print_row(
         "private memory, a worker, after a rollout",
         *(f"{value:.1f} MiB" for value in private),
         verdict=format_ratio(private[0] / max(private[1:]), MEMORY_TARGET),
     )
-    print_row("memory of all processes", *(f"{figure(*column, 'total'):.0f} MiB" for column in columns))
+    print_row("memory of all processes", *(f"{median_figure(*column, 'total'):.0f} MiB" for column in columns))
 
 
 def many(rounds: int, workers: int) -> None:
@@ -119,15 +122,18 @@ def built(rounds: int, workers: int) -> None:
     print_row("", *LIBRARIES)
     for form in ("a function", "a lambda", "two lambdas", "an instance"):
         counts = {
-            library: _built(library, form) for library in LIBRARIES if (library, form) != ("TorchRL", "an instance")
+            library: _count_built(library, form)
+            for library in LIBRARIES
+            if (library, form) != ("TorchRL", "an instance")
         }
         verdict = "(0)" if counts["ours"] == 0 else "(0)  missed"
         print_row(form, str(counts.get("TorchRL", "refused")), str(counts["ours"]), verdict=verdict)
         if "TorchRL" in counts:
-            print_row("  metadata_from_workers=True, use_buffers=False", str(_built("from workers", form)))
+            print_row("  metadata_from_workers=True, use_buffers=False", str(_count_built("from workers", form)))
 
 
-def _built(library: str, form: str) -> Any:
+def _count_built(library: str, form: str) -> Any:
+    """Count the environments that the parent process builds, in a fresh process."""
     with tempfile.TemporaryDirectory() as folder:
         return run_once("built", library, form, Path(folder, "processes"))
 
@@ -174,10 +180,11 @@ def meltingpot_table(found: Mapping[str, Sequence[Any]]) -> None:
     """Print the results of ``benchmarks._meltingpot_startup``."""
     starts = [found["upstream"][0], found["ours"][0], found["ours"][1]]
 
-    def means(name: str) -> list[float]:
+    def means_of_workers(name: str) -> list[float]:
+        """Return the workers' mean of a figure for each start."""
         return [float(np.mean(start["workers"][name])) for start in starts]
 
-    cpu, private = means("cpu_s"), means("private_mib")
+    cpu, private = means_of_workers("cpu_s"), means_of_workers("private_mib")
     print_row("", "TorchRL", "ours, first", "ours, later")
     print_row("CPU, a worker", *(f"{value:.2f} s" for value in cpu), verdict=f"{cpu[0] / max(cpu[1:]):6.2f}×")
     print_row("wall time", *(f"{start['wall_s']:.2f} s" for start in starts))

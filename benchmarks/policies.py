@@ -32,10 +32,11 @@ def uniform(*, seed: int) -> Policy:
     :return: The policy.
     """
     rng = np.random.default_rng(seed)
-    return Policy("random", lambda venv: _uniform(venv, rng))
+    return Policy("random", lambda venv: _draw_uniform(venv, rng))
 
 
-def _uniform(venv: VecEnv, rng: np.random.Generator) -> np.ndarray:
+def _draw_uniform(venv: VecEnv, rng: np.random.Generator) -> np.ndarray:
+    """Draw a uniformly random action for each environment."""
     assert isinstance(venv.action_space, spaces.Discrete)
     return rng.integers(venv.action_space.n, size=venv.num_envs)
 
@@ -52,8 +53,9 @@ def sticky(*, seed: int, repeat: float = 0.75) -> Policy:
     last: np.ndarray | None = None
 
     def choose(venv: VecEnv) -> np.ndarray:
+        """Repeat each environment's last action, or draw a new one."""
         nonlocal last
-        fresh = _uniform(venv, rng)
+        fresh = _draw_uniform(venv, rng)
         last = fresh if last is None else np.where(rng.random(venv.num_envs) < repeat, last, fresh)
         return last
 
@@ -73,6 +75,7 @@ def ornstein_uhlenbeck(*, seed: int, theta: float = 0.15, sigma: float = 0.3) ->
     state: np.ndarray | float = 0.0
 
     def choose(venv: VecEnv) -> np.ndarray:
+        """Return the next value of the noise for each environment, clipped to -1..1."""
         nonlocal state
         assert isinstance(venv.action_space, spaces.Box)
         noise = rng.standard_normal((venv.num_envs, *venv.action_space.shape))
@@ -162,6 +165,7 @@ def scripted(game: str, *, seed: int) -> Policy:
     players: dict[int, _Player] = {}
 
     def choose(venv: Any) -> np.ndarray:
+        """Return the action of each environment's player, who reads the RAM."""
         for e in range(venv.num_envs):
             players.setdefault(e, _Player(CHASES[game], rng))
         return np.array([players[e].act(env.unwrapped.ale.getRAM()) for e, env in enumerate(venv.envs)])
@@ -170,7 +174,7 @@ def scripted(game: str, *, seed: int) -> Policy:
 
 
 class _Player:
-    """Player of one game, with the state from which it computes speeds."""
+    """Player of one Atari game, who remembers the ball's last position."""
 
     def __init__(self, chase: Chase, rng: np.random.Generator) -> None:
         self.chase = chase
@@ -179,6 +183,7 @@ class _Player:
         self.aim = 0.0
 
     def act(self, ram: np.ndarray) -> int:
+        """Return the action that follows the ball, read from the console's RAM."""
         chase = self.chase
         ball, depth, paddle = (int(ram[address]) for address in (chase.ball, chase.depth, chase.paddle))
         speed, leaving = ball - self.ball, depth <= self.depth

@@ -19,15 +19,16 @@ def run_module(module: str, *arguments: object, python: str | Path = sys.executa
 
 def cpu_s(process: int | str = "self") -> float:
     """Return the CPU seconds, user and system, of a process and its ended children."""
-    return _cpu_s(process, times=4)
+    return _sum_cpu_times(process, times=4)
 
 
 def own_cpu_s(process: int | str = "self") -> float:
     """Return the CPU seconds, user and system, of a process without its children."""
-    return _cpu_s(process, times=2)
+    return _sum_cpu_times(process, times=2)
 
 
-def _cpu_s(process: int | str, *, times: int) -> float:
+def _sum_cpu_times(process: int | str, *, times: int) -> float:
+    """Return the sum in seconds of the first ``times`` CPU times in ``/proc/PID/stat``."""
     # Fields: user and system time of the process, then those of its ended children.
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11 : 11 + times])) / os.sysconf("SC_CLK_TCK")
@@ -44,6 +45,7 @@ def proportional_mib(process: int | str = "self") -> float:
 
 
 def _sum_smaps(process: int | str, prefix: str) -> float:
+    """Return the MiB of a process's memory in all fields with this prefix."""
     lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(prefix)) / MIB
 
@@ -55,6 +57,7 @@ def descendants_of(process: int | str = "self") -> list[int]:
 
 
 def _children(task: Path) -> list[str]:
+    """Return the process ids of a thread's children; none if the thread has ended."""
     try:
         return (task / "children").read_text().split()
     except FileNotFoundError:  # the thread has ended meanwhile

@@ -56,7 +56,7 @@ def record(
     frames[0] = np.asarray(venv.reset())
     for t in tqdm(range(steps), desc=name, unit="step", disable=not progress):
         actions.append(policy.choose(venv))
-        seen, rewards[t], dones[t], infos = venv.step(_for_env(actions[-1], space))
+        seen, rewards[t], dones[t], infos = venv.step(_unscale_actions(actions[-1], space))
         frames[t + 1] = np.asarray(seen)
         for e, info in enumerate(infos):
             truncated[t, e] = info["TimeLimit.truncated"]
@@ -80,7 +80,7 @@ def record(
     )
 
 
-def _for_env(actions: np.ndarray, space: spaces.Space[Any]) -> np.ndarray:
+def _unscale_actions(actions: np.ndarray, space: spaces.Space[Any]) -> np.ndarray:
     """Scale continuous actions from -1..1 to the space, as ``BasePolicy.unscale_action``."""
     if not isinstance(space, spaces.Box):
         return actions
@@ -174,6 +174,7 @@ def record_mujoco(
 
 
 def _make_mujoco_env(env_id: str, size: int, camera: str | None) -> gym.Env[Any, Any]:
+    """Make a MuJoCo environment that observes square images, rendered from a camera."""
     env = gym.make(env_id, render_mode="rgb_array", width=size, height=size, camera_name=camera)
     # The wrapper resets without a seed, and the robot's position decides where the default camera looks.
     env.reset(seed=0)
@@ -229,6 +230,7 @@ def _temporary_folder() -> Iterator[None]:
 
 
 def _make_vizdoom_env(env_id: str, size: int) -> gym.Env[Any, Any]:
+    """Make a Doom level that observes square color images."""
     import cv2
     import vizdoom
     import vizdoom.gymnasium_wrapper  # registers the environments
@@ -240,7 +242,8 @@ def _make_vizdoom_env(env_id: str, size: int) -> gym.Env[Any, Any]:
         screen_resolution=vizdoom.ScreenResolution.RES_160X120,
     )
 
-    def screen(observation: dict[str, np.ndarray]) -> np.ndarray:
+    def resize_screen(observation: dict[str, np.ndarray]) -> np.ndarray:
+        """Return the game's screen, resized to ``size`` pixels per side."""
         return cv2.resize(observation["screen"], (size, size), interpolation=cv2.INTER_AREA)
 
-    return TransformObservation(env, screen, spaces.Box(0, 255, (size, size, 3), np.uint8))
+    return TransformObservation(env, resize_screen, spaces.Box(0, 255, (size, size, 3), np.uint8))

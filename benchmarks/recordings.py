@@ -32,7 +32,7 @@ DATA = Path(__file__).parent / "data"
 @dataclass(frozen=True)
 class Source:
     """
-    Recipe of a recording.
+    Recipe for making a recording: a recorder function, its arguments and the length.
 
     :param recorder: Name of a function of ``benchmarks.recorders``.
     :param env: Game or environment id, its first argument.
@@ -61,32 +61,34 @@ class Source:
         return recorder(self.env, name=name, steps=steps, progress=progress, **self.options)
 
 
-def _mujoco(env_id: str, camera: str | None = None) -> Source:
+def _mujoco_source(env_id: str, camera: str | None = None) -> Source:
+    """Return the recipe of 2000 steps in a MuJoCo environment."""
     return Source("record_mujoco", env_id, 2_000, {"camera": camera})
 
 
-def _atari(game: str, policy: str = "sticky") -> Source:
+def _atari_source(game: str, policy: str = "sticky") -> Source:
+    """Return the recipe of 10,000 steps in an Atari game."""
     return Source("record_atari", game, 10_000, {"policy": policy})
 
 
 RECORDINGS = {
-    "pong": _atari("Pong"),
-    "breakout": _atari("Breakout"),
-    "mspacman": _atari("MsPacman"),
-    "seaquest": _atari("Seaquest"),
-    "montezuma": _atari("MontezumaRevenge"),
-    "spaceinvaders": _atari("SpaceInvaders"),
-    "qbert": _atari("Qbert"),
-    "enduro": _atari("Enduro"),
-    "beamrider": _atari("BeamRider"),
-    "freeway": _atari("Freeway"),
-    "pong-random": _atari("Pong", "random"),
-    "pong-scripted": _atari("Pong", "scripted"),
-    "breakout-scripted": _atari("Breakout", "scripted"),
-    "mujoco-cheetah": _mujoco("HalfCheetah-v5"),
-    "mujoco-cheetah-track": _mujoco("HalfCheetah-v5", "track"),
-    "mujoco-walker": _mujoco("Walker2d-v5"),
-    "mujoco-walker-track": _mujoco("Walker2d-v5", "track"),
+    "pong": _atari_source("Pong"),
+    "breakout": _atari_source("Breakout"),
+    "mspacman": _atari_source("MsPacman"),
+    "seaquest": _atari_source("Seaquest"),
+    "montezuma": _atari_source("MontezumaRevenge"),
+    "spaceinvaders": _atari_source("SpaceInvaders"),
+    "qbert": _atari_source("Qbert"),
+    "enduro": _atari_source("Enduro"),
+    "beamrider": _atari_source("BeamRider"),
+    "freeway": _atari_source("Freeway"),
+    "pong-random": _atari_source("Pong", "random"),
+    "pong-scripted": _atari_source("Pong", "scripted"),
+    "breakout-scripted": _atari_source("Breakout", "scripted"),
+    "mujoco-cheetah": _mujoco_source("HalfCheetah-v5"),
+    "mujoco-cheetah-track": _mujoco_source("HalfCheetah-v5", "track"),
+    "mujoco-walker": _mujoco_source("Walker2d-v5"),
+    "mujoco-walker-track": _mujoco_source("Walker2d-v5", "track"),
     "vizdoom": Source("record_vizdoom", "VizdoomMyWayHome-v1", 6_000),
     "vizdoom-corridor": Source("record_vizdoom", "VizdoomDeadlyCorridor-v1", 6_000),
 }
@@ -104,7 +106,7 @@ def load(name: str, *, steps: int | None = None, progress: bool = False, folder:
     :raises ValueError: If ``name`` is not one of ``RECORDINGS``.
     """
     if name not in RECORDINGS:
-        raise ValueError(_unknown(name))
+        raise ValueError(_unknown_names_message(name))
     source = RECORDINGS[name]
     steps = source.steps if steps is None else steps
     path = folder / f"{name}.npz"
@@ -117,7 +119,8 @@ def load(name: str, *, steps: int | None = None, progress: bool = False, folder:
     return recording
 
 
-def _unknown(*names: str) -> str:
+def _unknown_names_message(*names: str) -> str:
+    """Return an error text about unknown recordings, which lists the known names."""
     return f"unknown recordings {', '.join(names)}: expected names from {', '.join(RECORDINGS)}"
 
 
@@ -128,7 +131,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="steps of 2 transitions each (default: the registry's)")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.names) - set(RECORDINGS)):
-        parser.error(_unknown(*unknown))
+        parser.error(_unknown_names_message(*unknown))
     for name in arguments.names or RECORDINGS:
         recording = load(name, steps=arguments.steps, progress=True)
         shape = "×".join(map(str, recording.observation_space.shape))

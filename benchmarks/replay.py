@@ -108,24 +108,26 @@ class Recording:
         order = "last" if transposed_views else "first"
         stacker: StackedObservations[np.ndarray] = StackedObservations(n_envs, self.n_stack, space, order)
 
-        def single(frame: np.ndarray) -> np.ndarray:
+        def frame_to_channel_first(frame: np.ndarray) -> np.ndarray:
+            """Convert single frames to channel-first: a view or a copy."""
             return frame if transposed_views else np.ascontiguousarray(np.moveaxis(frame, -1, -3))
 
-        def to_channel_first(stack: np.ndarray) -> np.ndarray:
+        def stack_to_channel_first(stack: np.ndarray) -> np.ndarray:
+            """Convert a stack to channel-first by a view, if views are wanted."""
             return np.moveaxis(stack, -1, -3) if transposed_views else stack
 
-        obs = to_channel_first(stacker.reset(single(self.frames[0])))
+        obs = stack_to_channel_first(stacker.reset(frame_to_channel_first(self.frames[0])))
         for t in range(len(self)):
             infos: list[dict[str, Any]] = [{"TimeLimit.truncated": bool(flag)} for flag in self.truncated[t]]
             ended = np.flatnonzero(self.dones[t])
             for e in ended:
-                infos[e]["terminal_observation"] = single(self.terminal_frames[t, int(e)])
-            stacks, infos = stacker.update(single(self.frames[t + 1]), self.dones[t], infos)
-            new_obs = to_channel_first(stacks)
+                infos[e]["terminal_observation"] = frame_to_channel_first(self.terminal_frames[t, int(e)])
+            stacks, infos = stacker.update(frame_to_channel_first(self.frames[t + 1]), self.dones[t], infos)
+            new_obs = stack_to_channel_first(stacks)
             # deepcopy preserves the memory order of the view, unlike np.array(..., order="C")
             next_obs = deepcopy(new_obs)
             for e in ended:
-                infos[e]["terminal_observation"] = to_channel_first(infos[e]["terminal_observation"])
+                infos[e]["terminal_observation"] = stack_to_channel_first(infos[e]["terminal_observation"])
                 next_obs[e] = infos[e]["terminal_observation"]
             yield obs, next_obs, self.actions[t].copy(), self.rewards[t].copy(), self.dones[t].copy(), infos
             obs = new_obs
@@ -182,6 +184,7 @@ class Recording:
         return cls(action_space=action_space, **header, **arrays)
 
     def _header(self) -> dict[str, Any]:
+        """Return the fields that a file stores as JSON, for :meth:`load`."""
         return {
             "format": FORMAT,
             "name": self.name,
@@ -192,12 +195,14 @@ class Recording:
 
 
 def _space_to_json(space: spaces.Discrete | spaces.Box) -> dict[str, Any]:
+    """Convert an action space to a dict that JSON can store."""
     if isinstance(space, spaces.Discrete):
         return {"n": int(space.n)}
     return {"low": space.low.tolist(), "high": space.high.tolist(), "dtype": str(space.dtype)}
 
 
 def _space_from_json(fields: dict[str, Any]) -> spaces.Discrete | spaces.Box:
+    """Make the action space that ``_space_to_json`` has converted."""
     if "n" in fields:
         return spaces.Discrete(fields["n"])
     dtype = np.dtype(fields["dtype"])

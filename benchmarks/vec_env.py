@@ -75,16 +75,17 @@ def make_stepper(venv: VecEnv, steps: int) -> Callable[[], None]:
     venv.seed(0)
     venv.reset()
 
-    def run() -> None:
+    def step_all_actions() -> None:
+        """Step the VecEnv once with each action."""
         for action in actions:
             venv.step(action)
 
-    run()
-    return run
+    step_all_actions()
+    return step_all_actions
 
 
 def rates(name: str, build: Callable[[], Any], n_envs: int, count: int, rounds: int) -> None:
-    """Measure and print the steps per second of all environments together."""
+    """Measure and print steps per second, summed over all environments."""
     print(f"\n{name}: steps per second of {n_envs} environments")
     with competitors(build, n_envs) as made:
         runs: dict[str, Callable[[], object]] = {
@@ -110,17 +111,17 @@ def rates(name: str, build: Callable[[], Any], n_envs: int, count: int, rounds: 
 
 
 def steps(rounds: int, n_envs: int) -> None:
-    """Measure CartPole."""
+    """Measure steps per second of CartPole."""
     rates("steps", worlds.cart_pole, n_envs, 400, rounds)
 
 
 def frames(rounds: int, n_envs: int) -> None:
-    """Measure observations of 100 KB."""
+    """Measure steps per second with observations of 100 KB."""
     rates("frames", worlds.frames, n_envs, 100, rounds)
 
 
 def busy(rounds: int, n_envs: int) -> None:
-    """Measure steps that take a millisecond."""
+    """Measure steps per second of environments that take a millisecond per step."""
     rates("busy", worlds.busy, n_envs, 30, rounds)
 
 
@@ -153,7 +154,7 @@ def vector(rounds: int, n_envs: int) -> None:
             TWO_WORKERS: SharedMemoryVectorEnv(env_fns, n_workers=2),
         }
         seconds = time_in_turns(
-            {competitor: _stepping_vector(env, count) for competitor, env in made.items()}, rounds=rounds
+            {competitor: _make_vector_stepper(env, count) for competitor, env in made.items()}, rounds=rounds
         )
         for competitor, found in seconds.items():
             target = None if competitor == "AsyncVectorEnv" else 3.0
@@ -162,19 +163,22 @@ def vector(rounds: int, n_envs: int) -> None:
             made[competitor].close()
 
 
-def _stepping_vector(env: Any, steps: int) -> Callable[[], None]:
+def _make_vector_stepper(env: Any, steps: int) -> Callable[[], None]:
+    """Return a function that steps a vector environment with random actions."""
     actions = np.random.default_rng(0).integers(2, size=(steps, env.num_envs))
     env.reset(seed=0)
 
-    def run() -> None:
+    def step_all_actions() -> None:
+        """Step the vector environment once with each action."""
         for action in actions:
             env.step(action)
 
-    run()
-    return run
+    step_all_actions()
+    return step_all_actions
 
 
-def _with_their_monitor() -> Any:
+def _make_sb3_monitored() -> Any:
+    """Make a CartPole in SB3's ``Monitor``."""
     return Monitor(worlds.cart_pole())
 
 
@@ -182,7 +186,7 @@ def learn(rounds: int, n_envs: int) -> None:
     """Measure ``PPO.learn`` on CartPole."""
     print(f"\nlearn: PPO's timesteps per second with {n_envs} environments, CartPole")
     made: dict[str, VecEnv] = {
-        SUBPROC: SubprocVecEnv([_with_their_monitor] * n_envs),
+        SUBPROC: SubprocVecEnv([_make_sb3_monitored] * n_envs),
         ONE_EACH: SharedMemoryVecEnv([worlds.monitored_cart_pole] * n_envs),
         TWO_WORKERS: SharedMemoryVecEnv([worlds.monitored_cart_pole] * n_envs, n_workers=2),
     }
@@ -215,16 +219,17 @@ def start(rounds: int, n_envs: int) -> None:
         for competitor in list(found) if turn % 2 else list(reversed(found)):
             found[competitor].append(run_once(competitor, STARTED))
 
-    def figures(which: int, name: str) -> Mapping[str, list[float]]:
+    def collect_figures(which: int, name: str) -> Mapping[str, list[float]]:
+        """Return a figure of each competitor's first (0) or later (1) starts."""
         return {competitor: [starts[which][name] for starts in all_starts] for competitor, all_starts in found.items()}
 
     print_row("", "SubprocVecEnv", "ours")
     for which, label in enumerate(("first", "later")):
-        seconds = figures(which, "seconds")
+        seconds = collect_figures(which, "seconds")
         ratio = median(theirs / ours for theirs, ours in zip(seconds["SB3"], seconds["ours"], strict=True))
         columns = (f"{median(seconds[competitor]):.2f} s" for competitor in found)
         print_row(label, *columns, verdict=format_ratio(ratio, TARGETS["start", label]))
-    private = figures(1, "private")
+    private = collect_figures(1, "private")
     mine = median(private["ours"])
     verdict = f"(≤ {PRIVATE_MIB} MiB){'' if mine <= PRIVATE_MIB else '  missed'}"
     print_row(
@@ -232,7 +237,7 @@ def start(rounds: int, n_envs: int) -> None:
         *(f"{median(private[competitor]):.1f} MiB" for competitor in found),
         verdict=verdict,
     )
-    print_row("close()", *(f"{median(figures(1, 'close')[competitor]):.2f} s" for competitor in found))
+    print_row("close()", *(f"{median(collect_figures(1, 'close')[competitor]):.2f} s" for competitor in found))
 
 
 def restart(rounds: int, n_envs: int) -> None:

@@ -54,7 +54,7 @@ class Record:
 
 
 def check(passed: bool | torch.Tensor, text: str) -> None:
-    """Print a line, and record a failure."""
+    """Print whether a check has passed, and record a failure if not."""
     print(f"  {'ok    ' if passed else 'FAILED'} {text}", flush=True)
     if not passed:
         _failures.append(text)
@@ -97,6 +97,7 @@ def step_without_wrapper(env: ManagerBasedRlEnv, actions: torch.Tensor) -> Recor
 
 
 def _clone_tensors(observation: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of all tensors in an observation."""
     return {key: value.clone() for key, value in observation.items()}
 
 

@@ -74,7 +74,7 @@ QUOTES: dict[str, str] = {}
 
 
 class Passage(NamedTuple):
-    """A piece of prose.
+    """Text to check: a docstring, a block of comments, a string or a page.
 
     :ivar path: its file, relative to the repository
     :ivar line: the line that it begins in
@@ -89,17 +89,17 @@ class Passage(NamedTuple):
 
 
 def tracked(paths: list[str]) -> list[str]:
-    """List the tracked and new files with prose in them, under some paths."""
+    """List the Python, Markdown and notebook files under some paths, without ignored ones."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *paths]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     return [name for name in names if name.endswith((".py", ".md", ".ipynb")) and (ROOT / name).exists()]
 
 
 def passages(name: str) -> Iterator[Passage]:
-    """Find the prose of a file."""
+    """Yield the prose of a Python, Markdown or notebook file."""
     text = (ROOT / name).read_text(encoding="utf-8")
     if name.endswith(".py"):
-        yield from _of_python(name, text)
+        yield from _python_passages(name, text)
     elif name.endswith(".md"):
         yield Passage(name, 1, "page", text)
     else:
@@ -108,7 +108,8 @@ def passages(name: str) -> Iterator[Passage]:
                 yield Passage(name, 1, "page", "".join(cell["source"]))
 
 
-def _of_python(name: str, text: str) -> Iterator[Passage]:
+def _python_passages(name: str, text: str) -> Iterator[Passage]:
+    """Yield the docstrings, strings and comment blocks of a Python file."""
     docstrings = set()
     tree = ast.parse(text)
     for node in ast.walk(tree):

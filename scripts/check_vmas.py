@@ -72,7 +72,7 @@ class Team:
 
 
 def check(passed: bool | torch.Tensor, text: str) -> None:
-    """Print a line, and record a failure."""
+    """Print whether a check has passed, and record a failure if not."""
     print(f"  {'ok    ' if passed else 'FAILED'} {text}", flush=True)
     if not passed:
         _failures.append(text)
@@ -87,7 +87,7 @@ def step_without_wrapper(env: Team, actions: list[dict[str, torch.Tensor]]) -> T
         before = _clone_tensors(observation)
         observation, reward, terminated, truncated, _ = env.step(_clone_tensors(action))
         after = {**_clone_tensors(observation), "reward": reward, "terminated": terminated, "truncated": truncated}
-        steps.append(TensorDict({**before, "next": _columns(after)}, [ENVS]))
+        steps.append(TensorDict({**before, "next": _as_columns(after)}, [ENVS]))
         done = (terminated | truncated).nonzero().squeeze(-1)
         if len(done):
             # VMAS draws different random numbers in full and in single resets.
@@ -96,10 +96,12 @@ def step_without_wrapper(env: Team, actions: list[dict[str, torch.Tensor]]) -> T
 
 
 def _clone_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of all tensors by agent."""
     return {key: value.clone() for key, value in tensors.items()}
 
 
-def _columns(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _as_columns(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of the tensors, in which one-dimensional ones become columns."""
     return {key: value.clone().unsqueeze(-1) if value.ndim == 1 else value for key, value in tensors.items()}
 
 

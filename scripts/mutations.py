@@ -186,7 +186,7 @@ class Sandbox:
         return chosen
 
     def try_mutant(self, mutant: Mutant, otherwise: list[str], seconds: float) -> tuple[str, str]:
-        """Run a mutant with its tests.
+        """Run the tests of a mutant, and return whether one of them detects it.
 
         :return: ``killed``, ``timeout``, ``survived`` or ``no test``; and the failed test or the number of tests.
         """

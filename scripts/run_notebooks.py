@@ -53,7 +53,7 @@ def execute(path: Path) -> None:
             cell.get("metadata", {}).pop("execution", None)  # times of this run
             for output in cell.get("outputs", ()):
                 if output.output_type == "stream":
-                    output.text = _without_paths(output.text, folder)
+                    output.text = _hide_paths(output.text, folder)
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
@@ -62,7 +62,8 @@ def execute(path: Path) -> None:
     nbformat.write(notebook, path)
 
 
-def _without_paths(text: str, folder: str) -> str:
+def _hide_paths(text: str, folder: str) -> str:
+    """Replace a temporary folder and the repository in a text by neutral paths."""
     text = re.sub(re.escape(folder) + r"[\w./-]*", "/tmp/example", text)
     return text.replace(str(ROOT), "/path/to/rl-ext")
 

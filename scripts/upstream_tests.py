@@ -24,7 +24,7 @@ DIFFERENCES = Path(__file__).with_name("upstream_differences.txt")
 
 
 class Suite(NamedTuple):
-    """A library's tests.
+    """Tests of a library, and its classes that ours replace in them.
 
     :param tests: Folder of tests in its repository.
     :param files: Patterns of test files that use the replaced classes, below that folder.
@@ -102,6 +102,7 @@ def main() -> int:
 
 
 def _split_at_dashes(words: list[str]) -> tuple[list[str], str, list[str]]:
+    """Split command-line words into those before ``--``, itself, and those after it."""
     if "--" not in words:
         return words, "", []
     at = words.index("--")
@@ -143,6 +144,7 @@ def _differences(suite: str) -> dict[str, str]:
 
 
 def _compare(theirs: dict[str, str], ours: dict[str, str], differences: dict[str, str]) -> int:
+    """Print tests that pass with the library's classes only; return 1 if one is unexpected."""
     passed = [name for name, outcome in theirs.items() if outcome == "passed"]
     if not passed:
         print("no test passes with the library's own classes, so nothing can be compared")
@@ -188,6 +190,7 @@ def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | Non
 
 
 def _replace_module(module: types.ModuleType) -> types.ModuleType:
+    """Put a copy of a module in its place, and return the copy."""
     copy = types.ModuleType(module.__name__, module.__doc__)
     vars(copy).update(vars(module))
     sys.modules[module.__name__] = copy
@@ -197,15 +200,18 @@ def _replace_module(module: types.ModuleType) -> types.ModuleType:
 
 
 def _import_name(name: str) -> Any:
+    """Import an object by a name of the form ``module:attribute``."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def _is_replaced(value: Any, new: dict[Any, Any]) -> bool:
+    """Return whether a value is one of the objects with a replacement, by identity."""
     return any(value is old for old in new)
 
 
 def _replacement_of(value: Any, new: dict[Any, Any]) -> Any:
+    """Return the replacement of an object, found by identity."""
     return next(ours for old, ours in new.items() if value is old)
 
 

@@ -44,6 +44,7 @@ class _StepTracer:
         return self.where
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Handle Python's trace events: count lines and returns of the traced code."""
         if not self._is_traced(frame):
             return None
         # Python does not handle signals when a dropped generator ends.
@@ -52,16 +53,19 @@ class _StepTracer:
         return self._trace
 
     def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
+        """Handle Python's profile events: count returns from C functions."""
         if event == "c_return" and self._is_traced(frame):
             self._step(frame, f"{event} of {getattr(arg, '__qualname__', arg)}")
 
     def _is_traced(self, frame: FrameType) -> bool:
+        """Return whether a frame's code is in one of ``code_paths``."""
         # When a generator is closed, its ``with`` block ends before Python handles signals, but after this function.
-        return frame.f_code.co_name != "_lock_held" and any(
+        return frame.f_code.co_name != "_hold_lock" and any(
             part in frame.f_code.co_filename for part in self.code_paths
         )
 
     def _step(self, frame: FrameType, event: str) -> None:
+        """Raise SIGINT if ``should_interrupt`` returns True for this place."""
         caller = frame.f_back or frame
         place = (frame.f_code.co_filename, frame.f_lineno, event, caller.f_code.co_filename, caller.f_lineno)
         if self.should_interrupt(place) and not _is_finalizing(frame):
@@ -72,6 +76,7 @@ class _StepTracer:
 
 
 def _is_finalizing(frame: FrameType | None) -> bool:
+    """Return whether a frame runs inside a ``__del__`` method."""
     # Exceptions in __del__ are printed, and do not reach the caller.
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
@@ -90,6 +95,7 @@ def interrupt_at(call: Callable[[], Any], at: int, *, code_paths: tuple[str, ...
     left = at
 
     def should_interrupt(place: Place) -> bool:
+        """Return True from the n-th step on."""
         nonlocal left
         left -= 1
         return left <= 0
@@ -112,6 +118,7 @@ def interrupt_everywhere(
     visits: Counter[Place] = Counter()
 
     def count_visit(place: Place) -> bool:
+        """Count the visits of each place, and never interrupt."""
         visits[place] += 1
         return False
 
@@ -122,6 +129,7 @@ def interrupt_everywhere(
         left = visit
 
         def should_interrupt(place: Place, target: Place = target) -> bool:
+            """Return True at the chosen visit of the target place."""
             nonlocal left
             left -= place == target
             return left == 0

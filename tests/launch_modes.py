@@ -45,6 +45,7 @@ def run_program(launch_mode: str, text: str, folder: Path, *, limit_s: float = 2
 
 
 def _run_notebook(text: str, folder: Path, environ: dict[str, str], limit_s: float) -> str:
+    """Run a program as a notebook with cells, and return its output."""
     cells = [nbformat.v4.new_code_cell(part) for part in text.split("# %%\n")]
     book = nbformat.v4.new_notebook(cells=cells)
     client = nbclient.NotebookClient(book, timeout=int(limit_s), kernel_name="python3")

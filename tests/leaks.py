@@ -36,6 +36,7 @@ def running_workers() -> list[psutil.Process]:
 
 
 def _is_long_lived(process: psutil.Process) -> bool:
+    """Return whether a process is a server that runs until the session ends."""
     return any(mark in " ".join(process.cmdline()) for mark in _LONG_LIVED)
 
 
@@ -60,6 +61,7 @@ def _pids_of_multiprocessing() -> set[int | None]:
 
 
 def _is_orphan(process: psutil.Process) -> bool:
+    """Return whether a process has this session's temporary folder and was left by a child."""
     with contextlib.suppress(psutil.Error):
         folder = os.environ.get("TMPDIR")
         return folder is not None and not _is_long_lived(process) and process.environ().get("TMPDIR") == folder
@@ -67,6 +69,7 @@ def _is_orphan(process: psutil.Process) -> bool:
 
 
 def _describe(process: psutil.Process) -> str:
+    """Return the pid and command line of a process as text."""
     try:
         return f"{process.pid}: {' '.join(process.cmdline())[:200]}"
     except psutil.Error:

@@ -37,7 +37,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 class HandStep(NamedTuple):
-    """Step of all environments.
+    """Results of a step of all environments, with observations before and after resets.
 
     :ivar following: observations after the step; for ended episodes, the first ones of the next episode
     """
@@ -52,16 +52,19 @@ class HandStep(NamedTuple):
 
     @property
     def ended(self) -> Any:
+        """Indices of the environments whose episodes have ended."""
         return np.flatnonzero(self.terminated | self.truncated)
 
 
 def make_pool(task: str, **options: Any) -> Any:
+    """Make EnvPool's environments of a task."""
     import envpool
 
     return envpool.make_gymnasium(task, seed=5, **{"num_envs": ENVS, **TASKS[task], **options})
 
 
 def make_actions(space: Any) -> Any:
+    """Draw the actions of all steps and environments."""
     space.seed(3)
     return np.stack([[space.sample() for _ in range(ENVS)] for _ in range(STEPS)])
 
@@ -103,6 +106,7 @@ def assert_is_row(info: dict[str, Any], batch: dict[str, Any], row: int) -> None
 
 
 def assert_same(found: Any, expected: Any) -> None:
+    """Assert that two arrays have the same dtype, shape and bytes."""
     found, expected = np.asarray(found), np.asarray(expected)
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     assert found.tobytes() == expected.tobytes()

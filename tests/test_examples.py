@@ -22,6 +22,7 @@ NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 
 
 def read(notebook: Path) -> Any:
+    """Read a notebook."""
     return nbformat.read(notebook, as_version=4)
 
 
@@ -45,6 +46,7 @@ def test_stored_notebook_outputs_match_the_code(path: Path) -> None:
 
 @pytest.fixture
 def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Return environment variables for a short run of a notebook without GPUs."""
     for folder in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(folder, str(tmp_path / folder))
     # Hide GPUs on every machine. robosuite without rl-ext fails with this mask.

@@ -42,6 +42,7 @@ def public_names(module: ModuleType) -> set[str]:
 
 
 def _is_defined_in(value: object, origins: tuple[str, ...]) -> bool:
+    """Return whether a value is a constant, or was defined in one of these packages."""
     if inspect.ismodule(value):
         return False
     # Constants have no __module__, and count if they are public.
@@ -69,7 +70,7 @@ def test_public_names_have_docstrings(name: str) -> None:
             assert not doc.startswith(f"{public}("), f"{name}.{public} has no docstring of its own"
 
 
-def test_public_names_of_a_module_without_all() -> None:
+def test_public_names_excludes_imports_and_private_names() -> None:
     module = ModuleType("offender")
     exec("import os\nfrom pathlib import Path\nLIMIT = 3\n_private = 1\ndef forgotten(): ...", vars(module))
     module.forgotten.__module__ = "offender._part"

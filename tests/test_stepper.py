@@ -50,6 +50,7 @@ class InfoWalk(Walk):
     KEYS = ("age", "number", "odd", "score", "fresh", "inner.age", "inner.score", "marks")
 
     def _info(self, ended: bool) -> dict[str, Any]:
+        """Return an info whose keys depend on the step and on the end of the episode."""
         number, step = self.episode + 1, self.step_count
         mark = 100.0 * number + step
         info: dict[str, Any] = {"age": step, "number": number, "marks": np.array([mark, -mark])}
@@ -102,7 +103,7 @@ class InPlaceInfoWalk(InfoWalk):
 
 
 class AddInfo(gymnasium.vector.VectorWrapper):
-    """Wrapper that adds a number to the infos of steps, without a mask."""
+    """Wrapper that adds a number to all infos of steps, without gymnasium's mask."""
 
     KEYS = (*InfoWalk.KEYS, "added")
 
@@ -112,7 +113,7 @@ class AddInfo(gymnasium.vector.VectorWrapper):
 
 
 class AddInfoRow(InfoWalk):
-    """One row of AddInfo."""
+    """Single environment with the same results as one row of AddInfo."""
 
     def __init__(self, row: int) -> None:
         super().__init__()
@@ -133,6 +134,7 @@ class IsaacLabEnv(IsaacByIds):
         self.buffers = {name: torch.zeros(ROWS, dtype=torch.long) for name in self.KEYS}
 
     def _report(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Add the reused buffers and a log to an info."""
         return info | {**self.buffers, "log": {"mean": torch.tensor(2.5)}}
 
     def reset(self, seed: Any = None, env_ids: Any = None, options: Any = None) -> Any:
@@ -158,7 +160,7 @@ class MjlabEnv(IsaacLabEnv):
 
 
 class VmasEnv(IsaacLabEnv):
-    """Imitation of ``Team`` in scripts/check_vmas.py.
+    """Imitation of VMAS: the class ``Team`` of scripts/check_vmas.py, without VMAS.
 
     Its spaces are those of one row, and rows are reset by ``env_ids``.
     """
@@ -182,6 +184,7 @@ class ManiSkillEnv(ManiSkill):
         self.observation_space = self.observation_space["policy"]
 
     def _report(self) -> dict[str, Any]:
+        """Return the infos of all rows."""
         return {"age": self.steps.clone(), "number": self.episodes.clone()}
 
     def reset(self, seed: Any = None, options: Any = None) -> Any:
@@ -211,31 +214,32 @@ class NoMode(SameStep):
 # -- single environments for one row, with gymnasium's reset and step
 
 
-class IsaacRow:
-    """One row of IsaacLabEnv, MjlabEnv, VmasEnv and ManiSkillEnv, in NumPy."""
+class LabRow:
+    """Single environment equal to one row of IsaacLabEnv, MjlabEnv, VmasEnv or ManiSkillEnv."""
 
     def __init__(self, lengths: Sequence[int], row: int, *, key: str | None = "policy") -> None:
         self.length, self.row, self.key, self.episode = lengths[row], row, key, 0
 
-    def _returned(self) -> Any:
+    def _observe(self) -> Any:
+        """Return the observation and the info of a reset or a step."""
         state = np.array([self.row, self.episode, self.age, *self.total, 0], F32)
         return (state if self.key is None else {self.key: state}), {"age": self.age, "number": self.episode}
 
     def reset(self, *, seed: int | None = None) -> Any:
         self.episode = 1 if seed is not None else self.episode + 1
         self.age, self.total = 0, np.zeros(2, F32)
-        return self._returned()
+        return self._observe()
 
     def step(self, action: Any) -> Any:
         self.age += 1
         self.total += action
         ended, is_even = self.age >= self.length, self.episode % 2 == 0
-        observation, info = self._returned()
+        observation, info = self._observe()
         return observation, self.age * 10 + self.row, ended and is_even, ended and not is_even, info
 
 
 class PreviousAsLast:
-    """Row whose last observations are replaced by the preceding observations."""
+    """Wrapper of a row that returns the preceding observation instead of the last one."""
 
     def __init__(self, row: Any) -> None:
         self.row = row
@@ -252,7 +256,7 @@ class PreviousAsLast:
 
 
 class CountRow:
-    """One row of SameStep, which counts steps."""
+    """Single environment with the same results as one row of SameStep; it counts steps."""
 
     def __init__(self, lengths: Sequence[int], row: int) -> None:
         self.length, self.row, self.episode = lengths[row], row, -1
@@ -278,6 +282,7 @@ class SingleRowEnv:
         self.env, self.row, self.seeds, self.ended = env, row, seeds, False
 
     def _info(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Return an info of a vectorized environment without the dimension of rows."""
         found = {}
         for key, value in info.items():
             found[key] = self._info(value) if isinstance(value, dict) else value[0]
@@ -353,12 +358,13 @@ class FunctionalRow:
 
 
 class BraxRow:
-    """One row of a Brax environment, with first states and random keys from the batch."""
+    """Single environment equal to one row of a Brax one, with the batch's states and keys."""
 
     def __init__(self, env: Any, row: int) -> None:
-        self.batch_env, self.row, self.advance = env.unwrapped, row, brax_step(env.unwrapped)
+        self.batch_env, self.row, self.advance = env.unwrapped, row, compiled_brax_step(env.unwrapped)
 
     def _infos(self) -> dict[str, Any]:
+        """Return the metrics and infos of the current state."""
         return {**self.state.metrics, **self.state.info}
 
     def reset(self, *, seed: int | None = None) -> Any:
@@ -375,7 +381,8 @@ class BraxRow:
 
 
 @cache
-def brax_step(env: Any) -> Any:
+def compiled_brax_step(env: Any) -> Any:
+    """Compile the step of a single Brax environment, once for all rows."""
     import jax
 
     return jax.jit(env._env.step)
@@ -384,28 +391,33 @@ def brax_step(env: Any) -> Any:
 # -- functions that make environments
 
 
-def vector_of(kind: Any, make: Any = InfoWalk, **options: Any) -> Callable[[AutoresetMode], Any]:
+def make_vectorized(kind: Any, make: Any = InfoWalk, **options: Any) -> Callable[[AutoresetMode], Any]:
+    """Return a function that makes a vectorized environment with a given autoreset mode."""
     return lambda mode: kind([make] * ROWS, autoreset_mode=mode, **options)
 
 
-def wrap_with(wrap: Any, make: Callable[[AutoresetMode], Any]) -> Callable[[AutoresetMode], Any]:
+def make_wrapped(wrap: Any, make: Callable[[AutoresetMode], Any]) -> Callable[[AutoresetMode], Any]:
+    """Return a function that makes an environment with a given mode and wraps it."""
     return lambda mode: wrap(make(mode))
 
 
-def atari(count: int, mode: AutoresetMode) -> Any:
+def make_atari(count: int, mode: AutoresetMode) -> Any:
+    """Make vectorized Breakout with short episodes."""
     # Episodes end after 15 steps, or with the first life, which each row loses at a different time.
     options = {"max_num_frames_per_episode": 60, "episodic_life": True, "noop_max": 5, "num_threads": 1}
     return AtariVectorEnv("breakout", count, autoreset_mode=mode, img_height=24, img_width=24, stack_num=2, **options)
 
 
-def atari_row(env: Any, row: int) -> Any:
-    return SingleRowEnv(atari(1, NEXT_STEP), row, seeds=True)
+def make_atari_row(env: Any, row: int) -> Any:
+    """Make the single environment that equals one row of ``make_atari``."""
+    return SingleRowEnv(make_atari(1, NEXT_STEP), row, seeds=True)
 
 
 def pool(task: str, wrap: Any = lambda env: env) -> tuple[Any, Any, Any]:
     """Return the columns ``make``, ``modes`` and ``oracle`` of the table for an EnvPool task."""
 
     def make(count: int, seed: int) -> Any:
+        """Make EnvPool's environments of the task."""
         import envpool
 
         return wrap(envpool.make(task, env_type="gymnasium", num_envs=count, seed=seed, max_episode_steps=13))
@@ -417,7 +429,8 @@ def pool(task: str, wrap: Any = lambda env: env) -> tuple[Any, Any, Any]:
     )
 
 
-def phys2d(task: str, mode: AutoresetMode) -> Any:
+def make_phys2d(task: str, mode: AutoresetMode) -> Any:
+    """Make one of gymnasium's vectorized environments in JAX."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*missing AutoresetMode metadata")  # it is missing in Pendulum
         return gymnasium.make_vec(f"phys2d/{task}", num_envs=ROWS, max_episode_steps=13)
@@ -442,7 +455,7 @@ def brax(kind: str) -> Any:
 
 fork = partial(AsyncVectorEnv, context="fork")
 shared_memory_env = partial(SharedMemoryVectorEnv, context="fork", n_workers=2)
-sync = vector_of(SyncVectorEnv)
+sync = make_vectorized(SyncVectorEnv)
 double_rewards = partial(wrappers.TransformReward, func=lambda rewards: rewards * 2)
 halve_observations = partial(wrappers.TransformObservation, func=lambda observations: observations / 2)
 to_torch = wrappers.NumpyToTorch
@@ -452,7 +465,7 @@ WALK_OF_3 = (2, 3, 5)
 
 
 class TableRow(NamedTuple):
-    """One kind of environment.
+    """Kind of environment, with its modes, single environments and tolerance.
 
     :ivar make: function that makes the environment in a mode
     :ivar modes: modes that the environment supports
@@ -476,16 +489,19 @@ class TableRow(NamedTuple):
     missing_infos: str = ""
 
 
-def walk_row(env: Any, row: int) -> Any:
+def make_walk_row(env: Any, row: int) -> Any:
+    """Make the single environment that equals one row of InfoWalks."""
     return InfoWalk()
 
 
-def statistics_row(env: Any, row: int) -> Any:
+def make_statistics_row(env: Any, row: int) -> Any:
+    """Make an InfoWalk with episode statistics, which equals a row of the batch."""
     return single_wrappers.RecordEpisodeStatistics(InfoWalk())
 
 
-def lab_row(env: Any, row: int) -> Any:
-    return IsaacRow(LAB, row)
+def make_lab_row(env: Any, row: int) -> Any:
+    """Make the single environment that equals one row of an imitated simulator."""
+    return LabRow(LAB, row)
 
 
 STATISTICS = (*InfoWalk.KEYS, "episode.r", "episode.l")
@@ -497,33 +513,33 @@ PREVIOUS = {**CLIP, "missing_final_obs": "previous"}
 
 TABLE: dict[str, TableRow] = {
     # vectorized environments of gymnasium and rl-ext
-    "SyncVectorEnv": TableRow(sync, ALL, walk_row),
-    "SyncVectorEnv, Dict": TableRow(vector_of(SyncVectorEnv, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()),
-    "SyncVectorEnv, copy=False": TableRow(vector_of(SyncVectorEnv, copy=False), ALL, walk_row),
+    "SyncVectorEnv": TableRow(sync, ALL, make_walk_row),
+    "SyncVectorEnv, Dict": TableRow(make_vectorized(SyncVectorEnv, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()),
+    "SyncVectorEnv, copy=False": TableRow(make_vectorized(SyncVectorEnv, copy=False), ALL, make_walk_row),
     "SyncVectorEnv, all rows end together": TableRow(
-        vector_of(SyncVectorEnv, partial(InfoWalk, 4, 4)), ALL, lambda env, row: InfoWalk(4, 4)
+        make_vectorized(SyncVectorEnv, partial(InfoWalk, 4, 4)), ALL, lambda env, row: InfoWalk(4, 4)
     ),
     "SyncVectorEnv, episodes of one step": TableRow(
-        vector_of(SyncVectorEnv, partial(InfoWalk, 1, 2)), ALL, lambda env, row: InfoWalk(1, 2)
+        make_vectorized(SyncVectorEnv, partial(InfoWalk, 1, 2)), ALL, lambda env, row: InfoWalk(1, 2)
     ),
     # In the mode SameStep, gymnasium resets environments before it copies their last observations.
     "SyncVectorEnv, environments that write to one place": TableRow(
-        vector_of(SyncVectorEnv, InPlaceInfoWalk), (NEXT_STEP, DISABLED), walk_row
+        make_vectorized(SyncVectorEnv, InPlaceInfoWalk), (NEXT_STEP, DISABLED), make_walk_row
     ),
     "AsyncVectorEnv, environments that write to one place": TableRow(
-        vector_of(fork, InPlaceInfoWalk), (NEXT_STEP, DISABLED), walk_row
+        make_vectorized(fork, InPlaceInfoWalk), (NEXT_STEP, DISABLED), make_walk_row
     ),
     "SharedMemoryVectorEnv, environments that write to one place": TableRow(
-        vector_of(shared_memory_env, InPlaceInfoWalk), ALL, walk_row
+        make_vectorized(shared_memory_env, InPlaceInfoWalk), ALL, make_walk_row
     ),
-    "AsyncVectorEnv": TableRow(vector_of(fork), ALL, walk_row),
-    "AsyncVectorEnv, Dict": TableRow(vector_of(fork, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()),
+    "AsyncVectorEnv": TableRow(make_vectorized(fork), ALL, make_walk_row),
+    "AsyncVectorEnv, Dict": TableRow(make_vectorized(fork, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()),
     "AsyncVectorEnv, shared_memory=False": TableRow(
-        vector_of(fork, shared_memory=False), (SAME_STEP, DISABLED), walk_row
+        make_vectorized(fork, shared_memory=False), (SAME_STEP, DISABLED), make_walk_row
     ),
-    "SharedMemoryVectorEnv": TableRow(vector_of(shared_memory_env), ALL, walk_row),
+    "SharedMemoryVectorEnv": TableRow(make_vectorized(shared_memory_env), ALL, make_walk_row),
     "SharedMemoryVectorEnv, Dict": TableRow(
-        vector_of(shared_memory_env, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()
+        make_vectorized(shared_memory_env, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()
     ),
     "vector_entry_point": TableRow(lambda mode: CartPoleVectorEnv(ROWS, 20), (NEXT_STEP,), CartPoleRow, ()),
     "vector_entry_point, Disabled": TableRow(
@@ -531,54 +547,59 @@ TABLE: dict[str, TableRow] = {
     ),
     # in gymnasium's wrappers of vectorized environments
     "RecordEpisodeStatistics": TableRow(
-        wrap_with(wrappers.RecordEpisodeStatistics, sync), ALL, statistics_row, STATISTICS
+        make_wrapped(wrappers.RecordEpisodeStatistics, sync), ALL, make_statistics_row, STATISTICS
     ),
     "RecordEpisodeStatistics of workers": TableRow(
-        wrap_with(wrappers.RecordEpisodeStatistics, vector_of(fork)), ALL, statistics_row, STATISTICS
+        make_wrapped(wrappers.RecordEpisodeStatistics, make_vectorized(fork)), ALL, make_statistics_row, STATISTICS
     ),
     "RecordEpisodeStatistics of SharedMemoryVectorEnv": TableRow(
-        wrap_with(wrappers.RecordEpisodeStatistics, vector_of(shared_memory_env)), ALL, statistics_row, STATISTICS
+        make_wrapped(wrappers.RecordEpisodeStatistics, make_vectorized(shared_memory_env)),
+        ALL,
+        make_statistics_row,
+        STATISTICS,
     ),
     "RecordEpisodeStatistics, no other infos": TableRow(
-        wrap_with(wrappers.RecordEpisodeStatistics, vector_of(SyncVectorEnv, WalkWithoutInfos)),
+        make_wrapped(wrappers.RecordEpisodeStatistics, make_vectorized(SyncVectorEnv, WalkWithoutInfos)),
         ALL,
         lambda env, row: single_wrappers.RecordEpisodeStatistics(WalkWithoutInfos()),
         ("episode.r", "episode.l"),
     ),
     "a wrapper that adds infos": TableRow(
-        wrap_with(AddInfo, sync), ALL, lambda env, row: AddInfoRow(row), AddInfo.KEYS
+        make_wrapped(AddInfo, sync), ALL, lambda env, row: AddInfoRow(row), AddInfo.KEYS
     ),
-    "DictInfoToList": TableRow(wrap_with(wrappers.DictInfoToList, sync), ALL, walk_row),
+    "DictInfoToList": TableRow(make_wrapped(wrappers.DictInfoToList, sync), ALL, make_walk_row),
     "DictInfoToList(RecordEpisodeStatistics)": TableRow(
-        wrap_with(wrappers.DictInfoToList, wrap_with(wrappers.RecordEpisodeStatistics, sync)),
+        make_wrapped(wrappers.DictInfoToList, make_wrapped(wrappers.RecordEpisodeStatistics, sync)),
         ALL,
-        statistics_row,
+        make_statistics_row,
         STATISTICS,
     ),
     "TransformReward": TableRow(
-        wrap_with(double_rewards, sync),
+        make_wrapped(double_rewards, sync),
         ALL,
         lambda env, row: single_wrappers.TransformReward(InfoWalk(), lambda reward: reward * 2),
     ),
     "TransformObservation": TableRow(  # gymnasium rejects SameStep
-        wrap_with(halve_observations, sync),
+        make_wrapped(halve_observations, sync),
         (NEXT_STEP, DISABLED),
         lambda env, row: single_wrappers.TransformObservation(InfoWalk(), lambda observation: observation / 2, None),
     ),
     # NumpyToTorch does not convert final_obs.
-    "NumpyToTorch": TableRow(wrap_with(to_torch, sync), (NEXT_STEP, DISABLED), walk_row),
+    "NumpyToTorch": TableRow(make_wrapped(to_torch, sync), (NEXT_STEP, DISABLED), make_walk_row),
     "NumpyToTorch(RecordEpisodeStatistics)": TableRow(
-        wrap_with(to_torch, wrap_with(wrappers.RecordEpisodeStatistics, sync)),
+        make_wrapped(to_torch, make_wrapped(wrappers.RecordEpisodeStatistics, sync)),
         (NEXT_STEP, DISABLED),
-        statistics_row,
+        make_statistics_row,
         STATISTICS,
     ),
     "RecordEpisodeStatistics(vector_entry_point)": TableRow(
         lambda mode: wrappers.RecordEpisodeStatistics(CartPoleVectorEnv(ROWS, 20)), (NEXT_STEP,), CartPoleRow, ()
     ),
     # written in C++; ALE returns no infos of last steps in the mode SameStep
-    "ALE": TableRow(partial(atari, ROWS), (NEXT_STEP,), atari_row, ALE, steps=45),
-    "ALE, SameStep": TableRow(partial(atari, ROWS), (SAME_STEP,), atari_row, ALE, steps=45, missing_infos="last"),
+    "ALE": TableRow(partial(make_atari, ROWS), (NEXT_STEP,), make_atari_row, ALE, steps=45),
+    "ALE, SameStep": TableRow(
+        partial(make_atari, ROWS), (SAME_STEP,), make_atari_row, ALE, steps=45, missing_infos="last"
+    ),
     "EnvPool CartPole": TableRow(*pool("CartPole-v1"), POOL, needs="envpool"),
     "EnvPool Pendulum": TableRow(*pool("Pendulum-v1"), POOL, needs="envpool"),
     "EnvPool CartPole, RecordEpisodeStatistics": TableRow(
@@ -586,22 +607,27 @@ TABLE: dict[str, TableRow] = {
     ),
     # on tensors; if Isaac Lab resets rows itself, it returns no infos of resets
     "Isaac Lab": TableRow(
-        lambda mode: IsaacLabEnv(final_obs=True), (SAME_STEP,), lab_row, IsaacLabEnv.KEYS, CLIP, missing_infos="resets"
+        lambda mode: IsaacLabEnv(final_obs=True),
+        (SAME_STEP,),
+        make_lab_row,
+        IsaacLabEnv.KEYS,
+        CLIP,
+        missing_infos="resets",
     ),
     "Isaac Lab, no final_obs": TableRow(
         lambda mode: IsaacLabEnv(),
         (SAME_STEP,),
-        lambda env, row: PreviousAsLast(lab_row(env, row)),
+        lambda env, row: PreviousAsLast(make_lab_row(env, row)),
         IsaacLabEnv.KEYS,
         PREVIOUS,
         missing_infos="resets",
     ),
-    "mjlab, auto_reset=False": TableRow(lambda mode: MjlabEnv(), (DISABLED,), lab_row, IsaacLabEnv.KEYS, CLIP),
-    "VMAS": TableRow(lambda mode: VmasEnv(), (DISABLED,), lab_row, IsaacLabEnv.KEYS, CLIP),
+    "mjlab, auto_reset=False": TableRow(lambda mode: MjlabEnv(), (DISABLED,), make_lab_row, IsaacLabEnv.KEYS, CLIP),
+    "VMAS": TableRow(lambda mode: VmasEnv(), (DISABLED,), make_lab_row, IsaacLabEnv.KEYS, CLIP),
     "ManiSkill": TableRow(
         lambda mode: ManiSkillEnv(auto_reset=mode is SAME_STEP),
         (SAME_STEP, DISABLED),
-        lambda env, row: IsaacRow(WALK_OF_3, row, key=None),
+        lambda env, row: LabRow(WALK_OF_3, row, key=None),
         ManiSkillEnv.KEYS,
         CLIP,
     ),
@@ -630,7 +656,9 @@ for _name, _task, _functional, _bound in (
 ):
     for _wrap in ("", "JaxToTorch", "JaxToNumpy"):
         TABLE[f"{_name}, {_wrap}" if _wrap else _name] = TableRow(
-            lambda mode, task=_task, wrap=_wrap: getattr(wrappers, wrap or "", lambda env: env)(phys2d(task, mode)),
+            lambda mode, task=_task, wrap=_wrap: getattr(wrappers, wrap or "", lambda env: env)(
+                make_phys2d(task, mode)
+            ),
             (NEXT_STEP,),
             partial(FunctionalRow, _functional, _bound),
             (),
@@ -646,7 +674,7 @@ CASES = [(name, mode) for name, row in TABLE.items() for mode in row.modes]
 
 
 class Turn(NamedTuple):
-    """Results of one step.
+    """Results of one step of all rows.
 
     For rows that ended, ``observations`` are the last ones of the episode, and ``following`` the first of the next.
 
@@ -662,6 +690,7 @@ class Turn(NamedTuple):
 
 
 def split_rows(batch: Any) -> list[Any]:
+    """Split a batch of arrays or nested dicts into a list with an entry per row."""
     if isinstance(batch, dict):
         parts = {key: split_rows(part) for key, part in batch.items()}
         return [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
@@ -669,7 +698,7 @@ def split_rows(batch: Any) -> list[Any]:
 
 
 def select_numbers(info: Any, keys: Iterable[str]) -> dict[str, Any]:
-    """Return the entries of an info for keys of the table."""
+    """Return the entries of an info that the keys name, with "." between nested keys."""
     found = {}
     for key in keys:
         value = info
@@ -681,7 +710,7 @@ def select_numbers(info: Any, keys: Iterable[str]) -> dict[str, Any]:
 
 
 class SB3Driver:
-    """Driver of an environment in GymVecEnv.
+    """Driver of an environment in GymVecEnv, with results in the form of a Turn.
 
     :param env: the environment
     :param row: its row of the table
@@ -694,14 +723,16 @@ class SB3Driver:
         self.keys, self.all = row.infos, infos == "all"
         self.count, self.actions = self.venv.num_envs, self.venv.action_space
 
-    def policy_observation(self, observation: Any) -> Any:
+    def expected_observation(self, observation: Any) -> Any:
         """Return the part of an observation that SB3 gets, which is the one for the policy."""
         return observation["policy"] if isinstance(observation, dict) and "policy" in observation else observation
 
-    def flags(self, terminated: bool, truncated: bool) -> tuple[bool, bool]:
+    def expected_flags(self, terminated: bool, truncated: bool) -> tuple[bool, bool]:
+        """Return the done flag and the ``TimeLimit.truncated`` flag that SB3 gets."""
         return bool(terminated or truncated), bool(truncated and not terminated)
 
-    def info(self, info: dict[str, Any], ended: bool, starts: bool) -> Any:
+    def expected_info(self, info: dict[str, Any], ended: bool, starts: bool) -> Any:
+        """Return the numbers of an info that GymVecEnv is expected to return."""
         return select_numbers(info, self.keys) if ended or starts or self.all else {}
 
     def reset(self, seed: int) -> tuple[list[Any], list[Any]]:
@@ -736,7 +767,7 @@ class SB3Driver:
 
 
 class TorchRLDriver:
-    """Driver of an environment in GymWrapper.
+    """Driver of an environment in GymWrapper, with results in the form of a Turn.
 
     :param env: the environment
     :param row: its row of the table
@@ -773,17 +804,21 @@ class TorchRLDriver:
                 data.set(key, torch.as_tensor([float(value) for value in values]))
         return data
 
-    def policy_observation(self, observation: Any) -> Any:
+    def expected_observation(self, observation: Any) -> Any:
+        """Return an observation as a dict, with the keys that TorchRL uses."""
         return observation if isinstance(observation, dict) else {"observation": observation}
 
-    def flags(self, terminated: bool, truncated: bool) -> tuple[bool, bool]:
+    def expected_flags(self, terminated: bool, truncated: bool) -> tuple[bool, bool]:
+        """Return the terminated and truncated flags that TorchRL gets."""
         return bool(terminated), bool(truncated)
 
-    def info(self, info: dict[str, Any], ended: bool, starts: bool) -> Any:
+    def expected_info(self, info: dict[str, Any], ended: bool, starts: bool) -> Any:
+        """Return the numbers of an info, with zeros for missing ones, as TorchRL does."""
         found = select_numbers(info, self.keys)
         return {key: found.get(key, np.zeros(2) if key == "marks" else 0) for key in self.keys}
 
-    def _parts(self, data: Any) -> tuple[list[Any], list[Any]]:
+    def _observations_and_infos(self, data: Any) -> tuple[list[Any], list[Any]]:
+        """Return the observation and the info of each row."""
         names = set(self.env.observation_spec.keys()) - {*self.keys, "step_count"}
         infos = {key: data[key].numpy() for key in self.keys}
         return (
@@ -793,7 +828,7 @@ class TorchRLDriver:
 
     def reset(self, seed: int) -> tuple[list[Any], list[Any]]:
         self.now = self.env.reset(seed=seed)
-        return self._parts(self.now)
+        return self._observations_and_infos(self.now)
 
     def step(self, actions: Any) -> Turn:
         spec = self.env.action_spec
@@ -806,13 +841,18 @@ class TorchRLDriver:
         else:
             data, self.now = self.env.step_and_maybe_reset(given)
         after = data["next"]
-        observations, infos = self._parts(after)
-        following, reset_infos = self._parts(self.now)
+        observations, infos = self._observations_and_infos(after)
+        following, reset_infos = self._observations_and_infos(self.now)
         assert not self.now["done"].any()
         assert torch.equal(after["done"], after["terminated"] | after["truncated"])
         flags = torch.cat([after["terminated"], after["truncated"]], 1).tolist()
         return Turn(
-            observations, after["reward"].flatten().tolist(), list(map(tuple, flags)), infos, following, reset_infos
+            observations,
+            after["reward"].flatten().tolist(),
+            list(map(tuple, flags)),
+            infos,
+            following,
+            reset_infos,
         )  # type: ignore[arg-type]
 
     def end_episodes(self) -> None:
@@ -837,6 +877,7 @@ DRIVERS: dict[str, Callable[..., Any]] = {
 
 
 def assert_same(found: Any, expected: Any, tolerance: float, where: Any) -> None:
+    """Assert that two results are equal within a tolerance, including nested dicts."""
     if isinstance(expected, dict):
         assert isinstance(found, dict), where
         assert found.keys() == expected.keys(), where
@@ -878,14 +919,15 @@ def compare_with_oracle(
 
 
 def _compare_steps(row: TableRow, env: Any, stepper: Any, limit: int | None) -> None:
+    """Step a batch and its single environments, and assert equal results in each step."""
     random = np.random.default_rng(SEED)
     first_results = stepper.reset(SEED)
     singles = [row.oracle(env, index) for index in range(stepper.count)]
     kept, copies = [first_results], [copy.deepcopy(first_results)]
     for index, (single, observation, info) in enumerate(zip(singles, *first_results, strict=True)):
         expected, reset_info = single.reset(seed=SEED + index)
-        assert_same(observation, stepper.policy_observation(expected), row.tolerance, ("reset", index))
-        assert_same(info, stepper.info(reset_info, False, True), row.tolerance, ("reset", index, "info"))
+        assert_same(observation, stepper.expected_observation(expected), row.tolerance, ("reset", index))
+        assert_same(info, stepper.expected_info(reset_info, False, True), row.tolerance, ("reset", index, "info"))
     ages, together = np.zeros(len(singles), int), []
     for step in range(row.steps):
         actions = draw_actions(random, env, len(singles))
@@ -900,24 +942,29 @@ def _compare_steps(row: TableRow, env: Any, stepper: Any, limit: int | None) -> 
             info = {} if missing_infos == "last" else info
             truncated = truncated or ages[index] == limit
             ended = bool(terminated or truncated)
-            assert turn.flags[index] == stepper.flags(terminated, truncated), where
+            assert turn.flags[index] == stepper.expected_flags(terminated, truncated), where
             assert_same(turn.rewards[index], F32(reward), row.tolerance, (*where, "reward"))
             assert_same(
-                turn.observations[index], stepper.policy_observation(last), row.tolerance, (*where, "observation")
+                turn.observations[index], stepper.expected_observation(last), row.tolerance, (*where, "observation")
             )
-            assert_same(turn.infos[index], stepper.info(info, ended, False), row.tolerance, (*where, "info", ended))
+            assert_same(
+                turn.infos[index], stepper.expected_info(info, ended, False), row.tolerance, (*where, "info", ended)
+            )
             if ended:
                 ages[index] = 0
                 first, reset_info = single.reset()
                 reset_info = {} if missing_infos == "resets" else reset_info
                 where = (*where, "reset")
-                assert_same(turn.following[index], stepper.policy_observation(first), row.tolerance, where)
+                assert_same(turn.following[index], stepper.expected_observation(first), row.tolerance, where)
                 assert_same(
-                    turn.reset_infos[index], stepper.info(reset_info, False, True), row.tolerance, (*where, "info")
+                    turn.reset_infos[index],
+                    stepper.expected_info(reset_info, False, True),
+                    row.tolerance,
+                    (*where, "info"),
                 )
             else:
                 assert_same(
-                    turn.following[index], stepper.policy_observation(last), row.tolerance, (*where, "following")
+                    turn.following[index], stepper.expected_observation(last), row.tolerance, (*where, "following")
                 )
         together.append(int((ages == 0).sum()))
     assert sum(together) > row.steps / 20
@@ -928,6 +975,7 @@ def _compare_steps(row: TableRow, env: Any, stepper: Any, limit: int | None) -> 
 
 
 def draw_actions(random: Any, env: Any, count: int) -> Any:
+    """Draw a random action for each row."""
     space = getattr(env, "single_action_space", env.action_space)
     if hasattr(space, "n"):
         return random.integers(0, int(space.n), count)
@@ -935,6 +983,7 @@ def draw_actions(random: Any, env: Any, count: int) -> Any:
 
 
 def skip_without(module: str) -> None:
+    """Skip a test if a module is not installed, and name the test that runs it instead."""
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed here; test_rows_that_need_another_virtual_environment runs these rows")
 
@@ -959,7 +1008,7 @@ def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library:
 @pytest.mark.sample(quick=2, ci=20)
 @pytest.mark.parametrize("variant", ["rollout", "masks", "no infos"])
 @pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
-def test_rows_truncated_by_a_transform_next_to_rows_that_end(name: str, mode: AutoresetMode, variant: str) -> None:
+def test_rows_truncated_by_a_transform_equal_single_environments(name: str, mode: AutoresetMode, variant: str) -> None:
     skip_without(TABLE[name].needs)
     compare_with_oracle(TABLE[name], mode, partial(TorchRLDriver, variant=variant), limit=4)
 
@@ -970,7 +1019,9 @@ SEEDED = [case for case in CASES if not case[0].startswith(("EnvPool", "final_ob
 @pytest.mark.sample(quick=2, ci=20)
 @pytest.mark.parametrize("library", [name for name in DRIVERS if "," not in name])
 @pytest.mark.parametrize(("name", "mode"), SEEDED, ids=[f"{name}-{mode.value}" for name, mode in SEEDED])
-def test_full_reset_after_rows_have_ended(name: str, mode: AutoresetMode, library: str) -> None:
+def test_full_reset_after_ended_episodes_equals_single_environments(
+    name: str, mode: AutoresetMode, library: str
+) -> None:
     row = TABLE[name]
     skip_without(row.needs)
     compare_with_oracle(row._replace(steps=30), mode, DRIVERS[library], after_ends=True)
@@ -979,8 +1030,8 @@ def test_full_reset_after_rows_have_ended(name: str, mode: AutoresetMode, librar
 @pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("mode", ALL)
 @pytest.mark.parametrize("kind", [SyncVectorEnv, fork, shared_memory_env], ids=["sync", "async", "shared_memory_env"])
-def test_registered_infos_equal_single_environments(kind: Any, mode: AutoresetMode) -> None:
-    row = TableRow(vector_of(kind, Walk), ALL, lambda env, index: Walk(), ("age", "length"), steps=60)
+def test_infos_read_by_auto_register_info_dict_equal_single_environments(kind: Any, mode: AutoresetMode) -> None:
+    row = TableRow(make_vectorized(kind, Walk), ALL, lambda env, index: Walk(), ("age", "length"), steps=60)
     compare_with_oracle(row, mode, partial(TorchRLDriver, variant="registered"))
 
 
@@ -990,6 +1041,7 @@ BOTH_WRAPPERS = pytest.mark.parametrize("wrapper", [GymVecEnv, GymWrapper])
 
 
 def run_episodes(wrapper: Any, env: Any, **options: Any) -> None:
+    """Step an environment in a wrapper until episodes have ended."""
     stepper = wrapper(env, **options)
     if wrapper is GymWrapper:
         stepper.rollout(60, break_when_any_done=False)
@@ -1030,6 +1082,7 @@ FakeEnvPool.__module__ = "envpool.imitation"
 
 
 def make_envpool() -> Any:
+    """Make an asynchronous EnvPool, or skip the test."""
     skip_without("envpool")
     import envpool
 

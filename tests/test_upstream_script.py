@@ -14,6 +14,7 @@ SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import ``scripts/upstream_tests.py``, also if it was imported before."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     monkeypatch.delitem(sys.modules, "upstream_tests", raising=False)
     return importlib.import_module("upstream_tests")

@@ -47,7 +47,7 @@ def test_cpu_s_includes_ended_children_and_own_cpu_s_does_not() -> None:
     assert processes.own_cpu_s() - own < 0.3
 
 
-def test_only_one_of_two_environments_fails_on_cue(tmp_path: Path) -> None:
+def test_only_one_of_two_environments_fails_once_the_file_exists(tmp_path: Path) -> None:
     path = tmp_path / "fails"
     envs = [FailingCartPole("raise", str(path)) for _ in range(2)]
     for env in envs:
@@ -81,6 +81,7 @@ def test_run_once_kills_left_processes_and_reports_hangs_and_failures(
 
 
 def is_alive(pid: int) -> bool:
+    """Return whether a process runs; zombies count as ended."""
     # The parent of orphans may be slow to collect them, so a zombie counts as ended.
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
@@ -89,10 +90,13 @@ def is_alive(pid: int) -> bool:
 
 
 def replace_program(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    def popen(command: list[str], **options: Any) -> Any:
+    """Make each measurement run this Python code instead of the benchmark."""
+
+    def start_program(command: list[str], **options: Any) -> Any:
+        """Start the Python code, and ignore the command."""
         return POPEN([sys.executable, "-c", program], **options)
 
-    monkeypatch.setattr("benchmarks.parallel_env.subprocess.Popen", popen)
+    monkeypatch.setattr("benchmarks.parallel_env.subprocess.Popen", start_program)
 
 
 @pytest.mark.exhaustive

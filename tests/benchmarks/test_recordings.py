@@ -62,6 +62,7 @@ class Film(gym.Env[np.ndarray, np.ndarray]):
         self.action_space = spaces.Box(np.float32([-2, 0]), np.float32([2, 3]))
 
     def _frame(self) -> np.ndarray:
+        """Draw a random RGB frame, channel-first or channel-last."""
         frame = self.np_random.integers(1, 256, (36, 40, 3), np.uint8)
         return frame.transpose(2, 0, 1) if self.channel_first else frame
 
@@ -78,6 +79,7 @@ class Film(gym.Env[np.ndarray, np.ndarray]):
 
 
 def train_with_spy(model: BaseAlgorithm, steps: int) -> Spy:
+    """Train a model, and return its replay buffer, a ``Spy``."""
     model.set_logger(Logger(None, []))  # the default logger makes a temporary folder
     model.learn(steps)
     assert isinstance(model.replay_buffer, Spy)
@@ -85,12 +87,14 @@ def train_with_spy(model: BaseAlgorithm, steps: int) -> Spy:
 
 
 def record_again(venv: Any, spy: Spy, *, n_stack: int) -> Recording:
+    """Record the same environments with the actions that a spy has seen."""
     actions: Iterator[np.ndarray] = iter(spy.chosen)
     policy = Policy("actions of the model", lambda venv: next(actions))
     return recorders.record(venv, name="again", policy=policy, n_stack=n_stack, steps=len(spy.chosen))
 
 
 def assert_same(recording: Recording, spy: Spy, *, transposed_views: bool = True) -> None:
+    """Assert that a recording replays the transitions that a spy has seen."""
     assert recording.observation_space == spy.observation_space
     assert recording.action_space == spy.action_space
     replay = recording.transitions(transposed_views=transposed_views)
@@ -101,34 +105,36 @@ def assert_same(recording: Recording, spy: Spy, *, transposed_views: bool = True
 @pytest.mark.slow
 @pytest.mark.parametrize("n_envs", [1, 2])
 def test_atari_replay_equals_what_dqn_stores(n_envs: int) -> None:
-    def make() -> Any:
+    def make_breakout() -> Any:
+        """Make Breakout as a VecEnv with SB3's Atari wrappers."""
         return make_atari_env("BreakoutNoFrameskip-v4", n_envs=n_envs, seed=3)
 
     model = DQN(
         "CnnPolicy",
-        VecFrameStack(make(), n_stack=4),
+        VecFrameStack(make_breakout(), n_stack=4),
         buffer_size=500,
         learning_starts=250,
         batch_size=4,
         replay_buffer_class=Spy,
     )
     spy = train_with_spy(model, 300)
-    recording = record_again(make(), spy, n_stack=4)
+    recording = record_again(make_breakout(), spy, n_stack=4)
     assert recording.dones.sum() > 2
     assert_same(recording, spy)
 
 
 @pytest.mark.parametrize("transposed_views", [True, False])
 def test_rgb_replay_equals_what_sac_stores(transposed_views: bool) -> None:
-    def make(*, channel_first: bool) -> Any:
+    def make_films(*, channel_first: bool) -> Any:
+        """Make a VecEnv of two ``Film`` environments."""
         return make_vec_env(lambda: Film(channel_first=channel_first), n_envs=2, seed=3)
 
-    venv = VecFrameStack(make(channel_first=not transposed_views), n_stack=3)
+    venv = VecFrameStack(make_films(channel_first=not transposed_views), n_stack=3)
     spy = train_with_spy(SAC("CnnPolicy", venv, buffer_size=100, replay_buffer_class=Spy), 100)
     if transposed_views:
-        recording = record_again(make(channel_first=False), spy, n_stack=3)
+        recording = record_again(make_films(channel_first=False), spy, n_stack=3)
     else:
-        recording = to_channel_last(record_again(make(channel_first=True), spy, n_stack=3))
+        recording = to_channel_last(record_again(make_films(channel_first=True), spy, n_stack=3))
     assert recording.truncated.any()
     assert (recording.dones & ~recording.truncated).any()
     assert_same(recording, spy, transposed_views=transposed_views)

@@ -31,6 +31,7 @@ def install_machine(monkeypatch: pytest.MonkeyPatch) -> Put:
     """Return a function that fakes this machine and its environment variables."""
 
     def install_machine(inventory: Inventory, environ: dict[str, str]) -> None:
+        """Replace this machine's inventory and environment variables."""
         for name in set(os.environ) - set(environment()):
             monkeypatch.delenv(name)
         for name, value in environ.items():
@@ -188,6 +189,7 @@ def test_wrong_usage_prints_one_line_and_exits_with_2(arguments: Sequence[str], 
 
 
 def status_of(arguments: Sequence[str]) -> Any:
+    """Run the command in this process, and return its exit status."""
     try:
         return main(arguments)
     except SystemExit as ended:  # argparse exits by itself
@@ -208,6 +210,7 @@ def test_verify_reports_a_renderer_that_fails_as_an_error() -> None:
 
 def test_ctrl_c_exits_with_130_and_prints_nothing(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
+        """Raise KeyboardInterrupt instead of running the command."""
         raise KeyboardInterrupt
 
     monkeypatch.setattr(doctor, "_create_report", interrupted)

@@ -15,7 +15,8 @@ from tests.interrupts import interrupt_at, interrupt_everywhere
 
 
 @pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
+def restored_handlers() -> Iterator[None]:
+    """Restore the signal handlers, and assert that Python's SIGINT handler was unchanged."""
     numbers = (signal.SIGINT, signal.SIGALRM, signal.SIGTERM)
     before = [signal.getsignal(number) for number in numbers]
     yield
@@ -26,11 +27,14 @@ def handlers() -> Iterator[None]:
 
 
 class _Counter:
+    """Two counters, which differ if a call was interrupted halfway."""
+
     def __init__(self) -> None:
         self.first = self.second = 0
 
     @defer_signals
-    def both(self, during: Callable[[], Any] = lambda: None) -> str:
+    def increment_both(self, during: Callable[[], Any] = lambda: None) -> str:
+        """Increment both counters with signals deferred, and call ``during`` in between."""
         self.first += 1
         during()
         self.second += 1
@@ -41,8 +45,9 @@ def test_interrupted_call_is_complete_or_not_started() -> None:
     counters = []
 
     def prepare() -> Callable[[], Any]:
+        """Create a counter, and return its method that is to be interrupted."""
         counters.append(_Counter())
-        return counters[-1].both
+        return counters[-1].increment_both
 
     seen = set()
     for where in interrupt_everywhere(prepare, code_paths=("test_interrupts.py", "_interrupts.py")):
@@ -55,6 +60,7 @@ def test_interrupted_call_is_complete_or_not_started() -> None:
 def test_exception_of_a_call_is_the_context_of_keyboard_interrupt() -> None:
     @defer_signals
     def fails() -> None:
+        """Raise SIGINT and an exception while signals are deferred."""
         signal.raise_signal(signal.SIGINT)
         raise ValueError("ours")
 
@@ -69,7 +75,7 @@ def test_handlers_of_other_signals_are_deferred_too(name: str) -> None:
     number, counter, seen = getattr(signal, name), _Counter(), []
     before = signal.signal(number, lambda number, frame: seen.append((number, counter.second)))
     try:
-        assert counter.both(lambda: signal.raise_signal(number)) == "done"
+        assert counter.increment_both(lambda: signal.raise_signal(number)) == "done"
     finally:
         signal.signal(number, before)
     assert seen == [(number, 1)]
@@ -77,34 +83,38 @@ def test_handlers_of_other_signals_are_deferred_too(name: str) -> None:
 
 def test_second_signal_is_handled_if_the_first_handler_raises() -> None:
     def end(*_: object) -> None:
+        """Handle SIGTERM by exiting with status 3."""
         raise SystemExit(3)
 
     signal.signal(signal.SIGTERM, end)
 
-    def both() -> None:
+    def raise_both_signals() -> None:
+        """Raise two signals."""
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(SystemExit) as caught:
-        _Counter().both(both)
+        _Counter().increment_both(raise_both_signals)
     assert isinstance(caught.value.__context__, KeyboardInterrupt)
 
 
 def test_handler_that_another_handler_removes_is_not_called() -> None:
     seen = []
 
-    def first(*_: object) -> None:
+    def remove_other_handler(*_: object) -> None:
+        """Handle a signal by removing the handler of the other one."""
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        _Counter().both()
+        _Counter().increment_both()
         seen.append("first")
 
-    def both() -> None:
+    def raise_both_signals() -> None:
+        """Raise two signals."""
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGALRM)
 
-    signal.signal(signal.SIGTERM, first)
+    signal.signal(signal.SIGTERM, remove_other_handler)
     signal.signal(signal.SIGALRM, lambda *_: seen.append("second"))
-    assert _Counter().both(both) == "done"
+    assert _Counter().increment_both(raise_both_signals) == "done"
     assert seen == ["first"]
 
 
@@ -112,7 +122,7 @@ def test_latest_handler_is_called_after_it_was_replaced() -> None:
     seen = []
     for name in "ab":
         signal.signal(signal.SIGALRM, lambda *_, name=name: seen.append(name))
-        _Counter().both(lambda: signal.raise_signal(signal.SIGALRM))
+        _Counter().increment_both(lambda: signal.raise_signal(signal.SIGALRM))
     assert seen == ["a", "b"]
 
 
@@ -121,6 +131,7 @@ def test_long_call_ends_where_it_runs_pending_handlers() -> None:
 
     @defer_signals
     def work() -> None:
+        """Take ten steps, with an interrupt in the fourth one."""
         for step in range(10):
             if step == 3:
                 signal.raise_signal(signal.SIGINT)
@@ -137,17 +148,18 @@ def test_handlers_stay_deferred_after_a_nested_call() -> None:
     inner, outer = _Counter(), _Counter()
 
     def during() -> None:
+        """Raise SIGINT, then make a nested call that defers signals."""
         signal.raise_signal(signal.SIGINT)
-        inner.both()
+        inner.increment_both()
 
     with pytest.raises(KeyboardInterrupt):
-        outer.both(during)
+        outer.increment_both(during)
     assert (inner.second, outer.second) == (1, 1)
 
 
 def test_decorated_function_runs_in_other_threads() -> None:
     counter = _Counter()
-    thread = threading.Thread(target=counter.both)
+    thread = threading.Thread(target=counter.increment_both)
     thread.start()
     thread.join()
     assert counter.second == 1
@@ -158,12 +170,13 @@ def test_process_forked_by_a_thread_defers_signals() -> None:
     codes = []
 
     def fork() -> None:
+        """Fork a process that interrupts a call and exits with 0 if it was completed."""
         child = os.fork()
         if child == 0:
             code = 1
             try:
                 counter = _Counter()
-                where = interrupt_at(counter.both, 3, code_paths=("test_interrupts.py",))
+                where = interrupt_at(counter.increment_both, 3, code_paths=("test_interrupts.py",))
                 code = where is None or (counter.first, counter.second) != (1, 1)
             finally:
                 os._exit(code)

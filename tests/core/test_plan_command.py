@@ -52,6 +52,7 @@ class Quits(Loud):
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write a module that defines an environment, and return its name."""
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_planned_env.py").write_text(FACTORY)

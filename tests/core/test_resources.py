@@ -27,6 +27,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
 
     def write(files: dict[str, str]) -> None:
+        """Write files, given by their paths on the machine."""
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
@@ -112,7 +113,7 @@ def test_memory_limit_is_used_without_meminfo(tree: Tree) -> None:
     assert available_memory() == 3000
 
 
-def test_memory_limits_of_control_groups_version_1(tree: Tree) -> None:
+def test_memory_limits_of_control_groups_version_1_are_respected(tree: Tree) -> None:
     folder = "sys/fs/cgroup/memory/job"
     tree(MACHINE | V1 | {f"{folder}/memory.limit_in_bytes": "9223372036854771712\n"})
     tree({f"{folder}/memory.usage_in_bytes": "1000\n", f"{folder}/memory.stat": "inactive_file 1\n"})

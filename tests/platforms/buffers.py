@@ -35,40 +35,46 @@ def frames(number: int) -> np.ndarray:
     return frame
 
 
-def stack(number: int) -> np.ndarray:
+def observations_at(number: int) -> np.ndarray:
+    """Return the last four frames of each environment as an observation."""
     return np.stack([frames(max(number + i, 0)) for i in range(-3, 1)], axis=-1)
 
 
-def fill(store: FrameStore, start: int, stop: int) -> None:
+def append_transitions(store: FrameStore, start: int, stop: int) -> None:
+    """Append transitions and their rewards to a store."""
     rewards = store.rows("reward", (N_ENVS,), np.float32)
     for number in range(start, stop):
-        store.append(stack(number), stack(number + 1))
+        store.append(observations_at(number), observations_at(number + 1))
         rewards[number % CAPACITY] = number
 
 
-def check(store: FrameStore, start: int, stop: int, *, off: int = 0) -> None:
+def check_transitions(store: FrameStore, start: int, stop: int, *, off: int = 0) -> None:
+    """Assert that a store contains these transitions, each pixel within ``off``."""
     rows = np.arange(CAPACITY, dtype=np.int64)
     outs = [np.empty((CAPACITY, *SHAPE), np.uint8) for _ in range(2)]
     for env in range(N_ENVS):
         store.get(rows, np.full(CAPACITY, env, dtype=np.int64), *outs)
         for number in range(max(start, stop - CAPACITY), stop):
-            for out, expected in zip(outs, (stack(number), stack(number + 1)), strict=True):
+            for out, expected in zip(outs, (observations_at(number), observations_at(number + 1)), strict=True):
                 wrong = np.abs(out[number % CAPACITY].astype(int) - expected[env].astype(int)).max()
                 assert wrong <= off, (env, number, wrong)
 
 
 def make_store(codec: str = "auto", **options: Any) -> FrameStore:
+    """Create an adaptive store, in memory by default."""
     return FrameStore.adaptive(CAPACITY, N_ENVS, SHAPE, np.uint8, codec=codec, **options)
 
 
 @contextlib.contextmanager
-def folder() -> Iterator[Path]:
+def temporary_folder() -> Iterator[Path]:
+    """Create a temporary folder, and delete it after the ``with`` block."""
     path = Path(tempfile.mkdtemp())
     yield path
     shutil.rmtree(path)  # on Windows, it fails if a file is still in use
 
 
 def expect_error(kind: type[Exception], words: str, function: Callable[[], Any]) -> None:
+    """Assert that a call raises this kind of exception with these words."""
     text = None
     try:
         function()
@@ -81,11 +87,11 @@ def expect_error(kind: type[Exception], words: str, function: Callable[[], Any])
 def test_store_in_memory_returns_transitions() -> None:
     for codec in ("auto", "raw", "patch", "patch+lz4"):
         store = make_store(codec)
-        fill(store, 0, ADDED)
-        check(store, 0, ADDED)
+        append_transitions(store, 0, ADDED)
+        check_transitions(store, 0, ADDED)
         store.clear()
-        fill(store, 0, 10)
-        check(store, 0, 10)
+        append_transitions(store, 0, 10)
+        check_transitions(store, 0, 10)
 
 
 def test_store_with_a_budget_drops_transitions() -> None:
@@ -99,8 +105,8 @@ def test_store_with_a_budget_drops_transitions() -> None:
 
 def test_lossy_stores_keep_their_error_small() -> None:
     store = make_store("patch", max_error=3)
-    fill(store, 0, ADDED)
-    check(store, 0, ADDED, off=3)
+    append_transitions(store, 0, ADDED)
+    check_transitions(store, 0, ADDED, off=3)
     with contextlib.suppress(ImportError):
         import simplejpeg  # noqa: F401
 
@@ -114,50 +120,51 @@ def test_lossy_stores_keep_their_error_small() -> None:
 
 
 def test_checkpoint_is_loaded_and_damage_detected() -> None:
-    with folder() as path:
+    with temporary_folder() as path:
         store = make_store()
-        fill(store, 0, ADDED)
+        append_transitions(store, 0, ADDED)
         for _ in range(2):  # the second save replaces the first file
             store.save(path / "store")
         loaded = FrameStore.load(path / "store")
-        check(loaded, 0, ADDED)
-        fill(loaded, ADDED, ADDED + 20)
-        check(loaded, 0, ADDED + 20)
+        check_transitions(loaded, 0, ADDED)
+        append_transitions(loaded, ADDED, ADDED + 20)
+        check_transitions(loaded, 0, ADDED + 20)
         (path / "store").write_bytes((path / "store").read_bytes()[:-100])
         expect_error(CorruptFileError, "damaged", lambda: FrameStore.load(path / "store"))
 
 
-def _use_a_folder(path: Path, codec: str) -> None:
+def _use_folder(path: Path, codec: str) -> None:
+    """Create, fill and close a store in a folder, and check its errors."""
     store = make_store(codec, storage_dir=path)
-    fill(store, 0, ADDED)
-    check(store, 0, ADDED)
+    append_transitions(store, 0, ADDED)
+    check_transitions(store, 0, ADDED)
     expect_error(StorageError, f"in use by this process, {os.getpid()}", lambda: make_store(codec, storage_dir=path))
     store.close()
-    expect_error(StorageError, "was closed", lambda: check(store, 0, ADDED))
+    expect_error(StorageError, "was closed", lambda: check_transitions(store, 0, ADDED))
 
 
 def test_folder_is_reopened_with_all_transitions() -> None:
-    with folder() as path:
+    with temporary_folder() as path:
         for codec in ("auto", "patch+lz4"):
-            _use_a_folder(path / codec, codec)
+            _use_folder(path / codec, codec)
             store = make_store(codec, storage_dir=path / codec)
             assert store.recovered is not None
             assert store.recovered.kept == CAPACITY
-            check(store, 0, ADDED)
+            check_transitions(store, 0, ADDED)
             assert (store.rows("reward", (N_ENVS,), np.float32).max(axis=1) >= ADDED - CAPACITY).all()
-            fill(store, ADDED, ADDED + 7)
-            check(store, 0, ADDED + 7)
+            append_transitions(store, ADDED, ADDED + 7)
+            check_transitions(store, 0, ADDED + 7)
             store.close()
             del store
 
 
 def test_damaged_folder_is_salvaged() -> None:
-    with folder() as path:
+    with temporary_folder() as path:
         store = make_store("patch", storage_dir=path / "a")
-        fill(store, 0, ADDED)
+        append_transitions(store, 0, ADDED)
         store.clear()
-        fill(store, 0, 20)
-        check(store, 0, 20)
+        append_transitions(store, 0, 20)
+        check_transitions(store, 0, 20)
         store.close()
         del store
         whole = bytearray((path / "a" / "row-reward").read_bytes())
@@ -168,14 +175,16 @@ def test_damaged_folder_is_salvaged() -> None:
 
 
 def _add_until_killed(path: Path) -> None:
+    """Fill a store in a folder, then wait until the process is killed."""
     store = make_store("patch", storage_dir=path)
-    fill(store, 0, ADDED)
+    append_transitions(store, 0, ADDED)
     (path.parent / "added").touch()
     while True:
         time.sleep(1)
 
 
-def _kill_when(path: Path, process: Any) -> None:
+def _kill_when_file_exists(path: Path, process: Any) -> None:
+    """Wait for a file, then kill a process."""
     for _ in range(6000):
         if path.exists():
             break
@@ -186,7 +195,7 @@ def _kill_when(path: Path, process: Any) -> None:
 
 
 def test_transitions_of_a_killed_process_are_recovered() -> None:
-    with folder() as path:
+    with temporary_folder() as path:
         process = multiprocessing.get_context("spawn").Process(target=_add_until_killed, args=(path / "a",))
         process.start()
         for _ in range(6000):
@@ -198,16 +207,17 @@ def test_transitions_of_a_killed_process_are_recovered() -> None:
             f"in use by another process, {process.pid}",
             lambda: make_store("patch", storage_dir=path / "a"),
         )
-        _kill_when(path / "added", process)
+        _kill_when_file_exists(path / "added", process)
         store = make_store("patch", storage_dir=path / "a")
         assert store.recovered is not None
         assert store.recovered.kept >= CAPACITY - 1
-        check(store, ADDED - CAPACITY + 1, ADDED - 1)
+        check_transitions(store, ADDED - CAPACITY + 1, ADDED - 1)
         store.close()
         del store
 
 
-def _count(lock: ProcessLock, region: Any, times: int) -> None:
+def _increment_under_lock(lock: ProcessLock, region: Any, times: int) -> None:
+    """Increment a number in shared memory several times, each time under a lock."""
     number = region.array(0, (1,), np.int64)
     for _ in range(times):
         with lock:
@@ -216,7 +226,8 @@ def _count(lock: ProcessLock, region: Any, times: int) -> None:
             number[0] = seen + 1
 
 
-def _hold(lock: ProcessLock, path: Path) -> None:
+def _hold_lock_until_killed(lock: ProcessLock, path: Path) -> None:
+    """Hold a lock until the process is killed. The file at ``path`` shows that it is held."""
     with lock:
         path.touch()
         time.sleep(600)
@@ -226,17 +237,17 @@ def test_processes_share_memory_and_a_lock() -> None:
     context, lock, region = multiprocessing.get_context("spawn"), ProcessLock(), new_region(1 << 20)
     number = region.array(0, (1,), np.int64)
     region.reserve(0, number.nbytes)
-    process = context.Process(target=_count, args=(lock, region, 500))
+    process = context.Process(target=_increment_under_lock, args=(lock, region, 500))
     process.start()
-    _count(lock, region, 500)
+    _increment_under_lock(lock, region, 500)
     process.join()
     assert number[0] == 1000
-    with folder() as path:
-        holder = context.Process(target=_hold, args=(lock, path / "held"))
+    with temporary_folder() as path:
+        holder = context.Process(target=_hold_lock_until_killed, args=(lock, path / "held"))
         holder.start()
         dead: list[int] = []
         lock.recover = dead.append
-        _kill_when(path / "held", holder)
+        _kill_when_file_exists(path / "held", holder)
         with lock:
             assert dead == [holder.pid]
 
@@ -257,7 +268,12 @@ def test_compressed_replay_buffer_equals_sb3() -> None:
         done = np.array([number % 30 == 29, number % 25 == 24])
         for buffer in buffers:
             buffer.add(
-                stack(number), stack(number + 1), np.full(N_ENVS, number % 4), np.ones(N_ENVS), done, [{}] * N_ENVS
+                observations_at(number),
+                observations_at(number + 1),
+                np.full(N_ENVS, number % 4),
+                np.ones(N_ENVS),
+                done,
+                [{}] * N_ENVS,
             )
     theirs, ours = ([] for _ in range(2))
     for buffer, seen in zip(buffers, (theirs, ours), strict=True):

@@ -59,6 +59,7 @@ gymnasium.register("rl_ext_tests/Simulator-v0", Simulator, max_episode_steps=6)
 
 
 def assert_no_children() -> None:
+    """Wait for the end of this process's children, and fail after a time limit."""
     deadline = time.monotonic() + 60
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -77,6 +78,7 @@ def is_missing(*names: str) -> bool:
 
 
 def collect_rewards(environment: Any, seed: int) -> list[float]:
+    """Return the rewards of five steps after a reset."""
     environment.reset(seed=seed)
     return [float(environment.step(NOTHING)[1]) for _ in range(5)]
 
@@ -89,6 +91,7 @@ def test_second_instance_in_a_process_fails() -> None:
 
 
 def _build_and_step(factory: EnvFactory[Any], seed: int) -> list[float]:
+    """Build an environment, and return the rewards of five steps."""
     with contextlib.closing(factory()) as environment:
         return collect_rewards(environment, seed)
 
@@ -128,10 +131,11 @@ def test_error_names_how_a_worker_died() -> None:
     crashed_in_call = "raised OSError" if ON_WINDOWS else crashed
     deaths = {CRASH: crashed_in_call, CRASH_IN_A_THREAD: crashed, ABORT: aborted, EXIT: "ended with exit code 7"}
     for action, how in deaths.items():
-        _check_death(action, how)
+        _check_error_of_dying_worker(action, how)
 
 
-def _check_death(action: int, how: str) -> None:
+def _check_error_of_dying_worker(action: int, how: str) -> None:
+    """Let one worker die in a step, and check that the error names how."""
     from sb3_ext import make_vec_env
 
     vec_env = make_vec_env(Simulator, 2, isolation="process")
@@ -149,11 +153,12 @@ def test_parallel_env_starts_one_process_per_instance() -> None:
 
     workers = ParallelEnv(2, lambda: GymWrapper(Simulator()), mp_start_method="spawn")
     with contextlib.closing(workers):
-        assert workers.rollout(3, policy=_idle(workers)).shape == (2, 3)
+        assert workers.rollout(3, policy=_make_idle_policy(workers)).shape == (2, 3)
     assert_no_children()
 
 
-def _idle(workers: Any) -> Callable[[Any], Any]:
+def _make_idle_policy(workers: Any) -> Callable[[Any], Any]:
+    """Return a policy whose actions are all zero."""
     return lambda tensordict: tensordict.set("action", workers.action_spec.zero())
 
 

@@ -27,7 +27,7 @@ from torchrl.envs import GymWrapper as UpstreamWrapper
 from rl_ext_core.cli import main as rl_ext
 from rl_ext_core.errors import StorageError
 from sb3_ext import CompressedReplayBuffer, CompressedRolloutBuffer, GymVecEnv, resolve_device
-from tests.platforms.buffers import expect_error, folder, main
+from tests.platforms.buffers import expect_error, main, temporary_folder
 from torchrl_ext import FrameStorage, GymWrapper
 
 
@@ -47,12 +47,14 @@ class Moving(gymnasium.Env[Any, Any]):
         return self._image(), float(self.at == 7), self.count == 9, False, {}
 
     def _image(self) -> Any:
+        """Return an image with a dot at the current position."""
         image = np.zeros((1, 36, 36), np.uint8)
         image[0, self.count, self.at] = 255
         return image
 
 
 def run_command(*arguments: str) -> str:
+    """Run ``rl-ext`` in this process, and return its output."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = rl_ext(list(arguments))
     assert code in (0, 1), (arguments, code)  # 1 for a problem with this machine
@@ -65,7 +67,8 @@ def test_commands_print_results() -> None:
     assert resolve_device("cpu") == torch.device("cpu")
 
 
-def _train(kind: Any, algorithm: Any, **options: Any) -> list[torch.Tensor]:
+def _train_and_get_weights(kind: Any, algorithm: Any, **options: Any) -> list[torch.Tensor]:
+    """Train a model for 64 steps, and return its weights."""
     torch.manual_seed(0)
     env = DummyVecEnv([Moving] * 2)
     model = algorithm("CnnPolicy", env, seed=0, device="cpu", policy_kwargs={"net_arch": [8]}, **options, **kind)
@@ -75,26 +78,30 @@ def _train(kind: Any, algorithm: Any, **options: Any) -> list[torch.Tensor]:
 
 
 def _assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    """Assert that two lists of tensors are equal."""
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 def test_dqn_weights_match_sb3() -> None:
     options = {"buffer_size": 40, "learning_starts": 20, "batch_size": 8}
     ours, theirs = (
-        _train({"replay_buffer_class": kind}, DQN, **options) for kind in (CompressedReplayBuffer, ReplayBuffer)
+        _train_and_get_weights({"replay_buffer_class": kind}, DQN, **options)
+        for kind in (CompressedReplayBuffer, ReplayBuffer)
     )
     _assert_equal(ours, theirs)
 
 
 def test_ppo_weights_match_sb3() -> None:
     options = {"n_steps": 16, "batch_size": 8, "n_epochs": 1}
-    ours, theirs = (_train(kind, PPO, **options) for kind in ({"rollout_buffer_class": CompressedRolloutBuffer}, {}))
+    ours, theirs = (
+        _train_and_get_weights(kind, PPO, **options) for kind in ({"rollout_buffer_class": CompressedRolloutBuffer}, {})
+    )
     _assert_equal(ours, theirs)
 
 
 def test_saved_replay_buffer_samples_the_same_batches() -> None:
     options = {"buffer_size": 40, "device": "cpu", "policy_kwargs": {"net_arch": [8]}}
-    with folder() as path:
+    with temporary_folder() as path:
         model = DQN("CnnPolicy", Moving(), replay_buffer_class=CompressedReplayBuffer, **options)
         model.set_logger(Logger(None, []))
         model.learn(30)
@@ -111,7 +118,7 @@ def test_saved_replay_buffer_samples_the_same_batches() -> None:
 
 def test_replay_buffer_in_a_folder_can_be_reopened() -> None:
     space, env = (Moving.observation_space, Moving.action_space), Moving()
-    with folder() as path:
+    with temporary_folder() as path:
         buffer = CompressedReplayBuffer(40, *space, device="cpu", storage_dir=path / "kept")
         observation = env.reset(seed=0)[0]
         for _ in range(9):
@@ -131,6 +138,7 @@ def test_replay_buffer_in_a_folder_can_be_reopened() -> None:
 
 
 def _make_data(n: int) -> TensorDict:
+    """Make a TensorDict of ``n`` stacked images and rewards."""
     pixels = torch.zeros(n, 4, 40, 40, dtype=torch.uint8)
     for i in range(n):
         for j in range(4):
@@ -139,6 +147,7 @@ def _make_data(n: int) -> TensorDict:
 
 
 def _fill_buffer(storage: Any) -> TensorDictReplayBuffer:
+    """Make a replay buffer with this storage, and add 60 entries."""
     buffer = TensorDictReplayBuffer(storage=storage, batch_size=8)
     buffer.extend(_make_data(30))
     buffer.extend(_make_data(30))
@@ -148,7 +157,7 @@ def _fill_buffer(storage: Any) -> TensorDictReplayBuffer:
 def test_frame_storage_matches_tensor_storage() -> None:
     every = torch.arange(50)
     expected = _fill_buffer(LazyTensorStorage(50)).storage.get(every)
-    with folder() as path:
+    with temporary_folder() as path:
         buffer = _fill_buffer(FrameStorage(50))
         assert (buffer.storage.get(every) == expected).all()
         buffer.dumps(path / "dumped")
@@ -160,7 +169,7 @@ def test_frame_storage_matches_tensor_storage() -> None:
 def test_frame_storage_in_a_folder_can_be_reopened() -> None:
     every = torch.arange(50)
     expected = _fill_buffer(LazyTensorStorage(50)).storage.get(every)
-    with folder() as path:
+    with temporary_folder() as path:
         buffer = _fill_buffer(FrameStorage(50, storage_dir=path / "kept"))
         expect_error(StorageError, "in use", lambda: FrameStorage(50, storage_dir=path / "kept"))
         buffer.storage.close()

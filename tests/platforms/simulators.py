@@ -44,7 +44,7 @@ class Single(gymnasium.Env[Any, Any]):
 
 
 class Aborts(Single):
-    """Environment whose second instance aborts the process."""
+    """Environment that aborts the process when a second instance is built."""
 
     def __init__(self) -> None:
         if self.instances:
@@ -92,11 +92,15 @@ class Locks(Shares):
 
 
 class Unrepeatable(Shares):
+    """Environment whose steps are random, also with a seed."""
+
     def step(self, action: Any) -> Any:
         return np.random.default_rng().random(3, np.float32), 0.0, False, False, {}
 
 
 class Declared(Single):
+    """Environment whose metadata declares that instances can share a process."""
+
     metadata: ClassVar[dict[str, Any]] = {"isolation": "in-process", "render_modes": []}
 
     def __init__(self) -> None:

@@ -39,6 +39,7 @@ main(["--help"])
 
 
 def run(system: str, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run Python on an imitated system, and return the finished process."""
     paths = [str(STAND_IN), str(ROOT), str(ROOT / "shared"), os.environ.get("PYTHONPATH", "")]
     environ = {**os.environ, "RL_EXT_STAND_IN": system, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environ = {name: value for name, value in environ.items() if not name.startswith(("PYTEST_", "COV_"))}
@@ -103,6 +104,7 @@ def test_scripts_on_imitated_systems(
 
 
 def compile_library(folder: Path) -> str:
+    """Compile the C simulator into a shared library; skip the test without a compiler."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         pytest.skip("there is no C compiler")

@@ -25,7 +25,7 @@ from rl_ext_core.errors import WorkerError
 from rl_ext_core.isolation import Isolation, probe
 from sb3_ext import AutoVecEnv, SharedMemoryVecEnv, as_factory, make_vec_env
 from tests.platforms import simulators
-from tests.platforms.buffers import expect_error, folder, main
+from tests.platforms.buffers import expect_error, main, temporary_folder
 
 psutil: Any = importlib.import_module("psutil") if importlib.util.find_spec("psutil") else None
 
@@ -35,6 +35,7 @@ class Single(simulators.Single):
 
 
 def record_steps(venv: VecEnv, seed: int = 3) -> list[Any]:
+    """Step two environments twelve times, close them, and return all results."""
     with contextlib.closing(venv):
         venv.seed(seed)
         seen = [venv.reset()]
@@ -45,11 +46,13 @@ def record_steps(venv: VecEnv, seed: int = 3) -> list[Any]:
 
 
 def assert_same(one: list[Any], other: list[Any]) -> None:
+    """Assert that two lists of arrays are equal."""
     for mine, theirs in zip(one, other, strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
 def assert_no_children() -> None:
+    """Wait for the end of this process's children, and fail after a time limit."""
     deadline = time.monotonic() + 60
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -98,7 +101,7 @@ def test_probe_verdicts() -> None:
 
 
 def test_probe_kills_hanging_env_and_its_children() -> None:
-    with folder() as place:
+    with temporary_folder() as place:
         (place / "temporary").mkdir()
         before = {name: os.environ.pop(name, None) for name in ("TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME")}
         os.environ.update(dict.fromkeys(before, str(place / "temporary")))
@@ -121,7 +124,7 @@ def test_probe_kills_hanging_env_and_its_children() -> None:
 
 
 def test_independent_envs_share_a_process_without_a_main_guard() -> None:
-    with folder() as place:
+    with temporary_folder() as place:
         script = place / "script.py"
         script.write_text(
             "from sb3_ext import make_vec_env\n"

@@ -33,16 +33,19 @@ Check = Callable[[], None]
 CHECKS: dict[str, Check] = {}
 
 
-def check(function: Check) -> Check:
+def register_check(function: Check) -> Check:
+    """Add a function to ``CHECKS`` under its name, and return it."""
     CHECKS[function.__name__] = function
     return function
 
 
-def actors() -> list[psutil.Process]:
+def actor_processes() -> list[psutil.Process]:
+    """Return the processes of Ray actors that this process has started."""
     return [child for child in psutil.Process().children(recursive=True) if "ray::Actor" in child.name()]
 
 
 def compare_with_subproc(build: Any, n_workers: int | None) -> None:
+    """Check that RayVecEnv returns the same results as SubprocVecEnv."""
     space = build().action_space
     space.seed(0)
     actions = [action_of(space, 3) for _ in range(25)]
@@ -62,8 +65,9 @@ for name, build, n_workers in (
     CHECKS[name] = functools.partial(compare_with_subproc, build, n_workers)
 
 
-@check
-def methods() -> None:
+@register_check
+def methods_reach_the_environments() -> None:
+    """Check that attributes and methods of the environments in actors can be used."""
     venv = RayVecEnv([RandomEnv] * 3, n_workers=2)
     venv.set_attr("label", "other", 1)
     assert venv.get_attr("label", indices=[2, 1]) == ["drawn", "other"]
@@ -71,7 +75,7 @@ def methods() -> None:
         venv.env_method("raise_in_call", indices=1)
     assert venv.env_method("loaded", ["stable_baselines3", "torch"]) == [[]] * 3
     pids = venv.env_method("pid")
-    assert set(pids) <= {actor.pid for actor in actors()}
+    assert set(pids) <= {actor.pid for actor in actor_processes()}
     assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [2, 1]
     draws = [json.dumps(draw) for draw in venv.env_method("draws")]
     assert len(set(draws)) == 3
@@ -80,8 +84,9 @@ def methods() -> None:
         venv.reset()
 
 
-@check
-def instances_and_make_vec_env() -> None:
+@register_check
+def instances_and_make_vec_env_work_with_ray() -> None:
+    """Check copies of a changed instance, and training with make_vec_env."""
     changed = gym.make("CartPole-v1")
     changed.unwrapped.gravity = 3.5  # type: ignore[attr-defined]
     venv = RayVecEnv([as_factory(changed)] * 2)
@@ -96,6 +101,7 @@ def instances_and_make_vec_env() -> None:
 
 
 def run_episodes(venv: RayVecEnv, said: str) -> None:
+    """Reset and step; after a failure, check that the next reset raises the same error."""
     try:
         venv.seed(40)
         venv.reset()
@@ -110,6 +116,7 @@ def run_episodes(venv: RayVecEnv, said: str) -> None:
 
 
 def assert_fails(when: str, how: str, said: str, phase: str, **options: Any) -> WorkerError:
+    """Check that a failing environment raises WorkerError with this text; return the error."""
     with pytest.raises(WorkerError, match=said) as caught:
         run_episodes(
             RayVecEnv([Counting, functools.partial(Failing, when, how), Counting], n_workers=2, **options), said
@@ -118,8 +125,8 @@ def assert_fails(when: str, how: str, said: str, phase: str, **options: Any) -> 
     return caught.value
 
 
-@check
-def exceptions() -> None:
+@register_check
+def exceptions_raise_worker_errors() -> None:
     for phase in ("constructor", "reset", "step", "close"):
         error = assert_fails(phase, "raise", "environment 1 of 3.*ValueError.'the rope has snapped'", phase)
         assert isinstance(error.__cause__, ValueError)
@@ -129,8 +136,8 @@ def exceptions() -> None:
     assert assert_fails("step", "sys.exit", "SystemExit", "step").kind == "exception"
 
 
-@check
-def deaths() -> None:
+@register_check
+def deaths_of_actors_raise_worker_errors() -> None:
     for how in ("SIGSEGV", "SIGKILL", "os._exit"):
         error = assert_fails(
             "step", how, r"environment [01] of 3 .*its actor, with environments 0 to 1, has died", "step"
@@ -138,12 +145,13 @@ def deaths() -> None:
         assert error.kind == "exit"
 
 
-@check
+@register_check
 def interrupted_steps_can_be_awaited_again() -> None:
     venv = RayVecEnv([Counting] * 3, n_workers=2)
     actions = np.zeros(3, dtype=np.int64)
 
     def prepare() -> Callable[[], Any]:
+        """Begin a step, and return the call that waits for it."""
         venv.reset()
         venv.step(actions)
         venv.step_async(actions)
@@ -158,7 +166,7 @@ def interrupted_steps_can_be_awaited_again() -> None:
     venv.close()
 
 
-@check
+@register_check
 def ray_is_not_restarted_after_shutdown() -> None:
     closed, used = RayVecEnv([RandomEnv]), RayVecEnv([RandomEnv] * 2)
     ray.shutdown()
@@ -170,26 +178,29 @@ def ray_is_not_restarted_after_shutdown() -> None:
     start_ray()
 
 
-@check
-def hangs() -> None:
+@register_check
+def hanging_environments_exceed_timeouts() -> None:
     assert_fails("step", "hang", "did not answer within 1 s", "step", step_timeout=1)
     assert_fails("constructor", "hang", "did not answer within 10 s", "constructor", start_timeout=10)
 
 
-@check
+@register_check
 def no_actor_is_left() -> None:
+    """Wait until all actors have ended; fail after two minutes."""
     end = time.monotonic() + 120
-    while left := actors():
+    while left := actor_processes():
         assert time.monotonic() < end, left
         time.sleep(0.1)
 
 
 def start_ray() -> None:
+    """Start a local Ray cluster with four CPUs."""
     options = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": 2**27, "log_to_driver": False}
     ray.init("local", _temp_dir=sys.argv[1], **options)
 
 
 def main() -> None:
+    """Run all checks, and print the traceback of each as JSON."""
     found = {}
     start_ray()
     for name, function in CHECKS.items():

@@ -20,25 +20,29 @@ from sb3_ext import CompressedReplayBuffer, CompressedRolloutBuffer, GymVecEnv, 
 from tests.sb3_ext.toys import image_env
 
 
-def weights(model: Any) -> list[np.ndarray]:
+def parameters_of(model: Any) -> list[np.ndarray]:
+    """Return the parameters of all networks in a model's policy."""
     states = [state for name, state in vars(model.policy).items() if name.endswith("_state")]
     return [np.asarray(leaf) for state in states for leaf in jax.tree_util.tree_leaves(state.params)]
 
 
 def train_weights(algorithm: Any, policy: str, env: VecEnv, steps: int, **options: Any) -> list[np.ndarray]:
+    """Train an algorithm on an environment, and return its parameters."""
     env.seed(1)
     model = algorithm(policy, env, seed=1, batch_size=16, **options)
     model.learn(steps)
     env.close()
-    return weights(model)
+    return parameters_of(model)
 
 
-def all_equal(found: list[list[np.ndarray]]) -> bool:
+def all_weights_equal(found: list[list[np.ndarray]]) -> bool:
+    """Return whether all models have the same parameters, at least one."""
     first, *others = found
     return bool(first) and all(len(first) == len(b) and all(map(np.array_equal, first, b)) for b in others)
 
 
 def main() -> dict[str, bool]:
+    """Train each algorithm with both packages' classes; return which get equal weights."""
     images = {"buffer_size": 300, "learning_starts": 50}
     dqn = [
         train_weights(sbx.DQN, "CnnPolicy", image_env(n_envs=1), 120, replay_buffer_class=cls, **images)
@@ -54,7 +58,7 @@ def main() -> dict[str, bool]:
         train_weights(sbx.SAC, "MlpPolicy", env, 40, buffer_size=500, learning_starts=20)
         for env in (DummyVecEnv(pendulums), GymVecEnv(vectorized))
     ]
-    return {"DQN": all_equal(dqn), "PPO": all_equal(ppo), "SAC": all_equal(sac)}
+    return {"DQN": all_weights_equal(dqn), "PPO": all_weights_equal(ppo), "SAC": all_weights_equal(sac)}
 
 
 if __name__ == "__main__":

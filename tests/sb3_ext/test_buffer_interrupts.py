@@ -28,7 +28,7 @@ DICT = spaces.Dict(camera=BOX, place=VECTOR)
 GOALS = spaces.Dict(observation=BOX, achieved_goal=VECTOR, desired_goal=VECTOR)
 
 
-class Goals:
+class GoalRewards:
     """Minimal environment for hindsight: it computes rewards."""
 
     num_envs = N_ENVS
@@ -38,6 +38,7 @@ class Goals:
 
 
 def make_box_observation(space: spaces.Box, time: int) -> np.ndarray:
+    """Return the observation of all environments at a time, for a Box space."""
     if space is BOX:
         frames = [np.arange(64).reshape(8, 8) + 7 * max(at, 0) for at in (time - 1, time)]
         return np.stack([np.stack(frames)] * N_ENVS).astype(np.uint8)
@@ -45,14 +46,16 @@ def make_box_observation(space: spaces.Box, time: int) -> np.ndarray:
 
 
 def make_observation(space: Any, time: int) -> Any:
+    """Return the observation of all environments at a time, for a Box or Dict space."""
     return (
-        {key: make_box_observation(code_paths, time) for key, code_paths in space.items()}
+        {key: make_box_observation(part, time) for key, part in space.items()}
         if isinstance(space, spaces.Dict)
         else make_box_observation(space, time)
     )
 
 
 def make_buffer(kind: str, folder: Path | None) -> Any:
+    """Create an empty buffer of a kind, with ``folder`` as its storage_dir."""
     space = GOALS if kind == "hindsight" else DICT if "dict" in kind else BOX
     more: dict[str, Any] = {"n_envs": N_ENVS, "device": "cpu"}
     if "rollout" in kind:
@@ -60,11 +63,12 @@ def make_buffer(kind: str, folder: Path | None) -> Any:
             more["hidden_state_shape"] = (SIZE, 1, N_ENVS, 4)
         return ROLLOUT[kind.removesuffix(" rollout")][0](SIZE, space, spaces.Discrete(3), **more)
     if kind == "hindsight":
-        more |= {"env": Goals(), "n_sampled_goal": 2, "goal_selection_strategy": "future"}
+        more |= {"env": GoalRewards(), "n_sampled_goal": 2, "goal_selection_strategy": "future"}
     return REPLAY[kind][0](SIZE * N_ENVS, space, spaces.Discrete(3), storage_dir=folder, **more)
 
 
-def add(buffer: Any, time: int) -> None:
+def add_step(buffer: Any, time: int) -> None:
+    """Add the transition, or the rollout step, of a time to a buffer."""
     numbers, ends = np.full(N_ENVS, time), np.array([time % 3 == 2, time % 4 == 3])
     if hasattr(buffer, "log_probs"):
         logs = th.full((N_ENVS,), float(time))
@@ -80,11 +84,12 @@ def add(buffer: Any, time: int) -> None:
         buffer.add(before, after, numbers % 3, numbers, ends, [{"TimeLimit.truncated": time % 6 == 5}] * N_ENVS)
 
 
-def state(buffer: Any) -> Any:
+def read_state_in_thread(buffer: Any) -> Any:
     """Return all public state of a buffer, read by another thread."""
     found: list[Any] = []
 
     def read_state() -> None:
+        """Append the state to ``found``."""
         names = ("actions", "rewards", "dones", "timeouts", "returns", "episode_starts", "values", "log_probs")
         names += ("advantages", "ep_start", "ep_length", "_current_ep_start", "action_masks")
         names += ("hidden_states_pi", "hidden_states_vf", "cell_states_pi", "cell_states_vf")
@@ -106,16 +111,18 @@ def state(buffer: Any) -> Any:
 
 
 def get_batches(buffer: Any) -> list[Any]:
+    """Return all minibatches of a rollout buffer."""
     return list(buffer.get(5))
 
 
 def compute_returns(buffer: Any) -> None:
+    """Compute returns and advantages, with last values of one."""
     buffer.compute_returns_and_advantage(th.ones(N_ENVS), np.zeros(N_ENVS))
 
 
 ROLLOUTS = [f"{kind} rollout" for kind in ROLLOUT]
 REPLAY_CALLS: dict[str, Callable[[Any], Any]] = {
-    "add": lambda buffer: add(buffer, 20),
+    "add": lambda buffer: add_step(buffer, 20),
     "sample": lambda buffer: buffer.sample(5),
     "reset": lambda buffer: buffer.reset(),
     "pickle": lambda buffer: pickle.dump(buffer, io.BytesIO(), 5),
@@ -123,41 +130,46 @@ REPLAY_CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def check(kind: str, call: Callable[[Any], Any], there: int, *, every: int, folder: Path | None = None) -> None:
+def check_call_is_atomic(
+    kind: str, call: Callable[[Any], Any], n_added: int, *, every: int, folder: Path | None = None
+) -> None:
+    """Interrupt a call at many places; check that the buffer is as before or as after it."""
     number, buffers = 0, []
 
     def prepare() -> Callable[[], Any]:
+        """Fill a new buffer, and return the call to interrupt."""
         nonlocal number
         number += 1
         buffers.append(make_buffer(kind, None if folder is None else folder / str(number)))
-        for time in range(there):
-            add(buffers[-1], time)
+        for time in range(n_added):
+            add_step(buffers[-1], time)
         if call is get_batches:
             compute_returns(buffers[-1])
         np.random.seed(0)
         return lambda: call(buffers[-1])
 
     def add_more() -> Any:
+        """Add three steps to the newest buffer, and return its state."""
         buffer = buffers[-1]
         if kind in ROLLOUTS:
             buffer.reset()
         for time in range(30, 33):
-            add(buffer, time)
-        return state(buffer)
+            add_step(buffer, time)
+        return read_state_in_thread(buffer)
 
     prepare()
-    before, before_and_on = state(buffers[-1]), add_more()
+    before, before_and_on = read_state_in_thread(buffers[-1]), add_more()
     prepare()()
-    after, after_and_on = state(buffers[-1]), add_more()
+    after, after_and_on = read_state_in_thread(buffers[-1]), add_more()
     for where in interrupt_everywhere(prepare, code_paths=CODE_PATHS, every=every):
-        found = state(buffers[-1])
+        found = read_state_in_thread(buffers[-1])
         assert found in (before, after), where
         then = add_more()
         assert then in ([before_and_on] * (found == before) + [after_and_on] * (found == after)), where
         if folder is not None:
             buffers[-1].close()
             again = make_buffer(kind, folder / str(number))
-            kept = state(again)
+            kept = read_state_in_thread(again)
             if kind != "hindsight":  # a reopened folder starts new episodes
                 assert kept[3] == then[3], where
             again.close()
@@ -170,19 +182,19 @@ def check(kind: str, call: Callable[[Any], Any], there: int, *, every: int, fold
 @pytest.mark.parametrize("name", REPLAY_CALLS)
 @pytest.mark.parametrize("kind", REPLAY)
 def test_interrupted_replay_buffer_call_is_atomic(kind: str, name: str, every: int) -> None:
-    check(kind, REPLAY_CALLS[name], 8, every=every)
+    check_call_is_atomic(kind, REPLAY_CALLS[name], 8, every=every)
 
 
 @pytest.mark.sample(ci=8)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("kind", ROLLOUTS)
 @pytest.mark.parametrize(
-    ("call", "there"),
+    ("call", "n_added"),
     [(REPLAY_CALLS["add"], SIZE - 1), (REPLAY_CALLS["reset"], SIZE), (compute_returns, SIZE), (get_batches, SIZE)],
     ids=["add", "reset", "compute_returns_and_advantage", "get"],
 )
-def test_interrupted_rollout_buffer_call_is_atomic(kind: str, call: Any, there: int, every: int) -> None:
-    check(kind, call, there, every=every)
+def test_interrupted_rollout_buffer_call_is_atomic(kind: str, call: Any, n_added: int, every: int) -> None:
+    check_call_is_atomic(kind, call, n_added, every=every)
 
 
 @pytest.mark.sample(quick=0, ci=3)
@@ -190,4 +202,4 @@ def test_interrupted_rollout_buffer_call_is_atomic(kind: str, call: Any, there: 
 @pytest.mark.parametrize("name", ["add", "reset", "flush"])
 @pytest.mark.parametrize("kind", REPLAY)
 def test_interrupted_call_with_storage_dir_is_atomic(kind: str, name: str, every: int, tmp_path: Path) -> None:
-    check(kind, REPLAY_CALLS[name], 8, every=3 * every, folder=tmp_path)
+    check_call_is_atomic(kind, REPLAY_CALLS[name], 8, every=3 * every, folder=tmp_path)

@@ -31,7 +31,7 @@ ROWS = ("actions", "rewards", "dones", "timeouts")
 CODE_PATHS = ("/sb3_ext/", "/rl_ext_core/")
 
 
-class Rewards:
+class GoalRewards:
     """Minimal environment for hindsight: it computes rewards."""
 
     def env_method(
@@ -44,11 +44,11 @@ KINDS: dict[str, Any] = {
     "plain": (IMAGE, {}),
     "dict": (spaces.Dict(image=IMAGE, place=PLACE), {}),
     "n-step": (IMAGE, {"n_steps": 3, "gamma": 0.9}),
-    "hindsight": (spaces.Dict(observation=IMAGE, achieved_goal=PLACE, desired_goal=PLACE), {"env": Rewards()}),
+    "hindsight": (spaces.Dict(observation=IMAGE, achieved_goal=PLACE, desired_goal=PLACE), {"env": GoalRewards()}),
 }
 
 
-class World:
+class TransitionSource:
     """Source of transitions whose frames change a little and whose episodes end."""
 
     def __init__(self, n_envs: int, space: spaces.Space[Any]) -> None:
@@ -58,6 +58,7 @@ class World:
         self._stacks = self._rng.integers(256, size=(n_envs, *IMAGE.shape), dtype=np.uint8)
 
     def _observe(self) -> Any:
+        """Return the observation of all environments in the form of the space."""
         image = self._stacks.copy()
         if not isinstance(self._space, spaces.Dict):
             return image
@@ -65,6 +66,7 @@ class World:
         return {key: image if part == IMAGE else place for key, part in self._space.items()}
 
     def transition(self, *, discontinuous: bool) -> tuple[Any, ...]:
+        """Advance by one step, and return the arguments for a buffer's ``add``."""
         rng, stacks, n_envs = self._rng, self._stacks, len(self._stacks)
         if discontinuous:
             stacks[:] = rng.integers(256, size=stacks.shape)
@@ -97,6 +99,7 @@ class SameAsUpstream(RuleBasedStateMachine):
     def begin(
         self, kind: str, in_folder: bool, rows: int, n_envs: int, codec: str, n_stack: int | None, limited: bool
     ) -> None:
+        """Create the compressed buffer and SB3's, both empty."""
         (self.space, self.her_options), (self.cls, theirs) = KINDS[kind], REPLAY[kind]
         self.buffer_arguments = {"buffer_size": rows * n_envs, "observation_space": self.space, "action_space": ACTIONS}
         self.buffer_arguments |= {"device": "cpu", "n_envs": n_envs, **self.her_options}
@@ -108,13 +111,15 @@ class SameAsUpstream(RuleBasedStateMachine):
         self.folder = self.temporary / "a" if in_folder and kind != "hindsight" else None
         self.ours = self._open(self.folder)
         self.theirs: Any = theirs(**self.buffer_arguments)
-        self.world = World(n_envs, self.space)
+        self.world = TransitionSource(n_envs, self.space)
 
     def _open(self, folder: Path | None) -> Any:
+        """Create the compressed buffer with a folder as its storage_dir."""
         return self.cls(**self.buffer_arguments, storage_dir=folder, **self.options)
 
     @rule(count=st.integers(1, 25), discontinuous=st.booleans())
     def add(self, count: int, discontinuous: bool) -> None:
+        """Add the same transitions to both buffers."""
         for time in range(count):
             transition = self.world.transition(discontinuous=discontinuous and time == 0)
             self.ours.add(*transition)
@@ -122,6 +127,7 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @rule(at=st.integers(1, 250))
     def interrupt_add(self, at: int) -> None:
+        """Interrupt an ``add``; repeat it in SB3's buffer only if it took effect."""
         transition = self.world.transition(discontinuous=False)
         before = self.ours.pos, self.ours.full
         interrupt_at(lambda: self.ours.add(*transition), at, code_paths=CODE_PATHS)
@@ -131,6 +137,7 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @rule(part=st.integers(0, 3))
     def fail_to_add(self, part: int) -> None:
+        """Check that a transition with a wrong shape is refused."""
         transition = [*self.world.transition(discontinuous=False)]
         value = transition[part]
         wrong = {key: array[..., 1:] for key, array in value.items()} if isinstance(value, dict) else value[..., 1:]
@@ -141,12 +148,14 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @rule(batch_size=st.integers(1, 50), seed=st.integers(0, 99))
     def sample(self, batch_size: int, seed: int) -> None:
+        """Check that both buffers return the same samples."""
         known = self.ours.size() == self.theirs.size() and np.any(getattr(self.theirs, "ep_length", 1))
         if self.theirs.size() and known:
             assert_same_draws(lambda buffer: buffer.sample(batch_size), self.ours, self.theirs, seed)
 
     @rule(start=st.integers(-45, 45), stop=st.integers(-45, 45), step=st.sampled_from([-2, -1, 1, 3]))
     def slice(self, start: int, stop: int, step: int) -> None:
+        """Check that both buffers return the same slices of observations."""
         if self.ours.size() < self.theirs.size():
             return
         rows = np.arange(self.theirs.size())[start:stop:step]
@@ -158,6 +167,7 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
+        """Reset both buffers."""
         self.ours.reset()
         if isinstance(self.theirs, HerReplayBuffer):  # it would keep sampling the old episodes
             self.theirs = HerReplayBuffer(**self.buffer_arguments)
@@ -166,6 +176,7 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from(["file", "pickle", "deepcopy"]), goes_on=st.booleans())
     def copy(self, how: str, goes_on: bool) -> None:
+        """Copy the compressed buffer, continue with either copy, and change the other."""
         if how == "deepcopy":
             other = copy.deepcopy(self.ours)
         elif how == "pickle":
@@ -182,12 +193,14 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @rule()
     def open_again(self) -> None:
+        """Close the compressed buffer, and open its folder again."""
         if self.folder is not None:
             self.ours.close()
             self.ours = self._open(self.folder)
 
     @rule(flushed=st.booleans())
     def recover_copy_of_folder(self, flushed: bool) -> None:
+        """Copy the folder of the open buffer, and check that the copy opens with true data."""
         if self.folder is None:
             return
         if flushed:
@@ -204,6 +217,7 @@ class SameAsUpstream(RuleBasedStateMachine):
             shutil.rmtree(self.temporary / "left")
 
     def _compare(self, ours: Any, rows: np.ndarray) -> None:
+        """Check that rows of a compressed buffer equal those of SB3's."""
         for name in ROWS:
             np.testing.assert_array_equal(getattr(ours, name)[rows], getattr(self.theirs, name)[rows], name)
         for name in ("observations", "next_observations"):
@@ -214,6 +228,7 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @invariant()
     def buffers_are_equal(self) -> None:
+        """Check that both buffers contain the same transitions, except dropped ones."""
         if self.ours is not None:
             assert (self.ours.pos, self.ours.full) == (self.theirs.pos, self.theirs.full)
             size = self.ours.size()

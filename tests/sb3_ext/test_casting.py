@@ -11,8 +11,7 @@ import pytest
 from gymnasium import spaces
 
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.test_rollout_buffers import fill as fill_rollouts
-from tests.sb3_ext.test_rollout_buffers import make_buffers as make_rollout_buffers
+from tests.sb3_ext.test_rollout_buffers import fill_rollouts, make_rollout_buffers
 from tests.sb3_ext.toys import REPLAY, ROLLOUT, make_buffers
 
 ROWS, N_ENVS = 12, 2
@@ -42,17 +41,18 @@ def test_observations_of_other_dtypes_are_cast_as_in_sb3_with_one_warning(kind: 
     rng = np.random.default_rng(0)
     observations = [make_miscast_batch(space, rng) for _ in range(ROWS + 1)]
 
-    def fill(buffer: Any) -> None:
+    def add_observations(buffer: Any) -> None:
+        """Add all observations to a buffer, as transitions or as a rollout."""
         if kind not in REPLAY:
             fill_rollouts((buffer,), observations[:-1])
             return
         for obs, next_obs in itertools.pairwise(observations):
             buffer.add(dict(obs) if isinstance(obs, dict) else obs, next_obs, *REST)
 
-    fill(theirs)
+    add_observations(theirs)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fill(ours)
+        add_observations(ours)
     for name in ("observations", "next_observations"):
         left, right = (getattr(buffer, name, {}) for buffer in (ours, theirs))
         for key in right if isinstance(space, spaces.Dict) else [...]:

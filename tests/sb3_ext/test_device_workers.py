@@ -13,7 +13,7 @@ from tests.core.devices.run_code import environment, run
 
 SB3 = """
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
-from tests.core.devices.binding import bound, on_mesa
+from tests.core.devices.binding import bound, bind_to_mesa
 from tests.core.devices.reporting_env import Reporter, reports
 import sys, torch
 """
@@ -49,7 +49,7 @@ def test_workers_render_with_mesa(tmp_path: Path) -> None:
     ended = run(
         SB3,
         f"""
-        venv = SubprocVecEnv(on_mesa({str(tmp_path)!r}), start_method="forkserver")
+        venv = SubprocVecEnv(bind_to_mesa({str(tmp_path)!r}), start_method="forkserver")
         venv.reset()
         answer = [[list(image.shape), float(image.std())] for image in venv.get_images()]
         venv.close()

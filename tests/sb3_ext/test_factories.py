@@ -17,29 +17,32 @@ from tests.core.factory.main_script import CHECKS, DEFINITIONS, script_with_pool
 from tests.launch_modes import LAUNCH_MODES, run_program
 
 
-def changed_cart_pole() -> gym.Env[Any, Any]:
+def make_changed_cart_pole() -> gym.Env[Any, Any]:
+    """Make CartPole, and change its gravity."""
     env = gym.make("CartPole-v1", max_episode_steps=20)
     env.unwrapped.gravity = 5.0  # type: ignore[attr-defined]
     return env
 
 
-def changed_line() -> gym.Env[Any, Any]:
+def make_changed_line() -> gym.Env[Any, Any]:
+    """Make ``Line`` with gymnasium's wrappers, and change a weight."""
     env = gym.make("copies/Line-v0", max_episode_steps=20)
     env.unwrapped.weights[0] = -3.0  # type: ignore[attr-defined]
     return env
 
 
-def changed_monitored() -> gym.Env[Any, Any]:
+def make_changed_monitored() -> gym.Env[Any, Any]:
+    """Make ``Line`` in a Monitor, and change its gain."""
     env = Monitor(Line())
     env.unwrapped.gain = 4.0  # type: ignore[attr-defined]
     return env
 
 
-CASES = [changed_cart_pole, changed_line, changed_monitored]
+CASES = [make_changed_cart_pole, make_changed_line, make_changed_monitored]
 
 
 def rollouts(venv: VecEnv, *, seed: int | None = 3, steps: int = 30) -> list[Any]:
-    """Step all environments, and return the results without the Monitor's times, with float32 rewards."""
+    """Take steps with all environments; return results with float32 rewards, without times."""
     actions = np.random.default_rng(0)
     if seed is not None:
         venv.seed(seed)
@@ -61,7 +64,7 @@ def test_copies_in_this_process_match_environments_built_by_function(make: Any) 
 
 @pytest.mark.parametrize(
     ("make", "method"),  # workers that are not forks import torch first
-    [(changed_line, "fork"), pytest.param(changed_monitored, "forkserver", marks=pytest.mark.slow)],
+    [(make_changed_line, "fork"), pytest.param(make_changed_monitored, "forkserver", marks=pytest.mark.slow)],
 )
 def test_copies_in_workers_match_environments_built_by_function(make: Any, method: str) -> None:
     theirs = rollouts(DummyVecEnv([make] * 2))
@@ -86,7 +89,7 @@ def test_copies_draw_different_numbers_that_repeat_with_a_seed(lived: bool) -> N
 
 
 def test_worker_copies_have_attributes_of_instance_and_overrides() -> None:
-    env = changed_cart_pole()
+    env = make_changed_cart_pole()
     env.reset(seed=0)
     factories = as_factory(env).for_workers(2, overrides=[{"gravity": 1.0}, {"length": 2.0}])
     venv = SubprocVecEnv(factories, start_method="fork")

@@ -41,7 +41,7 @@ MODES = list(AutoresetMode)
 
 
 class Images(gym.Env[Any, Any]):
-    """Draws images from its generator, with episodes of different lengths."""
+    """Environment that draws random images, with episodes of different lengths."""
 
     observation_space = spaces.Box(0, 255, (12, 12, 3), np.uint8)
     action_space = spaces.Discrete(2)
@@ -60,16 +60,21 @@ class Images(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         self.left -= 1
-        roll_out = self.left == 0
-        truncated = roll_out and bool(self.np_random.integers(2))
+        ended = self.left == 0
+        truncated = ended and bool(self.np_random.integers(2))
         info = {"left": self.left, **({"odd": True} if self.left % 2 else {})}
-        return self._image(), float(action) + 0.1, roll_out and not truncated, truncated, info
+        return self._image(), float(action) + 0.1, ended and not truncated, truncated, info
 
     def render(self) -> Any:
         return self._image()
 
     def double(self, value: int) -> int:
+        """Return twice a value, plus the attribute ``mark``."""
         return 2 * value + self.mark
+
+    def return_arguments(self, **arguments: Any) -> dict[str, Any]:
+        """Return all keyword arguments."""
+        return arguments
 
 
 cart_pole = functools.partial(gym.make, "CartPole-v1", max_episode_steps=30)
@@ -80,6 +85,7 @@ class PassThrough(VectorWrapper[Any, Any, Any, Any, Any]):
 
 
 def make_vector_env(kind: str, build: Callable[[], Any], n_envs: int, mode: AutoresetMode) -> Any:
+    """Make a vectorized environment: "sync", "not copied", "wrapped", "async" or "ours"."""
     if kind in ("async", "ours"):
         workers = AsyncVectorEnv if kind == "async" else SharedMemoryVectorEnv
         return workers([build] * n_envs, autoreset_mode=mode, context="fork")
@@ -88,7 +94,7 @@ def make_vector_env(kind: str, build: Callable[[], Any], n_envs: int, mode: Auto
 
 
 def roll_out(venv: VecEnv, actions: list[Any], seed: int = 3) -> list[Any]:
-    """Return everything comparable: no infos of running environments, and no episode statistics."""
+    """Take steps, and return all results that are the same in DummyVecEnv."""
     venv.seed(seed)
     kept: list[Any] = [venv.reset()]
     copies = copy.deepcopy(kept)
@@ -107,6 +113,7 @@ def roll_out(venv: VecEnv, actions: list[Any], seed: int = 3) -> list[Any]:
 def compare_with_dummy(
     ours: VecEnv, build: Callable[[], Any], steps: int = 60, wrap: Any = lambda venv: venv
 ) -> list[Any]:
+    """Check that a rollout equals that of DummyVecEnv, and return its results."""
     theirs = wrap(DummyVecEnv([build] * ours.num_envs))
     theirs.action_space.seed(0)
     actions = [action_of(theirs.action_space, ours.num_envs) for _ in range(steps)]
@@ -290,6 +297,16 @@ def test_methods_and_attributes_reach_sub_environments(kind: str) -> None:
             call()
 
 
+@pytest.mark.parametrize("kind", ["sync", "wrapped", "async", "ours"])
+def test_env_method_passes_on_arguments_of_any_name(kind: str) -> None:
+    arguments = dict.fromkeys(("name", "required_attr", "args", "kwargs", "env", "base", "func"), 1)
+    with contextlib.closing(GymVecEnv(make_vector_env(kind, Images, 3, AutoresetMode.SAME_STEP))) as venv:
+        venv.reset()
+        assert venv.env_method("return_arguments", **arguments) == [arguments] * 3
+        assert venv.env_method("return_arguments", indices=[2, 0], **arguments) == [arguments] * 2
+        assert venv.env_method("double", 4) == [8] * 3
+
+
 def test_calls_of_some_workers_are_refused_without_private_names_of_gymnasium(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compat, "_CAN_CALL_SOME", False)
     with contextlib.closing(GymVecEnv(make_vector_env("async", Images, 2, AutoresetMode.SAME_STEP))) as venv:
@@ -303,10 +320,11 @@ def test_calls_of_some_workers_are_refused_without_private_names_of_gymnasium(mo
 
 
 class DerivedMonitor(Monitor):
-    pass
+    """Subclass of Monitor, to be detected as a Monitor."""
 
 
 def make_wrapped_env() -> Any:
+    """Make ``Images`` with three wrappers, which has no spec that pickles."""
     env = DerivedMonitor(gym.wrappers.TimeLimit(Images(), 30))  # has no spec
     return gym.wrappers.TransformReward(env, lambda reward: reward / 10)  # its spec does not pickle
 
@@ -370,6 +388,7 @@ def test_reset_discards_pending_step() -> None:
 
 def test_ppo_learns_same_weights_as_with_dummy_vec_env(tmp_path: Path) -> None:
     def train(venv: VecEnv) -> Any:
+        """Train PPO on a vectorized environment, and return the model."""
         model = PPO("MlpPolicy", venv, n_steps=64, batch_size=64, n_epochs=2, seed=0, device="cpu")
         return without_logger(model).learn(512)
 
@@ -411,7 +430,7 @@ def test_algorithms_train_on_gym_vec_env(algorithm: Any, policy: str, build: Any
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])
-def test_make_vec_env_with_vectorization_mode(mode: str) -> None:
+def test_make_vec_env_with_vectorization_mode_returns_gym_vec_env(mode: str) -> None:
     venv = make_vec_env("CartPole-v1", 3, seed=5, vectorization_mode=mode)
     theirs = upstream_make_vec_env("CartPole-v1", 3, seed=5)
     assert isinstance(venv, GymVecEnv)

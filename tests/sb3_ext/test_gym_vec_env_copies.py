@@ -49,6 +49,7 @@ class Reporting(gym.Env[Any, Any]):
         self._info: dict[str, Any] = {}
 
     def _output(self) -> Any:
+        """Return observation and info of the present step, as new objects unless it reuses them."""
         self._observation[:] = self._cost[:] = number = 100 * self._episode + self._step + 0.5
         self._info.clear()
         if self._when(self._step, self._length):
@@ -92,6 +93,7 @@ def roll_out(venv: Any, steps: int = 11) -> list[Any]:
 
 
 def make_env_fns(when: str = "at odd steps", *, reuses: bool = False) -> list[Callable[[], Any]]:
+    """Return a function per episode length that makes a ``Reporting`` environment."""
     return [functools.partial(Reporting, length, when, reuses) for length in LENGTHS]
 
 
@@ -144,18 +146,21 @@ class BufferReusing(SyncVectorEnv):
 
 
 def reuse_buffer_in_wrapper(env: Any) -> Any:
+    """Wrap an environment so that all its observations share one array."""
     buffer = np.empty((2, 2), np.float32)
     return TransformObservation(env, lambda observation: np.multiply(observation, 1, out=buffer))
 
 
 def reuse_buffer_in_method(env: Any) -> Any:
+    """Replace an environment's ``step`` so that all its observations share one array."""
     buffer, step = np.empty((2, 2), np.float32), env.step
 
-    def in_buffer(actions: Any) -> Any:
+    def step_in_buffer(actions: Any) -> Any:
+        """Take a step, and return the observation in the shared array."""
         buffer[...], *others = step(actions)
         return buffer, *others
 
-    env.step = in_buffer
+    env.step = step_in_buffer
     return env
 
 

@@ -34,10 +34,12 @@ class Pool(VectorEnv[Any, Any, Any]):
         self._episodes = np.zeros(3, int)
 
     def _output(self, rows: Any) -> Any:
+        """Return the observations and the info of some rows."""
         observations = np.stack([self._episodes[rows], self._counts[rows]], 1).astype(np.float32)
         return observations, {"elapsed_step": self._counts[rows].copy(), "env_id": rows}
 
     def _begin(self, rows: Any) -> None:
+        """Start a new episode in some rows."""
         self._counts[rows], self._due[rows] = 0, False
         self._episodes[rows] += 1
 
@@ -89,18 +91,19 @@ def test_only_ended_environments_of_pool_are_reset(wrap: Any, kind: Any) -> None
 # -- ALE
 
 
-def _breakout(mode: AutoresetMode) -> Any:
+def make_breakout(mode: AutoresetMode) -> Any:
+    """Make ALE's vectorized Breakout with three environments."""
     return AtariVectorEnv("breakout", 3, autoreset_mode=mode)
 
 
 def test_ale_without_partial_resets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autoreset, "version", lambda name: "0.12.0")
     with pytest.raises(InvalidArgumentError, match=r"Use pip install 'ale-py>=0\.12\.1', or AtariVectorEnv"):
-        GymVecEnv(_breakout(AutoresetMode.NEXT_STEP))
-    GymVecEnv(_breakout(AutoresetMode.SAME_STEP)).close()
+        GymVecEnv(make_breakout(AutoresetMode.NEXT_STEP))
+    GymVecEnv(make_breakout(AutoresetMode.SAME_STEP)).close()
 
 
-def test_ale_vector_environment_from_gymnasium_id() -> None:
+def test_gym_vec_env_accepts_ale_vector_environment_made_by_id() -> None:
     gym.register_envs(ale_py)
     env = gym.make_vec("ALE/Pong-v5", num_envs=2, vectorization_mode="vector_entry_point")
     assert GymVecEnv(env).reset().shape == (2, 4, 84, 84)

@@ -15,7 +15,7 @@ from sb3_ext import GymVecEnv, _vector_steps
 
 
 class Isaac:
-    """Counter with reused buffers; row i ends after i + 3 steps, terminated and truncated in turn.
+    """Torch environment that reuses buffers, like Isaac Lab's; row i ends after i + 3 steps.
 
     :param final: format of last observations: ``"batch"``, ``"objects"`` (ManiSkill's), or None
     """
@@ -46,9 +46,11 @@ class Isaac:
         """Nothing to close."""
 
     def count(self, factor: int) -> torch.Tensor:
+        """Return a tensor with one number per row, multiplied by a factor."""
         return torch.arange(self.num_envs) * factor
 
     def _reset(self, rows: torch.Tensor) -> None:
+        """Start a new episode in some rows."""
         self.episodes[rows] += 1
         self.episode_length_buf[rows] = 0
         self.buffers["policy"][rows] = 0
@@ -121,6 +123,7 @@ def test_methods_and_attributes_return_rows_of_tensors() -> None:
 
 
 def refusal_cases() -> list[tuple[Any, dict[str, Any], type[Exception], str]]:
+    """Return invalid environments and options, each with its expected error."""
     odd, small = Isaac(), Isaac()
     odd.single_observation_space = object()
     small.single_observation_space = spaces.Dict({"policy": spaces.Box(0, 1, (3,))})
@@ -135,6 +138,7 @@ def refusal_cases() -> list[tuple[Any, dict[str, Any], type[Exception], str]]:
 
 
 def roll_out(env: Any, options: dict[str, Any]) -> None:
+    """Wrap an environment in GymVecEnv, reset it and take three steps."""
     venv = GymVecEnv(env, **options)
     venv.reset()
     for _ in range(3):
@@ -147,7 +151,7 @@ def test_invalid_torch_environments_are_refused() -> None:
             roll_out(env, {"clip_actions": 1, **options})
 
 
-def test_spaces_of_other_libraries_and_observation_keys() -> None:
+def test_spaces_of_other_libraries_are_converted_and_observation_key_selects_one() -> None:
     env = Isaac()
     box = SimpleNamespace(shape=(2,), low=-3.0, high=3.0, dtype=None)
     env.single_observation_space, env.single_action_space = SimpleNamespace(spaces={"policy": box}), box

@@ -85,15 +85,18 @@ def test_rollouts_equal_those_of_sb3s_make_vec_env(call: str, how: str) -> None:
 
 @pytest.mark.parametrize(("how", "seed"), [("in process", None), pytest.param("auto", 0, marks=pytest.mark.slow)])
 def test_numpy_generator_state_equals_that_after_sb3s_make_vec_env(seed: int | None, how: str) -> None:
-    def state_after(make: Any, env_id: Any, n_envs: int, **options: Any) -> Any:
+    def generator_state_after(make: Any, env_id: Any, n_envs: int, **options: Any) -> Any:
+        """Seed NumPy, make environments, and return NumPy's generator state."""
         np.random.seed(0)
         make(env_id, n_envs, seed=seed, **options).close()
         return np.random.get_state()
 
     for n_envs in (1, 3):
-        theirs = state_after(env_util.make_vec_env, "CartPole-v1", n_envs)
+        theirs = generator_state_after(env_util.make_vec_env, "CartPole-v1", n_envs)
         for env_id in ("CartPole-v1", cart_pole, cart_pole()) if how != "auto" else (cart_pole,):
-            assert_equal(state_after(make_vec_env, env_id, n_envs, **OURS[how]), theirs, f"{n_envs} of {env_id}")
+            assert_equal(
+                generator_state_after(make_vec_env, env_id, n_envs, **OURS[how]), theirs, f"{n_envs} of {env_id}"
+            )
 
 
 def test_arguments_extend_those_of_sb3s_make_vec_env() -> None:
@@ -132,6 +135,7 @@ def test_instances_and_factories_are_copied() -> None:
 
 def test_seeds_make_all_streams_reproducible() -> None:
     def draws(seed: int | None) -> list[Any]:
+        """Return random numbers from each environment's process."""
         venv = make_vec_env(RandomEnv, 2, seed=seed, **OURS["processes"])
         venv.reset()
         found = venv.env_method("draws")
@@ -150,6 +154,7 @@ def test_seeds_make_all_streams_reproducible() -> None:
 
 
 def count_builds_here(folder: Path) -> int:
+    """Count the environments that :func:`build_and_record` built in this process."""
     return sum(path.name.startswith(f"{os.getpid()}-") for path in folder.iterdir())
 
 
@@ -162,6 +167,7 @@ def process_ids(venv: VecEnv) -> list[int]:
 
 
 def make_with_sb3(build: Any) -> Any:
+    """Make three environments by SB3's make_vec_env, with AutoVecEnv as class."""
     return env_util.make_vec_env(build, 3, seed=0, vec_env_cls=AutoVecEnv)  # type: ignore[arg-type]
 
 
@@ -298,10 +304,11 @@ def test_invalid_arguments_are_refused(arguments: dict[str, Any], kind: Any, sai
     assert no_workers()
 
 
-def test_functions_in_this_process_share_their_objects() -> None:
+def test_environments_in_this_process_are_built_by_functions_of_caller() -> None:
     made: list[int] = []
 
     def make() -> Counting:
+        """Make an environment, and record that in ``made``."""
         made.append(len(made))
         return Counting()
 
@@ -382,6 +389,7 @@ def test_unpicklable_environments_stay_in_this_process(caplog: pytest.LogCapture
 
 
 def build_with_database(database: Any) -> Any:
+    """Return an environment, from an argument that does not pickle."""
     return Counting() if database else None
 
 
@@ -398,6 +406,7 @@ class Scene(Counting):
 
 
 def fail_in_children(pid: int, how: str) -> Any:
+    """Return an environment in the process ``pid``; raise an error in any other."""
     if os.getpid() != pid:
         raise {"error": RuntimeError("the license is taken"), "exit": SystemExit(3)}[how]
     return Counting()
@@ -494,7 +503,7 @@ def test_classes_and_globals_of_main_script_work_in_every_launch_mode(launch_mod
 
 
 @pytest.mark.slow
-def test_stable_retro_game_by_name() -> None:
+def test_stable_retro_games_get_one_process_each() -> None:
     pytest.importorskip("stable_retro")
     venv = make_vec_env("Airstriker-Genesis-v0", 2, seed=0)
     assert len(set(process_ids(venv))) == 2

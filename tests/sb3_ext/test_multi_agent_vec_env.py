@@ -36,6 +36,7 @@ class Race(ParallelEnv):
         return spaces.Discrete(3)
 
     def _observe(self, agent: str, action: float = -1.0) -> np.ndarray:
+        """Return the observation of an agent, which contains its action."""
         return np.array([self._steps + 1, self._level, action], np.float32)
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
@@ -213,11 +214,15 @@ def test_algorithms_train_on_multi_agent_vec_env() -> None:
 
 
 class MixedSpaces(Race):
+    """Race whose agents have different action spaces."""
+
     def action_space(self, agent: str) -> Any:
         return spaces.Discrete(2 if agent == "runner_1" else 3)
 
 
-class Forgetful(Race):
+class OmittingObservation(Race):
+    """Race that returns no observation of ``runner_1`` in steps."""
+
     def step(self, actions: Any) -> Any:
         observations, *others = super().step(actions)
         observations.pop("runner_1", None)
@@ -234,7 +239,7 @@ def test_invalid_environments_and_options_are_refused() -> None:
     for options in ({"wrapper_class": Race}, {"isolation": "process"}, {"monitor_dir": "logs"}):
         with pytest.raises(InvalidArgumentError, match="is for single environments"):
             make_vec_env(Race(), 2, **options)
-    env = MultiAgentVecEnv([Forgetful])
+    env = MultiAgentVecEnv([OmittingObservation])
     env.seed(0)
     env.reset()
     with pytest.raises(EnvironmentOutputError, match="nothing for the agent 'runner_1'"):

@@ -25,7 +25,8 @@ from tests.sb3_ext.toys import assert_same, image_env, without_logger
 ACTIONS = spaces.Discrete(3)
 
 
-def dqn(replay_buffer_class: Any = CompressedNStepReplayBuffer, **options: Any) -> DQN:
+def make_dqn(replay_buffer_class: Any = CompressedNStepReplayBuffer, **options: Any) -> DQN:
+    """Return a DQN with a replay buffer class; None selects SB3's default."""
     defaults = {"buffer_size": 260, "learning_starts": 60, "batch_size": 16, "train_freq": 8, "seed": 1}
     return without_logger(
         DQN(
@@ -42,13 +43,13 @@ def dqn(replay_buffer_class: Any = CompressedNStepReplayBuffer, **options: Any) 
 @pytest.mark.slow
 @pytest.mark.parametrize("through", ["algorithm", "both"])
 def test_dqn_learns_same_weights_as_with_sb3s_buffer(through: str, caplog: pytest.LogCaptureFixture) -> None:
-    theirs = dqn(None, n_steps=3, gamma=0.9)
+    theirs = make_dqn(None, n_steps=3, gamma=0.9)
     theirs.learn(400)
     assert type(theirs.replay_buffer) is NStepReplayBuffer
     options = {"replay_buffer_kwargs": {"n_steps": 3, "codec": "patch"}} if through == "both" else {}
     with warnings.catch_warnings(), caplog.at_level(logging.WARNING, "sb3_ext"):
         warnings.filterwarnings("ignore", "`n_steps=3` is ignored")
-        ours = dqn(n_steps=3, gamma=0.9, **options)
+        ours = make_dqn(n_steps=3, gamma=0.9, **options)
     assert "n_steps=3 of the algorithm is used" in caplog.text
     ours.learn(400)
     assert type(ours.replay_buffer) is CompressedNStepReplayBuffer
@@ -75,15 +76,17 @@ def test_dqn_learns_same_weights_as_with_sb3s_buffer(through: str, caplog: pytes
 @pytest.mark.filterwarnings("ignore:`n_steps=3` is ignored")
 def test_options_that_differ_from_algorithm_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
-        dqn(**options)
+        make_dqn(**options)
 
 
 def test_subclass_uses_gamma_of_algorithm() -> None:
-    class Own(CompressedNStepReplayBuffer):
+    class OwnConstructor(CompressedNStepReplayBuffer):
+        """Subclass whose constructor has the signature ``*args, **kwargs``."""
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
 
-    assert dqn(Own, gamma=0.9).replay_buffer.gamma == 0.9
+    assert make_dqn(OwnConstructor, gamma=0.9).replay_buffer.gamma == 0.9
 
 
 def test_buffer_is_freed_without_garbage_collection() -> None:
@@ -97,6 +100,8 @@ def test_buffer_is_freed_without_garbage_collection() -> None:
 
 def test_buffer_created_during_training_ignores_algorithm() -> None:
     class BufferMaker(BaseCallback):
+        """Callback that creates a buffer in the first step, and ends the training."""
+
         def _on_step(self) -> bool:
             self.made = CompressedNStepReplayBuffer(
                 10, self.training_env.observation_space, ACTIONS, n_steps=2, gamma=0.5
@@ -104,7 +109,7 @@ def test_buffer_created_during_training_ignores_algorithm() -> None:
             return False
 
     callback = BufferMaker()
-    dqn(None, gamma=0.9).learn(10, callback)
+    make_dqn(None, gamma=0.9).learn(10, callback)
     assert (callback.made.n_steps, callback.made.gamma) == (2, 0.5)
 
 

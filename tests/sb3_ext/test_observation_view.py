@@ -20,7 +20,7 @@ IMAGES, ACTIONS = spaces.Box(0, 255, (2, 6, 5), np.uint8), spaces.Discrete(2)
 
 @pytest.fixture(params=["replay", "rollout", "flattened"])
 def pair(request: pytest.FixtureRequest) -> tuple[Any, np.ndarray]:
-    """Return a view and the corresponding array of SB3's buffer."""
+    """Return an ObservationView and the equal array of SB3's buffer."""
     rng = np.random.default_rng(0)
     found = []
     for ours in (True, False):
@@ -93,7 +93,7 @@ def test_observation_view_operations_match_ndarray(pair: tuple[Any, np.ndarray],
     assert getattr(found, "dtype", None) == getattr(expected, "dtype", None)
 
 
-def test_reading_sizes_does_not_decode() -> None:
+def test_size_attributes_of_observation_view_do_not_decode() -> None:
     buffer = sb3_ext.CompressedReplayBuffer(4, IMAGES, ACTIONS, "cpu")
     view = observation_view.ObservationView(lambda *_: pytest.fail("decoded"), (4, 1), IMAGES.shape, np.dtype(np.uint8))
     plain = np.zeros((4, 1, *IMAGES.shape), np.uint8)

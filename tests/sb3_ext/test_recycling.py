@@ -17,6 +17,7 @@ Pick = Callable[[Any], Any]
 
 @pytest.fixture(scope="module")
 def buffer() -> CompressedReplayBuffer:
+    """Return a replay buffer that contains images of noise."""
     venv = image_env(still=False)
     made = CompressedReplayBuffer(200, venv.observation_space, venv.action_space, "cpu", n_envs=2)
     add_all((made,), collect_transitions(venv, 60))

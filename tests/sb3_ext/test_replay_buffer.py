@@ -31,8 +31,8 @@ from tests.sb3_ext.toys import (
     image_env,
     make_buffers,
     make_buffers_for,
+    make_reach_vec_env,
     random_transitions,
-    reach,
 )
 
 GREY = spaces.Box(0, 255, (4, 12, 11), np.uint8)
@@ -49,9 +49,9 @@ CASES: dict[str, tuple[Callable[[], VecEnv], str, dict[str, Any]]] = {
         "n-step",
         {"n_steps": 40, "gamma": 0.9, "handle_timeout_termination": False},
     ),
-    "future": (lambda: reach(3), "hindsight", {"goal_selection_strategy": "future", "n_sampled_goal": 2}),
-    "final": (lambda: reach(1, image_goal=True), "hindsight", {"goal_selection_strategy": "final"}),
-    "episode": (reach, "hindsight", {"goal_selection_strategy": "episode", "copy_info_dict": True}),
+    "future": (lambda: make_reach_vec_env(3), "hindsight", {"goal_selection_strategy": "future", "n_sampled_goal": 2}),
+    "final": (lambda: make_reach_vec_env(1, image_goal=True), "hindsight", {"goal_selection_strategy": "final"}),
+    "episode": (make_reach_vec_env, "hindsight", {"goal_selection_strategy": "episode", "copy_info_dict": True}),
 }
 
 
@@ -119,7 +119,7 @@ NORMALIZED: dict[str, Callable[[], VecNormalize]] = {
     "plain": lambda: VecNormalize(make_vec_env("Pendulum-v1", 2, seed=0)),
     "rewards": lambda: VecNormalize(make_vec_env("Pendulum-v1", 2, seed=0), norm_obs=False),
     "dict": lambda: VecNormalize(DummyVecEnv([lambda: Camera(Sprite())] * 2), norm_obs_keys=["place"]),
-    "hindsight": lambda: VecNormalize(reach(), norm_obs_keys=["achieved_goal", "desired_goal"]),
+    "hindsight": lambda: VecNormalize(make_reach_vec_env(), norm_obs_keys=["achieved_goal", "desired_goal"]),
 }
 
 
@@ -183,11 +183,12 @@ def test_failure_in_one_store_leaves_all_stores_unchanged(key: str, call: str, m
     buffers = make_buffers_for("dict", 40, venv)
     add_all(buffers, collect_transitions(venv, 60))
 
-    def scarce(*_: Any, **__: Any) -> Any:
+    def raise_out_of_memory(*_: Any, **__: Any) -> Any:
+        """Raise OutOfMemoryError, in place of a method of a store."""
         raise OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(FrameStore, call, scarce)
+        patch.setattr(FrameStore, call, raise_out_of_memory)
         with pytest.raises(OutOfMemoryError, match=f"key '{key}': no memory"):
             buffers[0].add(*collect_transitions(venv, 1, seed=5)[0])
     assert_same(*buffers)
@@ -233,7 +234,8 @@ def test_forked_child_can_sample_if_thread_held_lock_at_fork() -> None:
         make_fork_safe_lock() for _ in range(30)
     ]  # like the locks of stores: a forking thread must not hold one and wait for the buffer's
 
-    def samples() -> None:
+    def hold_locks() -> None:
+        """Hold the buffer's lock for a while, then take the inner locks."""
         with lock:
             inside.set()
             time.sleep(0.1)
@@ -241,7 +243,7 @@ def test_forked_child_can_sample_if_thread_held_lock_at_fork() -> None:
                 with inner:
                     pass
 
-    thread = threading.Thread(target=samples)
+    thread = threading.Thread(target=hold_locks)
     thread.start()
     inside.wait()
     if not (child := os.fork()):
@@ -253,7 +255,7 @@ def test_forked_child_can_sample_if_thread_held_lock_at_fork() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_options_by_key_of_dict_space() -> None:
+def test_options_can_differ_between_keys_of_dict_space() -> None:
     image = spaces.Box(0, 255, (4, 30, 30), np.uint8)
     space = spaces.Dict(left=image, right=image, speed=spaces.Box(-1, 1, (6,), np.float32))
     codec = {"left": "patch+lz4", "speed": "patch"}

@@ -22,15 +22,18 @@ from tests.sb3_ext.toys import ROLLOUT, assert_same_batches, dict_env, image_env
 ACTIONS = spaces.Discrete(3)
 
 
-def make_buffers(kind: str, n_steps: int, space: Any, actions: Any = ACTIONS, n_envs: int = 2, **options: Any) -> Any:
+def make_rollout_buffers(
+    kind: str, n_steps: int, space: Any, actions: Any = ACTIONS, n_envs: int = 2, **options: Any
+) -> Any:
+    """Return a compressed rollout buffer and SB3's, both empty."""
     hidden = [(n_steps, 1, n_envs, 5)] if "recurrent" in kind else []
     more = {"device": "cpu", "gae_lambda": 0.9, "gamma": 0.95, "n_envs": n_envs}
     ours, theirs = ROLLOUT[kind]
     return ours(n_steps, space, actions, *hidden, **more, **options), theirs(n_steps, space, actions, *hidden, **more)
 
 
-def fill(buffers: tuple[Any, Any], observations: list[Any], *, seed: int = 0) -> None:
-    """Add one rollout, as ``OnPolicyAlgorithm.collect_rollouts`` does."""
+def fill_rollouts(buffers: tuple[Any, Any], observations: list[Any], *, seed: int = 0) -> None:
+    """Fill both buffers with one rollout, as ``OnPolicyAlgorithm.collect_rollouts`` does."""
     for buffer in buffers:
         rng, n_envs = np.random.default_rng(seed), buffer.n_envs
         buffer.reset()
@@ -62,6 +65,7 @@ def collect_observations(venv: VecEnv, n_steps: int, *, seed: int = 0) -> list[A
 
 
 def make_env(kind: str, n_envs: int = 2) -> VecEnv:
+    """Return environments with the observations that a kind of buffer is for."""
     return dict_env(n_envs) if "dict" in kind else image_env(1, n_envs)
 
 
@@ -69,18 +73,18 @@ def make_env(kind: str, n_envs: int = 2) -> VecEnv:
 def test_minibatches_of_every_size_equal_those_of_sb3(kind: str) -> None:
     n_envs = 1 if kind == "plain" else 3
     venv = make_env(kind, n_envs)
-    buffers = make_buffers(kind, 24, venv.observation_space, n_envs=n_envs)
+    buffers = make_rollout_buffers(kind, 24, venv.observation_space, n_envs=n_envs)
     for seed in range(2):
-        fill(buffers, collect_observations(venv, 24, seed=seed), seed=seed)
+        fill_rollouts(buffers, collect_observations(venv, 24, seed=seed), seed=seed)
         for batch_size in (None, 1, 7, 10_000) if seed else (7, 7, 48):
             assert_same_batches(*buffers, batch_size)
 
 
 @pytest.mark.parametrize("actions", [spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(2)], ids=str)
-def test_masks_of_composite_action_spaces(actions: Any) -> None:
+def test_masks_of_composite_action_spaces_equal_those_of_sb3(actions: Any) -> None:
     venv = image_env()
-    buffers = make_buffers("maskable", 24, venv.observation_space, actions)
-    fill(buffers, collect_observations(venv, 24))
+    buffers = make_rollout_buffers("maskable", 24, venv.observation_space, actions)
+    fill_rollouts(buffers, collect_observations(venv, 24))
     assert_same_batches(*buffers, 7)
 
 
@@ -89,27 +93,27 @@ def test_masks_of_composite_action_spaces(actions: Any) -> None:
 )
 def test_consecutive_rollouts_equal_those_of_sb3(channels: int, first: bool, codec: str) -> None:
     venv = image_env(channels, 2, first=first)
-    buffers = make_buffers("plain", 40, venv.observation_space, codec=codec)
+    buffers = make_rollout_buffers("plain", 40, venv.observation_space, codec=codec)
     for turn in range(3):
-        fill(buffers, collect_observations(venv, 40, seed=turn), seed=turn)
+        fill_rollouts(buffers, collect_observations(venv, 40, seed=turn), seed=turn)
         assert_same_batches(*buffers, 16)
     assert buffers[0].n_stack == 4
     assert buffers[0].stored_nbytes < buffers[1].observations.nbytes / 2
 
 
-def test_rollout_of_dict_of_all_spaces() -> None:
-    buffers = make_buffers("dict", 20, ALL, n_envs=3)
+def test_rollout_of_dict_of_all_spaces_equals_that_of_sb3() -> None:
+    buffers = make_rollout_buffers("dict", 20, ALL, n_envs=3)
     ALL.seed(0)
-    fill(buffers, [sample_batch(ALL, 3) for _ in range(20)])
+    fill_rollouts(buffers, [sample_batch(ALL, 3) for _ in range(20)])
     assert_same_batches(*buffers, 7)
 
 
 @pytest.mark.parametrize("kind", ["plain", "dict"])
 def test_attributes_equal_those_of_sb3s_buffer(kind: str) -> None:
     venv = make_env(kind)
-    buffers = make_buffers(kind, 12, venv.observation_space)
+    buffers = make_rollout_buffers(kind, 12, venv.observation_space)
     for turn in range(2):
-        fill(buffers, collect_observations(venv, 12))
+        fill_rollouts(buffers, collect_observations(venv, 12))
         for _ in range(2):
             ours, theirs = (vars(buffer) for buffer in buffers)
             assert ours.keys() - {"_observations"} == theirs.keys()
@@ -128,21 +132,21 @@ def test_attributes_equal_those_of_sb3s_buffer(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["plain", "dict"])
 def test_copies_accept_another_rollout(copied: Callable[[Any], Any], kind: str) -> None:
     venv = make_env(kind)
-    buffers = make_buffers(kind, 12, venv.observation_space)
-    fill(buffers, collect_observations(venv, 12))
+    buffers = make_rollout_buffers(kind, 12, venv.observation_space)
+    fill_rollouts(buffers, collect_observations(venv, 12))
     list(buffers[0].get(5)), list(buffers[1].get(5))
     ours = copied(buffers[0])
     assert_same_batches(ours, buffers[1], 5)
-    fill((ours, buffers[1]), collect_observations(venv, 12, seed=1))
+    fill_rollouts((ours, buffers[1]), collect_observations(venv, 12, seed=1))
     assert_same_batches(ours, buffers[1], 5)
 
 
 @pytest.mark.parametrize("row", [2, 8, 9])
 def test_reassigned_rows_equal_those_of_sb3(row: int) -> None:
     venv = make_env("plain")
-    buffers = make_buffers("plain", 12, venv.observation_space)
+    buffers = make_rollout_buffers("plain", 12, venv.observation_space)
     *steps, other = collect_observations(venv, 11)
-    fill(buffers, steps)
+    fill_rollouts(buffers, steps)
     for buffer in buffers:
         buffer.observations[row] = other
     copied = copy.deepcopy(buffers[0])
@@ -154,7 +158,7 @@ def test_reassigned_rows_equal_those_of_sb3(row: int) -> None:
 
 def test_refused_step_leaves_rollout_usable() -> None:
     venv = image_env()
-    buffers = make_buffers("plain", 8, venv.observation_space)
+    buffers = make_rollout_buffers("plain", 8, venv.observation_space)
     observations = collect_observations(venv, 8)
     rest = np.zeros(2), np.zeros(2), np.zeros(2), torch.zeros(2, 1), torch.zeros(2)
     buffers[0].add(observations[0], *rest)
@@ -165,7 +169,7 @@ def test_refused_step_leaves_rollout_usable() -> None:
     with pytest.raises(ValueError, match="reshape"):
         buffers[0].add(observations[0], np.zeros(5), *rest[1:])
     assert buffers[0].pos == 1
-    fill(buffers, observations)
+    fill_rollouts(buffers, observations)
     with pytest.raises(InvalidArgumentError, match=r"the rollout is full with 8 steps\. Call reset\(\)"):
         buffers[0].add(observations[0], *rest)
     assert_same_batches(*buffers, 5)
@@ -174,11 +178,11 @@ def test_refused_step_leaves_rollout_usable() -> None:
 @pytest.mark.parametrize("kind", ["recurrent", "recurrent dict"])
 def test_like_copies_settings_of_recurrent_buffer(kind: str) -> None:
     venv = make_env(kind)
-    _, theirs = make_buffers(kind, 24, venv.observation_space)
+    _, theirs = make_rollout_buffers(kind, 24, venv.observation_space)
     ours = ROLLOUT[kind][0].like(theirs, codec="patch+lz4")
     assert (ours.gae_lambda, ours.gamma) == (0.9, 0.95)
     assert (ours.codec["image"] if isinstance(ours.codec, dict) else ours.codec) == "patch+lz4"
-    fill((ours, theirs), collect_observations(venv, 24))
+    fill_rollouts((ours, theirs), collect_observations(venv, 24))
     assert_same_batches(ours, theirs, 10)
     if kind == "recurrent":
         plain = RolloutBuffer(24, venv.observation_space, ACTIONS)

@@ -25,7 +25,7 @@ from tests.sb3_ext.toys import (
     collect_transitions,
     image_env,
     make_buffers,
-    reach,
+    make_reach_vec_env,
     without_logger,
 )
 
@@ -34,6 +34,7 @@ SMALL = spaces.Box(0, 255, (2, 6, 5), np.uint8)
 
 
 def make_model(kind: str, ours: bool, **options: Any) -> Any:
+    """Return a DQN or SAC model with a compressed replay buffer, or with SB3's."""
     defaults: dict[str, Any] = {
         "learning_starts": 10_000,
         "seed": 0,
@@ -43,7 +44,7 @@ def make_model(kind: str, ours: bool, **options: Any) -> Any:
     defaults["replay_buffer_class"] = REPLAY[kind][0 if ours else 1]
     if kind == "plain":
         return without_logger(DQN("CnnPolicy", image_env(), buffer_size=400, **defaults, **options))
-    return without_logger(SAC("MultiInputPolicy", reach(size=36), buffer_size=80, **defaults, **options))
+    return without_logger(SAC("MultiInputPolicy", make_reach_vec_env(size=36), buffer_size=80, **defaults, **options))
 
 
 @pytest.mark.filterwarnings("ignore:The last trajectory in the replay buffer will be truncated")
@@ -80,7 +81,8 @@ def test_model_saves_and_loads_replay_buffer(
     assert again.device == torch.device("cpu")
 
 
-def small_buffer(n_steps: int = 12) -> tuple[CompressedReplayBuffer, ReplayBuffer]:
+def make_small_buffers(n_steps: int = 12) -> tuple[CompressedReplayBuffer, ReplayBuffer]:
+    """Return a compressed replay buffer and SB3's, both with the same transitions."""
     ours, theirs = make_buffers("plain", 20, SMALL, ACTIONS, codec="patch+lz4", block_length=2)
     rng = np.random.default_rng(0)
     frames = rng.integers(256, size=(n_steps + 2, 2, 6, 5), dtype=np.uint8)
@@ -94,17 +96,18 @@ def small_buffer(n_steps: int = 12) -> tuple[CompressedReplayBuffer, ReplayBuffe
 
 @pytest.fixture(scope="module")
 def saved_buffer() -> bytes:
-    return pickle.dumps(small_buffer()[0], protocol=pickle.HIGHEST_PROTOCOL)
+    """Return a pickled replay buffer."""
+    return pickle.dumps(make_small_buffers()[0], protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def test_file_of_sb3s_buffer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "buffer.pkl").write_bytes(pickle.dumps(small_buffer()[1]))
+    (tmp_path / "buffer.pkl").write_bytes(pickle.dumps(make_small_buffers()[1]))
     with pytest.raises(CorruptFileError, match="contains a ReplayBuffer, expected a CompressedReplayBuffer"):
         CompressedReplayBuffer.load(tmp_path / "buffer.pkl")
 
 
 def test_unknown_format_version_is_refused(tmp_path: Path) -> None:
-    state = small_buffer()[0].__getstate__()
+    state = make_small_buffers()[0].__getstate__()
     for version in (2, None):
         with pytest.raises(CorruptFileError, match=f"has format {version}, this version reads 1; load it with"):
             CompressedReplayBuffer.__new__(CompressedReplayBuffer).__setstate__({**state, "format": version})
@@ -126,7 +129,7 @@ def test_damaged_file_is_refused_or_loads_same_transitions(
         return
     # Damage in the pickled spaces of gymnasium may go undetected, but it does not affect samples.
     rows = np.arange(10)
-    original = small_buffer()[0]
+    original = make_small_buffers()[0]
     for name in ("actions", "rewards", "dones", "timeouts", "observations", "next_observations"):
         left, right = getattr(loaded, name)[rows], getattr(original, name)[rows]
         np.testing.assert_array_equal(left, right, err_msg=f"byte {int(place * len(data))} flipped by {flip}")

@@ -16,12 +16,26 @@ from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 
 from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import CompressedDictReplayBuffer
-from tests.sb3_ext.toys import add_all, collect_transitions, dict_env, image_env, make_buffers_for, reach, sample_batch
+from tests.sb3_ext.toys import (
+    add_all,
+    collect_transitions,
+    dict_env,
+    image_env,
+    make_buffers_for,
+    make_reach_vec_env,
+    sample_batch,
+)
 
-ENVS: dict[str, Any] = {"plain": image_env, "n-step": image_env, "dict": dict_env, "hindsight": lambda: reach(size=36)}
+ENVS: dict[str, Any] = {
+    "plain": image_env,
+    "n-step": image_env,
+    "dict": dict_env,
+    "hindsight": lambda: make_reach_vec_env(size=36),
+}
 
 
 def make_compressed(kind: str, rows: int, venv: Any, **options: Any) -> Any:
+    """Return a compressed replay buffer for these environments."""
     return make_buffers_for(kind, rows, venv, **options)[0]
 
 
@@ -30,6 +44,7 @@ def test_storage_dir_with_other_keys_is_refused(tmp_path: Path) -> None:
     actions = spaces.Discrete(2)
 
     def open_dict_buffer(**keys: Any) -> CompressedDictReplayBuffer:
+        """Open the folder as a buffer of a Dict space with these keys."""
         return CompressedDictReplayBuffer(50, spaces.Dict(keys), actions, "cpu", storage_dir=tmp_path)
 
     buffer = open_dict_buffer(image=image, vector=vector)
@@ -50,7 +65,7 @@ def test_storage_dir_with_other_keys_is_refused(tmp_path: Path) -> None:
 
 
 def test_copy_info_dict_with_storage_dir_is_refused(tmp_path: Path) -> None:
-    venv = reach()
+    venv = make_reach_vec_env()
     with pytest.raises(
         InvalidArgumentError, match="copy_info_dict=True stores dicts, which storage_dir does not support"
     ):
@@ -59,7 +74,7 @@ def test_copy_info_dict_with_storage_dir_is_refused(tmp_path: Path) -> None:
 
 
 def test_refused_transition_leaves_episodes_unchanged(tmp_path: Path) -> None:
-    venv = reach()
+    venv = make_reach_vec_env()
     ours = make_compressed("hindsight", 20, venv, storage_dir=tmp_path)
     transitions = collect_transitions(venv, 50)  # the ring is full
     add_all([ours], transitions[:-1])
@@ -75,7 +90,7 @@ def test_refused_transition_leaves_episodes_unchanged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [9, pytest.param(400, marks=pytest.mark.slow)])
 def test_hindsight_excludes_episodes_with_dropped_start(length: int) -> None:
-    venv = reach(size=36, still=False, length=length)
+    venv = make_reach_vec_env(size=36, still=False, length=length)
     ours, theirs = make_buffers_for("hindsight", 1000, venv, max_bytes=400_000)
     ended = 0
     for transition in collect_transitions(venv, 900):
@@ -166,16 +181,18 @@ def test_add_in_thread_waits_until_batch_is_decoded(kind: str) -> None:
     add_all([buffer], transitions)
     decode, added = buffer._observations.decode, threading.Event()
 
-    def add() -> None:
+    def add_in_thread() -> None:
+        """Add a transition, and set the event ``added``."""
         add_all([buffer], transitions[:1])
         added.set()
 
     def decode_while_adding(*places: Any) -> Any:
+        """Start the thread that adds; check that it waits, and decode the batch."""
         thread.start()
         assert not added.wait(0.1)
         return decode(*places)
 
-    thread = threading.Thread(target=add)
+    thread = threading.Thread(target=add_in_thread)
     buffer._observations.decode = decode_while_adding
     buffer.sample(8)
     thread.join()
@@ -191,6 +208,7 @@ def test_saved_buffer_is_consistent_while_thread_adds() -> None:
     done = threading.Event()
 
     def keep_adding() -> None:
+        """Add transitions until the event ``done`` is set."""
         while not done.is_set():
             for number, transition in enumerate(transitions):
                 buffer.add(*transition[:3], np.full(venv.num_envs, number), *transition[4:])

@@ -16,7 +16,7 @@ from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecFrameStack, VecNormalize
 
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.toys import REPLAY, ROLLOUT, check_equal_weights, dict_env, image_env, reach
+from tests.sb3_ext.toys import REPLAY, ROLLOUT, check_equal_weights, dict_env, image_env, make_reach_vec_env
 
 
 class Masked(VecEnvWrapper):
@@ -39,21 +39,23 @@ class Masked(VecEnvWrapper):
         return super().env_method(name, *args, indices=indices, **kwargs)
 
 
-def pong() -> VecEnv:
+def make_pong() -> VecEnv:
+    """Return two Pong environments with SB3's Atari wrappers and stacked frames."""
     gym.register_envs(ale_py)
     return VecFrameStack(make_atari_env("PongNoFrameskip-v4", n_envs=2, seed=0), n_stack=4)
 
 
-def pendulum() -> VecEnv:
+def make_pendulum() -> VecEnv:
+    """Return two Pendulum environments in a VecNormalize."""
     return VecNormalize(make_vec_env("Pendulum-v1", n_envs=2, seed=0))
 
 
 CASES: dict[str, tuple[Any, str, Any, Any]] = {
     "PPO of a dictionary": (PPO, "MultiInputPolicy", dict_env, ROLLOUT["dict"]),
     "MaskablePPO": (MaskablePPO, "CnnPolicy", lambda: Masked(image_env()), ROLLOUT["maskable"]),
-    "DQN of Pong": (DQN, "CnnPolicy", pong, REPLAY["plain"]),
-    "SAC with hindsight": (SAC, "MultiInputPolicy", lambda: reach(size=36), REPLAY["hindsight"]),
-    "TD3 of normalized vectors": (TD3, "MlpPolicy", pendulum, REPLAY["plain"]),
+    "DQN of Pong": (DQN, "CnnPolicy", make_pong, REPLAY["plain"]),
+    "SAC with hindsight": (SAC, "MultiInputPolicy", lambda: make_reach_vec_env(size=36), REPLAY["hindsight"]),
+    "TD3 of normalized vectors": (TD3, "MlpPolicy", make_pendulum, REPLAY["plain"]),
     "PPO of RGB, channels last": (PPO, "CnnPolicy", lambda: image_env(3, 2, first=False), ROLLOUT["plain"]),
     "RecurrentPPO": (RecurrentPPO, "CnnLstmPolicy", image_env, ROLLOUT["recurrent"]),
     "RecurrentPPO of a dictionary": (RecurrentPPO, "MultiInputLstmPolicy", dict_env, ROLLOUT["recurrent dict"]),
@@ -70,6 +72,7 @@ def test_weights_equal_those_with_sb3s_buffers(case: str) -> None:
         small["policy_kwargs"]["lstm_hidden_size"] = 8
 
     def make(buffer_class: Any) -> Any:
+        """Return a new model that uses a buffer class."""
         if issubclass(algorithm, OffPolicyAlgorithm):
             return algorithm(policy, env(), replay_buffer_class=buffer_class, **OFF_POLICY, **small)
         options = {"n_steps": 16, "batch_size": 16, "n_epochs": 2}
@@ -82,7 +85,7 @@ def test_weights_equal_those_with_sb3s_buffers(case: str) -> None:
 
     model = check_equal_weights(make, ours, theirs, 200 if issubclass(algorithm, OffPolicyAlgorithm) else 64)
     assert algorithm is not MaskablePPO or (model.rollout_buffer.action_masks == 0).any()
-    if env is pong:
+    if env is make_pong:
         assert (model.replay_buffer.n_stack, model.replay_buffer.codec) == (4, "patch")
 
 

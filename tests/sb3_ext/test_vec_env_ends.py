@@ -47,14 +47,17 @@ class WithSimulator(Failing):
 
 
 def running_simulators(folder: Path) -> list[int]:
+    """Return the ids of the child processes that have a file and still run."""
     return [int(file.name) for file in folder.iterdir() if psutil.pid_exists(int(file.name))]
 
 
 def count_closed(folder: Path) -> int:
+    """Count the environments whose ``close`` has run."""
     return sum(file.read_text() == "closed" for file in folder.iterdir())
 
 
 def wait_until(condition: Callable[[], Any]) -> bool:
+    """Wait for a condition for at most a minute; return whether it is true."""
     end = time.monotonic() + PATIENCE_S
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
@@ -110,6 +113,7 @@ def test_failure_ends_processes_started_by_environments(how: str, closed_too: in
 )
 def test_dropped_vec_env_closes_environments_and_descriptors(method: str, options: Any, tmp_path: Path) -> None:
     def use_and_drop(*, dropped: bool) -> int:
+        """Use and delete a VecEnv, closed unless ``dropped``; count open descriptors."""
         venv = SharedMemoryVecEnv([functools.partial(WithSimulator, str(tmp_path))] * 2, method, **options)
         venv.reset()
         venv.step(ACTIONS[:2])
@@ -135,6 +139,7 @@ class Writing(Counting):
         self._path, self._how, self._seconds = path, how, seconds
 
     def _write(self) -> None:
+        """Write the file after some seconds."""
         time.sleep(self._seconds)
         Path(self._path).write_text("video")
 
@@ -159,6 +164,8 @@ def test_close_waits_for_environments_by_default(how: str, seconds: float, tmp_p
 
 def test_error_in_close_does_not_interrupt_other_environments(tmp_path: Path) -> None:
     class Raising(Counting):
+        """Environment whose ``close`` raises an error."""
+
         def close(self) -> None:
             raise ValueError("no")
 

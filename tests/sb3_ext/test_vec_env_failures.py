@@ -65,10 +65,13 @@ def expect_failure(kind: type[Exception] = WorkerError) -> Iterator[Any]:
     with pytest.raises(kind) as found:
         yield found
     assert no_workers()
-    assert not [thread for thread in threading.enumerate() if thread.name == "rl_ext_core-watch" and not joins(thread)]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "rl_ext_core-watch" and not ends_in_time(thread)
+    ]
 
 
-def joins(thread: threading.Thread) -> bool:
+def ends_in_time(thread: threading.Thread) -> bool:
+    """Wait for a thread; return whether it ended."""
     thread.join(AT_MOST_S)
     return not thread.is_alive()
 
@@ -201,6 +204,8 @@ def test_exceptions_in_methods_leave_environments_usable() -> None:
 
 
 class WritesAtTheEnd(Counting):
+    """Environment that writes its step count to a file when it is closed."""
+
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
@@ -209,7 +214,7 @@ class WritesAtTheEnd(Counting):
         self._path.write_text(f"{self._count}")
 
 
-def test_close_during_step_and_calls_after_close(tmp_path: Path) -> None:
+def test_close_completes_pending_step_and_later_calls_are_refused(tmp_path: Path) -> None:
     venv = SharedMemoryVecEnv([functools.partial(WritesAtTheEnd, tmp_path / "count"), Counting], FAST)
     venv.reset()
     venv.step_async(ACTIONS[:2])

@@ -25,10 +25,12 @@ REFUSED: list[Callable[[SharedMemoryVecEnv], Any]] = [
 
 
 def step_counts(venv: SharedMemoryVecEnv) -> list[int]:
+    """Take a step, and return the step count of each environment."""
     return [int(count) for count in venv.step(ACTIONS)[0][:, 0]]
 
 
 def close_and_drop(venv: SharedMemoryVecEnv) -> str:
+    """Close and drop a VecEnv in a forked process, as at its exit."""
     venv.close()
     vars(venv).clear()  # as if the last reference was dropped
     gc.collect()
@@ -37,6 +39,7 @@ def close_and_drop(venv: SharedMemoryVecEnv) -> str:
 
 
 def use_own_env() -> list[int]:
+    """Create a VecEnv, take two steps, and return the step counts."""
     made = SharedMemoryVecEnv([Counting] * 2, "fork")
     made.reset()
     made.step(ACTIONS)

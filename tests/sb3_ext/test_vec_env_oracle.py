@@ -33,6 +33,7 @@ from tests.sb3_ext.vec_worlds import ACTIONS, OBSERVATIONS, REWARDS, RandomEnv, 
 def compare_with_subproc(
     build: Any, steps: int = 25, n_envs: int = 3, n_workers: int | None = None, **options: Any
 ) -> list[Any]:
+    """Check that a rollout equals that of SubprocVecEnv, and return its results."""
     space = build().action_space
     space.seed(0)
     actions = [action_of(space, n_envs) for _ in range(steps)]
@@ -163,12 +164,15 @@ def test_auto_vec_env_in_workers_returns_results_of_dummy_vec_env(rewards: str) 
 # -- other methods, wrappers and training
 
 
-class Marked(gym.Wrapper[Any, Any, Any, Any]):
+class MarkWrapper(gym.Wrapper[Any, Any, Any, Any]):
+    """Wrapper with the attribute ``mark``."""
+
     mark = 3
 
 
 def make_wrapped_env() -> gym.Env[Any, Any]:
-    return Marked(gym.wrappers.TimeLimit(Monitor(RandomEnv()), 7))
+    """Make a RandomEnv with three wrappers."""
+    return MarkWrapper(gym.wrappers.TimeLimit(Monitor(RandomEnv()), 7))
 
 
 def call_methods(venv: VecEnv) -> list[Any]:
@@ -187,8 +191,8 @@ def call_methods(venv: VecEnv) -> list[Any]:
         venv.env_method("double", 4, indices=[2, 2, 1, -3]),
         venv.env_method("double", 4, indices=[]),
         venv.get_attr("action_space"),
-        [venv.env_is_wrapped(kind) for kind in (Monitor, Marked, gym.wrappers.TimeLimit, gym.Wrapper, RandomEnv)],
-        venv.env_is_wrapped(Marked, indices=0),
+        [venv.env_is_wrapped(kind) for kind in (Monitor, MarkWrapper, gym.wrappers.TimeLimit, gym.Wrapper, RandomEnv)],
+        venv.env_is_wrapped(MarkWrapper, indices=0),
         venv.get_images(),
         venv.render(),
         venv.render("rgb_array"),
@@ -206,10 +210,12 @@ def test_methods_return_results_of_subproc_vec_env(n_workers: int) -> None:
 
 
 def cart_pole() -> gym.Env[Any, Any]:
+    """Make CartPole in a Monitor."""
     return Monitor(gym.make("CartPole-v1"))
 
 
-def weights(venv: VecEnv) -> list[Any]:
+def train_weights(venv: VecEnv) -> list[Any]:
+    """Train PPO under SB3's wrappers; return its parameters and evaluation score."""
     torch.manual_seed(0)
     options = {"n_steps": 64, "batch_size": 64, "n_epochs": 2, "seed": 1, "device": "cpu"}
     venv = VecNormalize(VecFrameStack(venv, n_stack=3))
@@ -222,7 +228,7 @@ def weights(venv: VecEnv) -> list[Any]:
 
 def test_weights_under_wrappers_equal_those_with_subproc_vec_env() -> None:
     with open_vec_env_pair([cart_pole] * 3, n_workers=2) as (ours, theirs):
-        assert_equal(weights(ours), weights(theirs))
+        assert_equal(train_weights(ours), train_weights(theirs))
 
 
 def test_timings_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ RESTARTING: dict[str, Any] = {"restart": "truncate", "step_timeout": 60.0}
 
 
 def kill_worker(venv: SharedMemoryVecEnv, index: int) -> None:
+    """Kill the worker of an environment by SIGKILL."""
     os.kill(venv.env_method("pid", indices=index)[0], signal.SIGKILL)
 
 
@@ -78,6 +79,8 @@ def test_all_environments_of_replaced_worker_are_truncated() -> None:
 @pytest.mark.slow
 def test_answering_workers_do_not_time_out_while_another_is_replaced(tmp_path: Path) -> None:
     class SlowToBuild(FailingOnce):
+        """Environment that fails once, and takes five seconds to be built again."""
+
         def __init__(self, mark: str, when: str) -> None:
             super().__init__(mark, when)
             if self._mark.exists():
@@ -121,6 +124,7 @@ class Settable(Counting):
         return super().step(action)
 
     def get_state(self) -> Any:
+        """Return the attributes that were set, and the options of the last reset."""
         return self.level, self.bonus, self._options
 
     def set_bonus(self, bonus: int) -> None:
@@ -184,6 +188,8 @@ def test_reset_with_worker_death_keeps_seed_and_options(tmp_path: Path) -> None:
 
 def test_worker_error_names_attribute_that_was_not_set() -> None:
     class Deadly(Settable):
+        """Environment whose process exits when its attribute ``deadly`` is set."""
+
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, os._exit(3) if name == "deadly" else value)
 
@@ -198,6 +204,7 @@ def test_worker_error_names_attribute_that_was_not_set() -> None:
 
 
 def step_repeatedly(venv: SharedMemoryVecEnv, count: int) -> None:
+    """Reset, and take ``count`` steps."""
     venv.reset()
     for _ in range(count):
         venv.step(np.zeros(venv.num_envs, np.int64))

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from tests.core.processes.test_scripts import LIMIT_S, Program, clear_sockets, find_session, program
+from tests.core.processes.test_scripts import LIMIT_S, Program, delete_pymp_folders, find_session, program
 
 __all__ = ["program"]
 
@@ -70,6 +70,7 @@ PRINTED = ["[1, 1]", "[3, 3]", "[0, 1]", "[1, 1]", "[1, 1]"]
 
 
 def start(program: Program, text: str) -> subprocess.Popen[str]:
+    """Write a script into the program's folder, and start it."""
     script = program.folder / "train.py"
     script.write_text(text)
     os.environ["SEEN"] = str(program.folder / "seen")
@@ -78,7 +79,8 @@ def start(program: Program, text: str) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(autouse=True)
-def variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def restored_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the environment variables that :func:`start` sets, after each test."""
     for name in ("SEEN", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, "")
 
@@ -111,7 +113,7 @@ if __name__ == "__main__":
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_environments_of_main_script_in_spawned_process(method: str, program: Program) -> None:
+def test_environments_of_main_script_work_in_spawned_process(method: str, program: Program) -> None:
     process = start(program, SCRIPT + SPAWNED.format(method=method))
     output, errors = process.communicate(timeout=4 * LIMIT_S)
     assert errors == ""
@@ -151,7 +153,7 @@ def test_no_worker_outlives_the_program(end: signal.Signals, method: str, closes
     process.send_signal(end)
     process.wait(LIMIT_S)
     assert not find_session(process.pid)
-    clear_sockets(program)
+    delete_pymp_folders(program)
 
 
 @pytest.mark.slow

@@ -55,6 +55,7 @@ class Sprite(gym.Env[np.ndarray, int]):
 
 
 def make_stacked_vec_env(env_fn: Callable[[], gym.Env[Any, Any]], n_envs: int, n_stack: int, first: bool) -> VecEnv:
+    """Make a DummyVecEnv with frame stacks, and channels first if ``first`` is True."""
     venv: VecEnv = DummyVecEnv([env_fn] * n_envs)
     venv.seed(0)
     if n_stack > 1:
@@ -86,6 +87,7 @@ class Camera(gym.Wrapper[dict[str, np.ndarray], int, np.ndarray, int]):
         )
 
     def _with_vector(self, image: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the dict observation that contains an image."""
         env: Any = self.unwrapped
         return {"image": image, "place": np.array([env._place, env._steps], dtype=np.float32)}
 
@@ -108,6 +110,7 @@ class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):
         self._size, self._image_goal, self._still, self._length = size, image_goal, still, length
 
     def _draw_point(self, place: np.ndarray) -> np.ndarray:
+        """Return an image of a position, or noise unless images are still."""
         if not self._still:
             return self.np_random.integers(256, size=(1, self._size, self._size), dtype=np.uint8)
         image = np.zeros((1, self._size, self._size), np.uint8)
@@ -138,18 +141,21 @@ class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):
         return -apart + sum(info.get("step", 0) for info in infos)
 
 
-def reach(n_envs: int = 2, **options: Any) -> VecEnv:
+def make_reach_vec_env(n_envs: int = 2, **options: Any) -> VecEnv:
+    """Make a DummyVecEnv of :class:`Reach` environments."""
     return make_stacked_vec_env(lambda: Reach(**options), n_envs, 1, False)
 
 
 Transition = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]
 
 
-def _copied(obs: Any) -> Any:
+def _copy_observation(obs: Any) -> Any:
+    """Copy an array, or a dict of arrays, in the same memory order."""
     return {key: part.copy(order="K") for key, part in obs.items()} if isinstance(obs, dict) else obs.copy(order="K")
 
 
-def _replace(obs: Any, env: int, other: Any) -> None:
+def _replace_observation(obs: Any, env: int, other: Any) -> None:
+    """Overwrite the observation of one environment in a batch."""
     for key in obs if isinstance(obs, dict) else [None]:
         target, value = (obs, other) if key is None else (obs[key], other[key])
         target[env] = value
@@ -165,10 +171,10 @@ def collect_transitions(venv: VecEnv, n_steps: int, *, seed: int = 0) -> list[Tr
         else:
             action = rng.uniform(-1, 1, size=(venv.num_envs, *venv.action_space.shape)).astype(np.float32)
         after, reward, done, infos = venv.step(action)
-        seen = _copied(after)
+        seen = _copy_observation(after)
         for env, info in enumerate(infos):
             if done[env]:
-                _replace(seen, env, info["terminal_observation"])
+                _replace_observation(seen, env, info["terminal_observation"])
         found.append((before, seen, action, reward, done, infos))
         before = after
     return found
@@ -259,7 +265,7 @@ def assert_same_draws(draw: Callable[[Any], Any], ours: Any, theirs: Any, seed: 
 
 
 def assert_same(ours: Any, theirs: Any, batch_size: int = 40, env: Any = None) -> None:
-    """Check that sizes, samples and generator states are equal, bit for bit."""
+    """Check that two replay buffers have equal contents, and draw equal samples."""
     for name in ("pos", "full", "buffer_size", "n_envs", "obs_shape", "action_dim", "device"):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.size() == theirs.size()
@@ -292,7 +298,7 @@ def assert_equal_bits(left: Any, right: Any, name: str = "") -> None:
 
 
 def assert_same_batches(ours: Any, theirs: Any, batch_size: int | None) -> None:
-    """Check that all minibatches of a rollout, and the generator states, have equal bits."""
+    """Check that two rollout buffers yield equal minibatches."""
     for seed in range(2):
         assert_same_draws(lambda buffer: tuple(buffer.get(batch_size)), ours, theirs, seed)
 

@@ -94,6 +94,7 @@ class RandomEnv(gym.Env[Any, Any]):
         self.label = "drawn"
 
     def _sample_observation(self) -> Any:
+        """Draw an observation that depends only on the environment's seed."""
         self.observation_space.seed(int(self.np_random.integers(2**31)))
         return self.observation_space.sample()
 
@@ -120,15 +121,18 @@ class RandomEnv(gym.Env[Any, Any]):
         raise KeyError("raised in a call")
 
     def not_picklable(self) -> Any:
+        """Return an object that does not pickle."""
         return threading.Lock()
 
     def pid(self) -> int:
         return os.getpid()
 
     def loaded(self, names: Sequence[str]) -> list[str]:
+        """Return which of these modules this process has imported."""
         return [name for name in names if name in sys.modules]
 
     def all_given(self) -> list[Any]:
+        """Return all actions that ``step`` has received."""
         return self.given
 
     def draws(self) -> dict[str, list[float]]:
@@ -186,17 +190,20 @@ class Counting(gym.Env[np.ndarray, int]):
 
 
 def hang_in_c() -> None:
+    """Hang in C code, without ever releasing the GIL."""
     # Hold the GIL without a check for signals, like an endless loop in a C extension.
     sum(itertools.repeat(0))
 
 
 class UnpicklableError(Exception):
+    """Exception that raises an error when it is pickled."""
+
     def __reduce__(self) -> Any:
         raise TypeError("never")
 
 
 def fail(how: str) -> None:
-    """Fail in the given way."""
+    """Raise an error, exit, hang or be killed, as ``how`` says."""
     if how == "raise":
         raise ValueError("the rope has snapped")
     if how == "raise what does not pickle":
@@ -216,7 +223,7 @@ def fail(how: str) -> None:
 
 
 class Failing(Counting):
-    """Environment that fails.
+    """Environment that fails in a chosen method, in a chosen way.
 
     :param when: "constructor", "reset", "step", "reset in step", "close" or "method"
     :param how: see :func:`fail`
@@ -229,6 +236,7 @@ class Failing(Counting):
         self._fail_at("constructor")
 
     def _fail_at(self, when: str) -> None:
+        """Fail if the environment is to fail in this method."""
         if self._when == when:
             fail(self._how)
 
@@ -245,6 +253,7 @@ class Failing(Counting):
         return super().step(action)
 
     def method(self) -> None:
+        """Fail if ``when`` is "method"."""
         self._fail_at("method")
 
     def close(self) -> None:
@@ -259,6 +268,7 @@ class FailingOnce(Failing):
         super().__init__(when, "SIGSEGV", after=0)
 
     def _fail_at(self, when: str) -> None:
+        """Fail in this method if the mark file does not exist, after creating it."""
         if self._when == when and not self._mark.exists():
             self._mark.touch()
             fail(self._how)
@@ -323,6 +333,8 @@ class Unpicklable(Counting):
 
 
 class Bounded(gym.Wrapper[Any, Any, Any, Any]):
+    """Wrapper that limits rewards, and returns the bound in infos."""
+
     def __init__(self, env: gym.Env[Any, Any], bound: int = 3) -> None:
         super().__init__(env)
         self.bound = bound
@@ -333,18 +345,22 @@ class Bounded(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def cart_pole(gravity: float = 9.8) -> gym.Env[Any, Any]:
+    """Make CartPole with a gravity, and at most 20 steps per episode."""
     env = gym.make("CartPole-v1", max_episode_steps=20)
     env.unwrapped.gravity = gravity  # type: ignore[attr-defined]
     return env
 
 
 def build_and_record(build: Any, folder: str) -> gym.Env[Any, Any]:
+    """Build an environment, and create a file named by this process's id."""
     Path(folder, f"{os.getpid()}-{len(list(Path(folder).iterdir()))}").touch()
     env: gym.Env[Any, Any] = build()
     return env
 
 
 class Slow(Counting):
+    """Environment whose steps take five milliseconds."""
+
     def step(self, action: int) -> Any:
         time.sleep(0.005)
         return super().step(action)

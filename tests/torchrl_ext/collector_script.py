@@ -51,6 +51,7 @@ class RandomObservations(gymnasium.Env[np.ndarray, Any]):
         return self._draw(), 0.0, False, False, {}
 
     def _draw(self) -> np.ndarray:
+        """Draw one number from each of the four generators."""
         return np.array([self.np_random.random(), random.random(), np.random.random(), torch.rand(()).item()])
 
 
@@ -74,6 +75,7 @@ def make_changed() -> Any:
 
 
 def make_transformed() -> Any:
+    """Make a CartPole with transforms that count steps and sum rewards."""
     from torchrl_ext import GymEnv
 
     return TransformedEnv(GymEnv("CartPole-v1"), Compose(StepCounter(max_steps=MAX_STEPS), RewardSum()))
@@ -121,6 +123,7 @@ class SingleCollectors:
 
 
 def free_port() -> int:
+    """Return the number of a TCP port that no process uses."""
     with socket.socket() as bound:
         bound.bind(("localhost", 0))
         return int(bound.getsockname()[1])
@@ -195,11 +198,12 @@ def fill_ray_buffer() -> int:
             buffer.extend(batch)
 
         @ray.remote(num_cpus=0)
-        def fill(client: Any) -> None:
+        def extend_in_task(client: Any) -> None:
+            """Add batches from another process, through the buffer's client."""
             for batch in theirs:
                 client.extend(batch)
 
-        ray.get(fill.remote(buffer.client()))
+        ray.get(extend_in_task.remote(buffer.client()))
         for _ in range(5):
             assert set(contents(buffer.sample(), keys)) <= set(known)
         assert contents(buffer[:], keys) == known
@@ -209,6 +213,7 @@ def fill_ray_buffer() -> int:
 
 
 def main() -> None:
+    """Print the first batches of each run as JSON, and the Ray buffer's length."""
     folder, kind, *runs = sys.argv[1:]
     logger.setLevel(logging.ERROR)
     gymnasium.register("OfAScript-v0", entry_point=RandomObservations)

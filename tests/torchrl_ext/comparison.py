@@ -15,6 +15,7 @@ Make = Callable[[], Any]
 
 
 def entries(data: TensorDictBase) -> dict[Any, Any]:
+    """Return all leaves of a TensorDict by nested key."""
     return dict(data.items(include_nested=True, leaves_only=True))
 
 
@@ -42,7 +43,7 @@ def seeded_rollout(env: EnvBase, steps: int = 300, *, seed: int = 3, **kwargs: A
 
 
 def assert_same_rollouts(ours: EnvBase, theirs: EnvBase, steps: int = 300, **kwargs: Any) -> TensorDictBase:
-    """Assert that two rollouts in a row are equal, and return our second one."""
+    """Assert that two environments return equal rollouts, twice; return our second one."""
     for seed in (3, 4):
         found = seeded_rollout(ours, steps, seed=seed, **kwargs)
         assert_same(found, seeded_rollout(theirs, steps, seed=seed, **kwargs))
@@ -69,7 +70,7 @@ def storage_pointers(value: Any) -> set[int]:
 def make_vector_env(
     make: Make | list[Make], count: int, mode: str, *, asynchronous: bool = False, **kwargs: Any
 ) -> Any:
-    """Make a gymnasium vector environment from one maker, or from several in turn."""
+    """Make a gymnasium vector environment from one constructor, or several in turn."""
     makers = make if isinstance(make, list) else [make]
     kind: Any = gymnasium.vector.SyncVectorEnv
     if asynchronous:

@@ -15,6 +15,7 @@ F32 = np.float32
 
 
 def box(*shape: int, dtype: Any = F32) -> spaces.Box:
+    """Return a Box from -1 to 1 of this shape, float32 by default."""
     return spaces.Box(-1, 1, shape, dtype)
 
 
@@ -39,6 +40,7 @@ class Walk(gymnasium.Env[Any, Any]):
         return self.observation(), {"age": np.array(0), "length": np.array(self.length)}
 
     def observation(self) -> np.ndarray[Any, Any]:
+        """Return the episode, its step, the sum of its actions and a random number."""
         return np.array([self.episode, self.step_count, self.total, self.np_random.normal()], F32)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -112,7 +114,7 @@ class VectorRewards(Walk):
 
 
 class FaultyWalk(Walk):
-    """``Walk`` that replaces results of ``reset``, ``step`` or observations."""
+    """``Walk`` that returns given faulty results from ``reset``, ``step`` or observations."""
 
     def __init__(self, **faults: Any) -> None:
         super().__init__(30, 40)
@@ -142,6 +144,8 @@ class ForeignBox:
 
 
 class ForeignDict:
+    """Dict space of an unknown library."""
+
     def __init__(self, **parts: Any) -> None:
         self.spaces = parts
 
@@ -192,12 +196,13 @@ class Isaac:
         return self
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing, since there is nothing to close."""
 
     def render(self) -> None:
-        """Nothing to render."""
+        """Do nothing, since there is nothing to render."""
 
     def _reset_rows(self, rows: torch.Tensor) -> None:
+        """Start new episodes in these rows."""
         self.episodes[rows] += 1
         self.steps[rows] = 0
         # Only the row and the episode, so that observations after a reset are predictable.
@@ -302,9 +307,10 @@ class SameStep:
         return self
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing, since there is nothing to close."""
 
     def observation(self, rows: Any) -> Any:
+        """Return number, episode and step of these rows, or a nested dict with them."""
         number = np.arange(self.num_envs)[rows]
         place = np.stack([number, self.episodes[rows], self.steps[rows]], -1).astype(F32)
         if not self.nested:
@@ -312,8 +318,11 @@ class SameStep:
         inner = {"place": self.array(place), "_private": self.array(place[:, :1] * 2)}
         return {"inner": inner, "kind": self.array(number + self.steps[rows])}
 
-    def single(self, row: int) -> Any:
+    def single_observation(self, row: int) -> Any:
+        """Return one row's observation, without the batch axis."""
+
         def take_first(value: Any) -> Any:
+            """Return the first row of an array, or of all arrays in a dict."""
             return {key: take_first(part) for key, part in value.items()} if isinstance(value, dict) else value[0]
 
         return take_first(self.observation([row]))
@@ -324,12 +333,13 @@ class SameStep:
         self.steps[mask] = 0
         return self.observation(slice(None)), {}
 
-    def final(self, rows: list[int]) -> Any:
+    def final_observations(self, rows: list[int]) -> Any:
+        """Return the final observations of these rows, in this batch's form."""
         if self.form == "batch":
             return self.observation(slice(None))
         if self.form == "rows":
             return self.observation(rows)
-        each = [self.single(row) if row in rows else None for row in range(self.num_envs)]
+        each = [self.single_observation(row) if row in rows else None for row in range(self.num_envs)]
         if self.form == "list":
             return each
         objects = np.full(self.num_envs, None, object)
@@ -343,9 +353,9 @@ class SameStep:
         rows = done.nonzero()[0].tolist()
         info: Any = {}
         if rows and self.form == "infos":
-            info = [{self.name: self.single(row)} if row in rows else {} for row in range(self.num_envs)]
+            info = [{self.name: self.single_observation(row)} if row in rows else {} for row in range(self.num_envs)]
         elif rows and self.form is not None:
-            info = {self.name: self.final(rows)}
+            info = {self.name: self.final_observations(rows)}
         self.episodes[rows] += 1
         self.steps[rows] = 0
         reward, none = np.ones(self.num_envs), np.zeros(self.num_envs, bool)

@@ -30,35 +30,39 @@ class Videos:
     def __init__(self, n_envs: int = 2, *, seed: int = 0, end: float = 0.08, smooth: bool = False) -> None:
         self.random = torch.Generator().manual_seed(seed)
         self.end = end
-        self.scenes = self._integers(256, n_envs, HEIGHT, WIDTH).to(torch.uint8)
+        self.scenes = self._draw_integers(256, n_envs, HEIGHT, WIDTH).to(torch.uint8)
         if smooth:
-            slopes = self._integers(9, n_envs, 2) + 1
+            slopes = self._draw_integers(9, n_envs, 2) + 1
             lines = slopes[:, :1, None] * torch.arange(HEIGHT)[:, None] + slopes[:, 1:, None] * torch.arange(WIDTH)
             self.scenes = (lines % 256).to(torch.uint8)
-        self.stacks = torch.stack([self._reset(env) for env in range(n_envs)])
+        self.stacks = torch.stack([self._first_stack(env) for env in range(n_envs)])
         self.steps = torch.zeros(n_envs, dtype=torch.int64)
         self.trajectories = torch.arange(n_envs)
 
-    def _integers(self, high: int, *shape: int) -> torch.Tensor:
+    def _draw_integers(self, high: int, *shape: int) -> torch.Tensor:
+        """Draw random integers from 0 to ``high - 1``."""
         return torch.randint(high, shape, generator=self.random)
 
-    def _frame(self, env: int) -> torch.Tensor:
+    def _draw_frame(self, env: int) -> torch.Tensor:
+        """Draw an environment's next frame: its background with a block at a random place."""
         frame = self.scenes[env].clone()
-        y, x = self._integers(HEIGHT - 3, 2).tolist()
-        frame[y : y + 3, x : x + 3] = int(self._integers(256, 1))
+        y, x = self._draw_integers(HEIGHT - 3, 2).tolist()
+        frame[y : y + 3, x : x + 3] = int(self._draw_integers(256, 1))
         return frame
 
-    def _reset(self, env: int) -> torch.Tensor:
-        return torch.cat([torch.zeros(STACK - 1, HEIGHT, WIDTH, dtype=torch.uint8), self._frame(env)[None]])
+    def _first_stack(self, env: int) -> torch.Tensor:
+        """Return the first stack of an episode: black frames and one drawn frame."""
+        return torch.cat([torch.zeros(STACK - 1, HEIGHT, WIDTH, dtype=torch.uint8), self._draw_frame(env)[None]])
 
     def collect(self, steps: int) -> TensorDict:
         """Collect (n_envs, steps) transitions."""
         return torch.stack([self._step() for _ in range(steps)], 1)
 
     def _step(self) -> TensorDict:
+        """Step all environments with random actions, and return their transitions."""
         n = len(self.stacks)
         before = self.stacks.clone()
-        after = torch.cat([before[:, 1:], torch.stack([self._frame(env)[None] for env in range(n)])], 1)
+        after = torch.cat([before[:, 1:], torch.stack([self._draw_frame(env)[None] for env in range(n)])], 1)
         terminated = torch.rand(n, 1, generator=self.random) < self.end
         truncated = torch.rand(n, 1, generator=self.random) < self.end / 2
         done = terminated | truncated
@@ -67,7 +71,7 @@ class Videos:
             {
                 "pixels": before,
                 "inner": {"vector": torch.rand(n, 3, generator=self.random)},
-                "action": self._integers(5, n),
+                "action": self._draw_integers(5, n),
                 "collector": {"traj_ids": self.trajectories.clone()},
                 "step_count": self.steps[:, None].clone(),
                 "done": false,
@@ -86,7 +90,7 @@ class Videos:
         )
         self.stacks, self.steps = after, self.steps + 1
         for env in done[:, 0].nonzero()[:, 0].tolist():
-            self.stacks[env], self.steps[env] = self._reset(env), 0
+            self.stacks[env], self.steps[env] = self._first_stack(env), 0
             self.trajectories[env] = int(self.trajectories.max()) + 1
         return step
 
@@ -119,6 +123,7 @@ class Twins:
         self.draws = 0
 
     def call_both(self, use: Any) -> tuple[Any, Any]:
+        """Call a function with each buffer after equal seeds, and return both results."""
         results = []
         self.draws += 1
         for buffer in (self.ours, self.theirs):
@@ -128,11 +133,13 @@ class Twins:
         return results[0], results[1]
 
     def extend(self, data: TensorDict) -> None:
+        """Add data to both buffers, and assert that they return the same indices."""
         ours, theirs = self.call_both(lambda buffer: buffer.extend(data.clone()))
         if theirs is not None:
             assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
 
     def check(self, batch_size: int = 32) -> None:
+        """Assert that both buffers have equal contents and return equal samples."""
         assert len(self.ours) == len(self.theirs)
         assert_same(self.ours[:], self.theirs[:])
         for _ in range(3):
@@ -167,9 +174,10 @@ class Film(gymnasium.Env[Any, Any]):
         super().reset(seed=seed)
         self.stack = np.zeros((4, 28, 24), np.uint8)
         self.length = int(self.np_random.integers(3, 20))
-        return self._next(), {}
+        return self._push_frame(), {}
 
-    def _next(self) -> Any:
+    def _push_frame(self) -> Any:
+        """Push a frame with a random block onto the stack, and return a copy of the stack."""
         frame = np.full((28, 24), 50, np.uint8)
         y, x = self.np_random.integers(0, 20, 2)
         frame[y : y + 4, x : x + 4] = self.np_random.integers(0, 256, (4, 4))
@@ -178,7 +186,7 @@ class Film(gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         self.length -= 1
-        return self._next(), 1.0, self.length == 0, False, {}
+        return self._push_frame(), 1.0, self.length == 0, False, {}
 
 
 def make_film() -> Any:
@@ -189,7 +197,7 @@ def make_film() -> Any:
 
 
 def count_elements(rows: Any, keys: list[Any]) -> Counter[str]:
-    """Count equal elements, by a hash of their values under some keys."""
+    """Return a Counter of element hashes, computed from the values under some keys."""
     arrays = [rows[key].numpy().reshape(len(rows), -1) for key in keys]
     return Counter(
         hashlib.sha256(b"".join(array[i].tobytes() for array in arrays)).hexdigest() for i in range(len(rows))

@@ -35,13 +35,13 @@ def all_hashes() -> list[str]:
 
 
 def batch_slice(number: int, size: int) -> slice:
-    """Return the slice of all transitions that is the batch with a number."""
+    """Return the slice of all transitions that contains a batch, by its number."""
     start = number * size % (len(all_transitions()) - size)
     return slice(start, start + size)
 
 
 def make_batch(number: int, size: int) -> Any:
-    """Copy the batch with a number."""
+    """Return a copy of a batch of the transitions, by its number."""
     return all_transitions()[batch_slice(number, size)].clone()
 
 

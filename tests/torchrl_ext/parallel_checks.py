@@ -30,6 +30,7 @@ def workers_left(*, grace_s: float = 60.0) -> list[psutil.Process]:
 
 @pytest.fixture
 def event_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Create the log file to which environments of a test write their events."""
     path = tmp_path / "event_log"
     path.touch()
     monkeypatch.setenv(EVENT_LOG, str(path))
@@ -37,12 +38,13 @@ def event_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def new_workers() -> list[psutil.Process]:
-    """Return workers started by the test, without earlier ones that may still test copies."""
+    """Return the workers that this test has started, without those of earlier tests."""
     return [worker for worker in running_workers() if worker not in _earlier_workers]
 
 
 @pytest.fixture(autouse=True)
 def no_workers_left() -> Iterator[None]:
+    """Fail a test that leaves workers, after killing them."""
     _earlier_workers.clear()
     # An earlier test may have left an environment to the garbage collector.
     _earlier_workers.update(workers_left(grace_s=1) if running_workers() else ())

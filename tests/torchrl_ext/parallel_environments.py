@@ -49,6 +49,7 @@ class Well(gymnasium.Env[Any, Any]):
         self.depth = depth
 
     def _observation(self) -> np.ndarray[Any, Any]:
+        """Return the depth, the step and a random number."""
         return np.array([self.depth, self.count, self.np_random.normal()], np.float32)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -88,6 +89,7 @@ class DryError(Exception):
 
 
 def fail(how: str) -> None:
+    """Raise an error, crash, exit or hang, as ``how`` says."""
     if how == "raise":
         raise ValueError("the well is dry")
     if how == "raise what cannot be pickled":
@@ -116,6 +118,7 @@ class Failing(Well):
         self._fail_if_due("constructor")
 
     def _fail_if_due(self, occasion: str) -> None:
+        """Fail in the given way if this is the given occasion."""
         if occasion == self.when:
             fail(self.how)
 
@@ -131,13 +134,16 @@ class Failing(Well):
         return result
 
     def fetch(self, litres: int = 1, **_: Any) -> int:
+        """Return twice the number, or fail if methods are to fail."""
         self._fail_if_due("method")
         return 2 * litres
 
-    def lock(self) -> Any:
+    def make_lock(self) -> Any:
+        """Return a lock, which cannot be pickled."""
         return threading.Lock()
 
-    def unreadable(self) -> Any:
+    def return_unreadable(self) -> Any:
+        """Return an error that cannot be unpickled, if methods are to fail."""
         return DryError(1.0, "a bucket") if self.when == "method" else None
 
     def close(self) -> None:
@@ -161,7 +167,8 @@ class NativeEnv(EnvBase):
         self.register_buffer("total", torch.zeros(()))
         self.seed = -1
 
-    def _out(self) -> dict[str, Any]:
+    def _make_entries(self) -> dict[str, Any]:
+        """Return a random observation, the seed, and the note if there is one."""
         out: dict[str, Any] = {"observation": torch.rand(self.size), "seed": torch.tensor([self.seed])}
         if self.note is not None:
             out["note"] = NonTensorData(threading.Lock() if self.note == "lock" else self.note)
@@ -169,14 +176,17 @@ class NativeEnv(EnvBase):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
         time.sleep(self.pause)
-        return TensorDict(self._out())
+        return TensorDict(self._make_entries())
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         self.total += 1
         done = torch.zeros(1, dtype=torch.bool)
-        return TensorDict({**self._out(), "reward": tensordict["action"], "done": done, "terminated": done.clone()})
+        return TensorDict(
+            {**self._make_entries(), "reward": tensordict["action"], "done": done, "terminated": done.clone()}
+        )
 
     def add(self, a: int, *, b: int) -> int:
+        """Return a sum: a method to call in workers."""
         return a + b
 
     def _set_seed(self, seed: int | None) -> None:

@@ -46,6 +46,7 @@ class RenamingFinder(importlib.abc.MetaPathFinder):
 
 
 def make_env() -> Any:
+    """Make a CartPole."""
     import gymnasium
 
     return gymnasium.make("CartPole-v1")
@@ -63,6 +64,7 @@ def rollout(env: Any) -> list[Any]:
 
 
 def main() -> None:
+    """Rename a private name of TorchRL, and print warnings and rollouts as JSON."""
     RenamingLoader.removed_name = sys.argv[1]
     sys.meta_path.insert(0, RenamingFinder())
     with warnings.catch_warnings(record=True) as caught:

@@ -104,11 +104,12 @@ def test_actions_may_have_or_lack_an_axis_of_length_one(count: int | None, in_to
 
 @pytest.mark.parametrize("count", [None, 3])
 def test_collector_rejects_index_policy_for_one_hot_actions(count: int | None) -> None:
-    def policy(data: Any) -> Any:
+    def choose_index(data: Any) -> Any:
+        """Set actions to category indices, although the spec is one-hot."""
         return data.set("action", torch.randint(0, 3, data["done"].shape))
 
     env = GymWrapper(make_vector_env(Walk, count, "SameStep") if count else Walk())
-    collector = Collector(env, policy, frames_per_batch=6, total_frames=6, trust_policy=True)
+    collector = Collector(env, choose_index, frames_per_batch=6, total_frames=6, trust_policy=True)
     with pytest.raises(InvalidArgumentError, match="categorical_action_encoding=True"):
         next(iter(collector))
 
@@ -126,6 +127,7 @@ class Board(gymnasium.Env[Any, Any]):
         self.observation_space = spaces.Dict(observation=box(*shape), action_mask=mask)
 
     def observe(self) -> Any:
+        """Return the places that are taken, and a mask of the free ones."""
         return {"observation": self.taken.astype(np.float32), "action_mask": ~self.taken}
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
@@ -168,7 +170,7 @@ def test_action_masks_of_multidiscrete_spaces_are_respected(
 
 
 @pytest.mark.parametrize("count", [None, 2])
-def test_joint_choice_of_multidiscrete_in_torch(count: int | None) -> None:
+def test_joint_choice_of_multidiscrete_is_decoded_in_torch(count: int | None) -> None:
     space = spaces.MultiDiscrete([3, 4], start=[1, 0])
     inner, _ = make_env(space, count, True)
     masks = spaces.Box(0, 1, (3, 4), np.bool_)

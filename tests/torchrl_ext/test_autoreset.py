@@ -33,7 +33,8 @@ def check_against_single_environments(rollout: Any, makers: list[Any], seed: int
     """Compare a rollout with single environments, after a seeded and an unseeded reset."""
     key: Any = ("inner", "place") if ("inner", "place") in rollout.keys(True) else "observation"
 
-    def place(observation: Any) -> Any:
+    def place_of(observation: Any) -> Any:
+        """Return the vector in an observation, which may be a nested dict."""
         return observation["inner"]["place"] if isinstance(observation, dict) else observation
 
     actions = rollout["action"].argmax(-1)
@@ -42,11 +43,11 @@ def check_against_single_environments(rollout: Any, makers: list[Any], seed: int
         env.reset(seed=seed + row)
         observation, _ = env.reset()
         for step, now in enumerate(data.unbind(0)):
-            assert np.array_equal(now[key].numpy(), place(observation)), (row, step)
+            assert np.array_equal(now[key].numpy(), place_of(observation)), (row, step)
             assert not now["done"]
             observation, reward, terminated, truncated, _ = env.step(int(actions[row, step]))
             after = now["next"]
-            assert np.array_equal(after[key].numpy(), place(observation)), (row, step)
+            assert np.array_equal(after[key].numpy(), place_of(observation)), (row, step)
             assert after["reward"].item() == np.float32(reward)
             assert after["terminated"].item() == terminated
             assert after["truncated"].item() or not truncated
@@ -126,7 +127,7 @@ def test_random_reset_masks_match_single_environments(mode: str, data: st.DataOb
 
 
 @modes
-def test_full_resets_within_episodes_and_with_a_seed(mode: str) -> None:
+def test_full_resets_start_new_episodes_and_apply_a_seed_to_all_rows(mode: str) -> None:
     env = GymWrapper(make_vector_env(Walk, 3, mode))
     env.set_seed(3)
     for steps in (4, 9):
@@ -141,12 +142,14 @@ def test_full_resets_within_episodes_and_with_a_seed(mode: str) -> None:
 def test_reset_options_reach_environments_that_have_autoreset(mode: str) -> None:
     seen: list[Any] = []
 
-    class Listens(Walk):
+    class RecordsOptions(Walk):
+        """``Walk`` that records the options of its resets."""
+
         def reset(self, **kwargs: Any) -> Any:
             seen.append(kwargs.get("options"))
             return super().reset(**kwargs)
 
-    env = GymWrapper(make_vector_env([partial(Listens, 2, 2), partial(Listens, 9, 9)], 2, mode))
+    env = GymWrapper(make_vector_env([partial(RecordsOptions, 2, 2), partial(RecordsOptions, 9, 9)], 2, mode))
     data = env.rollout(2)[:, -1]
     seen.clear()
     env.reset(env.step_mdp(data).set("_reset", torch.tensor([[True], [False]])), options={"low": 1})
@@ -175,7 +178,7 @@ def is_consecutive(rollout: Any, key: str) -> bool:
     return torch.equal(rollout["next"][key][..., 2], rollout[key][..., 2] + 1)
 
 
-def test_autoreset_mode_from_argument_or_config() -> None:
+def test_autoreset_mode_is_read_from_argument_or_config() -> None:
     for mode in (None, "Disabled", "DISABLED", gymnasium.vector.AutoresetMode.DISABLED):
         env = IsaacByIds(3, lengths=[2, 3, 4])
         env.cfg.auto_reset = False
@@ -184,7 +187,7 @@ def test_autoreset_mode_from_argument_or_config() -> None:
         GymWrapper(IsaacByIds(3), autoreset_mode="never").reset()
 
 
-def test_autoreset_mode_from_attribute_or_final_obs() -> None:
+def test_autoreset_mode_is_read_from_attribute_or_inferred_from_final_obs() -> None:
     class Wrapper:
         """Wrapper that passes on calls but no attributes."""
 
@@ -205,7 +208,7 @@ def test_autoreset_mode_from_attribute_or_final_obs() -> None:
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
-def test_gpu_code_path_of_modes_without_same_step_reset(mode: str) -> None:
+def test_gpu_code_path_of_next_step_and_disabled_modes_matches_single_environments(mode: str) -> None:
     env = GymWrapper(make_vector_env(Walk, 3, mode))
     env.reset()
     env.__dict__["_engine"]._finds_done_rows = False
@@ -215,7 +218,7 @@ def test_gpu_code_path_of_modes_without_same_step_reset(mode: str) -> None:
 # -- partial resets of environments of other libraries
 
 
-def test_maniskill_environment_without_its_vector_wrapper() -> None:
+def test_maniskill_without_its_vector_wrapper_is_reset_by_row() -> None:
     env = GymWrapper(ManiSkill(auto_reset=None)).append_transform(StepCounter(4))
     rollout = env.rollout(15, break_when_any_done=False)
     assert torch.equal(rollout["policy"][..., 2], rollout["step_count"].squeeze(-1))
@@ -249,17 +252,19 @@ def test_torch_environments_reset_by_env_ids() -> None:
     assert not data["done"].any()
 
 
-def test_reset_without_a_readable_signature() -> None:
+def test_reset_without_a_readable_signature_is_used_for_full_and_partial_resets() -> None:
     inner = SameStep([3, 5], "batch")
 
-    class Compiled:
+    class CompiledReset:
+        """Callable without a readable signature, as compiled functions have none."""
+
         __signature__ = "none"
         reset = staticmethod(inner.reset)
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return self.reset(*args, **kwargs)
 
-    inner.reset = Compiled()  # type: ignore[method-assign]
+    inner.reset = CompiledReset()  # type: ignore[method-assign]
     rollout = GymWrapper(inner).append_transform(StepCounter(2)).rollout(9, break_when_any_done=False)
     assert torch.equal(rollout["observation"][..., 2], rollout["step_count"].squeeze(-1))
 
@@ -350,7 +355,7 @@ def test_error_names_the_wrapper_that_drops_env_ids(wrap: Any, text: str) -> Non
 
 
 class NumPySim(gymnasium.Env[Any, Any]):
-    """Two environments with resets by ``reset_mask``, of a class without known guarantees."""
+    """Two environments with resets by ``reset_mask``, of a class unknown to GymWrapper."""
 
     num_envs = 2
     single_observation_space = observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
@@ -366,6 +371,7 @@ class NumPySim(gymnasium.Env[Any, Any]):
         return self.observation(), {}
 
     def observation(self) -> Any:
+        """Return the next step number of each row."""
         return (self.steps[:, None] + 1).astype(np.float32)
 
     def step(self, action: Any) -> Any:
@@ -389,6 +395,7 @@ def test_editing_done_flags_does_not_change_later_resets() -> None:
     """Rows that were reset within the step are not reset again after edits of the flags."""
 
     def play(edits: bool) -> Any:
+        """Roll out, optionally overwriting the flags; return the observations."""
         env = GymWrapper(make_sim())
         data, seen = env.reset(), []
         for _ in range(6):

@@ -61,10 +61,12 @@ def arrays(result: dict[str, Any]) -> Collected:
 
 
 def collect_here(source: Any, *, seed: int) -> Collected:
+    """Collect the first batches of two copies in this process."""
     return arrays(collector_script.as_lists(collector_script.collect_first_batches("single", source, seed)))
 
 
 def assert_same(one: Collected, other: Collected) -> None:
+    """Assert that two collections have the same names and equal arrays."""
     assert one.keys() == other.keys()
     for name, array in one.items():
         np.testing.assert_array_equal(array, other[name], err_msg=name)
@@ -82,7 +84,8 @@ def next_observations(collected: Collected, gravity: float) -> np.ndarray:
     return answers
 
 
-def collector_kinds(*kinds: str) -> pytest.MarkDecorator:
+def for_collectors(*kinds: str) -> pytest.MarkDecorator:
+    """Run a test with the script's output for each of these kinds of collectors."""
     # Each kind takes half a minute, and Ray takes minutes on a busy machine.
     cases = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in kinds]
     return pytest.mark.parametrize("script_output", cases, indirect=True)
@@ -108,19 +111,19 @@ def test_copies_keep_changed_attributes() -> None:
     assert np.abs(found - next_observations(collected, 9.8)).max() > 1e-3
 
 
-@collector_kinds(*RUNS)
+@for_collectors(*RUNS)
 def test_copies_in_other_processes_collect_the_same_data(script_output: dict[str, list[Collected]]) -> None:
     assert_same(script_output["changed:0"][0], collect_here(collector_script.make_changed(), seed=0))
 
 
-@collector_kinds("sync", "ray")
+@for_collectors("sync", "ray")
 def test_copies_keep_transforms(script_output: dict[str, list[Collected]]) -> None:
     (collected,) = script_output["transformed:0"]
     assert_same(collected, collect_here(collector_script.make_transformed(), seed=0))
     np.testing.assert_array_equal(collected["next.episode_reward"].max(axis=(1, 2)), collector_script.MAX_STEPS)
 
 
-@collector_kinds("ray")
+@for_collectors("ray")
 def test_copies_of_an_id_registered_by_the_script_are_seeded_and_differ(
     script_output: dict[str, list[Collected]],
 ) -> None:
@@ -130,7 +133,7 @@ def test_copies_of_an_id_registered_by_the_script_are_seeded_and_differ(
     assert np.unique(drawn).size == drawn.size
 
 
-@collector_kinds("ray")
+@for_collectors("ray")
 def test_ray_replay_buffer_is_filled_by_two_processes(script_output: Any) -> None:
     assert script_output["buffer_length"] == 120
 
@@ -146,13 +149,14 @@ class MakeParallel:
 
 
 def collect_all(collector: Any) -> Any:
+    """Return copies of all batches, and shut the collector down."""
     try:
         return [batch.clone() for batch in collector]
     finally:
         collector.shutdown()
 
 
-def test_parallel_env_in_a_collector(event_log: Any) -> None:
+def test_collector_runs_a_parallel_env_and_closes_its_workers(event_log: Any) -> None:
     first, second = collect_all(Collector(ParallelEnv(2, Well(4.0), seed=0), frames_per_batch=20, total_frames=40))
     assert first.shape == second.shape == (2, 10)
     observations = first["observation"]
@@ -165,7 +169,9 @@ def test_parallel_env_in_a_collector(event_log: Any) -> None:
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("make", [MakeParallel, lambda factory: MakeParallel(factory)()], ids=["made there", "pickled"])
-def test_parallel_env_in_collector_processes(make: Callable[[Any], Any], event_log: Any) -> None:
+def test_collector_processes_start_and_close_their_own_parallel_envs(
+    make: Callable[[Any], Any], event_log: Any
+) -> None:
     source = make(as_factory(Well(4.0)))
     before = count_events("built", in_this_process=True)
     collector = MultiSyncCollector([source] * 2, frames_per_batch=40, total_frames=80, cat_results="stack")

@@ -53,7 +53,8 @@ def test_copies_continue_with_the_same_data(name: str, way: str) -> None:
         _, data = env.step_and_maybe_reset(env.rand_action(data))
     other, state = COPIES[way](env), data.to("cpu") if way == "to" else data.clone()
 
-    def go_on(env: Any, data: Any) -> Any:
+    def continue_rollout(env: Any, data: Any) -> Any:
+        """Take 20 more seeded steps, and return their data."""
         torch.manual_seed(1)
         seen = []
         for _ in range(20):
@@ -61,7 +62,10 @@ def test_copies_continue_with_the_same_data(name: str, way: str) -> None:
             seen.append(before)
         return torch.stack(seen)
 
-    for found, expected in ((go_on(other, state), go_on(env, data)), (seeded_rollout(other), seeded_rollout(env))):
+    for found, expected in (
+        (continue_rollout(other, state), continue_rollout(env, data)),
+        (seeded_rollout(other), seeded_rollout(env)),
+    ):
         assert found.device == other.device
         assert_same(found, expected if way != "to" else expected.to("cpu"))
     check_env_specs(other)
@@ -76,6 +80,7 @@ def test_copy_between_step_and_reset_resets_each_row_once(
     """Rows that have reset themselves within the step are not reset again."""
 
     def play(copied: Callable[[Any], Any]) -> list[Any]:
+        """Roll out nine steps, and replace the environment by a copy between step and reset."""
         env = GymWrapper(make_vector_env([partial(Walk, n, n) for n in lengths], 3, mode), missing_final_obs="previous")
         env.set_seed(0)
         torch.manual_seed(0)
@@ -93,7 +98,7 @@ def test_copy_between_step_and_reset_resets_each_row_once(
         assert torch.equal(one, other)
 
 
-def test_environment_that_was_reset_before_wrapping() -> None:
+def test_environment_that_was_reset_before_wrapping_can_be_stepped_at_once() -> None:
     inner = Walk()
     observation, _ = inner.reset(seed=0)
     env = GymWrapper(inner)
@@ -163,6 +168,7 @@ def test_copy_false_shares_memory(make: Any) -> None:
 
 
 def play(env: Any, steps: int) -> list[Any]:
+    """Roll out random steps, and return all their TensorDicts."""
     seen, data = [], env.reset()
     seen.append(data.copy())
     for _ in range(steps):
@@ -172,13 +178,15 @@ def play(env: Any, steps: int) -> list[Any]:
 
 
 def test_dict_with_the_same_array_twice_is_stored_twice() -> None:
-    class Twice(Walk):
+    class SameArrayTwice(Walk):
+        """``Walk`` whose Dict observations have the same array under two keys."""
+
         observation_space = spaces.Dict(a=box(4), b=box(4))  # type: ignore[assignment]
 
         def observation(self) -> Any:
             return dict.fromkeys("ab", super().observation())
 
-    data = play(GymWrapper(Twice()), 9)[-2]["next"]
+    data = play(GymWrapper(SameArrayTwice()), 9)[-2]["next"]
     assert len(storage_pointers([data["a"], data["b"]])) == 2
 
 
@@ -218,7 +226,7 @@ def test_data_and_environment_share_no_memory(name: str, missing: Any) -> None:
     written: list[tuple[Any, Any]] = []
     step, reset = inner.step, inner.reset
 
-    def stepping(action: Any) -> Any:
+    def step_and_check(action: Any) -> Any:
         """Step, and check that earlier results have not been written into."""
         for leaf, kept in written:
             assert torch.equal(torch.as_tensor(leaf), kept)  # the wrapper has not written into it
@@ -226,13 +234,14 @@ def test_data_and_environment_share_no_memory(name: str, missing: Any) -> None:
         written[:] = [(leaf, torch.as_tensor(leaf).clone()) for leaf in leaves(result)]
         return result
 
-    def resetting(*args: Any, **kwargs: Any) -> Any:
+    def reset_and_snapshot(*args: Any, **kwargs: Any) -> Any:
+        """Reset, and save copies of all results whose memory is written to on purpose."""
         result = reset(*args, **kwargs)
         written[:] = [(leaf, torch.as_tensor(leaf).clone()) for leaf, _ in written]
         return result
 
-    inner.step = stepping
-    inner.reset = functools.wraps(reset)(resetting)
+    inner.step = step_and_check
+    inner.reset = functools.wraps(reset)(reset_and_snapshot)
     env = GymWrapper(inner, missing_final_obs=missing)
     seen = play(env, 15)
     kept = [data.clone() for data in seen]
@@ -247,6 +256,7 @@ def test_data_and_environment_share_no_memory(name: str, missing: Any) -> None:
 
 
 def leaves(value: Any) -> list[Any]:
+    """Return all arrays and tensors in nested dicts, tuples and lists."""
     if isinstance(value, dict):
         return [leaf for part in value.values() for leaf in leaves(part)]
     if isinstance(value, (tuple, list)):

@@ -42,6 +42,7 @@ def record_upstream_calls() -> Iterator[list[str]]:
     calls: list[str] = []
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
+        """Record a call if it is of upstream's method on a GymWrapper."""
         if event == "call" and frame.f_code in codes and isinstance(frame.f_locals.get("self"), GymWrapper):
             calls.append(codes[frame.f_code])
 
@@ -70,6 +71,7 @@ class MarkedTensorDict(TensorDict):
 
 
 def set_names(env: Any, data: Any) -> Any:
+    """Name the dimension of a TensorDict, and return it."""
     data.names = ["env"]
     return data
 
@@ -101,6 +103,7 @@ UNUSUAL_DATA: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("method", ["step", "step_and_maybe_reset"])
 def test_unusual_data_uses_upstream_methods(name: str, unusual: str, method: str) -> None:
     def play(cls: Any) -> Any:
+        """Call the method with unusual data in four steps; return results or errors."""
         env = MAKERS[name](cls)
         env.set_seed(0)
         torch.manual_seed(0)
@@ -157,16 +160,17 @@ def make_overriding_subclass(base: Any, name: str, change: Callable[[Any], Any])
     return type("Mixed", (base,), {name: lambda *args, **kwargs: change(method(*args, **kwargs))})
 
 
-def tenfold(data: Any) -> Any:
+def tenfold_reward(data: Any) -> Any:
+    """Multiply the reward in the result by ten."""
     after = data.get("next", data)
     after["reward"] = after["reward"] * 10
     return data
 
 
 OVERRIDDEN: dict[str, Callable[[Any], Any]] = {
-    "_step": tenfold,
-    "step": tenfold,
-    "_step_proc_data": tenfold,
+    "_step": tenfold_reward,
+    "step": tenfold_reward,
+    "_step_proc_data": tenfold_reward,
     "_reset": lambda data: data.set("observation", data["observation"] - 1),
 }
 
@@ -194,6 +198,8 @@ def test_subclass_without_step_overrides_uses_the_fast_path() -> None:
 
 
 def count_calls(calls: list[str], method: Any) -> Any:
+    """Return the method, wrapped so that each call is appended to ``calls``."""
+
     def count_call(*args: Any, **kwargs: Any) -> Any:
         calls.append("called")
         return method(*args, **kwargs)
@@ -227,7 +233,9 @@ READERS = ["read_action", "read_obs", "read_reward", "read_done"]
 
 
 @pytest.mark.parametrize("name", [*READERS, "_output_transform", "_reset_output_transform"])
-def test_overrides_of_unused_readers_are_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overrides_of_upstream_methods_that_are_never_called_are_rejected(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mixin = type("Reads", (), {name: lambda self, value: value})
     with pytest.raises(InvalidTypeError, match=f"Mixed overrides {name}, which .* does not call. Override _step"):
         type("Mixed", (mixin, GymEnv), {})
@@ -260,20 +268,23 @@ def test_overridden_rand_action_is_called() -> None:
 
 
 class HalvedReward(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Wrapper that halves the rewards."""
+
     def step(self, action: Any) -> Any:
         observation, reward, *rest = self.env.step(action)
         return observation, float(reward) / 2, *rest
 
 
-def observation_of(**entries: Any) -> Callable[[Any], None]:
+def set_observation_spec(**entries: Any) -> Callable[[Any], None]:
+    """Return a function that replaces an environment's observation spec by these entries."""
     return lambda env: setattr(env, "observation_spec", Composite(**entries))
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {
     "environment": lambda env: setattr(env, "_env", HalvedReward(env._env)),
     "frame skip": lambda env: setattr(env, "wrapper_frame_skip", 3),
-    "observation": observation_of(observation=Unbounded((4,), dtype=torch.float64)),
-    "another key": observation_of(state=Unbounded((4,), dtype=torch.float32)),
+    "observation": set_observation_spec(observation=Unbounded((4,), dtype=torch.float64)),
+    "another key": set_observation_spec(state=Unbounded((4,), dtype=torch.float32)),
     "reward": lambda env: setattr(env, "reward_spec", Unbounded((1,), dtype=torch.float64)),
     "action": lambda env: setattr(env, "action_spec", Categorical(3)),
     "full action": lambda env: setattr(env, "full_action_spec", Composite(action=Categorical(2))),
@@ -284,6 +295,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_changed_environment_option_or_spec_takes_effect(name: str, played: bool) -> None:
     def rollout(cls: Any) -> Any:
+        """Change a new or used environment, and return a seeded rollout."""
         env = cls(Walk())
         if played:
             env.rollout(4)
@@ -300,7 +312,7 @@ def test_changed_spec_entry_takes_effect() -> None:
     assert env.rollout(3)["observation"].dtype is torch.float64
 
 
-def test_vector_env_replaced_between_step_and_reset() -> None:
+def test_vector_env_replaced_between_step_and_reset_is_fully_reset() -> None:
     env = GymWrapper(make_vector_env([lambda: Walk(2, 2), lambda: Walk(4, 4)], 2, "SameStep"))
     data = env.reset(seed=0)
     for _ in range(2):

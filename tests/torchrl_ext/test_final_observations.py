@@ -25,13 +25,15 @@ nesting = pytest.mark.parametrize("nested", [False, True])
 
 
 def wrap(env: Any, *, finds_done_rows: bool = True, **kwargs: Any) -> Any:
+    """Wrap and reset an environment; choose the CPU's or the GPU's code path."""
     wrapper = GymWrapper(env, **{"categorical_action_encoding": True, **kwargs})
     wrapper.reset()
     wrapper.__dict__["_engine"]._finds_done_rows = finds_done_rows
     return wrapper
 
 
-def place_of(nested: bool) -> Any:
+def place_key(nested: bool) -> Any:
+    """Return the key of the entry with row, episode and step."""
     return ("inner", "place") if nested else "observation"
 
 
@@ -63,7 +65,7 @@ def test_final_observations_are_read_in_every_form(
         inner = SameStep(lengths, form, nested=nested, torch_tensors=torch_tensors, name=name)
         env = wrap(inner, finds_done_rows=finds_done_rows, categorical_action_encoding=categorical)
         rollout = env.rollout(13, break_when_any_done=False)
-        check_chain(rollout, place_of(nested))
+        check_chain(rollout, place_key(nested))
         for data in (rollout, rollout["next"]) if nested else ():
             place = data["inner", "place"]
             assert torch.equal(data["inner", "_private"], place[..., :1] * 2)
@@ -84,7 +86,7 @@ def test_missing_final_observations_are_nan_or_previous(info: Any, torch_tensors
         rollout = wrap(inner, missing_final_obs=missing, finds_done_rows=finds_done_rows).rollout(
             9, break_when_any_done=False
         )
-        place, done = place_of(nested), rollout["next", "done"].squeeze(-1)
+        place, done = place_key(nested), rollout["next", "done"].squeeze(-1)
         assert rollout[place].isfinite().all()
         assert torch.equal(rollout["next"][place][~done], rollout[place][~done] + torch.tensor([0.0, 0.0, 1.0]))
         for key in [place, ("inner", "_private"), "kind"] if nested else [place]:
@@ -97,6 +99,7 @@ def test_missing_final_observations_are_nan_or_previous(info: Any, torch_tensors
 
 def test_previous_observation_survives_edits_of_the_data() -> None:
     def play(edits: bool) -> Any:
+        """Roll out, optionally overwriting the returned data; return next observations."""
         env = wrap(SameStep([2, 3, 5], None, nested=True), missing_final_obs="previous")
         data, found = env.reset(), []
         for _ in range(9):
@@ -110,16 +113,17 @@ def test_previous_observation_survives_edits_of_the_data() -> None:
     assert torch.equal(play(True), play(False))
 
 
-def several(*rows: Any) -> Any:
+def always_rows(*rows: Any) -> Any:
+    """Return a function that returns these rows as final observations."""
     return lambda final: list(rows)
 
 
 FAULTS: dict[str, tuple[str, Any, str]] = {
     "none for one that is done": ("objects", lambda final: np.full(2, None, object), "has no entry for .*0"),
-    "of another shape": ("list", several(np.zeros(4), np.zeros(4)), r"shape \(1, 4\).*\(1, 3\)"),
-    "of one number, which would be spread": ("list", several(*[np.zeros(1)] * 2), r"shape \(1, 1\).*\(1, 3\)"),
-    "of several shapes": ("list", several(np.zeros(3), np.zeros((2, 2))), "final_obs"),
-    "too few": ("list", several(*[np.zeros(3)] * 3), "3 rows; expected 2"),
+    "of another shape": ("list", always_rows(np.zeros(4), np.zeros(4)), r"shape \(1, 4\).*\(1, 3\)"),
+    "of one number, which would be spread": ("list", always_rows(*[np.zeros(1)] * 2), r"shape \(1, 1\).*\(1, 3\)"),
+    "of several shapes": ("list", always_rows(np.zeros(3), np.zeros((2, 2))), "final_obs"),
+    "too few": ("list", always_rows(*[np.zeros(3)] * 3), "3 rows; expected 2"),
     "no rows": ("batch", lambda final: 5.0, "float"),
     "text": ("batch", lambda final: np.array(["a", "b"]), "makes no tensor"),
     "a dict": ("batch", lambda final: {"observation": np.zeros((2, 3))}, "dict"),
@@ -136,44 +140,45 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_malformed_final_observations_are_named(name: str) -> None:
+def test_errors_name_malformed_final_observations(name: str) -> None:
     form, fault, message = FAULTS[name]
     nested = form == "nested"
     inner = SameStep([2, 4], "batch" if nested else form, nested=nested)
-    final = inner.final
-    inner.final = lambda rows: fault(final(rows))  # type: ignore[method-assign]
+    final = inner.final_observations
+    inner.final_observations = lambda rows: fault(final(rows))  # type: ignore[method-assign]
     env = wrap(inner)
     with pytest.raises(EnvironmentOutputError, match=message):
         env.rollout(5, break_when_any_done=False)
-    inner.final = final  # type: ignore[method-assign]
-    check_chain(env.rollout(9, break_when_any_done=False), place_of(nested))
+    inner.final_observations = final  # type: ignore[method-assign]
+    check_chain(env.rollout(9, break_when_any_done=False), place_key(nested))
 
 
-def test_final_observations_with_gymnasium_masks() -> None:
+def test_final_observations_with_gymnasium_masks_are_read() -> None:
     # gymnasium turns infos that are dicts into dicts of arrays, with a mask "_key" for each "key".
     env = SameStep([2, 3], "batch", nested=True)
-    final = env.final
+    final = env.final_observations
 
-    def with_masks(rows: list[int]) -> Any:
+    def final_with_masks(rows: list[int]) -> Any:
+        """Return the final observations with gymnasium's masks of the rows that have them."""
         mask, batch = np.isin(np.arange(2), rows), final(rows)
         return {**batch, "inner": {**batch["inner"], "_place": mask}, "_inner": mask, "_kind": mask}
 
-    env.final = with_masks  # type: ignore[method-assign]
+    env.final_observations = final_with_masks  # type: ignore[method-assign]
     check_chain(wrap(env).rollout(9, break_when_any_done=False), ("inner", "place"))
 
 
-def test_integer_final_observations() -> None:
+def test_final_observations_of_integers_stay_integers_and_fractions_are_rejected() -> None:
     inner: Any = SameStep([3, 3], "objects")
     inner.single_observation_space = spaces.Box(-9999, 9999, (3,), np.int64)
-    observation, final = inner.observation, inner.final
+    observation, final = inner.observation, inner.final_observations
     inner.observation = lambda rows: observation(rows).astype(np.int64)
     assert wrap(inner).rollout(9, break_when_any_done=False)["next", "observation"].dtype is torch.int64
-    inner.final = lambda rows: [np.full(3, 0.5) for _ in final(rows)]
+    inner.final_observations = lambda rows: [np.full(3, 0.5) for _ in final(rows)]
     with pytest.raises(EnvironmentOutputError, match=r"final_obs observation.*float64, which loses"):
         wrap(inner).rollout(9, break_when_any_done=False)
 
 
-def test_missing_final_obs_error_on_the_gpu_code_path() -> None:
+def test_missing_final_obs_raises_on_the_gpu_code_path() -> None:
     env = wrap(SameStep([3, 3], None), missing_final_obs="error", finds_done_rows=False)
     assert env.rollout(2).shape == (2, 2)
     with pytest.raises(EnvironmentOutputError, match=r"final_obs.*missing_final_obs="):
@@ -184,14 +189,15 @@ def test_missing_final_obs_error_on_the_gpu_code_path() -> None:
 @pytest.mark.parametrize("form", ["batch", "list"])
 def test_final_observations_are_detached_and_cast(form: str, finds_done_rows: bool) -> None:
     inner = SameStep([2, 3], form, torch_tensors=True)
-    final = inner.final
+    final = inner.final_observations
 
     def to_double_with_graph(value: Any) -> Any:
+        """Convert tensors to float64 with an autograd graph."""
         if isinstance(value, list):
             return [to_double_with_graph(part) for part in value]
         return value if value is None else value.double().requires_grad_() * 1
 
-    inner.final = lambda rows: to_double_with_graph(final(rows))  # type: ignore[method-assign]
+    inner.final_observations = lambda rows: to_double_with_graph(final(rows))  # type: ignore[method-assign]
     rollout = wrap(inner, finds_done_rows=finds_done_rows).rollout(7, break_when_any_done=False)
     assert not rollout["next", "observation"].requires_grad
     assert rollout["next", "observation"].dtype is torch.float32
@@ -200,7 +206,7 @@ def test_final_observations_are_detached_and_cast(form: str, finds_done_rows: bo
 
 @ways
 @pytest.mark.parametrize("final_obs", [True, False])
-def test_final_observations_in_isaac_lab_style(final_obs: bool, finds_done_rows: bool) -> None:
+def test_final_observations_of_isaac_lab_environments_are_exact_or_nan(final_obs: bool, finds_done_rows: bool) -> None:
     inner = Isaac(6, final_obs=final_obs)
     env = wrap(inner, finds_done_rows=finds_done_rows)
     check_env_specs(env)
@@ -218,6 +224,7 @@ def test_final_observations_in_isaac_lab_style(final_obs: bool, finds_done_rows:
 
 def test_gpu_code_path_equals_cpu_code_path() -> None:
     def rollout(finds_done_rows: bool, **kwargs: Any) -> Any:
+        """Roll out seeded steps on one of both code paths."""
         env = wrap(IsaacByIds(5, final_obs=True), finds_done_rows=finds_done_rows, **kwargs)
         env.set_seed(0)
         torch.manual_seed(0)
@@ -232,8 +239,9 @@ def test_gpu_code_path_equals_cpu_code_path() -> None:
         assert_same(one, other)
 
 
-def test_previous_observation_under_transforms_is_untransformed() -> None:
+def test_substituted_final_observations_are_the_same_under_a_rename_transform() -> None:
     def rollout(*transforms: Any) -> Any:
+        """Roll out seeded steps under these transforms."""
         env = TransformedEnv(wrap(IsaacByIds(3), missing_final_obs="previous"), *transforms)
         env.set_seed(0)
         torch.manual_seed(0)
@@ -243,28 +251,32 @@ def test_previous_observation_under_transforms_is_untransformed() -> None:
     assert torch.equal(renamed["next", "else"], plain["next", "policy"])
 
 
-def test_final_observation_of_a_key_that_torchrl_renames() -> None:
+def test_final_observation_of_a_key_that_torchrl_renames_is_found() -> None:
     space = spaces.Dict(state=spaces.Box(-np.inf, np.inf, (4,), np.float32))
 
-    class Renamed(Walk):
+    class StateWalk(Walk):
+        """``Walk`` with a key that TorchRL renames from ``state`` to ``observation``."""
+
         observation_space = space  # type: ignore[assignment]
 
         def observation(self) -> Any:
             return {"state": super().observation()}
 
-    env = GymWrapper(make_vector_env([partial(Renamed, 2, 2), partial(Renamed, 5, 5)], 2, "SameStep"))
+    env = GymWrapper(make_vector_env([partial(StateWalk, 2, 2), partial(StateWalk, 5, 5)], 2, "SameStep"))
     rollout = env.rollout(12, break_when_any_done=False)
     assert torch.equal(rollout["next", "observation"][..., 1], rollout["observation"][..., 1] + 1)
 
 
-def test_observation_key_that_looks_like_a_gymnasium_mask() -> None:
-    class Named(Walk):
+def test_observation_key_that_looks_like_a_gymnasium_mask_is_kept() -> None:
+    class MaskNamedWalk(Walk):
+        """``Walk`` with a key ``_goal``, which has the form of gymnasium's mask for ``goal``."""
+
         observation_space = spaces.Dict(goal=Walk.observation_space, _goal=spaces.Box(-9, 9, (2,), np.float32))  # type: ignore[assignment]
 
         def observation(self) -> Any:
             return {"goal": super().observation(), "_goal": np.full(2, self.step_count, np.float32)}
 
-    env = GymWrapper(make_vector_env([partial(Named, 2, 2), partial(Named, 5, 5)], 2, "SameStep"))
+    env = GymWrapper(make_vector_env([partial(MaskNamedWalk, 2, 2), partial(MaskNamedWalk, 5, 5)], 2, "SameStep"))
     rollout = env.rollout(12, break_when_any_done=False)
     assert torch.equal(rollout["next", "_goal"][..., 0], rollout["next", "goal"][..., 1])
     assert torch.equal(rollout["next", "goal"][..., 1], rollout["goal"][..., 1] + 1)

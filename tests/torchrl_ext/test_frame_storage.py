@@ -85,9 +85,11 @@ class Tree:
         self.values[np.asarray(index)] = np.asarray(value)
 
     def query(self, start: int, stop: int) -> float:
+        """Reduce the values of a range to their sum or minimum."""
         return float(self.reduce(self.values[start:stop]))
 
     def scan_lower_bound(self, mass: Any) -> Any:
+        """Return the first index at which the cumulative sum reaches a mass."""
         return np.minimum(np.searchsorted(np.cumsum(self.values), mass), len(self.values) - 1)
 
 
@@ -97,6 +99,7 @@ SHORT_SLICES = pytest.mark.filterwarnings("ignore:SliceSampler returned a short 
 
 @pytest.fixture
 def segment_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace TorchRL's segment trees by NumPy ones if they do not load."""
     if prioritized.SumSegmentTreeFp32 is not None:
         return
     for name, reduce in (("Sum", np.sum), ("Min", np.min)):
@@ -132,7 +135,7 @@ def test_writers_store_the_same_as_with_lazy_tensor_storage(writer: str, batch: 
 @SHORT_SLICES
 @pytest.mark.parametrize("ndim", [2])
 @pytest.mark.parametrize("sampler", ["random", "slices by trajectory", "without replacement"])
-def test_two_dimensions_return_the_same_bits(ndim: int, sampler: str) -> None:
+def test_storage_of_two_dimensions_returns_the_bits_of_lazy_tensor_storage(ndim: int, sampler: str) -> None:
     twins = Twins(160, ndim=ndim, sampler=SAMPLERS[sampler], batch_size=lambda: 32)
     videos = Videos(4)
     for _ in range(6):
@@ -142,7 +145,7 @@ def test_two_dimensions_return_the_same_bits(ndim: int, sampler: str) -> None:
     assert_same(twins.ours.storage.flatten()[:], twins.theirs.storage.flatten()[:])
 
 
-def test_frames_are_shared_in_interleaved_and_flat_environments() -> None:
+def test_frames_of_interleaved_and_flat_environments_are_stored_once() -> None:
     for time_first in (False, True):
         storage = FrameStorage(4000)
         buffer = ReplayBuffer(storage=storage)
@@ -161,6 +164,7 @@ def test_buffer_writes_by_index_view_and_torch_function() -> None:
     twins.extend(data[:40])
 
     def write(buffer: Any) -> None:
+        """Write to a buffer by all kinds of indices, views and functions."""
         buffer[3:6] = buffer[10:13]
         buffer[torch.tensor([9, 2])] = buffer[torch.tensor([0, 1])]
         buffer[:]["pixels"][4] = data["pixels"][60]
@@ -191,6 +195,7 @@ def test_setitem_accepts_every_index_that_getitem_accepts(index: Any) -> None:
     other = Videos(1, seed=3).collect(50).reshape(-1)
 
     def write(buffer: Any) -> None:
+        """Replace the elements at the index by other ones."""
         length = len(buffer[index]) if buffer[index].ndim else 0
         buffer.storage[index] = other[:length].clone() if length else other[0].clone()
 
@@ -204,6 +209,7 @@ def test_update_if_present_writes_images() -> None:
     twins.extend(data)
 
     def update(buffer: Any) -> Any:
+        """Update three elements, of which one has another generation."""
         index = torch.tensor([1, 12, 3])
         patch = {"pixels": data["pixels"][40:43], ("next", "reward"): torch.zeros(3, 1)}
         generation = torch.tensor([0, 0, 1])
@@ -268,7 +274,7 @@ COPIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("use", "writes"), [(use, use in WRITES) for use in [*WRITES, *COPIES]])
-def test_changes_in_place_are_stored_for_views_only(use: str, writes: bool) -> None:
+def test_changes_in_place_are_stored_for_views_and_not_for_copies(use: str, writes: bool) -> None:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(16))
     data = TensorDict({"pixels": torch.zeros(16, STACK, HEIGHT, WIDTH, dtype=torch.uint8)}, [16])
     buffer.extend(data)
@@ -282,6 +288,7 @@ def test_slice_of_two_dimensions_is_written_back(part: slice) -> None:
     twins.extend(Videos(4).collect(10))
 
     def write_back(buffer: Any) -> None:
+        """Change elements in place, and assign them to the same part of the buffer."""
         elements = buffer[part]
         if part == slice(None):
             elements["value"] = elements["next", "reward"] + 1
@@ -300,46 +307,54 @@ def test_slice_of_two_dimensions_is_written_back(part: slice) -> None:
 
 
 def _without_next(data: TensorDict) -> TensorDict:
+    """Remove the images of the next observations."""
     return data.exclude(("next", "pixels"))
 
 
 def _only_next(data: TensorDict) -> TensorDict:
+    """Remove the images, except those of the next observations."""
     return data.exclude("pixels")
 
 
-def _agents(data: TensorDict) -> TensorDict:
+def _as_two_agents(data: TensorDict) -> TensorDict:
+    """Replace the images by those of two agents, in a nested TensorDict."""
     for part in (data, data["next"]):
         pixels = part.pop("pixels")
         part["agents"] = TensorDict({"pixels": torch.stack([pixels, pixels.flip(-1)], 1)}, [*data.shape, 2])
     return data
 
 
-def _two_cameras(data: TensorDict) -> TensorDict:
+def _add_second_camera(data: TensorDict) -> TensorDict:
+    """Add mirrored images of a second camera, channel-last."""
     for part in (data, data["next"]):
         part["second"] = part["pixels"].flip(-1).movedim(1, -1).contiguous()
     return data
 
 
-def _floats(data: TensorDict) -> TensorDict:
+def _as_floats(data: TensorDict) -> TensorDict:
+    """Scale the images to floats from 0 to 1."""
     for part in (data, data["next"]):
         part["pixels"] = part["pixels"] / 255
     return data
 
 
-def _lazily_stacked(data: TensorDict) -> TensorDict:
+def _as_lazy_stack(data: TensorDict) -> TensorDict:
+    """Convert the data to a lazily stacked TensorDict."""
     return lazy_stack(list(data.unbind(0)))
 
 
-@pytest.mark.parametrize("change", [_without_next, _only_next, _agents, _two_cameras, _floats, _lazily_stacked])
-def test_image_layouts_are_exact(change: Any) -> None:
-    options = {"pixels": ["pixels", ("next", "pixels")]} if change is _floats else None
+@pytest.mark.parametrize(
+    "change", [_without_next, _only_next, _as_two_agents, _add_second_camera, _as_floats, _as_lazy_stack]
+)
+def test_images_of_all_layouts_are_returned_bit_for_bit(change: Any) -> None:
+    options = {"pixels": ["pixels", ("next", "pixels")]} if change is _as_floats else None
     twins = Twins(100, options=options)
     for part in Videos(1).collect(150).reshape(-1).split(50):
         twins.extend(change(part))
         twins.check()
     columns = twins.ours.storage._columns
-    assert len(columns) == (2 if change is _two_cameras else 1)
-    assert isinstance(change(Videos(1).collect(3).reshape(-1)), LazyStackedTensorDict) == (change is _lazily_stacked)
+    assert len(columns) == (2 if change is _add_second_camera else 1)
+    assert isinstance(change(Videos(1).collect(3).reshape(-1)), LazyStackedTensorDict) == (change is _as_lazy_stack)
 
 
 def test_data_without_images_is_stored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -354,7 +369,8 @@ def test_data_without_images_is_stored_with_one_warning(caplog: pytest.LogCaptur
 @pytest.mark.filterwarnings("ignore:The last dimension of the tensordict should be marked")
 @pytest.mark.parametrize("where", ["in", "after"])
 def test_cat_frames_before_or_after_scaling_returns_the_same_bits(where: str) -> None:
-    def transform() -> Any:
+    def make_transform() -> Any:
+        """Make transforms that stack three frames, and optionally scale them first."""
         keys = ["pixels", ("next", "pixels")]
         scaled = ToTensorImage(in_keys=keys, from_int=True, unsqueeze=False) if where == "after" else None
         cat = CatFrames(N=3, dim=-3, in_keys=keys, out_keys=["stacked", ("next", "stacked")])
@@ -364,7 +380,7 @@ def test_cat_frames_before_or_after_scaling_returns_the_same_bits(where: str) ->
         120,
         options={"pixels": ["pixels", ("next", "pixels")]},
         sampler=partial(SliceSampler, slice_len=4, traj_key=("collector", "traj_ids"), strict_length=False),
-        transform=transform,
+        transform=make_transform,
         batch_size=lambda: 32,
     )
     data = Videos(1).collect(100).reshape(-1)
@@ -551,7 +567,7 @@ def test_max_bytes_refuses_prioritized_samplers(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "sampler", [ConsumingSampler, partial(StreamingSliceSampler, slice_len=4)], ids=["consuming", "streaming"]
 )
-def test_max_bytes_refuses_samplers_with_records_by_place(sampler: Any) -> None:
+def test_max_bytes_refuses_samplers_that_record_indices(sampler: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"Sampler records .* by place: .* Leave max_bytes out"):
         TensorDictReplayBuffer(storage=FrameStorage(100, max_bytes=LIMIT), sampler=sampler(), batch_size=4)
 
@@ -589,7 +605,7 @@ def _make_float_atari() -> Any:
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_frames_of_collectors_are_exact_and_shared(make: Any, pixels: Any, ndim: int) -> None:
+def test_frames_of_collectors_are_exact_and_stored_once(make: Any, pixels: Any, ndim: int) -> None:
     n_frames = 600
     storages = FrameStorage(n_frames, pixels=pixels, ndim=ndim), LazyTensorStorage(n_frames, ndim=ndim)
     buffers = [

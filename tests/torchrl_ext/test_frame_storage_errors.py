@@ -32,27 +32,34 @@ def test_invalid_arguments_are_refused_with_a_fix(options: dict[str, Any], error
         FrameStorage(**{"max_size": 10, **options}).set(0, Videos(1).collect(1)[0, 0])
 
 
-def _data(n: int = 5) -> TensorDict:
+def _make_data(n: int = 5) -> TensorDict:
+    """Collect ``n`` transitions of one environment."""
     return Videos(1).collect(n).reshape(-1)
 
 
-def _set(key: Any, value: Any) -> Any:
+def _replace_entry(key: Any, value: Any) -> Any:
+    """Return a function that replaces an entry of a TensorDict."""
     return lambda data: data.set(key, value)
 
 
-def _changed(key: Any, change: Any) -> Any:
+def _change_entry(key: Any, change: Any) -> Any:
+    """Return a function that replaces an entry by the result of ``change`` for it."""
     return lambda data: data.set(key, change(data[key]))
 
 
 MISFITS: list[tuple[Any, type[Exception], str]] = [
-    (_set("pixels", torch.zeros(5, 4, 28, 20, dtype=torch.uint8)), InvalidArgumentError, "'pixels' has shape"),
-    (_set("pixels", torch.zeros(5, 4, 28, 24)), InvalidTypeError, "'pixels' has dtype torch.float32"),
-    (_set(("next", "pixels"), torch.zeros(5, 4, 28, 24)), InvalidTypeError, "has dtype torch.float32"),
-    (_set(("next", "reward"), torch.zeros(5, 2)), InvalidArgumentError, "'reward'.* has shape"),
-    (_changed(("next", "reward"), torch.Tensor.double), InvalidTypeError, "nothing was stored"),
-    (_changed(("next", "reward"), lambda value: value[:, :, None]), InvalidArgumentError, "nothing was stored"),
-    (_changed("action", lambda value: TensorDict({"a": value}, [5])), InvalidTypeError, "nothing was stored"),
-    (_set("inner", torch.zeros(5)), InvalidTypeError, "nothing was stored"),
+    (
+        _replace_entry("pixels", torch.zeros(5, 4, 28, 20, dtype=torch.uint8)),
+        InvalidArgumentError,
+        "'pixels' has shape",
+    ),
+    (_replace_entry("pixels", torch.zeros(5, 4, 28, 24)), InvalidTypeError, "'pixels' has dtype torch.float32"),
+    (_replace_entry(("next", "pixels"), torch.zeros(5, 4, 28, 24)), InvalidTypeError, "has dtype torch.float32"),
+    (_replace_entry(("next", "reward"), torch.zeros(5, 2)), InvalidArgumentError, "'reward'.* has shape"),
+    (_change_entry(("next", "reward"), torch.Tensor.double), InvalidTypeError, "nothing was stored"),
+    (_change_entry(("next", "reward"), lambda value: value[:, :, None]), InvalidArgumentError, "nothing was stored"),
+    (_change_entry("action", lambda value: TensorDict({"a": value}, [5])), InvalidTypeError, "nothing was stored"),
+    (_replace_entry("inner", torch.zeros(5)), InvalidTypeError, "nothing was stored"),
     (lambda data: data["pixels"], InvalidTypeError, "FrameStorage stores TensorDicts, got Tensor"),
     (lambda data: {"pixels": data["pixels"]}, InvalidTypeError, "FrameStorage stores TensorDicts, got dict"),
 ]
@@ -60,6 +67,7 @@ MISFITS: list[tuple[Any, type[Exception], str]] = [
 
 def test_max_value_writer_does_not_count_refused_elements() -> None:
     def extend(n: int, rank: float, side: int = 32) -> None:
+        """Add ``n`` elements of one rank, with images of one size."""
         pixels = torch.full((n, side, side), int(rank), dtype=torch.uint8)
         buffer.extend(TensorDict({"rank": torch.full((n,), rank), "pixels": pixels}, [n]))
 
@@ -79,7 +87,7 @@ def test_invalid_data_is_refused_and_changes_nothing(
     wrong: Any, error: type[Exception], text: str, in_folder: bool, tmp_path: Any
 ) -> None:
     storage = FrameStorage(40, storage_dir=tmp_path / "storage" if in_folder else None)
-    buffer, data = ReplayBuffer(storage=storage), _data(30)
+    buffer, data = ReplayBuffer(storage=storage), _make_data(30)
     with pytest.raises((InvalidArgumentError, InvalidTypeError)):  # more elements than places, and invalid data
         storage.set(torch.arange(3), wrong(data[:5].clone()))
     assert not storage.initialized
@@ -95,18 +103,19 @@ def test_invalid_data_is_refused_and_changes_nothing(
 
 def test_full_pool_refuses_elements_and_keeps_the_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = FrameStorage(50)
-    storage.set(range(20), _data(20))
+    storage.set(range(20), _make_data(20))
     before = storage[:].clone()
     room = storage._columns[0].pool._memory
     monkeypatch.setattr(room, "_sizes", room._sizes._replace(grains=240))
     with pytest.raises(OutOfMemoryError, match="Pass a smaller max_size"):
-        storage.set(range(15, 45), _data(30))
+        storage.set(range(15, 45), _make_data(30))
     assert_same(storage[:], before)
 
 
 def _report_refusal(storage: FrameStorage, messages: Any) -> None:
+    """Write to a storage in a forked process, and send the error's text to the parent."""
     try:
-        storage.set(0, _data()[0])
+        storage.set(0, _make_data()[0])
     except NotCopyableError as error:
         messages.put(str(error))
 
@@ -114,7 +123,7 @@ def _report_refusal(storage: FrameStorage, messages: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_forked_child_cannot_use_the_storage() -> None:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(8))
-    buffer.extend(_data())
+    buffer.extend(_make_data())
     before = buffer[:].clone()
     context = multiprocessing.get_context("fork")
     messages = context.Queue()
@@ -138,8 +147,8 @@ def _make_both_storages(size: int = 32, *, ndim: int = 1) -> tuple[FrameStorage,
 INDICES = [[3, 3, 3], [-29, 3, -29], [3, -1, 31, 0], [5, 4, 5, 4, 5, 6]]
 
 
-def _check_still_the_same(ours: FrameStorage, theirs: LazyTensorStorage) -> None:
-    """Check that no image of an element was freed, by storing others in the free space."""
+def _check_equal_after_refilling(ours: FrameStorage, theirs: LazyTensorStorage) -> None:
+    """Overwrite elements until freed space is reused; assert that storages are equal."""
     for seed in range(4):
         data = Videos(1, seed=50 + seed, end=0.5).collect(8).reshape(-1)
         places = torch.arange(16, 24)
@@ -151,27 +160,27 @@ def _check_still_the_same(ours: FrameStorage, theirs: LazyTensorStorage) -> None
 
 @pytest.mark.parametrize("index", INDICES)
 @pytest.mark.parametrize("kind", [torch.tensor, list, lambda index: (torch.tensor(index),)])
-def test_repeated_places_store_the_last_element(index: list[int], kind: Any) -> None:
+def test_setting_repeated_indices_stores_the_last_element(index: list[int], kind: Any) -> None:
     ours, theirs = _make_both_storages()
     for seed in range(3):
         data = Videos(1, seed=seed + 10).collect(len(index)).reshape(-1)
         for storage in (ours, theirs):
             storage.set(kind(index), data.clone(), set_cursor=False)
-    _check_still_the_same(ours, theirs)
+    _check_equal_after_refilling(ours, theirs)
 
 
 @pytest.mark.parametrize("index", [*INDICES, [7]])
-def test_repeated_places_of_a_slice_store_the_last_image(index: list[int]) -> None:
+def test_writing_repeated_indices_of_a_slice_stores_the_last_image(index: list[int]) -> None:
     ours, theirs = _make_both_storages()
     for seed in range(3):
         images = Videos(1, seed=seed + 10).collect(len(index)).reshape(-1)["pixels"]
         for storage in (ours, theirs):
             storage[:]["pixels"][torch.tensor(index)] = images
             storage[:].get(("next", "pixels"))[index] = images
-    _check_still_the_same(ours, theirs)
+    _check_equal_after_refilling(ours, theirs)
 
 
-def test_repeated_places_in_two_dimensions() -> None:
+def test_setting_repeated_indices_in_two_dimensions_stores_the_last_element() -> None:
     ours, theirs = _make_both_storages(ndim=2)
     index = torch.tensor([0, 0, -8, 5]), torch.tensor([3, 3, -1, 2])
     rows = Videos(4, seed=8).collect(3).transpose(0, 1).contiguous()
@@ -184,26 +193,26 @@ def test_repeated_places_in_two_dimensions() -> None:
 
 
 @pytest.mark.parametrize("index", [torch.tensor([32]), [-33], 32, (torch.tensor([0]), torch.tensor([0]))])
-def test_indices_out_of_range_are_refused(index: Any) -> None:
+def test_writes_to_places_that_do_not_exist_are_refused(index: Any) -> None:
     storage, theirs = _make_both_storages()
     with pytest.raises(InvalidArgumentError, match="names no places of a storage of shape"):
-        storage.set(index, _data(1)[0] if index == 32 else _data(1), set_cursor=False)
+        storage.set(index, _make_data(1)[0] if index == 32 else _make_data(1), set_cursor=False)
     assert_same(storage[torch.arange(32)], theirs[torch.arange(32)])
 
 
 def test_elements_of_different_shapes_are_refused() -> None:
     storage, theirs = _make_both_storages()
-    short = _data(2)[0].set("action", torch.zeros(3))
+    short = _make_data(2)[0].set("action", torch.zeros(3))
     with pytest.raises(InvalidArgumentError, match="differ in shape"):
-        storage.set(torch.tensor([0, 1]), [_data(1)[0], short], set_cursor=False)
+        storage.set(torch.tensor([0, 1]), [_make_data(1)[0], short], set_cursor=False)
     with pytest.raises(InvalidArgumentError, match="differ in shape"):
-        storage.set(torch.tensor([0, 1]), LazyStackedTensorDict(_data(1)[0], short), set_cursor=False)
+        storage.set(torch.tensor([0, 1]), LazyStackedTensorDict(_make_data(1)[0], short), set_cursor=False)
     assert_same(storage[torch.arange(32)], theirs[torch.arange(32)])
     first = FrameStorage(10)
     agents = [TensorDict({"pixels": torch.zeros(size, 40, 3, dtype=torch.uint8)}) for size in (36, 37)]
     with pytest.raises(InvalidArgumentError, match="differ in shape"):
         first.set(range(4), TensorDict({"agents": LazyStackedTensorDict(*agents).expand(4, 2)}, [4]))
-    first.set(range(4), _data(4))
+    first.set(range(4), _make_data(4))
     assert len(first) == 4
 
 
@@ -211,17 +220,19 @@ def test_elements_of_different_shapes_are_refused() -> None:
 def test_index_that_adds_a_dimension_is_refused(index: Any) -> None:
     storage, theirs = _make_both_storages()
     with pytest.raises(InvalidArgumentError, match=r"adds a dimension and names no elements.* Use storage\[:\] = data"):
-        storage[index] = _data(32)
+        storage[index] = _make_data(32)
     assert_same(storage[torch.arange(32)], theirs[torch.arange(32)])
 
 
 @tensorclass
 class _Captioned:
+    """Tensorclass with an image and a text."""
+
     pixels: torch.Tensor
     text: str
 
 
-def test_text_in_tensorclasses_is_stored_repeatedly() -> None:
+def test_tensorclasses_with_text_can_be_stored_more_than_once() -> None:
     storage = FrameStorage(10)
     for number in range(2):
         images = torch.full((3, 40, 40), number, dtype=torch.uint8)

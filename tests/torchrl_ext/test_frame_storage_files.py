@@ -31,12 +31,14 @@ from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer
 
 
 def _make_filled_buffer(n: int) -> TensorDictReplayBuffer:
+    """Make a buffer of size ``n`` with ``n`` transitions."""
     buffer = make_buffer(n)
     buffer.extend(make_transitions(n))
     return buffer
 
 
 def _through_state_dict(buffer: Any, size: int, tmp_path: Path) -> Any:
+    """Save a buffer's state with ``torch.save``, and load it into a new buffer."""
     torch.save(buffer.storage.state_dict(), tmp_path / "state.pt")
     loaded = make_buffer(size, ndim=buffer.storage.ndim)
     state = {**buffer.state_dict(), "_storage": torch.load(tmp_path / "state.pt", weights_only=True)}
@@ -45,6 +47,7 @@ def _through_state_dict(buffer: Any, size: int, tmp_path: Path) -> Any:
 
 
 def _through_dumps(buffer: Any, size: int, tmp_path: Path) -> Any:
+    """Save a buffer with ``dumps``, and load it into a new buffer."""
     buffer.dumps(tmp_path / "checkpoint")
     loaded = make_buffer(size, ndim=buffer.storage.ndim)
     loaded.loads(tmp_path / "checkpoint")
@@ -188,9 +191,11 @@ def test_kill_during_dumps_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) 
 
 
 def _exit_at_call(call: str, number: int, *, after: bool) -> None:
+    """End this process before or after a call of a function in ``os``."""
     before, left = getattr(os, call), [number]
 
-    def die(*args: Any, **kwargs: Any) -> Any:
+    def call_or_exit(*args: Any, **kwargs: Any) -> Any:
+        """Call the function, or end the process if enough calls were made."""
         left[0] -= 1
         if left[0] < 0 and not after:
             os._exit(1)
@@ -199,10 +204,11 @@ def _exit_at_call(call: str, number: int, *, after: bool) -> None:
             os._exit(1)
         return result
 
-    setattr(os, call, die)
+    setattr(os, call, call_or_exit)
 
 
 def _fill_folder(folder: Path) -> None:
+    """Store 20 transitions in a folder, and close the storage."""
     buffer = make_buffer(150, storage_dir=folder)
     buffer.extend(make_transitions(20))
     buffer.storage.close()
@@ -233,11 +239,12 @@ def test_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monkey
     buffer.extend(videos.collect(20).reshape(-1))
     before = buffer[:].clone()
 
-    def full(*_: Any) -> None:
+    def raise_disk_full(*_: Any) -> None:
+        """Raise the error of a full disk."""
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+        patch.setattr(os, "posix_fallocate", raise_disk_full)
         with pytest.raises(StorageError, match="No space left on device"):
             buffer.storage.set(range(20, 120), videos.collect(100).reshape(-1))
     assert len(buffer) == 20
@@ -309,13 +316,14 @@ def test_folder_can_be_used_after_a_kill_while_its_files_were_removed(tmp_path: 
         if (child := os.fork()) == 0:
             storage, left = FrameStorage(150, storage_dir=folder), step
 
-            def die(event: str, args: tuple[object, ...], folder: Path = folder) -> None:
+            def exit_at_removal(event: str, args: tuple[object, ...], folder: Path = folder) -> None:
+                """End this process after a number of removals in the folder."""
                 nonlocal left
                 left -= event == "os.remove" and str(folder) in str(args)
                 if left < 0:
                     os._exit(1)
 
-            sys.addaudithook(die)
+            sys.addaudithook(exit_at_removal)
             with contextlib.suppress(InvalidArgumentError):
                 storage.set(torch.arange(3), data)  # five elements for three places
             os._exit(0)
@@ -329,6 +337,7 @@ def test_folder_can_be_used_after_a_kill_while_its_files_were_removed(tmp_path: 
 
 
 def _fill_disk(folder: Path, n_complete: Any) -> None:
+    """Add random images until a file exceeds its limit; count complete batches."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000))
     buffer = make_buffer(3000, storage_dir=folder, codec="patch")
     random = torch.Generator().manual_seed(0)

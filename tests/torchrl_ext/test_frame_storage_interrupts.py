@@ -22,7 +22,7 @@ FIRST, SECOND, THIRD = (Videos(1, seed=seed).collect(n).reshape(-1) for seed, n 
 
 
 class Case:
-    """A buffer, a call, and plain buffers with the contents before and after it.
+    """One call of a buffer to interrupt, with the expected contents before and after it.
 
     :param kind: ``"memory"``, ``"folder"`` or ``"shared"``
     :param path: folder for files of the case
@@ -61,19 +61,22 @@ class Case:
 
 
 def _is_free(lock: Any) -> bool:
+    """Return whether another thread can take a lock."""
     taken = []
 
-    def take() -> None:
+    def take_lock() -> None:
+        """Take the lock, record that, and release it."""
         with lock:
             taken.append(True)
 
-    thread = threading.Thread(target=take, daemon=True)
+    thread = threading.Thread(target=take_lock, daemon=True)
     thread.start()
     thread.join(120)
     return bool(taken)
 
 
 def _are_equal(ours: Any, theirs: Any) -> bool:
+    """Return whether two buffers have the same length, cursor and elements."""
     if len(ours) != len(theirs) or int(ours.writer._cursor) != int(theirs.writer._cursor):
         return False
     if not len(ours):
@@ -85,31 +88,37 @@ def _are_equal(ours: Any, theirs: Any) -> bool:
     return True
 
 
-def _set(buffer: Any, *_: Any) -> None:
+def _set_elements(buffer: Any, *_: Any) -> None:
+    """Replace elements of a storage, one of them twice."""
     buffer.storage.set(
         torch.tensor([3, 5, 3]), FIRST[:3].set("index", torch.zeros(3, dtype=torch.int64)), set_cursor=False
     )
 
 
-def _view(buffer: Any, *_: Any) -> None:
+def _write_to_view(buffer: Any, *_: Any) -> None:
+    """Replace an image through a view of the buffer."""
     buffer[:]["pixels"][4] = SECOND["pixels"][0]
 
 
-def _load(buffer: Any, *_: Any) -> None:
+def _load_state(buffer: Any, *_: Any) -> None:
+    """Load the state of another storage."""
     buffer.storage.load_state_dict(STATE)
 
 
-def _load_file(buffer: Any, path: Path) -> None:
+def _load_checkpoint(buffer: Any, path: Path) -> None:
+    """Load another storage's checkpoint, which is written first if it is missing."""
     if not path.exists():
         DUMPED.dumps(path)
     buffer.storage.loads(path)
 
 
-def _loaded(buffer: Any) -> None:
+def _set_loaded(buffer: Any) -> None:
+    """Store the elements that a plain buffer should contain after loading."""
     buffer.storage.set(range(20), OTHER[:20], set_cursor=False)
 
 
 def _make_other_storage() -> tuple[Any, Any, Any]:
+    """Return a filled storage, its state, and its elements."""
     buffer = TensorDictReplayBuffer(storage=FrameStorage(SIZE), batch_size=8)
     buffer.extend(Videos(1, seed=9).collect(20).reshape(-1))
     return buffer.storage, buffer.storage.state_dict(), buffer[:].clone()
@@ -120,14 +129,14 @@ DUMPED, STATE, OTHER = _make_other_storage()
 CALLS: dict[str, Any] = {
     "extend": (lambda buffer, _: buffer.extend(SECOND.clone()), lambda buffer: buffer.extend(SECOND.clone())),
     "add": (lambda buffer, _: buffer.add(SECOND[0].clone()), lambda buffer: buffer.add(SECOND[0].clone())),
-    "set": (_set, _set),
-    "view": (_view, _view),
+    "set": (_set_elements, _set_elements),
+    "view": (_write_to_view, _write_to_view),
     "empty": (lambda buffer, _: buffer.empty(), lambda buffer: buffer.empty()),
     "sample": (lambda buffer, _: buffer.sample(), None),
     "get": (lambda buffer, _: buffer.storage.get(("next", "pixels"))[3].sum(), None),
     "state_dict": (lambda buffer, _: buffer.state_dict(), None),
-    "load_state_dict": (_load, _loaded),
-    "loads": (_load_file, _loaded),
+    "load_state_dict": (_load_state, _set_loaded),
+    "loads": (_load_checkpoint, _set_loaded),
     "dumps": (lambda buffer, path: buffer.storage.dumps(path / "checkpoint"), None),
     "copy": (lambda buffer, _: copy.deepcopy(buffer.storage), None),
 }
@@ -142,6 +151,7 @@ def test_interrupted_calls_are_completed_or_have_no_effect(name: str, kind: str,
     cases: list[Any] = []
 
     def prepare() -> Callable[[], Any]:
+        """Make a new case, drop the earlier ones, and return the call to interrupt."""
         cases[:-1] = [None] * (len(cases) - 1)
         cases.append(Case(kind, tmp_path / str(len(cases)), *CALLS[name]))
         return cases[-1].call
@@ -158,6 +168,7 @@ def test_interrupted_first_elements_are_stored_or_not(in_folder: bool, every: in
     made: list[FrameStorage] = []
 
     def prepare() -> Callable[[], Any]:
+        """Make an empty storage, and return a call that stores its first elements."""
         folder = tmp_path / f"storage{len(made)}" if in_folder else None
         made.append(FrameStorage(SIZE, storage_dir=folder))
         return lambda: made[-1].set(range(20), FIRST.clone())

@@ -29,18 +29,22 @@ def through_jpeg(data: TensorDict, quality: int = 95) -> TensorDict:
 
 
 def make_pictures(n: int, *, seed: int = 0, n_envs: int = 1) -> TensorDict:
+    """Collect transitions whose images have smooth backgrounds."""
     return Videos(n_envs, seed=seed, smooth=True).collect(n).reshape(-1)
 
 
 def make_buffer(size: int = 100, **options: Any) -> TensorDictReplayBuffer:
+    """Make a buffer over a FrameStorage that compresses with JPEG."""
     return TensorDictReplayBuffer(storage=FrameStorage(size, **{"codec": "jpeg", **options}), batch_size=16)
 
 
 def make_lazy_buffer(size: int = 100, ndim: int = 1) -> TensorDictReplayBuffer:
+    """Make a buffer over a LazyTensorStorage."""
     return TensorDictReplayBuffer(storage=LazyTensorStorage(size, ndim=ndim), batch_size=16)
 
 
 def compare_buffers(ours: Any, theirs: Any) -> None:
+    """Assert that two buffers have equal contents and return equal samples."""
     assert len(ours) == len(theirs)
     assert_same(ours[:].clone(), theirs[:])
     for seed in range(3):
@@ -111,11 +115,12 @@ def test_failed_encoding_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     buffer.extend(data[:40].clone())
     before, held = buffer[:].clone(), buffer.storage._columns[0].pool.held
 
-    def fail(*_: Any) -> None:
+    def raise_memory_error(*_: Any) -> None:
+        """Raise MemoryError."""
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(JpegCodec, "seal", fail)
+        patch.setattr(JpegCodec, "seal", raise_memory_error)
         with pytest.raises(MemoryError):
             buffer.storage.set(range(30, 50), data[40:60])
     assert buffer.storage._columns[0].pool.held == held

@@ -34,7 +34,7 @@ from torchrl_ext.frame_storage.buffers import NoLock
 
 @pytest.fixture(scope="module")
 def context() -> Iterator[Any]:
-    """Make a context whose processes have imported everything already."""
+    """Return a multiprocessing context whose processes have imported everything already."""
     forkserver._forkserver._stop()
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(["tests.torchrl_ext.frame_kills"])
@@ -44,13 +44,14 @@ def context() -> Iterator[Any]:
 
 
 def _kill(worker: Any) -> None:
+    """Kill a process if it is alive, and wait until it has ended."""
     if worker.is_alive():
         os.kill(worker.pid, signal.SIGKILL)
     worker.join()
 
 
-def _check_all_whole(buffer: Any) -> Any:
-    """Check that all elements are valid; return their counts."""
+def _count_valid_elements(buffer: Any) -> Any:
+    """Assert that all elements are complete; count how often each of them is stored."""
     rows = buffer[:]
     held = count_elements(rows, KEYS)
     assert not set(held) - set(all_hashes())
@@ -61,12 +62,14 @@ def _check_all_whole(buffer: Any) -> Any:
 
 
 def _make_shared_buffer(size: int, batch: int, **options: Any) -> Any:
+    """Make a buffer that processes share, with the first batch in it."""
     buffer = TensorDictReplayBuffer(storage=FrameStorage(size, **options), shared=True, batch_size=16)
     buffer.extend(make_batch(0, batch))
     return buffer
 
 
 def _count_batches(numbers: Any, batch: int) -> Any:
+    """Count the elements of the batches with these numbers."""
     return Counter(held for number in numbers for held in all_hashes()[batch_slice(number, batch)])
 
 
@@ -77,13 +80,14 @@ def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> No
     n_complete: list[Any] = []
     workers: list[Any] = []
 
-    def start() -> Any:
+    def start_worker() -> Any:
+        """Start a process that adds batches; return it and its count of complete ones."""
         n_complete.append(sharedctypes.RawValue("q", 0))
         workers.append(context.Process(target=add_until_killed, args=(buffer, n_complete[-1], batch)))
         workers[-1].start()
         return workers[-1], n_complete[-1]
 
-    at_work = [start(), start()]
+    at_work = [start_worker(), start_worker()]
     try:
         for _ in range(kills):
             victim, its_number = at_work.pop(int(random.integers(2)))
@@ -92,10 +96,10 @@ def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> No
                 assert victim.is_alive()
             time.sleep(float(random.uniform(0, 0.02)))
             _kill(victim)
-            at_work.append(start())
+            at_work.append(start_worker())
             with buffer.storage.lock:
                 complete = [number.value for number in n_complete]
-                held, length = _check_all_whole(buffer), len(buffer)
+                held, length = _count_valid_elements(buffer), len(buffer)
             if size >= 100_000:
                 assert held >= _count_batches([0, *(i for n in complete for i in range(n))], batch), (
                     "nothing complete is lost"
@@ -124,7 +128,7 @@ LINES = 660  # at least as many lines as adding a batch executes
 def check_kill_at_line(
     context: Any, line: int, caplog: pytest.LogCaptureFixture, *, full: bool, **options: Any
 ) -> bool:
-    """Kill a process at a line, and check the storage; return whether a kill was reported."""
+    """Kill a process at a line, and check the storage; return whether a log names it."""
     buffer = _make_shared_buffer(90 if full else 300, 30, **options)
     buffer.extend(make_batch(1, 30))
     buffer.extend(make_batch(2, 30))
@@ -133,7 +137,7 @@ def check_kill_at_line(
     worker.join(60)
     assert worker.exitcode == -signal.SIGKILL
     caplog.clear()
-    held = _check_all_whole(buffer)
+    held = _count_valid_elements(buffer)
     made_whole = f"process {worker.pid} " in caplog.text
     lost = "ended while it wrote 30 of the elements" in caplog.text
     kept = [1, 2] if full else [0, 1, 2]
@@ -142,7 +146,7 @@ def check_kill_at_line(
     assert len(buffer) == (90 if full else 90 + 30 * complete)
     assert not (complete and lost)
     buffer.extend(make_batch(4, 30))
-    assert _check_all_whole(buffer) >= _count_batches([2, 3, 4] if complete else [*kept, 4], 30)
+    assert _count_valid_elements(buffer) >= _count_batches([2, 3, 4] if complete else [*kept, 4], 30)
     assert len(buffer) == (90 if full else 120 + 30 * complete)
     buffer.storage.close()
     return made_whole
@@ -150,20 +154,20 @@ def check_kill_at_line(
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("full", [True, False])
-def test_kill_at_any_line(context: Any, full: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_kill_at_any_line_leaves_valid_elements(context: Any, full: bool, caplog: pytest.LogCaptureFixture) -> None:
     made_whole = [check_kill_at_line(context, line, caplog, full=full) for line in range(5, LINES, LINES // 12)]
     assert sum(made_whole) > 6
 
 
 @pytest.mark.slow
-def test_kill_at_any_line_of_a_process_that_shares_a_folder(
+def test_kill_at_any_line_of_a_process_that_shares_a_folder_leaves_valid_elements(
     context: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     for line in range(50, LINES, LINES // 6):
         folder = tmp_path / str(line)
         check_kill_at_line(context, line, caplog, full=False, storage_dir=folder)
         reopened = open_folder(folder, 300)
-        assert len(_check_all_whole(reopened)) == len(set(_check_all_whole(reopened)))
+        assert len(_count_valid_elements(reopened)) == len(set(_count_valid_elements(reopened)))
         reopened.storage.close()
 
 
@@ -194,4 +198,4 @@ def test_folder_is_in_use_while_any_process_shares_it(context: Any, tmp_path: Pa
             open_folder(tmp_path, 300)
     finally:
         _kill(worker)
-    assert len(_check_all_whole(open_folder(tmp_path, 300))) > 0
+    assert len(_count_valid_elements(open_folder(tmp_path, 300))) > 0

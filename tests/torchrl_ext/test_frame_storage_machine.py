@@ -36,6 +36,7 @@ class SameAsUpstream(RuleBasedStateMachine):
         block_length=st.sampled_from([None, 4]),
     )
     def make_buffers(self, ndim: int, in_folder: bool, rows: int, codec: str, block_length: int | None) -> None:
+        """Make both buffers with these options, and add a first element."""
         n_envs = 2 if ndim == 2 else 1
         self.size, self.rows, self.ndim = rows * n_envs, rows, ndim
         # In two dimensions, TensorDictReplayBuffer 0.14.1 cannot number one step of several environments.
@@ -49,27 +50,31 @@ class SameAsUpstream(RuleBasedStateMachine):
         self.extend(2)
 
     def _open_buffer(self, folder: Path | None) -> Any:
+        """Make our buffer over a FrameStorage, in a folder or in memory."""
         storage = FrameStorage(self.size, storage_dir=folder, **self.options)
         return self.cls(storage=storage, batch_size=8)
 
-    def _data(self, n: int) -> Any:
+    def _collect_data(self, n: int) -> Any:
         """Collect data of batch size (n,), or (n, n_envs)."""
         data = self.videos.collect(n).transpose(0, 1)
         return data if self.ndim == 2 else data[:, 0]
 
     def _extend(self, buffer: Any, data: Any) -> None:
+        """Add data to one buffer, with its dimensions in the order that it expects."""
         # Buffers expect environments first, and transpose themselves.
         buffer.extend((data.transpose(0, 1) if self.ndim == 2 else data).clone())
 
     @rule(n=st.integers(1, 12))
     def extend(self, n: int) -> None:
-        data = self._data(min(n, self.rows))
+        """Add the same new data to both buffers."""
+        data = self._collect_data(min(n, self.rows))
         for buffer in (self.ours, self.theirs):
             self._extend(buffer, data)
 
     @rule(n=st.integers(1, 4), at=st.integers(1, 1500))
     def interrupt_extend(self, n: int, at: int) -> None:
-        data = self._data(min(n, self.rows))
+        """Interrupt an addition to our buffer; repeat it on upstream's if it was completed."""
+        data = self._collect_data(min(n, self.rows))
         first = torch.tensor([int(self.theirs.writer._cursor)])
         interrupt_at(lambda: self._extend(self.ours, data), at, code_paths=CODE_PATHS)
         stored = len(self.ours.storage.get(slice(None))) > int(first) and torch.equal(
@@ -79,22 +84,25 @@ class SameAsUpstream(RuleBasedStateMachine):
             self._extend(self.theirs, data)
 
     @rule(n=st.integers(1, 5), seed=st.integers(0, 999))
-    def set(self, n: int, seed: int) -> None:
+    def set_random_places(self, n: int, seed: int) -> None:
+        """Replace elements at the same random places in both storages."""
         held = len(self.theirs.storage.get(slice(None)))
         index = torch.as_tensor(np.random.default_rng(seed).permutation(held)[:n])
-        data = self._data(len(index))
+        data = self._collect_data(len(index))
         for buffer in (self.ours, self.theirs):
             buffer.storage.set(index, data.clone(), set_cursor=False)
 
     @rule(seed=st.integers(0, 999))
     def write_to_a_view(self, seed: int) -> None:
+        """Replace an image through a view of each buffer."""
         at = seed % len(self.theirs[:])
         image = self.videos.collect(1)["next", "pixels"][0, 0]
         for buffer in (self.ours, self.theirs):
             buffer[:]["pixels"][at] = image
 
     @rule(seed=st.integers(0, 99))
-    def sample(self, seed: int) -> None:
+    def compare_samples(self, seed: int) -> None:
+        """Assert that both buffers return equal samples after equal seeds."""
         samples = []
         for buffer in (self.ours, self.theirs):
             torch.manual_seed(seed)
@@ -102,7 +110,8 @@ class SameAsUpstream(RuleBasedStateMachine):
         assert_same(*samples)
 
     @rule(start=st.integers(-32, 32), stop=st.integers(-32, 32), step=st.sampled_from([1, 2]))
-    def slice(self, start: int, stop: int, step: int) -> None:
+    def compare_slices(self, start: int, stop: int, step: int) -> None:
+        """Assert that both storages return equal slices."""
         if len(range(self.rows)[slice(start, stop, step)]):
             ours, theirs = (buffer.storage.get(slice(start, stop, step)) for buffer in (self.ours, self.theirs))
             assert torch.equal(ours["pixels"][:], theirs["pixels"])
@@ -110,12 +119,14 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @rule()
     def empty(self) -> None:
+        """Empty both buffers, and add an element."""
         for buffer in (self.ours, self.theirs):
             buffer.empty()
         self.extend(1)
 
     @rule(how=st.sampled_from(["state_dict", "dumps", "deepcopy"]))
-    def copy(self, how: str) -> None:
+    def replace_by_copy(self, how: str) -> None:
+        """Replace our buffer by a copy: a loaded state, a checkpoint or a pickle."""
         if self.folder is not None:
             return
         if how == "state_dict":
@@ -128,17 +139,19 @@ class SameAsUpstream(RuleBasedStateMachine):
             shutil.rmtree(self.temporary / "b")
         else:
             other = copy.deepcopy(self.ours)
-        self._extend(self.ours, self._data(1))  # changing the original must not change the copy
+        self._extend(self.ours, self._collect_data(1))  # changing the original must not change the copy
         self.ours = other
 
     @rule()
     def open_again(self) -> None:
+        """Close our storage, and open its folder again."""
         if self.folder is not None:
             self.ours.storage.close()
             self.ours = self._open_buffer(self.folder)
 
     @rule()
     def open_copy_of_unclosed_folder(self) -> None:
+        """Open a copy of the folder that is in use, and compare it with upstream's buffer."""
         if self.folder is not None:
             left = self._open_buffer(shutil.copytree(self.folder, self.temporary / "left"))
             try:
@@ -148,6 +161,7 @@ class SameAsUpstream(RuleBasedStateMachine):
                 shutil.rmtree(self.temporary / "left")
 
     def _compare(self, ours: Any) -> None:
+        """Assert that one of our buffers has upstream's length, cursor and elements."""
         assert len(ours) == len(self.theirs)
         assert int(ours.writer._cursor) == int(self.theirs.writer._cursor)
         held = torch.arange(len(self.theirs.storage.get(slice(None))))
@@ -155,10 +169,12 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @invariant()
     def buffers_are_equal(self) -> None:
+        """Assert after each call that both buffers are equal."""
         if self.ours is not None:
             self._compare(self.ours)
 
     def teardown(self) -> None:
+        """Close our storage, and delete the temporary folder."""
         if self.ours is not None:
             self.ours.storage.close()
             shutil.rmtree(self.temporary)

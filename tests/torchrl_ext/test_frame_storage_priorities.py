@@ -59,7 +59,7 @@ def read_priorities(buffer: Any) -> Any:
     return leaves, sampler._max_priority
 
 
-def step(buffer: Any) -> TensorDict:
+def sample_and_reprioritize(buffer: Any) -> TensorDict:
     """Sample a batch and give it new priorities, as a training loop does."""
     batch = buffer.sample()
     index = batch["index"]
@@ -71,10 +71,10 @@ def step(buffer: Any) -> TensorDict:
     return batch
 
 
-def check(twins: Twins, steps: int = 3) -> None:
+def check_samples_and_priorities(twins: Twins, steps: int = 3) -> None:
     """Compare indices, weights, values and priorities of both buffers."""
     for _ in range(steps):
-        ours, theirs = twins.call_both(step)
+        ours, theirs = twins.call_both(sample_and_reprioritize)
         assert theirs.get("priority_weight", None) is not None
         assert_same(ours, theirs)
     assert read_priorities(twins.ours) == read_priorities(twins.theirs)
@@ -82,6 +82,7 @@ def check(twins: Twins, steps: int = 3) -> None:
 
 
 def make_twins(sampler: Any = SAMPLERS["plain"], **options: Any) -> Twins:
+    """Make prioritized buffers over FrameStorage and LazyTensorStorage."""
     return Twins(SIZE, sampler=sampler, batch_size=lambda: 16, priority_key=lambda: "td_error", **options)
 
 
@@ -90,14 +91,14 @@ def test_prioritized_samplers_return_the_batches_of_lazy_tensor_storage(sampler:
     twins, videos = make_twins(SAMPLERS[sampler]), Videos(2)
     for n_steps in (1, 20, 7, 40, 33):  # wraps around the end of the storage
         twins.extend(videos.collect(n_steps).reshape(-1))
-        check(twins)
+        check_samples_and_priorities(twins)
     for _ in range(5):
         row = videos.collect(1).reshape(-1)[0]
         twins.call_both(lambda buffer, row=row: buffer.add(row.clone()))
-    check(twins)
+    check_samples_and_priorities(twins)
     twins.call_both(lambda buffer: buffer.empty())
     twins.extend(videos.collect(30).reshape(-1))
-    check(twins)
+    check_samples_and_priorities(twins)
 
 
 def test_prioritized_buffers_return_the_batches_of_lazy_tensor_storage() -> None:
@@ -110,38 +111,39 @@ def test_prioritized_buffers_return_the_batches_of_lazy_tensor_storage() -> None
         data = videos.collect(20).reshape(-1)
         data["td_error"] = make_td_errors(torch.arange(60))
         twins.extend(data)
-        check(twins)
+        check_samples_and_priorities(twins)
 
 
 # TorchRL passes tensors to np.ravel_multi_index, and torch does not support an argument that NumPy 2 passes.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
-def test_priorities_of_a_storage_of_two_dimensions() -> None:
+def test_priorities_in_two_dimensions_equal_those_of_lazy_tensor_storage() -> None:
     twins, videos = make_twins(partial(PrioritizedSampler, SIZE, alpha=0.7, beta=0.9), ndim=2), Videos(4)
     for n_steps in (13, 13, 9):
         twins.extend(videos.collect(n_steps))
         for _ in range(3):
-            assert_same(*twins.call_both(step))
+            assert_same(*twins.call_both(sample_and_reprioritize))
     assert read_priorities(twins.ours) == read_priorities(twins.theirs)
 
 
-def test_priorities_under_a_writer_that_keeps_the_best() -> None:
+def test_priorities_under_a_max_value_writer_equal_those_of_lazy_tensor_storage() -> None:
     twins, videos = make_twins(writer=partial(TensorDictMaxValueWriter, rank_key=("next", "reward"))), Videos(2)
     for _ in range(4):
         twins.extend(videos.collect(40).reshape(-1))
-        check(twins)
+        check_samples_and_priorities(twins)
 
 
-def test_priorities_of_a_buffer_without_tensordict_methods() -> None:
+def test_plain_prioritized_replay_buffer_samples_as_with_lazy_tensor_storage() -> None:
     twins = Twins(SIZE, cls=ReplayBuffer, sampler=SAMPLERS["plain"], batch_size=lambda: 16)
     twins.extend(Videos(2).collect(30).reshape(-1))
 
-    def sample(buffer: Any) -> Any:
+    def sample_and_update(buffer: Any) -> Any:
+        """Sample a batch, update its priorities, and return the batch and its info."""
         batch, info = buffer.sample(return_info=True)
         buffer.update_priority(info["index"], make_td_errors(info["index"]))
         return batch, info
 
     for _ in range(3):
-        (ours, our_info), (theirs, their_info) = twins.call_both(sample)
+        (ours, our_info), (theirs, their_info) = twins.call_both(sample_and_update)
         assert_same(ours, theirs)
         assert torch.equal(our_info["index"], their_info["index"])
         assert torch.equal(our_info["priority_weight"], their_info["priority_weight"])
@@ -150,20 +152,22 @@ def test_priorities_of_a_buffer_without_tensordict_methods() -> None:
 def test_changing_alpha_changes_the_priorities_of_both() -> None:
     twins = make_twins()
     twins.extend(Videos(2).collect(30).reshape(-1))
-    check(twins)
+    check_samples_and_priorities(twins)
     for alpha in (0.3, 1.0):
         for buffer in (twins.ours, twins.theirs):
             buffer.sampler.alpha = alpha
-        check(twins)
+        check_samples_and_priorities(twins)
 
 
 def _through_files(buffer: Any, fresh: Any, path: Path) -> Any:
+    """Save a buffer with ``dumps``, and load it into a fresh one."""
     buffer.dumps(path)
     fresh.loads(path)
     return fresh
 
 
 def _through_state(buffer: Any, fresh: Any, path: Path) -> Any:
+    """Load a buffer's ``state_dict`` into a fresh one."""
     fresh.load_state_dict(buffer.state_dict())
     if isinstance(fresh.storage, LazyTensorStorage):  # loading drops its device
         fresh.storage._storage = fresh.storage._storage.to("cpu")
@@ -171,6 +175,7 @@ def _through_state(buffer: Any, fresh: Any, path: Path) -> Any:
 
 
 def _through_pickle(buffer: Any, fresh: Any, path: Path) -> Any:
+    """Return a buffer that was pickled and unpickled."""
     return pickle.loads(pickle.dumps(buffer))
 
 
@@ -180,18 +185,19 @@ def _through_pickle(buffer: Any, fresh: Any, path: Path) -> Any:
 def test_saved_buffers_restore_their_priorities(sampler: str, through: Any, n_steps: int, tmp_path: Path) -> None:
     twins, fresh, videos = make_twins(SAMPLERS[sampler]), make_twins(SAMPLERS[sampler]), Videos(2)
     twins.extend(videos.collect(n_steps).reshape(-1))
-    check(twins)
+    check_samples_and_priorities(twins)
     before = read_priorities(twins.ours)
     twins.ours = through(twins.ours, fresh.ours, tmp_path / "ours")
     assert read_priorities(twins.ours)[0] == before[0]
     twins.theirs = through(twins.theirs, fresh.theirs, tmp_path / "theirs")
-    check(twins)
+    check_samples_and_priorities(twins)
     twins.extend(videos.collect(20).reshape(-1))
-    check(twins)
+    check_samples_and_priorities(twins)
 
 
 def test_reopened_folder_has_equal_priorities_until_the_sampler_is_loaded(tmp_path: Path) -> None:
     def open_buffer() -> TensorDictReplayBuffer:
+        """Open a prioritized buffer in the test's folder."""
         return TensorDictReplayBuffer(
             storage=FrameStorage(SIZE, storage_dir=tmp_path / "frames"),
             sampler=SAMPLERS["plain"](),
@@ -201,7 +207,7 @@ def test_reopened_folder_has_equal_priorities_until_the_sampler_is_loaded(tmp_pa
 
     buffer = open_buffer()
     buffer.extend(Videos(2).collect(40).reshape(-1))
-    step(buffer)
+    sample_and_reprioritize(buffer)
     buffer.sampler.dumps(tmp_path / "sampler")
     before = read_priorities(buffer)[0]
     buffer.storage.close()
@@ -217,7 +223,7 @@ def test_reopened_folder_has_equal_priorities_until_the_sampler_is_loaded(tmp_pa
 def test_refused_elements_leave_the_priorities_as_they_were() -> None:
     twins, videos = make_twins(), Videos(2)
     twins.extend(videos.collect(30).reshape(-1))
-    check(twins)
+    check_samples_and_priorities(twins)
     before = read_priorities(twins.ours)
     wrong = videos.collect(5).reshape(-1)
     wrong["pixels"] = wrong["pixels"][:, :2]
@@ -226,4 +232,4 @@ def test_refused_elements_leave_the_priorities_as_they_were() -> None:
             use(wrong)
         assert read_priorities(twins.ours) == before
     twins.extend(videos.collect(40).reshape(-1))
-    check(twins)
+    check_samples_and_priorities(twins)

@@ -28,6 +28,7 @@ def _collect_serially(seeds: list[int], batches: list[int]) -> list[Any]:
 
 
 def _start_workers(target: Any, buffer: Any, seeds: list[int], batches: list[int]) -> list[Any]:
+    """Start one process per seed that runs ``target`` on the buffer."""
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=target, args=(buffer, seed, batches)) for seed in seeds]
     for worker in workers:
@@ -36,6 +37,7 @@ def _start_workers(target: Any, buffer: Any, seeds: list[int], batches: list[int
 
 
 def _join_workers(workers: list[Any]) -> None:
+    """Wait for processes, and assert that they ended without an error."""
     for worker in workers:
         worker.join(120)
         assert worker.exitcode == 0

@@ -32,20 +32,23 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def _data(n: int = 20) -> TensorDict:
+def _make_data(n: int = 20) -> TensorDict:
+    """Collect ``n`` transitions of one environment."""
     return Videos(1).collect(n).reshape(-1)
 
 
 def _make_folder(folder: Path) -> Path:
+    """Store 20 elements in a folder, close the storage, and return the folder."""
     storage = FrameStorage(50, storage_dir=folder)
-    storage.set(range(20), _data())
+    storage.set(range(20), _make_data())
     storage.close()
     return folder
 
 
 def _make_checkpoint(folder: Path) -> Path:
+    """Write a checkpoint of 20 elements, and return its folder."""
     storage = FrameStorage(50)
-    storage.set(range(20), _data())
+    storage.set(range(20), _make_data())
     storage.dumps(folder)
     return folder
 
@@ -95,26 +98,28 @@ def test_memory_mapped_tensordict_in_place_of_rows_is_not_executed(reader: str, 
 
 
 def test_folder_refuses_values_that_are_not_tensors(tmp_path: Path) -> None:
-    data = _data()
+    data = _make_data()
     data["task"] = NonTensorData("walk", batch_size=[20])
     storage = FrameStorage(50, storage_dir=tmp_path / "storage")
     with pytest.raises(InvalidTypeError, match=r"'task' holds NonTensor.* Leave it out: data.exclude\('task'\)"):
         storage.set(range(20), data)
     assert [path.name for path in (tmp_path / "storage").iterdir()] == ["lock"]
-    storage.set(range(20), _data())
-    assert_same(storage[:].clone(), _data().to("cpu"))
+    storage.set(range(20), _make_data())
+    assert_same(storage[:].clone(), _make_data().to("cpu"))
 
 
 def test_dumps_writes_texts_and_numbers_and_refuses_other_values(tmp_path: Path) -> None:
     storage = FrameStorage(50)
-    storage.set(0, _data(1)[0].set("task", NonTensorData("walk")).set("more", NonTensorData({"a": [1, None, 0.1]})))
-    storage.set(1, _data(1)[0].set("task", NonTensorData("run")).set("more", NonTensorData({"a": []})))
+    storage.set(
+        0, _make_data(1)[0].set("task", NonTensorData("walk")).set("more", NonTensorData({"a": [1, None, 0.1]}))
+    )
+    storage.set(1, _make_data(1)[0].set("task", NonTensorData("run")).set("more", NonTensorData({"a": []})))
     storage.dumps(tmp_path / "checkpoint")
     loaded = FrameStorage(50)
     loaded.loads(tmp_path / "checkpoint")
     assert [loaded[i]["task"] for i in range(2)] == ["walk", "run"]
     assert loaded[0]["more"] == {"a": [1, None, 0.1]}
-    storage.set(1, _data(1)[0].set("task", NonTensorData(Bomb(tmp_path))).set("more", NonTensorData({"a": []})))
+    storage.set(1, _make_data(1)[0].set("task", NonTensorData(Bomb(tmp_path))).set("more", NonTensorData({"a": []})))
     with pytest.raises(InvalidTypeError, match=r"'task' holds .*Bomb.*, which files cannot hold"):
         storage.dumps(tmp_path / "checkpoint")
     loaded.loads(tmp_path / "checkpoint")
@@ -155,18 +160,20 @@ def _alter_stored(folder: Path, random: np.random.Generator) -> None:
         data[used[random.integers(len(used))]] = random.choice([0, 1, 2, 255, 2**31, 2**32 - 1])
 
 
-def _read_all(read: Any, folder: Path) -> None:
+def _use_altered_files(read: Any, folder: Path) -> None:
+    """Read, write and copy a storage with altered files; only expected errors may occur."""
     try:
         storage = read(folder)
         for i in range(len(storage)):
             storage[torch.tensor([i])]
-        storage.set(range(10, 60), _data(50), set_cursor=False)
+        storage.set(range(10, 60), _make_data(50), set_cursor=False)
         storage[:].clone()
     except (RlExtError, RuntimeError):
         pass
 
 
 def _load_checkpoint(folder: Path) -> FrameStorage:
+    """Make a storage, and load a checkpoint into it."""
     storage = FrameStorage(60)
     storage.loads(folder)
     return storage
@@ -178,13 +185,13 @@ def _load_checkpoint(folder: Path) -> FrameStorage:
 def test_altered_numbers_do_not_crash_the_process(way: str, tmp_path: Path) -> None:
     original = tmp_path / "original"
     storage = FrameStorage(60, storage_dir=original if way == "open" else None)
-    storage.set(range(50), _data(50))
+    storage.set(range(50), _make_data(50))
     _ = storage[:].clone() if way == "open" else storage.dumps(original)
     if way == "open":
         storage.close()
     alter = _alter_stored if way == "open" else _alter_dumped
     read = _load_checkpoint if way == "loads" else lambda folder: FrameStorage(60, storage_dir=folder)
-    _read_all(read, shutil.copytree(original, tmp_path / "warm"))
+    _use_altered_files(read, shutil.copytree(original, tmp_path / "warm"))
     for seed in range(30):
         folder = tmp_path / f"altered{seed}"
         shutil.copytree(original, folder)
@@ -192,7 +199,7 @@ def test_altered_numbers_do_not_crash_the_process(way: str, tmp_path: Path) -> N
         child = os.fork()
         if child == 0:
             try:
-                _read_all(read, folder)
+                _use_altered_files(read, folder)
                 os._exit(0)
             finally:
                 os._exit(1)

@@ -45,32 +45,40 @@ Build = Callable[[Any], Any]  # Builds an environment with one of the two classe
 
 
 def build_both(build: Build) -> tuple[Any, Any]:
+    """Build an environment with our wrapper and with TorchRL's."""
     return build(GymWrapper), build(upstream.GymWrapper)
 
 
 def wrapping(make: Callable[[], Any], **options: Any) -> Build:
+    """Return a function that makes an environment, and wraps it with a given class."""
     return lambda cls: cls(make(), **options)
 
 
 def by_id(env_id: str, **options: Any) -> Build:
+    """Return a function that builds TorchRL's ``GymEnv`` or ours from an id."""
     return lambda cls: (GymEnv if cls is GymWrapper else upstream.GymEnv)(env_id, **options)
 
 
 def batch(make: Any, mode: str, count: int = 3, **options: Any) -> Build:
+    """Return a function that makes a vector environment, and wraps it with a given class."""
     asynchronous = options.pop("asynchronous", False)
     return lambda cls: cls(make_vector_env(make, count, mode, asynchronous=asynchronous), **options)
 
 
 def with_transforms(build: Build, *transforms: Callable[[], Any]) -> Build:
+    """Return a function that builds an environment, and appends new transforms."""
     return lambda cls: build(cls).append_transform(Compose(*(transform() for transform in transforms)))
 
 
-def pong() -> Any:
+def make_pong() -> Any:
+    """Make Pong with Atari preprocessing and stacks of four frames."""
     env = gymnasium.make("ALE/Pong-v5", frameskip=1)
     return FrameStackObservation(AtariPreprocessing(env, noop_max=5), 4)
 
 
 class TextWalk(Walk):
+    """``Walk`` whose Dict observations contain a text."""
+
     observation_space = spaces.Dict(place=spaces.Box(-np.inf, np.inf, (4,), np.float32), mission=spaces.Text(10))  # type: ignore[assignment]
 
     def observation(self) -> Any:
@@ -103,7 +111,7 @@ CASES: dict[str, Build] = {
     "CartPole": wrapping(cartpole),
     "Pendulum": wrapping(partial(gymnasium.make, "Pendulum-v1")),
     "HalfCheetah": wrapping(short_cheetah),
-    "Pong": wrapping(pong),
+    "Pong": wrapping(make_pong),
     "Walk": wrapping(Walk),
     "nested": wrapping(DictWalk),
     "nested on a device": wrapping(DictWalk, device="cpu"),
@@ -177,7 +185,7 @@ def test_rollouts_equal_upstream(name: str) -> None:
 
 
 @pytest.mark.parametrize("stop", ["any", "all"])
-def test_rollout_until_any_or_all_are_done(stop: str) -> None:
+def test_rollout_until_any_or_all_are_done_equals_upstream(stop: str) -> None:
     found, expected = (
         seeded_rollout(env, 50, **{f"break_when_{stop}_done": True}) for env in build_both(CASES["staggered, SameStep"])
     )
@@ -189,6 +197,7 @@ def test_rollout_until_any_or_all_are_done(stop: str) -> None:
 @pytest.mark.parametrize("name", ["CartPole", "nested, cut", "SameStep, under transforms", "Disabled, cut", "serial"])
 def test_collected_data_equals_upstream(name: str) -> None:
     def collect(env: Any) -> list[Any]:
+        """Collect three seeded batches with TorchRL's ``Collector``."""
         env.set_seed(2)
         torch.manual_seed(2)
         collector = Collector(env, None, frames_per_batch=48, total_frames=144)
@@ -242,11 +251,16 @@ def to_comparable(value: Any, *, kinds: bool) -> Any:
 
 
 def check_spaces(observed: Any, taken: Any, categorical: bool, count: int | None) -> Any:
-    def make() -> Any:
+    """Compare rollouts with TorchRL's wrapper for a pair of spaces; return our rollout."""
+
+    def make_env() -> Any:
+        """Make an environment with the spaces to check."""
         return SamplingEnv(observed, taken)
 
     options = {"categorical_action_encoding": categorical}
-    ours, theirs = build_both(wrapping(make, **options) if count is None else batch(make, "Disabled", count, **options))
+    ours, theirs = build_both(
+        wrapping(make_env, **options) if count is None else batch(make_env, "Disabled", count, **options)
+    )
     assert_same_rollouts(ours, theirs, 12)
     check_env_specs(ours)
     first, second = (getattr(env._env, "envs", [env._env])[0] for env in (theirs, ours))
@@ -292,11 +306,12 @@ def test_tuple_of_boxes_is_stacked() -> None:
 def test_dict_actions_reach_the_environment_as_dicts(space: Any, count: int | None) -> None:
     """Upstream rejects them in a batch, and turns a Dict of one action into an array."""
 
-    def make() -> Any:
+    def make_env() -> Any:
+        """Make an environment that records actions of the Dict space."""
         return SamplingEnv(box(2), space)
 
     env = GymWrapper(
-        make() if count is None else make_vector_env(make, count, "Disabled"), categorical_action_encoding=True
+        make_env() if count is None else make_vector_env(make_env, count, "Disabled"), categorical_action_encoding=True
     )
     check_env_specs(env)
     single = env._env if count is None else env._env.envs[1]
@@ -310,17 +325,18 @@ def test_dict_actions_reach_the_environment_as_dicts(space: Any, count: int | No
 @pytest.mark.parametrize("action", [[0, 0], [2, 0], [1, 1], [0.4, 0.6], [False, True]])
 @pytest.mark.parametrize("count", [None, 2])
 def test_vectors_that_are_not_one_hot_are_decoded_as_upstream(action: list[Any], count: int | None) -> None:
-    def take(env: Any) -> list[int]:
+    def received_actions(env: Any) -> list[int]:
+        """Step with the vector, and return the actions that the environments received."""
         given = torch.tensor(action if count is None else [action] * count)
         env.step(env.reset().set("action", given))
         return [int(single.received[-1]) for single in getattr(env._env, "envs", [env._env])]
 
     make = partial(SamplingEnv, box(2), spaces.Discrete(2))
     ours, theirs = build_both(wrapping(make) if count is None else batch(make, "Disabled", count))
-    assert take(ours) == take(theirs)
+    assert received_actions(ours) == received_actions(theirs)
 
 
-def test_vector_rewards_in_a_batch() -> None:
+def test_vector_rewards_of_a_batch_follow_its_reward_space() -> None:
     assert batch(VectorRewards, "Disabled")(GymWrapper).reward_spec.shape == (
         3,
         1,
@@ -329,11 +345,12 @@ def test_vector_rewards_in_a_batch() -> None:
     inner.reward_space = spaces.Box(-np.inf, np.inf, (3, 2), np.float32)
     step = inner.step
 
-    def with_two_rewards(action: Any) -> Any:
+    def step_with_two_rewards(action: Any) -> Any:
+        """Step, and return two rewards per row."""
         observation, reward, *rest = step(action)
         return (observation, np.stack([reward, -reward], -1), *rest)
 
-    inner.step = with_two_rewards
+    inner.step = step_with_two_rewards
     env = GymWrapper(inner)
     check_env_specs(env)
     reward = env.rollout(20, break_when_any_done=False)["next", "reward"]
@@ -346,6 +363,7 @@ def test_vector_rewards_in_a_batch() -> None:
 
 def test_partial_reset_equals_upstream() -> None:
     def play(env: Any) -> Any:
+        """Take a seeded step, and reset two of three rows."""
         data = env.reset(seed=4)
         torch.manual_seed(1)
         data = env.step_mdp(env.step(env.rand_action(data)))
@@ -399,6 +417,7 @@ builders = pytest.mark.parametrize("name", BUILDERS)
 @builders
 def test_entries_written_by_a_policy_are_carried_on(name: str) -> None:
     def play(env: Any) -> list[Any]:
+        """Roll out eight steps with extra entries in the data, and return the data."""
         env.set_seed(0)
         torch.manual_seed(0)
         data = env.reset().update(extras(env))
@@ -435,13 +454,14 @@ def test_entry_added_to_one_tensordict_is_not_visible_in_others(name: str, steps
             container.pop("a new entry")
 
 
-def _walk(cls: Any) -> Any:
+def _make_wrapped_walk(cls: Any) -> Any:
+    """Wrap a ``Walk`` with a given class."""
     return cls(Walk())
 
 
 @pytest.mark.slow
-def test_wrappers_in_upstream_parallel_env() -> None:
-    ours, theirs = build_both(lambda cls: ParallelEnv(2, partial(_walk, cls), mp_start_method="fork"))
+def test_wrappers_in_upstream_parallel_env_equal_upstream() -> None:
+    ours, theirs = build_both(lambda cls: ParallelEnv(2, partial(_make_wrapped_walk, cls), mp_start_method="fork"))
     try:
         assert_same_rollouts(ours, theirs, 40)
     finally:

@@ -23,11 +23,13 @@ LONG = {"age": Unbounded((), dtype=torch.int64), "length": Unbounded((), dtype=t
 modes = pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 
 
-def reader() -> Any:
+def make_reader() -> Any:
+    """Make TorchRL's info reader for a single environment."""
     return default_info_dict_reader(list(LONG), spec=LONG)
 
 
 def check_infos(rollout: Any) -> None:
+    """Assert that infos equal the observed step and the episode's length."""
     for data in (rollout, rollout["next"]):
         assert torch.equal(data["age"], data["observation"][..., 1].long())
     assert torch.equal(rollout["length"], rollout["next", "length"])
@@ -37,7 +39,8 @@ def check_infos(rollout: Any) -> None:
     assert rollout["length"].unique().numel() > 3
 
 
-def batch_reader(count: int) -> Any:
+def make_batch_reader(count: int) -> Any:
+    """Make TorchRL's info reader for a batch of ``count`` rows."""
     spec = Composite({key: part.expand(count) for key, part in LONG.items()}, shape=(count,))
     return default_info_dict_reader(list(LONG), spec=spec)
 
@@ -45,13 +48,13 @@ def batch_reader(count: int) -> Any:
 @pytest.mark.parametrize("is_registered", [True, False])
 def test_infos_of_a_batch_follow_their_spec(is_registered: bool) -> None:
     env = GymWrapper(make_vector_env(Walk, 4, "SameStep"))
-    env = env.auto_register_info_dict() if is_registered else env.set_info_dict_reader(batch_reader(4))
+    env = env.auto_register_info_dict() if is_registered else env.set_info_dict_reader(make_batch_reader(4))
     check_infos(seeded_rollout(env, 60))
     assert env.observation_spec["age"].shape == (4,)
     check_env_specs(env)
 
 
-class SilentReset(Walk):
+class ResetInfos(Walk):
     """``Walk`` with other infos at resets."""
 
     def __init__(self, reset_info: Any) -> None:
@@ -64,7 +67,7 @@ class SilentReset(Walk):
 
 @pytest.mark.parametrize("mode", ["SameStep", "Disabled"])
 def test_infos_missing_at_batch_resets_are_zero(mode: str) -> None:
-    env = GymWrapper(make_vector_env(partial(SilentReset, {}), 2, mode)).set_info_dict_reader(reader())
+    env = GymWrapper(make_vector_env(partial(ResetInfos, {}), 2, mode)).set_info_dict_reader(make_reader())
     rollout = seeded_rollout(env, 12)
     assert rollout["next", "done"].sum() == 4
     assert torch.equal(rollout["next", "age"], rollout["next", "observation"][..., 1].long())  # at ends of episodes too
@@ -72,7 +75,7 @@ def test_infos_missing_at_batch_resets_are_zero(mode: str) -> None:
 
 
 def test_one_reader_serves_several_environments() -> None:
-    one = reader()
+    one = make_reader()
     single, batch, other = (
         GymWrapper(env) for env in (Walk(), make_vector_env(Walk, 3, "SameStep"), make_vector_env(Walk, 5, "SameStep"))
     )
@@ -82,17 +85,18 @@ def test_one_reader_serves_several_environments() -> None:
     assert one.info_spec == Composite(LONG)
 
 
-def test_custom_info_reader() -> None:
+def test_custom_info_reader_gets_infos_without_final_entries() -> None:
     seen: list[Any] = []
 
-    def read(info: Any, data: Any) -> Any:
+    def read_half_age(info: Any, data: Any) -> Any:
+        """Record the infos, and store half of their age."""
         seen.append(info)
         return data.set("half", torch.as_tensor(info["age"]) / 2)
 
-    ours, theirs = (cls(Walk()).set_info_dict_reader(read) for cls in (GymWrapper, upstream.GymWrapper))
+    ours, theirs = (cls(Walk()).set_info_dict_reader(read_half_age) for cls in (GymWrapper, upstream.GymWrapper))
     rollout = assert_same_rollouts(ours, theirs, 20)
     assert torch.equal(rollout["next", "half"] * 2, rollout["next", "observation"][:, 1])
-    env = GymWrapper(make_vector_env(Walk, 2, "SameStep")).set_info_dict_reader(read)
+    env = GymWrapper(make_vector_env(Walk, 2, "SameStep")).set_info_dict_reader(read_half_age)
     seen.clear()
     env.rollout(20, break_when_any_done=False)
     assert not any("final_obs" in info or "final_info" in info for info in seen)
@@ -101,7 +105,7 @@ def test_custom_info_reader() -> None:
 @pytest.mark.parametrize("reset_info", [None, {}])
 def test_infos_missing_at_single_resets_are_zero(reset_info: Any) -> None:
     ours, theirs = (
-        cls(SilentReset(reset_info)).set_info_dict_reader(reader()) for cls in (GymWrapper, upstream.GymWrapper)
+        cls(ResetInfos(reset_info)).set_info_dict_reader(make_reader()) for cls in (GymWrapper, upstream.GymWrapper)
     )
     rollout = assert_same_rollouts(ours, theirs, 30)
     assert (rollout["age"][rollout["observation"][:, 1] == 0] == 0).all()
@@ -112,6 +116,7 @@ def report_info(inner: Any, name: str, value: Any) -> Any:
     step = inner.step
 
     def step_and_report(action: Any) -> Any:
+        """Step, and add the value to the infos."""
         *result, info = step(action)
         return (*result, {**info, name: value()})
 
@@ -149,6 +154,7 @@ class CostInfos(gymnasium.Env[Any, Any]):
         self.has, self.length, self.episode = self.WHEN[when], length, 0
 
     def info(self) -> dict[str, Any]:
+        """Return infos that contain episode and step, or none in steps without infos."""
         if not self.has(self.step_count, self.length):
             return {}
         cost = np.float64(100 * self.episode + self.step_count + 0.5)
@@ -177,16 +183,17 @@ def read_costs(info: Any, data: Any) -> Any:
 class ToTorch(gymnasium.vector.VectorWrapper):
     """Wrapper that converts observations, flags and infos to tensors, except object arrays."""
 
-    def tensors(self, value: Any) -> Any:
+    def to_tensors(self, value: Any) -> Any:
+        """Convert arrays in nested dicts to tensors."""
         if isinstance(value, dict):
-            return {key: self.tensors(part) for key, part in value.items()}
+            return {key: self.to_tensors(part) for key, part in value.items()}
         return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) and value.dtype != object else value
 
     def step(self, actions: Any) -> Any:
-        return tuple(map(self.tensors, self.env.step(actions.numpy())))
+        return tuple(map(self.to_tensors, self.env.step(actions.numpy())))
 
     def reset(self, **kwargs: Any) -> Any:
-        return tuple(map(self.tensors, self.env.reset(**kwargs)))
+        return tuple(map(self.to_tensors, self.env.reset(**kwargs)))
 
 
 FORMS: dict[str, Any] = {
@@ -201,7 +208,7 @@ COST_SPECS = {"cost": Unbounded((), dtype=torch.float64), "odd": Unbounded((), d
 
 
 def costs(env: Any, limit: int) -> Any:
-    """Return the infos of a truncated rollout, by TorchRL's reader and by ``read_costs``."""
+    """Return the infos of a rollout up to ``limit``, by TorchRL's reader and ``read_costs``."""
     env = GymWrapper(env).set_info_dict_reader(default_info_dict_reader(list(COST_SPECS), spec=COST_SPECS))
     env = env.set_info_dict_reader(read_costs).append_transform(StepCounter(limit))
     rollout = env.rollout(13, break_when_any_done=False)
@@ -210,6 +217,7 @@ def costs(env: Any, limit: int) -> Any:
 
 @cache
 def costs_of_singles(when: str, limit: int) -> Any:
+    """Return :func:`costs` of single environments, stacked by environment."""
     return torch.stack([costs(CostInfos(when, length), limit) for length in LENGTHS])
 
 
@@ -246,6 +254,7 @@ def test_final_infos_replace_those_of_the_reset(form: str) -> None:
     step = inner.step
 
     def step_and_report(action: Any) -> Any:
+        """Step, and report infos of new episodes with the final infos of ended ones."""
         steps = inner.steps + 1
         done = steps >= inner.lengths
         observation, *rest, info = step(action)
@@ -282,13 +291,14 @@ VALUES: dict[str, Any] = {
 
 @pytest.mark.parametrize("mode", [None, "NextStep", "SameStep", "Disabled"])
 @pytest.mark.parametrize("name", VALUES)
-def test_numbers_in_infos_are_registered(name: str, mode: str | None) -> None:
+def test_auto_register_info_dict_registers_numbers_of_all_dtypes(name: str, mode: str | None) -> None:
     value, dtype = VALUES[name]
 
-    def make() -> Any:
+    def make_env() -> Any:
+        """Make an environment that reports the value."""
         return report_info(Walk(3, 5), "value", lambda: value)
 
-    env = GymWrapper(make_vector_env(make, 2, mode) if mode else make()).auto_register_info_dict()
+    env = GymWrapper(make_vector_env(make_env, 2, mode) if mode else make_env()).auto_register_info_dict()
     check_env_specs(env)
     after = env.rollout(12, break_when_any_done=False)["next"]
     assert after["value"].dtype is dtype
@@ -301,15 +311,17 @@ def test_numbers_in_infos_are_registered(name: str, mode: str | None) -> None:
     "value", ["left", np.array("left"), object(), [1, [2, 3]], ["a"]], ids=lambda value: type(value).__name__
 )
 def test_infos_that_are_not_numbers_are_rejected(value: Any, count: int | None) -> None:
-    def make() -> Any:
+    def make_env() -> Any:
+        """Make an environment that reports the value."""
         return report_info(Walk(3, 3), "value", lambda: value)
 
-    def wrap() -> Any:
-        return GymWrapper(make_vector_env(make, count, "SameStep") if count else make())
+    def wrap_env() -> Any:
+        """Wrap one environment, or a batch of them."""
+        return GymWrapper(make_vector_env(make_env, count, "SameStep") if count else make_env())
 
     with pytest.raises(EnvironmentOutputError, match=r"info 'value' .*Name the keys to read: ") as caught:
-        wrap().auto_register_info_dict()
-    env = wrap()
+        wrap_env().auto_register_info_dict()
+    env = wrap_env()
     eval(str(caught.value).rpartition("read: ")[2], {**globals(), "env": env})
     after = env.rollout(5, break_when_any_done=False)["next"]
     assert after["age"].any()
@@ -340,13 +352,14 @@ def test_info_dtype_comes_from_steps_and_not_from_resets() -> None:
 def test_lists_of_infos_are_copied() -> None:
     count, seen = np.zeros(1), []
 
-    def read(info: Any, data: Any) -> None:
+    def read_count(info: Any, data: Any) -> None:
+        """Record the count in the first row's infos."""
         seen.append(info[0]["count"])
 
     inner = SameStep([9, 9], "infos")
     step = inner.step
     inner.step = lambda action: (*step(action)[:4], [{"count": np.add(count, 1, out=count)}, {}])  # type: ignore[method-assign]
     GymWrapper(inner, missing_final_obs="nan").set_info_dict_reader(
-        lambda info, data: read(info, data) if info else None
+        lambda info, data: read_count(info, data) if info else None
     ).rollout(3)
     assert [value.item() for value in seen] == [1, 2, 3]

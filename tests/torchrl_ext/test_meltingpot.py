@@ -23,11 +23,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def num_workers() -> int:
+    """Number of workers: 6, or 2 if memory is short."""
     return 6 if psutil.virtual_memory().available > NEEDED else 2
 
 
 @pytest.fixture(scope="module")
 def answers(num_workers: int, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Run ``program.py`` with Melting Pot's interpreter, and return what it prints."""
     folder = tmp_path_factory.mktemp("meltingpot")
     mark = f"{folder}/simulators"
     done = subprocess.run(
@@ -56,6 +58,7 @@ def wait_for_processes(mark: str) -> list[str]:
 
 
 def has_variable(process: psutil.Process, mark: str) -> bool:
+    """Return whether a process has the variable with this value."""
     try:
         return process.environ().get("LAB2D_LOG") == mark
     except psutil.Error:
@@ -73,7 +76,7 @@ def test_documented_line_starts_independent_workers(answers: list[dict[str, Any]
     assert max(answer["private MiB"]) < 300
 
 
-def test_changed_instance_with_a_seed(answers: list[dict[str, Any]]) -> None:
+def test_seeded_workers_copy_a_changed_instance_reproducibly(answers: list[dict[str, Any]]) -> None:
     answer = answers[1]
     first, again = answer["chains"]
     assert first == again

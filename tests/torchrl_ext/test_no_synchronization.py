@@ -28,7 +28,7 @@ SYNCHRONIZING = (
 
 
 class OperationRecorder(TorchDispatchMode):
-    """Mode that records the operations of the wrapper, without those of the environment."""
+    """Torch mode that records the wrapper's operations, without the environment's."""
 
     def __init__(self, env: Any) -> None:
         super().__init__()
@@ -37,6 +37,7 @@ class OperationRecorder(TorchDispatchMode):
         self._step, env.step = env.step, self._step_unrecorded
 
     def _step_unrecorded(self, action: Any) -> Any:
+        """Step the environment without recording its operations."""
         self._inside = True
         try:
             return self._step(action)
@@ -50,7 +51,7 @@ class OperationRecorder(TorchDispatchMode):
 
 
 class MethodRecorder(TorchFunctionMode):
-    """Mode that records methods, some of which dispatch no operation on the CPU."""
+    """Torch mode that records method calls, including those that run no operation."""
 
     def __init__(self, operations: OperationRecorder) -> None:
         super().__init__()
@@ -63,6 +64,7 @@ class MethodRecorder(TorchFunctionMode):
 
 
 def operations_of_steps(*, finds_done_rows: bool, final_obs: bool, missing: str = "nan") -> list[str]:
+    """Return the names of all operations of a wrapper's steps and partial resets."""
     env = Isaac(6, final_obs=final_obs)
     watch = OperationRecorder(env)
     wrapper = GymWrapper(env, missing_final_obs=missing)

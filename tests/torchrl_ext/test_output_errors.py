@@ -40,7 +40,7 @@ SINGLE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SINGLE)
-def test_invalid_step_results_of_single_environments_are_named(name: str) -> None:
+def test_errors_name_invalid_step_results_of_single_environments(name: str) -> None:
     faults, message = SINGLE[name]
     inner = FaultyWalk()
     env = GymWrapper(inner)
@@ -69,7 +69,7 @@ def test_invalid_step_results_of_single_environments_are_named(name: str) -> Non
     ids=["only the observation", "three", "None", "observation None", "shape"],
 )
 @pytest.mark.parametrize("first", [True, False])
-def test_invalid_reset_results_are_named(fault: Any, message: str, first: bool) -> None:
+def test_errors_name_invalid_reset_results(fault: Any, message: str, first: bool) -> None:
     inner = FaultyWalk()
     env = GymWrapper(inner)
     if not first:
@@ -134,7 +134,7 @@ INTEGERS: dict[str, tuple[Any, Any, str | None]] = {
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_observations_that_fit_the_space_are_accepted_and_others_named(name: str) -> None:
+def test_integer_observations_are_accepted_or_rejected_by_the_space(name: str) -> None:
     space, value, message = INTEGERS[name]
     inner = SamplingEnv(space, spaces.Discrete(2))
     env = GymWrapper(inner)
@@ -164,7 +164,7 @@ DICTS = {
 
 
 @pytest.mark.parametrize("name", DICTS)
-def test_invalid_dict_observations_are_named(name: str) -> None:
+def test_errors_name_invalid_dict_observations(name: str) -> None:
     fault, message = DICTS[name]
     inner = DictWalk(20, 20)
     observation = inner.observation
@@ -199,19 +199,20 @@ BATCHES: dict[str, tuple[int, Any, str]] = {
 
 @pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_invalid_step_results_of_batches_are_named(name: str, torch_tensors: bool) -> None:
+def test_errors_name_invalid_step_results_of_batches(name: str, torch_tensors: bool) -> None:
     place, fault, message = BATCHES[name]
     inner = SameStep([3, 4, 5, 6], "batch", torch_tensors=torch_tensors)
     env = GymWrapper(inner)
     data = env.reset()
     step = inner.step
 
-    def faulty(action: Any) -> Any:
+    def faulty_step(action: Any) -> Any:
+        """Step, and replace one of the results by an invalid one."""
         result = list(step(action))
         result[place] = fault(result[place])
         return tuple(result)
 
-    inner.step = faulty  # type: ignore[method-assign]
+    inner.step = faulty_step  # type: ignore[method-assign]
     for take in (env.step, env.step_and_maybe_reset):
         with pytest.raises(EnvironmentOutputError, match=message):
             take(env.rand_action(data))
@@ -226,7 +227,7 @@ def test_invalid_step_results_of_batches_are_named(name: str, torch_tensors: boo
     [(1, 2, 3, 4), np.ones(4, np.int8), torch.ones(4, 1, dtype=torch.float64)],
     ids=["tuple", "bytes", "torch column"],
 )
-def test_batch_rewards_as_tuple_integers_or_column(reward: Any) -> None:
+def test_batch_rewards_as_tuple_integers_or_column_become_float32(reward: Any) -> None:
     inner = SameStep([3, 4, 5, 6], "batch")
     step = inner.step
     inner.step = lambda action: (lambda result: (result[0], reward, *result[2:]))(step(action))  # type: ignore[method-assign]
@@ -236,18 +237,19 @@ def test_batch_rewards_as_tuple_integers_or_column(reward: Any) -> None:
 
 
 @pytest.mark.parametrize(("place", "value"), [(1, None), (1, "much"), (2, None), (3, "yes")])
-def test_invalid_results_of_skipped_frames_are_named(place: int, value: Any) -> None:
+def test_errors_name_invalid_results_of_skipped_frames(place: int, value: Any) -> None:
     inner: Any = Walk(20, 20)
     env = GymWrapper(inner, frame_skip=3)
     env.reset()
     step = inner.step
 
-    def faulty(action: Any) -> Any:
+    def faulty_step(action: Any) -> Any:
+        """Step, and replace one of the results by an invalid one."""
         result = list(step(action))
         result[place] = value
         return tuple(result)
 
-    inner.step = faulty
+    inner.step = faulty_step
     with pytest.raises(EnvironmentOutputError, match=r"step\(\) returned the reward .* and the flags"):
         env.step(env.rand_action(env.reset()))
 

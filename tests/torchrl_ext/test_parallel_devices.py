@@ -25,13 +25,14 @@ slow = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_device_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove this process's device variables, which importing robosuite in earlier tests sets."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
 
 
 def gpu_decisions(inventory: Any = MACHINE, **options: Any) -> list[Decision]:
+    """Resolve the devices of three workers on a machine with several GPUs."""
     options = {"render": "same", "renderer": "robosuite", "environ": {}, **options}
     return [resolve("auto", worker=number, inventory=inventory, **options) for number in range(3)]
 
@@ -66,11 +67,12 @@ def test_round_robin_devices_cycle_over_gpus(monkeypatch: pytest.MonkeyPatch) ->
     """The instance also determines the renderer."""
     asked = []
 
-    def resolve_there(*args: Any, **kwargs: Any) -> Decision:
+    def resolve_on_two_gpus(*args: Any, **kwargs: Any) -> Decision:
+        """Record the arguments, and resolve them on a machine with two GPUs."""
         asked.append(kwargs)
         return resolve(*args, **kwargs, inventory=machine(2), environ={})
 
-    monkeypatch.setattr("rl_ext_core.factory.factory.resolve", resolve_there)
+    monkeypatch.setattr("rl_ext_core.factory.factory.resolve", resolve_on_two_gpus)
     env = ParallelEnv(3, DeviceReporting, devices="round-robin")
     env.reset()
     assert [device for *_, device in env.device_settings()] == ["cuda:0", "cuda:1", "cuda:0"]
@@ -96,7 +98,7 @@ def test_workers_render_with_mesa() -> None:
 TORCHRL = """
 import functools, torch
 from torchrl.envs import ParallelEnv
-from tests.core.devices.binding import bound, in_torchrl, on_mesa
+from tests.core.devices.binding import bind_to_mesa, bound, wrap_for_torchrl
 from tests.core.devices.reporting_env import reports
 FROM_WORKERS = dict(metadata_from_workers=True, use_buffers=False)
 """
@@ -124,7 +126,7 @@ def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled(
         TORCHRL,
         f"""
         folder, options = {str(tmp_path)!r}, FROM_WORKERS if {from_workers} else {{}}
-        env = ParallelEnv(3, bound(folder, wrap=in_torchrl), mp_start_method={start_method!r}, **options)
+        env = ParallelEnv(3, bound(folder, wrap=wrap_for_torchrl), mp_start_method={start_method!r}, **options)
         shape = env.rollout(2).batch_size
         env.close(raise_if_closed=False)
         answer = [reports(folder), variables(), torch.cuda.is_initialized(), list(shape)]
@@ -153,7 +155,7 @@ def test_rendering_in_forks_raises_after_the_parent_has_rendered(tmp_path: Path)
     ended = run(
         TORCHRL,
         f"""
-        factories = on_mesa({str(tmp_path)!r}, wrap=functools.partial(in_torchrl, from_pixels=True))
+        factories = bind_to_mesa({str(tmp_path)!r}, wrap=functools.partial(wrap_for_torchrl, from_pixels=True))
         specs = factories[0]()
         ParallelEnv(2, factories, mp_start_method="fork", **FROM_WORKERS)
         """,
@@ -168,7 +170,8 @@ def test_mujoco_renderer_needs_apply_before_importing_torchrl(tmp_path: Path) ->
     # Importing TorchRL imports mujoco, which reads MUJOCO_GL at import.
     lines = f"""
         folder = {str(tmp_path)!r}
-        env = ParallelEnv(3, bound(folder, wrap=in_torchrl, renderer="mujoco"), mp_start_method="fork", **FROM_WORKERS)
+        factories = bound(folder, wrap=wrap_for_torchrl, renderer="mujoco")
+        env = ParallelEnv(3, factories, mp_start_method="fork", **FROM_WORKERS)
         env.close(raise_if_closed=False)
         answer = [report["called"] for report in reports(folder)]
         """

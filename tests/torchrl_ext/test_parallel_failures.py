@@ -30,17 +30,18 @@ buffers = pytest.mark.parametrize("use_buffers", [True, False], ids=["buffers", 
 
 
 @functools.cache
-def factory() -> EnvFactory[Any]:
+def failing_factory() -> EnvFactory[Any]:
+    """Return the factory that copies a Failing environment, made only once."""
     return as_factory(Failing())
 
 
-def failing(when: str, how: str = "raise", **options: Any) -> ParallelEnv:
-    """Make two workers, of which the second fails."""
-    source = Failing if when == "constructor" else factory()
+def make_failing_pair(when: str, how: str = "raise", **options: Any) -> ParallelEnv:
+    """Make a ParallelEnv of two workers, of which the second fails."""
+    source = Failing if when == "constructor" else failing_factory()
     return ParallelEnv(2, source, overrides=[{}, {"when": when, "how": how}], **options)
 
 
-def use_everything(env: ParallelEnv) -> None:
+def call_everything(env: ParallelEnv) -> None:
     """Call everything at which an environment may fail, one after the other."""
     env.reset()
     env.rollout(5, break_when_any_done=False)
@@ -51,8 +52,8 @@ def use_everything(env: ParallelEnv) -> None:
 def test_workers_beyond_the_open_file_limit_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (len(os.listdir("/proc/self/fd")) + 55,) * 2)
     with pytest.raises(InvalidArgumentError, match=r"ParallelEnv\(4, ...\) needs 40 .*Use ParallelEnv\(3, ...\)"):
-        ParallelEnv(4, factory()).reset()
-    env = ParallelEnv(3, factory())
+        ParallelEnv(4, failing_factory()).reset()
+    env = ParallelEnv(3, failing_factory())
     env.reset()
     env.close()
 
@@ -92,12 +93,12 @@ OCCASIONS = ["constructor", "reset", "step", "method", "close"]
 )
 def test_worker_failures_raise_worker_error(when: str, how: str, method: str | None, use_buffers: bool) -> None:
     seed = None if when == "reset" else 5  # with a seed, environments are reset when they are built
-    env = failing(when, how, use_buffers=use_buffers, mp_start_method=method, seed=seed)
+    env = make_failing_pair(when, how, use_buffers=use_buffers, mp_start_method=method, seed=seed)
     if (when, how) == ("close", "os._exit"):
-        use_everything(env)  # close() expects workers to exit
+        call_everything(env)  # close() expects workers to exit
         return
     with expect_worker_error(env) as caught:
-        use_everything(env)
+        call_everything(env)
     error, (kind, said) = caught.value, FAILURES[how]
     assert (error.worker, error.kind) == (1, kind)
     assert str(error).startswith("worker 1 of 2")
@@ -121,9 +122,9 @@ def test_worker_failures_raise_worker_error(when: str, how: str, method: str | N
 def test_hanging_workers_raise_timeout_errors(when: str, use_buffers: bool) -> None:
     # A new worker imports its class first, which may take seconds.
     limits = {"start_timeout": 15.0} if when == "constructor" else {"step_timeout": 3.0}
-    env = failing(when, "hang", use_buffers=use_buffers, **limits)
+    env = make_failing_pair(when, "hang", use_buffers=use_buffers, **limits)
     with expect_worker_error(env) as caught:
-        use_everything(env)
+        call_everything(env)
     assert (caught.value.worker, caught.value.kind) == (1, "timeout")
     assert f"did not answer within {limits.popitem()[1]:g} s" in str(caught.value)
     assert "in fail" in str(caught.value)  # the traceback names the function that hangs
@@ -142,7 +143,7 @@ def test_worker_killed_while_idle_raises_at_the_next_call(then: Any, use_buffers
 
 
 def test_step_after_a_failure_is_rejected_until_reset() -> None:
-    env = failing("step")
+    env = make_failing_pair("step")
     with pytest.raises(WorkerError, match="the well is dry"):
         env.rollout(5)
     with pytest.raises(WorkerError, match=r"no workers, because worker 1 .* in step\. Use reset\(\) to start new ones"):
@@ -154,7 +155,7 @@ def test_step_after_a_failure_is_rejected_until_reset() -> None:
 
 
 class Undead:
-    """Worker that reports to be alive, so that only the watcher detects its death."""
+    """Worker that always reports to be alive, so that only the watcher detects its death."""
 
     _closed = False
 
@@ -164,7 +165,7 @@ class Undead:
 
 def test_data_of_a_failed_step_is_not_returned() -> None:
     """The flags that wake up upstream also mean that data is ready."""
-    env = failing("step", "SIGKILL")
+    env = make_failing_pair("step", "SIGKILL")
     td = env.reset().set("action", torch.zeros(2, dtype=torch.int64))
     env._workers = [Undead(), Undead()]
     with pytest.raises(WorkerError):  # noqa: PT012 any of the steps may raise
@@ -174,22 +175,22 @@ def test_data_of_a_failed_step_is_not_returned() -> None:
 
 
 def test_first_of_two_failures_is_reported() -> None:
-    env = ParallelEnv(3, factory(), overrides=[{}, {"when": "step", "how": "hang"}, {"when": "step"}])
+    env = ParallelEnv(3, failing_factory(), overrides=[{}, {"when": "step", "how": "hang"}, {"when": "step"}])
     with expect_worker_error(env) as caught:
-        use_everything(env)
+        call_everything(env)
     assert (caught.value.worker, caught.value.kind) == (2, "exception")
 
 
 def test_result_that_cannot_be_unpickled_does_not_corrupt_the_next_one() -> None:
-    env = ParallelEnv(2, factory(), overrides=[{"when": "method", "how": ""}, {}])
+    env = ParallelEnv(2, failing_factory(), overrides=[{"when": "method", "how": ""}, {}])
     env.reset()
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        env.unreadable()
+        env.return_unreadable()
     assert env.fetch(litres=4) == [8, 8]
     with expect_worker_error(env) as caught:
-        env.lock()
+        env.make_lock()
     assert "cannot pickle '_thread.lock' object" in str(caught.value)
-    assert caught.value.phase == "lock"
+    assert caught.value.phase == "make_lock"
 
 
 def test_errors_in_the_parent_process_keep_the_workers() -> None:
@@ -210,12 +211,12 @@ def test_errors_in_the_parent_process_keep_the_workers() -> None:
     ("when", "use_buffers"), [("step", True), pytest.param("constructor", True, marks=slow), ("method", False)]
 )
 def test_ctrl_c_ends_the_workers(when: str, use_buffers: bool) -> None:
-    env = failing(when, "hang", use_buffers=use_buffers)
+    env = make_failing_pair(when, "hang", use_buffers=use_buffers)
     if when != "constructor":
         env.reset()
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        use_everything(env) if when == "constructor" else env.rollout(5) if when == "step" else env.fetch()
+        call_everything(env) if when == "constructor" else env.rollout(5) if when == "step" else env.fetch()
     assert not workers_left()
     env.close()
     if when != "constructor":

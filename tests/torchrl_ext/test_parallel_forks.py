@@ -34,12 +34,13 @@ def test_calls_in_a_forked_process_are_rejected() -> None:
         assert text.startswith("InvalidArgumentError: these environments belong to process "), name
     assert env.step(data)["next", "observation"].shape[0] == 2
 
-    def leave() -> str:
+    def close_and_exit() -> str:
+        """Close the environment in the fork, and run multiprocessing's exit function."""
         env.close()
         process._children.difference_update(others)  # type: ignore[attr-defined]
         util._exit_function()  # type: ignore[attr-defined]  # multiprocessing ends children with it at exit
         return "left"
 
-    assert result_in_fork(leave) == "'left'"
+    assert result_in_fork(close_and_exit) == "'left'"
     assert env.rollout(3, break_when_any_done=False).batch_size == (2, 3)
     env.close()

@@ -145,6 +145,7 @@ class EnvWithSimulator(Failing):
 
 
 def is_running(pid: int) -> bool:
+    """Return whether a process runs; zombies do not count."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -196,9 +197,10 @@ class SlowToClose(Well):
 
     def close(self) -> None:
         time.sleep(self.seconds)
-        threading.Thread(target=self._write).start()
+        threading.Thread(target=self._write_file_later).start()
 
-    def _write(self) -> None:
+    def _write_file_later(self) -> None:
+        """Write a line to the file after ``seconds``."""
         time.sleep(self.seconds)
         with Path(self.file).open("a") as file:
             file.write("video\n")
@@ -237,6 +239,7 @@ class ManyKeys(Well):
     observation_space = spaces.Dict({f"k{index}": spaces.Box(-1, 1, (2,), np.float32) for index in range(300)})
 
     def _observation(self) -> Any:
+        """Return two numbers under each of the keys."""
         return {key: np.full(2, self.count / 10, np.float32) for key in self.observation_space}
 
 
@@ -249,21 +252,24 @@ def test_observations_with_many_keys_work_with_a_fork_server() -> None:
 
 
 def make_cartpole() -> GymEnv:
+    """Make TorchRL's environment of a CartPole, with our class."""
     return GymEnv("CartPole-v1")
 
 
-def make_pair() -> ParallelEnv:
+def make_nested_parallel() -> ParallelEnv:
+    """Make a ParallelEnv of two CartPoles, which starts its own workers."""
     return ParallelEnv(2, make_cartpole)
 
 
-def make_vector() -> GymWrapper:
+def make_async_vector() -> GymWrapper:
+    """Make a wrapped AsyncVectorEnv of two CartPoles, which starts its own workers."""
     return GymWrapper(gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async"))
 
 
 NESTED: dict[str, Callable[[], Any]] = {
-    "a function": lambda: make_pair,
-    "an instance": make_pair,
-    "gymnasium's processes": lambda: make_vector,
+    "a function": lambda: make_nested_parallel,
+    "an instance": make_nested_parallel,
+    "gymnasium's processes": lambda: make_async_vector,
     "upstream's": lambda: lambda: Upstream(2, make_cartpole),
 }
 

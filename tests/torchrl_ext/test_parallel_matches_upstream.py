@@ -26,16 +26,18 @@ __all__ = ["no_workers_left"]
 
 
 def make_native() -> NativeEnv:
+    """Make a TorchRL environment that needs no gymnasium."""
     return NativeEnv()
 
 
 def make_cartpole() -> Any:
+    """Make a CartPole with TorchRL's ``GymEnv``."""
     return UpstreamGymEnv("CartPole-v1")
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["buffers", "pipes"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
-    """Return upstream's environment and ours, on which the same operations run."""
+    """Yield TorchRL's environment and ours, on which the same operations run."""
     theirs = Upstream(3, make_native, mp_start_method="fork", use_buffers=request.param)
     ours = ParallelEnv(3, make_native, use_buffers=request.param)
     theirs.reset(), ours.reset()
@@ -44,36 +46,42 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
         env.close(raise_if_closed=False)
 
 
-def result(do: Callable[[Any], Any], env: Any) -> Any:
+def seeded_result(do: Callable[[Any], Any], env: Any) -> Any:
+    """Seed an environment, and return the result of an operation on it."""
     env.set_seed(3)
     torch.manual_seed(0)
     return do(env)
 
 
-def equal(one: Any, other: Any) -> bool:
+def are_equal(one: Any, other: Any) -> bool:
+    """Return whether two results are equal in all their elements."""
     same = one == other
     return bool(same.all() if hasattr(same, "all") else same)
 
 
 def reset_some(env: Any) -> Any:
+    """Reset the first and the last of three rows, and return the result."""
     td = env.rollout(2)[:, -1].exclude("next")
     td["_reset"] = torch.tensor([[True], [False], [True]])
     return env.reset(td)
 
 
 def step_some(env: Any) -> Any:
+    """Step the first and the last of three rows, and return their observations."""
     td = env.rand_action(env.reset())
     td["_step"] = torch.tensor([True, False, True])
     return env.step(td)["next", "observation"][[0, 2]]
 
 
 def use_views(env: Any) -> Any:
+    """Roll out through views of some workers, and return the observations."""
     env.reset()
     first, rest = env[0], env[1:]
     return torch.cat([first.rollout(2)["observation"].flatten(), rest.rollout(2)["observation"].flatten()])
 
 
 def restore_states(env: Any) -> Any:
+    """Load an earlier state; return the workers' totals before and after."""
     env.rollout(4)
     state = env.state_dict()
     env.rollout(4)
@@ -100,14 +108,15 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.slow
 def test_operations_equal_upstream(pair: tuple[Any, Any]) -> None:
     for name, operation in OPERATIONS.items():
-        assert equal(*(result(operation, env) for env in pair)), name
+        assert are_equal(*(seeded_result(operation, env) for env in pair)), name
 
 
 @functools.cache
-def without_options() -> Any:
+def upstream_default_rollout() -> Any:
+    """Return a rollout of TorchRL's ParallelEnv with its default options."""
     theirs = Upstream(2, make_native, mp_start_method="fork")
     try:
-        return result(lambda env: env.rollout(3), theirs)
+        return seeded_result(lambda env: env.rollout(3), theirs)
     finally:
         theirs.close()
 
@@ -125,12 +134,12 @@ def without_options() -> Any:
 )
 def test_upstream_options_are_accepted(options: dict[str, Any]) -> None:
     ours = ParallelEnv(2, make_native, **options)
-    assert equal(result(lambda env: env.rollout(3), ours), without_options())
+    assert are_equal(seeded_result(lambda env: env.rollout(3), ours), upstream_default_rollout())
     ours.close()
 
 
 def test_unshared_buffers_with_fork_are_rejected() -> None:
-    """Upstream returns zeros."""
+    """An error replaces the zeros that upstream returns."""
     with pytest.raises(InvalidArgumentError, match="Leave shared_memory out"):
         ParallelEnv(2, make_native, shared_memory=False, mp_start_method="fork").reset()
 
@@ -146,7 +155,7 @@ def test_configure_parallel_changes_options() -> None:
 
 @pytest.mark.slow
 def test_reset_waits_for_its_own_data_after_state_dict_calls() -> None:
-    """Upstream's reset does not wait after these calls."""
+    """Upstream's reset returns too early after these calls."""
     env = ParallelEnv(2, functools.partial(NativeEnv, pause=0.3))
     env.set_seed(3)
     first = env.reset()["observation"]
@@ -186,6 +195,7 @@ FORMS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 @functools.cache
 def upstream_rollout(reference: Callable[[], Any]) -> Any:
+    """Return a rollout of TorchRL's ParallelEnv with seed 7."""
     return run_to_end(Upstream(3, reference, mp_start_method="fork"), 7)
 
 
@@ -223,6 +233,7 @@ class GlobalRandomEnv(gymnasium.Env[Any, Any]):
 
 
 def make_self_seeding_env(number: int) -> Any:
+    """Seed the global generators, and make an environment that draws from them."""
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
@@ -237,11 +248,14 @@ def test_function_that_seeds_global_generators_keeps_its_seed() -> None:
 
 
 def reset_with_seed(well: Well) -> Well:
+    """Reset an environment with seed 5, and return it."""
     well.reset(seed=5)
     return well
 
 
 class Unseeded(NativeEnv):
+    """``NativeEnv`` that cannot be seeded."""
+
     def _set_seed(self, seed: int | None) -> None:
         raise NotImplementedError
 
@@ -255,7 +269,8 @@ SOURCES: dict[str, Callable[[], Any]] = {
 }
 
 
-def draws(env: ParallelEnv) -> list[list[float]]:
+def random_draws(env: ParallelEnv) -> list[list[float]]:
+    """Return the random numbers that each worker observes, and close the environment."""
     rollout = env.rollout(4)
     found = [part["observation"][:, -1].tolist() for part in rollout.unbind(0)]
     env.close()
@@ -267,7 +282,7 @@ def draws(env: ParallelEnv) -> list[list[float]]:
 def test_workers_draw_differently_and_reproducibly_with_a_seed(form: str) -> None:
     source = SOURCES[form]()
     torch.manual_seed(1)
-    first, again = (draws(ParallelEnv(2, source)) for _ in range(2))
+    first, again = (random_draws(ParallelEnv(2, source)) for _ in range(2))
     assert first[0] != first[1]
     assert again != first
     torch.manual_seed(1)
@@ -277,7 +292,7 @@ def test_workers_draw_differently_and_reproducibly_with_a_seed(form: str) -> Non
     seeded.reset()
     assert torch.equal(torch.rand(3), expected)  # this process's generators are unchanged
     seeded.close()
-    first, again = (draws(ParallelEnv(2, source, seed=3)) for _ in range(2))
+    first, again = (random_draws(ParallelEnv(2, source, seed=3)) for _ in range(2))
     assert first[0] != first[1]
     assert again == first
 
@@ -287,7 +302,7 @@ def test_instance_and_copies_and_pickles_draw_different_numbers() -> None:
     well, expected = reset_with_seed(Well()), reset_with_seed(Well()).np_random.normal()
     env = ParallelEnv(2, well)
     packed = pickle.dumps(env)
-    found = [row for each in (env, pickle.loads(packed), pickle.loads(packed)) for row in draws(each)]
+    found = [row for each in (env, pickle.loads(packed), pickle.loads(packed)) for row in random_draws(each)]
     assert len({tuple(row) for row in found}) == 6
     assert well.np_random.normal() == expected
     assert all(expected not in row for row in found)

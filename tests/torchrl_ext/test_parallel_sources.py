@@ -26,17 +26,20 @@ slow = pytest.mark.slow
 EVENTS = ("built", "reset", "stepped", "closed")
 
 
-def depths(env: ParallelEnv) -> list[float]:
+def observed_depths(env: ParallelEnv) -> list[float]:
+    """Return the depth that each worker observes."""
     return env.rollout(3)["observation"][:, 0, 0].tolist()
 
 
 def make_changed_well(depth: float = 3.0) -> Well:
+    """Make a ``Well`` whose depth is changed after its construction."""
     well = Well()
     well.depth = depth
     return well
 
 
 def make_transformed_well(depth: float = 3.0) -> TransformedEnv:
+    """Make a ``Well`` with transforms, whose depth is changed after its construction."""
     env = TransformedEnv(GymWrapper(Well()), RewardSum())
     env.base_env._env.depth = depth
     env.append_transform(StepCounter(5))
@@ -49,6 +52,7 @@ def make_stacked_well() -> TransformedEnv:
 
 
 def make_well(depth: float = 3.0) -> GymWrapper:
+    """Make a wrapped ``Well``."""
     return GymWrapper(Well(depth))
 
 
@@ -81,7 +85,7 @@ def test_sources_are_not_built_in_the_parent_process(form: str, method: str | No
     before = [count_events(event, in_this_process=True) for event in EVENTS]
     env = ParallelEnv(2, source, mp_start_method=method)
     assert env.observation_spec["observation"].shape == (2, 3)
-    assert depths(env) == [3.0, 3.0]
+    assert observed_depths(env) == [3.0, 3.0]
     env.close()
     assert [count_events(event, in_this_process=True) for event in EVENTS] == before
     assert count_events("closed", in_this_process=False) >= 2
@@ -132,12 +136,13 @@ def test_ids_and_specs_build_environments(source: Any) -> None:
 
 @pytest.mark.slow
 def test_different_environments_are_built_with_num_sub_threads() -> None:
-    def make() -> NativeEnv:
+    def make_env() -> NativeEnv:
+        """Make an environment; raise an error unless torch uses three threads."""
         if torch.get_num_threads() != 3:
             raise RuntimeError(f"{torch.get_num_threads()} threads")
         return NativeEnv(size=2)
 
-    env = ParallelEnv(create_env_fn=[make, NativeEnv(size=4)], num_sub_threads=3)
+    env = ParallelEnv(create_env_fn=[make_env, NativeEnv(size=4)], num_sub_threads=3)
     rollout = env.rollout(3)
     assert [part["observation"].shape for part in rollout.unbind(0)] == [(3, 2), (3, 4)]
     assert env.share_individual_td
@@ -148,7 +153,7 @@ def test_different_environments_are_built_with_num_sub_threads() -> None:
 def test_serial_for_single_builds_a_serial_env(event_log: Path) -> None:
     env = ParallelEnv(1, Well, serial_for_single=True, seed=3, overrides=[{"depth": 2.0}])
     assert isinstance(env, SerialEnv)
-    assert depths(env) == [2.0]
+    assert observed_depths(env) == [2.0]
     assert (count_events("built", in_this_process=True), new_workers()) == (1, [])
     env.close()
     parallel = ParallelEnv(2, Well, serial_for_single=True)
@@ -162,13 +167,14 @@ def test_serial_for_single_builds_a_serial_env(event_log: Path) -> None:
 def test_overrides_are_arguments_of_callables_and_attributes_of_copies() -> None:
     for source in (GymWrapper(make_changed_well()), lambda **kwargs: Well(**kwargs)):
         env = ParallelEnv(2, source, overrides=[{"depth": 1.0}, {"depth": 2.0}])
-        assert depths(env) == [1.0, 2.0]
+        assert observed_depths(env) == [1.0, 2.0]
         env.close()
     with pytest.raises((InvalidArgumentError, WorkerError), match=r"no layer of Well has the attribute depht.*depth"):
         ParallelEnv(2, make_changed_well(), overrides=[{"depht": 1.0}, {}]).reset()
 
 
-def wide(width: float) -> Well:
+def make_well_of_width(width: float) -> Well:
+    """Make a Well; its only argument is named width."""
     return Well(width)
 
 
@@ -176,38 +182,42 @@ def wide(width: float) -> Well:
 @pytest.mark.parametrize(
     ("sources", "overrides", "expected"),
     [
-        ([Well, wide], [{"depth": 1.0}, {"width": 2.0}], [1.0, 2.0]),
-        ([make_changed_well, wide, make_changed_well], [{}, {"width": 2.0}, {"depth": 4.0}], [3.0, 2.0, 4.0]),
+        ([Well, make_well_of_width], [{"depth": 1.0}, {"width": 2.0}], [1.0, 2.0]),
         (
-            [make_changed_well(), GymWrapper(make_changed_well()), wide],
+            [make_changed_well, make_well_of_width, make_changed_well],
+            [{}, {"width": 2.0}, {"depth": 4.0}],
+            [3.0, 2.0, 4.0],
+        ),
+        (
+            [make_changed_well(), GymWrapper(make_changed_well()), make_well_of_width],
             [{"depth": 5.0}, {"_env": Well(6.0)}, {"width": 1.0}],
             [5, 6, 1],
         ),
     ],
     ids=["classes", "function_twice", "instances"],
 )
-def test_overrides_of_each_environment_in_a_list(sources: Any, overrides: Any, expected: list[float]) -> None:
+def test_overrides_apply_to_each_environment_in_a_list(sources: Any, overrides: Any, expected: list[float]) -> None:
     env = ParallelEnv(len(sources), sources, overrides=overrides, seed=np.int64(0))
-    assert depths(env) == expected
+    assert observed_depths(env) == expected
     env.close()
 
 
 def test_override_that_its_environment_does_not_accept_is_rejected() -> None:
     with pytest.raises(InvalidArgumentError, match="takes no argument width"):
-        ParallelEnv(2, [Well, wide], overrides=[{"width": 1.0}, {"width": 2.0}])
+        ParallelEnv(2, [Well, make_well_of_width], overrides=[{"width": 1.0}, {"width": 2.0}])
 
 
 def test_number_of_workers_may_be_a_numpy_integer() -> None:
     env = ParallelEnv(np.int64(2), make_well)
-    assert depths(env) == [3.0, 3.0]
+    assert observed_depths(env) == [3.0, 3.0]
     env.close()
 
 
 @pytest.mark.slow
-def test_create_env_kwargs_and_update_kwargs() -> None:
+def test_create_env_kwargs_and_update_kwargs_set_arguments_of_each_worker() -> None:
     env = ParallelEnv(2, make_well, create_env_kwargs=[{"depth": 1.0}, {"depth": 2.0}])
     env.update_kwargs([{"depth": 4.0}, {}])
-    assert depths(env) == [4.0, 2.0]
+    assert observed_depths(env) == [4.0, 2.0]
     env.close()
     with pytest.raises(InvalidArgumentError, match="create_env_kwargs has length 3 for num_workers=2"):
         ParallelEnv(2, make_well, create_env_kwargs=[{}] * 3)
@@ -240,7 +250,7 @@ def test_verify_false_skips_the_comparison_of_copies() -> None:
     well = make_changed_well()
     well.__class__ = type("Well", (Well,), {})  # a class that its module does not contain
     env = ParallelEnv(2, well, verify=False)
-    assert depths(env) == [3.0, 3.0]
+    assert observed_depths(env) == [3.0, 3.0]
     env.close()
 
 
@@ -275,26 +285,29 @@ def test_invalid_arguments_are_rejected(arguments: Any, options: Any, error: typ
 # -- environments of other libraries
 
 
-def knights() -> Any:
+def make_knights() -> Any:
+    """Make a parallel environment of PettingZoo, or skip the test."""
     return pytest.importorskip("pettingzoo.butterfly.knights_archers_zombies_v11").parallel_env()
 
 
-def dm_cartpole() -> Any:
+def make_dm_cartpole() -> Any:
+    """Make a CartPole of dm_control, or skip the test."""
     return pytest.importorskip("dm_control.suite").load("cartpole", "balance")
 
 
 def make_vectorized() -> Any:
+    """Make a SyncVectorEnv of three wells."""
     return gymnasium.vector.SyncVectorEnv([Well, Well, Well])
 
 
 @slow
 @pytest.mark.parametrize(
     ("make", "shape", "copied"),
-    [(make_vectorized, (2, 3, 3), False), (knights, (2, 3), True), (dm_cartpole, (2, 3), True)],
+    [(make_vectorized, (2, 3, 3), False), (make_knights, (2, 3), True), (make_dm_cartpole, (2, 3), True)],
 )
-def test_environments_of_other_libraries(make: Any, shape: tuple[int, ...], copied: bool) -> None:
+def test_environments_of_other_libraries_run_in_workers(make: Any, shape: tuple[int, ...], copied: bool) -> None:
     env = ParallelEnv(2, make() if copied else make)
     rollout = env.rollout(3)
     assert rollout.shape == shape
-    assert make is not dm_cartpole or not torch.equal(rollout["position"][0], rollout["position"][1])
+    assert make is not make_dm_cartpole or not torch.equal(rollout["position"][0], rollout["position"][1])
     env.close()

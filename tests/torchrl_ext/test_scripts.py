@@ -62,6 +62,7 @@ PRINTED = [8, 8, 7, 7, 1, 9, 9, 9, 9]
 
 
 def start_script(folder: Path, text: str) -> subprocess.Popen[str]:
+    """Write a script to a folder, and start it in a new session."""
     (folder / "script.py").write_text(text)
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'shared'}", "TORCHINDUCTOR_CACHE_DIR": str(folder)}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -82,7 +83,7 @@ def wait_for_script(process: subprocess.Popen[str], folder: Path, timeout: float
 
 
 def _processes_of_script(folder: Path) -> list[int]:
-    """Return a script's processes by an environment variable, as workers may lead sessions."""
+    """Find a script's processes by an environment variable, which workers inherit."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -41,14 +41,16 @@ FOREIGN: dict[str, tuple[Any, Any]] = {
 }
 
 
-def spaces_only(observed: Any, taken: Any) -> Any:
+def make_env_with_spaces(observed: Any, taken: Any) -> Any:
     """Return an environment that has only spaces."""
     return SimpleNamespace(observation_space=observed, action_space=taken, reset=None, step=None)
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_specs_of_foreign_spaces(name: str) -> None:
-    found, expected = (GymWrapper(spaces_only(space, spaces.Discrete(2))).observation_spec for space in FOREIGN[name])
+def test_specs_of_foreign_spaces_equal_those_of_gymnasium_spaces(name: str) -> None:
+    found, expected = (
+        GymWrapper(make_env_with_spaces(space, spaces.Discrete(2))).observation_spec for space in FOREIGN[name]
+    )
     assert [*found.values()] == [*expected.values()]  # keys may differ, since TorchRL names images "pixels"
 
 
@@ -76,7 +78,7 @@ def test_unknown_spaces_are_rejected(space: Any) -> None:
     for observed, taken in ((space, spaces.Discrete(2)), (box(2), space)):
         text = "register_gym_spec_conversion" if type(space) is spaces.Space else "Write"
         with pytest.raises(InvalidArgumentError, match=text):
-            GymWrapper(spaces_only(observed, taken))
+            GymWrapper(make_env_with_spaces(observed, taken))
 
 
 @pytest.mark.parametrize("space", [spaces.Tuple([box(2), box(2)]), spaces.Text(4), spaces.Sequence(box(2), stack=True)])
@@ -89,24 +91,27 @@ def test_spaces_without_a_batched_form_are_rejected(space: Any) -> None:
 def test_registered_space_conversions_are_used() -> None:
     from torchrl.envs.libs.gym import _conversion_registry, register_gym_spec_conversion
 
-    class Angle(spaces.Space[Any]):
+    class AngleSpace(spaces.Space[Any]):
+        """Space that TorchRL cannot convert without a registered function."""
+
         def sample(self, mask: Any = None, probability: Any = None) -> Any:
             return np.float32(0.5)
 
     try:
 
-        @register_gym_spec_conversion(Angle)
-        def convert(spec: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+        @register_gym_spec_conversion(AngleSpace)
+        def convert_angle(spec: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+            """Convert an angle space to a spec from 0 to 1."""
             return Bounded(0.0, 1.0, shape=(1,), device=device)
 
-        env = GymWrapper(SamplingEnv(Angle((), np.float32), spaces.Discrete(2)))
+        env = GymWrapper(SamplingEnv(AngleSpace((), np.float32), spaces.Discrete(2)))
         check_env_specs(env)
         assert env.observation_spec["observation"].shape == (1,)
         batch: Any = Isaac(3)
-        batch.single_action_space = Angle((), np.float32)
+        batch.single_action_space = AngleSpace((), np.float32)
         assert GymWrapper(batch).action_spec.shape == (3, 1)
     finally:
-        _conversion_registry.pop(Angle, None)
+        _conversion_registry.pop(AngleSpace, None)
 
 
 class Minimal:
@@ -123,7 +128,7 @@ class Minimal:
         return np.ones(2, np.float32), 1.0, False, False, {}
 
 
-def test_minimal_environment_without_base_class() -> None:
+def test_minimal_environment_without_base_class_is_wrapped() -> None:
     env = GymWrapper(Minimal())
     check_env_specs(env)
     assert env.set_seed(3) != 3
@@ -140,6 +145,7 @@ def test_key_shared_by_observation_and_action_is_rejected() -> None:
 
 
 def check_samples(samples: torch.Tensor) -> None:
+    """Assert that samples are finite, in their bounds, and vary in all entries."""
     assert samples.isfinite().all()
     assert (samples >= torch.from_numpy(LOW)).all()
     assert (samples <= torch.from_numpy(HIGH)).all()
@@ -168,7 +174,7 @@ VARIANTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_samples_of_transformed_specs_stay_finite(name: str) -> None:
-    spec = VARIANTS[name](GymWrapper(spaces_only(box(2), MIXED)).action_spec)
+    spec = VARIANTS[name](GymWrapper(make_env_with_spaces(box(2), MIXED)).action_spec)
     samples = spec.rand((300,))
     assert samples.shape == (300, *spec.shape)
     check_samples(samples)
@@ -239,7 +245,7 @@ def test_invalid_option_values_are_rejected(make: Any) -> None:
             make(**{option: value})
 
 
-def test_upstream_arguments_for_batches() -> None:
+def test_missing_obs_value_is_rejected_and_native_autoreset_is_accepted() -> None:
     with pytest.raises(InvalidArgumentError, match="missing_final_obs="):
         GymWrapper(Isaac(2), missing_obs_value=0.0)
     assert GymWrapper(Isaac(2), native_autoreset=True).rollout(3).shape == (2, 3)
@@ -279,12 +285,13 @@ BATCHES = {
 
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("by", ["num_envs", "batch_size"])
-def test_batches_with_batched_spaces_only(name: str, by: str) -> None:
-    def make(cls: Any) -> Any:
+def test_batches_with_batched_spaces_only_match_upstream(name: str, by: str) -> None:
+    def make_env(cls: Any) -> Any:
+        """Wrap a batch, whose size is known from ``num_envs`` or an argument."""
         count, kwargs = (4, {}) if by == "num_envs" else (None, {"batch_size": [4]})
         return cls(Batch(*BATCHES[name], count=count), **kwargs)
 
-    ours, theirs = make(GymWrapper), make(upstream.GymWrapper)
+    ours, theirs = make_env(GymWrapper), make_env(upstream.GymWrapper)
     for spec in ("full_observation_spec", "full_action_spec", "full_done_spec"):
         assert getattr(ours, spec) == getattr(theirs, spec)
     assert ours.reward_spec.shape == (4, 1)
@@ -336,7 +343,7 @@ def test_discrete_start_is_added_to_torch_actions() -> None:
     assert set(map(int, inner.received)) == {-2, -1, 0}
 
 
-def test_batch_with_state_and_observation_keys() -> None:
+def test_batch_with_state_and_observation_keys_keeps_both() -> None:
     space = spaces.Dict(state=box(2), observation=box(3))
     env = GymWrapper(make_vector_env(partial(SamplingEnv, space, spaces.Discrete(2)), 2, "SameStep"))
     check_env_specs(env)
@@ -347,14 +354,16 @@ def test_batch_with_state_and_observation_keys() -> None:
 
 
 def test_discrete_start_is_subtracted_from_observations() -> None:
-    class Ages(Walk):
+    class AgeWalk(Walk):
+        """``Walk`` that observes an integer from 5, at which its Discrete starts."""
+
         observation_space = spaces.Discrete(20, start=5)  # type: ignore[assignment]
 
         def observation(self) -> Any:
             return self.step_count + 5
 
     for mode in (None, "SameStep", "NextStep", "Disabled"):
-        inner = make_vector_env(lambda: Ages(4, 4), 2, mode) if mode else Ages(4, 4)
+        inner = make_vector_env(lambda: AgeWalk(4, 4), 2, mode) if mode else AgeWalk(4, 4)
         rollout = GymWrapper(inner, categorical_action_encoding=True).rollout(8, break_when_any_done=False)
         steps = rollout["observation"].reshape(-1, 8)[0].tolist()
         assert steps == [0, 1, 2, 3] * 2
@@ -368,7 +377,7 @@ DISCRETES = spaces.Tuple([spaces.Discrete(3), spaces.Discrete(4, start=2), space
 
 @pytest.mark.parametrize("categorical", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
-def test_tuples_of_different_discretes(nested: bool, categorical: bool) -> None:
+def test_tuples_of_different_discretes_are_joined_in_one_tensor(nested: bool, categorical: bool) -> None:
     space: Any = spaces.Dict(o=DISCRETES) if nested else DISCRETES
     env = GymWrapper(SamplingEnv(space, DISCRETES), categorical_action_encoding=categorical)
     check_env_specs(env)
@@ -395,7 +404,7 @@ def test_blackjack_observations_are_one_tensor(categorical: bool) -> None:
 
 @pytest.mark.parametrize("mode", [None, "NextStep", "SameStep"])
 @pytest.mark.parametrize("shape", [(4,), (2, 3)])
-def test_multibinary_of_several_axes(shape: tuple[int, ...], mode: str | None) -> None:
+def test_multibinary_of_several_axes_keeps_its_shape(shape: tuple[int, ...], mode: str | None) -> None:
     space = spaces.MultiBinary(shape)
     make = partial(SamplingEnv, spaces.Dict(a=space), space)
     inner = make_vector_env(make, 2, mode) if mode else make()
@@ -406,7 +415,7 @@ def test_multibinary_of_several_axes(shape: tuple[int, ...], mode: str | None) -
         assert space.contains(action)
 
 
-def test_wrong_env_type_is_named() -> None:
+def test_error_about_a_wrong_env_type_names_the_right_one() -> None:
     with pytest.raises(InvalidArgumentError, match=r"env_type='torch'.*are numpy.*Write env_type='numpy'"):
         GymWrapper(Walk(), env_type="torch").reset()
     with pytest.raises(InvalidArgumentError, match=r"env_type='numpy'.*are torch.*Write env_type='torch'"):
@@ -422,7 +431,7 @@ def test_parts_that_do_not_fit_into_one_tensor_are_rejected(categorical: bool) -
 
 
 @pytest.mark.parametrize("categorical", [False, True])
-def test_tuples_of_multidiscretes_with_start(categorical: bool) -> None:
+def test_tuples_of_multidiscretes_get_actions_with_their_start(categorical: bool) -> None:
     space = spaces.Tuple([spaces.MultiDiscrete([3, 4], start=[1, 2]), spaces.MultiDiscrete([3, 4])])
     env = GymWrapper(SamplingEnv(space, space), categorical_action_encoding=categorical)
     check_env_specs(env)
@@ -452,6 +461,7 @@ def test_device_attribute_of_a_numpy_environment_is_ignored() -> None:
 @pytest.mark.parametrize("configured", [True, False])
 def test_time_outs_of_a_finite_horizon_are_terminations(asked: bool | None, configured: bool) -> None:
     def rollout(**kwargs: Any) -> Any:
+        """Roll out four environments with or without a finite horizon."""
         inner = Isaac(4)
         inner.cfg.is_finite_horizon = configured
         return GymWrapper(inner, **kwargs).rollout(30, break_when_any_done=False)["next"]
@@ -465,7 +475,7 @@ def test_time_outs_of_a_finite_horizon_are_terminations(asked: bool | None, conf
     assert torch.equal(found["truncated"], plain["truncated"] & (not finite))
 
 
-def test_finite_horizon_of_single_and_numpy_environments() -> None:
+def test_finite_horizon_makes_truncations_terminations_for_single_and_numpy_environments() -> None:
     for make in (Walk, lambda: make_vector_env(Walk, 3, "SameStep"), lambda: gymnasium.wrappers.TimeLimit(Walk(), 3)):
         env = make()
         skip = 1 if hasattr(env, "num_envs") else 2

@@ -40,13 +40,13 @@ def test_upstream_overwrites_rewards_and_flags_of_reused_buffers() -> None:
         lambda: Isaac(3, foreign=True),
     ],
 )
-def test_environments_that_upstream_rejects(make: Any) -> None:
+def test_environments_that_upstream_rejects_are_wrapped(make: Any) -> None:
     with pytest.raises((AttributeError, RuntimeError, ImportError)):
         upstream.GymWrapper(make())
     check_env_specs(GymWrapper(make()))
 
 
-def test_upstream_inserts_reset_steps_for_ids() -> None:
+def test_upstream_gym_env_inserts_reset_steps_into_batches_and_ours_does_not() -> None:
     for cls, expected in ((GymEnv, {1.0}), (upstream.GymEnv, {0.0, 1.0})):
         env = cls("CartPole-v1", num_envs=2)
         assert set(seeded_rollout(env, 80)["next", "reward"].flatten().tolist()) == expected
@@ -68,7 +68,7 @@ class DoublePrecisionEnv(gymnasium.Env[Any, Any]):
         return self.state, self.state.sum(), False, False, {}
 
 
-def test_upstream_keeps_graphs_and_float64() -> None:
+def test_upstream_keeps_autograd_graphs_and_float64_and_ours_drops_both() -> None:
     torch.manual_seed(0)
     theirs = upstream.GymWrapper(DoublePrecisionEnv(), convert_actions_to_numpy=False)
     step = theirs.rand_step(theirs.reset())

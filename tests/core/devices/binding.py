@@ -16,7 +16,7 @@ UNSET = [None, None, None]
 
 
 def bound(folder: str, *, renderer: str = "robosuite", wrap: Any = None) -> list[BoundFactory[Any]]:
-    """Create a factory for each of three workers, each with its own GPU."""
+    """Return a factory for each of three workers, bound to the worker's own GPU."""
     return [
         resolve("auto", render="same", renderer=renderer, worker=number, inventory=MACHINE, environ={}).bind(
             Reporter(folder, number) if wrap is None else partial(wrap, Reporter(folder, number))
@@ -25,14 +25,14 @@ def bound(folder: str, *, renderer: str = "robosuite", wrap: Any = None) -> list
     ]
 
 
-def on_mesa(folder: str, *, wrap: Any = None) -> list[BoundFactory[Any]]:
-    """Create two factories for environments with a camera, on this machine's software device."""
+def bind_to_mesa(folder: str, *, wrap: Any = None) -> list[BoundFactory[Any]]:
+    """Bind two factories of environments with a camera to this machine's software device."""
     decision = resolve("cpu", render="same", renderer="gymnasium")
     reporters = [Reporter(folder, number, camera=True) for number in range(2)]
     return [decision.bind(reporter if wrap is None else partial(wrap, reporter)) for reporter in reporters]
 
 
-def in_torchrl(reporter: Reporter, *, from_pixels: bool = False) -> Any:
+def wrap_for_torchrl(reporter: Reporter, *, from_pixels: bool = False) -> Any:
     """Create the environment of a factory and wrap it for TorchRL."""
     from torchrl.envs import GymWrapper
 

@@ -54,11 +54,13 @@ CASES: dict[str, tuple[Inventory, dict[str, str]]] = {
 
 
 def report_of(case: str, **options: Any) -> DoctorReport:
+    """Return the doctor's report on the machine and the variables of one of ``CASES``."""
     inventory, environ = CASES[case]
     return examine(inventory, environ, **options)
 
 
 def report_as_text(report: DoctorReport, width: int = 120) -> str:
+    """Return the text that ``rl-ext doctor`` prints for a report on a console of this width."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     print_report(report, console)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
@@ -66,7 +68,7 @@ def report_as_text(report: DoctorReport, width: int = 120) -> str:
 
 
 def corrupted_copies(data: Any) -> Iterator[Any]:
-    """Yield copies in which one part is missing, or replaced by a value of another type."""
+    """Yield copies of JSON data in which one part is missing or has a wrong type."""
     for key in list(data) if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
         rest, copy = data.copy(), data.copy()
         del rest[key]
@@ -95,9 +97,9 @@ class FakeNvml(ModuleType):
         super().__init__("pynvml")
         self.gpus, self.fails, self.processes, self.started = gpus, fails or {}, processes or {}, 0
         answers = {
-            "Init": lambda: self._start(1),
-            "Shutdown": lambda: self._start(-1),
-            "SystemGetProcessName": self._name_of,
+            "Init": lambda: self._add_to_started(1),
+            "Shutdown": lambda: self._add_to_started(-1),
+            "SystemGetProcessName": self._get_process_name,
             "DeviceGetCount": lambda: len(gpus),
             "DeviceGetHandleByIndex": lambda index: gpus[index],
             "DeviceGetUUID": lambda gpu: getattr(gpu, "uuid", gpu),
@@ -106,31 +108,36 @@ class FakeNvml(ModuleType):
             "DeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=gpu.memory_total, free=gpu.memory_free),
             "DeviceGetMigMode": lambda gpu: (len(gpu.mig) > 0, 0),
             "DeviceGetMaxMigDeviceCount": lambda gpu: 7,
-            "DeviceGetMigDeviceHandleByIndex": lambda gpu, place: self._slice(gpu, place),
-            "DeviceGetComputeRunningProcesses": lambda gpu: self._running(gpu, list(processes or {})),
-            "DeviceGetGraphicsRunningProcesses": lambda gpu: self._running(gpu, list(processes or {})[:1]),
+            "DeviceGetMigDeviceHandleByIndex": lambda gpu, place: self._get_slice(gpu, place),
+            "DeviceGetComputeRunningProcesses": lambda gpu: self._processes_on(gpu, list(processes or {})),
+            "DeviceGetGraphicsRunningProcesses": lambda gpu: self._processes_on(gpu, list(processes or {})[:1]),
         }
         for name, answer in answers.items():
-            setattr(self, f"nvml{name}", partial(self._asked, f"nvml{name}", answer))
+            setattr(self, f"nvml{name}", partial(self._answer_or_raise, f"nvml{name}", answer))
 
-    def _asked(self, name: str, answer: Any, *args: Any) -> Any:
+    def _answer_or_raise(self, name: str, answer: Any, *args: Any) -> Any:
+        """Return ``answer(*args)``, or raise the error that ``fails`` gives for this function."""
         if name in self.fails:
             kind, text = self.fails[name]
             raise getattr(self, kind)(text)
         return answer(*args)
 
-    def _start(self, change: int) -> None:
+    def _add_to_started(self, change: int) -> None:
+        """Add 1 or -1 to the number of initializations that are not shut down yet."""
         self.started += change
 
-    def _slice(self, gpu: Gpu, place: int) -> str:
+    def _get_slice(self, gpu: Gpu, place: int) -> str:
+        """Return a GPU's MIG slice at an index, or raise pynvml's error for an unused index."""
         if place % 2 or place // 2 >= len(gpu.mig):  # indices between slices are unused
             raise self.NVMLError("Not Found")
         return gpu.mig[place // 2]
 
-    def _name_of(self, pid: int) -> bytes:
+    def _get_process_name(self, pid: int) -> bytes:
+        """Return a process's name as bytes, or raise pynvml's error if it has none."""
         if self.processes[pid] is None:
             raise self.NVMLError("Not Found")
         return bytes(self.processes[pid].encode())
 
-    def _running(self, gpu: Gpu, pids: Sequence[int]) -> list[SimpleNamespace]:
+    def _processes_on(self, gpu: Gpu, pids: Sequence[int]) -> list[SimpleNamespace]:
+        """Return the processes that use a GPU: all of them for GPU 0, none for the others."""
         return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in pids if gpu.index == 0]

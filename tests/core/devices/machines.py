@@ -25,6 +25,7 @@ def uuid(number: int) -> str:
 
 
 def gpus(count: int = 4, *, mig: Mapping[int, Sequence[str]] | None = None) -> tuple[Gpu, ...]:
+    """Return ``count`` H100 GPUs that differ only in index, address and free memory."""
     return tuple(
         Gpu(
             uuid=uuid(number),

@@ -13,6 +13,7 @@ HEAVY = ("torch", "stable_baselines3", "torchrl", "tensordict", "mujoco", "robos
 
 
 def variables() -> list[str | None]:
+    """Return the current values of the environment variables in ``NAMES``."""
     return [os.environ.get(name) for name in NAMES]
 
 

@@ -108,6 +108,7 @@ def stop_server() -> None:
 
 
 def _run_forked(code: str, environ: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run code in a process forked from a server that has imported the libraries."""
     global _server
     if _server is None:
         path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "shared")])}
@@ -182,10 +183,11 @@ def environment(**variables: str) -> dict[str, str]:
 def _find_error_line(lines: list[str]) -> str:
     """Return the line of the error that ended the program, without its causes and later errors of destructors."""
     starts = [
-        number for number, line in enumerate(lines) if line == _TRACEBACK and not _is_ignored_error(lines, number)
+        number for number, line in enumerate(lines) if line == _TRACEBACK and not _is_ignored_exception(lines, number)
     ]
     return next((line for line in lines[starts[-1] + 1 :] if line and line[0] != " "), "") if starts else ""
 
 
-def _is_ignored_error(lines: list[str], traceback: int) -> bool:
+def _is_ignored_exception(lines: list[str], traceback: int) -> bool:
+    """Return whether Python printed this traceback for an exception that it ignored."""
     return traceback > 0 and lines[traceback - 1].startswith("Exception ignored")

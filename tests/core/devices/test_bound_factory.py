@@ -18,7 +18,8 @@ DECISION = resolve("cuda:2", render="same", renderer="gymnasium", inventory=mach
 NOTHING = Decision("cpu", "the CPU was asked for")
 
 
-def refuse() -> None:
+def raise_key_error() -> None:
+    """Raise a KeyError instead of creating an environment."""
     raise KeyError("the environment's own")
 
 
@@ -30,7 +31,7 @@ def test_lambdas_and_closures_can_be_bound_and_pickled() -> None:
 
 
 def test_pickled_factory_has_its_decision() -> None:
-    factory = pickle.loads(pickle.dumps(DECISION.bind(refuse)))
+    factory = pickle.loads(pickle.dumps(DECISION.bind(raise_key_error)))
     assert factory.decision == DECISION
     assert repr(factory) == "BoundFactory(cuda:2, render=gpu)"
 
@@ -51,7 +52,7 @@ def test_bind_rejects_functions_that_cannot_be_pickled() -> None:
 
 def test_errors_of_the_environment_are_not_wrapped() -> None:
     with pytest.raises(KeyError, match="the environment's own"):
-        NOTHING.bind(refuse)()
+        NOTHING.bind(raise_key_error)()
 
 
 # GPU 2 is EGL device 1, and GPU 3 is EGL device 0.

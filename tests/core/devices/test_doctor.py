@@ -33,11 +33,13 @@ from tests.core.devices.machines import egl, gpus, machine, uuid
 HEALTHY_VARIABLES = {"CUDA_VISIBLE_DEVICES": "0", "MUJOCO_EGL_DEVICE_ID": "0"}
 
 
-def places(report: DoctorReport) -> dict[str, tuple[str, int | None, str | None, bool | None]]:
+def predicted_devices(report: DoctorReport) -> dict[str, tuple[str, int | None, str | None, bool | None]]:
+    """Return each renderer's predicted device: kind, EGL index, UUID, equal to compute GPU."""
     return {found.name: (found.where, found.egl, found.uuid, found.with_compute) for found in report.renderers}
 
 
 def lines_to_copy(report: DoctorReport) -> list[str]:
+    """Return all lines of the fixes that a report suggests."""
     return [line for finding in report.findings for line in finding.fix.splitlines()]
 
 
@@ -64,7 +66,7 @@ def test_report_has_devices_renderers_and_fixes(
 ) -> None:
     report = report_of(case)
     assert (report.decision.device if report.decision else None) == device
-    found = places(report)
+    found = predicted_devices(report)
     assert (found["mujoco"][:2], found["robosuite"][:2]) == (mujoco, robosuite)
     assert any(line in each for each in lines_to_copy(report)) if line else lines_to_copy(report) == []
     assert report.healthy == (line is None)
@@ -111,7 +113,7 @@ def test_doctor_reads_four_gpus_from_drivers(drivers: build.Drivers) -> None:
     settings = build.configuration(4, egl_order=[2, 3, 0, 1]) | EGL | {"CUDA_VISIBLE_DEVICES": "1"}
     report = replay(drivers.python("from rl_ext_core.cli import main; main(['doctor', '--json'])", settings))
     assert [device.uuid for device in report.inventory.egl or ()] == [uuid(n) for n in (2, 3, 0, 1)]
-    assert places(report)["robosuite"][:3] == ("gpu", 1, uuid(3))
+    assert predicted_devices(report)["robosuite"][:3] == ("gpu", 1, uuid(3))
 
 
 # Variables under which a plain import and a plain context are compared with the prediction.
@@ -162,7 +164,7 @@ def test_replayed_report_equals_original(question: Question | None) -> None:
         assert report_as_text(again) == report_as_text(report), case
 
 
-def test_replay_answers_another_question() -> None:
+def test_recorded_report_explains_decisions_for_other_arguments() -> None:
     recorded = report_of("other order").to_json()
     report = replay(recorded, question=Question("nvidia-smi:2", "same", "mujoco"))
     assert report.decision is not None

@@ -38,6 +38,7 @@ CPU_TORCH = {"torch": "2.13.0+cpu", "torch.cuda": ""}
 
 
 def shift_indices(devices: tuple[EglDevice, ...], by: int) -> tuple[EglDevice, ...]:
+    """Return EGL devices with ``by`` added to each index."""
     return tuple(dataclasses.replace(device, index=device.index + by) for device in devices)
 
 
@@ -57,7 +58,8 @@ def with_renderers(inventory: Inventory, *renderers: str) -> Inventory:
     return dataclasses.replace(inventory, versions=versions)
 
 
-def check(environ: Mapping[str, str], inventory: Inventory = FOUR) -> tuple[Finding, ...]:
+def find_mistakes(environ: Mapping[str, str], inventory: Inventory = FOUR) -> tuple[Finding, ...]:
+    """Return the findings on these variables, on a machine with four GPUs by default."""
     return check_environment(environ, inventory=inventory)
 
 
@@ -335,7 +337,7 @@ def test_mistake_is_found_and_fixed_by_its_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     before = dict(environ)
-    (found,) = check(environ, inventory)
+    (found,) = find_mistakes(environ, inventory)
     assert effect in found.effect
     assert not re.search(r"[a-z]\. [A-Z]", found.effect)  # one sentence
     assert fnmatchcase(found.variable, variable)
@@ -347,7 +349,7 @@ def test_mistake_is_found_and_fixed_by_its_line(
     if found.fix.startswith(("export", "unset")) and not found.variable.startswith(
         "__"
     ):  # a vendor's file changes the inventory
-        assert check(run_shell_line(found.fix, environ), inventory) == ()
+        assert find_mistakes(run_shell_line(found.fix, environ), inventory) == ()
 
 
 @pytest.mark.parametrize(
@@ -362,9 +364,9 @@ def test_mistake_is_found_and_fixed_by_its_line(
 )
 def test_misspelled_name_with_invalid_value_is_unset(name: str, value: str, others: dict[str, str]) -> None:
     environ = {**others, name: value}
-    (found,) = (entry for entry in check(environ, FOUR) if entry.variable == name)
+    (found,) = (entry for entry in find_mistakes(environ, FOUR) if entry.variable == name)
     assert (found.fix, found.severity) == (f"unset {name}", "warning")
-    assert check(run_shell_line(found.fix, environ), FOUR) == check(others, FOUR)
+    assert find_mistakes(run_shell_line(found.fix, environ), FOUR) == find_mistakes(others, FOUR)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +385,9 @@ def test_misspelled_name_with_invalid_value_is_unset(name: str, value: str, othe
     ],
 )
 def test_misspelled_name_is_found_with_right_name(name: str, value: str, line: str) -> None:
-    (found,) = (entry for entry in check({**SCREEN, name: value}, with_renderers(FOUR)) if entry.variable == name)
+    (found,) = (
+        entry for entry in find_mistakes({**SCREEN, name: value}, with_renderers(FOUR)) if entry.variable == name
+    )
     assert (found.value, found.fix, found.severity) == (value, line, "error")
     assert repr(name) in found.effect
 
@@ -435,7 +439,7 @@ VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
 
 @pytest.mark.parametrize(("environ", "inventory"), VALID_ENVIRONMENTS, ids=str)
 def test_valid_environment_has_no_findings(environ: dict[str, str], inventory: Inventory) -> None:
-    assert check(environ, inventory) == ()
+    assert find_mistakes(environ, inventory) == ()
 
 
 @pytest.mark.parametrize(
@@ -456,21 +460,24 @@ def test_prediction_of_sapien_without_device_argument(version: str, mask: str, w
 def test_variables_of_a_decision_have_no_findings(renderer: str) -> None:
     there = with_renderers(REORDERED, renderer)
     variables = resolve("auto", render="same", renderer=renderer, inventory=there, environ={}).variables
-    assert check({name: value for name, value in variables.items() if value is not None}, there) == ()
+    assert find_mistakes({name: value for name, value in variables.items() if value is not None}, there) == ()
 
 
 def test_several_mistakes_have_separate_findings() -> None:
     """Errors come before warnings, and consequences of another mistake are described as such."""
-    found = check({"cuda_visible_devices": "1", **EGL}, with_renderers(REORDERED, "gymnasium"))
+    found = find_mistakes({"cuda_visible_devices": "1", **EGL}, with_renderers(REORDERED, "gymnasium"))
     assert [finding.variable for finding in found] == ["cuda_visible_devices", INDEX]
     assert f"once the other lines are typed, {INDEX} is not set" in found[1].effect
-    assert [entry.severity for entry in check({MASK: "-1", RANK: "x"}, WITHOUT_RENDERERS)] == ["error", "warning"]
-    rank, index = check({**EGL, RANK: "9", INDEX: "x"})
+    assert [entry.severity for entry in find_mistakes({MASK: "-1", RANK: "x"}, WITHOUT_RENDERERS)] == [
+        "error",
+        "warning",
+    ]
+    rank, index = find_mistakes({**EGL, RANK: "9", INDEX: "x"})
     assert (rank.variable, index.variable) == (RANK, INDEX)
     assert index.fix.endswith(".apply()")
-    (differs,) = check({MASK: "1", "cuda_visible_devices": "2"}, WITHOUT_RENDERERS)
+    (differs,) = find_mistakes({MASK: "1", "cuda_visible_devices": "2"}, WITHOUT_RENDERERS)
     assert (differs.severity, differs.fix) == ("warning", "unset cuda_visible_devices")
-    robust, mask = check({**SCREEN, MASK: "1,"}, with_renderers(FOUR, "robosuite"))
+    robust, mask = find_mistakes({**SCREEN, MASK: "1,"}, with_renderers(FOUR, "robosuite"))
     assert "ValueError: invalid literal for int() with base 10: ''" in robust.effect
     assert (run_shell_line(robust.fix, {})[INDEX], mask.severity, mask.fix) == ("1", "warning", f"export {MASK}=1")
 
@@ -486,16 +493,17 @@ def test_findings_and_fixes_match_rules_over_all_orders_and_masks(renderer: str,
         there = with_renderers(machine(3, order=order, versions={"mujoco": mujoco}), renderer)
         environ = EGL if mask is None else {**EGL, MASK: mask}
         right = _selected_gpu(renderer, environ, there) == (mask or "0").split(",")[0]
-        about = [finding for finding in check(environ, there) if f"{renderer} " in finding.effect]
+        about = [finding for finding in find_mistakes(environ, there) if f"{renderer} " in finding.effect]
         assert len(about) == (not right)
         for finding in about:
-            after = _applied_line(finding, renderer, environ, there)
+            after = _apply_fix(finding, renderer, environ, there)
             assert _selected_gpu(renderer, after, there) == (mask or "0").split(",")[0]
         findings += len(about)
     assert findings
 
 
 def _selected_gpu(renderer: str, environ: Mapping[str, str], there: Inventory) -> str:
+    """Return the number of the GPU that a renderer selects, or "" for the software device."""
     visible = tuple(uuid(int(number)) for number in environ.get(MASK, "0,1,2").split(","))
     rule = _renderers.find_renderer(renderer, there.versions)
     view = _renderers.EglView(there.egl or (), visible)
@@ -503,7 +511,8 @@ def _selected_gpu(renderer: str, environ: Mapping[str, str], there: Inventory) -
     return "" if owner is None else str(int(owner[-12:]))
 
 
-def _applied_line(finding: Finding, renderer: str, environ: Mapping[str, str], there: Inventory) -> dict[str, str]:
+def _apply_fix(finding: Finding, renderer: str, environ: Mapping[str, str], there: Inventory) -> dict[str, str]:
+    """Return the variables after the user has followed a finding's fix."""
     if finding.fix.startswith("export"):
         after = run_shell_line(finding.fix, environ)
         assert (
@@ -556,7 +565,7 @@ ANY_MACHINE = st.sampled_from(
 @given(st.dictionaries(KNOWN, ANY_TEXT) | st.dictionaries(st.text() | KNOWN, ANY_TEXT), ANY_MACHINE)
 def test_any_environment_is_checked_and_not_changed(environ: dict[str, str], inventory: Inventory) -> None:
     before = dict(environ)
-    for finding in check(environ, inventory):
+    for finding in find_mistakes(environ, inventory):
         assert finding.effect
         assert finding.fix
         assert finding.severity in ("error", "warning")
@@ -655,6 +664,8 @@ def test_backend_set_after_import_is_found(module: str) -> None:
 )
 def test_quoted_error_is_raised_by_the_library(environ: dict[str, str], code: str) -> None:
     ended = run(code, **environ)
-    quoted = re.findall(r'"((?:\w|\.)+Error: [^"]+)"', " ".join(finding.effect for finding in check(environ, NONE)))
+    quoted = re.findall(
+        r'"((?:\w|\.)+Error: [^"]+)"', " ".join(finding.effect for finding in find_mistakes(environ, NONE))
+    )
     patterns = [re.escape(text).replace(re.escape("..."), ".*") for text in quoted]
     assert any(re.match(pattern, ended.error) for pattern in patterns), (ended.error, quoted)

@@ -44,23 +44,27 @@ Ask = Callable[[str, Sequence[Case]], list[int | None]]
 
 
 @pytest.fixture
-def ask(drivers: build.Drivers, tmp_path: Path) -> Ask:
+def select_gpus(drivers: build.Drivers, tmp_path: Path) -> Ask:
     """Return a function that runs a renderer's own selection; -1 is the software device, None a failure."""
 
-    def ask(renderer: str, cases: Sequence[Case]) -> list[int | None]:
+    def select_gpus(renderer: str, cases: Sequence[Case]) -> list[int | None]:
+        """Return the GPU that the installed renderer selects in each case."""
         python = MUJOCO_4 if renderer == "mujoco 4" else Path(sys.executable)
         if not python.exists():
             build.skip_or_fail(f"{python} is not there; make it with: scripts/make_mujoco4_venv.sh")
         asked, answered = tmp_path / "cases.json", tmp_path / "choices.json"
         asked.write_text(json.dumps(cases))
-        drivers.run([python, build.SOURCES / "upstream.py", name_of(renderer), asked, answered], build.configuration())
+        drivers.run(
+            [python, build.SOURCES / "upstream.py", without_version(renderer), asked, answered], build.configuration()
+        )
         choices: list[int | None] = json.loads(answered.read_text())
         return choices
 
-    return ask
+    return select_gpus
 
 
-def name_of(renderer: str) -> str:
+def without_version(renderer: str) -> str:
+    """Return the name of a renderer without its version."""
     return renderer.split()[0]
 
 
@@ -73,7 +77,8 @@ def machine_of(order: Sequence[int], renderer: str, count: int = 4) -> Inventory
     return dataclasses.replace(machines.machine(count, versions=VERSIONS[renderer]), egl=tuple(egl))
 
 
-def grid() -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def orders_and_masks() -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Generate all pairs of an order of EGL's devices and a mask."""
     for order in ORDERS:
         for mask in MASKS:
             yield (*order, -1), mask
@@ -87,30 +92,37 @@ def case(order: Sequence[int], environ: Mapping[str, str | None], **more: str) -
 
 @pytest.mark.sample
 @every_renderer
-def test_render_same_selects_compute_gpu_over_all_orders_and_masks(renderer: str, ask: Ask) -> None:
+def test_render_same_selects_compute_gpu_over_all_orders_and_masks(renderer: str, select_gpus: Ask) -> None:
     cases, wanted, count = [], [], 0
-    for order, mask in grid():
+    for order, mask in orders_and_masks():
         machine = machine_of(order, renderer)
         environ = {"CUDA_VISIBLE_DEVICES": str(build.join_numbers(mask))}
         for device in ("auto", f"cuda:{count % len(mask)}"):
-            decision = resolve(device, render="same", renderer=name_of(renderer), inventory=machine, environ=environ)
+            decision = resolve(
+                device, render="same", renderer=without_version(renderer), inventory=machine, environ=environ
+            )
             cases.append(case(order, {**environ, **decision.variables}))
             wanted.append(mask[0 if device == "auto" else int(device[-1])])
         count += 1
     assert count == 1536
-    assert ask(renderer, cases) == wanted
+    assert select_gpus(renderer, cases) == wanted
     if renderer in CORRECT_BY_MASK_ALONE:
-        alone = [case(order, {"CUDA_VISIBLE_DEVICES": str(build.join_numbers(mask))}) for order, mask in grid()]
-        right = [choice == mask[0] for choice, (_, mask) in zip(ask(renderer, alone), grid(), strict=True)]
+        alone = [
+            case(order, {"CUDA_VISIBLE_DEVICES": str(build.join_numbers(mask))}) for order, mask in orders_and_masks()
+        ]
+        right = [
+            choice == mask[0]
+            for choice, (_, mask) in zip(select_gpus(renderer, alone), orders_and_masks(), strict=True)
+        ]
         assert sum(right) == CORRECT_BY_MASK_ALONE[renderer]
 
 
 @pytest.mark.sample
 @every_renderer
-def test_rule_matches_renderer_over_all_orders_and_masks(renderer: str, ask: Ask) -> None:
-    rule = _renderers.find_renderer(name_of(renderer), VERSIONS[renderer])
+def test_rule_matches_renderer_over_all_orders_and_masks(renderer: str, select_gpus: Ask) -> None:
+    rule = _renderers.find_renderer(without_version(renderer), VERSIONS[renderer])
     cases, expected = [], []
-    for order, mask in grid():
+    for order, mask in orders_and_masks():
         environ = {"CUDA_VISIBLE_DEVICES": str(build.join_numbers(mask))}
         view = _renderers.EglView.from_machine(Machine(machine_of(order, renderer), environ))
         # Each pair is tested with two values. Unusual masks have a test of their own.
@@ -119,12 +131,13 @@ def test_rule_matches_renderer_over_all_orders_and_masks(renderer: str, ask: Ask
             cases.append(case(order, steering))
             expected.append(selected_gpu(rule, steering, view, order))
     assert len(cases) == 3072
-    assert ask(renderer, cases) == expected
+    assert select_gpus(renderer, cases) == expected
 
 
 def selected_gpu(
     rule: _renderers.Renderer, environ: Mapping[str, str], view: _renderers.EglView, order: Sequence[int]
 ) -> int | None:
+    """Return the GPU that the project's rule selects, or None if the renderer fails."""
     try:
         return order[rule.select_egl_device(environ, view)]
     except _renderers.RendererFailsError:
@@ -140,8 +153,8 @@ def selected_gpu(
         pytest.param("pyrender", "", marks=without_pyrender),
     ],
 )
-def test_rule_matches_renderer_on_unusual_masks(renderer: str, lacks: str, ask: Ask) -> None:
-    rule = _renderers.find_renderer(name_of(renderer), VERSIONS[renderer])
+def test_rule_matches_renderer_on_unusual_masks(renderer: str, lacks: str, select_gpus: Ask) -> None:
+    rule = _renderers.find_renderer(without_version(renderer), VERSIONS[renderer])
     # The last one has eleven devices, of which renderers query ten.
     orders = ((2, 3, 0, 1, -1), (1, -1, 0, 2, 3), (-1,), (), (-1, -1, -1, 7, 6, 5, 4, 3, 2, 1, 0))
     whole = machines.uuid(3)
@@ -157,12 +170,14 @@ def test_rule_matches_renderer_on_unusual_masks(renderer: str, lacks: str, ask: 
         cases.append(case(order, steering, FAKE_GPUS="8", FAKE_EGL_LACKS=lacks))
         expected.append(selected_gpu(rule, steering, view, order))
     assert {None, -1, 0, 1} <= set(expected)
-    assert ask(renderer, cases) == expected
+    assert select_gpus(renderer, cases) == expected
 
 
 @pytest.mark.sample
 @every_renderer
-def test_render_same_selects_compute_gpu_among_eight(renderer: str, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_render_same_selects_compute_gpu_among_eight(
+    renderer: str, select_gpus: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = random.Random(8)
     cases: list[Case] = []
     wanted: list[int] = []
@@ -179,12 +194,12 @@ def test_render_same_selects_compute_gpu_among_eight(renderer: str, ask: Ask, mo
             machine_of(order, renderer, 8), fastest_first=tuple(machines.uuid(number) for number in fastest_first)
         )
         decision = resolve(
-            f"cuda:{ordinal}", render="same", renderer=name_of(renderer), inventory=machine, environ=environ
+            f"cuda:{ordinal}", render="same", renderer=without_version(renderer), inventory=machine, environ=environ
         )
         fake = {"FAKE_GPUS": "8", "FAKE_FASTEST_FIRST": str(build.join_numbers(fastest_first))}
         cases.append(case(order, {**environ, **decision.variables}, **fake))
         wanted.append(visible[ordinal])
-    assert ask(renderer, cases) == wanted
+    assert select_gpus(renderer, cases) == wanted
 
 
 def random_mask(draw: random.Random) -> str:

@@ -11,7 +11,7 @@ from tests.core.devices.run_code import run
 
 GYMNASIUM = """
 import gymnasium as gym
-from tests.core.devices.binding import bound, on_mesa
+from tests.core.devices.binding import bound, bind_to_mesa
 from tests.core.devices.reporting_env import reports
 """
 
@@ -64,7 +64,7 @@ def test_workers_render_with_mesa(context: str, tmp_path: Path) -> None:
     ended = run(
         GYMNASIUM,
         f"""
-        venv = gym.vector.AsyncVectorEnv(on_mesa({str(tmp_path)!r}), context={context!r})
+        venv = gym.vector.AsyncVectorEnv(bind_to_mesa({str(tmp_path)!r}), context={context!r})
         venv.reset()
         answer = [[list(image.shape), float(image.std())] for image in venv.render()]
         venv.close()

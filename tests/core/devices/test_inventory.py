@@ -35,6 +35,7 @@ def processes_calling(log: Path, function: str) -> list[str]:
 def read_fake_nvml(
     monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Gpu], fails: Any = None
 ) -> tuple[Inventory, FakeNvml]:
+    """Read the inventory of a fake pynvml with these GPUs, and return both."""
     nvml = FakeNvml(gpus, fails)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(inventory, "_cached_inventory", None)
@@ -249,7 +250,7 @@ def test_cuda_order_is_unknown_if_cuda_fails_and_not_queried_for_equal_gpus(
 
 def test_probe_reports_interpreter_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    answer = _probe.egl()
+    answer = _probe.query_egl()
     assert "/no/such/python could not be started" in answer["error"]
     assert (answer["devices"], _probe.query_cuda_order()) == ([], None)
 

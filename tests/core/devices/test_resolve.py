@@ -77,12 +77,14 @@ def expect_gpu(
 
 
 def expect_cpu(there: Inventory, environ: Any = None, *, renders: Any = None, says: str = "", **ask: Any) -> Decided:
+    """Create a case that decides on the CPU."""
     return there, environ or {}, ask, "cpu", None, renders, says
 
 
 def expect_error(
     error: type[RlExtError], says: str, fix: str, there: Inventory, environ: Any = None, **ask: Any
 ) -> Refused:
+    """Create a case in which ``resolve`` raises an error with these texts."""
     return there, environ or {}, ask, error, says, fix
 
 
@@ -289,10 +291,12 @@ REFUSED: list[Refused] = [
 
 @pytest.fixture(autouse=True)
 def clear_logged_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty the set of sentences that are logged only once per process."""
     monkeypatch.setattr(_resolve, "_logged_sentences", set())
 
 
 def resolve(device: Any = "auto", *, inventory: Inventory = FOUR, environ: Any = None, **options: Any) -> Decision:
+    """Call ``devices.resolve``, by default with four GPUs and no environment variables."""
     return devices.resolve(device, inventory=inventory, environ=environ or {}, **options)
 
 

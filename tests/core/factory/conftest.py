@@ -16,7 +16,7 @@ from tests.core.factory.copying import outcome
 
 @pytest.fixture(scope="package")
 def spawned_pool() -> Iterator[ProcessPoolExecutor]:
-    """Start a process with other imports and another hash seed."""
+    """Return an executor with one spawned process, which has other imports and hash seed."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONHASHSEED", "random")

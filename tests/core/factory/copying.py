@@ -27,6 +27,8 @@ WIDE = gym.spaces.Box(-np.inf, np.inf, (7,), np.float64)
 
 @dataclasses.dataclass
 class Rewards:
+    """Parameters of the rewards, stored as an attribute of an environment."""
+
     bonus: float = 1.0
     penalty: float = 0.25
 
@@ -49,24 +51,26 @@ class Line(gym.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self.position, self.left = float(self.np_random.uniform(-1, 1)), self.length
-        return self._seen(), {}
+        return self._observation(), {}
 
     def push(self, action: Any) -> float:
+        """Return how far an action moves the point."""
         return self.gain * (int(action) - 1)
 
     def step(self, action: Any) -> Any:
         self.ticks, self.left = self.ticks + 1, self.left - 1
         self.position += self.push(action) + self.drift + 0.1 * float(self.np_random.standard_normal())
         reward = self.rewards.bonus * float(self.weights @ [1, self.position, 2]) - self.rewards.penalty
-        return self._seen(), reward, abs(self.position) > 20, self.left <= 0, {}
+        return self._observation(), reward, abs(self.position) > 20, self.left <= 0, {}
 
-    def _seen(self) -> Any:
+    def _observation(self) -> Any:
+        """Return all settings and the position as an array."""
         numbers = [self.position, self.gain, self.ticks, self.left, self.rewards.bonus, self.rewards.penalty]
         return np.array([*numbers, float(self.weights.sum())])
 
 
 class Scaled(gym.Wrapper[Any, Any, Any, Any]):
-    """Scales rewards. It does not record its arguments, so it has no specification."""
+    """Wrapper that scales rewards. It records no arguments, so it has no specification."""
 
     def __init__(self, env: gym.Env[Any, Any], scale: float = 2.0) -> None:
         super().__init__(env)
@@ -81,7 +85,7 @@ gym.register("copies/Line-v0", entry_point="tests.core.factory.copying:Line")
 
 
 class Case(NamedTuple):
-    """An object that an environment stores.
+    """Object that an environment stores, with a change of it and the allowed outcomes.
 
     :ivar allowed: Allowed outcomes of a copy.
     :ivar make: Creates the object in the constructor.
@@ -96,7 +100,7 @@ class Case(NamedTuple):
 
 
 class HoldingEnv(gym.Env[Any, Any]):
-    """Stores the object of one of a module's ``CASES`` as ``held``, and sums what it reads in each step."""
+    """Environment that stores the object of one of a module's ``CASES`` as ``held``."""
 
     action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-np.inf, np.inf, (1,), np.float64)
 
@@ -105,6 +109,7 @@ class HoldingEnv(gym.Env[Any, Any]):
         self.held = self.find_case().make()
 
     def find_case(self) -> Case:
+        """Import the module, and return the case with the environment's number."""
         found: Case = importlib.import_module(self.module).CASES[self.case]
         return found
 

@@ -15,6 +15,8 @@ WEIGHTS = np.ones(3)
 
 
 class Budget:
+    """Object that the module and its environments share."""
+
     def __init__(self) -> None:
         self.left = 10
 
@@ -23,7 +25,7 @@ BUDGET = Budget()
 
 
 class Curriculum(gym.Env[Any, Any]):
-    """Refers to each shared object by two names. Resets change it by one name and observe it by the other."""
+    """Environment that refers to each shared object by two names."""
 
     START = object()
     history: ClassVar[list[int]] = []

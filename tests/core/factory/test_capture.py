@@ -24,7 +24,7 @@ from tests.core.factory.copying import Line, Scaled, try_rollout
 
 
 class Equal(Line):
-    """All its instances are equal, and none can be hashed."""
+    """Environment whose instances are all equal, and cannot be hashed."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -33,7 +33,7 @@ class Equal(Line):
 
 
 class Slotted:
-    """Does not support weak references."""
+    """Class whose instances do not support weak references, because of its slots."""
 
     __slots__ = ("value",)
 
@@ -42,21 +42,21 @@ class Slotted:
 
 
 class Own(Line):
-    """Its own ``__new__`` does not pass on the arguments."""
+    """Environment whose own ``__new__`` does not pass on the arguments."""
 
     def __new__(cls, gain: float, *args: Any) -> Any:
         return super().__new__(cls)
 
 
 class CapturedOwn(Own):
-    """Is captured, and its own ``__new__`` passes on the first argument."""
+    """Captured environment whose own ``__new__`` passes on the first argument."""
 
     def __new__(cls, gain: float, *args: Any) -> Any:
         return super().__new__(cls, gain)
 
 
 class Meta(type):
-    """Consumes an option, as the metaclass of TorchRL's environments does."""
+    """Metaclass that consumes an option, as that of TorchRL's environments does."""
 
     def __call__(cls, *args: Any, doubled: bool = False, **kwargs: Any) -> Any:
         env = super().__call__(*args, **kwargs)
@@ -65,43 +65,43 @@ class Meta(type):
 
 
 class DerivedMeta(Meta):
-    """Adds an option with a default."""
+    """Metaclass derived from ``Meta``, which adds the argument ``length``."""
 
     def __call__(cls, *args: Any, length: int = 3, **kwargs: Any) -> Any:
         return super().__call__(*args, length=length, **kwargs)
 
 
 class Doubled(Line, metaclass=Meta):
-    """Uses the first metaclass."""
+    """Environment whose metaclass consumes the argument ``doubled``."""
 
 
 class Derived(Doubled, metaclass=DerivedMeta):
-    """Uses the second metaclass."""
+    """Environment whose metaclass is derived from that of its base, and adds an argument."""
 
 
 class Bare(gym.Env[Any, Any]):
-    """Has no constructor."""
+    """Environment without a constructor of its own."""
 
 
 class Holder:
-    """Creates an environment whose arguments refer to this object."""
+    """Object that creates an environment whose arguments refer to this object."""
 
     def __init__(self, function: bool) -> None:
         self.env = Line(lambda: self) if function else Line(self)  # type: ignore[arg-type]
 
 
 class Both(Line, Slotted):
-    """Has two captured base classes."""
+    """Class with two captured base classes."""
 
 
-def changing(config: dict[str, Any], weights: Any) -> Line:
-    """Create an environment, and change the arguments."""
+def make_and_change_arguments(config: dict[str, Any], weights: Any) -> Line:
+    """Create an environment, and change the arguments of this call in place."""
     config["layers"].append(config.pop("gain"))
     weights[:] = 9
     return Line(2.0)
 
 
-changing = capture_constructors(changing)
+make_and_change_arguments = capture_constructors(make_and_change_arguments)
 for _cls in (Slotted, Doubled, CapturedOwn):
     capture_constructors(_cls)
 
@@ -129,9 +129,9 @@ def test_outermost_constructor_call_is_recorded_except_for_copies(make: Any, exp
 
 
 def test_recorded_arguments_are_not_affected_by_later_changes() -> None:
-    call = recorded_call(changing({"gain": 1.0, "layers": [1]}, weights=np.zeros(2)))
+    call = recorded_call(make_and_change_arguments({"gain": 1.0, "layers": [1]}, weights=np.zeros(2)))
     assert call is not None
-    assert (call.function, call.args) == (changing, ({"gain": 1.0, "layers": [1]},))
+    assert (call.function, call.args) == (make_and_change_arguments, ({"gain": 1.0, "layers": [1]},))
     assert call.kwargs["weights"].tolist() == [0, 0]
 
 
@@ -158,7 +158,7 @@ def test_records_are_excluded_from_pickles_and_comparisons() -> None:
     assert vars(env) == vars(Bare()) == vars(copy.deepcopy(env))
 
 
-def test_environments_in_arguments_become_calls_that_run_once() -> None:
+def test_recorded_call_builds_an_environment_used_in_two_arguments_once() -> None:
     inner = Line(2.0)
     make = functools.partial(Scaled, scale=3.0)
     outer = Scaled(make(inner), 4.0)
@@ -183,10 +183,16 @@ def test_copy_of_a_made_environment_has_its_specification(change: Any) -> None:
 
 
 def test_capturing_twice_has_no_effect() -> None:
-    before = gym.Env.__new__, Line.__new__, Meta.__call__, CapturedOwn.__new__, changing
+    before = gym.Env.__new__, Line.__new__, Meta.__call__, CapturedOwn.__new__, make_and_change_arguments
     for captured in (gym.Env, Line, Doubled, CapturedOwn):
         capture_constructors(captured)
-    assert (gym.Env.__new__, Line.__new__, Meta.__call__, CapturedOwn.__new__, capture_constructors(changing)) == before
+    assert (
+        gym.Env.__new__,
+        Line.__new__,
+        Meta.__call__,
+        CapturedOwn.__new__,
+        capture_constructors(make_and_change_arguments),
+    ) == before
 
 
 def test_captured_classes_and_functions_of_the_main_module_are_pickled_by_value() -> None:

@@ -26,6 +26,8 @@ def make_line(gain: float = 2.0) -> Line:
 
 
 class Maker:
+    """Factory of environments, by its call or by its method."""
+
     def __init__(self, gain: float) -> None:
         self.gain = gain
 
@@ -67,7 +69,7 @@ def test_as_factory_accepts_each_source_and_copies_are_independent(source: Any, 
 
 
 class RecordsCalls(Line):
-    """Records constructor calls and resets in this process."""
+    """Environment that records constructor calls and resets in this process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ def test_as_factory_works_in_a_thread_and_on_environments_without_driver() -> No
 
 
 class UnknownInterface:
-    """Has ``reset`` and ``step``, and belongs to an unknown library."""
+    """Environment of an unknown library, with ``reset`` and ``step``."""
 
     angle = 0.0
 
@@ -133,7 +135,7 @@ scale = 2.0  # This global has the name of an attribute that the function below 
 
 
 class HoldsProxy(gym.Wrapper[Any, Any, Any, Any]):
-    """Its class and module contain a weak proxy of a deleted object."""
+    """Wrapper whose class and module contain a weak proxy of a deleted object."""
 
     held = weakref.proxy(Maker(1.0))
 
@@ -145,27 +147,31 @@ class HoldsProxy(gym.Wrapper[Any, Any, Any, Any]):
 GONE = HoldsProxy.held
 
 
-def _reads_an_attribute_like_a_global() -> Any:
+def _make_with_ambiguous_name() -> Any:
+    """Make an environment with a function that reads an attribute named like a global."""
+
     def read(observation: Any) -> Any:
         return observation.scale if hasattr(observation, "scale") else observation
 
     return gym.wrappers.TransformObservation(gym.make("CartPole-v1"), read, None)
 
 
-@pytest.mark.parametrize("make", [_reads_an_attribute_like_a_global, lambda: HoldsProxy(gym.make("CartPole-v1"))])
+@pytest.mark.parametrize("make", [_make_with_ambiguous_name, lambda: HoldsProxy(gym.make("CartPole-v1"))])
 def test_environments_with_ambiguous_names_or_dead_proxies_are_copied(make: Any, copy_outcome: Any) -> None:
     env = make()
     rollout(env)
     assert copy_outcome(env) == "copied"
 
 
-def changed_line() -> Any:
+def make_changed_line() -> Any:
+    """Make an environment with a changed setting below a wrapper."""
     env = gym.wrappers.TimeLimit(Line(), 20)
     env.unwrapped.rewards.bonus = 4.0  # type: ignore[attr-defined]
     return env
 
 
-def _rollouts(venv: Any) -> list[Any]:
+def _step_30_times(venv: Any) -> list[Any]:
+    """Step a vectorized environment 30 times, close it, and return all results."""
     venv.action_space.seed(1)
     seen: list[Any] = list(venv.reset(seed=3))
     for _ in range(30):
@@ -178,9 +184,9 @@ def _rollouts(venv: Any) -> list[Any]:
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_gymnasium_vector_environments_accept_the_factories(method: str) -> None:
     gc.collect()  # A forked process does not tolerate some libraries' objects that other tests left.
-    env = changed_line()
-    ours = _rollouts(AsyncVectorEnv(as_factory(env, start_method=method).for_workers(2), context=method))
-    np.testing.assert_equal(ours, _rollouts(SyncVectorEnv([changed_line] * 2)))
+    env = make_changed_line()
+    ours = _step_30_times(AsyncVectorEnv(as_factory(env, start_method=method).for_workers(2), context=method))
+    np.testing.assert_equal(ours, _step_30_times(SyncVectorEnv([make_changed_line] * 2)))
     env.reset()
     env.step(0)  # gymnasium closed the environment that it built to read the spaces. This one is still open.
 

@@ -15,7 +15,7 @@ from tests.core.factory.copying import rollout
 
 
 class Recorder(gym.Env[Any, Any]):
-    """Ends episodes after three steps, and records the actions."""
+    """Environment that ends episodes after three steps, and records the actions."""
 
     observation_space = spaces.Box(-1, 1, (2,), np.float32)
 
@@ -76,7 +76,8 @@ def test_step_at_the_end_of_an_episode_also_returns_the_next_reset() -> None:
     assert [returned[0][0].tolist(), returned[1][0].tolist(), returned[3][0].tolist()] == [[1, 1], [2, 2], [1, 1]]
 
 
-def _vector(mode: str) -> Any:
+def _make_vectorized(mode: str) -> Any:
+    """Make three vectorized CartPoles with an autoreset mode."""
     return gym.make_vec(
         "CartPole-v1", 3, vectorization_mode="sync", vector_kwargs={"autoreset_mode": gym.vector.AutoresetMode(mode)}
     )
@@ -84,9 +85,9 @@ def _vector(mode: str) -> Any:
 
 WORLDS: dict[str, Callable[[], Any]] = {
     "gymnasium": lambda: gym.make("FrozenLake-v1"),
-    "vector, next step": lambda: _vector("NextStep"),
-    "vector, same step": lambda: _vector("SameStep"),
-    "vector, by itself": lambda: _vector("Disabled"),
+    "vector, next step": lambda: _make_vectorized("NextStep"),
+    "vector, same step": lambda: _make_vectorized("SameStep"),
+    "vector, by itself": lambda: _make_vectorized("Disabled"),
 }
 
 

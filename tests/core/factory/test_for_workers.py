@@ -71,7 +71,7 @@ def test_second_call_of_for_workers_keeps_settings_that_it_does_not_replace() ->
 
 
 class Guarded(gym.Wrapper[Any, Any, Any, Any]):
-    """Has a read-only property, and one that clips its value."""
+    """Environment with a read-only property, and one that clips its value."""
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         super().__init__(env)

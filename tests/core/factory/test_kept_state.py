@@ -21,7 +21,7 @@ from tests.core.factory.curricula import Curriculum
 
 
 class Rising(gym.Wrapper[Any, Any, Any, Any]):
-    """A curriculum whose level rises every third episode, and that limits episodes to five steps."""
+    """Wrapper that raises its level every third episode, and limits episodes to five steps."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -40,7 +40,7 @@ class Rising(gym.Wrapper[Any, Any, Any, Any]):
 
 
 class Remembering(gym.Env[Any, Any]):
-    """Stores its history in collections of many types."""
+    """Environment that stores its history in collections of many types."""
 
     action_space, observation_space = gym.spaces.Discrete(3), gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
 
@@ -54,7 +54,7 @@ class Remembering(gym.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self.position = int(self.np_random.integers(3))
-        return self._kept(), {}
+        return self._summary(), {}
 
     def step(self, action: Any) -> Any:
         self.position += int(action) - 1
@@ -65,25 +65,29 @@ class Remembering(gym.Env[Any, Any]):
         for kept in (self.recent, self.log):
             kept.append(float(self.position))
         self.best = max(self.best or 0.0, self.position)
-        return self._kept(), float(self.position), False, self.count % 9 == 0, {}
+        return self._summary(), float(self.position), False, self.count % 9 == 0, {}
 
-    def _kept(self) -> Any:
+    def _summary(self) -> Any:
+        """Return a summary of the stored history as the observation."""
         visited = self.visits.most_common(1)[0][1] if self.visits else 0
         return np.array([sum(self.recent), visited, len(self.seen), len(self.log), self.mean[0], self.best or -1])
 
 
-def _cart() -> Any:
+def _make_cartpole() -> Any:
     return gym.make("CartPole-v1")
 
 
 KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "NormalizeObservation": (lambda: wrappers.NormalizeObservation(_cart()), lambda env: env.obs_rms.mean.tolist()),
-    "NormalizeReward": (lambda: wrappers.NormalizeReward(_cart()), lambda env: env.return_rms.var),
+    "NormalizeObservation": (
+        lambda: wrappers.NormalizeObservation(_make_cartpole()),
+        lambda env: env.obs_rms.mean.tolist(),
+    ),
+    "NormalizeReward": (lambda: wrappers.NormalizeReward(_make_cartpole()), lambda env: env.return_rms.var),
     "RecordEpisodeStatistics": (
-        lambda: wrappers.RecordEpisodeStatistics(_cart(), 5),
+        lambda: wrappers.RecordEpisodeStatistics(_make_cartpole(), 5),
         lambda env: [env.episode_count, list(env.length_queue), env.length_queue.maxlen],
     ),
-    "curriculum": (lambda: Rising(_cart()), lambda env: [env.level, env.episodes, env.lengths[:-1]]),
+    "curriculum": (lambda: Rising(_make_cartpole()), lambda env: [env.level, env.episodes, env.lengths[:-1]]),
     "counter of steps": (Line, lambda env: env.ticks),
     "collections": (Remembering, lambda env: [list(env.recent), dict(env.visits), env.seen, env.log, env.count]),
     "statistics below a wrapper": (
@@ -120,6 +124,7 @@ def _reset(env: Any) -> None:
 
 
 def _stop_midway(env: Any) -> None:
+    """Reset the environment and take five steps."""
     rollout(env, 5)
 
 
@@ -131,7 +136,9 @@ def _finish_episode(env: Any) -> None:
 
 @pytest.mark.sample(quick=3, ci=10)
 @pytest.mark.parametrize("stage", [lambda env: None, _reset, _stop_midway, _finish_episode])
-@pytest.mark.parametrize("make", [_cart, Line, lambda: Rising(_cart()), lambda: gym.make("FrozenLake-v1")])
+@pytest.mark.parametrize(
+    "make", [_make_cartpole, Line, lambda: Rising(_make_cartpole()), lambda: gym.make("FrozenLake-v1")]
+)
 def test_copy_of_an_environment_at_any_stage_starts_at_a_reset(make: Any, stage: Any, copy_outcome: Any) -> None:
     env = make()
     env.action_space.seed(1)
@@ -156,7 +163,7 @@ def test_copying_does_not_change_the_original(stage: Any) -> None:
 
 
 class Driven(gym.Env[Any, Any]):
-    """Reads class attributes, globals and functions of its module."""
+    """Environment that reads class attributes, globals and functions of its module."""
 
     action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
     speed, body, bodies = 1.0, copying.Rewards(), {"a": copying.Rewards()}
@@ -164,7 +171,7 @@ class Driven(gym.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         own = [self.speed, self.body.bonus, self.bodies["a"].bonus]
-        return np.array([*own, GRAVITY, sum(TABLE["k"]), scaled(1.0)]), {}
+        return np.array([*own, GRAVITY, sum(TABLE["k"]), scale(1.0)]), {}
 
     def step(self, action: Any) -> Any:
         return self.reset()[0], 0.0, False, False, {}
@@ -173,7 +180,8 @@ class Driven(gym.Env[Any, Any]):
 GRAVITY, TABLE = 9.8, {"k": [1.0]}
 
 
-def scaled(x: float) -> float:
+def scale(x: float) -> float:
+    """Return the argument. A test replaces this global function."""
     return x
 
 
@@ -184,13 +192,15 @@ SHARED: dict[str, tuple[str, Callable[[Any], object]]] = {
     "method of a class": ("reset", lambda patch: patch.setattr(Driven, "reset", Line.reset)),
     "global": ("GRAVITY", lambda patch: patch.setitem(globals(), "GRAVITY", 3.7)),
     "table": ("TABLE", lambda patch: patch.setitem(TABLE, "k", [1.0, 2.0])),
-    "function": ("scaled", lambda patch: patch.setitem(globals(), "scaled", lambda x: x * 50)),
+    "function": ("scale", lambda patch: patch.setitem(globals(), "scale", lambda x: x * 50)),
 }
 
 
 @pytest.mark.sample(quick=3)
 @pytest.mark.parametrize("name", SHARED)
-def test_changed_global_or_class_attribute_is_copied_or_named(name: str, copy_outcome: Any, monkeypatch: Any) -> None:
+def test_changed_global_or_class_attribute_is_copied_or_reported(
+    name: str, copy_outcome: Any, monkeypatch: Any
+) -> None:
     env = Driven()
     path, change = SHARED[name]
     change(monkeypatch)
@@ -198,7 +208,7 @@ def test_changed_global_or_class_attribute_is_copied_or_named(name: str, copy_ou
 
 
 @pytest.fixture
-def imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def restored_globals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the module's globals to their state after an import."""
     monkeypatch.setattr(curricula, "LEVEL", {"level": 1, "extra": [{"speed": 1}]})
     monkeypatch.setattr(curricula, "VISITS", collections.defaultdict(int))
@@ -207,15 +217,16 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Curriculum, "history", [])
 
 
-def _first(packed: bytes) -> list[Any]:
+def _first_observation(packed: bytes) -> list[Any]:
+    """Build the environment of a pickled factory, and return its first observation."""
     found: list[Any] = cloudpickle.loads(packed)().reset()[0].tolist()
     return found
 
 
-@pytest.mark.usefixtures("imported")
+@pytest.mark.usefixtures("restored_globals")
 def test_copy_refers_to_the_objects_of_its_own_modules_and_classes(spawned_pool: Any, caplog: Any) -> None:
     for env in (Curriculum(), wrappers.TimeLimit(Curriculum(), 5)):
-        assert spawned_pool.submit(_first, cloudpickle.dumps(as_factory(env))).result()[0] == 1.0
+        assert spawned_pool.submit(_first_observation, cloudpickle.dumps(as_factory(env))).result()[0] == 1.0
     copy = as_factory(Curriculum())()
     held = copy.last, copy.start, copy.level, copy.extra, copy.weights, copy.budget, copy.seen
     level, shared = curricula.LEVEL, (curricula.WEIGHTS, curricula.BUDGET, Curriculum.history)
@@ -224,7 +235,7 @@ def test_copy_refers_to_the_objects_of_its_own_modules_and_classes(spawned_pool:
     assert not caplog.records
 
 
-@pytest.mark.usefixtures("imported")
+@pytest.mark.usefixtures("restored_globals")
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -234,7 +245,7 @@ def test_copy_refers_to_the_objects_of_its_own_modules_and_classes(spawned_pool:
         ("seen", lambda: Curriculum.history.append(1)),
     ],
 )
-def test_changed_shared_object_is_copied_or_named(name: str, change: Any) -> None:
+def test_changed_shared_object_is_named_in_report_or_error(name: str, change: Any) -> None:
     env = Curriculum()
     change()
     try:

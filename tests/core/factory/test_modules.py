@@ -56,25 +56,29 @@ def level():
 """
 
 
-def _by_entry(entry: str) -> Any:
+def _import_from(entry: str) -> Any:
+    """Add an entry to ``sys.path``, and import the module."""
     sys.path.insert(0, entry)
     return importlib.import_module(NAME)
 
 
-def relative_entry(folder: Path) -> Any:
+def import_by_relative_entry(folder: Path) -> Any:
+    """Import the module by the entry "." of ``sys.path``, then leave the folder."""
     os.chdir(folder)
-    module = _by_entry(".")
+    module = _import_from(".")
     os.chdir("/")
     return module
 
 
-def entry_taken_off(folder: Path) -> Any:
-    module = _by_entry(str(folder))
+def import_and_remove_entry(folder: Path) -> Any:
+    """Import the module, and remove its folder from ``sys.path``."""
+    module = _import_from(str(folder))
     sys.path.remove(str(folder))
     return module
 
 
-def namespace_package(folder: Path) -> Any:
+def import_from_namespace_package(folder: Path) -> Any:
+    """Import the module as part of a package without ``__init__.py``."""
     (folder / "parts").mkdir()
     shutil.move(folder / f"{NAME}.py", folder / "parts")
     sys.path.insert(0, str(folder))
@@ -83,25 +87,30 @@ def namespace_package(folder: Path) -> Any:
     return module
 
 
-def file_deleted(folder: Path) -> Any:
-    module = _by_entry(str(folder))
+def import_and_delete_file(folder: Path) -> Any:
+    """Import the module, and delete its file."""
+    module = _import_from(str(folder))
     shutil.rmtree(folder)
     return module
 
 
-def of_a_specification(folder: Path, name: str = f"{NAME}.py") -> Any:
+def import_by_specification(folder: Path, name: str = f"{NAME}.py") -> Any:
+    """Import the module by its file, without ``sys.path``."""
     spec: Any = importlib.util.spec_from_file_location(NAME, folder / name)
     module = sys.modules[NAME] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def of_a_file_of_another_name(folder: Path) -> Any:
+def import_from_renamed_file(folder: Path) -> Any:
+    """Import the module from a file whose name is not the module's."""
     (folder / f"{NAME}.py").rename(folder / "plugin-1.py")
-    return of_a_specification(folder, "plugin-1.py")
+    return import_by_specification(folder, "plugin-1.py")
 
 
-def by_a_hook(folder: Path) -> Any:
+def import_by_finder(folder: Path) -> Any:
+    """Import the module by a finder in ``sys.meta_path``."""
+
     class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
             return importlib.util.spec_from_loader(fullname, self) if fullname == NAME else None
@@ -113,26 +122,29 @@ def by_a_hook(folder: Path) -> Any:
     return importlib.import_module(NAME)
 
 
-def without_a_file(folder: Path) -> Any:
+def create_without_file(folder: Path) -> Any:
+    """Create the module by ``exec``, without a file."""
     module = sys.modules[NAME] = types.ModuleType(NAME)
     exec(SOURCE, module.__dict__)
     return module
 
 
-def another_first(folder: Path) -> Any:
-    module = _by_entry(str(folder))
+def import_and_shadow(folder: Path) -> Any:
+    """Import the module, then put another module of this name first in ``sys.path``."""
+    module = _import_from(str(folder))
     (folder / "other").mkdir()
     (folder / "other" / f"{NAME}.py").write_text("raise RuntimeError('another module')")
     sys.path.insert(0, str(folder / "other"))
     return module
 
 
-FINDABLE = (relative_entry, entry_taken_off, namespace_package, of_a_specification)
-BY_VALUE = (file_deleted, of_a_file_of_another_name, by_a_hook, without_a_file, another_first)
+FINDABLE = (import_by_relative_entry, import_and_remove_entry, import_from_namespace_package, import_by_specification)
+BY_VALUE = (import_and_delete_file, import_from_renamed_file, import_by_finder, create_without_file, import_and_shadow)
 
 
 @pytest.fixture
 def module(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import a module in the way that is the parameter, and remove it after the test."""
     folder = tmp_path / "code"
     folder.mkdir()
     (folder / f"{NAME}.py").write_text(SOURCE)
@@ -188,7 +200,9 @@ def test_import_path_finds_all_modules_with_files(module: Any, request: Any) -> 
     assert done.stdout.strip() == module.__file__
 
 
-def test_import_path_in_a_deleted_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_path_contains_the_project_in_a_deleted_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

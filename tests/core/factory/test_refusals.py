@@ -63,7 +63,8 @@ THINGS: dict[str, tuple[set[str], Callable[[], Any]]] = {
 }
 
 
-def _end(thing: Any) -> None:
+def _release(thing: Any) -> None:
+    """Call all methods of an object that may release its resource, such as ``close``."""
     for name in ("close", "cleanup", "shutdown", "detach", "wait", "unlink"):
         if hasattr(type(thing), name):
             with contextlib.suppress(Exception):
@@ -80,7 +81,7 @@ def test_added_object_of_this_process_is_rejected_by_its_path(name: str, copy_ou
     try:
         assert copy_outcome(env, "thing") in allowed
     finally:
-        _end(env.unwrapped.thing)  # type: ignore[attr-defined]
+        _release(env.unwrapped.thing)  # type: ignore[attr-defined]
 
 
 CASES = {name: Case(EITHER, make, lambda thing: thing is not None) for name, (_, make) in THINGS.items()}
@@ -93,7 +94,7 @@ def test_object_that_the_constructor_creates_is_created_again_or_rejected(name: 
     try:
         assert copy_outcome(env, "held") in NOT_SILENT
     finally:
-        _end(env.held)
+        _release(env.held)
 
 
 def test_error_names_the_path_and_the_code_to_write() -> None:
@@ -110,7 +111,7 @@ def test_error_names_the_path_and_the_code_to_write() -> None:
 
 
 class Easy(Line, EzPickle):
-    """Its own pickle calls the constructor."""
+    """Environment whose pickle calls the constructor, by gymnasium's ``EzPickle``."""
 
     def __init__(self, gain: float = 1.0) -> None:
         EzPickle.__init__(self, gain)
@@ -118,7 +119,7 @@ class Easy(Line, EzPickle):
 
 
 class Forgetful(Line):
-    """Its own pickle omits a change."""
+    """Environment whose pickle omits a change."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "gain": 1.0}
@@ -140,7 +141,7 @@ LIBRARY = ctypes.CDLL(None)
 
 
 class Plant(Line):
-    """Refers to the state of a C library by a number."""
+    """Environment that refers to the state of a C library by a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +162,7 @@ def test_c_library_whose_state_cannot_be_copied_is_named(others: int, caplog: py
 
 
 class Unmakeable(Line):
-    """Can neither be unpickled nor constructed in another process."""
+    """Environment that another process can neither unpickle nor construct."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         raise ConnectionRefusedError("the license is taken")
@@ -179,7 +180,7 @@ def test_exception_of_a_constructor_is_in_the_error(monkeypatch: pytest.MonkeyPa
 
 
 class Crashing(Line):
-    """Kills its process in a step."""
+    """Environment that kills its process in a step."""
 
     def step(self, action: Any) -> Any:
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -193,7 +194,7 @@ def test_crash_of_a_copy_raises_worker_error() -> None:
 
 
 class Raising(Line):
-    """Raises in each step."""
+    """Environment that raises an exception in each step."""
 
     def step(self, action: Any) -> Any:
         raise ArithmeticError("no move here")
@@ -210,7 +211,7 @@ _connected: list[int] = []
 
 
 class Client(Line):
-    """Has the lowest free number in its process, as a client of a physics server."""
+    """Environment with the lowest free number in its process, as clients of PyBullet have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +239,7 @@ def test_handle_that_a_copy_cannot_use_is_rejected() -> None:
 
 
 class AbortsWhenRendered(Line):
-    """Aborts its process when it is rendered, as without a display."""
+    """Environment that aborts its process when it is rendered, as without a display."""
 
     render_mode = "rgb_array"
 
@@ -253,25 +254,28 @@ def test_environment_that_cannot_be_rendered_in_another_process_is_copied() -> N
 
 
 class Parameters(ctypes.Structure):
+    """C structure with the parameters of a simulator."""
+
     _fields_ = (("gain", ctypes.c_double),)
 
 
 class Addressed(Line):
-    """Its simulator refers to the address of its parameters."""
+    """Environment that gives its simulator the address of its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.parameters = Parameters(1.0)
         self._address = ctypes.addressof(self.parameters)
 
-    def seen(self) -> float:
+    def gain_at_address(self) -> float:
+        """Return the parameter that is stored at the address."""
         return Parameters.from_address(self._address).gain
 
 
 def test_structure_is_changed_in_place_if_a_library_may_use_its_address() -> None:
     env = Addressed()
     env.parameters.gain = 9.0
-    assert as_factory(env)().seen() == 9.0
+    assert as_factory(env)().gain_at_address() == 9.0
 
 
 def test_state_of_environments_in_other_processes_is_reported_as_unknown(caplog: pytest.LogCaptureFixture) -> None:
@@ -284,7 +288,7 @@ def test_state_of_environments_in_other_processes_is_reported_as_unknown(caplog:
 
 
 @pytest.mark.parametrize("source", [5, None, object(), ["CartPole-v1"], {"id": "CartPole-v1"}, os])
-def test_source_that_builds_nothing_is_rejected(source: Any) -> None:
+def test_as_factory_rejects_objects_that_are_not_environments_or_factories(source: Any) -> None:
     with pytest.raises(InvalidTypeError, match=r"as_factory\(lambda: MyEnv\(\)\)"):
         as_factory(source)
 

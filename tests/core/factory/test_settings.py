@@ -19,45 +19,48 @@ from tests.core.factory.copying import COPIED, EITHER, NOT_SILENT, Case, Holding
 Change = Callable[[Any], object]
 
 
-def _time_limit(env: Any) -> Any:
+def _find_time_limit(env: Any) -> Any:
+    """Return the ``TimeLimit`` among an environment's wrappers."""
     while not isinstance(env, wrappers.TimeLimit):
         env = env.env
     return env
 
 
-def _base(name: str, value: Any) -> Change:
+def _change_base(name: str, value: Any) -> Change:
+    """Return a change that sets an attribute of the unwrapped environment."""
     return lambda env: setattr(env.unwrapped, name, value)
 
 
 LINE: dict[str, tuple[set[str], Change]] = {
-    "_max_episode_steps": (COPIED, lambda env: setattr(_time_limit(env), "_max_episode_steps", 5)),
-    "gain": (COPIED, _base("gain", 3.5)),
+    "_max_episode_steps": (COPIED, lambda env: setattr(_find_time_limit(env), "_max_episode_steps", 5)),
+    "gain": (COPIED, _change_base("gain", 3.5)),
     "bonus": (COPIED, lambda env: setattr(env.unwrapped.rewards, "bonus", 11.0)),
     "weights": (COPIED, lambda env: env.unwrapped.weights.__setitem__(1, -2.0)),
-    "ticks": (COPIED, _base("ticks", 1_000)),
-    "drift": (COPIED, _base("drift", 0.5)),  # This sets the instance's attribute, not the class's.
-    "push": (EITHER, _base("push", lambda action: 0.5 * action)),
-    "action_space": (EITHER, _base("action_space", gym.spaces.Discrete(2))),
-    "note": (COPIED, _base("note", {"mine": [1, (2.5, "x")]})),
+    "ticks": (COPIED, _change_base("ticks", 1_000)),
+    "drift": (COPIED, _change_base("drift", 0.5)),  # This sets the instance's attribute, not the class's.
+    "push": (EITHER, _change_base("push", lambda action: 0.5 * action)),
+    "action_space": (EITHER, _change_base("action_space", gym.spaces.Discrete(2))),
+    "note": (COPIED, _change_base("note", {"mine": [1, (2.5, "x")]})),
 }
 
 
-def _registered() -> Any:
+def _make_registered() -> Any:
+    """Make the registered environment with a time limit."""
     return gym.make("copies/Line-v0", max_episode_steps=9)
 
 
 MAKERS: dict[str, Callable[[], Any]] = {
-    "by its id": _registered,
+    "by its id": _make_registered,
     "by its id with arguments": lambda: gym.make("copies/Line-v0", gain=2.0, length=4, max_episode_steps=9),
     "constructed": lambda: wrappers.TimeLimit(Line(gain=2.0), 9),
-    "under a wrapper without specification": lambda: wrappers.TimeLimit(Scaled(_registered(), 3.0), 20),
+    "under a wrapper without specification": lambda: wrappers.TimeLimit(Scaled(_make_registered(), 3.0), 20),
 }
 
 
 @pytest.mark.sample(quick=4)
 @pytest.mark.parametrize("name", LINE)
-def test_single_change_is_copied_or_named(name: str, copy_outcome: Any) -> None:
-    env, (allowed, change) = _registered(), LINE[name]
+def test_single_change_is_copied_or_reported(name: str, copy_outcome: Any) -> None:
+    env, (allowed, change) = _make_registered(), LINE[name]
     rollout(env)
     change(env)
     assert copy_outcome(env, name.strip()) in allowed
@@ -80,11 +83,15 @@ def test_several_changes_together_are_copied(make: Any, used: bool, copy_outcome
 
 
 class Body:
+    """Object with a plain attribute."""
+
     def __init__(self, mass: float) -> None:
         self.mass = mass
 
 
 class Heavy(Body):
+    """Object whose property has the name of the instance attribute that stores its value."""
+
     @property
     def mass(self) -> float:
         return 2.0 + float(vars(self)["mass"])
@@ -95,6 +102,8 @@ class Heavy(Body):
 
 
 class Point:
+    """Object that stores its value in two slots, one of them with a mangled name."""
+
     __slots__ = ("__private", "a")
 
     def set(self, value: float) -> Point:
@@ -105,7 +114,9 @@ class Point:
         return self.a + self.__private
 
 
-class Single:
+class Singleton:
+    """Singleton, which is pickled as a call of its class."""
+
     one: Any = None
     v = 1.0
 
@@ -114,36 +125,44 @@ class Single:
         return cls.one
 
     def __reduce__(self) -> Any:
-        return Single, ()
+        return Singleton, ()
 
 
 class Mode(enum.Enum):
+    """Enumeration of two values."""
+
     SLOW, FAST = 1.0, 4.0
 
 
-def _replace(value: Any) -> Change:
+def _replace_stored(value: Any) -> Change:
+    """Return a change that replaces the object that the environment stores."""
     return lambda env: setattr(env, "held", value() if callable(value) else value)
 
 
-def _set(**values: Any) -> Change:
+def _set_on_stored(**values: Any) -> Change:
+    """Return a change that sets attributes of the object that the environment stores."""
     return lambda env: [setattr(env.held, name, value) for name, value in values.items()]
 
 
-def _cycle() -> dict[str, Any]:
+def _make_cycle() -> dict[str, Any]:
+    """Make a dict that contains itself."""
     made: dict[str, Any] = {"v": 1.0}
     made["itself"] = made
     return made
 
 
-def _views() -> list[Any]:
+def _make_views() -> list[Any]:
+    """Make an array and a view of it."""
     whole = np.zeros(10)
     return [whole, whole[::2]]
 
 
-def _shared_variable() -> Any:
+def _make_closures() -> Any:
+    """Make two functions that share a variable of their closure."""
     count = 0
 
     def add(by: int) -> int:
+        """Add to the shared variable."""
         nonlocal count
         count += by
         return count
@@ -151,7 +170,8 @@ def _shared_variable() -> Any:
     return add, lambda: count * 10
 
 
-def _torch_module() -> Any:
+def _make_torch_module() -> Any:
+    """Make a torch module with parameters and buffers."""
     import torch
 
     made = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2))
@@ -159,36 +179,38 @@ def _torch_module() -> Any:
     return made
 
 
-def _frame() -> Any:
+def _make_data_frame() -> Any:
+    """Make a pandas DataFrame."""
     return pytest.importorskip("pandas").DataFrame({"price": [1.0, 2.5], "name": ["x", "y"]})
 
 
 CASES: dict[str, Case] = {
     # Plain data is always copied.
-    "number": Case(COPIED, lambda: 1.0, float, _replace(7.0)),
+    "number": Case(COPIED, lambda: 1.0, float, _replace_stored(7.0)),
     "nested": Case(COPIED, lambda: {"a": [1.0, (2, {"b": 3.0})]}, lambda h: h["a"][1][1]["b"],
                    lambda env: env.held["a"][1][1].update(b=5.0)),
     "key taken": Case(COPIED, lambda: {"a": 1.0, "b": 9.0}, lambda h: sum(h.values()), lambda env: env.held.pop("b")),
     "array": Case(COPIED, lambda: np.ones((2, 3)), np.sum, lambda env: env.held.__setitem__((1, 1), 7)),
-    "array of another shape": Case(COPIED, lambda: np.ones(2), np.sum, _replace(lambda: np.ones((3, 4)))),
-    "attribute": Case(COPIED, lambda: Body(1.0), lambda h: h.mass, _set(mass=4.0)),
-    "new attribute": Case(COPIED, lambda: Body(1.0), lambda h: getattr(h, "extra", 0), _set(extra=4.0)),
+    "array of another shape": Case(COPIED, lambda: np.ones(2), np.sum, _replace_stored(lambda: np.ones((3, 4)))),
+    "attribute": Case(COPIED, lambda: Body(1.0), lambda h: h.mass, _set_on_stored(mass=4.0)),
+    "new attribute": Case(COPIED, lambda: Body(1.0), lambda h: getattr(h, "extra", 0), _set_on_stored(extra=4.0)),
     "attribute deleted": Case(EITHER, lambda: Body(1.0), lambda h: hasattr(h, "mass"),
                               lambda env: delattr(env.held, "mass")),
     "slots": Case(EITHER, lambda: Point().set(1.0), lambda h: h.get(), lambda env: env.held.set(7.0)),
-    "enumerated": Case(COPIED, lambda: Mode.SLOW, lambda h: h.value + (h is Mode.FAST), _replace(Mode.FAST)),
+    "enumerated": Case(COPIED, lambda: Mode.SLOW, lambda h: h.value + (h is Mode.FAST), _replace_stored(Mode.FAST)),
     "torch tensor": Case(COPIED, lambda: pytest.importorskip("torch").zeros(4), lambda h: h.sum(),
                          lambda env: env.held.fill_(3.0)),
     # Structured objects are copied or rejected.
-    "cycle": Case(EITHER, _cycle, lambda h: h["itself"]["itself"]["v"], lambda env: env.held.update(v=3.0)),
+    "cycle": Case(EITHER, _make_cycle, lambda h: h["itself"]["itself"]["v"], lambda env: env.held.update(v=3.0)),
     "one object twice": Case(EITHER, lambda: [[1.0]] * 2, lambda h: h[0].append(1.0) or sum(h[1]),
                              lambda env: env.held[0].append(5.0)),
     "one object no longer twice": Case(EITHER, lambda: [[1.0]] * 2, lambda h: h[0].append(1.0) or sum(h[1]),
                                        lambda env: env.held.__setitem__(0, [1.0] * len(env.held[0]))),
-    "views": Case(EITHER, _views, lambda h: h[1].__iadd__(1) is None or h[0].sum(), lambda env: env.held[0].fill(3)),
+    "views": Case(EITHER, _make_views, lambda h: h[1].__iadd__(1) is None or h[0].sum(),
+                  lambda env: env.held[0].fill(3)),
     "read-only array": Case(EITHER, lambda: np.ones(2), lambda h: h.flags.writeable,
                             lambda env: env.held.setflags(write=False)),
-    "property": Case(EITHER, lambda: Heavy(1.0), lambda h: h.mass, _set(mass=4.0)),
+    "property": Case(EITHER, lambda: Heavy(1.0), lambda h: h.mass, _set_on_stored(mass=4.0)),
     "containers": Case(EITHER, lambda: [collections.deque([1.0, 2.0], maxlen=3), collections.Counter("aab"),
                                         collections.ChainMap({}, {"a": 1}), collections.defaultdict(float)],
                        lambda h: h[0].append(h[0][0]) or sum(h[0]) + h[1]["a"] + h[2]["a"] + h[3]["q"],
@@ -198,27 +220,28 @@ CASES: dict[str, Case] = {
     "keyed by id": Case(EITHER, lambda: (lambda o: [o, {id(o): 1.0}])(Body(1.0)), lambda h: h[1].get(id(h[0]), -9),
                         lambda env: env.held[1].update({id(env.held[0]): 5.0})),
     # Functions.
-    "function": Case(EITHER, lambda: lambda: 1.0, lambda h: h(), _replace(lambda: lambda: 5.0)),
+    "function": Case(EITHER, lambda: lambda: 1.0, lambda h: h(), _replace_stored(lambda: lambda: 5.0)),
     "closure": Case(EITHER, lambda: (lambda k: [k, lambda: k[0]])([1.0]), lambda h: h[1](),
                     lambda env: env.held[0].__setitem__(0, 9.0)),
-    "shared variable": Case(EITHER, _shared_variable, lambda h: h[0](1) + h[1](), lambda env: env.held[0](50)),
+    "shared variable": Case(EITHER, _make_closures, lambda h: h[0](1) + h[1](), lambda env: env.held[0](50)),
     # The progress of iterators outlasts resets.
     "iterator of a list": Case(EITHER, lambda: iter(list(range(90))), next, lambda env: next(env.held)),
     "generator": Case(NOT_SILENT, lambda: (i * i for i in range(900)), next, lambda env: next(env.held)),
     "queue": Case(EITHER, lambda: types.SimpleNamespace(q=queue.Queue()),
                   lambda h: h.q.qsize(), lambda env: env.held.q.put(1)),
     # Some pickles omit state.
-    "singleton": Case(NOT_SILENT, Single, lambda h: h.v, _set(v=4.0)),
+    "singleton": Case(NOT_SILENT, Singleton, lambda h: h.v, _set_on_stored(v=4.0)),
     # Libraries.
-    "torch module": Case(EITHER, _torch_module, lambda h: h[0].weight.sum() + h.b.sum() + h.training,
+    "torch module": Case(EITHER, _make_torch_module, lambda h: h[0].weight.sum() + h.b.sum() + h.training,
                          lambda env: [env.held.b.data.mul_(7), env.held[0].weight.data.fill_(2.0), env.held.eval()]),
-    "pandas": Case(EITHER, _frame, lambda h: h["price"].sum(), lambda env: env.held.__setitem__("price", [5.0, 6.0])),
+    "pandas": Case(EITHER, _make_data_frame, lambda h: h["price"].sum(),
+                   lambda env: env.held.__setitem__("price", [5.0, 6.0])),
 }  # fmt: skip
 
 
 @pytest.mark.sample(quick=8)
 @pytest.mark.parametrize("case", CASES)
-def test_changed_object_in_an_environment_is_copied_or_named(case: str, copy_outcome: Any) -> None:
+def test_changed_object_in_an_environment_is_copied_or_reported(case: str, copy_outcome: Any) -> None:
     env = HoldingEnv(__name__, case)
     rollout(env)
     CASES[case].change(env)
@@ -227,12 +250,12 @@ def test_changed_object_in_an_environment_is_copied_or_named(case: str, copy_out
 
 @pytest.mark.sample(quick=2, ci=12)
 @pytest.mark.parametrize("case", CASES)
-def test_unchanged_object_in_an_environment_is_copied_or_named(case: str, copy_outcome: Any) -> None:
+def test_unchanged_object_in_an_environment_is_copied_or_reported(case: str, copy_outcome: Any) -> None:
     assert copy_outcome(HoldingEnv(__name__, case), "held") in CASES[case].allowed
 
 
 class Resetting(gym.Env[Any, Any]):
-    """Its resets write to attributes that contain settings. Observations show all of them."""
+    """Environment whose resets write to attributes that contain settings."""
 
     action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
 
@@ -248,13 +271,14 @@ class Resetting(gym.Env[Any, Any]):
         self.params = {**self.params, "time": 0.0}
         self.weights = self.weights / self.weights.sum()
         self.goal = self.goal if self.is_fixed else float(self.np_random.random())
-        return self._seen(), {}
+        return self._observation(), {}
 
     def step(self, action: Any) -> Any:
         self.params["time"] += 1
-        return self._seen(), 0.0, False, False, {}
+        return self._observation(), 0.0, False, False, {}
 
-    def _seen(self) -> Any:
+    def _observation(self) -> Any:
+        """Return all settings as an array."""
         held = [
             float(self.lazy or 0),
             *self.params.values(),
@@ -288,23 +312,26 @@ def test_setting_in_an_attribute_that_resets_write_is_copied(change: Change, use
 # -- gymnasium's wrappers, and changes of their options.
 
 
-def _cart(**options: Any) -> Any:
+def _make_cartpole(**options: Any) -> Any:
     return gym.make("CartPole-v1", **options)
 
 
-def _pendulum() -> Any:
+def _make_pendulum() -> Any:
     return gym.make("Pendulum-v1")
 
 
-def _pictures() -> Any:
-    return wrappers.AddRenderObservation(_cart(render_mode="rgb_array"))
+def _make_with_images() -> Any:
+    """Make an environment whose observations include rendered images."""
+    return wrappers.AddRenderObservation(_make_cartpole(render_mode="rgb_array"))
 
 
-def _timed(env: Any) -> Any:
+def _add_time(env: Any) -> Any:
+    """Wrap an environment so that observations include the time."""
     return wrappers.TimeAwareObservation(env, flatten=False)
 
 
 def _wrap_with(name: str, make: Callable[[], Any], *arguments: Any, **options: Any) -> Callable[[], Any]:
+    """Return a function that makes an environment under one of gymnasium's wrappers."""
     return lambda: getattr(wrappers, name)(make(), *arguments, **options)
 
 
@@ -324,14 +351,14 @@ PICTURES: dict[str, tuple[Any, ...]] = {
     "ResizeObservation": ((8, 8),),
 }  # fmt: skip
 WRAPPED: dict[str, Callable[[], Any]] = {
-    "FilterObservation": _wrap_with("FilterObservation", lambda: _timed(_cart()), ["time"]),
-    "FlattenObservation": _wrap_with("FlattenObservation", lambda: _timed(_cart())),
-    "AddRenderObservation": _pictures,
-    "RenderCollection": _wrap_with("RenderCollection", lambda: _cart(render_mode="rgb_array")),
+    "FilterObservation": _wrap_with("FilterObservation", lambda: _add_time(_make_cartpole()), ["time"]),
+    "FlattenObservation": _wrap_with("FlattenObservation", lambda: _add_time(_make_cartpole())),
+    "AddRenderObservation": _make_with_images,
+    "RenderCollection": _wrap_with("RenderCollection", lambda: _make_cartpole(render_mode="rgb_array")),
     "vector": lambda: gym.make_vec("CartPole-v1", 2, vectorization_mode="sync"),
-    **{name: _wrap_with(name, _cart, *arguments) for name, arguments in CART.items()},
-    **{name: _wrap_with(name, _pendulum, *arguments) for name, arguments in PENDULUM.items()},
-    **{name: _wrap_with(name, _pictures, *arguments) for name, arguments in PICTURES.items()},
+    **{name: _wrap_with(name, _make_cartpole, *arguments) for name, arguments in CART.items()},
+    **{name: _wrap_with(name, _make_pendulum, *arguments) for name, arguments in PENDULUM.items()},
+    **{name: _wrap_with(name, _make_with_images, *arguments) for name, arguments in PICTURES.items()},
 }
 
 
@@ -352,14 +379,14 @@ OPTIONS: dict[str, tuple[set[str], Callable[[], Any], Change]] = {
     "repeat_action_probability": (COPIED, WRAPPED["StickyAction"],
                                   lambda env: setattr(env, "repeat_action_probability", 0.9)),
     "delay": (COPIED, WRAPPED["DelayObservation"], lambda env: setattr(env, "delay", 1)),
-    "gravity": (COPIED, WRAPPED["FrameStackObservation"], _base("gravity", 3.0)),
+    "gravity": (COPIED, WRAPPED["FrameStackObservation"], _change_base("gravity", 3.0)),
     "gravity ": (COPIED, WRAPPED["vector"], lambda env: setattr(env.envs[1].unwrapped, "gravity", 3.0)),
 }  # fmt: skip
 
 
 @pytest.mark.sample(quick=3)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_changed_option_of_a_wrapper_is_copied_or_named(name: str, copy_outcome: Any) -> None:
+def test_changed_option_of_a_wrapper_is_copied_or_reported(name: str, copy_outcome: Any) -> None:
     allowed, make, change = OPTIONS[name]
     env = make()
     rollout(env)
@@ -368,14 +395,14 @@ def test_changed_option_of_a_wrapper_is_copied_or_named(name: str, copy_outcome:
 
 
 class Forwarding(gym.Wrapper[Any, Any, Any, Any]):
-    """Forwards unknown attributes to its environment, even before it has one."""
+    """Wrapper that forwards unknown attributes, even before it has an environment."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.env, name)
 
 
 class Refusing(gym.Wrapper[Any, Any, Any, Any]):
-    """Rejects changes of its attributes."""
+    """Wrapper that rejects changes of its attributes."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -389,7 +416,7 @@ class Refusing(gym.Wrapper[Any, Any, Any, Any]):
 
 @pytest.mark.parametrize("wrapper", [Forwarding, Refusing])
 def test_wrappers_with_their_own_attribute_access_are_copied(wrapper: Any, copy_outcome: Any) -> None:
-    env = wrapper(_cart())
+    env = wrapper(_make_cartpole())
     rollout(env)
     env.unwrapped.gravity = 3.0
     assert copy_outcome(env) == "copied"

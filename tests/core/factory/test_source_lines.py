@@ -24,7 +24,7 @@ from tests.core.factory.copying import Line, Rewards, Scaled, try_rollout
 
 
 class RecordsArguments(Scaled, gym.utils.RecordConstructorArgs):
-    """A wrapper with gymnasium's record of its arguments."""
+    """Wrapper with gymnasium's record of its arguments."""
 
     def __init__(self, env: gym.Env[Any, Any], scale: float = 2.0) -> None:
         gym.utils.RecordConstructorArgs.__init__(self, scale=scale)
@@ -32,17 +32,20 @@ class RecordsArguments(Scaled, gym.utils.RecordConstructorArgs):
 
 
 class Unrecorded(Line):
-    """Its own ``__new__`` prevents that the call is recorded."""
+    """Environment whose own ``__new__`` prevents that the call is recorded."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return super().__new__(cls)
 
 
 def double(action: Any) -> Any:
+    """Return twice the action."""
     return 2 * action
 
 
-def local() -> Any:
+def make_local_function() -> Any:
+    """Return a function that is defined inside this function."""
+
     def make_line() -> Line:
         return Line(2.0)
 
@@ -76,12 +79,12 @@ taking = dict(make=lambda gain=2.0, *, length=3, **kwargs: Line(gain, length, **
         (eval("lambda: Line(2.0)"), "lambda: ..."),
         (taking["make"], "lambda gain=2.0, *, length=3, **kwargs: Line(gain, length, **kwargs)"),
         (Line, "lambda: Line()"),
-        (local, "local"),
-        (local(), "make_line"),
+        (make_local_function, "make_local_function"),
+        (make_local_function(), "make_line"),
         (functools.partial(functools.partial(Line, 2.0), length=5), "lambda: Line(2.0, length=5)"),
         (functools.partial(Line, np.arange(100)), "lambda: Line(...)"),
         (functools.partial(Scaled, Line(2.0)), "lambda: Scaled(Line(2.0))"),
-        (Line(2.0)._seen, "Line._seen"),
+        (Line(2.0)._observation, "Line._observation"),
         (Rewards(), "Rewards(...)"),
     ],
 )
@@ -97,7 +100,8 @@ def test_source_of_a_lambda_in_a_notebook_cell(monkeypatch: pytest.MonkeyPatch) 
     assert source_of_callable(names["make"]) == "lambda: Line(9.0)"
 
 
-def _id_of(part: Any) -> str:
+def _test_id(part: Any) -> str:
+    """Return the test id of a parameter: the text itself, "" for other objects."""
     return part if isinstance(part, str) else ""
 
 
@@ -119,7 +123,7 @@ INSTANCES = [
 ]
 
 
-@pytest.mark.parametrize(("env", "source"), INSTANCES, ids=_id_of)
+@pytest.mark.parametrize(("env", "source"), INSTANCES, ids=_test_id)
 def test_source_of_instances_builds_equal_environments_if_it_has_no_dots(env: Any, source: str) -> None:
     assert source_of_instance(env) == source
     if "..." not in source:
@@ -151,6 +155,7 @@ def test_source_of_an_environment_whose_id_is_no_longer_registered() -> None:
 
 
 def make(depth: int = 1) -> Any:
+    """Make a CartPole. Its code names this recursive function itself."""
     return make(depth - 1) if depth else gym.make("CartPole-v1")
 
 

@@ -23,11 +23,11 @@ from tests.core.factory.copying import Line, rollout
 
 
 class Gone:
-    """Is deleted while a weak proxy of it exists."""
+    """Class whose instance is deleted while a weak proxy of it exists."""
 
 
 class Dice(random.Random):
-    """A user's subclass of a generator, with an attribute."""
+    """User's subclass of a generator, with an attribute."""
 
     def __new__(cls, sides: int) -> Dice:
         return super().__new__(cls)
@@ -43,7 +43,7 @@ OPTIONS = gym.spaces.Dict(speed=gym.spaces.Box(0, 1, (1,)))
 
 
 class Shared(gym.Env[Any, Any]):
-    """Draws from global generators, and from generators and spaces of its module and class."""
+    """Environment that draws from global generators and from those of its module and class."""
 
     action_space, observation_space = gym.spaces.Discrete(10**9), gym.spaces.Box(-np.inf, np.inf, (16,), np.float64)
     dice, urn = random.Random(42), np.random.Philox(42)
@@ -53,9 +53,10 @@ class Shared(gym.Env[Any, Any]):
         process = [random.random(), np.random.uniform(), library.rand(), library.random(), library.lrand48()]
         module = [NOISE.normal(), LEGACY.standard_normal(), OPTIONS.sample()["speed"][0]]
         own = [self.dice.gauss(0, 1), self.urn.random_raw(), self.action_space.sample(), self.np_random.random()]
-        return np.array([*process, *module, *own, *self.of_instance()], float), {}
+        return np.array([*process, *module, *own, *self.draw_from_instance()], float), {}
 
-    def of_instance(self) -> list[float]:
+    def draw_from_instance(self) -> list[float]:
+        """Return the draws from generators that belong to the instance."""
         return []
 
     def step(self, action: Any) -> Any:
@@ -63,7 +64,7 @@ class Shared(gym.Env[Any, Any]):
 
 
 class Drawing(Shared):
-    """Also draws from generators of the instance."""
+    """Environment that also draws from generators of the instance."""
 
     def __init__(self) -> None:
         import torch
@@ -73,7 +74,7 @@ class Drawing(Shared):
         self.torch = torch.Generator().manual_seed(6)
         self.noise = gym.spaces.Box(0, 1, (1,))
 
-    def of_instance(self) -> list[float]:
+    def draw_from_instance(self) -> list[float]:
         import torch
 
         drawn = [self.generator.random(), self.philox.random(), self.legacy.randn(), self.python.random()]
@@ -130,7 +131,7 @@ def test_generators_of_this_process_are_not_changed() -> None:
 
 
 class SlowToUnpickle(gym.Env[Any, Any]):
-    """Takes some time to unpickle, as a simulator does, so that threads interleave."""
+    """Object that takes some time to unpickle, so that threads interleave."""
 
     action_space = observation_space = gym.spaces.Discrete(2)
 
@@ -146,6 +147,7 @@ def test_copies_made_in_threads_draw_the_same_as_copies_made_in_turn() -> None:
     factory = as_factory(SlowToUnpickle(), verify=False)
 
     def draw(call: Any) -> list[float]:
+        """Draw a number from each copy that ``call`` builds, either in threads or in turn."""
         return [float(copy.rng.random()) for copy in call(lambda one: one(), factory.for_workers(8, seed=0))]
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -174,7 +176,7 @@ def test_find_spec_of_torch_does_not_change_its_seed() -> None:
 
 
 class Group(gym.Env[Any, Any]):
-    """Contains environments in a list, in a dict and in an object that is not an environment."""
+    """Environment made of environments in a list, a dict and another object."""
 
     action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-9, 9, (4, 4))
 

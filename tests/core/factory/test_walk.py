@@ -17,11 +17,11 @@ from rl_ext_core.factory.walk import description, fingerprint
 
 
 class Holder:
-    """Has arbitrary attributes."""
+    """Object with arbitrary attributes."""
 
 
 class Slots:
-    """Stores its attributes in slots. One name is mangled."""
+    """Object that stores its attributes in slots. One name is mangled."""
 
     __slots__ = ("__hidden", "gain")
 
@@ -29,11 +29,13 @@ class Slots:
         self.gain, self.__hidden = gain, [gain]
 
 
-def copied(value: Any) -> Any:
+def copy_by_pickle(value: Any) -> Any:
+    """Copy a value by this package's pickle."""
     return pickle.loads(_pickle.dumps(value))
 
 
-def different(one: Any, other: Any) -> list[str]:
+def changed_paths(one: Any, other: Any) -> list[str]:
+    """Return the paths at which the fingerprints of two values differ."""
     return fingerprint(one).differences(fingerprint(other))
 
 
@@ -67,6 +69,7 @@ MAKERS: list[Callable[[], Any]] = [
 
 
 def _put(container: Any, value: Any, at: int) -> None:
+    """Store a value in a container, or as an attribute of another object."""
     if isinstance(container, (list, collections.deque)):
         container.append(value)
     elif isinstance(container, dict):
@@ -92,24 +95,24 @@ def worlds(draw: st.DrawFn) -> list[Any]:
 @settings(max_examples=150)
 @given(worlds(), st.data())
 def test_fingerprint_of_a_copy_is_equal_and_differs_after_a_change(objects: list[Any], data: st.DataObject) -> None:
-    root, before = objects[0], copied(objects[0])
-    assert different(root, before) == different(root, copied(before)) == []
+    root, before = objects[0], copy_by_pickle(objects[0])
+    assert changed_paths(root, before) == changed_paths(root, copy_by_pickle(before)) == []
     _put(data.draw(st.sampled_from(objects)), "something new", 999)
-    assert different(root, before) != []
-    assert different(root, copied(root)) == []
+    assert changed_paths(root, before) != []
+    assert changed_paths(root, copy_by_pickle(root)) == []
 
 
 def test_differences_are_named_by_their_paths() -> None:
     root, other = Holder(), Holder()
     root.part, other.part = {"a": [1, (2.0, np.zeros(2))]}, {"a": [1, (2.0, np.ones(2))]}  # type: ignore[attr-defined]
-    assert different(root, other) == [".part['a'][1][1]"]
+    assert changed_paths(root, other) == [".part['a'][1][1]"]
 
 
 def test_shared_parts_differ_from_equal_parts() -> None:
     shared: list[int] = []
-    assert different([shared, shared], [[], []]) != []
+    assert changed_paths([shared, shared], [[], []]) != []
     whole = np.zeros(4)
-    assert different([whole, whole[:2]], [np.zeros(4), np.zeros(2)]) != []
+    assert changed_paths([whole, whole[:2]], [np.zeros(4), np.zeros(2)]) != []
 
 
 def test_description_rejects_generators() -> None:

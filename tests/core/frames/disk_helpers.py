@@ -27,7 +27,8 @@ _BACKGROUND = (np.arange(72) * 37 % 200).reshape(9, 8).astype(np.uint8)
 Pair = tuple[np.ndarray, np.ndarray]
 
 
-def _frame(time: int, env: int) -> np.ndarray:
+def _compute_frame(time: int, env: int) -> np.ndarray:
+    """Compute a frame of an environment: a moving dot, or noise at every 13th time."""
     if time % 13 == 12:
         return np.random.default_rng([time, env]).integers(256, size=(9, 8), dtype=np.uint8)
     frame = _BACKGROUND.copy()
@@ -36,10 +37,11 @@ def _frame(time: int, env: int) -> np.ndarray:
     return frame
 
 
-def _stacks(time: int) -> np.ndarray:
+def _compute_stacks(time: int) -> np.ndarray:
+    """Compute the observations of all environments at a time. Young episodes have zeros."""
     # Environments start episodes at different times, so that their blocks fill at different rates.
     every = [
-        [_frame(abs(time - age), env) * (age <= (time + env) % (11 + 6 * env)) for age in (2, 1, 0)]
+        [_compute_frame(abs(time - age), env) * (age <= (time + env) % (11 + 6 * env)) for age in (2, 1, 0)]
         for env in range(N_ENVS)
     ]
     return np.array(every, dtype=np.uint8)
@@ -47,7 +49,7 @@ def _stacks(time: int) -> np.ndarray:
 
 def transition(number: int) -> Pair:
     """Compute the observations and next observations of a transition."""
-    return _stacks(number), _stacks(number + 1)
+    return _compute_stacks(number), _compute_stacks(number + 1)
 
 
 def append_all(stores: Iterable[Any], transitions: Iterable[Pair]) -> None:
@@ -78,14 +80,14 @@ def open_store(
 
 
 def add(store: Any, numbers: np.ndarray, rewards: np.ndarray, number: int) -> None:
-    """Add one transition, and write to its row."""
+    """Append the transition with this number, and write to its row."""
     row = store.position
     store.append(*transition(number))
     numbers[row], rewards[row] = number, number * 0.5
 
 
-def check(store: Any, numbers: np.ndarray, rewards: np.ndarray, *, end: int | None = None) -> int:
-    """Compare all transitions in a store with the added ones.
+def check_store(store: Any, numbers: np.ndarray, rewards: np.ndarray, *, end: int | None = None) -> int:
+    """Assert that a store contains the newest added transitions, and return their end.
 
     :param end: Expected result, or None for any.
     :return: Number of the newest transition plus one.
@@ -118,6 +120,7 @@ def read_all(store: Any, plain: ReferenceStore) -> tuple[np.ndarray, np.ndarray]
 
 
 def max_abs_error(store: Any, plain: ReferenceStore) -> int:
+    """Return the largest difference between a stored pixel and the added one."""
     made, true = read_all(store, plain)
     return int(np.abs(made - true).max())
 
@@ -143,6 +146,7 @@ def drifting_transitions(layout: StackLayout, n_steps: int, *, n_envs: int = 2, 
 
 @contextmanager
 def limit_file_size(n_bytes: int) -> Iterator[None]:
+    """Limit the size of files that this process writes, within a ``with`` block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:
@@ -152,7 +156,7 @@ def limit_file_size(n_bytes: int) -> Iterator[None]:
 
 
 def kill_while_adding(folder: Path, kind: str, capacity: int, seconds: float) -> tuple[int, int]:
-    """Kill a forked process that adds transitions.
+    """Fork a process that adds transitions, and kill it after ``seconds``.
 
     :return: Number of started transitions, and number of those that must survive.
     """
@@ -173,16 +177,18 @@ def kill_while_adding(folder: Path, kind: str, capacity: int, seconds: float) ->
 
 
 def _add_forever(folder: Path, kind: str, capacity: int, progress: mmap.mmap) -> None:
+    """Add transitions, and write the progress to shared memory, until the process is killed."""
     store, numbers, rewards = open_store(folder, kind, capacity)
-    number = check(store, numbers, rewards)
+    number = check_store(store, numbers, rewards)
     while True:
-        _say(progress, 0, number + 1)
+        _write_progress(progress, 0, number + 1)
         add(store, numbers, rewards, number)
         number += 1
-        _say(progress, 8, number - 1)
+        _write_progress(progress, 8, number - 1)
 
 
-def _say(progress: mmap.mmap, at: int, number: int) -> None:
+def _write_progress(progress: mmap.mmap, at: int, number: int) -> None:
+    """Write a number to shared memory in a single write of 8 bytes."""
     # A single write of 8 bytes: struct.pack_into() writes zeros first, and the process may be killed in between.
     progress[at : at + 8] = struct.pack("<q", number)
 

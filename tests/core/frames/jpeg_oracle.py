@@ -23,6 +23,7 @@ def as_jpeg(stacks: Any, layout: StackLayout, quality: int = 95) -> np.ndarray[A
 
 
 def _encode_and_decode(frame: np.ndarray[Any, Any], quality: int) -> np.ndarray[Any, Any]:
+    """Return a frame after JPEG, or unchanged if JPEG would not make it smaller."""
     if not frame.any():
         return frame  # padding
     planar = frame.ndim == 3 and frame.shape[2] not in (1, 3)

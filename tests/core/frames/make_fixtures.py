@@ -33,7 +33,7 @@ N_ENVS = 2
 
 
 def path_of(encoding: str, kind: str = "store") -> Path:
-    """Return the file of an encoding and a kind of store."""
+    """Return the path of the file for an encoding and a kind of store."""
     return DATA / f"{kind}-v{FORMAT_VERSION}-{encoding}.pkl"
 
 
@@ -41,6 +41,7 @@ def stacks(time: int) -> npt.NDArray[np.uint8]:
     """Compute a moving picture with formulas, because random numbers may change with the version of NumPy."""
 
     def frame(time: int, env: int) -> npt.NDArray[np.int64]:
+        """Compute one frame of the moving picture."""
         channel, y, x = np.meshgrid(np.arange(3), np.arange(6), np.arange(70), indexing="ij")
         x = x + 3 * time + 10 * env
         moving = np.abs((x * 4 + y * 7 + channel * 5) % 400 - 200) + (x * y + time) % 5
@@ -52,12 +53,12 @@ def stacks(time: int) -> npt.NDArray[np.uint8]:
 
 
 def first_transitions(n_steps: int) -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
-    """Return the first transitions."""
+    """Return the first ``count`` transitions of the moving picture."""
     return [(stacks(time), stacks(time + 1)) for time in range(n_steps)]
 
 
 def make_filled_store(encoding: str, kind: str) -> FrameStore:
-    """Create a store with the contents of the file."""
+    """Create a store with the transitions that the fixture file contains."""
     capacity, n_steps = KINDS[kind]
     if kind == "store":
         store: FrameStore = FrameStore(capacity, N_ENVS, LAYOUT, **ENCODINGS[encoding])
@@ -74,7 +75,7 @@ FOLDER_CAPACITY, FOLDER_STEPS = 30, 47
 
 
 def path_of_folder(kind: str) -> Path:
-    """Return the file with the folder of a kind of store."""
+    """Return the path of the archive with the folder of a kind of store."""
     return DATA / f"folder-v{folders.FORMAT_VERSION}-{kind}.zip"
 
 

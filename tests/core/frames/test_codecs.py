@@ -38,6 +38,7 @@ class ZlibCodec(Codec):
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the registry of codecs by a copy during each test."""
     monkeypatch.setattr(codecs, "_REGISTRY", dict(codecs._REGISTRY))
 
 
@@ -55,15 +56,18 @@ def test_codec_conforms(codec: str) -> None:
 def test_store_conforms(kind: str) -> None:
     register_codec(ZlibCodec)
 
-    def made(capacity: int, n_envs: int, layout: StackLayout) -> FrameStore:
+    def make_store(capacity: int, n_envs: int, layout: StackLayout) -> FrameStore:
+        """Create the store under test."""
         if kind == "adaptive":
             return FrameStore.adaptive(capacity, n_envs, layout.shape, layout.dtype)
         return FrameStore(capacity, n_envs, layout, codec=ZlibCodec(), block_length=4)
 
-    check_frame_store(made, contents=("mixed",))
+    check_frame_store(make_store, contents=("mixed",))
 
 
 def faulty_codec(fault: str) -> type[Codec]:
+    """Return a codec with a fault: "flips" decodes a wrong bit, "scribbles" changes its input."""
+
     class FaultyCodec(ZlibCodec):
         name = f"test-{fault}"
 
@@ -102,6 +106,7 @@ class FaultyStore(FrameStore):
         self.fault = fault
 
     def get(self, rows: Any, envs: Any, observations: Any, next_observations: Any = None, **options: Any) -> None:
+        """Read transitions, with wrong results if the fault is "next" or "threads"."""
         super().get(rows, envs, observations, next_observations, **options)
         if self.fault == "next" and next_observations is not None:
             next_observations[-1, ..., -1] = 3
@@ -110,10 +115,12 @@ class FaultyStore(FrameStore):
 
     @property
     def size(self) -> int:
+        """Number of transitions, one too many if the fault is "size"."""
         return super().size + (self.fault == "size")
 
     @property
     def nbytes(self) -> int:
+        """Memory in use, which grows with each added frame if the fault is "leak"."""
         return super().nbytes + (int(self._pool._arrays["head"][FRAMES]) * 5000 if self.fault == "leak" else 0)
 
 
@@ -155,11 +162,12 @@ def test_missing_numba_raises_with_install_command() -> None:
 
 
 def test_auto_codec_depends_on_contents() -> None:
-    def chosen(contents: str) -> str:
+    def chosen_codec(contents: str) -> str:
+        """Return the codec that an adaptive store chooses for these contents."""
         store = FrameStore.adaptive(200, 2, LAYOUTS[9].shape, np.uint8)
         append_all((store,), make_transitions(LAYOUTS[9], n_steps=140, contents=contents))
         assert store.layout == LAYOUTS[9]
         return store.codec
 
-    assert chosen("sparse") == "patch"
-    assert chosen("noise") == "raw"
+    assert chosen_codec("sparse") == "patch"
+    assert chosen_codec("noise") == "raw"

@@ -24,12 +24,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
 from rl_ext_core.frames import FrameStore, journal, salvage
-from tests.core.frames.disk_helpers import LAYOUT, N_ENVS, add, check, open_store, transition
+from tests.core.frames.disk_helpers import LAYOUT, N_ENVS, add, check_store, open_store, transition
 
 KINDS = ("patch", "raw", "patch+lz4")
 
 
 def read_all_rows(store: Any) -> list[np.ndarray]:
+    """Return the observations and next observations of all rows and environments."""
     rows, envs = np.repeat(np.arange(store.capacity), N_ENVS), np.tile(np.arange(N_ENVS), store.capacity)
     outs = [np.empty((len(rows), *LAYOUT.shape), np.uint8) for _ in range(2)]
     store.get(rows, envs, *outs)
@@ -37,10 +38,11 @@ def read_all_rows(store: Any) -> list[np.ndarray]:
 
 
 class FolderMatchesMemory(RuleBasedStateMachine):
-    """A store in a folder equals one in memory after any sequence of calls, also if it is opened again."""
+    """Hypothesis test: a store in a folder equals one in memory after any sequence of calls."""
 
     @initialize(kind=st.sampled_from(KINDS), capacity=st.sampled_from([1, 3, 17, 40, 200]), noise=st.booleans())
     def start(self, kind: str, capacity: int, noise: bool) -> None:
+        """Create an empty store in a folder, and one in memory."""
         self.temporary = tempfile.TemporaryDirectory()
         self.folder, self.number, self.kind, self.capacity = Path(self.temporary.name) / "a", 0, kind, capacity
         self.noise = noise
@@ -49,7 +51,8 @@ class FolderMatchesMemory(RuleBasedStateMachine):
         self.numbers, self.rewards = self.ram.rows("number", (), np.int64), self.ram.rows("reward", (N_ENVS,), "f4")
         self.unsure = 0  # number of transitions that would be lost if the process were killed now
 
-    def _next(self) -> tuple[np.ndarray, np.ndarray]:
+    def _next_transition(self) -> tuple[np.ndarray, np.ndarray]:
+        """Compute the next transition: noise, or the one with the next number."""
         if self.noise:
             noise = np.random.default_rng(self.number).integers(256, size=(2, N_ENVS, *LAYOUT.shape), dtype=np.uint8)
             return noise[0], noise[1]
@@ -57,8 +60,9 @@ class FolderMatchesMemory(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 60))
     def append(self, count: int) -> None:
+        """Append transitions and their row values to both stores."""
         for _ in range(count):
-            row, pair = self.disk.position, self._next()
+            row, pair = self.disk.position, self._next_transition()
             for store, (numbers, rewards) in ((self.disk, self.rows), (self.ram, (self.numbers, self.rewards))):
                 store.append(*pair)
                 numbers[row], rewards[row] = self.number, self.number * 0.5
@@ -67,6 +71,7 @@ class FolderMatchesMemory(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 40))
     def append_equal_observations(self, count: int) -> None:
+        """Append transitions whose observation and next observation are the same."""
         pair = transition(5)
         for _ in range(count):
             row = self.disk.position
@@ -77,12 +82,13 @@ class FolderMatchesMemory(RuleBasedStateMachine):
 
     @rule()
     def replace_newest(self) -> None:
+        """Write another transition to the row of the newest one, in both stores."""
         if self.ram.size and self.ram.dropped < self.ram.n_written:
             row = (self.ram.position - 1) % self.capacity
             if row == self.ram.position:
                 return
             for store, (numbers, rewards) in ((self.disk, self.rows), (self.ram, (self.numbers, self.rewards))):
-                store.append(*self._next(), row=row)
+                store.append(*self._next_transition(), row=row)
                 numbers[row], rewards[row] = -1, -2
             self.unsure = 1
 
@@ -112,6 +118,7 @@ class FolderMatchesMemory(RuleBasedStateMachine):
 
     @rule()
     def open_again(self) -> None:
+        """Close the store in the folder, and open it again."""
         self.disk.close()
         size = self.disk.size
         self.disk, *self.rows = open_store(self.folder, self.kind, self.capacity)
@@ -120,6 +127,7 @@ class FolderMatchesMemory(RuleBasedStateMachine):
 
     @rule()
     def open_copy_as_after_a_kill(self) -> None:
+        """Open a copy of the folder made without closing, and check what is recovered."""
         left = self.folder.with_name("left")
         shutil.copytree(self.folder, left)
         store, numbers, rewards = open_store(left, self.kind, self.capacity)
@@ -139,12 +147,14 @@ class FolderMatchesMemory(RuleBasedStateMachine):
 
     @rule()
     def append_to_copies(self) -> None:
+        """Append to copies of the store, and check that the store does not change."""
         for other in (copy.copy(self.disk), copy.deepcopy(self.disk), pickle.loads(pickle.dumps(self.disk, 5))):
             self._compare(other)
             other.append(*transition(3))
         self._compare(self.disk)
 
     def _compare(self, store: Any) -> None:
+        """Assert that a store has the same position, size and contents as the one in memory."""
         for name in ("position", "full", "size", "first", "dropped"):
             assert getattr(store, name) == getattr(self.ram, name), name
         for ours, theirs in zip(read_all_rows(store), read_all_rows(self.ram), strict=True):
@@ -152,6 +162,7 @@ class FolderMatchesMemory(RuleBasedStateMachine):
 
     @invariant()
     def stores_are_equal(self) -> None:
+        """Assert after each call that both stores and their row values are equal."""
         if hasattr(self, "disk"):
             self._compare(self.disk)
             held = (self.disk.first + np.arange(self.disk.size)) % self.capacity
@@ -173,11 +184,11 @@ def test_reopened_adaptive_store_keeps_its_encoding(tmp_path: Path, n_stack: int
     for number in range(450):
         add(store, *rows, number)
         if number % 50 == 0:
-            check(store, *rows, end=number + 1)
+            check_store(store, *rows, end=number + 1)
             left = shutil.copytree(tmp_path / "a", tmp_path / "left")
             found, *there = open_store(left, "adaptive", 300, n_stack=n_stack)
             assert found.recovered.lost == 1
-            assert check(found, *there) == number
+            assert check_store(found, *there) == number
             found.close()
             shutil.rmtree(left)
     chosen = store.layout, store.codec, store.block_length
@@ -186,7 +197,7 @@ def test_reopened_adaptive_store_keeps_its_encoding(tmp_path: Path, n_stack: int
     store, *rows = open_store(tmp_path / "a", "adaptive", 300, n_stack=n_stack)
     assert (store.layout, store.codec, store.block_length) == chosen
     assert len(list((tmp_path / "a").iterdir())) == 8
-    check(store, *rows, end=450)
+    check_store(store, *rows, end=450)
     store.close()
 
 
@@ -219,7 +230,7 @@ def test_folder_in_use_is_rejected_and_exit_without_close_loses_nothing(tmp_path
         other.communicate("")
     store, *rows = open_store(tmp_path / "a", "patch", 50)
     assert store.recovered == (30, 0, 0)
-    check(store, *rows, end=30)
+    check_store(store, *rows, end=30)
     store.close()
 
 
@@ -228,7 +239,7 @@ read, write = os.pipe()
 child = os.fork()
 if not child:
     try:
-        check(store, *rows, end=30)
+        check_store(store, *rows, end=30)
         add(store, *rows, 30)
     except Exception as error:
         store.close()
@@ -239,7 +250,7 @@ if not child:
 os.close(read)
 sys.stdin.readline()
 add(store, *rows, 30)
-check(store, *rows, end=31)
+check_store(store, *rows, end=31)
 try:
     open_store(sys.argv[1], "patch", 50)
 except Exception as error:
@@ -292,7 +303,7 @@ def test_unused_rows_and_the_newest_row_can_be_written(tmp_path: Path, flushed: 
         rewards[50_000:] = 7
         for number in range(30):
             add(store, numbers, rewards, number)
-        check(store, numbers, rewards, end=30)
+        check_store(store, numbers, rewards, end=30)
         if flushed:
             store.flush()
         rewards[newest] = 77
@@ -303,7 +314,7 @@ def test_unused_rows_and_the_newest_row_can_be_written(tmp_path: Path, flushed: 
         assert rewards[newest].tolist() == [77, 77]
         assert store.recovered == (min(capacity, 30), 0, 0)
         rewards[newest] = 14.5
-        check(store, numbers, rewards, end=30)
+        check_store(store, numbers, rewards, end=30)
         store.close()
 
 
@@ -312,6 +323,7 @@ def test_unusable_folders_are_rejected_and_unchanged(tmp_path: Path, monkeypatch
     (tmp_path / "thesis.tex").write_text("x")
 
     def refused(*_: Any) -> None:
+        """Raise the error of a file system without locks."""
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     for folder, options, error, said in (
@@ -350,7 +362,7 @@ def test_row_arrays_must_be_created_before_the_first_transition(tmp_path: Path) 
             use()
 
 
-def test_references_of_many_open_blocks(tmp_path: Path) -> None:
+def test_frames_of_many_unfilled_blocks_are_read_from_a_folder(tmp_path: Path) -> None:
     n_envs, n_steps = 9, 35
     store = FrameStore(100, n_envs, LAYOUT, codec="patch", block_length=16, storage_dir=tmp_path / "a")
     noise = np.random.default_rng(0).integers(256, size=(n_steps + 1, n_envs, *LAYOUT.shape), dtype=np.uint8)
@@ -365,11 +377,12 @@ def test_references_of_many_open_blocks(tmp_path: Path) -> None:
 
 def test_failed_creation_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any, **__: Any) -> None:
+        """Raise the error of a full disk."""
         raise StorageError("the disk is full")
 
     folder = tmp_path / "a"
     folder.mkdir()
-    monkeypatch.setattr(journal.Journal, "record", refused)
+    monkeypatch.setattr(journal.Journal, "write_all", refused)
     before = sorted(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(StorageError, match="the disk is full"):
@@ -378,7 +391,7 @@ def test_failed_creation_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest
     monkeypatch.undo()
     store, *rows = open_store(folder, "patch", 8)
     add(store, *rows, 0)
-    check(store, *rows, end=1)
+    check_store(store, *rows, end=1)
     store.close()
 
 
@@ -392,6 +405,7 @@ def test_file_of_another_store_is_rejected(tmp_path: Path, name: str) -> None:
     shutil.copy(tmp_path / "b" / name, tmp_path / "a" / name)
 
     def read_all() -> None:
+        """Open the store and read all transitions."""
         with contextlib.closing(open_store(tmp_path / "a", "patch", 20)[0]) as store:
             read_all_rows(store)
 
@@ -407,6 +421,7 @@ def test_threads_read_while_another_adds_and_reencodes(tmp_path: Path, kind: str
     done = threading.Event()
 
     def read() -> None:
+        """Read and compare all transitions until the other thread has finished."""
         try:
             while not done.is_set():
                 rows = np.arange(store.size)

@@ -13,7 +13,7 @@ import pytest
 
 from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.frames import salvage
-from tests.core.frames.disk_helpers import LAYOUT, N_ENVS, add, check, open_store, transition
+from tests.core.frames.disk_helpers import LAYOUT, N_ENVS, add, check_store, open_store, transition
 
 KINDS = ("patch", "patch+lz4", "raw", "adaptive")
 CAPACITY = 60
@@ -21,6 +21,7 @@ CAPACITY = 60
 
 @pytest.fixture(params=[(kind, count) for kind in KINDS for count in (50, 170)], ids=str)
 def filled_folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, int]:
+    """Create a folder with a closed store, and return path, kind and number of transitions."""
     kind, count = request.param
     store, *_rows = open_store(tmp_path / "filled_folder", kind, CAPACITY, count=count)
     store.close()
@@ -28,7 +29,7 @@ def filled_folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path,
 
 
 def damage_file(path: Path, rng: random.Random) -> str:
-    """Damage a file at random.
+    """Damage a file at random, and return a description of the damage.
 
     :return: Description of the damage.
     """
@@ -69,6 +70,7 @@ def check_one_by_one(store: Any, numbers: np.ndarray, rewards: np.ndarray) -> in
 
 
 def copy_and_damage(filled_folder: tuple[Path, str, int], tmp_path: Path, seed: int) -> tuple[Path, str]:
+    """Copy a folder and damage one of its files; return the copy and a description."""
     rng = random.Random(seed)
     folder = tmp_path / f"altered{seed}"
     shutil.copytree(filled_folder[0], folder)
@@ -77,6 +79,7 @@ def copy_and_damage(filled_folder: tuple[Path, str, int], tmp_path: Path, seed: 
 
 
 def check_damage(filled_folder: tuple[Path, str, int], tmp_path: Path, seed: int) -> None:
+    """Assert that damage to a folder is found on opening, reading or salvaging."""
     folder, what = copy_and_damage(filled_folder, tmp_path, seed)
     _, kind, count = filled_folder
     refused: int | None = None
@@ -101,7 +104,7 @@ def check_damage(filled_folder: tuple[Path, str, int], tmp_path: Path, seed: int
         assert file != "store.json" or "store.json is damaged" in refusal or "has format" in refusal, what
         return
     store, *rows = open_store(folder, kind, CAPACITY)
-    end = check(store, *rows)
+    end = check_store(store, *rows)
     assert store.size == kept.kept, what
     assert kept.lost > 0 or refused in (None, 0), what
     if refused is not None:
@@ -109,10 +112,10 @@ def check_damage(filled_folder: tuple[Path, str, int], tmp_path: Path, seed: int
         assert kept.kept >= (min(count, CAPACITY) - refused) / (refused + 1), what
     for number in range(end, end + 70):
         add(store, *rows, number)
-    check(store, *rows, end=end + 70)
+    check_store(store, *rows, end=end + 70)
     store.close()
     store, *rows = open_store(folder, kind, CAPACITY)
-    check(store, *rows, end=end + 70)
+    check_store(store, *rows, end=end + 70)
     store.close()
 
 
@@ -123,6 +126,7 @@ def test_random_damage_is_detected(filled_folder: tuple[Path, str, int], tmp_pat
 
 
 def make_folder(tmp_path: Path, count: int = 50) -> Path:
+    """Create a folder with a closed store of ``count`` transitions."""
     store, *_rows = open_store(tmp_path / "a", "patch", CAPACITY, count=count)
     store.close()
     return tmp_path / "a"
@@ -147,7 +151,7 @@ def test_missing_or_truncated_file_is_detected(tmp_path: Path, name: str, share:
         open_store(folder, "patch", CAPACITY)
     (folder / name).write_bytes(whole)
     store, *rows = open_store(folder, "patch", CAPACITY)
-    check(store, *rows, end=50)
+    check_store(store, *rows, end=50)
     store.close()
 
 
@@ -155,7 +159,7 @@ def test_missing_or_truncated_file_is_detected(tmp_path: Path, name: str, share:
 def test_journal_with_too_many_transitions_is_rejected(tmp_path: Path, wrong: dict[str, int]) -> None:
     store, *_rows = open_store(tmp_path / "a", "patch", CAPACITY, count=50)
     store.flush()
-    store._folder.journal.record(**{"length": 50, "next_row": 50, "n_written": 50, "exposed": False, **wrong})
+    store._folder.journal.write_all(**{"length": 50, "next_row": 50, "n_written": 50, "exposed": False, **wrong})
     store._folder.close()  # as if the process were killed
     with pytest.raises(CorruptFileError, match="journal is damaged: its number of elements exceeds the number of rows"):
         open_store(tmp_path / "a", "patch", CAPACITY)
@@ -182,7 +186,7 @@ def test_salvage_without_journal_needs_a_ring_that_was_never_full(tmp_path: Path
         return
     assert salvage(folder) == (50, 0)
     store, *rows = open_store(folder, "patch", CAPACITY)
-    check(store, *rows, end=50)
+    check_store(store, *rows, end=50)
     store.close()
 
 

@@ -15,10 +15,11 @@ from rl_ext_core.frames import StackLayout, folder
 from rl_ext_core.frames import arrays as state
 from rl_ext_core.frames.pool import FramePool
 from rl_ext_core.frames.region import RegionFile
-from tests.core.frames.disk_helpers import LAYOUT, add, check, open_store
+from tests.core.frames.disk_helpers import LAYOUT, add, check_store, open_store
 
 
-def full(*_: Any) -> None:
+def raise_disk_full(*_: Any) -> None:
+    """Raise the error of a full disk."""
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -34,7 +35,7 @@ class FailingAllocation:
         if self.left:
             self.left -= 1
             if not self.left:
-                full()
+                raise_disk_full()
         self._allocate(*args)
 
 
@@ -53,15 +54,15 @@ def test_each_failed_allocation_leaves_the_store_unchanged(
             except StorageError as error:
                 failing.left, failures = 0, failures + ("No space left on device" in str(error))
                 if number:
-                    check(store, *rows, end=number)
+                    check_store(store, *rows, end=number)
             else:
                 failing.left = 0
                 break
     assert failures > 20
-    check(store, *rows, end=1100)
+    check_store(store, *rows, end=1100)
     store.close()
     store, *rows = open_store(tmp_path / "a", kind, 1000)
-    check(store, *rows, end=1100)
+    check_store(store, *rows, end=1100)
     assert store.recovered == (1000, 0, 0)
     store.close()
 
@@ -69,7 +70,7 @@ def test_each_failed_allocation_leaves_the_store_unchanged(
 def test_failed_write_of_settings_leaves_previous_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, *rows = open_store(tmp_path / "a", "adaptive", 300)
     first = store.layout
-    monkeypatch.setattr(folder, "write_json", full)
+    monkeypatch.setattr(folder, "write_json", raise_disk_full)
     for number in range(100):
         add(store, *rows, number)
     assert store.layout == first != LAYOUT
@@ -83,7 +84,7 @@ def test_failed_write_of_settings_leaves_previous_settings(tmp_path: Path, monke
     assert store.layout == LAYOUT
     store.close()
     store, *rows = open_store(tmp_path / "a", "adaptive", 300)
-    check(store, *rows, end=300)
+    check_store(store, *rows, end=300)
     store.close()
 
 
@@ -96,7 +97,7 @@ def test_file_with_holes_is_allocated_when_opened(tmp_path: Path, monkeypatch: p
         file.truncate(len(contents))
         file.write(contents[:65536])  # the rest is a hole
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", raise_disk_full)
     with pytest.raises(StorageError, match=r"cannot write .* bytes to .*row-number: No space left"):
         open_store(tmp_path / "a", "patch", 5000)
 

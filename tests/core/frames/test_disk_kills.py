@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_ext_core.frames.store import load_kernels
-from tests.core.frames.disk_helpers import add, check, kill_while_adding, open_store, random_seconds
+from tests.core.frames.disk_helpers import add, check_store, kill_while_adding, open_store, random_seconds
 
 KINDS = ("patch", "patch+lz4", "raw", "adaptive")
 
@@ -32,7 +32,7 @@ def test_killed_process_loses_at_most_one_transition(
     caplog.clear()
     with caplog.at_level(logging.INFO, "rl_ext_core.frames"):
         store, numbers, rewards = open_store(folder, kind, capacity)
-    end = check(store, numbers, rewards)
+    end = check_store(store, numbers, rewards)
     found = store.recovered
     assert found is not None
     assert found.kept == store.size
@@ -45,17 +45,17 @@ def test_killed_process_loses_at_most_one_transition(
     assert (str(found.lost) in caplog.text) or not found.lost
     for number in range(end, end + 60):
         add(store, numbers, rewards, number)
-    check(store, numbers, rewards, end=end + 60)
+    check_store(store, numbers, rewards, end=end + 60)
     size = store.size
     store.close()
     store, numbers, rewards = open_store(folder, kind, capacity)
     assert store.recovered == (size, 0, 0)
-    check(store, numbers, rewards, end=end + 60)
+    check_store(store, numbers, rewards, end=end + 60)
     store.close()
 
 
 def _kill_at_file_access(folder: Path, step: int, *, kind: str) -> bool:
-    """Create a folder in a process that ends at its n-th file access.
+    """Create a store's folder in a process that exits at its n-th file access.
 
     :return: Whether the process ended early.
     """
@@ -63,13 +63,14 @@ def _kill_at_file_access(folder: Path, step: int, *, kind: str) -> bool:
     if child == 0:
         left = step
 
-        def die(event: str, args: tuple[object, ...]) -> None:
+        def exit_at_access(event: str, args: tuple[object, ...]) -> None:
+            """Exit the process if this audit event is the n-th file access in the folder."""
             nonlocal left
             left -= str(folder) in str(args)
             if left < 0:
                 os._exit(1)
 
-        sys.addaudithook(die)
+        sys.addaudithook(exit_at_access)
         open_store(folder, kind, 25)
         os._exit(0)
     return os.waitpid(child, 0)[1] != 0
@@ -86,7 +87,7 @@ def test_folder_can_be_created_after_a_killed_attempt(tmp_path: Path, kind: str)
         add(store, numbers, rewards, 0)
         store.close()
         store, numbers, rewards = open_store(folder, kind, 25)
-        check(store, numbers, rewards, end=1)
+        check_store(store, numbers, rewards, end=1)
         store.close()
         step += 1
     assert step > 20

@@ -25,7 +25,7 @@ from rl_ext_core.frames import FrameStore, StackLayout, folder, salvage
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION
 from rl_ext_core.testing import LAYOUTS, ReferenceStore, check_contents, make_transitions
 from tests.core.frames import make_fixtures as fixtures
-from tests.core.frames.disk_helpers import add, append_all, check, limit_file_size, open_store, read_all
+from tests.core.frames.disk_helpers import add, append_all, check_store, limit_file_size, open_store, read_all
 from tests.core.frames.make_fixtures import (
     ENCODINGS,
     EXACT,
@@ -91,10 +91,10 @@ def test_folder_of_this_format_is_readable(tmp_path: Path, kind: str) -> None:
     zipfile.ZipFile(fixtures.path_of_folder(kind)).extractall(tmp_path)
     store, *rows = open_store(tmp_path, kind, capacity, **fixtures.FOLDERS[kind])
     assert store.recovered == (capacity, 0, 0)
-    check(store, *rows, end=n_steps)
+    check_store(store, *rows, end=n_steps)
     for number in range(n_steps, n_steps + 50):
         add(store, *rows, number)
-    check(store, *rows, end=n_steps + 50)
+    check_store(store, *rows, end=n_steps + 50)
     store.close()
 
 
@@ -111,6 +111,7 @@ def test_folder_of_a_later_format_is_rejected(tmp_path: Path, monkeypatch: pytes
 
 @functools.cache
 def state_of(codec: str) -> dict[str, Any]:
+    """Return the pickled state of the filled store of a codec, computed once."""
     return make_filled_store(codec, "store").__getstate__()
 
 
@@ -195,7 +196,7 @@ def test_loaded_store_equals_saved_store(tmp_path: Path, codec: str, kind: str, 
         store.close()
 
 
-class Counted(io.RawIOBase):
+class CountingFile(io.RawIOBase):
     """File that counts the bytes written to it."""
 
     written = 0
@@ -234,7 +235,7 @@ def test_save_and_load_make_no_copy_in_memory(tmp_path: Path) -> None:
     for step in range(7000):
         frames = noise[[(step + age) * 7 % 3000 for age in range(3)]]
         large.append(frames[None, :2], frames[None, 1:])
-    file = Counted()
+    file = CountingFile()
     tracemalloc.start()
     try:
         large.save(file)  # type: ignore[arg-type]

@@ -20,13 +20,15 @@ CAPACITY = 12
 NUMBERS = {(before[0].tobytes(), after[0].tobytes()): n for n in range(60) for before, after in [transition(n)]}
 
 
-def make(kind: str, folder: Path | None) -> Any:
+def make_store(kind: str, folder: Path | None) -> Any:
+    """Create an empty store in memory or in a folder."""
     if kind == "adaptive":
         return FrameStore.adaptive(CAPACITY, N_ENVS, LAYOUT.shape, np.uint8, storage_dir=folder)
     return FrameStore(CAPACITY, N_ENVS, LAYOUT, codec=kind, block_length=4, storage_dir=folder)
 
 
-def fill(store: Any, *numbers: int) -> Any:
+def append_numbered(store: Any, *numbers: int) -> Any:
+    """Append the transitions with these numbers, and return the store."""
     for number in numbers:
         store.append(*transition(number))
     return store
@@ -37,6 +39,7 @@ def read_numbers(store: Any) -> list[int]:
     found: list[int] = []
 
     def read() -> None:
+        """Append the number of each stored transition to the result."""
         rows = (store.first + np.arange(store.size)) % CAPACITY
         outs = [np.empty((len(rows), N_ENVS, *LAYOUT.shape), dtype=np.uint8) for _ in range(2)]
         for env in range(N_ENVS):
@@ -58,16 +61,17 @@ def read_numbers(store: Any) -> list[int]:
     return found
 
 
-def save(store: Any, folder: Path) -> None:
+def save_to_folder(store: Any, folder: Path) -> None:
+    """Save a store to a file in this folder."""
     store.save(folder / "saved")
 
 
 # Calls, and the number of transitions before them. The ring is full with 12 transitions. An adaptive store chooses its
 # encoding after 8 and 16 of them. Every fourth frame starts a block.
 CALLS: dict[str, tuple[Callable[[Any, Path], Any], int]] = {
-    "append": (lambda store, _: fill(store, 30), 5),
-    "append to a block that is full": (lambda store, _: fill(store, 30), 7),
-    "append over the oldest": (lambda store, _: fill(store, 30), 15),
+    "append": (lambda store, _: append_numbered(store, 30), 5),
+    "append to a block that is full": (lambda store, _: append_numbered(store, 30), 7),
+    "append over the oldest": (lambda store, _: append_numbered(store, 30), 15),
     "stage and commit": (lambda store, _: store.commit(store.stage(*transition(30))), 15),
     "get": (lambda store, _: read_first_env(store), 14),
     "drop_oldest": (lambda store, _: store.drop_oldest(5), 14),
@@ -75,12 +79,13 @@ CALLS: dict[str, tuple[Callable[[Any, Path], Any], int]] = {
     "clear": (lambda store, _: store.clear(), 14),
     "free_stream_buffers": (lambda store, _: store.free_stream_buffers(), 14),
     "flush": (lambda store, _: store.flush(), 14),
-    "save": (save, 14),
+    "save": (save_to_folder, 14),
     "save to an open file": (lambda store, _: store.save(io.BytesIO()), 14),
 }
 
 
 def read_first_env(store: Any) -> None:
+    """Read all transitions of the first environment."""
     rows = np.arange(store.size)
     store.get(rows, np.zeros_like(rows), np.empty((len(rows), *LAYOUT.shape), dtype=np.uint8))
 
@@ -98,10 +103,11 @@ def test_interrupted_call_leaves_state_before_or_after(name: str, kind: str, eve
     codec = "adaptive" if kind.startswith("adaptive") else "patch+lz4" if kind == "in a folder" else "patch"
 
     def prepare() -> Callable[[], Any]:
+        """Create a filled store, and return the call that is to be interrupted."""
         nonlocal number
         number += 1
         folder = tmp_path / str(number)
-        store = fill(make(codec, folder / "store" if "folder" in kind else None), *range(there))
+        store = append_numbered(make_store(codec, folder / "store" if "folder" in kind else None), *range(there))
         folder.mkdir(exist_ok=True)
         stores[:] = [(store, folder)]  # replaces the previous store, because an exhaustive run makes thousands
         return lambda: call(store, folder)
@@ -119,12 +125,12 @@ def test_interrupted_call_leaves_state_before_or_after(name: str, kind: str, eve
         saved_or_not.add(saved.exists())
         if saved.exists():
             assert read_numbers(type(store).load(saved)) == before, where
-        fill(store, 40, 41, 42, 43, 44)  # the store can still be used
+        append_numbered(store, 40, 41, 42, 43, 44)  # the store can still be used
         found = [*found, 40, 41, 42, 43, 44][-CAPACITY:]
         assert read_numbers(store) == found, where
         if "folder" in kind:
             store.close()
-            store = make(codec, folder / "store")
+            store = make_store(codec, folder / "store")
             assert read_numbers(store) == found, where
             store.close()
     assert number > 2, "nothing was interrupted"
@@ -139,31 +145,32 @@ def test_interrupted_open_or_close_leaves_a_usable_folder(name: str, kind: str, 
     number, there, opened = 0, [] if name == "make" else list(range(2, 14)), []
 
     def prepare() -> Callable[[], Any]:
+        """Return a call that creates, opens or closes a store."""
         nonlocal number
         number += 1
         folder = tmp_path / str(number)
         if name != "make":
-            store = fill(make(kind, folder), *range(14))
+            store = append_numbered(make_store(kind, folder), *range(14))
             if name == "close":
                 return store.close  # type: ignore[no-any-return]
             store.close()
-        return lambda: opened.append(make(kind, folder))
+        return lambda: opened.append(make_store(kind, folder))
 
     for where in interrupt_everywhere(prepare, code_paths=CODE_PATHS, every=every):
         if opened:
             opened.pop().close()
-        store = make(kind, tmp_path / str(number))
+        store = make_store(kind, tmp_path / str(number))
         assert read_numbers(store) == there, where
-        fill(store, 40, 41)
+        append_numbered(store, 40, 41)
         store.close()
-        store = make(kind, tmp_path / str(number))
+        store = make_store(kind, tmp_path / str(number))
         assert read_numbers(store) == [*there, 40, 41][-CAPACITY:], where
         store.close()
 
 
 @pytest.mark.parametrize("kind", ["patch", "adaptive"])
 def test_interrupted_load_can_be_repeated(kind: str, tmp_path: Path) -> None:
-    store = fill(make(kind, None), *range(14))
+    store = append_numbered(make_store(kind, None), *range(14))
     store.save(tmp_path / "saved")
     for where in interrupt_everywhere(
         lambda: lambda: type(store).load(tmp_path / "saved"), code_paths=CODE_PATHS, every=211

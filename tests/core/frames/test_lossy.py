@@ -90,7 +90,8 @@ def test_only_equal_frames_are_shared() -> None:
     assert max_abs_error(store, plain) <= 10
 
 
-def adaptive(plain: ReferenceStore, **options: Any) -> FrameStore:
+def make_adaptive(plain: ReferenceStore, **options: Any) -> FrameStore:
+    """Create an adaptive store for the same observations as a plain one."""
     return FrameStore.adaptive(plain.capacity, plain.n_envs, plain.layout.shape, plain.layout.dtype, **options)
 
 
@@ -98,7 +99,7 @@ def adaptive(plain: ReferenceStore, **options: Any) -> FrameStore:
 @pytest.mark.parametrize(("codec", "n_stack"), [("auto", None), ("patch+lz4", 3)])
 def test_adaptive_store_is_exact_until_it_knows_the_layout(codec: str, n_stack: int | None) -> None:
     plain = ReferenceStore(200, 2, RGB)
-    store, exact = (adaptive(plain, codec=codec, n_stack=n_stack, max_error=bound) for bound in (4, 0))
+    store, exact = (make_adaptive(plain, codec=codec, n_stack=n_stack, max_error=bound) for bound in (4, 0))
     for step, transition in enumerate(drifting_transitions(RGB, 200)):
         plain.append(*transition)
         for each in (store, exact):
@@ -164,19 +165,19 @@ def test_longest_patches_are_not_treated_as_packed_frames(size: int) -> None:
 @pytest.mark.parametrize("options", [{"codec": "patch+lz4", "max_error": 4}, {"codec": "jpeg"}], ids=str)
 def test_reopened_lossy_folder_returns_equal_frames(tmp_path: Path, options: dict[str, Any]) -> None:
     plain = ReferenceStore(200, 2, RGB)
-    store = adaptive(plain, storage_dir=tmp_path / "there", **options)
+    store = make_adaptive(plain, storage_dir=tmp_path / "there", **options)
     append_all((plain, store), drifting_transitions(RGB, 250))
     made, true = read_all(store, plain)
     if "max_error" in options:
         assert 0 < np.abs(made - true).max() <= 4
     store.close()
-    again = adaptive(plain, storage_dir=tmp_path / "there", **options)
+    again = make_adaptive(plain, storage_dir=tmp_path / "there", **options)
     assert again.lossy
     assert again.max_error == options.get("max_error", 0)
     np.testing.assert_array_equal(read_all(again, plain)[0], made)
     again.close()
     with pytest.raises(InvalidArgumentError):
-        adaptive(plain, storage_dir=tmp_path / "there")
+        make_adaptive(plain, storage_dir=tmp_path / "there")
 
 
 JPEGS = [

@@ -30,7 +30,7 @@ def observations(n: int = 200) -> npt.NDArray[Any]:
 
 
 class ToyEnv(gym.Env[Any, Any]):
-    """Environment with 48×48 RGB observations, whose changes depend on the time in the episode."""
+    """Base class of environments with 48×48 RGB observations that depend on the time."""
 
     action_space = gym.spaces.Discrete(4)
     observation_space: gym.Space[Any] = gym.spaces.Box(0, 255, (48, 48, 3), np.uint8)
@@ -52,14 +52,16 @@ class ToyEnv(gym.Env[Any, Any]):
         self.closed += 1
 
     def start_episode(self, rng: np.random.Generator) -> None:
+        """Prepare the pictures of a new episode."""
         raise NotImplementedError
 
     def observe(self) -> npt.NDArray[Any]:
+        """Return the image at the current time."""
         raise NotImplementedError
 
 
 class Film(ToyEnv):
-    """A bright square that moves over a gray picture. The environment returns the same array at each step."""
+    """Environment of a bright square that moves over gray, returned in the same array."""
 
     observation_space = gym.spaces.Box(0, 255, (80, 100, 3), np.uint8)
     length = 40
@@ -74,7 +76,7 @@ class Film(ToyEnv):
 
 
 class Track(ToyEnv):
-    """Imitation of CarRacing with random actions: a view that zooms in, and then moves or rests for long times."""
+    """Imitation of CarRacing with random actions: a view that zooms in, moves and rests."""
 
     length = 400
 
@@ -215,7 +217,7 @@ def test_number_of_steps_depends_on_the_variance() -> None:
 
 
 class BrokenEnv(Film):
-    """Environment that fails, returns a wrong shape, or has a Dict space."""
+    """Environment that raises in a step, returns a wrong shape, or has a Dict space."""
 
     def __init__(self, how: str) -> None:
         self.how = how

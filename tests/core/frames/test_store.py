@@ -36,6 +36,7 @@ BUDGET = 100_000
 
 @st.composite
 def layouts(draw: st.DrawFn) -> StackLayout:
+    """Draw a shape, dtype and stacking of observations."""
     n_stack, channels = draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 2, 3]))
     others = draw(st.lists(st.integers(1, 9), min_size=0, max_size=2))
     first = draw(st.booleans())
@@ -45,6 +46,7 @@ def layouts(draw: st.DrawFn) -> StackLayout:
 
 @st.composite
 def episodes(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw the arguments with which ``make_transitions`` generates episodes."""
     return {
         "n_steps": draw(st.integers(1, 60)),
         "contents": draw(st.sampled_from(CONTENTS)),
@@ -56,6 +58,7 @@ def episodes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def save_and_load(store: Any) -> Any:
+    """Return the store that is loaded from the saved one."""
     file = io.BytesIO()
     store.save(file)
     return type(store).load(io.BytesIO(file.getvalue()))
@@ -142,11 +145,12 @@ def test_store_with_max_bytes_returns_newest_transitions(data: st.DataObject, ca
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_adaptive_store_respects_max_bytes(where: str, tmp_path: Path) -> None:
-    def opened() -> FrameStore:
+    def open_store() -> FrameStore:
+        """Open the store in memory or in the folder."""
         folder = tmp_path / "a" if where == "disk" else None
         return FrameStore.adaptive(3000, 2, GRAY.shape, np.uint8, max_bytes=BUDGET, storage_dir=folder)
 
-    store, plain = opened(), ReferenceStore(3000, 2, GRAY)
+    store, plain = open_store(), ReferenceStore(3000, 2, GRAY)
     for transition in make_transitions(GRAY, n_steps=1200, contents="sparse", odd=0.02):
         append_all((store, plain), [transition])
         assert store.nbytes <= BUDGET
@@ -155,7 +159,7 @@ def test_adaptive_store_respects_max_bytes(where: str, tmp_path: Path) -> None:
     check_kept_rows(store, plain)
     store.close()
     if where == "disk":
-        store = opened()
+        store = open_store()
         check_kept_rows(store, plain)
         store.close()
 
@@ -205,7 +209,7 @@ def test_successive_stacks_share_frames(codec: str) -> None:
     assert stored["as they are"] == stored["other memory"] <= 2 * 91 < min(stored["shuffled"], stored["one byte"])
 
 
-def test_stacks_of_255_frames() -> None:
+def test_stacks_of_255_frames_are_returned_unchanged() -> None:
     layout = StackLayout((255, 2, 3), np.dtype(np.uint8), 255, 0)
     plain = ReferenceStore(30, 1, layout)
     stores = [FrameStore(30, 1, layout, codec=codec, block_length=8) for codec in CODECS]

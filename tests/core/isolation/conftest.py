@@ -18,12 +18,14 @@ Variant = Callable[[str], "functools.partial[Simulator]"]
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give each test an empty folder for cached verdicts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "rl-ext" / "isolation"
 
 
 @pytest.fixture(scope="session")
 def compiler() -> str:
+    """Return the path of the C compiler, or skip the test if there is none."""
     found = shutil.which("cc")
     if found is None:
         skip_or_fail("no C compiler (cc) for the toy simulator: apt-get install gcc libc6-dev")
@@ -32,6 +34,7 @@ def compiler() -> str:
 
 @pytest.fixture(scope="session")
 def compiled(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Variant:
+    """Return a function that compiles a variant of the toy simulator once."""
     folder = tmp_path_factory.mktemp("simulators")
     return functools.cache(lambda name: variants.compiled(name, folder, compiler))
 

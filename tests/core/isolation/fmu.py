@@ -28,7 +28,7 @@ FLAG = ' canBeInstantiatedOnlyOncePerProcess="true"'
 
 
 def make_fmu(path: Path, compiler: str, *, flag: str = FLAG) -> Path:
-    """Compile and pack the FMU.
+    """Compile a simulator, and pack it into an FMU file.
 
     :param path: File to write.
     :param compiler: Path of the C compiler.
@@ -47,7 +47,7 @@ def make_fmu(path: Path, compiler: str, *, flag: str = FLAG) -> Path:
 
 
 class Decay(gymnasium.Env[np.ndarray, np.ndarray]):
-    """Stores FMPy's slave and the model description, as such environments do."""
+    """Environment that stores FMPy's slave and the model description."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float64)
     action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float64)

@@ -58,15 +58,17 @@ class Simulator(gymnasium.Env[np.ndarray, np.ndarray]):
 
 
 def make_from_env_variable() -> Simulator:
+    """Create a simulator of the library that an environment variable names."""
     return Simulator(os.environ["TOY_LIBRARY"])
 
 
 def make_with_library_copy(library: str) -> Simulator:
+    """Create a simulator of its own copy of the library."""
     return Simulator(shutil.copy(library, tempfile.mkdtemp()))
 
 
 class Plain(gymnasium.Env[np.ndarray, int]):
-    """Adds up actions and noise."""
+    """Environment without shared state, which adds up actions and random numbers."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float64)
     action_space = gymnasium.spaces.Discrete(5)
@@ -84,21 +86,26 @@ class Plain(gymnasium.Env[np.ndarray, int]):
         return np.array([self._sum]), 1.0, False, False, {}
 
     def noise(self) -> float:
+        """Return the number that a step adds to the sum. Subclasses replace it."""
         return float(self.np_random.random())
 
 
 class DrawsFromNumPy(Plain):
+    """Environment that draws from NumPy's global generator."""
+
     def noise(self) -> float:
         return float(np.random.random())
 
 
 class DrawsFromPython(Plain):
+    """Environment that draws from Python's global generator."""
+
     def noise(self) -> float:
         return random.random()
 
 
 class DrawsWhenBuilt(Plain):
-    """Its constructor draws from global generators, including torch's, which is not imported before."""
+    """Environment whose constructor draws from global generators, including torch's."""
 
     def __init__(self) -> None:
         import torch
@@ -111,6 +118,8 @@ class DrawsWhenBuilt(Plain):
 
 
 class ClassAttribute(Plain):
+    """Environment whose instances append to one list of their class."""
+
     total: ClassVar[list[float]] = []
 
     def noise(self) -> float:
@@ -119,12 +128,14 @@ class ClassAttribute(Plain):
 
 
 class IgnoresSeeds(Plain):
+    """Environment that uses the same seed in all resets."""
+
     def reset(self, **options: Any) -> Reset:
         return super().reset(seed=0)
 
 
 class ActsOnAll(IgnoresSeeds):
-    """An action affects the next step of another instance. Instances do not differ otherwise."""
+    """Environment in which an action affects the next step of another instance."""
 
     last: ClassVar[list[int]] = [0]
 
@@ -134,7 +145,7 @@ class ActsOnAll(IgnoresSeeds):
 
 
 class SharedOutput(Plain):
-    """All instances return the same array."""
+    """Environment whose instances all return the same array."""
 
     _output: ClassVar[np.ndarray] = np.zeros(1)
 
@@ -144,7 +155,7 @@ class SharedOutput(Plain):
 
 
 class OwnOutput(SharedOutput):
-    """Returns its own array in each step."""
+    """Environment whose instance returns one array in all steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +163,7 @@ class OwnOutput(SharedOutput):
 
 
 class Masked(Plain):
-    """All instances share a buffer of legal actions. Observations are not affected."""
+    """Environment whose instances share only their buffer of legal actions."""
 
     _mask, _count = np.zeros(5, bool), [0]
 
@@ -169,11 +180,15 @@ class Masked(Plain):
 
 
 class MaskedByMethod(Masked):
+    """Environment that returns the shared mask by ``action_masks()``, as sb3-contrib expects."""
+
     def action_masks(self) -> np.ndarray:
         return self._mask
 
 
 class Slow(Plain):
+    """Environment that sleeps in its resets or steps."""
+
     def __init__(self, reset: float = 0.0, step: float = 0.0) -> None:
         super().__init__()
         self._seconds = reset, step
@@ -188,18 +203,22 @@ class Slow(Plain):
 
 
 class FailsAtReset(Plain):
+    """Environment whose reset raises an exception."""
+
     def reset(self, **options: Any) -> Reset:
         raise RuntimeError("no world")
 
 
 class ReadsAFile(Plain):
+    """Environment that reads a file of the working directory."""
+
     def reset(self, **options: Any) -> Reset:
         Path("world.txt").read_text()
         return super().reset(**options)
 
 
 class Messy(Plain):
-    """Prints, writes files, and leaves a thread and a process.
+    """Environment that prints, writes files, and leaves a thread and a process.
 
     :param notes: File that receives the ids of the processes.
     :param hangs: Whether the constructor hangs. Otherwise the child process starts its own session.
@@ -220,7 +239,7 @@ class Messy(Plain):
 
 
 class LeavesALock(Plain):
-    """Cannot be built while another instance is open."""
+    """Environment that cannot be built while another instance is open."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -232,23 +251,30 @@ class LeavesALock(Plain):
 
 
 class SaysSingle(Plain):
+    """Environment whose metadata declares a single instance per process."""
+
     metadata: ClassVar[dict[str, Any]] = {"render_modes": [], "isolation": "single-instance"}
 
 
 class SaysIndependent(Plain):
+    """Environment whose metadata declares independent instances, in capitals."""
+
     metadata: ClassVar[dict[str, Any]] = {"render_modes": [], "isolation": "INDEPENDENT"}
 
 
 class SaysNonsense(Plain):
+    """Environment whose metadata declares an invalid value."""
+
     metadata: ClassVar[dict[str, Any]] = {"render_modes": [], "isolation": True}
 
 
 def make_declared_single() -> SaysSingle:
+    """Create an environment whose metadata declares a single instance per process."""
     return SaysSingle()
 
 
 class BadClose(Plain):
-    """Raises when it is closed, always or while others are open."""
+    """Environment that raises when it is closed, always or while others are open."""
 
     alive: ClassVar[int] = 0
 
@@ -263,9 +289,12 @@ class BadClose(Plain):
 
 
 class NotAnEnvironment:
+    """Class with a reset, but without a step."""
+
     def reset(self) -> int:
         return 0
 
 
 def exit_while_building() -> None:
+    """End the process instead of creating an environment."""
     sys.exit("no license")

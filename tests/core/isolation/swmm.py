@@ -58,6 +58,8 @@ storm 3:00 0
 
 
 class Tank(gymnasium.Env[np.ndarray, np.ndarray]):
+    """Environment of a water tank simulated by pyswmm, which allows one simulation."""
+
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
     action_space = gymnasium.spaces.Box(0, 1, (1,), np.float64)
 
@@ -69,6 +71,7 @@ class Tank(gymnasium.Env[np.ndarray, np.ndarray]):
         self._start()
 
     def _start(self) -> None:
+        """End the running simulation, and start a new one."""
         import pyswmm
 
         self._end()
@@ -81,6 +84,7 @@ class Tank(gymnasium.Env[np.ndarray, np.ndarray]):
         self._steps = iter(self._simulation)
 
     def _end(self) -> None:
+        """Close the simulation if one is running."""
         if self._simulation is not None:
             self._simulation.close()
             self._simulation = None

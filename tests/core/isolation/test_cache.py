@@ -143,7 +143,8 @@ print(json.dumps([str(_cache_file([as_factory(source, verify=False)], "/", 100))
 """
 
 
-def keys(script: Path, seed: str) -> list[str]:
+def cache_files_of_script(script: Path, seed: str) -> list[str]:
+    """Run a script, and return the cache file of each of its environment sources."""
     environ = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, check=True)
     found: list[str] = json.loads(done.stdout)
@@ -153,33 +154,43 @@ def keys(script: Path, seed: str) -> list[str]:
 def test_keys_of_a_script_repeat_in_each_run_and_differ_with_its_code(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(size=3))
-    one = keys(script, "1")
+    one = cache_files_of_script(script, "1")
     assert len({*one} - {"None"}) == len(one)
-    assert keys(script, "2") == one
+    assert cache_files_of_script(script, "2") == one
     script.write_text(SCRIPT.format(size=14))
-    assert [same == key for same, key in zip(keys(script, "1"), one, strict=True)] == [False] * 4 + [True] * 3
+    assert [same == key for same, key in zip(cache_files_of_script(script, "1"), one, strict=True)] == [False] * 4 + [
+        True
+    ] * 3
 
 
-def key(source: Any, steps: int = 100) -> Path | None:
+def cache_file(source: Any, steps: int = 100) -> Path | None:
+    """Return the file in which the verdict on a source is cached, or None."""
     return probing._cache_file([as_factory(source, verify=False)], "/", steps)
 
 
 def test_keys_differ_with_recipe_file_steps_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def captured(value: Any) -> Any:
+    def make_closure(value: Any) -> Any:
+        """Return a factory whose closure contains a value."""
         return lambda: value and simulator.Plain()
 
     changed, data = gymnasium.make("CartPole-v1"), tmp_path / "model.bin"
     changed.unwrapped.gravity = 5.0  # type: ignore[attr-defined]
     data.write_text("1")
     of_file = functools.partial(simulator.Simulator, data)
-    sources = [captured(1), captured(2), captured(True), captured(np.zeros(2)), captured(np.zeros(3))]
+    sources = [
+        make_closure(1),
+        make_closure(2),
+        make_closure(True),
+        make_closure(np.zeros(2)),
+        make_closure(np.zeros(3)),
+    ]
     sources += [lambda: gymnasium.make("a"), lambda: gymnasium.make("b"), "CartPole-v1", "CartPole-v0"]
     sources += [gymnasium.make("CartPole-v1"), changed, of_file, functools.partial(simulator.Simulator, "b")]
-    found = [key(source) for source in sources]
-    assert found == [key(source) for source in sources]
+    found = [cache_file(source) for source in sources]
+    assert found == [cache_file(source) for source in sources]
     assert len({*found} - {None}) == len(found)
     data.write_text("12")
-    assert key(of_file) not in found
-    assert key("CartPole-v1", steps=50) not in found
+    assert cache_file(of_file) not in found
+    assert cache_file("CartPole-v1", steps=50) not in found
     monkeypatch.setattr(os, "cpu_count", lambda: 1024)
-    assert key("CartPole-v1") not in found
+    assert cache_file("CartPole-v1") not in found

@@ -13,6 +13,7 @@ MODULE = "tests.core.isolation.simulator"
 
 
 def status_of(*arguments: str) -> object:
+    """Run ``rl-ext probe``, and return its exit status."""
     try:
         return main(["probe", *arguments])
     except SystemExit as ended:  # argparse ends the program itself.

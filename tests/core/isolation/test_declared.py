@@ -21,12 +21,14 @@ SINGLE = Isolation.SINGLE_INSTANCE
 
 
 @pytest.fixture
-def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def forbid_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a test fail if a process is started for trials."""
     monkeypatch.setattr(judge.Judge, "verdict", None)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered() -> Iterator[None]:
+def register_envs() -> Iterator[None]:
+    """Register an environment by its class and by its name."""
     ids = {"ByClass-v0": SaysSingle, "ByName-v0": f"{simulator.__name__}:SaysSingle"}
     for name, entry_point in ids.items():
         gymnasium.register(name, entry_point)
@@ -48,7 +50,7 @@ def registered() -> Iterator[None]:
         lambda: [SaysIndependent, SaysSingle],
     ],
 )
-def test_declaration_of_a_known_class_is_used_without_building(source: Any, no_process: None) -> None:
+def test_declaration_of_a_known_class_is_used_without_building(source: Any, forbid_trials: None) -> None:
     verdict = probe(source())
     assert (verdict.isolation, verdict.declared_by, verdict.in_process) == (SINGLE, "environment", False)
     assert verdict.step_seconds is None
@@ -65,9 +67,11 @@ def test_declaration_of_a_built_instance_is_used_with_measurements() -> None:
 
 @pytest.mark.parametrize(("value", "in_process"), [("process", False), ("in-process", True), ("INDEPENDENT", True)])
 def test_declaration_accepts_values_of_make_vec_env_and_capitals(
-    value: str, in_process: bool, no_process: None
+    value: str, in_process: bool, forbid_trials: None
 ) -> None:
     class Says(Plain):
+        """Environment whose metadata declares this value."""
+
         metadata = {**Plain.metadata, "isolation": value}  # noqa: RUF012
 
     assert probe(Says).in_process is in_process
@@ -82,23 +86,31 @@ def test_unknown_value_is_rejected_by_name(source: Any) -> None:
 
 def test_fmi_flag_is_found_in_nested_attributes_without_getattr() -> None:
     class Slotted:
+        """Object that stores FMI's flag in a slot."""
+
         __slots__ = ("canBeInstantiatedOnlyOncePerProcess",)
 
         def __init__(self, value: object) -> None:
             self.canBeInstantiatedOnlyOncePerProcess = value
 
     class Treacherous:
+        """Object that fails the test if an attribute that it lacks is read."""
+
         __slots__ = ("__dict__", "unfilled")
 
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(f"{name} was asked for")
 
-    def holds(value: object) -> Any:
+    def make_with_flag(value: object) -> Any:
+        """Make an environment with FMI's flag in nested containers."""
         env = Plain()
         cycle: list[Any] = [Treacherous()]
         cycle.append(cycle)
         env.model = types.SimpleNamespace(parts=({"cycle": cycle}, [Slotted(value)]))  # type: ignore[attr-defined]
         return gymnasium.wrappers.TimeLimit(env, 5)
 
-    found = [declared_by_instance(env) is not None for env in (holds(True), holds(False), holds("true"), Plain())]
+    found = [
+        declared_by_instance(env) is not None
+        for env in (make_with_flag(True), make_with_flag(False), make_with_flag("true"), Plain())
+    ]
     assert found == [True, False, False, False]

@@ -141,10 +141,12 @@ def test_verdict_is_unknown_if_a_source_cannot_be_pickled() -> None:
 
 
 def skip_without(module: str) -> Callable[[], None]:
+    """Return a function that skips the test if a module is not installed."""
     return lambda: None if importlib.util.find_spec(module) else skip_or_fail(f"{module} is not installed")
 
 
 def pong() -> Any:
+    """Make Atari's Pong."""
     import ale_py
 
     gymnasium.register_envs(ale_py)
@@ -152,6 +154,7 @@ def pong() -> Any:
 
 
 def airstriker() -> Any:
+    """Make the game of stable-retro that needs no ROM."""
     import stable_retro
 
     return stable_retro.make("Airstriker-Genesis-v0", render_mode="rgb_array")
@@ -199,7 +202,8 @@ def test_verdict_on_an_fmu_with_and_without_the_flag(has_flag: bool, tmp_path: P
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give the test an empty temporary folder and an empty working directory."""
     (tmp_path / "temporary").mkdir()
     (tmp_path / "project").mkdir()
     monkeypatch.chdir(tmp_path / "project")
@@ -208,7 +212,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "temporary"
 
 
-def processes_ended(notes: Path) -> bool:
+def wait_for_processes(notes: Path) -> bool:
+    """Wait for the processes listed in a file, and return whether all have ended."""
     until, pids = time.monotonic() + 120, [int(pid) for pid in notes.read_text().split() if pid.isdigit()]
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < until:
         time.sleep(0.01)
@@ -216,28 +221,30 @@ def processes_ended(notes: Path) -> bool:
 
 
 def test_probe_leaves_no_files_and_processes_of_a_messy_environment(
-    tmp_path: Path, temporary: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, empty_temporary_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     notes = tmp_path / "notes.txt"
     assert probe(functools.partial(simulator.Messy, str(notes)), cache=False).isolation is INDEPENDENT
     assert list(Path().iterdir()) == []
-    assert [path for path in temporary.iterdir() if not path.name.startswith("pymp-")] == []
-    assert processes_ended(notes)
+    assert [path for path in empty_temporary_folder.iterdir() if not path.name.startswith("pymp-")] == []
+    assert wait_for_processes(notes)
     assert not any(Path(line.split()[2]).exists() for line in notes.read_text().splitlines())
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.slow
-def test_verdict_on_a_hanging_environment_is_unknown_and_nothing_remains(tmp_path: Path, temporary: Path) -> None:
+def test_verdict_on_a_hanging_environment_is_unknown_and_nothing_remains(
+    tmp_path: Path, empty_temporary_folder: Path
+) -> None:
     notes = tmp_path / "notes.txt"
     verdict = probe(functools.partial(simulator.Messy, str(notes), True), cache=False, timeout=3)
     assert verdict.isolation is UNKNOWN
     for words in ("building it hangs, or takes more than 3 s", "timeout=", "probe_timeout=", 'isolation="process"'):
         assert words in verdict.explanation
-    assert processes_ended(notes)
+    assert wait_for_processes(notes)
 
 
-def test_trials_close_their_environments(tmp_path: Path, temporary: Path) -> None:
+def test_trials_close_their_environments(tmp_path: Path, empty_temporary_folder: Path) -> None:
     verdict = probe(functools.partial(simulator.LeavesALock, str(tmp_path / "lock")), cache=False)
     assert verdict.isolation is COLLIDE
     assert not (tmp_path / "lock").exists()
@@ -246,6 +253,7 @@ def test_trials_close_their_environments(tmp_path: Path, temporary: Path) -> Non
 @pytest.mark.slow
 def test_probe_builds_nothing_in_the_calling_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object) -> None:
+        """Fail the test if the environment is built in this process."""
         raise AssertionError("built in the caller's process")
 
     instance = simulator.Plain()
@@ -269,7 +277,9 @@ probe(functools.partial(simulator.Messy, sys.argv[1], True), cache=False)
 
 @pytest.mark.sample
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
-def test_trials_end_if_the_calling_process_is_killed(ending: signal.Signals, tmp_path: Path, temporary: Path) -> None:
+def test_trials_end_if_the_calling_process_is_killed(
+    ending: signal.Signals, tmp_path: Path, empty_temporary_folder: Path
+) -> None:
     notes, environ = tmp_path / "notes.txt", {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     caller = subprocess.Popen([sys.executable, "-c", ENDS, str(notes)], env=environ, **pipes)
@@ -279,8 +289,8 @@ def test_trials_end_if_the_calling_process_is_killed(ending: signal.Signals, tmp
     caller.send_signal(ending)
     caller.communicate(timeout=120)
     assert caller.returncode in (-ending, 130, 1)
-    assert processes_ended(notes)
-    assert ending is signal.SIGKILL or list(temporary.iterdir()) == []
+    assert wait_for_processes(notes)
+    assert ending is signal.SIGKILL or list(empty_temporary_folder.iterdir()) == []
 
 
 # -- the script's own classes, and a machine under load

@@ -12,10 +12,12 @@ from tests.core.processes.worker_groups import METHODS
 
 @pytest.fixture(autouse=True, scope="session")
 def stop_fork_server() -> Iterator[None]:
+    """Stop the fork server at the end of the session."""
     yield
     stop_server()
 
 
 @pytest.fixture(params=METHODS)
 def method(request: pytest.FixtureRequest) -> str:
+    """Start method of worker processes."""
     return str(request.param)

@@ -45,7 +45,7 @@ def test_pools_executors_and_queues_use_the_context(method: str) -> None:
     with ProcessPoolExecutor(1, mp_context=context) as executor:
         assert executor.submit(abs, -3).result() == 3
     flags, event, queue = context.RawArray("b", 2), context.Event(), context.Queue()
-    process = context.Process(target=_use_all, args=(flags,), kwargs={"event": event, "queue": queue})
+    process = context.Process(target=_use_array_event_and_queue, args=(flags,), kwargs={"event": event, "queue": queue})
     process.start()
     assert queue.get(timeout=120) == "queued"
     assert event.wait(20)
@@ -54,7 +54,8 @@ def test_pools_executors_and_queues_use_the_context(method: str) -> None:
     assert process.exitcode == 0
 
 
-def _use_all(flags: list[int], *, event: object, queue: object) -> None:
+def _use_array_event_and_queue(flags: list[int], *, event: object, queue: object) -> None:
+    """Use an array, an event and a queue of the parent in a worker."""
     flags[1] = 7
     event.set()  # type: ignore[attr-defined]
     queue.put("queued")  # type: ignore[attr-defined]
@@ -124,6 +125,7 @@ def test_named_context_is_registered_only_within_the_with_block(method: str) -> 
 
 def test_process_is_killed_if_on_start_raises(method: str) -> None:
     def refuse(process: BaseProcess) -> None:
+        """Raise KeyboardInterrupt in the callback."""
         raise KeyboardInterrupt
 
     process = get_context(method, on_start=refuse).Process(target=worker_functions.hang)
@@ -152,6 +154,7 @@ def test_start_without_free_descriptors_has_no_side_effects(method: str) -> None
         workers.ask(0, "pid")
 
         def start() -> BaseProcess:
+            """Start a process and return it."""
             process = get_context(method).Process(target=worker_functions.pid)
             process.start()
             return process
@@ -163,6 +166,7 @@ def test_start_without_free_descriptors_has_no_side_effects(method: str) -> None
 
 
 def _start_worker(method: str) -> None:
+    """Start a worker in this daemonic process, and exit with its exit code."""
     worker = get_context(method).Process(target=worker_functions.pid)
     worker.start()
     worker.join(LIMIT_S)
@@ -178,6 +182,7 @@ def test_daemonic_process_can_start_workers(method: str) -> None:
 
 
 def _set_and_clear(event: Any) -> None:
+    """Set and clear an event until the process is killed."""
     while True:
         event.set()
         event.clear()

@@ -12,7 +12,8 @@ from tests.core.processes import worker_functions
 from tests.core.processes.worker_groups import UNPICKLING_METHODS, group, pair_with_start_methods
 
 
-def failure_of(method: str, command: str, **options: object) -> WorkerError:
+def fail_worker(method: str, command: str, **options: object) -> WorkerError:
+    """Send a command that makes a worker fail, and return the parent's error."""
     with group(method, **options) as workers:  # type: ignore[arg-type]
         with pytest.raises(WorkerError) as caught, workers.watch.operation("step"):
             workers.ask(1, command)
@@ -47,7 +48,7 @@ CAUSES = {
 @pytest.mark.sample
 @pytest.mark.parametrize(("command", "method"), pair_with_start_methods(*CAUSES))
 def test_error_names_the_cause_of_a_worker_death(command: str, method: str) -> None:
-    error = failure_of(method, command)
+    error = fail_worker(method, command)
     kind, pattern = CAUSES[command]
     assert re.match(r"worker 1 of 3 " + pattern, str(error)), str(error)
     assert (error.worker, error.kind, error.phase) == (1, kind, "step")
@@ -58,42 +59,42 @@ def test_error_names_the_cause_of_a_worker_death(command: str, method: str) -> N
 
 
 def test_chained_causes_of_an_exception_are_kept() -> None:
-    cause = failure_of("forkserver", "raise_from_cause").__cause__
+    cause = fail_worker("forkserver", "raise_from_cause").__cause__
     assert isinstance(cause, ValueError)
     assert isinstance(cause.__cause__, KeyError)
     assert cause.__cause__.__cause__ is None
 
 
 def test_large_reports_are_shortened_in_the_middle() -> None:
-    error = failure_of("forkserver", "raise_huge")
+    error = fail_worker("forkserver", "raise_huge")
     assert len(str(error)) < 250_000
     assert len(str(error).splitlines()[0]) < 500
     assert re.search(r"ValueError: start xxx.*characters cut.*xxx end$", error.traceback.rstrip())
-    error = failure_of("forkserver", "raise_holding_much")
+    error = fail_worker("forkserver", "raise_holding_much")
     assert error.__cause__ is None
     assert "raised ValueError(b'xxx" in str(error)
 
 
 @pytest.mark.parametrize("end", ["crashed", "raised"])
 def test_death_of_a_grandchild_is_not_reported_as_the_workers(end: str) -> None:
-    error = failure_of("forkserver", f"kill_after_a_grandchild_{end}")
+    error = fail_worker("forkserver", f"kill_after_a_grandchild_{end}")
     assert "was killed by SIGKILL in step. The kernel's" in str(error)
     assert error.traceback == ""
 
 
 def test_message_contains_status_and_seed() -> None:
-    error = failure_of(
+    error = fail_worker(
         "forkserver", "set_status_and_kill", arguments=("notes",), watch={"seeds": [5, 6, 7], "label": "Env"}
     )
     assert str(error).startswith("Env 1 of 3 (seed 17, environment 3, many [1, 2]) was killed by SIGKILL in reset. ")
     assert error.notes == {"environment": 3, "seed": 17, "phase": "reset", "many": [1, 2]}
     assert (error.seed, error.phase) == (17, "reset")
-    error = failure_of("forkserver", "raise_bad_level", arguments=("notes",), watch={"seeds": [5, 6, 7]})
+    error = fail_worker("forkserver", "raise_bad_level", arguments=("notes",), watch={"seeds": [5, 6, 7]})
     assert str(error).startswith("worker 1 of 3 (seed 6, environment 3) raised ")
 
 
 def test_worker_error_survives_pickling() -> None:
-    error = failure_of("fork", "raise_bad_level", watch={"seeds": [5, 6, 7]})
+    error = fail_worker("fork", "raise_bad_level", watch={"seeds": [5, 6, 7]})
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is WorkerError
     assert isinstance(copy, RuntimeError)
@@ -115,5 +116,5 @@ def test_unpickling_error_of_arguments_reaches_the_parent(method: str, capfd: py
 
 def test_reported_failures_are_not_printed(method: str, capfd: pytest.CaptureFixture[str]) -> None:
     for command in ("raise_bad_level", "exit_text", "segfault"):
-        failure_of(method, command)
+        fail_worker(method, command)
     assert capfd.readouterr().err == ""

@@ -21,6 +21,7 @@ from tests.core.processes.worker_groups import LIMIT_S, WorkerGroup, group, pair
 
 
 def wait_until_ended(pids: Iterable[int]) -> None:
+    """Wait until all processes have ended, or fail after a time limit."""
     end = time.monotonic() + LIMIT_S
     while left := [pid for pid in pids if _is_running(pid)]:
         assert time.monotonic() < end, left
@@ -28,13 +29,15 @@ def wait_until_ended(pids: Iterable[int]) -> None:
 
 
 def _is_running(pid: int) -> bool:
+    """Return whether a process exists and is not a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def fail(workers: WorkerGroup, command: str, timeout: float | None = None) -> WorkerError:
+def fail_worker(workers: WorkerGroup, command: str, timeout: float | None = None) -> WorkerError:
+    """Send a command that makes the worker fail, and return the parent's error."""
     with pytest.raises(WorkerError) as caught, workers.watch.operation("step", timeout=timeout):
         workers.ask(1, command)
     return caught.value
@@ -48,7 +51,7 @@ def fail(workers: WorkerGroup, command: str, timeout: float | None = None) -> Wo
 def test_child_processes_end_when_a_worker_fails_or_hangs(command: str, method: str) -> None:
     with group(method, 2) as workers:
         helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
-        fail(workers, command, timeout=0.3 if command in ("hang", "hang_in_c", "stop") else None)
+        fail_worker(workers, command, timeout=0.3 if command in ("hang", "hang_in_c", "stop") else None)
         # A program with its own session is found only through the worker, while that lives.
         dead_at_once = command in ("kill", "os_exit", "segfault")
         wait_until_ended([*helpers[0], *helpers[1][: 2 if dead_at_once else 3]])
@@ -77,7 +80,7 @@ def test_child_processes_of_returned_workers_end_only_under_a_watch() -> None:
 def test_nested_workers_and_their_children_end_with_a_failure(method: str) -> None:
     with group(method, 2) as workers:
         program, own_session = workers.ask(0, "start_nested_worker")
-        fail(workers, "kill")
+        fail_worker(workers, "kill")
         wait_until_ended([program])
         with contextlib.suppress(ProcessLookupError):
             os.kill(own_session, signal.SIGKILL)
@@ -91,7 +94,7 @@ def test_exit_callbacks_run_only_on_abnormal_exit(end: str) -> None:
         if end == "returns":  # the function itself has to clean up
             workers.close()
         elif end == "fails":
-            fail(workers, "raise_bad_level")
+            fail_worker(workers, "raise_bad_level")
         workers.watch.kill()
     assert closed.exists() == (end == "returns")
     closed.unlink(missing_ok=True)
@@ -102,7 +105,7 @@ def test_exit_callbacks_run_only_on_abnormal_exit(end: str) -> None:
 def test_spawned_worker_runs_atexit_handlers_after_a_failure() -> None:
     with group("spawn", 2) as workers:  # forked workers run no atexit handlers, as in multiprocessing
         workers.ask(1, "remove_file_at_exit")
-        assert not Path(fail(workers, "raise_bad_level").notes["file"]).exists()
+        assert not Path(fail_worker(workers, "raise_bad_level").notes["file"]).exists()
 
 
 @pytest.mark.slow
@@ -111,7 +114,7 @@ def test_exit_callbacks_have_a_time_limit() -> None:
         helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
         for worker in (0, 1):
             workers.ask(worker, "close_slowly")
-        assert "bad level" in str(fail(workers, "raise_bad_level"))
+        assert "bad level" in str(fail_worker(workers, "raise_bad_level"))
         wait_until_ended([*helpers[0], *helpers[1][:2]])
         os.kill(helpers[1][2], signal.SIGKILL)
 

@@ -15,6 +15,7 @@ from tests.interrupts import interrupt_everywhere
 
 @pytest.fixture
 def report() -> WorkerReport:
+    """Empty report of a worker in shared memory."""
     return WorkerReport()
 
 

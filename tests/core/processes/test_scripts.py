@@ -63,6 +63,8 @@ _folders: dict[int, str] = {}
 
 
 class Program:
+    """Scripts that run in a folder, each in a session of its own."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.running: list[subprocess.Popen[str]] = []
@@ -70,6 +72,7 @@ class Program:
     def start(
         self, method: str, body: str, *, top: str = "", guard: str = GUARD, **options: object
     ) -> subprocess.Popen[str]:
+        """Write a script that starts workers, and run it."""
         script = self.folder / "train.py"
         body = indent(dedent(body), "    ")
         script.write_text(SCRIPT.format(method=method, top=dedent(top), body=body, guard=guard))
@@ -82,6 +85,7 @@ class Program:
         return process.returncode, errors
 
     def run(self, arguments: list[str], **options: object) -> subprocess.Popen[str]:
+        """Start Python with these arguments, and return the process."""
         temporary = self.folder / "tmp"
         temporary.mkdir(exist_ok=True)
         path = os.pathsep.join([str(ROOT), str(ROOT / "shared")])
@@ -103,6 +107,7 @@ class Program:
 
 @pytest.fixture
 def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    """Give the test a Program; at the end, kill its processes and fail if files remain."""
     started_program = Program(tmp_path_factory.mktemp("p"))  # a short name, because paths of sockets are limited
     yield started_program
     for process in started_program.running:
@@ -181,7 +186,8 @@ def test_missing_guard_is_explained_under_a_chained_error(program: Program) -> N
     assert re.search(MISSING_GUARD, program.run_to_end("spawn", body, guard="")[1])
 
 
-def clear_sockets(program: Program) -> None:
+def delete_pymp_folders(program: Program) -> None:
+    """Delete multiprocessing's folders, which a killed program leaves."""
     # The killed program could not remove multiprocessing's folder.
     for folder in (program.folder / "tmp").glob("pymp-*"):
         shutil.rmtree(folder)
@@ -193,7 +199,7 @@ def test_starting_workers_do_not_outlive_a_killed_parent(method: str, program: P
     process = program.start(method, body, top="time.sleep(0.3)")
     process.wait(LIMIT_S)
     assert not find_session(process.pid)
-    clear_sockets(program)
+    delete_pymp_folders(program)
 
 
 @pytest.mark.sample(ci=2)

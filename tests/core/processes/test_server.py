@@ -25,6 +25,7 @@ from tests.core.processes.worker_groups import LIMIT_S, group
 
 @pytest.fixture(autouse=True)
 def no_server() -> Iterator[None]:
+    """Stop the fork server before and after each test."""
     stop_server()
     yield
     stop_server()
@@ -39,6 +40,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def server_of_worker(**options: object) -> int:
+    """Start a worker, and return the pid of the fork server that started it."""
     with group("forkserver", 1, **options) as workers:  # type: ignore[arg-type]
         return psutil.Process(workers.ask(0, "pid")).ppid()
 
@@ -106,6 +108,7 @@ def test_interrupt_during_server_imports_ends_the_server(module: Path) -> None:
     before, main = set(psutil.Process().children()), threading.main_thread().ident or 0
 
     def interrupt() -> None:
+        """Send SIGINT to the main thread when the server has begun the import."""
         while not module.with_suffix(".begun").exists():
             time.sleep(0.01)
         signal.pthread_kill(main, signal.SIGINT)
@@ -154,14 +157,15 @@ def test_stop_server_leaks_nothing_and_keeps_multiprocessings_server() -> None:
     assert multiprocessing.context._default_context._actual_context is default  # type: ignore[attr-defined]
 
 
-def _sum(numbers: list[object]) -> None:
+def _assert_300(numbers: list[object]) -> None:
+    """Assert that a worker gets all 300 numbers."""
     assert len(numbers) == 300
 
 
 def test_workers_are_spawned_if_the_server_cannot_start_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = get_context("forkserver")
     pipes = [end for _ in range(150) for end in context.Pipe()]
-    process = context.Process(target=_sum, args=(pipes,))
+    process = context.Process(target=_assert_300, args=(pipes,))
     process.start()
     process.join(LIMIT_S)
     assert process.exitcode == 0, "a fork server takes 252 descriptors"
@@ -191,6 +195,7 @@ def test_ctrl_c_is_blocked_while_a_server_starts(monkeypatch: pytest.MonkeyPatch
     start, held = util.spawnv_passfds, []
 
     def record_mask(path: bytes, arguments: list[str], descriptors: list[int]) -> int:
+        """Start a process, and record whether SIGINT is blocked."""
         if "forkserver" in str(arguments):
             held.append(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         return int(start(path, arguments, descriptors))

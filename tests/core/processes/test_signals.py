@@ -14,7 +14,7 @@ import pytest
 
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes import get_context
-from tests.core.processes.test_scripts import Program, clear_sockets, program
+from tests.core.processes.test_scripts import Program, delete_pymp_folders, program
 from tests.core.processes.worker_groups import LIMIT_S, group, pair_with_start_methods
 
 __all__ = ["program"]  # a fixture
@@ -26,6 +26,7 @@ def handle() -> Iterator[Callable[..., None]]:
     before: dict[int, Any] = {}
 
     def handle(number: int, handler: Any = lambda *_: None) -> None:
+        """Set the handler of a signal, by default one that does nothing."""
         before[number] = signal.signal(number, handler)
 
     yield handle
@@ -48,13 +49,15 @@ UNKNOWN = "worker 0 of 1 ended in step; its exit code is unknown: this process i
         ("forkserver", "kill", "worker 0 of 1 was killed by SIGKILL in step"),
     ],
 )
-def test_worker_death_with_ignored_sigchld(method: str, command: str, text: str, handle: Callable[..., None]) -> None:
+def test_worker_death_raises_although_sigchld_is_ignored(
+    method: str, command: str, text: str, handle: Callable[..., None]
+) -> None:
     handle(signal.SIGCHLD, signal.SIG_IGN)
     with group(method, 1) as workers, pytest.raises(WorkerError, match=text), workers.watch.operation("step"):
         workers.ask(0, command)
 
 
-def test_normal_exit_with_ignored_sigchld(handle: Callable[..., None]) -> None:
+def test_normal_exit_is_not_a_failure_although_sigchld_is_ignored(handle: Callable[..., None]) -> None:
     handle(signal.SIGCHLD, signal.SIG_IGN)
     with group("fork", 2) as workers:
         workers.close()
@@ -119,7 +122,7 @@ def test_signals_to_the_process_group_do_not_reach_workers(
     output, errors = process.communicate("\n", timeout=LIMIT_S)
     if handler == "signal.SIG_DFL":
         assert process.returncode == -signal.Signals[name]
-        clear_sockets(program)
+        delete_pymp_folders(program)
     else:
         assert (output.split(), process.returncode) == (["True", *([name] if handler == "note" else [])], 0), errors
 
@@ -143,7 +146,9 @@ def test_group_signals_during_start_do_not_end_server_or_worker(
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_terminate_right_after_start_with_handled_sigterm(method: str, handle: Callable[..., None]) -> None:
+def test_terminate_right_after_start_kills_although_sigterm_is_handled(
+    method: str, handle: Callable[..., None]
+) -> None:
     handle(signal.SIGTERM)
     for _ in range(5):
         process = get_context(method).Process(target=time.sleep, args=(600,))

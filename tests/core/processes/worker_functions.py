@@ -22,21 +22,29 @@ from rl_ext_core.processes import abort_worker, get_context, import_main, on_abn
 
 
 class NeedsArgumentsError(Exception):  # it can be pickled, but not unpickled
+    """Exception that can be pickled, but not unpickled."""
+
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
 
 
 class UnpicklableError(Exception):
+    """Exception that cannot be pickled."""
+
     def __reduce__(self) -> Any:
         raise TypeError("never")
 
 
 class RaisesWhenUnpickledError(Exception):
+    """Exception whose unpickling raises a RuntimeError."""
+
     def __reduce__(self) -> Any:
         return raise_runtime_error, ()
 
 
 class HostileError(Exception):
+    """Exception whose ``repr`` and ``str`` raise."""
+
     def __repr__(self) -> str:
         raise ValueError("no repr")
 
@@ -44,7 +52,7 @@ class HostileError(Exception):
 
 
 class Unloadable:
-    """An argument that cannot be unpickled in the worker."""
+    """Argument of a worker that cannot be unpickled there."""
 
     def __reduce__(self) -> Any:
         return raise_runtime_error, ()
@@ -68,6 +76,7 @@ def serve(pipe: Connection, what: str = "", *rest: Any) -> None:
 
 
 def recurse() -> None:
+    """Call itself until Python raises RecursionError."""
     recurse()
 
 
@@ -76,6 +85,7 @@ def exit_3() -> None:
 
 
 def segfault() -> None:
+    """Read address 0, so that SIGSEGV kills the process."""
     ctypes.string_at(0)
 
 
@@ -84,6 +94,7 @@ def abort() -> None:
 
 
 def hang() -> None:
+    """Sleep for a minute, longer than any time limit of the tests."""
     time.sleep(60)
 
 
@@ -95,6 +106,7 @@ def hang_in_c() -> None:
 
 
 def wait_for_a_simulator() -> None:
+    """Wait for ever for a message, as for a simulator that has hung."""
     parent_end, worker_end = multiprocessing.Pipe()
     parent_end.recv()
     worker_end.close()
@@ -104,6 +116,7 @@ def wait_for_a_simulator() -> None:
 
 
 def throw(kind: type[BaseException], *args: Any) -> None:
+    """Raise an exception of this class."""
     raise kind(*args)
 
 
@@ -116,6 +129,7 @@ def raise_from_cause() -> None:
 
 
 def abort_past_handlers() -> None:
+    """Call ``abort_worker`` where ``Exception`` is suppressed."""
     with contextlib.suppress(Exception):
         abort_worker(ValueError("past all handlers"))
 
@@ -126,6 +140,7 @@ def raise_while_a_thread_runs() -> None:
 
 
 def kill_after_a_grandchild(end: Any) -> None:
+    """Kill this worker after a process that it has forked has ended."""
     child = os.fork()
     if child == 0:
         os.close(2)
@@ -135,6 +150,7 @@ def kill_after_a_grandchild(end: Any) -> None:
 
 
 def set_status_and_kill() -> None:
+    """Report a status to the parent, then kill this worker."""
     set_status(seed=17, phase="reset", many=[1, 2])
     kill()
 
@@ -153,6 +169,7 @@ def start_helpers() -> list[int]:
 
 
 def send_helper_pids(writer: Any) -> None:
+    """Start helper processes, and send their pids to the parent."""
     writer.send(start_helpers())
 
 
@@ -165,6 +182,7 @@ def register_file_cleanup() -> None:
 
 
 def remove_file_at_exit() -> None:
+    """Create a file that an ``atexit`` handler deletes, and report its path as status."""
     file = tempfile.mkstemp()[1]
     set_status(file=file)
     atexit.register(os.unlink, file)

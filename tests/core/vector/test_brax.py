@@ -27,11 +27,15 @@ NUM_ENVS, EPISODE_LENGTH = 4, 12
 
 @struct.dataclass
 class Data:
+    """Simulator state of the walk."""
+
     position: Any
 
 
 @struct.dataclass
 class State:
+    """State of the walk, with the fields of Brax's State."""
+
     data: Data
     obs: Any
     reward: Any
@@ -41,6 +45,7 @@ class State:
 
     @property
     def pipeline_state(self) -> Any:
+        """Raise AttributeError, as MuJoCo Playground's states do."""
         raise AttributeError  # as in MuJoCo Playground
 
 
@@ -54,6 +59,7 @@ class Walk:
         self.observation, self.episode_length = observation, episode_length
 
     def observe(self, position: Any, steps: Any) -> Any:
+        """Return the observation as an array, or as a dict with an image."""
         if self.observation == "array":
             return jnp.stack([position, steps.astype(jnp.float32)])
         image = jnp.full((3, 2, 1), jnp.clip(100 + 100 * position, 0, 255), jnp.uint8)
@@ -106,6 +112,8 @@ def vectorized(env: Any, num_envs: int = NUM_ENVS) -> BraxVectorEnv:
 
 
 class Wrapper:
+    """Wrapper that forwards all attributes, as Brax's wrappers do."""
+
     def __init__(self, env: Any) -> None:
         self.env = env
 
@@ -114,7 +122,7 @@ class Wrapper:
 
 
 class ByHand:
-    """Single environments, with the keys of ``BraxVectorEnv``."""
+    """Single environments that are stepped and reset one by one, as an oracle."""
 
     def __init__(self, env: Any, num_envs: int, seed: int) -> None:
         self.reset_one, self.step_one, self.num_envs = jax.jit(env.reset), jax.jit(env.step), num_envs
@@ -134,11 +142,13 @@ class ByHand:
 
 
 def infos_of(state: Any) -> Any:
+    """Return the metrics and infos of a state that BraxVectorEnv returns too."""
     known = ("steps", "sums", "truncation", "episode_done", "episode_metrics", "time_out")
     return {**state.metrics, **{key: state.info[key] for key in known if key in state.info}}
 
 
 def assert_rows(batch: Any, rows: list[Any]) -> None:
+    """Assert that a batch of JAX arrays equals these single results."""
     expected = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
     assert jax.tree.structure(batch) == jax.tree.structure(expected)
     for found, right in zip(jax.tree.leaves(batch), jax.tree.leaves(expected), strict=True):
@@ -214,6 +224,8 @@ def test_randomized_domains_match_single_environments() -> None:
     training = pytest.importorskip("brax.envs.wrappers.training", reason="Brax is in .venv-jax alone")
 
     class Slope(Walk):
+        """Walk whose steps depend on the randomized parameter ``sys``."""
+
         sys = jnp.zeros(())
 
         @property
@@ -253,6 +265,8 @@ def test_resets_run_only_if_an_episode_ends() -> None:
     resets: list[int] = []
 
     class Counting(Walk):
+        """Walk that records each reset."""
+
         def reset(self, key: Any) -> State:
             jax.debug.callback(lambda: resets.append(1))
             return super().reset(key)
@@ -269,6 +283,7 @@ def test_resets_run_only_if_an_episode_ends() -> None:
 
 def test_reset_seeds_determine_episodes() -> None:
     def first(envs: BraxVectorEnv, **kwargs: Any) -> list[float]:
+        """Return the first observations after a reset with these arguments."""
         observation: Any = envs.reset(**kwargs)[0]
         return observation[:, 0].tolist()
 
@@ -323,6 +338,7 @@ def test_invalid_calls_are_rejected() -> None:
 
 
 def named(name: str) -> Callable[[Any], Any]:
+    """Return a wrapper class with this name."""
     return type(name, (Wrapper,), {})
 
 
@@ -395,6 +411,7 @@ def test_steps_read_no_values_on_the_host() -> None:
     envs.reset(seed=0)
 
     def two_steps(actions: Any) -> Any:
+        """Take two steps, and return the results of the second one."""
         envs.step(actions)  # from here on, the state has no values either
         return envs.step(actions)
 

@@ -191,7 +191,7 @@ def test_environments_stay_usable_after_rejected_calls() -> None:
         envs.reset()
 
 
-def test_step_after_a_timeout_of_step_wait(tmp_path: Path) -> None:
+def test_step_succeeds_after_a_timeout_of_step_wait(tmp_path: Path) -> None:
     envs = SharedMemoryVectorEnv([functools.partial(Gated, tmp_path / "gate"), Counting], **FAST)
     envs.reset(seed=0)
     envs.step_async(np.zeros(2, int))
@@ -205,7 +205,7 @@ def test_step_after_a_timeout_of_step_wait(tmp_path: Path) -> None:
     envs.close()
 
 
-def test_step_after_an_interrupted_step(tmp_path: Path) -> None:
+def test_interrupted_step_can_be_received_later(tmp_path: Path) -> None:
     envs = SharedMemoryVectorEnv([functools.partial(Gated, tmp_path / "gate"), Counting], **FAST)
     envs.reset(seed=0)
     with raise_interrupt_in(Pool, "_receive"), pytest.raises(KeyboardInterrupt):
@@ -264,7 +264,7 @@ def test_invalid_reset_masks_and_seeds_are_rejected() -> None:
 
 
 class LosesInfos(Counting):
-    """Returns None as the info of resets after the first episode."""
+    """Wrapper that returns None as the info of resets after the first episode."""
 
     episodes = 0
 

@@ -33,7 +33,8 @@ _sizes: dict[int, int] = {}
 _places = [1 << 44]
 
 
-def _map(address: int | None, n_bytes: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
+def _mmap(address: int | None, n_bytes: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
+    """Call ``mmap`` of the C library, and raise OSError if it fails."""
     found: int | None = _libc.mmap(address, n_bytes, protection, flags, descriptor, offset)
     if found is None or found == _pointer(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -41,57 +42,67 @@ def _map(address: int | None, n_bytes: int, protection: int, flags: int, descrip
 
 
 def _check_granularity(*numbers: int) -> None:
+    """Raise OSError if a number is not a multiple of the allocation granularity."""
     if any(number % mmap.ALLOCATIONGRANULARITY for number in numbers):
         raise OSError(errno.EINVAL, "not a multiple of the allocation granularity")
 
 
 def reserve(address: int | None, n_bytes: int) -> int:
+    """Reserve addresses without memory, and return the first one."""
     # As on Windows, reserved addresses are far from other memory, which could otherwise take them while they are free.
     if address is None:
         address = _places.pop()
         _places.append((address + n_bytes + (1 << 20)) >> 20 << 20)
-    start = _map(address, n_bytes, _NONE, _ANONYMOUS | _FIXED_NOREPLACE, -1, 0)
+    start = _mmap(address, n_bytes, _NONE, _ANONYMOUS | _FIXED_NOREPLACE, -1, 0)
     _sizes[start] = n_bytes
     return start
 
 
 def release(address: int) -> None:
+    """Free reserved or mapped addresses."""
     _libc.munmap(address, _sizes.pop(address))
 
 
 def _check_reserved(address: int, n_bytes: int) -> None:
+    """Raise OSError if the addresses are not reserved."""
     if not any(start <= address and address + n_bytes <= start + size for start, size in _sizes.items()):
         raise OSError(errno.EINVAL, "not reserved")
 
 
 def commit(address: int, n_bytes: int) -> None:
+    """Give memory to reserved addresses."""
     _check_reserved(address, n_bytes)
     _libc.mprotect(address, n_bytes, _BOTH)
 
 
 def decommit(address: int, n_bytes: int) -> None:
+    """Free the memory of reserved addresses, which stay reserved."""
     _check_reserved(address, n_bytes)
-    _map(address, n_bytes, _NONE, _ANONYMOUS | _FIXED, -1, 0)
+    _mmap(address, n_bytes, _NONE, _ANONYMOUS | _FIXED, -1, 0)
 
 
 def map_file(descriptor: int, offset: int, n_bytes: int, address: int) -> None:
+    """Map part of a file at an address."""
     _check_granularity(offset, address)
     if os.fstat(descriptor).st_size < offset + n_bytes:
         raise OSError(errno.EINVAL, "behind the end of the file")
-    _sizes[_map(address, n_bytes, _BOTH, _SHARED | _FIXED_NOREPLACE, descriptor, offset)] = n_bytes
+    _sizes[_mmap(address, n_bytes, _BOTH, _SHARED | _FIXED_NOREPLACE, descriptor, offset)] = n_bytes
 
 
 def unmap(address: int) -> None:
+    """Remove the mapping of a file."""
     release(address)
 
 
 def open_temporary(path: str) -> int:
+    """Open a file that is deleted when it is closed."""
     descriptor = _open(path, os.O_RDWR)
     _unlink(path)
     return descriptor
 
 
 def open_unshared(path: Path) -> int:
+    """Create or open a file that no other process can open at the same time."""
     descriptor = _open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         _flock(descriptor, _lock | _at_once)
@@ -102,14 +113,17 @@ def open_unshared(path: Path) -> int:
 
 
 def lock_byte(descriptor: int, at: int) -> None:
+    """Lock a byte of a file, or raise OSError if another process has locked it."""
     _lockf(descriptor, _lock | _at_once, 1, at)
 
 
 def unlock_byte(descriptor: int, at: int) -> None:
+    """Unlock a byte of a file."""
     _lockf(descriptor, _free, 1, at)
 
 
 def SentFile(descriptor: int) -> Any:  # noqa: N802 (a class there)
+    """Return an object that sends a file descriptor to another process."""
     from multiprocessing import reduction
 
     return reduction.DupFd(descriptor)
@@ -125,6 +139,7 @@ class Job:
         self._pid = pid
 
     def end(self) -> None:
+        """Kill all processes of the group."""
         for kill in (_kill_group, _kill):
             with contextlib.suppress(ProcessLookupError):
                 kill(self._pid, _KILL)

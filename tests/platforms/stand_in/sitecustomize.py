@@ -52,6 +52,7 @@ class _ModuleWithHiddenNames(types.ModuleType):
 
 
 def _hide(names: dict[Any, str]) -> None:
+    """Remove names from modules, as seen by this project."""
     for module, words in names.items():
         module.__class__ = _ModuleWithHiddenNames
         for name in words.split():
@@ -60,9 +61,11 @@ def _hide(names: dict[Any, str]) -> None:
 
 
 def _hide_modules() -> None:
+    """Make imports of POSIX modules by this project fail, as on Windows."""
     plain_import, plain_find = builtins.__import__, importlib.util.find_spec
 
     def import_one(name: str, globals: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Import a module, or raise the error of a missing one."""
         if name in _MODULES_OF_POSIX and (globals or {}).get("__name__", "").partition(".")[0] in _PROJECT_PACKAGES:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return plain_import(name, globals, *args, **kwargs)
@@ -88,12 +91,18 @@ def _is_called_by_project() -> bool:
 
 
 def _root_package(frame: types.FrameType) -> str:
+    """Return the top-level package of the code in a frame."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _hide_proc() -> None:
-    def without(function: Any) -> Any:
+    """Make ``/proc`` look missing to this project."""
+
+    def refusing_proc(function: Any) -> Any:
+        """Return a file function that finds no path in ``/proc``."""
+
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            """Raise FileNotFoundError if this project passes a path in ``/proc``."""
             if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith("/proc") and _is_called_by_project():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
             return function(path, *args, **kwargs)
@@ -102,24 +111,26 @@ def _hide_proc() -> None:
 
     for module, names in ((os, "open stat lstat listdir scandir readlink"), (io, "open")):
         for name in names.split():
-            setattr(module, name, without(getattr(module, name)))
+            setattr(module, name, refusing_proc(getattr(module, name)))
     builtins.open = io.open
 
 
 def _in_use(file: os.stat_result, *, mapped_only: bool = False) -> bool:
     """Return whether this process has the file open or mapped."""
-    for line in _maps():
+    for line in _read_memory_map():
         if line[4] == str(file.st_ino) and line[3] == f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}":
             return True
     return not mapped_only and any((s.st_ino, s.st_dev) == (file.st_ino, file.st_dev) for s in _list_open_files())
 
 
-def _maps(_open: Any = open) -> list[list[str]]:
+def _read_memory_map(_open: Any = open) -> list[list[str]]:
+    """Return the lines of ``/proc/self/maps``, split into columns."""
     with _open("/proc/self/maps") as lines:
         return [line.split() for line in lines]
 
 
 def _list_open_files(_listdir: Any = os.listdir) -> list[os.stat_result]:
+    """Return ``os.stat`` results of the files that this process has open."""
     found = []
     for name in _listdir("/proc/self/fd"):
         try:
@@ -130,8 +141,13 @@ def _list_open_files(_listdir: Any = os.listdir) -> list[os.stat_result]:
 
 
 def _protect_files_in_use() -> None:
-    def refusing(function: Any, which: tuple[int, ...]) -> Any:
+    """Make calls that delete, replace or shorten a file in use fail, as on Windows."""
+
+    def refusing_files_in_use(function: Any, which: tuple[int, ...]) -> Any:
+        """Return a function that rejects arguments that are files in use."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
+            """Raise PermissionError if an argument is a file in use."""
             if _root_package(sys._getframe(1)) == "multiprocessing":  # it uses no such files on Windows
                 return function(*args, **kwargs)
             for path in (args[i] for i in which if i < len(args)):
@@ -145,26 +161,28 @@ def _protect_files_in_use() -> None:
 
         return call
 
-    unlink = refusing(os.unlink, (0,))
+    unlink = refusing_files_in_use(os.unlink, (0,))
     os.unlink, os.remove = unlink, unlink
-    os.rename, plain = refusing(os.rename, (0, 1)), os.rename
+    os.rename, plain = refusing_files_in_use(os.rename, (0, 1)), os.rename
 
     def rename(source: Any, target: Any, **kwargs: Any) -> None:
+        """Rename a file, but raise FileExistsError if the target exists."""
         if os.path.exists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target))
         os_rename(source, target, **kwargs)
 
     os_rename, os.rename = os.rename, rename
-    os.replace = refusing(plain, (0, 1))
+    os.replace = refusing_files_in_use(plain, (0, 1))
     ftruncate = os.ftruncate
 
-    def shortened(descriptor: int, length: int) -> None:
+    def ftruncate_unless_mapped(descriptor: int, length: int) -> None:
+        """Truncate a file, but raise OSError if the removed part is mapped."""
         file = os.fstat(descriptor)
         if length < file.st_size and _in_use(file, mapped_only=True):
             raise OSError(errno.EINVAL, "the file is mapped (as on Windows)")
         ftruncate(descriptor, length)
 
-    os.ftruncate = shortened
+    os.ftruncate = ftruncate_unless_mapped
 
 
 if _SYSTEM:

@@ -20,23 +20,28 @@ def seeds(processes: list[int]) -> list[list[int]]:
 
 
 def count_own_simulators() -> int:
+    """Count the simulators that this process has built."""
     return len(seeds([os.getpid()])[0])
 
 
 def workers_of(envs: Any) -> list[int]:
+    """Return the process ids of an environment's workers."""
     return [worker.pid for worker in envs._workers]
 
 
 def all_differ(frames: Any) -> bool:
+    """Return whether no two of these images are equal."""
     return all(bool((one != other).any()) for at, one in enumerate(frames) for other in frames[:at])
 
 
 def private_mib(process: int) -> int:
+    """Return the MiB that a process shares with no other process."""
     lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) // 1024
 
 
 def run_documented_line(num_workers: int) -> dict[str, Any]:
+    """Run the documented call, and return the facts that the tests check."""
     envs = ParallelEnv(num_workers, MeltingpotEnv("commons_harvest__open"))
     rollout = envs.rollout(5)
     workers = workers_of(envs)
@@ -52,6 +57,7 @@ def run_documented_line(num_workers: int) -> dict[str, Any]:
 
 
 def run_changed_instance(num_workers: int) -> dict[str, Any]:
+    """Start seeded workers twice from a changed instance; return facts to check."""
     instance = MeltingpotEnv("commons_harvest__open", max_steps=100)
     instance.rollout(2)
     instance.max_steps = 4  # the constructor's arguments no longer describe the instance

@@ -12,7 +12,7 @@ VENV = Path(__file__).resolve().parents[3] / ".venv-meltingpot"
 
 
 def python() -> Path:
-    """Return its interpreter, or skip the test.
+    """Return the interpreter of Melting Pot's virtual environment, or skip the test.
 
     If CI is set, only the reason that the setup script recorded skips the test.
     """

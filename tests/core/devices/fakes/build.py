@@ -31,6 +31,7 @@ def skip_or_fail(reason: str) -> NoReturn:
 
 
 def compile_into(folder: Path, compiler: str) -> None:
+    """Compile the fake driver libraries into a folder."""
     for source, library in LIBRARIES.items():
         command = [compiler, "-std=c11", "-D_DEFAULT_SOURCE", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC"]
         command += [f"-Wl,-soname,{library}", "-o", str(folder / library), str(SOURCES / source)]
@@ -41,6 +42,7 @@ def compile_into(folder: Path, compiler: str) -> None:
 
 
 def join_numbers(values: Sequence[Any] | None) -> str | None:
+    """Return numbers as text separated by commas, or None for None."""
     return None if values is None else ",".join(map(str, values))
 
 
@@ -75,9 +77,11 @@ class Drivers:
         return done.stdout
 
     def python(self, code: str, settings: Mapping[str, str], *, without: Sequence[str] = ()) -> str:
+        """Run code in a new Python on the fake machine, and return its output."""
         return self.run([sys.executable, "-W", "error", "-c", code], settings, without=without).strip()
 
     def inventory(self, settings: Mapping[str, str], *, without: Sequence[str] = ()) -> Inventory:
+        """Return the inventory that a new process reads on the fake machine."""
         return Inventory.from_json(self.python(INVENTORY, settings, without=without))
 
     def _folder_without(self, sources: Sequence[str]) -> Path:

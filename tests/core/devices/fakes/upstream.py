@@ -52,12 +52,14 @@ def selection_of(renderer: str) -> tuple[Callable[[], Any], Any]:
 
 
 def main(renderer: str, cases: Path, choices: Path) -> None:
+    """Write the GPU that a renderer selects for each case of a JSON file."""
     os.environ.update(MUJOCO_GL="egl", PYOPENGL_PLATFORM="egl")
     select, no_display = selection_of(renderer)
     gpu_of = ctypes.CDLL("libEGL.so.1").fake_gpu_of
     gpu_of.argtypes = [ctypes.c_void_p]
 
-    def choice(variables: dict[str, str]) -> int | None:
+    def select_gpu(variables: dict[str, str]) -> int | None:
+        """Return the GPU that the renderer selects with these variables, or None if it fails."""
         for name in VARIABLES:
             os.environ.pop(name, None)
         os.environ.update(variables)
@@ -67,7 +69,7 @@ def main(renderer: str, cases: Path, choices: Path) -> None:
             return None
         return None if display == no_display else int(gpu_of(ctypes.cast(display, ctypes.c_void_p)))
 
-    choices.write_text(json.dumps([choice(variables) for variables in json.loads(cases.read_text())]))
+    choices.write_text(json.dumps([select_gpu(variables) for variables in json.loads(cases.read_text())]))
 
 
 if __name__ == "__main__":
