@@ -1,6 +1,7 @@
-"""Trains DQN on an Atari game twice, with Stable Baselines3's replay buffer and with the compressed one, and compares.
+"""Train DQN on an Atari game with SB3's replay buffer and with the compressed one.
 
-Same seeds, same environments; each training in a process of its own. Prints a table and draws the resident memory:
+Both trainings use the same seeds and environments, each in its own process. This prints a table and plots the resident
+memory:
 
     python examples/dqn_atari_memory.py [--game Breakout] [--steps 16000]
 """
@@ -25,19 +26,20 @@ BUFFERS = {"sb3": "SB3 ReplayBuffer", "compressed": "CompressedReplayBuffer"}
 
 
 def record_seconds(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    """The function, appending how long each call took."""
+    """Wrap a function so that the duration of each call is appended to ``seconds``."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def timed_call(*args: Any, **kwargs: Any) -> Any:
+        """Call the function, and append the duration to ``seconds``."""
         start = time.perf_counter()
         result = function(*args, **kwargs)
         seconds.append(time.perf_counter() - start)
         return result
 
-    return call
+    return timed_call
 
 
 def train(buffer: str, *, game: str, steps: int) -> dict[str, Any]:
-    """Trains DQN; returns memory, times and a hash of the trained weights."""
+    """Train DQN, and return memory, times and a hash of the trained weights."""
     import ale_py
     import gymnasium
     import psutil
@@ -54,6 +56,8 @@ def train(buffer: str, *, game: str, steps: int) -> dict[str, Any]:
     memory: list[tuple[int, int]] = []
 
     class WatchMemory(BaseCallback):
+        """Callback that records steps and the process's memory at every 200th call."""
+
         def _on_step(self) -> bool:
             if self.n_calls % 200 == 0:
                 memory.append((self.num_timesteps, process.memory_info().rss))
@@ -99,7 +103,7 @@ def train(buffer: str, *, game: str, steps: int) -> dict[str, Any]:
 
 
 def train_in_process(buffer: str, *, game: str, steps: int, folder: Path) -> dict[str, Any]:
-    """:func:`train` in a fresh process, so that its memory is its own."""
+    """Run :func:`train` in a fresh process, whose memory is measured alone."""
     result = folder / f"{buffer}.json"
     command = [sys.executable, __file__, "--train", buffer, "--game", game, "--steps", str(steps)]
     subprocess.run([*command, "--result", str(result)], check=True)
@@ -109,7 +113,7 @@ def train_in_process(buffer: str, *, game: str, steps: int, folder: Path) -> dic
 
 
 def show(results: dict[str, dict[str, Any]]) -> None:
-    """Prints the comparison as a table."""
+    """Print the comparison as a table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -118,25 +122,27 @@ def show(results: dict[str, dict[str, Any]]) -> None:
     for column in ("", *BUFFERS.values(), ""):
         table.add_column(column, justify="left" if not column else "right")
 
-    def row(label: str, values: list[float], unit: str, note: str) -> None:
+    def add_result_row(label: str, values: list[float], unit: str, note: str) -> None:
+        """Add a row to the table: a label, one value per buffer and a note."""
         table.add_row(label, *(f"{value:,.1f} {unit}" for value in values), note)
 
-    def compare(label: str, key: str, scale: float, unit: str, word: str) -> None:
+    def add_ratio_row(label: str, key: str, scale: float, unit: str, word: str) -> None:
+        """Add a row with a result of both buffers, and the ratio of the two."""
         values = [result[key] * scale for result in (plain, ours)]
-        row(label, values, unit, f"{values[0] / values[1]:,.1f}× {word}")
+        add_result_row(label, values, unit, f"{values[0] / values[1]:,.1f}× {word}")
 
     grown = [result["memory"][-1][1] / 1e6 for result in (plain, ours)]
-    row("process grew by, training included", grown, "MB", f"{grown[0] / grown[1]:,.1f}× less")
-    compare("a transition", "bytes", 1, "B", "less")
-    compare("sample(32), median", "sample", 1e6, "µs", "as fast")
-    compare("add(), median", "add", 1e6, "µs", "as fast")
+    add_result_row("process grew by, training included", grown, "MB", f"{grown[0] / grown[1]:,.1f}× less")
+    add_ratio_row("per transition", "bytes", 1, "B", "less")
+    add_ratio_row("sample(32), median", "sample", 1e6, "µs", "as fast")
+    add_ratio_row("add(), median", "add", 1e6, "µs", "as fast")
     same = plain["weights"] == ours["weights"]
     table.add_row("trained weights", plain["weights"][:12], ours["weights"][:12], "identical" if same else "DIFFERENT")
     Console().print(table)
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path, *, game: str) -> None:
-    """Draws how the memory of both processes grew."""
+    """Plot the growth of both processes' memory."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -154,10 +160,10 @@ def draw(results: dict[str, dict[str, Any]], path: Path, *, game: str) -> None:
 
 
 def main() -> None:
-    """Trains with both buffers and compares."""
+    """Train with both buffers, and compare."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--game", default="Breakout")
-    parser.add_argument("--steps", type=int, default=16_000, help="transitions, of which a half come before training")
+    parser.add_argument("--steps", type=int, default=16_000, help="transitions; training starts after half of them")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the plot")
     parser.add_argument("--train", choices=BUFFERS, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
@@ -176,7 +182,7 @@ def main() -> None:
     draw(results, plot, game=options.game)
     print(f"plot: {os.path.relpath(plot)}")
     if results["sb3"]["weights"] != results["compressed"]["weights"]:
-        sys.exit("the trained weights differ: please report this")
+        sys.exit("the trained weights differ. Please report this.")
 
 
 if __name__ == "__main__":

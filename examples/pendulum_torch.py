@@ -1,7 +1,7 @@
-"""Pendulums to swing up, many at once, in torch: an environment in the style of Isaac Lab, without a simulator.
+"""Batch of pendulums in torch, in the style of Isaac Lab's environments.
 
-Like those, it speaks torch tensors, writes every observation into the same memory, resets what is done within the step,
-and gives the observation from before that as ``final_obs``.
+Like those, it uses torch tensors, writes every observation into the same memory, and resets finished sub-environments
+within the step. The observations from before the reset are in ``info["final_obs"]``.
 
 Source of the dynamics and the reward: gymnasium's ``Pendulum-v1``.
 """
@@ -19,16 +19,16 @@ GRAVITY = 10.0
 TIME_STEP = 0.05
 MAX_SPEED = 8.0
 MAX_TORQUE = 2.0
-LARGEST_COST = math.pi**2 + 0.1 * MAX_SPEED**2 + 0.001 * MAX_TORQUE**2  # rewards lie between -1 and 0
+LARGEST_COST = math.pi**2 + 0.1 * MAX_SPEED**2 + 0.001 * MAX_TORQUE**2  # scales rewards to -1..0
 
 
 class Pendulums:
     """
-    Pendulums of 1 kg and 1 m, seen as cosine, sine and angular velocity.
+    Pendulums of 1 kg and 1 m, observed as cosine, sine and angular velocity in rad/s.
 
-    :param num_envs: How many.
-    :param episode_length: Steps after which one is truncated.
-    :param device: Where they swing.
+    :param num_envs: Number of pendulums.
+    :param episode_length: Steps after which an episode is truncated, 200 by default.
+    :param device: Device of all tensors.
     """
 
     def __init__(self, num_envs: int, *, episode_length: int = 200, device: str = "cpu") -> None:
@@ -50,23 +50,26 @@ class Pendulums:
 
     @property
     def unwrapped(self) -> Pendulums:
-        """The environment without wrappers."""
+        """This environment, which has no wrappers."""
         return self
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Reset all. Their first episodes get different lengths, so that some end at every step."""
+        """Reset all pendulums.
+
+        Their first episodes get random lengths, so that some end at every step.
+        """
         if seed is not None:
             self._random.manual_seed(seed)
-        self._begin(torch.arange(self.num_envs, device=self.device))
+        self._start_episodes(torch.arange(self.num_envs, device=self.device))
         self._steps.random_(0, self._episode_length, generator=self._random)
         return self._observe(), {}
 
     def step(
         self, action: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Swing on for 0.05 s; reset those whose time is over."""
+        """Simulate 0.05 s, and reset pendulums at the time limit."""
         torque = action.squeeze(-1).clamp(-MAX_TORQUE, MAX_TORQUE)
         from_top = torch.remainder(self._angle + math.pi, 2 * math.pi) - math.pi
         self._reward.copy_(-(from_top**2 + 0.1 * self._speed**2 + 0.001 * torque**2) / LARGEST_COST)
@@ -78,17 +81,19 @@ class Pendulums:
         info = {}
         if len(rows):
             info["final_obs"] = self._observe().clone()
-            self._begin(rows)
+            self._start_episodes(rows)
         return self._observe(), self._reward, self._terminated, self._truncated, info
 
-    def _begin(self, rows: torch.Tensor) -> None:
+    def _start_episodes(self, rows: torch.Tensor) -> None:
+        """Start new episodes in these rows, at random angles and speeds."""
         drawn = torch.rand(2, len(rows), generator=self._random, device=self.device) * 2 - 1
         self._angle[rows], self._speed[rows] = math.pi * drawn[0], drawn[1]
         self._steps[rows] = 0
 
     def _observe(self) -> torch.Tensor:
+        """Write cosine, sine and speed into the observation tensor, and return it."""
         torch.stack((self._angle.cos(), self._angle.sin(), self._speed), dim=-1, out=self._observation)
         return self._observation
 
     def close(self) -> None:
-        """Close nothing."""
+        """Do nothing, since there is nothing to close."""

@@ -1,8 +1,9 @@
-"""Hyperparameters for rl-zoo3 with a compressed replay buffer; its YAML files name only classes that it knows.
+"""Hyperparameters for rl-zoo3 with a compressed replay buffer.
 
     python -m rl_zoo3.train --algo dqn --env PongNoFrameskip-v4 --conf-file examples/rl_zoo3_hyperparams.py
 
-These are rl-zoo3's own for DQN on Atari games, but for the last lines.
+A Python file is needed, since rl-zoo3's YAML files accept only built-in classes. These are its own hyperparameters for
+DQN on Atari games, except the last lines.
 """
 
 from sb3_ext import CompressedReplayBuffer
@@ -22,6 +23,6 @@ hyperparams = {
         "exploration_fraction": 0.1,
         "exploration_final_eps": 0.01,
         "replay_buffer_class": CompressedReplayBuffer,
-        "buffer_size": 1_000_000,  # rl-zoo3 has 100,000, and optimize_memory_usage
+        "buffer_size": 1_000_000,  # rl-zoo3 uses 100,000 and optimize_memory_usage
     }
 }

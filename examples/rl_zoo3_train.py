@@ -1,5 +1,6 @@
-"""rl-zoo3's training with workers that share memory, where the environments allow only one instance per process or
-their steps take long enough; its option ``--vec-env`` knows SB3's classes only.
+"""Train with rl-zoo3 on ``AutoVecEnv``, in this process or in shared-memory workers.
+
+rl-zoo3's option ``--vec-env`` accepts only SB3's classes.
 
     python examples/rl_zoo3_train.py --algo ppo --env CartPole-v1
 """
