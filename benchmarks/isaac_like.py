@@ -21,15 +21,15 @@ ACTION_SIZE = 12
 
 
 class ManagerBasedEnv:
-    """Stand-in for ``isaaclab.envs.ManagerBasedEnv``."""
+    """Empty class in place of ``isaaclab.envs.ManagerBasedEnv``, for TorchRL's type checks."""
 
 
 class DirectRLEnv:
-    """Stand-in for ``isaaclab.envs.DirectRLEnv``."""
+    """Empty class in place of ``isaaclab.envs.DirectRLEnv``, for TorchRL's type checks."""
 
 
 class DirectMARLEnv:
-    """Stand-in for ``isaaclab.envs.DirectMARLEnv``."""
+    """Empty class in place of ``isaaclab.envs.DirectMARLEnv``, for TorchRL's type checks."""
 
 
 class IsaacLike(ManagerBasedEnv):

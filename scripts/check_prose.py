@@ -180,7 +180,7 @@ def blocks(text: str) -> Iterator[tuple[int, str]]:
 
 
 def sentences(block: str) -> list[str]:
-    """Split a paragraph into sentences. Code and link targets count as one word."""
+    """Split a paragraph into sentences. Code counts as one word; of a link, only the text is kept."""
     block = re.sub(r"(?:\{[\w:]+\}|:[\w:]+:)?(`+).+?\1_*", "CODE", block)
     block = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", block)
     block = re.sub(r"\b(?:e\.g|i\.e|etc|vs|cf)\.", "abbr", block)

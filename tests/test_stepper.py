@@ -93,6 +93,7 @@ class InPlaceInfoWalk(InfoWalk):
         return self.report
 
     def observation(self) -> Any:
+        """Write the observation into the array that every call returns."""
         self.place[...] = super().observation()
         return self.place
 

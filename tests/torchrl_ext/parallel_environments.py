@@ -33,7 +33,7 @@ def log_event(event: str) -> None:
 
 
 def count_events(event: str, *, in_this_process: bool) -> int:
-    """Count an event in the log, of this process or of all others."""
+    """Count how often this process, or all others together, logged an event."""
     entries = [line.split() for line in Path(os.environ[EVENT_LOG]).read_text().splitlines()]
     return sum(1 for pid, entry in entries if entry == event and (int(pid) == os.getpid()) == in_this_process)
 

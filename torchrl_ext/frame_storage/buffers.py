@@ -170,7 +170,7 @@ class ByteBudget:
                 )
 
     def enforce(self, storage: Any) -> None:
-        """Drop the oldest elements until the next batch fits, if it is as large as the last one.
+        """Drop the oldest elements until another batch like the last one fits.
 
         :raises OutOfMemoryError: If a single element exceeds the limit.
         """

@@ -560,7 +560,7 @@ class _StateClassifier:
         return "episode" if varies or self.is_replaced_at_reset(path) else "fixed"
 
     def _holders(self, path: str) -> Iterator[str]:
-        """Yield a path, then the path of its holder, and so on."""
+        """Yield a path and those of all objects that hold it, up to the environment."""
         while path in self._steps:
             yield path
             path = self._steps[path][0]

@@ -74,7 +74,7 @@ def _mujoco_fields(structure: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1000)
 def _property_names(kind: Any) -> tuple[str, ...]:
-    """Return the names of the public properties that a C class defines."""
+    """Return the names of the public properties whose getters are not Python functions."""
     # Properties that subclasses define in Python are not fields of the C object.
     parts = {name: part for base in kind.__mro__ for name, part in vars(base).items() if isinstance(part, property)}
     names = (name for name, part in parts.items() if not isinstance(part.fget, types.FunctionType))

@@ -150,7 +150,7 @@ def _make_kind_table(builder: Any, n_planes: int) -> Any:
 
 
 def _define_unpacker(most: int, *, channels: bool) -> Any:
-    """Define a kernel function that decodes a group with at most ``most`` bits per step count."""
+    """Define a kernel function that decodes a group with at most ``most`` bits per byte."""
 
     def unpack_group(
         typingctx: Any,

@@ -54,7 +54,7 @@ class Codec(ABC):
     lossy: ClassVar[bool] = False
 
     def with_quality(self, quality: int) -> Codec:
-        """Return the codec with another quality.
+        """Return the codec with another quality; only lossy codecs have one.
 
         :param quality: As for :class:`JpegCodec`
         :raises InvalidArgumentError: If the codec has no quality setting

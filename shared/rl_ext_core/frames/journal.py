@@ -80,7 +80,7 @@ class Journal:
         return bool(((places >= 0) & (places < self._n_rows)).all())
 
     def _latest_record(self) -> JournalRecord:
-        """Return the record with the highest sequence number."""
+        """Return the record with the highest sequence number, without checking its checksum."""
         return max(JournalRecord(*_FIELDS.unpack_from(slot.data)) for slot in self._slots)
 
     def read(self) -> tuple[JournalRecord, Places]:

@@ -85,6 +85,7 @@ def _define_load(bits: int, result: Any) -> Any:
         """Load an unsigned integer from an address."""
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            """Emit code that loads an unaligned integer of ``bits`` bits."""
             value = builder.load(builder.inttoptr(args[0], ir.IntType(bits).as_pointer()))
             value.align = 1
             return value

@@ -336,7 +336,7 @@ else:
                 self.returncode = os.waitstatus_to_exitcode(status) if pid else None
 
         def _watch_process(self) -> None:
-            """Replace the sentinel by one that ignores forked processes, which a pipe does not."""
+            """Replace the pipe in ``sentinel`` by a pidfd, because forked children keep a pipe open."""
             with suppress(AttributeError, OSError):  # macOS and old Linux kernels have no pidfd
                 self.sentinel = os.pidfd_open(self.pid)
                 util.Finalize(self, os.close, (self.sentinel,))

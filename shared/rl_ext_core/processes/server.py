@@ -57,7 +57,7 @@ class UnusableError(Exception):
 
 
 class _Server(ForkServer):
-    """Fork server that ends with the last reference to it. Workers keep one until their end."""
+    """Fork server that is killed with its workers when nothing refers to it. Workers refer to it."""
 
     _forkserver_pid: int | None
     _forkserver_alive_fd: int | None

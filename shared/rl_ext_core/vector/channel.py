@@ -337,7 +337,7 @@ class SpinWaiter:
         self._left = 0
 
     def wait_for_value(self, cells: memoryview, place: int, number: int) -> bool:
-        """Poll until an integer has a value, for a short time; return whether it has.
+        """Poll until a cell has a value, for a short time or not at all; return whether it has.
 
         :param cells: cells of a worker
         :param place: index of the cell

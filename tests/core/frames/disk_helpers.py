@@ -38,7 +38,7 @@ def _compute_frame(time: int, env: int) -> np.ndarray:
 
 
 def _compute_stacks(time: int) -> np.ndarray:
-    """Compute the observations of all environments at a time. Young episodes have zeros."""
+    """Compute the stacks of all environments at a step. Frames from before an episode are zeros."""
     # Environments start episodes at different times, so that their blocks fill at different rates.
     every = [
         [_compute_frame(abs(time - age), env) * (age <= (time + env) % (11 + 6 * env)) for age in (2, 1, 0)]

@@ -131,6 +131,7 @@ class IgnoresSeeds(Plain):
     """Environment that uses the same seed in all resets."""
 
     def reset(self, **options: Any) -> Reset:
+        """Reset with seed 0, whatever seed is passed."""
         return super().reset(seed=0)
 
 

@@ -269,6 +269,7 @@ class LosesInfos(Counting):
     episodes = 0
 
     def reset(self, **options: Any) -> Any:
+        """Return None as the info, except in the first reset."""
         self.episodes += 1
         observation, info = super().reset(**options)
         return observation, info if self.episodes == 1 else None
