@@ -305,9 +305,9 @@ class SingleRowEnv:
 
 
 class CartPoleRow:
-    """gymnasium's vectorized CartPole with one row.
+    """CartPole with one row, whose first states are copied from a row of the batch.
 
-    First states are read from the batch, because all rows share a random number generator.
+    All rows of the batch share a random number generator.
     """
 
     def __init__(self, env: Any, row: int) -> None:

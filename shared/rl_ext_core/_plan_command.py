@@ -54,6 +54,7 @@ def _parse_shape(text: str) -> tuple[int, ...]:
 
 
 def _parse_count(text: str) -> int:
+    """Parse an integer from 1 to 10**15 - 1; digits may be grouped by ``_`` or ``,``."""
     digits = text.replace("_", "").replace(",", "")
     if not (digits.isascii() and digits.isdigit() and 0 < int(digits) < 10**15):
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1 to 10**15 - 1")

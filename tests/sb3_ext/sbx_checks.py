@@ -17,7 +17,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from sb3_ext import CompressedReplayBuffer, CompressedRolloutBuffer, GymVecEnv, SharedMemoryVecEnv
-from tests.sb3_ext.toys import image_env
+from tests.sb3_ext.buffer_envs import image_env
 
 
 def parameters_of(model: Any) -> list[np.ndarray]:

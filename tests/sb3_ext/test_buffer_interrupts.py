@@ -16,7 +16,7 @@ from gymnasium import spaces
 from sb3_contrib.common.recurrent.type_aliases import RNNStates
 
 from tests.interrupts import interrupt_everywhere
-from tests.sb3_ext.toys import REPLAY, ROLLOUT
+from tests.sb3_ext.buffer_envs import REPLAY, ROLLOUT
 
 CODE_PATHS = ("sb3_ext/", "rl_ext_core/frames/", "_interrupts.py", "common/buffers.py", "her_replay_buffer.py")
 CODE_PATHS += ("maskable/buffers.py", "recurrent/buffers.py")

@@ -21,7 +21,7 @@ from stable_baselines3.common.save_util import save_to_pkl
 
 from rl_ext_core.errors import InvalidArgumentError
 from tests.interrupts import interrupt_at
-from tests.sb3_ext.toys import REPLAY, assert_same_draws
+from tests.sb3_ext.buffer_envs import REPLAY, assert_same_draws
 
 N_STACK, FRAME = 3, (6, 5)
 IMAGE = spaces.Box(0, 255, (N_STACK, *FRAME), np.uint8)

@@ -11,8 +11,8 @@ import pytest
 from gymnasium import spaces
 
 from sb3_ext import CompressedReplayBuffer
+from tests.sb3_ext.buffer_envs import REPLAY, ROLLOUT, make_buffers
 from tests.sb3_ext.test_rollout_buffers import fill_rollouts, make_rollout_buffers
-from tests.sb3_ext.toys import REPLAY, ROLLOUT, make_buffers
 
 ROWS, N_ENVS = 12, 2
 ACTIONS = spaces.Discrete(3)

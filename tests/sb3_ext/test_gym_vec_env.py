@@ -33,9 +33,9 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.resources import usable_cores
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import GymVecEnv, _compat, make_vec_env
-from tests.sb3_ext.toys import without_logger
+from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.vec_checks import action_of, assert_equal
-from tests.sb3_ext.vec_worlds import OBSERVATIONS, RandomEnv, ReusedArrayEnv
+from tests.sb3_ext.vec_test_envs import OBSERVATIONS, RandomEnv, ReusedArrayEnv
 
 MODES = list(AutoresetMode)
 

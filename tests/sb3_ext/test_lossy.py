@@ -13,7 +13,7 @@ from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.frames import planning
 from rl_ext_core.frames.planning import MemoryWatch
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.toys import add_all, collect_transitions, image_env, make_buffers_for
+from tests.sb3_ext.buffer_envs import add_all, collect_transitions, image_env, make_buffers_for
 
 
 def fill_buffers(channels: int, **options: Any) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ from tests.core.isolation.conftest import Variant, compiled, compiler, own_cache
 from tests.launch_modes import LAUNCH_MODES, run_program
 from tests.sb3_ext.test_multi_agent_vec_env import Race
 from tests.sb3_ext.vec_checks import FAST, assert_equal, no_workers
-from tests.sb3_ext.vec_worlds import Bounded, Counting, Failing, RandomEnv, Slow, build_and_record, cart_pole
+from tests.sb3_ext.vec_test_envs import Bounded, Counting, Failing, RandomEnv, Slow, build_and_record, cart_pole
 
 __all__ = ["compiled", "compiler", "own_cache", "variant"]
 

@@ -12,7 +12,7 @@ from stable_baselines3 import DQN, PPO
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
 from sb3_ext import CompressedReplayBuffer, MultiAgentVecEnv, make_vec_env
-from tests.sb3_ext.toys import without_logger
+from tests.sb3_ext.buffer_envs import without_logger
 
 pytest.importorskip("pettingzoo")
 from pettingzoo import ParallelEnv

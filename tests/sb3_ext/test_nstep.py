@@ -20,7 +20,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 import sb3_ext
 from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import CompressedNStepReplayBuffer
-from tests.sb3_ext.toys import assert_same, image_env, without_logger
+from tests.sb3_ext.buffer_envs import assert_same, image_env, without_logger
 
 ACTIONS = spaces.Discrete(3)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.toys import add_all, collect_transitions, image_env
+from tests.sb3_ext.buffer_envs import add_all, collect_transitions, image_env
 
 Pick = Callable[[Any], Any]
 

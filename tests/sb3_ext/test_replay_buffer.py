@@ -20,7 +20,7 @@ from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from rl_ext_core.frames import FrameStore
 from sb3_ext import CompressedDictReplayBuffer, CompressedReplayBuffer
-from tests.sb3_ext.toys import (
+from tests.sb3_ext.buffer_envs import (
     REPLAY,
     Camera,
     Sprite,

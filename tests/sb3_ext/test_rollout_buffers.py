@@ -16,8 +16,8 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from tests.sb3_ext.buffer_envs import ROLLOUT, assert_same_batches, dict_env, image_env, sample_batch
 from tests.sb3_ext.test_replay_buffer import ALL
-from tests.sb3_ext.toys import ROLLOUT, assert_same_batches, dict_env, image_env, sample_batch
 
 ACTIONS = spaces.Discrete(3)
 

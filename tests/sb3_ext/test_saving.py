@@ -18,7 +18,7 @@ from stable_baselines3.common.buffers import ReplayBuffer
 
 from rl_ext_core.errors import CorruptFileError
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.toys import (
+from tests.sb3_ext.buffer_envs import (
     REPLAY,
     add_all,
     assert_same,

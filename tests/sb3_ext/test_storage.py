@@ -16,7 +16,7 @@ from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 
 from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import CompressedDictReplayBuffer
-from tests.sb3_ext.toys import (
+from tests.sb3_ext.buffer_envs import (
     add_all,
     collect_transitions,
     dict_env,

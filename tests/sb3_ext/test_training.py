@@ -16,7 +16,7 @@ from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecFrameStack, VecNormalize
 
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.toys import REPLAY, ROLLOUT, check_equal_weights, dict_env, image_env, make_reach_vec_env
+from tests.sb3_ext.buffer_envs import REPLAY, ROLLOUT, check_equal_weights, dict_env, image_env, make_reach_vec_env
 
 
 class Masked(VecEnvWrapper):

@@ -21,7 +21,7 @@ from rl_ext_core.errors import WorkerError
 from rl_ext_core.vector.pool import Pool
 from sb3_ext import SharedMemoryVecEnv
 from tests.sb3_ext.vec_checks import FAST, no_workers, raise_interrupt_in
-from tests.sb3_ext.vec_worlds import Counting, Failing, Gated
+from tests.sb3_ext.vec_test_envs import Counting, Failing, Gated
 
 ACTIONS = np.zeros(3, np.int64)
 PATIENCE_S = 60  # for conditions on a busy machine

@@ -24,7 +24,7 @@ from gymnasium import spaces
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, WorkerError
 from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.sb3_ext.vec_checks import FAST, no_workers
-from tests.sb3_ext.vec_worlds import Counting, Failing, Informing, RandomEnv, Returning, Unpicklable
+from tests.sb3_ext.vec_test_envs import Counting, Failing, Informing, RandomEnv, Returning, Unpicklable
 
 methods = pytest.mark.parametrize("method", ["forkserver", "fork"])
 AT_MOST_S = 60  # for threads to end; loaded machines take seconds
@@ -99,7 +99,7 @@ def test_failures_reach_the_caller(when: str, how: str, method: str) -> None:
     named = "" if seed is None else " (seed 41)"
     assert str(error).startswith(f"environment 1 of 3{named}, in {where}: {said}")
     if (kind != "signal" and how != "os._exit") or how in ("SIGSEGV", "SIGABRT"):
-        assert "vec_worlds.py" in error.traceback
+        assert "vec_test_envs.py" in error.traceback
         assert "in fail" in error.traceback
         assert error.traceback.splitlines()[-1] in str(error)
     if how == "raise":

@@ -13,7 +13,7 @@ import pytest
 from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.forks import result_in_fork
 from tests.sb3_ext.vec_checks import no_workers
-from tests.sb3_ext.vec_worlds import Counting
+from tests.sb3_ext.vec_test_envs import Counting
 
 ACTIONS = np.zeros(2, np.int64)
 REFUSED: list[Callable[[SharedMemoryVecEnv], Any]] = [

@@ -16,7 +16,7 @@ from rl_ext_core.vector import channel
 from sb3_ext import SharedMemoryVecEnv
 from tests.interrupts import interrupt_everywhere
 from tests.sb3_ext.vec_checks import FAST, no_workers
-from tests.sb3_ext.vec_worlds import Counting, Failing
+from tests.sb3_ext.vec_test_envs import Counting, Failing
 
 CODE_PATHS = ("rl_ext_core/vector", "rl_ext_core/processes/watch", "sb3_ext/vec_env")
 ACTIONS = np.zeros(3, np.int64)

@@ -19,9 +19,9 @@ from stable_baselines3 import PPO
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from sb3_ext import as_factory
 from sb3_ext.vec_env import SharedMemoryVecEnv
-from tests.sb3_ext.toys import without_logger
+from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.vec_checks import FAST, no_workers
-from tests.sb3_ext.vec_worlds import Counting, Failing, FailingOnce, RandomEnv
+from tests.sb3_ext.vec_test_envs import Counting, Failing, FailingOnce, RandomEnv
 
 RESTARTING: dict[str, Any] = {"restart": "truncate", "step_timeout": 60.0}
 

@@ -14,7 +14,7 @@ from rl_ext_core.vector import channel
 from rl_ext_core.vector.channel import SpinWaiter, should_spin
 from sb3_ext import SharedMemoryVecEnv
 from tests.sb3_ext.vec_checks import FAST, no_workers
-from tests.sb3_ext.vec_worlds import Counting, Failing
+from tests.sb3_ext.vec_test_envs import Counting, Failing
 
 LONG_S = 1.0
 

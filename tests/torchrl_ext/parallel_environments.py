@@ -39,7 +39,7 @@ def count_events(event: str, *, in_this_process: bool) -> int:
 
 
 class Well(gymnasium.Env[Any, Any]):
-    """Environment that observes its depth, the step and a random number."""
+    """Environment that logs its calls, and observes its fixed depth, the step and a random number."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
     action_space = spaces.Discrete(2)

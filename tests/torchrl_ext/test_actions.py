@@ -118,7 +118,7 @@ def test_collector_rejects_index_policy_for_one_hot_actions(count: int | None) -
 
 
 class Board(gymnasium.Env[Any, Any]):
-    """Board on which each action takes a free place, counted from ``start``."""
+    """Board on which each action takes a free place; actions are numbered from ``start``."""
 
     def __init__(self, shape: tuple[int, ...] = (3, 4), start: Any = None) -> None:
         self.shape = shape

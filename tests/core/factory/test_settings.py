@@ -111,6 +111,7 @@ class Point:
         return self
 
     def get(self) -> float:
+        """Return the sum of both slots, so that a lost one shows."""
         return self.a + self.__private
 
 

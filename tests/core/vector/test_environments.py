@@ -11,7 +11,7 @@ import pytest
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidTypeError, MissingDependencyError
 from rl_ext_core.vector.environments import EpisodeMonitor, as_gymnasium_env
-from tests.sb3_ext.vec_worlds import Counting
+from tests.sb3_ext.vec_test_envs import Counting
 
 
 def test_episode_monitor_equals_sb3_monitor() -> None:

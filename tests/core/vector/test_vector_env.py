@@ -19,7 +19,7 @@ from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.pool import Pool
 from tests.forks import result_in_fork
 from tests.sb3_ext.vec_checks import assert_equal, raise_interrupt_in
-from tests.sb3_ext.vec_worlds import Counting, Failing, FailingOnce, Gated, RandomEnv, ReusedArrayEnv
+from tests.sb3_ext.vec_test_envs import Counting, Failing, FailingOnce, Gated, RandomEnv, ReusedArrayEnv
 
 NESTED = spaces.Dict(
     image=spaces.Box(0, 255, (9, 8, 3), np.uint8),

@@ -306,7 +306,7 @@ class Returning(Counting):
 
 
 class Informing(Counting):
-    """Environment that returns a given info.
+    """Environment that returns a given info at its reset, in a step or in the last step.
 
     :param when: ``"reset"``, ``"step"`` or ``"end"`` (the last step of an episode)
     """
