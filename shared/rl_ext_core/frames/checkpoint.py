@@ -190,7 +190,7 @@ def as_corrupt_pickle(file: Any, what: str, *, written_by: str) -> Iterator[None
     except Exception as error:
         # A damaged name of a module can begin like NumPy 2's.
         missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
-        if missing.startswith("numpy._core") and np.__version__ < "2":
+        if missing.startswith("numpy._core") and int(np.__version__.partition(".")[0]) < 2:
             raise MissingDependencyError(
                 f"{file} was written with NumPy 2, whose arrays NumPy {np.__version__} cannot read; run "
                 "pip install 'numpy>=2', and load it again"
