@@ -998,7 +998,7 @@ pytestmark = warnings_of_envpool
 IDS = [f"{name}-{mode.value}" for name, mode in CASES]
 
 
-@pytest.mark.sample(quick=10, ci=60)
+@pytest.mark.sample(quick=10, ci=48)
 @pytest.mark.parametrize("library", DRIVERS)
 @pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
 def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library: str) -> None:
@@ -1006,7 +1006,7 @@ def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library:
     compare_with_oracle(TABLE[name], mode, DRIVERS[library])
 
 
-@pytest.mark.sample(quick=2, ci=20)
+@pytest.mark.sample(quick=2, ci=16)
 @pytest.mark.parametrize("variant", ["rollout", "masks", "no infos"])
 @pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
 def test_rows_truncated_by_a_transform_equal_single_environments(name: str, mode: AutoresetMode, variant: str) -> None:
@@ -1017,7 +1017,7 @@ def test_rows_truncated_by_a_transform_equal_single_environments(name: str, mode
 SEEDED = [case for case in CASES if not case[0].startswith(("EnvPool", "final_obs"))]  # a reset does not seed these
 
 
-@pytest.mark.sample(quick=2, ci=20)
+@pytest.mark.sample(quick=2, ci=16)
 @pytest.mark.parametrize("library", [name for name in DRIVERS if "," not in name])
 @pytest.mark.parametrize(("name", "mode"), SEEDED, ids=[f"{name}-{mode.value}" for name, mode in SEEDED])
 def test_full_reset_after_ended_episodes_equals_single_environments(

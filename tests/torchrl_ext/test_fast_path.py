@@ -90,7 +90,7 @@ UNUSUAL_DATA: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.sample(quick=12, ci=36)
+@pytest.mark.sample(quick=12, ci=30)
 @pytest.mark.parametrize(
     ("name", "unusual"),
     [

@@ -49,7 +49,7 @@ def check_chain(rollout: Any, place: Any = "observation") -> None:
     assert torch.equal(after[done[:, :-1]], torch.stack([begun[:, 0], begun[:, 1] + 1, torch.zeros(len(begun))], -1))
 
 
-@pytest.mark.sample(quick=30, ci=60)
+@pytest.mark.sample(quick=30, ci=48)
 @pytest.mark.parametrize("form", SameStep.FORMS)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @nesting

@@ -240,7 +240,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(quick=8)
+@pytest.mark.sample(quick=6, ci=22)
 @pytest.mark.parametrize("case", CASES)
 def test_changed_object_in_an_environment_is_copied_or_reported(case: str, copy_outcome: Any) -> None:
     env = HoldingEnv(__name__, case)
