@@ -13,7 +13,7 @@ The rules:
 - ``WORDS`` lists words that this project does not use.
 - A function's name begins with a verb. A name at module level has one meaning in the three packages.
 
-``SHARED_NAMES`` and ``QUOTES`` list the exceptions, each with its reason.
+``SHARED_NAMES`` lists the exceptions, each with its reason.
 """
 
 from __future__ import annotations
@@ -69,8 +69,6 @@ SHARED_NAMES: dict[str, str] = {
     "run": "each command of rl-ext has these two functions",
     "as_factory": "that of torchrl_ext is the core's, for environments of TorchRL",
 }
-# Passages that quote others, such as a library's message, and why they stay.
-QUOTES: dict[str, str] = {}
 
 
 class Passage(NamedTuple):
@@ -189,8 +187,6 @@ def sentences(block: str) -> list[str]:
 
 def violations(passage: Passage) -> Iterator[tuple[int, str]]:
     """Check a passage; yield lines of the file, and what is wrong in them."""
-    if any(quote in passage.text for quote in QUOTES):
-        return
     if passage.kind == "docstring" and FIRST_WORD.match(passage.text):
         yield passage.line, f"docstring begins with {passage.text.split()[0]!r}: begin with the subject or the verb"
     if passage.kind == "string" and not passage.path.startswith(PACKAGES):
