@@ -156,6 +156,17 @@ QUESTIONS = {
     "Isaac Lab into SB3": "guides/vectorized_gpu",
     "why is my vec env slow": "guides/sb3_parallel",
     "how do I resume a run": "guides/resume",
+    # Titles of issues of SB3, baselines, MuJoCo and TorchRL.
+    "replay buffer won't fit into memory": "guides/buffers",
+    "optimization of memory usage": "guides/buffers",
+    "MUJOCO_EGL_DEVICE_ID has no effect": "guides/rendering_gpu",
+    "MUJOCO_EGL_DEVICE_ID must be between 0 and 0": "guides/rendering_gpu",
+    "SubprocVecEnv slower than DummyVecEnv": "guides/sb3_parallel",
+    "multiple environments per process": "guides/sb3_parallel",
+    "ParallelEnv MeltingPot": "guides/torchrl_parallel",
+    "resuming training of loaded model": "guides/resume",
+    "VecEnv for gymnasium VectorEnv and Brax": "guides/vectorized_gpu",
+    "Isaac Gym with Stable Baselines3": "guides/vectorized_gpu",
 }
 
 
