@@ -19,8 +19,6 @@ from docutils.statemachine import StringList
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("shared/rl_ext_core", "sb3_ext", "torchrl_ext")
-
-
 # Components of the index of errors: the first whose pattern a module matches.
 COMPONENTS = {
     "Buffers": r"rl_ext_core\.(frames|testing)|sb3_ext\.(buffers|observation|contrib)|torchrl_ext\.frame_storage",
@@ -115,16 +113,8 @@ class ErrorIndex(Directive):
             section = nodes.section(ids=[f"errors-{component.lower().replace(' ', '-')}"], names=[component.lower()])
             section += nodes.title(text=component)
             for (text, error), modules in sorted(texts.items(), key=lambda entry: first_words(entry[0][0])):
-                item = nodes.definition_list_item()
-                term = nodes.term()
-                term += nodes.strong(text=" ".join(text.split()))
-                definition = nodes.definition()
-                paragraph = nodes.paragraph()
-                paragraph += nodes.literal(text=error)
-                paragraph += nodes.inline(text=" from " + ", ".join(sorted(modules)), classes=["error-module"])
-                definition += paragraph
-                item += [term, definition]
-                section += nodes.definition_list("", item)
+                source = nodes.inline(text=" from " + ", ".join(sorted(modules)), classes=["error-module"])
+                section += _definition(nodes.strong(text=" ".join(text.split())), nodes.literal(text=error), source)
             sections.append(section)
         return sections
 
@@ -132,16 +122,18 @@ class ErrorIndex(Directive):
         section = nodes.section(ids=["errors-classes"], names=["exception classes"])
         section += nodes.title(text="Exception classes")
         for error, docstring in _error_classes().items():
-            item = nodes.definition_list_item()
-            definition = nodes.definition()
-            definition += nodes.paragraph(text=docstring.split("\n\n")[0].replace("\n", " "))
-            item += [nodes.term("", "", nodes.literal(text=error)), definition]
-            section += nodes.definition_list("", item)
+            section += _definition(nodes.literal(text=error), nodes.Text(docstring.split("\n\n")[0].replace("\n", " ")))
         return section
 
 
+def _definition(term: nodes.Node, *paragraph: nodes.Node) -> nodes.Node:
+    """Make a definition list of one term, whose definition is one paragraph."""
+    definition = nodes.definition("", nodes.paragraph("", "", *paragraph))
+    return nodes.definition_list("", nodes.definition_list_item("", nodes.term("", "", term), definition))
+
+
 class NameSummary(Directive):
-    """``name-summary``: a table of a module's public names, with the first line of their docstrings."""
+    """``name-summary``: a table of a module's public names, with the first sentence of their docstrings."""
 
     required_arguments = 1
 

@@ -19,6 +19,7 @@ The rules:
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import json
 import re
@@ -93,6 +94,12 @@ def tracked(paths: list[str]) -> list[str]:
     return [name for name in names if name.endswith((".py", ".md", ".ipynb")) and (ROOT / name).exists()]
 
 
+@functools.cache
+def parse(name: str) -> ast.Module:
+    """Parse a Python file, once."""
+    return ast.parse((ROOT / name).read_text(encoding="utf-8"))
+
+
 def passages(name: str) -> Iterator[Passage]:
     """Yield the prose of a Python, Markdown or notebook file."""
     text = (ROOT / name).read_text(encoding="utf-8")
@@ -109,7 +116,7 @@ def passages(name: str) -> Iterator[Passage]:
 def _python_passages(name: str, text: str) -> Iterator[Passage]:
     """Yield the docstrings, strings and comment blocks of a Python file."""
     docstrings = set()
-    tree = ast.parse(text)
+    tree = parse(name)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node)
@@ -142,18 +149,19 @@ def blocks(text: str) -> Iterator[tuple[int, str]]:
     """
     current: list[str] = []
     first = 0
-    fence = literal = None
+    open_fences: list[bool] = []  # whether each contains code
+    literal = None
     for number, line in enumerate([*text.splitlines(), ""]):
         stripped = line.strip()
         indent = len(line) - len(line.lstrip())
-        if re.match(r"(```|~~~|:::)", stripped):
-            fence = (
-                None if fence and stripped.startswith(fence) else stripped[:3] if stripped[3:] or not fence else fence
-            )
-            if stripped.startswith(":::") or "{admonition}" in stripped or "{note}" in stripped or "{tip}" in stripped:
-                fence = None
+        fence = re.match(r"(?:[-*]\s+)*(?:`{3,}|~{3,}|:{3,})(.*)", stripped)
+        if fence is not None:
+            if fence[1] or not open_fences:
+                open_fences.append(not fence[1].startswith(("{admonition}", "{note}", "{tip}", "{list-table}")))
+            else:
+                open_fences.pop()
             stripped, starts = "", True
-        elif fence:
+        elif any(open_fences):
             continue
         elif literal is not None:
             if stripped and indent <= literal:
@@ -210,7 +218,7 @@ def unclear_names(names: list[str]) -> Iterator[str]:
     """Find functions of the packages, properties apart, whose one-word name says no effect."""
     for name in names:
         if name.startswith(PACKAGES) and name.endswith(".py"):
-            for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
+            for node in ast.walk(parse(name)):
                 if not isinstance(node, ast.FunctionDef) or "_" in node.name.strip("_"):
                     continue
                 is_property = any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
@@ -224,12 +232,11 @@ def shared_names(names: list[str]) -> Iterator[str]:
     for name in names:
         if not name.startswith(PACKAGES) or not name.endswith(".py"):
             continue
-        for node in ast.parse((ROOT / name).read_text(encoding="utf-8")).body:
+        for node in parse(name).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 places = found.setdefault(node.name, [])
-                place = f"{name}:{node.lineno}"
-                if not any(name in other for other in places):
-                    places.append(place)
+                if not any(place.startswith(f"{name}:") for place in places):
+                    places.append(f"{name}:{node.lineno}")
     for name, places in sorted(found.items()):
         if len(places) > 1 and not name.startswith("__") and name not in SHARED_NAMES:
             yield f"{places[0]}: {name!r} is defined in other modules too: {', '.join(places[1:])}"

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Execute the notebooks of examples/ and store their outputs in them, as the site shows them.
 
-    .venv/bin/python scripts/run_notebooks.py                    # all of them, which takes some 15 minutes
+    .venv/bin/python scripts/run_notebooks.py
     .venv/bin/python scripts/run_notebooks.py ppo_retro
     RL_EXT_SHORT=1 .venv/bin/python scripts/run_notebooks.py     # with a few training steps only
 
-Run it after a change to a notebook's code. ``tests/test_examples.py`` fails if outputs are missing or older than the
-code.
-Melting Pot's notebook needs ``scripts/make_meltingpot_venv.sh``.
+Run it after a change to a notebook's code, because ``tests/test_examples.py`` fails if outputs are older than the
+code. Training on a console game takes more than half an hour on two cores. Melting Pot's notebook needs
+``scripts/make_meltingpot_venv.sh``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import nbformat
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 MELTINGPOT = ROOT / ".venv-meltingpot" / "bin" / "python"
+KERNEL = "example"
 
 
 def code_digest(notebook: Any) -> str:
@@ -35,20 +36,25 @@ def code_digest(notebook: Any) -> str:
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
+def write_kernel(folder: Path, python: Path) -> None:
+    """Write a kernel named ``KERNEL``, which runs in an interpreter, to a folder of Jupyter's data."""
+    kernel = folder / "kernels" / KERNEL / "kernel.json"
+    kernel.parent.mkdir(parents=True)
+    argv = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    kernel.write_text(json.dumps({"argv": argv, "display_name": KERNEL, "language": "python"}))
+
+
 def execute(path: Path) -> None:
     """Execute a notebook, and write it with its outputs and the digest of its code."""
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
-        kernel = Path(folder) / "kernels" / "example" / "kernel.json"
-        kernel.parent.mkdir(parents=True)
-        python = str(MELTINGPOT if path.stem.startswith("meltingpot") else ROOT / ".venv" / "bin" / "python")
-        argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        kernel.write_text(json.dumps({"argv": argv, "display_name": "example", "language": "python"}))
+        is_meltingpot = path.stem.startswith("meltingpot")
+        write_kernel(Path(folder), MELTINGPOT if is_meltingpot else ROOT / ".venv" / "bin" / "python")
         os.environ["JUPYTER_PATH"] = folder
         # Some notebooks import a module next to them, others write files.
         work = str(EXAMPLES if path.stem.endswith("torch_env") else folder)
         resources = {"metadata": {"path": work}}
-        client = nbclient.NotebookClient(notebook, timeout=1800, kernel_name="example", resources=resources)
+        client = nbclient.NotebookClient(notebook, timeout=1800, kernel_name=KERNEL, resources=resources)
         client.execute(env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": folder})
         for cell in notebook.cells:
             cell.get("metadata", {}).pop("execution", None)  # times of this run

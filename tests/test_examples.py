@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +11,7 @@ import nbclient
 import nbformat
 import pytest
 
-from scripts.run_notebooks import code_digest
+from scripts.run_notebooks import KERNEL, code_digest, write_kernel
 from tests.core.devices.fakes.build import skip_or_fail
 from tests.core.devices.run_code import environment
 from tests.torchrl_ext.in_meltingpot.venv import python
@@ -92,11 +91,8 @@ def test_image_replay_notebook_plans_and_trains(tmp_path: Path, variables: dict[
 
 @pytest.mark.exhaustive
 def test_melting_pot_notebook_trains(tmp_path: Path, variables: dict[str, str]) -> None:
-    kernel = tmp_path / "JUPYTER_DATA_DIR" / "kernels" / "meltingpot" / "kernel.json"
-    kernel.parent.mkdir(parents=True)
-    argv = [str(python()), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    kernel.write_text(json.dumps({"argv": argv, "display_name": "Melting Pot", "language": "python"}))
-    text = run_notebook("meltingpot_parallel.ipynb", tmp_path, variables, kernel_name="meltingpot")
+    write_kernel(tmp_path / "JUPYTER_DATA_DIR", python())
+    text = run_notebook("meltingpot_parallel.ipynb", tmp_path, variables, kernel_name=KERNEL)
     assert "cannot pickle 'dmlab2d.dmlab2d_pybind.Lab2d' object" in text
     assert "the environment goes on: torch.Size([3])" in text
     assert "apples per episode" in text
