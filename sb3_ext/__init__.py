@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_ext_core.devices import resolve_device
 from rl_ext_core.factory import EnvFactory, as_factory
-from sb3_ext import buffers
+from sb3_ext import buffers, prioritized
 from sb3_ext.auto_vec_env import AutoVecEnv, make_vec_env
 from sb3_ext.buffers import (
     CompressedDictReplayBuffer,
@@ -20,6 +20,12 @@ from sb3_ext.buffers import (
 )
 from sb3_ext.gym_vec_env import GymVecEnv
 from sb3_ext.multi_agent_vec_env import MultiAgentVecEnv
+from sb3_ext.prioritized import (
+    CompressedPrioritizedDictReplayBuffer,
+    CompressedPrioritizedHerReplayBuffer,
+    CompressedPrioritizedReplayBuffer,
+    register_critic,
+)
 from sb3_ext.vec_env import RayVecEnv, SharedMemoryVecEnv, VecEnvTimingCallback
 
 __all__ = [
@@ -28,6 +34,10 @@ __all__ = [
     "CompressedDictRolloutBuffer",
     "CompressedHerReplayBuffer",
     "CompressedNStepReplayBuffer",
+    "CompressedPrioritizedDictReplayBuffer",
+    "CompressedPrioritizedHerReplayBuffer",
+    "CompressedPrioritizedNStepReplayBuffer",
+    "CompressedPrioritizedReplayBuffer",
     "CompressedReplayBuffer",
     "CompressedRolloutBuffer",
     "EnvFactory",
@@ -38,18 +48,25 @@ __all__ = [
     "VecEnvTimingCallback",
     "as_factory",
     "make_vec_env",
+    "register_critic",
     "resolve_device",
 ]
 
 if TYPE_CHECKING:
     from sb3_ext.buffers import CompressedNStepReplayBuffer
+    from sb3_ext.prioritized import CompressedPrioritizedNStepReplayBuffer
+
+# Stable Baselines3 has n-step returns since version 2.7; the rest of this package supports earlier versions.
+_N_STEP = {
+    "CompressedNStepReplayBuffer": buffers,
+    "CompressedPrioritizedNStepReplayBuffer": prioritized,
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Stable Baselines3 has n-step returns since version 2.7; the rest of this package supports earlier versions.
-    if name != "CompressedNStepReplayBuffer":
+    if name not in _N_STEP:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if not hasattr(buffers, name):
+    if not hasattr(_N_STEP[name], name):
         import stable_baselines3
 
         from rl_ext_core.errors import MissingDependencyError
@@ -58,7 +75,7 @@ def __getattr__(name: str) -> Any:
             f"{name} needs Stable Baselines3 2.7 or later, but {stable_baselines3.__version__} is installed. "
             'Install it with:\n    pip install "stable-baselines3>=2.7"'
         )
-    return buffers.CompressedNStepReplayBuffer
+    return getattr(_N_STEP[name], name)
 
 
 def __dir__() -> list[str]:

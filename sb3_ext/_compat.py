@@ -1,4 +1,4 @@
-"""Private names of gymnasium that this package uses, and what it does without them."""
+"""Private names of gymnasium and Stable Baselines3 that this package uses, and what it does without them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 import gymnasium
 from gymnasium.vector import AsyncVectorEnv, async_vector_env
+from stable_baselines3.common.base_class import BaseAlgorithm
 
 from rl_ext_core.errors import InvalidArgumentError
 
-__all__ = ["call_in_workers"]
+__all__ = ["call_in_workers", "progress_remaining"]
 
 
 def _constants_of(code: Any) -> set[Any]:
@@ -45,3 +46,8 @@ def call_in_workers(env: AsyncVectorEnv, indices: Sequence[int], name: str, /, *
     answers = {index: env.parent_pipes[index].recv() for index in indices}
     env._raise_if_errors([answers.get(index, (None, True))[1] for index in range(env.num_envs)])
     return [answers[index][0] for index in indices]
+
+
+def progress_remaining(algorithm: BaseAlgorithm) -> float:
+    """Return the remaining progress of ``learn()``, from 1 to 0; 1 if SB3 lacks the private name."""
+    return min(max(float(getattr(algorithm, "_current_progress_remaining", 1.0)), 0.0), 1.0)

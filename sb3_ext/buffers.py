@@ -381,9 +381,12 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
         # SB3 makes the same call to the generator, so the same rows are drawn.
         env_indices = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
-        obs, next_obs = self._observations.decode(batch_inds, env_indices)
-        rewards = self.rewards[batch_inds, env_indices]
-        return self._make_samples(batch_inds, env_indices, obs, next_obs, rewards, env)
+        return self._samples_at(batch_inds, env_indices, env)
+
+    def _samples_at(self, rows: np.ndarray, envs: np.ndarray, env: VecNormalize | None) -> Any:
+        """Return SB3's samples of these transitions, which are ``(n,)`` rows and environments."""
+        obs, next_obs = self._observations.decode(rows, envs)
+        return self._make_samples(rows, envs, obs, next_obs, self.rewards[rows, envs], env)
 
     def _make_samples(
         self, rows: np.ndarray, envs: np.ndarray, obs: Any, next_obs: Any, rewards: np.ndarray, env: VecNormalize | None
@@ -559,21 +562,23 @@ if hasattr(buffers, "NStepReplayBuffer"):  # since SB3 2.7; the other buffers su
                 *args, n_steps=3 if n_steps is None else n_steps, gamma=0.99 if gamma is None else gamma, **kwargs
             )
 
-        def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> ReplayBufferSamples:
+        _get_samples = CompressedReplayBuffer._get_samples
+
+        def _samples_at(self, rows: np.ndarray, envs: np.ndarray, env: VecNormalize | None) -> ReplayBufferSamples:
             # SB3's method marks the newest transition as truncated while it samples. If the process were killed then,
-            # the mark would stay in the files of storage_dir. The calls to the generator are the same.
-            envs = np.random.randint(0, self.n_envs, size=batch_inds.shape)
+            # the mark would stay in the files of storage_dir.
             steps, newest = np.arange(self.n_steps), (self.pos - 1) % self.buffer_size
-            rows = (batch_inds[:, None] + steps) % self.buffer_size, envs[:, None]
-            ends = (self.dones[rows] != 0) | (self.timeouts[rows] != 0) | (rows[0] == newest)
+            window = (rows[:, None] + steps) % self.buffer_size, envs[:, None]
+            ends = (self.dones[window] != 0) | (self.timeouts[window] != 0) | (window[0] == newest)
             n_more = np.where(ends.any(axis=1), ends.argmax(axis=1), self.n_steps - 1)
             counts = steps <= n_more[:, None]
-            rewards = self._normalize_reward(self.rewards[rows], env) * self.gamma ** steps.astype(np.float32) * counts
-            last = (batch_inds + n_more) % self.buffer_size, envs
+            discounts = self.gamma ** steps.astype(np.float32)
+            rewards = self._normalize_reward(self.rewards[window], env) * discounts * counts
+            last = (rows + n_more) % self.buffer_size, envs
             dones = self.dones[last] * (1 - self.timeouts[last])
             parts: tuple[Any, ...] = (
-                self._normalize_obs(self.observations[batch_inds, envs], env),
-                self.actions[batch_inds, envs],
+                self._normalize_obs(self.observations[rows, envs], env),
+                self.actions[rows, envs],
                 self._normalize_obs(self.next_observations[last], env),
                 dones[:, None],
                 rewards.sum(axis=1, keepdims=True),
@@ -619,7 +624,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
     >>> model = SAC("MultiInputPolicy", env, replay_buffer_class=CompressedHerReplayBuffer)  # doctest: +SKIP
     """
 
-    _UNSAVED_ATTRIBUTES = ("env",)
+    _UNSAVED_ATTRIBUTES: tuple[str, ...] = ("env",)
     _OTHER_CLASS_HINT = "Hindsight needs the keys observation, achieved_goal and desired_goal"
     env: VecEnv | None = None  # a loaded buffer has none before set_env()
 
@@ -640,7 +645,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
         """Allocate the arrays of transitions, and the starts and lengths of their episodes."""
         super()._allocate_rows()
         self.ep_start = self._observations.rows("ep_start", (self.n_envs,), np.int64)
-        self.ep_length = self._observations.rows("ep_length", (self.n_envs,), np.int64, any_row_writable=True)
+        self.ep_length = self._observations.rows("ep_length", (self.n_envs,), np.int64, mutable=True)
 
     def _restore_episodes(self) -> None:
         """Make complete episodes in ``storage_dir`` available to hindsight, and start a new one."""
@@ -683,14 +688,15 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
         dropped_rows = (self.pos - self.size() - 1 - np.arange(count)) % self.buffer_size
         if count:
             self._invalidate_rest_of_episodes(dropped_rows[0])
-            self.ep_length[dropped_rows] = 0
+            for env in range(self.n_envs):
+                self._set_episode_length(dropped_rows, env, 0)
 
     def _invalidate_rest_of_episodes(self, row: int) -> None:
         """Set ``ep_length`` to 0 from a row to the ends of its episodes, as HER skips zeros."""
         for env in np.flatnonzero(self.ep_length[row]).tolist():
             past = (row - self.ep_start[row, env]) % self.buffer_size
             later = np.arange(max(self.ep_length[row, env] - past, 0))
-            self.ep_length[(row + later) % self.buffer_size, env] = 0
+            self._set_episode_length((row + later) % self.buffer_size, env, 0)
 
     @atomic
     def reset(self) -> None:
@@ -712,10 +718,14 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
     def _compute_episode_length(self, env_idx: int) -> None:
         """End the running episode of an environment, without HER if its start was dropped."""
         start = self._current_ep_start[env_idx]
-        super()._compute_episode_length(env_idx)
         length = (self.pos - start) % self.buffer_size
-        if length > self.size():
-            self.ep_length[(start + np.arange(length)) % self.buffer_size, env_idx] = 0
+        rows = (start + np.arange(length)) % self.buffer_size
+        self._set_episode_length(rows, env_idx, length if length <= self.size() else 0)
+        self._current_ep_start[env_idx] = self.pos
+
+    def _set_episode_length(self, rows: np.ndarray, env_idx: int, length: int) -> None:
+        """Set ``ep_length`` of the rows of an episode. HER does not sample rows with 0."""
+        self.ep_length[rows, env_idx] = length
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> DictReplayBufferSamples:  # type: ignore[override]
         """
@@ -735,18 +745,21 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
         is_valid = self.ep_length > 0
         if not is_valid.any():
             return super().sample(batch_size, env)  # raises the RuntimeError
-        if self.env is None:
-            raise InvalidArgumentError("the buffer has no environment to compute rewards with. Call set_env(env) first")
         # SB3 makes the same calls to the generator, but reads each part of a batch separately.
         picked = np.random.choice(np.flatnonzero(is_valid), size=batch_size, replace=True)
-        n_virtual = int(self.her_ratio * batch_size)
-        rows, envs = np.unravel_index(np.roll(picked, -n_virtual), is_valid.shape)
-        virtual = slice(batch_size - n_virtual, None)
+        rows, envs = np.unravel_index(np.roll(picked, -int(self.her_ratio * batch_size)), is_valid.shape)
+        return self._samples_at(rows, envs, env)
+
+    def _samples_at(self, rows: np.ndarray, envs: np.ndarray, env: VecNormalize | None) -> DictReplayBufferSamples:
+        """Return the samples of these transitions, of which the last ones get goals that were achieved later."""
+        if self.env is None:
+            raise InvalidArgumentError("the buffer has no environment to compute rewards with. Call set_env(env) first")
+        virtual = slice(len(rows) - int(self.her_ratio * len(rows)), None)
         obs, next_obs = self._observations.decode(rows, envs)
         obs["desired_goal"][virtual] = next_obs["desired_goal"][virtual] = self._sample_goals(
             rows[virtual], envs[virtual]
         )
-        infos: Any = [{} for _ in picked[:n_virtual]]
+        infos: Any = [{} for _ in rows[virtual]]
         if self.copy_info_dict:
             infos = copy.deepcopy(self.infos[rows[virtual], envs[virtual]])
         rewards = self.rewards[rows, envs]

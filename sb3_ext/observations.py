@@ -229,18 +229,17 @@ class Observations:
             self._newest_number = _random_start()
 
     def rows(
-        self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, any_row_writable: bool = False
+        self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, mutable: bool = False
     ) -> npt.NDArray[Any]:
         """
         Create an array with one row per transition, in the store's file if there is one.
 
-        Only the newest row may be changed.
-
-        :param any_row_writable: Whether every row may be changed; such an array is always in memory
+        :param mutable: Whether any row may change at any time; otherwise only the newest one
         """
-        if any_row_writable or not self._rows_in_store:
-            self._own_arrays[name] = np.zeros((self.first.capacity, *shape), dtype=dtype)
-        self.arrays[name] = self._own_arrays[name] if name in self._own_arrays else self.first.rows(name, shape, dtype)
+        if self._rows_in_store:
+            self.arrays[name] = self.first.rows(name, shape, dtype, mutable=mutable)
+        else:
+            self.arrays[name] = self._own_arrays[name] = np.zeros((self.first.capacity, *shape), dtype=dtype)
         return self.arrays[name]
 
     def check_budget(self) -> None:

@@ -7,6 +7,7 @@
   that the encoding changes
 - ``rows``: the owner's arrays with one row per element; ``row-<name>`` for an array that is added separately
 - ``sums``: checksums of these rows
+- ``mutable-<name>``: an array like these, without checksums, because any of its rows may change at any time
 - ``journal``: number of valid elements, and the rows that are being written
 - ``journal-2``: the other one of the two latest records; in a closed store both are equal
 
@@ -40,8 +41,9 @@ FORMAT_VERSION = 6
 MANIFEST = "store.json"
 _INCOMPLETE, _JOURNAL = "making", ("journal", "journal-2")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
-_FILES = re.compile(rf"rows|row-{_NAME.pattern}|sums|frames-\d+|journal(-2)?")
+_FILES = re.compile(rf"rows|(row|mutable)-{_NAME.pattern}|sums|frames-\d+|journal(-2)?")
 _SUMS = ""  # key of the array of checksums; names of row arrays are never empty
+_MUTABLE = "mutable-"  # prefix of files without checksums
 
 Fields = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]  # shape of a row, and dtype, by name
 
@@ -109,7 +111,8 @@ def read_json(path: Path, version: int) -> dict[str, Any]:
 class RowArrays:
     """Arrays with one row per element, in memory or in files.
 
-    Only the rows that :meth:`reserve` has reserved can be written to. In files each row has a checksum.
+    Only the rows that :meth:`reserve` has reserved can be written to. In files each row has a checksum, except in
+    files whose names begin with ``mutable-``.
 
     :param n_rows: Largest number of rows
     :ivar arrays: Arrays of shape ``(n_rows, *shape)``, by name
@@ -214,7 +217,10 @@ class RowArrays:
         from rl_ext_core.frames.kernel_primitives import sum_rows  # imported here, because it loads numba
 
         if self._checksum_inputs is None:
-            arrays = [array for name, array in self.arrays.items() if name != _SUMS]
+            names = [
+                name for file, (_, fields) in self._files.items() if not file.startswith(_MUTABLE) for name in fields
+            ]
+            arrays = [self.arrays[name] for name in names if name != _SUMS]
             addresses = np.array([array.ctypes.data for array in arrays], dtype=np.uint64)
             self._checksum_inputs = addresses, np.array([array[:1].nbytes for array in arrays], dtype=np.int64)
         found = np.zeros(len(rows), dtype=np.uint32)
@@ -415,7 +421,7 @@ class StoreFolder:
             self._check_in_place()
             _delete_file(self.path / name)  # a killed process may have left it
         # Users have the arrays that they requested by name, and may write to any row.
-        return RegionFile(self.path / name, self._identity, self.repair, lenient=name.startswith("row-"))
+        return RegionFile(self.path / name, self._identity, self.repair, lenient=name.startswith(("row-", _MUTABLE)))
 
     def _new_journal(self) -> Journal:
         """Create the journal of the rows, in its two files."""
@@ -483,10 +489,13 @@ class StoreFolder:
         if self.settings is not None:
             self._write_manifest(self.settings)
 
-    def array(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, empty: bool) -> npt.NDArray[Any]:
+    def array(
+        self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, empty: bool, mutable: bool
+    ) -> npt.NDArray[Any]:
         """Return a row array, which is created if it does not exist.
 
         :param empty: Whether the store has no transitions
+        :param mutable: Whether any row may change at any time, so that rows have no checksums
         :raises InvalidArgumentError: If the array does not exist, but the store has transitions
         """
         found = self.rows.get(name, shape, dtype)
@@ -496,7 +505,7 @@ class StoreFolder:
                 "all arrays before the first transition is added"
             )
         if found is None:
-            self.add_rows(f"row-{name}", {name: (tuple(shape), np.dtype(dtype))})
+            self.add_rows(f"{_MUTABLE if mutable else 'row-'}{name}", {name: (tuple(shape), np.dtype(dtype))})
         return self.rows.arrays[name]
 
     def read_journal(self, n_written: Callable[[], int | None] = lambda: None) -> tuple[JournalRecord, Places]:

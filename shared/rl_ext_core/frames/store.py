@@ -779,7 +779,9 @@ class FrameStore:
             self._pool.free_stream_buffers()
 
     @defer_signals
-    def rows(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    def rows(
+        self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, mutable: bool = False
+    ) -> npt.NDArray[Any]:
         """Return an array for the caller's own data, with one row per transition: actions, rewards, flags.
 
         With ``storage_dir`` it is a mapped file, which is found again with the transitions. Otherwise it is in memory.
@@ -789,6 +791,7 @@ class FrameStore:
         :param name: Name of the array: letters, digits, ``_``, ``-`` and ``.``.
         :param shape: Shape of one row.
         :param dtype: Dtype of the array.
+        :param mutable: Whether you write to any row at any time, default False. Such an array has no checksums.
         :return: Zeros of shape ``(capacity, *shape)`` at first; the same array for the same name.
         :raises InvalidArgumentError: If the array exists with another shape or dtype, or, with ``storage_dir``, if
             transitions were added before.
@@ -796,7 +799,7 @@ class FrameStore:
         """
         with self._lock:
             if self._folder is not None:
-                return self._folder.array(name, shape, dtype, empty=self.n_written == 0)
+                return self._folder.array(name, shape, dtype, empty=self.n_written == 0, mutable=mutable)
             if self._rows.get(name, shape, dtype) is None:
                 self._rows.add(name, {name: (tuple(shape), np.dtype(dtype))})
             return self._rows.arrays[name]
