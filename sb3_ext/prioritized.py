@@ -43,7 +43,7 @@ _CRITICS: dict[str, str | None] = {
     "sb3_contrib.tqc.tqc.TQC": "critic",
     "sb3_contrib.crossq.crossq.CrossQ": "critic",
 }
-_MAX_UNUSED = 2  # consecutive batches without gradients; an interrupted train() leaves one
+_MAX_UNUSED = 10  # consecutive batches without gradients, which are an error; an interrupted train() leaves one
 _HINT = (
     "Use replay_buffer_class=CompressedReplayBuffer. Or register the class with register_critic(..., None), weight the "
     "loss in train() by replay_buffer.importance_weights, and call replay_buffer.update_priorities(td_errors)"
@@ -279,9 +279,9 @@ class PrioritizedReplayMixin(CompressedReplayBuffer):
         found = self.priorities[rows]
         is_valid = np.isfinite(found) & (found > 0)
         self.max_priority = max(self.max_priority, float(found[is_valid].max(initial=0.0)))
-        self.priorities[rows] = np.where(is_valid, found, self.max_priority)
+        self.priorities[rows] = np.where(self._can_be_drawn(rows), np.where(is_valid, found, self.max_priority), 0)
         weights = np.zeros(self.priorities.shape)
-        weights[rows] = self.priorities[rows].astype(np.float64) ** self.alpha * self._can_be_drawn(rows)
+        weights[rows] = self._weights_of(self.priorities[rows])
         self._tree = SumTree(weights.reshape(-1))
 
     def _can_be_drawn(self, rows: np.ndarray) -> Any:
@@ -295,8 +295,15 @@ class PrioritizedReplayMixin(CompressedReplayBuffer):
         :param items: Numbers of transitions, ``row * n_envs + env``, int64, shape ``(n,)``
         :param priorities: Priorities, shape ``(n,)``, or one for all; 0 for transitions that must not be sampled
         """
+        priorities = np.float32(
+            priorities
+        )  # weights are computed from the stored numbers, so that they can be restored
         self.priorities.reshape(-1)[items] = priorities
-        self._tree.set(items, np.float64(priorities) ** self.alpha * (np.asarray(priorities) > 0))
+        self._tree.set(items, self._weights_of(priorities))
+
+    def _weights_of(self, priorities: Any) -> Any:
+        """Return ``priority ** alpha``, or 0 for priorities of 0; a float64 array."""
+        return np.float64(priorities) ** self.alpha * (priorities > 0)
 
     @atomic
     def add(self, *args: Any, **kwargs: Any) -> None:
@@ -406,7 +413,7 @@ class PrioritizedReplayMixin(CompressedReplayBuffer):
         items, next_row, n_added = self._batch
         age = (items // self.n_envs - next_row) % self.buffer_size  # rows are overwritten in this order
         is_current = (self._tree.weights[items] > 0) & (age >= self._n_added - n_added)
-        priorities = (td_errors + self.epsilon)[is_current]
+        priorities = np.float32(td_errors + self.epsilon)[is_current]
         self.max_priority = max(self.max_priority, float(priorities.max(initial=0.0)))
         self._set_priorities(items[is_current], priorities)
 

@@ -1,0 +1,57 @@
+"""``SumTree`` matches NumPy, and never finds an item with weight 0."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.frames.sum_tree import SumTree
+
+weights = st.one_of(st.just(0.0), st.floats(1e-6, 1e6))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), initial=st.lists(weights, min_size=1, max_size=300))
+def test_sum_tree_matches_numpy(data: st.DataObject, initial: list[float]) -> None:
+    tree, model = SumTree(np.array(initial)), np.array(initial)
+    for _ in range(data.draw(st.integers(0, 4))):
+        items = np.array(data.draw(st.lists(st.integers(0, len(model) - 1), max_size=20)), dtype=np.int64)
+        values = np.array(data.draw(st.lists(weights, min_size=len(items), max_size=len(items))))
+        tree.set(items, values)
+        model[items] = values
+    positive = model[model > 0]
+    assert np.array_equal(tree.weights, model)
+    assert tree.total == pytest.approx(model.sum(), rel=1e-12)
+    assert tree.minimum == positive.min(initial=np.inf)
+    positions = np.append(np.linspace(0, 1, 50, endpoint=False), 1.0) * tree.total
+    found = tree.find(positions)
+    if len(positive):
+        assert (model[found] > 0).all()
+        ends = np.cumsum(model)
+        slack = 1e-9 * model.sum()
+        assert (ends[found] - model[found] <= positions + slack).all()
+        assert (ends[found] >= positions - slack).all()
+        assert found[-1] == np.flatnonzero(model)[-1]
+
+
+def test_draws_are_in_proportion_to_the_weights() -> None:
+    weights = np.random.default_rng(0).exponential(size=5000) * (np.arange(5000) % 3 > 0)
+    tree = SumTree(weights)
+    n = 400_000
+    positions = (np.arange(n) + np.random.default_rng(1).random(n)) * (tree.total / n)
+    counts = np.bincount(tree.find(positions), minlength=5000)
+    # One draw from each of n equal parts: a count differs from its expectation by less than 2.
+    assert np.abs(counts - n * weights / weights.sum()).max() < 2
+
+
+@pytest.mark.parametrize("value", [-1.0, np.nan, np.inf])
+def test_invalid_weights_are_refused(value: float) -> None:
+    tree = SumTree(np.ones(40))
+    with pytest.raises(InvalidArgumentError, match="expected finite values of at least 0"):
+        tree.set(np.array([3, 4]), np.array([2.0, value]))
+    assert tree.total == 40
+    with pytest.raises(InvalidArgumentError, match="expected finite values of at least 0"):
+        SumTree(np.array([value]))
