@@ -413,7 +413,7 @@ class PrioritizedReplayMixin(CompressedReplayBuffer):
         items, next_row, n_added = self._batch
         age = (items // self.n_envs - next_row) % self.buffer_size  # rows are overwritten in this order
         is_current = (self._tree.weights[items] > 0) & (age >= self._n_added - n_added)
-        priorities = np.float32(td_errors + self.epsilon)[is_current]
+        priorities = (td_errors[is_current] + self.epsilon).astype(np.float32)
         self.max_priority = max(self.max_priority, float(priorities.max(initial=0.0)))
         self._set_priorities(items[is_current], priorities)
 

@@ -175,7 +175,7 @@ def test_draws_and_weights_match_torchrl() -> None:
     np.testing.assert_allclose(weights[index], info["priority_weight"], rtol=1e-4)
     masses = (np.random.default_rng(1).random(3000) * buffer._tree.total).astype(np.float32)
     theirs = np.asarray(sampler._sum_tree.scan_lower_bound(masses))
-    assert (buffer._tree.find(masses.astype(float)) == theirs).mean() > 0.999  # but for rounding at the ends of items
+    assert (buffer._tree.find(masses.astype(float)) == theirs).mean() > 0.999  # sums are rounded differently
 
 
 def test_sample_returns_weights_of_the_drawn_transitions() -> None:
