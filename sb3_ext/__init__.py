@@ -26,6 +26,7 @@ from sb3_ext.prioritized import (
     CompressedPrioritizedReplayBuffer,
     register_critic,
 )
+from sb3_ext.sequences import SequenceSamples
 from sb3_ext.vec_env import RayVecEnv, SharedMemoryVecEnv, VecEnvTimingCallback
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "GymVecEnv",
     "MultiAgentVecEnv",
     "RayVecEnv",
+    "SequenceSamples",
     "SharedMemoryVecEnv",
     "VecEnvTimingCallback",
     "as_factory",

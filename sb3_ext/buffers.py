@@ -42,6 +42,7 @@ from rl_ext_core.frames.planning import MemoryWatch
 from rl_ext_core.vector.environments import check_count
 from sb3_ext.observation_view import ObservationView
 from sb3_ext.observations import STORE_OPTIONS, Observations
+from sb3_ext.sequences import SequenceSamples, sample_sequences
 
 FORMAT_VERSION = 1
 # Smaller arrays are always copied: checking whether one was decoded takes as long.
@@ -207,6 +208,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
     """
 
     _OTHER_CLASS_HINT = "Use replay_buffer_class=CompressedDictReplayBuffer"
+    _NO_SEQUENCES: str | None = None  # why sequences are refused, and what to use instead
     _UNSAVED_ATTRIBUTES: tuple[str, ...] = ()
 
     def __init__(
@@ -372,11 +374,33 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         :return: Samples
         """
         with self._observations.lock:  # another thread could add, and drop the rows that are drawn here
-            held = self.size()
-            rows = np.random.randint(0, held, size=batch_size)
-            if held < self._rows_written:  # the oldest were dropped
-                rows = (self.pos - held + rows) % self.buffer_size
-            return self._get_samples(rows, env)
+            return self._get_samples(self._draw_rows(batch_size), env)
+
+    def _draw_rows(self, batch_size: int) -> np.ndarray:
+        """Draw rows that contain transitions."""
+        held = self.size()
+        rows = np.random.randint(0, held, size=batch_size)
+        if held < self._rows_written:  # the oldest were dropped
+            rows = (self.pos - held + rows) % self.buffer_size
+        return rows
+
+    def sample_sequences(
+        self, batch_size: int, length: int, burn_in: int = 0, env: VecNormalize | None = None
+    ) -> SequenceSamples:
+        """
+        Sample sequences of consecutive steps, for recurrent networks.
+
+        A sequence never crosses the end of an episode, or a place where the environment was reset without one.
+
+        :param batch_size: Number of sequences
+        :param length: Number of steps to learn from. The first is drawn as in :meth:`sample`
+        :param burn_in: Number of steps before these, fewer if the episode starts later
+        :param env: Environment to normalize observations and rewards with
+        :return: Sequences, padded with zeros to ``burn_in + length`` steps
+        :raises InvalidArgumentError: If an argument is too small, or the buffer is empty.
+        :raises InvalidTypeError: If a number is not an integer.
+        """
+        return sample_sequences(self, batch_size, length, burn_in, env)
 
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
         # SB3 makes the same call to the generator, so the same rows are drawn.
@@ -545,6 +569,7 @@ if hasattr(buffers, "NStepReplayBuffer"):  # since SB3 2.7; the other buffers su
         """
 
         _OTHER_CLASS_HINT = "As in Stable Baselines3, n-step returns do not support Dict observations"
+        _NO_SEQUENCES = "its samples are not single steps. Use replay_buffer_class=CompressedReplayBuffer"
 
         def __init__(self, *args: Any, n_steps: int | None = None, gamma: float | None = None, **kwargs: Any) -> None:
             algorithm = _find_building_algorithm(self)
@@ -626,6 +651,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
 
     _UNSAVED_ATTRIBUTES: tuple[str, ...] = ("env",)
     _OTHER_CLASS_HINT = "Hindsight needs the keys observation, achieved_goal and desired_goal"
+    _NO_SEQUENCES = "it replaces the goals of single steps. Use replay_buffer_class=CompressedDictReplayBuffer"
     env: VecEnv | None = None  # a loaded buffer has none before set_env()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -24,6 +24,7 @@ from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, RlExtError
 from rl_ext_core.frames import FrameStore
 from rl_ext_core.frames.folder import validate_path
+from rl_ext_core.frames.layout import differing_rows
 from rl_ext_core.frames.planning import MemoryWatch
 from rl_ext_core.frames.recycle import RecycledArrays
 from rl_ext_core.vector.environments import check_count
@@ -31,6 +32,7 @@ from sb3_ext.observation_view import ObservationView
 
 IndexArray = npt.NDArray[np.int64]
 Array = npt.NDArray[np.generic]
+HandlesByPart = dict[Any, tuple[IndexArray, IndexArray]]
 
 _SINGLE_KEY = None  # key of an observation that is not a Dict
 _DEFAULTS: dict[str, Any] = {"codec": "auto", "n_stack": None, "block_length": None, "max_error": 0, "quality": 95}
@@ -314,6 +316,35 @@ class Observations:
             num_threads=self._thread_count(),
         )
         return found
+
+    def handles(self, rows: IndexArray, envs: IndexArray) -> HandlesByPart:
+        """Return the handles of observations and next observations, each of shape ``(batch,)``, by part."""
+        return {key: part.store.handles(_as_int64(rows), _as_int64(envs)) for key, part in self.parts.items()}
+
+    def decode_handles(self, handles: HandlesByPart) -> tuple[Any, Any]:
+        """Decode observations and next observations by their handles; 0 gives zeros."""
+        before, after = {}, {}
+        for key, part in self.parts.items():
+            stacks, nexts = handles[key]
+            before[key], after[key] = part.empty(len(stacks)), part.empty(len(nexts))
+            part.store.get_stacks(stacks, before[key], nexts, after[key], num_threads=self._thread_count())
+        return before.get(_SINGLE_KEY, before), after.get(_SINGLE_KEY, after)
+
+    def are_equal(self, left: Mapping[Any, IndexArray], right: Mapping[Any, IndexArray]) -> npt.NDArray[np.bool_]:
+        """Return which of two batches of handles refer to equal observations, shape ``(batch,)``.
+
+        :param left, right: Handles of shape ``(batch,)``, by part
+        """
+        equal = np.ones(len(left[next(iter(left))]), dtype=np.bool_)
+        for key, part in self.parts.items():
+            # Equal observations usually have equal handles. Only those that were stored twice are decoded.
+            differ = np.flatnonzero(left[key] != right[key])
+            if len(differ):
+                sides = [np.empty((len(differ), *part.shape), dtype=part.dtype) for _ in range(2)]
+                for handles, stacks in zip((left[key], right[key]), sides, strict=True):
+                    part.store.get_stacks(handles[differ], stacks, num_threads=self._thread_count())
+                equal[differ] &= ~differing_rows(*sides)
+        return equal
 
     def _thread_count(self) -> int:
         """Return the number of threads that decode a batch."""

@@ -131,11 +131,11 @@ def is_continuation(
     channels = layout.frame_channels
     older = np.moveaxis(before, layout.axis + 1, 1)[:, channels:]
     newer = np.moveaxis(after, layout.axis + 1, 1)[:, : older.shape[1]]
-    shifted: npt.NDArray[np.bool_] = ~_differing_rows(older, newer)
+    shifted: npt.NDArray[np.bool_] = ~differing_rows(older, newer)
     return shifted
 
 
-def _differing_rows(left: npt.NDArray[np.generic], right: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
+def differing_rows(left: npt.NDArray[np.generic], right: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
     """Return in which rows two arrays differ by at least one byte."""
     # Bytes are compared instead of values, because NaN must equal itself and -0.0 must not equal 0.0.
     rows = [np.ascontiguousarray(side).view(np.uint8).reshape(len(side), -1) for side in (left, right)]
@@ -157,7 +157,7 @@ def find_layout(
     :param after: Following observations, of the same shape.
     :return: The layout, or None if all observations equal the ones before, because every layout fits these.
     """
-    if len(before) == 0 or not (informative := _differing_rows(before, after)).any():
+    if len(before) == 0 or not (informative := differing_rows(before, after)).any():
         return None
     before, after = before[informative], after[informative]
     for layout in candidate_layouts(shape, dtype):

@@ -545,16 +545,25 @@ class FramePool:
         :return: Whether all rows and columns exist. If not, nothing is written.
         :raises CorruptFileError: If a block is damaged.
         """
-        handles, next_handles = np.empty((2, len(rows)), dtype=np.int64)
-        if not handles_of_pairs(self._state, self._arrays["index"], rows, envs, handles, next_handles):
+        if (handles := self.handles_of_pairs(rows, envs)) is None:
             return False
-        both = ((handles, out), (next_handles, next_out))
+        both = zip(handles, (out, next_out), strict=True)
         wanted = [(part, address_of(array)) for part, array in both if array is not None]
         if wanted:
             self._check_contents([part for part, _ in wanted])
             self._decode_into(wanted, num_threads)
-            self._count_use(len(rows))
         return True
+
+    def handles_of_pairs(self, rows: Counts, envs: Counts) -> tuple[Handles, Handles] | None:
+        """Return the handles of the observations and next observations of transitions.
+
+        :param rows: Rows of the index, shape ``(n,)``.
+        :param envs: Columns of the index, shape ``(n,)``.
+        :return: Handles, both of shape ``(n,)``; or None if a row or a column does not exist.
+        """
+        handles, next_handles = np.empty((2, len(rows)), dtype=np.int64)
+        exist = handles_of_pairs(self._state, self._arrays["index"], rows, envs, handles, next_handles)
+        return (handles, next_handles) if exist else None
 
     def trim(self) -> None:
         """Return long free runs to the system, if the memory is private to this process."""
@@ -672,6 +681,7 @@ class FramePool:
                 f"{damaged} of {len(wanted[0][0])} {self._item_name} cannot be read, because their blocks are damaged: "
                 "another part of the program may have overwritten their memory. Start again from a checkpoint"
             )
+        self._count_use(len(wanted[0][0]))
 
     def are_intact(self, handles: Handles) -> npt.NDArray[np.bool_]:
         """Verify the checksums of stacks that were not verified before.

@@ -678,14 +678,66 @@ class FrameStore:
             for out in (observations, next_observations):
                 if out is not None:
                     self._check_output(out, len(rows))
-            whole = rows.dtype == envs.dtype == np.int64 and rows.shape == envs.shape == (rows.size,)
-            if not whole or not self._pool.get_pairs(
+            if not _are_places(rows, envs) or not self._pool.get_pairs(
                 rows, envs, observations, next_observations, num_threads=num_threads
             ):
-                raise InvalidArgumentError(
-                    f"rows={rows!r}, envs={envs!r}: expected two int64 arrays of the same length, with rows from 0 to "
-                    f"{self.capacity - 1} and envs from 0 to {self.n_envs - 1}"
-                )
+                raise self._places_error(rows, envs)
+
+    def _places_error(self, rows: npt.NDArray[np.int64], envs: npt.NDArray[np.int64]) -> InvalidArgumentError:
+        """Return the error for rows or environments that do not exist."""
+        return InvalidArgumentError(
+            f"rows={rows!r}, envs={envs!r}: expected two int64 arrays of the same length, with rows from 0 to "
+            f"{self.capacity - 1} and envs from 0 to {self.n_envs - 1}"
+        )
+
+    @defer_signals
+    def handles(
+        self, rows: npt.NDArray[np.int64], envs: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return handles of transitions for :meth:`get_stacks`. They are valid until the store changes.
+
+        Equal handles refer to the same stored frames. A next observation and an equal observation in the next row have
+        the same handle, with three exceptions. The later one was stored after a failed :meth:`append`, in another
+        memory order, or by another process.
+
+        :param rows: ``int64`` positions in the ring, contiguous, shape ``(batch,)``.
+        :param envs: ``int64`` environments, contiguous, shape ``(batch,)``.
+        :return: Handles of the observations and of the next observations, both ``int64`` of shape ``(batch,)``; 0 for
+            a row without a transition.
+        :raises InvalidArgumentError: If a row or environment does not exist.
+        """
+        with self._lock:
+            if self._folder is not None:
+                self._folder.check_open()
+            handles = self._pool.handles_of_pairs(rows, envs) if _are_places(rows, envs) else None
+            if handles is None:
+                raise self._places_error(rows, envs)
+            return handles
+
+    @defer_signals
+    def get_stacks(
+        self,
+        handles: npt.NDArray[np.int64],
+        observations: npt.NDArray[np.generic],
+        next_handles: npt.NDArray[np.int64] | None = None,
+        next_observations: npt.NDArray[np.generic] | None = None,
+        *,
+        num_threads: int = 1,
+    ) -> None:
+        """Decode observations by their handles. Handle 0 gives zeros.
+
+        :param handles: Handles that :meth:`handles` returned, shape ``(batch,)``.
+        :param observations: Output, C-contiguous, shape ``(batch, *layout.shape)``, of the layout's dtype.
+        :param next_handles: Handles of the next observations, shape ``(batch,)``, or None.
+        :param next_observations: Output for the next observations, or None.
+        :param num_threads: Threads to decode in; default 1.
+        :raises InvalidArgumentError: If a handle refers to no stored frames, or an output has the wrong form.
+        :raises CorruptFileError: If a frame in ``storage_dir`` is damaged.
+        """
+        with self._lock:
+            if self._folder is not None:
+                self._folder.check_open()
+            self._pool.get(handles, observations, next_handles, next_observations, num_threads=num_threads)
 
     def _check_output(self, out: npt.NDArray[np.generic], n: int) -> None:
         """Raise unless an output array is writable and has the right shape and dtype."""
@@ -917,6 +969,11 @@ class FrameStore:
         self._pool.load_state_dict(frames)
         self._pool.index[: self.n_written] = state["index"]
         self.seen = self.size
+
+
+def _are_places(rows: npt.NDArray[np.int64], envs: npt.NDArray[np.int64]) -> bool:
+    """Return whether rows and environments are int64 vectors of the same length."""
+    return bool(rows.dtype == envs.dtype == np.int64 and rows.shape == envs.shape == (rows.size,))
 
 
 def _state_checksum(state: dict[str, Any]) -> int:

@@ -1,0 +1,349 @@
+"""Sequences of compressed replay buffers equal those of a plain loop over Stable Baselines3's arrays."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stable_baselines3 import DQN
+from stable_baselines3.common.buffers import ReplayBuffer
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import VecNormalize
+
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from sb3_ext import CompressedReplayBuffer, SequenceSamples
+from tests.sb3_ext.buffer_envs import (
+    REPLAY,
+    assert_equal_bits,
+    collect_transitions,
+    image_env,
+    make_buffers,
+    make_buffers_for,
+    without_logger,
+)
+
+N_STACK, FRAME = 3, (7, 6)
+IMAGE = spaces.Box(0, 255, (N_STACK, *FRAME), np.uint8)
+PLACE = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+BOTH = spaces.Dict(image=IMAGE, place=PLACE)
+ACTIONS = spaces.Box(-1, 1, (2,), np.float32)
+
+
+class Trajectories:
+    """Source of transitions. Observations are continuous, except after ``done`` and after :meth:`restart`."""
+
+    def __init__(self, space: spaces.Space[Any], n_envs: int, end_probability: float) -> None:
+        self._space, self._n_envs, self._end_probability = space, n_envs, end_probability
+        self._rng = np.random.default_rng(0)
+        self._time = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Reset all environments, as ``learn()`` does at its start."""
+        self._stacks = np.zeros((self._n_envs, *IMAGE.shape), np.uint8)
+        self._stacks[:, -1] = self._rng.integers(1, 255, (self._n_envs, *FRAME))
+
+    def _observe(self) -> Any:
+        """Return the observations in the form of the space."""
+        image = self._stacks.copy()
+        place = image[:, -1, :2, 0].astype(np.float32) / 7
+        return image if self._space is IMAGE else {"image": image, "place": place}
+
+    def step(self) -> tuple[Any, ...]:
+        """Advance by one step, and return the arguments of a buffer's ``add``."""
+        rng, n_envs = self._rng, self._n_envs
+        before = self._observe()
+        self._stacks[:, :-1] = self._stacks[:, 1:]
+        self._stacks[:, -1, rng.integers(FRAME[0])] = rng.integers(255, size=FRAME[1])
+        after = self._observe()
+        self._time += 1
+        done = rng.random(n_envs) < self._end_probability
+        self._stacks[done, :-1] = 0
+        self._stacks[done, -1] = rng.integers(1, 255, (done.sum(), *FRAME))
+        infos = [{"TimeLimit.truncated": bool(end and rng.random() < 0.5)} for end in done]
+        action = rng.uniform(-1, 1, (n_envs, 2)).astype(np.float32)
+        return before, after, action, self._time + np.arange(n_envs) / 8, done, infos
+
+
+def pick(observations: Any, key: Any, row: int, env: int) -> Any:
+    """Return one observation of SB3's buffer, or one of its parts."""
+    return (observations if key is None else observations[key])[row, env]
+
+
+def expected_sequence(
+    theirs: Any, held: int, row: int, env: int, *, length: int, burn_in: int
+) -> tuple[list[int], int, bool]:
+    """Return the rows of a sequence, how many are burn-in, and whether the first is known to start an episode."""
+    n_rows = theirs.buffer_size
+    oldest = (theirs.pos - held) % n_rows
+    keys = [None] if isinstance(theirs.observations, np.ndarray) else [*theirs.observations]
+
+    def is_joined(row: int) -> bool:
+        """Return whether the transition in a row continues the one in the row before."""
+        before = (row - 1) % n_rows
+        return not theirs.dones[before, env] and all(
+            (pick(theirs.next_observations, key, before, env) == pick(theirs.observations, key, row, env)).all()
+            for key in keys
+        )
+
+    rows = [row]
+    while len(rows) <= burn_in and rows[0] != oldest and is_joined(rows[0]):
+        rows.insert(0, (rows[0] - 1) % n_rows)
+    n_burn_in = len(rows) - 1
+    while len(rows) < n_burn_in + length:
+        following = (rows[-1] + 1) % n_rows
+        if following == theirs.pos or not is_joined(following):
+            break
+        rows.append(following)
+    starts = not is_joined(rows[0]) if rows[0] != oldest else (oldest == 0 and not theirs.full)
+    return rows, n_burn_in, starts
+
+
+def expected_samples(theirs: Any, held: int, seed: int, batch_size: int, *, length: int, burn_in: int) -> Any:
+    """Return what ``sample_sequences`` returns, from SB3's arrays, and leave NumPy's generator in the same state."""
+    np.random.seed(seed)
+    drawn = np.random.randint(0, held, size=batch_size)
+    if held < theirs.size():
+        drawn = (theirs.pos - held + drawn) % theirs.buffer_size
+    envs = np.random.randint(0, theirs.n_envs, size=batch_size)
+    n_steps, shape = burn_in + length, (batch_size, burn_in + length)
+    keys = [None] if isinstance(theirs.observations, np.ndarray) else [*theirs.observations]
+    obs: dict[Any, Any] = {}
+    next_obs: dict[Any, Any] = {}
+    for key in keys:
+        array = theirs.observations if key is None else theirs.observations[key]
+        obs[key], next_obs[key] = (np.zeros((*shape, *array.shape[2:]), array.dtype) for _ in range(2))
+    actions = np.zeros((*shape, theirs.action_dim), theirs.actions.dtype)
+    dones, rewards = np.zeros((2, *shape, 1), np.float32)
+    episode_starts, mask = np.zeros(shape, np.float32), np.zeros(shape, bool)
+    first = np.zeros(batch_size, np.int64)
+    for i, (row, env) in enumerate(zip(drawn, envs, strict=True)):
+        rows, n_burn_in, starts = expected_sequence(theirs, held, row, env, length=length, burn_in=burn_in)
+        assert len(rows) <= n_steps
+        first[i], episode_starts[i, 0] = rows[0], starts
+        mask[i, n_burn_in : len(rows)] = True
+        for j, place in enumerate(rows):
+            actions[i, j], rewards[i, j] = theirs.actions[place, env], theirs.rewards[place, env]
+            dones[i, j] = theirs.dones[place, env] * (1 - theirs.timeouts[place, env])
+            for key in keys:
+                obs[key][i, j] = pick(theirs.observations, key, place, env)
+                next_obs[key][i, j] = pick(theirs.next_observations, key, place, env)
+
+    def tensors(arrays: Any) -> Any:
+        """Return a dict of arrays, or the only array, as tensors."""
+        found = {key: th.from_numpy(array) for key, array in arrays.items()}
+        return found.get(None, found)
+
+    parts = (th.from_numpy(array) for array in (dones, rewards, episode_starts, mask))
+    return SequenceSamples(
+        tensors(obs), th.from_numpy(actions), tensors(next_obs), *parts, first, envs.astype(np.int64)
+    )
+
+
+def assert_same_sequences(ours: Any, theirs: Any, batch_size: int = 9, *, length: int, burn_in: int) -> None:
+    """Check that the sequences of a compressed buffer equal those of a loop over SB3's arrays."""
+    for seed in range(2):
+        expected = expected_samples(theirs, ours.size(), seed, batch_size, length=length, burn_in=burn_in)
+        state = np.random.get_state()
+        np.random.seed(seed)
+        found = ours.sample_sequences(batch_size, length, burn_in)
+        assert str(np.random.get_state()) == str(state)
+        assert_equal_bits(SequenceSamples(*found[:-2], None, None), SequenceSamples(*expected[:-2], None, None))
+        for left, right in zip(found[-2:], expected[-2:], strict=True):
+            np.testing.assert_array_equal(left, right, strict=True)
+
+
+@settings(max_examples=40)
+@given(
+    space=st.sampled_from([IMAGE, BOTH]),
+    n_rows=st.integers(1, 24),
+    n_envs=st.integers(1, 3),
+    counts=st.lists(st.integers(1, 25), min_size=1, max_size=3),
+    end_probability=st.sampled_from([0.0, 0.1, 0.4, 1.0]),
+    reopened=st.lists(st.booleans(), min_size=3, max_size=3),
+    in_folder=st.booleans(),
+    limited=st.booleans(),
+    length=st.integers(1, 12),
+    burn_in=st.integers(0, 30),
+)
+def test_sequences_equal_those_of_a_loop(
+    space: Any,
+    n_rows: int,
+    n_envs: int,
+    counts: list[int],
+    end_probability: float,
+    reopened: list[bool],
+    in_folder: bool,
+    limited: bool,
+    length: int,
+    burn_in: int,
+) -> None:
+    arguments: dict[str, Any] = {"buffer_size": n_rows * n_envs, "observation_space": space, "action_space": ACTIONS}
+    arguments |= {"device": "cpu", "n_envs": n_envs}
+    cls, other = (CompressedReplayBuffer, ReplayBuffer) if space is IMAGE else REPLAY["dict"]
+    source = Trajectories(space, n_envs, end_probability)
+    with tempfile.TemporaryDirectory() as folder:
+        options = {
+            "block_length": 2,
+            "n_stack": N_STACK,
+            "max_bytes": 2000 * n_envs if limited else None,
+            "storage_dir": Path(folder) / "a" if in_folder else None,
+        }
+        ours, theirs = cls(**arguments, **options), other(**arguments)
+        try:
+            for count, reopen in zip(counts, reopened, strict=False):
+                for _ in range(count):
+                    transition = source.step()
+                    ours.add(*transition)
+                    theirs.add(*transition)
+                assert_same_sequences(ours, theirs, length=length, burn_in=burn_in)
+                if reopen and in_folder:  # the environment goes on, as if it had been saved too
+                    ours.close()
+                    ours = cls(**arguments, **options)
+                else:
+                    source.restart()
+        finally:
+            ours.close()
+
+
+def test_max_bytes_ends_sequences_at_dropped_rows() -> None:
+    source = Trajectories(IMAGE, 1, 0.05)
+    ours, theirs = make_buffers("plain", 60, IMAGE, ACTIONS, 1, max_bytes=4500, block_length=4, n_stack=N_STACK)
+    for _ in range(100):
+        transition = source.step()
+        ours.add(*transition)
+        theirs.add(*transition)
+    assert ours.size() < 50 < theirs.size()
+    assert_same_sequences(ours, theirs, 200, length=10, burn_in=30)
+
+
+@pytest.mark.parametrize(("codec", "n_stack"), [("raw", 1), ("raw", 3), ("patch", 1), ("patch+lz4", 3), ("auto", None)])
+def test_sequences_of_all_codecs_equal_those_of_a_loop(codec: str, n_stack: int | None) -> None:
+    source = Trajectories(IMAGE, 2, 0.1)
+    ours, theirs = make_buffers("plain", 100, IMAGE, ACTIONS, 2, codec=codec, n_stack=n_stack, block_length=4)
+    for _ in range(70):
+        transition = source.step()
+        ours.add(*transition)
+        theirs.add(*transition)
+    assert_same_sequences(ours, theirs, 50, length=12, burn_in=9)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_sequences_end_where_learn_has_reset_the_environment(first: bool) -> None:
+    buffers = []
+    for cls in (CompressedReplayBuffer, ReplayBuffer):
+        model = without_logger(
+            DQN(
+                "CnnPolicy", image_env(1, 1, first=first), buffer_size=60, replay_buffer_class=cls, device="cpu", seed=1
+            )
+        )
+        for _ in range(3):
+            model.learn(17, reset_num_timesteps=False)
+        buffers.append(model.replay_buffer)
+    assert_same_sequences(*buffers, 60, length=20, burn_in=20)
+    assert 0 < buffers[0].sample_sequences(60, 20, 20).episode_starts.sum() < 60
+
+
+def test_sequences_of_one_step_are_samples() -> None:
+    ours, _ = make_buffers("dict", 50, BOTH, ACTIONS, 2)
+    source = Trajectories(BOTH, 2, 0.2)
+    for _ in range(40):
+        ours.add(*source.step())
+    np.random.seed(3)
+    samples = ours.sample(12)
+    np.random.seed(3)
+    sequences = ours.sample_sequences(12, 1)
+    assert sequences.mask.all()
+    for name in ("observations", "next_observations"):
+        for key, part in getattr(sequences, name).items():
+            assert th.equal(part[:, 0], getattr(samples, name)[key])
+    for name in ("actions", "dones", "rewards"):
+        assert th.equal(getattr(sequences, name)[:, 0], getattr(samples, name))
+
+
+@pytest.mark.parametrize("kind", ["plain", "rewards"])
+def test_sequences_are_normalized_and_padded_with_zeros(kind: str) -> None:
+    env = VecNormalize(make_vec_env("CartPole-v1", 2, seed=0), norm_obs=kind == "plain")
+    ours, _ = make_buffers_for("plain", 60, env.venv)
+    for transition in collect_transitions(env.venv, 50):
+        ours.add(*transition)
+    env.reset()
+    for _ in range(20):
+        env.step(np.array([env.action_space.sample() for _ in range(2)]))
+    np.random.seed(0)
+    plain = ours.sample_sequences(20, 40)
+    np.random.seed(0)
+    normalized = ours.sample_sequences(20, 40, env=env)
+    assert 0 < plain.mask.sum() < plain.mask.numel()
+    for name in ("observations", "next_observations"):
+        expected = env.normalize_obs(getattr(plain, name).numpy())
+        assert getattr(normalized, name).dtype == th.float32
+        np.testing.assert_array_equal(getattr(normalized, name)[plain.mask], expected[plain.mask])
+        assert not getattr(normalized, name)[~plain.mask].any()
+    np.testing.assert_array_equal(normalized.rewards, env.normalize_reward(plain.rewards.numpy()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((0, 5), InvalidArgumentError, "batch_size=0 must be at least 1"),
+        ((4, 0), InvalidArgumentError, "length=0 must be at least 1"),
+        ((4, 5, -1), InvalidArgumentError, "burn_in=-1 must be at least 0"),
+        ((4, 5.0), InvalidTypeError, "length=5.0 must be a whole number"),
+        ((4, 5), InvalidArgumentError, r"the buffer is empty, expected transitions. Call add\(\)"),
+    ],
+)
+def test_invalid_arguments_are_refused(arguments: Any, error: type[Exception], text: str) -> None:
+    ours, _ = make_buffers("plain", 10, IMAGE, ACTIONS)
+    with pytest.raises(error, match=text):
+        ours.sample_sequences(*arguments)
+
+
+@pytest.mark.skipif("n-step" not in REPLAY, reason="Stable Baselines3 has n-step returns since version 2.7")
+def test_n_step_buffer_refuses_sequences() -> None:
+    ours, _ = make_buffers("n-step", 10, IMAGE, ACTIONS, n_steps=3)
+    with pytest.raises(InvalidArgumentError, match=r"CompressedNStepReplayBuffer.* Use .*=CompressedReplayBuffer"):
+        ours.sample_sequences(2, 3)
+
+
+def test_hindsight_buffer_refuses_sequences() -> None:
+    space = spaces.Dict(observation=IMAGE, achieved_goal=PLACE, desired_goal=PLACE)
+    ours, _ = make_buffers("hindsight", 10, space, ACTIONS, env=None)
+    with pytest.raises(InvalidArgumentError, match=r"CompressedHerReplayBuffer.* Use .*=CompressedDictReplayBuffer"):
+        ours.sample_sequences(2, 3)
+
+
+def test_sequences_are_consistent_while_another_thread_adds() -> None:
+    ours, _ = make_buffers("plain", 40, IMAGE, ACTIONS, 2, n_stack=N_STACK, block_length=2)
+    source = Trajectories(IMAGE, 2, 0.05)
+    ours.add(*source.step())
+    stop = threading.Event()
+
+    def add() -> None:
+        """Add transitions until the test ends."""
+        while not stop.is_set():
+            ours.add(*source.step())
+
+    threads = [threading.Thread(target=add)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(200):
+            found = ours.sample_sequences(4, 6, 3)
+            steps = found.rewards[..., 0] - found.rewards[:, :1, 0]  # rewards count the steps of an environment
+            present = found.rewards[..., 0] > 0
+            assert th.equal(steps[present], th.arange(9.0).repeat(4, 1)[present])
+            following = present[:, 1:]
+            assert th.equal(found.observations[:, 1:][following], found.next_observations[:, :-1][following])
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
