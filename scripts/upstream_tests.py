@@ -46,6 +46,12 @@ _SB3 = {
     "stable_baselines3.common.vec_env.subproc_vec_env:SubprocVecEnv": "sb3_ext:SharedMemoryVecEnv",
     "stable_baselines3.common.env_util:make_vec_env": "sb3_ext:make_vec_env",
 }
+_PRIORITIZED = {
+    "stable_baselines3.common.buffers:ReplayBuffer": "sb3_ext:CompressedPrioritizedReplayBuffer",
+    "stable_baselines3.common.buffers:DictReplayBuffer": "sb3_ext:CompressedPrioritizedDictReplayBuffer",
+    "stable_baselines3.common.buffers:NStepReplayBuffer": "sb3_ext:CompressedPrioritizedNStepReplayBuffer",
+    "stable_baselines3.her.her_replay_buffer:HerReplayBuffer": "sb3_ext:CompressedPrioritizedHerReplayBuffer",
+}
 _CONTRIB = {
     "sb3_contrib.common.maskable.buffers:MaskableRolloutBuffer": "sb3_ext.contrib:CompressedMaskableRolloutBuffer",
     "sb3_contrib.common.maskable.buffers:MaskableDictRolloutBuffer": (
@@ -66,6 +72,7 @@ _GYMNASIUM = {"gymnasium.vector.async_vector_env:AsyncVectorEnv": "rl_ext_core.v
 SUITES = {
     "gymnasium": Suite("tests", ("vector/test_*.py", "wrappers/vector/test_*.py"), _GYMNASIUM),
     "sb3": Suite("tests", ("test_*.py",), _SB3),
+    "sb3-prioritized": Suite("tests", ("test_*.py",), _PRIORITIZED),
     "sb3-contrib": Suite("tests", ("test_*.py",), {**_SB3, **_CONTRIB}),
     "torchrl": Suite(
         "test",
