@@ -25,6 +25,7 @@ from stable_baselines3.common.type_aliases import Schedule
 from stable_baselines3.common.vec_env import VecNormalize
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from rl_ext_core.vector.environments import check_count
 from sb3_ext._compat import progress_remaining
 from sb3_ext.buffers import (
     CompressedDictReplayBuffer,
@@ -341,6 +342,7 @@ class PrioritizedReplayMixin(CompressedReplayBuffer):
         :return: Samples
         :raises InvalidArgumentError: If the critic of the algorithm cannot be found, or its loss cannot be weighted.
         """
+        batch_size = check_count("batch_size", batch_size)
         training = _find_training_algorithm()
         with self._observations.lock:
             if self._tree.total <= 0:
@@ -480,6 +482,8 @@ class CompressedPrioritizedReplayBuffer(PrioritizedReplayMixin):
     >>> model.learn(200).replay_buffer.size()
     200
     """
+
+    _OTHER_CLASS_HINT = "Use replay_buffer_class=CompressedPrioritizedDictReplayBuffer"
 
 
 class CompressedPrioritizedDictReplayBuffer(PrioritizedReplayMixin, CompressedDictReplayBuffer):  # type: ignore[override]
