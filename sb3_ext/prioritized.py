@@ -169,7 +169,8 @@ class CriticHook:
 
     def _attach(self, module: th.nn.Module, args: Any, output: Any) -> None:
         """Register hooks for the gradients of the critic's outputs."""
-        outputs = [part for part in (output if isinstance(output, (tuple, list)) else (output,)) if part.requires_grad]
+        parts = output if isinstance(output, (tuple, list)) else (output,)
+        outputs = [part for part in parts if isinstance(part, th.Tensor) and part.requires_grad]
         buffer = self._buffer()
         if not outputs or buffer is None or buffer._hook is not self:
             return  # copies of the critic have copies of this hook
@@ -186,13 +187,18 @@ class CriticHook:
             )
         self._outputs = [part.detach() for part in outputs]
         for part in outputs:
-            part.register_hook(self._weight_gradient)
+            part.register_hook(self._weight_gradient)  # type: ignore[no-untyped-call]
 
     def _weight_gradient(self, gradient: th.Tensor) -> th.Tensor:
         """Return the weighted gradient of an output. After the last output, update the priorities."""
         n = len(self._weights)
         # CrossQ passes next observations as the second half of a batch. They have no gradient.
         halves = gradient.reshape(len(gradient) // n, n, -1)
+        if len(halves) > 1 and halves[1].any():
+            raise InvalidArgumentError(
+                f"{self._name}.train() computes a loss of {2 * n} transitions, but {n} were sampled, so the others "
+                f"have no weights. {_HINT}"
+            )
         if not self.done:
             self._errors.append(halves.detach().abs().sum(dim=(0, 2)) * n)
             if len(self._errors) == len(self._outputs):
@@ -296,11 +302,10 @@ class PrioritizedReplayMixin(CompressedReplayBuffer):
         :param items: Numbers of transitions, ``row * n_envs + env``, int64, shape ``(n,)``
         :param priorities: Priorities, shape ``(n,)``, or one for all; 0 for transitions that must not be sampled
         """
-        priorities = np.float32(
-            priorities
-        )  # weights are computed from the stored numbers, so that they can be restored
-        self.priorities.reshape(-1)[items] = priorities
+        # Weights are computed from the stored numbers, so that they can be restored.
+        priorities = np.float32(priorities)
         self._tree.set(items, self._weights_of(priorities))
+        self.priorities.reshape(-1)[items] = priorities
 
     def _weights_of(self, priorities: Any) -> Any:
         """Return ``priority ** alpha``, or 0 for priorities of 0; a float64 array."""
@@ -401,7 +406,7 @@ class PrioritizedReplayMixin(CompressedReplayBuffer):
         :param td_errors: TD errors of any sign, shape ``(n,)``. The priority is ``abs(td_error) + epsilon``
         :raises InvalidArgumentError: If the shape does not match the last batch, or an error is not finite.
         """
-        td_errors = np.abs(np.asarray(td_errors, dtype=np.float64)).reshape(-1)
+        td_errors = np.abs(np.asarray(td_errors, dtype=np.float32)).reshape(-1)
         n = 0 if self._batch is None else len(self._batch[0])
         if self._batch is None or len(td_errors) != n:
             raise InvalidArgumentError(

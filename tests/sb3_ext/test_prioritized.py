@@ -341,12 +341,12 @@ class OwnTrain(DQN):
     """DQN with a ``train()`` that prioritized replay does not know."""
 
     loss_factor = 1
-    n_calls = 1
+    n_calls = n_copies = 1
 
     def train(self, gradient_steps: int, batch_size: int = 100) -> None:
         for _ in range(gradient_steps):
             batch = self.replay_buffer.sample(batch_size)
-            q_values = [self.q_net(batch.observations) for _ in range(self.n_calls)]
+            q_values = [self.q_net(batch.observations.repeat(self.n_copies, 1)) for _ in range(self.n_calls)]
             loss = self.loss_factor * sum(q_values).pow(2).mean()
             self.policy.optimizer.zero_grad()
             if self.loss_factor:
@@ -381,6 +381,11 @@ def test_losses_that_cannot_be_weighted_are_refused(registry: None) -> None:
     model.n_calls = 2
     with pytest.raises(InvalidArgumentError, match=r"OwnTrain.train\(\) calls the critic more than once for one loss"):
         model.learn(60)
+    for n_copies, message in ((2, "a loss of 64 transitions, but 32 were sampled"), (3, "returned shape")):
+        model = make_model(OwnTrain, "CartPole-v1")
+        model.n_copies = n_copies
+        with pytest.raises(InvalidArgumentError, match=message):
+            model.learn(60)
     model = make_model(OwnTrain, "CartPole-v1")
     model.loss_factor = 0
     with pytest.raises(InvalidArgumentError, match="the outputs of its critic got no gradients"):
