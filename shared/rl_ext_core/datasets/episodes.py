@@ -1,0 +1,136 @@
+"""Episodes of datasets, and the spaces that they may have."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_ext_core.errors import CorruptFileError, InvalidTypeError
+
+# An array with one row per step, or a dict of them by key of a Dict space, which may be nested.
+Values = Any
+
+
+@dataclass(frozen=True)
+class Episode:
+    """Steps of one episode, or of a part of one.
+
+    :ivar observations: Observations, including the one after the last step, shape ``(n_steps + 1, *shape)``; a dict of
+        such arrays for a ``Dict`` space
+    :ivar actions: Actions, shape ``(n_steps, *shape)``; a dict of such arrays for a ``Dict`` space
+    :ivar rewards: Rewards, shape ``(n_steps,)``
+    :ivar terminations: Whether each step reached a terminal state, bool of shape ``(n_steps,)``
+    :ivar truncations: Whether the episode was cut after each step, bool of shape ``(n_steps,)``
+    :ivar infos: Arrays by key, or nested dicts of them, with one row per observation; empty if not recorded
+
+    >>> import numpy as np
+    >>> from rl_ext_core.datasets import Episode
+    >>> flags = np.array([False, True])
+    >>> len(Episode(np.zeros((3, 4)), np.zeros(2, int), np.ones(2), flags, np.zeros(2, bool)))
+    2
+    """
+
+    observations: Values
+    actions: Values
+    rewards: npt.NDArray[Any]
+    terminations: npt.NDArray[np.bool_]
+    truncations: npt.NDArray[np.bool_]
+    infos: Mapping[str, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+
+class Dataset(ABC):
+    """Dataset whose episodes are read one at a time.
+
+    A reader of a format subclasses it, and is chosen in :func:`open_dataset`.
+
+    :ivar name: Name of the dataset for messages, such as its id or folder
+    :ivar observation_space: Gymnasium space of the observations
+    :ivar action_space: Gymnasium space of the actions
+    :ivar lengths: Number of steps of each episode
+
+    >>> from rl_ext_core.datasets import open_dataset
+    >>> dataset = open_dataset("cartpole/test-v0")  # doctest: +SKIP
+    >>> sum(len(episode) for episode in dataset) == dataset.n_steps  # doctest: +SKIP
+    True
+    """
+
+    name: str
+    observation_space: Any
+    action_space: Any
+    lengths: Sequence[int]
+
+    @abstractmethod
+    def _read(self, number: int) -> Episode:
+        """Read an episode, which :meth:`read` checks."""
+
+    @property
+    def n_steps(self) -> int:
+        """Number of steps in all episodes."""
+        return sum(self.lengths)
+
+    def read(self, number: int) -> Episode:
+        """Read one episode.
+
+        :param number: Position of the episode in the dataset, from 0
+        :raises CorruptFileError: If the episode is damaged, or its arrays have different lengths
+        """
+        episode = self._read(number)
+        n_steps = self.lengths[number]
+        counts = {
+            "observations": (_row_counts(episode.observations), n_steps + 1),
+            "actions": (_row_counts(episode.actions), n_steps),
+            "rewards": (_row_counts(episode.rewards), n_steps),
+            "terminations": (_row_counts(episode.terminations), n_steps),
+            "truncations": (_row_counts(episode.truncations), n_steps),
+        }
+        for part, (found, expected) in counts.items():
+            if found != {expected}:
+                raise CorruptFileError(
+                    f"{self.name}: episode {number} has {sorted(found)} {part}, expected {expected} for {n_steps} "
+                    "steps. Download or record the dataset again. Minari reads at most 32,767 steps of an episode from "
+                    "Arrow files"
+                )
+        return episode
+
+    def __iter__(self) -> Iterator[Episode]:
+        return map(self.read, range(len(self.lengths)))
+
+
+def map_values(function: Callable[..., Any], values: Values, *others: Values) -> Values:
+    """Apply a function to an array, or to each array of a dict. ``others`` have the same keys."""
+    if isinstance(values, Mapping):
+        return {key: map_values(function, value, *(other[key] for other in others)) for key, value in values.items()}
+    return function(values, *others)
+
+
+def _row_counts(values: Values) -> set[int]:
+    """Return the numbers of rows of an array, or of the arrays of a dict."""
+    if isinstance(values, Mapping):
+        return {count for value in values.values() for count in _row_counts(value)}
+    return {len(values)}
+
+
+def check_space(space: Any, name: str) -> None:
+    """Check that steps of a space are arrays, or dicts of arrays.
+
+    :param name: Name of the space for the error, such as ``"observation_space"``
+    :raises InvalidTypeError: If the space is a Tuple, a Text, or contains one
+    """
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Dict):
+        for key, part in space.spaces.items():
+            check_space(part, f"{name}[{key!r}]")
+    elif not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+        raise InvalidTypeError(
+            f"{name} is {space}, expected Box, Discrete, MultiDiscrete, MultiBinary, or a Dict of these. Other spaces "
+            "cannot be stored in arrays"
+        )

@@ -1,0 +1,251 @@
+"""Minari datasets: HDF5, Arrow and Parquet, read and written by the ``minari`` library."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_ext_core.datasets.episodes import Dataset, Episode, map_values
+from rl_ext_core.errors import (
+    CorruptFileError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    MissingDependencyError,
+    RlExtError,
+    StorageError,
+    _missing_dependency_error,
+)
+
+_ID = re.compile(r"[\w-][\w/-]*-v\d+")
+_METADATA, _DATA = "metadata.json", "data"
+_FORMATS = ("hdf5", "arrow", "parquet")
+# Minari reads one record batch per episode of an Arrow dataset, and ignores further ones.
+_MAX_ARROW_STEPS = 32_767
+_PARTS = ("observations", "actions", "rewards", "terminations", "truncations")
+
+
+def is_id(source: str | os.PathLike[str]) -> bool:
+    """Return whether a source is the id of a Minari dataset, and not a folder."""
+    return isinstance(source, str) and _ID.fullmatch(source) is not None
+
+
+class MinariReader(Dataset):
+    """Reader of a ``minari.MinariDataset``."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self._dataset, self.name = dataset, name
+        self.observation_space, self.action_space = dataset.observation_space, dataset.action_space
+        with _as_our_errors(name):
+            metadata = dataset.storage.get_episode_metadata(dataset.episode_indices)
+            self.lengths = [int(episode["total_steps"]) for episode in metadata]
+
+    def _read(self, number: int) -> Episode:
+        with _as_our_errors(f"{self.name}: episode {number}"):
+            found = self._dataset[number]
+        terminations, truncations = (np.asarray(flags, bool) for flags in (found.terminations, found.truncations))
+        return Episode(
+            found.observations, found.actions, np.asarray(found.rewards), terminations, truncations, found.infos or {}
+        )
+
+
+def open_minari(source: Any, *, download: bool) -> MinariReader:
+    """Open a Minari dataset, see :func:`rl_ext_core.datasets.open_dataset`."""
+    minari = _import_minari()
+    if isinstance(source, minari.MinariDataset):
+        return MinariReader(source, source.id)
+    if not isinstance(source, (str, os.PathLike)):
+        raise InvalidTypeError(
+            f"dataset is of type {type(source).__name__}, expected a Minari id, a folder, or a minari.MinariDataset"
+        )
+    if is_id(source):
+        folder = _root() / str(source) / _DATA
+        if not folder.is_dir() and download:
+            _download(minari, str(source))
+        if not folder.is_dir():
+            raise InvalidArgumentError(
+                f"the Minari dataset {source!r} is not on this machine ({folder}). Download it with:\n"
+                f"    minari download {source}\nWrite './{source}' for a folder"
+            )
+    else:
+        folder = Path(source).expanduser()
+        folder = folder if (folder / _METADATA).is_file() else folder / _DATA
+        if not (folder / _METADATA).is_file():
+            raise InvalidArgumentError(
+                f"{str(source)!r} is not a Minari dataset: it has neither {_METADATA} nor {_DATA}/{_METADATA}"
+            )
+    with _as_our_errors(str(source)):
+        version = minari.dataset.minari_storage.MinariStorage.read_raw_metadata(folder)["minari_version"]
+        if version not in minari.supported_dataset_versions:
+            raise InvalidArgumentError(
+                f"{source} was written by Minari {version}, which Minari {minari.__version__} does not read. Update "
+                "it with:\n    pip install -U minari"
+            )
+        return MinariReader(minari.MinariDataset(folder), str(source))
+
+
+def write_minari(
+    target: str | os.PathLike[str],
+    episodes: Iterable[Episode],
+    observation_space: Any,
+    action_space: Any,
+    *,
+    data_format: str,
+) -> Path:
+    """Write a Minari dataset, see :func:`rl_ext_core.datasets.write_dataset`."""
+    minari = _import_minari()
+    from minari.data_collector import EpisodeBuffer
+    from minari.dataset.minari_storage import MinariStorage
+
+    if data_format not in _FORMATS:
+        raise InvalidArgumentError(f"data_format={data_format!r}, expected one of {[*_FORMATS]}")
+    if not os.fspath(target):
+        raise InvalidArgumentError(f"dataset {target!r} is empty, expected a Minari id or a folder")
+    folder = _root() / str(target) if is_id(target) else Path(target).expanduser().absolute()
+    dataset_id = str(target) if is_id(target) else folder.name if is_id(folder.name) else _make_id(folder.name)
+    if os.path.lexists(folder):
+        raise InvalidArgumentError(f"{folder} exists already, and is not overwritten. Choose another name")
+    options: dict[str, Any] = {"data_format": data_format, **_lossless_option(MinariStorage, observation_space)}
+
+    def convert() -> Iterator[Any]:
+        """Yield the episodes in Minari's form."""
+        for episode in episodes:
+            if data_format != "hdf5" and len(episode) > _MAX_ARROW_STEPS:
+                raise InvalidArgumentError(
+                    f"an episode has {len(episode):,} steps, of which Minari reads only the first {_MAX_ARROW_STEPS:,} "
+                    f"from data_format={data_format!r}. Use data_format='hdf5'"
+                )
+            parts = {name: getattr(episode, name) for name in _PARTS}
+            yield EpisodeBuffer(**parts, infos=map_values(_as_lists, episode.infos or {}))
+
+    with _temporary_folder(folder) as temporary:
+        data = temporary / _DATA if is_id(target) else temporary
+        storage = MinariStorage.new(data, observation_space, action_space, **options)
+        storage.update_metadata({"dataset_id": dataset_id, "minari_version": minari.__version__})
+        storage.update_episodes(convert())
+        if not storage.total_episodes:
+            raise InvalidArgumentError("there are no episodes to write, expected at least one")
+    namespace = dataset_id.rpartition("/")[0]
+    if is_id(target) and namespace and namespace not in minari.namespace.list_local_namespaces():
+        minari.namespace.create_namespace(namespace)
+    return folder / _DATA if is_id(target) else folder
+
+
+def _make_id(name: str) -> str:
+    """Return an id for a folder with another name."""
+    return f"{re.sub('[^-_a-zA-Z0-9]', '_', name)}-v0"
+
+
+def _lossless_option(storage: Any, space: Any) -> dict[str, Any]:
+    """Return the argument that makes Minari store images without JPEG.
+
+    :raises InvalidArgumentError: If the space contains images, and the installed Minari always uses JPEG
+    """
+    if "jpeg_encoding" in inspect.signature(storage.new).parameters:
+        return {"jpeg_encoding": False}
+    if _contains_images(space):
+        raise InvalidArgumentError(
+            "this version of Minari stores images as JPEG, which changes them. Use Python 3.11 or later, and:\n"
+            '    pip install "minari>=0.5.4"'
+        )
+    return {}
+
+
+def _contains_images(space: Any) -> bool:
+    """Return whether Minari may treat the space, or a part of it, as images."""
+    parts = getattr(space, "spaces", None)
+    if parts is not None:
+        return any(_contains_images(part) for part in parts.values())
+    return space.dtype == np.uint8 and len(space.shape) in (2, 3)
+
+
+def _import_minari() -> Any:
+    """Import ``minari``.
+
+    :raises MissingDependencyError: If it is not installed
+    """
+    try:
+        import minari
+        import minari.namespace
+    except ImportError:
+        raise _missing_dependency_error("minari", "datasets", "a dataset") from None
+    return minari
+
+
+def _root() -> Path:
+    """Return the folder in which Minari finds datasets by their ids."""
+    from minari.storage import get_dataset_path
+
+    return Path(get_dataset_path())
+
+
+def _download(minari: Any, dataset_id: str) -> None:
+    """Download a dataset to Minari's folder.
+
+    :raises InvalidArgumentError: If it does not exist, or there is no connection
+    """
+    try:
+        minari.download_dataset(dataset_id)
+    except ImportError as error:
+        raise MissingDependencyError(f"Minari cannot download {dataset_id!r}: {error}", name=error.name) from error
+    except Exception as error:  # those of several network libraries
+        raise InvalidArgumentError(
+            f"Minari cannot download {dataset_id!r} ({type(error).__name__}: {error}). List the datasets with:\n"
+            "    minari list remote"
+        ) from error
+
+
+@contextlib.contextmanager
+def _as_our_errors(what: str, *, writing: bool = False) -> Iterator[None]:
+    """Within the context, raise this project's exceptions instead of Minari's.
+
+    :param what: Name of the dataset, or of a part of it, for the error
+    :param writing: Whether the dataset is written, so that it cannot be damaged
+    """
+    import gymnasium
+
+    try:
+        yield
+    except (RlExtError, MemoryError):
+        raise
+    except ImportError as error:
+        package = error.name or next((name for name in ("h5py", "pyarrow") if name in str(error)), "minari")
+        raise _missing_dependency_error(package, "datasets", what) from error
+    except gymnasium.error.Error as error:
+        raise InvalidArgumentError(
+            f"{what} does not contain its spaces, and its environment cannot be created: {error}"
+        ) from error
+    except Exception as error:  # parsing damaged data can fail in arbitrary ways
+        if isinstance(error, PermissionError) or (writing and isinstance(error, OSError)):
+            raise StorageError(f"{what} cannot be {'written' if writing else 'read'}: {error}") from error
+        if writing:
+            raise
+        raise CorruptFileError(
+            f"{what} is damaged ({type(error).__name__}: {error}). Download or record the dataset again"
+        ) from error
+
+
+@contextlib.contextmanager
+def _temporary_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new folder, which is renamed to ``folder`` at the end, or deleted after an exception."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.new")
+    try:
+        with _as_our_errors(str(folder), writing=True):
+            temporary.mkdir(parents=True)
+            yield temporary
+            temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _as_lists(values: Any) -> Any:
+    """Convert one-dimensional arrays to lists. Minari cannot read such infos from Arrow files."""
+    return list(values) if values.ndim == 1 else values
