@@ -35,6 +35,7 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from rl_ext_core._interrupts import defer_signals
+from rl_ext_core.datasets import write_dataset
 from rl_ext_core.devices import resolve
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.checkpoint import as_corrupt_pickle, checksum, reduce_with_lock
@@ -457,6 +458,63 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
             )
         buffer.device = resolve(device).compute
         return buffer
+
+    @classmethod
+    def from_dataset(
+        cls: type[_Buffer],
+        source: Any,
+        *,
+        env: Any = None,
+        buffer_size: int | None = None,
+        n_envs: int | None = None,
+        download: bool = False,
+        **options: Any,
+    ) -> _Buffer:
+        """
+        Create a buffer that contains the steps of a dataset, one episode after the other.
+
+        They are stored as Stable Baselines3 stores those of an environment: ``Box`` actions scaled to [-1, 1], rewards
+        as float32, and images channels-first. With several environments, each gets an equal part of consecutive
+        steps; up to ``n_envs - 1`` steps at the end are left out.
+
+        :param source: Minari id, such as ``"atari/pong/expert-v0"``, folder of a dataset, or ``minari.MinariDataset``
+        :param env: Environment to train in later, such as ``model.get_env()``. Its spaces must be those of the
+            dataset. Required by :class:`CompressedHerReplayBuffer`
+        :param buffer_size: Maximum number of transitions; by default the number of steps in the dataset
+        :param n_envs: Number of parallel environments; by default that of ``env``, or 1
+        :param download: Whether to download a Minari id that is not on this machine
+        :param options: Further arguments of the class, such as ``codec`` or ``storage_dir``
+        :return: The buffer, to be assigned to ``model.replay_buffer``
+        :raises InvalidArgumentError: If there is no such dataset, its spaces differ from those of ``env``, it does not
+            fit into ``buffer_size``, or ``storage_dir`` contains transitions already.
+        :raises InvalidTypeError: If a space of the dataset is not supported, such as a Tuple.
+        :raises MissingDependencyError: If ``minari`` is not installed.
+        :raises CorruptFileError: If the dataset is damaged.
+        """
+        from sb3_ext.datasets import load_buffer
+
+        found = {"env": env, "buffer_size": buffer_size, "n_envs": n_envs, "download": download}
+        return load_buffer(cls, source, **found, **options)
+
+    def to_dataset(self, target: str | os.PathLike[str], *, data_format: str = "hdf5") -> pathlib.Path:
+        """
+        Write all transitions as a Minari dataset, of one environment after the other, from the oldest to the newest.
+
+        Episodes without their beginning or end are included. An episode that was not finished is marked as truncated.
+        ``Box`` actions are scaled back, images stay channels-first, and no image is stored as JPEG.
+
+        :param target: Minari id, such as ``"cartpole/mine-v0"``, or folder. It must not exist
+        :param data_format: ``"hdf5"``, ``"arrow"`` or ``"parquet"``
+        :return: Folder that ``minari.MinariDataset`` loads
+        :raises InvalidArgumentError: If the target exists, or the buffer is empty.
+        :raises MissingDependencyError: If ``minari`` is not installed.
+        :raises StorageError: If the folder cannot be written.
+        """
+        from sb3_ext.datasets import read_episodes
+
+        with self._observations.lock:  # another thread could add
+            episodes = read_episodes(self)
+            return write_dataset(target, episodes, self.observation_space, self.action_space, data_format=data_format)
 
     @defer_signals
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,29 @@ class Episode:
 
     def __len__(self) -> int:
         return len(self.rewards)
+
+
+class Steps(NamedTuple):
+    """Consecutive steps of one environment, as a replay buffer stores them.
+
+    :ivar observations: Observations, shape ``(n_steps, *shape)``; a dict of such arrays for a ``Dict`` space
+    :ivar next_observations: Observations after each step, with the same shape
+    :ivar actions: Actions, shape ``(n_steps, *shape)``
+    :ivar rewards: Rewards, shape ``(n_steps,)``
+    :ivar terminations: Whether each step reached a terminal state, bool of shape ``(n_steps,)``
+    :ivar truncations: Whether the episode was cut after each step, bool of shape ``(n_steps,)``
+    """
+
+    observations: Values
+    next_observations: Values
+    actions: Values
+    rewards: npt.NDArray[Any]
+    terminations: npt.NDArray[np.bool_]
+    truncations: npt.NDArray[np.bool_]
+
+    def part(self, first: int, end: int | None) -> Steps:
+        """Return the steps from ``first`` to ``end``."""
+        return Steps(*(map_values(lambda array: array[first:end], values) for values in self))
 
 
 class Dataset(ABC):
@@ -109,6 +132,51 @@ def map_values(function: Callable[..., Any], values: Values, *others: Values) ->
     if isinstance(values, Mapping):
         return {key: map_values(function, value, *(other[key] for other in others)) for key, value in values.items()}
     return function(values, *others)
+
+
+def split_episodes(chunks: Iterable[Steps]) -> Iterator[Episode]:
+    """Yield the episodes of consecutive steps of one environment.
+
+    An episode ends at a termination, at a truncation, and where the observation after a step is not the next
+    observation. In the latter case, and after the last step, the episode is marked as truncated.
+
+    :param chunks: Steps, from the oldest to the newest
+    """
+    parts: list[Steps] = []  # of the episode that has not ended
+    for chunk in chunks:
+        n_steps = len(chunk.rewards)
+        if parts and not _equal_rows(parts[-1].part(-1, None).next_observations, chunk.part(0, 1).observations)[0]:
+            yield _join(parts)
+            parts = []
+        ends = chunk.terminations | chunk.truncations
+        ends[:-1] |= ~_equal_rows(chunk.part(0, n_steps - 1).next_observations, chunk.part(1, n_steps).observations)
+        first = 0
+        for end in (np.flatnonzero(ends) + 1).tolist():
+            yield _join([*parts, chunk.part(first, end)])
+            parts, first = [], end
+        if first < n_steps:
+            parts.append(chunk.part(first, n_steps))
+    if parts:
+        yield _join(parts)
+
+
+def _equal_rows(values: Values, others: Values) -> npt.NDArray[np.bool_]:
+    """Return which rows are equal, in all arrays of a dict. NaN equals NaN."""
+    if isinstance(values, Mapping):
+        equal = np.stack([_equal_rows(values[key], others[key]) for key in values], axis=1)
+    else:
+        equal = np.asarray((values == others) | ((values != values) & (others != others)))
+    return np.asarray(equal.all(axis=tuple(range(1, equal.ndim))))
+
+
+def _join(parts: list[Steps]) -> Episode:
+    """Return the episode that consists of these steps."""
+    steps = Steps(*(map_values(lambda *arrays: np.concatenate(arrays), *values) for values in zip(*parts, strict=True)))
+    last = steps.part(-1, None).next_observations
+    observations = map_values(lambda *arrays: np.concatenate(arrays), steps.observations, last)
+    truncations = steps.truncations.copy()
+    truncations[-1] |= not steps.terminations[-1]
+    return Episode(observations, steps.actions, steps.rewards, steps.terminations, truncations)
 
 
 def _row_counts(values: Values) -> set[int]:

@@ -18,15 +18,17 @@ _LEROBOT_FILE = Path("meta", "info.json")
 def open_dataset(source: Any, *, download: bool = False) -> Dataset:
     """Open a dataset for reading.
 
-    :param source: Minari id, such as ``"atari/pong/expert-v0"``; or folder of a Minari dataset; or
-        ``minari.MinariDataset``, which may have a part of the episodes. A text that ends in ``-v`` and a number is an
-        id unless it begins with ``.``, ``~`` or ``/``
+    :param source: Minari id, such as ``"atari/pong/expert-v0"``; folder of a Minari dataset; or an object of
+        ``minari.MinariDataset``, such as one with a part of the episodes. A text that ends in ``-v`` and a number is an
+        id, unless it begins with ``.``, ``~`` or ``/``. A :class:`Dataset` is returned as it is
     :param download: Whether to download a Minari id that is not on this machine
     :raises InvalidArgumentError: If there is no such dataset, or the installed Minari does not read it
     :raises InvalidTypeError: If a space is not supported, such as a Tuple
     :raises MissingDependencyError: If ``minari``, ``h5py`` or ``pyarrow`` is not installed
     :raises CorruptFileError: If its files are damaged
     """
+    if isinstance(source, Dataset):
+        return source
     if isinstance(source, (str, os.PathLike)) and not minari_format.is_id(source):
         folder = Path(source).expanduser()
         if not folder.is_dir():

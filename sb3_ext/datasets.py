@@ -1,0 +1,258 @@
+"""Conversion between datasets of episodes and Stable Baselines3's replay buffers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from gymnasium import spaces
+from stable_baselines3.common.buffers import ReplayBuffer
+from stable_baselines3.common.preprocessing import is_image_space, is_image_space_channels_first
+from stable_baselines3.common.vec_env import VecEnv, VecTransposeImage
+from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
+
+from rl_ext_core.datasets import Dataset, Episode, open_dataset
+from rl_ext_core.datasets.episodes import Steps, map_values, split_episodes
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from rl_ext_core.vector.environments import check_count
+
+_Buffer = TypeVar("_Buffer", bound=ReplayBuffer)
+_ROWS_PER_CHUNK = 512  # decoded at a time
+
+
+class _Transition(NamedTuple):
+    """One transition in SB3's form."""
+
+    obs: Any
+    next_obs: Any
+    action: Any
+    reward: Any
+    done: bool
+    truncated: bool
+
+
+def load_buffer(
+    cls: type[_Buffer],
+    source: Any,
+    *,
+    env: Any = None,
+    buffer_size: int | None = None,
+    n_envs: int | None = None,
+    download: bool = False,
+    **options: Any,
+) -> _Buffer:
+    """Create a buffer of a dataset's steps, see :meth:`sb3_ext.CompressedReplayBuffer.from_dataset`."""
+    dataset = open_dataset(source, download=download)
+    observation_space = _as_sb3_space(dataset.observation_space, f"{dataset.name}: observation_space")
+    _check_action_space(dataset.action_space, dataset.name)
+    if env is not None:
+        _check_same_spaces(env, observation_space, dataset)
+        observation_space, action_space = _as_sb3_space(env.observation_space, "env"), env.action_space
+    else:
+        action_space = dataset.action_space
+    n_envs = getattr(env, "num_envs", 1) if n_envs is None else check_count("n_envs", n_envs)
+    buffer_size = dataset.n_steps if buffer_size is None else check_count("buffer_size", buffer_size)
+    n_rows = dataset.n_steps // n_envs
+    if not n_rows or buffer_size // n_envs < n_rows:
+        raise InvalidArgumentError(
+            f"buffer_size={buffer_size:,} and n_envs={n_envs}, but {dataset.name} has {dataset.n_steps:,} steps: "
+            f"expected at least one step per environment, and buffer_size >= {max(n_rows, 1) * n_envs:,}. For a part "
+            "of the episodes, pass a minari.MinariDataset of them"
+        )
+    if issubclass(cls, HerReplayBuffer):
+        if not isinstance(env, VecEnv) or options.get("copy_info_dict"):
+            raise InvalidArgumentError(
+                f"{cls.__name__} computes rewards with env, and without infos. Use {cls.__name__}.from_dataset(..., "
+                "env=model.get_env()), without copy_info_dict"
+            )
+        options["env"] = env
+    storage_dir = options.get("storage_dir")
+    created = storage_dir if storage_dir is not None and not Path(storage_dir).exists() else None
+    buffer = cls(buffer_size, observation_space, action_space, n_envs=n_envs, **options)
+    try:
+        if buffer.size():
+            raise InvalidArgumentError(
+                f"storage_dir={str(storage_dir)!r} contains {buffer.size():,} transitions already. Open it with "
+                f"{cls.__name__}(..., storage_dir=...), or pass another storage_dir"
+            )
+        columns = [_read_transitions(dataset, env * n_rows, n_rows) for env in range(n_envs)]
+        for row in zip(*columns, strict=True):
+            obs, next_obs, action, reward, done, truncated = zip(*row, strict=True)
+            infos = [{"TimeLimit.truncated": value} for value in truncated]
+            buffer.add(_stack(obs), _stack(next_obs), _stack(action), _stack(reward), np.array(done), infos)
+    except BaseException:
+        getattr(buffer, "close", lambda: None)()
+        if created is not None:
+            shutil.rmtree(created, ignore_errors=True)
+        raise
+    return buffer
+
+
+def _stack(values: tuple[Any, ...]) -> Any:
+    """Stack the values of all environments."""
+    return map_values(lambda *arrays: np.stack(arrays), *values)
+
+
+def _get_row(values: Any, row: int) -> Any:
+    """Return one row of an array, or of each array of a dict."""
+    return {key: array[row] for key, array in values.items()} if isinstance(values, dict) else values[row]
+
+
+def _read_transitions(dataset: Dataset, first: int, count: int) -> Iterator[_Transition]:
+    """Yield transitions of a dataset, in SB3's form, from the step ``first`` on.
+
+    Episodes are marked as ended after their last step, and after the last transition.
+    """
+    ends = np.cumsum(dataset.lengths)
+    number = int(np.searchsorted(ends, first, side="right"))
+    start, left = first - (int(ends[number - 1]) if number else 0), count
+    while left:
+        episode = dataset.read(number)
+        observations = _transpose(dataset.observation_space, episode.observations)
+        actions = _scale(dataset.action_space, np.asarray(episode.actions)).reshape(len(episode), -1)
+        last = min(len(episode), start + left) - 1
+        for step in range(start, last + 1):
+            terminated = bool(episode.terminations[step])
+            done = terminated or bool(episode.truncations[step]) or step == last
+            obs, next_obs = _get_row(observations, step), _get_row(observations, step + 1)
+            yield _Transition(obs, next_obs, actions[step], episode.rewards[step], done, done and not terminated)
+        number, start, left = number + 1, 0, left - (last + 1 - start)
+
+
+def read_episodes(buffer: ReplayBuffer) -> Iterator[Episode]:
+    """
+    Yield the episodes of a replay buffer, of one environment after the other, from the oldest to the newest.
+
+    :param buffer: Replay buffer of Stable Baselines3 or of this package
+    :raises InvalidArgumentError: If the buffer does not store the observations after the ends of episodes.
+    """
+    if buffer.optimize_memory_usage:
+        raise InvalidArgumentError(
+            "optimize_memory_usage=True: the buffer does not store the observations after the ends of episodes. Use "
+            "optimize_memory_usage=False, or CompressedReplayBuffer, which stores them in less memory"
+        )
+    size = buffer.size()
+    rows = (buffer.pos - size + np.arange(size)) % buffer.buffer_size
+    for env in range(buffer.n_envs):
+        yield from split_episodes(
+            _read_steps(buffer, rows[first : first + _ROWS_PER_CHUNK], env) for first in range(0, size, _ROWS_PER_CHUNK)
+        )
+
+
+def _read_steps(buffer: ReplayBuffer, rows: np.ndarray, env: int) -> Steps:
+    """Return the steps of one environment in these rows."""
+    space = buffer.action_space
+    done, timeout = buffer.dones[rows, env] > 0, buffer.timeouts[rows, env] > 0
+    return Steps(
+        _read_rows(buffer.observation_space, buffer.observations, rows, env),
+        _read_rows(buffer.observation_space, buffer.next_observations, rows, env),
+        _unscale(space, buffer.actions[rows, env].reshape(len(rows), *(space.shape or ()))).astype(space.dtype),
+        buffer.rewards[rows, env].astype(np.float64),
+        done & ~timeout,
+        done & timeout,
+    )
+
+
+def _read_rows(space: spaces.Space[Any], arrays: Any, rows: np.ndarray, env: int) -> Any:
+    """Return observations of one environment with the shapes of the space. SB3 stores discrete ones with an axis."""
+    if isinstance(space, spaces.Dict):
+        return {key: _read_rows(part, arrays[key], rows, env) for key, part in space.spaces.items()}
+    return np.asarray(arrays[rows, env]).reshape(len(rows), *(space.shape or ()))
+
+
+def _scale(space: spaces.Space[Any], actions: np.ndarray) -> np.ndarray:
+    """Scale actions of a Box to [-1, 1] as SB3's policies do, in float64. Return other actions as they are."""
+    if not isinstance(space, spaces.Box):
+        return actions
+    center, half = _center_and_half(space)
+    scaled: np.ndarray = (actions.astype(np.float64) - center) / half
+    return scaled
+
+
+def _unscale(space: spaces.Space[Any], actions: np.ndarray) -> np.ndarray:
+    """Undo :func:`_scale`."""
+    if not isinstance(space, spaces.Box):
+        return actions
+    center, half = _center_and_half(space)
+    unscaled: np.ndarray = actions.astype(np.float64) * half + center
+    return unscaled
+
+
+def _center_and_half(space: spaces.Box) -> tuple[np.ndarray, np.ndarray]:
+    """Return the center of a Box and half of its size, in float64."""
+    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    return (high + low) / 2, (high - low) / 2
+
+
+def _check_action_space(space: spaces.Space[Any], name: str) -> None:
+    """
+    Check that SB3 can store actions of a space.
+
+    :raises InvalidTypeError: If the space is a Dict, or a Box of integers.
+    :raises InvalidArgumentError: If the bounds of a Box are infinite or equal.
+    """
+    if isinstance(space, spaces.Dict) or (isinstance(space, spaces.Box) and space.dtype.kind != "f"):
+        raise InvalidTypeError(
+            f"{name}: action_space is {space}, expected a Box of floats, Discrete, MultiDiscrete or MultiBinary"
+        )
+    if isinstance(space, spaces.Box) and not (np.isfinite(space.low) & np.isfinite(space.high - space.low)).all():
+        raise InvalidArgumentError(
+            f"{name}: action_space is {space}, expected finite bounds, because Stable Baselines3 scales actions to "
+            "[-1, 1]"
+        )
+    if isinstance(space, spaces.Box) and not (space.low < space.high).all():
+        raise InvalidArgumentError(f"{name}: action_space is {space}, expected low < high in every dimension")
+
+
+def _as_sb3_space(space: spaces.Space[Any], name: str) -> spaces.Space[Any]:
+    """
+    Return the observation space that SB3's buffers have, with images channels-first.
+
+    :raises InvalidTypeError: If a Dict contains another Dict.
+    """
+    if not isinstance(space, spaces.Dict):
+        return VecTransposeImage.transpose_space(space) if _is_channels_last(space) else space  # type: ignore[arg-type]
+    if nested := [key for key, part in space.spaces.items() if isinstance(part, spaces.Dict)]:
+        raise InvalidTypeError(f"{name} is a Dict with a Dict under {nested[0]!r}, expected a Dict without nesting")
+    return spaces.Dict({key: _as_sb3_space(part, name) for key, part in space.spaces.items()})
+
+
+def _transpose(space: spaces.Space[Any], values: Any) -> Any:
+    """Return observations with the images channels-first, as SB3's ``VecTransposeImage`` does."""
+    if isinstance(space, spaces.Dict):
+        return {key: _transpose(part, values[key]) for key, part in space.spaces.items()}
+    return VecTransposeImage.transpose_image(values) if _is_channels_last(space) else values
+
+
+def _is_channels_last(space: spaces.Space[Any]) -> bool:
+    """Return whether SB3 treats a space as images that it has to transpose."""
+    return isinstance(space, spaces.Box) and is_image_space(space) and not is_image_space_channels_first(space)
+
+
+def _check_same_spaces(env: Any, observation_space: spaces.Space[Any], dataset: Dataset) -> None:
+    """
+    Check that the dataset has the spaces of an environment.
+
+    :raises InvalidArgumentError: If they differ.
+    """
+    found = _as_sb3_space(env.observation_space, "env")
+    if _describe(found) != _describe(observation_space):
+        raise InvalidArgumentError(
+            f"{dataset.name} has observations of {observation_space}, but env has {found}. Wrap the environment as it "
+            "was for the dataset, or choose another dataset"
+        )
+    if env.action_space != dataset.action_space:
+        raise InvalidArgumentError(
+            f"{dataset.name} has actions of {dataset.action_space}, but env has {env.action_space}. Wrap the "
+            "environment as it was for the dataset, or choose another dataset"
+        )
+
+
+def _describe(space: spaces.Space[Any]) -> Any:
+    """Return the class, shape and dtype of a space, by key for a Dict."""
+    if isinstance(space, spaces.Dict):
+        return {key: _describe(part) for key, part in space.spaces.items()}
+    return type(space), space.shape, space.dtype
