@@ -510,10 +510,10 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         :raises MissingDependencyError: If ``minari`` is not installed.
         :raises StorageError: If the folder cannot be written.
         """
-        from sb3_ext.datasets import read_episodes
+        from sb3_ext.datasets import read_buffer_episodes
 
         with self._observations.lock:  # another thread could add
-            episodes = read_episodes(self)
+            episodes = read_buffer_episodes(self)
             return write_dataset(target, episodes, self.observation_space, self.action_space, data_format=data_format)
 
     @defer_signals

@@ -122,7 +122,7 @@ def _read_transitions(dataset: Dataset, first: int, count: int) -> Iterator[_Tra
         number, start, left = number + 1, 0, left - (last + 1 - start)
 
 
-def read_episodes(buffer: ReplayBuffer) -> Iterator[Episode]:
+def read_buffer_episodes(buffer: ReplayBuffer) -> Iterator[Episode]:
     """
     Yield the episodes of a replay buffer, of one environment after the other, from the oldest to the newest.
 

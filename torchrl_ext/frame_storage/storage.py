@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from tensordict.utils import unravel_key
 from torchrl.data import TensorStorage
 
 from rl_ext_core._interrupts import defer_signals
+from rl_ext_core.datasets import write_dataset
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
 from rl_ext_core.frames import SalvageReport
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, describe_lossiness
@@ -52,6 +53,7 @@ from torchrl_ext.frame_storage.folder import create_rows, map_rows, open_folder,
 from torchrl_ext.frame_storage.view import FrameView
 
 _logger = logging.getLogger("torchrl_ext")
+_Storage = TypeVar("_Storage", bound="FrameStorage")
 
 _UNSUPPORTED = {
     "shared_init": "because compressed images are stored in anonymous memory; add elements before the processes start: "
@@ -788,6 +790,65 @@ class FrameStorage(TensorStorage):
     def _is_stored_in(self, path: str | os.PathLike[str]) -> bool:
         """Return whether ``path`` is the ``storage_dir`` of this storage."""
         return self._folder is not None and Path(path).absolute() == self._folder.path
+
+    @classmethod
+    def from_dataset(
+        cls: type[_Storage], source: Any, *, max_size: int | None = None, download: bool = False, **options: Any
+    ) -> _Storage:
+        """Create a storage that contains the steps of a dataset.
+
+        Elements have the keys of TorchRL's ``MinariExperienceReplay``: ``"observation"``, ``"action"``, ``"episode"``,
+        ``"info"``, and under ``"next"`` the following observation and info, ``"reward"``, ``"done"``,
+        ``"terminated"`` and ``"truncated"``. Every value has the dtype of the dataset. A ``TensorDictReplayBuffer``
+        with this storage appends to it.
+
+        :param source: Minari id, such as ``"atari/pong/expert-v0"``, folder of a dataset, or ``minari.MinariDataset``
+        :param max_size: Maximum number of elements. None: the number of steps in the dataset.
+        :param download: Whether to download a Minari id that is not on this machine.
+        :param options: Further arguments of the class, such as ``codec`` or ``storage_dir``.
+        :return: The storage.
+        :raises InvalidArgumentError: If there is no such dataset, it does not fit into ``max_size``, or ``storage_dir``
+            contains elements already.
+        :raises InvalidTypeError: If a space of the dataset is not supported, such as a Tuple.
+        :raises MissingDependencyError: If ``minari`` is not installed.
+        :raises CorruptFileError: If the dataset is damaged.
+        """
+        from torchrl_ext.datasets import load_storage
+
+        return load_storage(cls, source, max_size=max_size, download=download, **options)
+
+    def to_dataset(
+        self,
+        target: str | os.PathLike[str],
+        action_space: Any,
+        *,
+        observation_space: Any = None,
+        data_format: str = "hdf5",
+    ) -> Path:
+        """Write all elements as a Minari dataset, from the oldest to the newest.
+
+        Episodes without their beginning or end are included. Where an observation is not the next one of the step
+        before, a new episode begins. An episode that was not finished is marked as truncated. No image is stored as
+        JPEG. Infos are left out.
+
+        :param target: Minari id, such as ``"cartpole/mine-v0"``, or folder. It must not exist.
+        :param action_space: Gymnasium space of the actions, such as ``gymnasium.spaces.Discrete(6)``. One-hot actions
+            are written as numbers.
+        :param observation_space: Gymnasium space of the observations. None: a space of their shapes and dtypes, a
+            ``Dict`` if there are several keys.
+        :param data_format: ``"hdf5"``, ``"arrow"`` or ``"parquet"``.
+        :return: Folder that ``minari.MinariDataset`` loads.
+        :raises InvalidArgumentError: If the target exists, the storage is empty, or values do not fit the spaces.
+        :raises MissingDependencyError: If ``minari`` is not installed.
+        :raises StorageError: If the folder cannot be written.
+        """
+        from torchrl_ext.datasets import infer_observation_space, read_storage_episodes
+
+        self._require_open()
+        with self.lock:  # other threads and processes could add
+            space = infer_observation_space(self) if observation_space is None else observation_space
+            episodes = read_storage_episodes(self, space, action_space)
+            return write_dataset(target, episodes, space, action_space, data_format=data_format)
 
     @staticmethod
     def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:

@@ -1,0 +1,211 @@
+"""Conversion between datasets of episodes and storages of TorchRL."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict
+from torchrl.data import TensorDictReplayBuffer
+
+from rl_ext_core.datasets import Episode, open_dataset
+from rl_ext_core.datasets.episodes import Steps, map_values, split_episodes
+from rl_ext_core.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from torchrl_ext.frame_storage import FrameStorage
+
+_Storage = TypeVar("_Storage", bound="FrameStorage")
+_ROWS_PER_CHUNK = 512  # encoded or decoded at a time
+# Leaves that are in an element and under "next", and are not observations.
+_NOT_OBSERVED = {"done", "terminated", "truncated", "reward", "info", "is_init", "step_count", "reward_sum", "index"}
+_logger = logging.getLogger("torchrl_ext")
+
+
+def load_storage(
+    cls: type[_Storage], source: Any, *, max_size: int | None = None, download: bool = False, **options: Any
+) -> _Storage:
+    """Create a storage of a dataset's steps, see :meth:`torchrl_ext.FrameStorage.from_dataset`."""
+    dataset = open_dataset(source, download=download)
+    max_size = dataset.n_steps if max_size is None else max_size
+    if options.get("ndim", 1) != 1 or max_size < dataset.n_steps:
+        raise InvalidArgumentError(
+            f"max_size={max_size} and ndim={options.get('ndim', 1)}, but {dataset.name} has {dataset.n_steps} steps: "
+            f"expected ndim=1 and max_size >= {dataset.n_steps}. For a part of the episodes, pass a "
+            "minari.MinariDataset of them"
+        )
+    storage_dir = options.get("storage_dir")
+    created = storage_dir if storage_dir is not None and not Path(storage_dir).exists() else None
+    storage = cls(max_size, **options)
+    try:
+        if len(storage):
+            raise InvalidArgumentError(
+                f"storage_dir={str(storage_dir)!r} contains {len(storage):,} elements already. Open it with "
+                f"{cls.__name__}(..., storage_dir=...), or pass another storage_dir"
+            )
+        buffer = TensorDictReplayBuffer(storage=storage, batch_size=1)  # its writer drops the oldest at max_bytes
+        for number, episode in enumerate(dataset):
+            if len(episode):
+                for chunk in _as_elements(episode, number).split(_ROWS_PER_CHUNK):
+                    buffer.extend(chunk)
+        storage._resume_cursor = buffer.writer._cursor  # the next buffer continues there
+    except BaseException:
+        storage.close()
+        if created is not None:
+            shutil.rmtree(created, ignore_errors=True)
+        raise
+    return storage
+
+
+def _as_elements(episode: Episode, number: int) -> TensorDict:
+    """Return the steps of an episode, with the keys of TorchRL's ``MinariExperienceReplay``."""
+    n_steps = len(episode)
+    flags = {"terminated": episode.terminations, "truncated": episode.truncations}
+    following = {"reward": episode.rewards, **flags, "done": episode.terminations | episode.truncations}
+    infos = _numeric(episode.infos or {}, n_steps + 1, episode)
+    found: dict[str, Any] = {"action": _as_tensors(episode.actions), "episode": torch.full((n_steps,), number)}
+    found["next"] = {name: _as_tensors(array[:, None]) for name, array in following.items()}
+    for name, values in {"observation": episode.observations, **({"info": infos} if infos else {})}.items():
+        found[name] = _as_tensors(map_values(lambda array: array[:-1], values))
+        found["next"][name] = _as_tensors(map_values(lambda array: array[1:], values))
+    return TensorDict(found, [n_steps])
+
+
+def _numeric(infos: Mapping[str, Any], n_rows: int, episode: Episode) -> dict[str, Any]:
+    """Return the infos that tensors can store, with one row per observation; warn about others."""
+    found: dict[str, Any] = {}
+    for key, value in infos.items():
+        if isinstance(value, Mapping):
+            found[key] = _numeric(value, n_rows, episode)
+        elif (array := np.asarray(value)).dtype.kind in "biuf" and array.shape[:1] == (n_rows,):
+            found[key] = array
+        else:
+            _logger.warning("infos[%r] has no number for each observation, and is left out", key)
+    return {key: value for key, value in found.items() if not isinstance(value, dict) or value}
+
+
+def _as_tensors(values: Any) -> Any:
+    """Convert arrays to tensors that share their memory."""
+    return map_values(lambda array: torch.from_numpy(np.require(array, requirements="W")), values)
+
+
+def read_storage_episodes(
+    storage: FrameStorage, observation_space: spaces.Space[Any], action_space: spaces.Space[Any]
+) -> Iterator[Episode]:
+    """Yield the episodes of a storage, from the oldest element to the newest.
+
+    :param storage: Storage of one dimension
+    :param observation_space: Space of the observations, see :func:`infer_observation_space`
+    :param action_space: Space of the actions
+    :raises InvalidArgumentError: If actions, rewards or observations do not have the shapes that the spaces require.
+    """
+    n_steps, last = len(storage), storage._last_cursor_index
+    first = 0 if last is None or n_steps < storage.max_size else last + 1
+    places = (first + torch.arange(n_steps)) % max(n_steps, 1)
+    keys = find_observation_keys(storage)
+    yield from split_episodes(
+        _as_steps(storage.get(part), keys, observation_space, action_space) for part in places.split(_ROWS_PER_CHUNK)
+    )
+
+
+def find_observation_keys(storage: FrameStorage) -> list[str]:
+    """Return the keys of the observations: those in an element and under ``"next"``, except flags and counters.
+
+    :raises InvalidArgumentError: If the storage is empty, has several dimensions, or its elements are not steps.
+    """
+    if storage.ndim != 1 or not len(storage):
+        raise InvalidArgumentError(
+            f"the storage has ndim={storage.ndim} and {len(storage)} elements, expected ndim=1 and at least one element"
+        )
+    element = storage.get(0)
+    found = element.keys(), element.get("next", TensorDict()).keys()
+    keys = [str(key) for key in found[0] if key in found[1] and key not in _NOT_OBSERVED]
+    if not keys or "action" not in found[0] or not {"reward", "done"} <= set(found[1]):
+        raise InvalidArgumentError(
+            f"elements have the keys {[*found[0]]}, and {[*found[1]]} under 'next': expected observations in both, "
+            "'action', ('next', 'reward') and ('next', 'done')"
+        )
+    return keys
+
+
+def infer_observation_space(storage: FrameStorage) -> spaces.Space[Any]:
+    """Return a space that contains the observations of a storage.
+
+    Images have bounds of 0 and 255, and floats have none. It is a Dict unless there is a single key.
+
+    :raises InvalidArgumentError: If the storage is empty, or its elements are not steps.
+    """
+    keys = find_observation_keys(storage)
+    element = storage.get(0)
+    parts = {key: _infer_space(element.get(key)) for key in keys}
+    return parts[keys[0]] if len(keys) == 1 else spaces.Dict(parts)
+
+
+def _infer_space(leaf: Any) -> spaces.Space[Any]:
+    """Return a space for one observation, or for a TensorDict of them."""
+    if isinstance(leaf, TensorDict):
+        return spaces.Dict({key: _infer_space(value) for key, value in leaf.items()})
+    dtype = leaf.cpu().numpy().dtype
+    if dtype.kind == "f":
+        return spaces.Box(-np.inf, np.inf, tuple(leaf.shape), dtype.type)
+    if dtype.kind == "b":
+        return spaces.MultiBinary(tuple(leaf.shape))
+    limits = np.iinfo(dtype)
+    return spaces.Box(limits.min, limits.max, tuple(leaf.shape), dtype.type)
+
+
+def _as_steps(
+    elements: Any, keys: list[str], observation_space: spaces.Space[Any], action_space: spaces.Space[Any]
+) -> Steps:
+    """Convert elements to steps."""
+    following = elements.get("next")
+    done = _as_column("done", following.get("done")).astype(bool)
+    terminated = following.get("terminated", None)
+    terminations = done if terminated is None else _as_column("terminated", terminated).astype(bool)
+    observations, next_observations = (
+        _as_arrays(
+            observation_space, part.get(keys[0]) if len(keys) == 1 else part.select(*keys, strict=True), "observations"
+        )
+        for part in (elements, following)
+    )
+    actions = _as_arrays(action_space, elements.get("action"), "actions")
+    rewards = _as_column("reward", following.get("reward"))
+    return Steps(observations, next_observations, actions, rewards, terminations, done & ~terminations)
+
+
+def _as_column(name: str, values: torch.Tensor) -> npt.NDArray[Any]:
+    """Return one number per step, as an array.
+
+    :raises InvalidArgumentError: If there are several, such as those of several agents.
+    """
+    if values[0].numel() != 1:
+        raise InvalidArgumentError(
+            f"('next', {name!r}) has shape {tuple(values.shape)}, expected one number per step; Minari has one agent"
+        )
+    return values.reshape(-1).cpu().numpy()
+
+
+def _as_arrays(space: spaces.Space[Any], values: Any, name: str) -> Any:
+    """Return values with the shape and dtype of a space. One-hot values become numbers of a Discrete space.
+
+    :raises InvalidArgumentError: If they do not have the shape of the space.
+    """
+    if isinstance(space, spaces.Dict) and isinstance(values, TensorDict):
+        if missing := space.spaces.keys() - set(values.keys()):
+            raise InvalidArgumentError(f"{name} lack the keys {sorted(missing)} of {space}")
+        return {key: _as_arrays(part, values.get(key), name) for key, part in space.spaces.items()}
+    shape = tuple(values.shape[1:])
+    if isinstance(space, spaces.Discrete) and shape == (int(space.n),) and space.n > 1:
+        return values.to(torch.int64).argmax(-1).cpu().numpy() + space.start
+    expected = tuple(space.shape or ())
+    if isinstance(values, TensorDict) or math.prod(shape) != math.prod(expected) or isinstance(space, spaces.Dict):
+        raise InvalidArgumentError(f"{name} have shape {shape}, expected {expected} as in {space}. Pass their space")
+    return values.reshape(len(values), *expected).cpu().numpy().astype(space.dtype, copy=False)
