@@ -427,12 +427,17 @@ def _random_start() -> int:
     return secrets.randbits(30) << _NUMBER_BITS
 
 
+def quote_key(key: Any) -> str:
+    """Return the name of a key's folder."""
+    return quote(str(key), safe="").replace(".", "%2E")
+
+
 def _folder_by_key(storage_dir: str | os.PathLike[str] | None, keys: list[Any]) -> dict[Any, Path | None]:
     """Return the folder of each key, or None without ``storage_dir``."""
     path = None if storage_dir is None else validate_path(storage_dir)
     if path is None or _SINGLE_KEY in keys:
         return dict.fromkeys(keys, path)
-    names = {key: quote(str(key), safe="").replace(".", "%2E") for key in keys}
+    names = {key: quote_key(key) for key in keys}
     if unknown := sorted({entry.name for entry in path.glob("*")} - set(names.values())):
         raise InvalidArgumentError(
             f"storage_dir={str(path)!r} contains {unknown}, expected only folders of the keys {keys}. Pass the "

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.errors import InvalidArgumentError, _missing_dependency_error
 
 SOURCE_FORMS = "module:function, module:Class.method, or a gymnasium id, which may be module:id"
 
@@ -46,3 +46,28 @@ def load_source(text: str) -> Any:
     if not (callable(found) or hasattr(found, "observation_space")):
         raise InvalidArgumentError(f"{text!r} is {found!r}, which cannot build an environment. Expected {SOURCE_FORMS}")
     return found
+
+
+def create_env(name: str) -> Any:
+    """Create the environment that ``--env`` names.
+
+    :param name: ``module:function``, ``module:Class.method``, or a gymnasium id, which may be ``module:id``
+    :raises InvalidArgumentError: If there is no such environment
+    :raises MissingDependencyError: If gymnasium is not installed
+    """
+    found = load_source(name)
+    if isinstance(found, str):
+        try:
+            import gymnasium
+        except ImportError:
+            raise _missing_dependency_error("gymnasium", "sb3", "--env") from None
+        try:
+            return gymnasium.make(found)
+        except gymnasium.error.Error as error:
+            unknown = isinstance(error, (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv))
+            if unknown or type(error) is gymnasium.error.Error:  # gymnasium raises the base class for a malformed id
+                raise InvalidArgumentError(
+                    f"--env {name!r} cannot be created ({type(error).__name__}: {error}); expected {SOURCE_FORMS}"
+                ) from error
+            raise
+    return found() if callable(found) else found

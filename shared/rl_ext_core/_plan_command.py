@@ -18,10 +18,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
 
-from rl_ext_core._environment_source import SOURCE_FORMS, load_source
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, RlExtError, _missing_dependency_error
+from rl_ext_core._environment_source import create_env
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, RlExtError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
             dtype=dtype,
             n_stack=arguments.stack,
             n_envs=arguments.envs,
-            env=None if arguments.env is None else functools.partial(_make_env, arguments.env),
+            env=None if arguments.env is None else functools.partial(create_env, arguments.env),
             steps=arguments.steps,
             seed=arguments.seed or 0,
             max_bytes=None if arguments.max_bytes is None else parse_bytes(arguments.max_bytes),
@@ -140,23 +139,3 @@ def _report_env_errors(name: str | None) -> Iterator[None]:
     finally:
         os.dup2(output, 1)
         os.close(output)
-
-
-def _make_env(name: str) -> Any:
-    """Create the environment that ``--env`` names."""
-    found = load_source(name)
-    if isinstance(found, str):
-        try:
-            import gymnasium
-        except ImportError:
-            raise _missing_dependency_error("gymnasium", "sb3", "--env") from None
-        try:
-            return gymnasium.make(found)
-        except gymnasium.error.Error as error:
-            unknown = isinstance(error, (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv))
-            if unknown or type(error) is gymnasium.error.Error:  # gymnasium raises the base class for a malformed id
-                raise InvalidArgumentError(
-                    f"--env {name!r} cannot be created ({type(error).__name__}: {error}); expected {SOURCE_FORMS}"
-                ) from error
-            raise
-    return found() if callable(found) else found

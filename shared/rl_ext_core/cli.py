@@ -7,6 +7,7 @@ returns the exit status, and raises this project's exceptions. Only ``completion
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib
 import io
@@ -24,7 +25,7 @@ from rl_ext_core.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import Console
 
@@ -42,6 +43,14 @@ COMMANDS = {
     "probe": (
         "rl_ext_core._probe_command",
         "test whether instances of an environment can share a process",
+    ),
+    "import": (
+        "rl_ext_core._import_command",
+        "store a dataset in the storage_dir of a replay buffer",
+    ),
+    "export": (
+        "rl_ext_core._export_command",
+        "write a replay buffer as a Minari dataset",
     ),
 }
 
@@ -98,6 +107,23 @@ def new_console() -> Console:
     if console.width < _MIN_WIDTH or (not console.is_terminal and "COLUMNS" not in console._environ):
         console.width = _DEFAULT_WIDTH
     return console
+
+
+@contextlib.contextmanager
+def show_progress(task: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on stderr within the context, if that is a terminal.
+
+    :param task: Name of the work
+    :param total: Number of steps
+    :return: Function that adds a number of finished steps
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        number = bar.add_task(task, total=total)
+        yield lambda n_steps: bar.advance(number, n_steps)
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.datasets.episodes import Dataset, Episode, map_values
+from rl_ext_core.datasets.episodes import Dataset, Episode, check_space, map_values
 from rl_ext_core.errors import (
     CorruptFileError,
     InvalidArgumentError,
@@ -43,6 +43,8 @@ class MinariReader(Dataset):
     def __init__(self, dataset: Any, name: str) -> None:
         self._dataset, self.name = dataset, name
         self.observation_space, self.action_space = dataset.observation_space, dataset.action_space
+        check_space(self.observation_space, f"{name}: observation_space")
+        check_space(self.action_space, f"{name}: action_space")
         with _as_our_errors(name):
             metadata = dataset.storage.get_episode_metadata(dataset.episode_indices)
             self.lengths = [int(episode["total_steps"]) for episode in metadata]
@@ -122,6 +124,7 @@ def write_minari(
                     f"an episode has {len(episode):,} steps, of which Minari reads only the first {_MAX_ARROW_STEPS:,} "
                     f"from data_format={data_format!r}. Use data_format='hdf5'"
                 )
+            _check_actions(episode.actions, action_space)
             parts = {name: getattr(episode, name) for name in _PARTS}
             yield EpisodeBuffer(**parts, infos=map_values(_as_lists, episode.infos or {}))
 
@@ -136,6 +139,19 @@ def write_minari(
     if is_id(target) and namespace and namespace not in minari.namespace.list_local_namespaces():
         minari.namespace.create_namespace(namespace)
     return folder / _DATA if is_id(target) else folder
+
+
+def _check_actions(actions: Any, space: Any) -> None:
+    """Check that actions are among those of a Discrete space, as those of another environment may not be.
+
+    :raises InvalidArgumentError: If one is not
+    """
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Discrete) and len(actions):
+        low, high = int(np.min(actions)), int(np.max(actions))
+        if low < space.start or high >= space.start + space.n:
+            raise InvalidArgumentError(f"actions are from {low} to {high}, expected those of {space}. Pass their space")
 
 
 def _make_id(name: str) -> str:

@@ -38,10 +38,7 @@ def open_dataset(source: Any, *, download: bool = False) -> Dataset:
             )
         if (folder / _LEROBOT_FILE).is_file():
             raise InvalidArgumentError(f"{str(source)!r} is a LeRobot dataset, expected a Minari dataset")
-    dataset = minari_format.open_minari(source, download=download)
-    check_space(dataset.observation_space, f"{dataset.name}: observation_space")
-    check_space(dataset.action_space, f"{dataset.name}: action_space")
-    return dataset
+    return minari_format.open_minari(source, download=download)
 
 
 def write_dataset(
