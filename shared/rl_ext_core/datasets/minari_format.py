@@ -264,4 +264,4 @@ def _temporary_folder(folder: Path) -> Iterator[Path]:
 
 def _as_lists(values: Any) -> Any:
     """Convert one-dimensional arrays to lists. Minari cannot read such infos from Arrow files."""
-    return list(values) if values.ndim == 1 else values
+    return list(values) if np.ndim(values) == 1 else values

@@ -1,0 +1,219 @@
+"""Datasets become storages with the keys of TorchRL's datasets, and storages become datasets."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict
+from torchrl.data import TensorDictReplayBuffer
+from torchrl.envs import GymEnv
+
+from rl_ext_core.cli import main
+from rl_ext_core.datasets import Episode, open_dataset, write_dataset
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
+from tests.dataset_checks import assert_equal_episodes, random_episodes, require_minari
+from torchrl_ext import FrameStorage
+from torchrl_ext.datasets import read_storage_episodes
+
+minari = require_minari()
+
+PIXELS = spaces.Box(0, 255, (36, 40, 3), np.uint8)
+VECTOR = spaces.Box(-np.inf, np.inf, (3,), np.float64)
+MIXED = spaces.Dict({"camera": PIXELS, "inner": spaces.Dict({"state": VECTOR})})
+SWITCH = spaces.Discrete(4)
+THRUST = spaces.Box(-2, 3, (2,), np.float32)
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return Minari's folder of datasets, which is temporary."""
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "root"))
+    return tmp_path / "root"
+
+
+def write(observations: Any = PIXELS, actions: Any = SWITCH, lengths: tuple[int, ...] = (4, 1, 7)) -> list[Episode]:
+    """Write the dataset ``mine-v0``, and return its episodes."""
+    episodes = random_episodes(observations, actions, lengths)
+    episodes = [Episode(**{**vars(one), "infos": {"lives": np.arange(len(one) + 1)}}) for one in episodes]
+    write_dataset("mine-v0", episodes, observations, actions)
+    return episodes
+
+
+def describe(elements: Any) -> dict[Any, Any]:
+    """Return the shapes and dtypes of elements by key."""
+    return {key: (tuple(leaf.shape), leaf.dtype) for key, leaf in elements.items(True, True) if key != "index"}
+
+
+# TorchRL's datasets use its own deprecated classes.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_elements_have_the_keys_of_minari_experience_replay(tmp_path: Path) -> None:
+    from torchrl.data.datasets.minari_data import MinariExperienceReplay
+
+    episodes = write(MIXED, THRUST)
+    options = {"batch_size": 2, "root": tmp_path / "cache", "load_from_local_minari": True, "download": False}
+    theirs = MinariExperienceReplay("mine-v0", **options)[:]
+    storage = FrameStorage.from_dataset("mine-v0")
+    ours = storage.get(torch.arange(len(storage)))
+    assert describe(ours) == describe(theirs)
+    assert not theirs["next", "reward"].any()  # TorchRL 0.14 returns zeros only
+    rewards = np.concatenate([episode.rewards for episode in episodes])
+    np.testing.assert_array_equal(ours["next", "reward"][:, 0], rewards)
+    np.testing.assert_array_equal(ours["action"], np.concatenate([episode.actions for episode in episodes]))
+    assert ours["episode"].tolist() == [0] * 4 + [1] + [2] * 7
+    assert ours["next", "info", "lives"].tolist() == [1, 2, 3, 4, 1, 1, 2, 3, 4, 5, 6, 7]
+    for part, values in ((ours, slice(None, -1)), (ours["next"], slice(1, None))):
+        camera = np.concatenate([episode.observations["camera"][values] for episode in episodes])
+        np.testing.assert_array_equal(part["observation", "camera"], camera)
+    assert torch.equal(ours["next", "done"], ours["next", "terminated"] | ours["next", "truncated"])
+
+
+@pytest.mark.parametrize(
+    ("observations", "actions"), [(PIXELS, SWITCH), (VECTOR, spaces.MultiBinary(3)), (MIXED, THRUST)]
+)
+def test_round_trip_returns_equal_episodes(observations: Any, actions: Any, tmp_path: Path) -> None:
+    episodes = write(observations, actions)
+    storage = FrameStorage.from_dataset("mine-v0")
+    storage.to_dataset("copy-v0", actions, data_format="arrow")
+    assert_equal_episodes(open_dataset("copy-v0"), episodes)
+    assert open_dataset("copy-v0").observation_space == observations  # as it was inferred
+    storage.to_dataset(tmp_path / "copy", actions, observation_space=observations)
+    assert_equal_episodes(minari.MinariDataset(tmp_path / "copy"), episodes)
+
+
+def test_replay_buffer_appends_to_the_dataset(tmp_path: Path) -> None:
+    episodes = write()
+    FrameStorage.from_dataset("mine-v0", max_size=15, storage_dir=tmp_path / "stored").close()
+    with pytest.raises(InvalidArgumentError, match="contains 12 elements already"):
+        FrameStorage.from_dataset("mine-v0", max_size=15, storage_dir=tmp_path / "stored")
+    storage = FrameStorage(15, storage_dir=tmp_path / "stored")
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=4)
+    old = storage.get(torch.arange(5))
+    buffer.extend(old)
+    assert (len(buffer), buffer.sample().batch_size) == (15, torch.Size([4]))
+    found = list(read_storage_episodes(storage, PIXELS, SWITCH))
+    assert [len(episode) for episode in found] == [2, 1, 7, 4, 1]
+    np.testing.assert_array_equal(found[0].observations, episodes[0].observations[2:])
+    assert_equal_episodes(found[1:3], episodes[1:])
+    storage.close()
+
+
+def test_new_storage_continues_after_the_dataset() -> None:
+    write()
+    storage = FrameStorage.from_dataset("mine-v0", max_size=20)
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=4)
+    buffer.extend(storage.get(torch.arange(3)))
+    assert len(buffer) == 15
+
+
+def test_rollout_becomes_a_dataset() -> None:
+    env = GymEnv("CartPole-v1")
+    env.set_seed(0)
+    rollout = env.rollout(40, break_when_any_done=False)
+    storage = FrameStorage(100)
+    TensorDictReplayBuffer(storage=storage, batch_size=4).extend(rollout)
+    storage.to_dataset("cartpole/mine-v0", env._env.action_space)
+    env.close()
+    dataset = open_dataset("cartpole/mine-v0")
+    assert dataset.action_space == spaces.Discrete(2)
+    actions = np.concatenate([episode.actions for episode in dataset])
+    np.testing.assert_array_equal(actions, rollout["action"].to(int).argmax(-1))
+    ends = np.cumsum(dataset.lengths) - 1
+    np.testing.assert_array_equal(ends[:-1], np.flatnonzero(rollout["next", "done"]))
+    np.testing.assert_array_equal(dataset.read(0).observations[:-1], rollout["observation"][: ends[0] + 1])
+    np.testing.assert_array_equal(dataset.read(0).observations[-1], rollout["next", "observation"][ends[0]])
+
+
+def test_several_keys_become_a_dict() -> None:
+    count = torch.arange(6.0)[:, None]
+    part = {"a": count, "b": torch.zeros(6, 3, dtype=torch.bool), "step_count": count}
+    done = torch.zeros(6, 1, dtype=torch.bool)
+    following = {**part, "a": count + 1, "reward": count, "done": done}
+    storage = FrameStorage(6)
+    TensorDictReplayBuffer(storage=storage, batch_size=1).extend(
+        TensorDict({**part, "action": torch.arange(6), "next": following}, [6])
+    )
+    storage.to_dataset("mine-v0", spaces.Discrete(6))
+    dataset = open_dataset("mine-v0")
+    expected = {"a": spaces.Box(-np.inf, np.inf, (1,), np.float32), "b": spaces.MultiBinary((3,))}
+    assert dataset.observation_space == spaces.Dict(expected)
+    assert dataset.lengths == [6]
+
+
+def test_unsuitable_storages_are_refused() -> None:
+    episodes = write()
+    storage = FrameStorage.from_dataset("mine-v0")
+    with pytest.raises(InvalidArgumentError, match=r"actions have shape \(\), expected \(2,\)"):
+        storage.to_dataset("copy-v0", THRUST)
+    with pytest.raises(InvalidArgumentError, match=r"actions are from 1 to 3, expected those of Discrete\(2\)"):
+        storage.to_dataset("copy-v0", spaces.Discrete(2))
+    with pytest.raises(InvalidArgumentError, match="observations have shape"):
+        storage.to_dataset("copy-v0", SWITCH, observation_space=VECTOR)
+    with pytest.raises(InvalidArgumentError, match="expected ndim=1 and at least one element"):
+        FrameStorage(3).to_dataset("copy-v0", SWITCH)
+    storage = FrameStorage(3)
+    TensorDictReplayBuffer(storage=storage, batch_size=1).extend(TensorDict({"a": torch.zeros(2)}, [2]))
+    with pytest.raises(InvalidArgumentError, match=r"'action', \('next', 'reward'\)"):
+        storage.to_dataset("copy-v0", SWITCH)
+    for options in ({"max_size": 11}, {"ndim": 2}):
+        with pytest.raises(InvalidArgumentError, match="max_size >= 12"):
+            FrameStorage.from_dataset("mine-v0", **options)
+    assert len(episodes) == 3
+
+
+def test_infos_without_numbers_are_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    (episode,) = random_episodes(VECTOR, SWITCH, (3,))
+    infos = {"name": ["a"] * 4, "short": [0.0] * 3, "inner": {"x": np.zeros(4)}}
+    write_dataset("mine-v0", [Episode(**{**vars(episode), "infos": infos})], VECTOR, SWITCH)
+    element = FrameStorage.from_dataset("mine-v0").get(0)
+    assert set(element["info"].keys(True, True)) == {("inner", "x")}
+    assert "infos['name'] has no number" in caplog.text
+    assert "infos['short'] has no number" in caplog.text
+
+
+def test_failure_removes_a_new_storage_dir(tmp_path: Path, root: Path) -> None:
+    import h5py
+
+    write()
+    with h5py.File(root / "mine-v0" / "data" / "main_data.hdf5", "a") as file:
+        del file["episode_1/rewards"]
+    with pytest.raises(CorruptFileError, match="episode 1 is damaged"):
+        FrameStorage.from_dataset("mine-v0", storage_dir=tmp_path / "stored")
+    assert not (tmp_path / "stored").exists()
+
+
+def test_max_bytes_drops_the_oldest() -> None:
+    episodes = write(lengths=(400,))
+    storage = FrameStorage.from_dataset("mine-v0", max_bytes=1_000_000, codec="raw")
+    (found,) = read_storage_episodes(storage, PIXELS, SWITCH)
+    assert 20 < len(found) < 400
+    np.testing.assert_array_equal(found.observations, episodes[0].observations[-len(found) - 1 :])
+
+
+class _SpacesOnly(gymnasium.Env):  # type: ignore[type-arg]
+    observation_space, action_space = PIXELS, SWITCH
+
+
+def test_commands_import_and_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    episodes = write()
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", "mine-v0", "stored", "--for", "torchrl", "--codec", "patch"]) == 0
+    line = capsys.readouterr().out
+    assert line == "storage = FrameStorage(12, codec='patch', storage_dir='stored')\n"
+    storage = FrameStorage(12, codec="patch", storage_dir="stored")
+    assert_equal_episodes(read_storage_episodes(storage, PIXELS, SWITCH), episodes)
+    storage.close()
+    monkeypatch.setitem(sys.modules, "made", type(sys)("made"))
+    sys.modules["made"].make_env = _SpacesOnly  # type: ignore[attr-defined]
+    assert main(["export", "stored", "copy-v0", "--env", "made:make_env"]) == 0
+    assert_equal_episodes(open_dataset(capsys.readouterr().out.strip()), episodes)
+    assert main(["import", "mine-v0", "other", "--for", "torchrl", "--envs", "2"]) == 2
+    assert "--envs 2 needs --for sb3" in capsys.readouterr().err
