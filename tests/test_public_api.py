@@ -16,6 +16,7 @@ import rl_ext_core
 
 PACKAGES = [
     "rl_ext_core",
+    "rl_ext_core.datasets",
     "rl_ext_core.devices",
     "rl_ext_core.errors",
     "rl_ext_core.factory",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +339,29 @@ def test_training_continues_from_a_dataset() -> None:
     model.train(gradient_steps=2, batch_size=16)
     model.learn(16)
     assert (model.replay_buffer.size(), model.replay_buffer.pos) == (32, 32)
+
+
+@pytest.mark.slow
+def test_examples_of_the_guide_and_the_recipe_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    guide = re.findall(r"```python\n(.*?)```", (docs / "guides" / "datasets.md").read_text(), re.DOTALL)
+    recipe = (docs / "recipes.md").read_text().partition("## Start from a dataset")[2].partition("```python\n")[2]
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    lengths = (200, 90)
+    env = gymnasium.make("Pendulum-v1")
+    write_dataset(
+        "pendulum/mine-v0",
+        random_episodes(env.observation_space, env.action_space, lengths),
+        env.observation_space,
+        env.action_space,
+    )
+    for code in (*guide, recipe.partition("```")[0]):
+        for number in ("1_000_000", "100_000", "1_000", "(100)"):
+            code = code.replace(number, {"1_000_000": "2_000", "100_000": "8", "1_000": "2", "(100)": "(2)"}[number])
+        exec(code, {"__name__": "guide"})
+    assert minari.load_dataset("pendulum/mine-v1").total_steps == 290 + 8
+    assert minari.load_dataset("pendulum/mine-v2").total_steps == 290
 
 
 def run(*arguments: str) -> int:
