@@ -35,6 +35,7 @@ COMMANDS: dict[str, float] = {
     "first_use": 3,
     "lossy": 20,
     "disk --transitions {size}": 10,
+    "datasets": 15,
     "devices": 1,
     "gym_wrapper": 15,
     "parallel_env": 5,

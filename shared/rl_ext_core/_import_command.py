@@ -12,12 +12,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from rl_ext_core._plan_command import _parse_count
 from rl_ext_core.cli import show_progress
-from rl_ext_core.datasets.episodes import Dataset, Episode
 from rl_ext_core.errors import InvalidArgumentError, _missing_dependency_error
 
 ADAPTERS = {"sb3": "sb3_ext.datasets", "torchrl": "torchrl_ext.datasets"}
@@ -36,20 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--download", action="store_true", help="download the dataset if it is not on this machine")
 
 
-class _ReportingDataset(Dataset):
-    """Dataset that reports the steps that were read."""
-
-    def __init__(self, dataset: Dataset, report: Callable[[int], None]) -> None:
-        self.name, self.lengths = dataset.name, dataset.lengths
-        self.observation_space, self.action_space = dataset.observation_space, dataset.action_space
-        self._dataset, self._report = dataset, report
-
-    def _read(self, number: int) -> Episode:
-        episode = self._dataset.read(number)
-        self._report(len(episode))
-        return episode
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Store the dataset, and print the line that opens the folder.
 
@@ -66,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.envs is not None:
         options["n_envs"] = arguments.envs
     with show_progress(f"storing {dataset.name}", dataset.n_steps) as report:
-        line = adapter.import_folder(_ReportingDataset(dataset, report), arguments.folder, **options)
+        dataset.report = report
+        line = adapter.import_folder(dataset, arguments.folder, **options)
     sys.stdout.write(f"{line}\n")
     return 0
 

@@ -95,6 +95,7 @@ class Dataset(ABC):
     :ivar observation_space: Gymnasium space of the observations
     :ivar action_space: Gymnasium space of the actions
     :ivar lengths: Number of steps of each episode
+    :ivar report: Function that is called with the number of steps of each episode that was read; None by default
 
     >>> from rl_ext_core.datasets import open_dataset
     >>> dataset = open_dataset("cartpole/test-v0")  # doctest: +SKIP
@@ -106,6 +107,7 @@ class Dataset(ABC):
     observation_space: Any
     action_space: Any
     lengths: Sequence[int]
+    report: Callable[[int], None] | None = None
 
     @abstractmethod
     def _read(self, number: int) -> Episode:
@@ -138,6 +140,8 @@ class Dataset(ABC):
                     "steps. Download or record the dataset again. Minari reads at most 32,767 steps of an episode from "
                     "Arrow files"
                 )
+        if self.report is not None:
+            self.report(n_steps)
         return episode
 
     def __iter__(self) -> Iterator[Episode]:
