@@ -7,24 +7,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rl_ext_core.datasets import minari_format
+from rl_ext_core.datasets import lerobot_format, minari_format
 from rl_ext_core.datasets.episodes import Dataset, Episode, check_space
 from rl_ext_core.errors import InvalidArgumentError
-
-# Describes a LeRobot dataset, and has the key codebase_version.
-_LEROBOT_FILE = Path("meta", "info.json")
 
 
 def open_dataset(source: Any, *, download: bool = False) -> Dataset:
     """Open a dataset for reading.
 
-    :param source: Minari id, such as ``"atari/pong/expert-v0"``; folder of a Minari dataset; or an object of
-        ``minari.MinariDataset``, such as one with a part of the episodes. A text that ends in ``-v`` and a number is an
+    :param source: Minari id, such as ``"atari/pong/expert-v0"``; folder of a Minari or LeRobot dataset; or an object of
+        ``minari.MinariDataset``, which may have a part of the episodes. A text that ends in ``-v`` and a number is an
         id, unless it begins with ``.``, ``~`` or ``/``. A :class:`Dataset` is returned as it is
     :param download: Whether to download a Minari id that is not on this machine
     :raises InvalidArgumentError: If there is no such dataset, or the installed Minari does not read it
     :raises InvalidTypeError: If a space is not supported, such as a Tuple
-    :raises MissingDependencyError: If ``minari``, ``h5py`` or ``pyarrow`` is not installed
+    :raises MissingDependencyError: If ``minari``, ``h5py``, ``pyarrow`` or ``av`` is not installed
     :raises CorruptFileError: If its files are damaged
     """
     if isinstance(source, Dataset):
@@ -36,8 +33,8 @@ def open_dataset(source: Any, *, download: bool = False) -> Dataset:
                 f"dataset {str(source)!r} is not a folder, expected the folder of a dataset, or a Minari id such as "
                 "'atari/pong/expert-v0'"
             )
-        if (folder / _LEROBOT_FILE).is_file():
-            raise InvalidArgumentError(f"{str(source)!r} is a LeRobot dataset, expected a Minari dataset")
+        if (folder / lerobot_format.INFO_FILE).is_file():
+            return lerobot_format.LeRobotReader(folder)
     return minari_format.open_minari(source, download=download)
 
 
