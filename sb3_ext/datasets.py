@@ -25,6 +25,7 @@ from sb3_ext.observations import quote_key
 
 _Buffer = TypeVar("_Buffer", bound=ReplayBuffer)
 _ROWS_PER_CHUNK = 512  # decoded at a time
+_ROUNDING = 1e-6  # of scaled actions in float32
 
 
 class _Transition(NamedTuple):
@@ -51,12 +52,12 @@ def load_buffer(
     """Create a buffer of a dataset's steps, see :meth:`sb3_ext.CompressedReplayBuffer.from_dataset`."""
     dataset = open_dataset(source, download=download)
     observation_space = _as_sb3_space(dataset.observation_space, f"{dataset.name}: observation_space")
-    _check_action_space(dataset.action_space, dataset.name)
     if env is not None:
         _check_same_spaces(env, observation_space, dataset)
         observation_space, action_space = _as_sb3_space(env.observation_space, "env"), env.action_space
     else:
         action_space = dataset.action_space
+    _check_action_space(action_space, dataset.name)
     n_envs = getattr(env, "num_envs", 1) if n_envs is None else check_count("n_envs", n_envs)
     buffer_size = dataset.n_steps if buffer_size is None else check_count("buffer_size", buffer_size)
     n_rows = dataset.n_steps // n_envs
@@ -82,7 +83,7 @@ def load_buffer(
                 f"storage_dir={str(storage_dir)!r} contains {buffer.size():,} transitions already. Open it with "
                 f"{cls.__name__}(..., storage_dir=...), or pass another storage_dir"
             )
-        columns = [_read_transitions(dataset, env * n_rows, n_rows) for env in range(n_envs)]
+        columns = [_read_transitions(dataset, action_space, env * n_rows, n_rows) for env in range(n_envs)]
         for row in zip(*columns, strict=True):
             obs, next_obs, action, reward, done, truncated = zip(*row, strict=True)
             infos = [{"TimeLimit.truncated": value} for value in truncated]
@@ -105,10 +106,14 @@ def _get_row(values: Any, row: int) -> Any:
     return {key: array[row] for key, array in values.items()} if isinstance(values, dict) else values[row]
 
 
-def _read_transitions(dataset: Dataset, first: int, count: int) -> Iterator[_Transition]:
+def _read_transitions(
+    dataset: Dataset, action_space: spaces.Space[Any], first: int, count: int
+) -> Iterator[_Transition]:
     """Yield transitions of a dataset, in SB3's form, from the step ``first`` on.
 
     Episodes are marked as ended after their last step, and after the last transition.
+
+    :raises InvalidArgumentError: If the dataset has unknown bounds of actions, and some are not in ``action_space``.
     """
     ends = np.cumsum(dataset.lengths)
     number = int(np.searchsorted(ends, first, side="right"))
@@ -116,7 +121,12 @@ def _read_transitions(dataset: Dataset, first: int, count: int) -> Iterator[_Tra
     while left:
         episode = dataset.read(number)
         observations = _transpose(dataset.observation_space, episode.observations)
-        actions = _scale(dataset.action_space, np.asarray(episode.actions)).reshape(len(episode), -1)
+        actions = _scale(action_space, np.asarray(episode.actions)).reshape(len(episode), -1)
+        if _is_unbounded(dataset.action_space) and (np.abs(actions) > 1 + _ROUNDING).any():
+            raise InvalidArgumentError(
+                f"{dataset.name}: episode {number} has actions outside of {action_space}. Pass an env whose "
+                "action_space contains them"
+            )
         last = min(len(episode), start + left) - 1
         for step in range(start, last + 1):
             terminated = bool(episode.terminations[step])
@@ -282,7 +292,7 @@ def _check_action_space(space: spaces.Space[Any], name: str) -> None:
     if isinstance(space, spaces.Box) and not (np.isfinite(space.low) & np.isfinite(space.high - space.low)).all():
         raise InvalidArgumentError(
             f"{name}: action_space is {space}, expected finite bounds, because Stable Baselines3 scales actions to "
-            "[-1, 1]"
+            "[-1, 1]. If the dataset does not contain bounds, as LeRobot's, pass an env that has them: env=..."
         )
     if isinstance(space, spaces.Box) and not (space.low < space.high).all():
         raise InvalidArgumentError(f"{name}: action_space is {space}, expected low < high in every dimension")
@@ -325,11 +335,17 @@ def _check_same_spaces(env: Any, observation_space: spaces.Space[Any], dataset: 
             f"{dataset.name} has observations of {observation_space}, but env has {found}. Wrap the environment as it "
             "was for the dataset, or choose another dataset"
         )
-    if env.action_space != dataset.action_space:
+    unknown = _is_unbounded(dataset.action_space) and env.action_space.shape == dataset.action_space.shape
+    if env.action_space != dataset.action_space and not unknown:
         raise InvalidArgumentError(
             f"{dataset.name} has actions of {dataset.action_space}, but env has {env.action_space}. Wrap the "
             "environment as it was for the dataset, or choose another dataset"
         )
+
+
+def _is_unbounded(space: spaces.Space[Any]) -> bool:
+    """Return whether a space is a Box without any bound, as of formats that do not record bounds."""
+    return isinstance(space, spaces.Box) and not (space.bounded_below | space.bounded_above).any()
 
 
 def _describe(space: spaces.Space[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Datasets in LeRobot's format. In .venv-lerobot, tests/test_lerobot_venv.py runs all of these tests."""
+"""Datasets in LeRobot's format. tests/test_lerobot_venv.py runs this file in .venv-lerobot."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from gymnasium import spaces
 from rl_ext_core.datasets import Episode, open_dataset
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 
-av = pytest.importorskip("av")
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
+REASON = "needs PyAV and pyarrow, which are in .venv-lerobot; make it with: scripts/make_lerobot_venv.sh"
+av = pytest.importorskip("av", reason=REASON)
+pa = pytest.importorskip("pyarrow", reason=REASON)
+pq = pytest.importorskip("pyarrow.parquet", reason=REASON)
 
 FPS, SHAPE = 10, (32, 48, 3)
 LENGTHS = [12, 1, 20]
@@ -358,3 +359,43 @@ def test_episodes_equal_those_that_lerobot_reads(lerobot_folder: Path, backend: 
     np.testing.assert_array_equal(rewards, [item["next.reward"].item() for item in items])
     assert [episode.terminations[-1] for episode in episodes] == [True, False, False]
     assert [episode.truncations[-1] for episode in episodes] == [False, True, True]
+
+
+class Spaces:
+    """Environment of which only the spaces are read."""
+
+    def __init__(self, dataset: Any, bound: float) -> None:
+        self.observation_space = dataset.observation_space
+        self.action_space = spaces.Box(-bound, bound, dataset.action_space.shape)
+
+
+def test_stores_equal_the_frames_that_lerobot_reads(lerobot_folder: Path, tmp_path: Path) -> None:
+    from sb3_ext import CompressedDictReplayBuffer
+    from torchrl_ext import FrameStorage
+
+    items = list(lerobot_items(lerobot_folder, "pyav"))
+    frames = np.array([item[TOP] for item in items])
+    ends = np.cumsum(LEROBOT_LENGTHS) - 1
+    following = np.minimum(np.arange(len(items)) + 1, ends.repeat(LEROBOT_LENGTHS))
+
+    dataset = open_dataset(lerobot_folder)
+    buffer = CompressedDictReplayBuffer.from_dataset(lerobot_folder, env=Spaces(dataset, bound=2.0))
+    for found, rows in ((buffer.observations, slice(None)), (buffer.next_observations, following)):
+        np.testing.assert_array_equal(found["images_top"][:, 0].transpose(0, 2, 3, 1), frames[rows])
+    np.testing.assert_array_equal(buffer.actions[:, 0] * 2, [item[ACTION] for item in items])
+
+    storage = FrameStorage.from_dataset(lerobot_folder, storage_dir=tmp_path / "store")
+    elements = storage.get(range(len(items)))
+    np.testing.assert_array_equal(elements["observation", "images_top"], frames)
+    np.testing.assert_array_equal(elements["next", "observation", "images_top"], frames[following])
+    np.testing.assert_array_equal(elements["next", "done"][:, 0], np.isin(np.arange(len(items)), ends))
+
+
+def test_sb3_buffers_refuse_actions_outside_of_the_bounds(folder: Path) -> None:
+    from sb3_ext import CompressedDictReplayBuffer
+
+    dataset = open_dataset(folder)
+    with pytest.raises(InvalidArgumentError, match="pass an env that has them"):
+        CompressedDictReplayBuffer.from_dataset(folder)
+    with pytest.raises(InvalidArgumentError, match="outside of Box"):
+        CompressedDictReplayBuffer.from_dataset(folder, env=Spaces(dataset, bound=0.01))
