@@ -26,7 +26,7 @@ import torch
 from gymnasium import spaces
 
 from benchmarks.measure import machine, parse_options, speedup, time_in_turns
-from rl_ext_core.datasets import open_dataset
+from rl_ext_core.datasets import Dataset, open_dataset
 from sb3_ext import CompressedDictReplayBuffer
 from torchrl_ext import FrameStorage
 
@@ -52,14 +52,17 @@ def as_floats(images: torch.Tensor) -> torch.Tensor:
     return images.movedim(-1, -3).float().div_(255)
 
 
-def make_lerobot_sampler(folder: Path, backend: str, *, pairs: bool, rng: np.random.Generator) -> Sampler:
+def make_lerobot_sampler(
+    folder: Path, backend: str, n_episodes: int, *, pairs: bool, rng: np.random.Generator
+) -> Sampler:
     """Return a function that samples frames by LeRobot's own loader."""
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     from benchmarks.lerobot_recordings import CAMERA, FPS
 
     times = {CAMERA: [0.0, 1 / FPS]} if pairs else None
-    dataset = LeRobotDataset("local/pusher", root=folder, delta_timestamps=times, video_backend=backend)
+    episodes = list(range(n_episodes))
+    dataset = LeRobotDataset("local/pusher", folder, episodes, delta_timestamps=times, video_backend=backend)
 
     def sample(batch_size: int) -> torch.Tensor:
         """Return images of random items."""
@@ -68,7 +71,7 @@ def make_lerobot_sampler(folder: Path, backend: str, *, pairs: bool, rng: np.ran
     return sample
 
 
-def make_torchrl_sampler(folder: Path, cache: Path, *, rng: np.random.Generator) -> Sampler:
+def make_torchrl_sampler(folder: Path, cache: Path, n_steps: int, *, rng: np.random.Generator) -> Sampler:
     """Return a function that samples single frames by TorchRL's ``LeRobotExperienceReplay``."""
     from torchrl.data.datasets.lerobot import LeRobotExperienceReplay
 
@@ -78,7 +81,7 @@ def make_torchrl_sampler(folder: Path, cache: Path, *, rng: np.random.Generator)
 
     def sample(batch_size: int) -> torch.Tensor:
         """Return images of random elements."""
-        index = torch.from_numpy(rng.integers(len(replay), size=batch_size))
+        index = torch.from_numpy(rng.integers(n_steps, size=batch_size))
         images: torch.Tensor = replay[index]["observation", "image", "front"]
         return images.float().div_(255)
 
@@ -99,9 +102,8 @@ def make_storage_sampler(storage: FrameStorage, *, pairs: bool, rng: np.random.G
     return sample
 
 
-def make_buffer_sampler(folder: Path) -> Sampler:
+def make_buffer_sampler(dataset: Dataset) -> Sampler:
     """Return a function that samples pairs from a buffer of Stable Baselines3."""
-    dataset = open_dataset(folder)
     actions = spaces.Box(-2, 2, dataset.action_space.shape)
     env = SimpleNamespace(observation_space=dataset.observation_space, action_space=actions)
     buffer = CompressedDictReplayBuffer.from_dataset(dataset, env=env, device="cpu", num_threads=1)
@@ -126,9 +128,11 @@ def compare(samplers: dict[str, Sampler], batch_size: int, rounds: int) -> None:
         print(f"    {name:34} {1000 * np.median(seconds[name]):9.1f} ms {times}", flush=True)
 
 
-def measure(folder: Path, rounds: int) -> None:
-    """Measure one recording."""
+def measure(folder: Path, rounds: int, n_episodes: int | None) -> None:
+    """Measure one recording, or its first episodes, which are equally long."""
     dataset = open_dataset(folder)
+    video = bytes_on_disk(folder / "videos") * len(dataset.lengths[:n_episodes]) / len(dataset.lengths)
+    dataset.lengths = dataset.lengths[:n_episodes]
     height, width, channels = dataset.observation_space[KEY[1]].shape
     raw = dataset.n_steps * height * width * channels
     start = time.process_time()
@@ -136,7 +140,6 @@ def measure(folder: Path, rounds: int) -> None:
         pass
     decoding = time.process_time() - start
     print(f"{folder.name}: {dataset.n_steps} frames of {height}×{width}, decoded in {decoding:.1f} s")
-    video = bytes_on_disk(folder / "videos")
     print(f"  {'':22} {'MB':>8} {'raw':>8} {'video':>8} {'import':>8}")
     print(f"  {'video':22} {video / 1e6:8.1f} {raw / video:7.1f}× {1:7.2f}×")
     rng = np.random.default_rng(0)
@@ -145,21 +148,23 @@ def measure(folder: Path, rounds: int) -> None:
         for name, options in CONFIGURATIONS.items():
             target = Path(temporary, name)
             start = time.process_time()
-            storages[name] = FrameStorage.from_dataset(folder, storage_dir=target, num_threads=1, **options)
+            storages[name] = FrameStorage.from_dataset(dataset, storage_dir=target, num_threads=1, **options)
             seconds = time.process_time() - start
             size = bytes_on_disk(target)
             print(f"  {name:22} {size / 1e6:8.1f} {raw / size:7.1f}× {video / size:7.2f}× {seconds:6.1f} s", flush=True)
         for pairs in (False, True):
             samplers = {
-                f"LeRobot, {backend}": make_lerobot_sampler(folder, backend, pairs=pairs, rng=rng)
+                f"LeRobot, {backend}": make_lerobot_sampler(folder, backend, len(dataset.lengths), pairs=pairs, rng=rng)
                 for backend in BACKENDS
             }
             for name, storage in storages.items():
                 samplers[f"FrameStorage, {name}"] = make_storage_sampler(storage, pairs=pairs, rng=rng)
             if pairs:
-                samplers["CompressedDictReplayBuffer, auto"] = make_buffer_sampler(folder)
+                samplers["CompressedDictReplayBuffer, auto"] = make_buffer_sampler(dataset)
             else:
-                samplers["TorchRL, torchcodec"] = make_torchrl_sampler(folder, Path(temporary, "cache"), rng=rng)
+                samplers["TorchRL, torchcodec"] = make_torchrl_sampler(
+                    folder, Path(temporary, "cache"), dataset.n_steps, rng=rng
+                )
             for batch_size in BATCH_SIZES:
                 print(
                     f"  {'pairs' if pairs else 'single frames'}, batches of {batch_size}; speedup over pyav, torchcodec"
@@ -176,12 +181,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lerobot_datasets", description=main.__doc__)
     parser.add_argument("--data", type=Path, default=Path(__file__).parent / "data" / "lerobot")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--episodes", type=int, help="use the first episodes only")
     options = parse_options(parser, RECORDINGS, metavar="recording")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     print(machine())
     for name in options.names:
-        measure(record_once(name, options.data), options.rounds)
+        measure(record_once(name, options.data), options.rounds, options.episodes)
 
 
 if __name__ == "__main__":

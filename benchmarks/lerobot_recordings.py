@@ -30,8 +30,8 @@ class Recording(NamedTuple):
 
 RECORDINGS = {
     "pusher-96": Recording(96, 96, n_episodes=20),
-    "pusher-480": Recording(480, 640, n_episodes=3),
-    "camera-480": Recording(480, 640, n_episodes=3, noise=3.0),
+    "pusher-480": Recording(480, 640, n_episodes=10),
+    "camera-480": Recording(480, 640, n_episodes=10, noise=3.0),
 }
 
 

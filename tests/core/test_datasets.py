@@ -113,10 +113,11 @@ def test_other_sources_are_refused(
         open_dataset(source)
 
 
-def test_lerobot_datasets_are_recognized(tmp_path: Path) -> None:
+def test_lerobot_datasets_are_recognized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meta").mkdir()
     (tmp_path / "meta" / "info.json").write_text("{}")
-    with pytest.raises(InvalidArgumentError, match="LeRobot"):
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(MissingDependencyError, match=r"LeRobot dataset .* needs the package 'av'(?s:.*)\[lerobot\]"):
         open_dataset(tmp_path)
 
 
