@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torchrl.envs import EnvBase, batched_envs
 from torchrl.envs.libs.gym import GymWrapper
 
-__all__ = ["BaseStepMixin", "has_fast_path", "has_supervision", "has_wrapper", "new_tensordict"]
+__all__ = ["BaseStepMixin", "has_fast_path", "has_supervision", "has_wrapper", "is_sampler", "new_tensordict"]
 
 # The supervision of ParallelEnv's workers uses these.
 _SUPERVISION_NAMES = """
@@ -127,3 +127,9 @@ if _has_all_names(TensorDict, _TENSORDICT_NAMES, _SLOW_STEPS):
         made = _new(entries, batch_size=batch_size)
         made._device = device  # passing it as an argument takes longer than everything else
         return made
+
+
+def is_sampler(frame: types.FrameType) -> bool:
+    """Return whether a frame runs code of TorchRL's samplers."""
+    name: str = frame.f_globals.get("__name__", "")
+    return name.startswith("torchrl.data.replay_buffers.samplers")

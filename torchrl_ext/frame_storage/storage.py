@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -25,6 +26,7 @@ from rl_ext_core.frames.encoding import LAST_CHECK
 from rl_ext_core.frames.folder import RowArrays, StoreFolder, as_corrupt_file
 from rl_ext_core.frames.journal import Journal, Places
 from rl_ext_core.frames.region import ProcessLock, RegionFile
+from torchrl_ext._compat import is_sampler
 from torchrl_ext.frame_storage.arguments import (
     as_tensordict,
     check_options,
@@ -423,16 +425,28 @@ class FrameStorage(TensorStorage):
             for column in self._columns:
                 column.reencode_if_better(self._storage, self._len_along_dim0)
 
-    @defer_signals
     def get(self, index: Any) -> Any:
         """Return the elements at an index. Images of a slice are decoded when they are used.
 
         :param index: an index; or a key, which returns that leaf of all elements
         """
+        return self._get(index, by_sampler=is_sampler(sys._getframe(1)))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._get(index, by_sampler=is_sampler(sys._getframe(1)))
+
+    @defer_signals
+    def _get(self, index: Any, *, by_sampler: bool) -> Any:
+        """Return the elements at an index.
+
+        :param by_sampler: whether a sampler of TorchRL reads them
+        """
         if is_key(index):
             return self.get(slice(None)).get(index)
-        lazy = is_slices(index)
-        if lazy:
+        # TorchRL's samplers read whole elements, but use only flags and ids. They drop the elements before the buffer
+        # can write, so images can be left encoded.
+        lazy = by_sampler or is_slices(index)
+        if is_slices(index):
             refuse_setting_key()
         self._require_open()
         with self.lock:
