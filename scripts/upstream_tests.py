@@ -67,6 +67,7 @@ _TORCHRL = {
     "torchrl.envs.libs.gym:GymEnv": "torchrl_ext:GymEnv",
     "torchrl.envs.batched_envs:ParallelEnv": "torchrl_ext:ParallelEnv",
     "torchrl.data.replay_buffers.storages:LazyTensorStorage": "torchrl_ext:FrameStorage",
+    "torchrl.data.replay_buffers.samplers.slice:SliceSampler": "torchrl_ext:SliceSampler",
 }
 _GYMNASIUM = {"gymnasium.vector.async_vector_env:AsyncVectorEnv": "rl_ext_core.vector:SharedMemoryVectorEnv"}
 SUITES = {

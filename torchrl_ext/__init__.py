@@ -13,4 +13,9 @@ else:
     from torchrl.envs import GymEnv, GymWrapper  # type: ignore[no-redef]
 from torchrl_ext.parallel import ParallelEnv
 
-__all__ = ["FrameStorage", "GymEnv", "GymWrapper", "ParallelEnv", "as_factory", "resolve_device"]
+if _compat.has_slice_sampler():
+    from torchrl_ext.slice_sampler import SliceSampler
+else:
+    from torchrl.data import SliceSampler  # type: ignore[no-redef]
+
+__all__ = ["FrameStorage", "GymEnv", "GymWrapper", "ParallelEnv", "SliceSampler", "as_factory", "resolve_device"]

@@ -17,10 +17,21 @@ import tensordict
 import torch
 import torchrl
 from tensordict import TensorDict
+from torchrl.data import TensorStorage
+from torchrl.data.replay_buffers import samplers
 from torchrl.envs import EnvBase, batched_envs
 from torchrl.envs.libs.gym import GymWrapper
 
-__all__ = ["BaseStepMixin", "has_fast_path", "has_supervision", "has_wrapper", "is_sampler", "new_tensordict"]
+__all__ = [
+    "BaseStepMixin",
+    "has_fast_path",
+    "has_slice_sampler",
+    "has_supervision",
+    "has_wrapper",
+    "is_sampler",
+    "new_tensordict",
+    "register_without_replacement",
+]
 
 # The supervision of ParallelEnv's workers uses these.
 _SUPERVISION_NAMES = """
@@ -46,6 +57,12 @@ _WRAPPER_NAMES = """
     _categorical_action_encoding _env _step _reset _conversion_registry _gym_to_torchrl_spec_transform
 """
 
+# SliceSampler overrides or reads these attributes of TorchRL's sampler, and of its storages.
+_SLICE_SAMPLER_NAMES = """
+    _get_stop_and_length _cache _fetch_traj _used_traj_key end_key end_keys mark_update _REPLACEMENT_DISPATCH
+"""
+_TRACKED_STORAGE_NAMES = "_mutation_revision _last_cursor_index _is_full _compilable _storage"
+
 
 def _iterate_names(constants: Iterable[Any]) -> Iterator[str]:
     """Yield all names and strings in code objects, including nested ones."""
@@ -62,7 +79,12 @@ def _iterate_names(constants: Iterable[Any]) -> Iterator[str]:
 @cache
 def _collect_names(cls: type) -> frozenset[str]:
     """Collect the names in the code of the modules that define a class and its bases."""
-    modules = {base.__module__ for base in cls.__mro__ if base.__module__.startswith(("torchrl.", "tensordict."))}
+    # Packages set the __module__ of classes that they export to their own name, but not that of methods.
+    bases = [base for base in cls.__mro__ if base.__module__.startswith(("torchrl.", "tensordict."))]
+    methods = [value for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
+    modules = {
+        part.__module__ for part in [*bases, *methods] if part.__module__.startswith(("torchrl.", "tensordict."))
+    }
     specs = [importlib.import_module(name).__spec__ for name in modules]
     return frozenset(_iterate_names(spec.loader.get_code(spec.name) for spec in specs))  # type: ignore[union-attr]
 
@@ -107,6 +129,14 @@ def has_wrapper() -> bool:
     return _has_all_names(GymWrapper, _WRAPPER_NAMES, consequence)
 
 
+def has_slice_sampler() -> bool:
+    """Return whether TorchRL's slice sampler can be extended. If not, it is used unchanged."""
+    consequence = "torchrl_ext.SliceSampler is TorchRL's own, which reads all elements again after each write"
+    return _has_all_names(samplers.SliceSampler, _SLICE_SAMPLER_NAMES, consequence) & _has_all_names(
+        TensorStorage, _TRACKED_STORAGE_NAMES, consequence
+    )
+
+
 class BaseStepMixin(EnvBase):
     """Mixin with the steps of ``EnvBase``, used if the fast path is not available."""
 
@@ -133,3 +163,8 @@ def is_sampler(frame: types.FrameType) -> bool:
     """Return whether a frame runs code of TorchRL's samplers."""
     name: str = frame.f_globals.get("__name__", "")
     return name.startswith("torchrl.data.replay_buffers.samplers")
+
+
+def register_without_replacement(sampler: type, alternative: type) -> None:
+    """Let ``sampler(replacement=False)`` make an ``alternative``, as TorchRL does for its own samplers."""
+    samplers._REPLACEMENT_DISPATCH[sampler] = alternative

@@ -16,7 +16,10 @@ from torchrl_ext import _compat
 
 SCRIPT = Path(__file__).with_name("renamed_torchrl.py")
 NAMES = " ".join(
-    [_compat._SUPERVISION_NAMES, _compat._FAST_PATH_NAMES, _compat._TENSORDICT_NAMES, _compat._WRAPPER_NAMES]
+    [
+        *(_compat._SUPERVISION_NAMES, _compat._FAST_PATH_NAMES, _compat._TENSORDICT_NAMES, _compat._WRAPPER_NAMES),
+        *(_compat._SLICE_SAMPLER_NAMES, _compat._TRACKED_STORAGE_NAMES),
+    ]
 ).split()
 # TensorDict composes _device from parts, so renamed sources do not work. Objects with _tensordict are sent from
 # processes with unchanged sources.

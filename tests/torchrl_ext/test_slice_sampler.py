@@ -1,0 +1,420 @@
+"""Slices of trajectories: torchrl_ext.SliceSampler, and TorchRL's slice samplers over a FrameStorage."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchrl.data
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from tensordict import TensorDict, lazy_stack
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    SliceSamplerWithoutReplacement,
+    StreamingSliceSampler,
+)
+from torchrl.envs.transforms import BurnInTransform, Compose
+from torchrl.modules import GRUModule
+
+from tests.torchrl_ext.frame_data import Twins, Videos, assert_same
+from torchrl_ext import FrameStorage, SliceSampler
+from torchrl_ext.frame_storage.columns import FrameColumn
+
+pytestmark = pytest.mark.filterwarnings("ignore:SliceSampler returned a short flat batch")
+
+TRAJECTORY = ("collector", "traj_ids")
+# Arguments that select where the boundaries of trajectories are read from.
+SOURCES: dict[str, dict[str, Any]] = {
+    "ids": {"traj_key": "episode"},
+    "detected": {},
+    "end": {"end_key": ("next", "done")},
+    "ends": {"end_keys": [("next", "done"), ("next", "truncated"), ("next", "missing")]},
+}
+
+
+class Steps:
+    """Steps of trajectories without images, of which a seed determines the lengths."""
+
+    def __init__(self, seed: int, mean_length: int = 5) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.mean_length, self.n_trajectories = mean_length, 0
+
+    def collect(self, n: int) -> TensorDict:
+        """Return (n,) steps."""
+        draws = torch.rand(n, 2, generator=self.generator)
+        done, truncated = draws[:, 0] * self.mean_length < 1, draws[:, 1] < 0.05
+        ids = self.n_trajectories + done.cumsum(0) - done.long()
+        self.n_trajectories = int(ids[-1]) + int(done[-1])
+        flags = {"done": done[:, None], "truncated": truncated[:, None]}
+        return TensorDict({"episode": ids % 7, "value": draws[:, 1].clone(), "next": flags}, [n])
+
+
+def sample_with_info(buffer: Any, seed: int) -> Any:
+    """Sample with a seed; return the elements and what the sampler adds, or the error."""
+    torch.manual_seed(seed)
+    try:
+        data, info = buffer.sample(return_info=True)
+    except (IndexError, RuntimeError) as error:
+        return type(error), str(error)
+    return data, {key: torch.stack(part) if isinstance(part, tuple) else part for key, part in info.items()}
+
+
+def assert_same_samples(ours: Any, theirs: Any, seed: int) -> None:
+    """Assert that two buffers return the same sample, or raise the same error."""
+    (data, info), (expected, expected_info) = sample_with_info(ours, seed), sample_with_info(theirs, seed)
+    if isinstance(expected, type):
+        assert (data, info) == (expected, expected_info)
+        return
+    assert_same(data, expected)
+    assert info.keys() == expected_info.keys()
+    for key, part in expected_info.items():
+        assert torch.equal(info[key], part), key
+
+
+class SameAsTorchRL(RuleBasedStateMachine):
+    """Machine that makes the same calls of buffers with torchrl_ext's sampler and with TorchRL's."""
+
+    @initialize(
+        storage=st.sampled_from([LazyTensorStorage, FrameStorage]),
+        size=st.integers(2, 40),
+        source=st.sampled_from(sorted(SOURCES)),
+        slice_len=st.sampled_from([1, 2, 4]),
+        strict_length=st.booleans(),
+        span=st.booleans(),
+        truncated_key=st.sampled_from([None, ("next", "truncated")]),
+        cache_values=st.sampled_from([True, True, True, False]),
+        seed=st.integers(0, 1000),
+    )
+    def make_buffers(self, storage: Any, size: int, source: str, seed: int, **options: Any) -> None:
+        """Make both buffers with these options, and add first steps."""
+        self.steps, self.size, self.n_samples = Steps(seed), size, 0
+        options.update(SOURCES[source])
+        self.buffers = [
+            ReplayBuffer(storage=storage(size), sampler=sampler(**options), batch_size=8)
+            for sampler in (SliceSampler, torchrl.data.SliceSampler)
+        ]
+        self.extend(2, lazy=False)
+
+    def call_both(self, use: Callable[[Any], Any]) -> None:
+        """Call a function with both buffers."""
+        for buffer in self.buffers:
+            use(buffer)
+
+    @rule(n=st.integers(1, 45), lazy=st.booleans())
+    def extend(self, n: int, lazy: bool) -> None:
+        """Add steps in one TensorDict, or in a lazy stack of one per step."""
+        data = self.steps.collect(min(n, self.size))
+        self.call_both(lambda buffer: buffer.extend(lazy_stack(list(data.clone().unbind(0))) if lazy else data.clone()))
+
+    @rule()
+    def add(self) -> None:
+        """Add one step."""
+        data = self.steps.collect(1)[0]
+        self.call_both(lambda buffer: buffer.add(data.clone()))
+
+    @rule()
+    def sample(self) -> None:
+        """Compare a sample of each buffer."""
+        self.n_samples += 1
+        assert_same_samples(*self.buffers, seed=self.n_samples)
+
+    @rule()
+    def sample_between_additions(self) -> None:
+        """Compare samples while steps are added."""
+        for n in (1, 2, 3):
+            self.extend(n, lazy=False)
+            self.sample()
+
+    @precondition(lambda self: len(self.buffers[0]) > 0)
+    @rule(place=st.integers(0, 100), way=st.sampled_from(["index", "set_at_", "storage", "view"]))
+    def overwrite(self, place: int, way: str) -> None:
+        """Replace one step in the middle."""
+        data, at = self.steps.collect(1), torch.tensor([place % len(self.buffers[0])])
+
+        def write(buffer: Any) -> None:
+            """Write to one buffer."""
+            if way == "index":
+                buffer[at] = data.clone()
+            elif way == "set_at_":
+                buffer.set_at_("episode", data["episode"], at)
+                buffer.set_at_(("next", "done"), data["next", "done"], at)
+            elif way == "storage":
+                buffer.storage.set(at, data.clone())
+            else:
+                buffer[:]["episode"][at] = data["episode"]
+                buffer[:]["next", "done"][at] = data["next", "done"]
+
+        self.call_both(write)
+
+    @rule()
+    def empty(self) -> None:
+        """Drop all steps, and add new ones."""
+        self.call_both(lambda buffer: buffer.empty())
+        self.extend(2, lazy=False)
+
+    @rule()
+    def load_state_dict(self) -> None:
+        """Load the state of each buffer into itself."""
+        self.call_both(lambda buffer: buffer.load_state_dict(copy.deepcopy(buffer.state_dict())))
+
+    @rule()
+    def replace_by_copy(self) -> None:
+        """Continue with a pickled copy of each buffer's sampler."""
+        self.call_both(lambda buffer: buffer.set_sampler(pickle.loads(pickle.dumps(buffer.sampler))))
+
+
+TestSameAsTorchRL = pytest.mark.usefixtures("torchrl_keeps_silent")(SameAsTorchRL.TestCase)
+TestSameAsTorchRL.settings = settings(max_examples=20, stateful_step_count=30)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Return a list that grows when TorchRL's sampler reads the boundaries of all elements."""
+    found: list[None] = []
+    original = torchrl.data.SliceSampler._find_start_stop_traj
+
+    def find(self: Any, **options: Any) -> Any:
+        """Record a call, and pass it on."""
+        found.append(None)
+        return original(self, **options)
+
+    monkeypatch.setattr(torchrl.data.SliceSampler, "_find_start_stop_traj", find)
+    return found
+
+
+STORAGES: dict[str, Any] = {
+    "LazyTensorStorage": lambda path: LazyTensorStorage(60),
+    "LazyMemmapStorage": lambda path: LazyMemmapStorage(60, scratch_dir=path),
+    "FrameStorage": lambda path: FrameStorage(60),
+    "FrameStorage in a folder": lambda path: FrameStorage(60, pixels=["value"], storage_dir=path / "frames"),
+}
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_additions_do_not_read_all_elements_again(source: str, storage: str, tmp_path: Path, scans: list[None]) -> None:
+    sampler = SliceSampler(slice_len=2, cache_values=True, strict_length=False, **SOURCES[source])
+    buffer = ReplayBuffer(storage=STORAGES[storage](tmp_path), sampler=sampler, batch_size=8)
+    steps = Steps(0)
+
+    def collect(n: int) -> TensorDict:
+        """Return steps whose values are images of one pixel row, which a folder requires."""
+        data = steps.collect(n)
+        data["value"] = data["value"].reshape(n, 1, 1).expand(n, 2, 3).clone()
+        return data
+
+    buffer.extend(collect(4))
+    buffer.sample()
+    n_before = len(scans)
+    for _ in range(7):
+        buffer.sample()
+        buffer.extend(collect(3))
+        buffer.extend(collect(4))
+        buffer.sample()
+        buffer.add(collect(1)[0])
+    assert len(scans) == n_before
+    assert len(buffer) == 60
+    for _ in range(5):  # in the full ring: once per lap, where the elements continue at the beginning
+        buffer.extend(collect(12))
+        buffer.sample()
+    assert len(scans) <= n_before + 1
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_two_dimensions_return_the_samples_of_torchrl(ndim: int) -> None:
+    options = {"slice_len": 4, "traj_key": TRAJECTORY, "strict_length": False, "cache_values": True}
+    buffers = [
+        ReplayBuffer(storage=FrameStorage(60, ndim=ndim), sampler=sampler(**options), batch_size=32)
+        for sampler in (SliceSampler, torchrl.data.SliceSampler)
+    ]
+    videos = Videos(2)
+    for seed in range(12):
+        data = videos.collect(9)
+        for buffer in buffers:
+            buffer.extend(data.clone() if ndim == 2 else data.clone().reshape(-1))
+        assert_same_samples(*buffers, seed=seed)
+
+
+def make_pair(storage: Callable[[], Any], batch_size: int, **options: Any) -> list[Any]:
+    """Make buffers with torchrl_ext's sampler and with TorchRL's, both with cached values."""
+    options.update(traj_key="episode", cache_values=True)
+    return [
+        ReplayBuffer(storage=storage(), sampler=sampler(**options), batch_size=batch_size)
+        for sampler in (SliceSampler, torchrl.data.SliceSampler)
+    ]
+
+
+def test_max_bytes_returns_the_samples_of_torchrl() -> None:
+    buffers = make_pair(lambda: FrameStorage(10_000, max_bytes=60_000), 50, slice_len=5)
+    videos = Videos(1, end=0.01)
+    for seed in range(25):
+        rows = videos.collect(30).reshape(-1)
+        rows["episode"] = rows[TRAJECTORY]
+        for buffer in buffers:
+            buffer.extend(rows.clone())
+        assert_same_samples(*buffers, seed=seed)
+    assert len(buffers[0]) < 25 * 30, "max_bytes has dropped elements"
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, FrameStorage])
+def test_loaded_elements_are_seen(storage: Any, tmp_path: Path) -> None:
+    steps, saved = Steps(1), ReplayBuffer(storage=storage(50))
+    saved.extend(steps.collect(20))
+    saved.dumps(tmp_path)
+    buffers = make_pair(lambda: storage(50), 8, slice_len=2, strict_length=False)
+    data = steps.collect(20)
+    for buffer in buffers:
+        buffer.extend(data.clone())
+    assert_same_samples(*buffers, seed=0)
+    for buffer in buffers:
+        buffer.loads(tmp_path)
+    assert_same_samples(*buffers, seed=0)
+
+
+def test_writes_of_another_buffer_are_seen() -> None:
+    storage, steps = LazyTensorStorage(50), Steps(1)
+    ours, theirs = make_pair(lambda: storage, 9, slice_len=3, strict_length=False)
+    other = ReplayBuffer(storage=storage)
+    for seed in range(30):
+        (ours, other)[seed % 3 == 1].extend(steps.collect(1 + seed % 5))
+        assert_same_samples(ours, theirs, seed)
+
+
+def _extend_once(buffer: Any, data: Any) -> None:
+    """Add data in a process of its own."""
+    buffer.extend(data)
+
+
+@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.parametrize("storage", [FrameStorage, LazyTensorStorage])
+def test_writes_of_another_process_are_seen(storage: Any) -> None:
+    options = {"slice_len": 3, "traj_key": "episode", "cache_values": True, "strict_length": False}
+    steps = Steps(1)
+    buffer = ReplayBuffer(storage=storage(50), sampler=SliceSampler(**options), batch_size=9, shared=True)
+    buffer.extend(steps.collect(10))
+    buffer.sample()
+    process = multiprocessing.get_context("spawn").Process(target=_extend_once, args=(buffer, steps.collect(15)))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    expected = ReplayBuffer(storage=buffer.storage, sampler=torchrl.data.SliceSampler(**options), batch_size=9)
+    for seed in range(3):
+        assert_same_samples(buffer, expected, seed=seed)
+        buffer.extend(steps.collect(2))
+
+
+def test_prefetched_samples_equal_those_of_torchrl() -> None:
+    options = {"slice_len": 3, "traj_key": "episode", "cache_values": True, "strict_length": False}
+    steps, buffers = Steps(1), []
+    for sampler in (SliceSampler, torchrl.data.SliceSampler):
+        buffers.append(
+            ReplayBuffer(
+                storage=LazyTensorStorage(50),
+                sampler=sampler(**options),
+                batch_size=9,
+                prefetch=2,
+                generator=torch.Generator().manual_seed(0),
+            )
+        )
+    for _ in range(10):
+        data = steps.collect(8)
+        samples = []
+        for buffer in buffers:
+            buffer.extend(data.clone())
+            samples.append(buffer.sample())
+            for future in buffer._prefetch_queue:
+                future.result()
+        assert_same(*samples)
+
+
+def test_sampler_arguments_dispatch_as_in_torchrl() -> None:
+    assert type(SliceSampler(slice_len=2, replacement=False)) is SliceSamplerWithoutReplacement
+    ends = torch.tensor([False, True, False, True])
+    for name, static in (("ends", ends), ("trajectories", torch.tensor([0, 0, 1, 1]))):
+        buffers = [
+            ReplayBuffer(
+                storage=LazyTensorStorage(4),
+                sampler=sampler(slice_len=2, cache_values=True, **{name: static}),
+                batch_size=8,
+            )
+            for sampler in (SliceSampler, torchrl.data.SliceSampler)
+        ]
+        for buffer in buffers:
+            buffer.storage.set(range(4), Steps(0).collect(4))
+        assert_same_samples(*buffers, seed=0)
+
+
+SAMPLERS: dict[str, Any] = {
+    "TorchRL's": torchrl.data.SliceSampler,
+    "ours": SliceSampler,
+    "ours, cached": partial(SliceSampler, cache_values=True),
+    "without replacement": SliceSamplerWithoutReplacement,
+    "streaming": StreamingSliceSampler,
+}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_only_sampled_images_are_decoded_and_once(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_sampler = partial(SAMPLERS[sampler], slice_len=4, traj_key=TRAJECTORY)
+    twins = Twins(400, sampler=make_sampler, batch_size=lambda: 32)
+    twins.extend(Videos(2, end=0.02).collect(150).reshape(-1))
+    decoded = []
+    original = FrameColumn.decode
+
+    def decode(self: Any, handles: list[torch.Tensor]) -> Any:
+        """Record the number of images, and pass the call on."""
+        decoded.append(sum(part.numel() for part in handles))
+        return original(self, handles)
+
+    monkeypatch.setattr(FrameColumn, "decode", decode)
+    for _ in range(3):
+        decoded.clear()
+        ours, theirs = twins.call_both(lambda buffer: buffer.sample())
+        assert_same(ours, theirs)
+        assert sum(decoded) == 2 * len(ours)
+
+
+def test_burn_in_returns_the_bits_of_lazy_tensor_storage() -> None:
+    torch.manual_seed(0)
+    gru = GRUModule(3, 5, in_keys=["vector", "state", "is_init"], out_keys=["out", ("next", "state")])
+
+    def make_transform() -> Any:
+        """Make transforms that reshape a batch into slices of 8, and use 3 steps of each to initialize the GRU."""
+        return Compose(Reshape(), BurnInTransform(modules=[gru], burn_in=3))
+
+    twins = Twins(
+        200,
+        sampler=partial(SliceSampler, slice_len=8, traj_key=TRAJECTORY, cache_values=True),
+        transform=make_transform,
+        batch_size=lambda: 32,
+    )
+    videos = Videos(2, end=0.02)
+    for _ in range(3):
+        data = videos.collect(60).reshape(-1)
+        data["vector"], data["next", "vector"] = data["inner", "vector"], data["next", "inner", "vector"]
+        data["is_init"] = data["step_count"] == 0
+        data["next", "is_init"] = torch.zeros_like(data["is_init"])
+        data["state"] = torch.zeros(len(data), 1, 5)
+        data["next", "state"] = torch.zeros(len(data), 1, 5)
+        twins.extend(data)
+        ours, theirs = twins.call_both(lambda buffer: buffer._sample(32)[0])
+        assert ours["pixels"].shape[:2] == (4, 5)
+        assert_same(ours.detach(), theirs.detach())
+
+
+class Reshape(torchrl.envs.Transform):
+    """Transform that reshapes (n * 8,) elements into (n, 8)."""
+
+    def forward(self, tensordict: Any) -> Any:
+        return tensordict.reshape(-1, 8)
