@@ -32,12 +32,15 @@ BATCH = N_ENVS * STEPS
 LIST_SIZE = 2_000  # Transitions in CompressedListStorage, which stores only 60 per second.
 
 
-def batches(game: str, size: int) -> Iterator[TensorDict]:
-    """Yield batches of transitions as collectors return them, one environment after the other."""
-    stream = transitions(game, steps=-(-size // BATCH) * STEPS)
-    while steps := list(islice(stream, STEPS)):
+def batches(game: str, size: int, *, steps: int = STEPS) -> Iterator[TensorDict]:
+    """Yield batches of transitions as collectors return them, one environment after the other.
+
+    :param steps: Steps per environment and batch.
+    """
+    stream = transitions(game, steps=-(-size // (N_ENVS * steps)) * steps)
+    while part := list(islice(stream, steps)):
         pixels, next_pixels, actions, rewards, done = (
-            torch.from_numpy(np.stack(part, axis=1)).flatten(0, 1) for part in zip(*steps, strict=True)
+            torch.from_numpy(np.stack(values, axis=1)).flatten(0, 1) for values in zip(*part, strict=True)
         )
         following = {"pixels": next_pixels, "reward": rewards.float()[:, None], "done": done[:, None]}
         yield TensorDict(
