@@ -156,6 +156,7 @@ QUESTIONS = {
     "Isaac Lab into SB3": "guides/vectorized_gpu",
     "why is my vec env slow": "guides/sb3_parallel",
     "how do I resume a run": "guides/resume",
+    "start from a Minari dataset": "guides/datasets",
     # Titles of issues of SB3, baselines, MuJoCo and TorchRL.
     "replay buffer won't fit into memory": "guides/buffers",
     "optimization of memory usage": "guides/buffers",
