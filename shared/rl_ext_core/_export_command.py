@@ -19,6 +19,7 @@ from typing import Any
 
 from rl_ext_core._environment_source import create_env
 from rl_ext_core._import_command import load_adapter
+from rl_ext_core._plan_command import _report_env_errors
 from rl_ext_core.cli import show_progress
 from rl_ext_core.errors import InvalidArgumentError
 
@@ -53,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     options = _read_options(source) if is_folder else {}
     adapter = load_adapter("torchrl" if "max_size" in options else "sb3")
-    env = create_env(arguments.env) if is_folder else None
+    with _report_env_errors(arguments.env):
+        env = create_env(arguments.env) if is_folder else None
     from rl_ext_core.datasets import write_dataset
 
     opened = adapter.open_export(source, options, env)
@@ -70,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
             folder = write_dataset(arguments.dataset, report_episodes(), *spaces, data_format=arguments.format)
     finally:
         opened.close()
+        getattr(env, "close", lambda: None)()
     sys.stdout.write(f"{folder}\n")
     return 0
 

@@ -65,7 +65,10 @@ def read_stdout(out: Out) -> str:
     [
         ("--version", f"rl-ext {rl_ext_core.__version__}\n"),
         ("--help", "doctor"),
-        *((f"{command} --help", f"examples:\n  rl-ext {command}") for command in ("doctor", "plan", "probe")),
+        *(
+            (f"{command} --help", f"examples:\n  rl-ext {command}")
+            for command in ("doctor", "plan", "probe", "import", "export")
+        ),
         *(("doctor --help", f"--{option}") for option in ("device", "render", "renderer", "json", "replay", "verify")),
     ],
 )

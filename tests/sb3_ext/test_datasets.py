@@ -394,6 +394,10 @@ def test_commands_import_and_export(
     assert "--env Pendulum-v1" in capsys.readouterr().err
     sys.modules["made"].make_env = lambda: _SpacesOnly(VECTOR)  # type: ignore[attr-defined]
     assert run("export", "stored", "other-v0", "--env", "made:make_env") == 2
+    assert run("export", "stored", "other-v0", "--env", "made:fail") == 2
+    sys.modules["made"].fail = lambda: 1 / 0  # type: ignore[attr-defined]
+    assert run("export", "stored", "other-v0", "--env", "made:fail") == 1
+    assert "ZeroDivisionError" in capsys.readouterr().err
     shutil.rmtree("stored")
     assert run("export", "stored", "other-v0") == 2
     assert "does not exist" in capsys.readouterr().err
