@@ -26,7 +26,7 @@ class SliceSampler(TorchRLSliceSampler):
 
     The arguments are those of TorchRL's sampler. Without ``cache_values=True``, this sampler is as slow as TorchRL's.
     With it, both miss flags and ids that are changed in place, as in ``buffer[:]["episode"][3] = 7``, until the next
-    write.
+    write. This sampler misses changes through NumPy arrays even longer: use ``buffer[i] = data``.
 
     These writes are rare. After them, all elements are read again:
 
