@@ -52,7 +52,7 @@ def execute(path: Path) -> None:
         write_kernel(Path(folder), MELTINGPOT if is_meltingpot else ROOT / ".venv" / "bin" / "python")
         os.environ["JUPYTER_PATH"] = folder
         # Some notebooks import a module next to them, others write files.
-        work = str(EXAMPLES if path.stem.endswith("torch_env") else folder)
+        work = str(EXAMPLES if path.stem.endswith(("torch_env", "prioritized_replay")) else folder)
         resources = {"metadata": {"path": work}}
         client = nbclient.NotebookClient(notebook, timeout=1800, kernel_name=KERNEL, resources=resources)
         client.execute(env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": folder})

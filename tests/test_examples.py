@@ -66,12 +66,13 @@ def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
         ),
         ("ppo_torch_env", ["mean reward", "Partial resets are not handled"]),
         ("sb3_torch_env", ["cut by the time limit:         True", "steps a second, learning included"]),
+        ("prioritized_replay", ["uniform      learning rate 0.001", "median steps: prioritized 1,000"]),
     ],
 )
 def test_notebook_runs(name: str, parts: list[str], tmp_path: Path, variables: dict[str, str]) -> None:
     variables["TMPDIR"] = str(tmp_path)  # Stable Baselines3's log
-    # Two notebooks import the environment from a file in their folder.
-    text = run_notebook(f"{name}.ipynb", EXAMPLES if name.endswith("torch_env") else tmp_path, variables)
+    # Three notebooks import the environment from a file in their folder.
+    text = run_notebook(f"{name}.ipynb", tmp_path if name == "robosuite_devices" else EXAMPLES, variables)
     assert [part for part in parts if part not in text] == []
     assert name != "robosuite_devices" or float(text.split("brightness")[1].split()[0]) > 10
 
