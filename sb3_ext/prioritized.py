@@ -245,7 +245,7 @@ class DqnTarget:
     def exact_errors(self, q_values: th.Tensor, clipped: th.Tensor) -> th.Tensor:
         """Return absolute TD errors, or the clipped ones if the algorithm has computed other targets."""
         batch, next_q = self._samples, self._next_q
-        if next_q is None or len(next_q) != len(clipped):
+        if next_q is None or len(next_q) != len(clipped) or clipped.max() < 1:
             return clipped
         targets = batch.rewards + (1 - batch.dones) * self._discounts * next_q.max(dim=1, keepdim=True).values
         errors = (targets - q_values.gather(1, batch.actions.long())).abs().flatten()
@@ -321,19 +321,16 @@ class PrioritizedReplayMixin(CompressedReplayBuffer):
         row, before = self.pos, self.size()
         super().add(*args, **kwargs)
         self._n_added += 1
-        self._prioritize_new(row)
+        self._prioritize_new(np.arange(row * self.n_envs, (row + 1) * self.n_envs))
         n_dropped = min(before + 1, self.buffer_size) - self.size()
         if n_dropped:
             dropped = (self.pos - self.size() - 1 - np.arange(n_dropped)) % self.buffer_size
-            self._set_priorities(self._items_in(dropped), 0.0)
+            items = dropped[:, None] * self.n_envs + np.arange(self.n_envs)
+            self._set_priorities(items.reshape(-1), 0.0)
 
-    def _prioritize_new(self, row: int) -> None:
-        """Set the priorities of the row that was added."""
-        self._set_priorities(self._items_in(np.array([row])), self.max_priority)
-
-    def _items_in(self, rows: np.ndarray) -> np.ndarray:
-        """Return the numbers of all transitions in these rows."""
-        return (rows[:, None] * self.n_envs + np.arange(self.n_envs)).reshape(-1)
+    def _prioritize_new(self, items: np.ndarray) -> None:
+        """Set the priorities of transitions that were added."""
+        self._set_priorities(items, self.max_priority)
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """
@@ -357,8 +354,8 @@ class PrioritizedReplayMixin(CompressedReplayBuffer):
             self._batch = items, self.pos, self._n_added
             if training is not None:
                 self._progress_remaining = progress_remaining(training[0])
-            relative = self._tree.weights[items] / self._tree.minimum
-            self.importance_weights = (relative ** -self._current_beta()).astype(np.float32)
+            drawn = self._tree.weights[items]
+            self.importance_weights = ((drawn / drawn.min()) ** -self._current_beta()).astype(np.float32)
         if self._hook is not None:
             self._end_hook(self._hook)
         if training is not None:
@@ -381,7 +378,7 @@ class PrioritizedReplayMixin(CompressedReplayBuffer):
     def _current_beta(self) -> float:
         """Return the exponent of the importance weights at the present progress of training."""
         if callable(self.beta):
-            return float(self.beta(self._progress_remaining))
+            return _check_number("beta(progress)", self.beta(self._progress_remaining), least=0.0, most=1.0)
         return self.beta + (1.0 - self.beta) * (1.0 - self._progress_remaining)
 
     def _end_hook(self, hook: CriticHook) -> None:
@@ -406,7 +403,10 @@ class PrioritizedReplayMixin(CompressedReplayBuffer):
         :param td_errors: TD errors of any sign, shape ``(n,)``. The priority is ``abs(td_error) + epsilon``
         :raises InvalidArgumentError: If the shape does not match the last batch, or an error is not finite.
         """
-        td_errors = np.abs(np.asarray(td_errors, dtype=np.float32)).reshape(-1)
+        try:
+            td_errors = np.abs(np.asarray(td_errors, dtype=np.float32)).reshape(-1)
+        except (TypeError, ValueError) as error:
+            raise InvalidTypeError(f"td_errors={td_errors!r}: expected numbers ({error})") from error
         n = 0 if self._batch is None else len(self._batch[0])
         if self._batch is None or len(td_errors) != n:
             raise InvalidArgumentError(
@@ -461,7 +461,7 @@ class CompressedPrioritizedReplayBuffer(PrioritizedReplayMixin):
     other algorithms, see :func:`register_critic`.
 
     Transitions are drawn in proportion to ``priority ** alpha``, one from each of ``batch_size`` equal parts of the
-    sum. The loss is weighted by ``(size * probability) ** -beta``, divided by the largest such weight in the buffer.
+    sum. The loss is weighted by ``(size * probability) ** -beta``, divided by the largest such weight in the batch.
     New transitions get the largest priority so far. After training, the priority is the absolute TD error, plus
     ``epsilon``:
 
@@ -543,7 +543,7 @@ class CompressedPrioritizedHerReplayBuffer(PrioritizedReplayMixin, CompressedHer
     def _can_be_drawn(self, rows: np.ndarray) -> Any:
         return self.ep_length[rows] > 0
 
-    def _prioritize_new(self, row: int) -> None:
+    def _prioritize_new(self, items: np.ndarray) -> None:
         """Do nothing. A transition gets its priority when its episode ends."""
 
     def _set_episode_length(self, rows: np.ndarray, env_idx: int, length: int) -> None:

@@ -27,8 +27,8 @@ class SumTree:
     :raises InvalidArgumentError: If a weight is negative or not finite.
 
     >>> tree = SumTree(np.array([1.0, 0.0, 3.0]))
-    >>> tree.find(np.array([0.0, 0.9, 1.0, 3.9])).tolist(), tree.total, tree.minimum
-    ([0, 0, 2, 2], 4.0, 1.0)
+    >>> tree.find(np.array([0.0, 0.9, 1.0, 3.9])).tolist(), tree.total
+    ([0, 0, 2, 2], 4.0)
     """
 
     @defer_signals  # the first call compiles the kernels
@@ -39,7 +39,6 @@ class SumTree:
             lengths.append(1 if nodes == 1 else _round_up(nodes))
         self._starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)  # first node of each level
         self._sums = np.zeros(self._starts[-1])
-        self._minima = np.full(self._starts[-1], np.inf)  # of the weights above 0
         self.weights = self._sums[: len(weights)]
         self.set(np.arange(len(weights)), weights)
         self.find(np.zeros(0))
@@ -50,14 +49,9 @@ class SumTree:
         return float(self._sums[-1])
 
     @property
-    def minimum(self) -> float:
-        """Smallest weight above 0; infinity if there is none."""
-        return float(self._minima[-1])
-
-    @property
     def nbytes(self) -> int:
         """Size of the tree in bytes."""
-        return self._sums.nbytes + self._minima.nbytes
+        return self._sums.nbytes
 
     def set(self, items: Integers, weights: Floats | float) -> None:
         """Set the weights of some items.
@@ -69,7 +63,7 @@ class SumTree:
         if not np.all(np.isfinite(weights) & (np.asarray(weights) >= 0)):
             raise InvalidArgumentError(f"weights={weights!r} of a sum tree: expected finite values of at least 0")
         self.weights[items] = weights
-        _update_paths(self._sums, self._minima, self._starts, items)
+        _update_paths(self._sums, self._starts, items)
 
     def find(self, positions: Floats) -> Integers:
         """Return the items at positions along the weights laid end to end.
@@ -90,20 +84,17 @@ def _round_up(n: int) -> int:
 
 
 @kernel
-def _update_paths(sums, minima, starts, items):  # type: ignore[no-untyped-def]
-    """Compute the sums and minima on the paths from these items to the root."""
+def _update_paths(sums, starts, items):  # type: ignore[no-untyped-def]
+    """Compute the sums on the paths from these items to the root."""
     for i in range(items.shape[0]):
         node = items[i]
-        minima[node] = sums[node] if sums[node] > 0.0 else np.inf
         for level in range(starts.shape[0] - 2):
             node //= _FANOUT
-            total, least = 0.0, np.inf
+            total = 0.0
             first = starts[level] + node * _FANOUT
             for child in range(first, first + _FANOUT):
                 total += sums[child]
-                least = min(least, minima[child])
             sums[starts[level + 1] + node] = total
-            minima[starts[level + 1] + node] = least
 
 
 @kernel
