@@ -225,14 +225,16 @@ def _opened_address(opened, block):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _decode_frames(  # type: ignore[no-untyped-def]
-    p, newest, n_frames, depth, back, next_depth, geometry, bound, out, next_out, decompressor, opened, work, chain
+def _decode_run(  # type: ignore[no-untyped-def]
+    p, newest, n_frames, n_stacks, geometry, bound, decompressor, opened, work, chain, run
 ):
-    """Decode ``n_frames`` frames once each, and copy them into one or two stacks.
+    """Decode the frames of a run of stacks once each, and copy each frame into all stacks that contain it.
 
-    :param newest: Handle of the newest frame.
-    :param depth: Depth of the stack at ``out``, whose newest frame is ``back`` frames before ``newest``.
-    :param next_depth: Depth of the stack at ``next_out``, whose newest frame is ``newest``.
+    :param newest: Handle of the last stack of the run.
+    :param n_frames: Number of frames, up to the newest one of the run.
+    :param n_stacks: Number of stacks.
+    :param run: Stacks of the run: number of the newest frame, number of the frame before the oldest one, and address.
+        Frames are numbered so that the newest frame of the first stack has number 0.
     :return: 1 if a block is damaged, else 0.
     """
     n_stack, n_bytes = geometry.n_stack, geometry.frame_bytes
@@ -245,7 +247,8 @@ def _decode_frames(  # type: ignore[no-untyped-def]
         chain[n_blocks] = int64(p.blocks[chain[n_blocks - 1], PREVIOUS])
         missing -= in_block
     start = -missing  # place of the first frame in the oldest block
-    left = n_frames
+    number = run[n_stacks - 1, 0] - n_frames
+    first = 0  # first stack that may contain the frame
     for i in range(n_blocks, -1, -1):
         block = chain[i]
         address = _block_address(p, block)
@@ -267,12 +270,15 @@ def _decode_frames(  # type: ignore[no-untyped-def]
                 address += uint64(n_bytes)
             else:
                 source, address = next_frame(source, address, geometry, bound, work)
-            left -= 1
-            before = left - back  # position in the first stack, counted from its newest frame
-            if 0 <= before < depth:
-                copy_into_stack(source, out, n_stack - 1 - before, geometry)
-            if left < next_depth:
-                copy_into_stack(source, next_out, n_stack - 1 - left, geometry)
+            number += 1
+            while run[first, 0] < number:
+                first += 1
+            for k in range(first, n_stacks):
+                age = run[k, 0] - number
+                if age >= n_stack:
+                    break
+                if number > run[k, 1]:
+                    copy_into_stack(source, uint64(run[k, 2]), n_stack - 1 - age, geometry)
         start = 0
     return 0
 
@@ -328,7 +334,9 @@ def handles_of_pairs(state, index, rows, envs, handles, next_handles):  # type: 
 
 
 @kernel
-def decode_batch(start, stop, state, bound, handles, next_handles, outs, next_outs, decompressor, opened, work, chain):  # type: ignore[no-untyped-def]
+def decode_batch(  # type: ignore[no-untyped-def]
+    start, stop, state, bound, handles, next_handles, outs, next_outs, decompressor, opened, work, chain, run
+):
     """Decode the stacks ``start`` to ``stop`` of a batch.
 
     :param bound: Maximum error per byte, or None.
@@ -341,50 +349,41 @@ def decode_batch(start, stop, state, bound, handles, next_handles, outs, next_ou
         ``(2, blocks)``. The address of a damaged block is 0.
     :param work: Address of scratch memory for frames, ``work_bytes()`` long, and a block after that.
     :param chain: Scratch array, shape ``(MAX_CHAIN,)``.
-    :return: Number of stacks that cannot be read because a sealed block is damaged.
+    :param run: Scratch array, shape ``(2 * GROUP, 3)``, see :func:`_decode_run`.
+    :return: Number of runs of stacks that cannot be read because a sealed block is damaged.
     """
     p, geometry = pool_in(state), geometry_in(state)
     stack_bytes = geometry.n_stack * geometry.frame_bytes
-    decompressor, work = uint64(decompressor), uint64(work)
+    decompressor, work, both = uint64(decompressor), uint64(work), min(next_handles.shape[0], 1)
     failed = 0
     for group in range(start, stop, _PREFETCH_GROUP):
         group_stop = min(group + _PREFETCH_GROUP, stop)
         for b in range(group, group_stop):
             _prefetch(p, handles[b], geometry)
-        for b in range(group, group_stop):
-            out = uint64(outs) + uint64(b * stack_bytes)
-            next_out = uint64(next_outs) + uint64(b * stack_bytes)
-            following = next_handles[b] if next_handles.shape[0] > 0 else int64(0)
-            depth, next_depth = handles[b] >> DEPTH_SHIFT, following >> DEPTH_SHIFT
-            steps = _frames_between(p, handles[b], following, geometry) if depth and next_depth else -1
-            for part in range(1 if steps >= 0 or next_handles.shape[0] == 0 else 2):
-                # Both stacks are decoded together or one after the other. A single call saves compilation time.
-                newest, target, other, back = following, out, next_out, steps
-                frames, more = depth, next_depth
-                if steps < 0:
-                    newest, target = (following, next_out) if part else (handles[b], out)
-                    other, back, frames, more = target, 0, 0, newest >> DEPTH_SHIFT
-                else:
-                    zero_padding(out, geometry.n_stack - depth, geometry)
-                zero_padding(other, geometry.n_stack - more, geometry)
-                n_frames = max(frames + back, more)
-                if n_frames > 0:
-                    failed += _decode_frames(
-                        p,
-                        newest,
-                        n_frames,
-                        frames,
-                        back,
-                        more,
-                        geometry,
-                        bound,
-                        target,
-                        other,
-                        decompressor,
-                        opened,
-                        work,
-                        chain,
-                    )
+        k, end = group << both, group_stop << both
+        while k < end:
+            # A run is a sequence of stacks in which each one continues the one before.
+            newest = n_stacks = n_frames = number = int64(0)
+            while k < end:
+                handle = next_handles[k >> 1] if k & both else handles[k >> both]
+                depth = handle >> DEPTH_SHIFT
+                if n_stacks > 0:
+                    steps = _frames_between(p, newest, handle, geometry) if depth > 0 else -1
+                    if steps < 0 or n_frames + steps > MAX_CHAIN:
+                        break
+                    number += steps
+                    n_frames += steps
+                out = (uint64(next_outs) if k & both else uint64(outs)) + uint64((k >> both) * stack_bytes)
+                zero_padding(out, geometry.n_stack - depth, geometry)
+                k += 1
+                if depth == 0:
+                    break
+                run[n_stacks, 0], run[n_stacks, 1], run[n_stacks, 2] = number, number - depth, int64(out)
+                newest, n_stacks, n_frames = handle, n_stacks + 1, max(n_frames, depth)
+            if n_stacks > 0:
+                failed += _decode_run(
+                    p, newest, n_frames, n_stacks, geometry, bound, decompressor, opened, work, chain, run
+                )
     return failed
 
 
@@ -464,15 +463,15 @@ def decode(
     wanted: Sequence[tuple[Counts, int]],
     *,
     num_threads: int,
-) -> int:
-    """Decode a batch of stacks, and optionally their next ones; return how many are damaged.
+) -> bool:
+    """Decode a batch of stacks, and optionally their next ones; return whether all blocks are intact.
 
     :param state: Kernel state of the pool.
     :param geometry: Sizes of the layout.
     :param codec: The codec.
     :param wanted: Handles and address of a batch; once, or twice for the next stacks.
     :param num_threads: Threads to decode in.
-    :return: Number of stacks that cannot be read because a block is damaged.
+    :return: Whether all stacks could be read. If not, a block is damaged.
     """
     handles, out = wanted[0]
     nexts, next_out = wanted[1] if len(wanted) > 1 else (_NO_HANDLES, 0)
@@ -492,14 +491,14 @@ def decode(
         """Decode the stacks ``start`` to ``stop`` of the batch."""
         work = allocate(work_bytes)
         chain = np.empty(MAX_CHAIN, dtype=np.int64)
-        places = address_of(work), chain
+        places = address_of(work), chain, np.empty((2 * _PREFETCH_GROUP, 3), dtype=np.int64)
         unreadable.append(
             decode_batch(start, stop, state, bound, handles, nexts, out, next_out, decompressor, opened, *places)
         )
 
     run_in_threads(decode_part, len(handles), num_threads=num_threads)
     del contents  # must live until here: the addresses in ``opened`` point into it
-    return sum(unreadable)
+    return sum(unreadable) == 0
 
 
 def _open_blocks(codec: Codec, sealed: list[Bytes], blocks: Counts, num_threads: int) -> tuple[Addresses, Bytes]:

@@ -675,11 +675,10 @@ class FramePool:
 
     def _decode_into(self, wanted: Sequence[tuple[Handles, int]], num_threads: int) -> None:
         """Decode batches of handles to memory addresses; raise if a block is damaged."""
-        damaged = decode(self._state, self._geometry, self.codec, wanted, num_threads=num_threads)
-        if damaged:
+        if not decode(self._state, self._geometry, self.codec, wanted, num_threads=num_threads):
             raise CorruptFileError(
-                f"{damaged} of {len(wanted[0][0])} {self._item_name} cannot be read, because their blocks are damaged: "
-                "another part of the program may have overwritten their memory. Start again from a checkpoint"
+                f"{len(wanted[0][0])} {self._item_name} cannot be read, because a block of at least one is damaged: "
+                "another part of the program may have overwritten its memory. Start again from a checkpoint"
             )
         self._count_use(len(wanted[0][0]))
 
