@@ -96,7 +96,7 @@ def sequences_around(
     :return: Sequences
     """
     steps = _find_steps(buffer, rows, envs, length=length, burn_in=burn_in)
-    places = steps.rows, steps.envs
+    places, is_padded = (steps.rows, steps.envs), not steps.present.all()
     obs, next_obs = buffer._observations.decode_handles(steps.handles)
     rewards = buffer.rewards[places]
     if env is not None:
@@ -106,7 +106,7 @@ def sequences_around(
     def tensor(array: npt.NDArray[Any], *shape: int) -> th.Tensor:
         """Return values of all steps as a tensor of shape ``(batch, steps, *shape)``, zero in the padding."""
         array = array.reshape(*steps.present.shape, *shape)
-        if not steps.present.all():
+        if is_padded:
             array[~steps.present] = 0
         return th.as_tensor(array, device=buffer.device)
 

@@ -321,18 +321,32 @@ def test_hindsight_buffer_refuses_sequences() -> None:
         ours.sample_sequences(2, 3)
 
 
-def test_sequences_are_consistent_while_another_thread_adds() -> None:
+def test_sequences_of_32_bit_draws_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = make_buffers("plain", 20, IMAGE, ACTIONS, 2)
+    source = Trajectories(IMAGE, 2, 0.2)
+    for _ in range(17):
+        transition = source.step()
+        ours.add(*transition)
+        theirs.add(*transition)
+    randint = np.random.randint
+    # as on Windows with NumPy 1
+    monkeypatch.setattr(np.random, "randint", lambda *args, **options: randint(*args, dtype=np.int32, **options))
+    assert_same_sequences(ours, theirs, 1, length=5, burn_in=3)
+
+
+def test_sequences_are_consistent_while_other_threads_add() -> None:
     ours, _ = make_buffers("plain", 40, IMAGE, ACTIONS, 2, n_stack=N_STACK, block_length=2)
     source = Trajectories(IMAGE, 2, 0.05)
     ours.add(*source.step())
-    stop = threading.Event()
+    stop, turn = threading.Event(), threading.Lock()
 
     def add() -> None:
         """Add transitions until the test ends."""
         while not stop.is_set():
-            ours.add(*source.step())
+            with turn:
+                ours.add(*source.step())
 
-    threads = [threading.Thread(target=add)]
+    threads = [threading.Thread(target=add) for _ in range(2)]
     for thread in threads:
         thread.start()
     try:
