@@ -34,7 +34,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "auto": {},
     "patch+lz4": {"codec": "patch+lz4"},
     "patch+lz4, error 4": {"codec": "patch+lz4", "max_error": 4},
-    "jpeg": {"codec": "jpeg"},
 }
 BACKENDS = ("pyav", "torchcodec")
 KEY = ("observation", "images_front")
@@ -117,6 +116,14 @@ def make_buffer_sampler(dataset: Dataset) -> Sampler:
     return sample
 
 
+def warm_up(dataset: Dataset) -> None:
+    """Let numba compile what the configurations need."""
+    lengths, dataset.lengths = dataset.lengths, dataset.lengths[:1]
+    for options in CONFIGURATIONS.values():
+        FrameStorage.from_dataset(dataset, num_threads=1, **options).close()
+    dataset.lengths = lengths
+
+
 def compare(samplers: dict[str, Sampler], batch_size: int, rounds: int) -> None:
     """Print the time per batch of each sampler, and how many times faster it is than LeRobot with each decoder."""
     competitors = {name: lambda sampler=sampler: sampler(batch_size) for name, sampler in samplers.items()}
@@ -140,10 +147,11 @@ def measure(folder: Path, rounds: int, n_episodes: int | None) -> None:
         pass
     decoding = time.process_time() - start
     print(f"{folder.name}: {dataset.n_steps} frames of {height}×{width}, decoded in {decoding:.1f} s")
-    print(f"  {'':22} {'MB':>8} {'raw':>8} {'video':>8} {'import':>8}")
-    print(f"  {'video':22} {video / 1e6:8.1f} {raw / video:7.1f}× {1:7.2f}×")
+    print(f"  {'':22} {'MB':>8} {'vs. raw':>8} {'vs. video':>9} {'import':>8}")
+    print(f"  {'video':22} {video / 1e6:8.1f} {raw / video:7.1f}× {1:8.3f}×")
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        warm_up(dataset)
         storages = {}
         for name, options in CONFIGURATIONS.items():
             target = Path(temporary, name)
@@ -151,7 +159,7 @@ def measure(folder: Path, rounds: int, n_episodes: int | None) -> None:
             storages[name] = FrameStorage.from_dataset(dataset, storage_dir=target, num_threads=1, **options)
             seconds = time.process_time() - start
             size = bytes_on_disk(target)
-            print(f"  {name:22} {size / 1e6:8.1f} {raw / size:7.1f}× {video / size:7.2f}× {seconds:6.1f} s", flush=True)
+            print(f"  {name:22} {size / 1e6:8.1f} {raw / size:7.1f}× {video / size:8.3f}× {seconds:6.1f} s", flush=True)
         for pairs in (False, True):
             samplers = {
                 f"LeRobot, {backend}": make_lerobot_sampler(folder, backend, len(dataset.lengths), pairs=pairs, rng=rng)
