@@ -4,9 +4,10 @@
 
 ``scripts/make_lerobot_venv.sh`` makes that virtual environment. :mod:`benchmarks.lerobot_recordings` describes the
 recordings, which are made once. LeRobot decodes by PyAV or by torchcodec, TorchRL's ``LeRobotExperienceReplay`` by
-torchcodec, all with the same FFmpeg libraries. Times are CPU seconds per batch of random frames, as float32 tensors
-that are channels-first and between 0 and 1. All take turns in one process, with one thread each. "Pairs" are two
-consecutive frames: ``delta_timestamps`` in LeRobot, observation and next observation in our stores.
+torchcodec, all with the same FFmpeg libraries. Times are CPU seconds per batch of random frames. Except for the row
+"as uint8", frames are converted to float32 between 0 and 1, channels-first, as LeRobot returns them. All take turns in
+one process, with one thread each. "Pairs" are two consecutive frames: ``delta_timestamps`` in LeRobot, observation and
+next observation in our stores.
 """
 
 from __future__ import annotations
@@ -87,16 +88,18 @@ def make_torchrl_sampler(folder: Path, cache: Path, n_steps: int, *, rng: np.ran
     return sample
 
 
-def make_storage_sampler(storage: FrameStorage, *, pairs: bool, rng: np.random.Generator) -> Sampler:
+def make_storage_sampler(
+    storage: FrameStorage, *, pairs: bool, rng: np.random.Generator, convert: Callable[[Any], Any] = as_floats
+) -> Sampler:
     """Return a function that samples frames from a storage."""
 
     def sample(batch_size: int) -> torch.Tensor:
         """Return images of random elements."""
         index = torch.from_numpy(rng.integers(len(storage), size=batch_size))
         if not pairs:
-            return as_floats(storage.get(slice(None))[KEY][index])
+            return convert(storage.get(slice(None))[KEY][index])
         elements = storage.get(index)
-        return as_floats(torch.stack([elements[KEY], elements["next"][KEY]], dim=1))
+        return convert(torch.stack([elements[KEY], elements["next"][KEY]], dim=1))
 
     return sample
 
@@ -147,8 +150,8 @@ def measure(folder: Path, rounds: int, n_episodes: int | None) -> None:
         pass
     decoding = time.process_time() - start
     print(f"{folder.name}: {dataset.n_steps} frames of {height}×{width}, decoded in {decoding:.1f} s")
-    print(f"  {'':22} {'MB':>8} {'vs. raw':>8} {'vs. video':>9} {'import':>8}")
-    print(f"  {'video':22} {video / 1e6:8.1f} {raw / video:7.1f}× {1:8.3f}×")
+    print(f"  {'':22} {'MB':>8} {'raw/size':>8} {'size/video':>10} {'import':>8}")
+    print(f"  {'video':22} {video / 1e6:8.1f} {raw / video:7.1f}× {1:9.1f}×")
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         warm_up(dataset)
@@ -159,7 +162,7 @@ def measure(folder: Path, rounds: int, n_episodes: int | None) -> None:
             storages[name] = FrameStorage.from_dataset(dataset, storage_dir=target, num_threads=1, **options)
             seconds = time.process_time() - start
             size = bytes_on_disk(target)
-            print(f"  {name:22} {size / 1e6:8.1f} {raw / size:7.1f}× {video / size:8.3f}× {seconds:6.1f} s", flush=True)
+            print(f"  {name:22} {size / 1e6:8.1f} {raw / size:7.1f}× {size / video:9.1f}× {seconds:6.1f} s", flush=True)
         for pairs in (False, True):
             samplers = {
                 f"LeRobot, {backend}": make_lerobot_sampler(folder, backend, len(dataset.lengths), pairs=pairs, rng=rng)
@@ -167,6 +170,9 @@ def measure(folder: Path, rounds: int, n_episodes: int | None) -> None:
             }
             for name, storage in storages.items():
                 samplers[f"FrameStorage, {name}"] = make_storage_sampler(storage, pairs=pairs, rng=rng)
+            samplers["FrameStorage, auto, as uint8"] = make_storage_sampler(
+                storages["auto"], pairs=pairs, rng=rng, convert=lambda images: images
+            )
             if pairs:
                 samplers["CompressedDictReplayBuffer, auto"] = make_buffer_sampler(dataset)
             else:
