@@ -1,7 +1,8 @@
-"""Tests that the notebooks run, and that their stored outputs belong to their code."""
+"""Tests that the examples run, and that the stored outputs of notebooks belong to their code."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,11 +10,16 @@ from typing import Any
 
 import nbclient
 import nbformat
+import numpy as np
 import pytest
+import torch as th
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.evaluation import evaluate_policy
 
 from scripts.run_notebooks import KERNEL, code_digest, write_kernel
 from tests.core.devices.fakes.build import skip_or_fail
 from tests.core.devices.run_code import environment
+from tests.sb3_ext.buffer_envs import without_logger
 from tests.torchrl_ext.in_meltingpot.venv import python
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -110,3 +116,108 @@ def test_retro_notebook_trains(tmp_path: Path, variables: dict[str, str]) -> Non
     assert re.search(r"env_step +\| 0\.\d+", text)
     assert re.search(r"total_timesteps +\| 256", text)
     assert "0 restarts" in text
+
+
+@pytest.fixture
+def recurrent_dqn(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import the example of a recurrent DQN."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("recurrent_dqn")
+
+
+def make_recurrent_dqn(example: Any, **options: Any) -> Any:
+    """Create a small RecurrentDQN for three T-mazes, with 30 rows in its buffer."""
+    env = make_vec_env(example.TMaze, n_envs=3, seed=0)
+    arguments = {
+        "sequence_length": 8,
+        "burn_in": 5,
+        "buffer_size": 90,
+        "learning_starts": 50,
+        "train_freq": 1,
+        "seed": 0,
+        **options,
+    }
+    features = {"features_extractor_class": example.SmallCNN, "features_extractor_kwargs": {"features_dim": 16}}
+    return without_logger(
+        example.RecurrentDQN(example.RecurrentDQNPolicy, env, policy_kwargs=features, device="cpu", **arguments)
+    )
+
+
+def test_recurrent_dqn_computes_the_same_q_values_from_stored_states_as_while_acting(recurrent_dqn: Any) -> None:
+    model = make_recurrent_dqn(recurrent_dqn, learning_starts=1000)
+    network, acting = model.q_net, []
+    hook = network.register_forward_hook(lambda module, args, outputs: acting.append(outputs[0][:, 0]))
+    model.learn(240)
+    model.learn(90, reset_num_timesteps=False)  # resets the environments within their episodes
+    hook.remove()
+    replay = model.replay_buffer
+    assert len(acting) == 110
+    n_rows = replay.buffer_size
+    newest = 109 - (109 - np.arange(n_rows)) % n_rows  # the newest step in each row
+    batch = replay.sample_sequences(100, 8, burn_in=5)
+    states = th.from_numpy(replay.lstm_states[batch.rows, batch.envs].swapaxes(0, 1))
+    steps = newest[(batch.rows[:, None] + np.arange(13)) % n_rows]
+    expected = th.stack(acting)[steps, batch.envs[:, None]]
+    n_burn_in = batch.mask.int().argmax(dim=1)
+    assert set(n_burn_in.tolist()) == set(range(6))
+    with th.no_grad():
+        q_values, _ = network(batch.observations, states)
+    burned_in = network.burn_in(batch.observations, states, n_burn_in)
+    assert not burned_in.requires_grad
+    for i, (n_steps, mask) in enumerate(zip(n_burn_in.tolist(), batch.mask, strict=True)):
+        end = n_steps + int(mask.sum())
+        assert th.allclose(q_values[i, :end], expected[i, :end], atol=1e-5)
+        with th.no_grad():
+            learned, _ = network(batch.observations[i : i + 1, n_steps:end], burned_in[:, i : i + 1])
+        assert th.allclose(learned[0], expected[i, n_steps:end], atol=1e-5)
+    starts = batch.episode_starts[:, 0] == 1
+    assert starts.any()
+    assert not states[:, starts].any()
+    oldest = th.from_numpy(batch.rows == replay.pos)  # whether it starts an episode is unknown
+    assert states[:, ~starts & ~oldest].any(dim=2).all()
+
+
+def test_recurrent_dqn_trains_to_the_same_weights_with_the_same_seed(recurrent_dqn: Any) -> None:
+    weights = [make_recurrent_dqn(recurrent_dqn).learn(90).policy.state_dict() for _ in range(2)]
+    assert all(th.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    online, target = (
+        [weights[0][f"{net}.lstm.{name}_hh_l0"] for name in ("weight", "bias")] for net in ("q_net", "q_net_target")
+    )
+    assert not any(map(th.equal, online, target))  # the online network was trained
+
+
+def test_recurrent_dqn_predicts_and_resumes_after_loading(recurrent_dqn: Any, tmp_path: Path) -> None:
+    model = make_recurrent_dqn(recurrent_dqn, burn_in=0)
+    model.learn(100)
+    model.save(tmp_path / "model")
+    model.save_replay_buffer(tmp_path / "replay")
+    env = make_vec_env(recurrent_dqn.TMaze, n_envs=2, seed=1)
+    loaded = without_logger(recurrent_dqn.RecurrentDQN.load(tmp_path / "model", env=env))
+    test_env = make_vec_env(recurrent_dqn.TMaze, n_envs=2, seed=1)
+    returns = []
+    for agent in (model, loaded):
+        test_env.seed(2)
+        returns.append(evaluate_policy(agent, test_env, 10, return_episode_rewards=True))
+    assert returns[0] == returns[1]
+    loaded.learn(20, reset_num_timesteps=False)
+    assert loaded.num_timesteps == model.num_timesteps + 20
+    loaded.load_replay_buffer(tmp_path / "replay")
+    assert np.array_equal(loaded.replay_buffer.lstm_states, model.replay_buffer.lstm_states)
+    obs = test_env.reset()
+    actions, states = loaded.predict(obs, deterministic=True)
+    again, _ = loaded.predict(obs, states, episode_start=np.ones(2), deterministic=True)
+    assert np.array_equal(actions, again)
+    single, _ = loaded.predict(obs[0], deterministic=True)
+    assert single == actions[0]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:rich is experimental")
+def test_recurrent_dqn_example_prints_success_rates(
+    recurrent_dqn: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RL_EXT_SHORT", "1")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # Stable Baselines3's log
+    recurrent_dqn.main([])
+    text = capsys.readouterr().out
+    assert re.findall(r"^(\w+): success rate [01]\.\d\d after 1,000 steps", text, re.M) == ["DQN", "RecurrentDQN"]
