@@ -168,15 +168,14 @@ class RecurrentDQN(DQN):
             stored = self.replay_buffer.lstm_states[batch.rows, batch.envs].swapaxes(0, 1)
             states = th.as_tensor(stored, device=self.device)
             # The burn-in is shorter where an episode starts. The steps to learn from follow it.
-            n_burn_in = batch.mask.int().argmax(dim=1)
-            steps = n_burn_in[:, None] + th.arange(self.sequence_length, device=self.device)
+            steps = batch.n_burn_in[:, None] + th.arange(self.sequence_length, device=self.device)
             learn = th.arange(batch_size, device=self.device)[:, None], steps
             mask, actions, next_obs = batch.mask[learn], batch.actions[learn], batch.next_observations[learn]
             # A step's next observation is the next step's observation: one pass gives the Q-values of both.
             obs = th.cat((batch.observations[learn][:, :1], next_obs), dim=1)
-            q_values = self.q_net(obs, self.q_net.burn_in(batch.observations, states, n_burn_in))[0]
+            q_values = self.q_net(obs, self.q_net.burn_in(batch.observations, states, batch.n_burn_in))[0]
             with th.no_grad():
-                target_states = self.q_net_target.burn_in(batch.observations, states, n_burn_in)
+                target_states = self.q_net_target.burn_in(batch.observations, states, batch.n_burn_in)
                 target_q_values = self.q_net_target(obs, target_states)[0]
                 next_actions = q_values[:, 1:].argmax(dim=2, keepdim=True)
                 next_values = target_q_values[:, 1:].gather(2, next_actions)

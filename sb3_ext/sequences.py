@@ -33,6 +33,7 @@ class SequenceSamples(NamedTuple):
     :ivar episode_starts: 1 for the first step of an episode, ``(batch, steps)``, float32. It is 0 for the oldest step
         of a full buffer, because the step before it is unknown
     :ivar mask: Whether to learn from a step, ``(batch, steps)``, bool. False in the burn-in and in padding
+    :ivar n_burn_in: Steps of burn-in, ``(batch,)``, int64; fewer than ``burn_in`` near the start of an episode
     :ivar rows: Row of the first step of each sequence in the buffer, int64 array ``(batch,)``
     :ivar envs: Environment of each sequence, int64 array ``(batch,)``
 
@@ -50,6 +51,7 @@ class SequenceSamples(NamedTuple):
     rewards: th.Tensor
     episode_starts: th.Tensor
     mask: th.Tensor
+    n_burn_in: th.Tensor
     rows: IndexArray
     envs: IndexArray
 
@@ -124,6 +126,7 @@ def sequences_around(
         rewards=tensor(rewards, 1),
         episode_starts=tensor(steps.episode_starts),
         mask=tensor(np.arange(burn_in + length) >= steps.n_burn_in[:, None]),
+        n_burn_in=th.as_tensor(steps.n_burn_in, device=buffer.device),
         rows=steps.rows[:, 0].copy(),
         envs=steps.envs[:, 0].copy(),
     )

@@ -124,11 +124,11 @@ def expected_samples(theirs: Any, held: int, seed: int, batch_size: int, *, leng
     actions = np.zeros((*shape, theirs.action_dim), theirs.actions.dtype)
     dones, rewards = np.zeros((2, *shape, 1), np.float32)
     episode_starts, mask = np.zeros(shape, np.float32), np.zeros(shape, bool)
-    first = np.zeros(batch_size, np.int64)
+    first, counts = np.zeros((2, batch_size), np.int64)
     for i, (row, env) in enumerate(zip(drawn, envs, strict=True)):
         rows, n_burn_in, starts = expected_sequence(theirs, held, row, env, length=length, burn_in=burn_in)
         assert len(rows) <= n_steps
-        first[i], episode_starts[i, 0] = rows[0], starts
+        first[i], counts[i], episode_starts[i, 0] = rows[0], n_burn_in, starts
         mask[i, n_burn_in : len(rows)] = True
         for j, place in enumerate(rows):
             actions[i, j], rewards[i, j] = theirs.actions[place, env], theirs.rewards[place, env]
@@ -142,7 +142,7 @@ def expected_samples(theirs: Any, held: int, seed: int, batch_size: int, *, leng
         found = {key: th.from_numpy(array) for key, array in arrays.items()}
         return found.get(None, found)
 
-    parts = (th.from_numpy(array) for array in (dones, rewards, episode_starts, mask))
+    parts = (th.from_numpy(array) for array in (dones, rewards, episode_starts, mask, counts))
     return SequenceSamples(
         tensors(obs), th.from_numpy(actions), tensors(next_obs), *parts, first, envs.astype(np.int64)
     )
