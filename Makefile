@@ -50,6 +50,7 @@ test: $(VENV)/.extra-test
 	$(if $(CI),scripts/make_mujoco4_venv.sh)
 	$(if $(CI),scripts/make_meltingpot_venv.sh --if-possible)
 	$(if $(CI),scripts/make_jax_venv.sh)
+	$(if $(CI),scripts/make_lerobot_venv.sh)
 	$(RUN) test $(SELECT)
 
 test-exhaustive:
