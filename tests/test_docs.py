@@ -157,6 +157,8 @@ QUESTIONS = {
     "why is my vec env slow": "guides/sb3_parallel",
     "how do I resume a run": "guides/resume",
     "start from a Minari dataset": "guides/datasets",
+    "prioritized experience replay for DQN": "guides/buffers",
+    "SliceSampler is slow": "troubleshooting",
     # Titles of issues of SB3, baselines, MuJoCo and TorchRL.
     "replay buffer won't fit into memory": "guides/buffers",
     "optimization of memory usage": "guides/buffers",
