@@ -722,8 +722,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
                 "copy_info_dict=True stores dicts, which storage_dir does not support. Leave one of them out"
             )
         self.__dict__.update(self._observations.arrays)  # SB3's constructor has replaced them
-        if self.size():
-            self._restore_episodes()
+        self._restore_episodes()
 
     def _allocate_rows(self) -> None:
         """Allocate the arrays of transitions, and the starts and lengths of their episodes."""
@@ -734,7 +733,10 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
     def _restore_episodes(self) -> None:
         """Make complete episodes in ``storage_dir`` available to hindsight, and start a new one."""
         rows = (self.pos - self.size() + np.arange(self.size())) % self.buffer_size
-        for env in range(self.n_envs):
+        is_stale = self.ep_length > 0  # episodes of transitions that were lost
+        is_stale[rows] = False
+        self.ep_length[is_stale] = 0
+        for env in range(self.n_envs if self.size() else 0):
             starts = self.ep_start[rows, env]
             ends = [*(np.flatnonzero(starts[1:] != starts[:-1]) + 1), len(rows)]
             for first, end in zip([0, *ends[:-1]], ends, strict=True):

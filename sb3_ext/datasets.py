@@ -77,8 +77,9 @@ def load_buffer(
     storage_dir = options.get("storage_dir")
     created = storage_dir if storage_dir is not None and not Path(storage_dir).exists() else None
     buffer = cls(buffer_size, observation_space, action_space, n_envs=n_envs, **options)
+    is_empty = not buffer.size()
     try:
-        if buffer.size():
+        if not is_empty:
             raise InvalidArgumentError(
                 f"storage_dir={str(storage_dir)!r} contains {buffer.size():,} transitions already. Open it with "
                 f"{cls.__name__}(..., storage_dir=...), or pass another storage_dir"
@@ -89,6 +90,8 @@ def load_buffer(
             infos = [{"TimeLimit.truncated": value} for value in truncated]
             buffer.add(_stack(obs), _stack(next_obs), _stack(action), _stack(reward), np.array(done), infos)
     except BaseException:
+        if is_empty:
+            buffer.reset()
         getattr(buffer, "close", lambda: None)()
         if created is not None:
             shutil.rmtree(created, ignore_errors=True)
@@ -329,6 +332,8 @@ def _check_same_spaces(env: Any, observation_space: spaces.Space[Any], dataset: 
 
     :raises InvalidArgumentError: If they differ.
     """
+    if not hasattr(env, "observation_space"):
+        raise InvalidTypeError(f"env={env!r}: expected an environment. Use env=model.get_env()")
     found = _as_sb3_space(env.observation_space, "env")
     if _describe(found) != _describe(observation_space):
         raise InvalidArgumentError(
@@ -349,7 +354,8 @@ def _is_unbounded(space: spaces.Space[Any]) -> bool:
 
 
 def _describe(space: spaces.Space[Any]) -> Any:
-    """Return the class, shape and dtype of a space, by key for a Dict."""
+    """Return the class, shape, dtype and numbers of values of a space, by key for a Dict."""
     if isinstance(space, spaces.Dict):
         return {key: _describe(part) for key, part in space.spaces.items()}
-    return type(space), space.shape, space.dtype
+    values = [str(getattr(space, name, None)) for name in ("n", "start", "nvec")]
+    return type(space), space.shape, space.dtype, values

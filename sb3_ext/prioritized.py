@@ -16,6 +16,7 @@ import weakref
 from types import CodeType
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import torch as th
 from stable_baselines3 import DQN
@@ -56,7 +57,8 @@ def register_critic(algorithm_class: type[OffPolicyAlgorithm], attribute: str | 
     Allow prioritized replay for an algorithm that has its own ``train()``.
 
     The critic's loss has to be a mean over the batch, computed from one call of the critic per batch. Otherwise, the
-    importance weights would be wrong.
+    importance weights would be wrong. Priorities are the absolute gradients of the loss. For a Huber loss, these are TD
+    errors clipped to 1. For a squared loss, they are twice the TD errors.
 
     :param algorithm_class: Class that defines ``train()``
     :param attribute: Name of the algorithm's attribute that contains the critic, a :class:`torch.nn.Module`; or None if
@@ -138,8 +140,9 @@ class CriticHook:
     backward pass of the batch, it is removed.
 
     :param buffer: Buffer of the batch
-    :param critic: Critic of the algorithm
-    :param name: Name of the algorithm, for error texts
+    :param algorithm: Algorithm that trains
+    :param critic: Its critic
+    :param name: Name of the class that defines its ``train()``, for error texts
     :param weights: Importance weights, float32, shape ``(n,)``
     :param target: Target values of the batch; None if errors are read from the gradient alone
     :ivar done: Whether the gradients of all outputs have arrived
@@ -148,17 +151,22 @@ class CriticHook:
     def __init__(
         self,
         buffer: PrioritizedReplayMixin,
+        algorithm: OffPolicyAlgorithm,
         critic: th.nn.Module,
         name: str,
         weights: np.ndarray,
         target: DqnTarget | None,
     ) -> None:
-        self._buffer, self._name, self._target = weakref.ref(buffer), name, target
+        self._buffer, self._algorithm = weakref.ref(buffer), weakref.ref(algorithm)
+        self._name, self._target = name, target
         self._weights = th.from_numpy(weights)
         self._outputs: list[th.Tensor] = []  # those of the critic
         self._errors: list[th.Tensor] = []
         self.done = False
-        self._handle = critic.register_forward_hook(self._attach)
+        self._handle = critic.register_forward_hook(self)
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (_ignore_call,)  # for copies of a critic while it trains
 
     def remove(self) -> None:
         """Remove the hooks from the networks, and release all tensors."""
@@ -167,13 +175,17 @@ class CriticHook:
             self._target.remove()
         self._outputs, self._target = [], None
 
-    def _attach(self, module: th.nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: th.nn.Module, args: Any, output: Any) -> None:
         """Register hooks for the gradients of the critic's outputs."""
         parts = output if isinstance(output, (tuple, list)) else (output,)
         outputs = [part for part in parts if isinstance(part, th.Tensor) and part.requires_grad]
         buffer = self._buffer()
-        if not outputs or buffer is None or buffer._hook is not self:
-            return  # copies of the critic have copies of this hook
+        if not outputs or buffer is None:
+            return
+        training = _find_training_algorithm()
+        if training is None or training[0] is not self._algorithm():
+            self.remove()  # train() was interrupted, and the caller uses the critic
+            return
         if self._outputs:
             raise InvalidArgumentError(
                 f"{self._name}.train() calls the critic more than once for one loss, which prioritized replay cannot "
@@ -218,6 +230,10 @@ class CriticHook:
             buffer.update_priorities(errors.cpu().numpy())
 
 
+def _ignore_call(module: th.nn.Module, args: Any, output: Any) -> None:
+    """Do nothing. Copies of networks have this hook in place of those of the original."""
+
+
 class DqnTarget:
     """
     Target values of DQN, to compute TD errors above 1.
@@ -232,14 +248,17 @@ class DqnTarget:
         discounts = getattr(samples, "discounts", None)
         self._samples, self._discounts = samples, algorithm.gamma if discounts is None else discounts
         self._next_q: th.Tensor | None = None
-        self._handle = algorithm.q_net_target.register_forward_hook(self.record)
+        self._handle = algorithm.q_net_target.register_forward_hook(self)
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (_ignore_call,)
 
     def remove(self) -> None:
         """Remove the hook from the target network."""
         self._handle.remove()
 
-    def record(self, module: th.nn.Module, args: Any, output: Any) -> None:
-        """Record the target network's outputs; a forward hook."""
+    def __call__(self, module: th.nn.Module, args: Any, output: Any) -> None:
+        """Record the target network's outputs."""
         self._next_q = output.detach()
 
     def exact_errors(self, q_values: th.Tensor, clipped: th.Tensor) -> th.Tensor:
@@ -257,6 +276,7 @@ class PrioritizedReplayMixin(CompressedReplayBuffer):
     """Mixin that draws transitions in proportion to their priorities."""
 
     _UNSAVED_ATTRIBUTES: tuple[str, ...] = ("_tree", "_hook", "_batch")
+    _NO_SEQUENCES = "its transitions are drawn by priority. Use replay_buffer_class=CompressedReplayBuffer"
     _hook: CriticHook | None = None
     _batch: tuple[np.ndarray, int, int] | None = None  # drawn transitions, next row and count of additions at that time
     _n_unused = 0
@@ -265,7 +285,7 @@ class PrioritizedReplayMixin(CompressedReplayBuffer):
         self, *args: Any, alpha: float = 0.6, beta: float | Schedule = 0.4, epsilon: float = 1e-6, **kwargs: Any
     ) -> None:
         self.alpha = _check_number("alpha", alpha, least=0.0, most=np.inf)
-        self.beta = beta if callable(beta) else _check_number("beta", beta, least=0.0, most=1.0)
+        self.beta: Any = beta if callable(beta) else _check_number("beta", beta, least=0.0, most=1.0)
         self.epsilon = _check_number("epsilon", epsilon, least=float(np.finfo(np.float32).tiny), most=np.inf)
         self.max_priority, self._n_added, self._progress_remaining = 1.0, 0, 1.0
         self.importance_weights = np.zeros(0, dtype=np.float32)
@@ -368,7 +388,7 @@ class PrioritizedReplayMixin(CompressedReplayBuffer):
         critic = _find_critic(algorithm, owner)
         if critic is not None:
             target = DqnTarget(algorithm, samples) if owner is DQN else None  # type: ignore[arg-type]
-            self._hook = CriticHook(self, critic, owner.__name__, self.importance_weights, target)
+            self._hook = CriticHook(self, algorithm, critic, owner.__name__, self.importance_weights, target)
 
     def _draw(self, batch_size: int) -> np.ndarray:
         """Draw transitions, one from each of ``batch_size`` equal parts of the sum of all weights."""
@@ -379,7 +399,8 @@ class PrioritizedReplayMixin(CompressedReplayBuffer):
         """Return the exponent of the importance weights at the present progress of training."""
         if callable(self.beta):
             return _check_number("beta(progress)", self.beta(self._progress_remaining), least=0.0, most=1.0)
-        return self.beta + (1.0 - self.beta) * (1.0 - self._progress_remaining)
+        beta: float = self.beta
+        return beta + (1.0 - beta) * (1.0 - self._progress_remaining)
 
     def _end_hook(self, hook: CriticHook) -> None:
         """Remove the hook of the previous batch; raise an error if batches get no gradients."""
@@ -394,7 +415,7 @@ class PrioritizedReplayMixin(CompressedReplayBuffer):
             )
 
     @atomic
-    def update_priorities(self, td_errors: np.ndarray) -> None:
+    def update_priorities(self, td_errors: np.ndarray | th.Tensor) -> None:
         """
         Set the priorities of the last batch. For supported algorithms, ``train()`` does this.
 
@@ -403,12 +424,16 @@ class PrioritizedReplayMixin(CompressedReplayBuffer):
         :param td_errors: TD errors of any sign, shape ``(n,)``. The priority is ``abs(td_error) + epsilon``
         :raises InvalidArgumentError: If the shape does not match the last batch, or an error is not finite.
         """
+        if isinstance(td_errors, th.Tensor):
+            td_errors = td_errors.detach().cpu().numpy()
+        if self._batch is None:
+            raise InvalidArgumentError("there is no batch to update. Call sample() before update_priorities()")
         try:
             td_errors = np.abs(np.asarray(td_errors, dtype=np.float32)).reshape(-1)
         except (TypeError, ValueError) as error:
             raise InvalidTypeError(f"td_errors={td_errors!r}: expected numbers ({error})") from error
-        n = 0 if self._batch is None else len(self._batch[0])
-        if self._batch is None or len(td_errors) != n:
+        n = len(self._batch[0])
+        if len(td_errors) != n:
             raise InvalidArgumentError(
                 f"td_errors has {len(td_errors)} values, expected {n}: one per sampled transition"
             )
@@ -437,8 +462,15 @@ class PrioritizedReplayMixin(CompressedReplayBuffer):
         """Size in bytes of all stored transitions, the tree, and the arrays that batches are decoded into."""
         return super().nbytes + self._tree.nbytes
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        # Schedules are often lambdas and inner functions, which pickle refuses. SB3 saves its own by cloudpickle, too.
+        return {**state, "beta": cloudpickle.dumps(self.beta)} if callable(self.beta) else state
+
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
+        if isinstance(self.beta, bytes):
+            self.beta = cloudpickle.loads(self.beta)
         self._build_tree()
 
 

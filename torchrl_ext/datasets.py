@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -106,6 +105,11 @@ def read_storage_episodes(
     :raises InvalidArgumentError: If actions, rewards or observations do not have the shapes that the spaces require.
     """
     n_steps, last = len(storage), storage._last_cursor_index
+    if last is None and n_steps == storage.max_size:
+        raise InvalidArgumentError(
+            "the storage is full, and it is unknown which element is the oldest, because its contents were loaded. "
+            "Export it before it is saved, or from its storage_dir"
+        )
     first = 0 if last is None or n_steps < storage.max_size else last + 1
     places = (first + torch.arange(n_steps)) % max(n_steps, 1)
     keys = find_observation_keys(storage)
@@ -229,6 +233,11 @@ def _as_arrays(space: spaces.Space[Any], values: Any, name: str) -> Any:
     if isinstance(space, spaces.Discrete) and shape == (int(space.n),) and space.n > 1:
         return values.to(torch.int64).argmax(-1).cpu().numpy() + space.start
     expected = tuple(space.shape or ())
-    if isinstance(values, TensorDict) or math.prod(shape) != math.prod(expected) or isinstance(space, spaces.Dict):
+    long_axes, expected_axes = ([n for n in sizes if n != 1] for sizes in (shape, expected))
+    if isinstance(values, TensorDict) or long_axes != expected_axes or isinstance(space, spaces.Dict):
         raise InvalidArgumentError(f"{name} have shape {shape}, expected {expected} as in {space}. Pass their space")
-    return values.reshape(len(values), *expected).cpu().numpy().astype(space.dtype, copy=False)
+    array = values.reshape(len(values), *expected).cpu().numpy()
+    cast = array.astype(space.dtype, copy=False)
+    if cast.dtype.kind != "f" and (cast != array).any():
+        raise InvalidArgumentError(f"{name} of dtype {array.dtype} are not values of {space}. Pass their space")
+    return cast

@@ -22,10 +22,12 @@ from torchrl.data import LazyTensorStorage, PrioritizedSampler
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from sb3_ext import (
+    CompressedHerReplayBuffer,
     CompressedPrioritizedDictReplayBuffer,
     CompressedPrioritizedHerReplayBuffer,
     CompressedPrioritizedNStepReplayBuffer,
     CompressedPrioritizedReplayBuffer,
+    CompressedReplayBuffer,
     prioritized,
     register_critic,
 )
@@ -283,6 +285,33 @@ def test_training_changes_priorities(name: str, tmp_path: Path) -> None:
     assert not np.array_equal(model.replay_buffer.priorities, priorities)
 
 
+def test_folder_of_a_uniform_buffer_gets_priorities(tmp_path: Path) -> None:
+    buffer = make_buffer(40, cls=CompressedReplayBuffer, storage_dir=tmp_path / "run")
+    fill(buffer, 30)
+    buffer.close()
+    for _ in range(2):
+        buffer = make_buffer(40, storage_dir=tmp_path / "run")
+        assert (buffer.size(), buffer.recovered.lost) == (20, 0)
+        assert (buffer.priorities == 1).all()
+        buffer.sample(8)
+        buffer.close()
+
+
+def test_hindsight_forgets_episodes_that_a_folder_has_lost(tmp_path: Path) -> None:
+    venv = make_reach_vec_env()
+    options = {"env": venv, "device": "cpu", "n_envs": 2, "storage_dir": tmp_path / "run"}
+    arguments = 80, venv.observation_space, venv.action_space
+    buffer = CompressedHerReplayBuffer(*arguments, **options)
+    add_all([buffer], collect_transitions(venv, 25))
+    buffer._observations.first.drop_newest(10)
+    buffer.close()
+    buffer = CompressedHerReplayBuffer(*arguments, **options)
+    assert buffer.size() == 15
+    assert buffer.ep_length[:15].any()
+    assert not buffer.ep_length[15:].any()
+    buffer.close()
+
+
 def test_storage_dir_keeps_priorities(tmp_path: Path) -> None:
     buffer = make_buffer(200, storage_dir=tmp_path / "run")
     fill(buffer, 60)
@@ -326,6 +355,41 @@ def test_other_calls_between_samples_do_not_disturb_training() -> None:
     assert not models[1].q_net_target._forward_hooks
     copied = copy.deepcopy(models[1].policy)
     assert not copied.q_net._forward_hooks
+
+
+def test_critic_used_after_an_interrupt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(DQN, "CartPole-v1")
+    model.learn(60)
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("stable_baselines3.dqn.dqn.F.smooth_l1_loss", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model.train(1, BATCH)
+    before = model.replay_buffer.priorities.copy()
+    copies = copy.deepcopy(model.q_net), pickle.loads(pickle.dumps(model.q_net))
+    for q_net in (model.q_net, *copies):
+        q_net(th.zeros(BATCH, 4)).sum().backward()
+    assert np.array_equal(model.replay_buffer.priorities, before)
+    model.train(1, BATCH)
+    assert not np.array_equal(model.replay_buffer.priorities, before)
+
+
+def test_lambda_schedules_are_saved(tmp_path: Path) -> None:
+    model = make_model(DQN, "CartPole-v1", replay_buffer_kwargs={"beta": lambda progress: 0.25})
+    model.learn(60)
+    model.save_replay_buffer(tmp_path / "buffer")
+    model.load_replay_buffer(tmp_path / "buffer")
+    assert model.replay_buffer._current_beta() == 0.25
+
+
+def test_sequences_are_refused() -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"drawn by priority. Use replay_buffer_class=CompressedReplayBuffer"
+    ):
+        make_buffer().sample_sequences(4, 2)
 
 
 def test_compiled_policies() -> None:
@@ -439,9 +503,12 @@ def test_schedules_outside_0_to_1_are_refused() -> None:
 def test_invalid_td_errors_change_nothing() -> None:
     buffer = make_buffer()
     fill(buffer, 10)
-    with pytest.raises(InvalidArgumentError, match="td_errors has 3 values, expected 0"):
+    with pytest.raises(InvalidArgumentError, match="there is no batch to update"):
         buffer.update_priorities(np.ones(3))
     buffer.sample(4)
+    buffer.update_priorities(th.ones(4, requires_grad=True))
+    with pytest.raises(InvalidArgumentError, match="td_errors has 3 values, expected 4"):
+        buffer.update_priorities(np.ones(3))
     before = buffer.priorities.copy()
     with pytest.raises(InvalidTypeError, match="td_errors='abc': expected numbers"):
         buffer.update_priorities("abc")  # type: ignore[arg-type]

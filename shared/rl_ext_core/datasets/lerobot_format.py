@@ -173,7 +173,7 @@ class LeRobotReader(Dataset):
             _check_file(path)
             self._videos[name] = _VideoFile(self._av, path)
         with as_corrupt_file(f"{path} is"):
-            return self._videos[name].read((start + timestamps).astype(np.float32), self._spaces[name].shape)
+            return self._videos[name].read(start + timestamps.astype(np.float64), self._spaces[name].shape)
 
     def _decode_images(self, column: Any, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
         """Decode PNG images, which are stored in a column."""
@@ -196,7 +196,7 @@ class _VideoFile:
         self._frame: Any = None
         self._time: Any = -np.inf
 
-    def read(self, times: npt.NDArray[np.float32], shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    def read(self, times: npt.NDArray[np.float64], shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
         """Return RGB frames of shape ``(len(times), *shape)``.
 
         :param times: Ascending times in seconds
@@ -209,7 +209,7 @@ class _VideoFile:
         for image, time in zip(images, times, strict=True):
             while self._time < time - _TOLERANCE:
                 self._frame = next(self._frames, None)
-                self._time = np.inf if self._frame is None else np.float32(self._frame.time)
+                self._time = np.inf if self._frame is None else float(self._frame.time)
             if self._time > time + _TOLERANCE:
                 raise CorruptFileError(f"{self.path} has no frame at {time:.4f} s. Download the dataset again")
             image[:] = self._frame.to_ndarray(format="rgb24")

@@ -478,34 +478,37 @@ class StoreFolder:
             raise storage_error(self.path / MANIFEST, error, doing="write") from error
         self.settings = settings
 
-    def add_rows(self, name: str, fields: Fields) -> None:
+    def add_rows(self, name: str, fields: Fields, *, n_reserved: int = 0) -> None:
         """Add arrays of zeros to :attr:`rows`.
 
         :param name: Name of their file
         :param fields: Shape and dtype of each array's rows, by name
+        :param n_reserved: Number of rows to reserve, as in the other arrays
         :raises StorageError: If the folder cannot be written to
         """
         self.rows.add(name, fields, self._region_file(name, new=True))
+        self.rows.reserve(n_reserved)
         if self.settings is not None:
             self._write_manifest(self.settings)
 
     def array(
-        self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, empty: bool, mutable: bool
+        self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, n_written: int, mutable: bool
     ) -> npt.NDArray[Any]:
         """Return a row array, which is created if it does not exist.
 
-        :param empty: Whether the store has no transitions
+        :param n_written: Number of rows that the store has written
         :param mutable: Whether any row may change at any time, so that rows have no checksums
-        :raises InvalidArgumentError: If the array does not exist, but the store has transitions
+        :raises InvalidArgumentError: If the array does not exist, is not mutable, and the store has transitions
         """
         found = self.rows.get(name, shape, dtype)
-        if found is None and not empty:
+        if found is None and n_written and not mutable:
             raise InvalidArgumentError(
                 f"{self.path} contains transitions, but no row array {name!r}; pass another storage_dir, or request "
                 "all arrays before the first transition is added"
             )
         if found is None:
-            self.add_rows(f"{_MUTABLE if mutable else 'row-'}{name}", {name: (tuple(shape), np.dtype(dtype))})
+            prefix, fields = _MUTABLE if mutable else "row-", {name: (tuple(shape), np.dtype(dtype))}
+            self.add_rows(f"{prefix}{name}", fields, n_reserved=n_written)
         return self.rows.arrays[name]
 
     def read_journal(self, n_written: Callable[[], int | None] = lambda: None) -> tuple[JournalRecord, Places]:

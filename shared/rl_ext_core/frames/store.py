@@ -843,7 +843,8 @@ class FrameStore:
         :param name: Name of the array: letters, digits, ``_``, ``-`` and ``.``.
         :param shape: Shape of one row.
         :param dtype: Dtype of the array.
-        :param mutable: Whether you write to any row at any time, default False. Such an array has no checksums.
+        :param mutable: Whether you write to any row at any time, default False. Such an array has no checksums, and
+            may be created after transitions were added.
         :return: Zeros of shape ``(capacity, *shape)`` at first; the same array for the same name.
         :raises InvalidArgumentError: If the array exists with another shape or dtype, or, with ``storage_dir``, if
             transitions were added before.
@@ -851,7 +852,7 @@ class FrameStore:
         """
         with self._lock:
             if self._folder is not None:
-                return self._folder.array(name, shape, dtype, empty=self.n_written == 0, mutable=mutable)
+                return self._folder.array(name, shape, dtype, n_written=self.n_written, mutable=mutable)
             if self._rows.get(name, shape, dtype) is None:
                 self._rows.add(name, {name: (tuple(shape), np.dtype(dtype))})
             return self._rows.arrays[name]
