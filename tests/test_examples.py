@@ -72,7 +72,11 @@ def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
         ),
         ("ppo_torch_env", ["mean reward", "Partial resets are not handled"]),
         ("sb3_torch_env", ["cut by the time limit:         True", "steps a second, learning included"]),
-        ("prioritized_replay", ["uniform      learning rate 0.001", "median steps: prioritized 1,000"]),
+        pytest.param(
+            "prioritized_replay",
+            ["uniform      learning rate 0.001", "median steps: prioritized 1,000"],
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_notebook_runs(name: str, parts: list[str], tmp_path: Path, variables: dict[str, str]) -> None:

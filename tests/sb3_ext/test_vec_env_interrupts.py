@@ -119,7 +119,7 @@ def test_calls_after_interrupted_call_match_dummy_vec_env(
     assert no_workers()
 
 
-denser = pytest.mark.parametrize("every", [pytest.param(7, marks=pytest.mark.exhaustive), 29])
+denser = pytest.mark.parametrize("every", [pytest.param(7, marks=pytest.mark.exhaustive), 41])
 
 
 @pytest.mark.slow

@@ -363,7 +363,7 @@ WRAPPED: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sample(quick=3)
+@pytest.mark.sample(quick=3, ci=22)
 @pytest.mark.parametrize("name", WRAPPED)
 def test_environment_under_each_wrapper_is_copied(name: str, copy_outcome: Any) -> None:
     env = WRAPPED[name]()
