@@ -150,7 +150,7 @@ class CriticHook:
 
     def __init__(
         self,
-        buffer: PrioritizedReplayMixin,
+        buffer: CompressedPrioritizedReplayBuffer,
         algorithm: OffPolicyAlgorithm,
         critic: th.nn.Module,
         name: str,
@@ -272,9 +272,42 @@ class DqnTarget:
         return errors if matches else clipped
 
 
-class PrioritizedReplayMixin(CompressedReplayBuffer):
-    """Mixin that draws transitions in proportion to their priorities."""
+class CompressedPrioritizedReplayBuffer(CompressedReplayBuffer):
+    """
+    Compressed replay buffer with prioritized experience replay.
 
+    It works with DQN, SAC, TD3 and DDPG, and with sb3-contrib's QR-DQN, TQC and CrossQ, which need no changes. For
+    other algorithms, see :func:`register_critic`.
+
+    Transitions are drawn in proportion to ``priority ** alpha``, one from each of ``batch_size`` equal parts of the
+    sum. The loss is weighted by ``(size * probability) ** -beta``, divided by the largest such weight in the batch.
+    New transitions get the largest priority so far. After training, the priority is the absolute TD error, plus
+    ``epsilon``:
+
+    - DQN: the TD error. Its loss clips the gradient, so the error is computed from outputs and targets.
+    - SAC, TD3, DDPG, CrossQ: the gradient of the loss, which is proportional to the mean TD error of the critics.
+    - QR-DQN, TQC: the absolute gradients of all quantiles, which their loss clips.
+
+    :param args, kwargs: As in :class:`CompressedReplayBuffer`
+    :param alpha: Exponent of the priorities; 0 is uniform sampling
+    :param beta: Exponent of the importance weights at the start of ``learn()``. It increases linearly to 1 until the
+        end. Or a schedule, a function of the remaining progress from 1 to 0, as for Stable Baselines3's learning rate
+    :param epsilon: Smallest priority
+    :ivar importance_weights: Weights of the last batch, float32, shape ``(n,)``
+    :ivar priorities: Priorities, float32, shape ``(buffer_size, n_envs)``. Do not change them
+    :raises InvalidArgumentError: If ``alpha``, ``beta`` or ``epsilon`` is out of range, or as in
+        :class:`CompressedReplayBuffer`.
+
+    Sources: Schaul et al., "Prioritized Experience Replay", https://arxiv.org/abs/1511.05952
+
+    >>> from stable_baselines3 import DQN
+    >>> from sb3_ext import CompressedPrioritizedReplayBuffer
+    >>> model = DQN("MlpPolicy", "CartPole-v1", buffer_size=1000, replay_buffer_class=CompressedPrioritizedReplayBuffer)
+    >>> model.learn(200).replay_buffer.size()
+    200
+    """
+
+    _OTHER_CLASS_HINT = "Use replay_buffer_class=CompressedPrioritizedDictReplayBuffer"
     _UNSAVED_ATTRIBUTES: tuple[str, ...] = ("_tree", "_hook", "_batch")
     _NO_SEQUENCES = "its transitions are drawn by priority. Use replay_buffer_class=CompressedReplayBuffer"
     _hook: CriticHook | None = None
@@ -485,45 +518,7 @@ def _check_number(name: str, value: Any, *, least: float, most: float) -> float:
     return number
 
 
-class CompressedPrioritizedReplayBuffer(PrioritizedReplayMixin):
-    """
-    Compressed replay buffer with prioritized experience replay.
-
-    It works with DQN, SAC, TD3 and DDPG, and with sb3-contrib's QR-DQN, TQC and CrossQ, which need no changes. For
-    other algorithms, see :func:`register_critic`.
-
-    Transitions are drawn in proportion to ``priority ** alpha``, one from each of ``batch_size`` equal parts of the
-    sum. The loss is weighted by ``(size * probability) ** -beta``, divided by the largest such weight in the batch.
-    New transitions get the largest priority so far. After training, the priority is the absolute TD error, plus
-    ``epsilon``:
-
-    - DQN: the TD error. Its loss clips the gradient, so the error is computed from outputs and targets.
-    - SAC, TD3, DDPG, CrossQ: the gradient of the loss, which is proportional to the mean TD error of the critics.
-    - QR-DQN, TQC: the absolute gradients of all quantiles, which their loss clips.
-
-    :param args, kwargs: As in :class:`CompressedReplayBuffer`
-    :param alpha: Exponent of the priorities; 0 is uniform sampling
-    :param beta: Exponent of the importance weights at the start of ``learn()``. It increases linearly to 1 until the
-        end. Or a schedule, a function of the remaining progress from 1 to 0, as for Stable Baselines3's learning rate
-    :param epsilon: Smallest priority
-    :ivar importance_weights: Weights of the last batch, float32, shape ``(n,)``
-    :ivar priorities: Priorities, float32, shape ``(buffer_size, n_envs)``. Do not change them
-    :raises InvalidArgumentError: If ``alpha``, ``beta`` or ``epsilon`` is out of range, or as in
-        :class:`CompressedReplayBuffer`.
-
-    Sources: Schaul et al., "Prioritized Experience Replay", https://arxiv.org/abs/1511.05952
-
-    >>> from stable_baselines3 import DQN
-    >>> from sb3_ext import CompressedPrioritizedReplayBuffer
-    >>> model = DQN("MlpPolicy", "CartPole-v1", buffer_size=1000, replay_buffer_class=CompressedPrioritizedReplayBuffer)
-    >>> model.learn(200).replay_buffer.size()
-    200
-    """
-
-    _OTHER_CLASS_HINT = "Use replay_buffer_class=CompressedPrioritizedDictReplayBuffer"
-
-
-class CompressedPrioritizedDictReplayBuffer(PrioritizedReplayMixin, CompressedDictReplayBuffer):  # type: ignore[override]
+class CompressedPrioritizedDictReplayBuffer(CompressedPrioritizedReplayBuffer, CompressedDictReplayBuffer):  # type: ignore[override]
     """
     :class:`CompressedPrioritizedReplayBuffer` for ``Dict`` observations.
 
@@ -541,7 +536,7 @@ class CompressedPrioritizedDictReplayBuffer(PrioritizedReplayMixin, CompressedDi
 if hasattr(buffers, "NStepReplayBuffer"):
     from sb3_ext.buffers import CompressedNStepReplayBuffer
 
-    class CompressedPrioritizedNStepReplayBuffer(PrioritizedReplayMixin, CompressedNStepReplayBuffer):
+    class CompressedPrioritizedNStepReplayBuffer(CompressedPrioritizedReplayBuffer, CompressedNStepReplayBuffer):
         """
         :class:`CompressedPrioritizedReplayBuffer` with n-step returns.
 
@@ -555,8 +550,10 @@ if hasattr(buffers, "NStepReplayBuffer"):
         ... )
         """
 
+        _OTHER_CLASS_HINT = CompressedNStepReplayBuffer._OTHER_CLASS_HINT
 
-class CompressedPrioritizedHerReplayBuffer(PrioritizedReplayMixin, CompressedHerReplayBuffer):  # type: ignore[override]
+
+class CompressedPrioritizedHerReplayBuffer(CompressedPrioritizedReplayBuffer, CompressedHerReplayBuffer):  # type: ignore[override]
     """
     Compressed replay buffer for hindsight experience replay with priorities.
 
@@ -570,7 +567,11 @@ class CompressedPrioritizedHerReplayBuffer(PrioritizedReplayMixin, CompressedHer
     ... )
     """
 
-    _UNSAVED_ATTRIBUTES = (*PrioritizedReplayMixin._UNSAVED_ATTRIBUTES, *CompressedHerReplayBuffer._UNSAVED_ATTRIBUTES)
+    _OTHER_CLASS_HINT = CompressedHerReplayBuffer._OTHER_CLASS_HINT
+    _UNSAVED_ATTRIBUTES = (
+        *CompressedPrioritizedReplayBuffer._UNSAVED_ATTRIBUTES,
+        *CompressedHerReplayBuffer._UNSAVED_ATTRIBUTES,
+    )
 
     def _can_be_drawn(self, rows: np.ndarray) -> Any:
         return self.ep_length[rows] > 0
