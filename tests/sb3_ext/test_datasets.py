@@ -225,6 +225,7 @@ def test_reset_without_done_begins_an_episode() -> None:
     assert all(episode.truncations[-1] and not episode.truncations[:-1].any() for episode in found)
 
 
+@pytest.mark.sample(quick=1)
 @pytest.mark.parametrize("options", [{"codec": "jpeg"}, {"max_error": 4}])
 def test_lossy_codecs_do_not_split_episodes(options: dict[str, Any]) -> None:
     rng = np.random.default_rng(0)

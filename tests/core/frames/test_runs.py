@@ -71,6 +71,7 @@ def places_of(stretches: list[tuple[int, int, int]], n: int) -> np.ndarray:
     return np.concatenate([(start + step * np.arange(length)) % n for start, length, step in stretches])
 
 
+@pytest.mark.sample(quick=1)
 @pytest.mark.parametrize("case", CASES)
 @settings(max_examples=25)
 @given(stretches=STRETCHES, next_stretches=STRETCHES, following=st.booleans(), num_threads=st.sampled_from([1, 3]))
