@@ -42,8 +42,9 @@ def load_storage(
     storage_dir = options.get("storage_dir")
     created = storage_dir if storage_dir is not None and not Path(storage_dir).exists() else None
     storage = cls(max_size, **options)
+    is_empty = not len(storage)
     try:
-        if len(storage):
+        if not is_empty:
             raise InvalidArgumentError(
                 f"storage_dir={str(storage_dir)!r} contains {len(storage):,} elements already. Open it with "
                 f"{cls.__name__}(..., storage_dir=...), or pass another storage_dir"
@@ -55,6 +56,8 @@ def load_storage(
                     buffer.extend(chunk)
         storage._resume_cursor = buffer.writer._cursor  # the next buffer continues there
     except BaseException:
+        if is_empty:
+            storage._empty()
         storage.close()
         if created is not None:
             shutil.rmtree(created, ignore_errors=True)

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_ext_core.datasets import Dataset, Episode, open_dataset, write_dataset
+from rl_ext_core.datasets import Dataset, Episode, lerobot_format, open_dataset, write_dataset
 from rl_ext_core.datasets.episodes import Steps, split_episodes
 from rl_ext_core.errors import (
     CorruptFileError,
@@ -289,3 +290,34 @@ def test_datasets_of_other_readers_are_checked() -> None:
 
     with pytest.raises(CorruptFileError, match=r"mine: episode 0 has \[3\] observations, expected 4"):
         list(open_dataset(Reader()))
+
+
+class _LongVideo:
+    """Stand-in for PyAV and its container: gray frames every tenth of a second, in float32 as LeRobot's times are."""
+
+    def __init__(self) -> None:
+        self.streams = SimpleNamespace(video=[SimpleNamespace(time_base=0.1)])
+        self._next = 0
+
+    def open(self, path: str, **options: Any) -> _LongVideo:
+        """Open the video."""
+        return self
+
+    def seek(self, offset: int, *, stream: Any) -> None:
+        """Continue at the last key frame, of which there is one per second."""
+        self._next = offset // 10 * 10
+
+    def decode(self, stream: Any) -> Iterator[Any]:
+        """Yield the frames from here on."""
+        while True:
+            image = np.full((2, 2, 3), self._next % 251, np.uint8)
+            yield SimpleNamespace(time=self._next / 10, to_ndarray=lambda format, image=image: image)
+            self._next += 1
+
+
+def test_videos_longer_than_the_precision_of_float32_are_read() -> None:
+    video = lerobot_format._VideoFile(_LongVideo(), Path("long.mp4"))
+    for first in (20_480, 20_502, 40_959, 90_001):  # from 2,048 s on, float32 is coarser than the tolerance
+        timestamps = np.arange(200, dtype=np.float32) / np.float32(10)
+        found = video.read(first / 10 + timestamps.astype(np.float64), (2, 2, 3))
+        assert np.array_equal(found[:, 0, 0, 0], (first + np.arange(200)) % 251)

@@ -186,6 +186,10 @@ def test_failure_removes_a_new_storage_dir(tmp_path: Path, root: Path) -> None:
     with pytest.raises(CorruptFileError, match="episode 1 is damaged"):
         FrameStorage.from_dataset("mine-v0", storage_dir=tmp_path / "stored")
     assert not (tmp_path / "stored").exists()
+    (tmp_path / "stored").mkdir()
+    for _ in range(2):  # nothing is left in an empty folder, so the second call fails in the same way
+        with pytest.raises(CorruptFileError, match="episode 1 is damaged"):
+            FrameStorage.from_dataset("mine-v0", storage_dir=tmp_path / "stored")
 
 
 def test_max_bytes_drops_the_oldest() -> None:

@@ -24,7 +24,7 @@ _IMAGES = ("image", "video")
 _REWARD, _DONE, _TRUNCATED, _SUCCESS = "next.reward", "next.done", "next.truncated", "next.success"
 _INDEX_COLUMNS = ("timestamp", "frame_index", "episode_index")
 # LeRobot's default tolerance for the times of frames, in seconds.
-_TOLERANCE = np.float32(1e-4)
+_TOLERANCE = 1e-4
 # Gap in seconds beyond which a video is decoded from another place instead of onward.
 _LONGEST_SKIP = 1.0
 
