@@ -26,6 +26,7 @@ COMMANDS: dict[str, float] = {
     "replay_buffer": 14,
     "replay_buffer --draws 1": 14,
     "replay_buffer pong breakout mspacman seaquest montezuma --codec patch+lz4": 6,
+    "prioritized": 8,
     "sequences": 3,
     "memory --size {size}": 45,
     "memory --size {size} --codec patch+lz4": 45,

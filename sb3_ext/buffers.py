@@ -267,6 +267,15 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         """Number of rows that contain transitions."""
         return self.buffer_size if self.full else self.pos
 
+    def _stored_rows(self) -> np.ndarray:
+        """Return the rows of the stored transitions, from the oldest to the newest."""
+        return (self.pos - self.size() + np.arange(self.size())) % self.buffer_size
+
+    def _dropped_rows(self, size_before: int) -> np.ndarray:
+        """Return the rows that the last ``add`` has dropped because of ``max_bytes``, the newest first."""
+        count = min(size_before + 1, self.buffer_size) - self.size()
+        return (self.pos - self.size() - 1 - np.arange(count)) % self.buffer_size
+
     def _allocate_rows(self) -> None:
         """Allocate the arrays of actions, rewards, dones and time-outs."""
         rows, shape = self._observations.rows, (self.n_envs,)
@@ -732,7 +741,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
 
     def _restore_episodes(self) -> None:
         """Make complete episodes in ``storage_dir`` available to hindsight, and start a new one."""
-        rows = (self.pos - self.size() + np.arange(self.size())) % self.buffer_size
+        rows = self._stored_rows()
         is_stale = self.ep_length > 0  # episodes of transitions that were lost
         is_stale[rows] = False
         self.ep_length[is_stale] = 0
@@ -765,17 +774,11 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
             self.infos[row] = infos
         for env in np.flatnonzero(done).tolist():
             self._compute_episode_length(env)
-        held = self.size()
-        if held < self._rows_written:
-            self._invalidate_dropped_episodes(min(before + 1, self.buffer_size) - held)
-
-    def _invalidate_dropped_episodes(self, count: int) -> None:
-        """Remove episodes from hindsight whose oldest transitions were dropped."""
-        dropped_rows = (self.pos - self.size() - 1 - np.arange(count)) % self.buffer_size
-        if count:
-            self._invalidate_rest_of_episodes(dropped_rows[0])
+        dropped = self._dropped_rows(before)
+        if len(dropped):  # their episodes have lost the beginning
+            self._invalidate_rest_of_episodes(dropped[0])
             for env in range(self.n_envs):
-                self._set_episode_length(dropped_rows, env, 0)
+                self._set_episode_length(dropped, env, 0)
 
     def _invalidate_rest_of_episodes(self, row: int) -> None:
         """Set ``ep_length`` to 0 from a row to the ends of its episodes, as HER skips zeros."""

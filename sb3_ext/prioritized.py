@@ -335,7 +335,7 @@ class CompressedPrioritizedReplayBuffer(CompressedReplayBuffer):
         from rl_ext_core.frames.sum_tree import SumTree  # imported here, because it loads numba
 
         self.priorities = self._observations.arrays["priorities"]
-        rows = (self.pos - self.size() + np.arange(self.size())) % self.buffer_size
+        rows = self._stored_rows()
         found = self.priorities[rows]
         is_valid = np.isfinite(found) & (found > 0)
         self.max_priority = max(self.max_priority, float(found[is_valid].max(initial=0.0)))
@@ -375,9 +375,8 @@ class CompressedPrioritizedReplayBuffer(CompressedReplayBuffer):
         super().add(*args, **kwargs)
         self._n_added += 1
         self._prioritize_new(np.arange(row * self.n_envs, (row + 1) * self.n_envs))
-        n_dropped = min(before + 1, self.buffer_size) - self.size()
-        if n_dropped:
-            dropped = (self.pos - self.size() - 1 - np.arange(n_dropped)) % self.buffer_size
+        dropped = self._dropped_rows(before)
+        if len(dropped):
             items = dropped[:, None] * self.n_envs + np.arange(self.n_envs)
             self._set_priorities(items.reshape(-1), 0.0)
 

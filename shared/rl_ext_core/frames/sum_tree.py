@@ -87,6 +87,8 @@ def _round_up(n: int) -> int:
 def _update_paths(sums, starts, items):  # type: ignore[no-untyped-def]
     """Compute the sums on the paths from these items to the root."""
     for i in range(items.shape[0]):
+        if i > 0 and items[i] // _FANOUT == items[i - 1] // _FANOUT:
+            continue  # both are in the same sums
         node = items[i]
         for level in range(starts.shape[0] - 2):
             node //= _FANOUT
