@@ -143,10 +143,10 @@ class LogWriter:
 
     def begin_step(self, action: Any) -> bool:
         """Append an action, before the environment gets it; return whether it has a slot."""
-        if type(action) is not self._kind or action.dtype != self._dtype or action.shape != self._shape:
-            if self.is_full or not self._begin_slots(action):
-                self.add_event("step", action)
-                return False
+        fits = type(action) is self._kind and action.dtype == self._dtype and action.shape == self._shape
+        if not fits and (self.is_full or not self._begin_slots(action)):
+            self.add_event("step", action)
+            return False
         end = self._position + self._slot_bytes
         if end > BLOCK_BYTES:
             self._stop()
@@ -202,14 +202,16 @@ def read_log(block: Any) -> EpisodeLog | None:
     calls: list[tuple[str, Any]] = [("reset", arguments)]
     checksums: list[int | None] = []
     slots: Iterator[tuple[Any, int]] = iter(())
-    done, read = cells[_DONE], 0
+    done, n_read = cells[_DONE], 0
 
     def read_slots(until: int) -> None:
-        nonlocal read
-        for read in range(read + 1, until + 1):
+        """Append the steps with slots up to a number."""
+        nonlocal n_read
+        while n_read < until:
+            n_read += 1
             action, value = next(slots)
             calls.append(("step", action))
-            checksums.extend([value] if read <= done else [])
+            checksums.extend([value] if n_read <= done else [])
 
     for position, name, data in events[1:]:
         read_slots(position)

@@ -53,16 +53,17 @@ def restore_generators(layers: list[Any], states: dict[tuple[int, str], Any]) ->
     for (number, name), state in states.items():
         layer = layers[number]
         if name == _EMULATOR and _is_atari(layer):
-            kind = type(layer.ale.cloneState())
+            kind: Any = type(layer.ale.cloneState())
             emulator_state = kind.__new__(kind)
             emulator_state.__setstate__(state)
             layer.ale.restoreState(emulator_state)
             continue
         attribute, *path = name.split("/")
-        owner = vars(layer).get(attribute)
+        owner: Any = vars(layer).get(attribute)
         if isinstance(owner, gymnasium.Space):
             for part in path:
-                owner = owner.spaces[int(part)] if isinstance(owner, gymnasium.spaces.Tuple) else owner.spaces[part]
+                parts: Any = owner.spaces  # type: ignore[attr-defined]
+                owner = parts[part] if isinstance(parts, dict) else parts[int(part)]
             owner._np_random = _restored(owner._np_random, state)
         else:
             setattr(layer, attribute, _restored(owner, state))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -26,6 +28,14 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         this process
     """
 
+    _log: LogWriter
+    _layers: list[Any]
+    # Wrappers that end an episode at each lost life do not reset the game after it.
+    _life_layers: list[Any]
+    _settings: dict[tuple[str, str], tuple[str, Any]]
+    _begin_step: Callable[[Any], bool]
+    _end_step: Callable[[Any], None]
+
     def __init__(self, env: gymnasium.Env[Any, Any], block: Any = None) -> None:
         log = LogWriter(block)
         layers = layers_of(env)
@@ -35,8 +45,6 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             "_settings": {},
             "_begin_step": log.begin_step,
             "_end_step": log.end_step,
-            "_env_step": env.step,
-            # Wrappers that end an episode at each lost life do not reset the game after it.
             "_life_layers": [layer for layer in layers if "was_real_done" in vars(layer)],
         }
         vars(self).update(values)
@@ -63,7 +71,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step the environment, and record the action."""
         has_slot = self._begin_step(action)
-        result = self._env_step(action)
+        result = self.env.step(action)
         if has_slot:
             self._end_step(result[0])
         else:
@@ -126,7 +134,8 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
                 observation = self.step(data)[0]
             else:
                 self.record_call(name, data)
-                CALLS[name](self.env, data)
+                with contextlib.suppress(Exception):  # the recorded call raised it, too
+                    CALLS[name](self.env, data)
                 self.end_call()
                 continue
             if first_difference is None and checksum(observation) != expected:

@@ -223,9 +223,9 @@ class SharedMemory:
                 "size: expected a higher limit. Use ulimit -f unlimited"
             ) from None
 
-    def map(self, size: int) -> mmap.mmap:
-        """Map the first ``size`` bytes into this process."""
-        return mmap.mmap(self._descriptor, size)
+    def map(self, size: int, offset: int = 0) -> mmap.mmap:
+        """Map ``size`` bytes from an offset into this process."""
+        return mmap.mmap(self._descriptor, size, offset=offset)
 
     def write(self, message: bytes) -> None:
         """Replace the message in the memory."""

@@ -104,6 +104,7 @@ class PoolOptions:
     :ivar close_timeout: seconds until workers must have closed their environments; default: no limit
     :ivar restart: ``"truncate"`` replaces failed workers; default None raises their failure
     :ivar max_restarts: number of replacements after which a failure is raised
+    :ivar recorder: folder for records of crashes; True for the working directory; False records no episodes
     :ivar cwd: ``"own"`` for an empty working directory per worker, or a folder that each worker gets a copy of;
         default: the working directory of this process
     """
@@ -116,6 +117,7 @@ class PoolOptions:
     restart: str | None = None
     max_restarts: int = 0
     cwd: str | os.PathLike[str] | None = None
+    recorder: bool | str | os.PathLike[str] = True
 
     def __post_init__(self) -> None:
         methods = multiprocessing.get_all_start_methods()
@@ -133,6 +135,12 @@ class PoolOptions:
                 f'restart={self.restart!r} is neither "truncate" nor None. Write restart="truncate"'
             )
         check_count("max_restarts", self.max_restarts, least=0)
+        if not isinstance(self.recorder, bool) and not os.path.isdir(self.recorder):
+            raise InvalidArgumentError(
+                f"recorder={self.recorder!r} is not a folder: expected a folder for records of crashes, True (the "
+                'working directory), or False (no records). Create it: os.makedirs("crashes"), and pass '
+                'recorder="crashes"'
+            )
         if self.cwd not in (None, "own") and not os.path.isdir(self.cwd):
             raise InvalidArgumentError(
                 f'cwd={self.cwd!r} is not a folder: expected "own" (an empty directory for each worker), a folder of '

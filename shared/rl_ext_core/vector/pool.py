@@ -16,14 +16,15 @@ from typing import Any
 
 from rl_ext_core import processes, resources
 from rl_ext_core._interrupts import defer_signals
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, WorkerError
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, StorageError, WorkerError
 from rl_ext_core.processes.failures import require_same_process
 from rl_ext_core.processes.report import ExceptionRecord
+from rl_ext_core.recording.episode_log import BLOCK_BYTES, EpisodeLog, read_log
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, MemoryLayout, SharedMemory, WorkerHandle
 from rl_ext_core.vector.environments import PoolOptions, check_env_fns, make_factories
-from rl_ext_core.vector.worker import CONVERTED, IDLE_FRAMES, PHASES, StepEntry, run_worker
+from rl_ext_core.vector.worker import CONVERTED, IDLE_FRAMES, PHASES, StepEntry, map_log, run_worker
 
 __all__ = ["UNFINISHED_SECONDS", "Pool", "ResetRequests", "Timings", "make_pool"]
 
@@ -90,6 +91,7 @@ class Pool:
     """
 
     working_directory: str | None = None
+    _log_memory: SharedMemory | None = None  # pools without shared memory record no episodes
 
     def __init__(
         self,
@@ -138,11 +140,15 @@ class Pool:
         """Start the workers. They build their environments."""
         resources.check_open_file_limit(len(self.workers), "n_workers={}")
         self._spins = channel.should_spin(len(self.workers))
-        self._memory = SharedMemory()
+        self._memory, self._log_memory = SharedMemory(), None
+        if self._options.recorder is not False:
+            with contextlib.suppress(StorageError):  # a limit of file sizes: nothing is recorded
+                self._log_memory = SharedMemory(len(self.worker_by_env) * BLOCK_BYTES)
         # Files that environments write there are not deleted.
         self.working_directory = None if self._options.cwd is None else tempfile.mkdtemp(prefix="rl-ext-cwd-")
+        self._memories = [memory for memory in (self._memory, self._log_memory) if memory is not None]
         # A bound method would keep this object alive. The workers end when it is deleted.
-        self._end = weakref.finalize(self, _end_pool, self._owner, self.workers, self._memory, self.working_directory)
+        self._end = weakref.finalize(self, _end_pool, self._owner, self.workers, self._memories, self.working_directory)
         self._end.atexit = False
         self._launch(self.workers)
 
@@ -163,7 +169,7 @@ class Pool:
                 if self.working_directory is not None:
                     own = os.path.join(self.working_directory, str(worker.number))
                     directory = own, None if cwd in (None, "own") else os.path.abspath(cwd)
-                arguments = self._memory, worker.first, factories, directory, self._autoreset
+                arguments = self._memory, worker.first, factories, directory, self._autoreset, self._log_memory
                 worker.launch(context, run_worker, arguments, spins=self._spins)
         except BaseException:
             for worker in workers:
@@ -452,6 +458,14 @@ class Pool:
         error.__cause__ = raised.to_exception()
         return error
 
+    def read_episode_log(self, environment: int) -> EpisodeLog | None:
+        """Read the log of an environment's episode, also after its worker has died.
+
+        :param environment: number of the environment
+        :return: the log; None if the episode was not recorded
+        """
+        return None if self._log_memory is None else read_log(map_log(self._log_memory, environment))
+
     # -- the end
 
     def close(self, timeout: float | None = None) -> None:
@@ -533,7 +547,7 @@ class Pool:
     def _end_workers(self) -> None:
         """End the workers and free their memory, if they were started."""
         if hasattr(self, "_end"):  # otherwise no worker was started
-            _end_pool(self._owner, self.workers, self._memory, self.working_directory)
+            _end_pool(self._owner, self.workers, self._memories, self.working_directory)
             self._end.detach()
 
 
@@ -583,7 +597,9 @@ def _interrupt_waits(workers: Sequence[WorkerHandle]) -> None:
         worker.interrupt_wait()
 
 
-def _end_pool(owner: int, workers: Sequence[WorkerHandle], memory: SharedMemory, working_directory: str | None) -> None:
+def _end_pool(
+    owner: int, workers: Sequence[WorkerHandle], memories: Sequence[SharedMemory], working_directory: str | None
+) -> None:
     """End workers, close their memory and delete their empty folders.
 
     Do nothing in a forked process. After an interrupt, call it again.
@@ -592,7 +608,8 @@ def _end_pool(owner: int, workers: Sequence[WorkerHandle], memory: SharedMemory,
         return
     for worker in workers:
         worker.end()
-    memory.close()
+    for memory in memories:
+        memory.close()
     if working_directory is not None:
         # Delete folders that are empty.
         for folder in [*(os.path.join(working_directory, str(worker.number)) for worker in workers), working_directory]:

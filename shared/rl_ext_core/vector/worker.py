@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,6 +13,9 @@ import numpy as np
 from rl_ext_core import processes
 from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.processes.report import ExceptionRecord
+from rl_ext_core.recording import EpisodeRecorder
+from rl_ext_core.recording.episode_log import BLOCK_BYTES
+from rl_ext_core.recording.recorder import RECORDED_CALLS
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, MemoryLayout, ObservationSlot, SharedMemory, WorkerChannel, pack
 from rl_ext_core.vector.environments import CALLS, as_gymnasium_env, copy_output
@@ -26,10 +30,16 @@ __all__ = [
     "TERMINATED",
     "TRUNCATED",
     "WorkerEnvironments",
+    "map_log",
     "run_worker",
 ]
 
-PHASES = ("start", "idle", "constructor", "reset", "step", "close", *CALLS)
+# Calls of the recorder of an environment. None is the answer if it has none.
+EPISODE_CALLS: dict[str, Callable[[EpisodeRecorder, Any], Any]] = {
+    "episode_log": lambda recorder, _: recorder.episode_log(),
+    "repeat_episode": lambda recorder, log: recorder.repeat(log),
+}
+PHASES = ("start", "idle", "constructor", "reset", "step", "close", *CALLS, *EPISODE_CALLS)
 _IDLE, _CONSTRUCTOR, _RESET, _STEP, _CLOSE = (
     PHASES.index(phase) for phase in ("idle", "constructor", "reset", "step", "close")
 )
@@ -53,6 +63,7 @@ def run_worker(
     env_fns: Sequence[Callable[[], Any]],
     directory: tuple[str, str | None] | None,
     autoreset: Autoreset,
+    log_memory: SharedMemory | None,
 ) -> None:
     """Build environments, and execute commands until the parent closes its end.
 
@@ -62,6 +73,7 @@ def run_worker(
     :param env_fns: functions that build the environments
     :param directory: working directory to create, and the folder to copy to it or None. None keeps the present one
     :param autoreset: autoreset mode of the environments
+    :param log_memory: memory of the episode logs of the pool; None records no episodes
     """
     if directory is not None:
         folder, original = directory
@@ -73,12 +85,22 @@ def run_worker(
         os.chdir(folder)
         os.environ["PWD"] = folder
     channel = WorkerChannel(*end)
-    environments = WorkerEnvironments(channel.reply, memory.map, channel.cells, first, env_fns, autoreset)
+    logs = None if log_memory is None else functools.partial(map_log, log_memory)
+    environments = WorkerEnvironments(channel.reply, memory.map, channel.cells, first, env_fns, autoreset, logs)
     for name, data in channel.commands():
         environments.execute(name, data)
         if name == "close":
             return
     environments.close_open_environments()
+
+
+def map_log(memory: SharedMemory, environment: int) -> Any:
+    """Map the episode log of an environment of a pool.
+
+    :param memory: memory of the logs of all environments
+    :param environment: number of the environment
+    """
+    return memory.map(BLOCK_BYTES, environment * BLOCK_BYTES)
 
 
 def _require_dict(info: Any, method: str) -> None:
@@ -98,6 +120,8 @@ class WorkerEnvironments:
     :param first: number of the first environment
     :param env_fns: functions that build the environments
     :param autoreset: autoreset mode of the environments, default ``SAME_STEP``
+    :param log_block: function that returns the memory of an episode log, from the number of the environment; default:
+        record no episodes
     """
 
     def __init__(
@@ -108,15 +132,20 @@ class WorkerEnvironments:
         first: int,
         env_fns: Sequence[Callable[[], Any]],
         autoreset: Autoreset = Autoreset.SAME_STEP,
+        log_block: Callable[[int], Any] | None = None,
     ) -> None:
         self._autoreset = autoreset
         self._reset_due: set[int] = set()  # environments that their next step resets
         self._reply, self._block, self._cells, self._first = reply, block, cells, first
         self._envs: list[Any] = []
+        # Environments to reset and step: recorders of self._envs, or the same.
+        self._steppers: list[Any] = []
         processes.on_abnormal_exit(self.close_open_environments)
         for number, env_fn in enumerate(env_fns):
             self._set_phase(number, _CONSTRUCTOR)
             self._envs.append(as_gymnasium_env(env_fn()))
+            env = self._envs[-1]
+            self._steppers.append(env if log_block is None else EpisodeRecorder(env, log_block(first + number)))
         self._answer(pack([(env.observation_space, env.action_space) for env in self._envs]))
 
     def _set_phase(self, number: int, phase: int) -> None:
@@ -150,11 +179,21 @@ class WorkerEnvironments:
     def _call_environment(self, number: int, name: str, argument: Any) -> bytes:
         """Call an environment, and return its pickled result or exception."""
         self._set_phase(number, PHASES.index(name))
+        recorder = self._steppers[number] if isinstance(self._steppers[number], EpisodeRecorder) else None
+        if name in EPISODE_CALLS:
+            return pack(recorder and EPISODE_CALLS[name](recorder, argument))
+        if name not in RECORDED_CALLS:
+            recorder = None
+        if recorder is not None:
+            recorder.record_call(name, argument)
         try:
             return pack(CALLS[name](self._envs[number], argument))
         except Exception as error:
             # The environment stays usable, so the caller gets the exception and may continue.
             return pack(ExceptionRecord.from_exception(error))
+        finally:
+            if recorder is not None:
+                recorder.end_call()
 
     def close_open_environments(self) -> None:
         """Close the environments that are still open, ignoring errors, because this process ends."""
@@ -198,7 +237,7 @@ class WorkerEnvironments:
         self._set_phase(number, _RESET)
         self._reset_due.discard(number)
         arguments = {} if options is None else {"options": options}
-        observation, info = self._envs[number].reset(seed=seed, **arguments)
+        observation, info = self._steppers[number].reset(seed=seed, **arguments)
         for slot in self._slots[number]:
             slot.write(observation)
             if slot.has_converted:
@@ -213,7 +252,7 @@ class WorkerEnvironments:
         array, due, same_step = np.ndarray, self._reset_due, self._autoreset is Autoreset.SAME_STEP
         entries: list[Any] | None = None
         reward: Any
-        for number, (env, action) in enumerate(zip(self._envs, actions, strict=True)):
+        for number, (env, action) in enumerate(zip(self._steppers, actions, strict=True)):
             cells[environment_at] = number
             reset_info = final = None
             if due and number in due:
