@@ -259,6 +259,8 @@ class SharedMemoryVecEnv(PoolVecEnv):
     :param cwd: ``"own"`` starts each worker in an empty folder below :attr:`working_directory`, which is kept if it
         contains files at the end. A path starts each worker in a copy of that folder. By default workers share the
         working directory of this process
+    :param recorder: folder for records of failed episodes, which ``rl-ext replay`` repeats. True: the working
+        directory; at most ten files ``crash-*.rlx`` are written to a folder. False: record nothing
     :raises WorkerError: From any call, if a worker has failed. It names the environment, the call and the reason; its
         cause is the environment's own exception. All workers have ended then.
     :raises EnvironmentOutputError: If the environments' spaces differ.
@@ -291,9 +293,10 @@ class SharedMemoryVecEnv(PoolVecEnv):
         restart: Literal["truncate"] | None = None,
         max_restarts: int = 100,
         cwd: str | os.PathLike[str] | None = None,
+        recorder: bool | str | os.PathLike[str] = True,
     ) -> None:
         options = PoolOptions(
-            start_method, n_workers, start_timeout, step_timeout, close_timeout, restart, max_restarts, cwd
+            start_method, n_workers, start_timeout, step_timeout, close_timeout, restart, max_restarts, cwd, recorder
         )
         super().__init__(make_pool(env_fns, options))
         self.working_directory = self._pool.working_directory

@@ -65,6 +65,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def crash_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Write records of crashes to a temporary folder, instead of the working directory."""
+    from rl_ext_core.vector import pool
+
+    folder = tmp_path_factory.mktemp("crashes")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "CRASH_FOLDER", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
 def check_for_leaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fail the session if it leaves a process, a file in the repository, or a temporary file."""
     # Use a private folder, because other programs write to the machine's own. It is next to pytest's tmp_path.

@@ -9,10 +9,18 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-__all__ = ["generator_states", "layers_of", "restore_generators"]
+__all__ = ["Generators", "layers_of"]
 
 # The emulator of Atari has a generator of its own, for sticky actions, which only its whole state includes.
 _EMULATOR = "ale"
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+# Attributes in which environments store generators and spaces. Reading vars(layer) instead would slow down each later
+# access to an attribute of the layer, because CPython then stores the attributes in a separate dict.
+_NAMES = (
+    *("_np_random", "np_random", "rng", "_rng", "np_rng", "prng", "random", "_random", "random_state", "_random_state"),
+    *("random_generator", "_random_generator", "generator", "_generator"),
+    *("_action_space", "_observation_space", "action_space", "observation_space"),
+)
 
 
 def layers_of(env: Any) -> list[Any]:
@@ -24,68 +32,99 @@ def layers_of(env: Any) -> list[Any]:
     return found
 
 
-def generator_states(layers: list[Any]) -> dict[tuple[int, str], Any]:
-    """Return the state of each generator that is an attribute of a layer or of its spaces.
+class Generators:
+    """Random generators of an environment: those in usual attributes of its layers and of its spaces.
 
-    :param layers: layers of an environment
-    :return: states by the number of the layer and the name of the attribute. They contain plain data only
+    :param layers: layers of the environment, see :func:`layers_of`
     """
-    states = {}
-    for number, layer in enumerate(layers):
-        for name, value in vars(layer).items():
-            if (state := _state_of(value)) is not None:
-                states[number, name] = state
-            elif isinstance(value, gymnasium.Space):
-                for place, space in _spaces_in(value, name):
-                    if space._np_random is not None:
-                        states[number, place] = _state_of(space._np_random)
-        if _is_atari(layer):
-            states[number, _EMULATOR] = layer.ale.cloneState(include_rng=True).__getstate__()
-    return states
 
+    def __init__(self, layers: list[Any]) -> None:
+        self._layers = layers
+        # Name of each generator, object that has it, and attribute.
+        self._places: list[tuple[tuple[int, str], Any, str]] | None = None
+        self._emulators = [number for number, layer in enumerate(layers) if _is_atari(layer)]
+        self._life_layers = [layer for layer in layers if hasattr(layer, "was_real_done")]
 
-def restore_generators(layers: list[Any], states: dict[tuple[int, str], Any]) -> None:
-    """Set the generators of an environment's layers to recorded states.
+    def states(self) -> dict[tuple[int, str], Any]:
+        """Return the state of each generator, as plain data, by the number of the layer and the attribute."""
+        if self._places is None:
+            self._find_places()
+            assert self._places is not None
+        states = {}
+        for place, owner, name in self._places:
+            generator = getattr(owner, name, None)
+            if type(generator) is np.random.Generator:  # the usual case
+                states[place] = generator.bit_generator.state
+            elif generator is not None:
+                states[place] = _state_of(generator)
+        for number in self._emulators:
+            states[number, _EMULATOR] = self._layers[number].ale.cloneState(include_rng=True).__getstate__()
+        return states
 
-    :param layers: layers of an environment that was built like the recorded one
-    :param states: see :func:`generator_states`
-    """
-    for (number, name), state in states.items():
-        layer = layers[number]
-        if name == _EMULATOR and _is_atari(layer):
-            kind: Any = type(layer.ale.cloneState())
-            emulator_state = kind.__new__(kind)
-            emulator_state.__setstate__(state)
-            layer.ale.restoreState(emulator_state)
-            continue
-        attribute, *path = name.split("/")
-        owner: Any = vars(layer).get(attribute)
-        if isinstance(owner, gymnasium.Space):
-            for part in path:
-                parts: Any = owner.spaces  # type: ignore[attr-defined]
-                owner = parts[part] if isinstance(parts, dict) else parts[int(part)]
-            owner._np_random = _restored(owner._np_random, state)
-        else:
-            setattr(layer, attribute, _restored(owner, state))
+    def is_full_reset(self) -> bool:
+        """Whether the next reset does not depend on earlier steps.
+
+        Wrappers that end an episode at each lost life do not reset the game after it.
+        """
+        return all(layer.was_real_done for layer in self._life_layers)
+
+    def _find_places(self) -> None:
+        """Find the attributes that contain generators or spaces, or will contain a generator."""
+        found: set[int] = set()
+        self._places = []
+        for number, layer in reversed(list(enumerate(self._layers))):  # a wrapper may return attributes of inner layers
+            for name in _NAMES:
+                if name == "np_random" and isinstance(layer, gymnasium.Env):
+                    continue  # a property, which creates the generator
+                if name == "_np_random" and isinstance(layer, gymnasium.Wrapper):
+                    continue  # the attribute of the innermost environment
+                value = getattr(layer, name, None)
+                if isinstance(value, gymnasium.Space) and id(value) not in found:
+                    self._places += [((number, place), space, "_np_random") for place, space in _spaces_in(value, name)]
+                elif (value is None and name == "_np_random") or (
+                    id(value) not in found and isinstance(value, _GENERATORS)
+                ):
+                    self._places.append(((number, name), layer, name))
+                found.add(id(value))
+
+    def restore(self, states: dict[tuple[int, str], Any]) -> None:
+        """Set the generators to states of an environment that was built in the same way."""
+        for (number, name), state in states.items():
+            layer = self._layers[number]
+            if name == _EMULATOR and _is_atari(layer):
+                kind: Any = type(layer.ale.cloneState())
+                emulator_state = kind.__new__(kind)
+                emulator_state.__setstate__(state)
+                layer.ale.restoreState(emulator_state)
+                continue
+            attribute, *path = name.split("/")
+            owner: Any = getattr(layer, attribute, None)
+            if isinstance(owner, gymnasium.Space):
+                for part in path:
+                    parts: Any = owner.spaces  # type: ignore[attr-defined]
+                    owner = parts[part] if isinstance(parts, dict) else parts[int(part)]
+                owner._np_random = _restored(owner._np_random, state)
+            else:
+                setattr(layer, attribute, _restored(owner, state))
 
 
 def _is_atari(layer: Any) -> bool:
     return type(layer).__module__ == "ale_py.env"
 
 
-def _state_of(value: Any) -> Any:
-    """Return the state of a generator as plain data; None for other values."""
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, np.random.RandomState):
-        return value.get_state(legacy=False)
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return value.getstate()
-    return None
+def _state_of(generator: Any) -> Any:
+    """Return the state of a generator as plain data; None for one of the operating system."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.SystemRandom):
+        return None
+    return generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else generator.getstate()
 
 
 def _restored(generator: Any, state: Any) -> Any:
     """Return a generator with a state: the present one if its kind fits, else a new one."""
+    if state is None:
+        return generator
     if isinstance(state, tuple):
         generator = generator if isinstance(generator, random.Random) else random.Random()
         generator.setstate(state)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium
+import numpy as np
 
-from rl_ext_core.recording.episode_log import EpisodeLog, LogWriter, Repetition, checksum, read_log
-from rl_ext_core.recording.generators import generator_states, layers_of, restore_generators
+from rl_ext_core.recording.episode_log import MAX_STEPS, EpisodeLog, Repetition, checksum
+from rl_ext_core.recording.generators import Generators, layers_of
 
-__all__ = ["EpisodeRecorder"]
+__all__ = ["RECORDED_CALLS", "SETTERS", "EpisodeRecorder", "repeat_episode"]
 
 # Calls of a vectorized environment that change an environment.
 RECORDED_CALLS = ("env_method", "call", "set_attr", "set_wrapper_attr")
-_SETTERS = ("set_attr", "set_wrapper_attr")
+SETTERS = ("set_attr", "set_wrapper_attr")
 
 
 class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -24,59 +24,48 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
     Attributes are set on the wrapped environment, as if there were no recorder.
 
     :param env: environment, with all its wrappers
-    :param block: memory of :data:`~rl_ext_core.recording.episode_log.BLOCK_BYTES` bytes for the log; default: memory of
-        this process
     """
 
-    _log: LogWriter
-    _layers: list[Any]
-    # Wrappers that end an episode at each lost life do not reset the game after it.
-    _life_layers: list[Any]
-    _settings: dict[tuple[str, str], tuple[str, Any]]
-    _begin_step: Callable[[Any], bool]
-    _end_step: Callable[[Any], None]
-
-    def __init__(self, env: gymnasium.Env[Any, Any], block: Any = None) -> None:
-        log = LogWriter(block)
-        layers = layers_of(env)
-        values = {
-            "_log": log,
-            "_layers": layers,
-            "_settings": {},
-            "_begin_step": log.begin_step,
-            "_end_step": log.end_step,
-            "_life_layers": [layer for layer in layers if "was_real_done" in vars(layer)],
-        }
-        vars(self).update(values)
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
+        self._generators = Generators(layers_of(env))
+        self._settings: dict[tuple[str, str], tuple[str, Any]] = {}
+        self._head: tuple[Any, list[Any]] | None = None  # generators and settings at the reset
+        self._calls: list[tuple[str, Any]] = []
+        self._checksums: list[int | None] = []
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN_ATTRIBUTES:
-            super().__setattr__(name, value)
+            object.__setattr__(self, name, value)
         else:
             self.record_call("set_attr", (name, value))
             setattr(self.env, name, value)
-            self.end_call()
+            self._checksums.append(None)
 
     def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         """Reset the environment, and begin a new log."""
-        if self._log.is_full or all(layer.was_real_done for layer in self._life_layers):
-            self._log.start((generator_states(self._layers), list(self._settings.values()), arguments))
-        else:
-            self._log.add_event("reset", arguments)
+        if self._head is None or self._generators.is_full_reset():
+            self._start(self._generators.states(), list(self._settings.values()))
+        self._calls.append(("reset", arguments))
         result: tuple[Any, dict[str, Any]] = self.env.reset(**arguments)
-        self._log.end_event(result[0])
+        self._checksums.append(checksum(result[0]))
         return result
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step the environment, and record the action."""
-        has_slot = self._begin_step(action)
-        result = self.env.step(action)
-        if has_slot:
-            self._end_step(result[0])
-        else:
-            self._log.end_event(result[0])
+        calls = self._calls
+        if len(calls) > MAX_STEPS:
+            self._head = None
+            return self.env.step(action)
+        # The caller may write to the array later.
+        calls.append(("step", action.copy() if type(action) is np.ndarray else action))
+        result: tuple[Any, Any, bool, bool, dict[str, Any]] = self.env.step(action)
+        self._checksums.append(checksum(result[0]))
         return result
+
+    def _start(self, generators: Any, settings: list[Any]) -> None:
+        """Begin a new log."""
+        self._head, self._calls, self._checksums = (generators, settings), [], []
 
     def record_call(self, name: str, data: Any) -> None:
         """Record a call before it is made.
@@ -84,14 +73,10 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         :param name: one of :data:`RECORDED_CALLS`
         :param data: data of the call, as in :data:`~rl_ext_core.vector.environments.CALLS`
         """
-        if name in _SETTERS:
+        if name in SETTERS:
             self._settings.pop((name, data[0]), None)  # the order of the last values is kept
             self._settings[name, data[0]] = name, data
-        self._log.add_event(name, data)
-
-    def end_call(self) -> None:
-        """Record that the call has returned."""
-        self._log.end_event()
+        self._calls.append((name, data))
 
     def assume_seeded_reset(self, observation: Any) -> None:
         """Begin the log of an episode that was reset before this recorder was added.
@@ -102,15 +87,16 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         :param observation: observation of that reset
         """
         seed = getattr(self.unwrapped, "np_random_seed", None)
-        self._log.start(({}, [], {} if seed in (None, -1) else {"seed": seed}))
-        self._log.end_event(observation)
+        self._start({}, [])
+        self._calls.append(("reset", {} if seed in (None, -1) else {"seed": seed}))
+        self._checksums.append(checksum(observation))
 
     def episode_log(self) -> EpisodeLog | None:
-        """Return the log of the current episode; None if it was not recorded.
+        """Return the log of the current episode.
 
-        There is no log before the first reset, and for episodes that do not fit in the memory of the log.
+        :return: the log; None before the first reset, and for an episode of more than ``MAX_STEPS`` steps
         """
-        return read_log(self._log.block)
+        return self._head and EpisodeLog(*self._head, list(self._calls), list(self._checksums))
 
     def repeat(self, log: EpisodeLog) -> Repetition:
         """Reset the environment to the beginning of a recorded episode, and repeat its calls.
@@ -119,28 +105,48 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
 
         :param log: a log whose last call has returned
         """
-        from rl_ext_core.vector.environments import CALLS  # which loads more than this wrapper needs
-
-        for name, data in log.settings:
-            self.record_call(name, data)
-            CALLS[name](self.env, data)
-        restore_generators(self._layers, log.generators)
-        observation, first_difference, steps = None, None, 0
-        for (name, data), expected in zip(log.calls, log.checksums, strict=True):
-            if name == "reset":
-                observation, _ = self.reset(**data)
-            elif name == "step":
-                steps += 1
-                observation = self.step(data)[0]
-            else:
-                self.record_call(name, data)
-                with contextlib.suppress(Exception):  # the recorded call raised it, too
-                    CALLS[name](self.env, data)
-                self.end_call()
-                continue
-            if first_difference is None and checksum(observation) != expected:
-                first_difference = steps
-        return Repetition(observation, first_difference)
+        self._generators.restore(log.generators)
+        self._settings = {(name, data[0]): (name, data) for name, data in log.settings}
+        return repeat_episode(self, log)
 
 
-_OWN_ATTRIBUTES = frozenset(("env", "_action_space", "_observation_space", "_metadata", "_cached_spec"))
+def repeat_episode(env: Any, log: EpisodeLog, generators: Generators | None = None) -> Repetition:
+    """Repeat the calls of a log.
+
+    :param env: environment that was built like the recorded one, and has not been used
+    :param log: a log whose last call has returned
+    :param generators: generators of the environment; None if they are restored already
+    """
+    from rl_ext_core.vector.environments import CALLS  # which loads more than a wrapper needs
+
+    inner = env.env if isinstance(env, EpisodeRecorder) else env
+    for name, data in log.settings:
+        CALLS[name](inner, data)
+    if generators is not None:
+        generators.restore(log.generators)
+    observation, first_difference, steps = None, None, 0
+    for (name, data), expected in zip(log.calls, log.checksums, strict=True):
+        if name == "reset":
+            observation, _ = env.reset(**data)
+        elif name == "step":
+            steps += 1
+            observation = env.step(data)[0]
+        else:
+            if inner is not env:
+                env.record_call(name, data)
+            with contextlib.suppress(Exception):  # the recorded call raised it, too
+                CALLS[name](inner, data)
+            if inner is not env:
+                env._checksums.append(None)
+            continue
+        if first_difference is None and expected is not None and checksum(observation) != expected:
+            first_difference = steps
+    return Repetition(observation, first_difference)
+
+
+_OWN_ATTRIBUTES = frozenset(
+    (
+        *("env", "_action_space", "_observation_space", "_metadata", "_cached_spec"),
+        *("_generators", "_settings", "_head", "_calls", "_checksums"),
+    )
+)

@@ -19,18 +19,31 @@ from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, StorageError, WorkerError
 from rl_ext_core.processes.failures import require_same_process
 from rl_ext_core.processes.report import ExceptionRecord
-from rl_ext_core.recording.episode_log import BLOCK_BYTES, EpisodeLog, read_log
+from rl_ext_core.recording.capsule import RecordedFailure, write_capsule
+from rl_ext_core.recording.episode_log import EpisodeLog, Repetition
+from rl_ext_core.recording.recorder import RECORDED_CALLS
+from rl_ext_core.recording.vector_log import HEAD_BYTES, VectorLog
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, MemoryLayout, SharedMemory, WorkerHandle
-from rl_ext_core.vector.environments import PoolOptions, check_env_fns, make_factories
-from rl_ext_core.vector.worker import CONVERTED, IDLE_FRAMES, PHASES, StepEntry, map_log, run_worker
+from rl_ext_core.vector.environments import PoolOptions, check_env_fns, copy_output, make_factories
+from rl_ext_core.vector.worker import (
+    CONVERTED,
+    ENDED,
+    IDLE_FRAMES,
+    PHASES,
+    REPEAT_EPISODE,
+    StepEntry,
+    map_head,
+    run_worker,
+)
 
 __all__ = ["UNFINISHED_SECONDS", "Pool", "ResetRequests", "Timings", "make_pool"]
 
 # Time limit of close() for a step whose result was not read, as after Ctrl-C. The step may never end.
 UNFINISHED_SECONDS = 5.0
 
+CRASH_FOLDER = "."  # for recorder=True
 # Modules that workers import for every environment.
 _PRELOAD = ("numpy", "gymnasium.wrappers", "rl_ext_core.factory", "rl_ext_core.vector.worker")
 _PHASE_TEXTS = {"start": "at its start", "idle": "between two calls", "constructor": "in its constructor"}
@@ -91,7 +104,9 @@ class Pool:
     """
 
     working_directory: str | None = None
-    _log_memory: SharedMemory | None = None  # pools without shared memory record no episodes
+    # Pools without shared memory record no episodes.
+    _heads: SharedMemory | None = None
+    _log: VectorLog | None = None
 
     def __init__(
         self,
@@ -128,6 +143,12 @@ class Pool:
             self._observations = [arrays[f"observation {index}"] for index in range(len(self.layout.paths))]
             self._flags, self._kinds = arrays["flags"].data, arrays["reward kind"].data
             self._zeros = bytes(len(self.worker_by_env))
+            if self._heads is not None:
+                heads = [map_head(self._heads, number) for number in range(len(self.worker_by_env))]
+                at_next_step = self._autoreset is Autoreset.NEXT_STEP
+                self._log = VectorLog(
+                    heads, self._observations, self.layout.build_observation, at_next_step=at_next_step
+                )
             self.wait(starting=True, raise_failures=True)
         except BaseException:
             self.end()
@@ -140,13 +161,13 @@ class Pool:
         """Start the workers. They build their environments."""
         resources.check_open_file_limit(len(self.workers), "n_workers={}")
         self._spins = channel.should_spin(len(self.workers))
-        self._memory, self._log_memory = SharedMemory(), None
+        self._memory, self._heads = SharedMemory(), None
         if self._options.recorder is not False:
             with contextlib.suppress(StorageError):  # a limit of file sizes: nothing is recorded
-                self._log_memory = SharedMemory(len(self.worker_by_env) * BLOCK_BYTES)
+                self._heads = SharedMemory(len(self.worker_by_env) * HEAD_BYTES)
         # Files that environments write there are not deleted.
         self.working_directory = None if self._options.cwd is None else tempfile.mkdtemp(prefix="rl-ext-cwd-")
-        self._memories = [memory for memory in (self._memory, self._log_memory) if memory is not None]
+        self._memories = [memory for memory in (self._memory, self._heads) if memory is not None]
         # A bound method would keep this object alive. The workers end when it is deleted.
         self._end = weakref.finalize(self, _end_pool, self._owner, self.workers, self._memories, self.working_directory)
         self._end.atexit = False
@@ -169,7 +190,7 @@ class Pool:
                 if self.working_directory is not None:
                     own = os.path.join(self.working_directory, str(worker.number))
                     directory = own, None if cwd in (None, "own") else os.path.abspath(cwd)
-                arguments = self._memory, worker.first, factories, directory, self._autoreset, self._log_memory
+                arguments = self._memory, worker.first, factories, directory, self._autoreset, self._heads
                 worker.launch(context, run_worker, arguments, spins=self._spins)
         except BaseException:
             for worker in workers:
@@ -219,6 +240,8 @@ class Pool:
             and actions.shape == shared.shape
         ):
             shared[...] = actions
+            if self._log is not None:
+                self._log.begin_step(actions.copy())
             for worker in self.workers:
                 self.send(worker, "step", None)
             return
@@ -228,6 +251,8 @@ class Pool:
             raise InvalidArgumentError(
                 f"number of actions: {len(rows)}, expected {len(self.worker_by_env)}, one for each environment"
             )
+        if self._log is not None:
+            self._log.begin_step([copy_output(row) for row in rows])
         for worker in self.workers:
             self.send(worker, "step", rows[worker.first : worker.last])
 
@@ -245,6 +270,9 @@ class Pool:
         for number, request in enumerate(requests, worker.first):
             if request is not None:
                 self.seeds[number] = request[0]
+                if self._log is not None:
+                    seed, options = request
+                    self._log.begin_reset(number, {"seed": seed, **({} if options is None else {"options": options})})
         self.send(worker, "reset", list(requests))
 
     def call(self, environments: Sequence[int], name: str, data: Any) -> list[Any]:
@@ -268,6 +296,8 @@ class Pool:
         calls_by_worker: dict[int, list[tuple[int, Any]]] = {}
         for number, argument in zip(environments, arguments, strict=True):
             worker = self.worker_by_env[number]
+            if self._log is not None and name in RECORDED_CALLS:
+                self._log.begin_call(number, name, argument)
             calls_by_worker.setdefault(worker.number, []).append((number - worker.first, argument))
         self._call = environments, name, arguments
         for number, calls in calls_by_worker.items():
@@ -286,10 +316,40 @@ class Pool:
         require_same_process(self._owner)
         self._receive(self._options.start_timeout if starting else self._options.step_timeout)
         self._has_unread_answers = False
+        if self._log is not None:
+            self._end_log(self._log)
         if raise_failures:
             for worker in self.workers:
                 if isinstance(worker.answer, WorkerError):
                     raise worker.answer
+
+    def _end_log(self, log: VectorLog) -> None:
+        """Record in the episode logs that all pending calls have returned."""
+        ended: Sequence[int] = ()
+        if self._flags != self._zeros and self._autoreset is not Autoreset.DISABLED:
+            ended = [number for number, flags in enumerate(self._flags) if flags & ENDED]
+        log.end(ended, self._failed_environments())
+
+    def _failed_environments(self) -> Sequence[int]:
+        """Return the environments of workers to replace. Pools that replace workers override this."""
+        return ()
+
+    def episode_logs(self) -> list[EpisodeLog | None]:
+        """Return the log of each environment's episode; None for episodes that are not recorded."""
+        self.drain_answers()
+        log = self._log
+        return [None if log is None else log.episode_log(number) for number in range(len(self.worker_by_env))]
+
+    def repeat_episode(self, environment: int, log: EpisodeLog) -> Repetition:
+        """Repeat a recorded episode in an environment that was not used before.
+
+        :param environment: number of the environment
+        :param log: a log whose last call has returned
+        """
+        found: list[Repetition] = self.call([environment], REPEAT_EPISODE, log)
+        if self._log is not None:
+            self._log.continue_episode(environment, log)
+        return found[0]
 
     def _receive(self, timeout: float | None, workers: Sequence[WorkerHandle] | None = None) -> None:
         """Receive the answers of workers.
@@ -425,6 +485,7 @@ class Pool:
             notes=failure.notes,
         )
         error.__cause__ = failure.exception
+        self._record_crash(error)
         return error
 
     def _environment_error(self, worker: Any, environment: int, phase: str, what: str, **more: Any) -> WorkerError:
@@ -451,20 +512,31 @@ class Pool:
         notes = {**more.pop("notes", {}), "environment": environment}
         return WorkerError("\n".join(lines), worker=worker.number, phase=phase, seed=seed, notes=notes, **more)
 
+    def _record_crash(self, error: WorkerError) -> None:
+        """Write a capsule of a failure, and add its path to the error text, if the episode is recorded."""
+        environment, recorder = error.notes["environment"], self._options.recorder
+        log = None if self._log is None else self._log.episode_log(environment)
+        if log is None or error.phase not in ("reset", "step", *RECORDED_CALLS):
+            return
+        path = write_capsule(
+            CRASH_FOLDER if isinstance(recorder, bool) else recorder,
+            factory=self._factories[environment],
+            log=log,
+            failure=RecordedFailure.from_error(error),
+            environment=environment,
+            step_timeout=self._options.step_timeout,
+            spaces=self.spaces,
+        )
+        if path is not None:
+            error.args = (f"{error}\nThe episode is recorded. To repeat the failure, run: rl-ext replay {path}",)
+
     def _exception_error(self, worker: Any, environment: int, phase: str, raised: ExceptionRecord) -> WorkerError:
         """Return the exception for an exception that an environment has raised."""
         what = f"raised {raised.summary}:"
         error = self._environment_error(worker, environment, phase, what, kind="exception", traceback=raised.traceback)
         error.__cause__ = raised.to_exception()
+        self._record_crash(error)
         return error
-
-    def read_episode_log(self, environment: int) -> EpisodeLog | None:
-        """Read the log of an environment's episode, also after its worker has died.
-
-        :param environment: number of the environment
-        :return: the log; None if the episode was not recorded
-        """
-        return None if self._log_memory is None else read_log(map_log(self._log_memory, environment))
 
     # -- the end
 

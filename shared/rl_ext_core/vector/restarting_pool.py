@@ -102,6 +102,10 @@ class RestartingPool(Pool):
 
     # -- replacements
 
+    def _failed_environments(self) -> Sequence[int]:
+        failed = [worker for worker in self.workers if isinstance(worker.answer, WorkerError)]
+        return [number for worker in failed for number in range(worker.first, worker.last)]
+
     def _get_answer(self, worker: WorkerHandle, to_reset: bool) -> Any:
         """Return a worker's last answer. If the worker has failed, replace it first."""
         if not isinstance(worker.answer, WorkerError):

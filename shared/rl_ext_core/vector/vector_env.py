@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -46,6 +47,8 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     :param close_timeout: float, seconds until workers must have closed their environments, default: no limit
     :param restart: ``"truncate"`` replaces failed workers, default None raises their failure. See below.
     :param max_restarts: int, number of replacements after which a failure is raised, default 100
+    :param recorder: folder for records of failed episodes, which ``rl-ext replay`` repeats. True (default): the
+        working directory; at most ten files ``crash-*.rlx`` are written to a folder. False: record nothing
     :raises WorkerError: If a worker has failed, in any call. Its cause is the environment's exception, if there is one.
         All workers have ended.
     :raises EnvironmentOutputError: If the spaces of environments differ. It is also a RuntimeError.
@@ -89,6 +92,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         close_timeout: float | None = None,
         restart: Literal["truncate"] | None = None,
         max_restarts: int = 100,
+        recorder: bool | str | os.PathLike[str] = True,
     ) -> None:
         self.closed = True  # until the pool exists
         for name, value, allowed in (("worker", worker, None), ("observation_mode", observation_mode, "same")):
@@ -110,6 +114,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             close_timeout,
             restart,
             max_restarts,
+            recorder=recorder,
         )
         mode = AutoresetMode(Autoreset.parse(autoreset_mode, suggestion="NextStep").value)
         self.copy, self.autoreset_mode = copy, mode

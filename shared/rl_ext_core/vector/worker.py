@@ -13,9 +13,9 @@ import numpy as np
 from rl_ext_core import processes
 from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.processes.report import ExceptionRecord
-from rl_ext_core.recording import EpisodeRecorder
-from rl_ext_core.recording.episode_log import BLOCK_BYTES
-from rl_ext_core.recording.recorder import RECORDED_CALLS
+from rl_ext_core.recording.generators import Generators, layers_of
+from rl_ext_core.recording.recorder import repeat_episode
+from rl_ext_core.recording.vector_log import HEAD_BYTES, HeadWriter
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, MemoryLayout, ObservationSlot, SharedMemory, WorkerChannel, pack
 from rl_ext_core.vector.environments import CALLS, as_gymnasium_env, copy_output
@@ -30,16 +30,12 @@ __all__ = [
     "TERMINATED",
     "TRUNCATED",
     "WorkerEnvironments",
-    "map_log",
+    "map_head",
     "run_worker",
 ]
 
-# Calls of the recorder of an environment. None is the answer if it has none.
-EPISODE_CALLS: dict[str, Callable[[EpisodeRecorder, Any], Any]] = {
-    "episode_log": lambda recorder, _: recorder.episode_log(),
-    "repeat_episode": lambda recorder, log: recorder.repeat(log),
-}
-PHASES = ("start", "idle", "constructor", "reset", "step", "close", *CALLS, *EPISODE_CALLS)
+REPEAT_EPISODE = "repeat_episode"
+PHASES = ("start", "idle", "constructor", "reset", "step", "close", *CALLS, REPEAT_EPISODE)
 _IDLE, _CONSTRUCTOR, _RESET, _STEP, _CLOSE = (
     PHASES.index(phase) for phase in ("idle", "constructor", "reset", "step", "close")
 )
@@ -56,6 +52,9 @@ TERMINATED, TRUNCATED, CONVERTED = 1, 2, 4
 ENDED = TERMINATED | TRUNCATED
 
 
+def _do_nothing() -> None: ...
+
+
 def run_worker(
     end: tuple[Any, ...],
     memory: SharedMemory,
@@ -63,7 +62,7 @@ def run_worker(
     env_fns: Sequence[Callable[[], Any]],
     directory: tuple[str, str | None] | None,
     autoreset: Autoreset,
-    log_memory: SharedMemory | None,
+    heads: SharedMemory | None,
 ) -> None:
     """Build environments, and execute commands until the parent closes its end.
 
@@ -73,7 +72,7 @@ def run_worker(
     :param env_fns: functions that build the environments
     :param directory: working directory to create, and the folder to copy to it or None. None keeps the present one
     :param autoreset: autoreset mode of the environments
-    :param log_memory: memory of the episode logs of the pool; None records no episodes
+    :param heads: memory of the heads of the episode logs of the pool; None records no episodes
     """
     if directory is not None:
         folder, original = directory
@@ -85,8 +84,8 @@ def run_worker(
         os.chdir(folder)
         os.environ["PWD"] = folder
     channel = WorkerChannel(*end)
-    logs = None if log_memory is None else functools.partial(map_log, log_memory)
-    environments = WorkerEnvironments(channel.reply, memory.map, channel.cells, first, env_fns, autoreset, logs)
+    head = None if heads is None else functools.partial(map_head, heads)
+    environments = WorkerEnvironments(channel.reply, memory.map, channel.cells, first, env_fns, autoreset, head)
     for name, data in channel.commands():
         environments.execute(name, data)
         if name == "close":
@@ -94,13 +93,13 @@ def run_worker(
     environments.close_open_environments()
 
 
-def map_log(memory: SharedMemory, environment: int) -> Any:
-    """Map the episode log of an environment of a pool.
+def map_head(memory: SharedMemory, environment: int) -> Any:
+    """Map the head of an episode log.
 
-    :param memory: memory of the logs of all environments
+    :param memory: memory of the heads of all environments of a pool
     :param environment: number of the environment
     """
-    return memory.map(BLOCK_BYTES, environment * BLOCK_BYTES)
+    return memory.map(HEAD_BYTES, environment * HEAD_BYTES)
 
 
 def _require_dict(info: Any, method: str) -> None:
@@ -120,8 +119,8 @@ class WorkerEnvironments:
     :param first: number of the first environment
     :param env_fns: functions that build the environments
     :param autoreset: autoreset mode of the environments, default ``SAME_STEP``
-    :param log_block: function that returns the memory of an episode log, from the number of the environment; default:
-        record no episodes
+    :param head: function that returns the memory of the head of an episode log, from the number of the environment;
+        default: record no episodes
     """
 
     def __init__(
@@ -132,20 +131,24 @@ class WorkerEnvironments:
         first: int,
         env_fns: Sequence[Callable[[], Any]],
         autoreset: Autoreset = Autoreset.SAME_STEP,
-        log_block: Callable[[int], Any] | None = None,
+        head: Callable[[int], Any] | None = None,
     ) -> None:
         self._autoreset = autoreset
         self._reset_due: set[int] = set()  # environments that their next step resets
         self._reply, self._block, self._cells, self._first = reply, block, cells, first
         self._envs: list[Any] = []
-        # Environments to reset and step: recorders of self._envs, or the same.
-        self._steppers: list[Any] = []
+        self._generators: list[Generators] = []
+        # Functions that are called before each reset.
+        self._write_heads: list[Callable[[], None]] = []
         processes.on_abnormal_exit(self.close_open_environments)
         for number, env_fn in enumerate(env_fns):
             self._set_phase(number, _CONSTRUCTOR)
-            self._envs.append(as_gymnasium_env(env_fn()))
-            env = self._envs[-1]
-            self._steppers.append(env if log_block is None else EpisodeRecorder(env, log_block(first + number)))
+            env = as_gymnasium_env(env_fn())
+            self._envs.append(env)
+            self._generators.append(Generators(layers_of(env)))
+            self._write_heads.append(
+                _do_nothing if head is None else HeadWriter(self._generators[-1], head(first + number)).write
+            )
         self._answer(pack([(env.observation_space, env.action_space) for env in self._envs]))
 
     def _set_phase(self, number: int, phase: int) -> None:
@@ -179,21 +182,14 @@ class WorkerEnvironments:
     def _call_environment(self, number: int, name: str, argument: Any) -> bytes:
         """Call an environment, and return its pickled result or exception."""
         self._set_phase(number, PHASES.index(name))
-        recorder = self._steppers[number] if isinstance(self._steppers[number], EpisodeRecorder) else None
-        if name in EPISODE_CALLS:
-            return pack(recorder and EPISODE_CALLS[name](recorder, argument))
-        if name not in RECORDED_CALLS:
-            recorder = None
-        if recorder is not None:
-            recorder.record_call(name, argument)
         try:
+            if name == REPEAT_EPISODE:
+                self._write_heads[number]()
+                return pack(repeat_episode(self._envs[number], argument, self._generators[number]))
             return pack(CALLS[name](self._envs[number], argument))
         except Exception as error:
             # The environment stays usable, so the caller gets the exception and may continue.
             return pack(ExceptionRecord.from_exception(error))
-        finally:
-            if recorder is not None:
-                recorder.end_call()
 
     def close_open_environments(self) -> None:
         """Close the environments that are still open, ignoring errors, because this process ends."""
@@ -237,7 +233,8 @@ class WorkerEnvironments:
         self._set_phase(number, _RESET)
         self._reset_due.discard(number)
         arguments = {} if options is None else {"options": options}
-        observation, info = self._steppers[number].reset(seed=seed, **arguments)
+        self._write_heads[number]()
+        observation, info = self._envs[number].reset(seed=seed, **arguments)
         for slot in self._slots[number]:
             slot.write(observation)
             if slot.has_converted:
@@ -252,12 +249,13 @@ class WorkerEnvironments:
         array, due, same_step = np.ndarray, self._reset_due, self._autoreset is Autoreset.SAME_STEP
         entries: list[Any] | None = None
         reward: Any
-        for number, (env, action) in enumerate(zip(self._steppers, actions, strict=True)):
+        for number, (env, action) in enumerate(zip(self._envs, actions, strict=True)):
             cells[environment_at] = number
             reset_info = final = None
             if due and number in due:
                 due.discard(number)
                 cells[phase_at] = _RESET
+                self._write_heads[number]()
                 observation, info = env.reset()
                 _require_dict(info, "reset")
                 reward = 0.0
@@ -274,6 +272,7 @@ class WorkerEnvironments:
                         final, info = copy_output(observation), copy_output(info)
                         reward = reward if type(reward) in REWARD_KINDS else copy_output(reward)
                         cells[phase_at] = _RESET
+                        self._write_heads[number]()
                         observation, reset_info = env.reset()
                         _require_dict(reset_info, "reset")
                     elif self._autoreset is Autoreset.NEXT_STEP:
