@@ -52,6 +52,10 @@ COMMANDS = {
         "rl_ext_core._export_command",
         "write a replay buffer as a Minari dataset",
     ),
+    "replay": (
+        "rl_ext_core._replay_command",
+        "repeat a recorded crash of an environment",
+    ),
 }
 
 # Columns of output to a log or a pipe; a terminal reports its own width.

@@ -1,0 +1,381 @@
+"""Repeat the failure of a capsule in a process of its own, and shorten its episode."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import pickle
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rl_ext_core import processes
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, WorkerError
+from rl_ext_core.recording.capsule import Capsule, RecordedFailure
+from rl_ext_core.recording.episode_log import EpisodeLog, checksum
+from rl_ext_core.recording.generators import Generators, layers_of
+
+__all__ = ["DEFAULT_TIMEOUT", "MAX_TRIES", "ReplayResult", "build_env", "minimize", "play", "repeat_calls"]
+
+DEFAULT_TIMEOUT, MAX_TRIES = 60.0, 200
+_START_TIMEOUT = 600.0
+# Shortened episodes are tried with this limit, because each one that hangs takes all of it.
+_SHORT_TIMEOUT = 5.0
+_LABEL = "replay"
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayResult:
+    """Result of repeating an episode.
+
+    :ivar failure: failure of the environment; None if all calls returned
+    :ivar step: number of steps, including the failed one
+    :ivar n_calls: number of calls, including the failed one
+    :ivar first_difference: first step whose observation differs from the recorded one, 0 for the reset; None if all are
+        equal
+    """
+
+    failure: RecordedFailure | None
+    step: int
+    n_calls: int
+    first_difference: int | None
+
+    def is_like(self, failure: RecordedFailure) -> bool:
+        """Whether the environment failed in the same way: the same kind, and exception, signal or exit code."""
+        found = self.failure
+        if found is None or found.kind != failure.kind:
+            return False
+        if failure.kind == "exception":
+            return not failure.exception or found.exception == failure.exception
+        return failure.kind not in ("signal", "exit") or failure.exitcode in (None, found.exitcode)
+
+    def describe(self) -> str:
+        """Describe the failure in a few words, such as "SIGSEGV in step, env.py line 12"."""
+        assert self.failure is not None
+        return describe_failure(self.failure)
+
+
+def describe_failure(failure: RecordedFailure) -> str:
+    """Describe a failure in a few words, with the frame that it occurred in."""
+    what = {"timeout": "no answer (it hangs)", "observation": "values that do not fit the spaces"}.get(failure.kind)
+    code = failure.exitcode
+    if failure.kind == "signal" and code is not None:
+        what = signal.Signals(-code).name if -code in signal.valid_signals() else f"exit code {code}"
+    elif failure.kind == "exit":
+        what = f"exit code {code}"
+    what = what or failure.exception or failure.kind
+    frame = _innermost_frame(failure.traceback)
+    return f"{what} in {frame}" if frame else what
+
+
+def _innermost_frame(traceback: str) -> str:
+    """Return the innermost frame of a traceback or of faulthandler's stacks; empty if there is none."""
+    text, is_stack = traceback, False
+    for mark in ("Current thread", "most recent call first"):
+        if mark in text:
+            text, is_stack = text.partition(mark)[2], True
+    frames = re.findall(r'File "(.+?)", line (\d+),? in (\S+)', text)
+    if not frames:
+        return ""
+    path, line, name = frames[0] if is_stack else frames[-1]
+    return f"{name}, {path}:{line}"
+
+
+# -- in the process of the environment
+
+
+def build_env(capsule: Capsule, source: str | None) -> Any:
+    """Build the environment of a capsule.
+
+    :param source: ``--env`` of the command line; default: the pickled factory of the capsule
+    """
+    if not {"", os.getcwd()} & set(sys.path):  # the command of an installed package does not have it
+        sys.path.insert(0, os.getcwd())
+    if source is not None:
+        from rl_ext_core._environment_source import create_env
+
+        return create_env(source)
+    try:
+        factory = capsule.load_factory()
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"the factory of the capsule cannot be loaded ({type(error).__name__}: {error}). Start rl-ext in the "
+            "folder of its module, or pass --env module:function"
+        ) from error
+    return factory()
+
+
+class _OutputCheck:
+    """Check of what an environment returns, as workers do it."""
+
+    def __init__(self, env: Any, *, in_space: bool) -> None:
+        from rl_ext_core.vector.channel import MemoryLayout
+
+        self._env, self._in_space = env, in_space
+        self._layout = None
+        with contextlib.suppress(InvalidArgumentError):  # observations that are not arrays
+            self._layout = MemoryLayout.from_spaces(1, env.observation_space, env.action_space)
+            arrays = self._layout.arrays(bytearray(self._layout.size))
+            self._slots = self._layout.slots(arrays, 0)
+            self._rows = [arrays[f"observation {index}"] for index in range(len(self._layout.paths))]
+
+    def check(self, observation: Any, info: Any, *, is_last: bool) -> set[int]:
+        """Raise if an observation or an info is invalid; return the checksums that the observation may have.
+
+        :param is_last: whether to check the bounds of the space, too
+        """
+        found = {checksum(observation)}
+        if self._layout is not None:
+            for slot in self._slots:
+                slot.write(observation)
+            found.add(checksum(self._layout.build_observation([row[0] for row in self._rows])))
+        if not isinstance(info, dict):
+            raise EnvironmentOutputError(f"the environment returned an info of type {type(info).__name__}")
+        space = self._env.observation_space
+        if self._in_space and is_last and not space.contains(observation):
+            raise EnvironmentOutputError(f"the observation is not in {space}")
+        return found
+
+
+def repeat_calls(
+    env: Any,
+    log: EpisodeLog,
+    report: Callable[..., None],
+    *,
+    in_space: bool = False,
+    stop_at_end: bool = False,
+    before_call: Callable[[int, int, str], None] = lambda call, step, name: None,
+) -> None:
+    """Repeat all calls of a log, also one that did not return.
+
+    :param env: environment that was built like the recorded one
+    :param report: function that receives the present call and step, and the first step with another observation
+    :param in_space: whether the last observation must be in the bounds of its space
+    :param stop_at_end: whether to stop at the end of an episode that another step follows
+    :param before_call: function called before each call with its number, the number of steps and its name
+    """
+    from rl_ext_core.vector.environments import CALLS, as_gymnasium_env
+
+    env = as_gymnasium_env(env)
+    check = _OutputCheck(env, in_space=in_space)
+    for name, data in log.settings:
+        CALLS[name](env, data)
+    Generators(layers_of(env)).restore(log.generators)
+    step, has_differed, has_ended, last = 0, False, False, len(log.calls) - 1
+    for number, ((name, data), expected) in enumerate(itertools.zip_longest(log.calls, log.checksums)):
+        if stop_at_end and has_ended and name == "step":
+            return
+        step += name == "step"
+        report(step=step, call=number, phase=name)
+        before_call(number, step, name)
+        if name == "reset":
+            observation, info = env.reset(**data)
+            has_ended = False
+        elif name == "step":
+            observation, _, terminated, truncated, info = env.step(data)
+            has_ended = bool(terminated or truncated)
+        else:
+            try:
+                CALLS[name](env, data)
+            except Exception:
+                if number == last:
+                    raise  # other calls have raised in the recorded episode, too
+            continue
+        found = check.check(observation, info, is_last=number == last)
+        if not has_differed and expected is not None and expected not in found:
+            has_differed = True
+            report(first_difference=step)
+
+
+def _serve(connection: Connection, packed: bytes) -> None:
+    """Build the environment, and repeat its calls. Target of a process.
+
+    :param packed: capsule, source, numbers of the calls or None, seconds between messages to the parent
+    """
+    with contextlib.suppress(ImportError):  # Windows
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    capsule, source, chosen, interval = pickle.loads(packed)
+    env = build_env(capsule, source)
+    log = capsule.load_log()
+    if chosen is not None:
+        log = _select_calls(log, chosen)
+    connection.send("built")
+    due = time.monotonic() + interval
+
+    def send_progress(call: int, step: int, name: str) -> None:
+        """Tell the parent regularly that the environment does not hang."""
+        nonlocal due
+        if time.monotonic() > due:
+            connection.send("playing")
+            due = time.monotonic() + interval
+
+    try:
+        repeat_calls(
+            env,
+            log,
+            processes.set_status,
+            in_space=capsule.failure.kind == "observation",
+            stop_at_end=chosen is not None,
+            before_call=send_progress,
+        )
+    except Exception as error:
+        kind = "observation" if isinstance(error, EnvironmentOutputError) else "exception"
+        processes.set_status(failure=kind, exception=type(error).__name__)
+        raise
+    processes.set_status(is_done=True)
+    connection.send("done")
+    with contextlib.suppress(Exception):
+        env.close()
+
+
+def _select_calls(log: EpisodeLog, chosen: Sequence[int]) -> EpisodeLog:
+    """Return a log with some of the calls. Only the first observation is known."""
+    calls = [log.calls[number] for number in chosen]
+    return dataclasses.replace(log, calls=calls, checksums=[*log.checksums[:1], *[None] * len(calls)][: len(calls) - 1])
+
+
+# -- in the process of the command
+
+
+def play(
+    capsule: Capsule, source: str | None = None, *, chosen: Sequence[int] | None = None, timeout: float | None = None
+) -> ReplayResult:
+    """Repeat the episode of a capsule in a process of its own.
+
+    :param source: ``--env`` of the command line; default: the pickled factory of the capsule
+    :param chosen: numbers of the calls to make; default: all
+    :param timeout: time limit of a step in seconds; default: that of the capsule, or 60
+    :raises WorkerError: If the environment cannot be built.
+    """
+    timeout = timeout or capsule.step_timeout or DEFAULT_TIMEOUT
+    interval = timeout / 4
+    context = processes.get_context(preload=("gymnasium", "rl_ext_core.vector.channel", __name__), label=_LABEL)
+    ours, theirs = context.Pipe()
+    packed = pickle.dumps((capsule, source, chosen, interval))
+    process = context.Process(target=_serve, args=(theirs, packed))
+    is_built = False
+    with ours, theirs:
+        process.start()
+        theirs.close()
+        watch = processes.Watch([process], label=_LABEL)
+        try:
+            with watch.operation("the constructor", _START_TIMEOUT):
+                ours.recv()
+            is_built, message = True, ""
+            while message != "done":
+                with watch.operation("step", timeout + interval):
+                    message = ours.recv()
+            watch.expect_exit()
+            process.join(_SHORT_TIMEOUT)
+        except WorkerError as error:
+            if not is_built:
+                raise
+            return _result_of(error)
+        finally:
+            watch.kill()
+            watch.stop()
+        notes = process.report.notes
+    return ReplayResult(None, notes.get("step", 0), notes.get("call", -1) + 1, notes.get("first_difference"))
+
+
+def _result_of(error: WorkerError) -> ReplayResult:
+    """Return the result of an episode that ended with a failure."""
+    notes = error.notes
+    failure = RecordedFailure.from_error(error)
+    failure = dataclasses.replace(
+        failure,
+        kind=notes.get("failure", failure.kind),
+        exception=notes.get("exception", failure.exception),
+        phase=notes.get("phase", failure.phase),
+    )
+    return ReplayResult(failure, notes.get("step", 0), notes.get("call", 0) + 1, notes.get("first_difference"))
+
+
+def minimize(
+    capsule: Capsule, source: str | None = None, advance: Callable[[int], None] = lambda tries: None
+) -> tuple[Capsule, int]:
+    """Remove steps from the episode of a capsule, as long as the environment fails in the same way.
+
+    :param source: ``--env`` of the command line; default: the pickled factory of the capsule
+    :param advance: function called with the number of episodes that were tried since its last call
+    :return: capsule with fewer steps, and the number of tries. It is the same capsule if no step can be removed
+    """
+    log, failure = capsule.load_log(), capsule.failure
+    timeout = capsule.step_timeout or DEFAULT_TIMEOUT
+    tries, last, tried = 0, len(log.calls) - 1, set[tuple[int, ...]]()
+
+    def fails(numbers: Sequence[int], limit: float) -> int | None:
+        """Return the number of calls until the same failure; None if there is none, or no tries are left."""
+        nonlocal tries
+        if tries >= MAX_TRIES:
+            return None
+        tries += 1
+        advance(1)
+        try:
+            result = play(capsule, source, chosen=numbers, timeout=limit)
+        except WorkerError:
+            return None
+        return result.n_calls if result.is_like(failure) else None
+
+    def calls_of(steps: list[int]) -> list[int]:
+        """Return the numbers of all calls if only these steps are made before the last call."""
+        return [*sorted(number for number in {*steps, *others} if number < last), last]
+
+    def shorten(steps: list[int]) -> list[int] | None:
+        """Return the steps before the failure if only these are made; None if there is no failure."""
+        nonlocal last
+        numbers = calls_of(steps)
+        count = None if tuple(numbers) in tried else fails(numbers, min(timeout, _SHORT_TIMEOUT))
+        tried.add(tuple(numbers))
+        if count is None:
+            return None
+        last = numbers[count - 1]  # it may have failed before the last call
+        return [step for step in steps if step < last]
+
+    others = [number for number, (name, _) in enumerate(log.calls[:-1]) if name != "step"]
+    steps = [number for number, (name, _) in enumerate(log.calls[:-1]) if name == "step"]
+    steps = _remove_parts(_shortest_suffix(steps, shorten), shorten)
+    numbers = calls_of(steps)
+    if len(numbers) == len(log.calls):
+        return capsule, tries
+    tries = min(tries, MAX_TRIES - 1)  # one try is left to confirm the result with the whole time limit
+    if fails(numbers, timeout) is None:
+        return capsule, tries
+    short = _select_calls(log, numbers)
+    return dataclasses.replace(capsule, log=short, step=short.steps, calls_pickle=None), tries
+
+
+def _shortest_suffix(steps: list[int], shorten: Callable[[list[int]], list[int] | None]) -> list[int]:
+    """Return the last steps, whose number is 0 or a power of two, that still lead to the failure."""
+    count = 0
+    while count < len(steps):
+        found = shorten(steps[len(steps) - count :])
+        if found is not None:
+            return found
+        count = max(1, 2 * count)
+    return steps
+
+
+def _remove_parts(steps: list[int], shorten: Callable[[list[int]], list[int] | None]) -> list[int]:
+    """Remove parts of decreasing size that the failure does not need (Zeller's ddmin, by complements)."""
+    parts = 2
+    while len(steps) >= 1:
+        size = -(-len(steps) // parts)
+        for begin in range(0, len(steps), size):
+            found = shorten([*steps[:begin], *steps[begin + size :]])
+            if found is not None:
+                steps, parts = found, max(parts - 1, 2)
+                break
+        else:
+            if size == 1:
+                break
+            parts = min(2 * parts, len(steps))
+    return steps
