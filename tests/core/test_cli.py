@@ -67,7 +67,7 @@ def read_stdout(out: Out) -> str:
         ("--help", "doctor"),
         *(
             (f"{command} --help", f"examples:\n  rl-ext {command}")
-            for command in ("doctor", "plan", "probe", "import", "export")
+            for command in ("doctor", "plan", "probe", "import", "export", "replay")
         ),
         *(("doctor --help", f"--{option}") for option in ("device", "render", "renderer", "json", "replay", "verify")),
     ],

@@ -1,0 +1,318 @@
+"""``rl-ext replay``: crashes at recorded steps, shorter episodes, and scripts that crash by themselves."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from rl_ext_core.cli import main
+from rl_ext_core.errors import CorruptFileError
+from rl_ext_core.factory import as_factory
+from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, replay
+from rl_ext_core.recording.capsule import RecordedFailure, read_capsule, write_capsule
+
+MODULE = '''
+"""Environments that fail."""
+
+import ctypes
+import os
+import random
+import signal
+import time
+
+import gymnasium
+import numpy as np
+
+
+def fail(kind):
+    """Fail in one of the ways that a capsule records."""
+    if kind == "exception":
+        raise ArithmeticError("the solver diverges")
+    if kind == "segfault":
+        ctypes.string_at(0)
+    if kind == "abort":
+        os.abort()
+    if kind == "exit":
+        os._exit(7)
+    if kind == "hang":
+        while True:
+            time.sleep(0.1)
+    return np.zeros(5, np.float32), 0.0, False, False, {}
+
+
+class Walk(gymnasium.Env):
+    """Random walk that fails once its generators and actions have moved it far enough."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def __init__(self, kind=None, limit=6.0):
+        self.kind, self.limit, self.rng = kind, limit, random.Random(5)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = self.rng.random()
+        return self.observe(), {}
+
+    def observe(self):
+        return np.array([self.place, self.np_random.random()], np.float32)
+
+    def step(self, action):
+        self.place += (int(action) == 2) * (0.9 + 0.1 * self.np_random.random())
+        if self.kind is not None and self.place > self.limit:
+            return fail(self.kind)
+        return self.observe(), 0.0, False, False, {}
+
+
+class FailAt(gymnasium.Wrapper):
+    """Wrapper that fails at a step of the episode."""
+
+    def __init__(self, env, kind, at):
+        super().__init__(env)
+        self.kind, self.at = kind, at
+
+    def reset(self, **kwargs):
+        self.n_steps = 0
+        return self.env.reset(**kwargs)
+
+    def step(self, action):
+        self.n_steps += 1
+        return fail(self.kind) if self.kind and self.n_steps == self.at else self.env.step(action)
+
+
+def build(name, kind, at):
+    """Build an environment of gymnasium that fails at a step."""
+    return FailAt(gymnasium.make(name), kind, at)
+'''
+KINDS = {
+    "exception": RecordedFailure("exception", "it raised", "step", 1, exception="ArithmeticError"),
+    "segfault": RecordedFailure("signal", "it was killed", "step", -11),
+    "abort": RecordedFailure("signal", "it was killed", "step", -6),
+    "exit": RecordedFailure("exit", "it exited", "step", 7),
+    "hang": RecordedFailure("timeout", "it did not answer", "step"),
+    "observation": RecordedFailure("observation", "it returned another shape", "step", 1),
+}
+TEXTS = {
+    "exception": "ArithmeticError in fail, ",
+    "segfault": "SIGSEGV in string_at, ",
+    "abort": "SIGABRT in fail, ",
+    "exit": "exit code 7",
+    "hang": "no answer (it hangs) in fail, ",
+    "observation": "values that do not fit the spaces",
+}
+SCRIPT_STATUS = {"exception": 1, "segfault": -11, "abort": -6, "exit": 7, "hang": 1, "observation": 1}
+posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals")
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Write a module with environments that fail, and import it."""
+    (tmp_path / "failing_envs.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "failing_envs", raising=False)
+    import failing_envs  # type: ignore[import-not-found]
+
+    yield failing_envs
+    sys.modules.pop("failing_envs", None)
+
+
+def record(make: Any, folder: Path, kind: str, crashes: Any, *, seed: int | None = None, **options: Any) -> Path:
+    """Write the capsule of an environment that failed, without failing.
+
+    :param make: function that builds the environment; with ``kind=None`` it does not fail
+    :param crashes: function of the environment and the number of steps that returns whether the last step fails
+    """
+    env = EpisodeRecorder(as_factory(functools.partial(make, kind=None)).for_workers(1)[0]())
+    env.reset(seed=seed)
+    actions = np.random.default_rng(3)
+    n_steps = 0
+    while not crashes(env, n_steps):
+        action = env.action_space.sample() if isinstance(env.action_space, gymnasium.spaces.Box) else None
+        env.step(np.int64(actions.integers(env.action_space.n)) if action is None else action)
+        n_steps += 1
+    log = env.episode_log()
+    assert log is not None
+    log = EpisodeLog(log.generators, log.settings, log.calls, log.checksums[:-1])
+    factory = as_factory(functools.partial(make, kind=kind)).for_workers(1)[0]
+    path = write_capsule(folder, factory=factory, log=log, failure=KINDS[kind], environment=2, **options)
+    assert path is not None
+    return path
+
+
+def has_left(env: Any, n_steps: int) -> bool:
+    """Return whether a walk has moved far enough to fail."""
+    return bool(env.unwrapped.place > env.unwrapped.limit)
+
+
+def run_script(path: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script in another working directory."""
+    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, cwd="/", timeout=60)
+
+
+@posix
+@pytest.mark.parametrize("kind", KINDS)
+def test_crash_is_reproduced_and_script_crashes(
+    kind: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = record(failing.Walk, tmp_path / "crashes", kind, has_left, step_timeout=0.6)
+    step = read_capsule(path).step
+    assert main(["replay", str(path), "--yes", "--script", "repro.py"]) == 0
+    printed = capsys.readouterr().out
+    assert f"reproduced at step {step}: {TEXTS[kind]}" in printed
+    assert "executes the pickled code of the factory" in printed
+    found = run_script(tmp_path / "repro.py")
+    assert found.returncode == SCRIPT_STATUS[kind], found.stderr
+    assert {"exception": "the solver diverges", "observation": "does not fit Box"}.get(kind, "") in found.stderr
+
+
+@posix
+@pytest.mark.parametrize("kind", ["exception", "abort"])
+def test_minimized_capsule_crashes_with_fewer_steps(
+    kind: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = record(functools.partial(failing.Walk, limit=2.5), tmp_path / "crashes", kind, has_left)
+    assert main(["replay", str(path), "--yes", "--minimize"]) == 0
+    short = path.with_name(f"{path.stem}-minimized.rlx")
+    assert f"instead of {read_capsule(path).step} steps" in capsys.readouterr().out
+    step = read_capsule(short).step  # it starts between 0 and 1, and each step moves it by about 1
+    assert 2 <= step <= 3 < read_capsule(path).step
+    assert main(["replay", str(short), "--yes"]) == 0
+    assert f"reproduced at step {step}" in capsys.readouterr().out
+
+
+# Importing Box2D under warnings as errors kills the process.
+@pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")
+@posix
+@pytest.mark.parametrize("name", ["LunarLander-v3", "HalfCheetah-v5", "CartPole-v1"])
+@pytest.mark.parametrize("kind", ["segfault", "exit"])
+@pytest.mark.sample(quick=2)
+def test_crashes_in_simulators(
+    name: str, kind: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = random.Random(f"{name} {kind}").randint(2, 9)
+    make = functools.partial(failing.build, name, at=at)
+    path = record(make, tmp_path / "crashes", kind, lambda env, n_steps: n_steps == at)
+    assert main(["replay", str(path), "--yes", "--script", "repro.py"]) == 0
+    assert f"reproduced at step {at}" in capsys.readouterr().out
+    assert run_script(tmp_path / "repro.py").returncode == SCRIPT_STATUS[kind]
+
+
+def test_environment_that_does_not_crash(
+    failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
+    assert main(["replay", str(path), "--env", "failing_envs:Walk"]) == 1
+    assert "does not crash, and all observations are equal" in capsys.readouterr().out
+    (tmp_path / "random_env.py").write_text(
+        "import random\nfrom failing_envs import Walk\n\n\nclass Drift(Walk):\n"
+        "    def step(self, action):\n        self.place += random.SystemRandom().random() / 9\n"
+        "        return super().step(action)\n"
+    )
+    assert main(["replay", str(path), "--env", "random_env:Drift"]) == 1
+    assert "does not crash: first difference at step 1: the environment is not det" in capsys.readouterr().out
+
+
+def test_crash_at_another_step(failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
+    (tmp_path / "early_env.py").write_text(
+        "from failing_envs import Walk\n\n\ndef early():\n    return Walk('exception', limit=3.0)\n"
+    )
+    assert main(["replay", str(path), "--env", "early_env:early"]) == 1
+    assert "crashed elsewhere: step " in capsys.readouterr().out
+
+
+def test_code_is_executed_only_with_consent(
+    failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
+    monkeypatch.setattr(replay, "play", lambda *arguments: pytest.fail("the code was executed"))
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["replay", str(path)]) == 2
+    assert "expected --yes" in capsys.readouterr().err
+
+
+def test_factory_that_cannot_be_pickled(failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
+    log = read_capsule(path).log
+    lock = threading.Lock()
+    path = write_capsule(  # type: ignore[assignment]
+        tmp_path / "others", factory=lambda: lock, log=log, failure=KINDS["exception"], environment=0
+    )
+    assert read_capsule(path).factory_pickle is None
+    assert main(["replay", str(path), "--yes"]) == 2
+    assert "Write --env module:function" in capsys.readouterr().err
+
+
+def test_class_of_the_script_itself(failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"{MODULE}\n\nif __name__ == '__main__':\n    import functools\n    from tests.core import test_replay\n"
+        "    print(test_replay.record(Walk, 'crashes', 'exit', test_replay.has_left))\n"
+    )
+    root = str(Path(__file__).parents[2])
+    environ = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root}/shared"}
+    found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environ, cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert main(["replay", found.stdout.strip(), "--yes", "--script", "repro.py"]) == 0
+    assert "exit code 7" in capsys.readouterr().out
+    assert run_script(tmp_path / "repro.py").returncode == 7
+
+
+def test_capsule_contains_plain_data_and_marked_pickles(
+    failing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("MY_SECRET_TOKEN", "secret")
+    options = {"table": np.arange(4.0), "name": "a", "pair": (1, b"x")}
+    env = EpisodeRecorder(failing.Walk())
+    env.reset(seed=4, options=options)
+    env.step(np.int64(1))
+    env.set_wrapper_attr("limit", 8.0)
+    log = env.episode_log()
+    assert log is not None
+    path = write_capsule(
+        tmp_path, factory=as_factory(failing.Walk), log=log, failure=KINDS["exit"], environment=0, step_timeout=3.0
+    )
+    assert path is not None
+    found = read_capsule(path)
+    assert found.calls_pickle is None
+    assert found.failure == KINDS["exit"]
+    assert found.log.generators == log.generators
+    assert [name for name, _ in found.log.calls] == [name for name, _ in log.calls]
+    np.testing.assert_equal(found.log.calls, log.calls)
+    with zipfile.ZipFile(path) as archive:
+        about = json.loads(archive.read("capsule.json"))
+        assert about["executable code"] == ["environment.pickle"]
+        assert about["variables"]["OMP_NUM_THREADS"] == "1"
+        assert b"secret" not in b"".join(map(archive.read, archive.namelist()))
+
+
+def test_at_most_ten_capsules(failing: Any, tmp_path: Path) -> None:
+    paths = [record(failing.Walk, tmp_path / "crashes", "exit", lambda env, n_steps: n_steps == 1) for _ in range(10)]
+    assert len(set(paths)) == 10
+    log = read_capsule(paths[0]).log
+    options: dict[str, Any] = {"factory": None, "log": log, "failure": KINDS["exit"], "environment": 0}
+    assert write_capsule(tmp_path / "crashes", **options) is None
+    assert len(list((tmp_path / "crashes").iterdir())) == 10
+
+
+def test_damaged_capsule(failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = record(failing.Walk, tmp_path, "exit", lambda env, n_steps: n_steps == 1)
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(CorruptFileError, match="is not a complete capsule"):
+        read_capsule(path)
+    assert main(["replay", str(path), "--yes"]) == 2
+    assert main(["replay", str(tmp_path / "missing.rlx"), "--yes"]) == 2
