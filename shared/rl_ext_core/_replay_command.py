@@ -15,7 +15,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_ext_core.cli import new_console, show_progress
 from rl_ext_core.errors import InvalidArgumentError
@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--env", metavar="SOURCE", help="build the environment by my_module:make_env or a gymnasium id")
     parser.add_argument("--minimize", action="store_true", help="find a shorter episode that crashes in the same way")
     parser.add_argument("--script", metavar="FILE", help="write a script that repeats the crash without rl-ext")
+    parser.add_argument(
+        "--render", metavar="FILE", help="write images of the 10 s before the crash: out.mp4, or out.png"
+    )
     parser.add_argument("--pdb", action="store_true", help="stop in the debugger before the step that crashes")
 
 
@@ -45,17 +48,28 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from rl_ext_core.recording import replay
     from rl_ext_core.recording.capsule import read_capsule, save_capsule
+    from rl_ext_core.recording.images import check_image_path, write_images
 
     console, path = new_console(), Path(arguments.capsule)
     capsule = read_capsule(path)
     _print_capsule(capsule, path, console)
+    if arguments.render is not None:
+        check_image_path(Path(arguments.render))
     _require_consent(capsule, arguments, console)
     sys.stdout.flush()
     if arguments.pdb:
         _debug(capsule, arguments.env, console)
         return 0
-    result = replay.play(capsule, arguments.env)
+    frames: list[Any] | None = None if arguments.render is None else []
+    result = replay.play(capsule, arguments.env, frames=frames)
     status = _print_result(capsule, result, console)
+    if frames is not None:
+        fps, *images = frames
+        if images:
+            write_images(Path(arguments.render), images, fps)
+            _print(console, f"{arguments.render}: the last {len(images) / fps:.1f} s before the crash")
+        else:
+            _print(console, "there are no images, because the environment has not been reset")
     if status == 0 and arguments.minimize:
         with show_progress("trying shorter episodes", replay.MAX_TRIES) as advance:
             short, tries = replay.minimize(capsule, arguments.env, advance)
@@ -144,6 +158,8 @@ def _print_result(capsule: Capsule, result: ReplayResult, console: Console) -> i
         where += f" after step {result.step:,}"
     if result.is_like(capsule.failure) and result.step == capsule.step:
         _print(console, f"reproduced at {where}: {result.describe()}")
+        if differs:
+            _print(console, f"but {difference}: the environment is not deterministic")
         return 0
     expected = f"{capsule.failure.kind} at step {capsule.step:,}"
     _print(console, f"crashed elsewhere: {where}, {result.describe()}; expected {expected}")

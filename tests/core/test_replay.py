@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import matplotlib.image
 import numpy as np
 import pytest
 
@@ -92,9 +93,9 @@ class FailAt(gymnasium.Wrapper):
         return fail(self.kind) if self.kind and self.n_steps == self.at else self.env.step(action)
 
 
-def build(name, kind, at):
+def build(name, kind, at, **kwargs):
     """Build an environment of gymnasium that fails at a step."""
-    return FailAt(gymnasium.make(name), kind, at)
+    return FailAt(gymnasium.make(name, **kwargs), kind, at)
 '''
 KINDS = {
     "exception": RecordedFailure("exception", "it raised", "step", 1, exception="ArithmeticError"),
@@ -183,7 +184,7 @@ def test_crash_is_reproduced_and_script_crashes(
 def test_minimized_capsule_crashes_with_fewer_steps(
     kind: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = record(functools.partial(failing.Walk, limit=2.5), tmp_path / "crashes", kind, has_left)
+    path = record(functools.partial(failing.Walk, limit=2.5), tmp_path / "crashes", kind, has_left, seed=4)
     assert main(["replay", str(path), "--yes", "--minimize"]) == 0
     short = path.with_name(f"{path.stem}-minimized.rlx")
     assert f"instead of {read_capsule(path).step} steps" in capsys.readouterr().out
@@ -223,6 +224,20 @@ def test_environment_that_does_not_crash(
     )
     assert main(["replay", str(path), "--env", "random_env:Drift"]) == 1
     assert "does not crash: first difference at step 1: the environment is not det" in capsys.readouterr().out
+
+
+def test_image_before_the_crash(failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build = functools.partial(failing.build, "CartPole-v1", at=4)
+    path = record(build, tmp_path / "crashes", "exception", lambda env, n_steps: n_steps == 4)
+    arguments = ["replay", str(path), "--yes", "--render"]
+    assert main([*arguments, "out.png"]) == 0
+    image = matplotlib.image.imread("out.png")
+    assert image.shape == (400, 600, 3)
+    assert "out.png: the last 0.1 s before the crash" in capsys.readouterr().out
+    assert main([*arguments, "out.gif"]) == 2
+    path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
+    assert main(["replay", str(path), "--yes", "--render", "out.png"]) == 1
+    assert "expected 'rgb_array'" in capsys.readouterr().err
 
 
 def test_crash_at_another_step(failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,7 @@ _START_TIMEOUT = 600.0
 # Shortened episodes are tried with this limit, because each one that hangs takes all of it.
 _SHORT_TIMEOUT = 5.0
 _LABEL = "replay"
+_RENDERED_S, _DEFAULT_FPS = 10.0, 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,8 @@ def describe_failure(failure: RecordedFailure) -> str:
     elif failure.kind == "exit":
         what = f"exit code {code}"
     what = what or failure.exception or failure.kind
+    if failure.kind == "observation":  # the innermost frame is that of the check
+        return what
     frame = _innermost_frame(failure.traceback)
     return f"{what} in {frame}" if frame else what
 
@@ -90,25 +93,44 @@ def _innermost_frame(traceback: str) -> str:
 # -- in the process of the environment
 
 
-def build_env(capsule: Capsule, source: str | None) -> Any:
+def build_env(capsule: Capsule, source: str | None, *, render: bool = False) -> Any:
     """Build the environment of a capsule.
 
     :param source: ``--env`` of the command line; default: the pickled factory of the capsule
+    :param render: whether the environment must return images
+    :raises InvalidArgumentError: If the factory cannot be loaded, or the environment returns no images.
     """
     if not {"", os.getcwd()} & set(sys.path):  # the command of an installed package does not have it
         sys.path.insert(0, os.getcwd())
     if source is not None:
-        from rl_ext_core._environment_source import create_env
+        from rl_ext_core._environment_source import load_source
+        from rl_ext_core.factory import as_factory
 
-        return create_env(source)
+        factory: Any = as_factory(load_source(source))
+    else:
+        factory = _load_factory(capsule)
+    env = None
+    if render:
+        with contextlib.suppress(InvalidArgumentError, TypeError):  # it takes no render_mode
+            env = factory(render_mode="rgb_array")
+    env = factory() if env is None else env
+    if render and getattr(env, "render_mode", None) != "rgb_array":
+        raise InvalidArgumentError(
+            f"--render: the environment has render_mode={getattr(env, 'render_mode', None)!r}; expected 'rgb_array'. "
+            "Write --env module:function with a function that passes render_mode='rgb_array'"
+        )
+    return env
+
+
+def _load_factory(capsule: Capsule) -> Any:
+    """Unpickle the factory of a capsule."""
     try:
-        factory = capsule.load_factory()
+        return capsule.load_factory()
     except Exception as error:
         raise InvalidArgumentError(
             f"the factory of the capsule cannot be loaded ({type(error).__name__}: {error}). Start rl-ext in the "
             "folder of its module, or pass --env module:function"
         ) from error
-    return factory()
 
 
 class _OutputCheck:
@@ -196,18 +218,21 @@ def repeat_calls(
 def _serve(connection: Connection, packed: bytes) -> None:
     """Build the environment, and repeat its calls. Target of a process.
 
-    :param packed: capsule, source, numbers of the calls or None, seconds between messages to the parent
+    :param packed: capsule, source, numbers of the calls or None, seconds between messages to the parent, and seconds at
+        the end whose images are sent
     """
     with contextlib.suppress(ImportError):  # Windows
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    capsule, source, chosen, interval = pickle.loads(packed)
-    env = build_env(capsule, source)
+    capsule, source, chosen, interval, rendered = pickle.loads(packed)
+    env = build_env(capsule, source, render=rendered > 0)
     log = capsule.load_log()
     if chosen is not None:
         log = _select_calls(log, chosen)
-    connection.send("built")
+    fps = float(getattr(env, "metadata", {}).get("render_fps") or _DEFAULT_FPS)
+    connection.send(fps)
+    first_rendered = len(log.calls) - max(1, int(rendered * fps))
     due = time.monotonic() + interval
 
     def send_progress(call: int, step: int, name: str) -> None:
@@ -216,6 +241,8 @@ def _serve(connection: Connection, packed: bytes) -> None:
         if time.monotonic() > due:
             connection.send("playing")
             due = time.monotonic() + interval
+        if rendered and call >= max(1, first_rendered):
+            connection.send(env.render())
 
     try:
         repeat_calls(
@@ -246,20 +273,26 @@ def _select_calls(log: EpisodeLog, chosen: Sequence[int]) -> EpisodeLog:
 
 
 def play(
-    capsule: Capsule, source: str | None = None, *, chosen: Sequence[int] | None = None, timeout: float | None = None
+    capsule: Capsule,
+    source: str | None = None,
+    *,
+    chosen: Sequence[int] | None = None,
+    timeout: float | None = None,
+    frames: list[Any] | None = None,
 ) -> ReplayResult:
     """Repeat the episode of a capsule in a process of its own.
 
     :param source: ``--env`` of the command line; default: the pickled factory of the capsule
     :param chosen: numbers of the calls to make; default: all
     :param timeout: time limit of a step in seconds; default: that of the capsule, or 60
+    :param frames: list to which the frames per second and the images of the last ten seconds are appended
     :raises WorkerError: If the environment cannot be built.
     """
     timeout = timeout or capsule.step_timeout or DEFAULT_TIMEOUT
     interval = timeout / 4
     context = processes.get_context(preload=("gymnasium", "rl_ext_core.vector.channel", __name__), label=_LABEL)
     ours, theirs = context.Pipe()
-    packed = pickle.dumps((capsule, source, chosen, interval))
+    packed = pickle.dumps((capsule, source, chosen, interval, 0.0 if frames is None else _RENDERED_S))
     process = context.Process(target=_serve, args=(theirs, packed))
     is_built = False
     with ours, theirs:
@@ -268,9 +301,11 @@ def play(
         watch = processes.Watch([process], label=_LABEL)
         try:
             with watch.operation("the constructor", _START_TIMEOUT):
-                ours.recv()
-            is_built, message = True, ""
-            while message != "done":
+                message = ours.recv()
+            is_built = True
+            while not (isinstance(message, str) and message == "done"):
+                if frames is not None and not isinstance(message, str):
+                    frames.append(message)
                 with watch.operation("step", timeout + interval):
                     message = ours.recv()
             watch.expect_exit()
