@@ -25,12 +25,20 @@ from rl_ext_core import _pickle
 from rl_ext_core.errors import CorruptFileError, EnvironmentOutputError, InvalidArgumentError, WorkerError
 from rl_ext_core.recording.episode_log import EpisodeLog
 
-__all__ = ["Capsule", "RecordedFailure", "current_versions", "read_capsule", "save_capsule", "write_capsule"]
+__all__ = [
+    "MAX_CAPSULES",
+    "Capsule",
+    "RecordedFailure",
+    "current_versions",
+    "read_capsule",
+    "save_capsule",
+    "write_capsule",
+]
 
 _log = logging.getLogger("rl_ext_core.recording")
 
 _FORMAT = 1
-_MAX_CAPSULES = 10
+MAX_CAPSULES = 10  # per folder
 _MAX_TEXT = 100_000
 _ABOUT, _LOG, _ACTIONS = "capsule.json", "log.json", "actions.npy"
 # These two are pickles. Loading a pickle executes code.
@@ -162,14 +170,14 @@ def write_capsule(
     :param environment: number of the environment
     :param step_timeout: time limit of a step in seconds; default: none
     :param spaces: observation space and action space of the environment
-    :return: path of the file; None if the folder already contains ten capsules, or the file cannot be written
+    :return: path of the file; None if the folder already contains :data:`MAX_CAPSULES`, or the file cannot be written
     """
     from rl_ext_core.recording.script import code_of_factory
 
     folder = Path(folder)
     try:
-        if len(list(folder.glob("crash-*.rlx"))) >= _MAX_CAPSULES:
-            _log.warning("no capsule of the failure is written, because %s contains %d", folder, _MAX_CAPSULES)
+        if len(list(folder.glob("crash-*.rlx"))) >= MAX_CAPSULES:
+            _log.info("no capsule of the failure is written, because %s contains %d", folder, MAX_CAPSULES)
             return None
         folder.mkdir(parents=True, exist_ok=True)
         name = f"crash-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{environment}"

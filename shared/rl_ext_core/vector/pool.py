@@ -19,7 +19,7 @@ from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, StorageError, WorkerError
 from rl_ext_core.processes.failures import require_same_process
 from rl_ext_core.processes.report import ExceptionRecord
-from rl_ext_core.recording.capsule import RecordedFailure, write_capsule
+from rl_ext_core.recording.capsule import MAX_CAPSULES, RecordedFailure, write_capsule
 from rl_ext_core.recording.episode_log import EpisodeLog, Repetition
 from rl_ext_core.recording.recorder import RECORDED_CALLS
 from rl_ext_core.recording.vector_log import HEAD_BYTES, VectorLog
@@ -518,8 +518,9 @@ class Pool:
         log = None if self._log is None else self._log.episode_log(environment)
         if log is None or error.phase not in ("reset", "step", *RECORDED_CALLS):
             return
+        folder = CRASH_FOLDER if isinstance(recorder, bool) else recorder
         path = write_capsule(
-            CRASH_FOLDER if isinstance(recorder, bool) else recorder,
+            folder,
             factory=self._factories[environment],
             log=log,
             failure=RecordedFailure.from_error(error),
@@ -527,8 +528,13 @@ class Pool:
             step_timeout=self._options.step_timeout,
             spaces=self.spaces,
         )
-        if path is not None:
-            error.args = (f"{error}\nThe episode is recorded. To repeat the failure, run: rl-ext replay {path}",)
+        if path is None:
+            text = (
+                f"The episode is not recorded: {folder} cannot be written, or contains {MAX_CAPSULES} files crash-*.rlx"
+            )
+        else:
+            text = f"The episode is recorded. To repeat the failure, run: rl-ext replay {path}"
+        error.args = (f"{error}\n{text}",)
 
     def _exception_error(self, worker: Any, environment: int, phase: str, raised: ExceptionRecord) -> WorkerError:
         """Return the exception for an exception that an environment has raised."""
