@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MAX_STEPS", "EpisodeLog", "Repetition", "checksum"]
+__all__ = ["MAX_STEPS", "EpisodeLog", "Repetition", "observation_checksum"]
 
 # Longer episodes are not recorded, because their logs would take much memory.
 MAX_STEPS = 100_000
@@ -21,7 +21,7 @@ _MAX_CHECKED_BYTES = 8192
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeLog:
-    """What is needed to repeat an episode from its reset.
+    """Everything that is needed to repeat an episode from its reset.
 
     :ivar generators: states of the environment's generators before the reset, see
         :class:`~rl_ext_core.recording.generators.Generators`
@@ -60,7 +60,7 @@ class Repetition:
     first_difference: int | None
 
 
-def checksum(observation: Any) -> int:
+def observation_checksum(observation: Any) -> int:
     """Return a checksum of an observation: an array, a number, or nested dicts and tuples of them.
 
     Of a large array, evenly spaced words are read, because the checksum of all takes as long as a step of Atari.
@@ -73,11 +73,10 @@ def checksum(observation: Any) -> int:
             observation = np.ascontiguousarray(words[:: size // _MAX_CHECKED_BYTES + 1])
         return zlib.crc32(observation)
     if isinstance(observation, dict):
-        return zlib.crc32(repr([(key, checksum(part)) for key, part in sorted(observation.items())]).encode())
+        return zlib.crc32(
+            repr([(key, observation_checksum(part)) for key, part in sorted(observation.items())]).encode()
+        )
     if isinstance(observation, (tuple, list)):
-        return zlib.crc32(repr([checksum(part) for part in observation]).encode())
-    return (
-        checksum(np.asarray(observation))
-        if isinstance(observation, np.generic)
-        else zlib.crc32(repr(observation).encode())
-    )
+        return zlib.crc32(repr([observation_checksum(part) for part in observation]).encode())
+    array = np.asarray(observation)
+    return zlib.crc32(repr(observation).encode()) if array.dtype.hasobject else observation_checksum(array)

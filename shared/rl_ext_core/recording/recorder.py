@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
 import numpy as np
 
-from rl_ext_core.recording.episode_log import MAX_STEPS, EpisodeLog, Repetition, checksum
+from rl_ext_core.recording.episode_log import MAX_STEPS, EpisodeLog, Repetition, observation_checksum
 from rl_ext_core.recording.generators import Generators, layers_of
 
 __all__ = ["RECORDED_CALLS", "SETTERS", "EpisodeRecorder", "repeat_episode"]
@@ -48,7 +49,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._start(self._generators.states(), list(self._settings.values()))
         self._calls.append(("reset", arguments))
         result: tuple[Any, dict[str, Any]] = self.env.reset(**arguments)
-        self._checksums.append(checksum(result[0]))
+        self._checksums.append(observation_checksum(result[0]))
         return result
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -60,7 +61,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         # The caller may write to the array later.
         calls.append(("step", action.copy() if type(action) is np.ndarray else action))
         result: tuple[Any, Any, bool, bool, dict[str, Any]] = self.env.step(action)
-        self._checksums.append(checksum(result[0]))
+        self._checksums.append(observation_checksum(result[0]))
         return result
 
     def _start(self, generators: Any, settings: list[Any]) -> None:
@@ -89,7 +90,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         seed = getattr(self.unwrapped, "np_random_seed", None)
         self._start({}, [])
         self._calls.append(("reset", {} if seed in (None, -1) else {"seed": seed}))
-        self._checksums.append(checksum(observation))
+        self._checksums.append(observation_checksum(observation))
 
     def episode_log(self) -> EpisodeLog | None:
         """Return the log of the current episode.
@@ -110,12 +111,18 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         return repeat_episode(self, log)
 
 
-def repeat_episode(env: Any, log: EpisodeLog, generators: Generators | None = None) -> Repetition:
+def repeat_episode(
+    env: Any,
+    log: EpisodeLog,
+    generators: Generators | None = None,
+    convert: Callable[[Any], Any] = lambda observation: observation,
+) -> Repetition:
     """Repeat the calls of a log.
 
     :param env: environment that was built like the recorded one, and has not been used
     :param log: a log whose last call has returned
     :param generators: generators of the environment; None if they are restored already
+    :param convert: function that converts observations as the recorded ones were converted; default: none
     """
     from rl_ext_core.vector.environments import CALLS  # which loads more than a wrapper needs
 
@@ -127,10 +134,10 @@ def repeat_episode(env: Any, log: EpisodeLog, generators: Generators | None = No
     observation, first_difference, steps = None, None, 0
     for (name, data), expected in zip(log.calls, log.checksums, strict=True):
         if name == "reset":
-            observation, _ = env.reset(**data)
+            observation = convert(env.reset(**data)[0])
         elif name == "step":
             steps += 1
-            observation = env.step(data)[0]
+            observation = convert(env.step(data)[0])
         else:
             if inner is not env:
                 env.record_call(name, data)
@@ -139,7 +146,7 @@ def repeat_episode(env: Any, log: EpisodeLog, generators: Generators | None = No
             if inner is not env:
                 env._checksums.append(None)
             continue
-        if first_difference is None and expected is not None and checksum(observation) != expected:
+        if first_difference is None and expected is not None and observation_checksum(observation) != expected:
             first_difference = steps
     return Repetition(observation, first_difference)
 

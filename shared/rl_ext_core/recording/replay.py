@@ -18,7 +18,7 @@ from typing import Any
 from rl_ext_core import processes
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, WorkerError
 from rl_ext_core.recording.capsule import Capsule, RecordedFailure
-from rl_ext_core.recording.episode_log import EpisodeLog, checksum
+from rl_ext_core.recording.episode_log import EpisodeLog, observation_checksum
 from rl_ext_core.recording.generators import Generators, layers_of
 
 __all__ = ["DEFAULT_TIMEOUT", "MAX_TRIES", "ReplayResult", "build_env", "minimize", "play", "repeat_calls"]
@@ -152,11 +152,11 @@ class _OutputCheck:
 
         :param is_last: whether to check the bounds of the space, too
         """
-        found = {checksum(observation)}
+        found = {observation_checksum(observation)}
         if self._layout is not None:
             for slot in self._slots:
                 slot.write(observation)
-            found.add(checksum(self._layout.build_observation([row[0] for row in self._rows])))
+            found.add(observation_checksum(self._layout.build_observation([row[0] for row in self._rows])))
         if not isinstance(info, dict):
             raise EnvironmentOutputError(f"the environment returned an info of type {type(info).__name__}")
         space = self._env.observation_space

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.recording.episode_log import MAX_STEPS, EpisodeLog, checksum
+from rl_ext_core.recording.episode_log import MAX_STEPS, EpisodeLog, observation_checksum
 from rl_ext_core.recording.generators import Generators
 from rl_ext_core.recording.recorder import SETTERS
 
@@ -172,7 +172,7 @@ class VectorLog:
         :param arrays: arrays of the observations of all environments
         :param number: number of the environment
         """
-        return checksum(self._build([array[number] for array in arrays]))
+        return observation_checksum(self._build([array[number] for array in arrays]))
 
     def _add_reset(self, number: int, event: list[Any]) -> None:
         """Begin a new log with a reset, if the worker wrote the generators; otherwise the reset is one of its calls."""

@@ -52,7 +52,7 @@ TERMINATED, TRUNCATED, CONVERTED = 1, 2, 4
 ENDED = TERMINATED | TRUNCATED
 
 
-def _do_nothing() -> None: ...
+def _record_nothing() -> None: ...
 
 
 def run_worker(
@@ -147,7 +147,7 @@ class WorkerEnvironments:
             self._envs.append(env)
             self._generators.append(Generators(layers_of(env)))
             self._write_heads.append(
-                _do_nothing if head is None else HeadWriter(self._generators[-1], head(first + number)).write
+                _record_nothing if head is None else HeadWriter(self._generators[-1], head(first + number)).write
             )
         self._answer(pack([(env.observation_space, env.action_space) for env in self._envs]))
 
@@ -184,12 +184,22 @@ class WorkerEnvironments:
         self._set_phase(number, PHASES.index(name))
         try:
             if name == REPEAT_EPISODE:
-                self._write_heads[number]()
-                return pack(repeat_episode(self._envs[number], argument, self._generators[number]))
+                return pack(self._repeat_episode(number, argument))
             return pack(CALLS[name](self._envs[number], argument))
         except Exception as error:
             # The environment stays usable, so the caller gets the exception and may continue.
             return pack(ExceptionRecord.from_exception(error))
+
+    def _repeat_episode(self, number: int, log: Any) -> Any:
+        """Repeat a recorded episode, with observations converted as in shared memory."""
+
+        def convert(observation: Any) -> Any:
+            for slot in self._slots[number]:
+                slot.write(observation)
+            return self._layout.build_observation([slot.place.copy() for slot in self._slots[number]])
+
+        self._write_heads[number]()
+        return repeat_episode(self._envs[number], log, self._generators[number], convert)
 
     def close_open_environments(self) -> None:
         """Close the environments that are still open, ignoring errors, because this process ends."""
@@ -215,6 +225,7 @@ class WorkerEnvironments:
 
     def _map_memory(self, layout: MemoryLayout) -> None:
         """Map the shared memory, and prepare to write this worker's rows."""
+        self._layout = layout
         arrays: dict[str, Any] = layout.arrays(self._block(layout.size))
         self.arrays = arrays
         part = slice(self._first, self._first + len(self._envs))

@@ -91,6 +91,26 @@ def test_episodes_are_repeated_in_all_autoreset_modes(mode: str) -> None:
     envs.close()
 
 
+@pytest.mark.parametrize("name", ["FrozenLake-v1", "Pendulum-v1", "Blackjack-v1", "Double"])
+def test_converted_observations_are_repeated(name: str) -> None:
+    def make() -> Any:
+        if name != "Double":
+            return gymnasium.make(name)
+        env = gymnasium.make("CartPole-v1")  # returns float64, although its space is of float32
+        return gymnasium.wrappers.TransformObservation(env, lambda x: x.astype(np.float64) / 3, env.observation_space)
+
+    one, other = (SharedMemoryVectorEnv([make] * 2, autoreset_mode="SameStep") for _ in range(2))
+    one.reset(seed=3)
+    one.action_space.seed(0)
+    for _ in range(30):
+        one.step(one.action_space.sample())
+    for number, log in enumerate(one._pool.episode_logs()):
+        assert log is not None
+        assert other._pool.repeat_episode(number, log).first_difference is None
+    one.close()
+    other.close()
+
+
 def test_repeated_episodes_continue_equally() -> None:
     one, other = (SharedMemoryVectorEnv([make_env] * 3, n_workers=2) for _ in range(2))
     one.reset(seed=3)
