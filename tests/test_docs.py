@@ -94,7 +94,7 @@ print(model.num_timesteps, Killed.steps, model.replay_buffer.size(), round(model
 @pytest.mark.slow
 def test_resume_guide_example_continues_at_the_checkpoint(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "guides" / "resume.md").read_text()
-    lines = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]  # type: ignore[index]
+    lines = re.search(r"## Buffers in files.*?```python\n(.*?)```", page, re.DOTALL)[1]  # type: ignore[index]
     for written, short in (
         ("env = make_my_env()\n", ""),
         ("10_000_000", "800"),

@@ -23,6 +23,7 @@ PACKAGES = [
     "rl_ext_core.frames",
     "rl_ext_core.isolation",
     "rl_ext_core.processes",
+    "rl_ext_core.recording",
     "rl_ext_core.resources",
     "rl_ext_core.testing",
     "rl_ext_core.vector",
