@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from rl_ext_core.errors import CorruptFileError
 from rl_ext_core.factory import as_factory
 from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, replay
 from rl_ext_core.recording.capsule import RecordedFailure, read_capsule, write_capsule
+from tests.core.isolation import variants
 
 MODULE = '''
 """Environments that fail."""
@@ -211,6 +213,69 @@ def test_crashes_in_simulators(
     assert run_script(tmp_path / "repro.py").returncode == SCRIPT_STATUS[kind]
 
 
+@posix
+def test_crash_in_a_c_library(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("there is no C compiler")
+    good, bad = (variants.compiled(name, tmp_path, compiler) for name in ("GOOD", "CRASH_IN_STEP"))
+    env = EpisodeRecorder(good())
+    env.reset(seed=3)
+    for _ in range(5):  # the other variant fails in the last one of these
+        env.step(env.action_space.sample())
+    log = env.episode_log()
+    assert log is not None
+    log = EpisodeLog(log.generators, log.settings, log.calls, log.checksums[:-1])
+    path = write_capsule(tmp_path, factory=as_factory(bad), log=log, failure=KINDS["segfault"], environment=0)
+    monkeypatch.chdir(tmp_path)
+    assert main(["replay", str(path), "--yes", "--minimize", "--script", "repro.py"]) == 0
+    printed = capsys.readouterr().out
+    assert "reproduced at step 5: SIGSEGV in step, " in printed
+    assert "no step of the episode can be left out" in printed
+    assert run_script(tmp_path / "repro.py").returncode == -11
+
+
+def test_long_script_reads_its_actions_from_a_file(failing: Any, tmp_path: Path) -> None:
+    build = functools.partial(failing.build, "Pendulum-v1", at=2500, max_episode_steps=-1)
+    path = record(build, tmp_path, "exit", lambda env, n_steps: n_steps == 2500)
+    assert main(["replay", str(path), "--yes", "--script", "repro.py"]) == 0
+    assert np.load(tmp_path / "repro.npy").shape == (2500, 1)
+    assert run_script(tmp_path / "repro.py").returncode == 7
+
+
+def test_script_of_an_unknown_factory_has_to_be_filled_in(
+    failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = record(failing.Walk, tmp_path, "exit", has_left)
+    limit = 6.0
+    factory = as_factory(lambda: failing_walk(limit))
+    log = read_capsule(path).log
+    path = write_capsule(tmp_path, factory=factory, log=log, failure=KINDS["exit"], environment=0)  # type: ignore[assignment]
+    assert main(["replay", str(path), "--yes", "--script", "repro.py"]) == 0
+    assert "set make_env in it" in capsys.readouterr().out
+    found = run_script(tmp_path / "repro.py")
+    assert "set make_env in this script" in found.stderr
+
+
+def failing_walk(limit: float) -> Any:
+    """Build a walk that ends its process."""
+    import failing_envs
+
+    return failing_envs.Walk("exit", limit)
+
+
+def test_debugger_stops_before_the_call_that_fails(
+    failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = record(failing.Walk, tmp_path, "exception", has_left)
+    stops = []
+    monkeypatch.setattr("pdb.set_trace", lambda: stops.append(capsys.readouterr().out))
+    with pytest.raises(ArithmeticError):
+        main(["replay", str(path), "--yes", "--pdb"])
+    (printed,) = stops
+    assert "in this process" in printed
+    assert f"next is step {read_capsule(path).step}" in printed
+
+
 def test_environment_that_does_not_crash(
     failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +291,9 @@ def test_environment_that_does_not_crash(
     assert "does not crash: first difference at step 1: the environment is not det" in capsys.readouterr().out
 
 
-def test_image_before_the_crash(failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_image_before_the_crash(
+    failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     build = functools.partial(failing.build, "CartPole-v1", at=4)
     path = record(build, tmp_path / "crashes", "exception", lambda env, n_steps: n_steps == 4)
     arguments = ["replay", str(path), "--yes", "--render"]
@@ -235,6 +302,9 @@ def test_image_before_the_crash(failing: Any, tmp_path: Path, capsys: pytest.Cap
     assert image.shape == (400, 600, 3)
     assert "out.png: the last 0.1 s before the crash" in capsys.readouterr().out
     assert main([*arguments, "out.gif"]) == 2
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    assert main([*arguments, "out.mp4"]) == 1
+    assert "pip install imageio imageio-ffmpeg" in capsys.readouterr().err
     path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
     assert main(["replay", str(path), "--yes", "--render", "out.png"]) == 1
     assert "expected 'rgb_array'" in capsys.readouterr().err
