@@ -26,6 +26,7 @@ from sb3_ext.prioritized import (
     CompressedPrioritizedReplayBuffer,
     register_critic,
 )
+from sb3_ext.resume import ResumeCallback, resume
 from sb3_ext.sequences import SequenceSamples
 from sb3_ext.vec_env import RayVecEnv, SharedMemoryVecEnv, VecEnvTimingCallback
 
@@ -45,6 +46,7 @@ __all__ = [
     "GymVecEnv",
     "MultiAgentVecEnv",
     "RayVecEnv",
+    "ResumeCallback",
     "SequenceSamples",
     "SharedMemoryVecEnv",
     "VecEnvTimingCallback",
@@ -52,6 +54,7 @@ __all__ = [
     "make_vec_env",
     "register_critic",
     "resolve_device",
+    "resume",
 ]
 
 if TYPE_CHECKING:

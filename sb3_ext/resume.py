@@ -1,0 +1,586 @@
+"""Saves of a training run, and resuming from them as if the run had not been stopped.
+
+Each environment is restored by repeating the actions of its current episode, see :mod:`rl_ext_core.recording`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pathlib
+import pickle
+import random
+import re
+import shutil
+import warnings
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import cloudpickle
+import gymnasium
+import numpy as np
+import torch as th
+from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.vec_env import (
+    DummyVecEnv,
+    VecCheckNan,
+    VecEnv,
+    VecFrameStack,
+    VecMonitor,
+    VecNormalize,
+    VecTransposeImage,
+    VecVideoRecorder,
+)
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvWrapper
+
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, Repetition
+
+__all__ = ["ResumeCallback", "resume"]
+
+_FORMAT = "sb3_ext save 1"
+_MARKER, _MODEL, _BUFFER, _STATE = "save.json", "model.zip", "replay_buffer.pkl", "state.pkl"
+_SAVE_NAME, _UNFINISHED_NAME = re.compile(r"save-(\d+)"), re.compile(r"\.unfinished-save-\d+")
+_N_SAVES = 2
+# Attributes of a model that load() does not restore, or that setting up the model overwrites.
+_MODEL_ATTRIBUTES = (
+    "_last_obs",
+    "_last_episode_starts",
+    "_last_original_obs",
+    "_last_lstm_states",
+    "ep_info_buffer",
+    "ep_success_buffer",
+    "num_timesteps",
+    "_total_timesteps",
+    "_num_timesteps_at_start",
+    "_current_progress_remaining",
+    "_episode_num",
+    "_n_updates",
+    "_n_calls",
+    "exploration_rate",
+)
+_SDE_ATTRIBUTES = ("exploration_mat", "exploration_matrices")
+_VEC_ENV_LINKS = frozenset(
+    ("venv", "num_envs", "observation_space", "action_space", "class_attributes", "results_writer", "metadata")
+)
+_CALLBACK_LINKS = frozenset(
+    (
+        *("model", "training_env", "eval_env", "logger", "parent", "locals", "globals", "callback", "callbacks"),
+        "callback_on_new_best",
+    )
+)
+_ENV_LINKS = frozenset(("env", "results_writer", "_action_space", "_observation_space", "_metadata", "_cached_spec"))
+
+# State that the first rollout of a resumed model restores.
+_pending: weakref.WeakKeyDictionary[BaseAlgorithm, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+class ResumeCallback(BaseCallback):
+    """Callback that saves a training run, so that :func:`resume` can continue it exactly.
+
+    A save contains the model, its replay buffer, all random generators, and the state of wrappers and callbacks.
+    It also contains the actions of each environment's current episode, which :func:`resume` repeats. A process that is
+    killed leaves its previous save. The last two saves are kept.
+
+    The environments must be in this process, in a ``DummyVecEnv``.
+
+    :param folder: folder of the saves, one per run
+    :param every: number of timesteps between saves
+
+    >>> import tempfile
+    >>> from stable_baselines3 import PPO
+    >>> from sb3_ext import ResumeCallback, resume
+    >>> folder = tempfile.mkdtemp()
+    >>> model = PPO("MlpPolicy", "CartPole-v1", n_steps=32, batch_size=32, n_epochs=1)
+    >>> model = model.learn(96, callback=ResumeCallback(folder, every=32))
+    >>> model = resume(folder, model.get_env())
+    >>> model.num_timesteps
+    64
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], every: int = 50_000) -> None:
+        super().__init__()
+        if every < 1:
+            raise InvalidArgumentError(f"every={every!r}: expected at least 1 timestep. Use every=50_000")
+        self.folder = pathlib.Path(folder)
+        self.every = every
+        self._next_save = every
+
+    def _init_callback(self) -> None:
+        """Check the model and the folder, and record the environments."""
+        model, vec_env = self.model, self.training_env
+        if (getattr(model, "replay_buffer_kwargs", None) or {}).get("storage_dir") is not None:
+            raise InvalidArgumentError(
+                "ResumeCallback does not support a replay buffer with storage_dir, whose files change after a save. "
+                "Leave storage_dir out of replay_buffer_kwargs"
+            )
+        saves = _saves(self.folder)
+        if model in _pending:
+            for save in saves:
+                if _timesteps_of(save) > model.num_timesteps:  # a damaged save, which resume() did not use
+                    shutil.rmtree(save)
+        elif saves and model.num_timesteps < _timesteps_of(saves[-1]):
+            raise InvalidArgumentError(
+                f"folder={str(self.folder)!r} contains saves of another run, the last one at "
+                f"{_timesteps_of(saves[-1])} timesteps. Continue it with sb3_ext.resume({str(self.folder)!r}, env), "
+                "or use a new folder"
+            )
+        _record_episodes(vec_env, model.num_timesteps == 0)
+        self._next_save = (model.num_timesteps // self.every + 1) * self.every
+
+    def _on_rollout_start(self) -> None:
+        model = self.model
+        state = _pending.pop(model, None)
+        if state is not None:
+            _restore_generators(model, state)
+            _restore_callbacks(self._callbacks(), state["callbacks"])
+            if model._total_timesteps != state["model"]["_total_timesteps"]:
+                total = state["model"]["_total_timesteps"]
+                warnings.warn(
+                    f"learn() ends at {model._total_timesteps} timesteps, but the saved run at {total}, so schedules "
+                    f"differ: use model.learn({total} - model.num_timesteps, reset_num_timesteps=False, ...)",
+                    stacklevel=2,
+                )
+        if model.num_timesteps >= self._next_save:
+            self._next_save = (model.num_timesteps // self.every + 1) * self.every
+            _write_save(self.folder, model, self._callbacks())
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _callbacks(self) -> list[BaseCallback]:
+        """Return all callbacks of this training, except this class."""
+        return [found for found in _flatten(self.locals.get("callback")) if not isinstance(found, ResumeCallback)]
+
+
+def resume(
+    folder: str | os.PathLike[str],
+    env: VecEnv | gymnasium.Env[Any, Any],
+    *,
+    device: th.device | str = "auto",
+    custom_objects: dict[str, Any] | None = None,
+) -> Any:
+    """Return the model of the last save, to continue the run as if it had not been stopped.
+
+    Pass a :class:`ResumeCallback` to the next ``learn()``, at the same position among the callbacks. Saves contain
+    pickles, which can execute code: open only your own.
+
+    :param folder: folder of a :class:`ResumeCallback`
+    :param env: environment that was built like that of the run, and not used since
+    :param device: device of the model
+    :param custom_objects: replacements of saved attributes, see SB3's ``load()``
+    :return: the model, with its replay buffer, on ``env``
+    :raises CorruptFileError: If the folder contains no complete save.
+    :raises InvalidArgumentError: If ``env`` differs from the environment of the run.
+    """
+    save = _newest_complete_save(pathlib.Path(folder))
+    state = pickle.loads((save / _STATE).read_bytes())
+    model = state["class"].load(save / _MODEL, env=env, device=device, custom_objects=custom_objects, force_reset=False)
+    if isinstance(model, OffPolicyAlgorithm):
+        model.load_replay_buffer(save / _BUFFER, truncate_last_traj=False)
+    for name, value in state["model"].items():
+        setattr(model, name, _on_device(value, model.device))
+    model.action_space._np_random = state["action_generator"]
+    vec_env = model.get_env()
+    _check_layers(vec_env, state["layers"])
+    _record_episodes(vec_env, False)
+    repetitions = _repeat_episodes(vec_env, state["logs"])
+    for layer, (_, attributes) in zip(_layers(vec_env), state["layers"], strict=True):
+        vars(layer).update(attributes)
+    base = _base(vec_env)
+    for index, (layers, repetition) in enumerate(zip(state["environments"], repetitions, strict=True)):
+        _restore_environment(base.envs[index], layers)
+        if repetition is None or not _equals_row(base, state["observations"], index):
+            why = "is not deterministic" if state["logs"][index] is not None else "has no record of its episode"
+            warnings.warn(f"Environment {index} {why}, so its episode is reported as truncated.", stacklevel=2)
+            _truncate(model, index)
+    _restore_files(vec_env, state["files"])
+    _restore_generators(model, state)
+    _pending[model] = state
+    return model
+
+
+def _record_episodes(vec_env: VecEnv, was_reset: bool) -> None:
+    """Add a recorder to each environment that has none.
+
+    :param was_reset: whether the environments were reset, and not stepped since
+    """
+    base = _base(vec_env)
+    for index, env in enumerate(base.envs):
+        if isinstance(env, EpisodeRecorder):
+            continue
+        base.envs[index] = recorder = EpisodeRecorder(env)
+        if was_reset:
+            row: Any = {key: values[index].copy() for key, values in base.buf_obs.items()}
+            if not isinstance(env.observation_space, gymnasium.spaces.Dict):
+                row = tuple(row.values()) if isinstance(env.observation_space, gymnasium.spaces.Tuple) else row[None]
+            recorder.assume_seeded_reset(row)
+
+
+def _episode_logs(vec_env: VecEnv) -> list[EpisodeLog | None]:
+    """Return the log of each environment's episode; None where there is none."""
+    return [env.episode_log() for env in _base(vec_env).envs]
+
+
+def _repeat_episodes(vec_env: VecEnv, logs: list[EpisodeLog | None]) -> list[Repetition | None]:
+    """Repeat the episode of each environment; None where that fails."""
+    base, repetitions = _base(vec_env), list[Repetition | None]()
+    for index, log in enumerate(logs):
+        repetition = None
+        if log is not None and not log.is_interrupted:
+            try:
+                repetition = base.envs[index].repeat(log)
+                base._save_obs(index, repetition.observation)
+            except Exception as error:  # the environment's code may raise anything
+                warnings.warn(f"Environment {index} raised {error!r} when its episode was repeated.", stacklevel=3)
+                repetition = None
+        repetitions.append(repetition)
+    base._reset_seeds()
+    base._reset_options()
+    return repetitions
+
+
+def _base(vec_env: VecEnv) -> Any:
+    """Return the innermost VecEnv.
+
+    :raises InvalidTypeError: If its episodes are not recorded.
+    """
+    base = list(_vec_envs(vec_env))[-1]
+    if not isinstance(base, DummyVecEnv):
+        raise InvalidTypeError(
+            f"ResumeCallback cannot record the environments of {type(base).__name__}, which are in other processes. "
+            "Use stable_baselines3.common.vec_env.DummyVecEnv(env_fns)"
+        )
+    return base
+
+
+def _vec_envs(vec_env: Any) -> Iterator[Any]:
+    """Yield a VecEnv and the VecEnvs inside, outermost first."""
+    yield vec_env
+    while isinstance(vec_env, VecEnvWrapper):
+        vec_env = vec_env.venv
+        yield vec_env
+
+
+def _layers(vec_env: Any) -> list[Any]:
+    """Return the wrappers of a VecEnv, outermost first."""
+    return list(_vec_envs(vec_env))[:-1]
+
+
+def _env_layers(env: Any) -> Iterator[Any]:
+    """Yield the wrappers of an environment, outermost first, without the recorder."""
+    while isinstance(env, gymnasium.Wrapper):
+        if not isinstance(env, EpisodeRecorder):
+            yield env
+        env = env.env
+
+
+def _check_layers(vec_env: Any, layers: list[tuple[str, Any]]) -> None:
+    """Raise an error if the wrappers of a VecEnv are not those of the save."""
+    found, expected = [type(layer).__name__ for layer in _layers(vec_env)], [name for name, _ in layers]
+    if found != expected:
+        raise InvalidArgumentError(
+            f"env has the wrappers {found}: expected {expected}, as in the saved run. Build it like that of the run"
+        )
+
+
+def _plain_attributes(owner: Any, links: frozenset[str]) -> dict[str, Any]:
+    """Return copies of the attributes that can be pickled, except links to other objects."""
+    copies = {}
+    for name, value in vars(owner).items():
+        if name in links:
+            continue
+        try:
+            copies[name] = pickle.loads(pickle.dumps(value))
+        except Exception:  # an attribute's code may raise anything
+            continue
+    return copies
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a string, an array, a running mean, or a container of them."""
+    if isinstance(value, (list, tuple, deque)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return (
+        value is None
+        or isinstance(value, (bool, int, float, str, bytes, np.ndarray, np.generic))
+        or type(value).__name__ == "RunningMeanStd"
+    )
+
+
+def _restore_environment(env: Any, layers: list[tuple[str, dict[str, Any]]]) -> None:
+    """Set the attributes of an environment's wrappers."""
+    for layer, (name, attributes) in zip(_env_layers(env), layers, strict=False):
+        if type(layer).__name__ == name:
+            vars(layer).update(attributes)
+
+
+def _file_writers(vec_env: Any) -> Iterator[Any]:
+    """Yield the open file of each Monitor and VecMonitor; None where there is none."""
+    layers = _layers(vec_env)
+    for env in _base(vec_env).envs:
+        layers.extend(_env_layers(env))
+    for layer in layers:
+        yield getattr(vars(layer).get("results_writer"), "file_handler", None)
+
+
+def _read_files(vec_env: Any) -> list[str | None]:
+    """Return the text of each file of :func:`_file_writers`."""
+    texts: list[str | None] = []
+    for file in _file_writers(vec_env):
+        if file is not None:
+            file.flush()
+        texts.append(None if file is None else pathlib.Path(file.name).read_bytes().decode())
+    return texts
+
+
+def _restore_files(vec_env: Any, texts: list[str | None]) -> None:
+    """Write the files' content at the time of the save."""
+    for file, text in zip(_file_writers(vec_env), texts, strict=False):
+        if file is not None and text is not None:
+            file.seek(0)
+            file.truncate()
+            file.write(text)
+            file.flush()
+
+
+def _equals_row(base: Any, observations: dict[Any, np.ndarray], index: int) -> bool:
+    """Return whether the last observation of an environment equals the saved one bit for bit."""
+    return all(base.buf_obs[key][index].tobytes() == rows[index].tobytes() for key, rows in observations.items())
+
+
+def _truncate(model: Any, index: int) -> None:
+    """Reset an environment, whose episode cannot be continued, and end that episode in the model's data."""
+    vec_env = model.get_env()
+    base = _base(vec_env)
+    observation, base.reset_infos[index] = base.envs[index].reset()
+    base._save_obs(index, observation)
+    observations = base._obs_from_buf()
+    for layer in reversed(_layers(vec_env)):
+        observations = _restart_layer(layer, observations, index)
+    _set_row(model._last_obs, observations, index)
+    if model._last_original_obs is not None:
+        _set_row(model._last_original_obs, model._vec_normalize_env.get_original_obs(), index)
+    model._last_episode_starts[index] = True
+    buffer = getattr(model, "replay_buffer", None)
+    if buffer is not None and buffer.size() > 0:
+        row = (buffer.pos - 1) % buffer.buffer_size
+        if hasattr(buffer, "_compute_episode_length") and buffer.pos != buffer._current_ep_start[index]:
+            buffer._compute_episode_length(index)
+        buffer.dones[row, index] = 1
+        if hasattr(buffer, "timeouts"):
+            buffer.timeouts[row, index] = buffer.handle_timeout_termination
+
+
+def _restart_layer(layer: Any, observations: Any, index: int) -> Any:
+    """Begin an episode of one environment in a VecEnvWrapper; return the observations of all."""
+    if isinstance(layer, VecFrameStack):
+        stacked, rows = layer.stacked_obs, np.arange(layer.num_envs) == index
+        restarted = deepcopy(stacked)
+        infos: list[dict[str, Any]] = [{"terminal_observation": _row(observations, i)} for i in range(layer.num_envs)]
+        new, _ = restarted.update(deepcopy(observations), rows, infos)
+        _set_row(stacked.stacked_obs, new, index)
+        return deepcopy(stacked.stacked_obs)
+    if isinstance(layer, VecNormalize):
+        layer.returns[index] = 0
+        _set_row(layer.old_obs, observations, index)
+        return layer.normalize_obs(observations)
+    if isinstance(layer, VecMonitor):
+        layer.episode_returns[index] = layer.episode_lengths[index] = 0
+    elif isinstance(layer, VecTransposeImage):
+        return layer.transpose_observations(observations)
+    elif not isinstance(layer, (VecCheckNan, VecVideoRecorder)):
+        raise InvalidTypeError(
+            f"{type(layer).__name__} cannot start an episode of environment {index} alone. Build env without it"
+        )
+    return observations
+
+
+def _row(observations: Any, index: int) -> Any:
+    if isinstance(observations, dict):
+        return {key: values[index] for key, values in observations.items()}
+    return observations[index]
+
+
+def _set_row(target: Any, observations: Any, index: int) -> None:
+    if isinstance(target, dict):
+        for key, values in target.items():
+            values[index] = observations[key][index]
+    else:
+        target[index] = observations[index]
+
+
+def _flatten(callback: Any) -> Iterator[BaseCallback]:
+    """Yield a callback and the callbacks inside, in order."""
+    if isinstance(callback, BaseCallback):
+        yield callback
+        for inner in callback.callbacks if isinstance(callback, CallbackList) else ():
+            yield from _flatten(inner)
+        for name in ("callback", "callback_on_new_best"):
+            yield from _flatten(vars(callback).get(name))
+
+
+def _restore_callbacks(callbacks: list[BaseCallback], states: list[tuple[str, dict[str, Any]]]) -> None:
+    """Set the attributes of callbacks, matched by position and class."""
+    for callback, (name, attributes) in zip(callbacks, states, strict=False):
+        if type(callback).__name__ == name:
+            vars(callback).update(deepcopy(attributes))
+
+
+def _sde_distributions(model: Any) -> list[Any]:
+    """Return the distributions that have exploration matrices of gSDE."""
+    owners = [model.policy, getattr(model.policy, "actor", None)]
+    found = [getattr(owner, "action_dist", None) for owner in owners]
+    return [each for each in found if hasattr(each, _SDE_ATTRIBUTES[0])]
+
+
+def _generator_states(model: Any) -> dict[str, Any]:
+    """Return the states of all global generators, and what was drawn for exploration."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": th.get_rng_state().numpy(),
+        "cuda": [state.numpy() for state in th.cuda.get_rng_state_all()] if model.device.type == "cuda" else [],
+        "sde": [
+            {name: getattr(each, name).detach().cpu().numpy() for name in _SDE_ATTRIBUTES}
+            for each in _sde_distributions(model)
+        ],
+        "action_noise": getattr(model, "action_noise", None),
+    }
+
+
+def _restore_generators(model: Any, saved: dict[str, Any]) -> None:
+    """Set all global generators, and what was drawn for exploration."""
+    states = saved["generators"]
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    th.set_rng_state(th.from_numpy(states["torch"].copy()))
+    if model.device.type == "cuda" and states["cuda"]:
+        th.cuda.set_rng_state_all([th.from_numpy(state.copy()) for state in states["cuda"]])
+    for distribution, matrices in zip(_sde_distributions(model), states["sde"], strict=False):
+        for name, matrix in matrices.items():
+            setattr(distribution, name, th.from_numpy(matrix.copy()).to(model.device))
+    if states["action_noise"] is not None:
+        vars(model.action_noise).update(deepcopy(vars(states["action_noise"])))
+
+
+def _on_device(value: Any, device: th.device) -> Any:
+    """Return a value with its tensors, in nested tuples, on a device."""
+    if isinstance(value, th.Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        parts = [_on_device(part, device) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
+
+
+def _to_cpu(value: Any) -> Any:
+    return _on_device(value, th.device("cpu"))
+
+
+def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
+    """Return the state of a run, except what SB3 saves in files."""
+    vec_env = model.get_env()
+    base = _base(vec_env)
+    environments = []
+    for env in base.envs:
+        layers = []
+        for layer in _env_layers(env):
+            values = {name: value for name, value in vars(layer).items() if name not in _ENV_LINKS and _is_plain(value)}
+            layers.append((type(layer).__name__, values))
+        environments.append(layers)
+    return {
+        "class": type(model),
+        "model": {name: _to_cpu(getattr(model, name)) for name in _MODEL_ATTRIBUTES if hasattr(model, name)},
+        "action_generator": model.action_space._np_random,
+        "generators": _generator_states(model),
+        "callbacks": [(type(each).__name__, _plain_attributes(each, _CALLBACK_LINKS)) for each in callbacks],
+        "layers": [(type(each).__name__, _plain_attributes(each, _VEC_ENV_LINKS)) for each in _layers(vec_env)],
+        "environments": environments,
+        "observations": {key: rows.copy() for key, rows in base.buf_obs.items()},
+        "logs": _episode_logs(vec_env),
+        "files": _read_files(vec_env),
+    }
+
+
+def _write_save(folder: pathlib.Path, model: Any, callbacks: list[BaseCallback]) -> None:
+    """Write a save under a temporary name, rename it, and delete older ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if _UNFINISHED_NAME.fullmatch(path.name):
+            shutil.rmtree(path)
+    temporary = folder / f".unfinished-save-{model.num_timesteps}"
+    temporary.mkdir()
+    (temporary / _STATE).write_bytes(cloudpickle.dumps(_state_of_run(model, callbacks)))
+    model.save(temporary / _MODEL)
+    if isinstance(model, OffPolicyAlgorithm):
+        model.save_replay_buffer(temporary / _BUFFER)
+    checksums = {path.name: _file_checksum(path) for path in sorted(temporary.iterdir())}
+    (temporary / _MARKER).write_text(json.dumps({"format": _FORMAT, "files": checksums}))
+    for path in temporary.iterdir():
+        _flush_to_disk(path)
+    _flush_to_disk(temporary)
+    target = folder / f"save-{model.num_timesteps}"
+    if _is_save(target):
+        shutil.rmtree(target)
+    os.replace(temporary, target)
+    _flush_to_disk(folder)
+    for save in _saves(folder)[:-_N_SAVES]:
+        shutil.rmtree(save)
+
+
+def _flush_to_disk(path: pathlib.Path) -> None:
+    if path.is_dir() and os.name == "nt":  # Windows cannot open folders
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _file_checksum(path: pathlib.Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(io.DEFAULT_BUFFER_SIZE * 128):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def _is_save(path: pathlib.Path) -> bool:
+    return _SAVE_NAME.fullmatch(path.name) is not None and (path / _MARKER).is_file()
+
+
+def _timesteps_of(save: pathlib.Path) -> int:
+    return int(save.name.removeprefix("save-"))
+
+
+def _saves(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Return the saves in a folder, oldest first."""
+    return sorted(filter(_is_save, folder.iterdir()), key=_timesteps_of) if folder.is_dir() else []
+
+
+def _newest_complete_save(folder: pathlib.Path) -> pathlib.Path:
+    """Return the newest save whose files are not damaged."""
+    for save in reversed(_saves(folder)):
+        try:
+            marker = json.loads((save / _MARKER).read_text())
+            files = marker["files"] if marker["format"] == _FORMAT else {}
+            if files and all(_file_checksum(save / name) == value for name, value in files.items()):
+                return save
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        warnings.warn(f"{save} is damaged, so the save before it is used.", stacklevel=3)
+    raise CorruptFileError(
+        f"folder={str(folder)!r}: expected a complete save of ResumeCallback, found none. Start the run with "
+        f"model.learn(..., callback=ResumeCallback({str(folder)!r}))"
+    )

@@ -1,0 +1,320 @@
+"""Tests of ResumeCallback and resume: resumed runs equal those that were not stopped."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import sb3_contrib
+import stable_baselines3 as sb3
+import torch as th
+from stable_baselines3.common.callbacks import (
+    BaseCallback,
+    EvalCallback,
+    StopTrainingOnNoModelImprovement,
+)
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.noise import OrnsteinUhlenbeckActionNoise
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecMonitor, VecNormalize
+
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
+from sb3_ext import CompressedReplayBuffer, ResumeCallback, resume
+
+
+@pytest.fixture(autouse=True)
+def _logs_of_sb3(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(tmp_path_factory.mktemp("logs"))
+    monkeypatch.setenv("TMPDIR", folder)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+
+class Masked(gymnasium.Wrapper):
+    """CartPole whose second action is sometimes invalid."""
+
+    def action_masks(self) -> np.ndarray:
+        return np.array([True, bool(self.unwrapped.state[0] > 0)])
+
+
+class Nondeterministic(gymnasium.ObservationWrapper):
+    """Environment with noise that no seed controls."""
+
+    def observation(self, observation: np.ndarray) -> np.ndarray:
+        return observation + np.frombuffer(os.urandom(1), np.uint8)[0].astype(np.float32)
+
+
+class StopAt(BaseCallback):
+    """Callback that stops training by an exception."""
+
+    def __init__(self, timesteps: int) -> None:
+        super().__init__()
+        self.timesteps = timesteps
+
+    def _on_step(self) -> bool:
+        if self.num_timesteps >= self.timesteps:
+            raise KeyboardInterrupt
+        return True
+
+
+def cartpole() -> gymnasium.Env:
+    return Monitor(gymnasium.make("CartPole-v1"))
+
+
+def masked() -> gymnasium.Env:
+    return Monitor(Masked(gymnasium.make("CartPole-v1")))
+
+
+def made(env_id: str) -> Callable[[], gymnasium.Env]:
+    return lambda: Monitor(gymnasium.make(env_id))
+
+
+def vec_env_of(env_fn: Callable[[], gymnasium.Env], n_envs: int = 1) -> DummyVecEnv:
+    return DummyVecEnv([env_fn] * n_envs)
+
+
+def state_of(model: Any) -> dict[str, Any]:
+    """Return what must be equal, as arrays and numbers."""
+    state: dict[str, Any] = {"num_timesteps": model.num_timesteps, "n_updates": model._n_updates}
+    state["episodes"] = [(float(info["r"]), info["l"]) for info in model.ep_info_buffer]
+    state["parameters"] = model.get_parameters()
+    state["observations"] = model._last_obs
+    buffer = getattr(model, "replay_buffer", None)
+    if buffer is not None:
+        state["position"] = buffer.pos, buffer.full
+        rows = buffer.size()
+        for name in ("observations", "actions", "rewards", "dones", "timeouts"):
+            state[name] = np.asarray(getattr(buffer, name)[:rows])
+    return state
+
+
+def assert_equal(one: Any, other: Any, path: str = "") -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), path
+        for key in one:
+            assert_equal(one[key], other[key], f"{path}/{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), path
+        for number, (part, other_part) in enumerate(zip(one, other, strict=True)):
+            assert_equal(part, other_part, f"{path}/{number}")
+    elif isinstance(one, th.Tensor):
+        assert th.equal(one, other), path
+    elif isinstance(one, np.ndarray):
+        np.testing.assert_array_equal(one, other, err_msg=path)
+    else:
+        assert one == other, path
+
+
+BOTH_MONITORS = pytest.mark.filterwarnings("ignore:The environment is already wrapped with a `Monitor`:UserWarning")
+SMALL = {"net_arch": [8]}
+OFF = {"learning_starts": 40, "buffer_size": 90, "batch_size": 8, "policy_kwargs": SMALL}
+ON = {"n_steps": 16, "policy_kwargs": SMALL}
+CASES: dict[str, tuple[Any, str, Callable[[], gymnasium.Env], int, dict[str, Any]]] = {
+    "dqn": (sb3.DQN, "MlpPolicy", cartpole, 1, {**OFF, "target_update_interval": 30}),
+    "sac": (sb3.SAC, "MlpPolicy", made("Pendulum-v1"), 1, OFF),
+    "ppo": (sb3.PPO, "MlpPolicy", cartpole, 2, {**ON, "batch_size": 8, "n_epochs": 2}),
+    "recurrent": (sb3_contrib.RecurrentPPO, "MlpLstmPolicy", cartpole, 2, {**ON, "batch_size": 8, "n_epochs": 1}),
+    "dqn_compressed": (sb3.DQN, "MlpPolicy", cartpole, 2, {**OFF, "replay_buffer_class": CompressedReplayBuffer}),
+    "sac_sde": (sb3.SAC, "MlpPolicy", made("Pendulum-v1"), 2, {**OFF, "use_sde": True}),
+    "td3": (sb3.TD3, "MlpPolicy", made("Pendulum-v1"), 1, OFF),
+    "a2c": (sb3.A2C, "MlpPolicy", cartpole, 2, ON),
+    "a2c_sde": (sb3.A2C, "MlpPolicy", made("Pendulum-v1"), 2, {**ON, "use_sde": True}),
+    "qrdqn": (sb3_contrib.QRDQN, "MlpPolicy", cartpole, 2, OFF),
+    "tqc": (sb3_contrib.TQC, "MlpPolicy", made("Pendulum-v1"), 1, OFF),
+    "maskable": (sb3_contrib.MaskablePPO, "MlpPolicy", masked, 2, {**ON, "batch_size": 8, "n_epochs": 1}),
+    "dqn_frozen_lake": (sb3.DQN, "MlpPolicy", made("FrozenLake-v1"), 2, OFF),
+}
+TOTAL, EVERY = 230, 50
+
+
+@pytest.mark.sample(quick=4, ci=13)
+@pytest.mark.parametrize("name", CASES)
+def test_resumed_run_equals_the_run_that_was_not_stopped(name: str, tmp_path: pathlib.Path) -> None:
+    cls, policy, env_fn, n_envs, options = CASES[name]
+    if name == "td3":
+        options = {**options, "action_noise": OrnsteinUhlenbeckActionNoise(np.zeros(1), np.ones(1) * 0.1)}
+
+    def build() -> Any:
+        return cls(policy, vec_env_of(env_fn, n_envs), seed=7, **deepcopy(options))  # SB3 changes policy_kwargs
+
+    whole = build().learn(TOTAL, callback=ResumeCallback(tmp_path / "whole", EVERY))
+    with pytest.raises(KeyboardInterrupt):
+        build().learn(TOTAL, callback=[StopAt(157), ResumeCallback(tmp_path / "run", EVERY)])
+    np.random.seed(0)
+    th.manual_seed(0)
+    model = resume(tmp_path / "run", vec_env_of(env_fn, n_envs))
+    assert 90 < model.num_timesteps <= 157
+    model.learn(
+        TOTAL - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path / "run", EVERY)
+    )
+    assert_equal(state_of(whole), state_of(model))
+    assert len(list((tmp_path / "run").iterdir())) == 2
+
+
+def ppo(env: Any) -> sb3.PPO:
+    return sb3.PPO("MlpPolicy", env, seed=1, n_steps=16, batch_size=8, n_epochs=1, policy_kwargs={**SMALL})
+
+
+@BOTH_MONITORS
+def test_wrappers_files_and_callbacks_continue(tmp_path: pathlib.Path) -> None:
+    def build(name: str) -> Any:
+        env = DummyVecEnv([lambda: Monitor(gymnasium.make("CartPole-v1"), str(tmp_path / name))])
+        env = VecMonitor(env, str(tmp_path / f"{name}_vec"))
+        return VecNormalize(VecFrameStack(env, 3))
+
+    def callbacks(name: str) -> list[BaseCallback]:
+        stop = StopTrainingOnNoModelImprovement(100)
+        evaluation = EvalCallback(
+            VecNormalize(
+                VecFrameStack(VecMonitor(vec_env_of(lambda: gymnasium.make("CartPole-v1"))), 3), training=False
+            ),
+            callback_after_eval=stop,
+            eval_freq=20,
+            n_eval_episodes=1,
+            verbose=0,
+        )
+        return [evaluation, ResumeCallback(tmp_path / f"saves_{name}", EVERY)]
+
+    whole_callbacks, callbacks_after = callbacks("a"), callbacks("b")
+    stopped = build("b")
+    whole = ppo(build("a")).learn(TOTAL, callback=whole_callbacks)
+    with pytest.raises(KeyboardInterrupt):
+        ppo(stopped).learn(TOTAL, callback=[*callbacks("b"), StopAt(157)])
+    model = resume(tmp_path / "saves_b", build("b"))
+    model.learn(TOTAL - model.num_timesteps, reset_num_timesteps=False, callback=callbacks_after)
+    assert_equal(state_of(whole), state_of(model))
+    assert_equal(vars(whole.env.obs_rms), vars(model.env.obs_rms))
+    assert_equal(whole.env.returns, model.env.returns)
+    assert callbacks_after[0].n_calls == whole_callbacks[0].n_calls
+    assert callbacks_after[0].callback.n_calls == whole_callbacks[0].callback.n_calls
+    for suffix in ("", "_vec"):
+        lines = [(tmp_path / f"{name}{suffix}.monitor.csv").read_text().splitlines() for name in "ab"]
+        without_times = [[line.rsplit(",", 1)[0] for line in part[1:]] for part in lines]
+        assert without_times[0] == without_times[1]
+        assert len(without_times[0]) > 3
+    for env in (whole.env, stopped, model.env):
+        env.close()
+
+
+@pytest.mark.parametrize("cls", [sb3.PPO, sb3.DQN])
+def test_environment_that_is_not_deterministic_is_truncated(cls: Any, tmp_path: pathlib.Path) -> None:
+    def build() -> Any:
+        env = DummyVecEnv(
+            [lambda: gymnasium.make("CartPole-v1"), lambda: Nondeterministic(gymnasium.make("CartPole-v1"))]
+        )
+        return VecNormalize(VecFrameStack(VecMonitor(env), 2))
+
+    options = {"n_steps": 16, "batch_size": 8} if cls is sb3.PPO else {"buffer_size": 200}
+    cls("MlpPolicy", build(), seed=1, policy_kwargs={**SMALL}, **options).learn(
+        100, callback=ResumeCallback(tmp_path, 50)
+    )
+    with pytest.warns(UserWarning, match="Environment 1 is not deterministic") as caught:
+        model = resume(tmp_path, build())
+    assert not [each for each in caught if "Environment 0" in str(each.message)]
+    assert model._last_episode_starts[1]
+    assert model._last_obs[1, :4].tolist() == [0] * 4 or not model._last_original_obs[1, :4].any()
+    assert model.env.returns[1] == 0
+    if cls is sb3.DQN:
+        buffer = model.replay_buffer
+        assert buffer.dones[buffer.pos - 1, 1] == buffer.timeouts[buffer.pos - 1, 1] == 1
+    model.learn(100 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 50))
+    assert model.num_timesteps >= 100
+
+
+def test_damaged_save_is_skipped(tmp_path: pathlib.Path) -> None:
+    ppo(vec_env_of(cartpole)).learn(160, callback=ResumeCallback(tmp_path, 32))
+    older, newest = sorted(tmp_path.iterdir(), key=lambda path: int(path.name[5:]))
+    (newest / "model.zip").write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match="is damaged"):
+        model = resume(tmp_path, vec_env_of(cartpole))
+    assert older.name == f"save-{model.num_timesteps}"
+    model.learn(160 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 32))
+    assert resume(tmp_path, vec_env_of(cartpole)).num_timesteps == int(newest.name[5:])
+
+
+def test_interrupted_save_leaves_the_previous_one(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "save-1").mkdir()
+    ppo(vec_env_of(cartpole)).learn(64, callback=ResumeCallback(tmp_path, 32))
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = resume(tmp_path, vec_env_of(cartpole))
+    before = model.num_timesteps
+    rest = {"total_timesteps": 100, "reset_num_timesteps": False, "callback": ResumeCallback(tmp_path, 32)}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail)
+        with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning, match="schedules differ"):
+            model.learn(**rest)
+    model = resume(tmp_path, vec_env_of(cartpole))
+    assert model.num_timesteps == before
+    with pytest.warns(UserWarning, match="schedules differ"):
+        model.learn(**rest)
+    assert {"notes.txt", "save-1"} <= {path.name for path in tmp_path.iterdir()}
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".unfinished")]
+
+
+def test_saves_of_another_run_are_refused(tmp_path: pathlib.Path) -> None:
+    ppo(vec_env_of(cartpole)).learn(64, callback=ResumeCallback(tmp_path, 32))
+    with pytest.raises(InvalidArgumentError, match=r"saves of another run.*sb3_ext\.resume"):
+        ppo(vec_env_of(cartpole)).learn(64, callback=ResumeCallback(tmp_path, 32))
+
+
+def test_unsupported_runs_are_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="every=0"):
+        ResumeCallback(tmp_path, 0)
+    with pytest.raises(CorruptFileError, match="found none"):
+        resume(tmp_path / "missing", vec_env_of(cartpole))
+    options = {"replay_buffer_class": CompressedReplayBuffer, "buffer_size": 100}
+    model = sb3.DQN("MlpPolicy", cartpole(), replay_buffer_kwargs={"storage_dir": tmp_path / "buffer"}, **options)
+    with pytest.raises(InvalidArgumentError, match="storage_dir"):
+        model.learn(10, callback=ResumeCallback(tmp_path))
+    model.replay_buffer.close()
+    env = SubprocVecEnv([cartpole])
+    try:
+        with pytest.raises(InvalidTypeError, match="SubprocVecEnv"):
+            ppo(env).learn(10, callback=ResumeCallback(tmp_path))
+    finally:
+        env.close()
+    ppo(vec_env_of(cartpole)).learn(64, callback=ResumeCallback(tmp_path / "run", 32))
+    with pytest.raises(InvalidArgumentError, match="wrappers"):
+        resume(tmp_path / "run", VecFrameStack(vec_env_of(cartpole), 1))
+
+
+SCRIPT = """
+import sys
+from stable_baselines3 import PPO
+from sb3_ext import ResumeCallback
+PPO("MlpPolicy", "CartPole-v1", seed=1, n_steps=16, batch_size=8, n_epochs=1, policy_kwargs={"net_arch": [8]}).learn(
+    1_000_000, callback=ResumeCallback(sys.argv[1], 32)
+)
+"""
+
+
+@pytest.mark.sample(quick=0, ci=2)
+@pytest.mark.parametrize("seconds", [0.0, 0.037])
+def test_killed_process_leaves_a_save(seconds: float, tmp_path: pathlib.Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)])
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("save-*")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(seconds)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    model = resume(tmp_path, vec_env_of(cartpole))
+    steps = model.num_timesteps
+    with pytest.warns(UserWarning, match="schedules differ"):
+        model.learn(64, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 32))
+    assert_equal(state_of(ppo(vec_env_of(cartpole)).learn(steps + 64)), state_of(model))
