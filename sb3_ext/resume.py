@@ -16,7 +16,6 @@ import shutil
 import warnings
 import weakref
 import zlib
-from collections import deque
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
@@ -42,6 +41,8 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvWrapper
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, Repetition
+from rl_ext_core.recording.layers import LayerState, layer_states, restore_layers, restore_results_file, results_text
+from sb3_ext.vec_env import PoolVecEnv
 
 __all__ = ["ResumeCallback", "resume"]
 
@@ -89,7 +90,7 @@ class ResumeCallback(BaseCallback):
     It also contains the actions of each environment's current episode, which :func:`resume` repeats. A process that is
     killed leaves its previous save. The last two saves are kept.
 
-    The environments must be in this process, in a ``DummyVecEnv``.
+    The environments must be in a ``DummyVecEnv`` or a :class:`SharedMemoryVecEnv`.
 
     :param folder: folder of the saves, one per run
     :param every: number of timesteps between saves
@@ -192,16 +193,16 @@ def resume(
     _check_layers(vec_env, state["layers"])
     _record_episodes(vec_env, False)
     repetitions = _repeat_episodes(vec_env, state["logs"])
-    for layer, (_, attributes) in zip(_layers(vec_env), state["layers"], strict=True):
+    for layer, (_, attributes), text in zip(_layers(vec_env), state["layers"], state["files"], strict=True):
         vars(layer).update(attributes)
+        restore_results_file(layer, text)
     base = _base(vec_env)
     for index, (layers, repetition) in enumerate(zip(state["environments"], repetitions, strict=True)):
-        _restore_environment(base.envs[index], layers)
+        _restore_layers(base, index, layers)
         if repetition is None or not _equals_row(base, state["observations"], index):
             why = "is not deterministic" if state["logs"][index] is not None else "has no record of its episode"
             warnings.warn(f"Environment {index} {why}, so its episode is reported as truncated.", stacklevel=2)
             _truncate(model, index)
-    _restore_files(vec_env, state["files"])
     _restore_generators(model, state)
     _pending[model] = state
     return model
@@ -213,6 +214,13 @@ def _record_episodes(vec_env: VecEnv, was_reset: bool) -> None:
     :param was_reset: whether the environments were reset, and not stepped since
     """
     base = _base(vec_env)
+    if isinstance(base, PoolVecEnv):
+        if not base._pool.records_episodes:
+            raise InvalidArgumentError(
+                f"{type(base).__name__} does not record its episodes: expected recorder=True. Use "
+                "SharedMemoryVecEnv(env_fns, recorder=True)"
+            )
+        return
     for index, env in enumerate(base.envs):
         if isinstance(env, EpisodeRecorder):
             continue
@@ -226,7 +234,8 @@ def _record_episodes(vec_env: VecEnv, was_reset: bool) -> None:
 
 def _episode_logs(vec_env: VecEnv) -> list[EpisodeLog | None]:
     """Return the log of each environment's episode; None where there is none."""
-    return [env.episode_log() for env in _base(vec_env).envs]
+    base = _base(vec_env)
+    return base._pool.episode_logs() if isinstance(base, PoolVecEnv) else [env.episode_log() for env in base.envs]
 
 
 def _repeat_episodes(vec_env: VecEnv, logs: list[EpisodeLog | None]) -> list[Repetition | None]:
@@ -236,8 +245,11 @@ def _repeat_episodes(vec_env: VecEnv, logs: list[EpisodeLog | None]) -> list[Rep
         repetition = None
         if log is not None and not log.is_interrupted:
             try:
-                repetition = base.envs[index].repeat(log)
-                base._save_obs(index, repetition.observation)
+                if isinstance(base, PoolVecEnv):
+                    repetition = base._pool.repeat_episode(index, log)
+                else:
+                    repetition = base.envs[index].repeat(log)
+                    base._save_obs(index, repetition.observation)
             except Exception as error:  # the environment's code may raise anything
                 warnings.warn(f"Environment {index} raised {error!r} when its episode was repeated.", stacklevel=3)
                 repetition = None
@@ -253,10 +265,10 @@ def _base(vec_env: VecEnv) -> Any:
     :raises InvalidTypeError: If its episodes are not recorded.
     """
     base = list(_vec_envs(vec_env))[-1]
-    if not isinstance(base, DummyVecEnv):
+    if not isinstance(base, (DummyVecEnv, PoolVecEnv)):
         raise InvalidTypeError(
-            f"ResumeCallback cannot record the environments of {type(base).__name__}, which are in other processes. "
-            "Use stable_baselines3.common.vec_env.DummyVecEnv(env_fns)"
+            f"ResumeCallback cannot record the environments of {type(base).__name__}: expected a DummyVecEnv or a "
+            "SharedMemoryVecEnv. Use sb3_ext.make_vec_env(env_id, n_envs=4), or SharedMemoryVecEnv(env_fns)"
         )
     return base
 
@@ -272,14 +284,6 @@ def _vec_envs(vec_env: Any) -> Iterator[Any]:
 def _layers(vec_env: Any) -> list[Any]:
     """Return the wrappers of a VecEnv, outermost first."""
     return list(_vec_envs(vec_env))[:-1]
-
-
-def _env_layers(env: Any) -> Iterator[Any]:
-    """Yield the wrappers of an environment, outermost first, without the recorder."""
-    while isinstance(env, gymnasium.Wrapper):
-        if not isinstance(env, EpisodeRecorder):
-            yield env
-        env = env.env
 
 
 def _check_layers(vec_env: Any, layers: list[tuple[str, Any]]) -> None:
@@ -304,67 +308,45 @@ def _plain_attributes(owner: Any, links: frozenset[str]) -> dict[str, Any]:
     return copies
 
 
-def _is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a string, an array, a running mean, or a container of them."""
-    if isinstance(value, (list, tuple, deque)):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return (
-        value is None
-        or isinstance(value, (bool, int, float, str, bytes, np.ndarray, np.generic))
-        or type(value).__name__ == "RunningMeanStd"
-    )
-
-
-def _restore_environment(env: Any, layers: list[tuple[str, dict[str, Any]]]) -> None:
-    """Set the attributes of an environment's wrappers."""
-    for layer, (name, attributes) in zip(_env_layers(env), layers, strict=False):
-        if type(layer).__name__ == name:
-            vars(layer).update(attributes)
-
-
-def _file_writers(vec_env: Any) -> Iterator[Any]:
-    """Yield the open file of each Monitor and VecMonitor; None where there is none."""
-    layers = _layers(vec_env)
-    for env in _base(vec_env).envs:
-        layers.extend(_env_layers(env))
-    for layer in layers:
-        yield getattr(vars(layer).get("results_writer"), "file_handler", None)
-
-
-def _read_files(vec_env: Any) -> list[str | None]:
-    """Return the text of each file of :func:`_file_writers`."""
-    texts: list[str | None] = []
-    for file in _file_writers(vec_env):
-        if file is not None:
-            file.flush()
-        texts.append(None if file is None else pathlib.Path(file.name).read_bytes().decode())
-    return texts
-
-
-def _restore_files(vec_env: Any, texts: list[str | None]) -> None:
-    """Write the files' content at the time of the save."""
-    for file, text in zip(_file_writers(vec_env), texts, strict=False):
-        if file is not None and text is not None:
-            file.seek(0)
-            file.truncate()
-            file.write(text)
-            file.flush()
+def _observation_arrays(base: Any) -> dict[Any, np.ndarray]:
+    """Return the arrays of the last observations, (n_envs, ...) each."""
+    return dict(enumerate(base._pool.last_observations)) if isinstance(base, PoolVecEnv) else base.buf_obs
 
 
 def _equals_row(base: Any, observations: dict[Any, np.ndarray], index: int) -> bool:
     """Return whether the last observation of an environment equals the saved one bit for bit."""
-    return all(base.buf_obs[key][index].tobytes() == rows[index].tobytes() for key, rows in observations.items())
+    arrays = _observation_arrays(base)
+    return all(arrays[key][index].tobytes() == rows[index].tobytes() for key, rows in observations.items())
+
+
+def _layer_states(base: Any) -> list[list[LayerState]]:
+    """Return the state of the wrappers of each environment."""
+    return base._pool.layer_states() if isinstance(base, PoolVecEnv) else list(map(layer_states, base.envs))
+
+
+def _restore_layers(base: Any, index: int, states: list[LayerState]) -> None:
+    """Set the state of the wrappers of one environment."""
+    if isinstance(base, PoolVecEnv):
+        base._pool.restore_layers(index, states)
+    else:
+        restore_layers(base.envs[index], states)
+
+
+def _reset_environment(base: Any, index: int) -> Any:
+    """Reset one environment, and return the last observations of all."""
+    if isinstance(base, PoolVecEnv):
+        base.reset_infos[index] = base._pool.reset_environment(index)
+        return base._pool.observations()
+    observation, base.reset_infos[index] = base.envs[index].reset()
+    base._save_obs(index, observation)
+    return base._obs_from_buf()
 
 
 def _truncate(model: Any, index: int) -> None:
     """Reset an environment, whose episode cannot be continued, and end that episode in the model's data."""
     vec_env = model.get_env()
     base = _base(vec_env)
-    observation, base.reset_infos[index] = base.envs[index].reset()
-    base._save_obs(index, observation)
-    observations = base._obs_from_buf()
+    observations = _reset_environment(base, index)
     for layer in reversed(_layers(vec_env)):
         observations = _restart_layer(layer, observations, index)
     _set_row(model._last_obs, observations, index)
@@ -491,13 +473,6 @@ def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
     """Return the state of a run, except what SB3 saves in files."""
     vec_env = model.get_env()
     base = _base(vec_env)
-    environments = []
-    for env in base.envs:
-        layers = []
-        for layer in _env_layers(env):
-            values = {name: value for name, value in vars(layer).items() if name not in _ENV_LINKS and _is_plain(value)}
-            layers.append((type(layer).__name__, values))
-        environments.append(layers)
     return {
         "class": type(model),
         "model": {name: _to_cpu(getattr(model, name)) for name in _MODEL_ATTRIBUTES if hasattr(model, name)},
@@ -505,10 +480,10 @@ def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
         "generators": _generator_states(model),
         "callbacks": [(type(each).__name__, _plain_attributes(each, _CALLBACK_LINKS)) for each in callbacks],
         "layers": [(type(each).__name__, _plain_attributes(each, _VEC_ENV_LINKS)) for each in _layers(vec_env)],
-        "environments": environments,
-        "observations": {key: rows.copy() for key, rows in base.buf_obs.items()},
+        "environments": _layer_states(base),
+        "observations": {key: rows.copy() for key, rows in _observation_arrays(base).items()},
         "logs": _episode_logs(vec_env),
-        "files": _read_files(vec_env),
+        "files": list(map(results_text, _layers(vec_env))),
     }
 
 

@@ -29,7 +29,7 @@ from stable_baselines3.common.noise import OrnsteinUhlenbeckActionNoise
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecMonitor, VecNormalize
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
-from sb3_ext import CompressedReplayBuffer, ResumeCallback, resume
+from sb3_ext import CompressedReplayBuffer, ResumeCallback, SharedMemoryVecEnv, make_vec_env, resume
 
 
 @pytest.fixture(autouse=True)
@@ -228,6 +228,63 @@ def test_environment_that_is_not_deterministic_is_truncated(cls: Any, tmp_path: 
         assert buffer.dones[buffer.pos - 1, 1] == buffer.timeouts[buffer.pos - 1, 1] == 1
     model.learn(100 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 50))
     assert model.num_timesteps >= 100
+
+
+WORKER_CASES = ("dqn", "sac", "maskable", "recurrent", "dqn_frozen_lake")
+
+
+@pytest.mark.sample(quick=1, ci=5)
+@pytest.mark.parametrize("name", WORKER_CASES)
+def test_resumed_run_with_workers_equals_the_run_that_was_not_stopped(name: str, tmp_path: pathlib.Path) -> None:
+    cls, policy, _, n_envs, options = CASES[name]
+    env_id = {"sac": "Pendulum-v1", "dqn_frozen_lake": "FrozenLake-v1"}.get(name, "CartPole-v1")
+    wrapper = Masked if name == "maskable" else None
+    envs = []
+
+    def build_env(run: str) -> Any:
+        folder = str(tmp_path / "monitors" / run)
+        env = make_vec_env(env_id, n_envs, seed=3, isolation="process", wrapper_class=wrapper, monitor_dir=folder)
+        envs.append(env)
+        return env
+
+    def build(run: str) -> Any:
+        return cls(policy, build_env(run), seed=7, **deepcopy(options))
+
+    whole = build("whole").learn(TOTAL, callback=ResumeCallback(tmp_path / "whole", EVERY))
+    with pytest.raises(KeyboardInterrupt):
+        build("run").learn(TOTAL, callback=[StopAt(157), ResumeCallback(tmp_path / "run", EVERY)])
+    model = resume(tmp_path / "run", build_env("run"))
+    rest = TOTAL - model.num_timesteps
+    model.learn(rest, reset_num_timesteps=False, callback=ResumeCallback(tmp_path / "run", EVERY))
+    assert_equal(state_of(whole), state_of(model))
+    for env in envs:
+        env.close()
+    for number in range(n_envs):
+        lines = [
+            (tmp_path / "monitors" / run / f"{number}.monitor.csv").read_text().splitlines()[1:]
+            for run in ("whole", "run")
+        ]
+        assert [line.rpartition(",")[0] for line in lines[0]] == [line.rpartition(",")[0] for line in lines[1]]
+
+
+def test_environment_in_a_worker_that_is_not_deterministic_is_truncated(tmp_path: pathlib.Path) -> None:
+    def build() -> Any:
+        return SharedMemoryVecEnv([cartpole, lambda: Nondeterministic(gymnasium.make("CartPole-v1"))])
+
+    env = build()
+    ppo(env).learn(64, callback=ResumeCallback(tmp_path, 32))
+    env.close()
+    env = build()
+    with pytest.warns(UserWarning, match="Environment 1 is not deterministic") as caught:
+        model = resume(tmp_path, env)
+    assert not [each for each in caught if "Environment 0" in str(each.message)]
+    assert model._last_episode_starts.tolist() == [False, True]
+    model.learn(64 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 32))
+    env.close()
+    env = SharedMemoryVecEnv([cartpole], recorder=False)
+    with pytest.raises(InvalidArgumentError, match="recorder=True"):
+        ppo(env).learn(64, callback=ResumeCallback(tmp_path / "other"))
+    env.close()
 
 
 def test_damaged_save_is_skipped(tmp_path: pathlib.Path) -> None:

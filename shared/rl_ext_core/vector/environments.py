@@ -24,6 +24,7 @@ import numpy as np
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, MissingDependencyError
 from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.convert import convert
+from rl_ext_core.recording.layers import layer_states, restore_layers
 
 __all__ = [
     "CALLS",
@@ -370,4 +371,6 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "env_is_wrapped": _is_wrapped,
     "call": _call_or_get,
     "set_wrapper_attr": lambda env, data: env.set_wrapper_attr(*data),
+    "layer_states": lambda env, _: layer_states(env),
+    "restore_layers": restore_layers,
 }

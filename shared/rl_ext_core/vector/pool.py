@@ -21,6 +21,7 @@ from rl_ext_core.processes.failures import require_same_process
 from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.recording.capsule import MAX_CAPSULES, RecordedFailure, write_capsule
 from rl_ext_core.recording.episode_log import EpisodeLog, Repetition
+from rl_ext_core.recording.layers import LayerState
 from rl_ext_core.recording.recorder import RECORDED_CALLS
 from rl_ext_core.recording.vector_log import HEAD_BYTES, VectorLog
 from rl_ext_core.vector import channel
@@ -333,6 +334,31 @@ class Pool:
     def _failed_environments(self) -> Sequence[int]:
         """Return the environments of workers to replace. Pools that replace workers override this."""
         return ()
+
+    @property
+    def records_episodes(self) -> bool:
+        """Whether the episodes are recorded."""
+        return self._log is not None
+
+    @property
+    def last_observations(self) -> list[Any]:
+        """Shared arrays of the last observations, (num_envs, ...) each."""
+        return self._observations
+
+    def layer_states(self) -> list[list[LayerState]]:
+        """Return the state of the wrappers of each environment, see :mod:`rl_ext_core.recording.layers`."""
+        return self.call(range(len(self.worker_by_env)), "layer_states", None)
+
+    def restore_layers(self, environment: int, states: list[LayerState]) -> None:
+        """Set the state of the wrappers of one environment."""
+        self.call([environment], "restore_layers", states)
+
+    def reset_environment(self, environment: int) -> dict[str, Any]:
+        """Reset one environment, and return its info."""
+        self.begin_reset([(None, None) if n == environment else None for n in range(len(self.worker_by_env))])
+        self.wait(raise_failures=True)
+        info: dict[str, Any] = dict(self.entries(to_reset=True))[environment][1] or {}
+        return info
 
     def episode_logs(self) -> list[EpisodeLog | None]:
         """Return the log of each environment's episode; None for episodes that are not recorded."""
