@@ -44,8 +44,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Repeat the crash of a capsule, and print whether it is reproduced.
 
     :return: Exit status
-    :raises RlExtError: If the capsule cannot be read, or the environment cannot be built
+    :raises RlExtError: If the capsule cannot be read, the environment cannot be built, or a file cannot be written
     """
+    for option in ("script", "render"):
+        name = getattr(arguments, option)
+        if name is not None and not Path(name).absolute().parent.is_dir():
+            raise InvalidArgumentError(
+                f"--{option} {name!r}: there is no folder {str(Path(name).parent)!r}; expected a file in an existing "
+                f"folder. Write --{option} {Path(name).name}"
+            )
     from rl_ext_core.recording import replay
     from rl_ext_core.recording.capsule import read_capsule, save_capsule
     from rl_ext_core.recording.images import check_image_path, write_images
@@ -139,7 +146,11 @@ def _require_consent(capsule: Capsule, arguments: argparse.Namespace, console: C
             "the capsule's code is executed only with consent; expected --yes, or --env for your own code. Write --yes "
             "if you trust the origin of the file"
         )
-    if input("Continue? [y/N] ").strip().lower() not in ("y", "yes"):
+    try:
+        answer = input("Continue? [y/N] ")
+    except EOFError:  # Ctrl-D
+        answer = ""
+    if answer.strip().lower() not in ("y", "yes"):
         raise InvalidArgumentError("nothing was executed, because the answer was not y. Use --env for your own code")
 
 

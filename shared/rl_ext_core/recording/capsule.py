@@ -85,7 +85,7 @@ class RecordedFailure:
             traceback = "".join(formatter.format_exception(error))
             is_output_error = isinstance(error, EnvironmentOutputError)
         kind = "observation" if is_output_error else kind
-        summary = (str(error) or name).splitlines()[0]
+        summary = (str(error) or name).splitlines()[0].rstrip(":")
         return cls(
             kind, summary, phase, exitcode, traceback, name if kind in ("exception", "observation", "exit") else ""
         )

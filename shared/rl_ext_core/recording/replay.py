@@ -400,17 +400,17 @@ def _shortest_suffix(steps: list[int], shorten: Callable[[list[int]], list[int] 
 
 
 def _remove_parts(steps: list[int], shorten: Callable[[list[int]], list[int] | None]) -> list[int]:
-    """Remove parts of decreasing size that the failure does not need (Zeller's ddmin, by complements)."""
-    parts = 2
-    while len(steps) >= 1:
-        size = -(-len(steps) // parts)
-        for begin in range(0, len(steps), size):
+    """Remove parts of decreasing size that the failure does not need, as in Zeller's delta debugging."""
+    size = max(1, len(steps) // 2)
+    while steps:
+        begin, length = 0, len(steps)
+        while begin < len(steps):
             found = shorten([*steps[:begin], *steps[begin + size :]])
-            if found is not None:
-                steps, parts = found, max(parts - 1, 2)
-                break
-        else:
-            if size == 1:
-                break
-            parts = min(2 * parts, len(steps))
+            if found is None:
+                begin += size
+            else:
+                steps = found
+        if size == 1 and len(steps) == length:
+            break
+        size = max(1, size // 2)
     return steps
