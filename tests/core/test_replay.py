@@ -167,6 +167,7 @@ def run_script(path: Path) -> subprocess.CompletedProcess[str]:
 
 @posix
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(quick=4)
 def test_crash_is_reproduced_and_script_crashes(
     kind: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,6 +184,7 @@ def test_crash_is_reproduced_and_script_crashes(
 
 @posix
 @pytest.mark.parametrize("kind", ["exception", "abort"])
+@pytest.mark.sample(quick=1)
 def test_minimized_capsule_crashes_with_fewer_steps(
     kind: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
