@@ -28,6 +28,7 @@ COMMANDS: dict[str, float] = {
     "replay_buffer pong breakout mspacman seaquest montezuma --codec patch+lz4": 6,
     "prioritized": 8,
     "sequences": 3,
+    "resume": 1,
     "memory --size {size}": 45,
     "memory --size {size} --codec patch+lz4": 45,
     "memory seaquest --size 50000 --wraps 1": 1,

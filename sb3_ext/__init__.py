@@ -26,7 +26,7 @@ from sb3_ext.prioritized import (
     CompressedPrioritizedReplayBuffer,
     register_critic,
 )
-from sb3_ext.resume import ResumeCallback, resume
+from sb3_ext.resume_callback import ResumeCallback, resume
 from sb3_ext.sequences import SequenceSamples
 from sb3_ext.vec_env import RayVecEnv, SharedMemoryVecEnv, VecEnvTimingCallback
 

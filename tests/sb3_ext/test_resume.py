@@ -230,6 +230,20 @@ def test_environment_that_is_not_deterministic_is_truncated(cls: Any, tmp_path: 
     assert model.num_timesteps >= 100
 
 
+@pytest.mark.parametrize("buffer_class", [None, CompressedReplayBuffer])
+def test_truncated_episode_ends_in_the_replay_buffer(buffer_class: Any, tmp_path: pathlib.Path) -> None:
+    def build() -> Any:
+        return DummyVecEnv([cartpole, lambda: Nondeterministic(gymnasium.make("CartPole-v1"))])
+
+    options = {"buffer_size": 200, "replay_buffer_class": buffer_class, "policy_kwargs": {**SMALL}}
+    sb3.DQN("MlpPolicy", build(), **options).learn(100, callback=ResumeCallback(tmp_path, 50))
+    with pytest.warns(UserWarning, match="Environment 1 is not deterministic"):
+        model = resume(tmp_path, build())
+    buffer = model.replay_buffer
+    assert np.asarray(buffer.dones[buffer.pos - 1])[1] == np.asarray(buffer.timeouts[buffer.pos - 1])[1] == 1
+    model.learn(100 - model.num_timesteps, reset_num_timesteps=False)
+
+
 WORKER_CASES = ("dqn", "sac", "maskable", "recurrent", "dqn_frozen_lake")
 
 

@@ -351,7 +351,8 @@ def _truncate(model: Any, index: int) -> None:
         observations = _restart_layer(layer, observations, index)
     _set_row(model._last_obs, observations, index)
     if model._last_original_obs is not None:
-        _set_row(model._last_original_obs, model._vec_normalize_env.get_original_obs(), index)
+        normalize = model._vec_normalize_env
+        _set_row(model._last_original_obs, observations if normalize is None else normalize.get_original_obs(), index)
     model._last_episode_starts[index] = True
     buffer = getattr(model, "replay_buffer", None)
     if buffer is not None and buffer.size() > 0:
