@@ -200,6 +200,16 @@ class VectorLog:
             episode.events.append(event)
             self._add_reset(number, event)
 
+    def end_restart(self, numbers: Sequence[int], *, reset_due: bool) -> None:
+        """Record that the environments of a new worker were reset.
+
+        :param numbers: numbers of the environments
+        :param reset_due: whether their next step resets them again
+        """
+        self._end_calls()
+        if reset_due:
+            self._reset_due.update(numbers)
+
     def continue_episode(self, number: int, log: EpisodeLog) -> None:
         """Record that an environment has repeated a log.
 

@@ -181,7 +181,10 @@ class RestartingPool(Pool):
         options = map(channel.unpack, self._reset_options[part])
         self.send_reset(worker, list(zip(seeds, options, strict=True)))
         infos = self._await_answer(worker, stepping)
-        if delays_reset and self._autoreset is Autoreset.NEXT_STEP:
+        resets_again = delays_reset and self._autoreset is Autoreset.NEXT_STEP
+        if self._log is not None:
+            self._log.end_restart(range(worker.first, worker.last), reset_due=resets_again)
+        if resets_again:
             self.send(worker, "reset at next step", None)
             self._await_answer(worker, stepping)
         return infos

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,25 @@ def test_repeated_episodes_continue_equally() -> None:
         assert (log.checksums, len(log.calls)) == (copy.checksums, len(copy.calls))
     one.close()
     other.close()
+
+
+@pytest.mark.parametrize("mode", ["SameStep", "NextStep", "Disabled"])
+def test_episodes_after_a_restart_are_repeated(mode: str) -> None:
+    envs = SharedMemoryVectorEnv([make_env] * 3, autoreset_mode=mode, n_workers=2, restart="truncate")
+    observations, _ = envs.reset(seed=3)
+    for number, actions in enumerate(ACTIONS[:60]):
+        if number in (7, 8, 33):
+            worker = envs._pool.workers[number % 2]
+            os.kill(worker.process.pid, signal.SIGKILL)
+        observations, _, terminated, truncated, _ = envs.step(actions)
+        if mode == "Disabled" and (terminated | truncated).any():
+            observations, _ = envs.reset(options={"reset_mask": terminated | truncated})
+        logs = envs._pool.episode_logs()
+        if number in (6, 9, 20, 34, 50):
+            for log, observation in zip(logs, observations, strict=True):
+                check_repetition(log, observation)
+    assert envs.timings.restarts == 3
+    envs.close()
 
 
 @pytest.mark.parametrize("kind", ["exception", "signal"])
