@@ -253,9 +253,9 @@ def test_script_of_an_unknown_factory_has_to_be_filled_in(
     log = read_capsule(path).log
     path = write_capsule(tmp_path, factory=factory, log=log, failure=KINDS["exit"], environment=0)  # type: ignore[assignment]
     assert main(["replay", str(path), "--yes", "--script", "repro.py"]) == 0
-    assert "set make_env in it" in capsys.readouterr().out
+    assert "set build_crashing_env in it" in capsys.readouterr().out
     found = run_script(tmp_path / "repro.py")
-    assert "set make_env in this script" in found.stderr
+    assert "set build_crashing_env in this script" in found.stderr
 
 
 def failing_walk(limit: float) -> Any:

@@ -108,7 +108,7 @@ class Capsule:
     :ivar step: number of the failed step in the log, 0 for its reset
     :ivar log: the log; its calls are empty if :attr:`calls_pickle` is set
     :ivar source: source code that built the environment, with dots for parts that are not known
-    :ivar code: lines of Python that define ``make_env``; empty if they are not known
+    :ivar code: lines of Python that define ``build_crashing_env``; empty if they are not known
     :ivar factory_pickle: pickled factory; None if it cannot be pickled
     :ivar calls_pickle: pickled settings and calls; None if they are plain data
     :ivar step_timeout: time limit of a step in seconds; None for none

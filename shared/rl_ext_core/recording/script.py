@@ -24,7 +24,7 @@ __all__ = ["code_of_factory", "write_script"]
 
 _MAX_INLINE = 2000
 _RESTORE = '''\
-def restored(generator, state):
+def restore_generator(generator, state):
     """Return a random generator with a state."""
     if isinstance(state, tuple):
         generator = generator if isinstance(generator, random.Random) else random.Random()
@@ -46,7 +46,7 @@ class _NoCodeError(Exception):
 
 
 def code_of_factory(factory: Any) -> list[str]:
-    """Return lines of code that define ``make_env``, without this package; empty if that is not possible.
+    """Return lines of code that define ``build_crashing_env``, without this package; empty if that is not possible.
 
     :param factory: :class:`~rl_ext_core.factory.EnvFactory` in the process that created it
     """
@@ -57,7 +57,7 @@ def code_of_factory(factory: Any) -> list[str]:
 
 
 def _code_of_factory(factory: Any) -> list[str]:
-    """Return the lines of code that define ``make_env``; raise if that is not possible."""
+    """Return the lines of code that define ``build_crashing_env``; raise if that is not possible."""
     recipe = factory._recipe
     if recipe.changes or recipe.origin == "pickle":
         raise _NoCodeError
@@ -71,7 +71,7 @@ def _code_of_factory(factory: Any) -> list[str]:
         body = [f"    env = {_code_of_callable(build, lines)}({arguments})"]
     for adapt in factory._adapters:
         body.append(f"    env = {_code_of_callable(adapt, lines, 'env')}")
-    return [*dict.fromkeys(lines), "", "", "def make_env():", *body, "    return env"]
+    return [*dict.fromkeys(lines), "", "", "def build_crashing_env():", *body, "    return env"]
 
 
 def _code_of_callable(build: Any, lines: list[str], argument: str | None = None) -> str:
@@ -242,7 +242,7 @@ def write_script(path: Path, capsule: Capsule, source: str | None = None) -> lis
         np.save(array_path, scalars[1], allow_pickle=False)
     notes = [f"{path}: repeats the crash by itself" + (f", with {array_path}" if array_path else "")]
     if source is None and not capsule.code:
-        notes = [f"{path}: set make_env in it, because the code that built the environment is not known"]
+        notes = [f"{path}: set build_crashing_env in it, because the code that built the environment is not known"]
     return notes
 
 
@@ -266,7 +266,7 @@ def _script_lines(
     yield ""
     yield _RESTORE
     yield ""
-    yield "env = make_env()"
+    yield "env = build_crashing_env()"
     for name, data in log.settings:
         yield from _call_lines(name, data, "")
     yield "layers = [env]"
@@ -292,20 +292,20 @@ def _as_comment(text: str) -> str:
 
 
 def _make_env_lines(capsule: Capsule, source: str | None) -> Iterator[str]:
-    """Yield the lines that define ``make_env``."""
+    """Yield the lines that define ``build_crashing_env``."""
     if source is not None:
         module, colon, name = source.partition(":")
         if colon and all(part.isidentifier() for part in name.split(".")):
-            yield from (f"import {module}", "", f"make_env = {module}.{name}")
+            yield from (f"import {module}", "", f"build_crashing_env = {module}.{name}")
         else:
-            yield from ("", "", "def make_env():", f"    return gymnasium.make({source!r})")
+            yield from ("", "", "def build_crashing_env():", f"    return gymnasium.make({source!r})")
     elif capsule.code:
         yield from capsule.code
     else:
         yield f"# Fill in: a function that builds the environment, which was {_as_comment(capsule.source)}"
-        yield "make_env = None"
-        yield "if make_env is None:"
-        yield '    raise SystemExit("set make_env in this script to a function that builds the environment")'
+        yield "build_crashing_env = None"
+        yield "if build_crashing_env is None:"
+        yield '    raise SystemExit("set build_crashing_env in this script to a function that builds the environment")'
 
 
 def _generator_lines(layer: str, name: str, state: Any) -> Iterator[str]:
@@ -322,9 +322,9 @@ def _generator_lines(layer: str, name: str, state: Any) -> Iterator[str]:
         for part in path:
             target += f".spaces[{part if part.isdigit() else repr(part)}]"
         target += "._np_random"
-        yield f"{target} = restored({target}, {_code_of(state)})"
+        yield f"{target} = restore_generator({target}, {_code_of(state)})"
     else:
-        yield f"{target} = restored(getattr({layer}, {attribute!r}, None), {_code_of(state)})"
+        yield f"{target} = restore_generator(getattr({layer}, {attribute!r}, None), {_code_of(state)})"
 
 
 def _call_lines(name: str, data: Any, indent: str) -> Iterator[str]:
