@@ -172,13 +172,16 @@ def test_instance_is_copied_to_all_envs() -> None:
 
 
 def test_error_names_how_a_worker_died() -> None:
-    venv = make_vec_env(lambda: Single("in a step"), 2, isolation="process")
-    venv.reset()
-    for _ in range(2):
-        venv.step(np.zeros(2, int))
-    died = ", in step: ended with exit code 7"
-    expect_error(WorkerError, died, lambda: venv.step(np.zeros(2, int)))
-    venv.close()
+    with temporary_folder() as folder:
+        options = {"recorder": folder}
+        venv = make_vec_env(lambda: Single("in a step"), 2, isolation="process", vec_env_kwargs=options)
+        venv.reset()
+        for _ in range(2):
+            venv.step(np.zeros(2, int))
+        died = ", in step: ended with exit code 7"
+        expect_error(WorkerError, died, lambda: venv.step(np.zeros(2, int)))
+        venv.close()
+        assert len(os.listdir(folder)) == 1
     assert_no_children()
     build = functools.partial(make_vec_env, lambda: Single("in its constructor"), 2, isolation="process")
     expect_error(WorkerError, "in its constructor: raised OSError('no license')", build)
@@ -186,7 +189,9 @@ def test_error_names_how_a_worker_died() -> None:
 
 
 def test_dead_worker_is_replaced() -> None:
-    venv = SharedMemoryVecEnv([lambda: Single("in a step"), Single], restart="truncate", step_timeout=300)
+    venv = SharedMemoryVecEnv(
+        [lambda: Single("in a step"), Single], restart="truncate", step_timeout=300, recorder=False
+    )
     venv.reset()
     dones = [venv.step(np.zeros(2, int))[2].tolist() for _ in range(3)]
     assert dones == [[False, False], [False, False], [True, False]]
