@@ -150,8 +150,7 @@ def main() -> None:
     generator, kinds = random.Random(1), list(KINDS)
     found = np.zeros((count, 3), bool)
     for number in tqdm(range(count), leave=False):
-        # Each environment meets each kind of failure.
-        name, kind = NAMES[number % len(NAMES)], kinds[(number + number // len(kinds)) % len(kinds)]
+        name, kind = NAMES[number % len(NAMES)], kinds[number % len(kinds)]
         found[number] = examine(name, kind, generator.randint(2, MAX_HITS))
         print(f"{name:22} {kind:12} reproduced, shortest, script: {found[number].tolist()}")
     reproduced, shortest, scripts = found.sum(0).tolist()

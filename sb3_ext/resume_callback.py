@@ -41,14 +41,21 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvWrapper
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, Repetition
-from rl_ext_core.recording.layers import LayerState, layer_states, restore_layers, restore_results_file, results_text
+from rl_ext_core.recording.layers import (
+    LayerState,
+    is_plain,
+    layer_states,
+    restore_layers,
+    restore_results_file,
+    results_text,
+)
 from sb3_ext.vec_env import PoolVecEnv
 
 __all__ = ["ResumeCallback", "resume"]
 
 _FORMAT = "sb3_ext save 1"
 _MARKER, _MODEL, _BUFFER, _STATE = "save.json", "model.zip", "replay_buffer.pkl", "state.pkl"
-_SAVE_NAME, _UNFINISHED_NAME = re.compile(r"save-(\d+)"), re.compile(r"\.unfinished-save-\d+")
+_SAVE_NAME, _UNFINISHED_NAME = re.compile(r"save-(\d+)"), re.compile(r"\.unfinished-save-\d+(-old)?")
 _N_SAVES = 2
 # Attributes of a model that load() does not restore, or that setting up the model overwrites.
 _MODEL_ATTRIBUTES = (
@@ -123,15 +130,14 @@ class ResumeCallback(BaseCallback):
                 "Leave storage_dir out of replay_buffer_kwargs"
             )
         saves = _saves(self.folder)
-        if model in _pending:
-            for save in saves:
-                if _timesteps_of(save) > model.num_timesteps:  # a damaged save, which resume() did not use
-                    shutil.rmtree(save)
-        elif saves and model.num_timesteps < _timesteps_of(saves[-1]):
+        state = _pending.get(model)
+        is_resumed = state is not None and state["save"] == (self.folder.resolve(), model.num_timesteps)
+        if saves and not is_resumed and model.num_timesteps < _timesteps_of(saves[-1]):
             raise InvalidArgumentError(
                 f"folder={str(self.folder)!r} contains saves of another run, the last one at "
-                f"{_timesteps_of(saves[-1])} timesteps. Continue it with sb3_ext.resume({str(self.folder)!r}, env), "
-                "or use a new folder"
+                f"{_timesteps_of(saves[-1])} timesteps, and this run is at {model.num_timesteps}. Continue it with "
+                f"sb3_ext.resume({str(self.folder)!r}, env) and learn(..., reset_num_timesteps=False), or use a new "
+                "folder"
             )
         _record_episodes(vec_env, model.num_timesteps == 0)
         self._next_save = (model.num_timesteps // self.every + 1) * self.every
@@ -204,6 +210,7 @@ def resume(
             warnings.warn(f"Environment {index} {why}, so its episode is reported as truncated.", stacklevel=2)
             _truncate(model, index)
     _restore_generators(model, state)
+    state["save"] = save.resolve().parent, model.num_timesteps
     _pending[model] = state
     return model
 
@@ -296,15 +303,11 @@ def _check_layers(vec_env: Any, layers: list[tuple[str, Any]]) -> None:
 
 
 def _plain_attributes(owner: Any, links: frozenset[str]) -> dict[str, Any]:
-    """Return copies of the attributes that can be pickled, except links to other objects."""
+    """Return copies of the attributes that are data, except links to other objects."""
     copies = {}
     for name, value in vars(owner).items():
-        if name in links:
-            continue
-        try:
-            copies[name] = pickle.loads(pickle.dumps(value))
-        except Exception:  # an attribute's code may raise anything
-            continue
+        if name not in links and (is_plain(value) or type(value).__name__ == "StackedObservations"):
+            copies[name] = deepcopy(value)
     return copies
 
 
@@ -413,9 +416,17 @@ def _flatten(callback: Any) -> Iterator[BaseCallback]:
 
 
 def _restore_callbacks(callbacks: list[BaseCallback], states: list[tuple[str, dict[str, Any]]]) -> None:
-    """Set the attributes of callbacks, matched by position and class."""
-    for callback, (name, attributes) in zip(callbacks, states, strict=False):
-        if type(callback).__name__ == name:
+    """Set the attributes of callbacks, matched by class and order."""
+    for kind in {type(callback).__name__ for callback in callbacks}:
+        found = [callback for callback in callbacks if type(callback).__name__ == kind]
+        saved = [attributes for name, attributes in states if name == kind]
+        if saved and len(found) != len(saved):
+            warnings.warn(
+                f"learn() got {len(found)} callbacks {kind}, but {len(saved)} in the saved run, so they start again.",
+                stacklevel=3,
+            )
+            continue
+        for callback, attributes in zip(found, saved, strict=False):
             vars(callback).update(deepcopy(attributes))
 
 
@@ -507,11 +518,18 @@ def _write_save(folder: pathlib.Path, model: Any, callbacks: list[BaseCallback])
     _flush_to_disk(temporary)
     target = folder / f"save-{model.num_timesteps}"
     if _is_save(target):
-        shutil.rmtree(target)
+        _delete_save(target)
     os.replace(temporary, target)
     _flush_to_disk(folder)
     for save in _saves(folder)[:-_N_SAVES]:
-        shutil.rmtree(save)
+        _delete_save(save)
+
+
+def _delete_save(save: pathlib.Path) -> None:
+    """Delete a save. If this process is killed, the rest does not look like a save, and the next save deletes it."""
+    rest = save.with_name(f".unfinished-{save.name}-old")
+    os.replace(save, rest)
+    shutil.rmtree(rest)
 
 
 def _flush_to_disk(path: pathlib.Path) -> None:
@@ -553,7 +571,7 @@ def _newest_complete_save(folder: pathlib.Path) -> pathlib.Path:
             files = marker["files"] if marker["format"] == _FORMAT else {}
             if files and all(_file_checksum(save / name) == value for name, value in files.items()):
                 return save
-        except (OSError, ValueError, KeyError, TypeError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             pass
         warnings.warn(f"{save} is damaged, so the save before it is used.", stacklevel=3)
     raise CorruptFileError(

@@ -341,6 +341,27 @@ def test_saves_of_another_run_are_refused(tmp_path: pathlib.Path) -> None:
         ppo(vec_env_of(cartpole)).learn(64, callback=ResumeCallback(tmp_path, 32))
 
 
+def test_learn_from_step_0_after_resume_keeps_the_saves(tmp_path: pathlib.Path) -> None:
+    for name in ("one", "other"):
+        ppo(vec_env_of(cartpole)).learn(128 if name == "one" else 200, callback=ResumeCallback(tmp_path / name, 32))
+    saves = sorted(tmp_path.glob("*/save-*"))
+    model = resume(tmp_path / "one", vec_env_of(cartpole))
+    with pytest.raises(InvalidArgumentError, match="reset_num_timesteps=False"):
+        model.learn(32, callback=ResumeCallback(tmp_path / "one", 1000))
+    model = resume(tmp_path / "one", vec_env_of(cartpole))
+    with pytest.raises(InvalidArgumentError, match="another run"):
+        model.learn(32, callback=ResumeCallback(tmp_path / "other", 1000), reset_num_timesteps=False)
+    assert sorted(tmp_path.glob("*/save-*")) == saves
+
+
+def test_other_number_of_callbacks_than_in_the_run_is_reported(tmp_path: pathlib.Path) -> None:
+    ppo(vec_env_of(cartpole)).learn(64, callback=[ResumeCallback(tmp_path, 32), StopAt(1000)])
+    model = resume(tmp_path, vec_env_of(cartpole))
+    callbacks = [ResumeCallback(tmp_path, 32), StopAt(1000), StopAt(2000)]
+    with pytest.warns(UserWarning, match="2 callbacks StopAt, but 1"):
+        model.learn(64 - model.num_timesteps, callback=callbacks, reset_num_timesteps=False)
+
+
 def test_unsupported_runs_are_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(InvalidArgumentError, match="every=0"):
         ResumeCallback(tmp_path, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,14 @@ import numpy as np
 
 from rl_ext_core.recording.recorder import EpisodeRecorder
 
-__all__ = ["LayerState", "layer_states", "restore_layers", "restore_results_file", "results_text"]
+__all__ = ["LayerState", "is_plain", "layer_states", "restore_layers", "restore_results_file", "results_text"]
 
 # Name of the class, attributes, and content of the file in which a monitor writes its episodes.
 LayerState = tuple[str, dict[str, Any], str | None]
+_PLAIN = (
+    *(bool, int, float, str, bytes, np.ndarray, np.generic),
+    *(np.random.Generator, np.random.RandomState, random.Random),
+)
 _LINKS = frozenset(("env", "results_writer", "_action_space", "_observation_space", "_metadata", "_cached_spec"))
 
 
@@ -24,7 +29,7 @@ def layer_states(env: Any) -> list[LayerState]:
     """Return the state of each wrapper of an environment, outermost first."""
     states: list[LayerState] = []
     for layer in _wrappers(env):
-        values = {name: value for name, value in vars(layer).items() if name not in _LINKS and _is_plain(value)}
+        values = {name: value for name, value in vars(layer).items() if name not in _LINKS and is_plain(value)}
         states.append((type(layer).__name__, values, results_text(layer)))
     return states
 
@@ -47,17 +52,13 @@ def _wrappers(env: Any) -> list[Any]:
     return found
 
 
-def _is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a string, an array, a running mean, or a container of them."""
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a string, an array, a generator, a running mean, or a container of them."""
     if isinstance(value, (list, tuple, deque)):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return (
-        value is None
-        or isinstance(value, (bool, int, float, str, bytes, np.ndarray, np.generic))
-        or type(value).__name__ == "RunningMeanStd"
-    )
+        return all(map(is_plain, value.values()))
+    return value is None or isinstance(value, _PLAIN) or type(value).__name__ == "RunningMeanStd"
 
 
 def results_text(monitor: Any) -> str | None:
