@@ -84,7 +84,6 @@ _CALLBACK_LINKS = frozenset(
         "callback_on_new_best",
     )
 )
-_ENV_LINKS = frozenset(("env", "results_writer", "_action_space", "_observation_space", "_metadata", "_cached_spec"))
 
 # State that the first rollout of a resumed model restores.
 _pending: weakref.WeakKeyDictionary[BaseAlgorithm, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -271,7 +270,7 @@ def _base(vec_env: VecEnv) -> Any:
 
     :raises InvalidTypeError: If its episodes are not recorded.
     """
-    base = list(_vec_envs(vec_env))[-1]
+    base = vec_env.unwrapped
     if not isinstance(base, (DummyVecEnv, PoolVecEnv)):
         raise InvalidTypeError(
             f"ResumeCallback cannot record the environments of {type(base).__name__}: expected a DummyVecEnv or a "
@@ -280,17 +279,13 @@ def _base(vec_env: VecEnv) -> Any:
     return base
 
 
-def _vec_envs(vec_env: Any) -> Iterator[Any]:
-    """Yield a VecEnv and the VecEnvs inside, outermost first."""
-    yield vec_env
-    while isinstance(vec_env, VecEnvWrapper):
-        vec_env = vec_env.venv
-        yield vec_env
-
-
 def _layers(vec_env: Any) -> list[Any]:
     """Return the wrappers of a VecEnv, outermost first."""
-    return list(_vec_envs(vec_env))[:-1]
+    found = []
+    while isinstance(vec_env, VecEnvWrapper):
+        found.append(vec_env)
+        vec_env = vec_env.venv
+    return found
 
 
 def _check_layers(vec_env: Any, layers: list[tuple[str, Any]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-__all__ = ["Generators", "layers_of"]
+__all__ = ["Generators", "layers_of", "restore_generator"]
 
 # The emulator of Atari has a generator of its own, for sticky actions, which only its whole state includes.
 _EMULATOR = "ale"
@@ -103,9 +103,9 @@ class Generators:
                 for part in path:
                     parts: Any = owner.spaces  # type: ignore[attr-defined]
                     owner = parts[part] if isinstance(parts, dict) else parts[int(part)]
-                owner._np_random = _restore_generator(owner._np_random, state)
+                owner._np_random = restore_generator(owner._np_random, state)
             else:
-                setattr(layer, attribute, _restore_generator(owner, state))
+                setattr(layer, attribute, restore_generator(owner, state))
 
 
 def _is_atari(layer: Any) -> bool:
@@ -121,7 +121,7 @@ def _state_of(generator: Any) -> Any:
     return generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else generator.getstate()
 
 
-def _restore_generator(generator: Any, state: Any) -> Any:
+def restore_generator(generator: Any, state: Any) -> Any:
     """Return a generator with a state: the present one if its kind fits, else a new one."""
     if state is None:
         return generator

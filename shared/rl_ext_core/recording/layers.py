@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 
+from rl_ext_core.recording.generators import layers_of
 from rl_ext_core.recording.recorder import EpisodeRecorder
 
 __all__ = ["LayerState", "is_plain", "layer_states", "restore_layers", "restore_results_file", "results_text"]
@@ -44,12 +44,7 @@ def restore_layers(env: Any, states: Sequence[LayerState]) -> None:
 
 def _wrappers(env: Any) -> list[Any]:
     """Return the wrappers of an environment, outermost first, without the recorder."""
-    found = []
-    while isinstance(env, gymnasium.Wrapper):
-        if not isinstance(env, EpisodeRecorder):
-            found.append(env)
-        env = env.env
-    return found
+    return [layer for layer in layers_of(env)[:-1] if not isinstance(layer, EpisodeRecorder)]
 
 
 def is_plain(value: Any) -> bool:

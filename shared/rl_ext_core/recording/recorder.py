@@ -12,11 +12,21 @@ import numpy as np
 from rl_ext_core.recording.episode_log import MAX_STEPS, EpisodeLog, Repetition, observation_checksum
 from rl_ext_core.recording.generators import Generators, layers_of
 
-__all__ = ["RECORDED_CALLS", "SETTERS", "EpisodeRecorder", "repeat_episode"]
+__all__ = ["RECORDED_CALLS", "EpisodeRecorder", "record_setting", "repeat_episode"]
 
 # Calls of a vectorized environment that change an environment.
 RECORDED_CALLS = ("env_method", "call", "set_attr", "set_wrapper_attr")
-SETTERS = ("set_attr", "set_wrapper_attr")
+_SETTERS = ("set_attr", "set_wrapper_attr")
+
+
+def record_setting(settings: dict[tuple[str, str], tuple[str, Any]], name: str, data: Any) -> None:
+    """Record a call if it sets an attribute, in place of an earlier one for this attribute.
+
+    :param settings: calls by their name and the attribute, in the order of the last values
+    """
+    if name in _SETTERS:
+        settings.pop((name, data[0]), None)
+        settings[name, data[0]] = name, data
 
 
 class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -39,9 +49,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         if name in _OWN_ATTRIBUTES:
             object.__setattr__(self, name, value)
         else:
-            self.record_call("set_attr", (name, value))
-            setattr(self.env, name, value)
-            self._checksums.append(None)
+            self.make_recorded_call("set_attr", (name, value))
 
     def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         """Reset the environment, and begin a new log."""
@@ -68,16 +76,20 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Begin a new log."""
         self._head, self._calls, self._checksums = (generators, settings), [], []
 
-    def record_call(self, name: str, data: Any) -> None:
-        """Record a call before it is made.
+    def make_recorded_call(self, name: str, data: Any) -> None:
+        """Record a call, and make it.
 
         :param name: one of :data:`RECORDED_CALLS`
         :param data: data of the call, as in :data:`~rl_ext_core.vector.environments.CALLS`
         """
-        if name in SETTERS:
-            self._settings.pop((name, data[0]), None)  # the order of the last values is kept
-            self._settings[name, data[0]] = name, data
+        from rl_ext_core.vector.environments import CALLS  # which loads more than a wrapper needs
+
+        record_setting(self._settings, name, data)
         self._calls.append((name, data))
+        try:
+            CALLS[name](self.env, data)
+        finally:
+            self._checksums.append(None)
 
     def assume_seeded_reset(self, observation: Any) -> None:
         """Begin the log of an episode that was reset before this recorder was added.
@@ -126,7 +138,9 @@ def repeat_episode(
     """
     from rl_ext_core.vector.environments import CALLS  # which loads more than a wrapper needs
 
-    inner = env.env if isinstance(env, EpisodeRecorder) else env
+    is_recorded = isinstance(env, EpisodeRecorder)
+    inner = env.env if is_recorded else env
+    make_call = env.make_recorded_call if is_recorded else lambda name, data: CALLS[name](env, data)
     for name, data in log.settings:
         CALLS[name](inner, data)
     if generators is not None:
@@ -139,12 +153,8 @@ def repeat_episode(
             steps += 1
             observation = convert(env.step(data)[0])
         else:
-            if inner is not env:
-                env.record_call(name, data)
             with contextlib.suppress(Exception):  # the recorded call raised it, too
-                CALLS[name](inner, data)
-            if inner is not env:
-                env._checksums.append(None)
+                make_call(name, data)
             continue
         if first_difference is None and expected is not None and observation_checksum(observation) != expected:
             first_difference = steps

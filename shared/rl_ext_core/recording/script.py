@@ -18,27 +18,12 @@ import numpy as np
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.recording.capsule import Capsule, _split_actions
+from rl_ext_core.recording.generators import restore_generator
 from rl_ext_core.recording.replay import DEFAULT_TIMEOUT
 
 __all__ = ["code_of_factory", "write_script"]
 
 _MAX_INLINE = 2000
-_RESTORE = '''\
-def restore_generator(generator, state):
-    """Return a random generator with a state."""
-    if isinstance(state, tuple):
-        generator = generator if isinstance(generator, random.Random) else random.Random()
-        generator.setstate(state)
-    elif "has_gauss" in state:
-        generator = generator if isinstance(generator, np.random.RandomState) else np.random.RandomState()
-        generator.set_state(state)
-    else:
-        kind = state["bit_generator"]
-        if not isinstance(generator, np.random.Generator) or type(generator.bit_generator).__name__ != kind:
-            generator = np.random.Generator(getattr(np.random, kind)())
-        generator.bit_generator.state = state
-    return generator
-'''
 
 
 class _NoCodeError(Exception):
@@ -226,20 +211,19 @@ def write_script(path: Path, capsule: Capsule, source: str | None = None) -> lis
             "--script: the calls of the episode contain objects that cannot be written as code; expected plain data. "
             "Use rl-ext replay without --script"
         )
-    scalars, shorter = _split_actions(capsule.log.calls)
-    del shorter
+    stacked, _ = _split_actions(capsule.log.calls)
     actions = [data for name, data in capsule.log.calls if name == "step"]
-    array_path = path.with_suffix(".npy") if scalars is not None and len(actions) > _MAX_INLINE else None
+    array_path = path.with_suffix(".npy") if stacked is not None and len(actions) > _MAX_INLINE else None
     try:
-        text = "\n".join(_script_lines(capsule, source, scalars, actions, array_path))
+        text = "\n".join(_script_lines(capsule, source, stacked, actions, array_path))
     except _NoCodeError as error:
         raise InvalidArgumentError(
             f"--script: {error}; expected numbers, text, arrays, and lists of these in actions and calls. Use rl-ext "
             "replay without --script"
         ) from None
     path.write_text(text + "\n", encoding="utf-8")
-    if array_path is not None and scalars is not None:
-        np.save(array_path, scalars[1], allow_pickle=False)
+    if array_path is not None and stacked is not None:
+        np.save(array_path, stacked[1], allow_pickle=False)
     notes = [f"{path}: repeats the crash by itself" + (f", with {array_path}" if array_path else "")]
     if source is None and not capsule.code:
         notes = [f"{path}: set build_crashing_env in it, because the code that built the environment is not known"]
@@ -258,13 +242,14 @@ def _script_lines(
     yield f"Recorded with {versions}." if versions else ""
     yield '"""'
     yield ""
+    yield from ("from __future__ import annotations", "")  # the annotations of restore_generator are not evaluated
     yield from ("import contextlib", "import faulthandler", "import random", "from pathlib import Path", "")
     yield from ("import gymnasium", "import numpy as np", "")
     yield "faulthandler.enable()"
     yield from _make_env_lines(capsule, source)
     yield ""
     yield ""
-    yield _RESTORE
+    yield inspect.getsource(restore_generator)
     yield ""
     yield "env = build_crashing_env()"
     for name, data in log.settings:

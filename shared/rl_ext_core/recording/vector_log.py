@@ -15,7 +15,7 @@ import numpy as np
 
 from rl_ext_core.recording.episode_log import MAX_STEPS, EpisodeLog, observation_checksum
 from rl_ext_core.recording.generators import Generators
-from rl_ext_core.recording.recorder import SETTERS
+from rl_ext_core.recording.recorder import record_setting
 
 __all__ = ["HEAD_BYTES", "HeadWriter", "VectorLog"]
 
@@ -119,9 +119,7 @@ class VectorLog:
 
     def begin_call(self, number: int, name: str, data: Any) -> None:
         """Record another call before it is made."""
-        if name in SETTERS:
-            self._settings[number].pop((name, data[0]), None)  # the order of the last values is kept
-            self._settings[number][name, data[0]] = name, data
+        record_setting(self._settings[number], name, data)
         self._add_event(number, name, data)
 
     def _add_event(self, number: int, name: str, data: Any) -> None:
