@@ -28,7 +28,8 @@ from sb3_ext.prioritized import (
 )
 from sb3_ext.resume_callback import ResumeCallback, resume
 from sb3_ext.sequences import SequenceSamples
-from sb3_ext.vec_env import RayVecEnv, SharedMemoryVecEnv, VecEnvTimingCallback
+from sb3_ext.timing_callback import VecEnvTimingCallback
+from sb3_ext.vec_env import RayVecEnv, SharedMemoryVecEnv
 
 __all__ = [
     "AutoVecEnv",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import time
 import warnings
@@ -11,16 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.vector.environments import PoolOptions, qualified_name, store_reward
-from rl_ext_core.vector.pool import Pool, Timings, make_pool
+from rl_ext_core.vector.pool import Pool, make_pool
 from rl_ext_core.vector.ray_pool import RayPool
 from rl_ext_core.vector.worker import ENDED, OTHER_REWARD, TRUNCATED
 
-__all__ = ["CheckedVecEnv", "Indices", "PoolVecEnv", "RayVecEnv", "SharedMemoryVecEnv", "VecEnvTimingCallback"]
+__all__ = ["CheckedVecEnv", "Indices", "PoolVecEnv", "RayVecEnv", "SharedMemoryVecEnv"]
 
 # Indexed by the kind of a reward, see rl_ext_core.vector.worker.KINDS.
 _REWARD_TYPES = (np.float64, np.float32, np.int64, np.bool_)
@@ -267,7 +265,7 @@ class SharedMemoryVecEnv(PoolVecEnv):
     :raises InvalidArgumentError: If an option has an invalid value, or observations are not arrays of fixed shape.
     :raises InvalidArgumentError: From any call except ``close`` in a process that was forked from the creating one.
 
-    :ivar timings: durations of the start and of the steps; :class:`VecEnvTimingCallback` logs them
+    :ivar timings: durations of the start and of the steps; :class:`~sb3_ext.VecEnvTimingCallback` logs them
     :ivar working_directory: folder that contains the workers' directories ``"0"``, ``"1"`` and so on; None if workers
         share the directory of this process
 
@@ -325,7 +323,7 @@ class RayVecEnv(PoolVecEnv):
     :raises EnvironmentOutputError: If the environments' spaces differ.
     :raises InvalidArgumentError: If an option has an invalid value, or observations are not arrays of fixed shape.
 
-    :ivar timings: durations of the start and of the steps; :class:`VecEnvTimingCallback` logs them
+    :ivar timings: durations of the start and of the steps; :class:`~sb3_ext.VecEnvTimingCallback` logs them
 
     Source: https://docs.ray.io/en/latest/ray-core/actors.html
 
@@ -344,36 +342,3 @@ class RayVecEnv(PoolVecEnv):
     ) -> None:
         options = PoolOptions(None, n_workers, start_timeout, step_timeout, close_timeout)
         super().__init__(RayPool(env_fns, options, actor_options=actor_options or {}))
-
-
-class VecEnvTimingCallback(BaseCallback):
-    """Callback that logs start-up and step times of environments.
-
-    ``time/env_start`` is in seconds, ``time/env_step`` is the mean of a rollout's steps in seconds, and
-    ``time/env_restarts`` counts restarted workers. Times are logged for :class:`SharedMemoryVecEnv` and
-    :class:`RayVecEnv` only, next to SB3's ``time/fps``.
-
-    >>> from stable_baselines3 import PPO
-    >>> from sb3_ext import VecEnvTimingCallback, make_vec_env
-    >>> env = make_vec_env("CartPole-v1", n_envs=2)
-    >>> PPO("MlpPolicy", env, n_steps=64).learn(128, callback=VecEnvTimingCallback()).num_timesteps
-    128
-    """
-
-    def _on_rollout_start(self) -> None:
-        self._timings_before = dataclasses.replace(self._current_timings())
-
-    def _on_rollout_end(self) -> None:
-        timings, before = self._current_timings(), self._timings_before
-        if steps := timings.steps - before.steps:
-            self.logger.record("time/env_start", timings.start_seconds)
-            self.logger.record("time/env_step", (timings.total_step_seconds - before.total_step_seconds) / steps)
-            self.logger.record("time/env_restarts", timings.restarts)
-
-    def _on_step(self) -> bool:
-        return True
-
-    def _current_timings(self) -> Timings:
-        """Return the timings of the training environment; empty ones if it has none."""
-        found = getattr(self.training_env.unwrapped, "timings", None)
-        return found if isinstance(found, Timings) else Timings()

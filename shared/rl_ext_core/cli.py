@@ -56,6 +56,10 @@ COMMANDS = {
         "rl_ext_core._replay_command",
         "repeat a recorded crash of an environment",
     ),
+    "profile": (
+        "rl_ext_core._profile_command",
+        "run a script, and report where the time of its training goes",
+    ),
 }
 
 # Columns of output to a log or a pipe; a terminal reports its own width.

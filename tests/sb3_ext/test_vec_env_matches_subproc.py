@@ -23,8 +23,8 @@ from stable_baselines3.common.vec_env import (
     VecNormalize,
 )
 
-from sb3_ext import AutoVecEnv
-from sb3_ext.vec_env import SharedMemoryVecEnv, VecEnvTimingCallback
+from sb3_ext import AutoVecEnv, VecEnvTimingCallback
+from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, open_vec_env_pair, rollout
 from tests.sb3_ext.vec_test_envs import ACTIONS, OBSERVATIONS, REWARDS, RandomEnv, Returning, ReusedArrayEnv

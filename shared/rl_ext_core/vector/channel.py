@@ -184,10 +184,11 @@ class ObservationSlot:
 class Cell:
     """Indices of the integers in shared memory by which a worker and its parent communicate.
 
-    They are the environment and phase that the worker is in, and number and size of the last command and answer.
+    They are the environment and phase that the worker is in, and number and size of the last command and answer. The
+    last one is the duration of the last step in nanoseconds.
     """
 
-    ENVIRONMENT, PHASE, COMMAND, COMMAND_SIZE, ANSWER, ANSWER_SIZE = range(6)
+    ENVIRONMENT, PHASE, COMMAND, COMMAND_SIZE, ANSWER, ANSWER_SIZE, STEP_TIME = range(7)
 
 
 def new_cells(block: Any = None) -> memoryview:

@@ -257,6 +257,10 @@ class Pool:
         for worker in self.workers:
             self.send(worker, "step", rows[worker.first : worker.last])
 
+    def step_seconds(self) -> list[float] | None:
+        """Return how long each worker's environments took for the last step; None if that is not known."""
+        return [worker.cells[Cell.STEP_TIME] / 1e9 for worker in self.workers]
+
     def begin_reset(self, requests: ResetRequests) -> None:
         """Begin to reset environments.
 

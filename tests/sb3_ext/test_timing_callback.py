@@ -1,0 +1,160 @@
+"""Tests of the report of where the time of a training run goes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+import torch
+from sb3_contrib import RecurrentPPO
+from stable_baselines3 import A2C, DQN, PPO, SAC
+from stable_baselines3.common.callbacks import CheckpointCallback, EvalCallback
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecNormalize
+
+from sb3_ext import SharedMemoryVecEnv, VecEnvTimingCallback
+from sb3_ext.timing_callback import PARTS, advice
+from tests.sb3_ext.buffer_envs import without_logger
+from tests.sb3_ext.vec_test_envs import cart_pole
+
+
+def pendulum() -> gymnasium.Env[Any, Any]:
+    return gymnasium.make("Pendulum-v1")
+
+
+SHORT: dict[type, dict[str, Any]] = {
+    PPO: {"n_steps": 16, "batch_size": 16, "n_epochs": 1},
+    A2C: {"n_steps": 16},
+    RecurrentPPO: {"n_steps": 16, "batch_size": 16, "n_epochs": 1},
+    DQN: {"learning_starts": 10, "buffer_size": 200},
+    SAC: {"learning_starts": 10, "buffer_size": 200},
+}
+
+
+def train(kind: type, venv: Any, callback: Any, n_steps: int = 64) -> Any:
+    policy = "MlpLstmPolicy" if kind is RecurrentPPO else "MlpPolicy"
+    model = without_logger(kind(policy, venv, seed=0, device="cpu", **SHORT[kind]))
+    return model.learn(n_steps, callback=callback)
+
+
+@pytest.mark.parametrize("kind", [PPO, A2C, RecurrentPPO, DQN, SAC])
+def test_report_adds_up_and_changes_nothing(kind: type, capsys: pytest.CaptureFixture[str]) -> None:
+    env_fn = pendulum if kind is SAC else cart_pole
+    methods = {(each, name): value for each in kind.__mro__ for name, value in vars(each).items()}
+    expected = train(kind, VecNormalize(DummyVecEnv([env_fn] * 2)), None).policy.state_dict()
+    timing = VecEnvTimingCallback(report=True)
+    begin = time.perf_counter()
+    model = train(kind, VecNormalize(DummyVecEnv([env_fn] * 2)), timing)
+    assert 0 < sum(timing.seconds.values()) < time.perf_counter() - begin
+    used = {part for part, seconds in timing.seconds.items() if seconds > 0}
+    off_policy = kind in (DQN, SAC)
+    assert used == PARTS.keys() - {"waiting", "transfer", "callbacks"} - ({"returns"} if off_policy else set())
+    assert all(torch.equal(value, expected[name]) for name, value in model.policy.state_dict().items())
+    assert {(each, name): value for each in kind.__mro__ for name, value in vars(each).items()} == methods
+    text = capsys.readouterr().out
+    assert "steps of 2 environments" in text
+    assert "Most of the time goes to" in text
+
+
+def test_workers_report_their_time() -> None:
+    timing = VecEnvTimingCallback(report=True)
+    with_stack = VecFrameStack(SharedMemoryVecEnv([cart_pole] * 3, n_workers=2), 2)
+    train(PPO, with_stack, timing)
+    assert timing.seconds["environment"] > 0
+    assert timing.seconds["waiting"] > 0
+    assert timing.seconds["transfer"] > 0
+    with_stack.close()
+
+
+def test_saves_contain_nothing_of_the_callback(tmp_path: Path) -> None:
+    saving = CheckpointCallback(20, str(tmp_path), save_replay_buffer=True, save_vecnormalize=True)
+    model = train(DQN, VecNormalize(DummyVecEnv([cart_pole])), [VecEnvTimingCallback(report=True), saving])
+    model_path, buffer_path = (str(tmp_path / f"rl_model_{name}60_steps") for name in ("", "replay_buffer_"))
+    script = (
+        "import sys\n"
+        "from stable_baselines3 import DQN\n"
+        f"DQN.load({model_path!r}).load_replay_buffer({buffer_path!r})\n"
+        "assert not any(name.startswith('sb3_ext') for name in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert "step" not in vars(VecNormalize.load(str(tmp_path / "rl_model_vecnormalize_60_steps.pkl"), model.get_env()))
+
+
+def test_time_of_an_evaluation_is_that_of_callbacks() -> None:
+    env = DummyVecEnv([cart_pole])
+    timing = VecEnvTimingCallback(report=True)
+    evaluation = EvalCallback(DummyVecEnv([lambda: Monitor(cart_pole())]), eval_freq=8, n_eval_episodes=5, verbose=0)
+    train(PPO, env, [timing, evaluation])
+    assert timing.seconds["callbacks"] > 2 * timing.seconds["policy"]
+
+
+def test_learn_that_raised_is_measured_no_longer() -> None:
+    timing, before = VecEnvTimingCallback(report=True), PPO.train
+
+    venv = DummyVecEnv([cart_pole])
+    model = without_logger(PPO("MlpPolicy", venv, device="cpu", **SHORT[PPO]))
+    with pytest.raises(KeyError, match="stop"):
+        model.learn(32, callback=[timing, _Raising()])
+    model.learn(32, callback=timing)
+    assert PPO.train is before
+    assert sum(timing.seconds.values()) > 0
+
+
+class _Raising(VecEnvTimingCallback):
+    def _on_step(self) -> bool:
+        raise KeyError("stop")
+
+
+@pytest.mark.parametrize(
+    ("part", "venv_class", "expected"),
+    [
+        ("environment", DummyVecEnv, "SharedMemoryVecEnv"),
+        pytest.param("environment", SubprocVecEnv, "instead of SubprocVecEnv", marks=pytest.mark.slow),
+        ("waiting", DummyVecEnv, "fewer workers"),
+        ("callbacks", DummyVecEnv, "eval_freq"),
+        ("sample", DummyVecEnv, "batch_size"),
+    ],
+)
+def test_advice_names_what_to_change(
+    part: str, venv_class: type, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sb3_ext.timing_callback.usable_cores", lambda: 8)
+    venv = venv_class([cart_pole] * 2)
+    model = without_logger(PPO("MlpPolicy", venv, device="cpu", **SHORT[PPO]))
+    seconds = {**dict.fromkeys(PARTS, 0.0), part: 10.0, "other": 20.0}
+    assert expected in advice(seconds, 1000, model, venv)
+    venv.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_advice_for_networks(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        model = without_logger(PPO("MlpPolicy", DummyVecEnv([cart_pole]), device="cpu", **SHORT[PPO]))
+        text = advice({**dict.fromkeys(PARTS, 0.0), "update": 1.0}, 10, model, model.get_env())
+    finally:
+        torch.set_num_threads(before)
+    assert ("set_num_threads(1)" in text) == (threads > 1)
+
+
+def test_profile_reports_the_training_of_a_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\n"
+        "from helper import N\n"
+        "from stable_baselines3 import PPO\n"
+        "if __name__ == '__main__':\n"
+        "    PPO('MlpPolicy', sys.argv[1], n_steps=N, batch_size=N).learn(N, callback=lambda a, b: True)\n"
+    )
+    (tmp_path / "helper.py").write_text("N = 32\n")
+    command = [sys.executable, "-m", "rl_ext_core", "profile", str(script), "CartPole-v1"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # SB3's logger creates a folder there
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
+    assert "for 32 steps of 1 environment," in found.stdout
