@@ -101,7 +101,7 @@ class PoolVecEnv(CheckedVecEnv):
             pool.arrays[name] for name in ("reward", "reward kind", "flags")
         )
         try:
-            super().__init__(len(pool.worker_by_env), *pool.spaces)
+            super().__init__(pool.num_envs, *pool.spaces)
             # VecVideoRecorder reads the frame rate from metadata.
             with contextlib.suppress(Exception):  # metadata may be missing, or not picklable
                 self.metadata = {**self.get_attr("metadata", 0)[0], **self.metadata}
@@ -209,7 +209,7 @@ class PoolVecEnv(CheckedVecEnv):
     def _call_pool(self, name: str, data: Any, indices: Indices) -> list[Any]:
         """Send a request to the workers of these environments, and return the answers."""
         self._require_idle()
-        return self._pool.call(self._resolve_indices(indices, len(self._pool.worker_by_env)), name, data)
+        return self._pool.call(self._resolve_indices(indices, self._pool.num_envs), name, data)
 
     def _build_rewards(self, other_rewards: dict[int, Any]) -> Any:
         """Return the rewards of a step, in the dtype that ``SubprocVecEnv`` returns by default."""
@@ -259,6 +259,10 @@ class SharedMemoryVecEnv(PoolVecEnv):
         working directory of this process
     :param recorder: folder for records of failed episodes, which ``rl-ext replay`` repeats. True: the working
         directory; at most ten files ``crash-*.rlx`` are written to a folder. False: record nothing
+    :param spares: number of further environments that are reset ahead, for resets that take long. When an episode ends,
+        the first spare continues its row, and the other environment is reset while all are stepped. Spares have the
+        seeds after those of the rows, and results depend on seeds and actions only. ``set_attr`` and ``env_method``
+        work for all environments together, spares included. Episodes are not recorded
     :raises WorkerError: From any call, if a worker has failed. It names the environment, the call and the reason; its
         cause is the environment's own exception. All workers have ended then.
     :raises EnvironmentOutputError: If the environments' spaces differ.
@@ -292,9 +296,19 @@ class SharedMemoryVecEnv(PoolVecEnv):
         max_restarts: int = 100,
         cwd: str | os.PathLike[str] | None = None,
         recorder: bool | str | os.PathLike[str] = True,
+        spares: int = 0,
     ) -> None:
         options = PoolOptions(
-            start_method, n_workers, start_timeout, step_timeout, close_timeout, restart, max_restarts, cwd, recorder
+            start_method,
+            n_workers,
+            start_timeout,
+            step_timeout,
+            close_timeout,
+            restart,
+            max_restarts,
+            cwd,
+            recorder,
+            spares,
         )
         super().__init__(make_pool(env_fns, options))
         self.working_directory = self._pool.working_directory

@@ -108,6 +108,7 @@ class PoolOptions:
     :ivar recorder: folder for records of crashes; True for the working directory; False records no episodes
     :ivar cwd: ``"own"`` for an empty working directory per worker, or a folder that each worker gets a copy of;
         default: the working directory of this process
+    :ivar spares: number of environments that are reset ahead, to continue rows whose episodes have ended
     """
 
     start_method: str | None = None
@@ -119,6 +120,7 @@ class PoolOptions:
     max_restarts: int = 0
     cwd: str | os.PathLike[str] | None = None
     recorder: bool | str | os.PathLike[str] = True
+    spares: int = 0
 
     def __post_init__(self) -> None:
         methods = multiprocessing.get_all_start_methods()
@@ -136,6 +138,12 @@ class PoolOptions:
                 f'restart={self.restart!r} is neither "truncate" nor None. Write restart="truncate"'
             )
         check_count("max_restarts", self.max_restarts, least=0)
+        check_count("spares", self.spares, least=0)
+        if self.spares and not (self.n_workers is None and self.restart is None):
+            raise InvalidArgumentError(
+                f"spares={self.spares} with n_workers={self.n_workers!r} and restart={self.restart!r}: expected one "
+                "worker for each environment, without restarts. Leave n_workers and restart out"
+            )
         if not isinstance(self.recorder, bool) and not os.path.isdir(self.recorder):
             raise InvalidArgumentError(
                 f"recorder={self.recorder!r} is not a folder: expected a folder for records of crashes, True (the "

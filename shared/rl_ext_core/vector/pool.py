@@ -156,6 +156,11 @@ class Pool:
             raise
         self.timings.start_seconds = time.perf_counter() - begin
 
+    @property
+    def num_envs(self) -> int:
+        """Number of environments that the caller sees."""
+        return len(self.worker_by_env)
+
     # -- processes
 
     def _start_workers(self) -> None:
@@ -163,7 +168,7 @@ class Pool:
         resources.check_open_file_limit(len(self.workers), "n_workers={}")
         self._spins = channel.should_spin(len(self.workers))
         self._memory, self._heads = SharedMemory(), None
-        if self._options.recorder is not False:
+        if self._options.recorder is not False and not self._options.spares:
             with contextlib.suppress(StorageError):  # a limit of file sizes: nothing is recorded
                 self._heads = SharedMemory(len(self.worker_by_env) * HEAD_BYTES)
         # Files that environments write there are not deleted.
@@ -660,7 +665,11 @@ class Pool:
 
 
 def make_pool(env_fns: Any, options: PoolOptions, *, autoreset: Autoreset = Autoreset.SAME_STEP) -> Pool:
-    """Start a pool. If ``options.restart`` is set, the pool replaces failed workers."""
+    """Start a pool. With ``options.restart``, it replaces failed workers; with ``options.spares``, it has spares."""
+    if options.spares:
+        from rl_ext_core.vector.spare_pool import SparePool
+
+        return SparePool(env_fns, options)
     if options.restart is None:
         return Pool(env_fns, options, autoreset=autoreset)
     from rl_ext_core.vector.restarting_pool import RestartingPool

@@ -1,0 +1,190 @@
+"""Pool with spare environments, which are reset while the others are stepped."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rl_ext_core._interrupts import defer_signals
+from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.processes.failures import require_same_process
+from rl_ext_core.recording.recorder import RECORDED_CALLS
+from rl_ext_core.vector.autoreset import Autoreset
+from rl_ext_core.vector.channel import Cell, WorkerHandle
+from rl_ext_core.vector.environments import PoolOptions
+from rl_ext_core.vector.pool import Pool, ResetRequests
+from rl_ext_core.vector.worker import ENDED, StepEntry
+
+__all__ = ["SparePool"]
+
+
+class SparePool(Pool):
+    """Pool in which a spare environment replaces one whose episode has ended; see :class:`Pool`.
+
+    Each environment has its own worker. *Rows* are the environments that the caller sees, and each row is continued by
+    one environment until the end of its episode. Then that environment is reset, and waits behind the other spares. The
+    first spare continues the row, even if another one is ready earlier, so that results do not depend on times.
+
+    :param env_fns: functions that build the environments of the rows. Spares are built by the first ones
+    :param options: options of the pool
+    """
+
+    _command = ""  # the awaited one; empty while the workers start
+
+    def __init__(self, env_fns: Sequence[Callable[[], Any]], options: PoolOptions) -> None:
+        count = len(env_fns)
+        fns = [*env_fns, *(env_fns[index % max(count, 1)] for index in range(options.spares))]
+        super().__init__(fns, options, autoreset=Autoreset.DISABLED)
+        self._rows = list(range(count))  # environment of each row
+        self._spares = deque(range(count, len(fns)))  # environments in the order in which they continue rows
+        self._reset_infos: list[dict[str, Any]] = [{} for _ in fns]
+        self._stepped = list(self._rows)  # environments of the last step
+        self._entries: list[StepEntry | None] = []
+        # Rows that have no environment, because their episodes ended; None before the answers of a step are read.
+        self._open_rows: list[int] | None = None
+        # The caller gets these arrays, with a row for each environment that is not a spare.
+        self._shared = self.arrays
+        self.arrays = {name: array[:count].copy() for name, array in self._shared.items()}
+        self._shared_observations = self._observations
+        self._observations = [self.arrays[f"observation {index}"] for index in range(len(self._observations))]
+        self._flags, self._kinds = self.arrays["flags"].data, self.arrays["reward kind"].data
+        self._zeros = bytes(count)
+
+    @property
+    def num_envs(self) -> int:
+        """Number of rows."""
+        return len(self._rows)
+
+    def step_seconds(self) -> list[float]:
+        """Return how long each environment took for the last step."""
+        return [self.workers[number].cells[Cell.STEP_TIME] / 1e9 for number in self._stepped]
+
+    # -- commands
+
+    def begin_step(self, actions: Any, each: Callable[[Any], Sequence[Any]] = list) -> None:
+        """Begin a step of the environments of all rows; see :meth:`Pool.begin_step`."""
+        self.drain_answers()
+        self.step_start = time.perf_counter()
+        shared = self._actions
+        kinds = {(type(array), getattr(array, "dtype", None)) for array in (actions, shared)}
+        is_shared = shared is not None and len(kinds) == 1 and actions.shape == (len(self._rows), *shared.shape[1:])
+        rows: Any = actions if is_shared else each(actions)
+        if len(rows) != len(self._rows):
+            raise InvalidArgumentError(
+                f"number of actions: {len(rows)}, expected {len(self._rows)}, one for each environment"
+            )
+        self._begin("step")
+        self._stepped = list(self._rows)
+        if is_shared:
+            shared[self._rows] = actions  # type: ignore[index]
+        for number, action in zip(self._rows, rows, strict=True):
+            self.send(self.workers[number], "step", None if is_shared else [action])
+
+    def begin_reset(self, requests: ResetRequests) -> None:
+        """Begin to reset all environments. Each row gets its own one back, and spares get the seeds after the last."""
+        self.drain_answers()
+        self._receive_spares()
+        seeds = [seed for seed, _ in requests if seed is not None]  # type: ignore[misc]
+        count = len(self._rows)
+        self._rows, self._spares = list(range(count)), deque(range(count, len(self.workers)))
+        self._stepped = list(self._rows)
+        self._begin("reset")
+        for number, request in enumerate(requests):
+            self.send_reset(self.workers[number], [request])
+        for index, number in enumerate(self._spares):
+            self.send_reset(self.workers[number], [(max(seeds) + 1 + index if seeds else None, None)])
+
+    def call(self, environments: Sequence[int], name: str, data: Any) -> list[Any]:
+        """Make the same call for some rows. Calls that change environments are made for all, spares included."""
+        numbers = [self._rows[row] for row in environments]
+        if name in RECORDED_CALLS:
+            if len(numbers) < len(self._rows):
+                raise InvalidArgumentError(
+                    f"indices={list(environments)}: with spares, a row is continued by another environment after each "
+                    "episode; expected a call for all of them. Leave indices out"
+                )
+            numbers += self._spares
+        self.drain_answers()
+        self._receive_spares()
+        self._begin("call")
+        return super().call(numbers, name, data)[: len(environments)]
+
+    def _begin(self, command: str) -> None:
+        """Record which command is awaited."""
+        self._command, self._open_rows = command, None
+
+    # -- answers
+
+    def wait(self, *, starting: bool = False, raise_failures: bool = False) -> None:
+        """Wait for the answers of all rows, and for as many spares as episodes have ended."""
+        if not self._command:
+            super().wait(starting=starting, raise_failures=raise_failures)
+            return
+        require_same_process(self._owner)
+        if self._command == "call":
+            self._receive(self._options.step_timeout)
+        else:
+            self._receive(self._options.step_timeout, [self.workers[number] for number in self._stepped])
+            if self._open_rows is None:
+                self._read_rows()
+            while self._open_rows:
+                self._receive_reset(self._spares[0])
+                self._continue_row()
+            for rows, shared in zip(self._observations, self._shared_observations, strict=True):
+                rows[...] = shared[self._rows]
+        self._has_unread_answers = False
+
+    @defer_signals
+    def _read_rows(self) -> None:
+        """Read the results of all rows, and begin to reset environments whose episodes have ended.
+
+        All of them are reset at the same time, so that a row waits for one reset at most.
+        """
+        answers = [self.workers[number].answer for number in self._rows]
+        self._entries = [answer[0] if answer else None for answer in answers]
+        for name in ("reward", "reward kind", "flags"):
+            self.arrays[name][...] = self._shared[name][self._rows]
+        ended = [row for row, flags in enumerate(self._flags) if self._command == "step" and flags & ENDED]
+        for row in ended:
+            number = self._rows[row]
+            info, _, reward, _ = self._entries[row] or ({}, None, None, None)
+            final = self.layout.build_observation([array[number].copy() for array in self._shared_observations])
+            self._entries[row] = info, None, reward, final
+            self.send(self.workers[number], "reset", [(None, None)])
+            self._spares.append(number)
+        self._open_rows = ended
+
+    @defer_signals
+    def _continue_row(self) -> None:
+        """Continue the first row that has no environment by the first spare."""
+        assert self._open_rows
+        row, number = self._open_rows.pop(0), self._spares.popleft()
+        self._rows[row] = number
+        info, _, reward, final = self._entries[row] or ({}, None, None, None)
+        self._entries[row] = info, self._reset_infos[number], reward, final
+
+    def _receive_spares(self) -> None:
+        """Wait until the spares are reset."""
+        for number in self._spares:
+            self._receive_reset(number)
+
+    def _receive_reset(self, number: int) -> None:
+        """Wait until a spare is reset."""
+        worker = self.workers[number]
+        if worker.awaits_answer():
+            self._receive(self._options.step_timeout, [worker])
+            self._reset_infos[number] = worker.answer[0][1] if worker.answer else {}
+
+    def _handle_failure(self, group: Sequence[WorkerHandle]) -> None:
+        """Raise the failure of any worker, while the answers of some are awaited."""
+        super()._handle_failure(self.workers)
+
+    def is_plain_step(self) -> bool:
+        """Return whether the last step had no infos, ended no episode, and had float rewards."""
+        return self._flags == self._kinds == self._zeros and not any(self._entries)
+
+    def entries(self, *, to_reset: bool = False) -> list[tuple[int, StepEntry]]:
+        """Return infos and last observations of the last step or reset, by row."""
+        return [(row, entry) for row, entry in enumerate(self._entries) if entry is not None]
