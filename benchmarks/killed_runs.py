@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib.util
 import random
 import subprocess
 import sys
@@ -55,6 +56,14 @@ def make_retro() -> Any:
     return Monitor(gymnasium.wrappers.ResizeObservation(env, (42, 42)))
 
 
+def make_minigrid() -> Any:
+    """Return a MiniGrid with random obstacles."""
+    import minigrid
+
+    env = gymnasium.make("MiniGrid-Dynamic-Obstacles-6x6-v0")
+    return Monitor(minigrid.wrappers.FlatObsWrapper(env))
+
+
 def maker(env_id: str, **options: Any) -> Callable[[], Any]:
     """Return a function that builds an environment."""
     return lambda: Monitor(gymnasium.make(env_id, **options))
@@ -78,6 +87,8 @@ CASES: dict[str, tuple[Any, str, Callable[[], Any], Any, int, dict[str, Any]]] =
     "retro-ppo": (PPO, "CnnPolicy", make_retro, SharedMemoryVecEnv, 0, ON_POLICY),
     "frozen-lake-dqn-workers": (DQN, "MlpPolicy", maker("FrozenLake-v1"), SharedMemoryVecEnv, 0, OFF_POLICY),
     "frozen-lake-ppo": (PPO, "MlpPolicy", maker("FrozenLake-v1"), DummyVecEnv, 0, ON_POLICY),
+    "minigrid-dqn": (DQN, "MlpPolicy", make_minigrid, DummyVecEnv, 0, OFF_POLICY),
+    "minigrid-ppo-workers": (PPO, "MlpPolicy", make_minigrid, SharedMemoryVecEnv, 0, ON_POLICY),
 }
 TOTAL, EVERY = 1500, 200
 
@@ -135,6 +146,9 @@ def main() -> None:
         print(train(options.cases[0], options.child))
         return
     print(machine())
+    if importlib.util.find_spec("minigrid") is None:
+        print("MiniGrid is not installed and left out: pip install minigrid")
+        options.cases = [case for case in options.cases if not case.startswith("minigrid")]
     generator, equal = random.Random(0), 0
     for case in tqdm(options.cases, leave=False):
         with tempfile.TemporaryDirectory() as folder:
