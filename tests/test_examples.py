@@ -23,6 +23,7 @@ from tests.sb3_ext.buffer_envs import without_logger
 from tests.torchrl_ext.in_meltingpot.venv import python
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+OWN_FOLDER = ("robosuite_devices", "crash_and_resume")
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 
 
@@ -73,6 +74,11 @@ def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
         ("ppo_torch_env", ["mean reward", "Partial resets are not handled"]),
         ("sb3_torch_env", ["cut by the time limit:         True", "steps a second, learning included"]),
         pytest.param(
+            "crash_and_resume",
+            ["exit code -9", "starts at 1", "reproduced at step", "exit code -11"],
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
             "prioritized_replay",
             ["uniform      learning rate 0.001", "median steps: prioritized 1,000"],
             marks=pytest.mark.exhaustive,
@@ -82,7 +88,7 @@ def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
 def test_notebook_runs(name: str, parts: list[str], tmp_path: Path, variables: dict[str, str]) -> None:
     variables["TMPDIR"] = str(tmp_path)  # Stable Baselines3's log
     # Three notebooks import the environment from a file in their folder.
-    text = run_notebook(f"{name}.ipynb", tmp_path if name == "robosuite_devices" else EXAMPLES, variables)
+    text = run_notebook(f"{name}.ipynb", tmp_path if name in OWN_FOLDER else EXAMPLES, variables)
     assert [part for part in parts if part not in text] == []
     assert name != "robosuite_devices" or float(text.split("brightness")[1].split()[0]) > 10
 

@@ -242,8 +242,8 @@ def _script_lines(
     yield f"Recorded with {versions}." if versions else ""
     yield '"""'
     yield ""
-    yield from ("from __future__ import annotations", "")  # the annotations of restore_generator are not evaluated
-    yield from ("import contextlib", "import faulthandler", "import random", "from pathlib import Path", "")
+    yield from ("import contextlib", "import faulthandler", "import random")
+    yield from ("from pathlib import Path", "from typing import Any", "")
     yield from ("import gymnasium", "import numpy as np", "")
     yield "faulthandler.enable()"
     yield from _make_env_lines(capsule, source)
