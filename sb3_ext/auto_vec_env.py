@@ -24,6 +24,8 @@ from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.factory.convert import convert
 from rl_ext_core.factory.record import game_of_id, spec_of_id
 from rl_ext_core.isolation import Isolation, Verdict, probe
+from rl_ext_core.recording import EpisodeRecorder
+from rl_ext_core.recording.capsule import record_exception
 from rl_ext_core.vector import environments
 from rl_ext_core.vector.environments import PoolOptions, check_count, check_env_fns, check_seconds, make_factories
 from sb3_ext.gym_vec_env import GymVecEnv
@@ -59,6 +61,7 @@ def make_vec_env(
     devices: Any = None,
     vectorization_mode: Any = None,
     cwd: str | os.PathLike[str] | None = None,
+    recorder: bool | str | os.PathLike[str] = True,
 ) -> VecEnv:
     """Create a monitored vectorized environment, in one process or in several.
 
@@ -80,6 +83,8 @@ def make_vec_env(
     :param cwd: ``"own"`` starts one process per environment, each in an empty working directory. A path starts each in
         a copy of that folder. ``isolation_report`` names these directories. By default workers share the working
         directory of this process
+    :param recorder: folder for records of failed episodes, which ``rl-ext replay`` repeats. True (default): the
+        working directory. False records nothing
     :return: vectorized environment; its ``isolation_report`` explains the choice
     :raises WorkerError: If an environment cannot be built.
     :raises NotCopyableError: If an instance cannot be copied.
@@ -97,6 +102,7 @@ def make_vec_env(
         single_env_options = {"monitor_dir": monitor_dir, "vec_env_cls": vec_env_cls, "monitor_kwargs": monitor_kwargs}
         single_env_options |= {"devices": devices, "probe_timeout": probe_timeout, "start_index": start_index or None}
         isolation_fits = isolation == "auto" or (parallel and isolation == "in-process")
+        single_env_options |= {"recorder": None if recorder is True else recorder}
         single_env_options |= {"cwd": cwd, "isolation": None if isolation_fits else isolation}
         if parallel or vectorization_mode is None:
             single_env_options |= {
@@ -150,7 +156,7 @@ def make_vec_env(
             lambda env, wrap: wrap(env), wrappers_of_rank(rank), environments.as_gymnasium_env(source()())
         )
 
-    def build_in_process() -> VecEnv:
+    def build_in_process() -> DummyVecEnv:
         """Build a ``DummyVecEnv`` with all environments."""
         if devices is not None or isinstance(source(), EnvFactory) or not callable(source()):
             return DummyVecEnv(list(factories()))
@@ -160,11 +166,17 @@ def make_vec_env(
     options = dict(vec_env_kwargs or {})
     if vec_env_cls is None:
         options |= {} if cwd is None else {"cwd": cwd}
+        options |= {} if recorder is True else {"recorder": recorder}
         vec_env = _build_vec_env(factories, build_in_process, probe_factories, count, isolation, options, probe_timeout)
     elif cwd is not None:
         raise InvalidArgumentError(
             f"cwd={cwd!r} is not supported with vec_env_cls. Leave vec_env_cls out, or write "
             'vec_env_kwargs={"cwd": "own"} with vec_env_cls=SharedMemoryVecEnv'
+        )
+    elif recorder is not True:
+        raise InvalidArgumentError(
+            f"recorder={recorder!r} is not supported with vec_env_cls. Leave vec_env_cls out, or write "
+            f'vec_env_kwargs={{"recorder": {recorder!r}}} with vec_env_cls=SharedMemoryVecEnv'
         )
     elif isolation != "auto":
         name = getattr(vec_env_cls, "__name__", vec_env_cls)
@@ -280,7 +292,7 @@ class AutoVecEnv:
         """Build the vectorized environment."""
         check_env_fns(env_fns)
 
-        def build_in_process() -> VecEnv:
+        def build_in_process() -> DummyVecEnv:
             """Build a ``DummyVecEnv`` with all environments."""
             # Call the caller's own functions, which may share objects with each other. A factory would copy them.
             own = all(callable(env_fn) for env_fn in env_fns)
@@ -299,7 +311,7 @@ class AutoVecEnv:
 
 def _build_vec_env(
     factories: Callable[[], Sequence[EnvFactory[Any]]],
-    build_in_process: Callable[[], VecEnv],
+    build_in_process: Callable[[], DummyVecEnv],
     probe_factories: Callable[[], Sequence[EnvFactory[Any]]],
     n_envs: int,
     isolation: IsolationChoice,
@@ -318,12 +330,17 @@ def _build_vec_env(
         )
     check_seconds("probe_timeout", probe_timeout)
     workers = PoolOptions(**options)
+
+    def build_here(report: str) -> VecEnv:
+        """Build all environments in this process, and record their episodes."""
+        return _with_report(_record_crashes(build_in_process(), factories, workers.recorder), report)
+
     if isolation == "in-process":
-        if options:
+        if unused := sorted(options.keys() - {"recorder"}):
             raise InvalidArgumentError(
-                f'isolation="in-process" does not use {sorted(options)}, which are for processes. Leave them out'
+                f'isolation="in-process" does not use {unused}, which are for processes. Leave them out'
             )
-        return _with_report(build_in_process(), "All environments run in this process, as requested.")
+        return build_here("All environments run in this process, as requested.")
     if isolation == "process" or workers.cwd is not None:
         vec_env = SharedMemoryVecEnv(factories(), **options)
         report = f"{_describe_sharing(min(workers.n_workers or n_envs, n_envs), n_envs)}, as requested."
@@ -331,9 +348,7 @@ def _build_vec_env(
             report += f" Each process has its own working directory in {vec_env.working_directory}."
         return _with_report(vec_env, report)
     if n_envs == 1:
-        return _with_report(
-            build_in_process(), "There is only one environment, so it runs in this process, without a probe."
-        )
+        return build_here("There is only one environment, so it runs in this process, without a probe.")
     try:
         verdict = probe(probe_factories(), timeout=probe_timeout)
         unknown = verdict.explanation if verdict.isolation is Isolation.UNKNOWN else ""
@@ -343,7 +358,7 @@ def _build_vec_env(
         unknown = f'The environments could not be probed: {error}. For one process each, write isolation="process".'
     if unknown:  # fall back to SB3's choice, with one warning
         report = f"{unknown} All environments run in this process, although it may not support several of them."
-        untried = _with_report(build_in_process(), report)
+        untried = build_here(report)
         _log.warning("%s", report)
         return untried
     n_workers, reason = _choose_n_workers(verdict, n_envs, workers.n_workers)
@@ -351,11 +366,31 @@ def _build_vec_env(
     report = f"{verdict.explanation}{cache_note if verdict.declared_by == 'cache' else ''} {reason}"
     _log.info("%s", report)
     if n_workers == 0:
-        return _with_report(build_in_process(), report)
+        return build_here(report)
     made = factories()
     if sentence := resources.memory_warning(verdict.private_bytes or 0, n_workers):
         _log.warning("%s", sentence)
     return _with_report(SharedMemoryVecEnv(made, **{**options, "n_workers": n_workers}), report)
+
+
+def _record_crashes(
+    vec_env: DummyVecEnv, factories: Callable[[], Sequence[EnvFactory[Any]]], recorder: bool | str | os.PathLike[str]
+) -> VecEnv:
+    """Wrap the environments of a ``DummyVecEnv``, so that an exception writes a record of the episode.
+
+    :param factories: returns the factories of the environments, for the records
+    """
+    if recorder is not False:
+        for number, env in enumerate(vec_env.envs):
+            record = functools.partial(
+                record_exception,
+                recorder=recorder,
+                build_factories=factories,
+                environment=number,
+                spaces=(env.observation_space, env.action_space),
+            )
+            vec_env.envs[number] = EpisodeRecorder(env, record)
+    return vec_env
 
 
 def _describe_sharing(n_workers: int, n_envs: int) -> str:

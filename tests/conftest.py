@@ -67,11 +67,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def crash_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Write records of crashes to a temporary folder, instead of the working directory."""
-    from rl_ext_core.vector import pool
+    from rl_ext_core.recording import capsule
 
     folder = tmp_path_factory.mktemp("crashes")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "CRASH_FOLDER", str(folder))
+        patch.setattr(capsule, "CRASH_FOLDER", str(folder))
         yield folder
 
 

@@ -205,6 +205,21 @@ def test_wrappers_files_and_callbacks_continue(tmp_path: pathlib.Path) -> None:
         env.close()
 
 
+def test_resume_callback_uses_the_recorders_of_make_vec_env(tmp_path: pathlib.Path) -> None:
+    def build_env() -> Any:
+        return make_vec_env("CartPole-v1", 2, 3, isolation="in-process", wrapper_class=Masked)
+
+    env = build_env()
+    recorders = list(env.envs)
+    env.set_attr("name", "of the wrapper")
+    whole = ppo(env).learn(96, callback=ResumeCallback(tmp_path, 32))
+    assert env.envs == recorders
+    model = resume(tmp_path, build_env())
+    assert model.get_env().get_attr("name") == ["of the wrapper"] * 2
+    model.learn(96 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 32))
+    assert_equal(state_of(whole), state_of(model))
+
+
 @pytest.mark.parametrize("cls", [sb3.PPO, sb3.DQN])
 def test_environment_that_is_not_deterministic_is_truncated(cls: Any, tmp_path: pathlib.Path) -> None:
     def build() -> Any:

@@ -15,7 +15,7 @@ import re
 import sys
 import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ __all__ = [
     "RecordedFailure",
     "current_versions",
     "read_capsule",
+    "record_crash",
+    "record_exception",
     "save_capsule",
     "write_capsule",
 ]
@@ -38,6 +40,7 @@ __all__ = [
 _log = logging.getLogger("rl_ext_core.recording")
 
 _FORMAT = 1
+CRASH_FOLDER = "."  # for recorder=True
 MAX_CAPSULES = 10  # per folder
 _MAX_TEXT = 100_000
 _ABOUT, _LOG, _ACTIONS = "capsule.json", "log.json", "actions.npy"
@@ -151,6 +154,49 @@ class Capsule:
         return dataclasses.replace(self.log, settings=settings, calls=calls)
 
 
+def record_crash(recorder: bool | str | os.PathLike[str], **contents: Any) -> str:
+    """Write a capsule, and return a sentence with the command that repeats the failure.
+
+    :param recorder: folder of the capsules; True for the working directory
+    :param contents: arguments of :func:`write_capsule`
+    """
+    folder = CRASH_FOLDER if isinstance(recorder, bool) else recorder
+    path = write_capsule(folder, **contents)
+    if path is None:
+        return f"The episode is not recorded: {folder} cannot be written, or contains {MAX_CAPSULES} files crash-*.rlx"
+    return f"The episode is recorded. To repeat the failure, run: rl-ext replay {path}"
+
+
+def record_exception(
+    error: Exception,
+    method: str,
+    log: EpisodeLog,
+    *,
+    recorder: bool | str | os.PathLike[str],
+    build_factories: Callable[[], Sequence[Any]],
+    environment: int,
+    spaces: tuple[Any, Any],
+) -> None:
+    """Write a capsule of an exception in this process, and add the command that repeats it as a note.
+
+    Python 3.10 has no notes, so the command is logged there. The first three arguments are those that
+    :class:`~rl_ext_core.recording.EpisodeRecorder` passes to ``on_failure``, the others those of :func:`write_capsule`.
+
+    :param recorder: folder of the capsules; True for the working directory
+    :param build_factories: returns the factories of all environments, or raises if they cannot be copied
+    """
+    try:
+        factory = build_factories()[environment]
+    except Exception:  # the user's objects may raise anything
+        factory = None
+    failure = dataclasses.replace(RecordedFailure.from_error(error), phase=method)
+    text = record_crash(recorder, factory=factory, log=log, failure=failure, environment=environment, spaces=spaces)
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
+    else:
+        _log.error("%s", text)
+
+
 def write_capsule(
     folder: str | os.PathLike[str],
     *,
@@ -164,7 +210,7 @@ def write_capsule(
     """Write a capsule ``crash-<time>-<number>.rlx``. A failure to write is logged, because another error is raised.
 
     :param folder: folder of the capsules, which is created if necessary
-    :param factory: :class:`~rl_ext_core.factory.EnvFactory` that built the environment
+    :param factory: :class:`~rl_ext_core.factory.EnvFactory` that built the environment; None if there is none
     :param log: log of its episode
     :param failure: the failure
     :param environment: number of the environment
@@ -209,7 +255,9 @@ def write_capsule(
 
 
 def _try_to_pickle(factory: Any) -> bytes | None:
-    """Pickle a factory; return None if that fails."""
+    """Pickle a factory; return None if there is none, or if that fails."""
+    if factory is None:
+        return None
     try:
         return _pickle.dumps(factory)
     except Exception:  # an object in it, whose code may raise anything

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -32,13 +34,18 @@ def record_setting(settings: dict[tuple[str, str], tuple[str, Any]], name: str, 
 class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Wrapper that records what is needed to repeat the current episode.
 
-    Attributes are set on the wrapped environment, as if there were no recorder.
+    Attributes are read from and set on the wrapped environment, as if there were no recorder. After an exception,
+    nothing is recorded until the next reset.
 
     :param env: environment, with all its wrappers
+    :param on_failure: called with an exception of ``reset`` or ``step``, the name of the method, and the log
     """
 
-    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+    def __init__(
+        self, env: gymnasium.Env[Any, Any], on_failure: Callable[[Exception, str, EpisodeLog], None] | None = None
+    ) -> None:
         super().__init__(env)
+        self._on_failure = on_failure
         self._generators = Generators(layers_of(env))
         self._settings: dict[tuple[str, str], tuple[str, Any]] = {}
         self._head: tuple[Any, list[Any]] | None = None  # generators and settings at the reset
@@ -51,12 +58,35 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         else:
             self.make_recorded_call("set_attr", (name, value))
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.env, name)
+
+    def get_wrapper_attr(self, name: str) -> Any:
+        """Return an attribute of the wrapped environment. Calls of a method are recorded."""
+        value = self.env.get_wrapper_attr(name)
+        if not inspect.ismethod(value):
+            return value
+        if name in ("reset", "step"):
+            return getattr(self, name)
+
+        @functools.wraps(value)
+        def call(*arguments: Any, **options: Any) -> Any:
+            return self.make_recorded_call("env_method", (name, arguments, options))
+
+        return call
+
     def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         """Reset the environment, and begin a new log."""
         if self._head is None or self._generators.is_full_reset():
             self._start(self._generators.states(), list(self._settings.values()))
         self._calls.append(("reset", arguments))
-        result: tuple[Any, dict[str, Any]] = self.env.reset(**arguments)
+        try:
+            result: tuple[Any, dict[str, Any]] = self.env.reset(**arguments)
+        except Exception as error:
+            self._end_by_failure(error, "reset")
+            raise
         self._checksums.append(observation_checksum(result[0]))
         return result
 
@@ -68,7 +98,11 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             return self.env.step(action)
         # The caller may write to the array later.
         calls.append(("step", action.copy() if type(action) is np.ndarray else action))
-        result: tuple[Any, Any, bool, bool, dict[str, Any]] = self.env.step(action)
+        try:
+            result: tuple[Any, Any, bool, bool, dict[str, Any]] = self.env.step(action)
+        except Exception as error:
+            self._end_by_failure(error, "step")
+            raise
         self._checksums.append(observation_checksum(result[0]))
         return result
 
@@ -76,8 +110,14 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Begin a new log."""
         self._head, self._calls, self._checksums = (generators, settings), [], []
 
-    def make_recorded_call(self, name: str, data: Any) -> None:
-        """Record a call, and make it.
+    def _end_by_failure(self, error: Exception, method: str) -> None:
+        """Report an exception, and stop recording, because the log does not say what a failed call has changed."""
+        log, self._head = self.episode_log(), None
+        if log is not None and self._on_failure is not None:
+            self._on_failure(error, method, log)
+
+    def make_recorded_call(self, name: str, data: Any) -> Any:
+        """Record a call, make it, and return its result.
 
         :param name: one of :data:`RECORDED_CALLS`
         :param data: data of the call, as in :data:`~rl_ext_core.vector.environments.CALLS`
@@ -87,7 +127,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         record_setting(self._settings, name, data)
         self._calls.append((name, data))
         try:
-            CALLS[name](self.env, data)
+            return CALLS[name](self.env, data)
         finally:
             self._checksums.append(None)
 
@@ -164,6 +204,6 @@ def repeat_episode(
 _OWN_ATTRIBUTES = frozenset(
     (
         *("env", "_action_space", "_observation_space", "_metadata", "_cached_spec"),
-        *("_generators", "_settings", "_head", "_calls", "_checksums"),
+        *("_generators", "_settings", "_head", "_calls", "_checksums", "_on_failure"),
     )
 )

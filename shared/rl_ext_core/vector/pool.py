@@ -19,7 +19,7 @@ from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, StorageError, WorkerError
 from rl_ext_core.processes.failures import require_same_process
 from rl_ext_core.processes.report import ExceptionRecord
-from rl_ext_core.recording.capsule import MAX_CAPSULES, RecordedFailure, write_capsule
+from rl_ext_core.recording.capsule import RecordedFailure, record_crash
 from rl_ext_core.recording.episode_log import EpisodeLog, Repetition
 from rl_ext_core.recording.layers import LayerState
 from rl_ext_core.recording.recorder import RECORDED_CALLS
@@ -44,7 +44,6 @@ __all__ = ["UNFINISHED_SECONDS", "Pool", "ResetRequests", "Timings", "make_pool"
 # Time limit of close() for a step whose result was not read, as after Ctrl-C. The step may never end.
 UNFINISHED_SECONDS = 5.0
 
-CRASH_FOLDER = "."  # for recorder=True
 # Modules that workers import for every environment.
 _PRELOAD = ("numpy", "gymnasium.wrappers", "rl_ext_core.factory", "rl_ext_core.vector.worker")
 _PHASE_TEXTS = {"start": "at its start", "idle": "between two calls", "constructor": "in its constructor"}
@@ -549,13 +548,12 @@ class Pool:
 
     def _record_crash(self, error: WorkerError) -> None:
         """Write a capsule of a failure, and add its path to the error text, if the episode is recorded."""
-        environment, recorder = error.notes["environment"], self._options.recorder
+        environment = error.notes["environment"]
         log = None if self._log is None else self._log.episode_log(environment)
         if log is None or error.phase not in ("reset", "step", *RECORDED_CALLS):
             return
-        folder = CRASH_FOLDER if isinstance(recorder, bool) else recorder
-        path = write_capsule(
-            folder,
+        text = record_crash(
+            self._options.recorder,
             factory=self._factories[environment],
             log=log,
             failure=RecordedFailure.from_error(error),
@@ -563,12 +561,6 @@ class Pool:
             step_timeout=self._options.step_timeout,
             spaces=self.spaces,
         )
-        if path is None:
-            text = (
-                f"The episode is not recorded: {folder} cannot be written, or contains {MAX_CAPSULES} files crash-*.rlx"
-            )
-        else:
-            text = f"The episode is recorded. To repeat the failure, run: rl-ext replay {path}"
         error.args = (f"{error}\n{text}",)
 
     def _exception_error(self, worker: Any, environment: int, phase: str, raised: ExceptionRecord) -> WorkerError:

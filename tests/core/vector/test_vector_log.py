@@ -165,7 +165,7 @@ def test_failure_of_a_worker_is_recorded_in_the_folder(kind: str, tmp_path: Path
 
 
 def test_recorder_false_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_ext_core.vector.pool.CRASH_FOLDER", str(tmp_path))
+    monkeypatch.setattr("rl_ext_core.recording.capsule.CRASH_FOLDER", str(tmp_path))
     envs = SharedMemoryVectorEnv([make_failing_env], recorder=False)
     envs.reset(seed=1)
     assert envs._pool.episode_logs() == [None]
