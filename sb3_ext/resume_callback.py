@@ -28,7 +28,6 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.vec_env import (
-    DummyVecEnv,
     VecCheckNan,
     VecEnv,
     VecFrameStack,
@@ -40,16 +39,9 @@ from stable_baselines3.common.vec_env import (
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvWrapper
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, Repetition
-from rl_ext_core.recording.layers import (
-    LayerState,
-    is_plain,
-    layer_states,
-    restore_layers,
-    restore_results_file,
-    results_text,
-)
-from sb3_ext.vec_env import PoolVecEnv
+from rl_ext_core.recording import EpisodeLog, Repetition
+from rl_ext_core.recording.layers import is_plain, restore_results_file, results_text
+from sb3_ext._recorded_environments import recorded_environments
 
 __all__ = ["ResumeCallback", "resume"]
 
@@ -122,7 +114,7 @@ class ResumeCallback(BaseCallback):
 
     def _init_callback(self) -> None:
         """Check the model and the folder, and record the environments."""
-        model, vec_env = self.model, self.training_env
+        model = self.model
         if (getattr(model, "replay_buffer_kwargs", None) or {}).get("storage_dir") is not None:
             raise InvalidArgumentError(
                 "ResumeCallback does not support a replay buffer with storage_dir, whose files change after a save. "
@@ -138,7 +130,7 @@ class ResumeCallback(BaseCallback):
                 f"sb3_ext.resume({str(self.folder)!r}, env) and learn(..., reset_num_timesteps=False), or use a new "
                 "folder"
             )
-        _record_episodes(vec_env, model.num_timesteps == 0)
+        recorded_environments(self.training_env, was_reset=model.num_timesteps == 0)
         self._next_save = (model.num_timesteps // self.every + 1) * self.every
 
     def _on_rollout_start(self) -> None:
@@ -196,87 +188,38 @@ def resume(
     model.action_space._np_random = state["action_generator"]
     vec_env = model.get_env()
     _check_layers(vec_env, state["layers"])
-    _record_episodes(vec_env, False)
-    repetitions = _repeat_episodes(vec_env, state["logs"])
+    environments = recorded_environments(vec_env)
+    repetitions = _repeat_episodes(environments, state["logs"])
+    vec_env.unwrapped._reset_seeds()
+    vec_env.unwrapped._reset_options()
     for layer, (_, attributes), text in zip(_layers(vec_env), state["layers"], state["files"], strict=True):
         vars(layer).update(attributes)
         restore_results_file(layer, text)
-    base = _base(vec_env)
     for index, (layers, repetition) in enumerate(zip(state["environments"], repetitions, strict=True)):
-        _restore_layers(base, index, layers)
-        if repetition is None or not _equals_row(base, state["observations"], index):
+        environments.restore_layers(index, layers)
+        if repetition is None or not _equals_row(environments.observation_arrays(), state["observations"], index):
             why = "is not deterministic" if state["logs"][index] is not None else "has no record of its episode"
             warnings.warn(f"Environment {index} {why}, so its episode is reported as truncated.", stacklevel=2)
-            _truncate(model, index)
+            _truncate(model, environments, index)
     _restore_generators(model, state)
     state["save"] = save.resolve().parent, model.num_timesteps
     _pending[model] = state
     return model
 
 
-def _record_episodes(vec_env: VecEnv, was_reset: bool) -> None:
-    """Add a recorder to each environment that has none.
-
-    :param was_reset: whether the environments were reset, and not stepped since
-    """
-    base = _base(vec_env)
-    if isinstance(base, PoolVecEnv):
-        if not base._pool.records_episodes:
-            raise InvalidArgumentError(
-                f"{type(base).__name__} does not record its episodes: expected recorder=True. Use "
-                "SharedMemoryVecEnv(env_fns, recorder=True)"
-            )
-        return
-    for index, env in enumerate(base.envs):
-        if isinstance(env, EpisodeRecorder):
-            continue
-        base.envs[index] = recorder = EpisodeRecorder(env)
-        if was_reset:
-            row: Any = {key: values[index].copy() for key, values in base.buf_obs.items()}
-            if not isinstance(env.observation_space, gymnasium.spaces.Dict):
-                row = tuple(row.values()) if isinstance(env.observation_space, gymnasium.spaces.Tuple) else row[None]
-            recorder.assume_seeded_reset(row)
-
-
-def _episode_logs(vec_env: VecEnv) -> list[EpisodeLog | None]:
-    """Return the log of each environment's episode; None where there is none."""
-    base = _base(vec_env)
-    return base._pool.episode_logs() if isinstance(base, PoolVecEnv) else [env.episode_log() for env in base.envs]
-
-
-def _repeat_episodes(vec_env: VecEnv, logs: list[EpisodeLog | None]) -> list[Repetition | None]:
+def _repeat_episodes(environments: Any, logs: list[EpisodeLog | None]) -> list[Repetition | None]:
     """Repeat the episode of each environment; None where that fails."""
-    base, repetitions = _base(vec_env), list[Repetition | None]()
+    repetitions = list[Repetition | None]()
     for index, log in enumerate(logs):
         repetition = None
         if log is not None and not log.is_interrupted:
             try:
-                if isinstance(base, PoolVecEnv):
-                    repetition = base._pool.repeat_episode(index, log)
-                else:
-                    repetition = base.envs[index].repeat(log)
-                    base._save_obs(index, repetition.observation)
+                repetition = environments.repeat(index, log)
             except Exception as error:  # the environment's code may raise anything
                 warnings.warn(f"Environment {index} raised {error!r} when its episode was repeated.", stacklevel=3)
                 repetition = None
         repetitions.append(repetition)
-    base._reset_seeds()
-    base._reset_options()
     return repetitions
-
-
-def _base(vec_env: VecEnv) -> Any:
-    """Return the innermost VecEnv.
-
-    :raises InvalidTypeError: If its episodes are not recorded.
-    """
-    base = vec_env.unwrapped
-    if not isinstance(base, (DummyVecEnv, PoolVecEnv)):
-        raise InvalidTypeError(
-            f"ResumeCallback cannot record the environments of {type(base).__name__}: expected a DummyVecEnv or a "
-            "SharedMemoryVecEnv. Use sb3_ext.make_vec_env(env_id, n_envs=4), or SharedMemoryVecEnv(env_fns)"
-        )
-    return base
 
 
 def _layers(vec_env: Any) -> list[Any]:
@@ -306,45 +249,15 @@ def _plain_attributes(owner: Any, links: frozenset[str]) -> dict[str, Any]:
     return copies
 
 
-def _observation_arrays(base: Any) -> dict[Any, np.ndarray]:
-    """Return the arrays of the last observations, (n_envs, ...) each."""
-    return dict(enumerate(base._pool.last_observations)) if isinstance(base, PoolVecEnv) else base.buf_obs
-
-
-def _equals_row(base: Any, observations: dict[Any, np.ndarray], index: int) -> bool:
+def _equals_row(arrays: dict[Any, np.ndarray], observations: dict[Any, np.ndarray], index: int) -> bool:
     """Return whether the last observation of an environment equals the saved one bit for bit."""
-    arrays = _observation_arrays(base)
     return all(arrays[key][index].tobytes() == rows[index].tobytes() for key, rows in observations.items())
 
 
-def _layer_states(base: Any) -> list[list[LayerState]]:
-    """Return the state of the wrappers of each environment."""
-    return base._pool.layer_states() if isinstance(base, PoolVecEnv) else list(map(layer_states, base.envs))
-
-
-def _restore_layers(base: Any, index: int, states: list[LayerState]) -> None:
-    """Set the state of the wrappers of one environment."""
-    if isinstance(base, PoolVecEnv):
-        base._pool.restore_layers(index, states)
-    else:
-        restore_layers(base.envs[index], states)
-
-
-def _reset_environment(base: Any, index: int) -> Any:
-    """Reset one environment, and return the last observations of all."""
-    if isinstance(base, PoolVecEnv):
-        base.reset_infos[index] = base._pool.reset_environment(index)
-        return base._pool.observations()
-    observation, base.reset_infos[index] = base.envs[index].reset()
-    base._save_obs(index, observation)
-    return base._obs_from_buf()
-
-
-def _truncate(model: Any, index: int) -> None:
+def _truncate(model: Any, environments: Any, index: int) -> None:
     """Reset an environment, whose episode cannot be continued, and end that episode in the model's data."""
     vec_env = model.get_env()
-    base = _base(vec_env)
-    observations = _reset_environment(base, index)
+    observations = environments.reset(index)
     for layer in reversed(_layers(vec_env)):
         observations = _restart_layer(layer, observations, index)
     _set_row(model._last_obs, observations, index)
@@ -479,7 +392,7 @@ def _to_cpu(value: Any) -> Any:
 def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
     """Return the state of a run, except what SB3 saves in files."""
     vec_env = model.get_env()
-    base = _base(vec_env)
+    environments = recorded_environments(vec_env)
     return {
         "class": type(model),
         "model": {name: _to_cpu(getattr(model, name)) for name in _MODEL_ATTRIBUTES if hasattr(model, name)},
@@ -487,9 +400,9 @@ def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
         "generators": _generator_states(model),
         "callbacks": [(type(each).__name__, _plain_attributes(each, _CALLBACK_LINKS)) for each in callbacks],
         "layers": [(type(each).__name__, _plain_attributes(each, _VEC_ENV_LINKS)) for each in _layers(vec_env)],
-        "environments": _layer_states(base),
-        "observations": {key: rows.copy() for key, rows in _observation_arrays(base).items()},
-        "logs": _episode_logs(vec_env),
+        "environments": environments.layer_states(),
+        "observations": {key: rows.copy() for key, rows in environments.observation_arrays().items()},
+        "logs": environments.logs(),
         "files": list(map(results_text, _layers(vec_env))),
     }
 

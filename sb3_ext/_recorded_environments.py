@@ -1,0 +1,114 @@
+"""Recorded environments of a VecEnv, which :class:`~sb3_ext.ResumeCallback` saves and restores.
+
+Both classes have the same methods: one for environments in this process, the other for those in workers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, Repetition
+from rl_ext_core.recording.layers import LayerState, layer_states, restore_layers
+from sb3_ext.vec_env import PoolVecEnv
+
+__all__ = ["EnvironmentsHere", "EnvironmentsInWorkers", "recorded_environments"]
+
+
+class EnvironmentsHere:
+    """Environments of a ``DummyVecEnv``, each with a recorder, which is added if there is none.
+
+    :param vec_env: the innermost VecEnv
+    :param was_reset: whether the environments were reset, and not stepped since
+    """
+
+    def __init__(self, vec_env: DummyVecEnv, *, was_reset: bool) -> None:
+        self._vec_env, self._envs = vec_env, vec_env.envs
+        for index, env in enumerate(vec_env.envs):
+            if isinstance(env, EpisodeRecorder):
+                continue
+            vec_env.envs[index] = recorder = EpisodeRecorder(env)
+            if was_reset:
+                row: Any = {key: values[index].copy() for key, values in vec_env.buf_obs.items()}
+                if not isinstance(env.observation_space, gymnasium.spaces.Dict):
+                    row = (
+                        tuple(row.values()) if isinstance(env.observation_space, gymnasium.spaces.Tuple) else row[None]
+                    )
+                recorder.assume_seeded_reset(row)
+
+    def logs(self) -> list[EpisodeLog | None]:
+        """Return the log of each environment's episode; None where there is none."""
+        return [env.episode_log() for env in self._envs]  # type: ignore[attr-defined]
+
+    def repeat(self, index: int, log: EpisodeLog) -> Repetition:
+        """Repeat the episode of an environment."""
+        repetition: Repetition = self._envs[index].repeat(log)  # type: ignore[attr-defined]
+        self._vec_env._save_obs(index, repetition.observation)
+        return repetition
+
+    def observation_arrays(self) -> dict[Any, np.ndarray]:
+        """Return the arrays of the last observations, (n_envs, ...) each."""
+        return self._vec_env.buf_obs
+
+    def layer_states(self) -> list[list[LayerState]]:
+        """Return the state of the wrappers of each environment."""
+        return list(map(layer_states, self._envs))
+
+    def restore_layers(self, index: int, states: list[LayerState]) -> None:
+        """Set the state of the wrappers of an environment."""
+        restore_layers(self._envs[index], states)
+
+    def reset(self, index: int) -> Any:
+        """Reset an environment, and return the last observations of all."""
+        observation, self._vec_env.reset_infos[index] = self._envs[index].reset()
+        self._vec_env._save_obs(index, observation)
+        return self._vec_env._obs_from_buf()
+
+
+class EnvironmentsInWorkers:
+    """Environments of a worker pool, which records their episodes. The methods are those of :class:`EnvironmentsHere`.
+
+    :raises InvalidArgumentError: If the pool was created with ``recorder=False``.
+    """
+
+    def __init__(self, vec_env: PoolVecEnv) -> None:
+        if not vec_env._pool.records_episodes:
+            raise InvalidArgumentError(
+                f"{type(vec_env).__name__} does not record its episodes: expected recorder=True. Use "
+                "SharedMemoryVecEnv(env_fns, recorder=True)"
+            )
+        self._vec_env, pool = vec_env, vec_env._pool
+        self._pool = pool
+        self.logs, self.repeat = pool.episode_logs, pool.repeat_episode
+        self.layer_states, self.restore_layers = pool.layer_states, pool.restore_layers
+
+    def observation_arrays(self) -> dict[Any, np.ndarray]:
+        """Return the arrays of the last observations, (n_envs, ...) each."""
+        return dict(enumerate(self._pool.last_observations))
+
+    def reset(self, index: int) -> Any:
+        """Reset an environment, and return the last observations of all."""
+        self._vec_env.reset_infos[index] = self._pool.reset_environment(index)
+        return self._pool.observations()
+
+
+def recorded_environments(vec_env: VecEnv, *, was_reset: bool = False) -> EnvironmentsHere | EnvironmentsInWorkers:
+    """Return the recorded environments inside a VecEnv and its wrappers.
+
+    :param was_reset: whether the environments were reset, and not stepped since
+    :raises InvalidTypeError: If the episodes of this kind of VecEnv cannot be recorded.
+    :raises InvalidArgumentError: If the VecEnv was created with ``recorder=False``.
+    """
+    base = vec_env.unwrapped
+    if isinstance(base, PoolVecEnv):
+        return EnvironmentsInWorkers(base)
+    if isinstance(base, DummyVecEnv):
+        return EnvironmentsHere(base, was_reset=was_reset)
+    raise InvalidTypeError(
+        f"ResumeCallback cannot record the environments of {type(base).__name__}: expected a DummyVecEnv or a "
+        "SharedMemoryVecEnv. Use sb3_ext.make_vec_env(env_id, n_envs=4), or SharedMemoryVecEnv(env_fns)"
+    )
