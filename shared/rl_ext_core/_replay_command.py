@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.script is not None:
         from rl_ext_core.recording.script import write_script
 
-        for line in write_script(Path(arguments.script), capsule, arguments.env):
+        for line in write_script(Path(arguments.script), capsule, arguments.env, is_reproduced=status == 0):
             _print(console, line)
     return status
 
@@ -163,6 +163,7 @@ def _print_result(capsule: Capsule, result: ReplayResult, console: Console) -> i
             _print(console, f"does not crash: {difference}: the environment is not deterministic")
         else:
             _print(console, "does not crash, and all observations are equal")
+            _print(console, "Maybe it depends on earlier episodes, on files, or on variables such as those above.")
         return 1
     where = f"step {result.step:,}" if result.failure.phase == "step" else f"the {result.failure.phase}"
     if result.failure.phase != "step" and result.step:
@@ -183,7 +184,7 @@ def _debug(capsule: Capsule, source: str | None, console: Console) -> None:
     """Repeat the episode in this process, and stop in the debugger before the last call."""
     import pdb
 
-    from rl_ext_core.recording.replay import build_env, repeat_calls
+    from rl_ext_core.recording.replay import build_env, repeat_calls, restore_beginning
 
     log = capsule.load_log()
     last = len(log.calls) - 1
@@ -197,4 +198,5 @@ def _debug(capsule: Capsule, source: str | None, console: Console) -> None:
     def ignore(**values: object) -> None:
         """Ignore the progress."""
 
-    repeat_calls(build_env(capsule, source), log, ignore, before_call=stop_before_last)
+    env = restore_beginning(build_env(capsule, source), log)
+    repeat_calls(env, log, ignore, before_call=stop_before_last)

@@ -52,6 +52,8 @@ def fail(kind):
     if kind == "hang":
         while True:
             time.sleep(0.1)
+    if kind == "info":
+        return np.zeros(2, np.float32), 0.0, False, False, None
     return np.zeros(5, np.float32), 0.0, False, False, {}
 
 
@@ -106,6 +108,7 @@ KINDS = {
     "exit": RecordedFailure("exit", "it exited", "step", 7),
     "hang": RecordedFailure("timeout", "it did not answer", "step"),
     "observation": RecordedFailure("observation", "it returned another shape", "step", 1),
+    "info": RecordedFailure("observation", "it returned another info", "step", 1),
 }
 TEXTS = {
     "exception": "ArithmeticError in fail, ",
@@ -114,8 +117,9 @@ TEXTS = {
     "exit": "exit code 7",
     "hang": "no answer (it hangs) in fail, ",
     "observation": "values that do not fit the spaces",
+    "info": "values that do not fit the spaces",
 }
-SCRIPT_STATUS = {"exception": 1, "segfault": -11, "abort": -6, "exit": 7, "hang": 1, "observation": 1}
+SCRIPT_STATUS = {"exception": 1, "segfault": -11, "abort": -6, "exit": 7, "hang": 1, "observation": 1, "info": 1}
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals")
 
 
@@ -278,6 +282,49 @@ def test_debugger_stops_before_the_call_that_fails(
     assert f"next is step {read_capsule(path).step}" in printed
 
 
+def test_failure_of_another_function_is_another_failure() -> None:
+    def failure(kind: str, name: str, message: str) -> RecordedFailure:
+        traceback = (
+            f'Traceback (most recent call last):\n  File "/a/plant.py", line 3, in {name}\nValueError: {message}\n'
+        )
+        return RecordedFailure(kind, "it raised", "step", 1, traceback, "ValueError")
+
+    def is_like(found: RecordedFailure, recorded: RecordedFailure) -> bool:
+        return replay.ReplayResult(found, 3, 4, None).is_like(recorded)
+
+    assert is_like(failure("exception", "move", "3 m"), failure("exception", "move", "4 m"))
+    assert not is_like(failure("exception", "move", "3 m"), failure("exception", "turn", "3 m"))
+    assert is_like(failure("exception", "move", "3 m"), KINDS["exception"]) is False  # another class
+    assert is_like(failure("observation", "check", "shape (3,)"), failure("observation", "check", "shape (3,)"))
+    assert not is_like(failure("observation", "check", "shape (3,)"), failure("observation", "check", "shape (5,)"))
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("no_such_module:make", "no_such_module"),
+        ("CartPole-v1", "expected the same wrappers and spaces. Write --env module:function"),
+    ],
+)
+def test_environment_of_another_kind_is_a_wrong_argument(
+    source: str, expected: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build = functools.partial(failing.build, "Pendulum-v1", at=4)
+    path = record(build, tmp_path / "crashes", "exception", lambda env, n_steps: n_steps == 4)
+    assert main(["replay", str(path), "--env", source]) == 2
+    printed = capsys.readouterr().err
+    assert expected in printed
+    assert "Traceback" not in printed
+
+
+def test_script_of_a_crash_that_is_not_reproduced_says_so(
+    failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
+    assert main(["replay", str(path), "--env", "failing_envs:Walk", "--script", "repro.py"]) == 1
+    assert "repro.py: makes the same calls, which did not reproduce the crash" in capsys.readouterr().out
+
+
 def test_environment_that_does_not_crash(
     failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,7 +355,7 @@ def test_image_before_the_crash(
     assert main([*arguments, "out.mp4"]) == 1
     assert "pip install imageio imageio-ffmpeg" in capsys.readouterr().err
     path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
-    assert main(["replay", str(path), "--yes", "--render", "out.png"]) == 1
+    assert main(["replay", str(path), "--yes", "--render", "out.png"]) == 2
     assert "expected 'rgb_array'" in capsys.readouterr().err
 
 

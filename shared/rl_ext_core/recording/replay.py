@@ -16,12 +16,21 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rl_ext_core import processes
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, WorkerError
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, RlExtError, WorkerError
 from rl_ext_core.recording.capsule import Capsule, RecordedFailure
 from rl_ext_core.recording.episode_log import EpisodeLog, observation_checksum
 from rl_ext_core.recording.generators import Generators, layers_of
 
-__all__ = ["DEFAULT_TIMEOUT", "MAX_TRIES", "ReplayResult", "build_env", "minimize", "play", "repeat_calls"]
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "MAX_TRIES",
+    "ReplayResult",
+    "build_env",
+    "minimize",
+    "play",
+    "repeat_calls",
+    "restore_beginning",
+]
 
 DEFAULT_TIMEOUT, MAX_TRIES = 60.0, 200
 _START_TIMEOUT = 600.0
@@ -48,18 +57,36 @@ class ReplayResult:
     first_difference: int | None
 
     def is_like(self, failure: RecordedFailure) -> bool:
-        """Whether the environment failed in the same way: the same kind, and exception, signal or exit code."""
+        """Whether the environment failed in the same way.
+
+        Exceptions must have the same class, and come from the same function. Processes must have ended by the same
+        signal or exit code, and observations must be wrong in the same way.
+        """
         found = self.failure
         if found is None or found.kind != failure.kind:
             return False
+        if failure.kind == "observation":
+            return _last_line(found) in ("", _last_line(failure) or _last_line(found))
         if failure.kind == "exception":
-            return not failure.exception or found.exception == failure.exception
+            same_class = not failure.exception or found.exception == failure.exception
+            return same_class and _failed_function(found) in ("", _failed_function(failure) or _failed_function(found))
         return failure.kind not in ("signal", "exit") or failure.exitcode in (None, found.exitcode)
 
     def describe(self) -> str:
         """Describe the failure in a few words, such as "SIGSEGV in step, env.py line 12"."""
         assert self.failure is not None
         return describe_failure(self.failure)
+
+
+def _last_line(failure: RecordedFailure) -> str:
+    """Return the last line of a traceback, which is the exception; empty if it is not known."""
+    return failure.traceback.strip().rpartition("\n")[2].strip()
+
+
+def _failed_function(failure: RecordedFailure) -> str:
+    """Return name and file of the function that failed; empty if it is not known."""
+    name, _, place = _innermost_frame(failure.traceback).partition(", ")
+    return f"{name}, {os.path.basename(place.rpartition(':')[0])}" if place else ""
 
 
 def describe_failure(failure: RecordedFailure) -> str:
@@ -113,7 +140,10 @@ def build_env(capsule: Capsule, source: str | None, *, render: bool = False) -> 
     if render:
         with contextlib.suppress(InvalidArgumentError, TypeError):  # it takes no render_mode
             env = factory(render_mode="rgb_array")
-    env = factory() if env is None else env
+    try:
+        env = factory() if env is None else env
+    except ModuleNotFoundError as error:  # a factory may load the module of the environment when it is called
+        raise _loading_error(error) from error
     if render and getattr(env, "render_mode", None) != "rgb_array":
         raise InvalidArgumentError(
             f"--render: the environment has render_mode={getattr(env, 'render_mode', None)!r}; expected 'rgb_array'. "
@@ -127,10 +157,15 @@ def _load_factory(capsule: Capsule) -> Any:
     try:
         return capsule.load_factory()
     except Exception as error:
-        raise InvalidArgumentError(
-            f"the factory of the capsule cannot be loaded ({type(error).__name__}: {error}). Start rl-ext in the "
-            "folder of its module, or pass --env module:function"
-        ) from error
+        raise _loading_error(error) from error
+
+
+def _loading_error(error: Exception) -> InvalidArgumentError:
+    """Return the exception for a factory that cannot be loaded."""
+    return InvalidArgumentError(
+        f"the factory of the capsule cannot be loaded ({type(error).__name__}: {error}); expected its module on the "
+        "import path. Start rl-ext in the folder of its module, or pass --env module:function"
+    )
 
 
 class _OutputCheck:
@@ -165,6 +200,30 @@ class _OutputCheck:
         return found
 
 
+def restore_beginning(env: Any, log: EpisodeLog) -> Any:
+    """Set the attributes and generators of an environment to those before a recorded episode.
+
+    :param env: environment that was built like the recorded one
+    :return: the environment, as one of gymnasium
+    :raises InvalidArgumentError: If it has other wrappers or spaces.
+    """
+    from rl_ext_core.vector.environments import CALLS, as_gymnasium_env
+
+    env = as_gymnasium_env(env)
+    layers = layers_of(env)
+    try:
+        for name, data in log.settings:
+            CALLS[name](env, data)
+        Generators(layers).restore(log.generators)
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"the environment, {' of '.join(type(layer).__name__ for layer in layers)}, is not built like the recorded "
+            f"one ({type(error).__name__}: {error}); expected the same wrappers and spaces. Write --env "
+            "module:function, with a function that builds them all"
+        ) from error
+    return env
+
+
 def repeat_calls(
     env: Any,
     log: EpisodeLog,
@@ -176,19 +235,15 @@ def repeat_calls(
 ) -> None:
     """Repeat all calls of a log, also one that did not return.
 
-    :param env: environment that was built like the recorded one
+    :param env: result of :func:`restore_beginning`
     :param report: function that receives the present call and step, and the first step with another observation
     :param in_space: whether the last observation must be in the bounds of its space
     :param stop_at_end: whether to stop at the end of an episode that another step follows
     :param before_call: function called before each call with its number, the number of steps and its name
     """
-    from rl_ext_core.vector.environments import CALLS, as_gymnasium_env
+    from rl_ext_core.vector.environments import CALLS
 
-    env = as_gymnasium_env(env)
     check = _OutputCheck(env, in_space=in_space)
-    for name, data in log.settings:
-        CALLS[name](env, data)
-    Generators(layers_of(env)).restore(log.generators)
     step, has_differed, has_ended, last = 0, False, False, len(log.calls) - 1
     for number, ((name, data), expected) in enumerate(itertools.zip_longest(log.calls, log.checksums)):
         if stop_at_end and has_ended and name == "step":
@@ -230,6 +285,7 @@ def _serve(connection: Connection, packed: bytes) -> None:
     log = capsule.load_log()
     if chosen is not None:
         log = _select_calls(log, chosen)
+    env = restore_beginning(env, log)
     fps = float(getattr(env, "metadata", {}).get("render_fps") or _DEFAULT_FPS)
     connection.send(fps)
     first_rendered = len(log.calls) - max(1, int(rendered * fps))
@@ -312,6 +368,8 @@ def play(
             process.join(_SHORT_TIMEOUT)
         except WorkerError as error:
             if not is_built:
+                if isinstance(error.__cause__, RlExtError):
+                    raise error.__cause__ from None
                 raise
             return _result_of(error)
         finally:

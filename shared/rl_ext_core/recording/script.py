@@ -198,13 +198,15 @@ def _code_of(value: Any, lines: list[str] | None = None) -> str:
     raise _NoCodeError(f"a {kind.__name__} cannot be written as code")
 
 
-def write_script(path: Path, capsule: Capsule, source: str | None = None) -> list[str]:
+def write_script(path: Path, capsule: Capsule, source: str | None = None, *, is_reproduced: bool = True) -> list[str]:
     """Write a script that repeats the crash of a capsule.
 
     :param path: file to write. Long lists of actions are written to a file of NumPy with the same name
     :param source: ``--env`` of the command line; default: the code in the capsule
+    :param is_reproduced: whether the crash was reproduced
     :return: lines about what was written
-    :raises InvalidArgumentError: If the log contains objects that cannot be written as code.
+    :raises InvalidArgumentError: If the log contains objects that cannot be written as code, or a file for the actions
+        exists already.
     """
     if capsule.calls_pickle is not None:
         raise InvalidArgumentError(
@@ -214,6 +216,11 @@ def write_script(path: Path, capsule: Capsule, source: str | None = None) -> lis
     stacked, _ = _split_actions(capsule.log.calls)
     actions = [data for name, data in capsule.log.calls if name == "step"]
     array_path = path.with_suffix(".npy") if stacked is not None and len(actions) > _MAX_INLINE else None
+    if array_path is not None and array_path.exists():
+        raise InvalidArgumentError(
+            f"--script {str(path)!r}: {str(array_path)!r}, for the actions, exists already; expected another name. "
+            f"Write --script {path.with_stem(path.stem + '_2')}"
+        )
     try:
         text = "\n".join(_script_lines(capsule, source, stacked, actions, array_path))
     except _NoCodeError as error:
@@ -224,7 +231,8 @@ def write_script(path: Path, capsule: Capsule, source: str | None = None) -> lis
     path.write_text(text + "\n", encoding="utf-8")
     if array_path is not None and stacked is not None:
         np.save(array_path, stacked[1], allow_pickle=False)
-    notes = [f"{path}: repeats the crash by itself" + (f", with {array_path}" if array_path else "")]
+    what = "repeats the crash" if is_reproduced else "makes the same calls, which did not reproduce the crash,"
+    notes = [f"{path}: {what} by itself" + (f", with {array_path}" if array_path else "")]
     if source is None and not capsule.code:
         notes = [f"{path}: set build_crashing_env in it, because the code that built the environment is not known"]
     return notes
@@ -355,8 +363,12 @@ def _episode_lines(capsule: Capsule) -> Iterator[str]:
     if last_name not in ("step", "reset"):
         yield from _call_lines(last_name, last_data, "")
         return
-    call = "env.step(actions[-1])" if last_name == "step" else f"env.reset({_code_of_arguments((), last_data, [])})"
-    yield f"observation = {call}[0]"
+    if last_name == "step":
+        yield "observation, _, _, _, info = env.step(actions[-1])"
+    else:
+        yield f"observation, info = env.reset({_code_of_arguments((), last_data, [])})"
     if failure.kind == "observation":
+        yield "if not isinstance(info, dict):"
+        yield '    raise TypeError(f"the info is of type {type(info).__name__}, not a dict")'
         yield "if not env.observation_space.contains(observation):"
         yield '    raise ValueError(f"the observation {observation!r} does not fit {env.observation_space}")'
