@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -12,13 +14,16 @@ import gymnasium
 import numpy as np
 
 from rl_ext_core.recording.episode_log import MAX_STEPS, EpisodeLog, Repetition, observation_checksum
-from rl_ext_core.recording.generators import Generators, layers_of
+from rl_ext_core.recording.generators import Generators, Snapshot, layers_of, read_snapshot
 
 __all__ = ["RECORDED_CALLS", "EpisodeRecorder", "record_setting", "repeat_episode"]
 
 # Calls of a vectorized environment that change an environment.
 RECORDED_CALLS = ("env_method", "call", "set_attr", "set_wrapper_attr")
 _SETTERS = ("set_attr", "set_wrapper_attr")
+_ARRAY = np.ndarray  # each step looks it up
+_MAX_COPIED_BYTES = 256
+_MAX_ENTRIES = 2 * MAX_STEPS + 1
 
 
 def record_setting(settings: dict[tuple[str, str], tuple[str, Any]], name: str, data: Any) -> None:
@@ -29,6 +34,12 @@ def record_setting(settings: dict[tuple[str, str], tuple[str, Any]], name: str, 
     if name in _SETTERS:
         settings.pop((name, data[0]), None)
         settings[name, data[0]] = name, data
+
+
+class _Call(tuple[str, Any]):
+    """Name and data of a call of an environment, other than a step."""
+
+    __slots__ = ()
 
 
 class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -47,10 +58,15 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         self._on_failure = on_failure
         self._generators = Generators(layers_of(env))
+        space = getattr(env, "observation_space", None)
+        is_small = isinstance(space, gymnasium.spaces.Box) and space.low.nbytes <= _MAX_COPIED_BYTES
+        # Copying a small array takes less time than its checksum.
+        self._summarize: Callable[[Any], bytes | int] = _ARRAY.tobytes if is_small else observation_checksum
         self._settings: dict[tuple[str, str], tuple[str, Any]] = {}
-        self._head: tuple[Any, list[Any]] | None = None  # generators and settings at the reset
-        self._calls: list[tuple[str, Any]] = []
-        self._checksums: list[int | None] = []
+        self._head: tuple[Snapshot, list[Any]] | None = None  # generators and settings at the reset
+        # For each call: the action of a step or a _Call, then a checksum or a copy of the observation. Once it is full,
+        # there is no log.
+        self._entries: collections.deque[Any] = collections.deque(maxlen=_MAX_ENTRIES)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN_ATTRIBUTES:
@@ -79,41 +95,51 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         """Reset the environment, and begin a new log."""
-        if self._head is None or self._generators.is_full_reset():
-            self._start(self._generators.states(), list(self._settings.values()))
-        self._calls.append(("reset", arguments))
+        if not self._entries or self._generators.is_full_reset():
+            self._start(self._generators.snapshot(), list(self._settings.values()))
+        # The caller may write to the options later.
+        self._entries.append(_Call(("reset", copy.deepcopy(arguments) if arguments.get("options") else arguments)))
         try:
             result: tuple[Any, dict[str, Any]] = self.env.reset(**arguments)
-        except Exception as error:
+        except BaseException as error:
             self._end_by_failure(error, "reset")
             raise
-        self._checksums.append(observation_checksum(result[0]))
+        self._entries.append(observation_checksum(result[0]))
         return result
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step the environment, and record the action."""
-        calls = self._calls
-        if len(calls) > MAX_STEPS:
-            self._head = None
-            return self.env.step(action)
+        entries = self._entries
         # The caller may write to the array later.
-        calls.append(("step", action.copy() if type(action) is np.ndarray else action))
+        entries.append(action.copy() if type(action) is _ARRAY else action)
         try:
             result: tuple[Any, Any, bool, bool, dict[str, Any]] = self.env.step(action)
-        except Exception as error:
+        except BaseException as error:
             self._end_by_failure(error, "step")
             raise
-        self._checksums.append(observation_checksum(result[0]))
+        try:
+            entries.append(self._summarize(result[0]))
+        except TypeError:  # a small observation that is not an array
+            entries.append(observation_checksum(result[0]))
         return result
 
-    def _start(self, generators: Any, settings: list[Any]) -> None:
+    def _start(self, generators: Snapshot, settings: list[Any]) -> None:
         """Begin a new log."""
-        self._head, self._calls, self._checksums = (generators, settings), [], []
+        object.__setattr__(self, "_head", (generators, settings))  # without a call of our __setattr__
+        if self._entries.maxlen == _MAX_ENTRIES:
+            self._entries.clear()
+        else:  # the last episode was interrupted
+            self._entries = collections.deque(maxlen=_MAX_ENTRIES)
 
-    def _end_by_failure(self, error: Exception, method: str) -> None:
-        """Report an exception, and stop recording, because the log does not say what a failed call has changed."""
-        log, self._head = self.episode_log(), None
-        if log is not None and self._on_failure is not None:
+    def _end_by_failure(self, error: BaseException, method: str) -> None:
+        """End the log with a call that did not return, and report an exception.
+
+        A further call before the next full reset makes the log full, because it does not say what the failed call has
+        changed.
+        """
+        log = self.episode_log()
+        self._entries = collections.deque(self._entries, len(self._entries) + 1)
+        if log is not None and self._on_failure is not None and isinstance(error, Exception):
             self._on_failure(error, method, log)
 
     def make_recorded_call(self, name: str, data: Any) -> Any:
@@ -122,14 +148,15 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         :param name: one of :data:`RECORDED_CALLS`
         :param data: data of the call, as in :data:`~rl_ext_core.vector.environments.CALLS`
         """
-        from rl_ext_core.vector.environments import CALLS  # which loads more than a wrapper needs
+        from rl_ext_core.vector.environments import CALLS, copy_output  # which loads more than a wrapper needs
 
-        record_setting(self._settings, name, data)
-        self._calls.append((name, data))
+        copied = copy_output(data)  # the caller may change the data later
+        record_setting(self._settings, name, copied)
+        self._entries.append(_Call((name, copied)))
         try:
             return CALLS[name](self.env, data)
         finally:
-            self._checksums.append(None)
+            self._entries.append(None)
 
     def assume_seeded_reset(self, observation: Any) -> None:
         """Begin the log of an episode that was reset before this recorder was added.
@@ -141,15 +168,24 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         """
         seed = getattr(self.unwrapped, "np_random_seed", None)
         self._start({}, [])
-        self._calls.append(("reset", {} if seed in (None, -1) else {"seed": seed}))
-        self._checksums.append(observation_checksum(observation))
+        self._entries.append(_Call(("reset", {} if seed in (None, -1) else {"seed": seed})))
+        self._entries.append(observation_checksum(observation))
 
     def episode_log(self) -> EpisodeLog | None:
         """Return the log of the current episode.
 
         :return: the log; None before the first reset, and for an episode of more than ``MAX_STEPS`` steps
         """
-        return self._head and EpisodeLog(*self._head, list(self._calls), list(self._checksums))
+        entries = list(self._entries)
+        if self._head is None or len(entries) == self._entries.maxlen:
+            return None
+        generators, settings = self._head
+        calls = [tuple(call) if type(call) is _Call else ("step", call) for call in entries[::2]]
+        checksums = [
+            observation_checksum(np.frombuffer(value, np.uint8)) if isinstance(value, bytes) else value
+            for value in entries[1::2]
+        ]
+        return EpisodeLog(read_snapshot(generators), settings, calls, checksums)
 
     def repeat(self, log: EpisodeLog) -> Repetition:
         """Reset the environment to the beginning of a recorded episode, and repeat its calls.
@@ -204,6 +240,6 @@ def repeat_episode(
 _OWN_ATTRIBUTES = frozenset(
     (
         *("env", "_action_space", "_observation_space", "_metadata", "_cached_spec"),
-        *("_generators", "_settings", "_head", "_calls", "_checksums", "_on_failure"),
+        *("_generators", "_summarize", "_settings", "_head", "_entries", "_on_failure"),
     )
 )
