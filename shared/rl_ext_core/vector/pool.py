@@ -137,7 +137,8 @@ class Pool:
             self.wait(starting=True, raise_failures=True)
             self.spaces = _require_common_spaces([spaces for worker in self.workers for spaces in worker.answer])
             self.layout = MemoryLayout.from_spaces(len(self.worker_by_env), *self.spaces)
-            arrays = self.arrays = self.layout.arrays(self._map_memory())
+            block = self._map_memory()
+            arrays = self.arrays = self.layout.arrays(block)
             # These are looked up once, because every step uses them.
             self._actions = arrays.get("action")
             self._observations = [arrays[f"observation {index}"] for index in range(len(self.layout.paths))]
@@ -145,10 +146,8 @@ class Pool:
             self._zeros = bytes(len(self.worker_by_env))
             if self._heads is not None:
                 heads = [map_head(self._heads, number) for number in range(len(self.worker_by_env))]
-                at_next_step = self._autoreset is Autoreset.NEXT_STEP
-                self._log = VectorLog(
-                    heads, self._observations, self.layout.build_observation, at_next_step=at_next_step
-                )
+                delay = {Autoreset.SAME_STEP: 0, Autoreset.NEXT_STEP: 1}.get(self._autoreset)
+                self._log = VectorLog(heads, block, self.layout, reset_delay=delay, ended=ENDED)
             self.wait(starting=True, raise_failures=True)
         except BaseException:
             self.end()
@@ -246,7 +245,7 @@ class Pool:
         ):
             shared[...] = actions
             if self._log is not None:
-                self._log.begin_step(actions.copy())
+                self._log.begin_step()
             for worker in self.workers:
                 self.send(worker, "step", None)
             return
@@ -281,7 +280,8 @@ class Pool:
                 self.seeds[number] = request[0]
                 if self._log is not None:
                     seed, options = request
-                    self._log.begin_reset(number, {"seed": seed, **({} if options is None else {"options": options})})
+                    arguments = {} if options is None else {"options": copy_output(options)}
+                    self._log.begin_reset(number, {"seed": seed, **arguments})
         self.send(worker, "reset", list(requests))
 
     def call(self, environments: Sequence[int], name: str, data: Any) -> list[Any]:
@@ -303,10 +303,13 @@ class Pool:
         """
         self.drain_answers()
         calls_by_worker: dict[int, list[tuple[int, Any]]] = {}
+        is_recorded = self._log is not None and name in RECORDED_CALLS
+        # The caller may change the data later. Environments often share them.
+        copies = {id(argument): copy_output(argument) for argument in arguments} if is_recorded else {}
         for number, argument in zip(environments, arguments, strict=True):
             worker = self.worker_by_env[number]
-            if self._log is not None and name in RECORDED_CALLS:
-                self._log.begin_call(number, name, argument)
+            if self._log is not None and is_recorded:
+                self._log.begin_call(number, name, copies[id(argument)])
             calls_by_worker.setdefault(worker.number, []).append((number - worker.first, argument))
         self._call = environments, name, arguments
         for number, calls in calls_by_worker.items():
@@ -326,22 +329,11 @@ class Pool:
         self._receive(self._options.start_timeout if starting else self._options.step_timeout)
         self._has_unread_answers = False
         if self._log is not None:
-            self._end_log(self._log)
+            self._log.end()
         if raise_failures:
             for worker in self.workers:
                 if isinstance(worker.answer, WorkerError):
                     raise worker.answer
-
-    def _end_log(self, log: VectorLog) -> None:
-        """Record in the episode logs that all pending calls have returned."""
-        ended: Sequence[int] = ()
-        if self._flags != self._zeros and self._autoreset is not Autoreset.DISABLED:
-            ended = [number for number, flags in enumerate(self._flags) if flags & ENDED]
-        log.end(ended, self._failed_environments())
-
-    def _failed_environments(self) -> Sequence[int]:
-        """Return the environments of workers to replace. Pools that replace workers override this."""
-        return ()
 
     @property
     def records_episodes(self) -> bool:

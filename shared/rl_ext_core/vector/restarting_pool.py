@@ -51,6 +51,12 @@ class RestartingPool(Pool):
         for worker in group:
             worker.answer = self._group_error(group)
             worker.discard_answer()
+            self._drop_episodes(worker)
+
+    def _drop_episodes(self, worker: WorkerHandle) -> None:
+        """Drop the episode logs of a worker that has ended."""
+        if self._log is not None:
+            self._log.drop_episodes(range(worker.first, worker.last))
 
     # -- settings and observations
 
@@ -101,10 +107,6 @@ class RestartingPool(Pool):
         return super().observations(copy=copy)
 
     # -- replacements
-
-    def _failed_environments(self) -> Sequence[int]:
-        failed = [worker for worker in self.workers if isinstance(worker.answer, WorkerError)]
-        return [number for worker in failed for number in range(worker.first, worker.last)]
 
     def _get_answer(self, worker: WorkerHandle, to_reset: bool) -> Any:
         """Return a worker's last answer. If the worker has failed, replace it first."""
@@ -163,6 +165,7 @@ class RestartingPool(Pool):
         """
         starting, stepping = self._options.start_timeout, self._options.step_timeout
         worker.end()
+        self._drop_episodes(worker)
         worker.attempt += 1
         self._launch([worker])
         self._await_answer(worker, starting)

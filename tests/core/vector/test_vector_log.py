@@ -8,15 +8,21 @@ import pickle
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gymnasium
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
-from rl_ext_core.recording import EpisodeLog, EpisodeRecorder
+from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, vector_log
 from rl_ext_core.recording.capsule import read_capsule
 from rl_ext_core.vector import SharedMemoryVectorEnv
+from rl_ext_core.vector.autoreset import Autoreset
+from rl_ext_core.vector.channel import MemoryLayout, new_cells
+from rl_ext_core.vector.worker import ENDED, WorkerEnvironments
 
 ACTIONS = np.random.default_rng(0).integers(0, 2, (200, 3))
 
@@ -188,3 +194,222 @@ def test_full_folder_is_reported_and_kept(tmp_path: Path) -> None:
 def test_recorder_must_be_a_folder() -> None:
     with pytest.raises(InvalidArgumentError, match=r"recorder='missing' .*os.makedirs"):
         SharedMemoryVectorEnv([make_env], recorder="missing")
+
+
+class Walk(gymnasium.Env[Any, Any]):
+    """Random walk with lives, whose resets between two lives continue the game."""
+
+    action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, size: int) -> None:
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (size,), np.float32)
+        self.place, self.scale, self.was_real_done = 0.0, 1.0, True
+
+    def observe(self) -> Any:
+        return np.full(self.observation_space.shape, self.place + self.np_random.random(), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.place = (options or {}).get("place", np.zeros(1))[0] if self.was_real_done else self.place
+        self.was_real_done = False
+        return self.observe(), {}
+
+    def shift(self, by: float) -> None:
+        self.place += by
+
+    def step(self, action: Any) -> Any:
+        self.place += float(action.sum()) * self.scale
+        draw = self.np_random.random()
+        self.was_real_done = draw < 0.2
+        return self.observe(), 0.0, draw < 0.4, False, {}
+
+
+class InThisProcess:
+    """A worker without a process, its log, and a recorder for each environment as reference."""
+
+    def __init__(self, mode: Autoreset, size: int) -> None:
+        walk = Walk(size)
+        self.mode, self.layout = mode, MemoryLayout.from_spaces(2, walk.observation_space, walk.action_space)
+        self.block, heads = bytearray(self.layout.size), [bytearray(vector_log.HEAD_BYTES) for _ in range(2)]
+        self.worker = WorkerEnvironments(
+            lambda message: None,
+            lambda size: self.block,
+            new_cells(),
+            0,
+            [lambda: Walk(size)] * 2,
+            mode,
+            heads.__getitem__,
+        )
+        self.worker.execute("map", self.layout)
+        delay = {Autoreset.SAME_STEP: 0, Autoreset.NEXT_STEP: 1}.get(mode)
+        self.log = vector_log.VectorLog(heads, self.block, self.layout, reset_delay=delay, ended=ENDED)
+        self.recorders = [EpisodeRecorder(Walk(size)) for _ in range(2)]
+        self.due: set[int] = set()
+
+    def reset(self, seeds: list[int | None], number: int | None, place: float | None) -> None:
+        """Reset one environment or both."""
+        options = None if place is None else {"place": np.array([place])}
+        requests = [(seed, options) if number in (None, n) else None for n, seed in enumerate(seeds)]
+        for n, request in enumerate(requests):
+            if request is not None:
+                arguments = {"seed": request[0]} if options is None else {"seed": request[0], "options": options}
+                self.log.begin_reset(n, arguments)
+                self.recorders[n].reset(**arguments)
+                self.due.discard(n)
+        self.worker.execute("reset", requests)
+        self.log.end()
+
+    def call(self, number: int, name: str, data: Any) -> None:
+        """Call an environment."""
+        self.log.begin_call(number, name, data)
+        self.worker.execute(name, [(number, data)])
+        self.log.end()
+        self.recorders[number].make_recorded_call(name, data)
+
+    def step(self, actions: Any, *, shared: bool) -> None:
+        """Step both environments."""
+        if shared:
+            self.layout.arrays(self.block)["action"][...] = actions
+        self.log.begin_step(*([] if shared else [list(actions)]))
+        self.worker.execute("step", None if shared else list(actions))
+        self.log.end()
+        for number, (recorder, action) in enumerate(zip(self.recorders, actions, strict=True)):
+            if number in self.due:
+                self.due.discard(number)
+                recorder.reset()
+            elif recorder.step(action)[2]:
+                if self.mode is Autoreset.SAME_STEP:
+                    recorder.reset()
+                elif self.mode is Autoreset.NEXT_STEP:
+                    self.due.add(number)
+
+    def check(self) -> None:
+        """Compare the logs with those of the recorders."""
+        for number, recorder in enumerate(self.recorders):
+            found, expected = self.log.episode_log(number), recorder.episode_log()
+            assert (found is None) == (expected is None)
+            if found is None or expected is None:
+                continue
+            assert (found.generators, found.settings) == (expected.generators, expected.settings)
+            np.testing.assert_equal(found.calls, expected.calls)
+            assert len(found.checksums) == len(expected.checksums)
+            for (name, _), one, other in zip(found.calls, found.checksums, expected.checksums, strict=True):
+                # The observation of the reset has replaced that of the step.
+                assert one == other or (one is None and name == "step" and self.mode is Autoreset.SAME_STEP)
+
+
+@settings(max_examples=60, deadline=None)
+@given(mode=st.sampled_from(Autoreset), size=st.sampled_from([1, 3, 600]), data=st.data())
+def test_logs_of_workers_equal_those_of_recorders(mode: Autoreset, size: int, data: st.DataObject) -> None:
+    with mock.patch.object(vector_log, "_TRIM", 5):
+        pair = InThisProcess(mode, size)
+        pair.reset([0, 1], None, None)
+        for operation in data.draw(
+            st.lists(st.sampled_from(["step"] * 8 + ["reset", "set_attr", "env_method", "check"]))
+        ):
+            if operation == "step":
+                seed, shared = data.draw(st.integers(0, 9)), data.draw(st.booleans())
+                pair.step(np.random.default_rng(seed).normal(size=(2, 2)).astype(np.float32), shared=shared)
+            elif operation == "reset":
+                seeds = data.draw(st.lists(st.none() | st.integers(0, 3), min_size=2, max_size=2))
+                pair.reset(seeds, data.draw(st.sampled_from([None, 0, 1])), data.draw(st.none() | st.just(2.0)))
+            elif operation == "set_attr":
+                pair.call(data.draw(st.integers(0, 1)), "set_attr", ("scale", float(data.draw(st.integers(0, 3)))))
+            elif operation == "env_method":
+                pair.call(data.draw(st.integers(0, 1)), "env_method", ("shift", (1.5,), {}))
+            else:
+                pair.check()
+        pair.check()
+
+
+@pytest.mark.parametrize("limit", ["steps", "bytes"])
+def test_environment_that_never_ends_takes_limited_memory(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vector_log, "_TRIM", 5)
+    if limit == "steps":
+        monkeypatch.setattr(vector_log, "MAX_STEPS", 30)
+    else:
+        monkeypatch.setattr(vector_log, "_MAX_BYTES", 30 * 400)
+    pair = InThisProcess(Autoreset.DISABLED, 1)
+    pair.reset([0, 1], None, None)
+    for number in range(100):
+        pair.step(np.zeros((2, 2), np.float32), shared=number % 2 == 0)
+        if number % 7 == 6:
+            pair.call(1, "set_attr", ("was_real_done", True))
+            pair.reset([None, None], 1, None)
+        if number < 10:
+            pair.check()
+        pair.call(0, "env_method", ("shift", (1.0,), {}))
+        assert len(pair.log._rows) <= 40
+    assert pair.log.episode_log(0) is None
+    assert len(pair.log._episodes[0].events) <= 40
+    assert pair.log.episode_log(1) is not None
+
+
+def test_caller_may_change_options_and_arguments_later() -> None:
+    envs = SharedMemoryVectorEnv([lambda: Walk(1)] * 2, n_workers=1)
+    options, value = {"place": np.array([3.0])}, np.array(2.0)
+    envs.reset(seed=1, options=options)
+    envs.set_attr("scale", [value, value])
+    actions = np.ones((2, 2), np.float32)
+    envs.step(actions)
+    options["place"][0], value[...], actions[...] = 0, 0, 0
+    log = envs._pool.episode_logs()[0]
+    assert log is not None
+    assert log.calls[0][1]["options"]["place"] == 3
+    assert log.calls[1][1][1] == 2
+    assert log.calls[2][1].tolist() == [1, 1]
+    envs.close()
+
+
+class DiesInReset(Adjustable):
+    """Wrapper that dies in the second reset of all processes."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], folder: Path) -> None:
+        super().__init__(env)
+        self.folder = folder
+
+    def reset(self, **arguments: Any) -> Any:
+        count = len(list(self.folder.iterdir()))
+        (self.folder / str(count)).touch()
+        if count == 1:
+            os._exit(3)
+        return self.env.reset(**arguments)
+
+
+@pytest.mark.parametrize("mode", ["SameStep", "NextStep"])
+def test_episode_after_two_restarts_in_one_step_is_repeated(mode: str, tmp_path: Path) -> None:
+    def make() -> Any:
+        return DiesInReset(gymnasium.make("CartPole-v1"), tmp_path)
+
+    envs = SharedMemoryVectorEnv(
+        [make, make_env], autoreset_mode=mode, n_workers=2, restart="truncate", recorder=tmp_path
+    )
+    envs.reset(seed=3)
+    os.kill(envs._pool.workers[0].process.pid, signal.SIGKILL)
+    for actions in ACTIONS[:4]:
+        observations = envs.step(actions[:2])[0]
+    assert envs.timings.restarts == 2
+    log = envs._pool.episode_logs()[0]
+    assert log is not None
+    assert [name for name, _ in log.calls].count("reset") == 1
+    check_repetition(log, observations[0])
+    envs.close()
+
+
+def test_call_that_raised_ends_the_log_until_the_next_reset() -> None:
+    env = EpisodeRecorder(make_failing_env())
+    env.reset(seed=0)
+    for _ in range(4):
+        env.step(0)
+    with pytest.raises(ValueError, match="planted"):
+        env.step(0)
+    log = env.episode_log()
+    assert log is not None
+    assert (log.steps, log.is_interrupted) == (5, True)
+    env.step(0)
+    assert env.episode_log() is None
+    env.reset()
+    env.step(1)
+    log = env.episode_log()
+    assert log is not None
+    assert (log.steps, log.is_interrupted) == (1, False)
