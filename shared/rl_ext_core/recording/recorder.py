@@ -138,8 +138,10 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         changed.
         """
         log = self.episode_log()
+        if log is None:
+            return
         self._entries = collections.deque(self._entries, len(self._entries) + 1)
-        if log is not None and self._on_failure is not None and isinstance(error, Exception):
+        if self._on_failure is not None and isinstance(error, Exception):
             self._on_failure(error, method, log)
 
     def make_recorded_call(self, name: str, data: Any) -> Any:
