@@ -1,6 +1,6 @@
 """Time of a save of `ResumeCallback`, and of `resume`.
 
-    python -m benchmarks.resume [--size 1000000] [--recording pong] [--buffer CompressedReplayBuffer]
+    python -m benchmarks.resume [--size 1000000] [--recording pong] [--buffer CompressedReplayBuffer] [--files]
 
 The replay buffer of a DQN is filled with recorded frames, and saved once.
 """
@@ -66,8 +66,11 @@ def fill(buffer: Any, recording: Any) -> None:
                     break
 
 
-def measure(buffer_name: str, recording_name: str, size: int) -> dict[str, float]:
-    """Return seconds of a save and of resuming, and megabytes of the save."""
+def measure(buffer_name: str, recording_name: str, size: int, *, files: bool) -> dict[str, float]:
+    """Return seconds of a save and of resuming, and megabytes of the save.
+
+    :param files: whether the buffer is stored in files
+    """
     recording = recordings.load(recording_name)
 
     def build_env() -> DummyVecEnv:
@@ -80,18 +83,23 @@ def measure(buffer_name: str, recording_name: str, size: int) -> dict[str, float
             buffer_size=size,
             learning_starts=10 * size,
             replay_buffer_class=BUFFERS[buffer_name],
+            replay_buffer_kwargs={"storage_dir": f"{folder}/buffer"} if files else None,
             policy_kwargs={"net_arch": [8], "normalize_images": False},
         )
         fill(model.replay_buffer, recording)
-        callback = TimedCallback(folder, every=100)
+        callback = TimedCallback(f"{folder}/saves", every=100)
         model.learn(150, callback=callback)
-        (newest,) = Path(folder).iterdir()
-        megabytes = sum(path.stat().st_size for path in newest.iterdir()) / 1e6
+        megabytes = sum(path.stat().st_size for path in Path(folder, "saves").rglob("*") if path.is_file()) / 1e6
+        if files:
+            model.replay_buffer.close()
         del model
         env = build_env()
         start = time.perf_counter()
-        resume(folder, env)
-        return {"save": callback.seconds, "resume": time.perf_counter() - start, "megabytes": megabytes}
+        resumed = resume(f"{folder}/saves", env)
+        seconds = time.perf_counter() - start
+        if files:
+            resumed.replay_buffer.close()
+        return {"save": callback.seconds, "resume": seconds, "megabytes": megabytes}
 
 
 def main() -> None:
@@ -100,15 +108,16 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=1_000_000)
     parser.add_argument("--recording", default="pong")
     parser.add_argument("--buffer", choices=sorted(BUFFERS), default="CompressedReplayBuffer")
+    parser.add_argument("--files", action="store_true", help="store the buffer in files, with storage_dir")
     options = parser.parse_args()
     th.set_num_threads(1)
     print(machine())
-    found = measure(options.buffer, options.recording, options.size)
+    found = measure(options.buffer, options.recording, options.size, files=options.files)
     print(
         f"{options.buffer}, {options.size:,} transitions: save {found['save']:.2f} s, resume {found['resume']:.2f} s, "
         f"{found['megabytes']:.0f} MB"
     )
-    record("resume", f"{options.buffer} {options.size}", **found)
+    record("resume", f"{options.buffer} {options.size}{' files' if options.files else ''}", **found)
 
 
 if __name__ == "__main__":

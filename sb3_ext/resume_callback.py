@@ -39,14 +39,17 @@ from stable_baselines3.common.vec_env import (
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvWrapper
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.frames.folder import copy_stores, restore_stores
 from rl_ext_core.recording import EpisodeLog, Repetition
 from rl_ext_core.recording.layers import is_plain, restore_results_file, results_text
 from sb3_ext._recorded_environments import recorded_environments
+from sb3_ext.buffers import CompressedReplayBuffer
 
 __all__ = ["ResumeCallback", "resume"]
 
 _FORMAT = "sb3_ext save 1"
 _MARKER, _MODEL, _BUFFER, _STATE = "save.json", "model.zip", "replay_buffer.pkl", "state.pkl"
+_STORAGE = "storage"  # copy of storage_dir
 _SAVE_NAME, _UNFINISHED_NAME = re.compile(r"save-(\d+)"), re.compile(r"\.unfinished-save-\d+(-old)?")
 _N_SAVES = 2
 # Attributes of a model that load() does not restore, or that setting up the model overwrites.
@@ -115,11 +118,7 @@ class ResumeCallback(BaseCallback):
     def _init_callback(self) -> None:
         """Check the model and the folder, and record the environments."""
         model = self.model
-        if (getattr(model, "replay_buffer_kwargs", None) or {}).get("storage_dir") is not None:
-            raise InvalidArgumentError(
-                "ResumeCallback does not support a replay buffer with storage_dir, whose files change after a save. "
-                "Leave storage_dir out of replay_buffer_kwargs"
-            )
+        _check_storage(model)
         saves = _saves(self.folder)
         state = _pending.get(model)
         is_resumed = state is not None and state["save"] == (self.folder.resolve(), model.num_timesteps)
@@ -180,9 +179,14 @@ def resume(
     """
     save = _newest_complete_save(pathlib.Path(folder))
     state = pickle.loads((save / _STATE).read_bytes())
+    if state["storage"] is not None:
+        restore_stores(save / _STORAGE, pathlib.Path(state["storage"]["folder"]))
     model = state["class"].load(save / _MODEL, env=env, device=device, custom_objects=custom_objects, force_reset=False)
     if isinstance(model, OffPolicyAlgorithm):
-        model.load_replay_buffer(save / _BUFFER, truncate_last_traj=False)
+        if state["storage"] is None:
+            model.load_replay_buffer(save / _BUFFER, truncate_last_traj=False)
+        else:
+            _restore_buffer_attributes(model.replay_buffer, state["storage"])
     for name, value in state["model"].items():
         setattr(model, name, _on_device(value, model.device))
     model.action_space._np_random = state["action_generator"]
@@ -273,6 +277,8 @@ def _truncate(model: Any, environments: Any, index: int) -> None:
         buffer.dones[row, index] = 1
         if hasattr(buffer, "timeouts"):
             buffer.timeouts[row, index] = buffer.handle_timeout_termination
+        if isinstance(buffer, CompressedReplayBuffer):
+            buffer._observations.first.update_newest_checksum()
 
 
 def _restart_layer(layer: Any, observations: Any, index: int) -> Any:
@@ -404,7 +410,54 @@ def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
         "observations": {key: rows.copy() for key, rows in environments.observation_arrays().items()},
         "logs": environments.logs(),
         "files": list(map(results_text, _layers(vec_env))),
+        "storage": _storage_state(model),
     }
+
+
+def _storage_dir(model: Any) -> Any:
+    """Return the folder of the model's replay buffer; None if the buffer is in memory."""
+    return (getattr(model, "replay_buffer_kwargs", None) or {}).get("storage_dir")
+
+
+def _check_storage(model: Any) -> None:
+    """Raise an error if opening the folder of the replay buffer again would change later transitions."""
+    if _storage_dir(model) is None:
+        return
+    for store in model.replay_buffer._observations.stores:
+        if store.lossy or store.max_bytes is not None:
+            raise InvalidArgumentError(
+                f"ResumeCallback does not support storage_dir={str(_storage_dir(model))!r} together with max_bytes, "
+                "max_error or a lossy codec, whose results depend on when the folder was opened. Leave these out of "
+                "replay_buffer_kwargs"
+            )
+
+
+def _storage_state(model: Any) -> dict[str, Any] | None:
+    """Return what the files of a replay buffer do not contain; None if the buffer is in memory."""
+    if _storage_dir(model) is None:
+        return None
+    buffer = model.replay_buffer
+    attributes = {
+        name: value
+        for name, value in buffer.__getstate__().items()
+        if name not in ("_observations", "device", "format", "checksum")
+    }
+    # Opening the folder ends the running episodes of hindsight.
+    lengths = buffer.ep_length[: buffer._rows_written].copy() if hasattr(buffer, "ep_length") else None
+    return {"folder": os.fspath(_storage_dir(model)), "attributes": attributes, "lengths": lengths}
+
+
+def _restore_buffer_attributes(buffer: Any, storage: dict[str, Any]) -> None:
+    """Set what the files of a replay buffer do not contain."""
+    attributes = storage["attributes"]
+    if (buffer.pos, buffer.full) != (attributes["pos"], attributes["full"]):
+        raise InvalidArgumentError(
+            f"the replay buffer is not in storage_dir={storage['folder']!r}, as in the saved run. Leave "
+            "replay_buffer_kwargs out of custom_objects"
+        )
+    vars(buffer).update(attributes)
+    if storage["lengths"] is not None:
+        buffer.ep_length[: len(storage["lengths"])] = storage["lengths"]
 
 
 def _write_save(folder: pathlib.Path, model: Any, callbacks: list[BaseCallback]) -> None:
@@ -418,10 +471,15 @@ def _write_save(folder: pathlib.Path, model: Any, callbacks: list[BaseCallback])
     (temporary / _STATE).write_bytes(cloudpickle.dumps(_state_of_run(model, callbacks)))
     model.save(temporary / _MODEL)
     if isinstance(model, OffPolicyAlgorithm):
-        model.save_replay_buffer(temporary / _BUFFER)
-    checksums = {path.name: _file_checksum(path) for path in sorted(temporary.iterdir())}
+        if (storage_dir := _storage_dir(model)) is None:
+            model.save_replay_buffer(temporary / _BUFFER)
+        else:
+            model.replay_buffer.flush()  # type: ignore[union-attr]
+            copy_stores(pathlib.Path(storage_dir), temporary / _STORAGE)
+    files = sorted(path for path in temporary.rglob("*") if path.is_file())
+    checksums = {path.relative_to(temporary).as_posix(): _file_checksum(path) for path in files}
     (temporary / _MARKER).write_text(json.dumps({"format": _FORMAT, "files": checksums}))
-    for path in temporary.iterdir():
+    for path in temporary.rglob("*"):
         _flush_to_disk(path)
     _flush_to_disk(temporary)
     target = folder / f"save-{model.num_timesteps}"

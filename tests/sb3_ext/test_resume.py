@@ -19,17 +19,29 @@ import pytest
 import sb3_contrib
 import stable_baselines3 as sb3
 import torch as th
+from gymnasium.wrappers import TransformObservation
+from stable_baselines3.common.buffers import DictReplayBuffer
 from stable_baselines3.common.callbacks import (
     BaseCallback,
     EvalCallback,
     StopTrainingOnNoModelImprovement,
 )
+from stable_baselines3.common.envs import BitFlippingEnv
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.noise import OrnsteinUhlenbeckActionNoise
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecMonitor, VecNormalize
 
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
-from sb3_ext import CompressedReplayBuffer, ResumeCallback, SharedMemoryVecEnv, make_vec_env, resume
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
+from sb3_ext import (
+    CompressedDictReplayBuffer,
+    CompressedHerReplayBuffer,
+    CompressedPrioritizedReplayBuffer,
+    CompressedReplayBuffer,
+    ResumeCallback,
+    SharedMemoryVecEnv,
+    make_vec_env,
+    resume,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +105,9 @@ def state_of(model: Any) -> dict[str, Any]:
         state["position"] = buffer.pos, buffer.full
         rows = buffer.size()
         for name in ("observations", "actions", "rewards", "dones", "timeouts"):
-            state[name] = np.asarray(getattr(buffer, name)[:rows])
+            values = getattr(buffer, name)
+            parts = values if isinstance(values, dict) else {"": values}
+            state[name] = {key: np.asarray(part[:rows]) for key, part in parts.items()}
     return state
 
 
@@ -203,6 +217,85 @@ def test_wrappers_files_and_callbacks_continue(tmp_path: pathlib.Path) -> None:
         assert len(without_times[0]) > 3
     for env in (whole.env, stopped, model.env):
         env.close()
+
+
+BUFFERS: dict[str, Any] = {
+    "image": (sb3.DQN, "MlpPolicy", CompressedReplayBuffer, {"storage_dir": "buffer"}),
+    "prioritized": (sb3.DQN, "MlpPolicy", CompressedPrioritizedReplayBuffer, {"storage_dir": "buffer"}),
+    "her_files": (sb3.DDPG, "MultiInputPolicy", CompressedHerReplayBuffer, {"storage_dir": "buffer"}),
+    "dict_files": (sb3.DDPG, "MultiInputPolicy", CompressedDictReplayBuffer, {"storage_dir": "buffer"}),
+    "her": (sb3.DDPG, "MultiInputPolicy", sb3.HerReplayBuffer, {}),
+    "dict": (sb3.DDPG, "MultiInputPolicy", DictReplayBuffer, {}),
+    "her_compressed": (sb3.DDPG, "MultiInputPolicy", CompressedHerReplayBuffer, {}),
+}
+
+
+def goal_env() -> gymnasium.Env:
+    return Monitor(BitFlippingEnv(n_bits=4, continuous=True, max_steps=7))
+
+
+def small_images() -> gymnasium.Env:
+    env = gymnasium.make("CartPole-v1")
+    space = gymnasium.spaces.Box(0, 255, (4, 4), np.uint8)
+    return Monitor(TransformObservation(env, lambda obs: np.resize((obs * 50).astype(np.uint8), (4, 4)), space))
+
+
+@pytest.mark.sample(quick=4, ci=7)
+@pytest.mark.parametrize("name", BUFFERS)
+def test_buffers_of_files_goals_and_dicts_continue_exactly(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls, policy, buffer_class, buffer_options = BUFFERS[name]
+    env_fn = small_images if policy == "MlpPolicy" else goal_env
+    options = {**OFF, "replay_buffer_class": buffer_class, "replay_buffer_kwargs": buffer_options, "seed": 7}
+
+    def enter(folder: str) -> None:
+        """Use a working directory per run, because ``storage_dir`` is relative."""
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+
+    enter("whole")
+    whole = cls(policy, vec_env_of(env_fn, 2), **deepcopy(options)).learn(
+        TOTAL, callback=ResumeCallback("saves", EVERY)
+    )
+    enter("run")
+    killed = cls(policy, vec_env_of(env_fn, 2), **deepcopy(options))
+    with pytest.raises(KeyboardInterrupt):
+        killed.learn(TOTAL, callback=[StopAt(187), ResumeCallback("saves", EVERY)])
+    if buffer_options:
+        with pytest.raises(StorageError, match="in use by this process"):
+            resume("saves", vec_env_of(env_fn, 2))
+        killed.replay_buffer.close()
+    model = resume("saves", vec_env_of(env_fn, 2))
+    assert 90 < model.num_timesteps < 187
+    rest = TOTAL - model.num_timesteps
+    model.learn(rest, reset_num_timesteps=False, callback=ResumeCallback("saves", EVERY))
+    assert_equal(state_of(whole), state_of(model))
+    buffers = whole.replay_buffer, model.replay_buffer
+    if "her" in name:
+        assert_equal(*({key: np.array(getattr(each, key)) for key in ("ep_start", "ep_length")} for each in buffers))
+    if buffer_options:
+        assert len(list((tmp_path / "run").iterdir())) == 2
+        for buffer in buffers:
+            buffer.close()
+
+
+def test_truncated_episode_in_files_keeps_its_checksums(tmp_path: pathlib.Path) -> None:
+    def build() -> Any:
+        return vec_env_of(lambda: Nondeterministic(cartpole()))
+
+    options = {"replay_buffer_class": CompressedReplayBuffer, "replay_buffer_kwargs": {"storage_dir": tmp_path / "b"}}
+    model = sb3.DQN("MlpPolicy", build(), buffer_size=200, policy_kwargs={**SMALL}, **options)
+    model.learn(100, callback=ResumeCallback(tmp_path / "saves", 50)).replay_buffer.close()
+    with pytest.warns(UserWarning, match="is not deterministic"):
+        model = resume(tmp_path / "saves", build())
+    row = model.replay_buffer.pos - 1
+    model.replay_buffer.close()
+    again = CompressedReplayBuffer(
+        200, model.observation_space, model.action_space, storage_dir=tmp_path / "b", n_envs=1
+    )
+    assert again.dones[row].all()
+    again.close()
 
 
 def test_resume_callback_uses_the_recorders_of_make_vec_env(tmp_path: pathlib.Path) -> None:
@@ -383,8 +476,9 @@ def test_unsupported_runs_are_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(CorruptFileError, match="found none"):
         resume(tmp_path / "missing", vec_env_of(cartpole))
     options = {"replay_buffer_class": CompressedReplayBuffer, "buffer_size": 100}
-    model = sb3.DQN("MlpPolicy", cartpole(), replay_buffer_kwargs={"storage_dir": tmp_path / "buffer"}, **options)
-    with pytest.raises(InvalidArgumentError, match="storage_dir"):
+    lossy = {"storage_dir": tmp_path / "buffer", "max_bytes": 10_000_000}
+    model = sb3.DQN("MlpPolicy", cartpole(), replay_buffer_kwargs=lossy, **options)
+    with pytest.raises(InvalidArgumentError, match=r"storage_dir=.*max_bytes"):
         model.learn(10, callback=ResumeCallback(tmp_path))
     model.replay_buffer.close()
     env = SubprocVecEnv([cartpole])

@@ -599,6 +599,48 @@ class StoreFolder:
         self._take_lock(state["_lock"].detach())
 
 
+def copy_stores(source: Path, target: Path) -> None:
+    """Copy the files of a store, or of the stores in a folder. The caller has flushed them, and writes nothing.
+
+    :param target: folder to create
+    :raises StorageError: If a file cannot be copied
+    """
+    try:
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("lock"), copy_function=shutil.copyfile)
+    except (OSError, shutil.Error) as error:
+        raise StorageError(f"{source} cannot be copied to {target}: {error}. Free space on that disk") from error
+
+
+def restore_stores(source: Path, target: Path) -> None:
+    """Replace the contents of a storage folder by a copy that :func:`copy_stores` made.
+
+    If the process is killed meanwhile, the folder counts as a store whose creation was not finished, which is deleted
+    when it is opened.
+
+    :raises StorageError: If a process uses the folder, or it cannot be written
+    """
+    for manifest in sorted(source.rglob(MANIFEST)):
+        folder = target / manifest.parent.relative_to(source)
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = _open_lock_file(folder / "lock")
+        try:
+            (folder / _INCOMPLETE).touch()
+            _delete_file(folder / MANIFEST)
+            for entry in filter(_is_store_file, folder.iterdir()):
+                if entry.name not in ("lock", _INCOMPLETE):
+                    _delete_file(entry)
+            for entry in manifest.parent.iterdir():
+                if entry.is_file() and entry.name != MANIFEST:
+                    shutil.copyfile(entry, folder / entry.name)
+            shutil.copyfile(manifest, folder / f"{MANIFEST}.new")
+            os.replace(folder / f"{MANIFEST}.new", folder / MANIFEST)
+            _delete_file(folder / _INCOMPLETE)
+        except OSError as error:
+            raise storage_error(folder, error, doing="write") from error
+        finally:
+            os.close(descriptor)
+
+
 def _is_store_file(entry: Path) -> bool:
     """Return whether a file in a folder belongs to a store."""
     known = entry.name in ("lock", MANIFEST, f"{MANIFEST}.new", _INCOMPLETE) or _FILES.fullmatch(entry.name)

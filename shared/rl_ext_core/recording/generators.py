@@ -21,7 +21,7 @@ _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 _NAMES = (
     *("_np_random", "np_random", "rng", "_rng", "np_rng", "prng", "random", "_random", "random_state", "_random_state"),
     *("random_generator", "_random_generator", "generator", "_generator"),
-    *("_action_space", "_observation_space", "action_space", "observation_space"),
+    *("_action_space", "_observation_space", "action_space", "observation_space", "_obs_space"),
 )
 # States by place, or places and the memory of their generators.
 Snapshot = dict[tuple[int, str], Any] | tuple[tuple[tuple[int, str], ...], bytes]
