@@ -7,18 +7,22 @@ since. So its state can be restored by repeating these calls, without copying th
 from __future__ import annotations
 
 import dataclasses
+import struct
 import zlib
 from typing import Any
 
 import numpy as np
 
-__all__ = ["MAX_STEPS", "EpisodeLog", "Repetition", "observation_checksum"]
+__all__ = ["MAX_STEPS", "EpisodeLog", "Repetition", "observation_checksum", "step_checksum"]
 
 # Longer episodes are not recorded, because their logs would take much memory.
 MAX_STEPS = 100_000
 # Arrays up to this size are checked completely. Of larger ones, these bytes are, because each word that is read takes
 # about as long as a cache miss.
 _MAX_CHECKED_BYTES, _SAMPLED_BYTES = 8192, 2048
+# Rewards that shared memory contains as float64, as in rl_ext_core.vector.worker.
+_FLOATS, _INTEGERS, _MAX_EXACT = {float, np.float64, np.float32, bool, np.bool_}, {int, np.int64}, 2**53
+_RESULT = struct.Struct("<d??")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +34,8 @@ class EpisodeLog:
     :ivar settings: calls that set attributes before the reset, as (name, data)
     :ivar calls: calls since, in order: ``("reset", {"seed": ..., "options": ...})``, ``("step", action)``, or the name
         and data of another call. The first one is a reset
-    :ivar checksums: checksum of the observation that each finished call returned; None if it is not known
+    :ivar checksums: checksum of what each finished call returned: of the observation of a reset, see
+        :func:`step_checksum` for a step, None if it is not known
     """
 
     generators: dict[tuple[int, str], Any]
@@ -54,8 +59,8 @@ class Repetition:
     """Result of repeating an episode.
 
     :ivar observation: observation that the last call returned
-    :ivar first_difference: number of the first step whose observation differs from the recorded one, 0 for the reset;
-        None if all are equal
+    :ivar first_difference: number of the first step whose observation, reward or end differs from the recorded one, 0
+        for the reset; None if all are equal
     """
 
     observation: Any
@@ -82,3 +87,15 @@ def observation_checksum(observation: Any) -> int:
         return zlib.crc32(repr([observation_checksum(part) for part in observation]).encode())
     array = np.asarray(observation)
     return zlib.crc32(repr(observation).encode()) if array.dtype.hasobject else observation_checksum(array)
+
+
+def step_checksum(observation: int, reward: Any, terminated: Any, truncated: Any) -> int:
+    """Return a checksum of what a step returned.
+
+    Rewards that a float does not represent exactly are left out, because shared memory does not contain them.
+
+    :param observation: checksum of the observation
+    """
+    kind = type(reward)
+    is_exact = kind in _FLOATS or (kind in _INTEGERS and -_MAX_EXACT <= reward <= _MAX_EXACT)
+    return zlib.crc32(_RESULT.pack(reward if is_exact else 0.0, bool(terminated), bool(truncated)), observation)

@@ -13,7 +13,13 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from rl_ext_core.recording.episode_log import MAX_STEPS, EpisodeLog, Repetition, observation_checksum
+from rl_ext_core.recording.episode_log import (
+    MAX_STEPS,
+    EpisodeLog,
+    Repetition,
+    observation_checksum,
+    step_checksum,
+)
 from rl_ext_core.recording.generators import Generators, Snapshot, layers_of, read_snapshot
 
 __all__ = ["RECORDED_CALLS", "EpisodeRecorder", "record_setting", "repeat_episode"]
@@ -64,8 +70,8 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._summarize: Callable[[Any], bytes | int] = _ARRAY.tobytes if is_small else observation_checksum
         self._settings: dict[tuple[str, str], tuple[str, Any]] = {}
         self._head: tuple[Snapshot, list[Any]] | None = None  # generators and settings at the reset
-        # For each call: the action of a step or a _Call, then a checksum or a copy of the observation. Once it is full,
-        # there is no log.
+        # For each call: the action of a step or a _Call, then what it returned. That is, a checksum, or for a step, a
+        # checksum or a copy of the observation, the reward and the flags. Once it is full, there is no log.
         self._entries: collections.deque[Any] = collections.deque(maxlen=_MAX_ENTRIES)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -118,9 +124,9 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._end_by_failure(error, "step")
             raise
         try:
-            entries.append(self._summarize(result[0]))
+            entries.append((self._summarize(result[0]), *result[1:4]))
         except TypeError:  # a small observation that is not an array
-            entries.append(observation_checksum(result[0]))
+            entries.append((observation_checksum(result[0]), *result[1:4]))
         return result
 
     def _start(self, generators: Snapshot, settings: list[Any]) -> None:
@@ -183,10 +189,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             return None
         generators, settings = self._head
         calls = [tuple(call) if type(call) is _Call else ("step", call) for call in entries[::2]]
-        checksums = [
-            observation_checksum(np.frombuffer(value, np.uint8)) if isinstance(value, bytes) else value
-            for value in entries[1::2]
-        ]
+        checksums = [_checksum_of(value) if isinstance(value, tuple) else value for value in entries[1::2]]
         return EpisodeLog(read_snapshot(generators), settings, calls, checksums)
 
     def repeat(self, log: EpisodeLog) -> Repetition:
@@ -199,6 +202,14 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._generators.restore(log.generators)
         self._settings = {(name, data[0]): (name, data) for name, data in log.settings}
         return repeat_episode(self, log)
+
+
+def _checksum_of(result: tuple[Any, ...]) -> int:
+    """Return the checksum of what a step returned, from a checksum or a copy of its observation."""
+    observation, *others = result
+    if isinstance(observation, bytes):
+        observation = observation_checksum(np.frombuffer(observation, np.uint8))
+    return step_checksum(observation, *others)
 
 
 def repeat_episode(
@@ -227,14 +238,17 @@ def repeat_episode(
     for (name, data), expected in zip(log.calls, log.checksums, strict=True):
         if name == "reset":
             observation = convert(env.reset(**data)[0])
+            found = observation_checksum(observation)
         elif name == "step":
             steps += 1
-            observation = convert(env.step(data)[0])
+            observation, *result = env.step(data)
+            observation = convert(observation)
+            found = step_checksum(observation_checksum(observation), *result[:3])
         else:
             with contextlib.suppress(Exception):  # the recorded call raised it, too
                 make_call(name, data)
             continue
-        if first_difference is None and expected is not None and observation_checksum(observation) != expected:
+        if first_difference is None and expected is not None and found != expected:
             first_difference = steps
     return Repetition(observation, first_difference)
 

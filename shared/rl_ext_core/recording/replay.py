@@ -18,7 +18,7 @@ from typing import Any
 from rl_ext_core import processes
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, RlExtError, WorkerError
 from rl_ext_core.recording.capsule import Capsule, RecordedFailure
-from rl_ext_core.recording.episode_log import EpisodeLog, observation_checksum
+from rl_ext_core.recording.episode_log import EpisodeLog, observation_checksum, step_checksum
 from rl_ext_core.recording.generators import Generators, layers_of
 
 __all__ = [
@@ -47,8 +47,8 @@ class ReplayResult:
     :ivar failure: failure of the environment; None if all calls returned
     :ivar step: number of steps, including the failed one
     :ivar n_calls: number of calls, including the failed one
-    :ivar first_difference: first step whose observation differs from the recorded one, 0 for the reset; None if all are
-        equal
+    :ivar first_difference: first step whose observation, reward or end differs from the recorded one, 0 for the reset;
+        None if all are equal
     """
 
     failure: RecordedFailure | None
@@ -255,7 +255,7 @@ def repeat_calls(
             observation, info = env.reset(**data)
             has_ended = False
         elif name == "step":
-            observation, _, terminated, truncated, info = env.step(data)
+            observation, reward, terminated, truncated, info = env.step(data)
             has_ended = bool(terminated or truncated)
         else:
             try:
@@ -265,6 +265,8 @@ def repeat_calls(
                     raise  # other calls have raised in the recorded episode, too
             continue
         found = check.check(observation, info, is_last=number == last)
+        if name == "step":
+            found = {step_checksum(checksum, reward, terminated, truncated) for checksum in found}
         if not has_differed and expected is not None and expected not in found:
             has_differed = True
             report(first_difference=step)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_ext_core.recording.episode_log import MAX_STEPS, EpisodeLog, observation_checksum
+from rl_ext_core.recording.episode_log import MAX_STEPS, EpisodeLog, observation_checksum, step_checksum
 from rl_ext_core.recording.generators import Generators, Snapshot, read_snapshot
 from rl_ext_core.recording.recorder import record_setting
 
@@ -266,6 +266,17 @@ class VectorLog:
         fields = self._layout.fields[: len(self._observations)]
         return self._checksum([np.ndarray(shape, dtype, row, at) for _, at, shape, dtype in fields], number)
 
+    def _step_checksum(self, step: int, number: int) -> int:
+        """Return the checksum of what a step of an environment returned."""
+        from rl_ext_core.vector.worker import OTHER_REWARD, TERMINATED, TRUNCATED  # which imports this module
+
+        row, values = self._rows[step - self._first_step], {}
+        for name, at, shape, dtype in self._layout.fields[-3:]:
+            values[name] = np.ndarray(shape, dtype, row, at - self._offset)[number].item()
+        flags = values["flags"]
+        reward = None if values["reward kind"] == OTHER_REWARD else values["reward"]
+        return step_checksum(self._row_checksum(step, number), reward, flags & TERMINATED, flags & TRUNCATED)
+
     def _action(self, step: int, number: int) -> Any:
         """Return a copy of an environment's action of a step, which may be pending."""
         is_pending = step == self._step
@@ -358,7 +369,7 @@ class VectorLog:
             for at in range(step, event.step):
                 if at not in resets:
                     calls.append(("step", self._action(at, number)))
-                    sums.append(self._row_checksum(at, number))
+                    sums.append(self._step_checksum(at, number))
                 elif not self._reset_delay:
                     calls.append(("step", self._action(at, number)))
                     sums.append(None)
