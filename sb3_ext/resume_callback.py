@@ -114,6 +114,7 @@ class ResumeCallback(BaseCallback):
         self.folder = pathlib.Path(folder)
         self.every = every
         self._next_save = every
+        self._warned = False
 
     def _init_callback(self) -> None:
         """Check the model and the folder, and record the environments."""
@@ -147,7 +148,11 @@ class ResumeCallback(BaseCallback):
                 )
         if model.num_timesteps >= self._next_save:
             self._next_save = (model.num_timesteps // self.every + 1) * self.every
-            _write_save(self.folder, model, self._callbacks())
+            callbacks = self._callbacks()
+            if not self._warned:
+                _warn_of_unsaved_attributes(callbacks)
+                self._warned = True
+            _write_save(self.folder, model, callbacks)
 
     def _on_step(self) -> bool:
         return True
@@ -246,11 +251,28 @@ def _check_layers(vec_env: Any, layers: list[tuple[str, Any]]) -> None:
 
 def _plain_attributes(owner: Any, links: frozenset[str]) -> dict[str, Any]:
     """Return copies of the attributes that are data, except links to other objects."""
-    copies = {}
-    for name, value in vars(owner).items():
-        if name not in links and (is_plain(value) or type(value).__name__ == "StackedObservations"):
-            copies[name] = deepcopy(value)
-    return copies
+    return {name: deepcopy(value) for name, value in vars(owner).items() if name not in links and _is_saved(value)}
+
+
+def _is_saved(value: Any) -> bool:
+    return is_plain(value) or type(value).__name__ == "StackedObservations"
+
+
+def _warn_of_unsaved_attributes(callbacks: list[BaseCallback]) -> None:
+    """Warn if callbacks of the user have attributes that are not data."""
+    unsaved = [
+        f"{type(each).__name__}.{name} ({type(value).__name__})"
+        for each in callbacks
+        if type(each).__module__.partition(".")[0] not in ("stable_baselines3", "sb3_contrib", "sb3_ext")
+        for name, value in vars(each).items()
+        if name not in _CALLBACK_LINKS and not (_is_saved(value) or callable(value))
+    ]
+    if unsaved:
+        warnings.warn(
+            f"These attributes of callbacks are not saved, and start again after resume(): {', '.join(unsaved)}. Use "
+            "numbers, strings, arrays, lists or dicts for what must continue",
+            stacklevel=4,
+        )
 
 
 def _equals_row(arrays: dict[Any, np.ndarray], observations: dict[Any, np.ndarray], index: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pathlib
 import signal
@@ -468,6 +469,23 @@ def test_other_number_of_callbacks_than_in_the_run_is_reported(tmp_path: pathlib
     callbacks = [ResumeCallback(tmp_path, 32), StopAt(1000), StopAt(2000)]
     with pytest.warns(UserWarning, match="2 callbacks StopAt, but 1"):
         model.learn(64 - model.num_timesteps, callback=callbacks, reset_num_timesteps=False)
+
+
+class Opaque(BaseCallback):
+    """Callback with an attribute that is data, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers, self.history = [1], io.StringIO()
+
+    def _on_step(self) -> bool:
+        return True
+
+
+def test_callback_attributes_that_are_not_saved_are_reported_once(tmp_path: pathlib.Path) -> None:
+    with pytest.warns(UserWarning, match=r"not saved.*: Opaque\.history \(StringIO\)\. Use") as caught:
+        ppo(vec_env_of(cartpole)).learn(96, callback=[Opaque(), StopAt(1000), ResumeCallback(tmp_path, 32)])
+    assert len(caught) == 1
 
 
 def test_unsupported_runs_are_refused(tmp_path: pathlib.Path) -> None:
