@@ -20,7 +20,7 @@ import pytest
 import sb3_contrib
 import stable_baselines3 as sb3
 import torch as th
-from gymnasium.wrappers import TransformObservation
+from gymnasium.wrappers import NormalizeObservation, NormalizeReward, TimeAwareObservation, TransformObservation
 from stable_baselines3.common.buffers import DictReplayBuffer
 from stable_baselines3.common.callbacks import (
     BaseCallback,
@@ -85,6 +85,10 @@ def cartpole() -> gymnasium.Env:
 
 def masked() -> gymnasium.Env:
     return Monitor(Masked(gymnasium.make("CartPole-v1")))
+
+
+def normalized(env: gymnasium.Env) -> gymnasium.Env:
+    return NormalizeReward(NormalizeObservation(TimeAwareObservation(env)))
 
 
 def made(env_id: str) -> Callable[[], gymnasium.Env]:
@@ -469,6 +473,22 @@ def test_other_number_of_callbacks_than_in_the_run_is_reported(tmp_path: pathlib
     callbacks = [ResumeCallback(tmp_path, 32), StopAt(1000), StopAt(2000)]
     with pytest.warns(UserWarning, match="2 callbacks StopAt, but 1"):
         model.learn(64 - model.num_timesteps, callback=callbacks, reset_num_timesteps=False)
+
+
+@pytest.mark.parametrize("isolation", ["in-process", pytest.param("process", marks=pytest.mark.slow)])
+def test_statistics_of_normalizing_wrappers_continue(isolation: Any, tmp_path: pathlib.Path) -> None:
+    envs = []
+
+    def build() -> Any:
+        envs.append(make_vec_env("CartPole-v1", 2, 3, isolation=isolation, wrapper_class=normalized))
+        return envs[-1]
+
+    whole = ppo(build()).learn(160, callback=ResumeCallback(tmp_path, 32))
+    model = resume(tmp_path, build())
+    model.learn(160 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 32))
+    assert_equal(state_of(whole), state_of(model))
+    for env in envs:
+        env.close()
 
 
 class Opaque(BaseCallback):

@@ -15,6 +15,7 @@ __all__ = ["Generators", "Snapshot", "layers_of", "read_snapshot", "restore_gene
 
 # The emulator of Atari has a generator of its own, for sticky actions, which only its whole state includes.
 _EMULATOR = "ale"
+_MAX_STATISTICS_BYTES = 4096  # larger ones would take a noticeable part of a reset
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 # Attributes in which environments store generators and spaces. Reading vars(layer) instead would slow down each later
 # access to an attribute of the layer, because CPython then stores the attributes in a separate dict.
@@ -22,6 +23,7 @@ _NAMES = (
     *("_np_random", "np_random", "rng", "_rng", "np_rng", "prng", "random", "_random", "random_state", "_random_state"),
     *("random_generator", "_random_generator", "generator", "_generator"),
     *("_action_space", "_observation_space", "action_space", "observation_space", "_obs_space"),
+    "obs_rms",  # not a generator: the statistics of NormalizeObservation, which observations depend on, too
 )
 # States by place, or places and the memory of their generators.
 Snapshot = dict[tuple[int, str], Any] | tuple[tuple[tuple[int, str], ...], bytes]
@@ -115,7 +117,7 @@ class Generators:
                 if isinstance(value, gymnasium.Space) and id(value) not in found:
                     self._places += [((number, place), space, "_np_random") for place, space in _spaces_in(value, name)]
                 elif (value is None and name == "_np_random") or (
-                    id(value) not in found and isinstance(value, _GENERATORS)
+                    id(value) not in found and (isinstance(value, _GENERATORS) or _is_statistics(value))
                 ):
                     self._places.append(((number, name), layer, name))
                 found.add(id(value))
@@ -177,8 +179,15 @@ def _is_atari(layer: Any) -> bool:
     return type(layer).__module__ == "ale_py.env"
 
 
+def _is_statistics(value: Any) -> bool:
+    return type(value).__name__ == "RunningMeanStd"
+
+
 def _state_of(generator: Any) -> Any:
-    """Return the state of a generator as plain data; None for one of the operating system."""
+    """Return the state of a generator as plain data; None for one of the operating system, and large statistics."""
+    if _is_statistics(generator):
+        mean, var = np.array(generator.mean), np.array(generator.var)
+        return {"mean": mean, "var": var, "count": generator.count} if mean.nbytes <= _MAX_STATISTICS_BYTES else None
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, random.SystemRandom):
@@ -193,6 +202,9 @@ def restore_generator(generator: Any, state: Any) -> Any:
     if isinstance(state, tuple):
         generator = generator if isinstance(generator, random.Random) else random.Random()
         generator.setstate(state)
+    elif "mean" in state:
+        for name, value in state.items():
+            setattr(generator, name, np.array(value) if isinstance(value, np.ndarray) else value)
     elif "has_gauss" in state:
         generator = generator if isinstance(generator, np.random.RandomState) else np.random.RandomState()
         generator.set_state(state)
