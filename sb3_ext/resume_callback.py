@@ -13,6 +13,7 @@ import pickle
 import random
 import re
 import shutil
+import uuid
 import warnings
 import weakref
 import zlib
@@ -27,6 +28,7 @@ import torch as th
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import (
     VecCheckNan,
     VecEnv,
@@ -38,10 +40,11 @@ from stable_baselines3.common.vec_env import (
 )
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvWrapper
 
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.folder import copy_stores, restore_stores
 from rl_ext_core.recording import EpisodeLog, Repetition
-from rl_ext_core.recording.layers import is_plain, restore_results_file, results_text
+from rl_ext_core.recording.layers import LayerState, is_plain, restore_results_file, results_text
+from rl_ext_core.vector.environments import check_count
 from sb3_ext._recorded_environments import recorded_environments
 from sb3_ext.buffers import CompressedReplayBuffer
 
@@ -80,6 +83,8 @@ _CALLBACK_LINKS = frozenset(
     )
 )
 
+# Names of the runs, by which a folder with saves of another run is refused.
+_runs: weakref.WeakKeyDictionary[BaseAlgorithm, str] = weakref.WeakKeyDictionary()
 # State that the first rollout of a resumed model restores.
 _pending: weakref.WeakKeyDictionary[BaseAlgorithm, dict[str, Any]] = weakref.WeakKeyDictionary()
 
@@ -109,21 +114,28 @@ class ResumeCallback(BaseCallback):
 
     def __init__(self, folder: str | os.PathLike[str], every: int = 50_000) -> None:
         super().__init__()
-        if every < 1:
-            raise InvalidArgumentError(f"every={every!r}: expected at least 1 timestep. Use every=50_000")
         self.folder = pathlib.Path(folder)
-        self.every = every
+        self.every = check_count("every", every)
         self._next_save = every
         self._warned = False
 
     def _init_callback(self) -> None:
         """Check the model and the folder, and record the environments."""
         model = self.model
+        if not isinstance(model, (OnPolicyAlgorithm, OffPolicyAlgorithm)):
+            raise InvalidTypeError(
+                f"ResumeCallback does not support {type(model).__name__}, which draws random numbers before a rollout "
+                "starts: expected an on-policy or off-policy algorithm. Use CheckpointCallback"
+            )
+        if self.folder.exists() and not self.folder.is_dir():
+            raise InvalidArgumentError(f"folder={str(self.folder)!r} is a file: expected a folder. Use another name")
         _check_storage(model)
         saves = _saves(self.folder)
+        run = _runs.setdefault(model, uuid.uuid4().hex)
         state = _pending.get(model)
-        is_resumed = state is not None and state["save"] == (self.folder.resolve(), model.num_timesteps)
-        if saves and not is_resumed and model.num_timesteps < _timesteps_of(saves[-1]):
+        is_resumed = state is not None and state["model"]["num_timesteps"] == model.num_timesteps
+        is_earlier = saves and not is_resumed and model.num_timesteps < _timesteps_of(saves[-1])
+        if saves and (_run_of(saves[-1]) != run or is_earlier):
             raise InvalidArgumentError(
                 f"folder={str(self.folder)!r} contains saves of another run, the last one at "
                 f"{_timesteps_of(saves[-1])} timesteps, and this run is at {model.num_timesteps}. Continue it with "
@@ -132,6 +144,18 @@ class ResumeCallback(BaseCallback):
             )
         recorded_environments(self.training_env, was_reset=model.num_timesteps == 0)
         self._next_save = (model.num_timesteps // self.every + 1) * self.every
+
+    def _on_training_start(self) -> None:
+        for callback in _flatten(self.locals.get("callback")):
+            if callback is self:
+                break
+            if type(callback)._on_rollout_start is not BaseCallback._on_rollout_start and not isinstance(
+                callback, CallbackList
+            ):
+                raise InvalidArgumentError(
+                    f"{type(callback).__name__} comes before ResumeCallback, so a resumed run would call its "
+                    "_on_rollout_start twice: expected ResumeCallback first. Use callback=[ResumeCallback(...), ...]"
+                )
 
     def _on_rollout_start(self) -> None:
         model = self.model
@@ -184,6 +208,7 @@ def resume(
     """
     save = _newest_complete_save(pathlib.Path(folder))
     state = pickle.loads((save / _STATE).read_bytes())
+    _check_number_of_envs(env, len(state["environments"]))
     if state["storage"] is not None:
         restore_stores(save / _STORAGE, pathlib.Path(state["storage"]["folder"]))
     model = state["class"].load(save / _MODEL, env=env, device=device, custom_objects=custom_objects, force_reset=False)
@@ -198,6 +223,7 @@ def resume(
     vec_env = model.get_env()
     _check_layers(vec_env, state["layers"])
     environments = recorded_environments(vec_env)
+    _check_environments(environments.layer_states(), state["environments"])
     repetitions = _repeat_episodes(environments, state["logs"])
     vec_env.unwrapped._reset_seeds()
     vec_env.unwrapped._reset_options()
@@ -206,14 +232,41 @@ def resume(
         restore_results_file(layer, text)
     for index, (layers, repetition) in enumerate(zip(state["environments"], repetitions, strict=True)):
         environments.restore_layers(index, layers)
-        if repetition is None or not _equals_row(environments.observation_arrays(), state["observations"], index):
-            why = "is not deterministic" if state["logs"][index] is not None else "has no record of its episode"
+        differs = repetition is None or repetition.first_difference is not None
+        if differs or not _equals_row(environments.observation_arrays(), state["observations"], index):
+            why = "is not deterministic, or its episode depends on earlier ones"
+            why = why if state["logs"][index] is not None else "has no record of its episode"
             warnings.warn(f"Environment {index} {why}, so its episode is reported as truncated.", stacklevel=2)
             _truncate(model, environments, index)
     _restore_generators(model, state)
-    state["save"] = save.resolve().parent, model.num_timesteps
+    _runs[model] = state["run"]
     _pending[model] = state
     return model
+
+
+def _check_number_of_envs(env: Any, expected: int) -> None:
+    """Raise an error if ``env`` is not an environment, or has another number of them than the saved run."""
+    if not isinstance(env, (VecEnv, gymnasium.Env)):
+        raise InvalidTypeError(
+            f"env is of type {type(env).__name__}: expected an environment that was built like that of the run. Use "
+            "sb3_ext.resume(folder, make_vec_env(env_id, n_envs=4))"
+        )
+    found = getattr(env, "num_envs", 1)
+    if found != expected:
+        raise InvalidArgumentError(
+            f"env has {found} environments: expected {expected}, as in the saved run. Use n_envs={expected}"
+        )
+
+
+def _check_environments(found: list[list[LayerState]], expected: list[list[LayerState]]) -> None:
+    """Raise an error if an environment has other classes than that of the saved run."""
+    for index, (ours, saved) in enumerate(zip(found, expected, strict=True)):
+        classes, saved_classes = ([name for name, _, _ in layers] for layers in (ours, saved))
+        if classes != saved_classes:
+            raise InvalidArgumentError(
+                f"environment {index} is {' of '.join(classes)}: expected {' of '.join(saved_classes)}, as in the "
+                "saved run. Build it like that of the run"
+            )
 
 
 def _repeat_episodes(environments: Any, logs: list[EpisodeLog | None]) -> list[Repetition | None]:
@@ -433,6 +486,7 @@ def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
         "logs": environments.logs(),
         "files": list(map(results_text, _layers(vec_env))),
         "storage": _storage_state(model),
+        "run": _runs[model],
     }
 
 
@@ -489,21 +543,28 @@ def _write_save(folder: pathlib.Path, model: Any, callbacks: list[BaseCallback])
         if _UNFINISHED_NAME.fullmatch(path.name):
             shutil.rmtree(path)
     temporary = folder / f".unfinished-save-{model.num_timesteps}"
-    temporary.mkdir()
-    (temporary / _STATE).write_bytes(cloudpickle.dumps(_state_of_run(model, callbacks)))
-    model.save(temporary / _MODEL)
-    if isinstance(model, OffPolicyAlgorithm):
-        if (storage_dir := _storage_dir(model)) is None:
-            model.save_replay_buffer(temporary / _BUFFER)
-        else:
-            model.replay_buffer.flush()  # type: ignore[union-attr]
-            copy_stores(pathlib.Path(storage_dir), temporary / _STORAGE)
-    files = sorted(path for path in temporary.rglob("*") if path.is_file())
-    checksums = {path.relative_to(temporary).as_posix(): _file_checksum(path) for path in files}
-    (temporary / _MARKER).write_text(json.dumps({"format": _FORMAT, "files": checksums}))
-    for path in temporary.rglob("*"):
-        _flush_to_disk(path)
-    _flush_to_disk(temporary)
+    try:
+        temporary.mkdir()
+        (temporary / _STATE).write_bytes(cloudpickle.dumps(_state_of_run(model, callbacks)))
+        model.save(temporary / _MODEL)
+        if isinstance(model, OffPolicyAlgorithm):
+            if (storage_dir := _storage_dir(model)) is None:
+                model.save_replay_buffer(temporary / _BUFFER)
+            else:
+                model.replay_buffer.flush()  # type: ignore[union-attr]
+                copy_stores(pathlib.Path(storage_dir), temporary / _STORAGE)
+        files = sorted(path for path in temporary.rglob("*") if path.is_file())
+        checksums = {path.relative_to(temporary).as_posix(): _file_checksum(path) for path in files}
+        (temporary / _MARKER).write_text(json.dumps({"format": _FORMAT, "run": _runs[model], "files": checksums}))
+        for path in temporary.rglob("*"):
+            _flush_to_disk(path)
+        _flush_to_disk(temporary)
+    except OSError as error:  # a full disk, for example
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise StorageError(
+            f"folder={str(folder)!r}: the save at {model.num_timesteps} timesteps cannot be written ({error}). Earlier "
+            "saves are complete. Free space, and continue with sb3_ext.resume(folder, env)"
+        ) from error
     target = folder / f"save-{model.num_timesteps}"
     if _is_save(target):
         _delete_save(target)
@@ -540,6 +601,14 @@ def _file_checksum(path: pathlib.Path) -> int:
 
 def _is_save(path: pathlib.Path) -> bool:
     return _SAVE_NAME.fullmatch(path.name) is not None and (path / _MARKER).is_file()
+
+
+def _run_of(save: pathlib.Path) -> Any:
+    """Return the name of the run that wrote a save; None if the save is damaged."""
+    try:
+        return json.loads((save / _MARKER).read_text())["run"]
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _timesteps_of(save: pathlib.Path) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pathlib
+import random
 import signal
 import subprocess
 import sys
@@ -506,6 +508,121 @@ def test_callback_attributes_that_are_not_saved_are_reported_once(tmp_path: path
     with pytest.warns(UserWarning, match=r"not saved.*: Opaque\.history \(StringIO\)\. Use") as caught:
         ppo(vec_env_of(cartpole)).learn(96, callback=[Opaque(), StopAt(1000), ResumeCallback(tmp_path, 32)])
     assert len(caught) == 1
+
+
+class Ages(gymnasium.Wrapper):
+    """Wrapper whose episodes depend on earlier ones: longer, with other rewards, or with random rewards."""
+
+    def __init__(self, env: gymnasium.Env, what: str) -> None:
+        super().__init__(env)
+        self.what = what
+
+    def reset(self, **kwargs: Any) -> Any:
+        inner: Any = self.unwrapped
+        inner.age = getattr(inner, "age", 0) + 1
+        self.time = 0
+        return self.env.reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self.time += 1
+        inner: Any = self.unwrapped
+        if self.what == "length":
+            truncated = truncated or self.time >= (2 if inner.age % 7 == 0 else 9)
+        elif self.what == "reward":
+            reward = float(reward) / inner.age
+        else:
+            reward = float(reward) + random.SystemRandom().random()
+        return observation, reward, terminated, truncated, info
+
+
+@pytest.mark.parametrize("isolation", ["in-process", pytest.param("process", marks=pytest.mark.slow)])
+def test_attributes_of_the_environment_that_last_over_episodes_continue(isolation: Any, tmp_path: pathlib.Path) -> None:
+    envs = []
+
+    def build() -> Any:
+        made = make_vec_env(lambda: Ages(gymnasium.make("CartPole-v1"), "length"), 2, 3, isolation=isolation)
+        envs.append(made)
+        return made
+
+    whole = ppo(build()).learn(320, callback=ResumeCallback(tmp_path, 160))
+    model = resume(tmp_path, build())
+    model.learn(320 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 160))
+    assert_equal(state_of(whole), state_of(model))
+    for env in envs:
+        env.close()
+
+
+@pytest.mark.parametrize("what", ["reward", "noise"])
+def test_rewards_that_cannot_be_repeated_are_reported(what: str, tmp_path: pathlib.Path) -> None:
+    env_fn = functools.partial(Ages, gymnasium.make("CartPole-v1"), what)
+    ppo(vec_env_of(env_fn)).learn(64, callback=ResumeCallback(tmp_path, 32))
+    env_fn = functools.partial(Ages, gymnasium.make("CartPole-v1"), what)
+    with pytest.warns(UserWarning, match="is not deterministic, or its episode depends on earlier ones"):
+        resume(tmp_path, vec_env_of(env_fn))
+
+
+class Anneal(BaseCallback):
+    def _on_rollout_start(self) -> None:
+        self.model.ent_coef *= 0.5
+
+    def _on_step(self) -> bool:
+        return True
+
+
+def test_callback_of_rollouts_before_resume_callback_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"Anneal comes before.*\[ResumeCallback\(\.\.\.\), \.\.\.\]"):
+        ppo(vec_env_of(cartpole)).learn(64, callback=[Anneal(), ResumeCallback(tmp_path, 32)])
+    models = [ppo(vec_env_of(cartpole)).learn(64, callback=[ResumeCallback(tmp_path, 32), Anneal()])]
+    models.append(resume(tmp_path, vec_env_of(cartpole)))
+    callbacks = [ResumeCallback(tmp_path, 32), Anneal()]
+    models[1].learn(64 - models[1].num_timesteps, reset_num_timesteps=False, callback=callbacks)
+    assert models[0].ent_coef == models[1].ent_coef
+
+
+def test_saves_of_another_run_at_fewer_timesteps_are_refused(tmp_path: pathlib.Path) -> None:
+    model = ppo(vec_env_of(cartpole)).learn(64)
+    other = ppo(vec_env_of(cartpole)).learn(64, callback=ResumeCallback(tmp_path, 16))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(InvalidArgumentError, match="saves of another run"):
+        model.learn(64, callback=ResumeCallback(tmp_path, 16), reset_num_timesteps=False)
+    assert sorted(tmp_path.iterdir()) == before
+    other.learn(64, callback=ResumeCallback(tmp_path, 16), reset_num_timesteps=False)  # the same run goes on
+    assert sorted(tmp_path.iterdir()) != before
+
+
+@pytest.mark.parametrize(
+    ("env", "error", "expected"),
+    [
+        (lambda: vec_env_of(cartpole, 1), InvalidArgumentError, "env has 1 environments: expected 2"),
+        (lambda: vec_env_of(cartpole, 3), InvalidArgumentError, "env has 3 environments: expected 2"),
+        (
+            lambda: vec_env_of(lambda: gymnasium.make("CartPole-v1"), 2),
+            InvalidArgumentError,
+            "environment 0 is TimeLimit of .*: expected Monitor of TimeLimit",
+        ),
+        (lambda: None, InvalidTypeError, "env is of type NoneType"),
+    ],
+)
+def test_environments_that_differ_from_the_run_are_refused(
+    env: Any, error: Any, expected: str, tmp_path: pathlib.Path
+) -> None:
+    ppo(vec_env_of(cartpole, 2)).learn(64, callback=ResumeCallback(tmp_path, 32))
+    with pytest.raises(error, match=expected):
+        resume(tmp_path, env())
+
+
+def test_full_disk_leaves_the_earlier_save(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ppo(vec_env_of(cartpole)).learn(32, callback=ResumeCallback(tmp_path, 16))
+    before = sorted(path.name for path in tmp_path.iterdir())
+
+    def fail(path: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sb3_ext.resume_callback._flush_to_disk", fail)
+    with pytest.raises(StorageError, match=r"No space left on device.*Earlier saves are complete"):
+        model.learn(64, callback=ResumeCallback(tmp_path, 16), reset_num_timesteps=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 def test_unsupported_runs_are_refused(tmp_path: pathlib.Path) -> None:

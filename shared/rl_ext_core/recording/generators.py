@@ -23,7 +23,8 @@ _NAMES = (
     *("_np_random", "np_random", "rng", "_rng", "np_rng", "prng", "random", "_random", "random_state", "_random_state"),
     *("random_generator", "_random_generator", "generator", "_generator"),
     *("_action_space", "_observation_space", "action_space", "observation_space", "_obs_space"),
-    "obs_rms",  # not a generator: the statistics of NormalizeObservation, which observations depend on, too
+    # Not generators: the statistics of NormalizeObservation and NormalizeReward, which results depend on, too.
+    *("obs_rms", "return_rms", "discounted_reward"),
 )
 # States by place, or places and the memory of their generators.
 Snapshot = dict[tuple[int, str], Any] | tuple[tuple[tuple[int, str], ...], bytes]
@@ -180,11 +181,13 @@ def _is_atari(layer: Any) -> bool:
 
 
 def _is_statistics(value: Any) -> bool:
-    return type(value).__name__ == "RunningMeanStd"
+    return type(value).__name__ == "RunningMeanStd" or type(value) is np.ndarray
 
 
 def _state_of(generator: Any) -> Any:
     """Return the state of a generator as plain data; None for one of the operating system, and large statistics."""
+    if type(generator) is np.ndarray:
+        return generator.copy() if generator.nbytes <= _MAX_STATISTICS_BYTES else None
     if _is_statistics(generator):
         mean, var = np.array(generator.mean), np.array(generator.var)
         return {"mean": mean, "var": var, "count": generator.count} if mean.nbytes <= _MAX_STATISTICS_BYTES else None
@@ -199,7 +202,9 @@ def restore_generator(generator: Any, state: Any) -> Any:
     """Return a generator with a state: the present one if its kind fits, else a new one."""
     if state is None:
         return generator
-    if isinstance(state, tuple):
+    if isinstance(state, np.ndarray):
+        generator = state.copy()
+    elif isinstance(state, tuple):
         generator = generator if isinstance(generator, random.Random) else random.Random()
         generator.setstate(state)
     elif "mean" in state:

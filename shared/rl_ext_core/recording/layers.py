@@ -1,8 +1,12 @@
-"""State of the wrappers of an environment, which repeating an episode does not restore: statistics, monitors, files."""
+"""State of an environment and its wrappers that repeating an episode does not restore.
+
+That is, what lasts over episodes: statistics, monitors and their files, levels of a curriculum.
+"""
 
 from __future__ import annotations
 
 import os
+import pickle
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -22,29 +26,47 @@ _PLAIN = (
     *(bool, int, float, str, bytes, np.ndarray, np.generic),
     *(np.random.Generator, np.random.RandomState, random.Random),
 )
-_LINKS = frozenset(("env", "results_writer", "_action_space", "_observation_space", "_metadata", "_cached_spec"))
+_LINKS = frozenset(
+    (
+        *("env", "results_writer", "_action_space", "_observation_space", "_metadata", "_cached_spec"),
+        *("_np_random", "_np_random_seed"),  # repeating the episode restores the generator
+    )
+)
+# Larger arrays are usually maps and models, which do not change.
+_MAX_BYTES = 1 << 20
 
 
 def layer_states(env: Any) -> list[LayerState]:
-    """Return the state of each wrapper of an environment, outermost first."""
-    states: list[LayerState] = []
-    for layer in _wrappers(env):
-        values = {name: value for name, value in vars(layer).items() if name not in _LINKS and is_plain(value)}
-        states.append((type(layer).__name__, values, results_text(layer)))
-    return states
+    """Return the state of each wrapper of an environment, outermost first, and of the environment itself."""
+    return [(type(layer).__name__, _small_attributes(layer), results_text(layer)) for layer in _all_layers(env)]
+
+
+def _small_attributes(layer: Any) -> dict[str, Any]:
+    """Return the attributes of a layer that are data, except large arrays."""
+    return {
+        name: value
+        for name, value in getattr(layer, "__dict__", {}).items()
+        if name not in _LINKS and is_plain(value) and getattr(value, "nbytes", 0) <= _MAX_BYTES
+    }
 
 
 def restore_layers(env: Any, states: Sequence[LayerState]) -> None:
-    """Set the attributes of an environment's wrappers, and the content of their files, to recorded states."""
-    for layer, (name, values, text) in zip(_wrappers(env), states, strict=False):
+    """Set the attributes of an environment and its wrappers, and the content of their files, to recorded states.
+
+    Attributes that repeating the episode has restored stay as they are, because other objects may share them.
+    """
+    for layer, (name, values, text) in zip(_all_layers(env), states, strict=False):
         if type(layer).__name__ == name:
-            vars(layer).update(values)
+            present = _small_attributes(layer)
+            for key, value in values.items():
+                if key not in present or pickle.dumps(present[key]) != pickle.dumps(value):
+                    vars(layer)[key] = value
             restore_results_file(layer, text)
 
 
-def _wrappers(env: Any) -> list[Any]:
-    """Return the wrappers of an environment, outermost first, without the recorder."""
-    return [layer for layer in layers_of(env)[:-1] if not isinstance(layer, EpisodeRecorder)]
+def _all_layers(env: Any) -> list[Any]:
+    """Return the wrappers of an environment, outermost first, and the environment, without the recorder."""
+    return [layer for layer in layers_of(env) if not isinstance(layer, EpisodeRecorder)]
 
 
 def is_plain(value: Any) -> bool:
@@ -58,7 +80,7 @@ def is_plain(value: Any) -> bool:
 
 def results_text(monitor: Any) -> str | None:
     """Return the content of the file in which a monitor writes its episodes; None if it has none."""
-    file = getattr(vars(monitor).get("results_writer"), "file_handler", None)
+    file = getattr(getattr(monitor, "__dict__", {}).get("results_writer"), "file_handler", None)
     if file is None:
         return None
     file.flush()
@@ -67,7 +89,7 @@ def results_text(monitor: Any) -> str | None:
 
 def restore_results_file(monitor: Any, text: str | None) -> None:
     """Replace the content of a monitor's file by that at the time of a save."""
-    file = getattr(vars(monitor).get("results_writer"), "file_handler", None)
+    file = getattr(getattr(monitor, "__dict__", {}).get("results_writer"), "file_handler", None)
     if file is not None and text is not None:
         file.seek(0)
         file.truncate()
