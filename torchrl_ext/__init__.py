@@ -11,6 +11,7 @@ if _compat.has_wrapper():
     from torchrl_ext.gym import GymEnv, GymWrapper
 else:
     from torchrl.envs import GymEnv, GymWrapper  # type: ignore[no-redef]
+from torchrl_ext.environment_state import EnvironmentState
 from torchrl_ext.parallel import ParallelEnv
 
 if _compat.has_slice_sampler():
@@ -18,4 +19,13 @@ if _compat.has_slice_sampler():
 else:
     from torchrl.data import SliceSampler  # type: ignore[no-redef]
 
-__all__ = ["FrameStorage", "GymEnv", "GymWrapper", "ParallelEnv", "SliceSampler", "as_factory", "resolve_device"]
+__all__ = [
+    "EnvironmentState",
+    "FrameStorage",
+    "GymEnv",
+    "GymWrapper",
+    "ParallelEnv",
+    "SliceSampler",
+    "as_factory",
+    "resolve_device",
+]

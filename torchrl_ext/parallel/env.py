@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,9 @@ class ParallelEnv(_BaseParallelEnv, metaclass=_ParallelEnvMeta):
     :param step_timeout: limit for the answers to any later call, in seconds; None: no limit
     :param shutdown_timeout: limit for closing the environments, in seconds. Workers that take longer are killed, with
         a warning. None: no limit. TorchRL's default is 10
+    :param recorder: folder for records of failed episodes, which ``rl-ext replay`` repeats. True (default): the working
+        directory; at most ten files ``crash-*.rlx`` are written to a folder. False: record nothing. Environments are
+        recorded if they are single gymnasium environments in ``GymWrapper`` or ``GymEnv``
     :param mp_start_method: ``"forkserver"`` (the default if available, which imports modules once for all workers),
         ``"spawn"`` or ``"fork"``
     :raises NotCopyableError: If a copy would differ from the instance. The text names the attribute and a fix.
@@ -88,6 +92,7 @@ class ParallelEnv(_BaseParallelEnv, metaclass=_ParallelEnvMeta):
         start_timeout: float | None = None,
         step_timeout: float | None = None,
         shutdown_timeout: float | None = None,
+        recorder: bool | str | os.PathLike[str] = True,
         mp_start_method: str | None = None,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
@@ -104,6 +109,7 @@ class ParallelEnv(_BaseParallelEnv, metaclass=_ParallelEnvMeta):
             timeout=start_timeout,
             num_threads=kwargs.get("num_sub_threads", 1),
             kwargs=create_env_kwargs,
+            recorder=recorder,
         )
         # Modules of torch do not support attributes before their constructor was called.
         self.__dict__.update(_plan=plan, _start_timeout=start_timeout, _step_timeout=step_timeout)
@@ -167,7 +173,7 @@ class _SingleSerialEnv(SerialEnv):
 
 def _make_serial_env(create_env_fn: Any, kwargs: dict[str, Any]) -> SerialEnv:
     """Build a :class:`_SingleSerialEnv` from the arguments of ``ParallelEnv``."""
-    for name in ("step_timeout", "metadata_from_workers", "shutdown_timeout"):
+    for name in ("step_timeout", "metadata_from_workers", "shutdown_timeout", "recorder"):
         kwargs.pop(name, None)
     named = {"mp_start_method": "start_method", "start_timeout": "timeout", "create_env_kwargs": "kwargs"}
     ours = {name: name for name in ("seed", "overrides", "devices", "verify")}

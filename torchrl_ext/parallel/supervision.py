@@ -89,6 +89,7 @@ class SupervisedEnv(upstream.ParallelEnv):
             self._speed_check = self._plan.make_speed_check()
         resources.check_open_file_limit(self.num_workers, "ParallelEnv({}, ...)")
         started: list[Any] = []
+        self._plan.open_logs()
         try:
             with contextlib.ExitStack() as stack:
                 starting = [self]  # emptied below, because workers would keep this object alive
@@ -114,6 +115,7 @@ class SupervisedEnv(upstream.ParallelEnv):
             raise
         finally:
             self._mp_start_method = self._user_start_method
+            self._plan.close_logs()
 
     def _cleanup_failed_worker_startup(self) -> None:
         """Do nothing. Workers that TorchRL ends here would be reported as failed."""
@@ -297,8 +299,10 @@ class _WorkerOperation:
             # If a worker failed, _wake_parent set the flags, and TorchRL has read data that was not written.
             with watch.operation(self._phase):
                 pass
-        except BaseException:
+        except BaseException as raised:
             if watch.failure is not None:
+                if isinstance(raised, WorkerError):
+                    owner._plan.record_crash(raised, owner._step_timeout)
                 owner._kill_workers()
             raise
         if error is None or isinstance(error, Exception):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
+import os
 import statistics
 import time
 import weakref
@@ -17,10 +19,14 @@ from torchrl.envs import EnvBase
 from torchrl.envs.common import EnvMetaData
 
 from rl_ext_core import processes, resources
-from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, StorageError, WorkerError
 from rl_ext_core.factory.convert import examine_factory
 from rl_ext_core.factory.record import merge_modules
+from rl_ext_core.recording.capsule import RecordedFailure, check_recorder, record_crash
+from rl_ext_core.recording.shared_log import LOG_BYTES, read_shared_log
+from rl_ext_core.vector.channel import SharedMemory
 from torchrl_ext.factories import make_factory, read_metadata
+from torchrl_ext.parallel.episodes import find_gymnasium_env, start_recorder
 
 if TYPE_CHECKING:
     from rl_ext_core.factory import EnvFactory
@@ -46,6 +52,7 @@ class WorkerPlan:
     :param num_workers: number of workers
     :param num_threads: number of torch threads in a worker
     :param kwargs: arguments of ``source``, for all workers or per worker
+    :param recorder: folder for records of crashes; True for the working directory; False records no episodes
     :ivar factories: factory of each worker
     :ivar seeds: seed of each worker; None: unseeded
     :ivar functions: one function for all workers, or a list of functions if their sources differ
@@ -65,7 +72,10 @@ class WorkerPlan:
         timeout: float | None = None,
         num_threads: int | None = None,
         kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        recorder: bool | str | os.PathLike[str] = False,
     ) -> None:
+        check_recorder(recorder)
+        self.recorder, self._logs = recorder, list[Any]()
         sources = list(source) if isinstance(source, (list, tuple)) else [source] * num_workers
         factories: dict[int, list[EnvFactory[Any]]] = {}
         for item in sources:
@@ -94,6 +104,43 @@ class WorkerPlan:
             environs=[{} if factory.decision is None else factory.decision.variables for factory in self.factories],
             on_start=on_start,
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_logs": []}  # a copy starts its own workers
+
+    def open_logs(self) -> None:
+        """Make the shared memory in which the workers log their episodes, before they start."""
+        if self.recorder is False:
+            return
+        with contextlib.suppress(StorageError):  # a limit of file sizes: nothing is recorded
+            memory = SharedMemory(LOG_BYTES * len(self.factories))
+            self._logs = [memory.map(LOG_BYTES, LOG_BYTES * index) for index in range(len(self.factories))]
+            for envs in self._envs:
+                envs.logs = memory
+
+    def close_logs(self) -> None:
+        """Release the shared memory of the logs, after the workers have started."""
+        for envs in self._envs:
+            envs.logs = None
+
+    def record_crash(self, error: WorkerError, step_timeout: float | None) -> None:
+        """Write a capsule of a failure, and add its path to the error text, if the environment caused it."""
+        worker: Any = error.worker
+        log = read_shared_log(self._logs[worker]) if self._logs and worker is not None else None
+        # Otherwise the failure is outside of the environment, for example in a transform.
+        if log is None or not (log.is_interrupted or isinstance(error.__cause__, EnvironmentOutputError)):
+            return
+        overrides = {name: value for name, value in self.kwargs[worker].items() if name != "worker"}
+        factory: Any = self.factories[worker].then(find_gymnasium_env)
+        text = record_crash(
+            self.recorder,
+            factory=functools.partial(factory, **overrides) if overrides else factory,
+            log=log,
+            failure=dataclasses.replace(RecordedFailure.from_error(error), phase=log.calls[-1][0]),
+            environment=worker,
+            step_timeout=step_timeout,
+        )
+        error.args = (f"{error}\n{text}",)
 
     def make_speed_check(self) -> SpeedCheck:
         """Warn if the workers will exceed the memory; return a check of their speed."""
@@ -148,11 +195,13 @@ class WorkerEnvBuilder:
     :param factories: factory of each worker
     :param seeds: seed of each worker, for ``set_seed``; None: unseeded
     :ivar schema: keys, shapes and dtypes of the buffers; None: not checked
+    :ivar logs: memory of the workers' logs while they start; None: episodes are not recorded
     """
 
     def __init__(self, factories: Sequence[EnvFactory[EnvBase]], seeds: Sequence[int] | None) -> None:
         self.factories, self.seeds = list(factories), seeds
         self.schema: Schema | None = None
+        self.logs: SharedMemory | None = None
 
     def __call__(self, *, worker: int, **overrides: Any) -> EnvBase:
         """Build the environment of a worker.
@@ -170,6 +219,8 @@ class WorkerEnvBuilder:
             found = read_metadata(environment)
             if self.schema is not None:
                 _check_schema(self.schema, _schema(found), worker)
+            if self.logs is not None:
+                start_recorder(environment, worker, self.logs.map(LOG_BYTES, LOG_BYTES * worker))
             if seed is not None:
                 # Some environments, such as Melting Pot's, have no seed. The process's generators are seeded anyway.
                 with contextlib.suppress(NotImplementedError):

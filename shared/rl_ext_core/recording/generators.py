@@ -65,6 +65,8 @@ class Generators:
         states = {}
         for place, owner, name in self._places:
             generator = getattr(owner, name, None)
+            if generator is None and name == "_np_random" and isinstance(owner, gymnasium.Env):
+                generator = _create_generator(owner)
             if type(generator) is np.random.Generator:  # the usual case
                 states[place] = generator.bit_generator.state
             elif generator is not None:
@@ -142,6 +144,12 @@ class Generators:
                 owner._np_random = restore_generator(owner._np_random, state)
             else:
                 setattr(layer, attribute, restore_generator(owner, state))
+
+
+def _create_generator(env: Any) -> Any:
+    """Create the generator of an environment, which its reset would create from the system's random numbers."""
+    generator = getattr(env, "np_random", None)
+    return generator if isinstance(generator, np.random.Generator) else None
 
 
 def read_snapshot(snapshot: Snapshot) -> dict[tuple[int, str], Any]:

@@ -22,7 +22,7 @@ from rl_ext_core.recording.episode_log import (
 )
 from rl_ext_core.recording.generators import Generators, Snapshot, layers_of, read_snapshot
 
-__all__ = ["RECORDED_CALLS", "EpisodeRecorder", "record_setting", "repeat_episode"]
+__all__ = ["RECORDED_CALLS", "EpisodeRecorder", "RecordedCall", "read_result", "record_setting", "repeat_episode"]
 
 # Calls of a vectorized environment that change an environment.
 RECORDED_CALLS = ("env_method", "call", "set_attr", "set_wrapper_attr")
@@ -42,7 +42,7 @@ def record_setting(settings: dict[tuple[str, str], tuple[str, Any]], name: str, 
         settings[name, data[0]] = name, data
 
 
-class _Call(tuple[str, Any]):
+class RecordedCall(tuple[str, Any]):
     """Name and data of a call of an environment, other than a step."""
 
     __slots__ = ()
@@ -70,8 +70,8 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._summarize: Callable[[Any], bytes | int] = _ARRAY.tobytes if is_small else observation_checksum
         self._settings: dict[tuple[str, str], tuple[str, Any]] = {}
         self._head: tuple[Snapshot, list[Any]] | None = None  # generators and settings at the reset
-        # For each call: the action of a step or a _Call, then what it returned. That is, a checksum, or for a step, a
-        # checksum or a copy of the observation, the reward and the flags. Once it is full, there is no log.
+        # For each call: the action of a step or a RecordedCall, then what it returned. That is a checksum, or for a
+        # step, a checksum or a copy of the observation, the reward and the flags. Once it is full, there is no log.
         self._entries: collections.deque[Any] = collections.deque(maxlen=_MAX_ENTRIES)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -81,7 +81,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             self.make_recorded_call("set_attr", (name, value))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("_") or name == "env":  # which is missing while the recorder is copied
             raise AttributeError(name)
         return getattr(self.env, name)
 
@@ -104,7 +104,9 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         if not self._entries or self._generators.is_full_reset():
             self._start(self._generators.snapshot(), list(self._settings.values()))
         # The caller may write to the options later.
-        self._entries.append(_Call(("reset", copy.deepcopy(arguments) if arguments.get("options") else arguments)))
+        self._entries.append(
+            RecordedCall(("reset", copy.deepcopy(arguments) if arguments.get("options") else arguments))
+        )
         try:
             result: tuple[Any, dict[str, Any]] = self.env.reset(**arguments)
         except BaseException as error:
@@ -160,7 +162,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
 
         copied = copy_output(data)  # the caller may change the data later
         record_setting(self._settings, name, copied)
-        self._entries.append(_Call((name, copied)))
+        self._entries.append(RecordedCall((name, copied)))
         try:
             return CALLS[name](self.env, data)
         finally:
@@ -176,7 +178,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         """
         seed = getattr(self.unwrapped, "np_random_seed", None)
         self._start({}, [])
-        self._entries.append(_Call(("reset", {} if seed in (None, -1) else {"seed": seed})))
+        self._entries.append(RecordedCall(("reset", {} if seed in (None, -1) else {"seed": seed})))
         self._entries.append(observation_checksum(observation))
 
     def episode_log(self) -> EpisodeLog | None:
@@ -188,9 +190,8 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         if self._head is None or len(entries) == self._entries.maxlen:
             return None
         generators, settings = self._head
-        calls = [tuple(call) if type(call) is _Call else ("step", call) for call in entries[::2]]
-        checksums = [_checksum_of(value) if isinstance(value, tuple) else value for value in entries[1::2]]
-        return EpisodeLog(read_snapshot(generators), settings, calls, checksums)
+        calls = [tuple(call) if type(call) is RecordedCall else ("step", call) for call in entries[::2]]
+        return EpisodeLog(read_snapshot(generators), settings, calls, list(map(read_result, entries[1::2])))
 
     def repeat(self, log: EpisodeLog) -> Repetition:
         """Reset the environment to the beginning of a recorded episode, and repeat its calls.
@@ -204,8 +205,11 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         return repeat_episode(self, log)
 
 
-def _checksum_of(result: tuple[Any, ...]) -> int:
-    """Return the checksum of what a step returned, from a checksum or a copy of its observation."""
+def read_result(result: Any) -> int | None:
+    """Return the checksum of what a call returned, from the recorder's entry for it."""
+    if not isinstance(result, tuple):
+        checksum: int | None = result
+        return checksum
     observation, *others = result
     if isinstance(observation, bytes):
         observation = observation_checksum(np.frombuffer(observation, np.uint8))

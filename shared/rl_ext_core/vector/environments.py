@@ -123,6 +123,8 @@ class PoolOptions:
     spares: int = 0
 
     def __post_init__(self) -> None:
+        from rl_ext_core.recording.capsule import check_recorder  # which workers need not load
+
         methods = multiprocessing.get_all_start_methods()
         if self.start_method is not None and self.start_method not in methods:
             raise InvalidArgumentError(
@@ -144,12 +146,7 @@ class PoolOptions:
                 f"spares={self.spares} with n_workers={self.n_workers!r} and restart={self.restart!r}: expected one "
                 "worker for each environment, without restarts. Leave n_workers and restart out"
             )
-        if not isinstance(self.recorder, bool) and not os.path.isdir(self.recorder):
-            raise InvalidArgumentError(
-                f"recorder={self.recorder!r} is not a folder: expected a folder for records of crashes, True (the "
-                'working directory), or False (no records). Create it: os.makedirs("crashes"), and pass '
-                'recorder="crashes"'
-            )
+        check_recorder(self.recorder)
         if self.cwd not in (None, "own") and not os.path.isdir(self.cwd):
             raise InvalidArgumentError(
                 f'cwd={self.cwd!r} is not a folder: expected "own" (an empty directory for each worker), a folder of '

@@ -1,0 +1,128 @@
+"""Crashes in workers of ``ParallelEnv`` write capsules, which ``rl-ext replay`` repeats."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+from torchrl.envs import Compose, RewardSum, Transform, TransformedEnv
+
+from rl_ext_core.cli import main
+from rl_ext_core.errors import InvalidArgumentError, WorkerError
+from rl_ext_core.recording.capsule import read_capsule
+from tests.torchrl_ext.parallel_checks import no_workers_left
+from tests.torchrl_ext.parallel_environments import Failing, Well
+from torchrl_ext import GymEnv, GymWrapper, ParallelEnv
+
+__all__ = ["no_workers_left"]
+
+RESULTS = {
+    "segfault": "SIGSEGV in string_at",
+    "raise": "ValueError in fail",
+    "os._exit": "exit code 0",
+    "hang": "no answer (it hangs) in fail",
+}
+
+
+def make_failing(when: str = "", how: str = "raise") -> Any:
+    """Build an environment with a transform, which fails in its third step."""
+    return TransformedEnv(GymWrapper(Failing(when, how), categorical_action_encoding=True), RewardSum())
+
+
+class FailingTransform(Transform):
+    """Transform that fails in its third step."""
+
+    count = 0
+
+    def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
+        self.count += 1
+        if self.count > 200:  # the factory is tried before
+            raise ValueError("the transform fails")
+        return next_tensordict
+
+
+def make_with_failing_transform() -> Any:
+    """Build an environment whose transform fails."""
+    return TransformedEnv(GymWrapper(Well()), Compose(FailingTransform()))
+
+
+def crash(env: ParallelEnv) -> WorkerError:
+    """Roll out an environment until it fails, and return the failure."""
+    with pytest.raises(WorkerError) as caught:
+        env.rollout(400, break_when_any_done=False)
+    env.close()
+    return caught.value
+
+
+@pytest.mark.sample(quick=1, ci=3)
+@pytest.mark.parametrize(
+    ("how", "use_buffers"), [("segfault", True), ("raise", False), ("os._exit", True), ("hang", True)]
+)
+def test_failures_are_recorded_and_repeated(
+    how: str, use_buffers: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [{}, {"when": "step", "how": how}]
+    options = {"step_timeout": 3.0} if how == "hang" else {}
+    env = ParallelEnv(2, make_failing, seed=3, overrides=overrides, recorder=tmp_path, **options)
+    error = crash(env)
+    (path,) = tmp_path.glob("crash-*-1.rlx")
+    assert str(error).endswith(f"The episode is recorded. To repeat the failure, run: rl-ext replay {path}")
+    capsule = read_capsule(path)
+    assert (capsule.environment, capsule.step, capsule.failure.phase) == (1, 3, "step")
+    assert main(["replay", str(path), "--yes"]) == 0
+    assert f"reproduced at step 3: {RESULTS[how]}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_arguments_for_the_environment_are_part_of_the_record(tmp_path: Path) -> None:
+    arguments = [{"when": "reset"}, {}]
+    env = ParallelEnv(2, make_failing, create_env_kwargs=arguments, recorder=tmp_path, verify=False)
+    crash(env)
+    (path,) = tmp_path.glob("crash-*-0.rlx")
+    assert read_capsule(path).failure.phase == "reset"
+    assert main(["replay", str(path), "--yes"]) == 0
+
+
+def test_failures_outside_the_environment_are_not_recorded(tmp_path: Path) -> None:
+    error = crash(ParallelEnv(1, make_with_failing_transform, recorder=tmp_path))
+    assert "the transform fails" in str(error)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_nothing_is_recorded_without_recorder(crash_folder: Path) -> None:
+    before = set(crash_folder.iterdir())
+    env = ParallelEnv(1, make_failing, overrides=[{"when": "step"}], recorder=False)
+    assert "recorded" not in str(crash(env))
+    assert set(crash_folder.iterdir()) == before
+
+
+def test_recorder_must_be_a_folder() -> None:
+    with pytest.raises(InvalidArgumentError, match=r'recorder=7 is not a folder: .* os.makedirs\("crashes"\)'):
+        ParallelEnv(2, make_failing, recorder=7)
+
+
+@pytest.mark.slow
+def test_recorded_environments_return_the_same_data() -> None:
+    rollouts = []
+    for recorder in (True, False):
+        env = ParallelEnv(2, functools.partial(GymEnv, "CartPole-v1"), seed=5, recorder=recorder)
+        rollouts.append(env.rollout(60, make_policy(), break_when_any_done=False))
+        env.close()
+    assert (rollouts[0] == rollouts[1]).all()
+
+
+def make_policy() -> Any:
+    """Return a policy that alternates between two actions."""
+    space, count = gymnasium.spaces.Discrete(2), [0]
+
+    def act(tensordict: Any) -> Any:
+        count[0] += 1
+        action = tensordict["done"].new_zeros((*tensordict.shape, int(space.n)))
+        action[..., count[0] % 2] = True
+        return tensordict.set("action", action)
+
+    return act

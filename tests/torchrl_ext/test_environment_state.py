@@ -1,0 +1,111 @@
+"""``EnvironmentState``: runs that were killed end with the weights of runs that were not stopped."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+import torch
+from torchrl.envs import GymEnv as UpstreamGymEnv
+from torchrl.envs import SerialEnv, TransformedEnv
+
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.recording import EpisodeRecorder
+from tests.torchrl_ext import resume_script
+from tests.torchrl_ext.parallel_checks import ROOT, no_workers_left
+from tests.torchrl_ext.parallel_environments import NativeEnv, Well
+from torchrl_ext import EnvironmentState, GymEnv, GymWrapper, ParallelEnv
+
+__all__ = ["no_workers_left"]
+
+
+@pytest.mark.sample(quick=1, ci=3)
+@pytest.mark.parametrize("kind", ["single", "parallel", "serial", "pipes"])
+def test_killed_runs_continue_with_the_same_weights(kind: str, tmp_path: Path) -> None:
+    killed, other = tmp_path / "killed", tmp_path / "other"
+    for folder in (killed, other):
+        folder.mkdir()
+    command = [sys.executable, resume_script.__file__, str(killed), kind, "9"]
+    assert subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True).returncode == -signal.SIGKILL
+    weights = []
+    for folder in (killed, other):  # this process continues the first one, and does all of the other
+        resume_script.train(folder, kind, 0)
+        weights.append(torch.load(folder / "weights.pt", weights_only=False))
+    assert weights[0].keys() == weights[1].keys()
+    for name, value in weights[0].items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(weights[1][name])), name
+
+
+def make_recorded(env: Any = None) -> GymWrapper:
+    """Build a recorded environment."""
+    return GymWrapper(EpisodeRecorder(Well() if env is None else env))
+
+
+class Noise(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Wrapper with random numbers that no generator of the environment explains."""
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = super().step(action)
+        return observation + torch.rand(()).numpy(), *rest
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GymEnv("CartPole-v1"),
+        lambda: UpstreamGymEnv("CartPole-v1"),
+        lambda: GymWrapper(gymnasium.make_vec("CartPole-v1", 2, "sync")),
+        NativeEnv,
+        lambda: TransformedEnv(GymEnv("CartPole-v1")),
+        lambda: ParallelEnv(2, NativeEnv, recorder=False),
+        object,
+    ],
+)
+def test_environments_that_are_not_recorded_are_refused(make: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=r"expected .* Use "):
+        EnvironmentState(make())
+
+
+def test_environments_in_workers_that_are_not_recorded_are_refused() -> None:
+    env = ParallelEnv(1, NativeEnv)
+    env.reset()
+    with pytest.raises(InvalidTypeError, match="the episodes of NativeEnv are not recorded"):
+        EnvironmentState(env).state_dict()
+    env.reset()  # the workers continue
+    env.close()
+
+
+def test_environments_that_are_not_deterministic_are_refused() -> None:
+    env = make_recorded(Noise(Well()))
+    env.rollout(3)
+    state = EnvironmentState(env).state_dict()
+    with pytest.raises(InvalidArgumentError, match=r"environment 0 is not deterministic: .* step 1 .*load_state_dict"):
+        EnvironmentState(make_recorded(Noise(Well()))).load_state_dict(state)
+
+
+def test_environments_without_a_record_are_refused() -> None:
+    state = EnvironmentState(make_recorded()).state_dict()
+    with pytest.raises(InvalidArgumentError, match="environment 0 has no complete record of its episode"):
+        EnvironmentState(make_recorded()).load_state_dict(state)
+
+
+def test_other_states_are_refused() -> None:
+    with pytest.raises(CorruptFileError, match="not that of an EnvironmentState"):
+        EnvironmentState(make_recorded()).load_state_dict({"state": torch.zeros(7, dtype=torch.uint8)})
+    with pytest.raises(CorruptFileError, match="not that of an EnvironmentState"):
+        EnvironmentState(make_recorded()).load_state_dict({})
+
+
+def test_serial_environments_continue() -> None:
+    envs = [SerialEnv(2, make_recorded) for _ in range(2)]
+    last = envs[0].rollout(4, break_when_any_done=False)[:, -1]
+    EnvironmentState(envs[1]).load_state_dict(EnvironmentState(envs[0]).state_dict())
+    found, expected = (env.step(last.clone())["next"] for env in envs)
+    assert (found == expected).all()
+    for env in envs:
+        env.close()

@@ -1,0 +1,174 @@
+"""``EnvironmentState``: what TorchRL does not save of environments and collectors."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torchrl.envs import EnvBase, SerialEnv
+from torchrl.envs.batched_envs import BatchedEnvBase
+
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
+from torchrl_ext.parallel import ParallelEnv
+from torchrl_ext.parallel.episodes import (
+    EPISODE_METHOD,
+    episode_state,
+    find_recorder,
+    restore_episode,
+    split_transforms,
+)
+
+__all__ = ["EnvironmentState"]
+
+_FORMAT = "torchrl_ext environments 1"
+
+
+class EnvironmentState:
+    """State of environments in the middle of their episodes, which TorchRL does not save.
+
+    It has ``state_dict`` and ``load_state_dict``, like the other parts of a run. So register it with TorchRL's
+    ``Checkpoint`` or ``Trainer.checkpoint``, or save it with ``torch.save``. For each environment it contains the calls
+    of its current episode, which ``load_state_dict`` repeats, see :mod:`rl_ext_core.recording`. It also contains the
+    state of transforms. With a collector, it contains the collector's ``state_dict`` and the TensorDict with which the
+    collector continues.
+
+    States contain pickles, which can execute code: load only your own.
+
+    :param source: a ``Collector`` (also called ``SyncDataCollector``), or an environment. Its innermost environments
+        must be recorded: a :class:`ParallelEnv` of gymnasium environments, or
+        ``GymWrapper(EpisodeRecorder(gymnasium.make(id)))``, also in a ``SerialEnv``. All may have transforms
+    :raises InvalidTypeError: If it is something else, or is not recorded.
+
+    Source: https://github.com/pytorch/rl/pull/4230
+
+    >>> import gymnasium
+    >>> from rl_ext_core.recording import EpisodeRecorder
+    >>> from torchrl_ext import EnvironmentState, GymWrapper
+    >>> env, resumed = (GymWrapper(EpisodeRecorder(gymnasium.make("Pendulum-v1"))) for _ in range(2))
+    >>> tensordict = env.rollout(3)[-1]
+    >>> EnvironmentState(resumed).load_state_dict(EnvironmentState(env).state_dict())
+    >>> bool((resumed.step(tensordict.clone()) == env.step(tensordict.clone())).all())
+    True
+    """
+
+    def __init__(self, source: Any) -> None:
+        # Importing torchrl.collectors here would take long, and warn.
+        self._collector: Any = None if isinstance(source, EnvBase) else source
+        env = source if self._collector is None else getattr(source, "env", None)
+        if not isinstance(env, EnvBase) or not (self._collector is None or hasattr(source, "_carrier")):
+            raise InvalidTypeError(
+                f"source is of type {type(source).__name__}: expected a Collector of one process, or an environment. "
+                "Use EnvironmentState(Collector(env, policy, ...))"
+            )
+        self._transforms, self._base = split_transforms(env)
+        self._env = env
+        if isinstance(self._base, BatchedEnvBase):  # its environments are checked later, because they are not built yet
+            _check_batched(self._base)
+        else:
+            find_recorder(self._base)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as one tensor of bytes, in a dict.
+
+        :raises InvalidTypeError: If an environment is not recorded.
+        """
+        collector = self._collector
+        state = {
+            "format": _FORMAT,
+            "episodes": self._episodes(),
+            "buffers": self._base.shared_tensordict_parent.clone() if self._has_buffers else None,
+            "transforms": [transform.state_dict() for transform in self._transforms],
+            "collector": None if collector is None else (collector.state_dict(), collector._carrier),
+        }
+        file = io.BytesIO()
+        torch.save(state, file)
+        return {"state": torch.frombuffer(file.getbuffer(), dtype=torch.uint8).clone()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state, in environments that were built in the same way.
+
+        Restore the generators of Python, NumPy and torch after it, because environments in this process draw from them.
+
+        :param state_dict: result of :meth:`state_dict`
+        :raises InvalidArgumentError: If an episode cannot be repeated: its environment is not deterministic, differs
+            from the saved one, or had no record.
+        :raises CorruptFileError: If ``state_dict`` is something else.
+        """
+        try:
+            state = torch.load(io.BytesIO(state_dict["state"].cpu().numpy().tobytes()), weights_only=False)
+            is_known = state["format"] == _FORMAT
+        except (KeyError, TypeError, AttributeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise CorruptFileError(f"state_dict is not that of an EnvironmentState ({error}). Save it again") from error
+        if not is_known or (state["collector"] is None) != (self._collector is None):
+            raise InvalidArgumentError(
+                f"state_dict is of another kind: expected the format {_FORMAT!r}, and a collector if it was saved with "
+                "one. Build the EnvironmentState like the saved one"
+            )
+        if self._collector is None:
+            self._env.reset()  # starts workers, and sets up transforms
+        else:
+            self._load_collector(*state["collector"])
+        self._restore_episodes(state["episodes"])
+        if self._has_buffers:  # transforms in the workers read entries of the last step
+            self._base.shared_tensordict_parent.update_(state["buffers"])
+        for transform, saved in zip(self._transforms, state["transforms"], strict=True):
+            transform.load_state_dict(saved)
+
+    def _load_collector(self, state: dict[str, Any], carrier: Any) -> None:
+        """Restore the collector, and the TensorDict with which it continues.
+
+        TorchRL begins new trajectories, whose numbers differ.
+        """
+        collector = self._collector
+        collector.load_state_dict(state, strict="policy_state_dict" in state)
+        if "traj_pool" in state:
+            collector._traj_pool.load_state_dict(state["traj_pool"])
+        collector._carrier = carrier
+
+    @property
+    def _has_buffers(self) -> bool:
+        """Whether the environments write to shared TensorDicts."""
+        return isinstance(self._base, BatchedEnvBase) and bool(self._base._use_buffers)
+
+    def _members(self) -> list[Any]:
+        """Return the environments in this process."""
+        return list(self._base._envs) if isinstance(self._base, SerialEnv) else [self._base]
+
+    def _call_workers(self, states: list[bytes] | None) -> list[Any]:
+        """Save the episodes of all workers, or restore them."""
+        results: list[Any] = getattr(self._base, EPISODE_METHOD)(states)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+    def _episodes(self) -> list[bytes]:
+        """Return the state of each environment."""
+        if isinstance(self._base, ParallelEnv):
+            return self._call_workers(None)
+        return [episode_state(member, with_generators=False) for member in self._members()]
+
+    def _restore_episodes(self, episodes: list[bytes]) -> None:
+        """Repeat the episode of each environment."""
+        if isinstance(self._base, ParallelEnv):
+            problems = self._call_workers(episodes)
+        else:
+            problems = [restore_episode(*pair) for pair in zip(self._members(), episodes, strict=True)]
+        for index, problem in enumerate(problems):
+            if problem is not None:
+                raise InvalidArgumentError(
+                    f"environment {index} {problem}; expected the same episode as in the saved run. To continue with "
+                    "new episodes, load the collector's own state: collector.load_state_dict(...)"
+                )
+
+
+def _check_batched(base: Any) -> None:
+    """Raise an error if the environments of a batch are not recorded."""
+    is_recorded = isinstance(base, SerialEnv) or (isinstance(base, ParallelEnv) and base._plan.recorder is not False)
+    if not is_recorded:
+        raise InvalidTypeError(
+            f"the episodes of {type(base).__name__} are not recorded: expected torchrl_ext.ParallelEnv with "
+            "recorder=True, or SerialEnv. Use torchrl_ext.ParallelEnv(num_workers, env)"
+        )
