@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import gymnasium
 from gymnasium.vector import AsyncVectorEnv, async_vector_env
 from stable_baselines3.common.base_class import BaseAlgorithm
+from torch.distributions import Distribution
 
 from rl_ext_core.errors import InvalidArgumentError
 
-__all__ = ["call_in_workers", "progress_remaining"]
+__all__ = ["call_in_workers", "progress_remaining", "without_validation"]
 
 
 def _constants_of(code: Any) -> set[Any]:
@@ -51,3 +53,20 @@ def call_in_workers(env: AsyncVectorEnv, indices: Sequence[int], name: str, /, *
 def progress_remaining(algorithm: BaseAlgorithm) -> float:
     """Return the remaining progress of ``learn()``, from 1 to 0; 1 if SB3 lacks the private name."""
     return min(max(float(getattr(algorithm, "_current_progress_remaining", 1.0)), 0.0), 1.0)
+
+
+@contextmanager
+def without_validation() -> Iterator[None]:
+    """Do not check parameters of distributions, which would wait for the device in each step.
+
+    Invalid parameters still raise an error in ``train()``. If torch lacks the private name, they are checked.
+    """
+    before = getattr(Distribution, "_validate_args", None)
+    if before is None:
+        yield
+        return
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,12 +17,20 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.vector.array_frameworks import framework_of, keep_freed_memory, take_rows, to_framework, to_numpy
+from rl_ext_core.vector.array_frameworks import (
+    framework_of,
+    keep_freed_memory,
+    map_arrays,
+    take_rows,
+    to_framework,
+    to_numpy,
+    to_torch,
+)
 from rl_ext_core.vector.autoreset import accepts_parameter
 from rl_ext_core.vector.environments import copy_output, store_reward
 from rl_ext_core.vector.stepper import Stepper, drop_final_keys, infos_to_dict, is_mask, is_per_env
 
-__all__ = ["BatchStepper", "EndedEpisode", "ObservationLayout", "SubEnvStepper"]
+__all__ = ["BatchStepper", "EndedEpisode", "ObservationLayout", "SubEnvStepper", "TensorInfos", "TensorStepper"]
 
 Array = np.ndarray[Any, Any]
 
@@ -148,6 +159,7 @@ class BatchStepper:
             type(self.stepper.env).__name__,
             RunningInfo(),
         )
+        self.start_time = time.time()
         keep_freed_memory(sum(leaf.nbytes for leaf in self.layout.empty(self._num_envs)))
 
     def step(self, actions: Any) -> StepResult:
@@ -165,6 +177,15 @@ class BatchStepper:
         terminated = self._as_vector(terminated, "terminations").astype(bool, copy=False)
         dones = terminated | self._as_vector(truncated, "truncations").astype(bool, copy=False)
         rows = dones.nonzero()[0]
+        infos = self._infos_of_running(info, dones)
+        ended: list[EndedEpisode] = []
+        if len(rows):
+            own, lasts, resets = self._finish_episodes(leaves, dones, rows, info)
+            ended = list(zip(rows.tolist(), own, lasts, (~terminated[rows]).tolist(), resets, strict=True))
+        return self.layout.build_observation(leaves), rewards, dones, infos, ended
+
+    def _infos_of_running(self, info: dict[str, Any], dones: Array) -> list[Any]:
+        """Return a list of n infos, without those of ended episodes."""
         infos: list[Any] = [self._running] * self._num_envs
         if self.all_infos and info:
             running = np.flatnonzero(~dones)
@@ -172,11 +193,7 @@ class BatchStepper:
                 infos[index] = {**own, "TimeLimit.truncated": False}
         elif info:
             self._running.record_omitted(drop_final_keys(info), ~dones)
-        ended: list[EndedEpisode] = []
-        if len(rows):
-            own, lasts, resets = self._finish_episodes(leaves, dones, rows, info)
-            ended = list(zip(rows.tolist(), own, lasts, (~terminated[rows]).tolist(), resets, strict=True))
-        return self.layout.build_observation(leaves), rewards, dones, infos, ended
+        return infos
 
     def _finish_episodes(self, leaves: list[Array], dones: Array, rows: Array, info: Any) -> Any:
         """Reset ended environments; return their infos, last observations and reset infos.
@@ -225,28 +242,36 @@ class BatchStepper:
         if self.framework is None:
             self.framework = found
             self.device = next((part.device for part in parts if isinstance(part, torch.Tensor)), None)
-        leaves = self._check_and_cast(_to_cpu_arrays(parts), self._num_envs, self.copy)
-        return self.layout.build_observation(leaves), self._infos_of_rows(
+        return self.layout.build_observation(self._copy_parts(parts)), self._infos_of_rows(
             self._to_dict_info(info), np.arange(self._num_envs)
         )
 
+    def _copy_parts(self, parts: list[Any]) -> list[Any]:
+        """Return the observations of a reset."""
+        return self._check_and_cast(_to_cpu_arrays(parts), self._num_envs, self.copy)
+
     def _check_and_cast(self, leaves: list[Array], count: int, copy: bool = False) -> list[Array]:
         """Check shapes, and cast to the dtypes of the space. Read-only arrays are copied."""
-        found = []
-        for leaf, (shape, dtype) in zip(leaves, self.layout.shapes_and_dtypes, strict=True):
-            if leaf.shape != (count, *shape):
-                raise EnvironmentOutputError(
-                    f"{self._env_name} returned observations of shape {leaf.shape}, expected {(count, *shape)}, as in "
-                    "its observation space"
-                )
-            found.append(leaf.astype(dtype, order="C", copy=copy or not leaf.flags.writeable))
-        return found
+        self._check_shapes(leaves, count)
+        return [
+            leaf.astype(dtype, order="C", copy=copy or not leaf.flags.writeable)
+            for leaf, (_, dtype) in zip(leaves, self.layout.shapes_and_dtypes, strict=True)
+        ]
 
-    def _as_vector(self, values: Array, name: str) -> Array:
+    def _check_shapes(self, leaves: list[Any], count: int) -> None:
+        """Raise an error if observations do not have the shapes of the space."""
+        for leaf, (shape, _) in zip(leaves, self.layout.shapes_and_dtypes, strict=True):
+            if tuple(leaf.shape) != (count, *shape):
+                raise EnvironmentOutputError(
+                    f"{self._env_name} returned observations of shape {tuple(leaf.shape)}, expected "
+                    f"{(count, *shape)}, as in its observation space"
+                )
+
+    def _as_vector(self, values: Any, name: str) -> Any:
         """Reshape values to (n,); raise an error if their number is not n."""
-        if values.size != self._num_envs:
+        if math.prod(values.shape) != self._num_envs:
             raise EnvironmentOutputError(
-                f"{self._env_name} returned {name} of shape {values.shape}; expected ({self._num_envs},)"
+                f"{self._env_name} returned {name} of shape {tuple(values.shape)}; expected ({self._num_envs},)"
             )
         return values.reshape(self._num_envs)
 
@@ -275,6 +300,172 @@ class BatchStepper:
                 part[key] = array
             _fill_infos(found, columns)
         return found
+
+
+# -- steps on tensors
+
+
+class TensorInfos(Sequence[dict[str, Any]]):
+    """Infos of a step whose results are tensors, (n,) each. The list of dicts is built when it is read first.
+
+    Read it, and copy ``final_observation``, before the next step, in which the environment may overwrite them.
+
+    :param build: function that returns the list of dicts
+    :param missing: function that returns the error if episodes have ended and ``final_observation`` is None; None if
+        that is correct
+    :ivar dones: whether each episode has ended, bool
+    :ivar truncated: whether it ended by truncation alone, bool
+    :ivar final_observation: last observations, (n, ...) each, valid where episodes have ended. None if no episode has
+        ended, or if the environment does not return them
+    :ivar returns: sum of rewards since the start of each episode, float64; NaN if unknown
+    :ivar lengths: steps since the start of each episode, int64
+    :ivar success: ``is_success`` in the info of each environment, float32, or None
+    """
+
+    returns: torch.Tensor
+    lengths: torch.Tensor
+
+    def __init__(
+        self,
+        dones: torch.Tensor,
+        truncated: torch.Tensor,
+        final_observation: Any,
+        success: torch.Tensor | None,
+        build: Callable[[TensorInfos], list[Any]],
+        missing: Callable[[], Exception] | None = None,
+    ) -> None:
+        self.dones, self.truncated, self.final_observation = dones, truncated, final_observation
+        self.success, self.missing = success, missing
+        self._build = build
+        self._infos: list[Any] | None = None
+
+    def _list(self) -> list[Any]:
+        """Build the dicts of all environments, which waits for the device."""
+        if self._infos is None:
+            self._infos = self._build(self)
+        return self._infos
+
+    def __len__(self) -> int:
+        return len(self.dones)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._list()[index]
+
+    def require_final_observations(self, dones: Array) -> None:
+        """Raise if episodes have ended whose last observations are missing.
+
+        :param dones: ``self.dones`` on the CPU
+        """
+        if self.missing is not None and self.final_observation is None and dones.any():
+            raise self.missing()
+
+
+class TensorStepper(BatchStepper):
+    """Stepper of all environments at once, which returns tensors on their device.
+
+    A step does not wait for the device if the environment resets itself in the step and returns all last observations.
+    """
+
+    def step(self, actions: Any) -> Any:
+        """Take a step.
+
+        :param actions: tensor, (n, ...)
+        :return: observations, rewards, dones and :class:`TensorInfos` without episode statistics
+        """
+        dtype = torch_dtype(self.action_dtype)
+        observation, reward, terminated, truncated, info = self.stepper.step(actions.to(self.device, dtype))
+        info = self._to_dict_info(info)
+        leaves = self._copy_parts(self.layout.parts(observation))
+        rewards = self._as_tensor(reward, "rewards").to(torch.float32, copy=True)
+        terminated = self._as_tensor(terminated, "terminations").bool()
+        truncated = self._as_tensor(truncated, "truncations").bool()
+        dones, truncated = terminated | truncated, truncated & ~terminated
+        final = self._final_leaves(leaves, dones, info)
+        if not self.stepper.resets_in_step and final is not None:
+            leaves, info = self._reset_ended(final, dones, info)
+        last, _ = self.stepper.infos(info)
+        success = last.get("is_success")
+        infos = TensorInfos(
+            dones,
+            truncated,
+            None if final is None else self.layout.build_observation(final),
+            self._as_tensor(success, "is_success").float() if isinstance(success, torch.Tensor) else None,
+            partial(self._build_infos, info=info, start=time.time()),
+            self.stepper.missing_final_obs_error,
+        )
+        return self.layout.build_observation(leaves), rewards, dones, infos
+
+    def _copy_parts(self, parts: list[Any]) -> list[Any]:
+        return self._convert_parts(parts, copy=self.copy)
+
+    def _convert_parts(self, parts: list[Any], *, copy: bool) -> list[Any]:
+        """Check shapes, and cast to the dtypes of the space."""
+        tensors = [torch.as_tensor(to_torch(part), device=self.device).detach() for part in parts]
+        self._check_shapes(tensors, self._num_envs)
+        return [
+            tensor.to(torch_dtype(dtype), copy=copy)
+            for tensor, (_, dtype) in zip(tensors, self.layout.shapes_and_dtypes, strict=True)
+        ]
+
+    def _as_tensor(self, values: Any, name: str) -> torch.Tensor:
+        """Convert values to an (n,) tensor on the device."""
+        return self._as_vector(torch.as_tensor(values, device=self.device), name).detach()  # type: ignore[no-any-return]
+
+    def _final_leaves(self, leaves: list[Any], dones: torch.Tensor, info: Any) -> list[Any] | None:
+        """Return last observations, (n, ...) each; None if the step returned none."""
+        if not self.stepper.resets_in_step:
+            return leaves if to_numpy(dones).any() else None
+        final = self.stepper.final_observation(None, info)
+        if final is None:
+            return None
+        if isinstance(final, dict | tuple | torch.Tensor):
+            parts = self.layout.parts(final)
+            if all(isinstance(part, torch.Tensor) and len(part) == self._num_envs for part in parts):
+                return self._convert_parts(parts, copy=False)
+        # Objects, or only the rows of ended episodes. Their numbers are read from the device.
+        rows = np.flatnonzero(to_numpy(dones))
+        if not len(rows):
+            return None
+        found = [leaf.clone() for leaf in leaves]
+        for leaf, part in zip(found, self.layout.parts(self.stepper.final_observation(rows, info)), strict=True):
+            leaf[torch.from_numpy(rows).to(leaf.device)] = torch.as_tensor(part, device=leaf.device).to(leaf.dtype)
+        return found
+
+    def _reset_ended(self, leaves: list[Any], dones: torch.Tensor, info: Any) -> tuple[list[Any], Any]:
+        """Reset ended environments. Return observations with those of the resets, and a copy of the last info."""
+        info = map_arrays(copy_output, info)  # the reset may write into it
+        observation, _ = self.stepper.reset(to_numpy(dones))
+        new = self._copy_parts(self.layout.parts(observation))
+        return [torch.where(expand(dones, old), part, old) for part, old in zip(new, leaves, strict=True)], info
+
+    def _build_infos(self, infos: TensorInfos, info: Any, start: float) -> list[Any]:
+        """Return the infos of a step as a list of dicts, with arrays."""
+        dones = np.asarray(to_numpy(infos.dones))
+        infos.require_final_observations(dones)
+        found, rows = self._infos_of_running(info, dones), np.flatnonzero(dones)
+        own = self._infos_of_rows(self.stepper.infos(info)[0], rows)
+        final = map_arrays(to_numpy, infos.final_observation)
+        truncated, returns, lengths = (
+            to_numpy(part).tolist() for part in (infos.truncated, infos.returns, infos.lengths)
+        )
+        for index, row in zip(rows.tolist(), own, strict=True):
+            found[index] = {
+                **row,
+                "TimeLimit.truncated": truncated[index],
+                "terminal_observation": map_arrays(lambda part, index=index: part[index].copy(), final),
+                "episode": {"r": returns[index], "l": lengths[index], "t": round(start - self.start_time, 6)},
+            }
+        return found
+
+
+def expand(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Add axes to an (n,) mask, so that it broadcasts with a tensor (n, ...)."""
+    return mask.view(-1, *[1] * (like.ndim - 1))
+
+
+def torch_dtype(dtype: Any) -> torch.dtype:
+    """Return the dtype of torch with the name of a dtype of NumPy."""
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 # -- infos

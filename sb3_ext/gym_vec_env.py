@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -14,17 +15,18 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.vector.array_frameworks import to_numpy
+from rl_ext_core.vector.array_frameworks import map_arrays, to_numpy
 from rl_ext_core.vector.autoreset import wrapper_chain
 from rl_ext_core.vector.environments import EpisodeMonitor, copy_output, qualified_name
 from rl_ext_core.vector.spaces import convert_space, device_of, find_attribute
 from rl_ext_core.vector.stepper import Stepper, num_envs_of
 from sb3_ext._compat import call_in_workers
-from sb3_ext._vector_steps import BatchStepper, EndedEpisode, ObservationLayout, SubEnvStepper
+from sb3_ext._vector_steps import BatchStepper, EndedEpisode, ObservationLayout, SubEnvStepper, TensorStepper
 from sb3_ext.vec_env import CheckedVecEnv, Indices
 
 __all__ = ["GymVecEnv"]
@@ -57,6 +59,8 @@ class GymVecEnv(CheckedVecEnv):
     :param clip_actions: bound of continuous actions without bounds: SB3 draws them from
         ``Box(-clip_actions, clip_actions)``
     :param copy: whether to copy observations, default True. Pass False only if each step returns new arrays
+    :param tensors: whether to return tensors on the environment's device, for the algorithms of
+        :mod:`sb3_ext.tensor`. Default False. See below
     :raises InvalidTypeError: If ``vector_env`` has no ``num_envs``.
     :raises InvalidArgumentError: If an option has an invalid value, if the environment is asynchronous, or if actions
         have no bounds.
@@ -69,6 +73,10 @@ class GymVecEnv(CheckedVecEnv):
     ``TimeLimit.truncated`` and ``episode``, unless the environment sets its own. ``episode`` has ``r`` (sum of
     rewards), ``l`` (steps) and ``t`` (seconds since the start). An info without ``final_info`` is that of the last
     step. ``NormalizeObservation`` of gymnasium refuses to reset single environments: use ``VecNormalize``.
+
+    With ``tensors=True``, ``reset`` returns tensors, and so does a step whose actions are a tensor. Its infos are a
+    sequence whose dicts are built when one is read. A step whose actions are an array returns arrays, so that
+    ``evaluate_policy`` works. Infos of resets are not returned.
 
     Source: https://github.com/DLR-RM/stable-baselines3/issues/1745, https://github.com/isaac-sim/IsaacLab/issues/1769
 
@@ -94,6 +102,7 @@ class GymVecEnv(CheckedVecEnv):
         observation_key: str | None = None,
         clip_actions: float | None = None,
         copy: bool = True,
+        tensors: bool = False,
     ) -> None:
         for name, value, known in (
             ("env_type", env_type, ("auto", "numpy", "torch", "jax")),
@@ -120,9 +129,21 @@ class GymVecEnv(CheckedVecEnv):
         )
         action_space = _bound_actions(_single_space(vector_env, "action_space"), clip_actions)
         layout = ObservationLayout(observation_space, key)
+        self.device, self.tensors = device, tensors
+        if tensors and device is None:
+            raise InvalidArgumentError(
+                f"tensors=True: {type(self._base).__name__} has no device, expected an environment that steps on "
+                'tensors. If it does, write env_type="torch". If it steps on arrays, leave tensors out: the algorithms '
+                "of sb3_ext.tensor convert them"
+            )
         self._stepper: SubEnvStepper | BatchStepper
         # Step the sub-environments of an unwrapped SyncVectorEnv directly.
-        if type(vector_env) is SyncVectorEnv and not {"step", "reset"} & set(vars(vector_env)) and key is None:
+        if tensors:
+            options = (stepper, layout, "torch", device, infos == "all", copy, action_space.dtype)
+            self._stepper = self._tensor_stepper = TensorStepper(*options)
+            self._episode_returns = torch.zeros(num_envs, dtype=torch.float64, device=device)
+            self._episode_lengths = torch.zeros(num_envs, dtype=torch.int64, device=device)
+        elif type(vector_env) is SyncVectorEnv and not {"step", "reset"} & set(vars(vector_env)) and key is None:
             self._stepper = SubEnvStepper(vector_env.envs, layout, infos == "all")
         else:
             framework = "torch" if device is not None else None if env_type == "auto" else env_type
@@ -137,7 +158,7 @@ class GymVecEnv(CheckedVecEnv):
     def step_async(self, actions: Any) -> None:
         """Store the actions of the next step, (n, ...)."""
         # Environments that clip their action in place must not change what SB3 stores.
-        self._store_actions(copy_output(actions))
+        self._store_actions(actions.detach().clone() if isinstance(actions, torch.Tensor) else copy_output(actions))
 
     def step_wait(self) -> Any:
         """Take the step.
@@ -145,12 +166,24 @@ class GymVecEnv(CheckedVecEnv):
         :return: observations, rewards, dones and infos, see the class
         :raises EnvironmentOutputError: If the environment does not return what its spaces promise.
         """
+        if self.tensors:
+            return self._step_tensors(self._take_actions())
         observations, rewards, dones, infos, ended = self._stepper.step(self._take_actions())
         self._returns += rewards
         self._steps += 1
         if ended:
             self._complete_infos(ended, infos)
         return observations, rewards, dones, infos
+
+    def _step_tensors(self, actions: Any) -> Any:
+        """Take a step on tensors. If the actions are an array, convert the results to arrays."""
+        is_tensor = isinstance(actions, torch.Tensor)
+        actions = actions if is_tensor else torch.from_numpy(np.asarray(actions, self.action_space.dtype))
+        observations, rewards, dones, infos = self._tensor_stepper.step(actions)
+        infos.returns, infos.lengths = self._episode_returns + rewards, self._episode_lengths + 1
+        self._episode_returns = infos.returns.masked_fill(dones, 0)
+        self._episode_lengths = infos.lengths.masked_fill(dones, 0)
+        return (observations, rewards, dones, infos) if is_tensor else to_arrays(observations, rewards, dones, infos)
 
     def _complete_infos(self, ended: list[EndedEpisode], infos: list[Any]) -> None:
         """Complete the infos of ended episodes, and restart the counts of their environments."""
@@ -174,6 +207,10 @@ class GymVecEnv(CheckedVecEnv):
         :raises InvalidArgumentError: If options differ between environments that are reset together.
         """
         self._require_open()
+        if self.tensors:
+            reject_array_algorithm()
+            self._episode_returns.zero_()
+            self._episode_lengths.zero_()
         self._actions = None
         observations, self.reset_infos = self._stepper.reset(self._seeds, self._options)
         self._returns[:], self._start_steps[:] = 0, self._steps
@@ -286,6 +323,36 @@ class GymVecEnv(CheckedVecEnv):
         if required_attr is not None and not all(call(chosen, "has_wrapper_attr", required_attr)):
             raise AttributeError(f"a sub-environment has no attribute {required_attr!r}")
         return list(call(chosen, name, *args, **kwargs))
+
+
+# -- tensors
+
+
+def to_arrays(observations: Any, rewards: Any, dones: Any, infos: Any) -> tuple[Any, Any, Any, list[Any]]:
+    """Convert the results of a step on tensors to arrays, and a list of dicts."""
+    return map_arrays(to_numpy, observations), to_numpy(rewards), to_numpy(dones), list(infos)
+
+
+def reject_array_algorithm() -> None:
+    """Raise an error if the caller is an algorithm that works on arrays.
+
+    Stable Baselines3 does not tell an environment which algorithm uses it. Otherwise its PPO would fail later, with an
+    error that does not name the cause, or copy each tensor to the CPU.
+
+    :raises InvalidTypeError: If one of the calling methods belongs to an algorithm that is not of ``sb3_ext.tensor``.
+    """
+    frame: Any = sys._getframe(1)
+    for _ in range(8):
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, BaseAlgorithm) and not getattr(caller, "uses_tensors", False):
+            name = type(caller).__name__
+            raise InvalidTypeError(
+                f"{type(caller).__module__}.{name} works on arrays, but the environment returns tensors. Write "
+                f"from sb3_ext.tensor import {name}, or leave out tensors=True"
+            )
+        frame = frame.f_back
+        if frame is None:
+            return
 
 
 # -- arguments

@@ -30,15 +30,17 @@ PACKAGES = [
     "torchrl_ext",
     "sb3_ext",
     "sb3_ext.contrib",
+    "sb3_ext.tensor",
 ]
 ADAPTERS = ("torchrl_ext", "sb3_ext")
+EXPORTED = {"sb3_ext.tensor": ("sb3_ext._tensor_vec_env",)}  # private modules whose names a module exports
 PACKAGE_ROOTS = ("rl_ext_core", *ADAPTERS)
 
 
 def public_names(module: ModuleType) -> set[str]:
     """Return the names that a module defines, except private ones and modules."""
     # The adapters also export names of the core. A module of the core exports only its own names.
-    origins = PACKAGE_ROOTS if module.__name__ in ADAPTERS else (module.__name__,)
+    origins = PACKAGE_ROOTS if module.__name__ in ADAPTERS else (module.__name__, *EXPORTED.get(module.__name__, ()))
     names = {name for name in dir(module) if not name.startswith("_") and name != "TYPE_CHECKING"}
     return {name for name in names if _is_defined_in(getattr(module, name), origins)}
 

@@ -143,7 +143,11 @@ class Stepper:
             return final if rows is None else _select_final_rows(final, rows, self.num_envs)
         if self._missing_final_obs == "nan" or rows is None:
             return None
-        raise EnvironmentOutputError(
+        raise self.missing_final_obs_error()
+
+    def missing_final_obs_error(self) -> EnvironmentOutputError:
+        """Return the error for episodes that ended without last observations."""
+        return EnvironmentOutputError(
             f"episodes have ended, {type(self.env).__name__} has reset itself, and its info has no final_obs: their "
             "last observations are lost. Make it return them (Isaac Lab: cfg.compute_final_obs = True), or write "
             'missing_final_obs="previous", which uses the preceding ones; after an interrupted step, call reset()'

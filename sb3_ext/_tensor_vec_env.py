@@ -1,0 +1,358 @@
+"""``VecEnv`` wrappers on tensors: conversion from arrays, and normalization.
+
+The algorithms of :mod:`sb3_ext.tensor` use them, and that module exports them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from stable_baselines3.common.preprocessing import is_image_space, is_image_space_channels_first
+from stable_baselines3.common.running_mean_std import RunningMeanStd
+from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecNormalize
+
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from rl_ext_core.vector.array_frameworks import framework_of, leaves, map_arrays, to_numpy
+from sb3_ext._vector_steps import TensorInfos
+from sb3_ext.gym_vec_env import GymVecEnv, reject_array_algorithm, to_arrays
+
+__all__ = ["TensorVecEnv", "TensorVecNormalize", "check_layers", "copy_to_array", "locals_for_callbacks"]
+
+
+class TensorVecEnv(VecEnvWrapper):
+    """Wrapper that returns the arrays of a ``VecEnv`` as tensors on the CPU.
+
+    The algorithms of this module add it to environments on arrays. A step whose actions are an array returns arrays.
+
+    :param venv: vectorized environment on arrays
+    """
+
+    tensors = True
+
+    def __init__(self, venv: VecEnv) -> None:
+        super().__init__(venv)
+        self._returns_arrays = False
+
+    def reset(self) -> Any:
+        """Reset all environments, and return tensors."""
+        reject_array_algorithm()
+        return map_arrays(_from_numpy, self.venv.reset())
+
+    def step_async(self, actions: Any) -> None:
+        """Begin a step with a tensor or an array of actions."""
+        self._returns_arrays = not isinstance(actions, torch.Tensor)
+        self.venv.step_async(to_numpy(actions))
+
+    def step_wait(self) -> Any:
+        """Finish the step: observations, rewards, dones, infos."""
+        observations, rewards, dones, infos = result = self.venv.step_wait()
+        if self._returns_arrays:
+            return result
+        ended = [(row, infos[row]) for row in dones.nonzero()[0].tolist()]
+        ended = [(row, info) for row, info in ended if info.get("terminal_observation") is not None]
+        truncated, returns, lengths = np.zeros(len(dones), bool), np.full(len(dones), np.nan), np.zeros(len(dones), int)
+        final = map_arrays(np.copy, observations) if ended else None
+        for row, info in ended:
+            truncated[row] = info.get("TimeLimit.truncated", False)
+            map_arrays(partial(_write_row, row), final, info["terminal_observation"])
+        for row in dones.nonzero()[0].tolist():
+            episode = infos[row].get("episode") or {"r": np.nan, "l": 0}
+            returns[row], lengths[row] = episode["r"], episode["l"]
+        success = [infos[row].get("is_success", np.nan) if dones[row] else np.nan for row in range(len(dones))]
+        found = TensorInfos(
+            _from_numpy(dones),
+            torch.from_numpy(truncated),
+            None if final is None else map_arrays(_from_numpy, final),
+            torch.tensor(success, dtype=torch.float32),
+            lambda _: infos,
+        )
+        found.returns, found.lengths = torch.from_numpy(returns), torch.from_numpy(lengths)
+        return map_arrays(_from_numpy, observations), _from_numpy(rewards), found.dones, found
+
+
+def copy_to_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Copy a tensor to an array."""
+    return to_numpy(tensor).copy()  # type: ignore[no-any-return]
+
+
+def _from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Convert an array to a tensor that shares its memory; copy a read-only array."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _write_row(row: int, batch: np.ndarray[Any, Any], value: Any) -> None:
+    """Write a row of an array."""
+    batch[row] = value
+
+
+def check_layers(env: Any) -> None:
+    """Raise an error if the algorithms on tensors cannot train on an environment.
+
+    :param env: environment, or ``VecEnv``
+    :raises InvalidTypeError: If a wrapper works on arrays, or if ``env`` is a vectorized environment without one.
+    :raises InvalidArgumentError: If tensors would be copied to the CPU, or have the channels of images last.
+    """
+    if not isinstance(env, VecEnv) and hasattr(env, "num_envs"):
+        raise InvalidTypeError(
+            f"{type(env).__name__} is not a VecEnv. Write GymVecEnv(env, tensors=True), or without tensors if it steps "
+            "on arrays"
+        )
+    layers = [env]
+    while isinstance(layers[-1], VecEnvWrapper):
+        layers.append(layers[-1].venv)
+    # A wrapper also has the attributes of the environment in it.
+    returns_tensors = [vars(layer).get("tensors", getattr(type(layer), "tensors", False)) for layer in layers]
+    on_tensors = any(returns_tensors)
+    for layer, is_on_tensors in zip(layers, returns_tensors, strict=True):
+        if isinstance(layer, VecNormalize) and not isinstance(layer, TensorVecNormalize):
+            raise InvalidTypeError(
+                f"{type(layer).__name__} works on arrays. Write sb3_ext.tensor.TensorVecNormalize(env), which has the "
+                "same arguments and reads the same files"
+            )
+        if isinstance(layer, TensorVecEnv):
+            break  # it converts arrays, on which all wrappers work
+        if on_tensors and not is_on_tensors:
+            raise InvalidTypeError(
+                f"{type(layer).__name__} works on arrays, but the environment in it returns tensors. Leave it out "
+                "(GymVecEnv has episode statistics; TensorVecNormalize normalizes), or leave out tensors=True"
+            )
+    base = layers[-1]
+    if isinstance(base, GymVecEnv) and base.device is not None and not base.tensors:
+        raise InvalidArgumentError(
+            f"GymVecEnv copies the tensors of {type(base.env).__name__} to the CPU. Write "
+            "GymVecEnv(env, tensors=True), or use the algorithm of stable_baselines3"
+        )
+    space = env.observation_space
+    parts: Any = space.spaces.values() if isinstance(space, spaces.Dict) else (space,)
+    for part in parts:
+        if on_tensors and is_image_space(part) and not is_image_space_channels_first(part):
+            raise InvalidArgumentError(
+                f"images of shape {part.shape} have their channels last, expected them first, as torch does. Permute "
+                "them in the environment: image.permute(0, 3, 1, 2)"
+            )
+
+
+def _to_tensor_env(env: VecEnv) -> VecEnv:
+    """Return a ``VecEnv`` on tensors."""
+    check_layers(env)
+    return env if getattr(env, "tensors", False) else TensorVecEnv(env)
+
+
+class _Flags(torch.Tensor):
+    """Flags on which ``np.sum`` works, for callbacks such as ``StopTrainingOnMaxEpisodes``."""
+
+    def sum(self, *args: Any, axis: Any = None, out: Any = None, **kwargs: Any) -> Any:
+        """Sum as a tensor; NumPy passes ``axis`` and ``out``."""
+        return self.as_subclass(torch.Tensor).sum(*args, **kwargs)
+
+
+def locals_for_callbacks(variables: dict[str, Any]) -> dict[str, Any]:
+    """Return the local variables of ``collect_rollouts`` as callbacks read them."""
+    return {**variables, "dones": variables["dones"].as_subclass(_Flags)}
+
+
+class TensorRunningMeanStd(RunningMeanStd):
+    """Running mean and variance on a device, in float64. The count stays on the CPU."""
+
+    mean: Any
+    var: Any
+
+    def __init__(self, epsilon: float = 1e-4, shape: tuple[int, ...] = ()) -> None:
+        super().__init__(epsilon, shape)
+        self.mean, self.var = torch.from_numpy(self.mean), torch.from_numpy(self.var)
+
+    @classmethod
+    def from_arrays(cls, other: RunningMeanStd) -> TensorRunningMeanStd:
+        """Copy statistics of Stable Baselines3."""
+        found = cls(shape=np.shape(other.mean))
+        found.mean, found.var = (torch.tensor(np.asarray(part, np.float64)) for part in (other.mean, other.var))
+        found.count = float(other.count)
+        return found
+
+    def to_arrays(self) -> RunningMeanStd:
+        """Copy the statistics to arrays."""
+        found = RunningMeanStd(shape=tuple(self.mean.shape))
+        found.mean, found.var, found.count = (copy_to_array(self.mean), copy_to_array(self.var), self.count)
+        return found
+
+    def to(self, device: torch.device) -> None:
+        """Move the statistics to a device."""
+        self.mean, self.var = self.mean.to(device), self.var.to(device)
+
+    def update(self, arr: Any) -> None:
+        """Add a batch, (n, ...)."""
+        self.to(arr.device)
+        arr = arr if arr.is_floating_point() else arr.double()
+        mean = arr.mean(0)
+        # np.var adds up squares in this order, which torch.var does not.
+        variance = (arr - mean).square().sum(0) / len(arr)
+        self.update_from_moments(mean, variance, len(arr))
+
+    def update_from_moments(self, batch_mean: Any, batch_var: Any, batch_count: float) -> None:
+        """Combine with the moments of a batch."""
+        delta, total = batch_mean - self.mean, self.count + batch_count
+        squares = self.var * self.count + batch_var * batch_count
+        squares = squares + delta.square() * self.count * batch_count / total
+        self.mean, self.var = self.mean + delta * batch_count / total, squares / total
+        self.count = total
+
+
+class TensorVecNormalize(VecNormalize):
+    """``VecNormalize`` on tensors, with the same arguments and files.
+
+    ``obs_rms`` and ``ret_rms`` are copies of the statistics as arrays, so that ``EvalCallback`` can pass them to a
+    ``VecNormalize``. :meth:`save` writes a file that ``VecNormalize.load`` reads, and :meth:`load` reads both.
+
+    :param venv: vectorized environment; one on arrays is converted
+    :param kwargs: see ``VecNormalize``
+    """
+
+    tensors = True
+    venv: Any
+    returns: Any
+    old_obs: Any
+    old_reward: Any
+
+    def __init__(self, venv: VecEnv, *args: Any, **kwargs: Any) -> None:
+        super().__init__(_to_tensor_env(venv), *args, **kwargs)
+        self._returns_arrays = False
+
+    # Statistics are tensors here, and arrays for callers.
+    @property
+    def obs_rms(self) -> Any:
+        """Copy of the statistics of observations; of a Dict, one for each key."""
+        return map_arrays(TensorRunningMeanStd.to_arrays, self._tensor_rms["obs_rms"])
+
+    @obs_rms.setter
+    def obs_rms(self, value: Any) -> None:
+        self.__dict__.setdefault("_tensor_rms", {})["obs_rms"] = map_arrays(TensorRunningMeanStd.from_arrays, value)
+
+    @property
+    def ret_rms(self) -> Any:
+        """Copy of the statistics of discounted returns."""
+        return self._tensor_rms["ret_rms"].to_arrays()
+
+    @ret_rms.setter
+    def ret_rms(self, value: Any) -> None:
+        self.__dict__.setdefault("_tensor_rms", {})["ret_rms"] = TensorRunningMeanStd.from_arrays(value)
+
+    def reset(self) -> Any:
+        """Reset all environments, and return normalized tensors."""
+        self.old_obs = observations = self.venv.reset()
+        device = next(leaves(observations)).device
+        self.returns = torch.zeros(self.num_envs, dtype=torch.float64, device=device)
+        self._tensor_rms["ret_rms"].to(device)
+        self._update_observations(observations)
+        return self.normalize_obs(observations)
+
+    def step_async(self, actions: Any) -> None:
+        """Begin a step with a tensor or an array of actions."""
+        self._returns_arrays = not isinstance(actions, torch.Tensor)
+        self.venv.step_async(torch.from_numpy(np.asarray(actions)) if self._returns_arrays else actions)
+
+    def step_wait(self) -> Any:
+        """Finish the step: normalized observations and rewards, dones, infos."""
+        observations, rewards, dones, infos = self.venv.step_wait()
+        self.old_obs, self.old_reward = observations, rewards
+        self._update_observations(observations)
+        observations = self.normalize_obs(observations)
+        if self.training:
+            self.returns = self.returns * self.gamma + rewards
+            self._tensor_rms["ret_rms"].update(self.returns)
+        rewards = self.normalize_reward(rewards)
+        if infos.final_observation is not None:
+            infos.final_observation = self.normalize_obs(infos.final_observation)
+        self.returns = self.returns.masked_fill(dones, 0)
+        result = observations, rewards, dones, infos
+        return to_arrays(*result) if self._returns_arrays else result
+
+    def _update_observations(self, observations: Any) -> None:
+        """Add observations to the statistics."""
+        if self.training and self.norm_obs:
+            statistics = self._tensor_rms["obs_rms"]
+            for key, part in statistics.items() if isinstance(statistics, dict) else ((None, statistics),):
+                part.update(observations if key is None else observations[key])
+
+    def _map_observations(self, function: Any, observations: Any) -> Any:
+        """Apply a function of a tensor and its statistics to observations that are normalized."""
+        statistics = self._tensor_rms.get("obs_rms") if self.norm_obs else None
+        if isinstance(statistics, dict):
+            return {**observations, **{key: function(observations[key], part) for key, part in statistics.items()}}
+        return observations if statistics is None else function(observations, statistics)
+
+    def normalize_obs(self, obs: Any) -> Any:
+        """Normalize tensors or arrays of observations."""
+        if framework_of(obs) == "numpy":
+            return super().normalize_obs(obs)
+        return self._map_observations(self._normalize_tensor, obs)
+
+    def _normalize_tensor(self, part: torch.Tensor, statistics: Any) -> torch.Tensor:
+        """Normalize a tensor, in float64 as VecNormalize does."""
+        scale = torch.sqrt(statistics.var + self.epsilon)
+        return (part - statistics.mean).div_(scale).clamp_(-self.clip_obs, self.clip_obs).float()  # type: ignore[no-any-return]
+
+    def unnormalize_obs(self, obs: Any) -> Any:
+        """Undo :meth:`normalize_obs`, except for clipping."""
+        if framework_of(obs) == "numpy":
+            return super().unnormalize_obs(obs)
+        return self._map_observations(
+            lambda part, statistics: part * torch.sqrt(statistics.var + self.epsilon) + statistics.mean, obs
+        )
+
+    def normalize_reward(self, reward: Any) -> Any:
+        """Normalize a tensor or array of rewards."""
+        if not isinstance(reward, torch.Tensor):
+            return super().normalize_reward(reward)
+        if self.norm_reward:
+            scale = torch.sqrt(self._tensor_rms["ret_rms"].var + self.epsilon)
+            reward = (reward.double() / scale).clamp_(-self.clip_reward, self.clip_reward)
+        return reward.float()
+
+    def unnormalize_reward(self, reward: Any) -> Any:
+        """Undo :meth:`normalize_reward`, except for clipping."""
+        if not isinstance(reward, torch.Tensor) or not self.norm_reward:
+            return super().unnormalize_reward(reward)
+        return reward * torch.sqrt(self._tensor_rms["ret_rms"].var + self.epsilon)
+
+    def get_original_obs(self) -> Any:
+        """Return the observations of the last step or reset, without normalization."""
+        return self.old_obs  # steps return new tensors
+
+    def get_original_reward(self) -> Any:
+        """Return the rewards of the last step, without normalization."""
+        return self.old_reward
+
+    def set_venv(self, venv: VecEnv) -> None:
+        """Set the vectorized environment, after the wrapper was loaded."""
+        super().set_venv(_to_tensor_env(venv))
+        self._returns_arrays = False
+
+    def save(self, save_path: str) -> None:
+        """Save statistics and settings to a file for ``VecNormalize.load``."""
+        plain = VecNormalize.__new__(VecNormalize)
+        state = {**vars(self), "old_obs": None, "old_reward": np.array([]), "ret_rms": self.ret_rms}
+        state |= {"obs_rms": self.obs_rms} if "obs_rms" in self._tensor_rms else {}
+        vars(plain).update(
+            {key: value for key, value in state.items() if key not in ("_tensor_rms", "_returns_arrays")}
+        )
+        with open(save_path, "wb") as file:
+            pickle.dump(plain, file)
+
+    @staticmethod
+    def load(load_path: str, venv: VecEnv) -> TensorVecNormalize:
+        """Load statistics and settings from a file of this class or of ``VecNormalize``."""
+        with open(load_path, "rb") as file:
+            state = dict(vars(pickle.load(file)))
+        found = TensorVecNormalize.__new__(TensorVecNormalize)
+        state.pop("venv", None)
+        for name in ("obs_rms", "ret_rms"):
+            if name in state:
+                setattr(found, name, state.pop(name))
+        vars(found).update(state, venv=None)
+        found.set_venv(venv)
+        return found

@@ -1,0 +1,691 @@
+"""Stable Baselines3's algorithms on tensors: rollouts and replay buffers stay on the environment's device.
+
+    from sb3_ext import GymVecEnv
+    from sb3_ext.tensor import PPO  # in place of stable_baselines3's
+
+    model = PPO("MlpPolicy", GymVecEnv(my_isaac_lab_env, tensors=True), n_steps=24, batch_size=24 * 4096 // 4)
+
+The classes replace the code of Stable Baselines3 that handles arrays, and inherit the rest: losses, policies, options,
+callbacks, logs and files. With the same seed, their weights are those of Stable Baselines3, except for the order of
+additions. On the CPU, it differs in the statistics of ``TensorVecNormalize`` for more than 15 environments. On other
+devices, it also differs where a time limit ends episodes: their values are predicted at once, instead of one by one.
+
+Environments on arrays work too. Source: https://github.com/DLR-RM/stable-baselines3/issues/314
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import stable_baselines3 as sb3
+import torch
+from gymnasium import spaces
+from stable_baselines3.common import type_aliases as types
+from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.buffers import (
+    BaseBuffer,
+    DictReplayBuffer,
+    DictRolloutBuffer,
+    ReplayBuffer,
+    RolloutBuffer,
+)
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.noise import NormalActionNoise, VectorizedActionNoise
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
+from stable_baselines3.common.utils import should_collect_more_steps
+from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
+from rl_ext_core.vector.array_frameworks import map_arrays, to_numpy
+from sb3_ext import _tensor_vec_env as vec_envs
+from sb3_ext._compat import without_validation
+from sb3_ext._tensor_vec_env import TensorVecEnv, TensorVecNormalize
+from sb3_ext._vector_steps import TensorInfos, expand, torch_dtype
+
+__all__ = [
+    "A2C",
+    "DQN",
+    "PPO",
+    "SAC",
+    "TD3",
+    "TensorReplayBuffer",
+    "TensorRolloutBuffer",
+    "TensorVecEnv",
+    "TensorVecNormalize",
+]
+
+if not hasattr(sb3.PPO, "dump_logs"):
+    raise MissingDependencyError(
+        f"sb3_ext.tensor needs Stable Baselines3 2.6 or later, but {sb3.__version__} is installed. Install it with:\n"
+        '    pip install "stable-baselines3>=2.6"'
+    )
+
+# Steps after which episode statistics are read from the device, if no log was written before.
+_MAX_UNREAD_STEPS = 256
+
+
+# -- buffers
+
+
+def _zeros(space: Any, device: Any, *sizes: int) -> Any:
+    """Return zero tensors for observations of a space, a dict for a Dict."""
+    if isinstance(space, spaces.Dict):
+        return {key: _zeros(part, device, *sizes) for key, part in space.spaces.items()}
+    shape = (1,) if isinstance(space, spaces.Discrete) else space.shape
+    return torch.zeros(*sizes, *shape, dtype=torch_dtype(space.dtype), device=device)
+
+
+def _write(position: int, batch: torch.Tensor, value: Any) -> None:
+    """Copy a tensor or array into a row of a buffer."""
+    row = batch[position]
+    row.copy_(torch.as_tensor(value).view(row.shape))
+
+
+class TensorRolloutBuffer(RolloutBuffer):
+    """``RolloutBuffer`` and ``DictRolloutBuffer`` with tensors on one device.
+
+    Attributes have the names and shapes of Stable Baselines3: ``observations``, (n_steps, n_envs, ...), and so on. They
+    are tensors. As an exception, ``values`` and ``returns`` are arrays from the first call of :meth:`get` until the
+    next rollout, because ``train()`` logs their variance by NumPy.
+
+    :param args, kwargs: see ``RolloutBuffer``
+    """
+
+    observations: Any
+    actions: Any
+    rewards: Any
+    advantages: Any
+    returns: Any
+    episode_starts: Any
+    log_probs: Any
+    values: Any
+
+    def reset(self) -> None:
+        """Discard the rollout. Memory is reused."""
+        if "_by_env" not in vars(self):
+            # All steps of an environment are contiguous, which is the order of minibatches.
+            space = {"observations": self.observation_space, "actions": self.action_space}
+            self._by_env = {
+                key: _zeros(part, self.device, self.n_envs, self.buffer_size) for key, part in space.items()
+            }
+            self._by_env["actions"] = self._by_env["actions"].reshape(self.n_envs, self.buffer_size, self.action_dim)
+        self.observations, self.actions = (
+            map_arrays(lambda part: part.transpose(0, 1), self._by_env[key]) for key in ("observations", "actions")
+        )
+        for name in ("rewards", "returns", "episode_starts", "values", "log_probs", "advantages"):
+            setattr(self, name, torch.zeros(self.buffer_size, self.n_envs, device=self.device))
+        self.generator_ready = False
+        BaseBuffer.reset(self)
+
+    def add(self, obs: Any, action: Any, reward: Any, episode_start: Any, value: Any, log_prob: Any) -> None:
+        """Add a step: observations (n_envs, ...), actions, rewards, starts of episodes, values, log probabilities."""
+        map_arrays(partial(_write, self.pos), self.observations, obs)
+        given = {"actions": action, "rewards": reward, "episode_starts": episode_start}
+        for name, tensor in {**given, "values": value, "log_probs": log_prob}.items():
+            _write(self.pos, getattr(self, name), tensor)
+        self.pos += 1
+        self.full = self.pos == self.buffer_size
+
+    def compute_returns_and_advantage(self, last_values: torch.Tensor, dones: Any) -> None:
+        """Compute returns and advantages of the rollout.
+
+        :param last_values: values of the observations after the last step, (n_envs,) or (n_envs, 1)
+        :param dones: whether episodes ended in the last step, (n_envs,)
+        """
+        next_values = last_values.detach().flatten()
+        next_non_terminal = 1.0 - torch.as_tensor(dones, device=self.device).float()
+        last_gae_lam: Any = 0
+        # The order of operations is that of RolloutBuffer, so that results are equal bit for bit.
+        for step in reversed(range(self.buffer_size)):
+            delta = self.rewards[step] + self.gamma * next_values * next_non_terminal - self.values[step]
+            last_gae_lam = delta + self.gamma * self.gae_lambda * next_non_terminal * last_gae_lam
+            self.advantages[step] = last_gae_lam
+            next_values, next_non_terminal = self.values[step], 1.0 - self.episode_starts[step]
+        self.returns = self.advantages + self.values
+
+    def get(self, batch_size: int | None = None) -> Generator[Any, None, None]:
+        """Iterate over minibatches, in the random order of Stable Baselines3."""
+        assert self.full, ""
+        indices = torch.from_numpy(np.random.permutation(self.buffer_size * self.n_envs)).to(self.device)
+        if not self.generator_ready:
+            self._flatten()
+        batch_size = batch_size or len(indices)
+        for start in range(0, len(indices), batch_size):
+            yield self._get_samples(indices[start : start + batch_size])
+
+    def _flatten(self) -> None:
+        """Join the axes of environments and steps."""
+        for name in ("observations", "actions"):
+            setattr(self, name, map_arrays(lambda part: part.flatten(0, 1), self._by_env[name]))
+        names = ("values", "log_probs", "advantages", "returns")
+        self._columns = {name: getattr(self, name).T.reshape(-1) for name in names}
+        for name, column in self._columns.items():
+            flat = column.view(-1, 1)
+            setattr(self, name, to_numpy(flat) if name in ("values", "returns") else flat)
+        self.generator_ready = True
+
+    def _get_samples(self, batch_inds: Any, env: VecNormalize | None = None) -> Any:
+        """Return the samples of some indices, a tensor."""
+        observations = map_arrays(lambda part: part.index_select(0, batch_inds), self.observations)
+        kind: Any = types.DictRolloutBufferSamples if isinstance(observations, dict) else types.RolloutBufferSamples
+        columns = (column.index_select(0, batch_inds) for column in self._columns.values())
+        return kind(observations, self.actions.index_select(0, batch_inds).float(), *columns)
+
+
+class TensorReplayBuffer(ReplayBuffer):
+    """``ReplayBuffer`` and ``DictReplayBuffer`` with tensors on one device.
+
+    Attributes have the names and shapes of Stable Baselines3, and are tensors. ``n_steps`` of an algorithm and
+    ``optimize_memory_usage`` are not supported.
+
+    :param args, kwargs: see ``ReplayBuffer``
+    :raises InvalidArgumentError: If ``optimize_memory_usage`` is set.
+    """
+
+    observations: Any
+    next_observations: Any
+    actions: Any
+    rewards: Any
+    dones: Any
+    timeouts: Any
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        device: torch.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+    ) -> None:
+        BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs=n_envs)
+        if optimize_memory_usage:
+            raise InvalidArgumentError(
+                "optimize_memory_usage=True is not supported on tensors, expected False. Leave it out, or use "
+                "sb3_ext.CompressedReplayBuffer with stable_baselines3's algorithm"
+            )
+        self.optimize_memory_usage, self.handle_timeout_termination = False, handle_timeout_termination
+        self.buffer_size = size = max(buffer_size // n_envs, 1)
+        self.observations, self.next_observations = (
+            _zeros(observation_space, self.device, size, n_envs) for _ in range(2)
+        )
+        dtype = torch_dtype(self._maybe_cast_dtype(action_space.dtype))
+        self.actions = torch.zeros(size, n_envs, self.action_dim, dtype=dtype, device=self.device)
+        self.rewards, self.dones, self.timeouts = (torch.zeros(size, n_envs, device=self.device) for _ in range(3))
+
+    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
+        """Add a transition of each environment.
+
+        :param infos: infos of an environment on tensors, or a list of dicts
+        """
+        map_arrays(partial(_write, self.pos), self.observations, obs)
+        map_arrays(partial(_write, self.pos), self.next_observations, next_obs)
+        given = {"actions": action, "rewards": reward, "dones": done}
+        if self.handle_timeout_termination:
+            given["timeouts"] = (
+                infos.truncated
+                if isinstance(infos, TensorInfos)
+                else np.array([info.get("TimeLimit.truncated", False) for info in infos])
+            )
+        for name, tensor in given.items():
+            _write(self.pos, getattr(self, name), tensor)
+        self.pos = (self.pos + 1) % self.buffer_size
+        self.full = self.full or self.pos == 0
+
+    def _get_samples(self, batch_inds: np.ndarray[Any, Any], env: Any = None) -> Any:
+        """Return transitions of random environments at some positions."""
+        env_indices = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
+        rows = torch.from_numpy(batch_inds * self.n_envs + env_indices).to(self.device)
+
+        def select(part: torch.Tensor) -> torch.Tensor:
+            """Return the rows of a tensor."""
+            return part.flatten(0, 1).index_select(0, rows)
+
+        observations, following = (
+            self._normalize_obs(map_arrays(select, part), env) for part in (self.observations, self.next_observations)
+        )
+        rewards = select(self.rewards).view(-1, 1)
+        kind: Any = types.DictReplayBufferSamples if isinstance(observations, dict) else types.ReplayBufferSamples
+        return kind(
+            observations,
+            select(self.actions),
+            following,
+            (select(self.dones) * (1 - select(self.timeouts))).view(-1, 1),
+            rewards if env is None else env.normalize_reward(rewards),
+        )
+
+    def to_arrays(self) -> ReplayBuffer:
+        """Copy the transitions to a ``ReplayBuffer`` or ``DictReplayBuffer``."""
+        kind = DictReplayBuffer if isinstance(self.observation_space, spaces.Dict) else ReplayBuffer
+        found = kind.__new__(kind)
+        vars(found).update({name: _map_data(vec_envs.copy_to_array, value) for name, value in vars(self).items()})
+        return found
+
+    @classmethod
+    def from_arrays(cls, buffer: ReplayBuffer, device: torch.device) -> TensorReplayBuffer:
+        """Copy the transitions of a ``ReplayBuffer`` or ``DictReplayBuffer`` to a device.
+
+        :raises InvalidTypeError: If it is a buffer of another class.
+        """
+        if type(buffer) not in (ReplayBuffer, DictReplayBuffer) or buffer.optimize_memory_usage:
+            raise InvalidTypeError(
+                f"cannot read a {type(buffer).__name__}, expected a ReplayBuffer or DictReplayBuffer without "
+                "optimize_memory_usage. Use the algorithm of stable_baselines3"
+            )
+        found = cls.__new__(cls)
+        vars(found).update(
+            {name: _map_data(partial(torch.tensor, device=device), value) for name, value in vars(buffer).items()}
+        )
+        found.device = device
+        return found
+
+
+def _map_data(function: Any, value: Any) -> Any:
+    """Apply a function to a tensor or array, or to a dict of them; return other values as is."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return function(value)
+    if isinstance(value, dict) and all(isinstance(part, torch.Tensor | np.ndarray) for part in value.values()):
+        return {key: function(part) for key, part in value.items()}
+    return value
+
+
+# -- algorithms
+
+
+class _TensorAlgorithm(BaseAlgorithm):
+    """Methods that all algorithms share: environments, predictions, episode statistics and files."""
+
+    uses_tensors = True
+    policy: Any
+    env: Any
+    _last_obs: Any
+    _last_original_obs: Any
+    _last_episode_starts: Any
+    _action_bounds: Any = None
+    _unread: Any = ()  # episode statistics of the last steps, on the device
+
+    @staticmethod
+    def _wrap_env(env: Any, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
+        """Convert an environment to a ``VecEnv`` on tensors."""
+        vec_envs.check_layers(env)
+        on_tensors = getattr(env, "tensors", False)
+        return env if on_tensors else TensorVecEnv(BaseAlgorithm._wrap_env(env, verbose, monitor_wrapper))
+
+    def predict(self, observation: Any, *args: Any, **kwargs: Any) -> Any:
+        """Predict actions as an array, from arrays or tensors of observations."""
+        return super().predict(map_arrays(to_numpy, observation), *args, **kwargs)
+
+    def _setup_learn(self, *args: Any, **kwargs: Any) -> Any:
+        self._unread = list(self._unread)
+        return super()._setup_learn(*args, **kwargs)
+
+    def learn(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, with the arguments of Stable Baselines3."""
+        super().learn(*args, **kwargs)  # type: ignore[safe-super]
+        self._read_episodes()
+        return self
+
+    def _on_device(self, observation: Any) -> Any:
+        """Return observations on the device of the policy."""
+        return map_arrays(lambda part: torch.as_tensor(part, device=self.device), observation)
+
+    def _bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the bounds of actions as tensors."""
+        if self._action_bounds is None:
+            space: Any = self.action_space
+            self._action_bounds = tuple(torch.tensor(bound, device=self.device) for bound in (space.low, space.high))
+        return self._action_bounds  # type: ignore[no-any-return]
+
+    def _to_env_actions(self, actions: torch.Tensor) -> torch.Tensor:
+        """Scale or clip actions of the policy to the action space."""
+        if not isinstance(self.action_space, spaces.Box):
+            return actions
+        low, high = self._bounds()
+        if self.policy.squash_output:
+            return low + (0.5 * (actions + 1.0) * (high - low))
+        return torch.clamp(actions, low, high)
+
+    # -- episode statistics
+
+    def _update_info_buffer(self, infos: Any, dones: Any = None) -> None:
+        """Store the episode statistics of a step on the device."""
+        without_final = infos if infos.final_observation is None and infos.missing is not None else None
+        self._unread.append((dones, infos.returns, infos.lengths, infos.success, without_final))
+        if len(self._unread) >= _MAX_UNREAD_STEPS:
+            self._read_episodes()
+
+    def _read_episodes(self) -> None:
+        """Copy episode statistics from the device to the buffers for logs.
+
+        :raises EnvironmentOutputError: If the environment has lost last observations of episodes.
+        """
+        unread, self._unread = self._unread, []
+        if not unread:
+            return
+        dones, *columns = ([step[column] for step in unread] for column in range(5))
+        ended = torch.stack(dones)
+        steps = to_numpy(ended.any(1))
+        for step, infos in enumerate(columns[3]):
+            if infos is not None:
+                infos.require_final_observations(steps[step : step + 1])
+        found = [torch.stack(column)[ended].tolist() for column in columns[:2]]
+        episodes = [{"r": total, "l": length} for total, length in zip(*found, strict=True) if total == total]
+        self.ep_info_buffer.extend(episodes)  # type: ignore[union-attr]
+        if isinstance(self, _OffPolicy):  # as in Stable Baselines3
+            self._episode_num += len(found[0])
+        if any(part is not None for part in columns[2]):
+            unknown = torch.full_like(columns[0][0], torch.nan, dtype=torch.float32)
+            success = torch.stack([unknown if part is None else part for part in columns[2]])[ended].tolist()
+            self.ep_success_buffer.extend(value for value in success if value == value)  # type: ignore[union-attr]
+
+    def dump_logs(self, *args: Any) -> None:
+        """Write the log."""
+        self._read_episodes()
+        super().dump_logs(*args)
+
+    # -- files
+
+    def _excluded_save_params(self) -> list[str]:
+        return [*super()._excluded_save_params(), "_unread", "_action_bounds"]
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Save the model to a file that Stable Baselines3 loads too: last observations are saved as arrays."""
+        if self.ep_info_buffer is not None:
+            self._read_episodes()
+        names = ("_last_obs", "_last_original_obs", "_last_episode_starts")
+        tensors = {name: getattr(self, name) for name in names}
+        vars(self).update({name: _map_data(vec_envs.copy_to_array, value) for name, value in tensors.items()})
+        try:
+            super().save(*args, **kwargs)
+        finally:
+            vars(self).update(tensors)
+
+
+def _choose_buffer(given: Any, ours: type, plain: tuple[type, ...]) -> type:
+    """Return the user's buffer class; ``ours`` if it is None, or one of Stable Baselines3 from a saved file."""
+    if given is None or given in plain:
+        return ours
+    if not issubclass(given, ours):
+        raise InvalidArgumentError(
+            f"{given.__name__} stores arrays, expected {ours.__name__} or a subclass. Leave it out, or use the "
+            "algorithm of stable_baselines3"
+        )
+    return given  # type: ignore[no-any-return]
+
+
+class _OnPolicy(_TensorAlgorithm, OnPolicyAlgorithm):
+    """Rollouts of PPO and A2C on tensors."""
+
+    def _setup_model(self) -> None:
+        """Create policy and rollout buffer."""
+        given = self.rollout_buffer_class  # saved files contain the user's choice
+        self.rollout_buffer_class = _choose_buffer(given, TensorRolloutBuffer, (RolloutBuffer, DictRolloutBuffer))
+        super()._setup_model()
+        self.rollout_buffer_class = given
+
+    def _maybe_recommend_cpu(self, mlp_class_name: str = "ActorCriticPolicy") -> None:
+        """Do nothing. The advice is for environments on arrays."""
+
+    def collect_rollouts(self, env: Any, callback: BaseCallback, rollout_buffer: Any, n_rollout_steps: int) -> bool:
+        """Collect a rollout on the device.
+
+        :param callback: callback; its ``locals`` have the names of Stable Baselines3, with tensors
+        """
+        assert self._last_obs is not None, "No previous observation was provided"
+        self.policy.set_training_mode(False)
+        n_steps, time_outs = 0, []
+        rollout_buffer.reset()
+        if self.use_sde:
+            self.policy.reset_noise(env.num_envs)
+        callback.on_rollout_start()
+        while n_steps < n_rollout_steps:
+            if self.use_sde and self.sde_sample_freq > 0 and n_steps % self.sde_sample_freq == 0:
+                self.policy.reset_noise(env.num_envs)
+            with torch.no_grad(), without_validation():
+                obs_tensor = self._on_device(self._last_obs)
+                actions, values, log_probs = self.policy(obs_tensor)
+            clipped_actions = self._to_env_actions(actions)
+            new_obs, rewards, dones, infos = env.step(clipped_actions)
+            self.num_timesteps += env.num_envs
+            callback.update_locals(vec_envs.locals_for_callbacks(locals()))
+            if not callback.on_step():
+                return False
+            self._update_info_buffer(infos, dones)
+            time_outs.append(_select_time_outs(n_steps, infos))
+            n_steps += 1
+            rollout_buffer.add(obs_tensor, actions, rewards, self._last_episode_starts, values, log_probs)
+            self._last_obs, self._last_episode_starts = new_obs, dones
+        self._add_values_of_time_outs(rollout_buffer, time_outs)
+        with torch.no_grad():
+            values = self.policy.predict_values(self._on_device(new_obs))
+        rollout_buffer.compute_returns_and_advantage(last_values=values, dones=dones)
+        callback.update_locals(vec_envs.locals_for_callbacks(locals()))
+        callback.on_rollout_end()
+        return True
+
+    def _add_values_of_time_outs(self, rollout_buffer: Any, time_outs: Sequence[Any]) -> None:
+        """Add discounted values of last observations to rewards of steps that a time limit ended.
+
+        Stable Baselines3 predicts these values one by one. The same is done here on the CPU, because products of
+        larger matrices add up in another order, and weights would differ. Other devices predict all at once.
+
+        :param time_outs: results of ``_select_time_outs``
+        """
+        found = [entry() if callable(entry) else entry for entry in time_outs]
+        found = [entry for entry in found if entry is not None and len(entry[1])]
+        if not found:
+            return
+        steps = torch.tensor([step for step, rows, _ in found for _ in range(len(rows))], device=self.device)
+        rows = torch.cat([rows for _, rows, _ in found]).to(self.device)
+        final = self._on_device(map_arrays(lambda *parts: torch.cat(parts), *(part for *_, part in found)))
+        chunks = map_arrays(lambda part: part.split(1 if part.is_cpu else len(part)), final)
+        if isinstance(final, dict):
+            chunks = [dict(zip(chunks, parts, strict=True)) for parts in zip(*chunks.values(), strict=True)]
+        with torch.no_grad():
+            values = torch.cat([self.policy.predict_values(chunk) for chunk in chunks]).flatten()
+        rollout_buffer.rewards[steps, rows] += self.gamma * values
+
+
+def _select_time_outs(step: int, infos: TensorInfos) -> Any:
+    """Return the number of a step, the rows that a time limit ended, and their last observations.
+
+    :return: a function that returns them if the device is not the CPU, because finding the rows waits for it; None if
+        no episode has ended
+    """
+
+    def select() -> Any:
+        """Find the rows."""
+        rows = truncated.nonzero().flatten()
+        return step, rows, map_arrays(lambda part: part.index_select(0, rows), final)
+
+    truncated, final = infos.truncated, infos.final_observation
+    if final is None or truncated.is_cpu:
+        return None if final is None else select()
+    final = map_arrays(torch.clone, final)  # the environment may overwrite it in the next step
+    return select
+
+
+class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
+    """Transitions of SAC, TD3 and DQN on tensors."""
+
+    def _setup_model(self) -> None:
+        """Create policy and replay buffer."""
+        if self.n_steps > 1:
+            raise InvalidArgumentError(
+                f"n_steps={self.n_steps} is not supported on tensors, expected 1. Use the algorithm of "
+                "stable_baselines3 over GymVecEnv(env)"
+            )
+        given = self.replay_buffer_class  # saved files contain the user's choice
+        self.replay_buffer_class = _choose_buffer(given, TensorReplayBuffer, (ReplayBuffer, DictReplayBuffer))
+        super()._setup_model()
+        self.replay_buffer_class = given
+
+    def save_replay_buffer(self, path: Any) -> None:
+        """Save the replay buffer to a file that Stable Baselines3 loads too."""
+        save_to_pkl(path, self.replay_buffer.to_arrays(), self.verbose)  # type: ignore[union-attr]
+
+    def load_replay_buffer(self, path: Any, truncate_last_traj: bool = True) -> None:
+        """Load a replay buffer of this class or of Stable Baselines3."""
+        self.replay_buffer = TensorReplayBuffer.from_arrays(load_from_pkl(path, self.verbose), self.device)
+
+    def _choose_actions(self) -> torch.Tensor:
+        """Return actions of the policy in the action space, with exploration."""
+        self.policy.set_training_mode(False)
+        with torch.no_grad(), without_validation():
+            actions = self.policy._predict(self._on_device(self._last_obs), deterministic=False)
+        return self._to_env_actions(actions.reshape(-1, *self.action_space.shape))  # type: ignore[misc]
+
+    def _sample_action(self, learning_starts: int, action_noise: Any = None, n_envs: int = 1) -> Any:
+        """Return actions for the environment, and actions to store, which are scaled to [-1, 1]."""
+        if self.num_timesteps < learning_starts and not (self.use_sde and self.use_sde_at_warmup):
+            actions = self._random_actions(n_envs)
+        else:
+            actions = self._choose_actions()
+        if not isinstance(self.action_space, spaces.Box):
+            return actions, actions
+        low, high = self._bounds()
+        scaled = 2.0 * ((actions - low) / (high - low)) - 1.0
+        if action_noise is not None:
+            scaled = torch.clamp(scaled + torch.as_tensor(action_noise(), device=self.device), -1, 1)
+        return low + (0.5 * (scaled + 1.0) * (high - low)), scaled
+
+    def _random_actions(self, count: int) -> torch.Tensor:
+        """Return actions from the space's generator, which Stable Baselines3 uses too."""
+        return torch.as_tensor(np.array([self.action_space.sample() for _ in range(count)]), device=self.device)
+
+    def _store_transition(
+        self, replay_buffer: Any, buffer_action: Any, new_obs: Any, reward: Any, dones: Any, infos: Any
+    ) -> None:
+        """Add a step to the replay buffer, without normalization and with last observations."""
+        normalize: Any = self._vec_normalize_env
+        if normalize is None:
+            self._last_original_obs, original = self._last_obs, new_obs
+        else:
+            original, reward = normalize.get_original_obs(), normalize.get_original_reward()
+        next_obs, final = original, infos.final_observation
+        if final is not None:
+            if normalize is not None:
+                # As in Stable Baselines3, which knows only the normalized ones: they are clipped.
+                final = normalize.unnormalize_obs(final)
+            next_obs = map_arrays(
+                lambda last, new: torch.where(expand(dones, new), last.to(new.dtype), new), final, original
+            )
+        replay_buffer.add(self._last_original_obs, next_obs, buffer_action, reward, dones, infos)
+        self._last_obs = new_obs
+        if normalize is not None:
+            self._last_original_obs = original
+
+    def collect_rollouts(
+        self,
+        env: Any,
+        callback: BaseCallback,
+        train_freq: types.TrainFreq,
+        replay_buffer: ReplayBuffer,
+        action_noise: Any = None,
+        learning_starts: int = 0,
+        log_interval: int | None = None,
+    ) -> types.RolloutReturn:
+        """Collect steps on the device.
+
+        The log is written at most once, after the last step. To find out whether it is due, the number of ended
+        episodes is read from the device then.
+
+        :param callback: callback; its ``locals`` have the names of Stable Baselines3, with tensors
+        :param action_noise: noise of Stable Baselines3, computed on the CPU
+        """
+        self.policy.set_training_mode(False)
+        num_collected_steps, num_collected_episodes = 0, 0
+        by_episode = train_freq.unit == types.TrainFrequencyUnit.EPISODE
+        assert train_freq.frequency > 0, "Should at least collect one step or episode."
+        if env.num_envs > 1:
+            assert not by_episode, "You must use only one env when doing episodic training."
+        if self.use_sde:
+            self.actor.reset_noise(env.num_envs)  # type: ignore[operator]
+        callback.on_rollout_start()
+        while should_collect_more_steps(train_freq, num_collected_steps, num_collected_episodes):
+            if self.use_sde and self.sde_sample_freq > 0 and num_collected_steps % self.sde_sample_freq == 0:
+                self.actor.reset_noise(env.num_envs)  # type: ignore[operator]
+            actions, buffer_actions = self._sample_action(learning_starts, action_noise, env.num_envs)
+            new_obs, rewards, dones, infos = env.step(actions)
+            self.num_timesteps += env.num_envs
+            num_collected_steps += 1
+            callback.update_locals(vec_envs.locals_for_callbacks(locals()))
+            if not callback.on_step():
+                return types.RolloutReturn(num_collected_steps * env.num_envs, num_collected_episodes, False)
+            self._update_info_buffer(infos, dones)
+            self._store_transition(replay_buffer, buffer_actions, new_obs, rewards, dones, infos)
+            self._update_current_progress_remaining(self.num_timesteps, self._total_timesteps)
+            self._on_step()
+            num_collected_episodes += int(dones) if by_episode else 0
+            _reset_noise(action_noise, dones)
+        callback.on_rollout_end()
+        if log_interval is not None:
+            before = self._episode_num
+            self._read_episodes()
+            if self._episode_num // log_interval > before // log_interval:
+                self.dump_logs()
+        return types.RolloutReturn(num_collected_steps * env.num_envs, num_collected_episodes, True)
+
+
+def _reset_noise(noise: Any, dones: torch.Tensor) -> None:
+    """Reset the noise of ended episodes, if its class has a state. That waits for the device."""
+    base = noise.base_noise if isinstance(noise, VectorizedActionNoise) else noise
+    if base is None or type(base) is NormalActionNoise:
+        return
+    rows = np.flatnonzero(to_numpy(dones)).tolist()
+    if rows and isinstance(noise, VectorizedActionNoise):
+        noise.reset(indices=rows)
+    elif rows:
+        noise.reset()
+
+
+class PPO(_OnPolicy, sb3.PPO):
+    """PPO of Stable Baselines3 on tensors, with the same arguments, results and files.
+
+    :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
+    :raises InvalidTypeError: If ``env`` has a wrapper that works on arrays.
+    """
+
+
+class A2C(_OnPolicy, sb3.A2C):
+    """A2C of Stable Baselines3 on tensors, with the same arguments, results and files.
+
+    :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
+    :raises InvalidTypeError: If ``env`` has a wrapper that works on arrays.
+    """
+
+
+class SAC(_OffPolicy, sb3.SAC):
+    """SAC of Stable Baselines3 on tensors, with the same arguments, results and files.
+
+    :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
+    :raises InvalidTypeError: If ``env`` has a wrapper that works on arrays.
+    """
+
+
+class TD3(_OffPolicy, sb3.TD3):
+    """TD3 of Stable Baselines3 on tensors, with the same arguments, results and files.
+
+    :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
+    :raises InvalidTypeError: If ``env`` has a wrapper that works on arrays.
+    """
+
+
+class DQN(_OffPolicy, sb3.DQN):
+    """DQN of Stable Baselines3 on tensors, with the same arguments, results and files.
+
+    :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
+    :raises InvalidTypeError: If ``env`` has a wrapper that works on arrays.
+    """
+
+    def _choose_actions(self) -> torch.Tensor:
+        """Return random actions at the exploration rate, else those of the policy."""
+        if np.random.rand() < self.exploration_rate:
+            return self._random_actions(self.n_envs)
+        return super()._choose_actions()

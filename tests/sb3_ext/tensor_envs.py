@@ -1,0 +1,87 @@
+"""Torch environment in Isaac Lab's style, whose trajectories depend on the actions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+
+class Points:
+    """Points that are pushed towards the origin. Episodes end at a time limit or far from the origin.
+
+    Outputs are buffers that the next step overwrites. The seed of ``reset`` determines all random numbers.
+
+    :param num_envs: number of points
+    :param length: steps until the time limit
+    :param as_dict: whether observations are a Dict of two parts
+    :param truncates: whether the time limit truncates episodes, else it terminates them
+    :param final_obs: whether infos contain last observations
+    :param discrete: whether actions are discrete
+    """
+
+    metadata: dict[str, Any] = {}  # noqa: RUF012
+    render_mode = None
+    spec = None
+    device = "cpu"
+
+    def __init__(
+        self,
+        num_envs: int = 4,
+        *,
+        length: int = 12,
+        as_dict: bool = False,
+        truncates: bool = True,
+        final_obs: bool = True,
+        discrete: bool = False,
+    ) -> None:
+        self.num_envs, self._length, self._as_dict, self._truncates = num_envs, length, as_dict, truncates
+        self.final_obs, self._discrete = final_obs, discrete
+        box = spaces.Box(-np.inf, np.inf, (4,), np.float32)
+        self.single_observation_space = spaces.Dict({"position": box, "velocity": box}) if as_dict else box
+        self.single_action_space: Any = spaces.Discrete(3) if discrete else spaces.Box(-2, 3, (2,), np.float32)
+        self._state, self._output = torch.zeros(num_envs, 8), torch.zeros(num_envs, 8)
+        self._rewards, self._steps = torch.zeros(num_envs), torch.zeros(num_envs, dtype=torch.long)
+        self._terminated, self._truncated = (torch.zeros(num_envs, dtype=torch.bool) for _ in range(2))
+        self._generator = torch.Generator()
+
+    @property
+    def unwrapped(self) -> Points:
+        return self
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _observe(self) -> Any:
+        """Write the state into the output buffer, and return views of it."""
+        self._output.copy_(self._state)
+        position, velocity = self._output[:, :4], self._output[:, 4:]
+        return {"position": position, "velocity": velocity} if self._as_dict else position
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None:
+            self._generator.manual_seed(seed)
+        self._state.copy_(torch.randn(self.num_envs, 8, generator=self._generator))
+        self._steps.copy_(torch.arange(self.num_envs) % self._length)
+        return self._observe(), {}
+
+    def step(self, action: torch.Tensor) -> Any:
+        push = torch.stack([action - 1.0, 1.0 - action], 1) if self._discrete else action
+        self._state[:, 4:6] += 0.1 * push
+        self._state[:, :4] += 0.1 * self._state[:, 4:]
+        self._steps += 1
+        torch.sum(-self._state[:, :4].square(), 1, out=self._rewards)
+        late, far = self._steps >= self._length, self._state[:, 0].abs() > 2.5
+        self._terminated.copy_(far | (late & (not self._truncates)))
+        self._truncated.copy_(late & self._truncates)
+        done = self._terminated | self._truncated
+        info: dict[str, Any] = {"is_success": self._truncated}
+        if self.final_obs:
+            last = self._observe()
+            info["final_obs"] = {key: part.clone() for key, part in last.items()} if self._as_dict else last.clone()
+        fresh = torch.randn(self.num_envs, 8, generator=self._generator)
+        self._state.copy_(torch.where(done[:, None], fresh, self._state))
+        self._steps.masked_fill_(done, 0)
+        return self._observe(), self._rewards, self._terminated, self._truncated, info

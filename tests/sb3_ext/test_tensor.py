@@ -1,0 +1,613 @@
+"""Algorithms on tensors get the weights, logs and files of Stable Baselines3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import stable_baselines3 as sb3
+import torch
+import torch._dynamo
+from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
+from stable_baselines3.common.buffers import ReplayBuffer, RolloutBuffer
+from stable_baselines3.common.callbacks import (
+    BaseCallback,
+    CheckpointCallback,
+    EvalCallback,
+    StopTrainingOnMaxEpisodes,
+)
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.noise import NormalActionNoise, OrnsteinUhlenbeckActionNoise
+from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecMonitor, VecNormalize
+from torch.overrides import TorchFunctionMode
+
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
+from sb3_ext import GymVecEnv, tensor
+from sb3_ext._vector_steps import TensorInfos
+from sb3_ext.tensor import TensorReplayBuffer, TensorRolloutBuffer, TensorVecEnv, TensorVecNormalize
+from tests.sb3_ext.tensor_envs import Points
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "PPO": {"n_steps": 16, "batch_size": 16, "n_epochs": 2},
+    "A2C": {},
+    "SAC": {"learning_starts": 40, "train_freq": 4, "batch_size": 16},
+    "TD3": {"learning_starts": 40, "train_freq": 4, "batch_size": 16},
+    "DQN": {"learning_starts": 40, "train_freq": 4, "batch_size": 16, "target_update_interval": 40},
+}
+
+
+def small() -> dict[str, Any]:
+    """Return options of a small network. SB3 changes the dict."""
+    return {"policy_kwargs": {"net_arch": [8]}}
+
+
+def make_env(on_tensors: bool, *, normalized: bool = False, **options: Any) -> Any:
+    """Make Points in a GymVecEnv, normalized or not."""
+    env: Any = GymVecEnv(Points(**options), tensors=on_tensors)
+    if not normalized:
+        return env
+    return (TensorVecNormalize if on_tensors else VecNormalize)(env, clip_obs=1.5, clip_reward=2.0)
+
+
+def make_model(name: str, module: Any = tensor, env: Any = None, *, normalized: bool = False, **options: Any) -> Any:
+    """Make a model of ``sb3_ext.tensor`` or ``stable_baselines3``.
+
+    :param options: of Points, and of the algorithm
+    """
+    names = ("as_dict", "truncates", "num_envs", "length", "final_obs")
+    of_env = {key: options.pop(key) for key in names if key in options}
+    if env is None:
+        env = make_env(module is tensor, normalized=normalized, discrete=name == "DQN", **of_env)
+    policy = "MultiInputPolicy" if isinstance(env.observation_space, spaces.Dict) else "MlpPolicy"
+    return quiet(getattr(module, name)(policy, env, seed=0, device="cpu", **{**OPTIONS[name], **small(), **options}))
+
+
+def quiet(model: Any) -> Any:
+    """Set a logger without outputs, because the default one makes a temporary folder."""
+    model.set_logger(Logger(None, []))
+    return model
+
+
+def assert_equal_weights(model: Any, other: Any) -> None:
+    """Compare all weights of two models, bit for bit."""
+    for (name, weights), others in zip(
+        model.policy.state_dict().items(), other.policy.state_dict().values(), strict=True
+    ):
+        assert torch.equal(weights, others), name
+
+
+def train_both(name: str, steps: int, make: Callable[[Any], Any] | None = None, **options: Any) -> tuple[Any, Any]:
+    """Train with both modules, compare the weights and episode statistics, and return the models.
+
+    :param make: function that makes an environment for a module
+    """
+    ours, theirs = (
+        make_model(name, module, make(module) if make else None, **options).learn(steps) for module in (tensor, sb3)
+    )
+    assert_equal_weights(ours, theirs)
+    assert ours.num_timesteps == theirs.num_timesteps
+    assert ours._episode_num == theirs._episode_num
+    assert list(ours.ep_success_buffer) == list(theirs.ep_success_buffer)
+    of_episodes = [[(info["r"], info["l"]) for info in model.ep_info_buffer] for model in (ours, theirs)]
+    assert of_episodes[0] == of_episodes[1]
+    assert of_episodes[0]
+    return ours, theirs
+
+
+# -- weights
+
+
+@pytest.mark.sample(quick=8)
+@pytest.mark.parametrize("name", ["PPO", "A2C", "SAC", "TD3"])
+@pytest.mark.parametrize("truncates", [True, False])
+@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_weights_equal_those_of_sb3(name: str, truncates: bool, as_dict: bool, normalized: bool) -> None:
+    train_both(name, 320, truncates=truncates, as_dict=as_dict, normalized=normalized)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["PPO", "A2C", "SAC", "TD3"])
+@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_weights_after_20000_steps_equal_those_of_sb3(name: str, as_dict: bool, normalized: bool) -> None:
+    train_both(name, 20_000, as_dict=as_dict, normalized=normalized)
+
+
+def test_weights_of_dqn_equal_those_of_sb3() -> None:
+    train_both("DQN", 400)
+
+
+@pytest.mark.parametrize("name", ["PPO", "SAC"])
+def test_weights_with_state_dependent_exploration_equal_those_of_sb3(name: str) -> None:
+    train_both(name, 160, use_sde=True, sde_sample_freq=3)
+
+
+@pytest.mark.parametrize("noise", [NormalActionNoise, OrnsteinUhlenbeckActionNoise])
+def test_weights_with_action_noise_equal_those_of_sb3(noise: Any) -> None:
+    train_both("TD3", 160, action_noise=noise(np.zeros(2), np.full(2, 0.3)))
+
+
+def test_weights_with_missing_final_obs_of_the_preceding_step_equal_those_of_sb3() -> None:
+    def make(module: Any) -> Any:
+        return GymVecEnv(Points(final_obs=False), tensors=module is tensor, missing_final_obs="previous")
+
+    for name in ("A2C", "SAC"):
+        train_both(name, 160, make)
+
+
+@pytest.mark.parametrize("name", ["PPO", "SAC", "DQN"])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_weights_on_environments_of_arrays_equal_those_of_sb3(name: str, normalized: bool) -> None:
+    def make(module: Any) -> Any:
+        env: Any = make_vec_env("CartPole-v1" if name == "DQN" else "Pendulum-v1", 3, seed=0, env_kwargs=None)
+        if normalized:
+            env = (TensorVecNormalize if module is tensor else VecNormalize)(env)
+        return env
+
+    train_both(name, 700, make)
+
+
+def test_single_environments_are_wrapped() -> None:
+    options: dict[str, Any] = {"n_steps": 32, "batch_size": 32, "n_epochs": 1, "seed": 0, "device": "cpu"}
+    assert_equal_weights(
+        *(quiet(module.PPO("MlpPolicy", "CartPole-v1", **options, **small())).learn(64) for module in (tensor, sb3))
+    )
+
+
+def test_images_of_environments_of_arrays_are_transposed() -> None:
+    class Image(gym.Env[Any, Any]):
+        observation_space = spaces.Box(0, 255, (36, 36, 3), np.uint8)
+        action_space = spaces.Discrete(2)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            super().reset(seed=seed)
+            return self.np_random.integers(0, 255, (36, 36, 3), np.uint8), {}
+
+        def step(self, action: Any) -> Any:
+            return self.reset()[0], float(action), False, bool(self.np_random.integers(4) == 0), {}
+
+    options: dict[str, Any] = {"n_steps": 8, "batch_size": 8, "n_epochs": 1, "seed": 0, "device": "cpu"}
+    assert_equal_weights(
+        *(quiet(module.PPO("CnnPolicy", DummyVecEnv([Image]), **options)).learn(16) for module in (tensor, sb3))
+    )
+
+
+@pytest.mark.parametrize("name", ["PPO", "SAC"])
+def test_training_continues_without_reset(name: str, tmp_path: Path) -> None:
+    """Also after a file was loaded with ``force_reset=False``."""
+    models = []
+    for module in (tensor, sb3):
+        model = make_model(name, module, normalized=True).learn(64)
+        model.save(tmp_path / "model.zip")
+        env, buffer = model.env, getattr(model, "replay_buffer", None)
+        model = quiet(getattr(module, name).load(tmp_path / "model.zip", env, device="cpu", force_reset=False))
+        model.replay_buffer = buffer
+        torch.manual_seed(0)
+        np.random.seed(0)
+        models.append(model.learn(64, reset_num_timesteps=False))
+    assert_equal_weights(*models)
+    assert models[0].num_timesteps == 128
+
+
+def test_statistics_of_many_environments_are_those_of_vec_normalize() -> None:
+    """Additions have another order for more than 15 environments, in float32."""
+    ours, theirs = (make_env(on, normalized=True, num_envs=300) for on in (True, False))
+    for env in (ours, theirs):
+        env.seed(0)
+        env.reset()
+        for _ in range(30):
+            env.step(torch.ones(300, 2) if env is ours else np.ones((300, 2), np.float32))
+    for found, expected in ((ours.obs_rms, theirs.obs_rms), (ours.ret_rms, theirs.ret_rms)):
+        np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(found.var, expected.var, rtol=1e-6)
+        assert found.count == expected.count
+
+
+# -- no way through NumPy
+
+
+class CallCounter(TorchFunctionMode):
+    """Mode that counts conversions of tensors to arrays and numbers."""
+
+    NAMES = ("numpy", "cpu", "item", "tolist", "__array__", "__bool__", "__int__", "__float__")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in self.NAMES:
+            self.calls.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("name", ["PPO", "A2C", "SAC", "TD3"])
+def test_collecting_converts_nothing_to_numpy(name: str, normalized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = (
+        make_model(name, normalized=normalized, learning_starts=0)
+        if name in ("SAC", "TD3")
+        else make_model(name, normalized=normalized)
+    )
+    _, callback = model._setup_learn(1000)
+    counter = CallCounter()
+    monkeypatch.setattr(np, "asarray", lambda *args, **_: counter.calls.append("asarray") or np.array(*args))
+    with counter:
+        for _ in range(3):
+            if name in ("PPO", "A2C"):
+                assert model.collect_rollouts(model.env, callback, model.rollout_buffer, model.n_steps)
+            else:
+                model.collect_rollouts(model.env, callback, model.train_freq, model.replay_buffer)
+    # The number of rows that a time limit ended is read once per rollout.
+    allowed = 3 if name in ("PPO", "A2C") else 0
+    assert [call for call in counter.calls if call != "tolist"] == []
+    assert counter.calls.count("tolist") <= allowed
+    model._read_episodes()
+    assert len(model.ep_info_buffer) > 0
+
+
+def test_steps_do_not_alias_the_environment() -> None:
+    env = make_env(True)
+    env.reset()
+    found, copies = [], []
+    for _ in range(15):
+        *arrays, infos = env.step(torch.zeros(4, 2))
+        found.append((*arrays, infos.dones, infos.truncated, infos.returns, infos.lengths))
+        copies.append([part.clone() for part in found[-1]])
+    for step, copied in zip(found, copies, strict=True):
+        for part, other in zip(step, copied, strict=True):
+            assert torch.equal(part, other)
+
+
+# -- GymVecEnv(tensors=True)
+
+
+def test_a_step_with_arrays_returns_those_of_gym_vec_env() -> None:
+    ours, theirs = make_env(True, as_dict=True), make_env(False, as_dict=True)
+    for env in (ours, theirs):
+        env.seed(0)
+    assert {key: part.tolist() for key, part in ours.reset().items()} == {
+        key: part.tolist() for key, part in theirs.reset().items()
+    }
+    for _ in range(14):
+        found, expected = (env.step(np.full((4, 2), 0.5, np.float32)) for env in (ours, theirs))
+        for key, part in expected[0].items():
+            np.testing.assert_array_equal(found[0][key], part)
+        for part, other in zip(found[1:3], expected[1:3], strict=True):
+            np.testing.assert_array_equal(part, other, strict=True)
+        for info, other in zip(found[3], expected[3], strict=True):
+            assert info.keys() == other.keys()
+            assert info["TimeLimit.truncated"] == other["TimeLimit.truncated"]
+            if "episode" in info:
+                assert [info["episode"][key] for key in "rl"] == [other["episode"][key] for key in "rl"]
+                assert info["is_success"] == other["is_success"]
+                for key, part in other["terminal_observation"].items():
+                    np.testing.assert_array_equal(info["terminal_observation"][key], part)
+
+
+@pytest.mark.parametrize("form", ["objects", "rows", "Disabled"])
+def test_other_forms_of_last_observations(form: str) -> None:
+    class Other(Points):
+        def step(self, action: torch.Tensor) -> Any:
+            *results, info = super().step(action)
+            ended = (results[2] | results[3]).nonzero().flatten().tolist()
+            last = info.pop("final_obs")
+            if form == "objects" and ended:
+                info["final_obs"] = np.array([None] * self.num_envs, object)
+                for row in ended:
+                    info["final_obs"][row] = last[row]
+            elif form == "rows":
+                info["final_obs"] = last[ended]
+            elif form == "Disabled":
+                self._first = results[0].clone()
+                results[0] = last
+            return *results, info
+
+        def reset(self, seed: Any = None, options: Any = None) -> Any:
+            if options and "reset_mask" in options:
+                return self._first, {}
+            return super().reset(seed=seed)
+
+    mode = {"autoreset_mode": "Disabled"} if form == "Disabled" else {}
+    found, expected = GymVecEnv(Other(), tensors=True, **mode), make_env(True)
+    for env in (found, expected):
+        env.seed(0)
+        env.reset()
+    for _ in range(14):
+        results, others = (env.step(torch.ones(4, 2)) for env in (found, expected))
+        for part, other in zip(results[:3], others[:3], strict=True):
+            assert torch.equal(part, other)
+        done = results[2]
+        if done.any():
+            assert torch.equal(results[3].final_observation[done], others[3].final_observation[done])
+
+
+def test_lost_last_observations_are_reported_at_the_log() -> None:
+    model = make_model("PPO", final_obs=False)
+    with pytest.raises(EnvironmentOutputError, match="compute_final_obs"):
+        model.learn(64)
+    env = make_env(True, final_obs=False, length=3)
+    env.reset()
+    infos: Any = None
+    for _ in range(3):
+        infos = env.step(torch.zeros(4, 2))[3]
+    with pytest.raises(EnvironmentOutputError, match="compute_final_obs"):
+        infos[0]
+
+
+# -- refusals
+
+
+def refusals() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
+    """Return what is refused, with its error."""
+    on_tensors, on_arrays = make_env(True), make_env(False)
+    vec_env = DummyVecEnv([lambda: gym.make("Pendulum-v1")])
+    channels_last = make_env(True)
+    channels_last.observation_space = spaces.Box(0, 255, (36, 36, 3), np.uint8)
+    sac, ppo = partial_of("SAC"), partial_of("PPO")
+    return {
+        "VecNormalize": (lambda: ppo(VecNormalize(vec_env)), InvalidTypeError, r"TensorVecNormalize\(env\)"),
+        "VecNormalize of tensors": (lambda: ppo(VecNormalize(on_tensors)), InvalidTypeError, "TensorVecNormalize"),
+        "VecMonitor": (lambda: ppo(VecMonitor(on_tensors)), InvalidTypeError, "VecMonitor works on arrays"),
+        "VecFrameStack": (lambda: ppo(VecFrameStack(on_tensors, 2)), InvalidTypeError, "leave out tensors=True"),
+        "without tensors": (lambda: ppo(on_arrays), InvalidArgumentError, r"GymVecEnv\(env, tensors=True\)"),
+        "bare environment": (
+            lambda: tensor.PPO("MlpPolicy", Points()),
+            InvalidTypeError,
+            r"GymVecEnv\(env, tensors=True\)",
+        ),
+        "channels last": (lambda: ppo(channels_last), InvalidArgumentError, r"permute\(0, 3, 1, 2\)"),
+        "arrays": (
+            lambda: GymVecEnv(SyncVectorEnv([lambda: gym.make("Pendulum-v1")]), tensors=True),
+            InvalidArgumentError,
+            "leave tensors out",
+        ),
+        "n_steps": (lambda: sac(on_tensors, n_steps=3), InvalidArgumentError, "n_steps=3"),
+        "buffer": (
+            lambda: sac(on_tensors, replay_buffer_class=type("Mine", (ReplayBuffer,), {})),
+            InvalidArgumentError,
+            "Mine stores arrays",
+        ),
+        "optimize_memory_usage": (
+            lambda: sac(on_tensors, optimize_memory_usage=True),
+            InvalidArgumentError,
+            "optimize_memory_usage",
+        ),
+        "PPO of SB3": (
+            lambda: make_model("PPO", sb3, on_tensors).learn(64),
+            InvalidTypeError,
+            "from sb3_ext.tensor import PPO",
+        ),
+        "SAC of SB3": (
+            lambda: make_model("SAC", sb3, make_env(True, normalized=True)).learn(64),
+            InvalidTypeError,
+            "from sb3_ext.tensor import SAC",
+        ),
+    }
+
+
+def partial_of(name: str) -> Callable[..., Any]:
+    """Return a function that makes a model for an environment."""
+    return lambda env, **options: make_model(name, tensor, env, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*n_steps.*")
+def test_what_does_not_work_on_tensors_is_refused() -> None:
+    for make, error, said in refusals().values():
+        with pytest.raises(error, match=said):
+            make()
+
+
+# -- files
+
+
+@pytest.mark.parametrize("name", ["PPO", "A2C", "SAC", "TD3", "DQN"])
+def test_files_are_read_by_both_modules(name: str, tmp_path: Path) -> None:
+    """A model that is loaded and trained on has the same weights, whichever module wrote the file."""
+    paths = {module: str(tmp_path / f"{module.__name__}.zip") for module in (tensor, sb3)}
+    for module, path in paths.items():
+        model = make_model(name, module).learn(80)
+        model.save(path)
+        if name in ("SAC", "TD3", "DQN"):
+            model.save_replay_buffer(f"{path}.pkl")
+    found = []
+    for reader in (tensor, sb3):
+        for path in paths.values():
+            env = make_env(reader is tensor, discrete=name == "DQN")
+            env.seed(3)
+            model = quiet(getattr(reader, name).load(path, env, device="cpu"))
+            assert len(model.ep_info_buffer) > 0
+            if name in ("SAC", "TD3", "DQN"):
+                model.load_replay_buffer(f"{path}.pkl")
+                assert isinstance(model.replay_buffer, TensorReplayBuffer) == (reader is tensor)
+            torch.manual_seed(0)
+            np.random.seed(0)
+            model.action_space.seed(0)
+            found.append(model.learn(80, reset_num_timesteps=False))
+    for model in found[1:]:
+        assert_equal_weights(found[0], model)
+        assert model.num_timesteps == found[0].num_timesteps
+
+
+def test_files_of_normalization_are_read_by_both_classes(tmp_path: Path) -> None:
+    for as_dict in (False, True):
+        envs = [make_env(on, normalized=True, as_dict=as_dict) for on in (True, False)]
+        for number, env in enumerate(envs):
+            env.seed(0)
+            env.reset()
+            for _ in range(5):
+                env.step(np.ones((4, 2), np.float32))
+            env.save(str(tmp_path / f"{number}.pkl"))
+        for number in range(2):
+            for kind, on in ((TensorVecNormalize, True), (VecNormalize, False)):
+                env = kind.load(str(tmp_path / f"{number}.pkl"), make_env(on, as_dict=as_dict))  # type: ignore[attr-defined]
+                assert type(env) is kind
+                env.training = False
+                env.seed(1)
+                observation = env.reset()
+                expected = envs[1].normalize_obs(env.get_original_obs() if not on else to_arrays(env.old_obs))
+                for part, other in zip(parts_of(observation), parts_of(expected), strict=True):
+                    np.testing.assert_array_equal(np.asarray(part), other)
+                env.step(np.ones((4, 2), np.float32))
+    with pytest.raises(ValueError, match="already initialized"):
+        env.set_venv(envs[0].venv)
+
+
+def to_arrays(observation: Any) -> Any:
+    """Convert observations to arrays."""
+    return (
+        {key: part.numpy() for key, part in observation.items()}
+        if isinstance(observation, dict)
+        else observation.numpy()
+    )
+
+
+def parts_of(observation: Any) -> list[Any]:
+    """Return the arrays of an observation."""
+    return list(observation.values()) if isinstance(observation, dict) else [observation]
+
+
+# -- callbacks, predictions
+
+
+class Watch(BaseCallback):
+    """Callback that reads the local variables of Stable Baselines3."""
+
+    def _on_step(self) -> bool:
+        names = {"infos", "dones", "rewards", "new_obs", "env"}
+        assert names <= self.locals.keys()
+        self.episodes = getattr(self, "episodes", []) + [
+            info["episode"] for info in self.locals["infos"] if "episode" in info
+        ]
+        return self.n_calls < 30
+
+
+@pytest.mark.filterwarnings("ignore:rich is experimental", "ignore:Evaluation environment is not wrapped")
+@pytest.mark.parametrize("name", ["PPO", "SAC"])
+def test_callbacks_of_sb3_work(name: str, tmp_path: Path) -> None:
+    model = make_model(name, normalized=True)
+    evaluation = EvalCallback(
+        VecNormalize(make_env(False), training=False),
+        eval_freq=15,
+        n_eval_episodes=2,
+        best_model_save_path=str(tmp_path),
+        verbose=0,
+    )
+    saving = CheckpointCallback(20, str(tmp_path), save_replay_buffer=True, save_vecnormalize=True)
+    watch = Watch()
+    model.learn(2000, [evaluation, saving, watch, StopTrainingOnMaxEpisodes(1000)], progress_bar=True)
+    assert model.num_timesteps == 120
+    assert watch.episodes
+    assert np.isfinite(evaluation.last_mean_reward)
+    assert (tmp_path / "best_model.zip").exists()
+    assert getattr(sb3, name).load(tmp_path / "rl_model_80_steps.zip", device="cpu").num_timesteps == 80
+    VecNormalize.load(str(tmp_path / "rl_model_vecnormalize_80_steps.pkl"), make_env(False))
+
+
+def test_training_stops_after_a_number_of_episodes() -> None:
+    counts = []
+    for module in (tensor, sb3):
+        model = make_model("PPO", module)
+        model.learn(2000, StopTrainingOnMaxEpisodes(5))
+        counts.append(model.num_timesteps)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_evaluate_policy_works_on_both_kinds_of_environments(normalized: bool) -> None:
+    model = make_model("PPO", normalized=normalized).learn(64)
+    results = []
+    for on_tensors in (True, False):
+        env = make_env(on_tensors, normalized=normalized)
+        if normalized:
+            env.training, env.norm_reward = False, False
+            env.obs_rms, env.ret_rms = model.env.obs_rms, model.env.ret_rms
+        env.seed(5)
+        results.append(evaluate_policy(model, env, 6, return_episode_rewards=True, warn=False))
+    assert results[0] == results[1]
+
+
+def test_predict_accepts_arrays_and_tensors() -> None:
+    model = make_model("SAC", as_dict=True)
+    observation = {key: torch.ones(4, 4) for key in ("position", "velocity")}
+    found, _ = model.predict(observation, deterministic=True)
+    expected, _ = model.predict({key: part.numpy() for key, part in observation.items()}, deterministic=True)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_logs_are_those_of_sb3() -> None:
+    values = []
+    for module in (tensor, sb3):
+        model = make_model("PPO", module).learn(192)
+        values.append({key: value for key, value in model.logger.name_to_value.items() if "time/" not in key})
+    assert values[0] == values[1]
+    assert "train/explained_variance" in values[0]
+
+
+# -- buffers
+
+
+def test_attributes_of_the_rollout_buffer_are_those_of_sb3() -> None:
+    buffers = []
+    for kind in (TensorRolloutBuffer, RolloutBuffer):
+        generator = torch.Generator().manual_seed(0)
+        buffer = kind(5, spaces.Box(-1, 1, (3,)), spaces.Box(-1, 1, (2,)), "cpu", 0.9, 0.95, n_envs=4)
+        for _ in range(5):
+            row = [torch.randn(4, size, generator=generator) for size in (3, 2, 1, 1, 1)]
+            observation, action, reward, value, log_prob = row
+            start = torch.rand(4, generator=generator) < 0.3
+            arrays = [observation, action, reward.flatten(), start]
+            if kind is RolloutBuffer:
+                arrays = [part.numpy() for part in arrays]
+            buffer.add(*arrays, value, log_prob.flatten())
+        done = torch.tensor([True, False, False, True])
+        buffer.compute_returns_and_advantage(torch.ones(4, 1), done if kind is TensorRolloutBuffer else done.numpy())
+        buffers.append(buffer)
+    for name in ("observations", "actions", "rewards", "advantages", "returns", "episode_starts", "values"):
+        np.testing.assert_array_equal(getattr(buffers[0], name).numpy(), getattr(buffers[1], name), strict=True)
+    batches = []
+    for buffer in buffers:
+        np.random.seed(0)
+        batches.append([*buffer.get(7), *buffer.get(None)])
+    for found, expected in zip(*batches, strict=True):
+        for part, other in zip(found, expected, strict=True):
+            assert torch.equal(part, other)
+            assert part.dtype == other.dtype
+
+
+def test_replay_buffer_takes_lists_of_infos_and_wraps_around() -> None:
+    buffers = []
+    for kind in (TensorReplayBuffer, ReplayBuffer):
+        generator = np.random.default_rng(0)
+        buffer = kind(20, spaces.Discrete(5), spaces.Discrete(3), "cpu", n_envs=4)
+        for _ in range(7):
+            observation, following = generator.integers(5, size=(2, 4))
+            action, done = generator.integers(3, size=4), generator.random(4) < 0.5
+            infos = [{"TimeLimit.truncated": bool(flag)} for flag in generator.random(4) < 0.5]
+            buffer.add(observation, following, action, generator.random(4), done, infos)
+        np.random.seed(0)
+        buffers.append(buffer.sample(50))
+        assert buffer.full
+        assert buffer.size() == 5
+    for part, other in zip(*buffers, strict=True):
+        if other is not None:
+            assert torch.equal(part, other)
+            assert part.dtype == other.dtype
+
+
+def test_infos_of_arrays_keep_their_dicts() -> None:
+    env = TensorVecEnv(make_vec_env("Pendulum-v1", 2, seed=0))
+    env.reset()
+    infos = env.step(torch.zeros(2, 1))[3]
+    assert isinstance(infos, TensorInfos)
+    assert len(infos) == 2
+    assert infos[1]["TimeLimit.truncated"] is False
