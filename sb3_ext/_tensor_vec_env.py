@@ -41,7 +41,7 @@ class TensorVecEnv(VecEnvWrapper):
     def reset(self) -> Any:
         """Reset all environments, and return tensors."""
         reject_array_algorithm()
-        return map_arrays(_from_numpy, self.venv.reset())
+        return map_arrays(torch.tensor, self.venv.reset())
 
     def step_async(self, actions: Any) -> None:
         """Begin a step with a tensor or an array of actions."""
@@ -65,24 +65,19 @@ class TensorVecEnv(VecEnvWrapper):
             returns[row], lengths[row] = episode["r"], episode["l"]
         success = [infos[row].get("is_success", np.nan) if dones[row] else np.nan for row in range(len(dones))]
         found = TensorInfos(
-            _from_numpy(dones),
+            torch.tensor(dones),
             torch.from_numpy(truncated),
-            None if final is None else map_arrays(_from_numpy, final),
+            None if final is None else map_arrays(torch.tensor, final),
             torch.tensor(success, dtype=torch.float32),
             lambda _: infos,
         )
         found.returns, found.lengths = torch.from_numpy(returns), torch.from_numpy(lengths)
-        return map_arrays(_from_numpy, observations), _from_numpy(rewards), found.dones, found
+        return map_arrays(torch.tensor, observations), torch.tensor(rewards), found.dones, found
 
 
 def copy_to_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """Copy a tensor to an array."""
     return to_numpy(tensor).copy()  # type: ignore[no-any-return]
-
-
-def _from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Convert an array to a tensor that shares its memory; copy a read-only array."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def _write_row(row: int, batch: np.ndarray[Any, Any], value: Any) -> None:
@@ -225,11 +220,15 @@ class TensorVecNormalize(VecNormalize):
     # Statistics are tensors here, and arrays for callers.
     @property
     def obs_rms(self) -> Any:
-        """Copy of the statistics of observations; of a Dict, one for each key."""
-        return map_arrays(TensorRunningMeanStd.to_arrays, self._tensor_rms["obs_rms"])
+        """Copy of the statistics of observations; of a Dict, one for each key; None if ``norm_obs`` is False."""
+        # VecEnvWrapper does not permit that a property raises AttributeError.
+        statistics = self._tensor_rms.get("obs_rms")
+        return None if statistics is None else map_arrays(TensorRunningMeanStd.to_arrays, statistics)
 
     @obs_rms.setter
     def obs_rms(self, value: Any) -> None:
+        if value is None:
+            return
         self.__dict__.setdefault("_tensor_rms", {})["obs_rms"] = map_arrays(TensorRunningMeanStd.from_arrays, value)
 
     @property

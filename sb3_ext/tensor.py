@@ -91,13 +91,12 @@ class TensorRolloutBuffer(RolloutBuffer):
 
     Attributes have the names and shapes of Stable Baselines3: ``observations``, (n_steps, n_envs, ...), and so on. They
     are tensors. As an exception, ``values`` and ``returns`` are arrays from the first call of :meth:`get` until the
-    next rollout, because ``train()`` logs their variance by NumPy.
+    next rollout, because ``train()`` logs their variance by NumPy. Observations and actions are not copied when they
+    are added.
 
     :param args, kwargs: see ``RolloutBuffer``
     """
 
-    observations: Any
-    actions: Any
     rewards: Any
     advantages: Any
     returns: Any
@@ -106,28 +105,43 @@ class TensorRolloutBuffer(RolloutBuffer):
     values: Any
 
     def reset(self) -> None:
-        """Discard the rollout. Memory is reused."""
-        if "_by_env" not in vars(self):
-            # All steps of an environment are contiguous, which is the order of minibatches.
-            space = {"observations": self.observation_space, "actions": self.action_space}
-            self._by_env = {
-                key: _zeros(part, self.device, self.n_envs, self.buffer_size) for key, part in space.items()
-            }
-            self._by_env["actions"] = self._by_env["actions"].reshape(self.n_envs, self.buffer_size, self.action_dim)
-        self.observations, self.actions = (
-            map_arrays(lambda part: part.transpose(0, 1), self._by_env[key]) for key in ("observations", "actions")
-        )
+        """Discard the rollout."""
+        self._rows: list[tuple[Any, Any]] = []  # observations and actions of steps that are not in _by_env
+        self._by_env: dict[str, Any] = {}  # stacked, (n_envs, n_steps, ...)
         for name in ("rewards", "returns", "episode_starts", "values", "log_probs", "advantages"):
             setattr(self, name, torch.zeros(self.buffer_size, self.n_envs, device=self.device))
         self.generator_ready = False
         BaseBuffer.reset(self)
 
+    @property
+    def observations(self) -> Any:  # type: ignore[override]
+        """Observations, (n_steps, n_envs, ...), after :meth:`get` (n_envs * n_steps, ...); None if there are none."""
+        return self._stack_steps("observations")
+
+    @property
+    def actions(self) -> Any:  # type: ignore[override]
+        """Actions, in the same form."""
+        return self._stack_steps("actions")
+
+    def _stack_steps(self, name: str) -> Any:
+        """Stack observations or actions of all steps."""
+        if self._rows:
+            # All steps of an environment are contiguous, which is the order of minibatches.
+            columns = zip(*self._rows, strict=True)
+            stack = partial(map_arrays, lambda *parts: torch.stack(parts, 1))
+            self._by_env = {key: stack(*rows) for key, rows in zip(("observations", "actions"), columns, strict=True)}
+            self._rows = [] if self.full else self._rows
+        join = (lambda part: part.flatten(0, 1)) if self.generator_ready else (lambda part: part.transpose(0, 1))
+        return map_arrays(join, self._by_env[name]) if self._by_env else None
+
     def add(self, obs: Any, action: Any, reward: Any, episode_start: Any, value: Any, log_prob: Any) -> None:
         """Add a step: observations (n_envs, ...), actions, rewards, starts of episodes, values, log probabilities."""
-        map_arrays(partial(_write, self.pos), self.observations, obs)
-        given = {"actions": action, "rewards": reward, "episode_starts": episode_start}
-        for name, tensor in {**given, "values": value, "log_probs": log_prob}.items():
+        given = {"rewards": reward, "episode_starts": episode_start, "values": value, "log_probs": log_prob}
+        for name, tensor in given.items():
             _write(self.pos, getattr(self, name), tensor)
+        row = map_arrays(lambda part: torch.as_tensor(part, device=self.device), obs)
+        row = map_arrays(lambda part: part.view(-1, 1) if part.ndim == 1 else part, row)
+        self._rows.append((row, torch.as_tensor(action, device=self.device).reshape(self.n_envs, self.action_dim)))
         self.pos += 1
         self.full = self.pos == self.buffer_size
 
@@ -160,21 +174,21 @@ class TensorRolloutBuffer(RolloutBuffer):
 
     def _flatten(self) -> None:
         """Join the axes of environments and steps."""
-        for name in ("observations", "actions"):
-            setattr(self, name, map_arrays(lambda part: part.flatten(0, 1), self._by_env[name]))
         names = ("values", "log_probs", "advantages", "returns")
         self._columns = {name: getattr(self, name).T.reshape(-1) for name in names}
         for name, column in self._columns.items():
             flat = column.view(-1, 1)
             setattr(self, name, to_numpy(flat) if name in ("values", "returns") else flat)
         self.generator_ready = True
+        self._columns |= {name: self._stack_steps(name) for name in ("observations", "actions")}
 
     def _get_samples(self, batch_inds: Any, env: VecNormalize | None = None) -> Any:
         """Return the samples of some indices, a tensor."""
-        observations = map_arrays(lambda part: part.index_select(0, batch_inds), self.observations)
+        *columns, observations, actions = (
+            map_arrays(lambda part: part.index_select(0, batch_inds), column) for column in self._columns.values()
+        )
         kind: Any = types.DictRolloutBufferSamples if isinstance(observations, dict) else types.RolloutBufferSamples
-        columns = (column.index_select(0, batch_inds) for column in self._columns.values())
-        return kind(observations, self.actions.index_select(0, batch_inds).float(), *columns)
+        return kind(observations, actions.float(), *columns)
 
 
 class TensorReplayBuffer(ReplayBuffer):
@@ -433,10 +447,7 @@ class _OnPolicy(_TensorAlgorithm, OnPolicyAlgorithm):
         """Do nothing. The advice is for environments on arrays."""
 
     def collect_rollouts(self, env: Any, callback: BaseCallback, rollout_buffer: Any, n_rollout_steps: int) -> bool:
-        """Collect a rollout on the device.
-
-        :param callback: callback; its ``locals`` have the names of Stable Baselines3, with tensors
-        """
+        """Collect a rollout on the device. The callback's ``locals`` are those of Stable Baselines3, with tensors."""
         assert self._last_obs is not None, "No previous observation was provided"
         self.policy.set_training_mode(False)
         n_steps, time_outs = 0, []
@@ -594,10 +605,7 @@ class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
         """Collect steps on the device.
 
         The log is written at most once, after the last step. To find out whether it is due, the number of ended
-        episodes is read from the device then.
-
-        :param callback: callback; its ``locals`` have the names of Stable Baselines3, with tensors
-        :param action_noise: noise of Stable Baselines3, computed on the CPU
+        episodes is read from the device then. Action noise is computed on the CPU.
         """
         self.policy.set_training_mode(False)
         num_collected_steps, num_collected_episodes = 0, 0

@@ -155,6 +155,17 @@ def test_weights_on_environments_of_arrays_equal_those_of_sb3(name: str, normali
     train_both(name, 700, make)
 
 
+@pytest.mark.parametrize("options", [{"norm_obs": False}, {"norm_reward": False}, {"norm_obs_keys": ["velocity"]}])
+def test_weights_with_options_of_vec_normalize_equal_those_of_sb3(options: dict[str, Any], tmp_path: Path) -> None:
+    def make(module: Any) -> Any:
+        env = make_env(module is tensor, as_dict="norm_obs_keys" in options)
+        return (TensorVecNormalize if module is tensor else VecNormalize)(env, **options)
+
+    ours, _ = train_both("SAC", 80, make)
+    ours.env.save(str(tmp_path / "file.pkl"))
+    VecNormalize.load(str(tmp_path / "file.pkl"), make_env(False, as_dict="norm_obs_keys" in options))
+
+
 def test_single_environments_are_wrapped() -> None:
     options: dict[str, Any] = {"n_steps": 32, "batch_size": 32, "n_epochs": 1, "seed": 0, "device": "cpu"}
     assert_equal_weights(
