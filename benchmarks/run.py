@@ -50,6 +50,7 @@ COMMANDS: dict[str, float] = {
     "isolation": 3,
     "vec_env": 12,
     "gym_vec_env": 1,
+    "tensor": 8,
 }
 
 
