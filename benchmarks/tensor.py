@@ -74,7 +74,7 @@ def replace_network(model: Any) -> None:
     )
     single = torch.zeros(1, 1)
     model.policy.forward = lambda obs, deterministic=False: (actions, values, log_probs)
-    model.policy.predict_values = lambda obs: single
+    model.policy.predict_values = lambda obs: single if obs.shape[0] == 1 else values
 
 
 def make_iteration(name: str, env: Any, *, trains: bool, epochs: int) -> Callable[[], None]:

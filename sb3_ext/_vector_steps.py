@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -366,6 +366,10 @@ class TensorStepper(BatchStepper):
     A step does not wait for the device if the environment resets itself in the step and returns all last observations.
     """
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        keep_freed_memory(8 << 20)  # rollout buffers store the observations of many steps, and free them at once
+
     def step(self, actions: Any) -> Any:
         """Take a step.
 
@@ -383,8 +387,8 @@ class TensorStepper(BatchStepper):
         final = self._final_leaves(leaves, dones, info)
         if not self.stepper.resets_in_step and final is not None:
             leaves, info = self._reset_ended(final, dones, info)
-        last, _ = self.stepper.infos(info)
-        success = last.get("is_success")
+        # Splitting the info takes time, and few environments report successes.
+        success = self.stepper.infos(info)[0].get("is_success") if info.keys() & {"is_success", "final_info"} else None
         infos = TensorInfos(
             dones,
             truncated,
@@ -463,6 +467,7 @@ def expand(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return mask.view(-1, *[1] * (like.ndim - 1))
 
 
+@cache
 def torch_dtype(dtype: Any) -> torch.dtype:
     """Return the dtype of torch with the name of a dtype of NumPy."""
     return torch.from_numpy(np.empty(0, dtype)).dtype

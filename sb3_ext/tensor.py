@@ -151,15 +151,16 @@ class TensorRolloutBuffer(RolloutBuffer):
         :param last_values: values of the observations after the last step, (n_envs,) or (n_envs, 1)
         :param dones: whether episodes ended in the last step, (n_envs,)
         """
-        next_values = last_values.detach().flatten()
-        next_non_terminal = 1.0 - torch.as_tensor(dones, device=self.device).float()
-        last_gae_lam: Any = 0
+        next_values = torch.cat([self.values[1:], last_values.detach().reshape(1, -1)])
+        ends = torch.as_tensor(dones, device=self.device).float()
+        next_non_terminal = 1.0 - torch.cat([self.episode_starts[1:], ends[None]])
         # The order of operations is that of RolloutBuffer, so that results are equal bit for bit.
-        for step in reversed(range(self.buffer_size)):
-            delta = self.rewards[step] + self.gamma * next_values * next_non_terminal - self.values[step]
-            last_gae_lam = delta + self.gamma * self.gae_lambda * next_non_terminal * last_gae_lam
+        deltas = self.rewards + self.gamma * next_values * next_non_terminal - self.values
+        factors = self.gamma * self.gae_lambda * next_non_terminal
+        last_gae_lam: Any = 0
+        for step, (delta, factor) in reversed([*enumerate(zip(deltas, factors, strict=True))]):
+            last_gae_lam = delta + factor * last_gae_lam
             self.advantages[step] = last_gae_lam
-            next_values, next_non_terminal = self.values[step], 1.0 - self.episode_starts[step]
         self.returns = self.advantages + self.values
 
     def get(self, batch_size: int | None = None) -> Generator[Any, None, None]:
