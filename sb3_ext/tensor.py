@@ -230,7 +230,7 @@ class TensorReplayBuffer(ReplayBuffer):
         self.observations, self.next_observations = (
             _zeros(observation_space, self.device, size, n_envs) for _ in range(2)
         )
-        dtype = torch_dtype(self._maybe_cast_dtype(action_space.dtype))
+        dtype = torch_dtype(np.dtype(self._maybe_cast_dtype(action_space.dtype)))
         self.actions = torch.zeros(size, n_envs, self.action_dim, dtype=dtype, device=self.device)
         self.rewards, self.dones, self.timeouts = (torch.zeros(size, n_envs, device=self.device) for _ in range(3))
 
