@@ -97,6 +97,22 @@ def speedup(seconds: Mapping[str, np.ndarray], name: str, *, baseline: str) -> f
     return float(np.median(seconds[baseline] / seconds[name]))
 
 
+def ratio_interval(
+    seconds: Mapping[str, np.ndarray], name: str, *, baseline: str, resamples: int = 10_000, seed: int = 0
+) -> tuple[float, float, float]:
+    """Return the 95 % interval of a speedup by the bootstrap: lower bound, median over rounds, upper bound.
+
+    :param seconds: Result of :func:`time_in_turns`.
+    :param name: Competitor.
+    :param baseline: Competitor whose seconds are divided by those of ``name``.
+    :param resamples: Number of resampled medians. Rounds are resampled in pairs, because load slows both.
+    """
+    ratios = seconds[baseline] / seconds[name]
+    chosen = np.random.default_rng(seed).integers(len(ratios), size=(resamples, len(ratios)))
+    low, high = np.percentile(np.median(ratios[chosen], axis=1), [2.5, 97.5])
+    return float(low), float(np.median(ratios)), float(high)
+
+
 def sampling_speedup(
     ours: Any,
     plain: Any,
