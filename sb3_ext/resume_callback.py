@@ -625,9 +625,16 @@ def _newest_complete_save(folder: pathlib.Path) -> pathlib.Path:
     for save in reversed(_saves(folder)):
         try:
             marker = json.loads((save / _MARKER).read_text())
-            files = marker["files"] if marker["format"] == _FORMAT else {}
+            if marker["format"] != _FORMAT:
+                raise CorruptFileError(
+                    f"{str(save)!r} has the format {marker['format']!r}: expected {_FORMAT!r}. Use the version of "
+                    "rl-ext that wrote it"
+                )
+            files = marker["files"]
             if files and all(_file_checksum(save / name) == value for name, value in files.items()):
                 return save
+        except CorruptFileError:
+            raise
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             pass
         warnings.warn(f"{save} is damaged, so the save before it is used.", stacklevel=3)

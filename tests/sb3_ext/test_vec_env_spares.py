@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -15,7 +16,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.vector.spare_pool import SparePool
-from sb3_ext import SharedMemoryVecEnv
+from sb3_ext import ResumeCallback, SharedMemoryVecEnv
 from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.vec_checks import assert_equal, raise_interrupt_in
 
@@ -189,3 +190,11 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any]) -> None:
 def test_negative_number_of_spares_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="spares=-1"):
         SharedMemoryVecEnv([Walk], spares=-1)
+
+
+def test_resume_callback_needs_an_environment_without_spares(tmp_path: Path) -> None:
+    venv = SharedMemoryVecEnv([Walk] * 2, FAST, spares=1)
+    model = without_logger(PPO("MlpPolicy", venv, n_steps=16, batch_size=16, device="cpu"))
+    with pytest.raises(InvalidArgumentError, match="recorder=True and spares=0"):
+        model.learn(16, callback=ResumeCallback(tmp_path))
+    venv.close()

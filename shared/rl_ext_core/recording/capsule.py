@@ -172,8 +172,13 @@ def record_crash(recorder: bool | str | os.PathLike[str], **contents: Any) -> st
     """
     folder = CRASH_FOLDER if isinstance(recorder, bool) else recorder
     path = write_capsule(folder, **contents)
+    if path is None and len(list(Path(folder).glob("crash-*.rlx"))) >= MAX_CAPSULES:
+        return (
+            f"The episode is not recorded, because {os.path.abspath(folder)!r} contains {MAX_CAPSULES} files "
+            'crash-*.rlx. Delete some of them, or pass another folder: recorder="crashes"'
+        )
     if path is None:
-        return f"The episode is not recorded: {folder} cannot be written, or contains {MAX_CAPSULES} files crash-*.rlx"
+        return f"The episode is not recorded, because {os.path.abspath(folder)!r} cannot be written"
     return f"The episode is recorded. To repeat the failure, run: rl-ext replay {path}"
 
 
