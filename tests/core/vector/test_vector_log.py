@@ -224,6 +224,13 @@ class Walk(gymnasium.Env[Any, Any]):
         return self.observe(), 0.0, draw < 0.4, False, {}
 
 
+def seeded_walk(size: int) -> Any:
+    """Return an environment whose generator is that of its reference before the first seed."""
+    walk = Walk(size)
+    walk.np_random = np.random.default_rng(5)
+    return walk
+
+
 class InThisProcess:
     """A worker without a process, its log, and a recorder for each environment as reference."""
 
@@ -236,14 +243,14 @@ class InThisProcess:
             lambda size: self.block,
             new_cells(),
             0,
-            [lambda: Walk(size)] * 2,
+            [lambda: seeded_walk(size)] * 2,
             mode,
             heads.__getitem__,
         )
         self.worker.execute("map", self.layout)
         delay = {Autoreset.SAME_STEP: 0, Autoreset.NEXT_STEP: 1}.get(mode)
         self.log = vector_log.VectorLog(heads, self.block, self.layout, reset_delay=delay, ended=ENDED)
-        self.recorders = [EpisodeRecorder(Walk(size)) for _ in range(2)]
+        self.recorders = [EpisodeRecorder(seeded_walk(size)) for _ in range(2)]
         self.due: set[int] = set()
 
     def reset(self, seeds: list[int | None], number: int | None, place: float | None) -> None:
