@@ -56,7 +56,7 @@ if __name__ == "__main__":
     ("imports", "call", "most"),  # the present numbers of files
     [
         ("from torchrl_ext import ParallelEnv", "ParallelEnv(2, env)", 26),
-        ("from sb3_ext import make_vec_env", 'make_vec_env("CartPole-v1", 2)', 21),
+        ("from sb3_ext import make_vec_env", 'make_vec_env("CartPole-v1", 2)', 22),
         ("from sb3_ext import make_vec_env", "make_vec_env(Shared, 2)", 24),
     ],
     ids=["ParallelEnv", "make_vec_env, in process", "make_vec_env, in workers"],

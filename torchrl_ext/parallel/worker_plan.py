@@ -22,9 +22,10 @@ from rl_ext_core import processes, resources
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, StorageError, WorkerError
 from rl_ext_core.factory.convert import examine_factory
 from rl_ext_core.factory.record import merge_modules
-from rl_ext_core.recording.capsule import RecordedFailure, check_recorder, record_crash
+from rl_ext_core.recording.capsule import RecordedFailure, record_crash
 from rl_ext_core.recording.shared_log import LOG_BYTES, read_shared_log
 from rl_ext_core.vector.channel import SharedMemory
+from rl_ext_core.vector.environments import check_recorder
 from torchrl_ext.factories import make_factory, read_metadata
 from torchrl_ext.parallel.episodes import find_gymnasium_env, start_recorder
 

@@ -29,7 +29,6 @@ __all__ = [
     "MAX_CAPSULES",
     "Capsule",
     "RecordedFailure",
-    "check_recorder",
     "current_versions",
     "read_capsule",
     "record_crash",
@@ -153,15 +152,6 @@ class Capsule:
             return self.log
         settings, calls = pickle.loads(self.calls_pickle)
         return dataclasses.replace(self.log, settings=settings, calls=calls)
-
-
-def check_recorder(recorder: Any) -> None:
-    """Raise an error if ``recorder`` is neither a bool nor a folder."""
-    if not isinstance(recorder, bool) and not (isinstance(recorder, (str, os.PathLike)) and os.path.isdir(recorder)):
-        raise InvalidArgumentError(
-            f"recorder={recorder!r} is not a folder: expected a folder for records of crashes, True (the working "
-            'directory), or False (no records). Create it: os.makedirs("crashes"), and pass recorder="crashes"'
-        )
 
 
 def record_crash(recorder: bool | str | os.PathLike[str], **contents: Any) -> str:

@@ -47,6 +47,15 @@ __all__ = [
 # -- arguments of vectorized environments
 
 
+def check_recorder(recorder: Any) -> None:
+    """Raise an error if ``recorder`` is neither a bool nor a folder."""
+    if not isinstance(recorder, bool) and not (isinstance(recorder, (str, os.PathLike)) and os.path.isdir(recorder)):
+        raise InvalidArgumentError(
+            f"recorder={recorder!r} is not a folder: expected a folder for records of crashes, True (the working "
+            'directory), or False (no records). Create it: os.makedirs("crashes"), and pass recorder="crashes"'
+        )
+
+
 def check_count(name: str, value: Any, least: int = 1) -> int:
     """Return an argument as an int, or raise if it is not an integer or too small.
 
@@ -123,8 +132,6 @@ class PoolOptions:
     spares: int = 0
 
     def __post_init__(self) -> None:
-        from rl_ext_core.recording.capsule import check_recorder  # which workers need not load
-
         methods = multiprocessing.get_all_start_methods()
         if self.start_method is not None and self.start_method not in methods:
             raise InvalidArgumentError(
