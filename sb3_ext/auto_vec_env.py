@@ -164,6 +164,11 @@ def make_vec_env(
         return DummyVecEnv([functools.partial(build_env, rank) for rank in range(start_index, start_index + count)])
 
     options = dict(vec_env_kwargs or {})
+    if options.get("spares") and monitor_dir is not None:
+        raise InvalidArgumentError(
+            f"monitor_dir={monitor_dir!r} does not combine with spares={options['spares']!r}, because a spare would "
+            "write to the file of another environment. Leave monitor_dir out, or use VecMonitor(env, filename)"
+        )
     if vec_env_cls is None:
         options |= {} if cwd is None else {"cwd": cwd}
         options |= {} if recorder is True else {"recorder": recorder}

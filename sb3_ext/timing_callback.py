@@ -63,7 +63,8 @@ class _Stopwatch:
         """
         kind, identity = type(owner), id(owner)
         original = getattr(kind, name, None)
-        if original is None or name in vars(owner):
+        # Classes of the script are saved with a model, by value: they stay as they are.
+        if original is None or name in vars(owner) or kind.__module__ == "__main__":
             return
         # Callbacks may use the policy or the environment, and an update the policy: that is their time.
         closed = PARTS.keys() - {"other"} if part == "policy" else {"callbacks"}
@@ -308,18 +309,23 @@ def _network_advice(model: BaseAlgorithm) -> str:
 
 @contextlib.contextmanager
 def report_all_training() -> Iterator[None]:
-    """Report each ``learn()`` within the context."""
-    original = BaseAlgorithm._init_callback
+    """Report each ``learn()`` within the context, also one that ends with an exception or Ctrl-C."""
+    original, added = BaseAlgorithm._init_callback, list[VecEnvTimingCallback]()
 
     def add_report(self: BaseAlgorithm, callback: Any, progress_bar: bool = False) -> BaseCallback:
         if callback is None:
             callback = []
         elif not isinstance(callback, list):
             callback = [callback if isinstance(callback, BaseCallback) else ConvertCallback(callback)]
-        return original(self, [*callback, VecEnvTimingCallback(report=True)], progress_bar)
+        if not any(isinstance(found, VecEnvTimingCallback) and found.report for found in callback):
+            added.append(VecEnvTimingCallback(report=True))
+            callback = [*callback, added[-1]]
+        return original(self, callback, progress_bar)
 
     BaseAlgorithm._init_callback = add_report  # type: ignore[method-assign]
     try:
         yield
     finally:
         BaseAlgorithm._init_callback = original  # type: ignore[method-assign]
+        for callback in added:
+            callback._on_training_end()  # does nothing if learn() has ended

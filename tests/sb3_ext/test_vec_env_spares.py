@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.vector.spare_pool import SparePool
-from sb3_ext import ResumeCallback, SharedMemoryVecEnv
+from sb3_ext import ResumeCallback, SharedMemoryVecEnv, make_vec_env
 from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.vec_checks import assert_equal, raise_interrupt_in
 
@@ -198,3 +198,8 @@ def test_resume_callback_needs_an_environment_without_spares(tmp_path: Path) -> 
     with pytest.raises(InvalidArgumentError, match="recorder=True and spares=0"):
         model.learn(16, callback=ResumeCallback(tmp_path))
     venv.close()
+
+
+def test_monitor_files_with_spares_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="does not combine with spares=1"):
+        make_vec_env(Walk, 2, monitor_dir=str(tmp_path), vec_env_kwargs={"spares": 1})
