@@ -185,6 +185,17 @@ def ppo(env: Any) -> sb3.PPO:
     return sb3.PPO("MlpPolicy", env, seed=1, n_steps=16, batch_size=8, n_epochs=1, policy_kwargs={**SMALL})
 
 
+def check_that_ppo_continues(build: Callable[[], Any], total: int, every: int, folder: pathlib.Path) -> None:
+    """Check that a run resumed from its last save equals the run that was not stopped."""
+    envs = [build(), build()]
+    whole = ppo(envs[0]).learn(total, callback=ResumeCallback(folder, every))
+    model = resume(folder, envs[1])
+    model.learn(total - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(folder, every))
+    assert_equal(state_of(whole), state_of(model))
+    for env in envs:
+        env.close()
+
+
 @BOTH_MONITORS
 def test_wrappers_files_and_callbacks_continue(tmp_path: pathlib.Path) -> None:
     def build(name: str) -> Any:
@@ -487,18 +498,10 @@ def test_other_number_of_callbacks_than_in_the_run_is_reported(tmp_path: pathlib
 
 @pytest.mark.parametrize("isolation", ["in-process", pytest.param("process", marks=pytest.mark.slow)])
 def test_statistics_of_normalizing_wrappers_continue(isolation: Any, tmp_path: pathlib.Path) -> None:
-    envs = []
-
     def build() -> Any:
-        envs.append(make_vec_env("CartPole-v1", 2, 3, isolation=isolation, wrapper_class=normalized))
-        return envs[-1]
+        return make_vec_env("CartPole-v1", 2, 3, isolation=isolation, wrapper_class=normalized)
 
-    whole = ppo(build()).learn(160, callback=ResumeCallback(tmp_path, 32))
-    model = resume(tmp_path, build())
-    model.learn(160 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 32))
-    assert_equal(state_of(whole), state_of(model))
-    for env in envs:
-        env.close()
+    check_that_ppo_continues(build, 160, 32, tmp_path)
 
 
 class Opaque(BaseCallback):
@@ -546,19 +549,10 @@ class Ages(gymnasium.Wrapper):
 
 @pytest.mark.parametrize("isolation", ["in-process", pytest.param("process", marks=pytest.mark.slow)])
 def test_attributes_of_the_environment_that_last_over_episodes_continue(isolation: Any, tmp_path: pathlib.Path) -> None:
-    envs = []
-
     def build() -> Any:
-        made = make_vec_env(lambda: Ages(gymnasium.make("CartPole-v1"), "length"), 2, 3, isolation=isolation)
-        envs.append(made)
-        return made
+        return make_vec_env(lambda: Ages(gymnasium.make("CartPole-v1"), "length"), 2, 3, isolation=isolation)
 
-    whole = ppo(build()).learn(320, callback=ResumeCallback(tmp_path, 160))
-    model = resume(tmp_path, build())
-    model.learn(320 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 160))
-    assert_equal(state_of(whole), state_of(model))
-    for env in envs:
-        env.close()
+    check_that_ppo_continues(build, 320, 160, tmp_path)
 
 
 @pytest.mark.parametrize("what", ["reward", "noise"])

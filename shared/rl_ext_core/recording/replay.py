@@ -66,16 +66,21 @@ class ReplayResult:
         if found is None or found.kind != failure.kind:
             return False
         if failure.kind == "observation":
-            return _last_line(found) in ("", _last_line(failure) or _last_line(found))
+            return _agree(_last_line(found), _last_line(failure))
         if failure.kind == "exception":
             same_class = not failure.exception or found.exception == failure.exception
-            return same_class and _failed_function(found) in ("", _failed_function(failure) or _failed_function(found))
+            return same_class and _agree(_failed_function(found), _failed_function(failure))
         return failure.kind not in ("signal", "exit") or failure.exitcode in (None, found.exitcode)
 
     def describe(self) -> str:
         """Describe the failure in a few words, such as "SIGSEGV in step, env.py line 12"."""
         assert self.failure is not None
         return describe_failure(self.failure)
+
+
+def _agree(one: str, other: str) -> bool:
+    """Whether two texts are equal, or one of them is not known."""
+    return not one or not other or one == other
 
 
 def _last_line(failure: RecordedFailure) -> str:

@@ -236,6 +236,24 @@ class Pool:
         """
         self.drain_answers()
         self.step_start = time.perf_counter()
+        rows = self._split_actions(actions, each)
+        if rows is None:
+            self._actions[...] = actions  # type: ignore[index]
+            if self._log is not None:
+                self._log.begin_step()
+            for worker in self.workers:
+                self.send(worker, "step", None)
+            return
+        if self._log is not None:
+            self._log.begin_step([copy_output(row) for row in rows])
+        for worker in self.workers:
+            self.send(worker, "step", rows[worker.first : worker.last])
+
+    def _split_actions(self, actions: Any, each: Callable[[Any], Sequence[Any]]) -> Sequence[Any] | None:
+        """Return an action for each environment, or None if they have the shape and dtype of the shared array.
+
+        Others are sent one by one, as upstream does, because a conversion could change their values.
+        """
         shared = self._actions
         if (
             shared is not None
@@ -243,22 +261,13 @@ class Pool:
             and actions.dtype == shared.dtype
             and actions.shape == shared.shape
         ):
-            shared[...] = actions
-            if self._log is not None:
-                self._log.begin_step()
-            for worker in self.workers:
-                self.send(worker, "step", None)
-            return
-        # Send actions one by one, as upstream does, because a conversion could change their values.
+            return None
         rows = each(actions)
-        if len(rows) != len(self.worker_by_env):
+        if len(rows) != self.num_envs:
             raise InvalidArgumentError(
-                f"number of actions: {len(rows)}, expected {len(self.worker_by_env)}, one for each environment"
+                f"number of actions: {len(rows)}, expected {self.num_envs}, one for each environment"
             )
-        if self._log is not None:
-            self._log.begin_step([copy_output(row) for row in rows])
-        for worker in self.workers:
-            self.send(worker, "step", rows[worker.first : worker.last])
+        return rows
 
     def step_seconds(self) -> list[float] | None:
         """Return how long each worker's environments took for the last step; None if that is not known."""

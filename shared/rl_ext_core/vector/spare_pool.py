@@ -49,6 +49,7 @@ class SparePool(Pool):
         self.arrays = {name: array[:count].copy() for name, array in self._shared.items()}
         self._shared_observations = self._observations
         self._observations = [self.arrays[f"observation {index}"] for index in range(len(self._observations))]
+        self._actions = self.arrays.get("action")
         self._flags, self._kinds = self.arrays["flags"].data, self.arrays["reward kind"].data
         self._zeros = bytes(count)
 
@@ -67,20 +68,13 @@ class SparePool(Pool):
         """Begin a step of the environments of all rows; see :meth:`Pool.begin_step`."""
         self.drain_answers()
         self.step_start = time.perf_counter()
-        shared = self._actions
-        kinds = {(type(array), getattr(array, "dtype", None)) for array in (actions, shared)}
-        is_shared = shared is not None and len(kinds) == 1 and actions.shape == (len(self._rows), *shared.shape[1:])
-        rows: Any = actions if is_shared else each(actions)
-        if len(rows) != len(self._rows):
-            raise InvalidArgumentError(
-                f"number of actions: {len(rows)}, expected {len(self._rows)}, one for each environment"
-            )
+        actions_by_row = self._split_actions(actions, each)
         self._begin("step")
         self._stepped = list(self._rows)
-        if is_shared:
-            shared[self._rows] = actions  # type: ignore[index]
-        for number, action in zip(self._rows, rows, strict=True):
-            self.send(self.workers[number], "step", None if is_shared else [action])
+        if actions_by_row is None:
+            self._shared["action"][self._rows] = actions
+        for row, number in enumerate(self._rows):
+            self.send(self.workers[number], "step", None if actions_by_row is None else [actions_by_row[row]])
 
     def begin_reset(self, requests: ResetRequests) -> None:
         """Begin to reset all environments. Each row gets its own one back, and spares get the seeds after the last."""
