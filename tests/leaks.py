@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import psutil
 IGNORED_FOLDERS = {"__pycache__", "build", "dist", "data", "results", "out", "_build", "notebooks"}
 # Parts of the command lines of processes that run as long as this one.
 _LONG_LIVED = ("forkserver", "resource_tracker", "tests.core.devices")
+# Processes of fixtures and of earlier tests, which a test must not count as its own.
+_earlier_processes: set[psutil.Process] = set()
 
 
 def files_below(root: Path) -> set[Path]:
@@ -24,10 +27,27 @@ def files_below(root: Path) -> set[Path]:
     return found
 
 
-def running_workers() -> list[psutil.Process]:
-    """Return the running descendants of this process, except fork servers and trackers."""
+def ignore_running_processes() -> None:
+    """Exclude the processes that run now from ``running_workers``. Call it at the start of a test."""
+    _earlier_processes.clear()
+    _earlier_processes.update(psutil.Process().children(recursive=True))
+
+
+def running_workers(*, grace_s: float = 0.0) -> list[psutil.Process]:
+    """Return the processes that the current test has started and that still run after a grace period.
+
+    These are descendants of this process, without fork servers, resource trackers and ignored processes.
+    """
+    end = time.monotonic() + grace_s
+    while (found := _new_descendants()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
+
+
+def _new_descendants() -> list[psutil.Process]:
+    """Return the descendants of this process that may be workers of the current test."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in set(psutil.Process().children(recursive=True)) - _earlier_processes:
         with contextlib.suppress(psutil.Error):
             kept = process.ppid() == os.getpid() and _is_long_lived(process)
             if not kept and process.status() != psutil.STATUS_ZOMBIE:

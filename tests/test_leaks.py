@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl_ext_core.processes.server import stop_server
-from tests.leaks import files_below, remaining_children
+from tests.leaks import files_below, ignore_running_processes, remaining_children, running_workers
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -29,6 +29,22 @@ def test_running_child_is_reported() -> None:
             assert [line.split(":")[0] for line in remaining_children(grace_s=0)] == [str(child.pid)]
         finally:
             child.kill()
+
+
+def test_workers_of_a_test_exclude_processes_that_ran_before_it() -> None:
+    with subprocess.Popen(SLEEP) as earlier:
+        try:
+            ignore_running_processes()
+            assert running_workers(grace_s=60) == []
+            with subprocess.Popen(SLEEP) as worker:
+                try:
+                    assert [process.pid for process in running_workers(grace_s=0.1)] == [worker.pid]
+                finally:
+                    worker.kill()
+            assert earlier.poll() is None
+            assert running_workers(grace_s=60) == []
+        finally:
+            earlier.kill()
 
 
 def test_orphan_of_an_ended_child_is_reported() -> None:

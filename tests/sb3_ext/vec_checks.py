@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,11 +32,8 @@ def raise_interrupt_in(owner: type, method: str) -> Iterator[None]:
 
 
 def no_workers(grace_s: float = 60) -> bool:
-    """Return whether all workers have ended, after a grace period. Otherwise log them, for the report of a test."""
-    end = time.monotonic() + grace_s
-    while running_workers() and time.monotonic() < end:
-        time.sleep(0.01)
-    if left := running_workers():
+    """Return whether the workers of this test have ended after a grace period. Otherwise log them for its report."""
+    if left := running_workers(grace_s=grace_s):
         logging.getLogger(__name__).warning("running: %s", left)
     return not left
 

@@ -18,7 +18,8 @@ import torch
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.factory import EnvFactory
-from tests.torchrl_ext.parallel_checks import event_log, new_workers, no_workers_left, workers_left
+from tests.leaks import running_workers
+from tests.torchrl_ext.parallel_checks import event_log, no_workers_left, workers_left
 from tests.torchrl_ext.parallel_environments import Failing, Well
 from torchrl_ext import ParallelEnv, as_factory
 
@@ -63,7 +64,7 @@ def expect_worker_error(env: ParallelEnv) -> Iterator[Any]:
     """Expect a WorkerError, after which no process is left and ``close()`` works."""
     with pytest.raises(WorkerError) as caught:
         yield caught
-    assert not new_workers()
+    assert not running_workers()
     assert env.is_closed
     env.close()
 
@@ -148,7 +149,7 @@ def test_step_after_a_failure_is_rejected_until_reset() -> None:
         env.rollout(5)
     with pytest.raises(WorkerError, match=r"no workers, because worker 1 .* in step\. Use reset\(\) to start new ones"):
         env.step(env.full_action_spec.zero())
-    assert not new_workers()
+    assert not running_workers()
     with pytest.raises(WorkerError, match="the well is dry") as caught:  # starts raise it too
         ParallelEnv(2, functools.partial(Failing, when="constructor"))
     assert repr(caught.value.__cause__) == "ValueError('the well is dry')"

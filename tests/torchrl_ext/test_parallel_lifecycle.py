@@ -31,7 +31,8 @@ from torchrl.envs import ParallelEnv as Upstream
 
 from rl_ext_core.errors import WorkerError
 from tests.interrupts import interrupt_at
-from tests.torchrl_ext.parallel_checks import event_log, new_workers, no_workers_left, workers_left
+from tests.leaks import running_workers
+from tests.torchrl_ext.parallel_checks import event_log, no_workers_left, workers_left
 from tests.torchrl_ext.parallel_environments import Failing, Well, count_events
 from torchrl_ext import GymWrapper, ParallelEnv
 
@@ -45,7 +46,7 @@ def test_close_ends_workers_and_closes_environments(event_log: Any) -> None:
     env = ParallelEnv(2, Failing)
     env.reset()
     env.close()
-    assert not new_workers()
+    assert not running_workers()
     assert count_events("closed", in_this_process=False) >= 2
     assert env.is_closed
     with pytest.raises(RuntimeError, match="closed"):
@@ -84,7 +85,7 @@ def test_views_fail_after_a_worker_failed_or_the_parent_closed() -> None:
     view = env[1:]
     with pytest.raises(WorkerError, match="worker 2 of 3 was killed by SIGKILL"):
         view.rollout(5)
-    assert not new_workers()
+    assert not running_workers()
     assert env.is_closed
     env.reset()
     with pytest.raises(RuntimeError, match="closed indexed batched environment view"):
@@ -113,7 +114,7 @@ def test_pickling_closes_the_environment_and_the_copy_starts_new_workers(
     before = env.rollout(3)["observation"]
     copy = pickle.loads(dumps(env))
     assert env.is_closed  # as with upstream
-    assert not new_workers()
+    assert not running_workers()
     torch.manual_seed(0)
     found = copy.rollout(3)["observation"]
     copy.close()
@@ -227,7 +228,7 @@ def test_close_warns_after_shutdown_timeout(tmp_path: Path, caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING):
         env.close()
     assert "worker 1 of 2 did not answer within 2 s in close: the workers were ended" in caplog.text
-    assert not new_workers()
+    assert not running_workers()
     assert env.is_closed
     with pytest.raises(RuntimeError, match="trying to close a closed environment"):
         env.close()
@@ -313,7 +314,7 @@ def test_ctrl_c_at_any_line_leaves_a_usable_environment(call: str, every: int, u
         assert said == "" or "interrupted" in said or "closed/non started" in said, where
         data = env.rollout(3, break_when_any_done=False)
         assert data["next", "observation"][..., 1].tolist() == [[1, 2, 3]] * 2, where
-        assert len(new_workers()) == 2, where
+        assert len(running_workers()) == 2, where
         at += every
     env.close(raise_if_closed=False)
     assert not workers_left()

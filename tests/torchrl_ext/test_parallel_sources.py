@@ -15,7 +15,8 @@ from torchrl.envs import CatFrames, RewardSum, SerialEnv, StepCounter, Transform
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, WorkerError
 from rl_ext_core.factory.compare import run_in_subprocess
 from rl_ext_core.factory.walk import fingerprint
-from tests.torchrl_ext.parallel_checks import event_log, new_workers, no_workers_left
+from tests.leaks import running_workers
+from tests.torchrl_ext.parallel_checks import event_log, no_workers_left
 from tests.torchrl_ext.parallel_environments import NativeEnv, Well, count_events
 from torchrl_ext import GymWrapper, ParallelEnv, as_factory
 
@@ -154,7 +155,7 @@ def test_serial_for_single_builds_a_serial_env(event_log: Path) -> None:
     env = ParallelEnv(1, Well, serial_for_single=True, seed=3, overrides=[{"depth": 2.0}])
     assert isinstance(env, SerialEnv)
     assert observed_depths(env) == [2.0]
-    assert (count_events("built", in_this_process=True), new_workers()) == (1, [])
+    assert (count_events("built", in_this_process=True), running_workers()) == (1, [])
     env.close()
     parallel = ParallelEnv(2, Well, serial_for_single=True)
     assert isinstance(parallel, ParallelEnv)
@@ -243,7 +244,7 @@ def test_sources_that_are_not_environments_or_not_copyable_are_rejected() -> Non
     well.rope = (number for number in range(3))  # type: ignore[attr-defined]
     with pytest.raises(NotCopyableError, match=r"(?s)Well .*rope.*generator.*lambda: Well\("):
         ParallelEnv(2, well)
-    assert not new_workers()
+    assert not running_workers()
 
 
 def test_verify_false_skips_the_comparison_of_copies() -> None:
