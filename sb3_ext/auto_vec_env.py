@@ -61,7 +61,7 @@ def make_vec_env(
     devices: Any = None,
     vectorization_mode: Any = None,
     cwd: str | os.PathLike[str] | None = None,
-    recorder: bool | str | os.PathLike[str] = True,
+    recorder: bool | str | os.PathLike[str] | None = None,
 ) -> VecEnv:
     """Create a monitored vectorized environment, in one process or in several.
 
@@ -83,8 +83,8 @@ def make_vec_env(
     :param cwd: ``"own"`` starts one process per environment, each in an empty working directory. A path starts each in
         a copy of that folder. ``isolation_report`` names these directories. By default workers share the working
         directory of this process
-    :param recorder: folder for records of failed episodes, which ``rl-ext replay`` repeats. True (default): the
-        working directory. False records nothing
+    :param recorder: folder for records of failed episodes, which ``rl-ext replay`` repeats. True: the working
+        directory. False records nothing. Default: True, or False with ``spares``
     :return: vectorized environment; its ``isolation_report`` explains the choice
     :raises WorkerError: If an environment cannot be built.
     :raises NotCopyableError: If an instance cannot be copied.
@@ -102,7 +102,7 @@ def make_vec_env(
         single_env_options = {"monitor_dir": monitor_dir, "vec_env_cls": vec_env_cls, "monitor_kwargs": monitor_kwargs}
         single_env_options |= {"devices": devices, "probe_timeout": probe_timeout, "start_index": start_index or None}
         isolation_fits = isolation == "auto" or (parallel and isolation == "in-process")
-        single_env_options |= {"recorder": None if recorder is True else recorder}
+        single_env_options |= {"recorder": recorder}
         single_env_options |= {"cwd": cwd, "isolation": None if isolation_fits else isolation}
         if parallel or vectorization_mode is None:
             single_env_options |= {
@@ -171,14 +171,14 @@ def make_vec_env(
         )
     if vec_env_cls is None:
         options |= {} if cwd is None else {"cwd": cwd}
-        options |= {} if recorder is True else {"recorder": recorder}
+        options |= {} if recorder is None else {"recorder": recorder}
         vec_env = _build_vec_env(factories, build_in_process, probe_factories, count, isolation, options, probe_timeout)
     elif cwd is not None:
         raise InvalidArgumentError(
             f"cwd={cwd!r} is not supported with vec_env_cls. Leave vec_env_cls out, or write "
             'vec_env_kwargs={"cwd": "own"} with vec_env_cls=SharedMemoryVecEnv'
         )
-    elif recorder is not True:
+    elif recorder is not None:
         raise InvalidArgumentError(
             f"recorder={recorder!r} is not supported with vec_env_cls. Leave vec_env_cls out, or write "
             f'vec_env_kwargs={{"recorder": {recorder!r}}} with vec_env_cls=SharedMemoryVecEnv'
@@ -338,7 +338,7 @@ def _build_vec_env(
 
     def build_here(report: str) -> VecEnv:
         """Build all environments in this process, and record their episodes."""
-        return _with_report(_record_crashes(build_in_process(), factories, workers.recorder), report)
+        return _with_report(_record_crashes(build_in_process(), factories, workers.recorder or False), report)
 
     if isolation == "in-process":
         if unused := sorted(options.keys() - {"recorder"}):
@@ -346,7 +346,7 @@ def _build_vec_env(
                 f'isolation="in-process" does not use {unused}, which are for processes. Leave them out'
             )
         return build_here("All environments run in this process, as requested.")
-    if isolation == "process" or workers.cwd is not None:
+    if isolation == "process" or workers.cwd is not None or workers.spares:
         vec_env = SharedMemoryVecEnv(factories(), **options)
         report = f"{_describe_sharing(min(workers.n_workers or n_envs, n_envs), n_envs)}, as requested."
         if vec_env.working_directory is not None:

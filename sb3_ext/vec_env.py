@@ -258,7 +258,8 @@ class SharedMemoryVecEnv(PoolVecEnv):
         contains files at the end. A path starts each worker in a copy of that folder. By default workers share the
         working directory of this process
     :param recorder: folder for records of failed episodes, which ``rl-ext replay`` repeats. True: the working
-        directory; at most ten files ``crash-*.rlx`` are written to a folder. False: record nothing
+        directory; at most ten files ``crash-*.rlx`` are written to a folder. False: record nothing. Default: True, or
+        False with ``spares``
     :param spares: number of further environments that are reset ahead, for resets that take long. When an episode ends,
         the first spare continues its row, and the other environment is reset while all are stepped. Spares have the
         seeds after those of the rows, and results depend on seeds and actions only. ``set_attr`` and ``env_method``
@@ -295,7 +296,7 @@ class SharedMemoryVecEnv(PoolVecEnv):
         restart: Literal["truncate"] | None = None,
         max_restarts: int = 100,
         cwd: str | os.PathLike[str] | None = None,
-        recorder: bool | str | os.PathLike[str] = True,
+        recorder: bool | str | os.PathLike[str] | None = None,
         spares: int = 0,
     ) -> None:
         options = PoolOptions(

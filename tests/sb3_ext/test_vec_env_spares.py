@@ -14,7 +14,7 @@ from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import VecNormalize
 
-from rl_ext_core.errors import InvalidArgumentError, WorkerError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, WorkerError
 from rl_ext_core.vector.spare_pool import SparePool
 from sb3_ext import ResumeCallback, SharedMemoryVecEnv, make_vec_env
 from tests.sb3_ext.buffer_envs import without_logger
@@ -187,9 +187,26 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any]) -> None:
         SharedMemoryVecEnv([Walk] * 2, spares=1, **options)
 
 
-def test_negative_number_of_spares_is_refused() -> None:
+def test_recorder_with_spares_is_refused(tmp_path: Path) -> None:
+    for recorder in (True, str(tmp_path)):
+        with pytest.raises(InvalidArgumentError, match=r"recorder=.* with spares=1.*Leave recorder out"):
+            SharedMemoryVecEnv([Walk] * 2, recorder=recorder, spares=1)
+    with pytest.raises(InvalidArgumentError, match=r"recorder=True with spares=1"):
+        make_vec_env(Walk, 2, recorder=True, vec_env_kwargs={"spares": 1})
+
+
+def test_numbers_of_spares_that_make_no_sense_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="spares=-1"):
         SharedMemoryVecEnv([Walk], spares=-1)
+    with pytest.raises(InvalidTypeError, match="spares=True must be a whole number, for example spares=1"):
+        SharedMemoryVecEnv([Walk], spares=True)
+
+
+def test_make_vec_env_with_spares_starts_processes() -> None:
+    venv = make_vec_env(Walk, 1, vec_env_kwargs={"spares": 1, "start_method": FAST})
+    assert isinstance(venv, SharedMemoryVecEnv)
+    assert len(venv._pool.workers) == 2
+    venv.close()
 
 
 def test_resume_callback_needs_an_environment_without_spares(tmp_path: Path) -> None:

@@ -66,11 +66,11 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     :raises InvalidArgumentError: If ``value`` is less than ``least``.
     """
     try:
-        number = operator.index(value)
+        number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        raise InvalidTypeError(
-            f"{name}={value!r} must be a whole number, for example {name}={_suggest_count(value)}"
-        ) from None
+        number = None
+    if number is None:
+        raise InvalidTypeError(f"{name}={value!r} must be a whole number, for example {name}={_suggest_count(value)}")
     if number < least:
         raise InvalidArgumentError(f"{name}={number} must be at least {least}")
     return number
@@ -114,7 +114,8 @@ class PoolOptions:
     :ivar close_timeout: seconds until workers must have closed their environments; default: no limit
     :ivar restart: ``"truncate"`` replaces failed workers; default None raises their failure
     :ivar max_restarts: number of replacements after which a failure is raised
-    :ivar recorder: folder for records of crashes; True for the working directory; False records no episodes
+    :ivar recorder: folder for records of crashes; True for the working directory; False records no episodes. Default:
+        True, or False with spares
     :ivar cwd: ``"own"`` for an empty working directory per worker, or a folder that each worker gets a copy of;
         default: the working directory of this process
     :ivar spares: number of environments that are reset ahead, to continue rows whose episodes have ended
@@ -128,7 +129,7 @@ class PoolOptions:
     restart: str | None = None
     max_restarts: int = 0
     cwd: str | os.PathLike[str] | None = None
-    recorder: bool | str | os.PathLike[str] = True
+    recorder: bool | str | os.PathLike[str] | None = None
     spares: int = 0
 
     def __post_init__(self) -> None:
@@ -153,6 +154,13 @@ class PoolOptions:
                 f"spares={self.spares} with n_workers={self.n_workers!r} and restart={self.restart!r}: expected one "
                 "worker for each environment, without restarts. Leave n_workers and restart out"
             )
+        if self.spares and self.recorder not in (None, False):
+            raise InvalidArgumentError(
+                f"recorder={self.recorder!r} with spares={self.spares}: expected no recorder, because episodes are not "
+                "recorded with spares. Leave recorder out, or write spares=0"
+            )
+        if self.recorder is None:
+            object.__setattr__(self, "recorder", not self.spares)  # the class is frozen
         check_recorder(self.recorder)
         if self.cwd not in (None, "own") and not os.path.isdir(self.cwd):
             raise InvalidArgumentError(

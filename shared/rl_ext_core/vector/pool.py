@@ -166,7 +166,7 @@ class Pool:
         resources.check_open_file_limit(len(self.workers), "n_workers={}")
         self._spins = channel.should_spin(len(self.workers))
         self._memory, self._heads = SharedMemory(), None
-        if self._options.recorder is not False and not self._options.spares:
+        if self._options.recorder is not False:
             with contextlib.suppress(StorageError):  # a limit of file sizes: nothing is recorded
                 self._heads = SharedMemory(len(self.worker_by_env) * HEAD_BYTES)
         # Files that environments write there are not deleted.
@@ -554,7 +554,7 @@ class Pool:
         if log is None or error.phase not in ("reset", "step", *RECORDED_CALLS):
             return
         text = record_crash(
-            self._options.recorder,
+            self._options.recorder or False,
             factory=self._factories[environment],
             log=log,
             failure=RecordedFailure.from_error(error),

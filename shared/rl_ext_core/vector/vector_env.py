@@ -92,7 +92,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         close_timeout: float | None = None,
         restart: Literal["truncate"] | None = None,
         max_restarts: int = 100,
-        recorder: bool | str | os.PathLike[str] = True,
+        recorder: bool | str | os.PathLike[str] | None = None,
     ) -> None:
         self.closed = True  # until the pool exists
         for name, value, allowed in (("worker", worker, None), ("observation_mode", observation_mode, "same")):
