@@ -23,6 +23,7 @@ import torch
 from ale_py.vector_env import AtariVectorEnv
 from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import vector as wrappers
 from torchrl.data import Unbounded
@@ -1108,6 +1109,20 @@ def test_pools_of_several_players_are_rejected(wrapper: Any) -> None:
     pool.spec = SimpleNamespace(id="Duel-v0", config=SimpleNamespace(num_envs=4, batch_size=4, max_num_players=2))
     with pytest.raises(InvalidArgumentError, match=r"Pool has 2 players .* for one player"):
         wrapper(pool)
+
+
+class GymnasiumIsaacLab(IsaacLabEnv, gymnasium.Env[Any, Any]):
+    """Imitation of Isaac Lab that inherits from gymnasium's class, as Isaac Lab's environments do."""
+
+    unwrapped = property(lambda self: self)
+
+
+@BOTH_WRAPPERS
+def test_time_limits_for_all_rows_together_are_rejected(wrapper: Any) -> None:
+    spec = EnvSpec("IsaacLab-v0", lambda **_: GymnasiumIsaacLab(final_obs=True), disable_env_checker=True)
+    env = gymnasium.make(spec, max_episode_steps=2)
+    with pytest.raises(InvalidArgumentError, match=r"around GymnasiumIsaacLab .* max_episode_steps=-1"):
+        wrapper(env, clip_actions=1.0).reset()
 
 
 class DropsResetOptions(gymnasium.vector.VectorWrapper[Any, Any, Any, Any, Any]):

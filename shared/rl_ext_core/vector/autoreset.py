@@ -26,6 +26,7 @@ __all__ = [
     "find_autoreset_mode",
     "get_library_rules",
     "require_synchronous",
+    "require_time_limits_per_env",
     "wrapper_chain",
 ]
 
@@ -150,6 +151,26 @@ def require_synchronous(env: Any) -> None:
         raise InvalidArgumentError(
             f"`batch_size={size}` with num_envs={count} makes {type(base).__name__} asynchronous: each step returns "
             f"{size} of the {count} environments, expected all. Use batch_size={count}, or leave batch_size out"
+        )
+
+
+def require_time_limits_per_env(env: Any) -> None:
+    """Raise if gymnasium's ``TimeLimit`` wraps a vectorized environment.
+
+    It counts the steps of all sub-environments together, and returns one flag at its limit.
+
+    :raises InvalidArgumentError: If one of the wrappers is a ``TimeLimit``.
+
+    Source: https://github.com/isaac-sim/IsaacLab/pull/7911
+    """
+    from gymnasium.wrappers import TimeLimit
+
+    base = getattr(env, "unwrapped", env)
+    if any(getattr(type(layer), "step", None) is TimeLimit.step for layer in wrapper_chain(env)):
+        raise InvalidArgumentError(
+            f"TimeLimit around {type(base).__name__} counts the steps of all sub-environments together; expected a "
+            "limit for each, in the environment (Isaac Lab: cfg.episode_length_s). Write "
+            "gymnasium.make(..., max_episode_steps=-1), which adds no TimeLimit"
         )
 
 

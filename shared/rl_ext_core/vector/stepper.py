@@ -19,6 +19,7 @@ from rl_ext_core.vector.autoreset import (
     find_autoreset_mode,
     get_library_rules,
     require_synchronous,
+    require_time_limits_per_env,
 )
 from rl_ext_core.vector.spaces import find_attribute
 
@@ -62,8 +63,8 @@ class Stepper:
     :param missing_final_obs: what to return if the environment resets rows in the step without last observations:
         ``"error"`` raises, ``"previous"`` returns the preceding observations, ``"nan"`` returns None
     :param partial_resets: whether the caller also resets rows whose episodes have not ended
-    :raises InvalidArgumentError: If the mode does not exist or the environment is asynchronous. Also if it resets rows
-        one step late and does not support partial resets.
+    :raises InvalidArgumentError: If the mode does not exist, the environment is asynchronous, or ``TimeLimit`` wraps
+        it. Also if it resets rows one step late and does not support partial resets.
 
     :ivar num_envs: number of rows
     :ivar previous: copy of the observation before the last step, if it is needed
@@ -80,6 +81,7 @@ class Stepper:
         partial_resets: bool = True,
     ) -> None:
         require_synchronous(env)
+        require_time_limits_per_env(env)
         self.env, self.num_envs = env, cast(int, num_envs_of(env))
         self._base, self._rules, self._missing_final_obs = (
             getattr(env, "unwrapped", env),
