@@ -29,6 +29,8 @@ class SparePool(Pool):
 
     :param env_fns: functions that build the environments of the rows. Spares are built by the first ones
     :param options: options of the pool
+
+    Source: https://github.com/hill-a/stable-baselines/issues/866
     """
 
     _command = ""  # the awaited one; empty while the workers start
