@@ -12,9 +12,10 @@ from typing import Any
 
 import torch as th
 from stable_baselines3.common.base_class import BaseAlgorithm
-from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback
+from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback, EventCallback
 from stable_baselines3.common.vec_env import DummyVecEnv
 
+from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.resources import usable_cores
 from rl_ext_core.vector.pool import Timings
 from sb3_ext.vec_env import PoolVecEnv
@@ -54,12 +55,21 @@ class _Stopwatch:
         self._part, self._since = part, now
         return before
 
-    def measure(self, owner: Any, name: str, part: str, after: Callable[[], None] | None = None) -> None:
+    def measure(
+        self,
+        owner: Any,
+        name: str,
+        part: str,
+        *,
+        after: Callable[[], None] | None = None,
+        on_error: Callable[[], None] | None = None,
+    ) -> None:
         """Measure the calls of an object's method until :meth:`stop`.
 
         The method is replaced in the class, since a function in the object would be saved with it.
 
         :param after: function that is called after each call of the method
+        :param on_error: function that is called if the method raises
         """
         kind, identity = type(owner), id(owner)
         original = getattr(kind, name, None)
@@ -68,17 +78,27 @@ class _Stopwatch:
             return
         # Callbacks may use the policy or the environment, and an update the policy: that is their time.
         closed = PARTS.keys() - {"other"} if part == "policy" else {"callbacks"}
-        enter, thread, get_thread = self._enter, self._thread, threading.get_ident
+        # Each step calls this function several times: names are local, and _enter is written out.
+        seconds, thread, get_thread, clock = self.seconds, self._thread, threading.get_ident, time.perf_counter
 
         @functools.wraps(original)
         def call_measured(this: Any, *arguments: Any, **options: Any) -> Any:
-            if id(this) != identity or self._part in closed or get_thread() != thread:
+            before = self._part
+            if id(this) != identity or before in closed or get_thread() != thread:
                 return original(this, *arguments, **options)
-            before = enter(part)
+            now = clock()
+            seconds[before] += now - self._since
+            self._part, self._since = part, now
             try:
                 return original(this, *arguments, **options)
+            except BaseException:
+                if on_error is not None:
+                    on_error()
+                raise
             finally:
-                enter(before)
+                now = clock()
+                seconds[part] += now - self._since
+                self._part, self._since = before, now
                 if after is not None:
                     after()
 
@@ -130,10 +150,12 @@ class VecEnvTimingCallback(BaseCallback):
     ``time/env_restarts`` counts restarted workers. Times are logged for :class:`SharedMemoryVecEnv` and
     :class:`RayVecEnv` only, next to SB3's ``time/fps``.
 
-    With ``report=True``, it prints at the end of ``learn()`` where the time went, and what to change. The table is in
-    per cent, and in microseconds per step of all environments. It measures any algorithm of SB3 and sb3-contrib.
+    With ``report=True``, it prints at the end of ``learn()`` where the time went, and what to change, also if
+    ``learn()`` is interrupted. The table is in per cent, and in microseconds per step of all environments. It measures
+    any algorithm of SB3 and sb3-contrib.
 
     :param report: whether to print the table
+    :raises InvalidArgumentError: From ``learn()``, if it is inside an ``EventCallback``, such as ``EveryNTimesteps``
 
     :ivar seconds: seconds of each part of the last ``learn()``, if ``report`` is True. They add up to its duration
 
@@ -151,10 +173,22 @@ class VecEnvTimingCallback(BaseCallback):
         self._stopwatch: _Stopwatch | None = None
         self._n_steps = 0
 
+    def _init_callback(self) -> None:
+        self._require_every_step()
+
+    def _require_every_step(self) -> None:
+        """Raise if another callback calls this one only at its events."""
+        if isinstance(self.parent, EventCallback):
+            raise InvalidArgumentError(
+                f"{type(self.parent).__name__} calls VecEnvTimingCallback only at its events; expected a call in each "
+                "step. Write learn(..., callback=[other_callback, VecEnvTimingCallback()])"
+            )
+
     def _on_training_start(self) -> None:
+        self._require_every_step()  # a CallbackList sets its parent late
         if not self.report:
             return
-        if self._stopwatch is not None:  # learn() ended with an exception
+        if self._stopwatch is not None:  # another callback has raised before the first step
             self._stopwatch.stop()
         self._n_steps = 0
         self._stopwatch = watch = _Stopwatch()
@@ -164,7 +198,9 @@ class VecEnvTimingCallback(BaseCallback):
         if callback is not self:
             for name in ("on_step", "on_rollout_start", "on_rollout_end"):
                 watch.measure(callback, name, "callbacks")
-        watch.measure(model, "train", "update")
+        # All exceptions of the training pass through these methods.
+        watch.measure(model, "collect_rollouts", "other", on_error=self._on_training_end)
+        watch.measure(model, "train", "update", on_error=self._on_training_end)
         if vec_env is not base:
             watch.measure(vec_env, "step", "wrappers")
         _measure_environments(watch, base, ("step",) if vec_env is base else ("step_async", "step_wait"))
@@ -196,7 +232,7 @@ class VecEnvTimingCallback(BaseCallback):
         if watch is None:
             return
         watch.stop()
-        self.seconds = watch.seconds
+        self.seconds = dict(watch.seconds)
         text = format_report(self.seconds, self._n_steps, self.training_env.num_envs)
         print(text, advice(self.seconds, self._n_steps, self.model, self.training_env.unwrapped), sep="\n")  # noqa: T201
 
@@ -226,7 +262,7 @@ def _measure_environments(watch: _Stopwatch, base: Any, names: tuple[str, ...]) 
         watch.seconds["transfer"] -= longest
 
     for name in names:
-        watch.measure(base, name, "transfer", divide if name == names[-1] else None)
+        watch.measure(base, name, "transfer", after=divide if name == names[-1] else None)
 
 
 def format_report(seconds: Mapping[str, float], n_steps: int, n_envs: int) -> str:

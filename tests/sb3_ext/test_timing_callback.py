@@ -14,10 +14,21 @@ import pytest
 import torch
 from sb3_contrib import RecurrentPPO
 from stable_baselines3 import A2C, DQN, PPO, SAC
-from stable_baselines3.common.callbacks import CheckpointCallback, EvalCallback
+from stable_baselines3.common.buffers import ReplayBuffer, RolloutBuffer
+from stable_baselines3.common.callbacks import (
+    BaseCallback,
+    CallbackList,
+    CheckpointCallback,
+    EvalCallback,
+    EveryNTimesteps,
+)
 from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecNormalize
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecFrameStack, VecNormalize
 
+from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import SharedMemoryVecEnv, VecEnvTimingCallback
 from sb3_ext.timing_callback import PARTS, advice
 from tests.sb3_ext.buffer_envs import without_logger
@@ -32,14 +43,14 @@ SHORT: dict[type, dict[str, Any]] = {
     PPO: {"n_steps": 16, "batch_size": 16, "n_epochs": 1},
     A2C: {"n_steps": 16},
     RecurrentPPO: {"n_steps": 16, "batch_size": 16, "n_epochs": 1},
-    DQN: {"learning_starts": 10, "buffer_size": 200},
-    SAC: {"learning_starts": 10, "buffer_size": 200},
+    OffPolicyAlgorithm: {"learning_starts": 10, "buffer_size": 200},
 }
 
 
 def train(kind: type, venv: Any, callback: Any, n_steps: int = 64) -> Any:
     policy = "MlpLstmPolicy" if kind is RecurrentPPO else "MlpPolicy"
-    model = without_logger(kind(policy, venv, seed=0, device="cpu", **SHORT[kind]))
+    options = next(options for each, options in SHORT.items() if issubclass(kind, each))
+    model = without_logger(kind(policy, venv, seed=0, device="cpu", **options))
     return model.learn(n_steps, callback=callback)
 
 
@@ -94,21 +105,54 @@ def test_time_of_an_evaluation_is_that_of_callbacks() -> None:
     assert timing.seconds["callbacks"] > 2 * timing.seconds["policy"]
 
 
-def test_learn_that_raised_is_measured_no_longer() -> None:
-    timing, before = VecEnvTimingCallback(report=True), PPO.train
-
-    venv = DummyVecEnv([cart_pole])
-    model = without_logger(PPO("MlpPolicy", venv, device="cpu", **SHORT[PPO]))
-    with pytest.raises(KeyError, match="stop"):
-        model.learn(32, callback=[timing, _Raising()])
-    model.learn(32, callback=timing)
-    assert PPO.train is before
-    assert sum(timing.seconds.values()) > 0
-
-
 class _Raising(VecEnvTimingCallback):
     def _on_step(self) -> bool:
-        raise KeyError("stop")
+        raise KeyboardInterrupt
+
+
+def methods_of_training() -> list[Any]:
+    """Return the methods that the callback replaces."""
+    owners = [PPO, DQN, OffPolicyAlgorithm, OnPolicyAlgorithm, ActorCriticPolicy, RolloutBuffer, ReplayBuffer]
+    return [dict(vars(owner)) for owner in [*owners, DummyVecEnv, VecEnv, BaseCallback, CallbackList]]
+
+
+@pytest.mark.parametrize("kind", [PPO, DQN])
+@pytest.mark.parametrize("place", ["callback", "environment", "update"])
+def test_interrupted_training_is_reported_and_methods_are_restored(
+    kind: type, place: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    timing = VecEnvTimingCallback(report=True)
+    venv = DummyVecEnv([cart_pole])
+    if place == "environment":
+        monkeypatch.setattr(venv.envs[0], "step", interrupt)
+    if place == "update":
+        monkeypatch.setattr(kind, "train", interrupt)
+    before = methods_of_training()
+    with pytest.raises(KeyboardInterrupt):
+        train(kind, venv, [timing, _Raising()] if place == "callback" else timing)
+    assert methods_of_training() == before
+    assert sum(timing.seconds.values()) > 0
+    assert capsys.readouterr().out.count("Most of the time goes to") == 1
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda timing: EveryNTimesteps(8, timing),
+        lambda timing: EveryNTimesteps(8, CallbackList([timing])),
+        lambda timing: EvalCallback(DummyVecEnv([cart_pole]), timing, verbose=0),
+    ],
+    ids=["direct", "list", "best model"],
+)
+def test_callback_in_an_event_callback_is_refused(wrap: Any) -> None:
+    before = methods_of_training()
+    for report in (False, True):
+        with pytest.raises(InvalidArgumentError, match=r"only at its events.*callback=\[other_callback, VecEnvTiming"):
+            train(PPO, DummyVecEnv([cart_pole]), wrap(VecEnvTimingCallback(report=report)))
+    assert methods_of_training() == before
 
 
 @pytest.mark.parametrize(
@@ -127,7 +171,7 @@ def test_advice_names_what_to_change(
     monkeypatch.setattr("sb3_ext.timing_callback.usable_cores", lambda: 8)
     venv = venv_class([cart_pole] * 2)
     model = without_logger(PPO("MlpPolicy", venv, device="cpu", **SHORT[PPO]))
-    seconds = {**dict.fromkeys(PARTS, 0.0), part: 10.0, "other": 20.0}
+    seconds = {**dict.fromkeys(PARTS, 0.1), part: 10.0}
     assert expected in advice(seconds, 1000, model, venv)
     venv.close()
 
