@@ -33,7 +33,7 @@ PARTS = {
     "sample": "batches from the buffer",
     "update": "gradients and optimizer",
     "callbacks": "all callbacks",
-    "other": "the rest of the training loop",
+    "other": "the rest: conversions to tensors, logs, classes of the script",
 }
 # In process, environments that take less time than this are faster than the transfer to workers.
 _SHORT_STEP = 100e-6
@@ -71,11 +71,10 @@ class _Stopwatch:
         :param after: function that is called after each call of the method
         :param on_error: function that is called if the method raises
         """
-        kind, identity = type(owner), id(owner)
-        original = getattr(kind, name, None)
-        # Classes of the script are saved with a model, by value: they stay as they are.
-        if original is None or name in vars(owner) or kind.__module__ == "__main__":
+        kind, identity = _class_outside_script(owner, name), id(owner)
+        if kind is None or name in vars(owner):
             return
+        original = getattr(kind, name)
         # Callbacks may use the policy or the environment, and an update the policy: that is their time.
         closed = PARTS.keys() - {"other"} if part == "policy" else {"callbacks"}
         # Each step calls this function several times: names are local, and _enter is written out.
@@ -106,7 +105,9 @@ class _Stopwatch:
 
     def measure_batches(self, buffer: Any) -> None:
         """Measure the iterators that ``get`` of a rollout buffer returns, until :meth:`stop`."""
-        kind, identity = type(buffer), id(buffer)
+        kind, identity = _class_outside_script(buffer, "get"), id(buffer)
+        if kind is None:
+            return
         original = kind.get
 
         @functools.wraps(original)
@@ -141,6 +142,14 @@ class _Stopwatch:
         self._enter("other")
         while self._undo:
             self._undo.pop()()
+
+
+def _class_outside_script(owner: Any, name: str) -> Any:
+    """Return the first class of an object that has a method and is not a class of the script, or None.
+
+    Classes of the script are saved with a model, by value: they stay as they are.
+    """
+    return next((kind for kind in type(owner).__mro__ if kind.__module__ != "__main__" and hasattr(kind, name)), None)
 
 
 class VecEnvTimingCallback(BaseCallback):
@@ -204,6 +213,7 @@ class VecEnvTimingCallback(BaseCallback):
         if vec_env is not base:
             watch.measure(vec_env, "step", "wrappers")
         _measure_environments(watch, base, ("step",) if vec_env is base else ("step_async", "step_wait"))
+        watch.measure(model, "_sample_action", "policy")  # of off-policy algorithms
         for name in ("forward", "predict", "predict_values"):
             watch.measure(model.policy, name, "policy")
         for buffer in filter(None, (getattr(model, name, None) for name in ("rollout_buffer", "replay_buffer"))):
@@ -291,7 +301,7 @@ def advice(seconds: Mapping[str, float], n_steps: int, model: BaseAlgorithm, bas
     :param model: the trained model
     :param base: VecEnv without its wrappers
     """
-    part = max((name for name in seconds if name != "other"), key=lambda name: seconds[name])
+    part = max(seconds, key=lambda name: seconds[name])
     start = f"Most of the time goes to {part!r}: "
     if part in ("environment", "transfer"):
         return start + _environment_advice(seconds["environment"] / max(n_steps, 1), part, base)
@@ -306,6 +316,7 @@ def advice(seconds: Mapping[str, float], n_steps: int, model: BaseAlgorithm, bas
             "returns": "use fewer, longer rollouts, n_steps=...",
             "sample": "use a smaller batch_size, or fewer gradient_steps",
             "callbacks": "call them less often, such as eval_freq=... and save_freq=...",
+            "other": "use a larger log_interval, and move classes of the script to a module, where they are measured",
         }[part]
     )
 

@@ -13,12 +13,13 @@ import gymnasium
 import pytest
 import torch
 from sb3_contrib import RecurrentPPO
-from stable_baselines3 import A2C, DQN, PPO, SAC
+from stable_baselines3 import A2C, DDPG, DQN, PPO, SAC, TD3
 from stable_baselines3.common.buffers import ReplayBuffer, RolloutBuffer
 from stable_baselines3.common.callbacks import (
     BaseCallback,
     CallbackList,
     CheckpointCallback,
+    ConvertCallback,
     EvalCallback,
     EveryNTimesteps,
 )
@@ -29,7 +30,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecFrameStack, VecNormalize
 
 from rl_ext_core.errors import InvalidArgumentError
-from sb3_ext import SharedMemoryVecEnv, VecEnvTimingCallback
+from sb3_ext import SharedMemoryVecEnv, VecEnvTimingCallback, tensor
 from sb3_ext.timing_callback import PARTS, advice
 from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.vec_test_envs import cart_pole
@@ -138,6 +139,25 @@ def test_interrupted_training_is_reported_and_methods_are_restored(
     assert capsys.readouterr().out.count("Most of the time goes to") == 1
 
 
+def test_model_of_a_script_is_measured_except_for_its_own_methods() -> None:
+    class Script(PPO):
+        pass
+
+    class ScriptPolicy(ActorCriticPolicy):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    Script.__module__ = ScriptPolicy.__module__ = "__main__"
+    timing, before = VecEnvTimingCallback(report=True), (dict(vars(Script)), dict(vars(ScriptPolicy)))
+    found: list[Any] = []
+    recorder = ConvertCallback(lambda *_: not found.append((dict(vars(Script)), dict(vars(ScriptPolicy)))))
+    model = without_logger(Script(ScriptPolicy, DummyVecEnv([cart_pole]), device="cpu", **SHORT[PPO]))
+    model.learn(32, callback=[timing, recorder])
+    assert found == [before] * 32
+    assert timing.seconds["update"] > 0
+    assert timing.seconds["policy"] > 0
+
+
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -155,6 +175,18 @@ def test_callback_in_an_event_callback_is_refused(wrap: Any) -> None:
     assert methods_of_training() == before
 
 
+OTHERS = [TD3, DDPG, tensor.PPO, tensor.A2C, tensor.DQN, tensor.SAC, tensor.TD3]
+
+
+@pytest.mark.parametrize("kind", OTHERS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_parts_of_other_algorithms(kind: type) -> None:
+    timing = VecEnvTimingCallback(report=True)
+    begin = time.perf_counter()
+    train(kind, DummyVecEnv([cart_pole if kind.__name__ in ("PPO", "A2C", "DQN") else pendulum]), timing)
+    assert 0 < sum(timing.seconds.values()) < time.perf_counter() - begin
+    assert all(timing.seconds[part] > 0 for part in ("environment", "policy", "buffer", "sample", "update", "other"))
+
+
 @pytest.mark.parametrize(
     ("part", "venv_class", "expected"),
     [
@@ -163,6 +195,7 @@ def test_callback_in_an_event_callback_is_refused(wrap: Any) -> None:
         ("waiting", DummyVecEnv, "fewer workers"),
         ("callbacks", DummyVecEnv, "eval_freq"),
         ("sample", DummyVecEnv, "batch_size"),
+        ("other", DummyVecEnv, "to a module"),
     ],
 )
 def test_advice_names_what_to_change(
