@@ -355,11 +355,15 @@ def _network_advice(model: BaseAlgorithm) -> str:
 
 
 @contextlib.contextmanager
-def report_all_training() -> Iterator[None]:
-    """Report each ``learn()`` within the context, also one that ends with an exception or Ctrl-C."""
-    original, added = BaseAlgorithm._init_callback, list[VecEnvTimingCallback]()
+def report_all_training() -> Iterator[list[BaseAlgorithm]]:
+    """Report each ``learn()`` within the context, also one that ends with an exception or Ctrl-C.
+
+    :return: list of the algorithms that are trained; one is added by each ``learn()``
+    """
+    original, added, trained = BaseAlgorithm._init_callback, list[VecEnvTimingCallback](), list[BaseAlgorithm]()
 
     def add_report(self: BaseAlgorithm, callback: Any, progress_bar: bool = False) -> BaseCallback:
+        trained.append(self)
         if callback is None:
             callback = []
         elif not isinstance(callback, list):
@@ -371,7 +375,7 @@ def report_all_training() -> Iterator[None]:
 
     BaseAlgorithm._init_callback = add_report  # type: ignore[method-assign]
     try:
-        yield
+        yield trained
     finally:
         BaseAlgorithm._init_callback = original  # type: ignore[method-assign]
         for callback in added:

@@ -1,47 +1,115 @@
 """Run a script that trains with Stable Baselines3, and report where the time of each learn() goes.
 
-The table is printed at the end of each learn(): environments, transfer, policy, buffer, update and callbacks.
+The table is printed at the end of each learn(): environments, transfer, policy, buffer, update and callbacks. Only
+training in this process is measured.
 
 examples:
   rl-ext profile train.py
   rl-ext profile train.py --env CartPole-v1 --steps 20000
+  rl-ext profile -m my_package.train --steps 20000
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
+import os
 import runpy
 import sys
-from pathlib import Path
+import types
+from importlib.machinery import SourceFileLoader
 
-from rl_ext_core.errors import InvalidArgumentError, _missing_dependency_error
+from rl_ext_core.errors import InvalidArgumentError, RlExtError, _missing_dependency_error
 
 _CALLBACK = "sb3_ext.timing_callback"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``rl-ext profile``."""
-    parser.add_argument("script", metavar="SCRIPT", help="train.py")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="module and its arguments, as python -m")
+    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="train.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script as ``python SCRIPT`` does.
+    """Run the script as ``python SCRIPT`` does, or a module as ``python -m MODULE``.
 
-    :return: Exit status
-    :raises InvalidArgumentError: If there is no such script
+    :return: Exit status 0
+    :raises SystemExit: With the exit status of the program if that is not 0
+    :raises RlExtError: If the program ended without learn()
+    :raises InvalidArgumentError: If there is no such script or module
     :raises MissingDependencyError: If Stable Baselines3 is not installed
     """
-    script = Path(arguments.script)
-    if not script.is_file():
-        raise InvalidArgumentError(f"{arguments.script!r} is not a file; expected a Python script, such as train.py")
+    name, *rest = arguments.module or [arguments.script, *arguments.arguments]
+    is_module = bool(arguments.module)
+    if name is None:
+        raise InvalidArgumentError("no script was given; expected a Python script. Write rl-ext profile train.py")
+    if not is_module and not os.path.isfile(name):
+        raise InvalidArgumentError(f"{name!r} is not a file; expected a Python script, such as train.py")
     try:
         callback = importlib.import_module(_CALLBACK)
     except ImportError as error:
         raise _missing_dependency_error(error.name or "stable_baselines3", "sb3", "rl-ext profile") from error
-    sys.argv = [arguments.script, *arguments.arguments]
-    sys.path.insert(0, str(script.resolve().parent))
-    with callback.report_all_training():
-        runpy.run_path(arguments.script, run_name="__main__")
+    sys.argv = [name, *rest]
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and later have python -P
+        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(name))
+    if is_module:
+        _require_module(name)
+    with callback.report_all_training() as trained:
+        _run_program(name, is_module=is_module)
+    if not trained:
+        raise RlExtError(
+            f"nothing was measured, because {name} did not call learn() of a Stable Baselines3 algorithm in this "
+            "process; expected a script that trains. Write rl-ext profile train.py"
+        )
     return 0
+
+
+def _run_program(name: str, *, is_module: bool) -> None:
+    """Run a script or module.
+
+    :raises SystemExit: With the program's exit status if that is not 0. Python's hook has reported its exception
+    """
+    try:
+        if is_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            _run_script(name)
+    except SystemExit as end:
+        if end.code:
+            raise
+    except Exception as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        raise SystemExit(1) from None
+
+
+def _run_script(name: str) -> None:
+    """Run a script in a new module ``__main__``, which remains, as workers and files of models refer to it.
+
+    ``runpy.run_path`` is not used: it removes the module, and sets ``__file__`` to a relative path.
+    """
+    path = os.path.abspath(name)
+    main = types.ModuleType("__main__")
+    main.__file__, main.__loader__ = path, SourceFileLoader("__main__", path)
+    sys.modules["__main__"] = main
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, vars(main))
+
+
+def _require_module(name: str) -> None:
+    """Raise if there is no module of a name."""
+    try:
+        if importlib.util.find_spec(name) is not None:
+            return
+        reason = "there is no such module"
+    except (ImportError, ValueError) as error:  # from the package, or for a name such as ".train"
+        reason = str(error)
+    raise InvalidArgumentError(
+        f"-m {name}: {reason}; expected a module that can be imported, such as my_package.train. For a file, write "
+        "rl-ext profile train.py"
+    )
