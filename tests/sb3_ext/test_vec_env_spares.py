@@ -15,6 +15,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import VecNormalize
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, WorkerError
+from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.spare_pool import SparePool
 from sb3_ext import ResumeCallback, SharedMemoryVecEnv, make_vec_env
 from tests.sb3_ext.buffer_envs import without_logger
@@ -120,6 +121,62 @@ def _row(observations: Any, row: int) -> Any:
     if isinstance(observations, dict):
         return {key: values[row] for key, values in observations.items()}
     return observations[row]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_vector_env_continues_rows_in_the_same_order(nested: bool) -> None:
+    n_envs = 2
+    actions = np.random.default_rng(0).integers(3, size=(60, n_envs))
+    expected = expected_steps(n_envs, 2, nested, actions, seed=7)
+    env_fns: list[Callable[[], Any]] = [lambda number=number: Walk(number, nested=nested) for number in range(n_envs)]
+    envs = SharedMemoryVectorEnv(env_fns, context=FAST, autoreset_mode="SameStep", spares=2)
+    assert envs.num_envs == n_envs
+    observations, infos = envs.reset(seed=7, options={"a": 1})
+    for row, (observation, info) in enumerate(expected[0]):
+        assert_equal(_row(observations, row), observation)
+        assert infos["name"][row] == info["name"]
+    for each, (*results, reset_infos) in zip(actions, expected[1:], strict=True):
+        observations, rewards, terminated, truncated, infos = envs.step(each)
+        for row, (observation, reward, *flags, info) in enumerate(results):
+            assert_equal(_row(observations, row), observation)
+            assert (rewards[row], terminated[row], truncated[row]) == (reward, *flags)
+            own = infos
+            if any(flags):
+                assert_equal(infos["final_obs"][row], info["terminal_observation"])
+                assert infos["name"][row] == reset_infos[row]["name"]
+                own = infos["final_info"] if "time" in info else {}
+            assert ("time" in own and bool(own["_time"][row])) == ("time" in info)
+    assert envs.get_attr("name") == tuple(info["name"] for info in expected[-1][-1])
+    envs.close()
+
+
+def test_calls_of_vector_env_reach_all_environments_or_are_refused() -> None:
+    envs = SharedMemoryVectorEnv([Walk] * 2, context=FAST, autoreset_mode="SameStep", spares=1)
+    envs.reset(seed=0)
+    envs.set_attr("bonus", 5.0)
+    envs.call_async("add_bonus", 2.0)
+    assert envs.call_wait() == (7.0, 7.0)
+    for _ in range(30):
+        envs.step(np.ones(2, int))
+        assert envs.get_attr("bonus") == (7.0, 7.0)
+    with pytest.raises(InvalidArgumentError, match=r"bonus with a value for each row.*set_attr\('bonus', value\)"):
+        envs.set_attr("bonus", [1.0, 2.0])
+    with pytest.raises(InvalidArgumentError, match=r"indices=\[1\].*Leave indices out"):
+        envs.call_some([1], "add_bonus", 1.0)
+    with pytest.raises(InvalidArgumentError, match="Leave reset_mask out"):
+        envs.reset(options={"reset_mask": np.array([True, False])})
+    envs.step_async(np.ones(2, int))
+    with pytest.raises(InvalidArgumentError, match=r"step_timeout=3.0"):
+        envs.step_wait(timeout=3.0)
+    envs.step_wait()
+    assert envs.get_attr("bonus") == (7.0, 7.0)
+    envs.close()
+
+
+def test_other_autoreset_modes_with_spares_are_refused() -> None:
+    for mode in ("NextStep", "Disabled"):
+        with pytest.raises(InvalidArgumentError, match=f'autoreset_mode=.*{mode}.* with spares=1.*"SameStep"'):
+            SharedMemoryVectorEnv([Walk] * 2, autoreset_mode=mode, spares=1)
 
 
 def test_calls_reach_all_environments_or_are_refused() -> None:

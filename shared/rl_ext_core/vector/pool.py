@@ -660,6 +660,11 @@ class Pool:
 def make_pool(env_fns: Any, options: PoolOptions, *, autoreset: Autoreset = Autoreset.SAME_STEP) -> Pool:
     """Start a pool. With ``options.restart``, it replaces failed workers; with ``options.spares``, it has spares."""
     if options.spares:
+        if autoreset is not Autoreset.SAME_STEP:
+            raise InvalidArgumentError(
+                f"autoreset_mode={autoreset.value!r} with spares={options.spares}: expected 'SameStep', because a "
+                'spare continues in the step that ends an episode. Write autoreset_mode="SameStep"'
+            )
         from rl_ext_core.vector.spare_pool import SparePool
 
         return SparePool(env_fns, options)

@@ -80,6 +80,11 @@ class SparePool(Pool):
 
     def begin_reset(self, requests: ResetRequests) -> None:
         """Begin to reset all environments. Each row gets its own one back, and spares get the seeds after the last."""
+        if None in requests:
+            raise InvalidArgumentError(
+                "options={'reset_mask': ...} is not supported with spares; expected a reset of all environments. Leave "
+                "reset_mask out"
+            )
         self.drain_answers()
         self._receive_spares()
         seeds = [seed for seed, _ in requests if seed is not None]  # type: ignore[misc]
@@ -92,20 +97,35 @@ class SparePool(Pool):
         for index, number in enumerate(self._spares):
             self.send_reset(self.workers[number], [(max(seeds) + 1 + index if seeds else None, None)])
 
-    def call(self, environments: Sequence[int], name: str, data: Any) -> list[Any]:
-        """Make the same call for some rows. Calls that change environments are made for all, spares included."""
-        numbers = [self._rows[row] for row in environments]
-        if name in RECORDED_CALLS:
-            if len(numbers) < len(self._rows):
-                raise InvalidArgumentError(
-                    f"indices={list(environments)}: with spares, a row is continued by another environment after each "
-                    "episode; expected a call for all of them. Leave indices out"
-                )
-            numbers += self._spares
+    def begin_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
+        """Begin a call for some rows. Calls that change environments are made for all, spares included."""
+        reason = "with spares, a row is continued by another environment after each episode"
+        if name in RECORDED_CALLS and len(environments) < len(self._rows):
+            raise InvalidArgumentError(
+                f"indices={list(environments)}: {reason}; expected a call for all of them. Leave indices out"
+            )
+        if name in RECORDED_CALLS and any(argument is not arguments[0] for argument in arguments):
+            raise InvalidArgumentError(
+                f"{arguments[0][0]} with a value for each row: {reason}; expected one value. Write "
+                f"set_attr({arguments[0][0]!r}, value), where value is not a list"
+            )
         self.drain_answers()
         self._receive_spares()
         self._begin("call")
-        return super().call(numbers, name, data)[: len(environments)]
+        self._n_results = len(environments)
+        rows, spares = [self._rows[row] for row in environments], self._spares if name in RECORDED_CALLS else ()
+        super().begin_call([*rows, *spares], name, [*arguments, *(arguments[0] for _ in spares)])
+
+    def results(self) -> list[Any]:
+        """Return the results of a call, by row."""
+        return super().results()[: self._n_results]
+
+    def is_ready(self, timeout: float) -> bool:
+        """Raise, because resets of spares may still go on when a step is ready."""
+        raise InvalidArgumentError(
+            f"timeout={timeout!r} is not supported with spares; expected none. Leave it out, or write step_timeout="
+            f"{timeout!r} where the environments are created"
+        )
 
     def _begin(self, command: str) -> None:
         """Record which command is awaited."""

@@ -47,8 +47,14 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     :param close_timeout: float, seconds until workers must have closed their environments, default: no limit
     :param restart: ``"truncate"`` replaces failed workers, default None raises their failure. See below.
     :param max_restarts: int, number of replacements after which a failure is raised, default 100
-    :param recorder: folder for records of failed episodes, which ``rl-ext replay`` repeats. True (default): the
-        working directory; at most ten files ``crash-*.rlx`` are written to a folder. False: record nothing
+    :param recorder: folder for records of failed episodes, which ``rl-ext replay`` repeats. True: the working
+        directory; at most ten files ``crash-*.rlx`` are written to a folder. False: record nothing. Default: True, or
+        False with ``spares``
+    :param spares: int, number of further environments that are reset ahead, for resets that take long, default 0. They
+        need ``autoreset_mode="SameStep"``. When an episode ends, the first spare continues its row, and the other
+        environment is reset while all are stepped. Spares have the seeds after those of the rows, and results depend on
+        seeds and actions only. ``call`` and ``set_attr`` work for all environments together, spares included. Partial
+        resets and ``timeout=`` are not supported
     :raises WorkerError: If a worker has failed, in any call. Its cause is the environment's exception, if there is one.
         All workers have ended.
     :raises EnvironmentOutputError: If the spaces of environments differ. It is also a RuntimeError.
@@ -93,6 +99,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         restart: Literal["truncate"] | None = None,
         max_restarts: int = 100,
         recorder: bool | str | os.PathLike[str] | None = None,
+        spares: int = 0,
     ) -> None:
         self.closed = True  # until the pool exists
         for name, value, allowed in (("worker", worker, None), ("observation_mode", observation_mode, "same")):
@@ -115,6 +122,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             restart,
             max_restarts,
             recorder=recorder,
+            spares=spares,
         )
         mode = AutoresetMode(Autoreset.parse(autoreset_mode, suggestion="NextStep").value)
         self.copy, self.autoreset_mode = copy, mode
@@ -122,7 +130,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             pool = self._pool = make_pool(env_fns, options, autoreset=Autoreset(mode.value))
         except EnvironmentOutputError as error:
             raise _combined_error_class(EnvironmentOutputError, RuntimeError())(*error.args) from None
-        self.closed, self._pending, self.num_envs = False, "", len(pool.worker_by_env)
+        self.closed, self._pending, self.num_envs = False, "", pool.num_envs
         self.timings = pool.timings
         self.single_observation_space, self.single_action_space = pool.spaces
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
@@ -304,13 +312,14 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         :raises InvalidArgumentError: If the number of values is not the number of environments.
         """
         self._require_idle("set_attr")
-        values = list(values) if isinstance(values, (list, tuple)) else [values] * self.num_envs
-        if len(values) != self.num_envs:
+        several = isinstance(values, (list, tuple))
+        arguments = [(name, value) for value in values] if several else [(name, values)] * self.num_envs
+        if len(arguments) != self.num_envs:
             raise InvalidArgumentError(
-                f"number of values: {len(values)}, expected {self.num_envs}, one for each environment. Use one value "
-                "outside a list for all environments"
+                f"number of values: {len(arguments)}, expected {self.num_envs}, one for each environment. Use one "
+                "value outside a list for all environments"
             )
-        self._pool.begin_call(range(self.num_envs), "set_wrapper_attr", [(name, value) for value in values])
+        self._pool.begin_call(range(self.num_envs), "set_wrapper_attr", arguments)
         self._pool.results()
 
     @property
