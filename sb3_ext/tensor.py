@@ -340,12 +340,6 @@ class _TensorAlgorithm(BaseAlgorithm):
         self._unread = list(self._unread)
         return super()._setup_learn(*args, **kwargs)
 
-    def learn(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, with the arguments of Stable Baselines3."""
-        super().learn(*args, **kwargs)  # type: ignore[safe-super]
-        self._read_episodes()
-        return self
-
     def _on_device(self, observation: Any) -> Any:
         """Return observations on the device of the policy."""
         return map_arrays(lambda part: torch.as_tensor(part, device=self.device), observation)
@@ -467,6 +461,7 @@ class _OnPolicy(_TensorAlgorithm, OnPolicyAlgorithm):
             self.num_timesteps += env.num_envs
             callback.update_locals(vec_envs.locals_for_callbacks(locals()))
             if not callback.on_step():
+                self._read_episodes()
                 return False
             self._update_info_buffer(infos, dones)
             time_outs.append(_select_time_outs(n_steps, infos))
@@ -477,6 +472,7 @@ class _OnPolicy(_TensorAlgorithm, OnPolicyAlgorithm):
         with torch.no_grad():
             values = self.policy.predict_values(self._on_device(new_obs))
         rollout_buffer.compute_returns_and_advantage(last_values=values, dones=dones)
+        self._read_episodes()
         callback.update_locals(vec_envs.locals_for_callbacks(locals()))
         callback.on_rollout_end()
         return True
@@ -609,7 +605,7 @@ class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
         episodes is read from the device then. Action noise is computed on the CPU.
         """
         self.policy.set_training_mode(False)
-        num_collected_steps, num_collected_episodes = 0, 0
+        num_collected_steps, num_collected_episodes, episodes_before = 0, 0, self._episode_num
         by_episode = train_freq.unit == types.TrainFrequencyUnit.EPISODE
         assert train_freq.frequency > 0, "Should at least collect one step or episode."
         if env.num_envs > 1:
@@ -626,6 +622,7 @@ class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
             num_collected_steps += 1
             callback.update_locals(vec_envs.locals_for_callbacks(locals()))
             if not callback.on_step():
+                self._read_episodes()
                 return types.RolloutReturn(num_collected_steps * env.num_envs, num_collected_episodes, False)
             self._update_info_buffer(infos, dones)
             self._store_transition(replay_buffer, buffer_actions, new_obs, rewards, dones, infos)
@@ -633,11 +630,12 @@ class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
             self._on_step()
             num_collected_episodes += int(dones) if by_episode else 0
             _reset_noise(action_noise, dones)
+        if dones.is_cpu or self.num_timesteps >= self._total_timesteps:  # other devices would wait in each step
+            self._read_episodes()
         callback.on_rollout_end()
         if log_interval is not None:
-            before = self._episode_num
             self._read_episodes()
-            if self._episode_num // log_interval > before // log_interval:
+            if self._episode_num // log_interval > episodes_before // log_interval:
                 self.dump_logs()
         return types.RolloutReturn(num_collected_steps * env.num_envs, num_collected_episodes, True)
 

@@ -252,7 +252,10 @@ def test_collecting_converts_nothing_to_numpy(name: str, normalized: bool, monke
     _, callback = model._setup_learn(1000)
     counter = CallCounter()
     monkeypatch.setattr(np, "asarray", lambda *args, **_: counter.calls.append("asarray") or np.array(*args))
-    with counter:
+    reads: list[None] = []
+    with monkeypatch.context() as patch, counter:
+        # Episodes are read once per rollout, but by algorithms with replay buffers only on the CPU.
+        patch.setattr(model, "_read_episodes", lambda: reads.append(None))
         for _ in range(3):
             if name in ("PPO", "A2C"):
                 assert model.collect_rollouts(model.env, callback, model.rollout_buffer, model.n_steps)
@@ -262,6 +265,7 @@ def test_collecting_converts_nothing_to_numpy(name: str, normalized: bool, monke
     allowed = 3 if name in ("PPO", "A2C") else 0
     assert [call for call in counter.calls if call != "tolist"] == []
     assert counter.calls.count("tolist") <= allowed
+    assert len(reads) == 3
     model._read_episodes()
     assert len(model.ep_info_buffer) > 0
 
@@ -522,6 +526,47 @@ def test_callbacks_of_sb3_work(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "best_model.zip").exists()
     assert getattr(sb3, name).load(tmp_path / "rl_model_80_steps.zip", device="cpu").num_timesteps == 80
     VecNormalize.load(str(tmp_path / "rl_model_vecnormalize_80_steps.pkl"), make_env(False))
+
+
+class EpisodeRecorder(BaseCallback):
+    """Callback that records the episode statistics that the algorithm has after each rollout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def _on_step(self) -> bool:
+        return self.n_calls < 30
+
+    def _on_rollout_end(self) -> None:
+        episodes = [(info["r"], info["l"]) for info in self.model.ep_info_buffer]  # type: ignore[union-attr]
+        self.found.append((episodes, list(self.model.ep_success_buffer), self.model._episode_num))  # type: ignore[arg-type]
+
+    _on_training_end = _on_rollout_end
+
+
+@pytest.mark.parametrize("name", ["PPO", "A2C", "SAC", "DQN"])
+@pytest.mark.parametrize("steps", [64, 2000])
+def test_callbacks_see_the_episodes_of_a_rollout_at_its_end(name: str, steps: int) -> None:
+    """Also at the end of training, after all steps or when a callback stops it."""
+    found = []
+    for module in (tensor, sb3):
+        recorder = EpisodeRecorder()
+        make_model(name, module, length=5).learn(steps, recorder)
+        found.append(recorder.found)
+    assert found[0] == found[1]
+    assert len(found[0][0][0]) > 0
+
+
+def test_episodes_on_other_devices_are_read_at_the_log_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them after each step would wait for the device."""
+    model = make_model("SAC", length=5, train_freq=1)
+    reads: list[int] = []
+    read = model._read_episodes
+    monkeypatch.setattr(model, "_read_episodes", lambda: reads.append(model.num_timesteps) or read())
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    model.learn(80, log_interval=None)
+    assert reads == [80]
 
 
 def test_training_stops_after_a_number_of_episodes() -> None:
