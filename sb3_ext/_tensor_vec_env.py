@@ -55,23 +55,18 @@ class TensorVecEnv(VecEnvWrapper):
             return result
         ended = [(row, infos[row]) for row in dones.nonzero()[0].tolist()]
         ended = [(row, info) for row, info in ended if info.get("terminal_observation") is not None]
-        truncated, returns, lengths = np.zeros(len(dones), bool), np.full(len(dones), np.nan), np.zeros(len(dones), int)
+        truncated = np.zeros(len(dones), bool)
         final = map_arrays(np.copy, observations) if ended else None
         for row, info in ended:
             truncated[row] = info.get("TimeLimit.truncated", False)
             map_arrays(partial(_write_row, row), final, info["terminal_observation"])
-        for row in dones.nonzero()[0].tolist():
-            episode = infos[row].get("episode") or {"r": np.nan, "l": 0}
-            returns[row], lengths[row] = episode["r"], episode["l"]
-        success = [infos[row].get("is_success", np.nan) if dones[row] else np.nan for row in range(len(dones))]
         found = TensorInfos(
             torch.tensor(dones),
             torch.from_numpy(truncated),
             None if final is None else map_arrays(torch.tensor, final),
-            torch.tensor(success, dtype=torch.float32),
+            None,
             lambda _: infos,
         )
-        found.returns, found.lengths = torch.from_numpy(returns), torch.from_numpy(lengths)
         return map_arrays(torch.tensor, observations), torch.tensor(rewards), found.dones, found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -159,7 +158,6 @@ class BatchStepper:
             type(self.stepper.env).__name__,
             RunningInfo(),
         )
-        self.start_time = time.time()
         keep_freed_memory(sum(leaf.nbytes for leaf in self.layout.empty(self._num_envs)))
 
     def step(self, actions: Any) -> StepResult:
@@ -317,13 +315,15 @@ class TensorInfos(Sequence[dict[str, Any]]):
     :ivar truncated: whether it ended by truncation alone, bool
     :ivar final_observation: last observations, (n, ...) each, valid where episodes have ended. None if no episode has
         ended, or if the environment does not return them
-    :ivar returns: sum of rewards since the start of each episode, float64; NaN if unknown
+    :ivar returns: sum of rewards since the start of each episode, float64. None if the dicts contain the statistics
     :ivar lengths: steps since the start of each episode, int64
+    :ivar seconds: time since the environment was created
     :ivar success: ``is_success`` in the info of each environment, float32, or None
     """
 
-    returns: torch.Tensor
-    lengths: torch.Tensor
+    returns: Any = None
+    lengths: Any = None
+    seconds: float
 
     def __init__(
         self,
@@ -350,14 +350,6 @@ class TensorInfos(Sequence[dict[str, Any]]):
 
     def __getitem__(self, index: Any) -> Any:
         return self._list()[index]
-
-    def require_final_observations(self, dones: Array) -> None:
-        """Raise if episodes have ended whose last observations are missing.
-
-        :param dones: ``self.dones`` on the CPU
-        """
-        if self.missing is not None and self.final_observation is None and dones.any():
-            raise self.missing()
 
 
 class TensorStepper(BatchStepper):
@@ -394,7 +386,7 @@ class TensorStepper(BatchStepper):
             truncated,
             None if final is None else self.layout.build_observation(final),
             self._as_tensor(success, "is_success").float() if isinstance(success, torch.Tensor) else None,
-            partial(self._build_infos, info=info, start=time.time()),
+            partial(self._build_infos, info=info),
             self.stepper.missing_final_obs_error,
         )
         return self.layout.build_observation(leaves), rewards, dones, infos
@@ -442,10 +434,11 @@ class TensorStepper(BatchStepper):
         new = self._copy_parts(self.layout.parts(observation))
         return [torch.where(expand(dones, old), part, old) for part, old in zip(new, leaves, strict=True)], info
 
-    def _build_infos(self, infos: TensorInfos, info: Any, start: float) -> list[Any]:
+    def _build_infos(self, infos: TensorInfos, info: Any) -> list[Any]:
         """Return the infos of a step as a list of dicts, with arrays."""
         dones = np.asarray(to_numpy(infos.dones))
-        infos.require_final_observations(dones)
+        if infos.missing is not None and infos.final_observation is None and dones.any():
+            raise infos.missing()
         found, rows = self._infos_of_running(info, dones), np.flatnonzero(dones)
         own = self._infos_of_rows(self.stepper.infos(info)[0], rows)
         final = map_arrays(to_numpy, infos.final_observation)
@@ -457,7 +450,7 @@ class TensorStepper(BatchStepper):
                 **row,
                 "TimeLimit.truncated": truncated[index],
                 "terminal_observation": map_arrays(lambda part, index=index: part[index].copy(), final),
-                "episode": {"r": returns[index], "l": lengths[index], "t": round(start - self.start_time, 6)},
+                "episode": {"r": returns[index], "l": lengths[index], "t": infos.seconds},
             }
         return found
 

@@ -181,6 +181,7 @@ class GymVecEnv(CheckedVecEnv):
         actions = actions if is_tensor else torch.from_numpy(np.asarray(actions, self.action_space.dtype))
         observations, rewards, dones, infos = self._tensor_stepper.step(actions)
         infos.returns, infos.lengths = self._episode_returns + rewards, self._episode_lengths + 1
+        infos.seconds = round(time.time() - self._start_time, 6)
         self._episode_returns = infos.returns.masked_fill(dones, 0)
         self._episode_lengths = infos.lengths.masked_fill(dones, 0)
         return (observations, rewards, dones, infos) if is_tensor else to_arrays(observations, rewards, dones, infos)

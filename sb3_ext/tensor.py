@@ -323,7 +323,7 @@ class _TensorAlgorithm(BaseAlgorithm):
     _last_original_obs: Any
     _last_episode_starts: Any
     _action_bounds: Any = None
-    _unread: Any = ()  # episode statistics of the last steps, on the device
+    _unread: list[Any]  # episode statistics of the last steps, on the device
 
     @staticmethod
     def _wrap_env(env: Any, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
@@ -335,10 +335,6 @@ class _TensorAlgorithm(BaseAlgorithm):
     def predict(self, observation: Any, *args: Any, **kwargs: Any) -> Any:
         """Predict actions as an array, from arrays or tensors of observations."""
         return super().predict(map_arrays(to_numpy, observation), *args, **kwargs)
-
-    def _setup_learn(self, *args: Any, **kwargs: Any) -> Any:
-        self._unread = list(self._unread)
-        return super()._setup_learn(*args, **kwargs)
 
     def _on_device(self, observation: Any) -> Any:
         """Return observations on the device of the policy."""
@@ -363,9 +359,14 @@ class _TensorAlgorithm(BaseAlgorithm):
     # -- episode statistics
 
     def _update_info_buffer(self, infos: Any, dones: Any = None) -> None:
-        """Store the episode statistics of a step on the device."""
-        without_final = infos if infos.final_observation is None and infos.missing is not None else None
-        self._unread.append((dones, infos.returns, infos.lengths, infos.success, without_final))
+        """Store the episode statistics of a step on the device; those of environments on arrays are read."""
+        if infos.returns is None:
+            super()._update_info_buffer(infos, dones)
+            if isinstance(self, _OffPolicy):  # as in Stable Baselines3
+                self._episode_num += int(dones.sum())
+            return
+        missing = infos.missing if infos.final_observation is None else None
+        self._unread.append((dones, infos.returns, infos.lengths, infos.success, infos.seconds, missing))
         if len(self._unread) >= _MAX_UNREAD_STEPS:
             self._read_episodes()
 
@@ -377,21 +378,20 @@ class _TensorAlgorithm(BaseAlgorithm):
         unread, self._unread = self._unread, []
         if not unread:
             return
-        dones, *columns = ([step[column] for step in unread] for column in range(5))
-        ended = torch.stack(dones)
-        steps = to_numpy(ended.any(1))
-        for step, infos in enumerate(columns[3]):
-            if infos is not None:
-                infos.require_final_observations(steps[step : step + 1])
-        found = [torch.stack(column)[ended].tolist() for column in columns[:2]]
-        episodes = [{"r": total, "l": length} for total, length in zip(*found, strict=True) if total == total]
-        self.ep_info_buffer.extend(episodes)  # type: ignore[union-attr]
-        if isinstance(self, _OffPolicy):  # as in Stable Baselines3
-            self._episode_num += len(found[0])
-        if any(part is not None for part in columns[2]):
-            unknown = torch.full_like(columns[0][0], torch.nan, dtype=torch.float32)
-            success = torch.stack([unknown if part is None else part for part in columns[2]])[ended].tolist()
-            self.ep_success_buffer.extend(value for value in success if value == value)  # type: ignore[union-attr]
+        dones, returns, lengths, successes, seconds, missing = zip(*unread, strict=True)
+        steps, rows = torch.stack(dones).nonzero(as_tuple=True)
+        unknown = torch.full_like(returns[0], torch.nan)
+        known = [unknown if part is None else part for part in successes]
+        columns = [torch.stack(parts)[steps, rows].double() for parts in (returns, lengths, known)]
+        found = torch.stack([steps.double(), *columns], 1).tolist()  # one transfer
+        for step, total, length, success in found:
+            if missing[int(step)] is not None:
+                raise missing[int(step)]()
+            self.ep_info_buffer.append({"r": total, "l": int(length), "t": seconds[int(step)]})  # type: ignore[union-attr]
+            if success == success:
+                self.ep_success_buffer.append(success)  # type: ignore[union-attr]
+        if isinstance(self, _OffPolicy):
+            self._episode_num += len(found)
 
     def dump_logs(self, *args: Any) -> None:
         """Write the log."""
@@ -405,8 +405,7 @@ class _TensorAlgorithm(BaseAlgorithm):
 
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Save the model to a file that Stable Baselines3 loads too: last observations are saved as arrays."""
-        if self.ep_info_buffer is not None:
-            self._read_episodes()
+        self._read_episodes()
         names = ("_last_obs", "_last_original_obs", "_last_episode_starts")
         tensors = {name: getattr(self, name) for name in names}
         vars(self).update({name: _map_data(vec_envs.copy_to_array, value) for name, value in tensors.items()})
@@ -433,6 +432,7 @@ class _OnPolicy(_TensorAlgorithm, OnPolicyAlgorithm):
 
     def _setup_model(self) -> None:
         """Create policy and rollout buffer."""
+        self._unread = []
         given = self.rollout_buffer_class  # saved files contain the user's choice
         self.rollout_buffer_class = _choose_buffer(given, TensorRolloutBuffer, (RolloutBuffer, DictRolloutBuffer))
         super()._setup_model()
@@ -529,6 +529,7 @@ class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
                 f"n_steps={self.n_steps} is not supported on tensors, expected 1. Use the algorithm of "
                 "stable_baselines3 over GymVecEnv(env)"
             )
+        self._unread = []
         given = self.replay_buffer_class  # saved files contain the user's choice
         self.replay_buffer_class = _choose_buffer(given, TensorReplayBuffer, (ReplayBuffer, DictReplayBuffer))
         super()._setup_model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -667,3 +668,38 @@ def test_infos_of_arrays_keep_their_dicts() -> None:
     assert isinstance(infos, TensorInfos)
     assert len(infos) == 2
     assert infos[1]["TimeLimit.truncated"] is False
+
+
+def record_episodes(episodes: list[Any]) -> Callable[[Any, Any], bool]:
+    """Return a callback that appends the episodes in the infos to a list."""
+
+    def record(variables: dict[str, Any], _: Any) -> bool:
+        episodes.extend(info["episode"] for info in variables["infos"] if "episode" in info)
+        return True
+
+    return record
+
+
+@pytest.mark.parametrize("name", ["PPO", "DQN"])
+def test_episodes_of_environments_of_arrays_are_those_of_their_monitors(name: str) -> None:
+    env = make_vec_env("CartPole-v1", 2, seed=0)
+    model = make_model(name, env=env)
+    recorded: list[Any] = []
+    model.learn(160, record_episodes(recorded))
+    assert list(model.ep_info_buffer) == recorded
+    assert recorded[0].keys() == {"r", "l", "t"}
+    assert model._episode_num == (len(recorded) if name == "DQN" else 0)
+
+
+def test_episodes_have_the_time_since_the_start_as_in_vec_monitor() -> None:
+    start = time.time()
+    env = make_env(True, length=5)
+    episodes: list[Any] = []
+    model = make_model("PPO", env=env)
+    model.learn(192, record_episodes(episodes))
+    assert list(model.ep_info_buffer) == episodes[-100:]
+    times = [episode["t"] for episode in episodes]
+    assert times == sorted(times)
+    assert len(set(times)) > 10
+    assert 0 < times[0] < times[-1] < time.time() - start
+    assert all(time == round(time, 6) for time in times)
