@@ -177,7 +177,10 @@ class TensorRunningMeanStd(RunningMeanStd):
     def update(self, arr: Any) -> None:
         """Add a batch, (n, ...)."""
         self.to(arr.device)
-        arr = arr if arr.is_floating_point() else arr.double()
+        if not arr.is_floating_point():
+            arr = arr.double()
+        elif arr.dtype == torch.float16:
+            arr = arr.float()  # np.var stays in float16, where squares of numbers above 255 overflow
         mean = arr.mean(0)
         # np.var adds up squares in this order, which torch.var does not.
         variance = (arr - mean).square().sum(0) / len(arr)

@@ -223,6 +223,35 @@ def test_statistics_of_many_environments_are_those_of_vec_normalize() -> None:
         assert found.count == expected.count
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, np.int16, np.uint8])
+@pytest.mark.parametrize("scale", [1, 100])
+def test_statistics_of_other_dtypes_are_those_of_vec_normalize(dtype: Any, scale: int) -> None:
+    """VecNormalize gets float16 as float32, because its variances overflow in float16."""
+
+    class Cast(Points):
+        def __init__(self, space_dtype: Any) -> None:
+            super().__init__(length=5)
+            self.single_observation_space = spaces.Box(0, 255, (4,), space_dtype)
+
+        def _observe(self) -> Any:
+            kind = torch.from_numpy(np.zeros(0, dtype)).dtype
+            return (super()._observe() * scale).abs().clamp(0, 255 * scale).to(kind)
+
+    envs = [
+        TensorVecNormalize(GymVecEnv(Cast(dtype), tensors=True)),
+        VecNormalize(GymVecEnv(Cast(np.float32 if dtype == np.float16 else dtype))),
+    ]
+    for env in envs:
+        env.seed(0)
+        env.reset()
+    for _ in range(12):
+        found, expected = envs[0].step(torch.ones(4, 2)), envs[1].step(np.ones((4, 2), np.float32))
+        assert np.isfinite(expected[0]).all()
+        np.testing.assert_array_equal(found[0].numpy(), expected[0], strict=True)
+        np.testing.assert_array_equal(envs[0].obs_rms.var, envs[1].obs_rms.var, strict=True)
+        np.testing.assert_array_equal(found[1].numpy(), expected[1], strict=True)
+
+
 # -- no way through NumPy
 
 
