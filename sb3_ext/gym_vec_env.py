@@ -112,6 +112,8 @@ class GymVecEnv(CheckedVecEnv):
             if value not in known:
                 expected = ", ".join(map(repr, known))
                 raise InvalidArgumentError(f'{name}={value!r}, expected one of {expected}. Write {name}="{known[0]}"')
+        if not isinstance(tensors, bool):
+            raise InvalidArgumentError(f"tensors={tensors!r}, expected True or False. Write tensors=True")
         self.env, num_envs = vector_env, _check_num_envs(vector_env)
         self._base = getattr(vector_env, "unwrapped", vector_env)
         device = device_of(vector_env) if env_type in ("auto", "torch") else None

@@ -440,6 +440,12 @@ def refusals() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
     }
 
 
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_tensors_other_than_a_bool_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"tensors={value!r}, expected True or False"):
+        GymVecEnv(Points(), tensors=value)
+
+
 def partial_of(name: str) -> Callable[..., Any]:
     """Return a function that makes a model for an environment."""
     return lambda env, **options: make_model(name, tensor, env, **options)
