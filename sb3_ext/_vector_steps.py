@@ -582,5 +582,5 @@ def _copy_in_one_block(tensors: list[torch.Tensor]) -> list[Array]:
     flat = [tensors[index].detach().contiguous().view(-1).view(torch.uint8) for index in order]
     found: list[Any] = [None] * len(tensors)
     for index, part in zip(order, torch.split(torch.cat(flat).cpu(), [len(part) for part in flat]), strict=True):
-        found[index] = part.view(tensors[index].dtype).view(tensors[index].shape).numpy()
+        found[index] = to_numpy(part.view(tensors[index].dtype).view(tensors[index].shape))
     return found

@@ -316,6 +316,24 @@ def test_steps_do_not_alias_the_environment() -> None:
 # -- GymVecEnv(tensors=True)
 
 
+@pytest.mark.parametrize("part", ["observations", "rewards", "infos"])
+def test_bfloat16_works_on_tensors_only(part: str) -> None:
+    class Half(Points):
+        def _observe(self) -> Any:
+            found = super()._observe()
+            return found.bfloat16() if part == "observations" else found
+
+        def step(self, action: torch.Tensor) -> Any:
+            observation, reward, *results, info = super().step(action)
+            info["speed"] = observation[:, 0].bfloat16() if part == "infos" else observation[:, 0]
+            return observation, reward.bfloat16() if part == "rewards" else reward, *results, info
+
+    model = make_model("PPO", env=GymVecEnv(Half(length=3), tensors=True)).learn(64)
+    assert model.num_timesteps == 64
+    with pytest.raises(InvalidTypeError, match=r"torch.bfloat16(.|\n)*tensor.float\(\)(.|\n)*tensors=True"):
+        make_model("PPO", sb3, GymVecEnv(Half(length=3))).learn(64)
+
+
 def test_a_step_with_arrays_returns_those_of_gym_vec_env() -> None:
     ours, theirs = make_env(True, as_dict=True), make_env(False, as_dict=True)
     for env in (ours, theirs):

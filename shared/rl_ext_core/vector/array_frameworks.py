@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from rl_ext_core.errors import InvalidTypeError
+
 __all__ = [
     "copy_array",
     "framework_of",
@@ -68,7 +70,10 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def to_numpy(leaf: Any) -> Any:
-    """Convert an array to NumPy, without a copy from the CPU; return other values as is."""
+    """Convert an array to NumPy, without a copy from the CPU; return other values as is.
+
+    :raises InvalidTypeError: If it is a tensor of a dtype that NumPy lacks.
+    """
     framework = _framework(leaf)
     if framework == "numpy":
         return leaf
@@ -76,7 +81,14 @@ def to_numpy(leaf: Any) -> Any:
         try:
             return leaf.numpy()
         except (RuntimeError, TypeError):  # force=True takes three times as long, so it is the second try
+            pass
+        try:
             return leaf.numpy(force=True)
+        except TypeError as error:
+            raise InvalidTypeError(
+                f"a tensor has the dtype {leaf.dtype}, which NumPy lacks. Convert it in the environment: "
+                "tensor.float(). With sb3_ext.tensor, GymVecEnv(env, tensors=True) accepts it"
+            ) from error
     return np.asarray(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
 
 
