@@ -339,23 +339,19 @@ def to_arrays(observations: Any, rewards: Any, dones: Any, infos: Any) -> tuple[
 def reject_array_algorithm() -> None:
     """Raise an error if the caller is an algorithm that works on arrays.
 
-    Stable Baselines3 does not tell an environment which algorithm uses it. Otherwise its PPO would fail later, with an
-    error that does not name the cause, or copy each tensor to the CPU.
-
-    :raises InvalidTypeError: If one of the calling methods belongs to an algorithm that is not of ``sb3_ext.tensor``.
+    :raises InvalidTypeError: If the nearest algorithm among the callers is not of ``sb3_ext.tensor``.
     """
+    # Stable Baselines3 calls reset() without its algorithm, so that only the calling frames show it. Without a check,
+    # PPO would fail with an error that does not name the cause, and SAC would copy each step to the CPU.
     frame: Any = sys._getframe(1)
-    for _ in range(8):
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, BaseAlgorithm) and not getattr(caller, "uses_tensors", False):
-            name = type(caller).__name__
-            raise InvalidTypeError(
-                f"{type(caller).__module__}.{name} works on arrays, but the environment returns tensors. Write "
-                f"from sb3_ext.tensor import {name}, or leave out tensors=True"
-            )
-        frame = frame.f_back
-        if frame is None:
-            return
+    algorithm: Any = None
+    while frame is not None and not isinstance(algorithm, BaseAlgorithm):
+        frame, algorithm = frame.f_back, frame.f_locals.get("self")
+    if isinstance(algorithm, BaseAlgorithm) and not getattr(algorithm, "uses_tensors", False):
+        raise InvalidTypeError(
+            f"{'.'.join(qualified_name(type(algorithm)))} works on arrays, but the environment returns tensors. "
+            "Leave out tensors=True. Or use an algorithm on tensors: from sb3_ext.tensor import A2C, DQN, PPO, SAC, TD3"
+        )
 
 
 # -- arguments

@@ -10,6 +10,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import sb3_contrib
 import stable_baselines3 as sb3
 import torch
 import torch._dynamo
@@ -448,14 +449,33 @@ def refusals() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
         "PPO of SB3": (
             lambda: make_model("PPO", sb3, on_tensors).learn(64),
             InvalidTypeError,
-            "from sb3_ext.tensor import PPO",
+            r"ppo.PPO works on arrays.* from sb3_ext.tensor import A2C, DQN, PPO, SAC, TD3",
         ),
         "SAC of SB3": (
             lambda: make_model("SAC", sb3, make_env(True, normalized=True)).learn(64),
             InvalidTypeError,
-            "from sb3_ext.tensor import SAC",
+            r"sac.SAC works on arrays.* Leave out tensors=True",
         ),
     }
+
+
+@pytest.mark.parametrize("name", ["TRPO", "RecurrentPPO", "TQC", "CrossQ", "ARS"])
+def test_algorithms_of_sb3_contrib_are_refused_on_tensors(name: str) -> None:
+    kind = getattr(sb3_contrib, name)
+    for env in (make_env(True), make_env(True, normalized=True)):
+        model = quiet(kind("MlpLstmPolicy" if name == "RecurrentPPO" else "MlpPolicy", env, device="cpu"))
+        with pytest.raises(InvalidTypeError, match=rf"{name} works on arrays.* Leave out tensors=True"):
+            model.learn(64)
+
+
+def test_callbacks_of_algorithms_on_arrays_may_train_on_tensors() -> None:
+    def train(*_: Any) -> bool:
+        models.append(make_model("PPO").learn(64))
+        return False
+
+    models: list[Any] = []
+    make_model("PPO", sb3).learn(64, train)
+    assert models[0].num_timesteps == 64
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None])
