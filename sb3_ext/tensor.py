@@ -356,14 +356,20 @@ class _TensorAlgorithm(BaseAlgorithm):
             return low + (0.5 * (actions + 1.0) * (high - low))
         return torch.clamp(actions, low, high)
 
+    def _reset_sde_noise(self, step: int | None = None) -> None:
+        """Draw noise of state-dependent exploration, before a rollout or if it is due in a step."""
+        is_due = step is None or (self.sde_sample_freq > 0 and step % self.sde_sample_freq == 0)
+        if self.use_sde and is_due:
+            with without_validation():
+                getattr(self, "actor", self.policy).reset_noise(self.n_envs)
+
     # -- episode statistics
 
     def _update_info_buffer(self, infos: Any, dones: Any = None) -> None:
         """Store the episode statistics of a step on the device; those of environments on arrays are read."""
         if infos.returns is None:
             super()._update_info_buffer(infos, dones)
-            if isinstance(self, _OffPolicy):  # as in Stable Baselines3
-                self._episode_num += int(dones.sum())
+            self._episode_num += int(dones.sum()) if isinstance(self, _OffPolicy) else 0  # as in Stable Baselines3
             return
         missing = infos.missing if infos.final_observation is None else None
         self._unread.append((dones, infos.returns, infos.lengths, infos.success, infos.seconds, missing))
@@ -390,8 +396,7 @@ class _TensorAlgorithm(BaseAlgorithm):
             self.ep_info_buffer.append({"r": total, "l": int(length), "t": seconds[int(step)]})  # type: ignore[union-attr]
             if success == success:
                 self.ep_success_buffer.append(success)  # type: ignore[union-attr]
-        if isinstance(self, _OffPolicy):
-            self._episode_num += len(found)
+        self._episode_num += len(found) if isinstance(self, _OffPolicy) else 0
 
     def dump_logs(self, *args: Any) -> None:
         """Write the log."""
@@ -447,12 +452,10 @@ class _OnPolicy(_TensorAlgorithm, OnPolicyAlgorithm):
         self.policy.set_training_mode(False)
         n_steps, time_outs = 0, []
         rollout_buffer.reset()
-        if self.use_sde:
-            self.policy.reset_noise(env.num_envs)
+        self._reset_sde_noise()
         callback.on_rollout_start()
         while n_steps < n_rollout_steps:
-            if self.use_sde and self.sde_sample_freq > 0 and n_steps % self.sde_sample_freq == 0:
-                self.policy.reset_noise(env.num_envs)
+            self._reset_sde_noise(n_steps)
             with torch.no_grad(), without_validation():
                 obs_tensor = self._on_device(self._last_obs)
                 actions, values, log_probs = self.policy(obs_tensor)
@@ -611,12 +614,10 @@ class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
         assert train_freq.frequency > 0, "Should at least collect one step or episode."
         if env.num_envs > 1:
             assert not by_episode, "You must use only one env when doing episodic training."
-        if self.use_sde:
-            self.actor.reset_noise(env.num_envs)  # type: ignore[operator]
+        self._reset_sde_noise()
         callback.on_rollout_start()
         while should_collect_more_steps(train_freq, num_collected_steps, num_collected_episodes):
-            if self.use_sde and self.sde_sample_freq > 0 and num_collected_steps % self.sde_sample_freq == 0:
-                self.actor.reset_noise(env.num_envs)  # type: ignore[operator]
+            self._reset_sde_noise(num_collected_steps)
             actions, buffer_actions = self._sample_action(learning_starts, action_noise, env.num_envs)
             new_obs, rewards, dones, infos = env.step(actions)
             self.num_timesteps += env.num_envs

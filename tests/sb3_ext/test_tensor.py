@@ -68,7 +68,8 @@ def make_model(name: str, module: Any = tensor, env: Any = None, *, normalized: 
     if env is None:
         env = make_env(module is tensor, normalized=normalized, discrete=name == "DQN", **of_env)
     policy = "MultiInputPolicy" if isinstance(env.observation_space, spaces.Dict) else "MlpPolicy"
-    return quiet(getattr(module, name)(policy, env, seed=0, device="cpu", **{**OPTIONS[name], **small(), **options}))
+    defaults = {"seed": 0, "device": "cpu", **OPTIONS[name], **small()}
+    return quiet(getattr(module, name)(policy, env, **{**defaults, **options}))
 
 
 def quiet(model: Any) -> Any:
@@ -299,6 +300,61 @@ def test_collecting_converts_nothing_to_numpy(name: str, normalized: bool, monke
     assert len(reads) == 3
     model._read_episodes()
     assert len(model.ep_info_buffer) > 0
+
+
+class MetaPoints:
+    """Environment on torch's meta device, where reading a value or mixing devices raises an error."""
+
+    metadata: dict[str, Any] = {}  # noqa: RUF012
+    render_mode = None
+    spec = None
+    device = "meta"
+    num_envs = 4
+
+    def __init__(self, as_dict: bool, discrete: bool) -> None:
+        self._as_dict = as_dict
+        box = spaces.Box(-9, 9, (4,), np.float32)
+        self.single_observation_space = spaces.Dict({"position": box, "velocity": box}) if as_dict else box
+        self.single_action_space: Any = spaces.Discrete(3) if discrete else spaces.Box(-2, 3, (2,), np.float32)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _observe(self) -> Any:
+        numbers = torch.zeros(4, 4, device="meta")
+        return {"position": numbers, "velocity": numbers} if self._as_dict else numbers
+
+    def reset(self, seed: Any = None, options: Any = None) -> Any:
+        return self._observe(), {}
+
+    def step(self, action: torch.Tensor) -> Any:
+        flags = torch.zeros(4, dtype=torch.bool, device="meta")
+        info = {"final_obs": self._observe(), "is_success": flags}
+        return self._observe(), action.reshape(4, -1).sum(1), flags, flags, info
+
+
+@pytest.mark.sample(quick=8)
+@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("name", ["PPO", "A2C", "SAC", "TD3", "DQN"])
+def test_collecting_reads_nothing_from_other_devices(
+    name: str, normalized: bool, as_dict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the values of time-outs and the episodes of PPO and A2C are read, once per rollout."""
+    env: Any = GymVecEnv(MetaPoints(as_dict, discrete=name == "DQN"), tensors=True)
+    env = TensorVecNormalize(env) if normalized else env
+    options = {} if name in ("TD3", "DQN") else {"use_sde": as_dict, "sde_sample_freq": 3}
+    model = make_model(name, env=env, device="meta", **options)
+    _, callback = model._setup_learn(1000)
+    if name in ("PPO", "A2C"):
+        reads: list[str] = []
+        for method in ("_read_episodes", "_add_values_of_time_outs"):
+            monkeypatch.setattr(model, method, lambda *_, method=method: reads.append(method))
+        assert model.collect_rollouts(env, callback, model.rollout_buffer, model.n_steps)
+        assert reads == ["_add_values_of_time_outs", "_read_episodes"]
+    else:
+        model.collect_rollouts(env, callback, model.train_freq, model.replay_buffer)
+        assert model.replay_buffer.pos == 4
 
 
 def test_steps_do_not_alias_the_environment() -> None:
