@@ -170,9 +170,10 @@ class TensorRunningMeanStd(RunningMeanStd):
         found.mean, found.var, found.count = (copy_to_array(self.mean), copy_to_array(self.var), self.count)
         return found
 
-    def to(self, device: torch.device) -> None:
+    def to(self, device: torch.device) -> TensorRunningMeanStd:
         """Move the statistics to a device."""
         self.mean, self.var = self.mean.to(device), self.var.to(device)
+        return self
 
     def update(self, arr: Any) -> None:
         """Add a batch, (n, ...)."""
@@ -243,7 +244,6 @@ class TensorVecNormalize(VecNormalize):
         self.old_obs = observations = self.venv.reset()
         device = next(leaves(observations)).device
         self.returns = torch.zeros(self.num_envs, dtype=torch.float64, device=device)
-        self._tensor_rms["ret_rms"].to(device)
         self._update_observations(observations)
         return self.normalize_obs(observations)
 
@@ -278,9 +278,12 @@ class TensorVecNormalize(VecNormalize):
     def _map_observations(self, function: Any, observations: Any) -> Any:
         """Apply a function of a tensor and its statistics to observations that are normalized."""
         statistics = self._tensor_rms.get("obs_rms") if self.norm_obs else None
-        if isinstance(statistics, dict):
-            return {**observations, **{key: function(observations[key], part) for key, part in statistics.items()}}
-        return observations if statistics is None else function(observations, statistics)
+        if statistics is None:
+            return observations
+        if not isinstance(statistics, dict):
+            return function(observations, statistics.to(observations.device))
+        keys = {key: (observations[key], part) for key, part in statistics.items()}
+        return {**observations, **{key: function(own, part.to(own.device)) for key, (own, part) in keys.items()}}
 
     def normalize_obs(self, obs: Any) -> Any:
         """Normalize tensors or arrays of observations."""
@@ -306,7 +309,7 @@ class TensorVecNormalize(VecNormalize):
         if not isinstance(reward, torch.Tensor):
             return super().normalize_reward(reward)
         if self.norm_reward:
-            scale = torch.sqrt(self._tensor_rms["ret_rms"].var + self.epsilon)
+            scale = torch.sqrt(self._tensor_rms["ret_rms"].to(reward.device).var + self.epsilon)
             reward = (reward.double() / scale).clamp_(-self.clip_reward, self.clip_reward)
         return reward.float()
 
@@ -314,7 +317,7 @@ class TensorVecNormalize(VecNormalize):
         """Undo :meth:`normalize_reward`, except for clipping."""
         if not isinstance(reward, torch.Tensor) or not self.norm_reward:
             return super().unnormalize_reward(reward)
-        return reward * torch.sqrt(self._tensor_rms["ret_rms"].var + self.epsilon)
+        return reward * torch.sqrt(self._tensor_rms["ret_rms"].to(reward.device).var + self.epsilon)
 
     def get_original_obs(self) -> Any:
         """Return the observations of the last step or reset, without normalization."""

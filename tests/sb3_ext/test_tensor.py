@@ -357,6 +357,23 @@ def test_collecting_reads_nothing_from_other_devices(
         assert model.replay_buffer.pos == 4
 
 
+def test_loaded_statistics_move_to_the_device_of_the_environment(tmp_path: Path) -> None:
+    """Also if they are not updated.
+
+    Source: https://github.com/isaac-sim/IsaacLab/issues/2635
+    """
+    for as_dict in (False, True):
+        path = str(tmp_path / "normalize.pkl")
+        make_env(True, normalized=True, as_dict=as_dict).save(path)
+        env = TensorVecNormalize.load(path, GymVecEnv(MetaPoints(as_dict, discrete=False), tensors=True))
+        env.training = False
+        env.reset()
+        observations, rewards, *_, infos = env.step(torch.zeros(4, 2, device="meta"))
+        assert {part.device.type for part in (*parts_of(observations), rewards)} == {"meta"}
+        env.unnormalize_obs(infos.final_observation)
+        env.unnormalize_reward(rewards)
+
+
 def test_steps_do_not_alias_the_environment() -> None:
     env = make_env(True)
     env.reset()
