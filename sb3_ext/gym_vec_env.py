@@ -212,8 +212,9 @@ class GymVecEnv(CheckedVecEnv):
         self._require_open()
         if self.tensors:
             reject_array_algorithm()
-            self._episode_returns.zero_()
-            self._episode_lengths.zero_()
+            # New tensors, because those of steps in torch.inference_mode() cannot be written.
+            self._episode_returns = torch.zeros_like(self._episode_returns)
+            self._episode_lengths = torch.zeros_like(self._episode_lengths)
         self._actions = None
         observations, self.reset_infos = self._stepper.reset(self._seeds, self._options)
         self._returns[:], self._start_steps[:] = 0, self._steps

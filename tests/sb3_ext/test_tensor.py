@@ -374,6 +374,50 @@ def test_loaded_statistics_move_to_the_device_of_the_environment(tmp_path: Path)
         env.unnormalize_reward(rewards)
 
 
+@pytest.mark.parametrize("name", ["PPO", "SAC"])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_training_after_an_evaluation_in_inference_mode(name: str, normalized: bool) -> None:
+    """Tensors of inference mode cannot be written later.
+
+    Source: https://github.com/isaac-sim/IsaacLab-Arena/pull/96
+    """
+    model = make_model(name, normalized=normalized).learn(64)
+    with torch.inference_mode():
+        evaluate_policy(model, model.env, 4, warn=False)
+        model.env.reset()
+        model.env.step(torch.zeros(4, 2))
+    model.learn(64)
+
+
+@pytest.mark.parametrize("name", ["PPO", "SAC"])
+def test_environments_in_inference_mode_and_with_gradients(name: str) -> None:
+    """Nothing that is stored keeps the graph.
+
+    Source: https://github.com/pytorch/rl/issues/2837
+    """
+
+    class Inference(Points):
+        reset = torch.inference_mode()(Points.reset)
+        step = torch.inference_mode()(Points.step)
+
+    class Gradients(Points):
+        weight = torch.nn.Parameter(torch.ones(()))
+
+        def step(self, action: torch.Tensor) -> Any:
+            observations, rewards, *flags, info = super().step(action)
+            last = info["final_obs"] * self.weight
+            return observations * self.weight, rewards * self.weight, *flags, {**info, "final_obs": last}
+
+    expected = make_model(name, length=5).learn(64)
+    for kind in (Inference, Gradients):
+        env = GymVecEnv(kind(length=5), tensors=True)
+        model = make_model(name, env=env).learn(64)
+        assert_equal_weights(model, expected)
+        buffer = model.rollout_buffer if name == "PPO" else model.replay_buffer
+        stored = [model._last_obs, env._episode_returns, *vars(buffer).values()]
+        assert not any(part.requires_grad for part in stored if isinstance(part, torch.Tensor))
+
+
 def test_steps_do_not_alias_the_environment() -> None:
     env = make_env(True)
     env.reset()
