@@ -395,11 +395,11 @@ class TensorStepper(BatchStepper):
         return self._convert_parts(parts, copy=self.copy)
 
     def _convert_parts(self, parts: list[Any], *, copy: bool) -> list[Any]:
-        """Check shapes, and cast to the dtypes of the space."""
+        """Check shapes, cast to the dtypes of the space, and make contiguous, as arrays are."""
         tensors = [torch.as_tensor(to_torch(part), device=self.device).detach() for part in parts]
         self._check_shapes(tensors, self._num_envs)
         return [
-            tensor.to(torch_dtype(dtype), copy=copy)
+            tensor.to(torch_dtype(dtype), copy=copy, memory_format=torch.contiguous_format).contiguous()
             for tensor, (_, dtype) in zip(tensors, self.layout.shapes_and_dtypes, strict=True)
         ]
 

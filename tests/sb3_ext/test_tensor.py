@@ -146,6 +146,22 @@ def test_weights_with_missing_final_obs_of_the_preceding_step_equal_those_of_sb3
         train_both(name, 160, make)
 
 
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_weights_on_transposed_observations_equal_those_of_sb3(as_dict: bool) -> None:
+    """Products of matrices add up in the order of their memory. gymnasium's vector CartPole transposes, too."""
+
+    class Transposed(Points):
+        def _observe(self) -> Any:
+            found = super()._observe()
+            parts = {key: part.t().contiguous().t() for key, part in (found if as_dict else {"": found}).items()}
+            return parts if as_dict else parts[""]
+
+    for name in ("PPO", "SAC"):
+        train_both(
+            name, 320, lambda module: GymVecEnv(Transposed(as_dict=as_dict, num_envs=16), tensors=module is tensor)
+        )
+
+
 @pytest.mark.parametrize("name", ["PPO", "SAC", "DQN"])
 @pytest.mark.parametrize("normalized", [False, True])
 def test_weights_on_environments_of_arrays_equal_those_of_sb3(name: str, normalized: bool) -> None:
