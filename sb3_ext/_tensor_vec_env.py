@@ -16,7 +16,7 @@ from stable_baselines3.common.preprocessing import is_image_space, is_image_spac
 from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecNormalize
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.array_frameworks import framework_of, leaves, map_arrays, to_numpy
 from sb3_ext._vector_steps import TensorInfos
 from sb3_ext.gym_vec_env import GymVecEnv, reject_array_algorithm, to_arrays
@@ -39,9 +39,18 @@ class TensorVecEnv(VecEnvWrapper):
         self._returns_arrays = False
 
     def reset(self) -> Any:
-        """Reset all environments, and return tensors."""
+        """Reset all environments, and return tensors.
+
+        :raises EnvironmentOutputError: If the ``VecEnv`` does not return arrays.
+        """
         reject_array_algorithm()
-        return map_arrays(torch.tensor, self.venv.reset())
+        observations = self.venv.reset()
+        if framework_of(observations) != "numpy":
+            raise EnvironmentOutputError(
+                f"{type(self.unwrapped).__name__} is a VecEnv that returns {framework_of(observations)} tensors, "
+                "expected arrays. Pass the environment in it: GymVecEnv(env, tensors=True)"
+            )
+        return map_arrays(torch.tensor, observations)
 
     def step_async(self, actions: Any) -> None:
         """Begin a step with a tensor or an array of actions."""

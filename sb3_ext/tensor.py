@@ -427,7 +427,7 @@ def _choose_buffer(given: Any, ours: type, plain: tuple[type, ...]) -> type:
     if not issubclass(given, ours):
         raise InvalidArgumentError(
             f"{given.__name__} stores arrays, expected {ours.__name__} or a subclass. Leave it out, or use the "
-            "algorithm of stable_baselines3"
+            "algorithm of stable_baselines3 over GymVecEnv(env)"
         )
     return given  # type: ignore[no-any-return]
 

@@ -544,6 +544,13 @@ def test_lost_last_observations_are_reported_at_the_log() -> None:
 # -- refusals
 
 
+class TensorDummyVecEnv(DummyVecEnv):
+    """VecEnv of a user who returns tensors, against the rules of Stable Baselines3."""
+
+    def reset(self) -> Any:
+        return torch.from_numpy(super().reset())
+
+
 def refusals() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
     """Return what is refused, with its error."""
     on_tensors, on_arrays = make_env(True), make_env(False)
@@ -578,6 +585,16 @@ def refusals() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
             lambda: sac(on_tensors, optimize_memory_usage=True),
             InvalidArgumentError,
             "optimize_memory_usage",
+        ),
+        "HerReplayBuffer": (
+            lambda: sac(on_tensors, replay_buffer_class=sb3.HerReplayBuffer),
+            InvalidArgumentError,
+            r"HerReplayBuffer stores arrays.* GymVecEnv\(env\)",
+        ),
+        "VecEnv of tensors": (
+            lambda: ppo(TensorDummyVecEnv([lambda: gym.make("Pendulum-v1")])).learn(64),
+            EnvironmentOutputError,
+            r"TensorDummyVecEnv .* torch tensors.* GymVecEnv\(env, tensors=True\)",
         ),
         "PPO of SB3": (
             lambda: make_model("PPO", sb3, on_tensors).learn(64),
