@@ -127,6 +127,12 @@ class ResumeCallback(BaseCallback):
                 f"ResumeCallback does not support {type(model).__name__}, which draws random numbers before a rollout "
                 "starts: expected an on-policy or off-policy algorithm. Use CheckpointCallback"
             )
+        if getattr(model, "uses_tensors", False):
+            raise InvalidTypeError(
+                f"ResumeCallback does not save the tensors of sb3_ext.tensor.{type(model).__name__}: expected an "
+                f"algorithm on arrays. Write from stable_baselines3 import {type(model).__name__}, or use "
+                "CheckpointCallback"
+            )
         if self.folder.exists() and not self.folder.is_dir():
             raise InvalidArgumentError(f"folder={str(self.folder)!r} is a file: expected a folder. Use another name")
         _check_storage(model)

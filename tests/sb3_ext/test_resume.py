@@ -44,6 +44,7 @@ from sb3_ext import (
     SharedMemoryVecEnv,
     make_vec_env,
     resume,
+    tensor,
 )
 
 
@@ -644,6 +645,9 @@ def test_unsupported_runs_are_refused(tmp_path: pathlib.Path) -> None:
             ppo(env).learn(10, callback=ResumeCallback(tmp_path))
     finally:
         env.close()
+    on_tensors = tensor.A2C("MlpPolicy", tensor.TensorVecNormalize(vec_env_of(cartpole)), device="cpu")
+    with pytest.raises(InvalidTypeError, match="from stable_baselines3 import A2C"):
+        on_tensors.learn(10, callback=ResumeCallback(tmp_path))
     ppo(vec_env_of(cartpole)).learn(64, callback=ResumeCallback(tmp_path / "run", 32))
     with pytest.raises(InvalidArgumentError, match="wrappers"):
         resume(tmp_path / "run", VecFrameStack(vec_env_of(cartpole), 1))
