@@ -29,7 +29,15 @@ from rl_ext_core.vector.autoreset import accepts_parameter
 from rl_ext_core.vector.environments import copy_output, store_reward
 from rl_ext_core.vector.stepper import Stepper, drop_final_keys, infos_to_dict, is_mask, is_per_env
 
-__all__ = ["BatchStepper", "EndedEpisode", "ObservationLayout", "SubEnvStepper", "TensorInfos", "TensorStepper"]
+__all__ = [
+    "BatchStepper",
+    "EndedEpisode",
+    "ObservationLayout",
+    "SubEnvStepper",
+    "TensorInfos",
+    "TensorStepper",
+    "ended_info",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -446,12 +454,9 @@ class TensorStepper(BatchStepper):
             to_numpy(part).tolist() for part in (infos.truncated, infos.returns, infos.lengths)
         )
         for index, row in zip(rows.tolist(), own, strict=True):
-            found[index] = {
-                **row,
-                "TimeLimit.truncated": truncated[index],
-                "terminal_observation": map_arrays(lambda part, index=index: part[index].copy(), final),
-                "episode": {"r": returns[index], "l": lengths[index], "t": infos.seconds},
-            }
+            last = map_arrays(lambda part, index=index: part[index].copy(), final)
+            episode = {"r": returns[index], "l": lengths[index], "t": infos.seconds}
+            found[index] = ended_info(row, truncated[index], last, episode)
         return found
 
 
@@ -467,6 +472,19 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 
 # -- infos
+
+
+def ended_info(own: dict[str, Any], time_out: bool, last: Any, episode: dict[str, Any]) -> dict[str, Any]:
+    """Return the info of an ended episode, with the keys of Stable Baselines3.
+
+    :param own: info of the environment
+    :param episode: statistics of the episode, unless the environment returns its own
+    """
+    env_episode = own.get("episode")
+    if isinstance(env_episode, dict) and env_episode:
+        # ManiSkill's episode has other keys; SB3 reads r, l and t.
+        episode = env_episode if "r" in env_episode else {**env_episode, **episode}
+    return {**own, "TimeLimit.truncated": time_out, "terminal_observation": last, "episode": episode}
 
 
 def _select_info_rows(

@@ -26,7 +26,14 @@ from rl_ext_core.vector.environments import EpisodeMonitor, copy_output, qualifi
 from rl_ext_core.vector.spaces import convert_space, device_of, find_attribute
 from rl_ext_core.vector.stepper import Stepper, num_envs_of
 from sb3_ext._compat import call_in_workers
-from sb3_ext._vector_steps import BatchStepper, EndedEpisode, ObservationLayout, SubEnvStepper, TensorStepper
+from sb3_ext._vector_steps import (
+    BatchStepper,
+    EndedEpisode,
+    ObservationLayout,
+    SubEnvStepper,
+    TensorStepper,
+    ended_info,
+)
 from sb3_ext.vec_env import CheckedVecEnv, Indices
 
 __all__ = ["GymVecEnv"]
@@ -195,13 +202,8 @@ class GymVecEnv(CheckedVecEnv):
         self._returns[rows], self._start_steps[rows] = 0, self._steps
         self.reset_infos = reset_infos = list(self.reset_infos)  # the caller may keep the previous list
         for (index, own, last, time_out, reset_infos[index]), total, length in zip(ended, totals, lengths, strict=True):
-            info = {"TimeLimit.truncated": time_out, "terminal_observation": last}
-            info["episode"] = episode = {"r": total, "l": length, "t": seconds}
-            infos[index] = {**own, **info} if own else info
-            env_episode = own.get("episode") if own else None
-            if isinstance(env_episode, dict) and env_episode:
-                # ManiSkill's episode has other keys; SB3 reads r, l and t.
-                infos[index]["episode"] = env_episode if "r" in env_episode else {**env_episode, **episode}
+            episode = {"r": total, "l": length, "t": seconds}
+            infos[index] = ended_info(own, time_out, last, episode)
 
     def reset(self) -> Any:
         """Reset all environments, with the seeds and options that were set.

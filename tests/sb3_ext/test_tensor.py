@@ -491,6 +491,30 @@ def test_a_step_with_arrays_returns_those_of_gym_vec_env() -> None:
                     np.testing.assert_array_equal(info["terminal_observation"][key], part)
 
 
+@pytest.mark.parametrize("key", ["r", "success_once"])
+def test_episodes_of_the_environment_keep_their_keys(key: str) -> None:
+    """As ManiSkill's, with or without the return in ``r``."""
+
+    class Maniskill(Points):
+        def step(self, action: torch.Tensor) -> Any:
+            *results, info = super().step(action)
+            info["episode"] = {key: torch.arange(4), "l": torch.full((4,), 7)} if key == "r" else {key: torch.arange(4)}
+            return *results, info
+
+    episodes = []
+    for on in (True, False):
+        env = GymVecEnv(Maniskill(length=2), tensors=on)
+        env.seed(0)
+        env.reset()
+        infos = env.step(np.zeros((4, 2), np.float32))[3]
+        episodes.append([info["episode"] for info in infos if "episode" in info])
+        for episode in episodes[-1]:
+            episode.pop("t", None)
+    assert episodes[0] == episodes[1]
+    assert [episode[key] for episode in episodes[0]] == [1, 3]
+    assert episodes[0][0].keys() == {"r", "l", key}
+
+
 @pytest.mark.parametrize("form", ["objects", "rows", "Disabled"])
 def test_other_forms_of_last_observations(form: str) -> None:
     class Other(Points):
