@@ -9,7 +9,6 @@ The classes replace the code of Stable Baselines3 that handles arrays, and inher
 callbacks, logs and files. With the same seed, their weights are those of Stable Baselines3, except for the order of
 additions. On the CPU, it differs in the statistics of ``TensorVecNormalize`` for more than 15 environments. On other
 devices, it also differs where a time limit ends episodes: their values are predicted at once, instead of one by one.
-
 Environments on arrays work too. Source: https://github.com/DLR-RM/stable-baselines3/issues/314
 """
 
@@ -40,7 +39,7 @@ from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 from stable_baselines3.common.utils import should_collect_more_steps
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError, OutOfMemoryError
 from rl_ext_core.vector.array_frameworks import map_arrays, to_numpy
 from sb3_ext import _tensor_vec_env as vec_envs
 from sb3_ext._compat import without_validation
@@ -72,12 +71,19 @@ _MAX_UNREAD_STEPS = 256
 # -- buffers
 
 
-def _zeros(space: Any, device: Any, *sizes: int) -> Any:
+def _zeros(space: Any, device: Any, steps: int, n_envs: int) -> Any:
     """Return zero tensors for observations of a space, a dict for a Dict."""
     if isinstance(space, spaces.Dict):
-        return {key: _zeros(part, device, *sizes) for key, part in space.spaces.items()}
-    shape = (1,) if isinstance(space, spaces.Discrete) else space.shape
-    return torch.zeros(*sizes, *shape, dtype=torch_dtype(space.dtype), device=device)
+        return {key: _zeros(part, device, steps, n_envs) for key, part in space.spaces.items()}
+    shape = (steps, n_envs, *((1,) if isinstance(space, spaces.Discrete) else space.shape))
+    try:
+        if device.type == "cpu":  # np.zeros takes memory when it is written, torch.zeros takes all at once
+            return torch.from_numpy(np.zeros(shape, space.dtype))
+        return torch.zeros(shape, dtype=torch_dtype(space.dtype), device=device)
+    except (MemoryError, torch.cuda.OutOfMemoryError) as error:
+        raise OutOfMemoryError(
+            f"{steps} steps of {n_envs} environments do not fit on {device}. Write buffer_size={steps * n_envs // 10}"
+        ) from error
 
 
 def _write(position: int, batch: torch.Tensor, value: Any) -> None:
@@ -165,13 +171,12 @@ class TensorRolloutBuffer(RolloutBuffer):
 
     def get(self, batch_size: int | None = None) -> Generator[Any, None, None]:
         """Iterate over minibatches, in the random order of Stable Baselines3."""
-        assert self.full, ""
+        assert self.full, "the rollout is incomplete"
         indices = torch.from_numpy(np.random.permutation(self.buffer_size * self.n_envs)).to(self.device)
         if not self.generator_ready:
             self._flatten()
-        batch_size = batch_size or len(indices)
-        for start in range(0, len(indices), batch_size):
-            yield self._get_samples(indices[start : start + batch_size])
+        for batch in torch.split(indices, batch_size or len(indices)):
+            yield self._get_samples(batch)
 
     def _flatten(self) -> None:
         """Join the axes of environments and steps."""
@@ -200,6 +205,7 @@ class TensorReplayBuffer(ReplayBuffer):
 
     :param args, kwargs: see ``ReplayBuffer``
     :raises InvalidArgumentError: If ``optimize_memory_usage`` is set.
+    :raises OutOfMemoryError: If the observations do not fit.
     """
 
     observations: Any
@@ -227,9 +233,8 @@ class TensorReplayBuffer(ReplayBuffer):
             )
         self.optimize_memory_usage, self.handle_timeout_termination = False, handle_timeout_termination
         self.buffer_size = size = max(buffer_size // n_envs, 1)
-        self.observations, self.next_observations = (
-            _zeros(observation_space, self.device, size, n_envs) for _ in range(2)
-        )
+        self.observations = _zeros(observation_space, self.device, size, n_envs)
+        self.next_observations = _zeros(observation_space, self.device, size, n_envs)
         dtype = torch_dtype(np.dtype(self._maybe_cast_dtype(action_space.dtype)))
         self.actions = torch.zeros(size, n_envs, self.action_dim, dtype=dtype, device=self.device)
         self.rewards, self.dones, self.timeouts = (torch.zeros(size, n_envs, device=self.device) for _ in range(3))
@@ -294,10 +299,8 @@ class TensorReplayBuffer(ReplayBuffer):
                 "optimize_memory_usage. Use the algorithm of stable_baselines3"
             )
         found = cls.__new__(cls)
-        vars(found).update(
-            {name: _map_data(partial(torch.tensor, device=device), value) for name, value in vars(buffer).items()}
-        )
-        found.device = device
+        copy = partial(_map_data, partial(torch.tensor, device=device))
+        vars(found).update({name: copy(value) for name, value in vars(buffer).items()}, device=device)
         return found
 
 
@@ -403,16 +406,13 @@ class _TensorAlgorithm(BaseAlgorithm):
         self._read_episodes()
         super().dump_logs(*args)
 
-    # -- files
-
     def _excluded_save_params(self) -> list[str]:
         return [*super()._excluded_save_params(), "_unread", "_action_bounds"]
 
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Save the model to a file that Stable Baselines3 loads too: last observations are saved as arrays."""
         self._read_episodes()
-        names = ("_last_obs", "_last_original_obs", "_last_episode_starts")
-        tensors = {name: getattr(self, name) for name in names}
+        tensors = {name: value for name, value in vars(self).items() if name.startswith("_last_")}
         vars(self).update({name: _map_data(vec_envs.copy_to_array, value) for name, value in tensors.items()})
         try:
             super().save(*args, **kwargs)
@@ -544,7 +544,8 @@ class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
 
     def load_replay_buffer(self, path: Any, truncate_last_traj: bool = True) -> None:
         """Load a replay buffer of this class or of Stable Baselines3."""
-        self.replay_buffer = TensorReplayBuffer.from_arrays(load_from_pkl(path, self.verbose), self.device)
+        kind: Any = type(self.replay_buffer)
+        self.replay_buffer = kind.from_arrays(load_from_pkl(path, self.verbose), self.device)
 
     def _choose_actions(self) -> torch.Tensor:
         """Return actions of the policy in the action space, with exploration."""
@@ -612,8 +613,7 @@ class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
         num_collected_steps, num_collected_episodes, episodes_before = 0, 0, self._episode_num
         by_episode = train_freq.unit == types.TrainFrequencyUnit.EPISODE
         assert train_freq.frequency > 0, "Should at least collect one step or episode."
-        if env.num_envs > 1:
-            assert not by_episode, "You must use only one env when doing episodic training."
+        assert env.num_envs == 1 or not by_episode, "You must use only one env when doing episodic training."
         self._reset_sde_noise()
         callback.on_rollout_start()
         while should_collect_more_steps(train_freq, num_collected_steps, num_collected_episodes):

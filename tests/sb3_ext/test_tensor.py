@@ -9,6 +9,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import psutil
 import pytest
 import sb3_contrib
 import stable_baselines3 as sb3
@@ -30,7 +31,7 @@ from stable_baselines3.common.noise import NormalActionNoise, OrnsteinUhlenbeckA
 from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecMonitor, VecNormalize
 from torch.overrides import TorchFunctionMode
 
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from sb3_ext import GymVecEnv, tensor
 from sb3_ext._vector_steps import TensorInfos
 from sb3_ext.tensor import TensorReplayBuffer, TensorRolloutBuffer, TensorVecEnv, TensorVecNormalize
@@ -886,6 +887,29 @@ def test_attributes_of_the_rollout_buffer_are_those_of_sb3() -> None:
         for part, other in zip(found, expected, strict=True):
             assert torch.equal(part, other)
             assert part.dtype == other.dtype
+
+
+def test_replay_buffer_takes_memory_when_it_is_written() -> None:
+    """As that of Stable Baselines3, whose default size is one million."""
+    box = spaces.Box(0, 255, (3, 84, 84), np.uint8)
+    before = psutil.Process().memory_info().rss
+    buffer = TensorReplayBuffer(20_000, box, spaces.Discrete(3), "cpu", n_envs=4)
+    assert buffer.observations.nbytes > 400e6
+    assert psutil.Process().memory_info().rss - before < 100e6
+    with pytest.raises(OutOfMemoryError, match="Write buffer_size=10000000000"):
+        TensorReplayBuffer(100_000_000_000, box, spaces.Discrete(3), "cpu", n_envs=4)
+
+
+def test_loaded_replay_buffers_have_the_class_of_the_user(tmp_path: Path) -> None:
+    class Mine(TensorReplayBuffer):
+        pass
+
+    model = make_model("SAC", replay_buffer_class=Mine).learn(80)
+    model.save_replay_buffer(tmp_path / "buffer.pkl")
+    saved = model.replay_buffer
+    model.load_replay_buffer(tmp_path / "buffer.pkl")
+    assert type(model.replay_buffer) is Mine
+    assert torch.equal(model.replay_buffer.observations, saved.observations)
 
 
 def test_replay_buffer_takes_lists_of_infos_and_wraps_around() -> None:
