@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+from rl_ext_core.vector.array_frameworks import map_arrays
+
 
 class Points:
     """Points that are pushed towards the origin. Episodes end at a time limit or far from the origin.
@@ -79,9 +81,41 @@ class Points:
         done = self._terminated | self._truncated
         info: dict[str, Any] = {"is_success": self._truncated}
         if self.final_obs:
-            last = self._observe()
-            info["final_obs"] = {key: part.clone() for key, part in last.items()} if self._as_dict else last.clone()
+            info["final_obs"] = map_arrays(torch.clone, self._observe())
         fresh = torch.randn(self.num_envs, 8, generator=self._generator)
         self._state.copy_(torch.where(done[:, None], fresh, self._state))
         self._steps.masked_fill_(done, 0)
         return self._observe(), self._rewards, self._terminated, self._truncated, info
+
+
+class AnySpaces(Points):
+    """Points whose observations and actions have other spaces.
+
+    Observations are random numbers that depend on the state, and actions push all points by their sum.
+    """
+
+    def __init__(self, observation_space: Any, action_space: Any, num_envs: int = 4) -> None:
+        super().__init__(num_envs, length=5)
+        self.single_observation_space, self.single_action_space = observation_space, action_space
+
+    def _observe(self) -> Any:
+        return self._draw(self.single_observation_space)
+
+    def _draw(self, space: Any) -> Any:
+        """Return observations in a space."""
+        if isinstance(space, spaces.Dict):
+            return {key: self._draw(part) for key, part in space.spaces.items()}
+        numbers = torch.rand(self.num_envs, *space.shape, generator=self._generator)
+        numbers += self._state[:, 0].view(-1, *[1] * len(space.shape)).sigmoid()
+        low, high = {
+            spaces.Box: lambda: (space.low, np.minimum(space.high, 200)),
+            spaces.Discrete: lambda: (space.start, space.start + space.n - 1),
+            spaces.MultiDiscrete: lambda: (0, space.nvec - 1),
+            spaces.MultiBinary: lambda: (0, 1),
+        }[type(space)]()
+        low, high = (torch.from_numpy(np.asarray(bound, np.float64)) for bound in (low, high))
+        return (low + (high - low) * numbers / 2).round().to(torch.from_numpy(np.zeros(0, space.dtype)).dtype)
+
+    def step(self, action: torch.Tensor) -> Any:
+        push = action.reshape(self.num_envs, -1).sum(1, dtype=torch.float32)
+        return super().step(push[:, None].expand(-1, 2).clamp(-2, 3))

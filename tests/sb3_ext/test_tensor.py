@@ -28,6 +28,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.noise import NormalActionNoise, OrnsteinUhlenbeckActionNoise
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecMonitor, VecNormalize
 from torch.overrides import TorchFunctionMode
 
@@ -35,7 +36,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from sb3_ext import GymVecEnv, tensor
 from sb3_ext._vector_steps import TensorInfos
 from sb3_ext.tensor import TensorReplayBuffer, TensorRolloutBuffer, TensorVecEnv, TensorVecNormalize
-from tests.sb3_ext.tensor_envs import Points
+from tests.sb3_ext.tensor_envs import AnySpaces, Points
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "PPO": {"n_steps": 16, "batch_size": 16, "n_epochs": 2},
@@ -123,6 +124,70 @@ def test_weights_equal_those_of_sb3(name: str, truncates: bool, as_dict: bool, n
 @pytest.mark.parametrize("normalized", [False, True])
 def test_weights_after_20000_steps_equal_those_of_sb3(name: str, as_dict: bool, normalized: bool) -> None:
     train_both(name, 20_000, as_dict=as_dict, normalized=normalized)
+
+
+BOX, ACTIONS = spaces.Box(-9, 9, (4,), np.float32), spaces.Box(-2, 3, (2,), np.float32)
+IMAGES = spaces.Box(0, 255, (3, 36, 36), np.uint8)
+SPACES = {
+    "MultiDiscrete": (BOX, spaces.MultiDiscrete([3, 4])),
+    "MultiBinary": (BOX, spaces.MultiBinary(3)),
+    "Discrete": (spaces.Discrete(5), spaces.Discrete(3, start=1)),
+    "float64": (spaces.Box(-9, 9, (3,), np.float64), spaces.Box(-1, 1, (2, 2), np.float64)),
+    "integers": (spaces.Box(0, 9, (2, 3), np.int32), ACTIONS),
+    "discrete observations": (spaces.MultiDiscrete([3, 4]), ACTIONS),
+    "Dict": (spaces.Dict(a=spaces.Discrete(4), b=BOX, c=IMAGES, d=spaces.MultiBinary(2)), ACTIONS),
+}
+
+
+@pytest.mark.sample(quick=3)
+@pytest.mark.parametrize("name", ["PPO", "SAC"])
+@pytest.mark.parametrize("key", SPACES)
+def test_weights_of_other_spaces_equal_those_of_sb3(name: str, key: str) -> None:
+    observations, actions = SPACES[key]
+    actions = ACTIONS if name == "SAC" and not isinstance(actions, spaces.Box) else actions
+    train_both(name, 80, lambda module: GymVecEnv(AnySpaces(observations, actions), tensors=module is tensor))
+
+
+class Extractor(BaseFeaturesExtractor):
+    """Features extractor whose results differ between training and rollouts."""
+
+    def __init__(self, observation_space: Any) -> None:
+        super().__init__(observation_space, features_dim=6)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Dropout(0.2))
+
+    def forward(self, observations: torch.Tensor) -> Any:
+        return self.layers(observations)
+
+
+POLICY = {"net_arch": [8], "features_extractor_class": Extractor}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("PPO", {"n_steps": 7, "batch_size": 13}),
+    ("PPO", {"n_steps": 16, "batch_size": 63}),  # the last batch has one sample
+    ("PPO", {"n_steps": 4, "batch_size": 1, "normalize_advantage": False}),
+    ("PPO", {"target_kl": 1e-4, "clip_range_vf": 0.1}),
+    ("PPO", {"use_sde": True, "policy_kwargs": {"net_arch": [8], "squash_output": True, "full_std": False}}),
+    ("PPO", {"policy_kwargs": POLICY}),
+    ("PPO", {"num_envs": 1, "stats_window_size": 3, "gamma": 1.0, "gae_lambda": 1.0}),
+    ("A2C", {"normalize_advantage": True, "use_rms_prop": False, "policy_kwargs": POLICY}),
+    ("A2C", {"num_envs": 1, "n_steps": 1}),
+    ("SAC", {"policy_kwargs": {**POLICY, "share_features_extractor": True}}),
+    ("SAC", {"use_sde": True, "use_sde_at_warmup": True, "gradient_steps": -1}),
+    ("SAC", {"buffer_size": 50}),  # not a multiple of the environments
+    (
+        "SAC",
+        {"num_envs": 1, "train_freq": (1, "episode"), "replay_buffer_kwargs": {"handle_timeout_termination": False}},
+    ),
+    ("TD3", {"num_envs": 1, "train_freq": (2, "episode"), "gradient_steps": -1, "policy_kwargs": POLICY}),
+    ("DQN", {"exploration_fraction": 0.5, "target_update_interval": 8, "tau": 0.5}),
+]
+
+
+@pytest.mark.sample(quick=4)
+@pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
+@pytest.mark.parametrize(("name", "options"), VARIANTS)
+def test_weights_with_options_equal_those_of_sb3(name: str, options: dict[str, Any]) -> None:
+    """Source: https://github.com/mani-skill/ManiSkill/issues/728 (sizes of buffers)."""
+    train_both(name, 120, **options)
 
 
 def test_weights_of_dqn_equal_those_of_sb3() -> None:
