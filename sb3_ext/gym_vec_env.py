@@ -74,6 +74,7 @@ class GymVecEnv(CheckedVecEnv):
     :raises InvalidArgumentError: If the environment resets itself one step late, and cannot be reset at once.
     :raises EnvironmentOutputError: From a step, if outputs do not match the spaces or last observations are missing.
     :raises EnvironmentOutputError: If last observations are overwritten (SyncVectorEnv in the mode SameStep).
+    :raises InvalidTypeError: From ``reset`` or a step, if tensors have a dtype that NumPy lacks, such as bfloat16.
 
     ``reset`` and ``step`` return observations, (n, ...) each, of the dtypes of their spaces; rewards, (n,) float32;
     dones, (n,) bool; a list of n infos. Infos of ended episodes contain ``terminal_observation``,
