@@ -467,7 +467,11 @@ class _OnPolicy(_TensorAlgorithm, OnPolicyAlgorithm):
                 self._read_episodes()
                 return False
             self._update_info_buffer(infos, dones)
-            time_outs.append(_select_time_outs(n_steps, infos))
+            if infos.final_observation is not None and infos.truncated.is_cpu:
+                time_outs += _select_time_outs([(n_steps, infos.truncated, infos.final_observation)])
+            elif infos.final_observation is not None:
+                # The environment may overwrite it in the next step.
+                time_outs.append((n_steps, infos.truncated, map_arrays(torch.clone, infos.final_observation)))
             n_steps += 1
             rollout_buffer.add(obs_tensor, actions, rewards, self._last_episode_starts, values, log_probs)
             self._last_obs, self._last_episode_starts = new_obs, dones
@@ -486,10 +490,10 @@ class _OnPolicy(_TensorAlgorithm, OnPolicyAlgorithm):
         Stable Baselines3 predicts these values one by one. The same is done here on the CPU, because products of
         larger matrices add up in another order, and weights would differ. Other devices predict all at once.
 
-        :param time_outs: results of ``_select_time_outs``
+        :param time_outs: argument or result of ``_select_time_outs``
         """
-        found = [entry() if callable(entry) else entry for entry in time_outs]
-        found = [entry for entry in found if entry is not None and len(entry[1])]
+        has_masks = len(time_outs) and time_outs[0][1].dtype == torch.bool
+        found = _select_time_outs(time_outs) if has_masks else time_outs
         if not found:
             return
         steps = torch.tensor([step for step, rows, _ in found for _ in range(len(rows))], device=self.device)
@@ -503,23 +507,19 @@ class _OnPolicy(_TensorAlgorithm, OnPolicyAlgorithm):
         rollout_buffer.rewards[steps, rows] += self.gamma * values
 
 
-def _select_time_outs(step: int, infos: TensorInfos) -> Any:
-    """Return the number of a step, the rows that a time limit ended, and their last observations.
+def _select_time_outs(steps: Sequence[Any]) -> list[Any]:
+    """Return steps with a time limit's end: number of the step, rows, and their last observations.
 
-    :return: a function that returns them if the device is not the CPU, because finding the rows waits for it; None if
-        no episode has ended
+    :param steps: numbers of steps, whether each episode was truncated, (n,), and last observations, (n, ...)
     """
-
-    def select() -> Any:
-        """Find the rows."""
-        rows = truncated.nonzero().flatten()
-        return step, rows, map_arrays(lambda part: part.index_select(0, rows), final)
-
-    truncated, final = infos.truncated, infos.final_observation
-    if final is None or truncated.is_cpu:
-        return None if final is None else select()
-    final = map_arrays(torch.clone, final)  # the environment may overwrite it in the next step
-    return select
+    ended = torch.stack([truncated for _, truncated, _ in steps])
+    rows: Any = ended.nonzero()[:, 1]  # this waits for the device, once for all steps
+    sizes = ended.sum(1).tolist() if len(steps) > 1 else len(rows)
+    return [
+        (step, part, map_arrays(partial(torch.Tensor.index_select, dim=0, index=part), final))
+        for (step, _, final), part in zip(steps, rows.split(sizes), strict=True)
+        if len(part)
+    ]
 
 
 class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
