@@ -32,7 +32,7 @@ from torchrl.envs import GymWrapper as Upstream
 from torchrl.envs.libs.isaac_lab import IsaacLabWrapper
 
 from benchmarks import isaac_like
-from benchmarks.measure import format_ratio, machine, parse_options, record, speedup, time_in_turns
+from benchmarks.measure import format_ratio, machine, parse_options, record, speedup, synchronized_time, time_in_turns
 from torchrl_ext import GymWrapper
 
 Run = Callable[[], object]
@@ -183,15 +183,19 @@ LOOPS: dict[str, tuple[Callable[[EnvBase, list[torch.Tensor], int], Run], float]
 
 
 def print_overheads(
-    competitors: Mapping[str, Run], pairs: Mapping[str, tuple[str, str, float | None]], **counts: int
+    competitors: Mapping[str, Run],
+    pairs: Mapping[str, tuple[str, str, float | None]],
+    clock: Callable[[], float] = time.thread_time,
+    **counts: int,
 ) -> None:
     """Print the overhead of TorchRL's wrappers divided by that of this package's wrapper.
 
     :param competitors: Work of one round by name, ``"bare"`` among them.
     :param pairs: For each row: TorchRL's competitor, this package's, and the target.
+    :param clock: Clock in seconds.
     :param counts: ``rounds``, and ``steps`` per round.
     """
-    seconds = time_rounds(competitors, counts["rounds"])
+    seconds = time_rounds(competitors, counts["rounds"], clock)
     print("overhead of step_and_maybe_reset")
     for label, (theirs, ours, target) in pairs.items():
         ratio = float(np.median((seconds[theirs] - seconds["bare"]) / (seconds[ours] - seconds["bare"])))
@@ -199,10 +203,12 @@ def print_overheads(
         print_row(label, [seconds[name] for name in ("bare", theirs, ours)], ratio, target, counts["steps"])
 
 
-def time_rounds(competitors: Mapping[str, Run], rounds: int) -> dict[str, np.ndarray]:
+def time_rounds(
+    competitors: Mapping[str, Run], rounds: int, clock: Callable[[], float] = time.thread_time
+) -> dict[str, np.ndarray]:
     """Return the seconds of each competitor by round, after two rounds of warm-up."""
     time_in_turns(competitors, rounds=2)
-    return time_in_turns(competitors, rounds=rounds, clock=time.thread_time)
+    return time_in_turns(competitors, rounds=rounds, clock=clock)
 
 
 def print_row(label: str, seconds: list[np.ndarray], ratio: float, target: float | None, steps: int) -> None:
@@ -293,7 +299,7 @@ def load_isaac_lab_wrapper(path: Path) -> Callable[..., EnvBase]:
     return wrapper
 
 
-def measure_torch_envs(rounds: int, isaac_wrapper: Path | None = None) -> None:
+def measure_torch_envs(rounds: int, isaac_wrapper: Path | None = None, device: str = "cpu") -> None:
     """Measure environments in Isaac Lab's style, without and with final observations."""
     isaac_like.install()
     isaac_lab_wrapper = None if isaac_wrapper is None else load_isaac_lab_wrapper(isaac_wrapper)
@@ -301,7 +307,13 @@ def measure_torch_envs(rounds: int, isaac_wrapper: Path | None = None) -> None:
     for final_obs in (False, True):
         for count, (target, native_target) in TORCH_TARGETS.items():
             measure_torch_env(
-                count, final_obs, isaac_lab_wrapper, target=target, native_target=native_target, rounds=rounds
+                count,
+                final_obs,
+                isaac_lab_wrapper,
+                target=target,
+                native_target=native_target,
+                rounds=rounds,
+                device=device,
             )
 
 
@@ -313,30 +325,32 @@ def measure_torch_env(
     target: float,
     native_target: float | None,
     rounds: int,
+    device: str,
 ) -> None:
     """Measure one environment in Isaac Lab's style with ``count`` sub-environments."""
     steps = max(15, min(200, 160_000 // count))
-    actions = list(torch.randn(ACTIONS, count, isaac_like.ACTION_SIZE))
+    actions = list(torch.randn(ACTIONS, count, isaac_like.ACTION_SIZE, device=device))
 
     def make_env() -> isaac_like.IsaacLike:
         """Make ``count`` sub-environments, with or without final observations."""
-        return isaac_like.IsaacLike(count, final_obs=final_obs)
+        return isaac_like.IsaacLike(count, final_obs=final_obs, device=device)
 
     competitors = {
         "bare": make_bare_stepper(make_env(), actions, steps),
-        "TorchRL": make_stepper(IsaacLabWrapper(make_env(), device="cpu"), actions, steps),
+        "TorchRL": make_stepper(IsaacLabWrapper(make_env(), device=device), actions, steps),
         "ours": make_stepper(GymWrapper(make_env()), actions, steps),
     }
     name = f"torch, N={count}{', final_obs' if final_obs else ''}"
     pairs: dict[str, Pair] = {name: ("TorchRL", "ours", target)}
     if native_target is not None:
-        env = IsaacLabWrapper(make_env(), device="cpu", native_autoreset=True)
+        env = IsaacLabWrapper(make_env(), device=device, native_autoreset=True)
         competitors["native"] = make_stepper(env, actions, steps)
         pairs[f"{name}, native_autoreset"] = ("native", "ours", native_target)
     if isaac_lab_wrapper is not None:
         competitors["Isaac Lab's"] = make_stepper(isaac_lab_wrapper(make_env()), actions, steps)
         pairs[f"{name}, Isaac Lab's own wrapper"] = ("Isaac Lab's", "ours", None)
-    print_overheads(competitors, pairs, steps=steps, rounds=rounds)
+    clock = time.thread_time if device == "cpu" else synchronized_time
+    print_overheads(competitors, pairs, clock=clock, steps=steps, rounds=rounds)
 
 
 def raise_malloc_threshold() -> None:
@@ -352,6 +366,7 @@ def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gym_wrapper", description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--device", default="cpu", help="device of torch environments")
     parser.add_argument("--isaac-wrapper", type=Path, help="vecenv_wrapper.py of Isaac Lab's isaaclab_rl.torchrl")
     options = parse_options(parser, [*NUMPY_ENVS, "vector", "torch"], metavar="environment")
     torch.set_num_threads(1)
@@ -367,7 +382,7 @@ def main() -> None:
         elif name == "vector":
             measure_vector_env(options.rounds)
         else:
-            measure_torch_envs(options.rounds, options.isaac_wrapper)
+            measure_torch_envs(options.rounds, options.isaac_wrapper, options.device)
 
 
 if __name__ == "__main__":

@@ -39,25 +39,28 @@ class IsaacLike(ManagerBasedEnv):
     :param num_envs: Number of sub-environments.
     :param final_obs: Whether a step's extras contain the observations from before resets (an option of Isaac Lab).
     :param episode_length: Steps after which a sub-environment is truncated and reset.
+    :param device: Device of all tensors. Steps on a GPU do not wait for it.
     """
 
     metadata: dict[str, Any] = {}  # noqa: RUF012 (as in gymnasium's environments)
     render_mode = None
     spec = None
 
-    def __init__(self, num_envs: int, *, final_obs: bool = False, episode_length: int = 100) -> None:
-        self.num_envs, self.device = num_envs, "cpu"
+    def __init__(
+        self, num_envs: int, *, final_obs: bool = False, episode_length: int = 100, device: str = "cpu"
+    ) -> None:
+        self.num_envs, self.device = num_envs, device
         self.single_observation_space = gymnasium.spaces.Dict({"policy": _box(OBSERVATION_SIZE)})
         self.single_action_space = _box(ACTION_SIZE)
         self.observation_space = gymnasium.spaces.Dict({"policy": _box(num_envs, OBSERVATION_SIZE)})
         self.action_space = _box(num_envs, ACTION_SIZE)
         self.cfg = SimpleNamespace(is_finite_horizon=False, compute_final_obs=final_obs)
         self._final_obs, self._episode_length = final_obs, episode_length
-        self.obs_buf = {"policy": torch.zeros(num_envs, OBSERVATION_SIZE)}
-        self._reward_buf = torch.zeros(num_envs)
-        self._terminated = torch.zeros(num_envs, dtype=torch.bool)
-        self._time_outs = torch.zeros(num_envs, dtype=torch.bool)
-        self._lengths = torch.zeros(num_envs, dtype=torch.long)
+        self.obs_buf = {"policy": torch.zeros(num_envs, OBSERVATION_SIZE, device=device)}
+        self._reward_buf = torch.zeros(num_envs, device=device)
+        self._terminated = torch.zeros(num_envs, dtype=torch.bool, device=device)
+        self._time_outs = torch.zeros(num_envs, dtype=torch.bool, device=device)
+        self._lengths = torch.zeros(num_envs, dtype=torch.long, device=device)
         self._extras: dict[str, Any] = {}
 
     @property
@@ -81,7 +84,7 @@ class IsaacLike(ManagerBasedEnv):
         """
         if env_ids is None:
             self.obs_buf["policy"].zero_()
-            torch.remainder(torch.arange(self.num_envs), self._episode_length, out=self._lengths)
+            torch.remainder(torch.arange(self.num_envs, device=self.device), self._episode_length, out=self._lengths)
         else:
             self.obs_buf["policy"][env_ids] = 0
             self._lengths[env_ids] = 0
@@ -97,9 +100,14 @@ class IsaacLike(ManagerBasedEnv):
         observation[:, :ACTION_SIZE].add_(action, alpha=1e-3)
         torch.sum(observation[:, :4], dim=1, out=self._reward_buf)
         torch.ge(self._lengths, self._episode_length, out=self._time_outs)
-        done = self._time_outs.nonzero().squeeze(-1)
         self._extras = {}
-        if len(done):
+        if self.device != "cpu":
+            # Finding the rows would wait for the device.
+            if self._final_obs:
+                self._extras["final_obs"] = {"policy": observation.clone()}
+            observation.masked_fill_(self._time_outs[:, None], 0)
+            self._lengths.masked_fill_(self._time_outs, 0)
+        elif len(done := self._time_outs.nonzero().squeeze(-1)):
             if self._final_obs:
                 self._extras["final_obs"] = {"policy": observation.clone()}
             observation[done] = 0

@@ -92,6 +92,14 @@ def time_in_turns(
     return seconds
 
 
+def synchronized_time() -> float:
+    """Return the time once the GPU has finished, a clock for :func:`time_in_turns`."""
+    import torch
+
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def speedup(seconds: Mapping[str, np.ndarray], name: str, *, baseline: str) -> float:
     """Return the median over rounds of the baseline's seconds divided by those of ``name``."""
     return float(np.median(seconds[baseline] / seconds[name]))
@@ -128,12 +136,12 @@ def sampling_speedup(
     :param draws: Batches in a row. Each batch stays in memory until the next one is drawn, as in training.
     :param clock: Clock in seconds.
     """
-    competitors = {"plain": _make_sampler(plain, batch_size, draws), "ours": _make_sampler(ours, batch_size, draws)}
+    competitors = {"plain": make_sampler(plain, batch_size, draws), "ours": make_sampler(ours, batch_size, draws)}
     time_in_turns(competitors, rounds=3)
     return speedup(time_in_turns(competitors, rounds=rounds, clock=clock), "ours", baseline="plain")
 
 
-def _make_sampler(buffer: Any, batch_size: int, draws: int) -> Callable[[], None]:
+def make_sampler(buffer: Any, batch_size: int, draws: int) -> Callable[[], None]:
     """Return a function that samples ``draws`` batches, of which it stores only the last."""
     held: list[Any] = []
 

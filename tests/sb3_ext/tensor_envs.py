@@ -22,12 +22,12 @@ class Points:
     :param truncates: whether the time limit truncates episodes, else it terminates them
     :param final_obs: whether infos contain last observations
     :param discrete: whether actions are discrete
+    :param device: device of all tensors
     """
 
     metadata: dict[str, Any] = {}  # noqa: RUF012
     render_mode = None
     spec = None
-    device = "cpu"
 
     def __init__(
         self,
@@ -38,15 +38,18 @@ class Points:
         truncates: bool = True,
         final_obs: bool = True,
         discrete: bool = False,
+        device: str = "cpu",
     ) -> None:
+        self.device = device
         self.num_envs, self._length, self._as_dict, self._truncates = num_envs, length, as_dict, truncates
         self.final_obs, self._discrete = final_obs, discrete
         box = spaces.Box(-np.inf, np.inf, (4,), np.float32)
         self.single_observation_space = spaces.Dict({"position": box, "velocity": box}) if as_dict else box
         self.single_action_space: Any = spaces.Discrete(3) if discrete else spaces.Box(-2, 3, (2,), np.float32)
-        self._state, self._output = torch.zeros(num_envs, 8), torch.zeros(num_envs, 8)
-        self._rewards, self._steps = torch.zeros(num_envs), torch.zeros(num_envs, dtype=torch.long)
-        self._terminated, self._truncated = (torch.zeros(num_envs, dtype=torch.bool) for _ in range(2))
+        self._state, self._output = (torch.zeros(num_envs, 8, device=device) for _ in range(2))
+        self._rewards = torch.zeros(num_envs, device=device)
+        self._steps = torch.zeros(num_envs, dtype=torch.long, device=device)
+        self._terminated, self._truncated = (torch.zeros(num_envs, dtype=torch.bool, device=device) for _ in range(2))
         self._generator = torch.Generator()
 
     @property
@@ -82,7 +85,7 @@ class Points:
         info: dict[str, Any] = {"is_success": self._truncated}
         if self.final_obs:
             info["final_obs"] = map_arrays(torch.clone, self._observe())
-        fresh = torch.randn(self.num_envs, 8, generator=self._generator)
+        fresh = torch.randn(self.num_envs, 8, generator=self._generator).to(self.device)
         self._state.copy_(torch.where(done[:, None], fresh, self._state))
         self._steps.masked_fill_(done, 0)
         return self._observe(), self._rewards, self._terminated, self._truncated, info
