@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Make .venv-jax, in which tests run our classes with SBX, rl-zoo3, JAX, EnvPool and Brax. It extends .venv, which
-# `make test` makes, by their requirements; rl-zoo3 requires an older python-dateutil. If it is complete, this script
-# does nothing.
+# Make .venv-jax, in which tests run our classes with SBX, rl-zoo3, JAX, EnvPool, Brax and Triton. It extends .venv,
+# which `make test` makes, by their requirements; rl-zoo3 requires an older python-dateutil. If it is complete, this
+# script does nothing.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -29,5 +29,5 @@ install "sbx-rl==0.28.0" "rl-zoo3==2.9.2" "jax==0.10.2" "flax==0.12.8"
 # installed again, because mujoco-mjx is part of its package and must be in the same folder.
 mujoco=$(grep '^mujoco==' constraints.txt)
 install --no-deps --ignore-installed "envpool==1.2.5" "envpool-assets==0.3.0" "envpool-assets-mujoco-large==0.3.0" \
-    "optree==0.20.0" "brax==0.14.2" "jaxopt==0.8.5" "trimesh==5.2.0" "$mujoco" "mujoco-mjx==${mujoco#*==}"
+    "triton==3.9.0" "optree==0.20.0" "brax==0.14.2" "jaxopt==0.8.5" "trimesh==5.2.0" "$mujoco" "mujoco-mjx==${mujoco#*==}"
 touch "$stamp"

@@ -1,4 +1,4 @@
-"""Test files that need EnvPool or JAX, run in .venv-jax."""
+"""Test files that need EnvPool, JAX or Triton, run in .venv-jax."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import pytest
 
 from tests.jax_venv import ROOT, run_in_jax_venv
 
-FILES = ["tests/test_envpool.py", "tests/core/vector/test_brax.py", "tests/torchrl_ext/test_jax_values.py"]
+FILES = [
+    "tests/test_envpool.py",
+    "tests/core/frames/test_gpu_decode.py",
+    "tests/core/vector/test_brax.py",
+    "tests/torchrl_ext/test_jax_values.py",
+]
 
 
 @pytest.mark.slow

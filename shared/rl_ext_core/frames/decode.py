@@ -284,7 +284,7 @@ def _decode_run(  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _prefetch(p, handle, geometry):  # type: ignore[no-untyped-def]
+def prefetch_stack(p, handle, geometry):  # type: ignore[no-untyped-def]
     """Prefetch the first cache lines that decoding a stack will read."""
     block, place, depth = unpack_handle(handle)
     if depth > place + 1:
@@ -359,7 +359,7 @@ def decode_batch(  # type: ignore[no-untyped-def]
     for group in range(start, stop, _PREFETCH_GROUP):
         group_stop = min(group + _PREFETCH_GROUP, stop)
         for b in range(group, group_stop):
-            _prefetch(p, handles[b], geometry)
+            prefetch_stack(p, handles[b], geometry)
         k, end = group << both, group_stop << both
         while k < end:
             # A run is a sequence of stacks in which each one continues the one before.

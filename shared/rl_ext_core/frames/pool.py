@@ -29,7 +29,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,7 @@ from rl_ext_core.frames.encode import (
     seal_full_blocks,
 )
 from rl_ext_core.frames.encoding import Encoding
+from rl_ext_core.frames.gather import ALIGNMENT, N_RECENT, N_SEGMENT, gather_blocks
 from rl_ext_core.frames.geometry import (
     ENTRY_HEADER,
     GROUP,
@@ -74,6 +75,11 @@ from rl_ext_core.frames.layout import StackLayout, candidate_layouts
 from rl_ext_core.frames.recovery import free_unused_blocks
 from rl_ext_core.frames.region import PAGE as REGION_PAGE
 from rl_ext_core.frames.region import PrivateRegion, RegionFile, address_of, copy_and_free, new_region
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl_ext_core.frames.gpu_decode import GpuDecoder
 
 Handles = npt.NDArray[np.int64]
 
@@ -661,6 +667,47 @@ class FramePool:
             self._check_output(next_out, len(handles))
         self._check_contents([part for part, _ in wanted])
         self._decode_into(wanted, num_threads)
+
+    def get_on_gpu(self, handles: Handles, decoder: GpuDecoder) -> torch.Tensor:
+        """Decode stacks on a GPU.
+
+        :param handles: Shape ``(n,)``; 0 gives zeros.
+        :param decoder: Decoder for the GPU, whose ``can_decode`` is True for this pool.
+        :return: Stacks, ``(n, *layout.shape)``, of the layout's dtype.
+        :raises InvalidArgumentError: If a handle names no stored stack.
+        :raises CorruptFileError: If a block is damaged.
+        """
+        self.refresh()
+        return decoder.decode(self, self._check_handles(handles))
+
+    def gather_blocks(self, handles: Handles, buffer: Bytes) -> tuple[int, int, int, int]:
+        """Copy the segments and blocks of stacks into a buffer, for a decoder on another device.
+
+        :param handles: Handles of stacks, shape ``(n,)``.
+        :param buffer: Buffer; the segments come first.
+        :return: See :func:`~rl_ext_core.frames.gather.gather_blocks`. Call it again with a larger buffer if more bytes
+            are needed.
+        :raises CorruptFileError: If stacks in a file do not match their checksums.
+        """
+        self._check_contents([handles])
+        most = len(handles) * (self.layout.n_stack // self.block_length + 2)
+        segments, recent = np.empty((most, N_SEGMENT), np.int64), np.full((2, N_RECENT, 2), -1)
+        start = -(-segments.nbytes // ALIGNMENT) * ALIGNMENT
+        found = gather_blocks(
+            self._state,
+            handles,
+            self.codec.c_decompressor(),
+            address_of(buffer),
+            start,
+            len(buffer),
+            segments,
+            recent,
+        )
+        if len(buffer) >= start:
+            used = segments[: found[0]]
+            buffer[: used.nbytes] = used.reshape(-1).view(np.uint8)
+        self._count_use(len(handles))
+        return found  # type: ignore[no-any-return]
 
     def _check_contents(self, wanted: list[Handles]) -> None:
         """Raise if stacks in a file do not match their checksums."""

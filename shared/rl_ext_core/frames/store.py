@@ -36,6 +36,9 @@ from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.region import RegionFile, address_of
 
 if TYPE_CHECKING:
+    import torch
+
+    from rl_ext_core.frames.gpu_decode import GpuDecoder
     from rl_ext_core.frames.pool import FramePool
 
 _logger = logging.getLogger("rl_ext_core.frames")
@@ -682,6 +685,25 @@ class FrameStore:
                 rows, envs, observations, next_observations, num_threads=num_threads
             ):
                 raise self._places_error(rows, envs)
+
+    def get_on_gpu(
+        self, rows: npt.NDArray[np.int64], envs: npt.NDArray[np.int64], decoder: GpuDecoder
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Decode a batch of transitions on a GPU.
+
+        :param rows, envs: See :meth:`get`.
+        :param decoder: Decoder for the GPU.
+        :return: Observations and next observations, tensors on the GPU of shape ``(batch, *layout.shape)``; None if the
+            decoder cannot decode the current codec.
+        :raises InvalidArgumentError: If a row or environment does not exist.
+        :raises CorruptFileError: If a frame in ``storage_dir`` is damaged.
+        """
+        with self._lock:
+            if not decoder.can_decode(self._pool):
+                return None
+            both = np.concatenate(self.handles(rows, envs))
+            stacks = decoder.decode(self._pool, both)
+        return stacks[: len(rows)], stacks[len(rows) :]
 
     def _places_error(self, rows: npt.NDArray[np.int64], envs: npt.NDArray[np.int64]) -> InvalidArgumentError:
         """Return the error for rows or environments that do not exist."""
