@@ -39,6 +39,7 @@ from rl_ext_core.datasets import write_dataset
 from rl_ext_core.devices import resolve
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.checkpoint import as_corrupt_pickle, checksum, reduce_with_lock
+from rl_ext_core.frames.gpu_decode import check_decode_on_gpu
 from rl_ext_core.frames.planning import MemoryWatch
 from rl_ext_core.vector.environments import check_count
 from sb3_ext.observation_view import ObservationView
@@ -194,6 +195,8 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
     :param storage_dir: Folder to store transitions in, instead of memory. The next buffer with this folder contains
         them again, see ``recovered``
     :param num_threads: Number of threads that decode large batches; by default ``torch.get_num_threads()``
+    :param decode_on_gpu: Upload images compressed, and decode them on the GPU. Samples are the same. It has no effect
+        if ``device`` is the CPU, if observations are normalized, or if the codec does not compress
     :raises InvalidArgumentError: If an argument has an invalid value.
     :raises InvalidTypeError: If the observation space is a ``Dict``.
     :raises MissingDependencyError: If the codec needs a package that is not installed.
@@ -230,6 +233,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         max_bytes: int | None = None,
         storage_dir: str | os.PathLike[str] | None = None,
         num_threads: int | None = None,
+        decode_on_gpu: bool = False,
     ) -> None:
         buffer_size, n_envs = check_count("buffer_size", buffer_size), check_count("n_envs", n_envs)
         # ReplayBuffer's constructor would allocate uncompressed observations.
@@ -248,6 +252,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
             max_bytes=max_bytes,
             storage_dir=storage_dir,
             num_threads=num_threads,
+            decode_on_gpu=check_decode_on_gpu(decode_on_gpu, self.device, codec=codec, max_error=max_error),
         )
         try:
             self._allocate_rows()
@@ -419,7 +424,8 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
 
     def _samples_at(self, rows: np.ndarray, envs: np.ndarray, env: VecNormalize | None) -> Any:
         """Return SB3's samples of these transitions, which are ``(n,)`` rows and environments."""
-        obs, next_obs = self._observations.decode(rows, envs)
+        is_normalized = env is not None and env.norm_obs
+        obs, next_obs = self._observations.decode(rows, envs, None if is_normalized else th.device(self.device))
         return self._make_samples(rows, envs, obs, next_obs, self.rewards[rows, envs], env)
 
     def _make_samples(
@@ -639,6 +645,10 @@ if hasattr(buffers, "NStepReplayBuffer"):  # since SB3 2.7; the other buffers su
         _NO_SEQUENCES = "its samples are not single steps. Use replay_buffer_class=CompressedReplayBuffer"
 
         def __init__(self, *args: Any, n_steps: int | None = None, gamma: float | None = None, **kwargs: Any) -> None:
+            if kwargs.get("decode_on_gpu"):
+                raise InvalidArgumentError(
+                    "decode_on_gpu=True is for single steps, but n-step returns need several. Leave it out"
+                )
             algorithm = _find_building_algorithm(self)
             if n_steps is not None:
                 n_steps = check_count("n_steps", n_steps)
@@ -722,6 +732,10 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
     env: VecEnv | None = None  # a loaded buffer has none before set_env()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.pop("decode_on_gpu", False):
+            raise InvalidArgumentError(
+                "decode_on_gpu=True is not for hindsight, which changes sampled goals on the CPU. Leave it out"
+            )
         super().__init__(*args, **kwargs)
         if not self.copy_info_dict:
             self.infos = self.infos[:0].copy()

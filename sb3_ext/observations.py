@@ -24,6 +24,7 @@ from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, RlExtError
 from rl_ext_core.frames import FrameStore
 from rl_ext_core.frames.folder import validate_path
+from rl_ext_core.frames.gpu_decode import GpuDecoder
 from rl_ext_core.frames.layout import differing_rows
 from rl_ext_core.frames.planning import MemoryWatch
 from rl_ext_core.frames.recycle import RecycledArrays
@@ -138,6 +139,7 @@ class Observations:
     :param num_threads: Number of threads that decode large batches; None for ``torch.get_num_threads()``
     :param max_bytes: Size limit of all parts together, in bytes; None for no limit
     :param storage_dir: Folder to store the observations in; for a ``Dict``, it contains a folder for each key
+    :param decode_on_gpu: Whether :meth:`decode` decodes images on the GPU that it is asked for
     :param options: Arguments of :meth:`FrameStore.adaptive`. A dict sets an option by key. Any other value applies to
         the images: the keys with two or more dimensions
     :ivar parts: Parts by key
@@ -157,6 +159,7 @@ class Observations:
         num_threads: int | None = None,
         max_bytes: int | None = None,
         storage_dir: str | os.PathLike[str] | None = None,
+        decode_on_gpu: bool = False,
         **options: Any,
     ) -> None:
         by_key: dict[Any, Any] = space.spaces if isinstance(space, spaces.Dict) else {_SINGLE_KEY: space}
@@ -167,6 +170,7 @@ class Observations:
                 raise InvalidArgumentError(f"{name} is given for {unknown}, expected keys among {[*by_key]}")
         self.num_threads = None if num_threads is None else check_count("num_threads", num_threads)
         self.max_bytes = None if max_bytes is None else check_count("max_bytes", max_bytes)
+        self.decode_on_gpu = decode_on_gpu
         folders = _folder_by_key(storage_dir, [*by_key])
         parts: dict[Any, Part] = {}
         try:
@@ -203,6 +207,7 @@ class Observations:
         self._transition_numbers: list[npt.NDArray[np.int64]] = []  # per store: numbers of its rows' transitions
         self._newest_number = 0
         self.watch: MemoryWatch | None = None
+        self._gpu_decoder: GpuDecoder | None = None
 
     def _reconcile_stores(self, storage_dir: Any) -> None:
         """Drop transitions that are not in all stores, as a killed process may leave them."""
@@ -297,14 +302,31 @@ class Observations:
                 # A store that exceeds max_bytes alone has dropped its oldest transitions already.
                 store.drop_oldest(min(_DROP_BATCH, size - 1) + store.size - size)
 
-    def decode(self, rows: IndexArray, envs: IndexArray) -> tuple[Any, Any]:
-        """Decode observations and next observations of a batch into arrays that no batch shares."""
+    def decode(self, rows: IndexArray, envs: IndexArray, device: th.device | None = None) -> tuple[Any, Any]:
+        """
+        Decode observations and next observations of a batch into arrays that no batch shares.
+
+        :param device: Device of the batch, if images may be tensors on it
+        """
         n, num_threads = len(rows), self._thread_count()
-        before, after = {}, {}
+        before: dict[Any, Any] = {}
+        after: dict[Any, Any] = {}
+        on_gpu = device is not None and device.type != "cpu" and self.decode_on_gpu
         for key, part in self.parts.items():
+            if on_gpu and len(part.shape) > 1:
+                found = part.store.get_on_gpu(_as_int64(rows), _as_int64(envs), self._decoder_for(device))
+                if found is not None:
+                    before[key], after[key] = found
+                    continue
             before[key], after[key] = part.empty(n), part.empty(n)
             part.store.get(_as_int64(rows), _as_int64(envs), before[key], after[key], num_threads=num_threads)
         return before.get(_SINGLE_KEY, before), after.get(_SINGLE_KEY, after)
+
+    def _decoder_for(self, device: Any) -> GpuDecoder:
+        """Return the decoder for a GPU."""
+        if self._gpu_decoder is None or self._gpu_decoder.device != device:
+            self._gpu_decoder = GpuDecoder(device)
+        return self._gpu_decoder
 
     def _decode_part(self, part: Part, of_next_obs: bool, rows: IndexArray, envs: IndexArray) -> Array:
         """Decode the observations, or the next observations, of one part."""
@@ -406,10 +428,12 @@ class Observations:
     def __getstate__(self) -> dict[str, Any]:
         # Views of the rows in use: pickle protocol 5 writes them without a copy.
         arrays = {name: array[: self._rows_in_use] for name, array in self.arrays.items()}
-        return {"parts": self.parts, "num_threads": self.num_threads, "max_bytes": self.max_bytes, "arrays": arrays}
+        names = ("parts", "num_threads", "max_bytes", "decode_on_gpu")
+        return {**{name: getattr(self, name) for name in names}, "arrays": arrays}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.num_threads, self.max_bytes = state["num_threads"], state["max_bytes"]
+        self.decode_on_gpu = state.get("decode_on_gpu", False)
         self.recovered = None
         self._set_parts(state["parts"], rows_in_store=self.max_bytes is not None)
         for name, rows in state["arrays"].items():

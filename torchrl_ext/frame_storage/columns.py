@@ -20,6 +20,7 @@ from rl_ext_core.frames.region import RegionFile
 from torchrl_ext.frame_storage.format import dtype_from_name, dtype_name
 
 if TYPE_CHECKING:
+    from rl_ext_core.frames.gpu_decode import GpuDecoder
     from rl_ext_core.frames.pool import FramePool, Handles
 
 _MIN_IMAGE_NBYTES = 1024  # smaller leaves are not worth compressing
@@ -132,8 +133,15 @@ class FrameColumn:
         images: npt.NDArray[Any] = leaf.detach().cpu().reshape(-1, *self.shape).contiguous().numpy()
         return images
 
-    def decode(self, handles: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Decode the images of one or two tensors of handles, which have the same shape."""
+    def decode(self, handles: list[torch.Tensor], decoder: GpuDecoder | None = None) -> list[torch.Tensor]:
+        """Decode the images of one or two tensors of handles, which have the same shape.
+
+        :param decoder: decoder for a GPU; it is used if it can decode the column's codec
+        """
+        if decoder is not None and decoder.can_decode(self.pool):
+            both = torch.stack(handles)
+            images = self.pool.get_on_gpu(both.reshape(-1).numpy(), decoder)
+            return list(images.reshape(*both.shape, *self.shape).unbind())
         flat = [part.reshape(-1).numpy() for part in handles]
         outs = [self._recycled.empty((len(part), *self.shape), self._numpy_dtype) for part in flat]
         num_threads = torch.get_num_threads() if self._num_threads is None else self._num_threads

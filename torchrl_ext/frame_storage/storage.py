@@ -24,6 +24,7 @@ from rl_ext_core.frames import SalvageReport
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, describe_lossiness
 from rl_ext_core.frames.encoding import LAST_CHECK
 from rl_ext_core.frames.folder import RowArrays, StoreFolder, as_corrupt_file
+from rl_ext_core.frames.gpu_decode import GpuDecoder, check_decode_on_gpu
 from rl_ext_core.frames.journal import Journal, Places
 from rl_ext_core.frames.region import ProcessLock, RegionFile
 from torchrl_ext._compat import is_sampler
@@ -105,6 +106,8 @@ class FrameStorage(TensorStorage):
         Checksums are verified: those of elements on opening, those of images when they are first read. Elements that
         were returned as views, as by ``buffer[:]``, are not verified if the process was killed.
     :param num_threads: Number of threads that decode large batches. None: ``torch.get_num_threads()``.
+    :param decode_on_gpu: Whether to upload images compressed, and to decode them on the GPU. Samples are the same. It
+        has no effect if ``device`` is the CPU, or if the codec does not compress.
     :param compilable: As in ``LazyTensorStorage``. True is refused, because the decoder cannot be compiled.
     :param shared_init: As in ``LazyTensorStorage``. True is refused, because a shared storage must contain elements.
     :param consolidated: As in ``LazyTensorStorage``. True is refused, because frames are stored separately.
@@ -137,6 +140,7 @@ class FrameStorage(TensorStorage):
     _n_touched = 0  # this process has never written to later places
     _empty_count = 0  # number of calls of empty()
     _pending_places: Places = np.zeros(0, dtype=np.int64)  # places that are being written
+    _gpu_decoder: GpuDecoder | None = None
     _has_exposed_views = False  # whether the caller has views of elements in a folder
 
     @defer_signals
@@ -155,6 +159,7 @@ class FrameStorage(TensorStorage):
         max_bytes: int | None = None,
         storage_dir: str | os.PathLike[str] | None = None,
         num_threads: int | None = None,
+        decode_on_gpu: bool = False,
         compilable: bool = False,
         shared_init: bool = False,
         consolidated: bool = False,
@@ -167,6 +172,9 @@ class FrameStorage(TensorStorage):
         max_size, ndim = positive_int("max_size", max_size), positive_int("ndim", ndim)
         super().__init__(None, max_size, device=device, ndim=ndim)
         self._initial_max_size, self._pixels, self._num_threads = max_size, pixels, num_threads
+        self._decode_on_gpu = check_decode_on_gpu(
+            decode_on_gpu, "cpu" if device == "auto" else device, codec=codec, max_error=max_error
+        )
         self._columns: list[FrameColumn] = []
         self._closed = False
         self.lock = ProcessLock()
@@ -453,12 +461,24 @@ class FrameStorage(TensorStorage):
             self._refresh()
             self._mark_exposed(index)
             rows = super().get(index_to_cpu(index)).copy()
-            for column in self._columns:
-                handles = [rows.get(key) for key in column.keys]
-                images = [FrameView(part, column, self) for part in handles] if lazy else column.decode(handles)
+            handles = [[rows.get(key) for key in column.keys] for column in self._columns]
+            on_gpu = self._decode_on_gpu and self.device.type != "cpu" and not lazy
+            if on_gpu:
+                rows = rows.to(self.device)
+            for column, parts in zip(self._columns, handles, strict=True):
+                if lazy:
+                    images: list[Any] = [FrameView(part, column, self) for part in parts]
+                else:
+                    images = column.decode(parts, self._decoder_for_device() if on_gpu else None)
                 for key, image in zip(column.keys, images, strict=True):
                     rows.set(key, image)
         return rows if self.device.type == "cpu" else rows.to(self.device)
+
+    def _decoder_for_device(self) -> GpuDecoder:
+        """Return the decoder for the GPU of samples."""
+        if self._gpu_decoder is None or self._gpu_decoder.device != self.device:
+            self._gpu_decoder = GpuDecoder(self.device)
+        return self._gpu_decoder
 
     @defer_signals
     def _read_images(self, column: FrameColumn, handles: torch.Tensor) -> torch.Tensor:
