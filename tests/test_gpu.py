@@ -1,4 +1,7 @@
-"""What only a GPU can show. Without one, these tests are skipped: CUDA_VISIBLE_DEVICES=0 pytest tests/test_gpu.py."""
+"""Training, sampling and steps on a GPU. Without one, these tests are skipped.
+
+Run them with: CUDA_VISIBLE_DEVICES=0 python -m pytest tests/test_gpu.py
+"""
 
 from __future__ import annotations
 

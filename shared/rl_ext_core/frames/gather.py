@@ -65,8 +65,8 @@ def gather_blocks(state, handles, decompressor, buffer, start, capacity, segment
     :param buffer: Address of the buffer.
     :param start: First byte to write to.
     :param capacity: Size of the buffer. If it is too small, nothing is written behind it.
-    :param segments: Output, ``(segments, 5)``: places of the block and of its reference in the buffer, first and last
-        frame in the block, and number of the frame in the batch that the first one is decoded to.
+    :param segments: Output, ``(segments, 5)``, see ``BLOCK``. Places are in the buffer. The target is the number of the
+        first frame in the batch.
     :param recent: Scratch array, shape ``(2, N_RECENT, 2)``, filled with -1.
     :return: Number of segments, bytes that the buffer needs, number of frames without data, number of damaged blocks.
     """
