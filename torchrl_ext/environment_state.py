@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTy
 from torchrl_ext.parallel import ParallelEnv
 from torchrl_ext.parallel.episodes import (
     EPISODE_METHOD,
+    describe_environment,
+    describe_transform,
     episode_state,
     find_recorder,
     restore_episode,
@@ -73,11 +76,18 @@ class EnvironmentState:
         """Return the state, as one tensor of bytes, in a dict.
 
         :raises InvalidTypeError: If an environment is not recorded.
+        :raises InvalidArgumentError: If the environments of a batch have not been reset, or are closed.
         """
+        if isinstance(self._base, BatchedEnvBase) and self._base.is_closed:
+            raise InvalidArgumentError(
+                f"the environments of {type(self._base).__name__} are closed, or were not reset: expected environments "
+                "in an episode. Call env.reset() first"
+            )
         collector = self._collector
         state = {
             "format": _FORMAT,
-            "episodes": self._episodes(),
+            "layout": self._layout(),
+            "episodes": self._call(episode_state, [(isinstance(self._base, ParallelEnv),)] * self._n_envs),
             "buffers": self._base.shared_tensordict_parent.clone() if self._has_buffers else None,
             "transforms": [transform.state_dict() for transform in self._transforms],
             "collector": None if collector is None else (collector.state_dict(), collector._carrier),
@@ -92,20 +102,25 @@ class EnvironmentState:
         Restore the generators of Python, NumPy and torch after it, because environments in this process draw from them.
 
         :param state_dict: result of :meth:`state_dict`
-        :raises InvalidArgumentError: If an episode cannot be repeated: its environment is not deterministic, differs
-            from the saved one, or had no record.
+        :raises InvalidArgumentError: If the environments are not built like the saved ones, which changes nothing. Or
+            if an episode cannot be repeated: its environment is not deterministic, or had no record.
         :raises CorruptFileError: If ``state_dict`` is something else.
         """
         try:
             state = torch.load(io.BytesIO(state_dict["state"].cpu().numpy().tobytes()), weights_only=False)
-            is_known = state["format"] == _FORMAT
-        except (KeyError, TypeError, AttributeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            if state["format"] != _FORMAT:
+                raise ValueError(f"format {state['format']!r}; expected {_FORMAT!r}")
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            ValueError,
+            RuntimeError,
+            EOFError,
+            pickle.UnpicklingError,
+        ) as error:
             raise CorruptFileError(f"state_dict is not that of an EnvironmentState ({error}). Save it again") from error
-        if not is_known or (state["collector"] is None) != (self._collector is None):
-            raise InvalidArgumentError(
-                f"state_dict is of another kind: expected the format {_FORMAT!r}, and a collector if it was saved with "
-                "one. Build the EnvironmentState like the saved one"
-            )
+        self._check_layout(state["layout"])
         if self._collector is None:
             self._env.reset()  # starts workers, and sets up transforms
         else:
@@ -115,6 +130,32 @@ class EnvironmentState:
             self._base.shared_tensordict_parent.update_(state["buffers"])
         for transform, saved in zip(self._transforms, state["transforms"], strict=True):
             transform.load_state_dict(saved)
+
+    def _layout(self) -> dict[str, str]:
+        """Return descriptions of the parts that must be the same when the state is loaded."""
+        base = self._base
+        kind = "a single environment"
+        if isinstance(base, BatchedEnvBase):
+            name = "ParallelEnv" if isinstance(base, ParallelEnv) else "SerialEnv"
+            kind = f"{name}({base.num_workers}, ..., use_buffers={base._use_buffers})"
+        return {
+            "the source": "an environment" if self._collector is None else type(self._collector).__name__,
+            "the environment without transforms": kind,
+            "the list of transforms": " of ".join(map(describe_transform, self._transforms)) or "empty",
+            **{f"environment {index}": text for index, text in enumerate(self._call(describe_environment))},
+        }
+
+    def _check_layout(self, saved: dict[str, str]) -> None:
+        """Start the environments, and raise an error if they are not built like the saved ones."""
+        if isinstance(self._base, BatchedEnvBase) and self._base.is_closed:
+            self._base.start()
+        found = self._layout()
+        for part, expected in saved.items():
+            if found[part] != expected:
+                raise InvalidArgumentError(
+                    f"{part} is {found[part]}: expected {expected}, as in the saved run. Build all environments and "
+                    "the collector like those of the saved run, and then call load_state_dict(...)"
+                )
 
     def _load_collector(self, state: dict[str, Any], carrier: Any) -> None:
         """Restore the collector, and the TensorDict with which it continues.
@@ -132,30 +173,30 @@ class EnvironmentState:
         """Whether the environments write to shared TensorDicts."""
         return isinstance(self._base, BatchedEnvBase) and bool(self._base._use_buffers)
 
-    def _members(self) -> list[Any]:
-        """Return the environments in this process."""
-        return list(self._base._envs) if isinstance(self._base, SerialEnv) else [self._base]
+    @property
+    def _n_envs(self) -> int:
+        """Number of environments, 1 without a batch."""
+        n_envs: int = self._base.num_workers if isinstance(self._base, BatchedEnvBase) else 1
+        return n_envs
 
-    def _call_workers(self, states: list[bytes] | None) -> list[Any]:
-        """Save the episodes of all workers, or restore them."""
-        results: list[Any] = getattr(self._base, EPISODE_METHOD)(states)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results
+    def _call(self, function: Callable[..., Any], arguments: list[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Call a function with each environment, in its process; return the results.
 
-    def _episodes(self) -> list[bytes]:
-        """Return the state of each environment."""
+        :param arguments: further arguments for each environment; default: none
+        """
+        arguments = arguments or [()] * self._n_envs
         if isinstance(self._base, ParallelEnv):
-            return self._call_workers(None)
-        return [episode_state(member, with_generators=False) for member in self._members()]
+            results: list[Any] = getattr(self._base, EPISODE_METHOD)(function, arguments)
+            for result in results:
+                if isinstance(result, Exception):
+                    raise result
+            return results
+        members = self._base._envs if isinstance(self._base, SerialEnv) else [self._base]
+        return [function(member, *rest) for member, rest in zip(members, arguments, strict=True)]
 
     def _restore_episodes(self, episodes: list[bytes]) -> None:
         """Repeat the episode of each environment."""
-        if isinstance(self._base, ParallelEnv):
-            problems = self._call_workers(episodes)
-        else:
-            problems = [restore_episode(*pair) for pair in zip(self._members(), episodes, strict=True)]
+        problems = self._call(restore_episode, [(episode,) for episode in episodes])
         for index, problem in enumerate(problems):
             if problem is not None:
                 raise InvalidArgumentError(

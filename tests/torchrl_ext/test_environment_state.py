@@ -11,8 +11,9 @@ from typing import Any
 import gymnasium
 import pytest
 import torch
+from torchrl.collectors import Collector
+from torchrl.envs import Compose, RewardSum, SerialEnv, StepCounter, TransformedEnv
 from torchrl.envs import GymEnv as UpstreamGymEnv
-from torchrl.envs import SerialEnv, TransformedEnv
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.recording import EpisodeRecorder
@@ -108,4 +109,77 @@ def test_serial_environments_continue() -> None:
     found, expected = (env.step(last.clone())["next"] for env in envs)
     assert (found == expected).all()
     for env in envs:
+        env.close()
+
+
+def make_transformed(*transforms: Any) -> TransformedEnv:
+    """Build a recorded environment with transforms."""
+    return TransformedEnv(make_recorded(), Compose(*transforms))
+
+
+@pytest.mark.parametrize(
+    ("make", "make_other", "match"),
+    [
+        (make_recorded, lambda: SerialEnv(2, make_recorded), r"is SerialEnv\(2, .*: expected a single environment"),
+        (lambda: SerialEnv(2, make_recorded), make_recorded, r"is a single environment: expected SerialEnv\(2, "),
+        (lambda: SerialEnv(2, make_recorded), lambda: SerialEnv(3, make_recorded), r"SerialEnv\(3, .*SerialEnv\(2, "),
+        (
+            make_recorded,
+            lambda: make_transformed(StepCounter()),
+            r"transforms is Compose\(StepCounter\): expected empty",
+        ),
+        (
+            lambda: make_transformed(StepCounter(), RewardSum()),
+            lambda: make_transformed(StepCounter()),
+            r"is Compose\(StepCounter\): expected Compose\(StepCounter, RewardSum\)",
+        ),
+        (
+            lambda: SerialEnv(1, make_recorded),
+            lambda: SerialEnv(1, lambda: make_transformed(StepCounter())),
+            r"environment 0 is Compose\(StepCounter\) of GymWrapper of Well: expected GymWrapper of Well, ",
+        ),
+        (
+            lambda: make_recorded(Noise(Well())),
+            make_recorded,
+            "is GymWrapper of Well: expected GymWrapper of Noise of ",
+        ),
+        (
+            lambda: SerialEnv(1, make_recorded),
+            lambda: ParallelEnv(1, lambda: GymWrapper(Well())),
+            r"is ParallelEnv\(1, .*: expected SerialEnv\(1, ",
+        ),
+    ],
+)
+def test_states_of_environments_that_were_built_otherwise_are_refused(make: Any, make_other: Any, match: str) -> None:
+    env, other = make(), make_other()
+    env.rollout(3, break_when_any_done=False)
+    before = other.rollout(3, break_when_any_done=False)[..., -1]
+    with pytest.raises(InvalidArgumentError, match=match):
+        EnvironmentState(other).load_state_dict(EnvironmentState(env).state_dict())
+    assert other.step(before["next"].set("action", before["action"]))["next", "observation"][..., 1].eq(4).all()
+    env.close()
+    other.close()
+
+
+def test_state_of_a_collector_is_refused_by_other_sources() -> None:
+    make = lambda n: Collector(  # noqa: E731
+        SerialEnv(n, make_recorded), frames_per_batch=6, auto_register_policy_transforms=False
+    )
+    collectors = [make(2), make(3)]
+    state = EnvironmentState(collectors[0]).state_dict()
+    with pytest.raises(InvalidArgumentError, match=r"SerialEnv\(3, .*: expected SerialEnv\(2, "):
+        EnvironmentState(collectors[1]).load_state_dict(state)
+    with pytest.raises(InvalidArgumentError, match="the source is an environment: expected Collector"):
+        EnvironmentState(make_recorded()).load_state_dict(state)
+    for collector in collectors:
+        collector.shutdown()
+
+
+def test_batches_that_were_not_reset() -> None:
+    envs = [SerialEnv(2, make_recorded) for _ in range(3)]
+    with pytest.raises(InvalidArgumentError, match=r"SerialEnv are closed, or were not reset: .* Call env.reset\(\)"):
+        EnvironmentState(envs[0]).state_dict()
+    envs[1].rollout(3)
+    EnvironmentState(envs[2]).load_state_dict(EnvironmentState(envs[1]).state_dict())  # which starts them
+    for env in envs[1:]:
         env.close()

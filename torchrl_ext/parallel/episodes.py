@@ -15,16 +15,18 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs import Compose, EnvBase, TransformedEnv
 from torchrl.envs.libs.gym import GymWrapper
 
 from rl_ext_core.errors import InvalidTypeError
 from rl_ext_core.recording import EpisodeRecorder
-from rl_ext_core.recording.layers import layer_states, restore_layers
+from rl_ext_core.recording.layers import describe_layers, layer_states, restore_layers
 from rl_ext_core.recording.shared_log import SharedEpisodeRecorder
 
 __all__ = [
     "EPISODE_METHOD",
+    "describe_environment",
+    "describe_transform",
     "episode_state",
     "find_gymnasium_env",
     "find_recorder",
@@ -33,7 +35,7 @@ __all__ = [
     "start_recorder",
 ]
 
-# Name of the method of a worker's environment that saves or repeats its episode.
+# Name of a worker's method that calls a function of this module with its environment.
 EPISODE_METHOD = "rl_ext_episode"
 
 
@@ -70,23 +72,37 @@ def start_recorder(environment: EnvBase, worker: int, memory: Any) -> None:
     _, base = split_transforms(environment)
     with contextlib.suppress(InvalidTypeError):
         base._env = SharedEpisodeRecorder(find_gymnasium_env(environment), memory)
-    vars(environment)[EPISODE_METHOD] = functools.partial(_save_or_restore, environment, worker)
+    vars(environment)[EPISODE_METHOD] = functools.partial(_call_with_environment, environment, worker)
 
 
-def _save_or_restore(environment: EnvBase, worker: int, states: list[bytes] | None) -> Any:
-    """Return the state of a worker's episode, or restore it from the states of all workers.
+def _call_with_environment(environment: EnvBase, worker: int, function: Any, arguments: list[tuple[Any, ...]]) -> Any:
+    """Call a function with a worker's environment, and with its arguments among those of all workers.
 
     An environment that is not recorded returns an exception, because raising it would end the worker.
     """
     try:
-        if states is None:
-            return episode_state(environment, with_generators=True)
-        return restore_episode(environment, states[worker])
+        return function(environment, *arguments[worker])
     except InvalidTypeError as error:
         return error
 
 
-def episode_state(environment: EnvBase, *, with_generators: bool) -> bytes:
+def describe_transform(transform: Any) -> str:
+    """Return the class of a transform, and of the transforms in it."""
+    inner = ", ".join(map(describe_transform, transform)) if isinstance(transform, Compose) else ""
+    return f"{type(transform).__name__}({inner})" if inner else type(transform).__name__
+
+
+def describe_environment(environment: EnvBase) -> str:
+    """Return the classes of an environment's transforms and wrappers, outermost first, and of the environment itself.
+
+    :raises InvalidTypeError: If the environment is not recorded.
+    """
+    transforms, base = split_transforms(environment)
+    names = [*map(describe_transform, transforms), type(base).__name__, describe_layers(find_recorder(environment))]
+    return " of ".join(names)
+
+
+def episode_state(environment: EnvBase, with_generators: bool) -> bytes:
     """Return what restores the episode of an environment: its log, wrappers and transforms.
 
     :param with_generators: whether to include the global generators of this process

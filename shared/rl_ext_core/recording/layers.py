@@ -18,7 +18,15 @@ import numpy as np
 from rl_ext_core.recording.generators import layers_of
 from rl_ext_core.recording.recorder import EpisodeRecorder
 
-__all__ = ["LayerState", "is_plain", "layer_states", "restore_layers", "restore_results_file", "results_text"]
+__all__ = [
+    "LayerState",
+    "describe_layers",
+    "is_plain",
+    "layer_states",
+    "restore_layers",
+    "restore_results_file",
+    "results_text",
+]
 
 # Name of the class, attributes, and content of the file in which a monitor writes its episodes.
 LayerState = tuple[str, dict[str, Any], str | None]
@@ -39,6 +47,11 @@ _MAX_BYTES = 1 << 20
 def layer_states(env: Any) -> list[LayerState]:
     """Return the state of each wrapper of an environment, outermost first, and of the environment itself."""
     return [(type(layer).__name__, _small_attributes(layer), results_text(layer)) for layer in _all_layers(env)]
+
+
+def describe_layers(env: Any) -> str:
+    """Return the classes of an environment's wrappers, outermost first, and of the environment itself."""
+    return " of ".join(type(layer).__name__ for layer in _all_layers(env))
 
 
 def _small_attributes(layer: Any) -> dict[str, Any]:
