@@ -72,9 +72,25 @@ def restore_layers(env: Any, states: Sequence[LayerState]) -> None:
         if type(layer).__name__ == name:
             present = _small_attributes(layer)
             for key, value in values.items():
-                if key not in present or pickle.dumps(present[key]) != pickle.dumps(value):
+                if key not in present or not _is_equal(present[key], value):
                     vars(layer)[key] = value
             restore_results_file(layer, text)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether two values of :func:`is_plain` are equal bit for bit.
+
+    Containers are compared by their parts, because pickles of equal ones differ if they share other objects.
+    """
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(_is_equal, one.values(), other.values()))
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(_is_equal, one, other))
+    if isinstance(one, np.ndarray) and not one.dtype.hasobject:
+        return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    return pickle.dumps(one) == pickle.dumps(other)
 
 
 def _all_layers(env: Any) -> list[Any]:
