@@ -210,7 +210,9 @@ def resume(
     :param custom_objects: replacements of saved attributes, see SB3's ``load()``
     :return: the model, with its replay buffer, on ``env``
     :raises CorruptFileError: If the folder contains no complete save.
-    :raises InvalidArgumentError: If ``env`` differs from the environment of the run.
+    :raises InvalidArgumentError: If ``env`` differs from the environment of the run: its number of environments, their
+        wrappers, or the id, arguments or time limit of ``gymnasium.make``. ``render_mode`` and absolute paths may
+        differ.
     """
     save = _newest_complete_save(pathlib.Path(folder))
     state = pickle.loads((save / _STATE).read_bytes())
@@ -229,7 +231,8 @@ def resume(
     vec_env = model.get_env()
     _check_layers(vec_env, state["layers"])
     environments = recorded_environments(vec_env)
-    _check_environments(environments.layer_states(), state["environments"])
+    load_line = f"{state['class'].__name__}.load({str(save / _MODEL)!r}, env=env)"
+    _check_environments(environments.layer_states(), state["environments"], load_line)
     repetitions = _repeat_episodes(environments, state["logs"])
     vec_env.unwrapped._reset_seeds()
     vec_env.unwrapped._reset_options()
@@ -264,14 +267,14 @@ def _check_number_of_envs(env: Any, expected: int) -> None:
         )
 
 
-def _check_environments(found: list[list[LayerState]], expected: list[list[LayerState]]) -> None:
-    """Raise an error if an environment has other classes than that of the saved run."""
+def _check_environments(found: list[list[LayerState]], expected: list[list[LayerState]], load_line: str) -> None:
+    """Raise an error if an environment is built otherwise than that of the saved run."""
     for index, (ours, saved) in enumerate(zip(found, expected, strict=True)):
-        classes, saved_classes = ([name for name, _, _ in layers] for layers in (ours, saved))
-        if classes != saved_classes:
+        texts, saved_texts = ([text for text, _, _ in layers] for layers in (ours, saved))
+        if texts != saved_texts:
             raise InvalidArgumentError(
-                f"environment {index} is {' of '.join(classes)}: expected {' of '.join(saved_classes)}, as in the "
-                "saved run. Build it like that of the run"
+                f"environment {index} is {' of '.join(texts)}: expected {' of '.join(saved_texts)}, as in the saved "
+                f"run. Build it like that of the run, or continue with new episodes: {load_line}"
             )
 
 

@@ -594,6 +594,13 @@ def test_saves_of_another_run_at_fewer_timesteps_are_refused(tmp_path: pathlib.P
     assert sorted(tmp_path.iterdir()) != before
 
 
+def other_cartpole() -> gymnasium.Env[Any, Any]:
+    """Build CartPole-v1 with another id."""
+    spec = deepcopy(gymnasium.spec("CartPole-v1"))
+    spec.id = "OtherPole-v1"
+    return Monitor(gymnasium.make(spec))
+
+
 @pytest.mark.parametrize(
     ("env", "error", "expected"),
     [
@@ -602,8 +609,19 @@ def test_saves_of_another_run_at_fewer_timesteps_are_refused(tmp_path: pathlib.P
         (
             lambda: vec_env_of(lambda: gymnasium.make("CartPole-v1"), 2),
             InvalidArgumentError,
-            "environment 0 is TimeLimit of .*: expected Monitor of TimeLimit",
+            r"environment 0 is TimeLimit\(500\) of .*: expected Monitor of TimeLimit",
         ),
+        (
+            lambda: vec_env_of(lambda: Monitor(gymnasium.make("CartPole-v1", max_episode_steps=200)), 2),
+            InvalidArgumentError,
+            r"TimeLimit\(200\) .*: expected Monitor of TimeLimit\(500\) .*PPO\.load\(.*model\.zip', env=env\)",
+        ),
+        (
+            lambda: vec_env_of(lambda: Monitor(gymnasium.make("CartPole-v1", sutton_barto_reward=True)), 2),
+            InvalidArgumentError,
+            r"CartPoleEnv \('CartPole-v1', sutton_barto_reward=True\): expected .*CartPoleEnv \('CartPole-v1'\)",
+        ),
+        (lambda: vec_env_of(other_cartpole, 2), InvalidArgumentError, r"\('OtherPole-v1'\): .*\('CartPole-v1'\)"),
         (lambda: None, InvalidTypeError, "env is of type NoneType"),
     ],
 )
@@ -613,6 +631,11 @@ def test_environments_that_differ_from_the_run_are_refused(
     ppo(vec_env_of(cartpole, 2)).learn(64, callback=ResumeCallback(tmp_path, 32))
     with pytest.raises(error, match=expected):
         resume(tmp_path, env())
+
+
+def test_run_continues_with_another_render_mode(tmp_path: pathlib.Path) -> None:
+    ppo(vec_env_of(cartpole)).learn(64, callback=ResumeCallback(tmp_path, 32))
+    resume(tmp_path, vec_env_of(lambda: Monitor(gymnasium.make("CartPole-v1", render_mode="rgb_array"))))
 
 
 def test_full_disk_leaves_the_earlier_save(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

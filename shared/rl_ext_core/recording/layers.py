@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import sys
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 
 from rl_ext_core.recording.generators import layers_of
@@ -28,7 +31,7 @@ __all__ = [
     "results_text",
 ]
 
-# Name of the class, attributes, and content of the file in which a monitor writes its episodes.
+# Description of the layer, attributes, and content of the file in which a monitor writes its episodes.
 LayerState = tuple[str, dict[str, Any], str | None]
 _PLAIN = (
     *(bool, int, float, str, bytes, np.ndarray, np.generic),
@@ -42,16 +45,50 @@ _LINKS = frozenset(
 )
 # Larger arrays are usually maps and models, which do not change.
 _MAX_BYTES = 1 << 20
+# Number of characters of an argument in a description.
+_MAX_TEXT = 60
 
 
 def layer_states(env: Any) -> list[LayerState]:
     """Return the state of each wrapper of an environment, outermost first, and of the environment itself."""
-    return [(type(layer).__name__, _small_attributes(layer), results_text(layer)) for layer in _all_layers(env)]
+    return [(_describe_layer(layer), _small_attributes(layer), results_text(layer)) for layer in _all_layers(env)]
 
 
 def describe_layers(env: Any) -> str:
-    """Return the classes of an environment's wrappers, outermost first, and of the environment itself."""
-    return " of ".join(type(layer).__name__ for layer in _all_layers(env))
+    """Describe an environment's wrappers, outermost first, and the environment itself.
+
+    Equal descriptions mean the same classes, and the same id, arguments and time limit of ``gymnasium.make``.
+    """
+    return " of ".join(map(_describe_layer, _all_layers(env)))
+
+
+def _describe_layer(layer: Any) -> str:
+    """Return the class of a layer, and what its constructor or ``gymnasium.make`` got."""
+    name = type(layer).__name__
+    if isinstance(layer, gymnasium.wrappers.TimeLimit):
+        return f"{name}({layer._max_episode_steps})"
+    spec = None if isinstance(layer, gymnasium.Wrapper) else getattr(layer, "spec", None)
+    if not isinstance(spec, gymnasium.envs.registration.EnvSpec):
+        return name
+    arguments = [
+        f", {key}={_describe_argument(value)}" for key, value in spec.kwargs.items() if _is_compared(key, value)
+    ]
+    return f"{name} ({spec.id!r}{''.join(arguments)})"
+
+
+def _is_compared(name: str, value: Any) -> bool:
+    """Whether a resumed run must have the same argument of ``gymnasium.make``."""
+    is_path = isinstance(value, str) and os.path.isabs(value)  # which differs on another machine
+    return name != "render_mode" and not is_path
+
+
+def _describe_argument(value: Any) -> str:
+    """Return an argument as text, with a checksum if it is long, and only the class of an object with an address."""
+    with np.printoptions(threshold=sys.maxsize):
+        text = repr(value)
+    if " at 0x" in text:
+        return type(value).__name__
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}... ({zlib.crc32(text.encode()):08x})"
 
 
 def _small_attributes(layer: Any) -> dict[str, Any]:
@@ -69,7 +106,7 @@ def restore_layers(env: Any, states: Sequence[LayerState]) -> None:
     Attributes that repeating the episode has restored stay as they are, because other objects may share them.
     """
     for layer, (name, values, text) in zip(_all_layers(env), states, strict=False):
-        if type(layer).__name__ == name:
+        if _describe_layer(layer) == name:
             present = _small_attributes(layer)
             for key, value in values.items():
                 if key not in present or not _is_equal(present[key], value):
