@@ -443,6 +443,31 @@ def test_at_most_ten_capsules(failing: Any, tmp_path: Path) -> None:
     assert len(list((tmp_path / "crashes").iterdir())) == 10
 
 
+@pytest.mark.parametrize(("kind", "shape"), [(np.float32, ()), (np.array, ()), (np.array, (3,))])
+def test_actions_of_a_capsule_are_read_unchanged(kind: Any, shape: tuple[int, ...], tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).random((4, *shape), np.float32)
+    actions = [kind(row) for row in rows]
+    log = EpisodeLog({}, [], [("reset", {}), *(("step", action) for action in actions)], [None] * 5)
+    path = write_capsule(tmp_path, factory=None, log=log, failure=RecordedFailure("exception", ""), environment=0)
+    found = [data for name, data in read_capsule(path).log.calls if name == "step"]
+    assert [type(action) for action in found] == [type(action) for action in actions]
+    np.testing.assert_array_equal(found, actions)
+    if kind is np.array:  # environments may change an action, which must not change the others
+        found[0][...] = 0
+        np.testing.assert_array_equal(found[1:], actions[1:])
+
+
+def test_capsule_with_damaged_bytes(tmp_path: Path) -> None:
+    actions = np.random.default_rng(0).random((50, 64), np.float32)
+    log = EpisodeLog({}, [], [("reset", {}), *(("step", action) for action in actions)], [None] * 51)
+    path = write_capsule(tmp_path, factory=None, log=log, failure=RecordedFailure("exception", ""), environment=0)
+    data = path.read_bytes()
+    for place in range(data.index(b"actions.npy") + 64, len(data) - 1000, 97):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 255]) + data[place + 1 :])
+        with pytest.raises(CorruptFileError, match="is not a complete capsule"):
+            read_capsule(path)
+
+
 def test_damaged_capsule(failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = record(failing.Walk, tmp_path, "exit", lambda env, n_steps: n_steps == 1)
     path.write_bytes(path.read_bytes()[:-30])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import importlib.metadata
-import io
 import json
 import logging
 import os
@@ -15,6 +14,7 @@ import re
 import sys
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -331,9 +331,8 @@ def save_capsule(path: Path, capsule: Capsule) -> None:
             archive.writestr(_ABOUT, json.dumps(about, indent=2))
             archive.writestr(_LOG, json.dumps(entries))
             if actions is not None:
-                file = io.BytesIO()
-                np.save(file, actions[1], allow_pickle=False)
-                archive.writestr(_ACTIONS, file.getvalue())
+                with archive.open(_ACTIONS, "w", force_zip64=True) as file:
+                    np.save(file, actions[1], allow_pickle=False)
             for name, data in ((_FACTORY, capsule.factory_pickle), (_CALLS, calls_pickle)):
                 if data is not None:
                     archive.writestr(name, data)
@@ -364,7 +363,8 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
                 )
             actions = None
             if _ACTIONS in names:
-                actions = np.load(io.BytesIO(archive.read(_ACTIONS)), allow_pickle=False)
+                with archive.open(_ACTIONS) as file:
+                    actions = np.load(file, allow_pickle=False)
             factory_pickle, calls_pickle = (
                 archive.read(name) if name in names else None for name in (_FACTORY, _CALLS)
             )
@@ -385,7 +385,16 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
             about["spaces"],
             tuple(about["code"]),
         )
-    except (zipfile.BadZipFile, KeyError, ValueError, TypeError, AttributeError, EOFError, OSError) as error:
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        OSError,
+        EOFError,
+    ) as error:
         if isinstance(error, CorruptFileError):
             raise
         raise CorruptFileError(
@@ -426,12 +435,12 @@ def _split_actions(calls: list[tuple[str, Any]]) -> tuple[tuple[bool, Any] | Non
 def _join_actions(calls: list[Any], actions: Any, scalars: bool) -> list[tuple[str, Any]]:
     """Undo :func:`_split_actions`."""
     found: list[tuple[str, Any]] = []
-    rows = iter(() if actions is None else actions)
+    rows = iter(range(0 if actions is None else len(actions)))
     for name, data in calls:
         if name == "steps":
             for _ in range(data):
                 row = next(rows)
-                found.append(("step", row if scalars else np.array(row)))
+                found.append(("step", actions[row] if scalars else actions[row, ...]))  # a view, which saves memory
         else:
             found.append((name, data))
     return found
