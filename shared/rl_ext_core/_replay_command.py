@@ -184,19 +184,17 @@ def _debug(capsule: Capsule, source: str | None, console: Console) -> None:
     """Repeat the episode in this process, and stop in the debugger before the last call."""
     import pdb
 
-    from rl_ext_core.recording.replay import build_env, repeat_calls, restore_beginning
+    from rl_ext_core.recording.recorder import repeat_calls
+    from rl_ext_core.recording.replay import OutputCheck, build_env, prepare_env
 
     log = capsule.load_log()
     last = len(log.calls) - 1
 
-    def stop_before_last(call: int, step: int, name: str) -> None:
+    def stop_before_last(call: int, step: int, name: str, first_difference: int | None) -> None:
         """Stop in the debugger before the last call."""
         if call == last:
             _print(console, f"next is {name} {step:,}; 'up' shows its frame, and 'n' continues to the call")
             pdb.set_trace()
 
-    def ignore(**values: object) -> None:
-        """Ignore the progress."""
-
-    env = restore_beginning(build_env(capsule, source), log)
-    repeat_calls(env, log, ignore, before_call=stop_before_last)
+    env = prepare_env(build_env(capsule, source), log)
+    repeat_calls(env, log, read=OutputCheck(env, in_space=False).check, before_call=stop_before_last)

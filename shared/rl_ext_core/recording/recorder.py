@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +22,15 @@ from rl_ext_core.recording.episode_log import (
 )
 from rl_ext_core.recording.generators import Generators, Snapshot, layers_of, read_snapshot
 
-__all__ = ["RECORDED_CALLS", "EpisodeRecorder", "RecordedCall", "read_result", "record_setting", "repeat_episode"]
+__all__ = [
+    "RECORDED_CALLS",
+    "EpisodeRecorder",
+    "RecordedCall",
+    "read_result",
+    "record_setting",
+    "repeat_calls",
+    "restore_beginning",
+]
 
 # Calls of a vectorized environment that change an environment.
 RECORDED_CALLS = ("env_method", "call", "set_attr", "set_wrapper_attr")
@@ -200,9 +208,9 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
 
         :param log: a log whose last call has returned
         """
-        self._generators.restore(log.generators)
+        restore_beginning(self.env, log, self._generators)
         self._settings = {(name, data[0]): (name, data) for name, data in log.settings}
-        return repeat_episode(self, log)
+        return repeat_calls(self, log)
 
 
 def read_result(result: Any) -> int | None:
@@ -216,43 +224,71 @@ def read_result(result: Any) -> int | None:
     return step_checksum(observation, *others)
 
 
-def repeat_episode(
-    env: Any,
-    log: EpisodeLog,
-    generators: Generators | None = None,
-    convert: Callable[[Any], Any] = lambda observation: observation,
-) -> Repetition:
-    """Repeat the calls of a log.
+def restore_beginning(env: Any, log: EpisodeLog, generators: Generators) -> None:
+    """Set the attributes and generators of an environment to those before a recorded episode.
 
     :param env: environment that was built like the recorded one, and has not been used
-    :param log: a log whose last call has returned
-    :param generators: generators of the environment; None if they are restored already
-    :param convert: function that converts observations as the recorded ones were converted; default: none
+    :param generators: generators of the environment
     """
     from rl_ext_core.vector.environments import CALLS  # which loads more than a wrapper needs
 
-    is_recorded = isinstance(env, EpisodeRecorder)
-    inner = env.env if is_recorded else env
-    make_call = env.make_recorded_call if is_recorded else lambda name, data: CALLS[name](env, data)
     for name, data in log.settings:
-        CALLS[name](inner, data)
-    if generators is not None:
-        generators.restore(log.generators)
-    observation, first_difference, steps = None, None, 0
-    for (name, data), expected in zip(log.calls, log.checksums, strict=True):
-        if name == "reset":
-            observation = convert(env.reset(**data)[0])
-            found = observation_checksum(observation)
-        elif name == "step":
-            steps += 1
-            observation, *result = env.step(data)
-            observation = convert(observation)
-            found = step_checksum(observation_checksum(observation), *result[:3])
+        CALLS[name](env, data)
+    generators.restore(log.generators)
+
+
+def _read_observation(observation: Any, info: Any, is_last: bool) -> tuple[Any, set[int]]:
+    return observation, {observation_checksum(observation)}
+
+
+def repeat_calls(
+    env: Any,
+    log: EpisodeLog,
+    *,
+    read: Callable[[Any, Any, bool], tuple[Any, set[int]]] = _read_observation,
+    before_call: Callable[[int, int, str, int | None], None] = lambda call, step, name, first_difference: None,
+    stop_at_end: bool = False,
+) -> Repetition:
+    """Repeat all calls of a log, also one that did not return.
+
+    :param env: environment, after :func:`restore_beginning`
+    :param read: function that gets an observation, its info, and whether it is the last one. It returns the observation
+        as the recorded ones were converted, and the checksums that it may have; default: without conversion
+    :param before_call: function called before each call with its number, the number of steps, its name, and the first
+        step that differs
+    :param stop_at_end: whether to stop at the end of an episode that another step follows
+    """
+    from rl_ext_core.vector.environments import CALLS  # which loads more than a wrapper needs
+
+    def make_call(name: str, data: Any) -> None:
+        if isinstance(env, EpisodeRecorder):
+            env.make_recorded_call(name, data)
         else:
-            with contextlib.suppress(Exception):  # the recorded call raised it, too
+            CALLS[name](env, data)
+
+    observation, first_difference, steps, has_ended, last = None, None, 0, False, len(log.calls) - 1
+    for number, ((name, data), expected) in enumerate(itertools.zip_longest(log.calls, log.checksums)):
+        if stop_at_end and has_ended and name == "step":
+            break
+        steps += name == "step"
+        before_call(number, steps, name, first_difference)
+        if name == "reset":
+            observation, info = env.reset(**data)
+            observation, found = read(observation, info, number == last)
+            has_ended = False
+        elif name == "step":
+            observation, reward, terminated, truncated, info = env.step(data)
+            observation, sums = read(observation, info, number == last)
+            found = {step_checksum(value, reward, terminated, truncated) for value in sums}
+            has_ended = bool(terminated or truncated)
+        else:
+            try:
                 make_call(name, data)
+            except Exception:
+                if number == last and log.is_interrupted:
+                    raise  # other calls have raised in the recorded episode, too
             continue
-        if first_difference is None and expected is not None and found != expected:
+        if first_difference is None and expected is not None and expected not in found:
             first_difference = steps
     return Repetition(observation, first_difference)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import pickle
 import re
@@ -18,18 +17,19 @@ from typing import Any
 from rl_ext_core import processes
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, RlExtError, WorkerError
 from rl_ext_core.recording.capsule import Capsule, RecordedFailure
-from rl_ext_core.recording.episode_log import EpisodeLog, observation_checksum, step_checksum
+from rl_ext_core.recording.episode_log import EpisodeLog, observation_checksum
 from rl_ext_core.recording.generators import Generators, layers_of
+from rl_ext_core.recording.recorder import repeat_calls, restore_beginning
 
 __all__ = [
     "DEFAULT_TIMEOUT",
     "MAX_TRIES",
+    "OutputCheck",
     "ReplayResult",
     "build_env",
     "minimize",
     "play",
-    "repeat_calls",
-    "restore_beginning",
+    "prepare_env",
 ]
 
 DEFAULT_TIMEOUT, MAX_TRIES = 60.0, 200
@@ -173,7 +173,7 @@ def _loading_error(error: Exception) -> InvalidArgumentError:
     )
 
 
-class _OutputCheck:
+class OutputCheck:
     """Check of what an environment returns, as workers do it."""
 
     def __init__(self, env: Any, *, in_space: bool) -> None:
@@ -187,8 +187,8 @@ class _OutputCheck:
             self._slots = self._layout.slots(arrays, 0)
             self._rows = [arrays[f"observation {index}"] for index in range(len(self._layout.paths))]
 
-    def check(self, observation: Any, info: Any, *, is_last: bool) -> set[int]:
-        """Raise if an observation or an info is invalid; return the checksums that the observation may have.
+    def check(self, observation: Any, info: Any, is_last: bool) -> tuple[Any, set[int]]:
+        """Raise if an observation or an info is invalid; return the observation, and the checksums that it may have.
 
         :param is_last: whether to check the bounds of the space, too
         """
@@ -202,24 +202,21 @@ class _OutputCheck:
         space = self._env.observation_space
         if self._in_space and is_last and not space.contains(observation):
             raise EnvironmentOutputError(f"the observation is not in {space}")
-        return found
+        return observation, found
 
 
-def restore_beginning(env: Any, log: EpisodeLog) -> Any:
-    """Set the attributes and generators of an environment to those before a recorded episode.
+def prepare_env(env: Any, log: EpisodeLog) -> Any:
+    """Return an environment as one of gymnasium, in the state before a recorded episode.
 
     :param env: environment that was built like the recorded one
-    :return: the environment, as one of gymnasium
     :raises InvalidArgumentError: If it has other wrappers or spaces.
     """
-    from rl_ext_core.vector.environments import CALLS, as_gymnasium_env
+    from rl_ext_core.vector.environments import as_gymnasium_env
 
     env = as_gymnasium_env(env)
     layers = layers_of(env)
     try:
-        for name, data in log.settings:
-            CALLS[name](env, data)
-        Generators(layers).restore(log.generators)
+        restore_beginning(env, log, Generators(layers))
     except Exception as error:
         raise InvalidArgumentError(
             f"the environment, {' of '.join(type(layer).__name__ for layer in layers)}, is not built like the recorded "
@@ -227,54 +224,6 @@ def restore_beginning(env: Any, log: EpisodeLog) -> Any:
             "module:function, with a function that builds them all"
         ) from error
     return env
-
-
-def repeat_calls(
-    env: Any,
-    log: EpisodeLog,
-    report: Callable[..., None],
-    *,
-    in_space: bool = False,
-    stop_at_end: bool = False,
-    before_call: Callable[[int, int, str], None] = lambda call, step, name: None,
-) -> None:
-    """Repeat all calls of a log, also one that did not return.
-
-    :param env: result of :func:`restore_beginning`
-    :param report: function that receives the present call and step, and the first step with another observation
-    :param in_space: whether the last observation must be in the bounds of its space
-    :param stop_at_end: whether to stop at the end of an episode that another step follows
-    :param before_call: function called before each call with its number, the number of steps and its name
-    """
-    from rl_ext_core.vector.environments import CALLS
-
-    check = _OutputCheck(env, in_space=in_space)
-    step, has_differed, has_ended, last = 0, False, False, len(log.calls) - 1
-    for number, ((name, data), expected) in enumerate(itertools.zip_longest(log.calls, log.checksums)):
-        if stop_at_end and has_ended and name == "step":
-            return
-        step += name == "step"
-        report(step=step, call=number, phase=name)
-        before_call(number, step, name)
-        if name == "reset":
-            observation, info = env.reset(**data)
-            has_ended = False
-        elif name == "step":
-            observation, reward, terminated, truncated, info = env.step(data)
-            has_ended = bool(terminated or truncated)
-        else:
-            try:
-                CALLS[name](env, data)
-            except Exception:
-                if number == last:
-                    raise  # other calls have raised in the recorded episode, too
-            continue
-        found = check.check(observation, info, is_last=number == last)
-        if name == "step":
-            found = {step_checksum(checksum, reward, terminated, truncated) for checksum in found}
-        if not has_differed and expected is not None and expected not in found:
-            has_differed = True
-            report(first_difference=step)
 
 
 def _serve(connection: Connection, packed: bytes) -> None:
@@ -292,15 +241,16 @@ def _serve(connection: Connection, packed: bytes) -> None:
     log = capsule.load_log()
     if chosen is not None:
         log = _select_calls(log, chosen)
-    env = restore_beginning(env, log)
+    env = prepare_env(env, log)
     fps = float(getattr(env, "metadata", {}).get("render_fps") or _DEFAULT_FPS)
     connection.send(fps)
     first_rendered = len(log.calls) - max(1, int(rendered * fps))
     due = time.monotonic() + interval
 
-    def send_progress(call: int, step: int, name: str) -> None:
-        """Tell the parent regularly that the environment does not hang."""
+    def send_progress(call: int, step: int, name: str, first_difference: int | None) -> None:
+        """Report the present call, and tell the parent regularly that the environment does not hang."""
         nonlocal due
+        processes.set_status(step=step, call=call, phase=name, first_difference=first_difference)
         if time.monotonic() > due:
             connection.send("playing")
             due = time.monotonic() + interval
@@ -308,19 +258,13 @@ def _serve(connection: Connection, packed: bytes) -> None:
             connection.send(env.render())
 
     try:
-        repeat_calls(
-            env,
-            log,
-            processes.set_status,
-            in_space=capsule.failure.kind == "observation",
-            stop_at_end=chosen is not None,
-            before_call=send_progress,
-        )
+        check = OutputCheck(env, in_space=capsule.failure.kind == "observation")
+        repetition = repeat_calls(env, log, read=check.check, before_call=send_progress, stop_at_end=chosen is not None)
     except Exception as error:
         kind = "observation" if isinstance(error, EnvironmentOutputError) else "exception"
         processes.set_status(failure=kind, exception=type(error).__name__)
         raise
-    processes.set_status(is_done=True)
+    processes.set_status(is_done=True, first_difference=repetition.first_difference)
     connection.send("done")
     with contextlib.suppress(Exception):
         env.close()

@@ -14,8 +14,9 @@ import numpy as np
 from rl_ext_core import processes
 from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.processes.report import ExceptionRecord
+from rl_ext_core.recording.episode_log import observation_checksum
 from rl_ext_core.recording.generators import Generators, layers_of
-from rl_ext_core.recording.recorder import repeat_episode
+from rl_ext_core.recording.recorder import repeat_calls, restore_beginning
 from rl_ext_core.recording.vector_log import HEAD_BYTES, HeadWriter
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, MemoryLayout, ObservationSlot, SharedMemory, WorkerChannel, pack
@@ -194,13 +195,15 @@ class WorkerEnvironments:
     def _repeat_episode(self, number: int, log: Any) -> Any:
         """Repeat a recorded episode, with observations converted as in shared memory."""
 
-        def convert(observation: Any) -> Any:
+        def read(observation: Any, info: Any, is_last: bool) -> tuple[Any, set[int]]:
             for slot in self._slots[number]:
                 slot.write(observation)
-            return self._layout.build_observation([slot.place.copy() for slot in self._slots[number]])
+            converted = self._layout.build_observation([slot.place.copy() for slot in self._slots[number]])
+            return converted, {observation_checksum(converted)}
 
         self._write_heads[number]()
-        return repeat_episode(self._envs[number], log, self._generators[number], convert)
+        restore_beginning(self._envs[number], log, self._generators[number])
+        return repeat_calls(self._envs[number], log, read=read)
 
     def close_open_environments(self) -> None:
         """Close the environments that are still open, ignoring errors, because this process ends."""
