@@ -1,4 +1,4 @@
-"""``EnvironmentState``: what TorchRL does not save of environments and collectors."""
+"""``EnvironmentState``: state of environments and collectors that TorchRL does not save."""
 
 from __future__ import annotations
 

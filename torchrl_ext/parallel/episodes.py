@@ -1,4 +1,4 @@
-"""Recording and repeating the episode of an environment, in a worker or in this process.
+"""Save and restore the episode of a TorchRL environment, in a worker or in this process.
 
 The gymnasium environment inside a ``GymWrapper`` is recorded, because it gets the converted actions, and only it can
 crash or lose its state. Everything around it is TorchRL's: tensors, and modules with a ``state_dict``.

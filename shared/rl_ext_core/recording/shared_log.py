@@ -24,13 +24,13 @@ __all__ = ["LOG_BYTES", "SharedEpisodeRecorder", "read_shared_log"]
 
 # Shared memory for the log of an environment. Untouched pages take no memory.
 LOG_BYTES = 1 << 24
-# The memory begins with the number of bytes that are complete. After it follow pickles: the generators and settings,
-# and then in turn a call and the checksum of its observation.
+# The memory begins with the end of what is complete, in bytes, or 0. After it follow pickles: the generators and
+# settings, and then in turn a call and the checksum of what it returned.
 _HEADER = 8
 
 
-class _WrittenEntries(collections.deque[Any]):
-    """Entries of a recorder, in turn calls and their results, which are also written to shared memory.
+class _SharedEntries(collections.deque[Any]):
+    """Recorder's entries, calls and their results in turn, with a copy in shared memory.
 
     :param memory: memory of :data:`LOG_BYTES` bytes
     :param head: generators and settings at the reset
@@ -38,26 +38,26 @@ class _WrittenEntries(collections.deque[Any]):
 
     def __init__(self, memory: Any, head: Any, maxlen: int | None) -> None:
         super().__init__(maxlen=maxlen)
-        self._memory, self._size = memory, memoryview(memory)[:_HEADER].cast("Q")
+        self._memory, self._end = memory, memoryview(memory)[:_HEADER].cast("Q")
         self._write(head, _HEADER)
 
     def append(self, entry: Any) -> None:
+        """Append an entry, and write it unless the episode has become too long."""
         super().append(entry)
-        if not (end := self._size[0]):
-            return
-        if len(self) == self.maxlen:
-            self._size[0] = 0
-        else:
+        end = self._end[0]
+        if end and len(self) == self.maxlen:
+            self._end[0] = 0
+        elif end:
             self._write(_pack_call(entry) if len(self) % 2 else read_result(entry), end)
 
     def _write(self, value: Any, begin: int) -> None:
         """Write a value at an offset; stop recording the episode if that is not possible."""
-        self._size[0] = 0
+        self._end[0] = 0
         with contextlib.suppress(Exception):  # the object's code may raise anything
             packed = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
             if (end := begin + len(packed)) <= len(self._memory):
                 self._memory[begin:end] = packed
-                self._size[0] = end
+                self._end[0] = end
 
 
 class SharedEpisodeRecorder(EpisodeRecorder):
@@ -77,7 +77,7 @@ class SharedEpisodeRecorder(EpisodeRecorder):
     def _start(self, generators: Snapshot, settings: list[Any]) -> None:
         super()._start(generators, settings)
         head = read_snapshot(generators), settings
-        self._entries = _WrittenEntries(self._memory, head, self._entries.maxlen)
+        self._entries = _SharedEntries(self._memory, head, self._entries.maxlen)
 
 
 def read_shared_log(memory: Any) -> EpisodeLog | None:
@@ -86,18 +86,18 @@ def read_shared_log(memory: Any) -> EpisodeLog | None:
     :param memory: memory of a :class:`SharedEpisodeRecorder`
     :return: the log; None if there is no episode, or it is not recorded
     """
-    (size,) = memoryview(memory)[:_HEADER].cast("Q")
-    if not size:
+    (end,) = memoryview(memory)[:_HEADER].cast("Q")
+    if not end:
         return None
-    file, values = io.BytesIO(memory[_HEADER:size]), []
+    file, values = io.BytesIO(memory[_HEADER:end]), []
     generators, settings = pickle.load(file)
-    while file.tell() < size - _HEADER:
+    while file.tell() < end - _HEADER:
         values.append(pickle.load(file))
     return EpisodeLog(generators, settings, list(starmap(_unpack_call, values[::2])), values[1::2])
 
 
 def _pack_call(entry: Any) -> tuple[Any, ...]:
-    """Return a call in a form that takes less time: pickling one takes as long as a step of a small environment."""
+    """Return a call with its array as bytes, because pickling arrays takes as long as a step of a small environment."""
     name, data = entry if isinstance(entry, RecordedCall) else ("step", entry)
     if isinstance(data, (np.ndarray, np.generic)) and data.dtype.kind in "biuf" and data.dtype.isnative:
         return name, (data.dtype.char, data.shape, data.tobytes()), not isinstance(data, np.ndarray)
