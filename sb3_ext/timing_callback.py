@@ -207,8 +207,10 @@ class VecEnvTimingCallback(BaseCallback):
         if callback is not self:
             for name in ("on_step", "on_rollout_start", "on_rollout_end"):
                 watch.measure(callback, name, "callbacks")
-        # All exceptions of the training pass through these methods.
-        watch.measure(model, "collect_rollouts", "other", on_error=self._on_training_end)
+            watch.measure(callback, "on_training_end", "callbacks", on_error=self._on_training_end)
+        # Exceptions of the training pass through these methods.
+        for name in ("collect_rollouts", "dump_logs"):
+            watch.measure(model, name, "other", on_error=self._on_training_end)
         watch.measure(model, "train", "update", on_error=self._on_training_end)
         if vec_env is not base:
             watch.measure(vec_env, "step", "wrappers")

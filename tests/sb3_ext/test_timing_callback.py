@@ -112,6 +112,11 @@ class _Raising(VecEnvTimingCallback):
         raise KeyboardInterrupt
 
 
+class _RaisingAtEnd(VecEnvTimingCallback):
+    def _on_training_end(self) -> None:
+        raise KeyboardInterrupt
+
+
 def methods_of_training() -> list[Any]:
     """Return the methods that the callback replaces."""
     owners = [PPO, DQN, OffPolicyAlgorithm, OnPolicyAlgorithm, ActorCriticPolicy, RolloutBuffer, ReplayBuffer]
@@ -119,7 +124,7 @@ def methods_of_training() -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", [PPO, DQN])
-@pytest.mark.parametrize("place", ["callback", "environment", "update"])
+@pytest.mark.parametrize("place", ["callback", "last callback", "environment", "update", "log"])
 def test_interrupted_training_is_reported_and_methods_are_restored(
     kind: type, place: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,9 +137,12 @@ def test_interrupted_training_is_reported_and_methods_are_restored(
         monkeypatch.setattr(venv.envs[0], "step", interrupt)
     if place == "update":
         monkeypatch.setattr(kind, "train", interrupt)
+    if place == "log":
+        monkeypatch.setattr(kind, "dump_logs", interrupt)
+    callbacks: Any = {"callback": [timing, _Raising()], "last callback": [_RaisingAtEnd(), timing]}.get(place, timing)
     before = methods_of_training()
     with pytest.raises(KeyboardInterrupt):
-        train(kind, venv, [timing, _Raising()] if place == "callback" else timing)
+        train(kind, venv, callbacks)
     assert methods_of_training() == before
     assert sum(timing.seconds.values()) > 0
     assert capsys.readouterr().out.count("Most of the time goes to") == 1
