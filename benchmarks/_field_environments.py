@@ -14,14 +14,23 @@ STEP_S = 0.001
 
 
 class Pixels(gymnasium.Env[Any, Any]):
-    """Environment with pixels that takes a millisecond per step."""
+    """Environment with pixels that takes a millisecond per step.
+
+    :param length: Steps until the time limit.
+    :param reset_s: Seconds of a reset.
+    """
 
     observation_space = gymnasium.spaces.Dict({"pixels": gymnasium.spaces.Box(0, 255, PIXELS, np.uint8)})
     action_space = gymnasium.spaces.Discrete(4)
 
+    def __init__(self, length: int, reset_s: float) -> None:
+        self._length, self._reset_s = length, reset_s
+
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         """Return zeros."""
         super().reset(seed=seed)
+        time.sleep(self._reset_s)
+        self._steps = 0
         self._frame = np.zeros(PIXELS, np.uint8)
         return {"pixels": self._frame}, {}
 
@@ -29,14 +38,19 @@ class Pixels(gymnasium.Env[Any, Any]):
         """Wait, and return the next frame."""
         time.sleep(STEP_S)
         self._frame = self._frame + np.uint8(1)
-        return {"pixels": self._frame}, 0.0, False, False, {}
+        self._steps += 1
+        return {"pixels": self._frame}, 0.0, False, self._steps >= self._length, {}
 
 
-def make_pixels() -> Any:
-    """Return pixels for TorchRL."""
+def make_pixels(*, slow: bool = False, index: int = 0) -> Any:
+    """Return pixels for TorchRL.
+
+    :param slow: Whether episodes are short, and a reset of the first environment takes 200 ms.
+    :param index: Number of the environment.
+    """
     from torchrl.envs import GymWrapper
 
-    return GymWrapper(Pixels())
+    return GymWrapper(Pixels(16 if slow else 200, 0.2 if slow and index == 0 else 0.0))
 
 
 def make_pong() -> Any:

@@ -3,11 +3,12 @@
     python -m benchmarks.field [step vector push rollout start pixels] [--rounds 30] [--large]
 
 Competitors take turns in one process. Each ratio is the median over rounds, with a bootstrap 95 % interval. Competitors
-that are not installed are named and left out. They are not requirements of this project: ``pip install rlox cpprb``.
+that are not installed are named and left out. They are not requirements of this project: ``pip install rlox cpprb``
+(and ``flashbax jax``).
 
 - ``step``, ``vector``, ``push``, ``rollout``: the pages of rlox, https://riserally.github.io/rlox/python/benchmark/
 - ``start``: TorchRL's ``benchmark_parallel_env_startup.py``
-- ``pixels``: TorchRL's ``test_collectors_benchmark.py``, synchronous collection of pixels
+- ``pixels``: TorchRL's ``test_collectors_benchmark.py``, series ``test_async_collection_pixels``
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -27,7 +29,7 @@ from stable_baselines3.common.buffers import ReplayBuffer, RolloutBuffer
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 from tensordict import TensorDict
 from torch import nn
-from torchrl.collectors import Collector
+from torchrl.collectors import AsyncBatchedCollector, Collector
 from torchrl.data import LazyTensorStorage
 from torchrl.data import ReplayBuffer as TorchReplayBuffer
 from torchrl.envs import GymEnv, ParallelEnv
@@ -213,12 +215,34 @@ def push(rounds: int, large: bool) -> None:
         push_to_cpprb()
         runs["cpprb"] = push_to_cpprb
     show("push: 10,000 of 84×84×4 to a full ring", time_in_turns(runs, rounds=max(5, rounds // 4)))
-    drawn = {"SB3 ReplayBuffer": theirs, "ours, CompressedReplayBuffer": ours}
+    drawn = {"SB3 ReplayBuffer": theirs.sample, "ours, CompressedReplayBuffer": ours.sample}
     if "cpprb" in runs:
-        drawn["cpprb"] = fast
+        drawn["cpprb"] = fast.sample
+    if has("flashbax") and has("jax"):
+        drawn["flashbax"] = make_flashbax_sampler(data)
     for batch_size in (32, 256):
-        draws = {name: repeated(functools.partial(buffer.sample, batch_size), 10) for name, buffer in drawn.items()}
+        draws = {name: repeated(functools.partial(draw, batch_size), 10) for name, draw in drawn.items()}
         show(f"push: 10 samples of {batch_size}", time_in_turns(draws, rounds=rounds))
+
+
+def make_flashbax_sampler(data: list[tuple[Any, Any]]) -> Callable[[int], Any]:
+    """Return a function that samples a number of transitions from flashbax's item buffer on the CPU."""
+    import flashbax
+    import jax
+
+    keys = (jax.random.PRNGKey(number) for number in itertools.count())
+    kinds = {
+        size: flashbax.make_item_buffer(len(data), 1, size, add_sequences=False, add_batches=True) for size in (32, 256)
+    }
+    item = {"obs": data[0][0], "next_obs": data[0][1], "action": np.int64(0), "reward": np.float32(0), "done": False}
+    state = kinds[32].init(jax.tree.map(np.asarray, item))
+    for start in range(0, len(data), 1000):
+        pairs = [np.stack(part) for part in zip(*data[start : start + 1000], strict=True)]
+        count = len(pairs[0])
+        rest = {name: np.full(count, item[name]) for name in ("action", "reward", "done")}
+        state = kinds[32].add(state, {"obs": pairs[0], "next_obs": pairs[1], **rest})
+    samplers = {size: jax.jit(kind.sample) for size, kind in kinds.items()}
+    return lambda size: jax.block_until_ready(samplers[size](state, next(keys)))
 
 
 def rollout(rounds: int, large: bool) -> None:
@@ -289,27 +313,46 @@ class Scale(nn.Module):
         return frames.float() / 255
 
 
+def make_pixel_policy(spec: Any) -> Any:
+    """Return a policy on pixels: a convolutional network and two layers of 256."""
+    torch.manual_seed(0)
+    features = ConvNet(num_cells=(32, 64, 64), kernel_sizes=(8, 4, 3), strides=(4, 2, 1))
+    network = nn.Sequential(Scale(), features, MLP(out_features=4, num_cells=[256, 256]))
+    return QValueActor(network, in_keys=["pixels"], spec=spec)
+
+
 def pixels(rounds: int, large: bool) -> None:
-    """Measure frames per second of a collector with 8 processes of 3×84×84 pixels, 1 ms a step."""
+    """Measure frames per second of a collector with 8 processes of 3×84×84 pixels, 1 ms a step.
+
+    In the second setting, episodes have 16 steps, and a reset of the first environment takes 200 ms more. TorchRL's
+    asynchronous collector then returns more frames of the other environments. The others return equally many of all.
+    """
     torch.set_num_threads(1)
-    for size in (256, 1024):
-        runs: dict[str, Callable[[], None]] = {}
-        closing = []
-        for name, cls in (("TorchRL ParallelEnv", ParallelEnv), ("ours, ParallelEnv", torchrl_ext.ParallelEnv)):
-            env = cls(8, worlds.make_pixels)
-            torch.manual_seed(0)
-            features = ConvNet(num_cells=(32, 64, 64), kernel_sizes=(8, 4, 3), strides=(4, 2, 1))
-            network = nn.Sequential(Scale(), features, MLP(out_features=4, num_cells=[256, 256]))
-            policy = QValueActor(network, in_keys=["pixels"], spec=env.action_spec)
-            collector = Collector(env, policy, frames_per_batch=size, total_frames=-1)
-            batches = iter(collector)
-            for _ in range(2):
-                next(batches)
-            runs[name] = functools.partial(next, batches)
-            closing.append(collector)
-        show(f"pixels: batch of {size} frames", time_in_turns(runs, rounds=max(5, rounds // 3)))
-        for collector in closing:
-            collector.shutdown()
+    for slow in (False, True):
+        env_fns = [functools.partial(worlds.make_pixels, slow=slow, index=index) for index in range(8)]
+        policy = make_pixel_policy(worlds.make_pixels().action_spec)
+        for size in (256, 1024):
+            collectors: dict[str, Any] = {
+                name: Collector(cls(8, env_fns), policy, frames_per_batch=size, total_frames=-1)
+                for name, cls in (("TorchRL ParallelEnv", ParallelEnv), ("ours, ParallelEnv", torchrl_ext.ParallelEnv))
+            }
+            collectors["TorchRL async-shm"] = AsyncBatchedCollector(
+                env_fns,
+                policy=policy,
+                frames_per_batch=size,
+                env_backend="multiprocessing",
+                env_exchange="shm",
+                transport="driver",
+                max_batch_size=8,
+                server_timeout=0.001,
+            )
+            batches = {name: iter(collector) for name, collector in collectors.items()}
+            runs = {name: functools.partial(next, each) for name, each in batches.items()}
+            time_in_turns(runs, rounds=2)
+            name = f"pixels{', slow resets' if slow else ''}: batch of {size} frames"
+            show(name, time_in_turns(runs, rounds=max(5, rounds // 3)))
+            for collector in collectors.values():
+                collector.shutdown()
 
 
 TRACKS: dict[str, Callable[[int, bool], None]] = {
