@@ -15,6 +15,8 @@ from rl_ext_core.frames.geometry import PATCH, Counts
 if TYPE_CHECKING:
     from rl_ext_core.frames.pool import FramePool
 
+_SEGMENT_BYTES = 5 * 8  # see ``gather``
+
 
 def check_decode_on_gpu(value: Any, device: Any, *, codec: Any, max_error: Any) -> bool:
     """Check the argument ``decode_on_gpu`` of a buffer, and return it.
@@ -37,12 +39,18 @@ def check_decode_on_gpu(value: Any, device: Any, *, codec: Any, max_error: Any) 
     ]
     if lossy:
         raise InvalidArgumentError(f"decode_on_gpu=True is for exact frames, but {lossy[0]}. Leave one of them out")
-    if torch.device(device).type != "cpu" and importlib.util.find_spec("triton") is None:
+    if torch.device(device).type != "cpu":
+        _require_triton()
+    return True
+
+
+def _require_triton() -> None:
+    """Raise an error if Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
         raise MissingDependencyError(
             "decode_on_gpu=True needs Triton, which is a part of torch's CUDA builds for Linux. Leave it out, or "
             "install Triton with:\n    pip install triton"
         )
-    return True
 
 
 class GpuDecoder:
@@ -81,8 +89,10 @@ class GpuDecoder:
         :param handles: Handles of the stacks, shape ``(n,)``; 0 gives zeros.
         :return: Stacks on the GPU, ``(n, *layout.shape)``, of the layout's dtype.
         :raises CorruptFileError: If a block is damaged.
+        :raises MissingDependencyError: If Triton is not installed.
         """
-        from rl_ext_core.frames.gpu_kernels import decode_segments  # imports Triton
+        _require_triton()
+        from rl_ext_core.frames.gpu_kernels import decode_segments
 
         layout = pool.layout
         uploaded, n_segments, padded = self._upload(pool, handles)
@@ -90,8 +100,9 @@ class GpuDecoder:
         n_frames = len(handles) * layout.n_stack
         out = make(n_frames * layout.frame_bytes, dtype=torch.uint8, device=self.device)
         if n_segments:
-            segments = uploaded[: n_segments * 40].view(torch.int64)
-            decode_segments[(n_segments,)](uploaded, segments, out, layout.frame_bytes)
+            segments = uploaded[: n_segments * _SEGMENT_BYTES].view(torch.int64)
+            with torch.cuda.device_of(out):  # Triton starts kernels on the current GPU
+                decode_segments[(n_segments,)](uploaded, segments, out, layout.frame_bytes)
         dtype = torch.from_numpy(np.empty(0, layout.dtype)).dtype
         frame_shape = list(layout.shape)
         frame_shape[layout.axis] //= layout.n_stack
