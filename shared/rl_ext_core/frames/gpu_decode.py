@@ -101,7 +101,7 @@ class GpuDecoder:
         out = make(n_frames * layout.frame_bytes, dtype=torch.uint8, device=self.device)
         if n_segments:
             segments = uploaded[: n_segments * _SEGMENT_BYTES].view(torch.int64)
-            with torch.cuda.device_of(out):  # Triton starts kernels on the current GPU
+            with torch.cuda.device(out.get_device()):  # Triton starts kernels on the current GPU; -1 is the CPU
                 decode_segments[(n_segments,)](uploaded, segments, out, layout.frame_bytes)
         dtype = torch.from_numpy(np.empty(0, layout.dtype)).dtype
         frame_shape = list(layout.shape)
