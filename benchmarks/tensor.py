@@ -7,7 +7,7 @@
 count. ``iteration`` is a whole iteration of PPO with the default network. Competitors take turns in one process, and
 are measured in CPU time of the calling thread, or in seconds if the device is a GPU. Ratios are medians over the
 rounds. ``weights`` trains with the same seed, and prints the largest relative difference of weights, which is 0 if they
-are equal. ``transfers`` counts copies between host and GPU, and waits for it, in a step of ``iteration``.
+are equal. ``transfers`` counts copies between host and GPU, and waits for it, in one rollout and in one iteration.
 
 ``PATH`` is Isaac Lab's ``source/isaaclab_rl/isaaclab_rl/sb3.py``; without it, its wrapper is left out. rsl_rl's PPO of
 the same sizes takes part if it is installed: ``pip install rsl-rl-lib``.
@@ -100,8 +100,8 @@ def replace_network(model: Any) -> None:
     n_envs = model.n_envs
     actions, values, log_probs = zeros(n_envs, isaac_like.ACTION_SIZE), zeros(n_envs, 1), zeros(n_envs)
     model.policy.forward = lambda obs, deterministic=False: (actions, values, log_probs)
-    # A step that a time limit ends predicts values of some environments only.
-    model.policy.predict_values = lambda obs: zeros(obs.shape[0], 1) if obs.shape[0] > n_envs else values[: len(obs)]
+    # After time limits, values of fewer observations are predicted.
+    model.policy.predict_values = lambda obs: values[: len(obs)]
 
 
 def make_rsl_rl_iteration(options: argparse.Namespace) -> Callable[[], None]:
