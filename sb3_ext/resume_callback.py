@@ -29,6 +29,8 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.save_util import load_from_zip_file
+from stable_baselines3.common.utils import check_for_correct_spaces, get_device
 from stable_baselines3.common.vec_env import (
     VecCheckNan,
     VecEnv,
@@ -212,14 +214,23 @@ def resume(
     :raises CorruptFileError: If the folder contains no complete save.
     :raises InvalidArgumentError: If ``env`` differs from the environment of the run: its number of environments, their
         wrappers, or the id, arguments or time limit of ``gymnasium.make``. ``render_mode`` and absolute paths may
-        differ.
+        differ. Files of ``storage_dir`` are unchanged then.
     """
     save = _newest_complete_save(pathlib.Path(folder))
     state = pickle.loads((save / _STATE).read_bytes())
     _check_number_of_envs(env, len(state["environments"]))
+    vec_env = state["class"]._wrap_env(env, verbose=0)  # as load() does
+    _check_layers(vec_env, state["layers"])
+    environments = recorded_environments(vec_env)
+    load_line = f"{state['class'].__name__}.load({str(save / _MODEL)!r}, env=env)"
+    _check_environments(environments.layer_states(), state["environments"], load_line)
+    device = get_device(device)
     if state["storage"] is not None:
+        _check_model(save / _MODEL, vec_env, state["storage"], custom_objects)
         restore_stores(save / _STORAGE, pathlib.Path(state["storage"]["folder"]))
-    model = state["class"].load(save / _MODEL, env=env, device=device, custom_objects=custom_objects, force_reset=False)
+    model = state["class"].load(
+        save / _MODEL, env=vec_env, device=device, custom_objects=custom_objects, force_reset=False
+    )
     if isinstance(model, OffPolicyAlgorithm):
         if state["storage"] is None:
             model.load_replay_buffer(save / _BUFFER, truncate_last_traj=False)
@@ -228,11 +239,6 @@ def resume(
     for name, value in state["model"].items():
         setattr(model, name, _on_device(value, model.device))
     model.action_space._np_random = state["action_generator"]
-    vec_env = model.get_env()
-    _check_layers(vec_env, state["layers"])
-    environments = recorded_environments(vec_env)
-    load_line = f"{state['class'].__name__}.load({str(save / _MODEL)!r}, env=env)"
-    _check_environments(environments.layer_states(), state["environments"], load_line)
     repetitions = _repeat_episodes(environments, state["logs"])
     vec_env.unwrapped._reset_seeds()
     vec_env.unwrapped._reset_options()
@@ -276,6 +282,28 @@ def _check_environments(found: list[list[LayerState]], expected: list[list[Layer
                 f"environment {index} is {' of '.join(texts)}: expected {' of '.join(saved_texts)}, as in the saved "
                 f"run. Build it like that of the run, or continue with new episodes: {load_line}"
             )
+
+
+def _check_model(
+    path: pathlib.Path, vec_env: VecEnv, storage: dict[str, Any], custom_objects: dict[str, Any] | None
+) -> None:
+    """Raise an error if a model cannot continue with the files of its replay buffer.
+
+    This is checked before the files are replaced, because their newer transitions are lost then.
+    """
+    data, _, _ = load_from_zip_file(path, device="cpu", custom_objects=custom_objects)
+    assert data is not None
+    check_for_correct_spaces(vec_env, data["observation_space"], data["action_space"])
+    found = (data["replay_buffer_kwargs"] or {}).get("storage_dir")
+    if found is None or os.fspath(found) != storage["folder"]:
+        raise _other_storage_error(storage["folder"])
+
+
+def _other_storage_error(folder: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"the replay buffer is not in storage_dir={folder!r}, as in the saved run. Leave replay_buffer_kwargs out of "
+        "custom_objects"
+    )
 
 
 def _repeat_episodes(environments: Any, logs: list[EpisodeLog | None]) -> list[Repetition | None]:
@@ -536,10 +564,7 @@ def _restore_buffer_attributes(buffer: Any, storage: dict[str, Any]) -> None:
     """Set what the files of a replay buffer do not contain."""
     attributes = storage["attributes"]
     if (buffer.pos, buffer.full) != (attributes["pos"], attributes["full"]):
-        raise InvalidArgumentError(
-            f"the replay buffer is not in storage_dir={storage['folder']!r}, as in the saved run. Leave "
-            "replay_buffer_kwargs out of custom_objects"
-        )
+        raise _other_storage_error(storage["folder"])
     vars(buffer).update(attributes)
     if storage["lengths"] is not None:
         buffer.ep_length[: len(storage["lengths"])] = storage["lengths"]

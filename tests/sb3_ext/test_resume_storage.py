@@ -1,0 +1,71 @@
+"""Tests of ``resume`` with ``storage_dir``: files are unchanged if the environments or arguments do not fit."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import pytest
+from gymnasium.wrappers import TimeAwareObservation, TransformObservation
+from stable_baselines3 import DQN
+from stable_baselines3.common.vec_env import VecFrameStack
+
+from sb3_ext import CompressedReplayBuffer, ResumeCallback, make_vec_env, resume
+from tests.sb3_ext.buffer_envs import without_logger
+
+
+def cart_pole(**options: Any) -> Any:
+    return make_vec_env("CartPole-v1", 2, 0, isolation="in-process", **options)
+
+
+def wider(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+    """Return an environment whose wrapper has the same class and other bounds."""
+    space = gymnasium.spaces.Box(-9, 9, (4,))
+    return TransformObservation(env, lambda observation: observation, space)
+
+
+def same(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+    return TransformObservation(env, lambda observation: observation, None)
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("run")
+    options = {"replay_buffer_class": CompressedReplayBuffer, "replay_buffer_kwargs": {"storage_dir": folder / "files"}}
+    env = cart_pole(wrapper_class=same)
+    model = without_logger(DQN("MlpPolicy", env, buffer_size=500, policy_kwargs={"net_arch": [8]}, **options))
+    model.learn(100, callback=ResumeCallback(folder / "saves", 40)).replay_buffer.close()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("build", "arguments", "message"),
+    [
+        (lambda: make_vec_env("Acrobot-v1", 2, 0, isolation="in-process", wrapper_class=same), {}, "Acrobot"),
+        (lambda: cart_pole(), {}, "environment 0 is"),
+        (lambda: cart_pole(wrapper_class=TimeAwareObservation), {}, "environment 0 is"),
+        (lambda: cart_pole(wrapper_class=wider), {}, "Observation spaces do not match"),
+        (lambda: cart_pole(env_kwargs={"max_episode_steps": 9}, wrapper_class=same), {}, r"TimeLimit\(9\)"),
+        (lambda: VecFrameStack(cart_pole(wrapper_class=same), 1), {}, "env has the wrappers"),
+        (lambda: cart_pole(wrapper_class=same), {"device": "nothing"}, "device"),
+        (lambda: cart_pole(wrapper_class=same), {"custom_objects": {"replay_buffer_kwargs": {}}}, "not in storage_dir"),
+    ],
+)
+def test_refused_resume_leaves_the_files_of_the_buffer(
+    build: Callable[[], Any], arguments: dict[str, Any], message: str, saved_run: pathlib.Path
+) -> None:
+    def contents() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (saved_run / "files").rglob("*") if path.is_file()}
+
+    before = contents()
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        resume(saved_run / "saves", build(), **arguments)
+    assert contents() == before
+
+
+def test_resume_restores_the_files_of_the_buffer(saved_run: pathlib.Path) -> None:
+    model = resume(saved_run / "saves", cart_pole(wrapper_class=same))
+    assert model.replay_buffer.size() * 2 == model.num_timesteps == 80
+    model.replay_buffer.close()
