@@ -15,10 +15,13 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTy
 from torchrl_ext.parallel import ParallelEnv
 from torchrl_ext.parallel.episodes import (
     EPISODE_METHOD,
+    check_shapes,
+    check_transforms,
     describe_environment,
     describe_transform,
     episode_state,
     find_recorder,
+    load_transforms,
     restore_episode,
     split_transforms,
 )
@@ -121,6 +124,8 @@ class EnvironmentState:
         ) as error:
             raise CorruptFileError(f"state_dict is not that of an EnvironmentState ({error}). Save it again") from error
         self._check_layout(state["layout"])
+        check_shapes(self._transforms, state["transforms"])
+        self._call(check_transforms, [(episode,) for episode in state["episodes"]])
         if self._collector is None:
             self._env.reset()  # starts workers, and sets up transforms
         else:
@@ -128,8 +133,7 @@ class EnvironmentState:
         self._restore_episodes(state["episodes"])
         if self._has_buffers:  # transforms in the workers read entries of the last step
             self._base.shared_tensordict_parent.update_(state["buffers"])
-        for transform, saved in zip(self._transforms, state["transforms"], strict=True):
-            transform.load_state_dict(saved)
+        load_transforms(self._transforms, state["transforms"])
 
     def _layout(self) -> dict[str, str]:
         """Return descriptions of the parts that must be the same when the state is loaded."""

@@ -12,7 +12,7 @@ import gymnasium
 import pytest
 import torch
 from torchrl.collectors import Collector
-from torchrl.envs import Compose, RewardSum, SerialEnv, StepCounter, TransformedEnv
+from torchrl.envs import CatFrames, Compose, ObservationNorm, RewardSum, SerialEnv, StepCounter, TransformedEnv
 from torchrl.envs import GymEnv as UpstreamGymEnv
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
@@ -117,6 +117,11 @@ def make_transformed(*transforms: Any) -> TransformedEnv:
     return TransformedEnv(make_recorded(), Compose(*transforms))
 
 
+def normalization(n_numbers: int) -> ObservationNorm:
+    """Build a transform that changes no observation."""
+    return ObservationNorm(loc=torch.zeros(n_numbers), scale=torch.ones(n_numbers), in_keys=["observation"])
+
+
 @pytest.mark.parametrize(
     ("make", "make_other", "match"),
     [
@@ -148,6 +153,21 @@ def make_transformed(*transforms: Any) -> TransformedEnv:
             lambda: ParallelEnv(1, lambda: GymWrapper(Well())),
             r"is ParallelEnv\(1, .*: expected SerialEnv\(1, ",
         ),
+        (
+            lambda: make_transformed(normalization(3)),
+            lambda: make_transformed(normalization(1)),
+            r"transform Compose\(ObservationNorm\): transforms.0.loc has the shape \(1,\): expected \(3,\), as in",
+        ),
+        (
+            lambda: SerialEnv(1, lambda: make_transformed(normalization(3))),
+            lambda: SerialEnv(1, lambda: make_transformed(normalization(1))),
+            r"loc has the shape \(1,\): expected \(3,\)",
+        ),
+        (
+            lambda: ParallelEnv(1, TransformedEnv(GymWrapper(Well()), normalization(3))),
+            lambda: ParallelEnv(1, TransformedEnv(GymWrapper(Well()), normalization(1))),
+            r"transform ObservationNorm: loc has the shape \(1,\): expected \(3,\)",
+        ),
     ],
 )
 def test_states_of_environments_that_were_built_otherwise_are_refused(make: Any, make_other: Any, match: str) -> None:
@@ -159,6 +179,20 @@ def test_states_of_environments_that_were_built_otherwise_are_refused(make: Any,
     assert other.step(before["next"].set("action", before["action"]))["next", "observation"][..., 1].eq(4).all()
     env.close()
     other.close()
+
+
+def test_buffers_of_transforms_that_the_first_reset_creates() -> None:
+    def make(n_frames: int) -> TransformedEnv:
+        return make_transformed(CatFrames(n_frames, -1, in_keys=["observation"]))
+
+    env, other = make(3), make(3)
+    last = env.rollout(3)[-1]
+    state = EnvironmentState(env).state_dict()
+    EnvironmentState(other).load_state_dict(state)
+    found, expected = (each.step(last.clone())["next"] for each in (other, env))
+    assert (found == expected).all()
+    with pytest.raises(InvalidArgumentError, match=r"_cat_buffers_observation has the shape .*: expected "):
+        EnvironmentState(make(2)).load_state_dict(state)
 
 
 def test_state_of_a_collector_is_refused_by_other_sources() -> None:

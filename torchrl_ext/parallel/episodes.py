@@ -9,27 +9,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import random
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 from torchrl.envs import Compose, EnvBase, TransformedEnv
 from torchrl.envs.libs.gym import GymWrapper
 
-from rl_ext_core.errors import InvalidTypeError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.recording import EpisodeRecorder
 from rl_ext_core.recording.layers import describe_layers, layer_states, restore_layers
 from rl_ext_core.recording.shared_log import SharedEpisodeRecorder
 
 __all__ = [
     "EPISODE_METHOD",
+    "check_shapes",
+    "check_transforms",
     "describe_environment",
     "describe_transform",
     "episode_state",
     "find_gymnasium_env",
     "find_recorder",
+    "load_transforms",
     "restore_episode",
     "split_transforms",
     "start_recorder",
@@ -78,11 +83,12 @@ def start_recorder(environment: EnvBase, worker: int, memory: Any) -> None:
 def _call_with_environment(environment: EnvBase, worker: int, function: Any, arguments: list[tuple[Any, ...]]) -> Any:
     """Call a function with a worker's environment, and with its arguments among those of all workers.
 
-    An environment that is not recorded returns an exception, because raising it would end the worker.
+    An environment that is not recorded, or is built otherwise, returns an exception, because raising it would end the
+    worker.
     """
     try:
         return function(environment, *arguments[worker])
-    except InvalidTypeError as error:
+    except (InvalidTypeError, InvalidArgumentError) as error:
         return error
 
 
@@ -90,6 +96,43 @@ def describe_transform(transform: Any) -> str:
     """Return the class of a transform, and of the transforms in it."""
     inner = ", ".join(map(describe_transform, transform)) if isinstance(transform, Compose) else ""
     return f"{type(transform).__name__}({inner})" if inner else type(transform).__name__
+
+
+def check_transforms(environment: EnvBase, packed: bytes) -> None:
+    """Raise an error if the transforms of an environment have other shapes than those of a saved one.
+
+    :param packed: result of :func:`episode_state`
+    """
+    check_shapes(split_transforms(environment)[0], torch.load(io.BytesIO(packed), weights_only=False)["transforms"])
+
+
+def check_shapes(transforms: list[Any], saved: list[dict[str, Any]]) -> None:
+    """Raise an error if tensors of transforms have other shapes than saved ones. Lazy tensors are ignored."""
+    for transform, state in zip(transforms, saved, strict=True):
+        # state_dict() would raise for buffers that the first reset creates.
+        for name, value in itertools.chain(transform.named_parameters(), transform.named_buffers()):
+            if name not in state or is_lazy(value) or is_lazy(state[name]):
+                continue
+            found, expected = tuple(value.shape), tuple(state[name].shape)
+            if found != expected:
+                raise _transform_error(transform, f"{name} has the shape {found}: expected {expected}")
+
+
+def load_transforms(transforms: list[Any], saved: list[dict[str, Any]]) -> None:
+    """Load the states of transforms."""
+    check_shapes(transforms, saved)  # again, because a reset may have created more tensors
+    for transform, state in zip(transforms, saved, strict=True):
+        try:
+            transform.load_state_dict(state)
+        except RuntimeError as error:  # keys that are missing, for example
+            raise _transform_error(transform, f"its state cannot be loaded ({error}): expected a state") from error
+
+
+def _transform_error(transform: Any, problem: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"transform {describe_transform(transform)}: {problem}, as in the saved run. Build all environments like those "
+        "of the saved run, and then call load_state_dict(...)"
+    )
 
 
 def describe_environment(environment: EnvBase) -> str:
@@ -132,8 +175,7 @@ def restore_episode(environment: EnvBase, packed: bytes) -> str | None:
         return "has no complete record of its episode"
     repetition = recorder.repeat(log)
     restore_layers(recorder, state["layers"])
-    for transform, saved in zip(split_transforms(environment)[0], state["transforms"], strict=True):
-        transform.load_state_dict(saved)
+    load_transforms(split_transforms(environment)[0], state["transforms"])
     if state["generators"] is not None:
         _restore_global_generators(state["generators"])
     if repetition.first_difference is None:
