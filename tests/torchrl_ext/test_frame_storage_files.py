@@ -55,10 +55,70 @@ def _through_dumps(buffer: Any, size: int, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("way", [_through_state_dict, _through_dumps])
+@pytest.mark.parametrize("n_batches", [2, 3])
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_full_buffer_cannot_continue_in_a_larger_one(way: Any, n_batches: int, ndim: int, tmp_path: Path) -> None:
+    buffer = make_buffer(80, ndim=ndim)
+    for _ in range(n_batches):
+        data = Videos(2).collect(20)
+        buffer.extend(data.clone() if ndim == 2 else data.reshape(-1))
+    more = data[:, :3].clone() if ndim == 2 else data.reshape(-1)[:3]
+    loaded = way(buffer, 100, tmp_path)
+    assert_same(loaded[:], buffer[:])
+    with pytest.raises(
+        InvalidArgumentError, match=r"elements were loaded into FrameStorage\(100\).* FrameStorage\(80\)"
+    ):
+        loaded.extend(more)
+    assert_same(loaded[:], buffer[:])
+    loaded = way(buffer, 80, tmp_path)
+    for each in (buffer, loaded):
+        each.extend(more)
+    assert_same(loaded[:], buffer[:])
+
+
+@pytest.mark.parametrize("size", [60, 80])
+def test_loaded_storage_continues_after_its_elements(size: int, tmp_path: Path) -> None:
+    data = make_transitions(90)
+    buffer = make_buffer(size)
+    buffer.extend(data[:60])
+    buffer.dumps(tmp_path)
+    storage = FrameStorage(100)
+    storage.loads(tmp_path / "storage")
+    later = make_buffer(100)
+    later.storage.loads(tmp_path / "storage")
+    for loaded in (TensorDictReplayBuffer(storage=storage, batch_size=16), later):
+        loaded.extend(data[60:])
+        assert_same(loaded[:].exclude("index"), data.to("cpu"))
+
+
+@pytest.mark.parametrize("through_files", [True, False])
+def test_loaded_elements_of_a_storage_with_max_bytes_stay(through_files: bool, tmp_path: Path) -> None:
+    noise = torch.randint(0, 255, (900, 1, 40, 40), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    data = TensorDict({"pixels": noise, "number": torch.arange(900)}, [900])
+    buffer, loaded = (make_buffer(1000, max_bytes=1_000_000) for _ in range(2))
+    for batch in data.split(20):
+        buffer.extend(batch)
+    assert len(buffer) < 800
+    if through_files:
+        buffer.dumps(tmp_path / "checkpoint")
+        loaded.loads(tmp_path / "checkpoint")
+    else:
+        loaded.load_state_dict(buffer.state_dict())
+    assert loaded.storage.max_size == len(loaded) == len(buffer)
+    for each in (buffer, loaded):
+        each.extend(data[:20])
+    numbers = loaded[:]["number"].tolist()
+    assert len(loaded) >= 0.9 * len(buffer)
+    assert set(numbers) <= set(range(20)) | set(range(100, 900))
+    loaded.empty()
+    assert loaded.storage.max_size == 1000
+
+
+@pytest.mark.parametrize("way", [_through_state_dict, _through_dumps])
 def test_saved_contents_load_into_any_storage_they_fit_into(way: Any, tmp_path: Path) -> None:
     videos = Videos(1)
     for size, other in ((50, 80), (1, 1)):
-        buffer = make_buffer(size)
+        buffer = make_buffer(min(2 * size, other))
         buffer.extend(videos.collect(size).reshape(-1))
         loaded = way(buffer, other, tmp_path)
         assert_same(loaded[:], buffer[:])

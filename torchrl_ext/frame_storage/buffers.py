@@ -169,6 +169,10 @@ class ByteBudget:
                     f"{type(writer).__name__}; leave max_bytes or writer= out"
                 )
 
+    def record_use(self, storage: Any) -> None:
+        """Record the memory of loaded elements, which :meth:`enforce` would take for that of one batch."""
+        self._before = storage.used_nbytes
+
     def enforce(self, storage: Any) -> None:
         """Drop the oldest elements until another batch like the last one fits.
 

@@ -20,7 +20,7 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageEr
 from rl_ext_core.frames.folder import MANIFEST, as_corrupt_file, read_json, write_json
 from torchrl_ext.frame_storage.format import pack_rows, unpack_rows
 
-FORMAT = 3
+FORMAT = 4
 _METADATA = "frames.json"  # describes the contents, and names their folder
 _CONTENTS = re.compile("contents-[0-9a-f]{16}")
 
@@ -43,19 +43,20 @@ class State(OrderedDict[str, Any]):
         return OrderedDict, (), None, None, iter(self.items())
 
 
-def as_state(rows: Any, frames: list[dict[str, Any]], length: int) -> State:
+def as_state(rows: Any, frames: list[dict[str, Any]], length: int, is_full: bool) -> State:
     """Copy the contents of a storage to a dictionary of tensors and plain values."""
     packed = _map_tree(pack_rows(rows, frames), np.ndarray, _as_tensor)
-    return State(frame_storage=packed, initialized=True, _len=length)
+    return State(frame_storage=packed, initialized=True, _len=length, full=is_full)
 
 
-def from_state(state: dict[str, Any]) -> tuple[Any, list[dict[str, Any]], int]:
-    """Return the arguments of :func:`as_state` from its result: rows, frames and length.
+def from_state(state: dict[str, Any]) -> tuple[Any, list[dict[str, Any]], int, bool]:
+    """Return the arguments of :func:`as_state` from its result: rows, frames, length, and whether it is full.
 
     :raises CorruptFileError: If the state is damaged.
     """
     with as_corrupt_file("this state is"):
-        return *unpack_rows(_map_tree(state["frame_storage"], torch.Tensor, _as_array)), state["_len"]
+        rows, frames = unpack_rows(_map_tree(state["frame_storage"], torch.Tensor, _as_array))
+        return rows, frames, state["_len"], state["full"]
 
 
 def _map_tree(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
@@ -143,7 +144,13 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
         try:
             with storage.lock:
                 packed = _save_arrays(pack_rows(*storage._contents()), contents)
-                metadata = {"format": FORMAT, "contents": contents.name, "len": len(storage), "held": packed}
+                metadata = {
+                    "format": FORMAT,
+                    "contents": contents.name,
+                    "len": len(storage),
+                    "full": storage._is_full,
+                    "held": packed,
+                }
             write_json(path / _METADATA, metadata)
             is_complete = True
         except StorageError:
@@ -192,7 +199,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
             if not _CONTENTS.fullmatch(metadata["contents"]):
                 raise CorruptFileError(f"{path / _METADATA} does not name the folder of its contents")
             rows, frames = unpack_rows(_load_arrays(metadata["held"], path / metadata["contents"]))
-        storage._replace_contents(rows, frames, metadata["len"])
+        storage._replace_contents(rows, frames, metadata["len"], metadata["full"])
 
 
 def _is_checkpoint_entry(name: str) -> bool:

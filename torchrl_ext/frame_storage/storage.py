@@ -398,11 +398,7 @@ class FrameStorage(TensorStorage):
         try:
             where = resolve_target(cursor, data, shape=self._storage.batch_size, ndim=self.ndim)
             if set_cursor and self._resume_cursor is not None and where.places[0] != self._resume_cursor:
-                raise InvalidArgumentError(
-                    f"this storage was opened again and goes on at {self._resume_cursor}, got elements for "
-                    f"{where.places[0]}, since a writer is in use that cannot continue. Leave out writer=, or pass "
-                    "another storage_dir"
-                )
+                raise self._writer_error(where.places[0])
             may_cast = is_single_index(cursor) or is_slices(cursor)  # as torch does
             if not has_known_leaves(
                 where, self._storage, self._columns, may_cast=may_cast, may_add_keys=self._folder is None
@@ -522,6 +518,20 @@ class FrameStorage(TensorStorage):
     def flatten(self) -> TensorStorage:
         """Return a storage of one dimension that is a view of this one."""
         return self if self.ndim == 1 else TensorStorage(self[:].flatten(0, self.ndim - 1))
+
+    def _writer_error(self, place: int) -> InvalidArgumentError:
+        """Return the error for a first element after loading that would leave a gap, or overwrite elements."""
+        expected = self._resume_cursor
+        if self._folder is None:
+            return InvalidArgumentError(
+                f"{len(self)} elements were loaded into FrameStorage({self.max_size}), and the next one is for place "
+                f"{place}, as in the saved buffer, which was full: expected place {expected}. Use FrameStorage("
+                f'{len(self)}), or load only the storage: buffer.storage.loads(path + "/storage")'
+            )
+        return InvalidArgumentError(
+            f"this storage was opened again and goes on at {expected}, got elements for {place}, since a writer is in "
+            "use that cannot continue. Leave out writer=, or pass another storage_dir"
+        )
 
     @defer_signals
     def _empty(self) -> None:
@@ -749,12 +759,15 @@ class FrameStorage(TensorStorage):
         return self._storage[: self._len_along_dim0], frames
 
     @defer_signals
-    def _replace_contents(self, rows: Any, frames: list[dict[str, Any]], length: int) -> None:
+    def _replace_contents(
+        self, rows: Any, frames: list[dict[str, Any]], length: int, is_full: bool | None = None
+    ) -> None:
         """Replace all elements by those of another storage.
 
         :param rows: the elements, as returned by :meth:`_contents`
         :param frames: the descriptions of the pools
         :param length: number of elements
+        :param is_full: whether the other storage was full; None if it had this storage's ``max_size`` and writers
         :raises CorruptFileError: If the contents are damaged.
         :raises InvalidArgumentError: If they do not fit, or this storage has a folder or is shared.
         """
@@ -763,6 +776,8 @@ class FrameStorage(TensorStorage):
                 f"{length} elements of {rows.ndim} batch dimensions do not fit into FrameStorage({self.max_size}, "
                 f"ndim={self.ndim}). Use the max_size and ndim of the storage that was saved"
             )
+        if is_full and self._budget is not None:  # that storage had lowered its max_size
+            self.max_size = length
         if self._folder is not None:
             raise InvalidArgumentError(
                 f"a FrameStorage in {self._folder.path} cannot be loaded into; leave out storage_dir, or add the "
@@ -781,6 +796,11 @@ class FrameStorage(TensorStorage):
             if self._journal is not None:
                 self._journal.begin_write(np.arange(len(rows)))
             self._finish_write()
+            if self._budget is not None:
+                self._budget.record_use(self)
+            if is_full is not None:
+                self._resume_cursor = len(rows) if len(rows) < len(self._storage) else None
+                set_writer_cursor(self, len(rows) % len(self._storage))
             self._bump_mutation_revision()
 
     def _restore_columns(self, rows: Any, frames: list[dict[str, Any]]) -> list[FrameColumn]:
@@ -800,7 +820,9 @@ class FrameStorage(TensorStorage):
         """
         self._require_open()
         with self.lock:
-            return as_state(*self._contents(), self._len) if self.initialized else State(initialized=False, _len=0)
+            if not self.initialized:
+                return State(initialized=False, _len=0)
+            return as_state(*self._contents(), self._len, self._is_full)
 
     @defer_signals
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
