@@ -18,6 +18,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.resources import usable_cores
 from rl_ext_core.vector.pool import Timings
+from rl_ext_core.vector.spare_pool import SparePool
 from sb3_ext.vec_env import PoolVecEnv
 
 __all__ = ["PARTS", "VecEnvTimingCallback", "report_all_training"]
@@ -46,7 +47,7 @@ class _Stopwatch:
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self._thread = threading.get_ident()
         self._part, self._since = "other", time.perf_counter()
-        self._undo: list[Callable[[], None]] = []
+        self._replacements: list[tuple[type, str, Any]] = []
 
     def _enter(self, part: str) -> str:
         """Begin a part, and return the one before."""
@@ -131,17 +132,23 @@ class _Stopwatch:
 
     def _replace(self, kind: type, name: str, function: Callable[..., Any]) -> None:
         """Replace a method of a class until :meth:`stop`."""
-        if name in vars(kind):
-            self._undo.append(functools.partial(setattr, kind, name, vars(kind)[name]))
-        else:
-            self._undo.append(functools.partial(delattr, kind, name))
+        vars(function)["replaced_method"] = vars(kind).get(name)
+        self._replacements.append((kind, name, function))
         setattr(kind, name, function)
 
     def stop(self) -> None:
-        """Stop measuring, and restore all methods."""
+        """Stop measuring, and restore all methods that no other stopwatch has replaced since."""
         self._enter("other")
-        while self._undo:
-            self._undo.pop()()
+        while self._replacements:
+            kind, name, function = self._replacements.pop()
+            vars(function)["is_stopped"] = True
+            # Two stopwatches, of two threads for example, may stop in any order.
+            current: Any = function
+            while getattr(current := vars(kind).get(name), "is_stopped", False):
+                if current.replaced_method is None:
+                    delattr(kind, name)
+                else:
+                    setattr(kind, name, current.replaced_method)
 
 
 def _class_outside_script(owner: Any, name: str) -> Any:
@@ -309,6 +316,8 @@ def advice(seconds: Mapping[str, float], n_steps: int, model: BaseAlgorithm, bas
         return start + _environment_advice(seconds["environment"] / max(n_steps, 1), part, base)
     if part in ("policy", "update"):
         return start + _network_advice(model)
+    if part == "waiting" and isinstance(getattr(base, "_pool", None), SparePool):
+        return start + "use fewer environments, or some whose steps take equally long"
     return (
         start
         + {
@@ -340,6 +349,8 @@ def _environment_advice(per_step: float, part: str, base: Any) -> str:
     if not isinstance(base, PoolVecEnv):
         return f"use SharedMemoryVecEnv(env_fns) instead of {type(base).__name__}"
     n_workers = len(base._pool.workers)
+    if n_workers > cores and isinstance(base._pool, SparePool):  # n_workers= does not combine with spares
+        return f"{n_workers} workers, including spares, share {cores} cores. Use fewer environments or spares"
     if n_workers > cores:
         return f"{n_workers} workers share {cores} cores. Use n_workers={cores}"
     if part == "transfer":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,51 @@ def test_interrupted_training_is_reported_and_methods_are_restored(
     assert methods_of_training() == before
     assert sum(timing.seconds.values()) > 0
     assert capsys.readouterr().out.count("Most of the time goes to") == 1
+
+
+def test_two_reports_of_one_training_restore_all_methods() -> None:
+    before = methods_of_training()
+    timings = [VecEnvTimingCallback(report=True) for _ in range(2)]
+    train(PPO, DummyVecEnv([cart_pole]), timings)
+    assert methods_of_training() == before
+    assert all(timing.seconds["update"] > 0 for timing in timings)
+
+
+def test_trainings_of_two_threads_that_end_in_the_order_of_their_begin() -> None:
+    before = methods_of_training()
+    timings = [VecEnvTimingCallback(report=True) for _ in range(2)]
+    has_begun = [threading.Event() for _ in timings]
+    first_has_ended = threading.Event()
+
+    def wait_for_the_second(*_: Any) -> bool:
+        has_begun[0].set()
+        return has_begun[1].wait(60)
+
+    def wait_for_the_end_of_the_first(*_: Any) -> bool:
+        has_begun[1].set()
+        return first_has_ended.wait(60)
+
+    def train_second() -> None:
+        has_begun[0].wait(60)
+        train(PPO, DummyVecEnv([cart_pole]), [timings[1], ConvertCallback(wait_for_the_end_of_the_first)])
+
+    thread = threading.Thread(target=train_second)
+    thread.start()
+    train(PPO, DummyVecEnv([cart_pole]), [timings[0], ConvertCallback(wait_for_the_second)])
+    first_has_ended.set()
+    thread.join()
+    assert methods_of_training() == before
+    assert all(timing.seconds["update"] > 0 for timing in timings)
+
+
+def test_advice_with_spares_names_no_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sb3_ext.timing_callback.usable_cores", lambda: 2)
+    env = SharedMemoryVecEnv([cart_pole] * 2, spares=1)
+    model = without_logger(PPO("MlpPolicy", env, device="cpu", **SHORT[PPO]))
+    for part in ("environment", "transfer", "waiting"):
+        seconds = dict.fromkeys(PARTS, 0.0) | {part: 1.0}
+        assert "n_workers" not in advice(seconds, 10, model, env)
+    env.close()
 
 
 def test_model_of_a_script_is_measured_except_for_its_own_methods() -> None:
