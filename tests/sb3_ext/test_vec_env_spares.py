@@ -277,3 +277,14 @@ def test_resume_callback_needs_an_environment_without_spares(tmp_path: Path) -> 
 def test_monitor_files_with_spares_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="does not combine with spares=1"):
         make_vec_env(Walk, 2, monitor_dir=str(tmp_path), vec_env_kwargs={"spares": 1})
+
+
+def test_resets_and_steps_by_env_method_are_refused() -> None:
+    env = SharedMemoryVecEnv([Walk] * 2, spares=1, start_method=FAST)
+    env.seed(3)
+    env.reset()
+    for name in ("reset", "step"):
+        with pytest.raises(InvalidArgumentError, match=rf"env_method\('{name}'\) with spares.*Write env.{name}\("):
+            env.env_method(name)
+    assert env.env_method("add_bonus", 0.0) == [0.0, 0.0]
+    env.close()

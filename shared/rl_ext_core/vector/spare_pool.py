@@ -109,6 +109,12 @@ class SparePool(Pool):
                 f"{arguments[0][0]} with a value for each row: {reason}; expected one value. Write "
                 f"set_attr({arguments[0][0]!r}, value), where value is not a list"
             )
+        if name in ("env_method", "call") and arguments[0][0] in ("reset", "step"):
+            raise InvalidArgumentError(
+                f"env_method({arguments[0][0]!r}) with spares: a spare that is reset or stepped in this way would "
+                f"continue a row with the observation from before; expected another method. Write "
+                f"env.{arguments[0][0]}(...)"
+            )
         self.drain_answers()
         self._receive_spares()
         self._begin("call")
