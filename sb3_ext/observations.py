@@ -105,6 +105,12 @@ class Part:
         # SB3 may omit an axis: that of a single environment, or of the only value of a discrete observation.
         if stack.shape != shape and stack.shape in (shape[1:], shape[:-1]) and stack.size == math.prod(shape):
             return stack.reshape(shape)
+        if len(shape) == 4 and stack.shape == (shape[0], *shape[2:], shape[1]) != shape:
+            raise InvalidArgumentError(
+                f"{name} has shape {stack.shape}, with channels last, expected {shape}; nothing was stored. Stable "
+                "Baselines3 transposes images outside of VecNormalize, whose original observations are stored. Write "
+                "VecNormalize(VecTransposeImage(env))"
+            )
         return stack
 
     def _cast_to_space_dtype(self, stack: Array, name: str) -> Array:

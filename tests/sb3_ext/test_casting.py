@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import CompressedReplayBuffer
 from tests.sb3_ext.buffer_envs import REPLAY, ROLLOUT, make_buffers
 from tests.sb3_ext.test_rollout_buffers import fill_rollouts, make_rollout_buffers
@@ -88,3 +89,12 @@ def test_cast_frame_stacks_are_deduplicated() -> None:
                 ours.add(stacks[None, :4], stacks[None, 1:], np.zeros(1), np.zeros(1), np.zeros(1), [{}])
         sizes.append(ours.stored_nbytes)
     assert sizes[0] == sizes[1]
+
+
+def test_images_with_channels_last_are_refused_with_the_order_of_wrappers() -> None:
+    """See https://github.com/DLR-RM/stable-baselines3/issues/819."""
+    buffer = CompressedReplayBuffer(10, spaces.Box(0, 255, (3, 36, 40), np.uint8), ACTIONS, "cpu", n_envs=N_ENVS)
+    images = np.zeros((N_ENVS, 36, 40, 3), np.uint8)
+    with pytest.raises(InvalidArgumentError, match=r"obs has shape .*channels last.*VecNormalize\(VecTransposeImage"):
+        buffer.add(images, images, *REST)
+    assert buffer.size() == 0
