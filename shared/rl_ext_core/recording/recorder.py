@@ -71,22 +71,24 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
     ) -> None:
         super().__init__(env)
         self._on_failure = on_failure
-        self._generators = Generators(layers_of(env))
         space = getattr(env, "observation_space", None)
         is_small = isinstance(space, gymnasium.spaces.Box) and space.low.nbytes <= _MAX_COPIED_BYTES
         # Copying a small array takes less time than its checksum.
         self._summarize: Callable[[Any], bytes | int] = _ARRAY.tobytes if is_small else observation_checksum
         self._settings: dict[tuple[str, str], tuple[str, Any]] = {}
         self._head: tuple[Snapshot, list[Any]] | None = None  # generators and settings at the reset
-        # For each call: the action of a step or a RecordedCall, then what it returned. That is a checksum, or for a
-        # step, a checksum or a copy of the observation, the reward and the flags. Once it is full, there is no log.
+        # For each call: the action of a step or a RecordedCall, then what it returned. For a reset, that is a checksum
+        # or a copy of the observation; for a step, also the reward and the flags. Once it is full, there is no log.
         self._entries: collections.deque[Any] = collections.deque(maxlen=_MAX_ENTRIES)
+        self._attach()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN_ATTRIBUTES:
-            object.__setattr__(self, name, value)
-        else:
+        if name not in _OWN_ATTRIBUTES:
             self.make_recorded_call("set_attr", (name, value))
+            return
+        object.__setattr__(self, name, value)
+        if name == "env" and "_entries" in vars(self):
+            self._attach()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "env":  # which is missing while the recorder is copied
@@ -109,43 +111,72 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         """Reset the environment, and begin a new log."""
-        if not self._entries or self._generators.is_full_reset():
-            self._start(self._generators.snapshot(), list(self._settings.values()))
+        generators, settings = self._generators, self._settings
+        if not self._entries or generators.is_full_reset():
+            self._start(generators.snapshot(), list(settings.values()) if settings else [])
+        append = self._entries.append
         # The caller may write to the options later.
-        self._entries.append(
-            RecordedCall(("reset", copy.deepcopy(arguments) if arguments.get("options") else arguments))
-        )
+        append(RecordedCall(("reset", copy.deepcopy(arguments) if arguments.get("options") else arguments)))
         try:
             result: tuple[Any, dict[str, Any]] = self.env.reset(**arguments)
         except BaseException as error:
             self._end_by_failure(error, "reset")
             raise
-        self._entries.append(observation_checksum(result[0]))
+        try:
+            append(self._summarize(result[0]))
+        except TypeError:  # a small observation that is not an array
+            append(observation_checksum(result[0]))
         return result
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step the environment, and record the action."""
-        entries = self._entries
-        # The caller may write to the array later.
-        entries.append(action.copy() if type(action) is _ARRAY else action)
-        try:
-            result: tuple[Any, Any, bool, bool, dict[str, Any]] = self.env.step(action)
-        except BaseException as error:
-            self._end_by_failure(error, "step")
-            raise
-        try:
-            entries.append((self._summarize(result[0]), *result[1:4]))
-        except TypeError:  # a small observation that is not an array
-            entries.append((observation_checksum(result[0]), *result[1:4]))
-        return result
+        return self._step(action)
+
+    def _set_entries(self, entries: collections.deque[Any]) -> None:
+        """Set the entries, and make the function that steps the environment and appends to them.
+
+        Each attribute that it would look up takes a tenth of the recorder's part of a step.
+        """
+        env, append, array, summarize = self.env, entries.append, _ARRAY, self._summarize
+
+        def step(action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+            # The caller may write to the array later.
+            append(action.copy() if type(action) is array else action)
+            try:
+                result: tuple[Any, Any, bool, bool, dict[str, Any]] = env.step(action)
+            except BaseException as error:
+                self._end_by_failure(error, "step")
+                raise
+            try:
+                append((summarize(result[0]), result[1], result[2], result[3]))
+            except TypeError:  # a small observation that is not an array
+                append((observation_checksum(result[0]), result[1], result[2], result[3]))
+            return result
+
+        self._entries, self._step = entries, step
+        if type(self).step is EpisodeRecorder.step:  # saves a call, unless a subclass has its own method
+            vars(self)["step"] = step
+
+    def _attach(self) -> None:
+        """Find the generators of the environment, and make the function that steps it."""
+        self._generators = Generators(layers_of(self.env))
+        self._set_entries(self._entries)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Those of a copy belong to the environment of the copy.
+        return {name: value for name, value in vars(self).items() if name not in ("step", "_step", "_generators")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._attach()
 
     def _start(self, generators: Snapshot, settings: list[Any]) -> None:
         """Begin a new log."""
-        object.__setattr__(self, "_head", (generators, settings))  # without a call of our __setattr__
+        vars(self)["_head"] = generators, settings  # without a call of our __setattr__
         if self._entries.maxlen == _MAX_ENTRIES:
             self._entries.clear()
         else:  # the last episode was interrupted
-            self._entries = collections.deque(maxlen=_MAX_ENTRIES)
+            self._set_entries(collections.deque(maxlen=_MAX_ENTRIES))
 
     def _end_by_failure(self, error: BaseException, method: str) -> None:
         """End the log with a call that did not return, and report an exception.
@@ -156,7 +187,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         log = self.episode_log()
         if log is None:
             return
-        self._entries = collections.deque(self._entries, len(self._entries) + 1)
+        self._set_entries(collections.deque(self._entries, len(self._entries) + 1))
         if self._on_failure is not None and isinstance(error, Exception):
             self._on_failure(error, method, log)
 
@@ -215,13 +246,10 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 def read_result(result: Any) -> int | None:
     """Return the checksum of what a call returned, from the recorder's entry for it."""
-    if not isinstance(result, tuple):
-        checksum: int | None = result
-        return checksum
-    observation, *others = result
+    observation, *others = result if isinstance(result, tuple) else (result,)
     if isinstance(observation, bytes):
         observation = observation_checksum(np.frombuffer(observation, np.uint8))
-    return step_checksum(observation, *others)
+    return step_checksum(observation, *others) if others else observation
 
 
 def restore_beginning(env: Any, log: EpisodeLog, generators: Generators) -> None:
@@ -296,6 +324,6 @@ def repeat_calls(
 _OWN_ATTRIBUTES = frozenset(
     (
         *("env", "_action_space", "_observation_space", "_metadata", "_cached_spec"),
-        *("_generators", "_summarize", "_settings", "_head", "_entries", "_on_failure"),
+        *("_generators", "_summarize", "_settings", "_head", "_entries", "_step", "_on_failure"),
     )
 )

@@ -77,7 +77,7 @@ class SharedEpisodeRecorder(EpisodeRecorder):
     def _start(self, generators: Snapshot, settings: list[Any]) -> None:
         super()._start(generators, settings)
         head = read_snapshot(generators), settings
-        self._entries = _SharedEntries(self._memory, head, self._entries.maxlen)
+        self._set_entries(_SharedEntries(self._memory, head, self._entries.maxlen))
 
 
 def read_shared_log(memory: Any) -> EpisodeLog | None:

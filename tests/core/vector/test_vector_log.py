@@ -6,6 +6,7 @@ import ctypes
 import os
 import pickle
 import signal
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -420,3 +421,41 @@ def test_call_that_raised_ends_the_log_until_the_next_reset() -> None:
     log = env.episode_log()
     assert log is not None
     assert (log.steps, log.is_interrupted) == (1, False)
+
+
+def test_copied_recorder_records_its_own_environment() -> None:
+    env = EpisodeRecorder(make_env())
+    env.reset(seed=0)
+    env.reset()
+    twin = deepcopy(env)
+    first, *_ = twin.step(1)
+    twin.reset()
+    last, *_ = twin.step(0)
+    check_repetition(twin.episode_log(), last)
+    log = env.episode_log()
+    assert log is not None
+    assert log.steps == 0
+    np.testing.assert_array_equal(env.step(1)[0], first)
+
+
+def test_recorder_records_an_environment_that_replaced_another() -> None:
+    env = EpisodeRecorder(make_failing_env())
+    env.reset(seed=0)
+    env.env = make_env()
+    env.reset(seed=1)
+    for _ in range(5):
+        observation, *_ = env.step(0)
+    check_repetition(env.episode_log(), observation)
+
+
+def test_step_of_a_subclass_is_called() -> None:
+    class Inverted(EpisodeRecorder):
+        def step(self, action: Any) -> Any:
+            return super().step(1 - action)
+
+    env = Inverted(make_env())
+    env.reset(seed=0)
+    env.step(1)
+    log = env.episode_log()
+    assert log is not None
+    assert log.calls[-1] == ("step", 0)
