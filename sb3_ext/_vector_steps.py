@@ -347,6 +347,19 @@ class TensorInfos(Sequence[dict[str, Any]]):
         self._build = build
         self._infos: list[Any] | None = None
 
+    def copy_time_outs(self, step: int) -> list[tuple[int, torch.Tensor, Any]]:
+        """Return a list with the step's number, rows that a time limit ended, and their last observations.
+
+        To find the rows would wait for another device than the CPU. There, it is a mask, with last observations of all.
+        """
+        final = self.final_observation
+        if final is None:
+            return []
+        if not self.truncated.is_cpu:
+            return [(step, self.truncated, map_arrays(torch.clone, final))]
+        rows = self.truncated.nonzero().flatten()
+        return [(step, rows, map_arrays(partial(take_rows, rows=rows), final))] if len(rows) else []
+
     def _list(self) -> list[Any]:
         """Build the dicts of all environments, which waits for the device."""
         if self._infos is None:
