@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from numba import int64, njit, uint64
+from numba.extending import register_jitable
 
 from rl_ext_core._system import after_fork
 from rl_ext_core.frames.allocator import address_of_grain, grains_of
@@ -34,7 +35,6 @@ from rl_ext_core.frames.geometry import (
     ENTRY_HEADER,
     GROUP,
     PATCH,
-    PLANAR,
     RAW,
     SEALED_HEADER,
     SLACK,
@@ -44,6 +44,7 @@ from rl_ext_core.frames.geometry import (
     Counts,
     Geometry,
 )
+from rl_ext_core.frames.interleave import clear_latest_frames, interleave_latest, latest_bytes, set_latest_frame
 from rl_ext_core.frames.kernel_primitives import (
     SUM_START,
     add_bytes,
@@ -51,10 +52,8 @@ from rl_ext_core.frames.kernel_primitives import (
     copy_bytes,
     fold_sum,
     kernel,
-    load_u8,
     load_u32,
     prefetch,
-    store_u8,
     zero_bytes,
 )
 from rl_ext_core.frames.patch import apply_entry, entry_size
@@ -69,38 +68,6 @@ _NO_BLOCKS = np.zeros((2, 0), dtype=np.uint64)
 
 
 @njit(nogil=True)
-def copy_into_stack(frame, out, position, geometry):  # type: ignore[no-untyped-def]
-    """Copy a frame to a position of the stack at ``out``."""
-    n_bytes = geometry.frame_bytes
-    if geometry.stored == PLANAR:
-        copy_bytes(out + uint64(position * n_bytes), frame, n_bytes)
-        return
-    unit = geometry.frame_channels * geometry.itemsize
-    target = out + uint64(position * unit)
-    for _ in range(geometry.pixels):
-        if unit == 1:
-            store_u8(target, load_u8(frame))
-        else:
-            copy_bytes(target, frame, unit)
-        target += uint64(unit * geometry.n_stack)
-        frame += uint64(unit)
-
-
-@njit(nogil=True)
-def zero_padding(out, frames, geometry):  # type: ignore[no-untyped-def]
-    """Zero the oldest ``frames`` frames of the stack at ``out``."""
-    if frames <= 0:
-        return
-    if geometry.stored == PLANAR or frames == geometry.n_stack:
-        zero_bytes(out, frames * geometry.frame_bytes)
-        return
-    unit = geometry.frame_channels * geometry.itemsize
-    for _ in range(geometry.pixels):
-        zero_bytes(out, frames * unit)
-        out += uint64(unit * geometry.n_stack)
-
-
-@njit(nogil=True)
 def entry_size_of(entry, geometry, bound):  # type: ignore[no-untyped-def]
     """Return the size of an entry's contents, and whether it can be decoded without the previous frame."""
     if bound is not None and is_packed(entry):
@@ -108,10 +75,12 @@ def entry_size_of(entry, geometry, bound):  # type: ignore[no-untyped-def]
     return entry_size(entry, geometry.frame_bytes)
 
 
-@njit(nogil=True, inline="always")
-def work_bytes(geometry):  # type: ignore[no-untyped-def]
+@register_jitable  # type: ignore[untyped-decorator]
+def work_bytes(geometry: Geometry) -> int:
     """Return how many bytes of scratch memory frames take. A decompressed block follows them."""
-    return (WORK_FRAMES if geometry.max_error > 0 else 1) * (geometry.frame_bytes + GROUP)
+    frames = (WORK_FRAMES if geometry.max_error > 0 else 1) * (geometry.frame_bytes + GROUP)
+    size: int = latest_bytes(geometry) + frames
+    return size
 
 
 @njit(nogil=True)
@@ -224,6 +193,23 @@ def _opened_address(opened, block):  # type: ignore[no-untyped-def]
     return uint64(opened[1, low])
 
 
+@njit(nogil=True, inline="always")
+def _copy_to_stacks(source, number, first, n_stacks, run, geometry):  # type: ignore[no-untyped-def]
+    """Copy a frame into the planar stacks of a run that contain it.
+
+    :param source: Address of the frame.
+    :param number: Number of the frame.
+    :param first: First stack that may contain it.
+    """
+    n_stack, n_bytes = geometry.n_stack, geometry.frame_bytes
+    for k in range(first, n_stacks):
+        age = run[k, 0] - number
+        if age >= n_stack:
+            return
+        if number > run[k, 1]:
+            copy_bytes(uint64(run[k, 2]) + uint64((n_stack - 1 - age) * n_bytes), source, n_bytes)
+
+
 @njit(nogil=True)
 def _decode_run(  # type: ignore[no-untyped-def]
     p, newest, n_frames, n_stacks, geometry, bound, decompressor, opened, work, chain, run
@@ -237,7 +223,8 @@ def _decode_run(  # type: ignore[no-untyped-def]
         Frames are numbered so that the newest frame of the first stack has number 0.
     :return: 1 if a block is damaged, else 0.
     """
-    n_stack, n_bytes = geometry.n_stack, geometry.frame_bytes
+    latest, opened_block = work, work + uint64(work_bytes(geometry))
+    work += uint64(latest_bytes(geometry))
     in_block = 1 << geometry.block_shift
     block, place, _ = unpack_handle(newest)
     n_blocks, missing = 0, n_frames - place - 1
@@ -254,7 +241,7 @@ def _decode_run(  # type: ignore[no-untyped-def]
         address = _block_address(p, block)
         if p.blocks[block, KIND] == SEALED:
             if decompressor != uint64(0):
-                address = open_sealed(address, decompressor, work + uint64(work_bytes(geometry)))
+                address = open_sealed(address, decompressor, opened_block)
             else:
                 address = _opened_address(opened, block)
             if address == uint64(0):
@@ -267,18 +254,20 @@ def _decode_run(  # type: ignore[no-untyped-def]
         for _ in range(start, stop):
             if geometry.coder == RAW:
                 source = address
-                address += uint64(n_bytes)
+                address += uint64(geometry.frame_bytes)
             else:
                 source, address = next_frame(source, address, geometry, bound, work)
             number += 1
             while run[first, 0] < number:
                 first += 1
-            for k in range(first, n_stacks):
-                age = run[k, 0] - number
-                if age >= n_stack:
-                    break
-                if number > run[k, 1]:
-                    copy_into_stack(source, uint64(run[k, 2]), n_stack - 1 - age, geometry)
+            if latest == work:
+                _copy_to_stacks(source, number, first, n_stacks, run, geometry)
+                continue
+            set_latest_frame(latest, number, source, geometry)
+            k = first
+            while k < n_stacks and run[k, 0] == number:
+                interleave_latest(latest, number, number - run[k, 1], chain[MAX_CHAIN:], geometry, uint64(run[k, 2]))
+                k += 1
         start = 0
     return 0
 
@@ -348,13 +337,16 @@ def decode_batch(  # type: ignore[no-untyped-def]
     :param opened: Without a decompressor, sorted numbers of sealed blocks and addresses of their contents, shape
         ``(2, blocks)``. The address of a damaged block is 0.
     :param work: Address of scratch memory for frames, ``work_bytes()`` long, and a block after that.
-    :param chain: Scratch array, shape ``(MAX_CHAIN,)``.
+    :param chain: Scratch array, shape ``(MAX_CHAIN + n_stack,)``.
     :param run: Scratch array, shape ``(2 * GROUP, 3)``, see :func:`_decode_run`.
     :return: Number of runs of stacks that cannot be read because a sealed block is damaged.
     """
     p, geometry = pool_in(state), geometry_in(state)
     stack_bytes = geometry.n_stack * geometry.frame_bytes
     decompressor, work, both = uint64(decompressor), uint64(work), min(next_handles.shape[0], 1)
+    interleaves = latest_bytes(geometry) > 0
+    if interleaves:
+        clear_latest_frames(work, geometry)
     failed = 0
     for group in range(start, stop, _PREFETCH_GROUP):
         group_stop = min(group + _PREFETCH_GROUP, stop)
@@ -374,7 +366,8 @@ def decode_batch(  # type: ignore[no-untyped-def]
                     number += steps
                     n_frames += steps
                 out = (uint64(next_outs) if k & both else uint64(outs)) + uint64((k >> both) * stack_bytes)
-                zero_padding(out, geometry.n_stack - depth, geometry)
+                if depth == 0 or (depth < geometry.n_stack and not interleaves):
+                    zero_bytes(out, (geometry.n_stack - depth) * geometry.frame_bytes)
                 k += 1
                 if depth == 0:
                     break
@@ -482,15 +475,15 @@ def decode(
         found = np.unique(blocks[: list_sealed_blocks(state, np.concatenate([handles, nexts]), blocks)])
         opened, contents = _open_blocks(codec, read_blocks(state, found), found, num_threads)
     bound = geometry.max_error or None
-    work_bytes = (WORK_FRAMES if geometry.max_error else 1) * (geometry.frame_bytes + GROUP)
+    n_work = work_bytes(geometry)
     if decompressor:
-        work_bytes += (1 << geometry.block_shift) * (geometry.frame_bytes + ENTRY_HEADER) + SLACK
+        n_work += (1 << geometry.block_shift) * (geometry.frame_bytes + ENTRY_HEADER) + SLACK
     unreadable: list[int] = []  # a list, because threads that add to the same number would lose counts
 
     def decode_part(start: int, stop: int) -> None:
         """Decode the stacks ``start`` to ``stop`` of the batch."""
-        work = allocate(work_bytes)
-        chain = np.empty(MAX_CHAIN, dtype=np.int64)
+        work = allocate(n_work)
+        chain = np.empty(MAX_CHAIN + geometry.n_stack, dtype=np.int64)
         places = address_of(work), chain, np.empty((2 * _PREFETCH_GROUP, 3), dtype=np.int64)
         unreadable.append(
             decode_batch(start, stop, state, bound, handles, nexts, out, next_out, decompressor, opened, *places)

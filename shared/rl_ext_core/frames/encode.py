@@ -67,18 +67,15 @@ from rl_ext_core.frames.blocks import (
 from rl_ext_core.frames.bounded import append_bounded_entry
 from rl_ext_core.frames.codecs import Codec, seal_block
 from rl_ext_core.frames.geometry import GROUP, PATCH, PLANAR, SCRATCH_FRAMES, Counts
+from rl_ext_core.frames.interleave import extract_frame, extract_frames, is_interleaved_shift
 from rl_ext_core.frames.kernel_primitives import (
     SUM_START,
-    WORD,
     add_bytes,
     copy_bytes,
     fold_sum,
     kernel,
     load_u8,
     mix_word,
-    narrow_8,
-    store_u8,
-    words_differ_where,
     zero_bytes,
 )
 from rl_ext_core.frames.patch import append_entry, encode_runs, equal_bytes
@@ -86,80 +83,6 @@ from rl_ext_core.frames.region import address_of
 from rl_ext_core.frames.views import address_in, geometry_in, pool_in
 
 _RESEMBLING = 8  # frames resemble each other if the patch between them is smaller than this fraction of a frame
-
-
-@njit(nogil=True)
-def is_interleaved_shift(before, after, n_bytes, unit, shared_mask):  # type: ignore[no-untyped-def]
-    """Return whether an interleaved stack is another one moved on by one frame.
-
-    :param before: Address of the earlier stack.
-    :param after: Address of the later stack.
-    :param n_bytes: Size of a stack.
-    :param unit: Bytes per pixel of one frame.
-    :param shared_mask: Address of a mask, see :func:`shared_byte_mask`.
-    """
-    moved = before + uint64(unit)
-    n_compared = n_bytes - unit  # the last bytes belong to the new frame
-    i = 0
-    while i + WORD <= n_compared:
-        at = uint64(i)
-        if words_differ_where(moved + at, after + at, shared_mask + at) != uint64(0):
-            return False
-        i += WORD
-    while i < n_compared:
-        at = uint64(i)
-        if (load_u8(moved + at) ^ load_u8(after + at)) & load_u8(shared_mask + at) != uint8(0):
-            return False
-        i += 1
-    return True
-
-
-@njit(nogil=True)
-def extract_frame(stack, order, position, geometry, out):  # type: ignore[no-untyped-def]
-    """Copy one frame of a stack to ``out``, in the memory order of stored frames."""
-    if order == PLANAR:
-        offset = position * geometry.frame_bytes
-        copy_bytes(uint64(out), stack + uint64(offset), geometry.frame_bytes)
-        return
-    unit = geometry.frame_channels * geometry.itemsize
-    period = unit * geometry.n_stack
-    out = uint64(out)
-    stack += uint64(position * unit)
-    # Stored frames are planar or interleaved, which is the same for one channel per frame.
-    inner = geometry.itemsize if geometry.stored == PLANAR else unit
-    if period == 4 and unit == 1:
-        _take_grey_of_four(stack, position, geometry.pixels, out)
-    elif inner == 1:
-        for channel in range(geometry.frame_channels):
-            for pixel in range(geometry.pixels):
-                store_u8(out, load_u8(stack + uint64(channel + pixel * period)))
-                out += uint64(1)
-    else:
-        for group in range(unit // inner):
-            for pixel in range(geometry.pixels):
-                copy_bytes(out, stack + uint64(group * inner + pixel * period), inner)
-                out += uint64(inner)
-
-
-@njit(nogil=True)
-def _take_grey_of_four(frame, position, pixels, out):  # type: ignore[no-untyped-def]
-    """Copy one of four interleaved gray frames, the usual case, eight pixels at a time."""
-    words = frame - uint64(position)
-    shift = uint32(8 * position)
-    pixel = 0
-    while pixel + 8 <= pixels:
-        narrow_8(out + uint64(pixel), words + uint64(4 * pixel), shift)
-        pixel += 8
-    while pixel < pixels:
-        store_u8(out + uint64(pixel), load_u8(frame + uint64(4 * pixel)))
-        pixel += 1
-
-
-@njit(nogil=True)
-def extract_frames(stack, order, geometry, out):  # type: ignore[no-untyped-def]
-    """Copy all frames of a stack to ``out``, oldest first."""
-    for position in range(geometry.n_stack):
-        extract_frame(stack, order, position, geometry, out + uint64(position * geometry.frame_bytes))
 
 
 @njit(nogil=True)

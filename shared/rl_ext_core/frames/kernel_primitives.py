@@ -132,9 +132,9 @@ def _memcpy(typingctx: Any, target: Any, source: Any, n_bytes: Any) -> Any:
     return types.void(types.uint64, types.uint64, types.int64), codegen
 
 
-def _define_move(n_bytes: int) -> Any:
+def define_move(n_bytes: int) -> Any:
     """Define a kernel function that copies ``n_bytes`` as one vector."""
-    word = ir.VectorType(ir.IntType(64), n_bytes // 8)
+    word = ir.VectorType(ir.IntType(8), n_bytes)
 
     def move(typingctx: Any, target: Any, source: Any) -> Any:
         """Copy a vector from one address to another."""
@@ -150,8 +150,7 @@ def _define_move(n_bytes: int) -> Any:
     return intrinsic(move)
 
 
-_move_16 = _define_move(16)
-_move_word = _define_move(WORD)
+_move_16, _move_word = define_move(16), define_move(WORD)
 
 
 @njit(nogil=True, inline="always")
@@ -351,6 +350,28 @@ def narrow_8(typingctx: Any, target: Any, source: Any, shift: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.uint64, types.uint64, types.uint32), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def interleave_4(typingctx: Any, target: Any, first: Any, second: Any, third: Any, fourth: Any) -> Any:
+    """Write 64 bytes that are taken in turn from 16 bytes at each of four addresses."""
+    narrow, wide = ir.VectorType(ir.IntType(8), 16), ir.VectorType(ir.IntType(16), 16)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def zip_lanes(left: Any, right: Any) -> Any:
+            n = left.type.count
+            lanes = [lane for pair in zip(range(n), range(n, 2 * n), strict=True) for lane in pair]
+            return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(ir.IntType(32), 2 * n), lanes))
+
+        parts = [builder.load(builder.inttoptr(arg, narrow.as_pointer())) for arg in args[1:]]
+        for part in parts:
+            part.align = 1
+        pairs = [builder.bitcast(zip_lanes(*parts[i : i + 2]), wide) for i in (0, 2)]
+        stack = zip_lanes(*pairs)
+        builder.store(stack, builder.inttoptr(args[0], stack.type.as_pointer())).align = 1
+        return context.get_dummy_value()
+
+    return types.void(*[types.uint64] * 5), codegen
 
 
 # Checksums. A change within eight bytes goes undetected with a probability of 2**-32.

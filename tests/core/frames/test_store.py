@@ -92,6 +92,19 @@ def test_store_returns_added_transitions(data: st.DataObject, layout: StackLayou
             check_contents(store, plain, f"{store!r} after {options} and {action}")
 
 
+@pytest.mark.parametrize("n_stack", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("channels", "dtype"), [(1, "u1"), (3, "u1"), (1, "u2"), (1, "f4"), (3, "f4"), (3, "c16")])
+def test_channel_last_stacks_are_decoded_within_the_output(n_stack: int, channels: int, dtype: str) -> None:
+    layout = StackLayout((7, 9, n_stack * channels), np.dtype(dtype), n_stack, 2)
+    plain, store = (kind(40, 2, layout) for kind in (ReferenceStore, FrameStore))
+    append_all((plain, store), make_transitions(layout, n_steps=40, episode=5, odd=0.1))
+    check_contents(store, plain)
+    around = [np.full((42, *layout.shape), 77, layout.dtype) for _ in range(2)]
+    store.get(np.arange(40), np.zeros(40, np.int64), around[0][1:-1], around[1][1:-1])
+    for stacks in around:
+        assert (stacks[[0, -1]] == 77).all()
+
+
 @settings(max_examples=60 if "CI" in os.environ else 20)
 @given(layout=layouts(), steps=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60))
 def test_recurring_frames_are_not_confused(layout: StackLayout, steps: list[tuple[int, bool]]) -> None:
