@@ -49,6 +49,7 @@ from sb3_ext.sequences import SequenceSamples, sample_sequences
 FORMAT_VERSION = 1
 # Smaller arrays are always copied: checking whether one was decoded takes as long.
 _SMALL_NBYTES = 4096
+_BOOL = np.dtype(np.bool_)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Buffer = TypeVar("_Buffer", bound="CompressedReplayBuffer")
 _logger = logging.getLogger("sb3_ext")
@@ -575,11 +576,11 @@ def _checksum(state: dict[str, Any]) -> int:
 
 def _as_env_rows(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     """Return a value as an array with one row per environment. Errors contain its name."""
-    if type(value) is np.ndarray and value.shape == shape and value.dtype in (dtype, bool):
+    if type(value) is np.ndarray and value.shape == shape and value.dtype in (dtype, _BOOL):
         return value  # the usual case; assigning it converts the dtype, and cannot fail
     try:
         array = np.asarray(value)
-        if array.dtype != dtype:
+        if array.dtype not in (dtype, _BOOL):
             array = array.astype(dtype)
     except (TypeError, ValueError) as error:
         raise InvalidTypeError(f"{name} is {value!r}, expected numbers ({error}); nothing was stored") from error

@@ -98,6 +98,8 @@ class Part:
 
     def _match_space(self, obs: Any, name: str) -> Array:
         """Return observations with the dtype of the space and with all axes."""
+        if type(obs) is np.ndarray and obs.shape == self._batch_shape and obs.dtype == self.dtype:
+            return obs  # the usual case
         stack = np.asarray(obs)
         if stack.dtype != self.dtype:
             stack = self._cast_to_space_dtype(stack, name)
@@ -275,22 +277,18 @@ class Observations:
 
         :raises RlExtError: If it cannot be stored. No store contains any of it then.
         """
-        *others, (last, before, after) = self._split_by_part(obs, next_obs)
-        # Everything that may fail runs first. The last part is staged and committed in one call.
-        staged = [(part.store, part.stage(*pair)) for part, *pair in others]
-        last.append(before, after, row)
-        for store, frames in staged:
-            store.commit(frames, row=row)
+        if (single := self.parts.get(_SINGLE_KEY)) is not None:
+            single.append(obs, next_obs, row)
+        else:
+            self._append_dict(obs, next_obs, row)
         self._newest_number += 1
         for numbers in self._transition_numbers:
             numbers[row] = self._newest_number
         if self.max_bytes is not None and len(self.stores) > 1:
             self._enforce_max_bytes(self.max_bytes)
 
-    def _split_by_part(self, obs: Any, next_obs: Any) -> list[tuple[Part, Any, Any]]:
-        """Return each part with its observations; refuse dicts that lack a key."""
-        if _SINGLE_KEY in self.parts:
-            return [(self.parts[_SINGLE_KEY], obs, next_obs)]
+    def _append_dict(self, obs: Any, next_obs: Any, row: int) -> None:
+        """Store a transition of all parts or of none; refuse dicts that lack a key."""
         for name, given in (("obs", obs), ("next_obs", next_obs)):
             if not isinstance(given, Mapping) or not self.parts.keys() <= given.keys():
                 problem = (
@@ -299,7 +297,12 @@ class Observations:
                 raise InvalidArgumentError(
                     f"{name} {problem}, expected a dict with the keys {[*self.parts]}; nothing was stored"
                 )
-        return [(part, obs[key], next_obs[key]) for key, part in self.parts.items()]
+        *others, last = self.parts
+        # Everything that may fail runs first. The last part is staged and committed in one call.
+        staged = [(self.parts[key].store, self.parts[key].stage(obs[key], next_obs[key])) for key in others]
+        self.parts[last].append(obs[last], next_obs[last], row)
+        for store, frames in staged:
+            store.commit(frames, row=row)
 
     def _enforce_max_bytes(self, max_bytes: int) -> None:
         """Drop the oldest transitions until at most ``max_bytes`` are in use."""
