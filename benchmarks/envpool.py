@@ -4,8 +4,9 @@
 
 ``scripts/make_jax_venv.sh`` makes that virtual environment. EnvPool steps environments in C++ threads, an upper bound
 for Python environments in processes. It gets one thread per core. The competitors take turns in one process, with
-the same actions. Ratios are medians over the rounds. Skipped frames count, as in EnvPool's paper: 4 per step of Pong, 5
-of HalfCheetah. ``--cpu`` measures the CPU time of all processes and threads, for machines with other load.
+the same actions. Ratios are medians over the rounds, with bootstrap 95 % intervals. Skipped frames count, as in
+EnvPool's paper: 4 per step of Pong, 5 of HalfCheetah. ``--cpu`` measures the CPU time of all processes and threads, for
+machines with other load.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from benchmarks.gym_vec_env import make_stepper
-from benchmarks.measure import machine, parse_options, record, speedup, time_in_turns
+from benchmarks.measure import machine, parse_options, ratio_interval, record, time_in_turns
 from benchmarks.processes import descendants_of, own_cpu_s
 from sb3_ext import GymVecEnv, SharedMemoryVecEnv
 
@@ -80,8 +81,9 @@ def measure(name: str, options: argparse.Namespace) -> None:
     print(f"\n{task}: frames per {'CPU ' * options.cpu}second with {count} environments, and percent of EnvPool alone")
     figures = {}
     for label, found in seconds.items():
-        figures[label] = 100 * speedup(seconds, label, baseline=RAW)
-        print(f"{label:28}{steps * count * frames / np.median(found):>12,.0f}{figures[label]:>8.1f} %")
+        low, figures[label], high = (100 * bound for bound in ratio_interval(seconds, label, baseline=RAW))
+        rate = f"{steps * count * frames / np.median(found):>12,.0f}"
+        print(f"{label:28}{rate}{figures[label]:>8.1f} % [{low:.1f}, {high:.1f}]")
         envs[label].close()
     record("envpool", f"{name}{' (CPU time)' * options.cpu}", **figures)
 

@@ -5,7 +5,7 @@
 ``images`` samples slices of Atari transitions with TorchRL's sampler, from ``FrameStorage`` and ``LazyTensorStorage``.
 ``additions`` samples 256 slices of length 4 after each addition of 500 low-dimensional steps. The ``LazyTensorStorage``
 has room for 6 million steps and contains 5 million. TorchRL's sampler and ours take turns, both with cached values.
-Times are medians of CPU time.
+Times are medians of CPU time. Ratios have bootstrap 95 % intervals.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from tqdm import tqdm
 
 from benchmarks.frame_storage import batches
-from benchmarks.measure import format_ratio, machine, parse_options, speedup, time_in_turns
+from benchmarks.measure import format_ratio, machine, parse_options, ratio_interval, time_in_turns
 from torchrl_ext import FrameStorage, SliceSampler
 
 SHAPES = ((32, 8), (16, 64))  # Number of slices and their length.
@@ -63,8 +63,9 @@ def measure_images(game: str, size: int, *, rounds: int = 40) -> None:
         time_in_turns(competitors, rounds=3)
         seconds = time_in_turns(competitors, rounds=rounds, clock=time.thread_time)
         times = " ".join(f"{name} {np.median(part) * 1e3:6.2f} ms" for name, part in seconds.items())
-        ratio = speedup(seconds, "FrameStorage", baseline="LazyTensorStorage")
-        print(f"{game:18} {n_slices} slices of {slice_len:2}: {times} {format_ratio(ratio, 2)}", flush=True)
+        low, ratio, high = ratio_interval(seconds, "FrameStorage", baseline="LazyTensorStorage")
+        verdict = f"{format_ratio(ratio, 2)} [{low:.2f}, {high:.2f}]"
+        print(f"{game:18} {n_slices} slices of {slice_len:2}: {times} {verdict}", flush=True)
 
 
 def make_steps(start: int, n: int) -> TensorDict:
@@ -107,8 +108,9 @@ def measure_additions(*, rounds: int = 40) -> None:
         times = {name: float(np.median(seconds[name])) for name in buffers}
         line = " ".join(f"{name} {value * 1e3:6.2f} ms" for name, value in times.items())
         verdict = "" if times["torchrl_ext"] <= TARGET_SECONDS else "  missed"
-        ratio = format_ratio(speedup(seconds, "torchrl_ext", baseline="torchrl"), None)
-        print(f"{next(iter(key)):18} {line} (≤ {TARGET_SECONDS * 1e3:.1f} ms){verdict} {ratio}", flush=True)
+        low, ratio, high = ratio_interval(seconds, "torchrl_ext", baseline="torchrl")
+        verdict += f" {format_ratio(ratio, None)} [{low:.2f}, {high:.2f}]"
+        print(f"{next(iter(key)):18} {line} (≤ {TARGET_SECONDS * 1e3:.1f} ms){verdict}", flush=True)
 
 
 def main() -> None:
