@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import importlib.util
 import json
 import os
 import platform
@@ -17,6 +18,8 @@ import numpy as np
 
 # JSON files of measured figures, from which benchmarks.plot draws.
 RESULTS = Path(__file__).resolve().parent / "results"
+# Start of the name of our competitor, in benchmarks that compare several.
+OURS = "ours"
 
 
 def record(benchmark: str, row: str, **figures: float) -> None:
@@ -74,16 +77,19 @@ def time_in_turns(
     *,
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
+    prepare: Callable[[], object] = lambda: None,
 ) -> dict[str, np.ndarray]:
     """Run all competitors in turn, in reversed order in every other round.
 
     :param competitors: Functions to time, by name.
     :param rounds: Number of rounds.
     :param clock: Clock in seconds; ``time.thread_time`` counts the calling thread's CPU time alone.
+    :param prepare: Function that is called before each round, and not timed.
     :return: Seconds ``(rounds,)`` of each competitor. For a ratio, take the median of elementwise quotients.
     """
     seconds = {name: np.empty(rounds) for name in competitors}
     for turn in range(rounds):
+        prepare()
         names = list(competitors) if turn % 2 else list(reversed(competitors))
         for name in names:
             start = clock()
@@ -119,6 +125,34 @@ def ratio_interval(
     chosen = np.random.default_rng(seed).integers(len(ratios), size=(resamples, len(ratios)))
     low, high = np.percentile(np.median(ratios[chosen], axis=1), [2.5, 97.5])
     return float(low), float(np.median(ratios)), float(high)
+
+
+def is_installed(name: str) -> bool:
+    """Whether a competitor is installed; print a line if it is not."""
+    found = importlib.util.find_spec(name) is not None
+    if not found:
+        print(f"{name} is not installed and left out: pip install {name}")
+    return found
+
+
+def show_ratios(
+    benchmark: str, track: str, seconds: Mapping[str, np.ndarray], *, scale: float = 1e3, unit: str = "ms"
+) -> None:
+    """Print the median time of each competitor, and how many times faster ours is, with its interval.
+
+    :param benchmark: Name of the file of recorded figures.
+    :param track: Heading.
+    :param seconds: Result of :func:`time_in_turns`. The first name that starts with :data:`OURS` is ours.
+    :param scale: Factor from seconds to ``unit``.
+    :param unit: Unit of the printed times.
+    """
+    print(f"\n{track}")
+    ours = next(name for name in seconds if name.startswith(OURS))
+    for name, found in seconds.items():
+        low, ratio, high = ratio_interval(seconds, ours, baseline=name)
+        verdict = "" if name == ours else f"  ours is {ratio:6.2f}× as fast  [{low:.2f}, {high:.2f}]"
+        print(f"{name:34}{np.median(found) * scale:12,.2f} {unit}{verdict}", flush=True)
+        record(benchmark, f"{track}: {name}", seconds=float(np.median(found)), ratio=ratio, low=low, high=high)
 
 
 def sampling_speedup(

@@ -102,9 +102,9 @@ def measure_additions(*, rounds: int = 40) -> None:
             writer.extend(make_steps(n_steps, STEPS))
             n_steps += STEPS
 
-        competitors = {"extend": extend, **{name: (lambda b=b: b.sample(1024)) for name, b in buffers.items()}}
-        time_in_turns(competitors, rounds=3)
-        seconds = time_in_turns(competitors, rounds=rounds, clock=time.thread_time)
+        competitors = {name: (lambda b=b: b.sample(1024)) for name, b in buffers.items()}
+        time_in_turns(competitors, rounds=3, prepare=extend)
+        seconds = time_in_turns(competitors, rounds=rounds, clock=time.thread_time, prepare=extend)
         times = {name: float(np.median(seconds[name])) for name in buffers}
         line = " ".join(f"{name} {value * 1e3:6.2f} ms" for name, value in times.items())
         verdict = "" if times["torchrl_ext"] <= TARGET_SECONDS else "  missed"
