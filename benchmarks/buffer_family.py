@@ -1,6 +1,6 @@
 """Dict, n-step, HER and rollout buffers against Stable Baselines3's, on Atari frames.
 
-    python -m benchmarks.buffer_family [dict nstep her ppo learn] [--recordings mspacman pong] [--codec patch]
+    python -m benchmarks.buffer_family [dict nstep her ppo] [--recordings mspacman pong] [--codec patch]
 
 Off policy: each buffer is filled with a recording in a fresh process, whose resident memory is measured. Then both
 buffers are filled in one process, and take turns in ``sample()``. Dict observations contain the stack and a vector of
@@ -8,8 +8,7 @@ eight numbers. HER adds goals of two numbers, and a reward function that costs a
 
 On policy: the buffer contains a rollout of 8 environments × 128 steps. Its memory is measured when the rollout is
 complete, and in brackets before that. The time is that of filling it once and reading it four times in minibatches of
-256. ``learn`` compares two PPO models, one with each buffer, which take turns in ``learn(1024)``. Times are CPU seconds
-of the calling thread.
+256. Times are CPU seconds of the calling thread. ``benchmarks.field train`` compares whole trainings.
 """
 
 from __future__ import annotations
@@ -22,16 +21,11 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-import ale_py
-import gymnasium as gym
 import numpy as np
 import torch as th
 from gymnasium import spaces
-from stable_baselines3 import PPO, HerReplayBuffer
+from stable_baselines3 import HerReplayBuffer
 from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, RolloutBuffer
-from stable_baselines3.common.env_util import make_atari_env
-from stable_baselines3.common.logger import Logger
-from stable_baselines3.common.vec_env import VecFrameStack
 from tqdm import tqdm
 
 from benchmarks import memory, recordings
@@ -51,7 +45,7 @@ CLASSES: dict[str, tuple[Any, Any]] = {
     "her": (HerReplayBuffer, CompressedHerReplayBuffer),
     "ppo": (RolloutBuffer, CompressedRolloutBuffer),
 }
-GAMES = {"pong": "Pong", "breakout": "Breakout", "mspacman": "MsPacman", "seaquest": "Seaquest"}
+GAMES = ("pong", "breakout", "mspacman", "seaquest")
 WARM_UP = 600  # Steps after which kernels are loaded and allocators have their memory.
 ROLLOUT, N_ENVS = 128, 8
 DRAWS = 300  # Batches per competitor.
@@ -205,50 +199,12 @@ def on_policy(name: str, *, codec: str) -> str:
     return f"{'ppo':6} {name:10} {plain:9,.0f} {ours:7,.0f} {plain / ours:6.0f}× {speed:6.2f}× ({plain / before:.0f}×)"
 
 
-def compare_learning(name: str, *, codec: str, rounds: int) -> str:
-    """Time PPO with both buffers in turn, with its usual Atari settings, and return one line."""
-
-    def make_ppo(rollout_buffer_class: Any, options: dict[str, Any]) -> PPO:
-        """Make PPO for an Atari game, with this class of rollout buffer and its options."""
-        gym.register_envs(ale_py)
-        venv = VecFrameStack(make_atari_env(f"{GAMES[name]}NoFrameskip-v4", n_envs=N_ENVS, seed=0), 4)
-        made = PPO(
-            "CnnPolicy",
-            venv,
-            n_steps=ROLLOUT,
-            batch_size=256,
-            n_epochs=4,
-            rollout_buffer_class=rollout_buffer_class,
-            rollout_buffer_kwargs=options,
-            seed=0,
-            device="cpu",
-        )
-        made.set_logger(Logger(None, []))
-        return made
-
-    pair = {"plain": make_ppo(RolloutBuffer, {}), "ours": make_ppo(CompressedRolloutBuffer, {"codec": codec})}
-
-    def make_training(of: PPO) -> Callable[[], object]:
-        """Return a function that trains a model for one rollout."""
-        return lambda: of.learn(ROLLOUT * N_ENVS, reset_num_timesteps=False)
-
-    turns = {label: make_training(of) for label, of in pair.items()}
-    time_in_turns(turns, rounds=1)
-    seconds = time_in_turns(turns, rounds=rounds, clock=time.thread_time)
-    ratios = seconds["ours"] / seconds["plain"]
-    return (
-        f"learn({ROLLOUT * N_ENVS}) on {name}: {np.median(seconds['plain']):.2f} s with SB3's buffer, with ours "
-        f"{np.median(ratios):.3f}× that ({ratios.min():.3f} to {ratios.max():.3f} in {rounds} turns)"
-    )
-
-
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.buffer_family", description=main.__doc__)
-    parser.add_argument("kinds", nargs="*", default=["dict", "nstep", "her", "ppo", "learn"])
+    parser.add_argument("kinds", nargs="*", default=list(CLASSES))
     parser.add_argument("--recordings", nargs="*", default=list(GAMES), metavar="NAME")
     parser.add_argument("--codec", default="auto")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of learn()")
     parser.add_argument("--fill", choices=["ours", "sb3"], help="fill one buffer in this process")
     parser.add_argument("--collecting", action="store_true", help="measure the rollout before it is complete")
     options = parser.parse_args()
@@ -263,12 +219,10 @@ def main() -> None:
     print(machine())
     print(f"{'buffer':6} {'recording':10} {'SB3, B':>9} {'ours, B':>7} {'memory':>7} {'n=32':>7} {'n=256':>7}")
     print("bytes: resident, per transition; then the speedup over SB3: sample(n), or add() and get() of a rollout")
-    for kind in tqdm([kind for kind in options.kinds if kind != "learn"], leave=False):
+    for kind in tqdm(options.kinds, leave=False):
         for name in options.recordings:
             row = on_policy(name, codec=options.codec) if kind == "ppo" else off_policy(kind, name, codec=options.codec)
             tqdm.write(row, file=sys.stdout)
-    if "learn" in options.kinds:
-        print(compare_learning(options.recordings[0], codec=options.codec, rounds=options.rounds))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
 """The field's own benchmarks, in their settings, with this package as one more competitor.
 
-    python -m benchmarks.field [step vector push rollout start pixels] [--rounds 30] [--large]
+    python -m benchmarks.field [step vector push rollout start pixels train save] [--rounds 30] [--large]
 
 Competitors take turns in one process. Each ratio is the median over rounds, with a bootstrap 95 % interval. Competitors
-that are not installed are named and left out. They are not requirements of this project: ``pip install rlox cpprb``
-(and ``flashbax jax``).
+that are not installed are named and left out. They are not requirements of this project:
+``pip install rlox cpprb "sb3-extra-buffers[fast]"`` (and ``flashbax jax``).
 
 - ``step``, ``vector``, ``push``, ``rollout``: the pages of rlox, https://riserally.github.io/rlox/python/benchmark/
 - ``start``: TorchRL's ``benchmark_parallel_env_startup.py``
 - ``pixels``: TorchRL's ``test_collectors_benchmark.py``, series ``test_async_collection_pixels``
+- ``train``, ``save``: pages of sb3-extra-buffers, in :mod:`benchmarks.field_training`
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gymnasium
@@ -37,31 +37,13 @@ from torchrl.modules import MLP, ConvNet, QValueActor
 
 import torchrl_ext
 from benchmarks import _field_environments as worlds
-from benchmarks.measure import machine, parse_options, ratio_interval, record, time_in_turns
+from benchmarks import field_training
+from benchmarks.measure import OURS, is_installed, machine, parse_options, show_ratios, time_in_turns
 from benchmarks.processes import run_module
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import CompressedReplayBuffer, SharedMemoryVecEnv
 
-OURS = "ours"
-
-
-def has(name: str) -> bool:
-    """Whether a competitor is installed; print a line if it is not."""
-    found = importlib.util.find_spec(name) is not None
-    if not found:
-        print(f"{name} is not installed and left out: pip install {name}")
-    return found
-
-
-def show(track: str, seconds: Mapping[str, np.ndarray], *, scale: float = 1e3, unit: str = "ms") -> None:
-    """Print the median time of each competitor, and how many times faster ours is, with its interval."""
-    print(f"\n{track}")
-    ours = next(name for name in seconds if name.startswith(OURS))
-    for name, found in seconds.items():
-        low, ratio, high = ratio_interval(seconds, ours, baseline=name)
-        verdict = "" if name == ours else f"  ours is {ratio:6.2f}× as fast  [{low:.2f}, {high:.2f}]"
-        print(f"{name:34}{np.median(found) * scale:12,.2f} {unit}{verdict}", flush=True)
-        record("field", f"{track}: {name}", seconds=float(np.median(found)), ratio=ratio, low=low, high=high)
+show = functools.partial(show_ratios, "field")
 
 
 def repeated(function: Callable[[], object], count: int) -> Callable[[], None]:
@@ -104,7 +86,7 @@ def step(rounds: int, large: bool) -> None:
         "TorchRL GymEnv": torchrl_step(GymEnv("CartPole-v1")),
         "ours, GymEnv": torchrl_step(torchrl_ext.GymEnv("CartPole-v1")),
     }
-    if has("rlox"):
+    if is_installed("rlox"):
         import rlox
 
         env = rlox.CartPole(seed=0)
@@ -140,7 +122,7 @@ def measure_vector(number: int, rounds: int) -> None:
     for env in envs.values():
         env.reset()
     runs = {name: repeated(functools.partial(env.step, actions), 100) for name, env in envs.items()}
-    if has("rlox"):
+    if is_installed("rlox"):
         import rlox
 
         fast = rlox.VecEnv(number)
@@ -188,7 +170,7 @@ def push(rounds: int, large: bool) -> None:
     push_tensordicts()
     runs = {"SB3 ReplayBuffer": push_to(theirs), "TorchRL LazyTensorStorage": push_tensordicts}
     runs["ours, CompressedReplayBuffer"] = push_to(ours)
-    if has("rlox"):
+    if is_installed("rlox"):
         import rlox
 
         table, zero = rlox.ExperienceTable(84 * 84 * 4, 1), np.zeros(1, np.float32)
@@ -202,7 +184,7 @@ def push(rounds: int, large: bool) -> None:
 
         push_rows()
         runs["rlox ExperienceTable, float32"] = push_rows
-    if has("cpprb"):
+    if is_installed("cpprb"):
         import cpprb
 
         kinds = {"shape": (84, 84, 4), "dtype": np.uint8}
@@ -218,7 +200,7 @@ def push(rounds: int, large: bool) -> None:
     drawn = {"SB3 ReplayBuffer": theirs.sample, "ours, CompressedReplayBuffer": ours.sample}
     if "cpprb" in runs:
         drawn["cpprb"] = fast.sample
-    if has("flashbax") and has("jax"):
+    if is_installed("flashbax") and is_installed("jax"):
         drawn["flashbax"] = make_flashbax_sampler(data)
     for batch_size in (32, 256):
         draws = {name: repeated(functools.partial(draw, batch_size), 10) for name, draw in drawn.items()}
@@ -271,7 +253,7 @@ def measure_rollout(number: int, steps: int, rounds: int) -> None:
     for name, env in envs.items():
         buffer = RolloutBuffer(steps, env.observation_space, env.action_space, n_envs=number)
         runs[name] = repeated(functools.partial(collect, env, buffer), 1)
-    if has("rlox"):
+    if is_installed("rlox"):
         import rlox
 
         fast, zero = rlox.VecEnv(number), np.zeros(1, np.float32)
@@ -356,7 +338,8 @@ def pixels(rounds: int, large: bool) -> None:
 
 
 TRACKS: dict[str, Callable[[int, bool], None]] = {
-    track.__name__: track for track in (step, vector, push, rollout, start, pixels)
+    track.__name__: track
+    for track in (step, vector, push, rollout, start, pixels, field_training.train, field_training.save)
 }
 
 

@@ -32,19 +32,19 @@ STICKINESS = 0.75
 WARM_UP = 500  # Steps after which kernels are loaded, and emulators and allocators have their memory.
 
 
-def transitions(game: str, *, steps: int, seed: int = 0) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield Atari transitions of ``N_ENVS`` environments.
+def transitions(game: str, *, steps: int, seed: int = 0, n_envs: int = N_ENVS) -> Iterator[tuple[np.ndarray, ...]]:
+    """Yield Atari transitions of ``n_envs`` environments.
 
     Each is ``(obs, next_obs, actions, rewards, dones)``.
     """
-    env = AtariVectorEnv(game, num_envs=N_ENVS, autoreset_mode=AutoresetMode.SAME_STEP)
+    env = AtariVectorEnv(game, num_envs=n_envs, autoreset_mode=AutoresetMode.SAME_STEP)
     rng = np.random.default_rng(seed)
     obs, _ = env.reset(seed=seed)
     obs = obs.copy()
-    actions = rng.integers(0, env.single_action_space.n, N_ENVS)
+    actions = rng.integers(0, env.single_action_space.n, n_envs)
     for _ in range(steps):
-        fresh = rng.integers(0, env.single_action_space.n, N_ENVS)
-        actions = np.where(rng.random(N_ENVS) < STICKINESS, actions, fresh)
+        fresh = rng.integers(0, env.single_action_space.n, n_envs)
+        actions = np.where(rng.random(n_envs) < STICKINESS, actions, fresh)
         new_obs, rewards, terminated, truncated, info = env.step(actions)
         dones = terminated | truncated
         next_obs = new_obs.copy()
