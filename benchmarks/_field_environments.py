@@ -61,8 +61,11 @@ def make_pong() -> Any:
     env = gymnasium.make("ALE/Pong-v5", frameskip=1)
     env = gymnasium.wrappers.AtariPreprocessing(env)
     env = gymnasium.wrappers.FrameStackObservation(env, 4)
+    # Contiguous, as from vectorized environments. Otherwise most of the time of all buffers goes to reordering bytes.
     return gymnasium.wrappers.TransformObservation(
-        env, lambda frames: np.moveaxis(frames, 0, -1), gymnasium.spaces.Box(0, 255, (84, 84, 4), np.uint8)
+        env,
+        lambda frames: np.ascontiguousarray(np.moveaxis(frames, 0, -1)),
+        gymnasium.spaces.Box(0, 255, (84, 84, 4), np.uint8),
     )
 
 
