@@ -11,6 +11,7 @@ import resource
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -112,6 +113,20 @@ def test_loaded_elements_of_a_storage_with_max_bytes_stay(through_files: bool, t
     assert set(numbers) <= set(range(20)) | set(range(100, 900))
     loaded.empty()
     assert loaded.storage.max_size == 1000
+
+
+def test_damaged_state_leaves_the_size_of_a_storage_with_max_bytes() -> None:
+    buffer, other = make_buffer(20, max_bytes=1_000_000), make_buffer(50, max_bytes=1_000_000)
+    buffer.extend(Videos(1).collect(30).reshape(-1))
+    state = buffer.state_dict()
+    with (
+        mock.patch.object(FrameStorage, "_restore_columns", side_effect=CorruptFileError("damaged")),
+        pytest.raises(CorruptFileError),
+    ):
+        other.load_state_dict(state)
+    assert (other.storage.max_size, len(other)) == (50, 0)
+    other.load_state_dict(state)
+    assert other.storage.max_size == len(other) == 20
 
 
 @pytest.mark.parametrize("way", [_through_state_dict, _through_dumps])

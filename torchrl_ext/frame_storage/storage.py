@@ -776,8 +776,6 @@ class FrameStorage(TensorStorage):
                 f"{length} elements of {rows.ndim} batch dimensions do not fit into FrameStorage({self.max_size}, "
                 f"ndim={self.ndim}). Use the max_size and ndim of the storage that was saved"
             )
-        if is_full and self._budget is not None:  # that storage had lowered its max_size
-            self.max_size = length
         if self._folder is not None:
             raise InvalidArgumentError(
                 f"a FrameStorage in {self._folder.path} cannot be loaded into; leave out storage_dir, or add the "
@@ -789,7 +787,15 @@ class FrameStorage(TensorStorage):
                 raise InvalidArgumentError(
                     "a FrameStorage cannot be loaded while other processes share it; load it first, then share it"
                 )
-            self._allocate(_example_row(rows), self._restore_columns(rows, frames))
+            max_size = self.max_size
+            if is_full and self._budget is not None:  # that storage had lowered its max_size
+                self.max_size = length
+            try:
+                columns = self._restore_columns(rows, frames)
+            except BaseException:
+                self.max_size = max_size
+                raise
+            self._allocate(_example_row(rows), columns)
             self._storage[: len(rows)] = rows
             self._len, self._n_touched = length, len(rows)
             self._last_cursor = None
