@@ -143,7 +143,7 @@ class _Stopwatch:
             kind, name, function = self._replacements.pop()
             vars(function)["is_stopped"] = True
             # Two stopwatches, of two threads for example, may stop in any order.
-            current: Any = function
+            current: Any
             while getattr(current := vars(kind).get(name), "is_stopped", False):
                 if current.replaced_method is None:
                     delattr(kind, name)
