@@ -14,12 +14,13 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from stable_baselines3.common import env_util
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from benchmarks.measure import machine, record, speedup, time_in_turns
 from rl_ext_core.recording import EpisodeRecorder
-from sb3_ext import SharedMemoryVecEnv
+from sb3_ext import SharedMemoryVecEnv, make_vec_env
 
 STEPS = 300  # per round
 BUILDS = 7
@@ -41,6 +42,9 @@ def maker(env_id: str, *, recorded: bool = False) -> Callable[[], Any]:
 
 def build(where: str, env_id: str, *, recorded: bool) -> Any:
     """Return the environments, in processes or in this process."""
+    if where == "make_vec_env":
+        build_env = maker(env_id)
+        return make_vec_env(build_env, 4, isolation="in-process") if recorded else env_util.make_vec_env(build_env, 4)
     if where == "in this process":
         return DummyVecEnv([maker(env_id, recorded=recorded)] * 4)
     return SharedMemoryVecEnv([maker(env_id)] * 4, recorder=recorded)
@@ -72,7 +76,7 @@ def main() -> None:
     options = parser.parse_args()
     print(machine())
     for env_id in ("CartPole-v1", "HalfCheetah-v5", "ALE/Pong-v5"):
-        for where in ("in processes", "in this process"):
+        for where in ("in processes", "in this process", "make_vec_env"):
             rounds = options.rounds if env_id == "CartPole-v1" else max(options.rounds // 10, 5)
             # New processes each time, because some run faster than others for as long as they live.
             ratio = float(np.median([measure(where, env_id, max(rounds // BUILDS, 3)) for _ in range(BUILDS)]))

@@ -41,7 +41,7 @@ from benchmarks import field_training
 from benchmarks.measure import OURS, is_installed, machine, parse_options, show_ratios, time_in_turns
 from benchmarks.processes import run_module
 from rl_ext_core.vector import SharedMemoryVectorEnv
-from sb3_ext import CompressedReplayBuffer, SharedMemoryVecEnv
+from sb3_ext import AutoVecEnv, CompressedReplayBuffer, SharedMemoryVecEnv
 
 show = functools.partial(show_ratios, "field")
 
@@ -238,6 +238,7 @@ def measure_rollout(number: int, steps: int, rounds: int) -> None:
     env_fns = [lambda: gymnasium.make("CartPole-v1")] * number
     actions, values, log_probs = np.zeros(number, np.int64), torch.zeros(number), torch.zeros(number)
     envs: dict[str, VecEnv] = {"SB3 DummyVecEnv": DummyVecEnv(env_fns)}
+    envs["ours, AutoVecEnv"] = AutoVecEnv(env_fns)
     envs["ours, SharedMemoryVecEnv"] = SharedMemoryVecEnv(env_fns, n_workers=2)
 
     def collect(env: Any, buffer: Any) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import logging
 import operator
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -338,7 +340,8 @@ def _build_vec_env(
 
     def build_here(report: str) -> VecEnv:
         """Build all environments in this process, and record their episodes."""
-        return _with_report(_record_crashes(build_in_process(), factories, workers.recorder or False), report)
+        made = _with_quick_copies(build_in_process())
+        return _with_report(_record_crashes(made, factories, workers.recorder or False), report)
 
     if isolation == "in-process":
         if unused := sorted(options.keys() - {"recorder"}):
@@ -376,6 +379,37 @@ def _build_vec_env(
     if sentence := resources.memory_warning(verdict.private_bytes or 0, n_workers):
         _log.warning("%s", sentence)
     return _with_report(SharedMemoryVecEnv(made, **{**options, "n_workers": n_workers}), report)
+
+
+# Types whose instances copy.deepcopy returns unchanged.
+_IMMUTABLE = frozenset(
+    (int, float, bool, str, bytes, type(None), np.bool_, np.int32, np.int64, np.uint8, np.float32, np.float64)
+)
+
+
+class _Infos(list[dict[str, Any]]):
+    """Infos of a ``DummyVecEnv``, which copies them after each step, in a fraction of the time."""
+
+    def __deepcopy__(self, memo: Any) -> list[dict[str, Any]]:
+        return [
+            info.copy()
+            if type(info) is dict and _IMMUTABLE.issuperset(map(type, info.values()))
+            else copy.deepcopy(info)
+            for info in self
+        ]
+
+
+class _Observations(OrderedDict[Any, np.ndarray]):
+    """Last observations of a ``DummyVecEnv``, which copies them after each step, in a fraction of the time."""
+
+    def __deepcopy__(self, memo: Any) -> OrderedDict[Any, np.ndarray]:
+        return OrderedDict((key, array.__deepcopy__(memo)) for key, array in self.items())
+
+
+def _with_quick_copies(vec_env: DummyVecEnv) -> DummyVecEnv:
+    """Return a ``DummyVecEnv`` whose steps take less time, with the same results."""
+    vec_env.buf_infos, vec_env.buf_obs = _Infos(vec_env.buf_infos), _Observations(vec_env.buf_obs)
+    return vec_env
 
 
 def _record_crashes(

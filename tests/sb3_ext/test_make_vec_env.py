@@ -24,7 +24,16 @@ from tests.core.isolation.conftest import Variant, compiled, compiler, own_cache
 from tests.launch_modes import LAUNCH_MODES, run_program
 from tests.sb3_ext.test_multi_agent_vec_env import Race
 from tests.sb3_ext.vec_checks import FAST, assert_equal, no_workers
-from tests.sb3_ext.vec_test_envs import Bounded, Counting, Failing, RandomEnv, Slow, build_and_record, cart_pole
+from tests.sb3_ext.vec_test_envs import (
+    Bounded,
+    Counting,
+    Failing,
+    RandomEnv,
+    ReusedArrayEnv,
+    Slow,
+    build_and_record,
+    cart_pole,
+)
 
 __all__ = ["compiled", "compiler", "own_cache", "variant"]
 
@@ -81,6 +90,40 @@ def test_rollouts_equal_those_of_sb3s_make_vec_env(call: str, how: str) -> None:
     assert any(step[2].any() for step in theirs[2:-2])
     assert call != "id" or any("episode" in info for step in theirs[2:-2] for info in step[3])
     assert no_workers()
+
+
+class ReusedInfoEnv(ReusedArrayEnv):
+    """ReusedArrayEnv that also writes to the infos that it returned."""
+
+    def step(self, action: Any) -> Any:
+        *result, info = super().step(action)
+        self.info = self.__dict__.get("info", {"history": [], "last": np.zeros(1), "mean": np.float64(0)})
+        self.info.update(info)
+        self.info["history"].append(self._steps)
+        self.info["last"][:] = self._steps
+        return *result, self.info if self._steps % 2 else {"n": self._steps, "mean": np.float32(0)}
+
+
+@pytest.mark.parametrize("space", ["Box", "Discrete", "Dict", "Tuple"])
+def test_results_in_this_process_do_not_change_later(space: str) -> None:
+    def keep_results(venv: VecEnv) -> list[Any]:
+        """Return results without copying them, after the environments have written to what they returned."""
+        found: list[Any] = [venv.seed(0), venv.reset()]
+        found += [venv.step(np.ones((2, 1), np.int64)[:, 0]) for _ in range(30)]
+        venv.close()
+        return found
+
+    make = functools.partial(ReusedInfoEnv, space)
+    theirs = keep_results(DummyVecEnv([make, make]))
+    ours = keep_results(AutoVecEnv([make, make], "in-process"))
+    assert_equal(ours, theirs)
+    for mine, other in zip(ours[1:], theirs[1:], strict=True):
+        assert type(mine[0] if isinstance(mine, tuple) else mine) is type(
+            other[0] if isinstance(other, tuple) else other
+        )
+    dones = np.array([step[2] for step in theirs[2:]])
+    assert dones.any()
+    assert len({str(step[3][0].get("history")) for step in ours[2:]}) > 5
 
 
 @pytest.mark.parametrize(("how", "seed"), [("in process", None), pytest.param("auto", 0, marks=pytest.mark.slow)])
