@@ -8,7 +8,13 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictMaxValueWriter, TensorDictReplayBuffer
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, OutOfMemoryError
+from rl_ext_core.errors import (
+    DeviceUnavailableError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    NotCopyableError,
+    OutOfMemoryError,
+)
 from tests.torchrl_ext.frame_data import Videos, assert_same
 from torchrl_ext import FrameStorage
 
@@ -30,6 +36,13 @@ WRONG = [
 def test_invalid_arguments_are_refused_with_a_fix(options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         FrameStorage(**{"max_size": 10, **options}).set(0, Videos(1).collect(1)[0, 0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is available")
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", torch.device("cuda"), 0])
+def test_missing_gpu_is_refused_before_data_is_collected(device: Any) -> None:
+    with pytest.raises(DeviceUnavailableError, match=r"device=.* is not available.*device="):
+        FrameStorage(10, device=device)
 
 
 def _make_data(n: int = 5) -> TensorDict:

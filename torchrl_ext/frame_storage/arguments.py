@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection, lazy_stack
 
+from rl_ext_core.devices import resolve_device
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, LossyOptions
 from rl_ext_core.frames.journal import Places
@@ -32,6 +33,15 @@ def positive_int(name: str, value: Any) -> int:
     if number < 1:
         raise InvalidArgumentError(f"{name}={value!r} must be at least 1")
     return number
+
+
+def check_device(device: torch.device | str | int) -> None:
+    """Raise an error if ``device`` is a GPU that is not available, before any data is collected for it.
+
+    :raises DeviceUnavailableError: If there is no such GPU.
+    """
+    if isinstance(device, int) or (device != "auto" and torch.device(device).type == "cuda"):
+        resolve_device(device)
 
 
 def check_options(options: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from rl_ext_core.frames.region import ProcessLock, RegionFile
 from torchrl_ext._compat import is_sampler
 from torchrl_ext.frame_storage.arguments import (
     as_tensordict,
+    check_device,
     check_options,
     has_known_leaves,
     index_to_cpu,
@@ -114,6 +115,7 @@ class FrameStorage(TensorStorage):
     :param cleanup_memmap: As in ``LazyTensorStorage``. It has no effect without ``shared_init``.
     :raises InvalidArgumentError: If an argument has an invalid value.
     :raises InvalidTypeError: If an argument has an invalid type.
+    :raises DeviceUnavailableError: If the device is a GPU that is not available.
     :raises MissingDependencyError: If numba is not installed, or a package that the codec needs.
     :raises StorageError: If the folder cannot be used, or another process uses it.
     :raises CorruptFileError: If the files in the folder are damaged.
@@ -170,6 +172,7 @@ class FrameStorage(TensorStorage):
             if asked[name]:
                 raise InvalidArgumentError(f"{name}=True is not possible, {why}")
         max_size, ndim = positive_int("max_size", max_size), positive_int("ndim", ndim)
+        check_device(device)
         super().__init__(None, max_size, device=device, ndim=ndim)
         self._initial_max_size, self._pixels, self._num_threads = max_size, pixels, num_threads
         self._decode_on_gpu = check_decode_on_gpu(
