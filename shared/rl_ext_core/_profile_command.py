@@ -18,7 +18,7 @@ import os
 import runpy
 import sys
 import types
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import PathFinder, SourceFileLoader
 
 from rl_ext_core.errors import InvalidArgumentError, RlExtError, _missing_dependency_error
 
@@ -102,14 +102,16 @@ def _run_script(name: str) -> None:
 
 
 def _require_module(name: str) -> None:
-    """Raise if there is no module of a name."""
+    """Raise if there is no module of a name, or a package that has no ``__main__``."""
     try:
-        if importlib.util.find_spec(name) is not None:
+        found = importlib.util.find_spec(name)
+        folders = None if found is None else found.submodule_search_locations
+        if found is not None and (folders is None or PathFinder.find_spec(f"{name}.__main__", folders) is not None):
             return
-        reason = "there is no such module"
+        reason = "there is no such module" if found is None else f"the package has no module {name}.__main__"
     except (ImportError, ValueError) as error:  # from the package, or for a name such as ".train"
         reason = str(error)
     raise InvalidArgumentError(
-        f"-m {name}: {reason}; expected a module that can be imported, such as my_package.train. For a file, write "
+        f"-m {name}: {reason}; expected a module that can be run, such as my_package.train. For a file, write "
         "rl-ext profile train.py"
     )

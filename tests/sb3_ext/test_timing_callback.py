@@ -346,6 +346,7 @@ def test_profile_of_a_script_that_does_not_train(
         (["missing.py"], "'missing.py' is not a file"),
         (["-m", "missing_package.train"], "-m missing_package.train: No module named 'missing_package'"),
         (["-m", "json.missing"], "-m json.missing: there is no such module"),
+        (["-m", "xml"], "-m xml: the package has no module xml.__main__; expected a module"),
     ],
 )
 def test_profile_without_a_program(
