@@ -323,7 +323,7 @@ def advice(seconds: Mapping[str, float], n_steps: int, model: BaseAlgorithm, bas
         + {
             "waiting": "use fewer workers with more environments each, n_workers=...",
             "wrappers": "use fewer wrappers around the VecEnv, or wrap the environments",
-            "buffer": "store fewer frames, with frame_stack=... of the compressed buffers",
+            "buffer": "store smaller observations, such as images of 84 by 84 pixels in grayscale",
             "returns": "use fewer, longer rollouts, n_steps=...",
             "sample": "use a smaller batch_size, or fewer gradient_steps",
             "callbacks": "call them less often, such as eval_freq=... and save_freq=...",

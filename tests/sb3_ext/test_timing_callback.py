@@ -250,6 +250,7 @@ def test_parts_of_other_algorithms(kind: type) -> None:
         ("waiting", DummyVecEnv, "fewer workers"),
         ("callbacks", DummyVecEnv, "eval_freq"),
         ("sample", DummyVecEnv, "batch_size"),
+        ("buffer", DummyVecEnv, "store smaller observations"),
         ("other", DummyVecEnv, "to a module"),
     ],
 )
