@@ -304,6 +304,7 @@ def test_failure_of_another_function_is_another_failure() -> None:
     [
         ("no_such_module:make", "no_such_module"),
         ("CartPole-v1", "expected the same wrappers and spaces. Write --env module:function"),
+        ("failing_envs:Walk", "Walk, is not built like the recorded one (0 instead of 4 wrappers); expected the same"),
     ],
 )
 def test_environment_of_another_kind_is_a_wrong_argument(

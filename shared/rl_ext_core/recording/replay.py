@@ -215,15 +215,24 @@ def prepare_env(env: Any, log: EpisodeLog) -> Any:
 
     env = as_gymnasium_env(env)
     layers = layers_of(env)
+    # The innermost layer is the environment, which has this generator. Wrappers do not have it.
+    depth = next((number + 1 for number, name in log.generators if name == "_np_random"), len(layers))
+    if len(layers) != depth:
+        raise _unlike_error(layers, f"{len(layers) - 1} instead of {depth - 1} wrappers")
     try:
         restore_beginning(env, log, Generators(layers))
     except Exception as error:
-        raise InvalidArgumentError(
-            f"the environment, {' of '.join(type(layer).__name__ for layer in layers)}, is not built like the recorded "
-            f"one ({type(error).__name__}: {error}); expected the same wrappers and spaces. Write --env "
-            "module:function, with a function that builds them all"
-        ) from error
+        raise _unlike_error(layers, f"{type(error).__name__}: {error}") from error
     return env
+
+
+def _unlike_error(layers: Sequence[Any], reason: str) -> InvalidArgumentError:
+    """Return the exception for an environment that has other wrappers or spaces than the recorded one."""
+    return InvalidArgumentError(
+        f"the environment, {' of '.join(type(layer).__name__ for layer in layers)}, is not built like the recorded one "
+        f"({reason}); expected the same wrappers and spaces. Write --env module:function, with a function that builds "
+        "them all"
+    )
 
 
 def _serve(connection: Connection, packed: bytes) -> None:
