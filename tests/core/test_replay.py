@@ -81,6 +81,22 @@ class Walk(gymnasium.Env):
         return self.observe(), 0.0, False, False, {}
 
 
+class Sum(gymnasium.Env):
+    """Environment that adds up the numbers in its actions, which may be in containers."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float64)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.total = np.zeros(1)
+        return self.total.copy(), {}
+
+    def step(self, action):
+        (value,) = action.values() if isinstance(action, dict) else action
+        self.total += value
+        return self.total.copy(), 0.0, False, False, {}
+
+
 class FailAt(gymnasium.Wrapper):
     """Wrapper that fails at a step of the episode."""
 
@@ -476,3 +492,24 @@ def test_damaged_capsule(failing: Any, tmp_path: Path, capsys: pytest.CaptureFix
         read_capsule(path)
     assert main(["replay", str(path), "--yes"]) == 2
     assert main(["replay", str(tmp_path / "missing.rlx"), "--yes"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("action", "change"),
+    [
+        (np.zeros(1), lambda action, value: action.fill(value)),
+        ({"move": np.zeros(1)}, lambda action, value: action["move"].fill(value)),
+        ([0.0], lambda action, value: action.__setitem__(0, value)),
+        ((np.zeros(1),), lambda action, value: action[0].fill(value)),
+    ],
+    ids=["array", "dict", "list", "tuple"],
+)
+def test_recorded_actions_are_copies(action: Any, change: Any, failing: Any) -> None:
+    env = EpisodeRecorder(failing.Sum())
+    env.reset(seed=1)
+    for value in (1, 2, 3):
+        change(action, value)
+        env.step(action)
+    log = env.episode_log()
+    assert log is not None
+    assert EpisodeRecorder(failing.Sum()).repeat(log).first_difference is None

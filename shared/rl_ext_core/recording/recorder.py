@@ -36,6 +36,8 @@ __all__ = [
 RECORDED_CALLS = ("env_method", "call", "set_attr", "set_wrapper_attr")
 _SETTERS = ("set_attr", "set_wrapper_attr")
 _ARRAY = np.ndarray  # each step looks it up
+# Types of actions that need no copy.
+_IMMUTABLE = frozenset((bool, int, float, np.int64, np.int32, np.float32, np.float64))
 _MAX_COPIED_BYTES = 256
 _MAX_ENTRIES = 2 * MAX_STEPS + 1
 
@@ -137,11 +139,12 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
 
         Each attribute that it would look up takes a tenth of the recorder's part of a step.
         """
-        env, append, array, summarize = self.env, entries.append, _ARRAY, self._summarize
+        env, append, array, summarize, immutable = self.env, entries.append, _ARRAY, self._summarize, _IMMUTABLE
 
         def step(action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-            # The caller may write to the array later.
-            append(action.copy() if type(action) is array else action)
+            # The caller may write to the array, dict or list later.
+            kind = type(action)
+            append(action.copy() if kind is array else action if kind in immutable else _copy(action))
             try:
                 result: tuple[Any, Any, bool, bool, dict[str, Any]] = env.step(action)
             except BaseException as error:
@@ -197,9 +200,9 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         :param name: one of :data:`RECORDED_CALLS`
         :param data: data of the call, as in :data:`~rl_ext_core.vector.environments.CALLS`
         """
-        from rl_ext_core.vector.environments import CALLS, copy_output  # which loads more than a wrapper needs
+        from rl_ext_core.vector.environments import CALLS  # which loads more than a wrapper needs
 
-        copied = copy_output(data)  # the caller may change the data later
+        copied = _copy(data)  # the caller may change the data later
         record_setting(self._settings, name, copied)
         self._entries.append(RecordedCall((name, copied)))
         try:
@@ -242,6 +245,13 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         restore_beginning(self.env, log, self._generators)
         self._settings = {(name, data[0]): (name, data) for name, data in log.settings}
         return repeat_calls(self, log)
+
+
+def _copy(data: Any) -> Any:
+    """Copy actions and arguments that the caller may change later."""
+    from rl_ext_core.vector.environments import copy_output  # which loads more than a wrapper needs
+
+    return copy_output(data)
 
 
 def read_result(result: Any) -> int | None:
