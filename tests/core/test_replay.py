@@ -513,3 +513,16 @@ def test_recorded_actions_are_copies(action: Any, change: Any, failing: Any) -> 
     log = env.episode_log()
     assert log is not None
     assert EpisodeRecorder(failing.Sum()).repeat(log).first_difference is None
+
+
+def test_attributes_that_are_set_through_wrappers_are_recorded() -> None:
+    env = EpisodeRecorder(gymnasium.make("CartPole-v1"))
+    env.reset(seed=1)
+    assert env.set_wrapper_attr("gravity", 3.0)
+    assert not env.set_wrapper_attr("no_such_attribute", 1, force=False)
+    env.step(1)
+    log = env.episode_log()
+    assert log is not None
+    copy = EpisodeRecorder(gymnasium.make("CartPole-v1"))
+    assert copy.repeat(log).first_difference is None
+    assert copy.get_wrapper_attr("gravity") == 3.0

@@ -111,6 +111,13 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
 
         return call
 
+    def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
+        """Set an attribute of the wrapped environment, and record that."""
+        if not force and not self.env.has_wrapper_attr(name):
+            return False
+        self.make_recorded_call("set_wrapper_attr", (name, value))
+        return True
+
     def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         """Reset the environment, and begin a new log."""
         generators, settings = self._generators, self._settings
