@@ -259,6 +259,11 @@ def test_numbers_of_spares_that_make_no_sense_are_refused() -> None:
         SharedMemoryVecEnv([Walk], spares=True)
 
 
+def test_no_environments_with_spares_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="env_fns is empty"):
+        SharedMemoryVecEnv([], spares=1)
+
+
 def test_make_vec_env_with_spares_starts_processes() -> None:
     venv = make_vec_env(Walk, 1, vec_env_kwargs={"spares": 1, "start_method": FAST})
     assert isinstance(venv, SharedMemoryVecEnv)

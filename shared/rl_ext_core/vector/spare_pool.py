@@ -13,7 +13,7 @@ from rl_ext_core.processes.failures import require_same_process
 from rl_ext_core.recording.recorder import RECORDED_CALLS
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, WorkerHandle
-from rl_ext_core.vector.environments import PoolOptions
+from rl_ext_core.vector.environments import PoolOptions, check_env_fns
 from rl_ext_core.vector.pool import Pool, ResetRequests
 from rl_ext_core.vector.worker import ENDED, StepEntry
 
@@ -36,8 +36,9 @@ class SparePool(Pool):
     _command = ""  # the awaited one; empty while the workers start
 
     def __init__(self, env_fns: Sequence[Callable[[], Any]], options: PoolOptions) -> None:
+        check_env_fns(env_fns)
         count = len(env_fns)
-        fns = [*env_fns, *(env_fns[index % max(count, 1)] for index in range(options.spares))]
+        fns = [*env_fns, *(env_fns[index % count] for index in range(options.spares))]
         super().__init__(fns, options, autoreset=Autoreset.DISABLED)
         self._rows = list(range(count))  # environment of each row
         self._spares = deque(range(count, len(fns)))  # environments in the order in which they continue rows
