@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import multiprocessing
 import os
@@ -21,7 +22,13 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, WorkerError
+from rl_ext_core.errors import (
+    EnvironmentOutputError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    NotCopyableError,
+    WorkerError,
+)
 from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.sb3_ext.vec_checks import FAST, no_workers
 from tests.sb3_ext.vec_test_envs import Counting, Failing, Informing, RandomEnv, Returning, Unpicklable
@@ -240,6 +247,15 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
     venv.step_wait()
     with pytest.raises(InvalidArgumentError, match="number of actions: 2, expected 3, one for each environment"):
         venv.step(ACTIONS[:2])
+    venv.close()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(duplicate: Any) -> None:
+    venv = SharedMemoryVecEnv([Counting] * 2, FAST)
+    with pytest.raises(NotCopyableError, match=r"cannot be copied or pickled.*SharedMemoryVecEnv\(env_fns\)"):
+        duplicate(venv)
+    venv.reset()
     venv.close()
 
 

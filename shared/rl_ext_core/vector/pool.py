@@ -12,11 +12,17 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from rl_ext_core import processes, resources
 from rl_ext_core._interrupts import defer_signals
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, StorageError, WorkerError
+from rl_ext_core.errors import (
+    EnvironmentOutputError,
+    InvalidArgumentError,
+    NotCopyableError,
+    StorageError,
+    WorkerError,
+)
 from rl_ext_core.processes.failures import require_same_process
 from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.recording.capsule import RecordedFailure, record_crash
@@ -153,6 +159,12 @@ class Pool:
             self.end()
             raise
         self.timings.start_seconds = time.perf_counter() - begin
+
+    def __reduce__(self) -> NoReturn:
+        raise NotCopyableError(
+            "environments in worker processes cannot be copied or pickled; expected the functions that build them. "
+            "Write SharedMemoryVecEnv(env_fns), which starts new workers"
+        )
 
     @property
     def num_envs(self) -> int:

@@ -347,7 +347,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             self._pool.close(timeout)
 
     def __del__(self) -> None:
-        if not getattr(self, "closed", True):
+        if "_pool" in vars(self) and not self.closed:  # a copy that was refused has no pool
             self.close(terminate=True)
 
     def _require_idle(self, method: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import multiprocessing
 import resource
 from pathlib import Path
@@ -14,7 +16,14 @@ from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, StorageError, WorkerError
+from rl_ext_core.errors import (
+    EnvironmentOutputError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    NotCopyableError,
+    StorageError,
+    WorkerError,
+)
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.pool import Pool
 from tests.forks import result_in_fork
@@ -155,6 +164,16 @@ def test_restart_in_reset_repeats_the_reset(tmp_path: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_copies_are_refused() -> None:
+    envs = SharedMemoryVectorEnv([Counting] * 2)
+    with pytest.raises(NotCopyableError, match="cannot be copied or pickled"):
+        copy.deepcopy(envs)
+    gc.collect()
+    envs.reset()
+    envs.close()
+
+
 @pytest.mark.parametrize("closes", [True, False])
 def test_forked_process_cannot_use_or_end_the_workers(closes: bool, capfd: pytest.CaptureFixture[str]) -> None:
     envs = SharedMemoryVectorEnv([Counting, Counting], **FAST)
