@@ -88,8 +88,13 @@ def _zeros(space: Any, device: Any, steps: int, n_envs: int) -> Any:
 
 def _write(position: int, batch: torch.Tensor, value: Any) -> None:
     """Copy a tensor or array into a row of a buffer."""
-    row = batch[position]
-    row.copy_(torch.as_tensor(value).view_as(row))
+    row, value = batch[position], torch.as_tensor(value)
+    if value.shape[:1] != row.shape[:1] or value.numel() != row.numel():
+        raise InvalidArgumentError(
+            f"a part of the transition has shape {tuple(value.shape)}, expected {tuple(row.shape)}: one row per "
+            "environment. Use a buffer that was made or saved with the same n_envs and spaces"
+        )
+    row.copy_(value.view_as(row))
 
 
 class TensorRolloutBuffer(RolloutBuffer):

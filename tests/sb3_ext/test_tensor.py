@@ -965,6 +965,16 @@ def test_replay_buffer_takes_memory_when_it_is_written() -> None:
         TensorReplayBuffer(100_000_000_000, box, spaces.Discrete(3), "cpu", n_envs=4)
 
 
+@pytest.mark.parametrize("shape", [(3, 4), (4, 2), (2, 5)])
+def test_transitions_of_another_shape_are_refused(shape: tuple[int, int]) -> None:
+    box = spaces.Box(-1, 1, (4,), np.float32)
+    buffer = TensorReplayBuffer(20, box, spaces.Discrete(3), "cpu", n_envs=2)
+    observations, numbers = torch.zeros(shape), torch.zeros(2)
+    # (4, 2) has as many numbers as (2, 4), but they belong to other environments.
+    with pytest.raises(InvalidArgumentError, match=r"has shape .*, expected \(2, 4\): one row per environment"):
+        buffer.add(observations, observations, numbers, numbers, numbers, [{}] * 2)
+
+
 def test_loaded_replay_buffers_have_the_class_of_the_user(tmp_path: Path) -> None:
     class Mine(TensorReplayBuffer):
         pass
