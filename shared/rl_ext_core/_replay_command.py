@@ -12,6 +12,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -182,6 +183,7 @@ def _print_result(capsule: Capsule, result: ReplayResult, console: Console) -> i
 
 def _debug(capsule: Capsule, source: str | None, console: Console) -> None:
     """Repeat the episode in this process, and stop in the debugger before the last call."""
+    import bdb
     import pdb
 
     from rl_ext_core.recording.recorder import repeat_calls
@@ -197,4 +199,5 @@ def _debug(capsule: Capsule, source: str | None, console: Console) -> None:
             pdb.set_trace()
 
     env = prepare_env(build_env(capsule, source), log)
-    repeat_calls(env, log, read=OutputCheck(env, in_space=False).check, before_call=stop_before_last)
+    with contextlib.suppress(bdb.BdbQuit):  # 'q' in the debugger
+        repeat_calls(env, log, read=OutputCheck(env, in_space=False).check, before_call=stop_before_last)

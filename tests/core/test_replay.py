@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import functools
 import json
 import os
@@ -296,6 +297,15 @@ def test_debugger_stops_before_the_call_that_fails(
     (printed,) = stops
     assert "in this process" in printed
     assert f"next is step {read_capsule(path).step}" in printed
+
+
+def test_debugger_can_be_quit(failing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def quit_debugger() -> None:
+        raise bdb.BdbQuit  # as 'q' does
+
+    path = record(failing.Walk, tmp_path, "exception", has_left)
+    monkeypatch.setattr("pdb.set_trace", quit_debugger)
+    assert main(["replay", str(path), "--yes", "--pdb"]) == 0
 
 
 def test_failure_of_another_function_is_another_failure() -> None:
