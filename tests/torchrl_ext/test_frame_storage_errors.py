@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +112,24 @@ def test_invalid_data_is_refused_and_changes_nothing(
     assert storage._columns[0].pool.held == 40
     buffer.extend(data[20:].clone())
     assert_same(storage[torch.arange(30)], data.to("cpu"))
+    storage.close()
+
+
+@pytest.mark.parametrize("key", ["pixels", ("next", "reward"), "next"])
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_new_elements_without_a_key_are_refused(key: Any, in_folder: bool, tmp_path: Path) -> None:
+    # Its places would keep the values of the elements that are overwritten (pytorch/rl#2437).
+    storage = FrameStorage(20, storage_dir=tmp_path / "storage" if in_folder else None)
+    buffer, data = TensorDictReplayBuffer(storage=storage), _make_data(25).to("cpu")
+    buffer.extend(data[:20].clone())
+    for add, rows in ((buffer.extend, data[:3].clone()), (buffer.add, data[0].clone())):
+        with pytest.raises(InvalidArgumentError, match=r"'(pixels|next)'.* is missing, .*nothing was stored"):
+            add(rows.exclude(key))
+    assert_same(storage[torch.arange(20)].exclude("index"), data[:20])
+    buffer[2:4] = TensorDict({"next": {"reward": data[20:22]["next", "reward"]}}, [2])  # changes one key
+    assert storage[2:4]["next", "reward"].equal(data[20:22]["next", "reward"])
+    ReplayBuffer(storage=storage).extend(data[20:].clone())  # without "index"
+    assert_same(storage[torch.arange(5)].exclude("index"), data[20:])
     storage.close()
 
 

@@ -16,7 +16,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, LossyOptions
 from rl_ext_core.frames.journal import Places
 from rl_ext_core.frames.layout import candidate_layouts
-from torchrl_ext.frame_storage.columns import FrameColumn, list_items
+from torchrl_ext.frame_storage.columns import FrameColumn, Key, list_items
 
 
 def positive_int(name: str, value: Any) -> int:
@@ -229,7 +229,13 @@ def _check_length(data: Any, expected: tuple[int, ...], cursor: Any) -> None:
 
 
 def has_known_leaves(
-    where: Target, stored_rows: Any, columns: list[FrameColumn], *, may_cast: bool, may_add_keys: bool
+    where: Target,
+    stored_rows: Any,
+    columns: list[FrameColumn],
+    *,
+    may_cast: bool,
+    may_add_keys: bool,
+    may_lack_keys: bool,
 ) -> bool:
     """Compare elements with the stored ones; return whether all their keys are stored.
 
@@ -238,12 +244,13 @@ def has_known_leaves(
     :param columns: columns of the images
     :param may_cast: whether leaves other than images may have another dtype
     :param may_add_keys: whether elements may have new keys
-    :raises InvalidArgumentError: If a shape differs, or a key is new and ``may_add_keys`` is False.
+    :param may_lack_keys: whether elements may lack stored keys, because the stored values are to be kept
+    :raises InvalidArgumentError: If a shape differs, or if a key is new or missing and must not be.
     :raises InvalidTypeError: If a dtype or a kind of leaf differs.
     """
     images = {key: column.shape for column in columns for key in column.keys}
-    known = True
-    for key, leaf in list_items(where.data):
+    known, items = True, list_items(where.data)
+    for key, leaf in items:
         stored = stored_rows.get(key, None)
         if type(leaf) is type(stored) is TensorDict:
             continue
@@ -271,7 +278,20 @@ def has_known_leaves(
                 f"{key!r} has dtype {leaf.dtype}, expected {stored.dtype} as in the storage; nothing was stored. "
                 f"Use data[{key!r}] = data[{key!r}].to({stored.dtype})"
             )
+    if not may_lack_keys:
+        _check_keys({key for key, _ in items}, [key for key, _ in list_items(stored_rows)])
     return known
+
+
+def _check_keys(found: set[Key], stored: list[Key]) -> None:
+    """Raise an error if new elements lack a key, whose place would keep the value of an overwritten element."""
+    # TensorDictReplayBuffer adds the key "index", and ReplayBuffer does not.
+    missing = [key for key in stored if key not in found and key != "index"]
+    if missing:
+        raise InvalidArgumentError(
+            f"{missing[0]!r} is missing, expected all keys of the stored elements; nothing was stored. Add it to the "
+            "data, or change some keys of stored elements with storage[index] = data"
+        )
 
 
 def snapshot_rows(rows: Any, cursor: Any) -> Callable[[], None]:

@@ -366,9 +366,11 @@ class FrameStorage(TensorStorage):
 
         :param cursor: an index or several. If a place is repeated, the last element for it is stored
         :param data: TensorDict with one element per place
-        :param set_cursor: whether to record the place as the last one written; TorchRL's writers pass True
+        :param set_cursor: whether elements are added, as TorchRL's writers do, and not changed. They need all keys of
+            the stored ones, and the place is recorded as the last one written
         :raises InvalidTypeError: If ``data`` is not a TensorDict, or a dtype differs from that of the first elements.
-        :raises InvalidArgumentError: If a shape differs from that of the first elements, or the index is invalid.
+        :raises InvalidArgumentError: If a shape differs from that of the first elements, a key is missing, or the index
+            is invalid.
         :raises OutOfMemoryError: If memory is exhausted, or one element takes more than ``max_bytes``.
         :raises StorageError: If the disk of ``storage_dir`` is full.
         """
@@ -404,7 +406,12 @@ class FrameStorage(TensorStorage):
                 raise self._writer_error(where.places[0])
             may_cast = is_single_index(cursor) or is_slices(cursor)  # as torch does
             if not has_known_leaves(
-                where, self._storage, self._columns, may_cast=may_cast, may_add_keys=self._folder is None
+                where,
+                self._storage,
+                self._columns,
+                may_cast=may_cast,
+                may_add_keys=self._folder is None,
+                may_lack_keys=not set_cursor,
             ):
                 undo = snapshot_rows(self._storage, where.cursor)
             small, new = encode_images(self._columns, where.data)
