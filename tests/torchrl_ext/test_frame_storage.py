@@ -633,3 +633,18 @@ def test_frames_of_collectors_are_exact_and_stored_once(make: Any, pixels: Any, 
         raw = sum(storages[1]._storage.get(key).nbytes for key in column.keys)
         assert column.pool.layout.n_stack == (1 if "observation" in column.keys and make is _make_float_atari else 4)
         assert column.pool.nbytes < raw / 20
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_second_buffer_that_writes_does_not_make_unwritten_places_count(ndim: int) -> None:
+    """Its writer begins at the first place, as in TorchRL, which then samples memory that was never written."""
+    storage, data = FrameStorage(40, ndim=ndim), Videos(2).collect(16).to("cpu")
+    data = data.transpose(0, 1).contiguous() if ndim == 2 else data.reshape(-1)
+    first, second = (TensorDictReplayBuffer(storage=storage, batch_size=4, dim_extend=0) for _ in range(2))
+    begin, middle, end = data.split([10, 4, 2] if ndim == 2 else [20, 8, 4])
+    first.extend(begin.clone())
+    second.extend(middle.clone())
+    assert len(first) == len(second) == begin.numel()
+    first.extend(end.clone())
+    assert len(second) == begin.numel() + end.numel()
+    assert_same(storage[:].exclude("index"), torch.cat([middle, begin[len(middle) :], end]))

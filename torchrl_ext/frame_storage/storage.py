@@ -419,6 +419,9 @@ class FrameStorage(TensorStorage):
             self._begin_write(where.places)
             old = {key: self._storage.get(key)[where.cursor].clone() for key in new}
             super().set(where.cursor, small, set_cursor=set_cursor)
+            # TorchRL adds the number of elements, although another buffer may have written to these places.
+            per_row = self.max_size // len(self._storage)
+            self._len = min(self._len, max(length, (int(where.places.max(initial=0)) + 1) * per_row))
         except BaseException:
             if undo is not None:
                 undo()
