@@ -151,7 +151,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         def step(action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
             # The caller may write to the array, dict or list later.
             kind = type(action)
-            append(action.copy() if kind is array else action if kind in immutable else _copy(action))
+            append(action.copy() if kind is array else action if kind in immutable else _copy_data(action))
             try:
                 result: tuple[Any, Any, bool, bool, dict[str, Any]] = env.step(action)
             except BaseException as error:
@@ -209,7 +209,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         """
         from rl_ext_core.vector.environments import CALLS  # which loads more than a wrapper needs
 
-        copied = _copy(data)  # the caller may change the data later
+        copied = _copy_data(data)  # the caller may change the data later
         record_setting(self._settings, name, copied)
         self._entries.append(RecordedCall((name, copied)))
         try:
@@ -254,7 +254,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         return repeat_calls(self, log)
 
 
-def _copy(data: Any) -> Any:
+def _copy_data(data: Any) -> Any:
     """Copy actions and arguments that the caller may change later."""
     from rl_ext_core.vector.environments import copy_output  # which loads more than a wrapper needs
 
