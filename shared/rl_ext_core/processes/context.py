@@ -10,6 +10,7 @@ They differ from multiprocessing's processes:
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import logging
@@ -156,6 +157,7 @@ class Worker(BaseProcess):
     def _Popen(process: Any) -> Any:  # noqa: N802 multiprocessing's name
         """Start the process by its start method. If the fork server fails, spawn it."""
         if process._start_method == "fork":
+            server.import_modules(process._modules)
             return _ForkPopen(process)
         if process._start_method == "forkserver":
             try:
@@ -199,6 +201,7 @@ class Worker(BaseProcess):
         """Run the function, in the worker. multiprocessing calls this method."""
         begin = self._worker_start
         if begin.function is None:  # the worker is forked
+            gc.freeze()  # a collection would write to all objects of the parent, and so copy their memory
             begin = replace(begin, function=self._function())
         else:
             lifeline = None if begin.lifeline is None else begin.lifeline.detach()
@@ -446,8 +449,8 @@ def get_context(
     ``PYTHONHASHSEED``. Changes of these by ``environs`` have no effect.
 
     :param method: ``"forkserver"``, ``"spawn"`` or ``"fork"``; default: ``"forkserver"`` on Linux, else ``"spawn"``
-    :param preload: names of modules that the fork server imports once for all workers. Their import must not start
-        threads or change global state. Other methods ignore this parameter
+    :param preload: names of modules that the fork server imports once for all workers; with ``"fork"``, this process
+        does. Their import must not start threads or change global state. ``"spawn"`` ignores this parameter
     :param environs: environment variables to set, one mapping per process in the order of creation; a value of None
         unsets the variable
     :param label: name of the workers, for process names and messages

@@ -32,6 +32,7 @@ __all__ = [
     "GROUP_SIGNALS",
     "UnusableError",
     "block_signals",
+    "import_modules",
     "prepare",
     "reset_signals",
     "start_process",
@@ -250,8 +251,6 @@ def stop_server() -> None:
 def prepare(modules: Sequence[str], variables: Mapping[str, str | None]) -> None:
     """Set up a new fork server: its process group, variables and preloaded modules.
 
-    A module that cannot be imported is skipped. The worker that imports it reports the error.
-
     :param modules: names of modules to import
     :param variables: environment variables to set; None unsets
     """
@@ -261,13 +260,23 @@ def prepare(modules: Sequence[str], variables: Mapping[str, str | None]) -> None
     # Garbage collections during the imports would take a tenth of their time and find nothing.
     gc.disable()
     # All workers need this package's module. Without it here, each worker would import it.
-    for module in ("rl_ext_core.processes.context", *modules):
-        with suppress(BaseException):  # an import may call sys.exit, but the server must import the other modules
-            importlib.import_module(module)
+    import_modules(["rl_ext_core.processes.context", *modules])
     gc.collect()
     # A collection in a worker would write to all objects, and so copy all pages that workers share.
     gc.freeze()
     gc.enable()
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import modules before workers are forked from this process. Modules that cannot be imported are skipped.
+
+    The worker that imports such a module reports the error.
+
+    :param names: names of the modules
+    """
+    for name in names:
+        with suppress(BaseException):  # an import may call sys.exit, but the other modules must be imported
+            importlib.import_module(name)
 
 
 def _disown_servers() -> None:

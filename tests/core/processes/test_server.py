@@ -55,6 +55,15 @@ def test_preloaded_modules_are_loaded_in_workers(module: Path) -> None:
     assert "preloaded_module" not in sys.modules
 
 
+def test_forked_workers_share_the_modules_and_objects_of_their_parent(module: Path) -> None:
+    """Without that, each of them imports the modules and copies the parent's memory."""
+    module.write_text("")
+    with group("fork", 1, preload=["preloaded_module", "module_that_does_not_exist"]) as workers:
+        assert "preloaded_module" in workers.ask(0, "modules")
+        assert "preloaded_module" in sys.modules
+        assert workers.ask(0, "is_frozen")
+
+
 def test_crash_is_named_if_a_preloaded_library_handles_its_signal(module: Path) -> None:
     module.write_text("import ctypes\nctypes.CDLL(None).signal(11, ctypes.CDLL(None)._exit)\n")  # as pygame does
     with (
