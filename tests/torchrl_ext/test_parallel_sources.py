@@ -13,6 +13,7 @@ import torch
 from torchrl.envs import CatFrames, RewardSum, SerialEnv, StepCounter, TransformedEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, WorkerError
+from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.compare import run_in_subprocess
 from rl_ext_core.factory.walk import fingerprint
 from tests.leaks import running_workers
@@ -124,6 +125,16 @@ def test_instance_is_compared_with_its_copy_once(monkeypatch: pytest.MonkeyPatch
     asked.clear()
     ParallelEnv(2, factory)
     assert asked == []
+
+
+def test_each_worker_gets_only_its_own_factory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all factories for each worker, the start of N workers would take N² pickles."""
+    pickled, reduce = [], EnvFactory.__reduce__
+    monkeypatch.setattr(EnvFactory, "__reduce__", lambda factory: pickled.append(factory) or reduce(factory))
+    env = ParallelEnv(4, as_factory(make_changed_well()), seed=0)
+    env.reset()
+    assert len(pickled) == 4
+    env.close()
 
 
 @pytest.mark.sample(ci=1)

@@ -86,10 +86,10 @@ class WorkerPlan:
                 factories[id(item)] = factory.for_workers(num_workers, seed=seed, overrides=own, devices=devices)
         self.factories = [factories[id(item)][index] for index, item in enumerate(sources)]
         self.seeds = _worker_seeds(seed, num_workers)
-        alike = {key: WorkerEnvBuilder(own, self.seeds) for key, own in factories.items()}
+        alike = {key: WorkerEnvBuilder() for key in factories}
         self._envs = [alike[id(item)] for item in sources]
         self.functions: Any = self._envs[0] if len(alike) == 1 else self._envs
-        self.kwargs = _per_worker(kwargs, num_workers)
+        self.kwargs = _per_worker(kwargs, self.factories, self.seeds)
         # Set as in TorchRL's workers, because environments may read the number of threads when they are built.
         begin = None if num_threads is None else functools.partial(torch.set_num_threads, num_threads)
         self._examine_factory = functools.partial(
@@ -178,50 +178,68 @@ def _overrides_of(item: Any, sources: list[Any], overrides: Any) -> Any:
     return [entry if source is item else {} for source, entry in zip(sources, entries, strict=True)]
 
 
-def _per_worker(kwargs: Any, num_workers: int) -> list[dict[str, Any]]:
-    """Return the keyword arguments of each worker's environment, with the worker's number."""
-    entries = [kwargs or {}] * num_workers if kwargs is None or isinstance(kwargs, Mapping) else list(kwargs)
-    if len(entries) != num_workers:
+def _per_worker(
+    kwargs: Any, factories: Sequence[EnvFactory[EnvBase]], seeds: Sequence[int] | None
+) -> list[dict[str, Any]]:
+    """Return the keyword arguments of each worker's environment, with the worker's own data as ``worker``."""
+    number = len(factories)
+    entries = [kwargs or {}] * number if kwargs is None or isinstance(kwargs, Mapping) else list(kwargs)
+    if len(entries) != number:
         raise InvalidArgumentError(
-            f"create_env_kwargs has length {len(entries)} for num_workers={num_workers}; expected one entry per worker"
+            f"create_env_kwargs has length {len(entries)} for num_workers={number}; expected one entry per worker"
         )
-    return [{**entry, "worker": index} for index, entry in enumerate(entries)]
+    own = [
+        _WorkerSource(index, factory, None if seeds is None else seeds[index])
+        for index, factory in enumerate(factories)
+    ]
+    return [{**entry, "worker": source} for entry, source in zip(entries, own, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _WorkerSource:
+    """Data of one worker. Each worker receives only its own.
+
+    :ivar index: index of the worker
+    :ivar factory: factory of its environment
+    :ivar seed: seed for ``set_seed``; None: unseeded
+    """
+
+    index: int
+    factory: EnvFactory[EnvBase]
+    seed: int | None
 
 
 class WorkerEnvBuilder:
     """Function that builds the environment of each worker.
 
-    TorchRL requires the same function for equal environments.
+    TorchRL requires the same function for equal environments. What differs is in the keyword argument ``worker``.
 
-    :param factories: factory of each worker
-    :param seeds: seed of each worker, for ``set_seed``; None: unseeded
     :ivar schema: keys, shapes and dtypes of the buffers; None: not checked
     :ivar logs: memory of the workers' logs while they start; None: episodes are not recorded
     """
 
-    def __init__(self, factories: Sequence[EnvFactory[EnvBase]], seeds: Sequence[int] | None) -> None:
-        self.factories, self.seeds = list(factories), seeds
+    def __init__(self) -> None:
         self.schema: Schema | None = None
         self.logs: SharedMemory | None = None
 
-    def __call__(self, *, worker: int, **overrides: Any) -> EnvBase:
+    def __call__(self, *, worker: _WorkerSource, **overrides: Any) -> EnvBase:
         """Build the environment of a worker.
 
-        :param worker: index of the worker
+        :param worker: index, factory and seed of the worker
         :param overrides: overrides in addition to those of the factory
         :raises InvalidArgumentError: If the environment's specs differ from those of the buffers.
         """
-        seed = None if self.seeds is None else self.seeds[worker]
+        index, seed = worker.index, worker.seed
         processes.set_status(phase="building the environment", **({} if seed is None else {"seed": seed}))
         try:
-            environment = self.factories[worker](**overrides)
+            environment = worker.factory(**overrides)
             processes.on_abnormal_exit(functools.partial(_close_if_alive, weakref.ref(environment)))
             # Read here too, because errors would be lost in TorchRL's worker.
             found = read_metadata(environment)
             if self.schema is not None:
-                _check_schema(self.schema, _schema(found), worker)
+                _check_schema(self.schema, _schema(found), index)
             if self.logs is not None:
-                start_recorder(environment, worker, self.logs.map(LOG_BYTES, LOG_BYTES * worker))
+                start_recorder(environment, index, self.logs.map(LOG_BYTES, LOG_BYTES * index))
             if seed is not None:
                 # Some environments, such as Melting Pot's, have no seed. The process's generators are seeded anyway.
                 with contextlib.suppress(NotImplementedError):
