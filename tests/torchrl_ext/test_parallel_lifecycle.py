@@ -234,6 +234,25 @@ def test_close_warns_after_shutdown_timeout(tmp_path: Path, caplog: pytest.LogCa
         env.close()
 
 
+class SlowToStep(Well):
+    """Environment whose step takes 0.6 seconds without computing."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        time.sleep(0.6)
+        return super().step(action)
+
+
+def test_waiting_for_workers_takes_no_core_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_ext_core.resources.usable_cores", lambda: 2)
+    env = ParallelEnv(2, SlowToStep)
+    data = env.rand_action(env.reset())
+    env.step(data.clone())
+    begin = time.process_time()
+    env.step(data)
+    assert time.process_time() - begin < 0.15, "TorchRL polls for 0.6 seconds"
+    env.close()
+
+
 class ManyKeys(Well):
     """Environment whose observations have 300 keys."""
 

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import socket
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from torchrl.envs import batched_envs as upstream
 from rl_ext_core import processes, resources
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.processes.failures import require_same_process
+from rl_ext_core.vector.channel import should_spin
 from torchrl_ext.parallel.worker_plan import SpeedCheck, WorkerPlan
 
 __all__ = ["SupervisedEnv"]
@@ -26,6 +28,8 @@ __all__ = ["SupervisedEnv"]
 _PING = "batch_size"
 # A worker that closes its environment for longer is logged.
 _SLOW_CLOSE_S = 10.0
+# Pause between two readings of the workers' flags. A step of two CartPoles takes ten times as long.
+_PAUSE_S = 1e-4
 
 _log = logging.getLogger("torchrl_ext")
 
@@ -70,7 +74,7 @@ class SupervisedEnv(upstream.ParallelEnv):
     _watch: processes.Watch | None = None
     _failure_summary: str | None = None
     _speed_check: SpeedCheck | None = None
-    _closing = _has_open_call = False
+    _closing = _has_open_call = _polls = False
 
     def _check_buffers(self, method: str) -> None:
         """Raise an error if forked workers would not share the buffers."""
@@ -88,6 +92,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         if self._speed_check is None:
             self._speed_check = self._plan.make_speed_check()
         resources.check_open_file_limit(self.num_workers, "ParallelEnv({}, ...)")
+        self.__dict__["_polls"] = should_spin(self.num_workers)
         started: list[Any] = []
         self._plan.open_logs()
         try:
@@ -220,6 +225,18 @@ class SupervisedEnv(upstream.ParallelEnv):
             super().close(raise_if_closed=raise_if_closed)
         finally:
             self._closing = False
+
+    def _wait_for_workers(self, workers_range: Sequence[int]) -> None:
+        """Wait until workers have answered, without taking a core from them.
+
+        TorchRL polls their flags without a pause.
+        """
+        if self._use_buffers and not self._owning_env()._polls:
+            flags, end = self._shm_done_flags, time.monotonic() + self.BATCHED_PIPE_TIMEOUT
+            for index in [self._worker_indices[number] for number in workers_range]:
+                while not flags[index] and time.monotonic() < end:
+                    time.sleep(_PAUSE_S)
+        super()._wait_for_workers(workers_range)  # it resets the flags
 
     _reset = _as_operation("_reset", "reset")
     set_seed = _as_operation("set_seed")
