@@ -9,6 +9,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+# Names of the competitors of the start.
+STARTS = (TORCHRL, OURS, VECTORIZED) = ("TorchRL ParallelEnv", "ours, ParallelEnv", "ours, SharedMemoryVectorEnv")
 PIXELS = (3, 84, 84)
 STEP_S = 0.001
 
@@ -43,14 +45,19 @@ class Pixels(gymnasium.Env[Any, Any]):
 
 
 def make_pixels(*, slow: bool = False, index: int = 0) -> Any:
-    """Return pixels for TorchRL.
+    """Return pixels for TorchRL; see :func:`make_plain_pixels`."""
+    from torchrl.envs import GymWrapper
+
+    return GymWrapper(make_plain_pixels(slow=slow, index=index))
+
+
+def make_plain_pixels(*, slow: bool = False, index: int = 0) -> Pixels:
+    """Return pixels for gymnasium.
 
     :param slow: Whether episodes are short, and a reset of the first environment takes 200 ms.
     :param index: Number of the environment.
     """
-    from torchrl.envs import GymWrapper
-
-    return GymWrapper(Pixels(16 if slow else 200, 0.2 if slow and index == 0 else 0.0))
+    return Pixels(16 if slow else 200, 0.2 if slow and index == 0 else 0.0)
 
 
 def make_pong() -> Any:
@@ -73,22 +80,33 @@ def make_slow(delay: float) -> Any:
     """Return an environment for TorchRL that takes time to build."""
     from torchrl.envs import GymWrapper
 
+    return GymWrapper(make_plain_slow(delay))
+
+
+def make_plain_slow(delay: float) -> Any:
+    """Return an environment for gymnasium that takes time to build."""
     time.sleep(delay)
-    return GymWrapper(gymnasium.make("CartPole-v1"))
+    return gymnasium.make("CartPole-v1")
 
 
 def main() -> None:
-    """Print the seconds from the constructor of ParallelEnv to its first observation."""
+    """Print the seconds from the constructor of parallel environments to their first observation."""
     from functools import partial
 
-    library, workers, delay = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-    if library == "ours":
-        from torchrl_ext import ParallelEnv
-    else:
-        from torchrl.envs import ParallelEnv
+    from torchrl.envs import ParallelEnv
+
+    import torchrl_ext
+    from rl_ext_core.vector import SharedMemoryVectorEnv
+
+    name, workers, delay = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     begin = time.perf_counter()
-    options = {} if library == "ours" else {"mp_start_method": "spawn"}
-    env = ParallelEnv(workers, partial(make_slow, delay), **options)
+    env: Any
+    if name == TORCHRL:
+        env = ParallelEnv(workers, partial(make_slow, delay), mp_start_method="spawn")
+    elif name == OURS:
+        env = torchrl_ext.ParallelEnv(workers, partial(make_slow, delay))
+    else:
+        env = torchrl_ext.GymWrapper(SharedMemoryVectorEnv([partial(make_plain_slow, delay)] * workers))
     env.reset()
     print(time.perf_counter() - begin)
     env.close()

@@ -46,6 +46,14 @@ from sb3_ext import AutoVecEnv, CompressedReplayBuffer, SharedMemoryVecEnv
 show = functools.partial(show_ratios, "field")
 
 
+def show_each(track: str, seconds: dict[str, np.ndarray]) -> None:
+    """Print the ratios of each of our competitors to those of others."""
+    ours = [name for name in seconds if name.startswith(OURS)]
+    for name in ours:
+        found = {other: times for other, times in seconds.items() if other == name or other not in ours}
+        show(f"{track}: {name}", found, **({"scale": 1, "unit": "s"} if track.startswith("start") else {}))
+
+
 def repeated(function: Callable[[], object], count: int) -> Callable[[], None]:
     """Return a function that calls another one several times."""
 
@@ -279,13 +287,12 @@ def measure_rollout(number: int, steps: int, rounds: int) -> None:
 def start(rounds: int, large: bool) -> None:
     """Measure the start of ParallelEnv with workers that take time to build, until the first reset."""
     for workers, delay in ((20, 0.01), *([(80, 0.01), (20, 0.1)] if large else [])):
-        found: dict[str, list[float]] = {"TorchRL ParallelEnv": [], "ours, ParallelEnv": []}
+        found: dict[str, list[float]] = {name: [] for name in worlds.STARTS}
         for turn in range(max(3, rounds // 10)):
             for name in list(found) if turn % 2 else list(reversed(found)):
-                library = "ours" if name.startswith(OURS) else "torchrl"
-                found[name].append(float(run_module("benchmarks._field_environments", library, workers, delay)))
+                found[name].append(float(run_module("benchmarks._field_environments", name, workers, delay)))
         seconds = {name: np.array(values) for name, values in found.items()}
-        show(f"start: {workers} workers, {delay} s each", seconds, scale=1, unit="s")
+        show_each(f"start: {workers} workers, {delay} s each", seconds)
 
 
 class Scale(nn.Module):
@@ -309,15 +316,22 @@ def pixels(rounds: int, large: bool) -> None:
 
     In the second setting, episodes have 16 steps, and a reset of the first environment takes 200 ms more. TorchRL's
     asynchronous collector then returns more frames of the other environments. The others return equally many of all.
+    The vectorized environment has spares there, which are reset while the others are stepped.
     """
     torch.set_num_threads(1)
     for slow in (False, True):
         env_fns = [functools.partial(worlds.make_pixels, slow=slow, index=index) for index in range(8)]
+        plain_fns = [functools.partial(worlds.make_plain_pixels, slow=slow, index=index) for index in range(8)]
         policy = make_pixel_policy(worlds.make_pixels().action_spec)
         for size in (256, 1024):
+            vectorized = SharedMemoryVectorEnv(plain_fns, autoreset_mode="SameStep", spares=8 if slow else 0)
             collectors: dict[str, Any] = {
-                name: Collector(cls(8, env_fns), policy, frames_per_batch=size, total_frames=-1)
-                for name, cls in (("TorchRL ParallelEnv", ParallelEnv), ("ours, ParallelEnv", torchrl_ext.ParallelEnv))
+                name: Collector(env, policy, frames_per_batch=size, total_frames=-1)
+                for name, env in (
+                    ("TorchRL ParallelEnv", ParallelEnv(8, env_fns)),
+                    ("ours, ParallelEnv", torchrl_ext.ParallelEnv(8, env_fns)),
+                    ("ours, SharedMemoryVectorEnv", torchrl_ext.GymWrapper(vectorized)),
+                )
             }
             collectors["TorchRL async-shm"] = AsyncBatchedCollector(
                 env_fns,
@@ -333,7 +347,7 @@ def pixels(rounds: int, large: bool) -> None:
             runs = {name: functools.partial(next, each) for name, each in batches.items()}
             time_in_turns(runs, rounds=2)
             name = f"pixels{', slow resets' if slow else ''}: batch of {size} frames"
-            show(name, time_in_turns(runs, rounds=max(5, rounds // 3)))
+            show_each(name, time_in_turns(runs, rounds=max(5, rounds // 3)))
             for collector in collectors.values():
                 collector.shutdown()
 
