@@ -275,8 +275,12 @@ def import_modules(names: Sequence[str]) -> None:
     :param names: names of the modules
     """
     for name in names:
-        with suppress(BaseException):  # an import may call sys.exit, but the other modules must be imported
+        try:
             importlib.import_module(name)
+        except KeyboardInterrupt:  # of the process that forks its workers
+            raise
+        except BaseException:  # an import may call sys.exit, but the other modules must be imported
+            continue
 
 
 def _disown_servers() -> None:
