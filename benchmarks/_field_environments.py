@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import gymnasium
@@ -74,6 +75,17 @@ def make_pong() -> Any:
         lambda frames: np.ascontiguousarray(np.moveaxis(frames, 0, -1)),
         gymnasium.spaces.Box(0, 255, (84, 84, 4), np.uint8),
     )
+
+
+def play_pong(count: int) -> Iterator[tuple[Any, Any, bool]]:
+    """Yield stacks of random play in Pong, the next ones, and whether the episode ends."""
+    env = make_pong()
+    observation, _ = env.reset(seed=0)
+    env.action_space.seed(0)
+    for _ in range(count):
+        following, _, terminated, truncated, _ = env.step(env.action_space.sample())
+        yield observation, following, terminated or truncated
+        observation = env.reset()[0] if terminated or truncated else following
 
 
 def make_slow(delay: float) -> Any:

@@ -1,12 +1,14 @@
 """The field's own benchmarks, in their settings, with this package as one more competitor.
 
-    python -m benchmarks.field [step vector push rollout start pixels train save] [--rounds 30] [--large]
+    python -m benchmarks.field [step vector push buffers rollout start pixels train save] [--rounds 30] [--large]
 
 Competitors take turns in one process. Each ratio is the median over rounds, with a bootstrap 95 % interval. Competitors
 that are not installed are named and left out. They are not requirements of this project:
-``pip install rlox cpprb "sb3-extra-buffers[fast]"`` (and ``flashbax jax``).
+``pip install rlox cpprb flashbax "sb3-extra-buffers[fast]"``. Reverb needs Python 3.11 or older, and replaces NumPy 2,
+so it gets a virtual environment: ``pip install dm-reverb "tensorflow-cpu~=2.15.0"``.
 
 - ``step``, ``vector``, ``push``, ``rollout``: the pages of rlox, https://riserally.github.io/rlox/python/benchmark/
+- ``buffers``: replay buffers of several libraries, in :mod:`benchmarks.field_buffers`
 - ``start``: TorchRL's ``benchmark_parallel_env_startup.py``
 - ``pixels``: TorchRL's ``test_collectors_benchmark.py``, series ``test_async_collection_pixels``
 - ``train``, ``save``: pages of sb3-extra-buffers, in :mod:`benchmarks.field_training`
@@ -16,9 +18,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -38,6 +39,7 @@ from torchrl.modules import MLP, ConvNet, QValueActor
 import torchrl_ext
 from benchmarks import _field_environments as worlds
 from benchmarks import field_training
+from benchmarks.field_buffers import buffers
 from benchmarks.measure import OURS, is_installed, machine, parse_options, show_ratios, time_in_turns
 from benchmarks.processes import run_module
 from rl_ext_core.vector import SharedMemoryVectorEnv
@@ -141,21 +143,10 @@ def measure_vector(number: int, rounds: int) -> None:
         env.close()
 
 
-def _frames(count: int) -> Iterator[tuple[Any, Any]]:
-    """Yield stacked observations of Pong and the next ones, (84, 84, 4) uint8 each."""
-    env = worlds.make_pong()
-    observation, _ = env.reset(seed=0)
-    env.action_space.seed(0)
-    for _ in range(count):
-        following, _, terminated, truncated, _ = env.step(env.action_space.sample())
-        yield observation, following
-        observation = env.reset()[0] if terminated or truncated else following
-
-
 def push(rounds: int, large: bool) -> None:
     """Measure 10,000 pushes of 84×84×4 to a full ring of 10,000 transitions."""
     size = 10_000
-    data = list(_frames(size))
+    data = [(observation, following) for observation, following, _ in worlds.play_pong(size)]
     space = gymnasium.spaces.Box(0, 255, (84, 84, 4), np.uint8)
     action_space = gymnasium.spaces.Discrete(6)
     action, reward, done = np.zeros((1, 1), np.int64), np.zeros(1, np.float32), np.zeros(1, bool)
@@ -205,34 +196,6 @@ def push(rounds: int, large: bool) -> None:
         push_to_cpprb()
         runs["cpprb"] = push_to_cpprb
     show("push: 10,000 of 84×84×4 to a full ring", time_in_turns(runs, rounds=max(5, rounds // 4)))
-    drawn = {"SB3 ReplayBuffer": theirs.sample, "ours, CompressedReplayBuffer": ours.sample}
-    if "cpprb" in runs:
-        drawn["cpprb"] = fast.sample
-    if is_installed("flashbax") and is_installed("jax"):
-        drawn["flashbax"] = make_flashbax_sampler(data)
-    for batch_size in (32, 256):
-        draws = {name: repeated(functools.partial(draw, batch_size), 10) for name, draw in drawn.items()}
-        show(f"push: 10 samples of {batch_size}", time_in_turns(draws, rounds=rounds))
-
-
-def make_flashbax_sampler(data: list[tuple[Any, Any]]) -> Callable[[int], Any]:
-    """Return a function that samples a number of transitions from flashbax's item buffer on the CPU."""
-    import flashbax
-    import jax
-
-    keys = (jax.random.PRNGKey(number) for number in itertools.count())
-    kinds = {
-        size: flashbax.make_item_buffer(len(data), 1, size, add_sequences=False, add_batches=True) for size in (32, 256)
-    }
-    item = {"obs": data[0][0], "next_obs": data[0][1], "action": np.int64(0), "reward": np.float32(0), "done": False}
-    state = kinds[32].init(jax.tree.map(np.asarray, item))
-    for start in range(0, len(data), 1000):
-        pairs = [np.stack(part) for part in zip(*data[start : start + 1000], strict=True)]
-        count = len(pairs[0])
-        rest = {name: np.full(count, item[name]) for name in ("action", "reward", "done")}
-        state = kinds[32].add(state, {"obs": pairs[0], "next_obs": pairs[1], **rest})
-    samplers = {size: jax.jit(kind.sample) for size, kind in kinds.items()}
-    return lambda size: jax.block_until_ready(samplers[size](state, next(keys)))
 
 
 def rollout(rounds: int, large: bool) -> None:
@@ -354,7 +317,7 @@ def pixels(rounds: int, large: bool) -> None:
 
 TRACKS: dict[str, Callable[[int, bool], None]] = {
     track.__name__: track
-    for track in (step, vector, push, rollout, start, pixels, field_training.train, field_training.save)
+    for track in (step, vector, push, buffers, rollout, start, pixels, field_training.train, field_training.save)
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import gc
 import importlib.util
 import json
@@ -127,11 +128,16 @@ def ratio_interval(
     return float(low), float(np.median(ratios)), float(high)
 
 
-def is_installed(name: str) -> bool:
-    """Whether a competitor is installed; print a line if it is not."""
+@functools.cache
+def is_installed(name: str, *, package: str = "") -> bool:
+    """Whether a competitor is installed; print a line, once, if it is not.
+
+    :param name: Its module.
+    :param package: Its name on PyPI, if that differs.
+    """
     found = importlib.util.find_spec(name) is not None
     if not found:
-        print(f"{name} is not installed and left out: pip install {name}")
+        print(f"{name} is not installed and left out: pip install {package or name}")
     return found
 
 
