@@ -128,7 +128,8 @@ def test_environment_that_cannot_be_copied_is_recorded_without_its_factory(tmp_p
 
 def test_recorder_is_not_visible_through_the_vec_env(tmp_path: pathlib.Path) -> None:
     recorded, plain = build(tmp_path), build(False)
-    assert type(recorded) is type(plain) is DummyVecEnv
+    assert type(recorded) is type(plain)
+    assert isinstance(recorded, DummyVecEnv)
     for env in (recorded, plain):
         env.set_attr("max_angle", 10.0)
         assert env.env_is_wrapped(Monitor) == [True, True]
