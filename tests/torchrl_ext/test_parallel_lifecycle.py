@@ -249,7 +249,7 @@ def test_waiting_for_workers_takes_no_core_from_them(monkeypatch: pytest.MonkeyP
     env.step(data.clone())
     begin = time.process_time()
     env.step(data)
-    assert time.process_time() - begin < 0.15, "TorchRL polls for 0.6 seconds"
+    assert time.process_time() - begin < 0.4, "TorchRL polls for 0.6 seconds"
     env.close()
 
 
