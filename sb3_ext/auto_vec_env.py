@@ -162,11 +162,9 @@ def make_vec_env(
     def build_in_process() -> DummyVecEnv:
         """Build a ``DummyVecEnv`` with all environments."""
         if devices is not None or isinstance(source(), EnvFactory) or not callable(source()):
-            return _InProcessVecEnv(list(factories()))
+            return InProcessVecEnv(list(factories()))
         # Call the caller's own function, which may share objects with the training. A factory would copy them.
-        return _InProcessVecEnv(
-            [functools.partial(build_env, rank) for rank in range(start_index, start_index + count)]
-        )
+        return InProcessVecEnv([functools.partial(build_env, rank) for rank in range(start_index, start_index + count)])
 
     options = dict(vec_env_kwargs or {})
     if options.get("spares") and monitor_dir is not None:
@@ -306,7 +304,7 @@ class AutoVecEnv:
             """Build a ``DummyVecEnv`` with all environments."""
             # Call the caller's own functions, which may share objects with each other. A factory would copy them.
             own = all(callable(env_fn) for env_fn in env_fns)
-            return _InProcessVecEnv(list(env_fns) if own else list[Any](make_factories(env_fns)))
+            return InProcessVecEnv(list(env_fns) if own else list[Any](make_factories(env_fns)))
 
         def probe_factories() -> list[EnvFactory[Any]]:
             """Return a factory per environment for the probe, one for each different function."""
@@ -389,7 +387,7 @@ _IMMUTABLE = frozenset(
 )
 
 
-class _InProcessVecEnv(DummyVecEnv):
+class InProcessVecEnv(DummyVecEnv):
     """``DummyVecEnv`` whose steps take less time: it copies results without ``copy.deepcopy`` where it can."""
 
     def step_wait(self) -> Any:

@@ -541,7 +541,7 @@ for make in (lambda kind: make_vec_env(kind, 2), lambda kind: AutoVecEnv([lambda
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
 def test_classes_and_globals_of_main_script_work_in_every_launch_mode(launch_mode: str, tmp_path: Path) -> None:
-    here, apart = "DummyVecEnv [[4.0], [3.0]] [1, 0] True\n", "SharedMemoryVecEnv [[2.0], [1.0]] [] 0\n"
+    here, apart = "InProcessVecEnv [[4.0], [3.0]] [1, 0] True\n", "SharedMemoryVecEnv [[2.0], [1.0]] [] 0\n"
     assert run_program(launch_mode, OF_THE_SCRIPT, tmp_path) == 2 * (here + apart)
 
 
