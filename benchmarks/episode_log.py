@@ -4,6 +4,7 @@
 
 Four environments are stepped by random actions, so that episodes of CartPole end after 22 steps on average. Steps with
 and without the recorder take turns. "in this process" is a DummyVecEnv to which ResumeCallback has added recorders.
+"make_vec_env" is ours in this process, which records, against SB3's.
 """
 
 from __future__ import annotations

@@ -48,12 +48,12 @@ from sb3_ext import AutoVecEnv, CompressedReplayBuffer, SharedMemoryVecEnv
 show = functools.partial(show_ratios, "field")
 
 
-def show_each(track: str, seconds: dict[str, np.ndarray]) -> None:
-    """Print the ratios of each of our competitors to those of others."""
+def show_each(track: str, seconds: dict[str, np.ndarray], **options: Any) -> None:
+    """Print the ratios of each of our competitors to those of others, with options of :func:`show_ratios`."""
     ours = [name for name in seconds if name.startswith(OURS)]
     for name in ours:
         found = {other: times for other, times in seconds.items() if other == name or other not in ours}
-        show(f"{track}: {name}", found, **({"scale": 1, "unit": "s"} if track.startswith("start") else {}))
+        show(f"{track}: {name}", found, **options)
 
 
 def repeated(function: Callable[[], object], count: int) -> Callable[[], None]:
@@ -255,7 +255,7 @@ def start(rounds: int, large: bool) -> None:
             for name in list(found) if turn % 2 else list(reversed(found)):
                 found[name].append(float(run_module("benchmarks._field_environments", name, workers, delay)))
         seconds = {name: np.array(values) for name, values in found.items()}
-        show_each(f"start: {workers} workers, {delay} s each", seconds)
+        show_each(f"start: {workers} workers, {delay} s each", seconds, scale=1, unit="s")
 
 
 class Scale(nn.Module):

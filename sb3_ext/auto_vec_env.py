@@ -381,10 +381,8 @@ def _build_vec_env(
     return _with_report(SharedMemoryVecEnv(made, **{**options, "n_workers": n_workers}), report)
 
 
-# Types whose instances copy.deepcopy returns unchanged.
-_IMMUTABLE = frozenset(
-    (int, float, bool, str, bytes, type(None), np.bool_, np.int32, np.int64, np.uint8, np.float32, np.float64)
-)
+# Types of values in infos that need no copy.
+_IMMUTABLE = frozenset((*environments.IMMUTABLE_TYPES, np.bool_, np.int32, np.int64, np.uint8, np.float32, np.float64))
 
 
 class InProcessVecEnv(DummyVecEnv):

@@ -28,6 +28,7 @@ from rl_ext_core.recording.layers import layer_states, restore_layers
 
 __all__ = [
     "CALLS",
+    "IMMUTABLE_TYPES",
     "EpisodeMonitor",
     "PoolOptions",
     "as_gymnasium_env",
@@ -231,7 +232,8 @@ def _from_gym(environment: Any) -> Any:
     return getattr(shimmy, wrapper)(env=environment)
 
 
-_IMMUTABLE = (int, float, bool, str, bytes, type(None))
+# Python's types of values that need no copy.
+IMMUTABLE_TYPES = (int, float, bool, str, bytes, type(None))
 
 
 def copy_output(value: Any) -> Any:
@@ -240,7 +242,7 @@ def copy_output(value: Any) -> Any:
     An object that cannot be copied is returned as is.
     """
     kind = type(value)
-    if kind in _IMMUTABLE or isinstance(value, np.generic):
+    if kind in IMMUTABLE_TYPES or isinstance(value, np.generic):
         return value
     if kind is np.ndarray and value.dtype != object:
         return value.copy("K")
