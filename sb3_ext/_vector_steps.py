@@ -15,6 +15,7 @@ import torch
 from gymnasium import spaces
 from stable_baselines3.common.vec_env.util import dict_to_obs
 
+from rl_ext_core._values import copy_output
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.array_frameworks import (
     framework_of,
@@ -26,7 +27,7 @@ from rl_ext_core.vector.array_frameworks import (
     to_torch,
 )
 from rl_ext_core.vector.autoreset import accepts_parameter
-from rl_ext_core.vector.environments import copy_output, store_reward
+from rl_ext_core.vector.environments import store_reward
 from rl_ext_core.vector.stepper import Stepper, drop_final_keys, infos_to_dict, is_mask, is_per_env
 
 __all__ = [

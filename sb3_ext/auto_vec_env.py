@@ -22,6 +22,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from rl_ext_core import resources
+from rl_ext_core._environment_source import as_gymnasium_env
+from rl_ext_core._values import IMMUTABLE_TYPES
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, IsolationError, NotCopyableError, WorkerError
 from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.factory.convert import convert
@@ -134,9 +136,7 @@ def make_vec_env(
         env_id = game_of_id(env_id) or env_id  # stable-retro games are not in gymnasium's registry
     source = functools.cache(lambda: _factory_source(env_id, env_kwargs or {}))
     limit = (vec_env_kwargs or {}).get("start_timeout")
-    base_factory = functools.cache(
-        lambda: convert(source(), verify=True, timeout=limit).then(environments.as_gymnasium_env)
-    )
+    base_factory = functools.cache(lambda: convert(source(), verify=True, timeout=limit).then(as_gymnasium_env))
 
     def probe_factories() -> list[EnvFactory[Any]]:
         """Return the factories of the environments that the probe tries."""
@@ -155,9 +155,7 @@ def make_vec_env(
 
     def build_env(rank: int) -> Any:
         """Build environment ``rank`` with its wrappers, without a factory."""
-        return functools.reduce(
-            lambda env, wrap: wrap(env), wrappers_of_rank(rank), environments.as_gymnasium_env(source()())
-        )
+        return functools.reduce(lambda env, wrap: wrap(env), wrappers_of_rank(rank), as_gymnasium_env(source()()))
 
     def build_in_process() -> DummyVecEnv:
         """Build a ``DummyVecEnv`` with all environments."""
@@ -382,7 +380,7 @@ def _build_vec_env(
 
 
 # Types of values in infos that need no copy.
-_IMMUTABLE = frozenset((*environments.IMMUTABLE_TYPES, np.bool_, np.int32, np.int64, np.uint8, np.float32, np.float64))
+_IMMUTABLE = frozenset((*IMMUTABLE_TYPES, np.bool_, np.int32, np.int64, np.uint8, np.float32, np.float64))
 
 
 class InProcessVecEnv(DummyVecEnv):

@@ -19,10 +19,11 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
+from rl_ext_core._values import copy_output
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.array_frameworks import map_arrays, to_numpy
 from rl_ext_core.vector.autoreset import wrapper_chain
-from rl_ext_core.vector.environments import EpisodeMonitor, copy_output, qualified_name
+from rl_ext_core.vector.environments import EpisodeMonitor, qualified_name
 from rl_ext_core.vector.spaces import convert_space, device_of, find_attribute
 from rl_ext_core.vector.stepper import Stepper, num_envs_of
 from sb3_ext._compat import call_in_workers

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from rl_ext_core._values import copy_output
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.vector.channel import MemoryLayout
-from rl_ext_core.vector.environments import check_env_fns, copy_output, make_factories
+from rl_ext_core.recording.memory_layout import MemoryLayout
+from rl_ext_core.vector.environments import check_env_fns, make_factories
 from sb3_ext.vec_env import CheckedVecEnv, Indices
 
 __all__ = ["MultiAgentVecEnv", "is_parallel_env"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import threading
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch as th
 from stable_baselines3.common.base_class import BaseAlgorithm
-from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback, EventCallback
+from stable_baselines3.common.callbacks import BaseCallback, EventCallback
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from rl_ext_core.errors import InvalidArgumentError
@@ -21,7 +20,7 @@ from rl_ext_core.vector.pool import Timings
 from rl_ext_core.vector.spare_pool import SparePool
 from sb3_ext.vec_env import PoolVecEnv
 
-__all__ = ["PARTS", "VecEnvTimingCallback", "report_all_training"]
+__all__ = ["PARTS", "VecEnvTimingCallback"]
 
 PARTS = {
     "environment": "step and reset of the environments",
@@ -365,31 +364,3 @@ def _network_advice(model: BaseAlgorithm) -> str:
     if model.device.type == "cpu" and (threads := th.get_num_threads()) > 1:
         return f"compare {threads} threads with torch.set_num_threads(1), which is faster for small networks"
     return "use a smaller network, a larger batch_size, or fewer n_epochs or gradient_steps"
-
-
-@contextlib.contextmanager
-def report_all_training() -> Iterator[list[BaseAlgorithm]]:
-    """Report each ``learn()`` within the context, also one that ends with an exception or Ctrl-C.
-
-    :return: list of the algorithms that are trained; one is added by each ``learn()``
-    """
-    original, added, trained = BaseAlgorithm._init_callback, list[VecEnvTimingCallback](), list[BaseAlgorithm]()
-
-    def add_report(self: BaseAlgorithm, callback: Any, progress_bar: bool = False) -> BaseCallback:
-        trained.append(self)
-        if callback is None:
-            callback = []
-        elif not isinstance(callback, list):
-            callback = [callback if isinstance(callback, BaseCallback) else ConvertCallback(callback)]
-        if not any(isinstance(found, VecEnvTimingCallback) and found.report for found in callback):
-            added.append(VecEnvTimingCallback(report=True))
-            callback = [*callback, added[-1]]
-        return original(self, callback, progress_bar)
-
-    BaseAlgorithm._init_callback = add_report  # type: ignore[method-assign]
-    try:
-        yield trained
-    finally:
-        BaseAlgorithm._init_callback = original  # type: ignore[method-assign]
-        for callback in added:
-            callback._on_training_end()  # does nothing if learn() has ended

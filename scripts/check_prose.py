@@ -68,8 +68,6 @@ SHARED_NAMES: dict[str, str] = {
     "main": "entry points",
     "add_arguments": "each command of rl-ext has these two functions",
     "run": "each command of rl-ext has these two functions",
-    "import_folder": "each adapter has this function for rl-ext import",
-    "open_export": "each adapter has this function for rl-ext export",
     "as_factory": "that of torchrl_ext is the core's, for environments of TorchRL",
 }
 

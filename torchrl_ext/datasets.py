@@ -15,8 +15,8 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
 
-from rl_ext_core.datasets import Dataset, Episode, open_dataset
-from rl_ext_core.datasets.episodes import OpenExport, Steps, map_values, split_episodes
+from rl_ext_core.datasets import Episode, open_dataset
+from rl_ext_core.datasets.episodes import Steps, map_values, split_episodes
 from rl_ext_core.errors import InvalidArgumentError
 from torchrl_ext.frame_storage import FrameStorage
 
@@ -119,31 +119,6 @@ def read_storage_episodes(
     yield from split_episodes(
         _as_steps(storage.get(part), keys, observation_space, action_space) for part in places.split(_ROWS_PER_CHUNK)
     )
-
-
-def import_folder(dataset: Dataset, folder: str, *, size: int | None, codec: str) -> str:
-    """Store a dataset in a ``storage_dir``, for ``rl-ext import``.
-
-    :return: Line that opens the storage
-    """
-    max_size = dataset.n_steps if size is None else size
-    options: dict[str, Any] = {} if codec == "auto" else {"codec": codec}
-    FrameStorage.from_dataset(dataset, max_size=max_size, storage_dir=folder, **options).close()
-    arguments = "".join(f"{name}={value!r}, " for name, value in options.items())
-    return f"storage = FrameStorage({max_size}, {arguments}storage_dir={folder!r})"
-
-
-def open_export(path: Path, options: dict[str, Any], env: Any) -> OpenExport:
-    """Open a ``storage_dir``, for ``rl-ext export``.
-
-    :param options: Options that the folder was created with
-    :param env: Environment with the spaces of the storage
-    :raises InvalidArgumentError: If the storage is empty, or its elements are not steps.
-    """
-    pixels = options["pixels"] and [tuple(key) if isinstance(key, list) else key for key in options["pixels"]]
-    storage = FrameStorage(**{**options, "pixels": pixels}, storage_dir=path)
-    spaces_of_env = env.observation_space, env.action_space
-    return OpenExport(read_storage_episodes(storage, *spaces_of_env), len(storage), *spaces_of_env, storage.close)
 
 
 def find_observation_keys(storage: FrameStorage) -> list[str]:

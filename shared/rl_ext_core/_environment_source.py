@@ -1,14 +1,16 @@
-"""Lookup of environments by name: functions and classes of modules, gymnasium ids."""
+"""Environments by name (functions and classes of modules, gymnasium ids), and of the old gym."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import operator
 import os
 import sys
+import warnings
 from typing import Any
 
-from rl_ext_core.errors import InvalidArgumentError, _missing_dependency_error
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError, _missing_dependency_error
 
 SOURCE_FORMS = "module:function, module:Class.method, or a gymnasium id, which may be module:id"
 
@@ -71,3 +73,42 @@ def create_env(name: str) -> Any:
                 ) from error
             raise
     return found() if callable(found) else found
+
+
+def as_gymnasium_env(environment: Any) -> Any:
+    """Return a gymnasium environment as is, or an old gym environment inside shimmy's wrapper.
+
+    :raises InvalidTypeError: If ``environment`` is neither.
+    :raises MissingDependencyError: If ``environment`` is an old gym environment, and shimmy is not installed.
+    """
+    import gymnasium
+
+    if isinstance(environment, gymnasium.Env):
+        return environment
+    gym_class = getattr(sys.modules.get("gym"), "Env", None)  # an old environment has imported gym
+    if gym_class is not None and isinstance(environment, gym_class):
+        return _from_gym(environment)
+    kind = type(environment)
+    advice = "Use a class that inherits from gymnasium.Env"
+    if hasattr(environment, "possible_agents"):
+        advice = "For PettingZoo, hand over a parallel environment itself: make_vec_env(parallel_env())"
+    raise InvalidTypeError(
+        f"the environment is a {kind.__module__}.{kind.__qualname__}; expected a gymnasium.Env. {advice}"
+    )
+
+
+def _from_gym(environment: Any) -> Any:
+    """Wrap an old gym environment by the rules of SB3's ``_patch_env``."""
+    is_v26 = "seed" in inspect.signature(environment.unwrapped.reset).parameters
+    version, wrapper = ("0.26", "GymV26CompatibilityV0") if is_v26 else ("0.21", "GymV21CompatibilityV0")
+    text = f"`{type(environment).__name__}` is an environment of gym {version}, which is no longer maintained"
+    try:
+        shimmy = importlib.import_module("shimmy")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{text}, and shimmy, which converts it, is not installed. Use pip install 'shimmy>=2.0', which provides "
+            f"shimmy.{wrapper}(env=env)",
+            name="shimmy",
+        ) from error
+    warnings.warn(f"{text}; it runs inside shimmy.{wrapper}. Inherit from gymnasium.Env to avoid that.", stacklevel=3)
+    return getattr(shimmy, wrapper)(env=environment)

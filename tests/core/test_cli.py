@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import rl_ext_core
-from rl_ext_core.cli import main
-from rl_ext_core.devices import Inventory, doctor
+from rl_ext_core.cli import doctor, main
+from rl_ext_core.devices import Inventory
 from rl_ext_core.devices.doctor import replay
 from tests.boundaries import modules_loaded_by
 from tests.core.devices.doctor_cases import CASES, EGL
@@ -65,24 +65,13 @@ def read_stdout(out: Out) -> str:
     [
         ("--version", f"rl-ext {rl_ext_core.__version__}\n"),
         ("--help", "doctor"),
-        *(
-            (f"{command} --help", f"examples:\n  rl-ext {command}")
-            for command in ("doctor", "plan", "probe", "import", "export", "replay")
-        ),
+        *((f"{command} --help", f"examples:\n  rl-ext {command}") for command in ("doctor", "plan", "probe", "replay")),
         *(("doctor --help", f"--{option}") for option in ("device", "render", "renderer", "json", "replay", "verify")),
     ],
 )
 def test_version_and_help_are_printed(arguments: str, text: str, capsys: Out) -> None:
     assert status_of(arguments.split()) == 0
     assert text in read_stdout(capsys)
-
-
-def test_completion_prints_a_script_with_all_options(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["completion", "bash"]) == 0
-    assert "--max-bytes" in read_stdout(capsys)
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["completion", "bash"]) == 1
-    assert 'rl-ext[completion]"' in capsys.readouterr().err
 
 
 def test_importing_cli_does_not_import_commands() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,8 @@ from gymnasium import spaces
 from stable_baselines3 import DQN, SAC
 from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.envs import BitFlippingEnv
-from stable_baselines3.common.save_util import save_to_pkl
 from stable_baselines3.common.vec_env import DummyVecEnv, VecTransposeImage
 
-from rl_ext_core.cli import main
 from rl_ext_core.datasets import Episode, open_dataset, write_dataset
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, RlExtError
 from sb3_ext import (
@@ -368,67 +364,3 @@ def test_examples_of_the_guide_and_the_recipe_run(tmp_path: Path, monkeypatch: p
         exec(code, {"__name__": "guide"})
     assert minari.load_dataset("pendulum/mine-v1").total_steps == 290 + 8
     assert minari.load_dataset("pendulum/mine-v2").total_steps == 290
-
-
-def run(*arguments: str) -> int:
-    """Run ``rl-ext`` and return its status."""
-    return main([*arguments])
-
-
-@pytest.mark.parametrize("space", [FRAMES, MIXED], ids=["box", "dict"])
-def test_commands_import_and_export(
-    space: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(space)
-    monkeypatch.chdir(tmp_path)
-    cls = CompressedDictReplayBuffer if isinstance(space, spaces.Dict) else CompressedReplayBuffer
-    assert run("import", "mine-v0", "stored", "--for", "sb3", "--size", "20", "--codec", "patch") == 0
-    line = capsys.readouterr().out
-    policy = "MultiInputPolicy" if cls is CompressedDictReplayBuffer else "CnnPolicy"
-    assert line.startswith(f"model = DQN('{policy}', env, buffer_size=20, replay_buffer_class={cls.__name__}, ")
-    env = VecTransposeImage(DummyVecEnv([lambda: _SpacesOnly(space)])) if space is MIXED else _SpacesOnly(space)
-    loaded = eval(line.partition("=")[2], {"DQN": DQN, cls.__name__: cls, "env": env})
-    expected = list(read_buffer_episodes(loaded.replay_buffer))
-    assert sum(map(len, expected)) == 12
-    loaded.replay_buffer.close()
-
-    monkeypatch.setitem(sys.modules, "made", type(sys)("made"))
-    sys.modules["made"].make_env = lambda: _SpacesOnly(space)  # type: ignore[attr-defined]
-    assert run("export", "stored", "copy-v0", "--env", "made:make_env") == 0
-    assert_equal_episodes(open_dataset(capsys.readouterr().out.strip()), expected)
-    assert run("export", "stored", "other-v0") == 2
-    assert "--env Pendulum-v1" in capsys.readouterr().err
-    sys.modules["made"].make_env = lambda: _SpacesOnly(VECTOR)  # type: ignore[attr-defined]
-    assert run("export", "stored", "other-v0", "--env", "made:make_env") == 2
-    assert run("export", "stored", "other-v0", "--env", "made:fail") == 2
-    sys.modules["made"].fail = lambda: 1 / 0  # type: ignore[attr-defined]
-    assert run("export", "stored", "other-v0", "--env", "made:fail") == 1
-    assert "ZeroDivisionError" in capsys.readouterr().err
-    shutil.rmtree("stored")
-    assert run("export", "stored", "other-v0") == 2
-    assert "does not exist" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("cls", [CompressedReplayBuffer, ReplayBuffer])
-def test_command_exports_saved_buffers(cls: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    episodes = write(VECTOR, spaces.Box(-1, 1, (2,), np.float32))
-    buffer = cls(12, VECTOR, spaces.Box(-1, 1, (2,), np.float32), device="cpu")
-    for episode in episodes:
-        for step in range(len(episode)):
-            done = episode.terminations[step] or episode.truncations[step]
-            infos = [{"TimeLimit.truncated": bool(episode.truncations[step])}]
-            pair = episode.observations[None, step], episode.observations[None, step + 1]
-            buffer.add(*pair, episode.actions[None, step], episode.rewards[None, step], np.array([done]), infos)
-    save_to_pkl(tmp_path / "buffer.pkl", buffer)
-    assert run("export", str(tmp_path / "buffer.pkl"), "copy-v0", "--format", "arrow") == 0
-    assert_equal_episodes(open_dataset("copy-v0"), episodes)
-    assert run("export", str(tmp_path / "buffer.pkl"), "other-v0", "--env", "Pendulum-v1") == 2
-    capsys.readouterr()
-    if cls is ReplayBuffer:
-        buffer = cls(12, VECTOR, SWITCH, "cpu", optimize_memory_usage=True, handle_timeout_termination=False)
-        save_to_pkl(tmp_path / "buffer.pkl", buffer)
-        assert run("export", str(tmp_path / "buffer.pkl"), "other-v0") == 2
-        assert "optimize_memory_usage=True" in capsys.readouterr().err
-    save_to_pkl(tmp_path / "buffer.pkl", {"a": 1})
-    assert run("export", str(tmp_path / "buffer.pkl"), "other-v0") == 2
-    assert "contains a dict" in capsys.readouterr().err

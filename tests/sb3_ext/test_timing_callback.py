@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -30,7 +29,6 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecFrameStack, VecNormalize
 
-from rl_ext_core.cli import main
 from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import SharedMemoryVecEnv, VecEnvTimingCallback, tensor
 from sb3_ext.timing_callback import PARTS, advice
@@ -275,85 +273,3 @@ def test_advice_for_networks(threads: int) -> None:
     finally:
         torch.set_num_threads(before)
     assert ("set_num_threads(1)" in text) == (threads > 1)
-
-
-SCRIPT = """
-import sys
-from helper import N
-from stable_baselines3 import PPO
-if __name__ == '__main__':
-    print('facts', (__file__, __package__, sys.argv, sys.path[0], sys.modules['__main__'].N))
-    PPO('MlpPolicy', sys.argv[2], n_steps=N, batch_size=N).learn(N, callback=lambda a, b: True)
-"""
-
-
-def run_python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a folder, with SB3's logs there."""
-    environment = {**os.environ, "TMPDIR": str(folder)}
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=folder, env=environment
-    )
-
-
-@pytest.mark.parametrize("program", [["scripts/train.py"], ["-m", "scripts.train"]], ids=["script", "module"])
-def test_profile_runs_a_program_as_python_does(program: list[str], tmp_path: Path) -> None:
-    folder = tmp_path / "scripts"
-    folder.mkdir()
-    (folder / "train.py").write_text(SCRIPT)
-    for place in (folder, tmp_path):  # sys.path begins with the script's folder, or with the working directory
-        (place / "helper.py").write_text("N = 32\n")
-    command = [*program, "-m", "CartPole-v1"]
-    plain, profiled = run_python(tmp_path, *command), run_python(tmp_path, "-m", "rl_ext_core", "profile", *command)
-    assert (plain.returncode, profiled.returncode) == (0, 0), profiled.stderr
-    assert plain.stdout
-    assert profiled.stdout.startswith(plain.stdout)
-    assert "for 32 steps of 1 environment," in profiled.stdout
-
-
-ENDS: dict[str, tuple[str, Any, str]] = {
-    "no training": ("pass", 1, "nothing was measured, because train.py did not call learn()"),
-    "exit": ("raise SystemExit", 1, "nothing was measured"),
-    "status": ("raise SystemExit(7)", 7, ""),
-    "message": ("raise SystemExit('give up')", "give up", ""),
-    "error": ("1 / 0", 1, 'Traceback (most recent call last):\n  File "{path}", line 1, in <module>'),
-    "syntax": ("1 /", 1, "SyntaxError"),
-}
-
-
-@pytest.mark.parametrize(("text", "status", "expected"), ENDS.values(), ids=ENDS)
-def test_profile_of_a_script_that_does_not_train(
-    text: str, status: Any, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    (tmp_path / "train.py").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    for name, value in (("argv", sys.argv), ("path", [*sys.path])):
-        monkeypatch.setattr(sys, name, value)
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    try:
-        found: Any = main(["profile", "train.py"])
-    except SystemExit as end:
-        found = end.code
-    errors = capsys.readouterr().err
-    assert found == status
-    assert expected.format(path=tmp_path / "train.py") in errors
-    assert ("nothing was measured" in errors) == ("nothing was measured" in expected)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ([], "Write rl-ext profile train.py"),
-        (["-m"], "Write rl-ext profile train.py"),
-        (["missing.py"], "'missing.py' is not a file"),
-        (["-m", "missing_package.train"], "-m missing_package.train: No module named 'missing_package'"),
-        (["-m", "json.missing"], "-m json.missing: there is no such module"),
-        (["-m", "xml"], "-m xml: the package has no module xml.__main__; expected a module"),
-    ],
-)
-def test_profile_without_a_program(
-    arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    for name, value in (("argv", sys.argv), ("path", [*sys.path])):
-        monkeypatch.setattr(sys, name, value)
-    assert main(["profile", *arguments]) == 2
-    assert expected in capsys.readouterr().err

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -15,7 +13,6 @@ from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.envs import GymEnv
 
-from rl_ext_core.cli import main
 from rl_ext_core.datasets import Episode, open_dataset, write_dataset
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from tests.dataset_checks import assert_equal_episodes, random_episodes, require_minari
@@ -198,26 +195,3 @@ def test_max_bytes_drops_the_oldest() -> None:
     (found,) = read_storage_episodes(storage, PIXELS, SWITCH)
     assert 20 < len(found) < 400
     np.testing.assert_array_equal(found.observations, episodes[0].observations[-len(found) - 1 :])
-
-
-class _SpacesOnly(gymnasium.Env):  # type: ignore[type-arg]
-    observation_space, action_space = PIXELS, SWITCH
-
-
-def test_commands_import_and_export(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    episodes = write()
-    monkeypatch.chdir(tmp_path)
-    assert main(["import", "mine-v0", "stored", "--for", "torchrl", "--codec", "patch"]) == 0
-    line = capsys.readouterr().out
-    assert line == "storage = FrameStorage(12, codec='patch', storage_dir='stored')\n"
-    storage = FrameStorage(12, codec="patch", storage_dir="stored")
-    assert_equal_episodes(read_storage_episodes(storage, PIXELS, SWITCH), episodes)
-    storage.close()
-    monkeypatch.setitem(sys.modules, "made", type(sys)("made"))
-    sys.modules["made"].make_env = _SpacesOnly  # type: ignore[attr-defined]
-    assert main(["export", "stored", "copy-v0", "--env", "made:make_env"]) == 0
-    assert_equal_episodes(open_dataset(capsys.readouterr().out.strip()), episodes)
-    assert main(["import", "mine-v0", "other", "--for", "torchrl", "--envs", "2"]) == 2
-    assert "--envs 2 needs --for sb3" in capsys.readouterr().err

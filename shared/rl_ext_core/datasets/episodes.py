@@ -69,23 +69,6 @@ class Steps(NamedTuple):
         return Steps(*(map_values(lambda array: array[first:end], values) for values in self))
 
 
-class OpenExport(NamedTuple):
-    """Open replay buffer whose episodes are exported.
-
-    :ivar episodes: Its episodes
-    :ivar n_steps: Number of steps in them
-    :ivar observation_space: Gymnasium space of the observations
-    :ivar action_space: Gymnasium space of the actions
-    :ivar close: Function that closes the buffer
-    """
-
-    episodes: Iterator[Episode]
-    n_steps: int
-    observation_space: Any
-    action_space: Any
-    close: Callable[[], None]
-
-
 class Dataset(ABC):
     """Dataset whose episodes are read one at a time.
 
@@ -95,7 +78,6 @@ class Dataset(ABC):
     :ivar observation_space: Gymnasium space of the observations
     :ivar action_space: Gymnasium space of the actions
     :ivar lengths: Number of steps of each episode
-    :ivar report: Function that is called with the number of steps of each episode that was read; None by default
 
     >>> from rl_ext_core.datasets import open_dataset
     >>> dataset = open_dataset("cartpole/test-v0")  # doctest: +SKIP
@@ -107,7 +89,6 @@ class Dataset(ABC):
     observation_space: Any
     action_space: Any
     lengths: Sequence[int]
-    report: Callable[[int], None] | None = None
 
     @abstractmethod
     def _read(self, number: int) -> Episode:
@@ -140,8 +121,6 @@ class Dataset(ABC):
                     "steps. Download or record the dataset again. Minari reads at most 32,767 steps of an episode from "
                     "Arrow files"
                 )
-        if self.report is not None:
-            self.report(n_steps)
         return episode
 
     def __iter__(self) -> Iterator[Episode]:

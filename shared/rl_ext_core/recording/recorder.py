@@ -13,6 +13,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from rl_ext_core._values import copy_output
+from rl_ext_core.recording.calls import RECORDED_CALLS, record_setting
 from rl_ext_core.recording.episode_log import (
     MAX_STEPS,
     EpisodeLog,
@@ -23,33 +25,18 @@ from rl_ext_core.recording.episode_log import (
 from rl_ext_core.recording.generators import Generators, Snapshot, layers_of, read_snapshot
 
 __all__ = [
-    "RECORDED_CALLS",
     "EpisodeRecorder",
     "RecordedCall",
     "read_result",
-    "record_setting",
     "repeat_calls",
     "restore_beginning",
 ]
 
-# Calls of a vectorized environment that change an environment.
-RECORDED_CALLS = ("env_method", "call", "set_attr", "set_wrapper_attr")
-_SETTERS = ("set_attr", "set_wrapper_attr")
 _ARRAY = np.ndarray  # each step looks it up
 # Types of actions that need no copy.
 _IMMUTABLE = frozenset((bool, int, float, np.int64, np.int32, np.float32, np.float64))
 _MAX_COPIED_BYTES = 256
 _MAX_ENTRIES = 2 * MAX_STEPS + 1
-
-
-def record_setting(settings: dict[tuple[str, str], tuple[str, Any]], name: str, data: Any) -> None:
-    """Record a call if it sets an attribute, in place of an earlier one for this attribute.
-
-    :param settings: calls by their name and the attribute, in the order of the last values
-    """
-    if name in _SETTERS:
-        settings.pop((name, data[0]), None)
-        settings[name, data[0]] = name, data
 
 
 class RecordedCall(tuple[str, Any]):
@@ -151,7 +138,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         def step(action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
             # The caller may write to the array, dict or list later.
             kind = type(action)
-            append(action.copy() if kind is array else action if kind in immutable else _copy_data(action))
+            append(action.copy() if kind is array else action if kind in immutable else copy_output(action))
             try:
                 result: tuple[Any, Any, bool, bool, dict[str, Any]] = env.step(action)
             except BaseException as error:
@@ -205,15 +192,13 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Record a call, make it, and return its result.
 
         :param name: one of :data:`RECORDED_CALLS`
-        :param data: data of the call, as in :data:`~rl_ext_core.vector.environments.CALLS`
+        :param data: data of the call, as in :data:`~rl_ext_core.recording.calls.RECORDED_CALLS`
         """
-        from rl_ext_core.vector.environments import CALLS  # which loads more than a wrapper needs
-
-        copied = _copy_data(data)  # the caller may change the data later
+        copied = copy_output(data)  # the caller may change the data later
         record_setting(self._settings, name, copied)
         self._entries.append(RecordedCall((name, copied)))
         try:
-            return CALLS[name](self.env, data)
+            return RECORDED_CALLS[name](self.env, data)
         finally:
             self._entries.append(None)
 
@@ -254,13 +239,6 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         return repeat_calls(self, log)
 
 
-def _copy_data(data: Any) -> Any:
-    """Copy actions and arguments that the caller may change later."""
-    from rl_ext_core.vector.environments import copy_output  # which loads more than a wrapper needs
-
-    return copy_output(data)
-
-
 def read_result(result: Any) -> int | None:
     """Return the checksum of what a call returned, from the recorder's entry for it."""
     observation, *others = result if isinstance(result, tuple) else (result,)
@@ -275,10 +253,8 @@ def restore_beginning(env: Any, log: EpisodeLog, generators: Generators) -> None
     :param env: environment that was built like the recorded one, and has not been used
     :param generators: generators of the environment
     """
-    from rl_ext_core.vector.environments import CALLS  # which loads more than a wrapper needs
-
     for name, data in log.settings:
-        CALLS[name](env, data)
+        RECORDED_CALLS[name](env, data)
     generators.restore(log.generators)
 
 
@@ -303,13 +279,12 @@ def repeat_calls(
         step that differs
     :param stop_at_end: whether to stop at the end of an episode that another step follows
     """
-    from rl_ext_core.vector.environments import CALLS  # which loads more than a wrapper needs
 
     def make_call(name: str, data: Any) -> None:
         if isinstance(env, EpisodeRecorder):
             env.make_recorded_call(name, data)
         else:
-            CALLS[name](env, data)
+            RECORDED_CALLS[name](env, data)
 
     observation, first_difference, steps, has_ended, last = None, None, 0, False, len(log.calls) - 1
     for number, ((name, data), expected) in enumerate(itertools.zip_longest(log.calls, log.checksums)):

@@ -15,10 +15,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rl_ext_core import processes
+from rl_ext_core._environment_source import as_gymnasium_env
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, RlExtError, WorkerError
 from rl_ext_core.recording.capsule import Capsule, RecordedFailure
 from rl_ext_core.recording.episode_log import EpisodeLog, observation_checksum
 from rl_ext_core.recording.generators import Generators, layers_of
+from rl_ext_core.recording.memory_layout import MemoryLayout
 from rl_ext_core.recording.recorder import repeat_calls, restore_beginning
 
 __all__ = [
@@ -177,8 +179,6 @@ class OutputCheck:
     """Check of what an environment returns, as workers do it."""
 
     def __init__(self, env: Any, *, in_space: bool) -> None:
-        from rl_ext_core.vector.channel import MemoryLayout
-
         self._env, self._in_space = env, in_space
         self._layout = None
         with contextlib.suppress(InvalidArgumentError):  # observations that are not arrays
@@ -211,8 +211,6 @@ def prepare_env(env: Any, log: EpisodeLog) -> Any:
     :param env: environment that was built like the recorded one
     :raises InvalidArgumentError: If it has other wrappers or spaces.
     """
-    from rl_ext_core.vector.environments import as_gymnasium_env
-
     env = as_gymnasium_env(env)
     layers = layers_of(env)
     # The innermost layer is the environment, which has this generator. Wrappers do not have it.
@@ -306,7 +304,7 @@ def play(
     """
     timeout = timeout or capsule.step_timeout or DEFAULT_TIMEOUT
     interval = timeout / 4
-    context = processes.get_context(preload=("gymnasium", "rl_ext_core.vector.channel", __name__), label=_LABEL)
+    context = processes.get_context(preload=("gymnasium", __name__), label=_LABEL)
     ours, theirs = context.Pipe()
     packed = pickle.dumps((capsule, source, chosen, interval, 0.0 if frames is None else _RENDERED_S))
     process = context.Process(target=_serve, args=(theirs, packed))

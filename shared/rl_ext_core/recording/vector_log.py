@@ -11,16 +11,14 @@ import dataclasses
 import pickle
 from array import array
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from rl_ext_core.recording.calls import record_setting
 from rl_ext_core.recording.episode_log import MAX_STEPS, EpisodeLog, observation_checksum, step_checksum
 from rl_ext_core.recording.generators import Generators, Snapshot, read_snapshot
-from rl_ext_core.recording.recorder import record_setting
-
-if TYPE_CHECKING:
-    from rl_ext_core.vector.channel import MemoryLayout
+from rl_ext_core.recording.memory_layout import OTHER_REWARD, TERMINATED, TRUNCATED, MemoryLayout
 
 __all__ = ["HEAD_BYTES", "HeadWriter", "VectorLog"]
 
@@ -268,8 +266,6 @@ class VectorLog:
 
     def _step_checksum(self, step: int, number: int) -> int:
         """Return the checksum of what a step of an environment returned."""
-        from rl_ext_core.vector.worker import OTHER_REWARD, TERMINATED, TRUNCATED  # which imports this module
-
         row, values = self._rows[step - self._first_step], {}
         for name, at, shape, dtype in self._layout.fields[-3:]:
             values[name] = np.ndarray(shape, dtype, row, at - self._offset)[number].item()

@@ -1,4 +1,4 @@
-"""Channel between a pool and its workers: shared arrays and numbers, messages, pipes.
+"""Channel between a pool and its workers: shared numbers, messages, pipes.
 
 Commands and answers are numbered. The numbers are in the worker's cells, in shared memory, and each cell is written
 atomically. So each side can read the state of the other at any time, also after Ctrl-C between any two lines. A message
@@ -9,7 +9,6 @@ arrays. A byte in a pipe only wakes the other side, which then reads the numbers
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import mmap
 import os
@@ -20,21 +19,16 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from gymnasium import spaces
-
 from rl_ext_core import _pickle, resources
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core._system import WINDOWS, new_memory_file, picklable_descriptor, read_at, write_at
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, StorageError
+from rl_ext_core.errors import StorageError
 
 if TYPE_CHECKING:
     from rl_ext_core.processes import Watch
 
 __all__ = [
     "Cell",
-    "MemoryLayout",
-    "ObservationSlot",
     "SharedMemory",
     "SpinWaiter",
     "WorkerChannel",
@@ -47,135 +41,7 @@ __all__ = [
 ]
 
 _CACHED_BYTES = 1 << 20  # message files up to this size stay allocated until the next message
-_LINE = 64  # bytes of a cache line. Each worker's cells and each array begin a new one
-
-# An array in a space: the keys that lead to it, its shape and its dtype.
-Leaf = tuple[tuple[Any, ...], tuple[int, ...], np.dtype[Any]]
-
-
-# -- arrays
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryLayout:
-    """Layout of the arrays in a block of shared memory, each with the environments first.
-
-    :ivar tree: nested dicts and tuples of the observation space, with the number of the array in place of each array
-    :ivar paths: keys that lead to each array of an observation
-    :ivar fields: name, offset in bytes, shape and dtype of each array
-    :ivar size: size of the block in bytes
-    """
-
-    tree: Any
-    paths: tuple[tuple[Any, ...], ...]
-    fields: tuple[tuple[str, int, tuple[int, ...], np.dtype[Any]], ...]
-    size: int
-
-    @classmethod
-    def from_spaces(cls, num_envs: int, observation_space: Any, action_space: Any) -> MemoryLayout:
-        """Create the layout for environments with these spaces.
-
-        :param num_envs: number of environments
-        :param observation_space: Box, Discrete, MultiDiscrete, MultiBinary, or Dict and Tuple of these
-        :param action_space: any space; actions have an array if the space is a single array
-        :raises InvalidArgumentError: If observations are not arrays of fixed shape.
-        """
-        leaves: list[Leaf] = []
-        tree = _flatten_space(observation_space, (), leaves)
-        wanted: list[tuple[str, tuple[int, ...], np.dtype[Any]]] = [
-            (f"observation {index}", shape, dtype) for index, (_, shape, dtype) in enumerate(leaves)
-        ]
-        actions: list[Leaf] = []
-        with contextlib.suppress(InvalidArgumentError):  # actions of other spaces are pickled
-            if _flatten_space(action_space, (), actions) == 0:
-                wanted.append(("action", *actions[0][1:]))
-        wanted += [("reward", (), np.dtype(np.float64)), ("reward kind", (), np.dtype(np.uint8))]
-        wanted += [("flags", (), np.dtype(np.uint8))]
-        fields, offset = [], 0
-        for name, shape, dtype in wanted:
-            offset = -(-offset // _LINE) * _LINE
-            fields.append((name, offset, (num_envs, *shape), dtype))
-            offset += num_envs * int(np.prod(shape)) * dtype.itemsize
-        return cls(tree, tuple(leaf[0] for leaf in leaves), tuple(fields), max(offset, 1))
-
-    def arrays(self, block: Any) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the arrays in a block of memory, by name."""
-        return {name: np.ndarray(shape, dtype, block, offset) for name, offset, shape, dtype in self.fields}
-
-    def slots(self, arrays: dict[str, np.ndarray[Any, Any]], environment: int) -> list[ObservationSlot]:
-        """Return the slots for the observation of one environment."""
-        return [
-            ObservationSlot(path, arrays[f"observation {index}"][environment, ...])
-            for index, path in enumerate(self.paths)
-        ]
-
-    def build_observation(self, parts: list[Any]) -> Any:
-        """Build an observation from its arrays."""
-        return parts[0] if self.tree == 0 else _build_observation(self.tree, parts)
-
-
-def _flatten_space(space: Any, path: tuple[Any, ...], leaves: list[Leaf]) -> Any:
-    """Append the arrays of a space to ``leaves``, and return their indices, nested as there."""
-    if isinstance(space, spaces.Dict):
-        return {key: _flatten_space(part, (*path, key), leaves) for key, part in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_flatten_space(part, (*path, index), leaves) for index, part in enumerate(space.spaces))
-    if space.shape is None or space.dtype is None or np.dtype(space.dtype).kind not in "biuf":
-        raise InvalidArgumentError(
-            f"{space} in an observation_space has no fixed arrays to share; expected Box, Discrete, MultiDiscrete, "
-            "MultiBinary, or Dict and Tuple of these. Flatten it: gymnasium.wrappers.FlattenObservation(env)"
-        )
-    leaves.append((path, tuple(space.shape), np.dtype(space.dtype)))
-    return len(leaves) - 1
-
-
-def _build_observation(tree: Any, parts: list[Any]) -> Any:
-    """Put arrays in the places of their numbers in nested dicts and tuples."""
-    if isinstance(tree, dict):
-        return {key: _build_observation(inner, parts) for key, inner in tree.items()}
-    return tuple(_build_observation(inner, parts) for inner in tree) if isinstance(tree, tuple) else parts[tree]
-
-
-class ObservationSlot:
-    """Place in shared memory for one array of an environment's observation.
-
-    :param path: keys that lead to the array in the observation; empty if the observation is the array
-    :param place: view of the shared memory
-
-    :ivar has_converted: whether any value so far did not fit the dtype
-    """
-
-    def __init__(self, path: tuple[Any, ...], place: np.ndarray[Any, Any]) -> None:
-        self.path, self.place, self.has_converted = path, place, False
-        self.shape, self.dtype = place.shape, place.dtype
-        whole = (int,) if self.dtype == np.int64 else ()
-        self._scalars = (self.dtype.type, *whole) if self.shape == () else ()
-
-    def write(self, observation: Any) -> None:
-        """Write the array of an observation, converted to the dtype of the space.
-
-        :raises EnvironmentOutputError: If the array has another shape.
-        """
-        value = observation
-        for key in self.path:
-            value = value[key]
-        kind = type(value)
-        same = value.dtype == self.dtype and value.shape == self.shape if kind is np.ndarray else kind in self._scalars
-        if same:
-            self.place[...] = value
-            return
-        value = np.asarray(value)
-        if value.shape != self.shape:
-            name = f"observation{''.join(f'[{key!r}]' for key in self.path)}" if self.path else "the observation"
-            raise EnvironmentOutputError(
-                f"{name} has the shape {value.shape} where the observation space says {self.shape}; give the space the "
-                "shape that reset and step return"
-            )
-        with np.errstate(all="ignore"):  # values that do not fit are detected below
-            self.place[...] = value
-        # Rounding between floats is not reported, because policies compute with 32 bits.
-        if not self.has_converted and self.dtype.kind != "f":
-            self.has_converted = not np.array_equal(self.place, value)
+_LINE = 64  # bytes of a cache line. Each worker's cells begin a new one
 
 
 # -- numbers, messages and bells

@@ -5,37 +5,31 @@ Workers load this module, which therefore does not import SB3, torch or TorchRL.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import importlib
-import inspect
 import multiprocessing
 import operator
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
 
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, MissingDependencyError
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.convert import convert
+from rl_ext_core.recording.calls import RECORDED_CALLS
 from rl_ext_core.recording.layers import layer_states, restore_layers
 
 __all__ = [
     "CALLS",
-    "IMMUTABLE_TYPES",
     "EpisodeMonitor",
     "PoolOptions",
-    "as_gymnasium_env",
     "check_count",
     "check_env_fns",
     "check_seconds",
-    "copy_output",
     "make",
     "make_factories",
     "qualified_name",
@@ -195,65 +189,6 @@ def make(spec: Any, env_kwargs: dict[str, Any]) -> Any:
         return gymnasium.make(spec, **env_kwargs)
 
 
-def as_gymnasium_env(environment: Any) -> Any:
-    """Return a gymnasium environment as is, or an old gym environment inside shimmy's wrapper.
-
-    :raises InvalidTypeError: If ``environment`` is neither.
-    :raises MissingDependencyError: If ``environment`` is an old gym environment, and shimmy is not installed.
-    """
-    if isinstance(environment, gymnasium.Env):
-        return environment
-    gym_class = getattr(sys.modules.get("gym"), "Env", None)  # an old environment has imported gym
-    if gym_class is not None and isinstance(environment, gym_class):
-        return _from_gym(environment)
-    kind = type(environment)
-    advice = "Use a class that inherits from gymnasium.Env"
-    if hasattr(environment, "possible_agents"):
-        advice = "For PettingZoo, hand over a parallel environment itself: make_vec_env(parallel_env())"
-    raise InvalidTypeError(
-        f"the environment is a {kind.__module__}.{kind.__qualname__}; expected a gymnasium.Env. {advice}"
-    )
-
-
-def _from_gym(environment: Any) -> Any:
-    """Wrap an old gym environment by the rules of SB3's ``_patch_env``."""
-    is_v26 = "seed" in inspect.signature(environment.unwrapped.reset).parameters
-    version, wrapper = ("0.26", "GymV26CompatibilityV0") if is_v26 else ("0.21", "GymV21CompatibilityV0")
-    text = f"`{type(environment).__name__}` is an environment of gym {version}, which is no longer maintained"
-    try:
-        shimmy = importlib.import_module("shimmy")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{text}, and shimmy, which converts it, is not installed. Use pip install 'shimmy>=2.0', which provides "
-            f"shimmy.{wrapper}(env=env)",
-            name="shimmy",
-        ) from error
-    warnings.warn(f"{text}; it runs inside shimmy.{wrapper}. Inherit from gymnasium.Env to avoid that.", stacklevel=3)
-    return getattr(shimmy, wrapper)(env=environment)
-
-
-# Python's types of values that need no copy.
-IMMUTABLE_TYPES = (int, float, bool, str, bytes, type(None))
-
-
-def copy_output(value: Any) -> Any:
-    """Copy a value that an environment returned and may write to again.
-
-    An object that cannot be copied is returned as is.
-    """
-    kind = type(value)
-    if kind in IMMUTABLE_TYPES or isinstance(value, np.generic):
-        return value
-    if kind is np.ndarray and value.dtype != object:
-        return value.copy("K")
-    if kind is dict:
-        return {key: copy_output(part) for key, part in value.items()}
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # for example locks, simulator handles, tensors with a gradient
-        return value
-
-
 def store_reward(rewards: np.ndarray[Any, Any], index: int, reward: Any) -> None:
     """Write a reward to an array.
 
@@ -376,23 +311,13 @@ def _has_attr(env: Any, name: str) -> bool:
     return True
 
 
-def _call_or_get(env: Any, data: Any) -> Any:
-    """Call a method of an environment, or return an attribute."""
-    name, args, kwargs = data
-    found = env.get_wrapper_attr(name)
-    return found(*args, **kwargs) if callable(found) else found
-
-
 # Methods of VecEnv and VectorEnv, except steps and resets: each function calls one environment with its data.
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "render": lambda env, _: env.render(),
-    "env_method": lambda env, data: env.get_wrapper_attr(data[0])(*data[1], **data[2]),
     "get_attr": lambda env, name: env.get_wrapper_attr(name),
     "has_attr": _has_attr,
-    "set_attr": lambda env, data: setattr(env, *data),
     "env_is_wrapped": _is_wrapped,
-    "call": _call_or_get,
-    "set_wrapper_attr": lambda env, data: env.set_wrapper_attr(*data),
     "layer_states": lambda env, _: layer_states(env),
     "restore_layers": restore_layers,
+    **RECORDED_CALLS,
 }

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from rl_ext_core import processes, resources
 from rl_ext_core._interrupts import defer_signals
+from rl_ext_core._values import copy_output
 from rl_ext_core.errors import (
     EnvironmentOutputError,
     InvalidArgumentError,
@@ -25,25 +26,17 @@ from rl_ext_core.errors import (
 )
 from rl_ext_core.processes.failures import require_same_process
 from rl_ext_core.processes.report import ExceptionRecord
+from rl_ext_core.recording.calls import RECORDED_CALLS
 from rl_ext_core.recording.capsule import RecordedFailure, record_crash
 from rl_ext_core.recording.episode_log import EpisodeLog, Repetition
 from rl_ext_core.recording.layers import LayerState
-from rl_ext_core.recording.recorder import RECORDED_CALLS
+from rl_ext_core.recording.memory_layout import CONVERTED, ENDED, MemoryLayout
 from rl_ext_core.recording.vector_log import HEAD_BYTES, VectorLog
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.channel import Cell, MemoryLayout, SharedMemory, WorkerHandle
-from rl_ext_core.vector.environments import PoolOptions, check_env_fns, copy_output, make_factories
-from rl_ext_core.vector.worker import (
-    CONVERTED,
-    ENDED,
-    IDLE_FRAMES,
-    PHASES,
-    REPEAT_EPISODE,
-    StepEntry,
-    map_head,
-    run_worker,
-)
+from rl_ext_core.vector.channel import Cell, SharedMemory, WorkerHandle
+from rl_ext_core.vector.environments import PoolOptions, check_env_fns, make_factories
+from rl_ext_core.vector.worker import IDLE_FRAMES, PHASES, REPEAT_EPISODE, StepEntry, map_head, run_worker
 
 __all__ = ["UNFINISHED_SECONDS", "Pool", "ResetRequests", "Timings", "make_pool"]
 

@@ -10,12 +10,13 @@ from typing import Any
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.processes.failures import require_same_process
-from rl_ext_core.recording.recorder import RECORDED_CALLS
+from rl_ext_core.recording.calls import RECORDED_CALLS
+from rl_ext_core.recording.memory_layout import ENDED
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, WorkerHandle
 from rl_ext_core.vector.environments import PoolOptions, check_env_fns
 from rl_ext_core.vector.pool import Pool, ResetRequests
-from rl_ext_core.vector.worker import ENDED, StepEntry
+from rl_ext_core.vector.worker import StepEntry
 
 __all__ = ["SparePool"]
 

@@ -12,25 +12,31 @@ from typing import Any
 import numpy as np
 
 from rl_ext_core import processes
+from rl_ext_core._environment_source import as_gymnasium_env
+from rl_ext_core._values import copy_output
 from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.recording.episode_log import observation_checksum
 from rl_ext_core.recording.generators import Generators, layers_of
+from rl_ext_core.recording.memory_layout import (
+    CONVERTED,
+    MAX_EXACT,
+    OTHER_REWARD,
+    REWARD_KINDS,
+    TERMINATED,
+    TRUNCATED,
+    MemoryLayout,
+    ObservationSlot,
+)
 from rl_ext_core.recording.recorder import repeat_calls, restore_beginning
 from rl_ext_core.recording.vector_log import HEAD_BYTES, HeadWriter
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.channel import Cell, MemoryLayout, ObservationSlot, SharedMemory, WorkerChannel, pack
-from rl_ext_core.vector.environments import CALLS, as_gymnasium_env, copy_output
+from rl_ext_core.vector.channel import Cell, SharedMemory, WorkerChannel, pack
+from rl_ext_core.vector.environments import CALLS
 
 __all__ = [
-    "CONVERTED",
-    "ENDED",
     "IDLE_FRAMES",
-    "OTHER_REWARD",
     "PHASES",
-    "REWARD_KINDS",
-    "TERMINATED",
-    "TRUNCATED",
     "WorkerEnvironments",
     "map_head",
     "run_worker",
@@ -43,15 +49,8 @@ _IDLE, _CONSTRUCTOR, _RESET, _STEP, _CLOSE = (
 )
 # A worker waits for commands in this file. The watch reports other workers as hanging.
 IDLE_FRAMES = ("/rl_ext_core/vector/channel.py",)
-# Types of rewards that float64 represents exactly. SB3's SubprocVecEnv returns rewards in their own type.
-REWARD_KINDS: dict[type, int] = {float: 0, np.float64: 0, np.float32: 1, int: 2, np.int64: 2, bool: 3, np.bool_: 3}
-OTHER_REWARD = 4
-_EXACT = 2**53
 # Info of the step, info of the reset after it, reward if it is of another type, and last observation of the episode.
 StepEntry = tuple[dict[str, Any], dict[str, Any] | None, Any, Any]
-# Bits of the flags: end of the episode, and an observation that did not fit its dtype.
-TERMINATED, TRUNCATED, CONVERTED = 1, 2, 4
-ENDED = TERMINATED | TRUNCATED
 
 
 def _record_nothing() -> None: ...
@@ -296,7 +295,7 @@ class WorkerEnvironments:
                 else:
                     flags[number] = 0
             kind = REWARD_KINDS.get(type(reward), OTHER_REWARD)
-            if kind == 2 and not -_EXACT <= reward <= _EXACT:
+            if kind == 2 and not -MAX_EXACT <= reward <= MAX_EXACT:
                 kind = OTHER_REWARD
             kinds[number] = kind
             if kind != OTHER_REWARD:

@@ -9,8 +9,9 @@ from typing import Any
 import gymnasium
 import pytest
 
+from rl_ext_core._environment_source import as_gymnasium_env
 from rl_ext_core.errors import EnvironmentOutputError, InvalidTypeError, MissingDependencyError
-from rl_ext_core.vector.environments import EpisodeMonitor, as_gymnasium_env
+from rl_ext_core.vector.environments import EpisodeMonitor
 from tests.sb3_ext.vec_test_envs import Counting
 
 

@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, vector_log
 from rl_ext_core.recording.capsule import read_capsule
+from rl_ext_core.recording.memory_layout import ENDED, MemoryLayout
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.channel import MemoryLayout, new_cells
-from rl_ext_core.vector.worker import ENDED, WorkerEnvironments
+from rl_ext_core.vector.channel import new_cells
+from rl_ext_core.vector.worker import WorkerEnvironments
 
 ACTIONS = np.random.default_rng(0).integers(0, 2, (200, 3))
 
@@ -178,7 +179,7 @@ def test_recorder_false_records_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert envs._pool.episode_logs() == [None]
     with pytest.raises(WorkerError) as raised:
         step_repeatedly(envs)
-    assert "record" not in str(raised.value)
+    assert "rl-ext replay" not in str(raised.value)
     assert not list(tmp_path.iterdir())
 
 

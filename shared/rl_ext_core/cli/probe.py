@@ -16,7 +16,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from rl_ext_core._environment_source import load_source
-from rl_ext_core.cli import new_console
+from rl_ext_core.cli.console import new_console
 
 if TYPE_CHECKING:
     from rich.console import Console

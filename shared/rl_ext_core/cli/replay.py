@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_ext_core.cli import new_console, show_progress
+from rl_ext_core.cli.console import new_console, show_progress
 from rl_ext_core.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
