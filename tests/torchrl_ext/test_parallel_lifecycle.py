@@ -384,9 +384,7 @@ def test_only_the_caller_resets_and_steps_an_environment(tmp_path: Path, options
 
 
 @slow
-def test_memory_warning_appears_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_warning_appears_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_ext_core.resources.available_memory", lambda: 10**6)
     env = ParallelEnv(2, Well)
     with caplog.at_level(logging.WARNING, logger="torchrl_ext"):
