@@ -13,7 +13,7 @@ import numpy as np
 from rl_ext_core.vector.environments import EpisodeMonitor
 
 FRAME = (210, 160, 3)
-BUSY_S, RESET_S, END_PROBABILITY = 0.001, 0.2, 0.01
+BUSY_S = 0.001
 
 
 class SelfStepping(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -45,24 +45,6 @@ class Busy(gymnasium.Wrapper[Any, Any, Any, Any]):
         while time.thread_time() < until:
             pass
         return self.env.step(action)
-
-
-class SlowReset(gymnasium.Env[np.ndarray, int]):
-    """Environment whose reset waits 200 ms, and whose step waits 1 ms and ends the episode with probability 0.01."""
-
-    observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Wait, and return zeros."""
-        super().reset(seed=seed)
-        time.sleep(RESET_S)
-        return np.zeros(4, np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Wait, and return zeros."""
-        time.sleep(BUSY_S)
-        return np.zeros(4, np.float32), 0.0, bool(self.np_random.random() < END_PROBABILITY), False, {}
 
 
 class Frames(gymnasium.Env[np.ndarray, int]):

@@ -279,7 +279,6 @@ def pixels(rounds: int, large: bool) -> None:
 
     In the second setting, episodes have 16 steps, and a reset of the first environment takes 200 ms more. TorchRL's
     asynchronous collector then returns more frames of the other environments. The others return equally many of all.
-    The vectorized environment has spares there, which are reset while the others are stepped.
     """
     torch.set_num_threads(1)
     for slow in (False, True):
@@ -287,7 +286,7 @@ def pixels(rounds: int, large: bool) -> None:
         plain_fns = [functools.partial(worlds.make_plain_pixels, slow=slow, index=index) for index in range(8)]
         policy = make_pixel_policy(worlds.make_pixels().action_spec)
         for size in (256, 1024):
-            vectorized = SharedMemoryVectorEnv(plain_fns, autoreset_mode="SameStep", spares=8 if slow else 0)
+            vectorized = SharedMemoryVectorEnv(plain_fns, autoreset_mode="SameStep")
             collectors: dict[str, Any] = {
                 name: Collector(env, policy, frames_per_batch=size, total_frames=-1)
                 for name, env in (

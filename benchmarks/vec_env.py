@@ -1,6 +1,6 @@
 """``SharedMemoryVecEnv`` against SB3's ``SubprocVecEnv``, with default start methods.
 
-    python -m benchmarks.vec_env [steps frames busy spares vector learn report start restart ray] [--rounds 15]
+    python -m benchmarks.vec_env [steps frames busy vector learn report start restart ray] [--rounds 15]
         [--envs 8]
 
 The vectorized environments take turns in one process, with the same actions. Ratios are medians over the rounds. *Bare*
@@ -128,23 +128,6 @@ def frames(rounds: int, n_envs: int) -> None:
 def busy(rounds: int, n_envs: int) -> None:
     """Measure steps per second of environments that take a millisecond per step."""
     rates("busy", worlds.busy, n_envs, 30, rounds)
-
-
-def spares(rounds: int, n_envs: int) -> None:
-    """Measure steps per second of environments whose resets take 200 ms, with and without spares."""
-    print(
-        f"\nspares: steps per second of {n_envs} environments with resets of 200 ms, episodes of 100 steps on average"
-    )
-    env_fns = [worlds.SlowReset] * n_envs
-    made: dict[str, VecEnv] = {SUBPROC: SubprocVecEnv(env_fns)}
-    made |= {f"{count} spares": SharedMemoryVecEnv(env_fns, spares=count) for count in (0, 2, 4, 8)}
-    count = 100
-    seconds = time_in_turns({name: make_stepper(venv, count) for name, venv in made.items()}, rounds=rounds)
-    for name, found in seconds.items():
-        target = 3.0 if name == "4 spares" else None
-        verdict = format_ratio(speedup(seconds, name, baseline="0 spares"), target)
-        print_row(name, f"{count * n_envs / np.median(found):,.0f}", verdict=verdict)
-        made[name].close()
 
 
 def ray(rounds: int, n_envs: int) -> None:
@@ -301,7 +284,7 @@ def restart(rounds: int, n_envs: int) -> None:
 
 
 PARTS: dict[str, Callable[[int, int], None]] = {
-    part.__name__: part for part in (steps, frames, busy, spares, vector, learn, report, start, restart, ray)
+    part.__name__: part for part in (steps, frames, busy, vector, learn, report, start, restart, ray)
 }
 
 

@@ -78,8 +78,8 @@ class EnvironmentsInWorkers:
     def __init__(self, vec_env: PoolVecEnv) -> None:
         if not vec_env._pool.records_episodes:
             raise InvalidArgumentError(
-                f"{type(vec_env).__name__} does not record its episodes: expected recorder=True and "
-                "spares=0. Use SharedMemoryVecEnv(env_fns, recorder=True)"
+                f"{type(vec_env).__name__} does not record its episodes: expected recorder=True. Use "
+                "SharedMemoryVecEnv(env_fns, recorder=True)"
             )
         self._vec_env, pool = vec_env, vec_env._pool
         self._pool = pool

@@ -89,7 +89,7 @@ def make_vec_env(
         a copy of that folder. ``isolation_report`` names these directories. By default workers share the working
         directory of this process
     :param recorder: folder for records of failed episodes, which ``rl-ext replay`` repeats. True: the working
-        directory. False records nothing. Default: True, or False with ``spares``
+        directory. False records nothing. Default: True
     :return: vectorized environment; its ``isolation_report`` explains the choice
     :raises WorkerError: If an environment cannot be built.
     :raises NotCopyableError: If an instance cannot be copied.
@@ -165,11 +165,6 @@ def make_vec_env(
         return InProcessVecEnv([functools.partial(build_env, rank) for rank in range(start_index, start_index + count)])
 
     options = dict(vec_env_kwargs or {})
-    if options.get("spares") and monitor_dir is not None:
-        raise InvalidArgumentError(
-            f"monitor_dir={monitor_dir!r} does not combine with spares={options['spares']!r}, because a spare would "
-            "write to the file of another environment. Leave monitor_dir out, or use VecMonitor(env, filename)"
-        )
     if vec_env_cls is None:
         options |= {} if cwd is None else {"cwd": cwd}
         options |= {} if recorder is None else {"recorder": recorder}
@@ -339,7 +334,7 @@ def _build_vec_env(
 
     def build_here(report: str) -> VecEnv:
         """Build all environments in this process, and record their episodes."""
-        return _with_report(_record_crashes(build_in_process(), factories, workers.recorder or False), report)
+        return _with_report(_record_crashes(build_in_process(), factories, workers.recorder), report)
 
     if isolation == "in-process":
         if unused := sorted(options.keys() - {"recorder"}):
@@ -347,7 +342,7 @@ def _build_vec_env(
                 f'isolation="in-process" does not use {unused}, which are for processes. Leave them out'
             )
         return build_here("All environments run in this process, as requested.")
-    if isolation == "process" or workers.cwd is not None or workers.spares:
+    if isolation == "process" or workers.cwd is not None:
         vec_env = SharedMemoryVecEnv(factories(), **options)
         report = f"{_describe_sharing(min(workers.n_workers or n_envs, n_envs), n_envs)}, as requested."
         if vec_env.working_directory is not None:

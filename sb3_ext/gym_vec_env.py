@@ -373,7 +373,7 @@ def _check_num_envs(env: Any) -> int:
         raise InvalidTypeError(
             f"{env!r} is not a vectorized environment: it has no num_envs. Write "
             'GymVecEnv(gymnasium.make_vec("CartPole-v1", num_envs=16)). For a single environment, write '
-            "sb3_ext.make_vec_env(env); for Brax, GymVecEnv(rl_ext_core.vector.BraxVectorEnv(env, 16))"
+            "sb3_ext.make_vec_env(env); for Brax, copy BraxVectorEnv from the guide on vectorized environments"
         )
     return int(count)
 

@@ -17,7 +17,6 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.resources import usable_cores
 from rl_ext_core.vector.pool import Timings
-from rl_ext_core.vector.spare_pool import SparePool
 from sb3_ext.vec_env import PoolVecEnv
 
 __all__ = ["PARTS", "VecEnvTimingCallback"]
@@ -315,8 +314,6 @@ def advice(seconds: Mapping[str, float], n_steps: int, model: BaseAlgorithm, bas
         return start + _environment_advice(seconds["environment"] / max(n_steps, 1), part, base)
     if part in ("policy", "update"):
         return start + _network_advice(model)
-    if part == "waiting" and isinstance(getattr(base, "_pool", None), SparePool):
-        return start + "use fewer environments, or some whose steps take equally long"
     return (
         start
         + {
@@ -348,8 +345,6 @@ def _environment_advice(per_step: float, part: str, base: Any) -> str:
     if not isinstance(base, PoolVecEnv):
         return f"use SharedMemoryVecEnv(env_fns) instead of {type(base).__name__}"
     n_workers = len(base._pool.workers)
-    if n_workers > cores and isinstance(base._pool, SparePool):  # n_workers= does not combine with spares
-        return f"{n_workers} workers, including spares, share {cores} cores. Use fewer environments or spares"
     if n_workers > cores:
         return f"{n_workers} workers share {cores} cores. Use n_workers={cores}"
     if part == "transfer":

@@ -15,8 +15,9 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.recording.memory_layout import ENDED, OTHER_REWARD, TRUNCATED
 from rl_ext_core.vector.environments import PoolOptions, qualified_name, store_reward
-from rl_ext_core.vector.pool import Pool, make_pool
+from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.ray_pool import RayPool
+from rl_ext_core.vector.restarting_pool import make_pool
 
 __all__ = ["CheckedVecEnv", "Indices", "PoolVecEnv", "RayVecEnv", "SharedMemoryVecEnv"]
 
@@ -258,12 +259,7 @@ class SharedMemoryVecEnv(PoolVecEnv):
         contains files at the end. A path starts each worker in a copy of that folder. By default workers share the
         working directory of this process
     :param recorder: folder for records of failed episodes, which ``rl-ext replay`` repeats. True: the working
-        directory; at most ten files ``crash-*.rlx`` are written to a folder. False: record nothing. Default: True, or
-        False with ``spares``
-    :param spares: number of further environments that are reset ahead, for resets that take long. When an episode ends,
-        the first spare continues its row, and the other environment is reset while all are stepped. Spares have the
-        seeds after those of the rows, and results depend on seeds and actions only. ``set_attr`` and ``env_method``
-        work for all environments together, spares included. Episodes are not recorded
+        directory; at most ten files ``crash-*.rlx`` are written to a folder. False: record nothing. Default: True
     :raises WorkerError: From any call, if a worker has failed. It names the environment, the call and the reason; its
         cause is the environment's own exception. All workers have ended then.
     :raises EnvironmentOutputError: If the environments' spaces differ.
@@ -296,8 +292,7 @@ class SharedMemoryVecEnv(PoolVecEnv):
         restart: Literal["truncate"] | None = None,
         max_restarts: int = 100,
         cwd: str | os.PathLike[str] | None = None,
-        recorder: bool | str | os.PathLike[str] | None = None,
-        spares: int = 0,
+        recorder: bool | str | os.PathLike[str] = True,
     ) -> None:
         options = PoolOptions(
             start_method,
@@ -309,7 +304,6 @@ class SharedMemoryVecEnv(PoolVecEnv):
             max_restarts,
             cwd,
             recorder,
-            spares,
         )
         super().__init__(make_pool(env_fns, options))
         self.working_directory = self._pool.working_directory

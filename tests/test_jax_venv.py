@@ -12,7 +12,6 @@ from tests.jax_venv import ROOT, run_in_jax_venv
 FILES = [
     "tests/test_envpool.py",
     "tests/core/frames/test_gpu_decode.py",
-    "tests/core/vector/test_brax.py",
     "tests/torchrl_ext/test_jax_values.py",
 ]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
@@ -365,21 +366,17 @@ class BraxRow:
     def __init__(self, env: Any, row: int) -> None:
         self.batch_env, self.row, self.advance = env.unwrapped, row, compiled_brax_step(env.unwrapped)
 
-    def _infos(self) -> dict[str, Any]:
-        """Return the metrics and infos of the current state."""
-        return {**self.state.metrics, **self.state.info}
-
     def reset(self, *, seed: int | None = None) -> Any:
         import jax
 
-        self.state = jax.tree.map(lambda leaf: leaf[self.row], self.batch_env._state)
+        self.state = jax.tree.map(lambda leaf: leaf[self.row], self.batch_env.state)
         assert self.state.info["steps"] == 0
-        return self.state.obs, self._infos()
+        return self.state.obs, {}
 
     def step(self, action: Any) -> Any:
         self.state = self.advance(self.state, action)
         done, truncated = bool(self.state.done), bool(self.state.info["truncation"])
-        return self.state.obs, self.state.reward, done and not truncated, done and truncated, self._infos()
+        return self.state.obs, self.state.reward, done and not truncated, done and truncated, {}
 
 
 @cache
@@ -387,7 +384,7 @@ def compiled_brax_step(env: Any) -> Any:
     """Compile the step of a single Brax environment, once for all rows."""
     import jax
 
-    return jax.jit(env._env.step)
+    return jax.jit(env.env.step)
 
 
 # -- functions that make environments
@@ -438,21 +435,23 @@ def make_phys2d(task: str, mode: AutoresetMode) -> Any:
         return gymnasium.make_vec(f"phys2d/{task}", num_envs=ROWS, max_episode_steps=13)
 
 
-def brax(kind: str) -> Any:
-    """Return a Brax environment.
+@cache
+def brax_recipe() -> Any:
+    """Return the class of the guide's recipe for Brax."""
+    guide = (ROOT / "docs/guides/vectorized_gpu.md").read_text(encoding="utf-8")
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "class Brax" in block)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names["BraxVectorEnv"]
 
-    :param kind: ``"walk"`` for that of test_brax.py; otherwise a name in Brax, for episodes of 8 steps
-    """
-    from rl_ext_core.vector.brax import BraxVectorEnv
-    from tests.core.vector.test_brax import Walk as BraxWalk
 
-    if kind == "walk":
-        return BraxVectorEnv(BraxWalk(observation="array"), ROWS)
+def brax(mode: AutoresetMode) -> Any:
+    """Return a Brax environment with episodes of 8 steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Brax warns that it is no longer developed
         from brax.envs import create
 
-        return BraxVectorEnv(create(kind, episode_length=8, auto_reset=False), ROWS)
+        return brax_recipe()(create("fast", episode_length=8, auto_reset=False), ROWS)
 
 
 fork = partial(AsyncVectorEnv, context="fork")
@@ -509,7 +508,6 @@ def make_lab_row(env: Any, row: int) -> Any:
 STATISTICS = (*InfoWalk.KEYS, "episode.r", "episode.l")
 ALE = ("env_id", "lives", "frame_number", "episode_frame_number")
 POOL = ("env_id", "elapsed_step")
-BRAX = ("steps", "truncation")
 CLIP = {"clip_actions": 1.0}
 PREVIOUS = {**CLIP, "missing_final_obs": "previous"}
 
@@ -648,10 +646,7 @@ TABLE["final_obs, no mode"] = TableRow(
     lambda mode: NoMode("batch"), (SAME_STEP,), lambda env, row: CountRow(LAB, row), ()
 )
 # in JAX
-for _kind, _infos in {"fast": BRAX, "walk": (*BRAX, "speed", "sums.distance")}.items():
-    TABLE[f"Brax {_kind}"] = TableRow(
-        lambda mode, kind=_kind: brax(kind), (SAME_STEP,), BraxRow, _infos, needs="brax", tolerance=1e-4, steps=40
-    )
+TABLE["Brax"] = TableRow(brax, (SAME_STEP,), BraxRow, (), needs="brax", tolerance=1e-4, steps=40)
 for _name, _task, _functional, _bound in (
     ("JAX CartPole", "CartPole-v1", "CartPoleFunctional", [0.05] * 4),
     ("JAX Pendulum", "Pendulum-v0", "PendulumFunctional", [np.pi, 1.0]),

@@ -182,16 +182,6 @@ def test_trainings_of_two_threads_that_end_in_the_order_of_their_begin() -> None
     assert all(timing.seconds["update"] > 0 for timing in timings)
 
 
-def test_advice_with_spares_names_no_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sb3_ext.timing_callback.usable_cores", lambda: 2)
-    env = SharedMemoryVecEnv([cart_pole] * 2, spares=1)
-    model = without_logger(PPO("MlpPolicy", env, device="cpu", **SHORT[PPO]))
-    for part in ("environment", "transfer", "waiting"):
-        seconds = dict.fromkeys(PARTS, 0.0) | {part: 1.0}
-        assert "n_workers" not in advice(seconds, 10, model, env)
-    env.close()
-
-
 def test_model_of_a_script_is_measured_except_for_its_own_methods() -> None:
     class Script(PPO):
         pass

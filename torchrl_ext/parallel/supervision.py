@@ -20,7 +20,7 @@ from rl_ext_core import processes, resources
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.processes.failures import require_same_process
 from rl_ext_core.vector.channel import should_spin
-from torchrl_ext.parallel.worker_plan import SpeedCheck, WorkerPlan
+from torchrl_ext.parallel.worker_plan import WorkerPlan
 
 __all__ = ["SupervisedEnv"]
 
@@ -73,7 +73,6 @@ class SupervisedEnv(upstream.ParallelEnv):
     _user_start_method: str | None = None
     _watch: processes.Watch | None = None
     _failure_summary: str | None = None
-    _speed_check: SpeedCheck | None = None
     _closing = _has_open_call = _polls = False
 
     def _check_buffers(self, method: str) -> None:
@@ -89,8 +88,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         if not isinstance(self._mp_start_method, _ContextName):  # it is one if the last start was interrupted
             self._user_start_method = self._mp_start_method
         self._n_torch_threads = torch.get_num_threads()
-        if self._speed_check is None:
-            self._speed_check = self._plan.make_speed_check()
+        self._plan.warn_about_memory()
         resources.check_open_file_limit(self.num_workers, "ParallelEnv({}, ...)")
         self.__dict__["_polls"] = should_spin(self.num_workers)
         started: list[Any] = []
@@ -246,14 +244,14 @@ class SupervisedEnv(upstream.ParallelEnv):
     __setitem__ = _as_operation("__setitem__", drain_after=True)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._operation("step"), self._speed_check or contextlib.nullcontext():
+        with self._operation("step"):
             return super()._step(*args, **kwargs)
 
     def step_and_maybe_reset(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step and reset what is done, as in TorchRL's class."""
         if not self._use_buffers:  # it calls _step and _reset
             return super().step_and_maybe_reset(*args, **kwargs)
-        with self._operation("step"), self._speed_check or contextlib.nullcontext():
+        with self._operation("step"):
             return super().step_and_maybe_reset(*args, **kwargs)
 
     def __getattr__(self, attr: str) -> Any:

@@ -1,4 +1,4 @@
-"""Preparation of a ``ParallelEnv``: factories, seeds, metadata, and a speed check."""
+"""Preparation of a ``ParallelEnv``: factories, seeds and metadata."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import dataclasses
 import functools
 import logging
 import os
-import statistics
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,14 +32,9 @@ if TYPE_CHECKING:
     from rl_ext_core.factory.compare import Examination
     from rl_ext_core.processes.context import WorkerContext
 
-__all__ = ["SpeedCheck", "WorkerEnvBuilder", "WorkerPlan"]
+__all__ = ["WorkerEnvBuilder", "WorkerPlan"]
 
 _log = logging.getLogger("torchrl_ext")
-
-# Number of steps that are ignored, because workers load memory pages in them, and of steps that are timed.
-_WARMUP_STEPS, _TIMED_STEPS = 10, 40
-# Smaller slowdowns are within the noise.
-_MIN_SLOWDOWN = 1.2
 
 Schema = tuple[tuple[Any, ...], ...]
 
@@ -143,12 +136,12 @@ class WorkerPlan:
         )
         error.args = (f"{error}\n{text}",)
 
-    def make_speed_check(self) -> SpeedCheck:
-        """Warn if the workers will exceed the memory; return a check of their speed."""
+    def warn_about_memory(self) -> None:
+        """Warn once if the workers will exceed the memory."""
         sizes = [found.private_bytes for found in self._examinations if found.private_bytes is not None]
+        self._examinations = []
         if sentence := resources.memory_warning(max(sizes, default=0), len(self.factories)):
             _log.warning("%s", sentence)
-        return SpeedCheck([found.step_seconds for found in self._examinations] or [None], len(self.factories))
 
     def metadata(self) -> list[EnvMetaData]:
         """Read the metadata of each worker's environment, without building one in this process."""
@@ -286,35 +279,3 @@ def _check_schema(expected: Schema, found: Schema, worker: int) -> None:
         f"the specs of worker {worker} differ from those of the buffers: {'; '.join([*lines, *missing])}. "
         "If overrides change specs, pass one function per worker: ParallelEnv(2, [make_small, make_large])"
     )
-
-
-class SpeedCheck:
-    """Timer of the first steps that warns once if ``SerialEnv`` would be faster.
-
-    :param step_seconds: duration of a step of each environment in one process; None: unknown
-    :param num_workers: number of workers
-    """
-
-    def __init__(self, step_seconds: Sequence[float | None], num_workers: int) -> None:
-        self._serial_seconds = None if None in step_seconds else sum(seconds or 0.0 for seconds in step_seconds)
-        self._num_workers = num_workers
-        self._durations: list[float] = []
-        self._begin = 0.0
-
-    def __enter__(self) -> None:
-        self._begin = time.perf_counter()
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        if self._serial_seconds is None or kind is not None or len(self._durations) >= _WARMUP_STEPS + _TIMED_STEPS:
-            return
-        self._durations.append(time.perf_counter() - self._begin)
-        parallel = statistics.median(self._durations[_WARMUP_STEPS:] or [0.0])
-        if len(self._durations) == _WARMUP_STEPS + _TIMED_STEPS and parallel > _MIN_SLOWDOWN * self._serial_seconds:
-            _log.warning(
-                "these %d workers take %.2f ms for a step that takes about %.2f ms in one process (both measured): "
-                "SerialEnv(%d, as_factory(env)) is faster",
-                self._num_workers,
-                parallel * 1e3,
-                self._serial_seconds * 1e3,
-                self._num_workers,
-            )

@@ -57,7 +57,6 @@ _SEED = 20_231
 # The two copies take so many steps, for so many seconds at most. The timeout aborts a step that waits indefinitely,
 # e.g. for something that only the user's program does.
 _STEPS, _HISTORY_S, _HISTORY_TIMEOUT_S = (30, 7), 1.0, 60.0
-_TIMING_S, _TIMING_STEPS, _TIMING_TIMEOUT_S = 0.1, 200, 10.0
 _MAX_VALUE_CHARS = 40
 _MAX_DOUBTFUL = 1000
 # Classes whose objects cannot be pickled, and have no settings.
@@ -87,15 +86,13 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Examination:
-    """Results of building, comparing and stepping a copy.
+    """Results of building and comparing a copy.
 
     :ivar problems: Descriptions of differences between a copy and the original, or of errors. Empty if they are equal.
     :ivar changes: Changes to set on each copy.
     :ivar opaque: Paths of objects that cannot be inspected. Differences in their state are not detected.
     :ivar class_attributes: Paths of globals and class attributes that differ, because workers import them again.
     :ivar build_seconds: Seconds to build a copy.
-    :ivar step_seconds: Seconds per step, including the time to draw an action. None if the environment cannot be
-        stepped or raises.
     :ivar private_bytes: Memory in bytes that the process did not share. None if the system does not report it.
     :ivar read: Result of the caller's reader.
     """
@@ -105,7 +102,6 @@ class Examination:
     opaque: Sequence[str] = ()
     class_attributes: Sequence[str] = ()
     build_seconds: float = 0.0
-    step_seconds: float | None = None
     private_bytes: int | None = None
     read: Any = None
 
@@ -666,10 +662,10 @@ def measure(
     *,
     begin: Callable[[], object] | None = None,
 ) -> Examination:
-    """Build and step an environment, and measure time and memory.
+    """Build an environment, and measure time and memory. It is neither reset nor stepped.
 
     :param build: Builds the environment.
-    :param read: Called with the environment before it is stepped. Its result is stored in ``examination.read``.
+    :param read: Called with the environment. Its result is stored in ``examination.read``.
     :param request_changes: Not used. Tasks of :func:`run_in_subprocess` receive it.
     :param begin: Initializer, called first.
     """
@@ -680,30 +676,10 @@ def measure(
     built = time.perf_counter() - started
     try:
         result = None if read is None else read(environment)
-        step = _time_steps(environment)
         private = resources.private_memory()
     finally:
         _close(environment)
-    return Examination(build_seconds=built, step_seconds=step, private_bytes=private, read=result)
-
-
-def _time_steps(environment: Any) -> float | None:
-    """Return the mean seconds per step; None if the environment cannot be stepped."""
-    driver = _driver_of(environment)
-    if driver is None:
-        return None
-    try:
-        with _time_limit(_TIMING_TIMEOUT_S):
-            driver.reset(None)
-            driver.step()  # The first step fills caches, so it is not measured.
-            count, begin = 0, time.perf_counter()
-            while (taken := time.perf_counter() - begin) <= _TIMING_S and count < _TIMING_STEPS:
-                driver.step()
-                count += 1
-            return taken / count
-    except Exception:
-        # The environment may not support random actions. If it is broken, the user's own steps raise the error.
-        return None
+    return Examination(build_seconds=built, private_bytes=private, read=result)
 
 
 @contextlib.contextmanager

@@ -1,16 +1,15 @@
-"""Vectorized gymnasium environments: worker processes with shared memory, and Brax in JAX."""
+"""Vectorized gymnasium environments in worker processes that share memory."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_ext_core.vector.brax import BraxVectorEnv
     from rl_ext_core.vector.vector_env import SharedMemoryVectorEnv
 
-__all__ = ["BraxVectorEnv", "SharedMemoryVectorEnv"]
+__all__ = ["SharedMemoryVectorEnv"]
 
 
 def __getattr__(name: str) -> Any:
-    # Workers import this package, and do not need the vectorized environments.
+    # Workers import this package, and do not need the vectorized environment.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -24,10 +23,6 @@ def __getattr__(name: str) -> Any:
             f"{name} needs gymnasium 1.1 or later, which has AutoresetMode; installed is {gymnasium.__version__}. "
             'Install it with:\n    pip install "gymnasium>=1.1"'
         ) from None
-    if name == "BraxVectorEnv":
-        from rl_ext_core.vector.brax import BraxVectorEnv
-
-        return BraxVectorEnv
     from rl_ext_core.vector.vector_env import SharedMemoryVectorEnv
 
     return SharedMemoryVectorEnv

@@ -109,11 +109,10 @@ class PoolOptions:
     :ivar close_timeout: seconds until workers must have closed their environments; default: no limit
     :ivar restart: ``"truncate"`` replaces failed workers; default None raises their failure
     :ivar max_restarts: number of replacements after which a failure is raised
-    :ivar recorder: folder for records of crashes; True for the working directory; False records no episodes. Default:
-        True, or False with spares
+    :ivar recorder: folder for records of crashes; True, the default, for the working directory; False records no
+        episodes
     :ivar cwd: ``"own"`` for an empty working directory per worker, or a folder that each worker gets a copy of;
         default: the working directory of this process
-    :ivar spares: number of environments that are reset ahead, to continue rows whose episodes have ended
     """
 
     start_method: str | None = None
@@ -124,8 +123,7 @@ class PoolOptions:
     restart: str | None = None
     max_restarts: int = 0
     cwd: str | os.PathLike[str] | None = None
-    recorder: bool | str | os.PathLike[str] | None = None
-    spares: int = 0
+    recorder: bool | str | os.PathLike[str] = True
 
     def __post_init__(self) -> None:
         methods = multiprocessing.get_all_start_methods()
@@ -143,19 +141,6 @@ class PoolOptions:
                 f'restart={self.restart!r} is neither "truncate" nor None. Write restart="truncate"'
             )
         check_count("max_restarts", self.max_restarts, least=0)
-        check_count("spares", self.spares, least=0)
-        if self.spares and not (self.n_workers is None and self.restart is None):
-            raise InvalidArgumentError(
-                f"spares={self.spares} with n_workers={self.n_workers!r} and restart={self.restart!r}: expected one "
-                "worker for each environment, without restarts. Leave n_workers and restart out"
-            )
-        if self.spares and self.recorder not in (None, False):
-            raise InvalidArgumentError(
-                f"recorder={self.recorder!r} with spares={self.spares}: expected no recorder, because episodes are not "
-                "recorded with spares. Leave recorder out, or write spares=0"
-            )
-        if self.recorder is None:
-            object.__setattr__(self, "recorder", not self.spares)  # the class is frozen
         check_recorder(self.recorder)
         if self.cwd not in (None, "own") and not os.path.isdir(self.cwd):
             raise InvalidArgumentError(

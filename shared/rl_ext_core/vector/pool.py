@@ -38,7 +38,7 @@ from rl_ext_core.vector.channel import Cell, SharedMemory, WorkerHandle
 from rl_ext_core.vector.environments import PoolOptions, check_env_fns, make_factories
 from rl_ext_core.vector.worker import IDLE_FRAMES, PHASES, REPEAT_EPISODE, StepEntry, map_head, run_worker
 
-__all__ = ["UNFINISHED_SECONDS", "Pool", "ResetRequests", "Timings", "make_pool"]
+__all__ = ["UNFINISHED_SECONDS", "Pool", "ResetRequests", "Timings"]
 
 # Time limit of close() for a step whose result was not read, as after Ctrl-C. The step may never end.
 UNFINISHED_SECONDS = 5.0
@@ -559,7 +559,7 @@ class Pool:
         if log is None or error.phase not in ("reset", "step", *RECORDED_CALLS):
             return
         text = record_crash(
-            self._options.recorder or False,
+            self._options.recorder,
             factory=self._factories[environment],
             log=log,
             failure=RecordedFailure.from_error(error),
@@ -660,24 +660,6 @@ class Pool:
         if hasattr(self, "_end"):  # otherwise no worker was started
             _end_pool(self._owner, self.workers, self._memories, self.working_directory)
             self._end.detach()
-
-
-def make_pool(env_fns: Any, options: PoolOptions, *, autoreset: Autoreset = Autoreset.SAME_STEP) -> Pool:
-    """Start a pool. With ``options.restart``, it replaces failed workers; with ``options.spares``, it has spares."""
-    if options.spares:
-        if autoreset is not Autoreset.SAME_STEP:
-            raise InvalidArgumentError(
-                f"autoreset_mode={autoreset.value!r} with spares={options.spares}: expected 'SameStep', because a "
-                'spare continues in the step that ends an episode. Write autoreset_mode="SameStep"'
-            )
-        from rl_ext_core.vector.spare_pool import SparePool
-
-        return SparePool(env_fns, options)
-    if options.restart is None:
-        return Pool(env_fns, options, autoreset=autoreset)
-    from rl_ext_core.vector.restarting_pool import RestartingPool
-
-    return RestartingPool(env_fns, options, autoreset=autoreset)
 
 
 def _require_common_spaces(found: Sequence[Any]) -> Any:

@@ -19,7 +19,7 @@ from rl_ext_core.vector.environments import PoolOptions
 from rl_ext_core.vector.pool import Pool, ResetRequests
 from rl_ext_core.vector.worker import StepEntry
 
-__all__ = ["RestartingPool"]
+__all__ = ["RestartingPool", "make_pool"]
 
 _log = logging.getLogger("rl_ext_core.vector")
 
@@ -222,6 +222,11 @@ class RestartingPool(Pool):
         if missing:
             lines.append(f"Not repeated: {', '.join(missing)}. Call them again for environment {number}.")
         return "\n".join(lines)
+
+
+def make_pool(env_fns: Any, options: PoolOptions, *, autoreset: Autoreset = Autoreset.SAME_STEP) -> Pool:
+    """Start a pool. With ``options.restart``, it replaces failed workers."""
+    return (Pool if options.restart is None else RestartingPool)(env_fns, options, autoreset=autoreset)
 
 
 def _next_seed(seed: int, attempt: int) -> int:

@@ -18,7 +18,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.recording.memory_layout import OTHER_REWARD, TERMINATED, TRUNCATED
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.environments import PoolOptions, qualified_name, store_reward
-from rl_ext_core.vector.pool import make_pool
+from rl_ext_core.vector.restarting_pool import make_pool
 
 __all__ = ["SharedMemoryVectorEnv"]
 
@@ -48,13 +48,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     :param restart: ``"truncate"`` replaces failed workers, default None raises their failure. See below.
     :param max_restarts: int, number of replacements after which a failure is raised, default 100
     :param recorder: folder for records of failed episodes, which ``rl-ext replay`` repeats. True: the working
-        directory; at most ten files ``crash-*.rlx`` are written to a folder. False: record nothing. Default: True, or
-        False with ``spares``
-    :param spares: int, number of further environments that are reset ahead, for resets that take long, default 0. They
-        need ``autoreset_mode="SameStep"``. When an episode ends, the first spare continues its row, and the other
-        environment is reset while all are stepped. Spares have the seeds after those of the rows, and results depend on
-        seeds and actions only. ``call`` and ``set_attr`` work for all environments together, spares included. Partial
-        resets and ``timeout=`` are not supported
+        directory; at most ten files ``crash-*.rlx`` are written to a folder. False: record nothing. Default: True
     :raises WorkerError: If a worker has failed, in any call. Its cause is the environment's exception, if there is one.
         All workers have ended.
     :raises EnvironmentOutputError: If the spaces of environments differ. It is also a RuntimeError.
@@ -98,8 +92,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         close_timeout: float | None = None,
         restart: Literal["truncate"] | None = None,
         max_restarts: int = 100,
-        recorder: bool | str | os.PathLike[str] | None = None,
-        spares: int = 0,
+        recorder: bool | str | os.PathLike[str] = True,
     ) -> None:
         self.closed = True  # until the pool exists
         for name, value, allowed in (("worker", worker, None), ("observation_mode", observation_mode, "same")):
@@ -122,7 +115,6 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             restart,
             max_restarts,
             recorder=recorder,
-            spares=spares,
         )
         mode = AutoresetMode(Autoreset.parse(autoreset_mode, suggestion="NextStep").value)
         self.copy, self.autoreset_mode = copy, mode
