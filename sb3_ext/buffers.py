@@ -114,13 +114,8 @@ class CompressedBuffer(BaseBuffer):
 
     @property
     def codec(self) -> Any:
-        """Codec in use, as set or as chosen so far. A dict by key for a ``Dict``."""
+        """Codec in use; ``"raw"`` if frames are too small for patches. A dict by key for a ``Dict``."""
         return self._observations.map_parts(lambda part: part.store.codec)
-
-    @property
-    def block_length(self) -> Any:
-        """Frames per block, as set or as chosen so far. A dict by key for a ``Dict``."""
-        return self._observations.map_parts(lambda part: part.store.block_length)
 
     @property
     def n_stack(self) -> Any:
@@ -185,11 +180,8 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         sampled
     :param handle_timeout_termination: Handle timeout termination (due to timelimit) separately and treat the task as
         infinite horizon task
-    :param codec: ``"auto"``, ``"raw"``, ``"patch"`` or ``"patch+lz4"`` (the smallest), all lossless; or ``"jpeg"``,
-        which is lossy
+    :param codec: ``"patch"`` (the default) or ``"raw"`` (uncompressed), both lossless; or ``"jpeg"``, which is lossy
     :param n_stack: Frames per observation; by default detected from the data
-    :param block_length: Frames per block, a power of two; by default chosen from the data. Longer blocks take less
-        memory, and more time to sample
     :param max_error: Maximum error of each value of an image; 0, the default, is bit-exact
     :param quality: JPEG quality, 1 to 100
     :param max_bytes: Size limit in bytes. The oldest transitions are dropped to stay within it. By default unlimited
@@ -226,9 +218,8 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         optimize_memory_usage: bool = False,
         handle_timeout_termination: bool = True,
         *,
-        codec: str | Mapping[str, str] = "auto",
+        codec: str | Mapping[str, str] = "patch",
         n_stack: int | Mapping[str, int] | None = None,
-        block_length: int | Mapping[str, int] | None = None,
         max_error: int | Mapping[str, int] = 0,
         quality: int | Mapping[str, int] = 95,
         max_bytes: int | None = None,
@@ -247,7 +238,6 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
             (self.buffer_size, n_envs),
             codec=codec,
             n_stack=n_stack,
-            block_length=block_length,
             max_error=max_error,
             quality=quality,
             max_bytes=max_bytes,
@@ -601,7 +591,7 @@ class CompressedDictReplayBuffer(CompressedReplayBuffer, DictReplayBuffer):  # t
     compressed; short vectors are not, but a next observation that is also the following observation is stored once.
 
     :param options: As in :class:`CompressedReplayBuffer`. A dict sets an option by key, such as
-        ``codec={"camera": "patch+lz4"}``. Any other value applies to the images: the keys with two or more dimensions
+        ``codec={"camera": "jpeg"}``. Any other value applies to the images: the keys with two or more dimensions
     :raises InvalidTypeError: If the observation space is not a ``Dict``.
 
     >>> model = SAC("MultiInputPolicy", env, replay_buffer_class=CompressedDictReplayBuffer)  # doctest: +SKIP
@@ -895,7 +885,7 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
     :param gae_lambda: Factor for trade-off of bias vs variance for Generalized Advantage Estimator
     :param gamma: Discount factor
     :param n_envs: Number of parallel environments
-    :param codec, n_stack, block_length, max_error, quality, num_threads: Storage options, see
+    :param codec, n_stack, max_error, quality, num_threads: Storage options, see
         :class:`CompressedReplayBuffer`
     :raises InvalidArgumentError: If an argument has an invalid value.
     :raises InvalidTypeError: If the observation space is a ``Dict``.
@@ -921,9 +911,8 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
         gamma: float = 0.99,
         n_envs: int = 1,
         *,
-        codec: str | Mapping[str, str] = "auto",
+        codec: str | Mapping[str, str] = "patch",
         n_stack: int | Mapping[str, int] | None = None,
-        block_length: int | Mapping[str, int] | None = None,
         max_error: int | Mapping[str, int] = 0,
         quality: int | Mapping[str, int] = 95,
         num_threads: int | None = None,
@@ -934,7 +923,6 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
             (buffer_size, n_envs),
             codec=codec,
             n_stack=n_stack,
-            block_length=block_length,
             max_error=max_error,
             quality=quality,
             num_threads=num_threads,

@@ -227,7 +227,7 @@ def _open_folder(path: Path, options: dict[str, Any], env: Any) -> CompressedRep
         )
     first = next(iter(parts.values()))
     given: dict[str, Any] = {}
-    for name in ("codec", "n_stack", "block_length", "max_error", "quality"):
+    for name in ("codec", "n_stack", "max_error", "quality"):
         by_key = {key: part[name] for key, part in parts.items() if name in part}
         if by_key:
             given[name] = by_key if is_dict else by_key[None]

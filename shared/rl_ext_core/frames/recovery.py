@@ -232,7 +232,7 @@ def recover(pool: FramePool, handles: Handles, *, most: int = 0) -> npt.NDArray[
     _write_free_list(p.free_blocks, head, state.FREE_BLOCKS, np.r_[False, p.blocks[1:n_blocks, USERS] == 0])
     live = p.blocks[1:n_blocks][p.blocks[1:n_blocks, USERS] > 0]
     n_references = int(head[state.REFERENCES])
-    references = live[:, state.REFERENCE] if pool.codec.patches else live[:0, 0]
+    references = live[:, state.REFERENCE] if pool.codec == "patch" else live[:0, 0]
     p.users[:n_references] = np.bincount(references, minlength=n_references)[:n_references]
     _write_free_list(p.free_references, head, state.FREE_REFERENCES, p.users[:n_references] == 0)
     head[state.RECENT : state.RECENT + state.N_RECENT] = -1
