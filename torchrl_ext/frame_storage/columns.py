@@ -129,7 +129,7 @@ class FrameColumn:
         """
         if decoder is not None and decoder.can_decode(self.pool):
             both = torch.stack(handles)
-            images = self.pool.get_on_gpu(both.reshape(-1).numpy(), decoder)
+            images = decoder.decode(self.pool, both.reshape(-1).numpy())
             return list(images.reshape(*both.shape, *self.shape).unbind())
         flat = [part.reshape(-1).numpy() for part in handles]
         outs = [self._recycled.empty((len(part), *self.shape), self._numpy_dtype) for part in flat]

@@ -13,7 +13,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDe
 from rl_ext_core.frames.geometry import Counts
 
 if TYPE_CHECKING:
-    from rl_ext_core.frames.pool import FramePool
+    from rl_ext_core.frames.pool import FramePool  # loads numba
 
 _SEGMENT_BYTES = 5 * 8  # see ``gather``
 
@@ -87,13 +87,15 @@ class GpuDecoder:
         :param pool: Pool for which :meth:`can_decode` is True.
         :param handles: Handles of the stacks, shape ``(n,)``; 0 gives zeros.
         :return: Stacks on the GPU, ``(n, *layout.shape)``, of the layout's dtype.
+        :raises InvalidArgumentError: If a handle names no stored stack.
         :raises CorruptFileError: If a block in a file is damaged.
         :raises MissingDependencyError: If Triton is not installed.
         """
         _require_triton()
         from rl_ext_core.frames.gpu_kernels import decode_segments
 
-        layout = pool.layout
+        pool.refresh()
+        handles, layout = pool.check_handles(handles), pool.layout
         uploaded, n_segments, padded = self._upload(pool, handles)
         make = torch.zeros if padded else torch.empty
         n_frames = len(handles) * layout.n_stack

@@ -29,7 +29,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames import arrays as fields
 from rl_ext_core.frames.allocator import list_free_runs
 from rl_ext_core.frames.arrays import COUNT_FIELDS, PoolArrays, PoolMemory, Sizes
+from rl_ext_core.frames.blocks import free_unused_blocks
 from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.codecs import CODECS, block_length_of, check_codec, validate_max_error
 from rl_ext_core.frames.decode import are_valid_handles, decode, handles_of_pairs, verify_contents
@@ -66,14 +67,8 @@ from rl_ext_core.frames.geometry import (
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY, JpegCodec
 from rl_ext_core.frames.kernel_primitives import sum_rows
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts
-from rl_ext_core.frames.recovery import free_unused_blocks
 from rl_ext_core.frames.region import PAGE as REGION_PAGE
 from rl_ext_core.frames.region import PrivateRegion, RegionFile, address_of, copy_and_free, new_region
-
-if TYPE_CHECKING:
-    import torch
-
-    from rl_ext_core.frames.gpu_decode import GpuDecoder
 
 Handles = npt.NDArray[np.int64]
 
@@ -588,12 +583,15 @@ class FramePool:
         :raises InvalidArgumentError: If a handle names no stored stack.
         """
         self.refresh()
-        handles = self._check_handles(handles)
+        handles = self.check_handles(handles)
         release_stacks(self._state, handles)
         self._pool.head[fields.N_HELD] -= np.count_nonzero(handles)
 
-    def _check_handles(self, handles: Handles) -> Handles:
-        """Return handles as an array; raise if any of them is not in use."""
+    def check_handles(self, handles: Handles) -> Handles:
+        """Return handles as an array.
+
+        :raises InvalidArgumentError: If any of them names no stored stack.
+        """
         handles = np.ascontiguousarray(handles, dtype=np.int64).reshape(-1)
         if not are_valid_handles(self._state, handles):
             raise InvalidArgumentError(
@@ -622,26 +620,14 @@ class FramePool:
         :raises CorruptFileError: If a block is damaged.
         """
         self.refresh()
-        handles = self._check_handles(handles)
+        handles = self.check_handles(handles)
         self._check_output(out, len(handles))
         wanted = [(handles, address_of(out))]
         if next_handles is not None and next_out is not None:
-            wanted.append((self._check_handles(next_handles), address_of(next_out)))
+            wanted.append((self.check_handles(next_handles), address_of(next_out)))
             self._check_output(next_out, len(handles))
         self._check_contents([part for part, _ in wanted])
         self._decode_into(wanted, num_threads)
-
-    def get_on_gpu(self, handles: Handles, decoder: GpuDecoder) -> torch.Tensor:
-        """Decode stacks on a GPU.
-
-        :param handles: Shape ``(n,)``; 0 gives zeros.
-        :param decoder: Decoder for the GPU, whose ``can_decode`` is True for this pool.
-        :return: Stacks, ``(n, *layout.shape)``, of the layout's dtype.
-        :raises InvalidArgumentError: If a handle names no stored stack.
-        :raises CorruptFileError: If a block is damaged.
-        """
-        self.refresh()
-        return decoder.decode(self, self._check_handles(handles))
 
     def gather_blocks(self, handles: Handles, buffer: Bytes) -> tuple[int, int, int]:
         """Copy the segments and blocks of stacks into a buffer, for a decoder on another device.
