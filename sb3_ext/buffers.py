@@ -42,9 +42,10 @@ from rl_ext_core.frames.checkpoint import as_corrupt_pickle, checksum, reduce_wi
 from rl_ext_core.frames.gpu_decode import check_decode_on_gpu
 from rl_ext_core.frames.planning import MemoryWatch
 from rl_ext_core.vector.environments import check_count
+from sb3_ext.datasets import load_buffer, read_buffer_episodes
 from sb3_ext.observation_view import ObservationView
 from sb3_ext.observations import STORE_OPTIONS, Observations
-from sb3_ext.sequences import SequenceSamples, sample_sequences
+from sb3_ext.sequences import SequenceSamples, sequences_around
 
 FORMAT_VERSION = 1
 # Smaller arrays are always copied: checking whether one was decoded takes as long.
@@ -406,7 +407,21 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         :raises InvalidArgumentError: If an argument is too small, or the buffer is empty.
         :raises InvalidTypeError: If a number is not an integer.
         """
-        return sample_sequences(self, batch_size, length, burn_in, env)
+        if self._NO_SEQUENCES is not None:
+            raise InvalidArgumentError(
+                f"sample_sequences() is not supported by {type(self).__name__}, because {self._NO_SEQUENCES}"
+            )
+        batch_size, length = check_count("batch_size", batch_size), check_count("length", length)
+        burn_in = check_count("burn_in", burn_in, least=0)
+        with self._observations.lock:  # another thread could add, and overwrite the rows that are drawn here
+            if not self.size():
+                raise InvalidArgumentError(
+                    "the buffer is empty, expected transitions. Call add() before sample_sequences()"
+                )
+            rows = self._draw_rows(batch_size)
+            # The calls to the generator are those of sample(), so the same transitions are drawn.
+            envs = np.random.randint(0, self.n_envs, size=batch_size)
+            return sequences_around(self, self._observations, rows, envs, length=length, burn_in=burn_in, env=env)
 
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
         # SB3 makes the same call to the generator, so the same rows are drawn.
@@ -497,8 +512,6 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         :raises MissingDependencyError: If ``minari`` is not installed.
         :raises CorruptFileError: If the dataset is damaged.
         """
-        from sb3_ext.datasets import load_buffer
-
         found = {"env": env, "buffer_size": buffer_size, "n_envs": n_envs, "download": download}
         return load_buffer(cls, source, **found, **options)
 
@@ -516,8 +529,6 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         :raises MissingDependencyError: If ``minari`` is not installed.
         :raises StorageError: If the folder cannot be written.
         """
-        from sb3_ext.datasets import read_buffer_episodes
-
         with self._observations.lock:  # another thread could add
             episodes = read_buffer_episodes(self)
             return write_dataset(target, episodes, self.observation_space, self.action_space, data_format=data_format)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +15,9 @@ from stable_baselines3.common.vec_env import VecEnv, VecTransposeImage
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from rl_ext_core.datasets import Dataset, Episode, open_dataset
-from rl_ext_core.datasets.episodes import OpenExport, Steps, map_values, split_episodes
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames.checkpoint import as_corrupt_pickle
+from rl_ext_core.datasets.episodes import Steps, map_values, split_episodes
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.environments import check_count
-from sb3_ext.buffers import CompressedDictReplayBuffer, CompressedReplayBuffer
-from sb3_ext.observations import quote_key
 
 _Buffer = TypeVar("_Buffer", bound=ReplayBuffer)
 _ROWS_PER_CHUNK = 512  # decoded at a time
@@ -157,83 +153,6 @@ def read_buffer_episodes(buffer: ReplayBuffer) -> Iterator[Episode]:
         yield from split_episodes(
             _read_steps(buffer, rows[first : first + _ROWS_PER_CHUNK], env) for first in range(0, size, _ROWS_PER_CHUNK)
         )
-
-
-def import_folder(dataset: Dataset, folder: str, *, size: int | None, codec: str, n_envs: int = 1) -> str:
-    """
-    Store a dataset in a ``storage_dir``, for ``rl-ext import``.
-
-    :return: Line that creates a model with the stored buffer
-    """
-    is_dict = isinstance(dataset.observation_space, spaces.Dict)
-    cls = CompressedDictReplayBuffer if is_dict else CompressedReplayBuffer
-    buffer_size = dataset.n_steps if size is None else size
-    options: dict[str, Any] = {} if codec == "auto" else {"codec": codec}
-    buffer = cls.from_dataset(
-        dataset, buffer_size=buffer_size, n_envs=n_envs, device="cpu", storage_dir=folder, **options
-    )
-    space = buffer.observation_space
-    buffer.close()
-    algorithm = "SAC" if isinstance(dataset.action_space, spaces.Box) else "DQN"
-    policy = "MultiInputPolicy" if is_dict else "CnnPolicy" if is_image_space(space) else "MlpPolicy"
-    comment = "" if n_envs == 1 else f"  # env has {n_envs} environments"
-    return (
-        f"model = {algorithm}({policy!r}, env, buffer_size={buffer_size}, replay_buffer_class={cls.__name__}, "
-        f"replay_buffer_kwargs={ {**options, 'storage_dir': folder}!r}){comment}"
-    )
-
-
-def open_export(path: Path, options: dict[str, Any], env: Any) -> OpenExport:
-    """
-    Open a ``storage_dir`` or a saved replay buffer, for ``rl-ext export``.
-
-    :param options: Options that the folder was created with, by the name of its part for a Dict; empty for a file
-    :param env: Environment with the spaces of a ``storage_dir``
-    :raises InvalidArgumentError: If the environment has other observations.
-    :raises CorruptFileError: If the file is damaged, or contains something else.
-    """
-    buffer = _load_saved(path) if env is None else _open_folder(path, options, env)
-    return OpenExport(
-        read_buffer_episodes(buffer),
-        buffer.size() * buffer.n_envs,
-        buffer.observation_space,
-        buffer.action_space,
-        getattr(buffer, "close", lambda: None),
-    )
-
-
-def _load_saved(path: Path) -> ReplayBuffer:
-    """Load a replay buffer of Stable Baselines3 or of this package."""
-    with as_corrupt_pickle(path, "replay buffer", written_by="model.save_replay_buffer(path)"), path.open("rb") as file:
-        buffer = pickle.load(file)
-    if not isinstance(buffer, ReplayBuffer):
-        raise CorruptFileError(f"{path} contains a {type(buffer).__name__}, expected a ReplayBuffer")
-    return buffer
-
-
-def _open_folder(path: Path, options: dict[str, Any], env: Any) -> CompressedReplayBuffer:
-    """Open a ``storage_dir`` with the spaces of an environment."""
-    space, action_space = _as_sb3_space(env.observation_space, "env"), env.action_space
-    _check_action_space(action_space, "env")
-    is_dict = isinstance(space, spaces.Dict)
-    parts: dict[Any, Any] = {None: options}
-    if isinstance(space, spaces.Dict):
-        parts = {key: options.get(quote_key(key)) for key in space.spaces}
-    if is_dict == ("capacity" in options) or not all(parts.values()) or (is_dict and len(parts) != len(options)):
-        raise InvalidArgumentError(
-            f"env has observations of {space}, but {str(path)!r} contains "
-            f"{'not a Dict' if 'capacity' in options else f'the keys {sorted(options)}'}. Pass the environment "
-            "that the buffer was made for"
-        )
-    first = next(iter(parts.values()))
-    given: dict[str, Any] = {}
-    for name in ("codec", "n_stack", "max_error", "quality"):
-        by_key = {key: part[name] for key, part in parts.items() if name in part}
-        if by_key:
-            given[name] = by_key if is_dict else by_key[None]
-    cls = CompressedDictReplayBuffer if is_dict else CompressedReplayBuffer
-    n_envs = first["n_envs"]
-    return cls(first["capacity"] * n_envs, space, action_space, "cpu", n_envs, storage_dir=path, **given)
 
 
 def _read_steps(buffer: ReplayBuffer, rows: np.ndarray, env: int) -> Steps:

@@ -69,23 +69,6 @@ class Steps(NamedTuple):
         return Steps(*(map_values(lambda array: array[first:end], values) for values in self))
 
 
-class OpenExport(NamedTuple):
-    """Open replay buffer whose episodes are exported.
-
-    :ivar episodes: Its episodes
-    :ivar n_steps: Number of steps in them
-    :ivar observation_space: Gymnasium space of the observations
-    :ivar action_space: Gymnasium space of the actions
-    :ivar close: Function that closes the buffer
-    """
-
-    episodes: Iterator[Episode]
-    n_steps: int
-    observation_space: Any
-    action_space: Any
-    close: Callable[[], None]
-
-
 class Dataset(ABC):
     """Dataset whose episodes are read one at a time.
 
