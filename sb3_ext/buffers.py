@@ -42,9 +42,10 @@ from rl_ext_core.frames.checkpoint import as_corrupt_pickle, checksum, reduce_wi
 from rl_ext_core.frames.gpu_decode import check_decode_on_gpu
 from rl_ext_core.frames.planning import MemoryWatch
 from rl_ext_core.vector.environments import check_count
+from sb3_ext.datasets import load_buffer, read_buffer_episodes
 from sb3_ext.observation_view import ObservationView
 from sb3_ext.observations import STORE_OPTIONS, Observations
-from sb3_ext.sequences import SequenceSamples, sample_sequences
+from sb3_ext.sequences import SequenceSamples, sequences_around
 
 FORMAT_VERSION = 1
 # Smaller arrays are always copied: checking whether one was decoded takes as long.
@@ -114,13 +115,8 @@ class CompressedBuffer(BaseBuffer):
 
     @property
     def codec(self) -> Any:
-        """Codec in use, as set or as chosen so far. A dict by key for a ``Dict``."""
+        """Codec in use; ``"raw"`` if frames are too small for patches. A dict by key for a ``Dict``."""
         return self._observations.map_parts(lambda part: part.store.codec)
-
-    @property
-    def block_length(self) -> Any:
-        """Frames per block, as set or as chosen so far. A dict by key for a ``Dict``."""
-        return self._observations.map_parts(lambda part: part.store.block_length)
 
     @property
     def n_stack(self) -> Any:
@@ -185,11 +181,8 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         sampled
     :param handle_timeout_termination: Handle timeout termination (due to timelimit) separately and treat the task as
         infinite horizon task
-    :param codec: ``"auto"``, ``"raw"``, ``"patch"`` or ``"patch+lz4"`` (the smallest), all lossless; or ``"jpeg"``,
-        which is lossy
+    :param codec: ``"patch"`` (the default) or ``"raw"`` (uncompressed), both lossless; or ``"jpeg"``, which is lossy
     :param n_stack: Frames per observation; by default detected from the data
-    :param block_length: Frames per block, a power of two; by default chosen from the data. Longer blocks take less
-        memory, and more time to sample
     :param max_error: Maximum error of each value of an image; 0, the default, is bit-exact
     :param quality: JPEG quality, 1 to 100
     :param max_bytes: Size limit in bytes. The oldest transitions are dropped to stay within it. By default unlimited
@@ -226,9 +219,8 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         optimize_memory_usage: bool = False,
         handle_timeout_termination: bool = True,
         *,
-        codec: str | Mapping[str, str] = "auto",
+        codec: str | Mapping[str, str] = "patch",
         n_stack: int | Mapping[str, int] | None = None,
-        block_length: int | Mapping[str, int] | None = None,
         max_error: int | Mapping[str, int] = 0,
         quality: int | Mapping[str, int] = 95,
         max_bytes: int | None = None,
@@ -247,7 +239,6 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
             (self.buffer_size, n_envs),
             codec=codec,
             n_stack=n_stack,
-            block_length=block_length,
             max_error=max_error,
             quality=quality,
             max_bytes=max_bytes,
@@ -416,7 +407,21 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         :raises InvalidArgumentError: If an argument is too small, or the buffer is empty.
         :raises InvalidTypeError: If a number is not an integer.
         """
-        return sample_sequences(self, batch_size, length, burn_in, env)
+        if self._NO_SEQUENCES is not None:
+            raise InvalidArgumentError(
+                f"sample_sequences() is not supported by {type(self).__name__}, because {self._NO_SEQUENCES}"
+            )
+        batch_size, length = check_count("batch_size", batch_size), check_count("length", length)
+        burn_in = check_count("burn_in", burn_in, least=0)
+        with self._observations.lock:  # another thread could add, and overwrite the rows that are drawn here
+            if not self.size():
+                raise InvalidArgumentError(
+                    "the buffer is empty, expected transitions. Call add() before sample_sequences()"
+                )
+            rows = self._draw_rows(batch_size)
+            # The calls to the generator are those of sample(), so the same transitions are drawn.
+            envs = np.random.randint(0, self.n_envs, size=batch_size)
+            return sequences_around(self, self._observations, rows, envs, length=length, burn_in=burn_in, env=env)
 
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
         # SB3 makes the same call to the generator, so the same rows are drawn.
@@ -507,8 +512,6 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         :raises MissingDependencyError: If ``minari`` is not installed.
         :raises CorruptFileError: If the dataset is damaged.
         """
-        from sb3_ext.datasets import load_buffer
-
         found = {"env": env, "buffer_size": buffer_size, "n_envs": n_envs, "download": download}
         return load_buffer(cls, source, **found, **options)
 
@@ -526,8 +529,6 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         :raises MissingDependencyError: If ``minari`` is not installed.
         :raises StorageError: If the folder cannot be written.
         """
-        from sb3_ext.datasets import read_buffer_episodes
-
         with self._observations.lock:  # another thread could add
             episodes = read_buffer_episodes(self)
             return write_dataset(target, episodes, self.observation_space, self.action_space, data_format=data_format)
@@ -601,7 +602,7 @@ class CompressedDictReplayBuffer(CompressedReplayBuffer, DictReplayBuffer):  # t
     compressed; short vectors are not, but a next observation that is also the following observation is stored once.
 
     :param options: As in :class:`CompressedReplayBuffer`. A dict sets an option by key, such as
-        ``codec={"camera": "patch+lz4"}``. Any other value applies to the images: the keys with two or more dimensions
+        ``codec={"camera": "jpeg"}``. Any other value applies to the images: the keys with two or more dimensions
     :raises InvalidTypeError: If the observation space is not a ``Dict``.
 
     >>> model = SAC("MultiInputPolicy", env, replay_buffer_class=CompressedDictReplayBuffer)  # doctest: +SKIP
@@ -895,7 +896,7 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
     :param gae_lambda: Factor for trade-off of bias vs variance for Generalized Advantage Estimator
     :param gamma: Discount factor
     :param n_envs: Number of parallel environments
-    :param codec, n_stack, block_length, max_error, quality, num_threads: Storage options, see
+    :param codec, n_stack, max_error, quality, num_threads: Storage options, see
         :class:`CompressedReplayBuffer`
     :raises InvalidArgumentError: If an argument has an invalid value.
     :raises InvalidTypeError: If the observation space is a ``Dict``.
@@ -921,9 +922,8 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
         gamma: float = 0.99,
         n_envs: int = 1,
         *,
-        codec: str | Mapping[str, str] = "auto",
+        codec: str | Mapping[str, str] = "patch",
         n_stack: int | Mapping[str, int] | None = None,
-        block_length: int | Mapping[str, int] | None = None,
         max_error: int | Mapping[str, int] = 0,
         quality: int | Mapping[str, int] = 95,
         num_threads: int | None = None,
@@ -934,7 +934,6 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
             (buffer_size, n_envs),
             codec=codec,
             n_stack=n_stack,
-            block_length=block_length,
             max_error=max_error,
             quality=quality,
             num_threads=num_threads,

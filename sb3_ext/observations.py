@@ -36,7 +36,7 @@ Array = npt.NDArray[np.generic]
 HandlesByPart = dict[Any, tuple[IndexArray, IndexArray]]
 
 _SINGLE_KEY = None  # key of an observation that is not a Dict
-_DEFAULTS: dict[str, Any] = {"codec": "auto", "n_stack": None, "block_length": None, "max_error": 0, "quality": 95}
+_DEFAULTS: dict[str, Any] = {"codec": "patch", "n_stack": None, "max_error": 0, "quality": 95}
 STORE_OPTIONS = (*_DEFAULTS, "num_threads", "max_bytes", "storage_dir")
 
 _DROP_BATCH = 16  # transitions per environment that are dropped at a time

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch as th
+from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.vec_env import VecNormalize
 
-from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.vector.environments import check_count
-from sb3_ext.observations import HandlesByPart, IndexArray
-
-if TYPE_CHECKING:
-    from sb3_ext.buffers import CompressedReplayBuffer
+from sb3_ext.observations import HandlesByPart, IndexArray, Observations
 
 Mask = npt.NDArray[np.bool_]
 
@@ -56,40 +52,21 @@ class SequenceSamples(NamedTuple):
     envs: IndexArray
 
 
-def sample_sequences(
-    buffer: CompressedReplayBuffer, batch_size: int, length: int, burn_in: int, env: VecNormalize | None
-) -> SequenceSamples:
-    """Sample sequences, see :meth:`CompressedReplayBuffer.sample_sequences`."""
-    if buffer._NO_SEQUENCES is not None:
-        raise InvalidArgumentError(
-            f"sample_sequences() is not supported by {type(buffer).__name__}, because {buffer._NO_SEQUENCES}"
-        )
-    batch_size, length = check_count("batch_size", batch_size), check_count("length", length)
-    burn_in = check_count("burn_in", burn_in, least=0)
-    with buffer._observations.lock:  # another thread could add, and overwrite the rows that are drawn here
-        if not buffer.size():
-            raise InvalidArgumentError(
-                "the buffer is empty, expected transitions. Call add() before sample_sequences()"
-            )
-        rows = buffer._draw_rows(batch_size)
-        # The calls to the generator are those of sample(), so the same transitions are drawn.
-        envs = np.random.randint(0, buffer.n_envs, size=batch_size)
-        return sequences_around(buffer, rows, envs, length=length, burn_in=burn_in, env=env)
-
-
 def sequences_around(
-    buffer: CompressedReplayBuffer,
+    buffer: ReplayBuffer,
+    observations: Observations,
     rows: IndexArray,
     envs: IndexArray,
     *,
     length: int,
-    burn_in: int = 0,
-    env: VecNormalize | None = None,
+    burn_in: int,
+    env: VecNormalize | None,
 ) -> SequenceSamples:
     """
     Return the sequences whose first steps to learn from are given. The caller must hold the buffer's lock.
 
     :param buffer: Buffer
+    :param observations: Its observations
     :param rows: Rows of these steps, ``(batch,)``
     :param envs: Environments of these steps, ``(batch,)``
     :param length: Number of steps to learn from
@@ -97,9 +74,9 @@ def sequences_around(
     :param env: Environment to normalize observations and rewards with
     :return: Sequences
     """
-    steps = _find_steps(buffer, rows, envs, length=length, burn_in=burn_in)
+    steps = _find_steps(buffer, observations, rows, envs, length=length, burn_in=burn_in)
     places, is_padded = (steps.rows, steps.envs), not steps.present.all()
-    obs, next_obs = buffer._observations.decode_handles(steps.handles)
+    obs, next_obs = observations.decode_handles(steps.handles)
     rewards = buffer.rewards[places]
     if env is not None:
         obs, next_obs = buffer._normalize_obs(obs, env), buffer._normalize_obs(next_obs, env)
@@ -144,7 +121,13 @@ class _Steps(NamedTuple):
 
 
 def _find_steps(
-    buffer: CompressedReplayBuffer, rows: IndexArray, envs: IndexArray, *, length: int, burn_in: int
+    buffer: ReplayBuffer,
+    observations: Observations,
+    rows: IndexArray,
+    envs: IndexArray,
+    *,
+    length: int,
+    burn_in: int,
 ) -> _Steps:
     """Find the steps around the given ones that belong to the same episode."""
     rows, envs = rows.astype(np.int64), envs.astype(np.int64)  # on Windows, NumPy draws 32-bit integers
@@ -155,13 +138,13 @@ def _find_steps(
     is_held = (ages >= 0) & (ages < held)
     grid = (oldest + np.where(is_held, ages, 0)) % n_rows
     columns = np.broadcast_to(envs[:, None], grid.shape)
-    found = buffer._observations.handles(grid.ravel(), columns.ravel())
+    found = observations.handles(grid.ravel(), columns.ravel())
     handles = {key: [part.reshape(grid.shape) for part in pair] for key, pair in found.items()}
 
     # Whether a step continues the one before.
     joined = is_held[:, :-1] & is_held[:, 1:] & (buffer.dones[grid, columns][:, :-1] == 0)
     # SB3's learn() may reset the environment without a done. Only the next step's observation shows that.
-    joined[joined] = buffer._observations.are_equal(
+    joined[joined] = observations.are_equal(
         {key: nexts[:, :-1][joined] for key, (_, nexts) in handles.items()},
         {key: stacks[:, 1:][joined] for key, (stacks, _) in handles.items()},
     )

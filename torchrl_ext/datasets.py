@@ -13,14 +13,13 @@ import numpy.typing as npt
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict
-from torchrl.data import TensorDictReplayBuffer
+from torchrl.data import TensorDictReplayBuffer, TensorStorage
 
 from rl_ext_core.datasets import Episode, open_dataset
 from rl_ext_core.datasets.episodes import Steps, map_values, split_episodes
 from rl_ext_core.errors import InvalidArgumentError
-from torchrl_ext.frame_storage import FrameStorage
 
-_Storage = TypeVar("_Storage", bound=FrameStorage)
+_Storage = TypeVar("_Storage", bound=TensorStorage)
 _ROWS_PER_CHUNK = 512  # encoded or decoded at a time
 # Leaves that are in an element and under "next", and are not observations.
 _NOT_OBSERVED = {"done", "terminated", "truncated", "reward", "info", "is_init", "step_count", "reward_sum", "index"}
@@ -98,7 +97,7 @@ def _as_tensors(values: Any) -> Any:
 
 
 def read_storage_episodes(
-    storage: FrameStorage, observation_space: spaces.Space[Any], action_space: spaces.Space[Any]
+    storage: TensorStorage, observation_space: spaces.Space[Any], action_space: spaces.Space[Any]
 ) -> Iterator[Episode]:
     """Yield the episodes of a storage, from the oldest element to the newest.
 
@@ -121,7 +120,7 @@ def read_storage_episodes(
     )
 
 
-def find_observation_keys(storage: FrameStorage) -> list[str]:
+def find_observation_keys(storage: TensorStorage) -> list[str]:
     """Return the keys of the observations: those in an element and under ``"next"``, except flags and counters.
 
     :raises InvalidArgumentError: If the storage is empty, has several dimensions, or its elements are not steps.
@@ -141,7 +140,7 @@ def find_observation_keys(storage: FrameStorage) -> list[str]:
     return keys
 
 
-def infer_observation_space(storage: FrameStorage) -> spaces.Space[Any]:
+def infer_observation_space(storage: TensorStorage) -> spaces.Space[Any]:
     """Return a space that contains the observations of a storage.
 
     Images have bounds of 0 and 255, and floats have none. It is a Dict unless there is a single key.

@@ -13,9 +13,8 @@ from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_coll
 
 from rl_ext_core.devices import resolve_device
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames.codecs import DEFAULT_QUALITY, LossyOptions
+from rl_ext_core.frames.encoding import EncodingOptions
 from rl_ext_core.frames.journal import Places
-from rl_ext_core.frames.layout import candidate_layouts
 from torchrl_ext.frame_storage.columns import FrameColumn, Key, list_items
 
 
@@ -47,24 +46,15 @@ def check_device(device: torch.device | str | int) -> None:
 def check_options(options: dict[str, Any]) -> None:
     """Refuse options that are invalid for every kind of image.
 
-    :param options: ``codec``, ``n_stack``, ``block_length``, ``max_error``, and ``quality`` if it is set
+    :param options: ``codec``, ``n_stack``, ``max_error``, and ``quality`` if it is set
     :raises InvalidArgumentError: If an option has an invalid value, or options contradict each other.
     :raises InvalidTypeError: If an option has an invalid type.
     :raises MissingDependencyError: If the codec needs a package that is not installed.
     """
-    codec, n_stack, block_length = options["codec"], options["n_stack"], options["block_length"]
-    for name in ("n_stack", "block_length", "quality"):
-        if options.get(name) is not None:
-            positive_int(name, options[name])
-    if not isinstance(codec, str):
-        raise InvalidTypeError(f"codec={codec!r} is not a string; expected the name of a codec. Use codec='auto'")
-    # The shape of the images is not known yet: check against one that n_stack frames of any layout fit.
-    side = 8 * (n_stack or 1)
-    layouts = list(candidate_layouts((side, side), np.uint8))
-    loss = {"max_error": options["max_error"], "quality": options.get("quality", DEFAULT_QUALITY)}
-    LossyOptions.from_options(codec, layouts, block_length=block_length, **loss)
-    if block_length is not None and (block_length & (block_length - 1)):
-        raise InvalidArgumentError(f"block_length={block_length!r} is not a power of two. Use block_length=16")
+    if options["n_stack"] is not None:
+        positive_int("n_stack", options["n_stack"])
+    # The shape of the images is not known yet: check against one that all codecs can store.
+    EncodingOptions.check((8, 8), np.uint8, **{**options, "n_stack": None})
 
 
 def as_tensordict(data: Any) -> Any:

@@ -14,7 +14,7 @@ from tensordict.utils import unravel_key
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.codecs import check_numba
-from rl_ext_core.frames.encoding import COPY_BATCH, JUDGE_AFTER, LAST_CHECK, Encoding, EncodingChooser, matching_layout
+from rl_ext_core.frames.encoding import COPY_BATCH, LAST_CHECK, LOSSY_AFTER, Encoding, EncodingOptions, detect_layout
 from rl_ext_core.frames.recycle import RecycledArrays
 from rl_ext_core.frames.region import RegionFile
 from torchrl_ext.frame_storage.format import dtype_from_name, dtype_name
@@ -31,13 +31,12 @@ Key = Any  # a string, or a tuple of strings
 class FrameColumn:
     """Compressed images of a leaf, and of its counterpart under ``"next"``.
 
-    Both share their frames. Options that were not set are chosen from the first batch. The choice is reviewed when 2,
-    4, 8, ... 4096 images are stored. If other processes share the column, or it is in a file, the first choice is
-    final.
+    Both share their frames. The frame stack is detected from the first batch, and again when 2, 4, 8, ... 4096 images
+    are stored. If other processes share the column, or it is in a file, the first result is final.
 
     :param kind: description of the column by :func:`describe_image_columns`; other entries are ignored
     :param n_rows: size of the storage along the first dimension
-    :param options: options of :class:`EncodingChooser`
+    :param options: options of :class:`EncodingOptions`
     :param num_threads: threads that decode large batches; None: ``torch.get_num_threads()``
     :param file: file of the frames; None: memory
     :ivar pool: the frames
@@ -62,9 +61,9 @@ class FrameColumn:
         self._recycled = RecycledArrays()
         # A batch is stored before the elements that it replaces are freed, hence twice as many.
         self._n_handles = 2 * n_rows * kind["n_images"]
-        self._chooser = EncodingChooser.from_options(self.shape, self._numpy_dtype, **options)
+        self._options = EncodingOptions.check(self.shape, self._numpy_dtype, **options)
         self._next_check, self._in_file = 2, file is not None
-        self.pool = self._new_pool(self._chooser.first_encoding(self._chooser.first_layout), file)
+        self.pool = self._new_pool(self._options.encoding(), file)
 
     @staticmethod
     def _pool_class() -> type[FramePool]:
@@ -104,24 +103,14 @@ class FrameColumn:
         ended: npt.NDArray[np.bool_] | None = None,
     ) -> tuple[Handles, Handles]:
         """Store stacks, and return their handles; the first ones determine the encoding."""
-        pool, chooser = self.pool, self._chooser
-        pool.refresh()
-        fresh = pool.held == 0
-        if fresh and chooser.n_stack is None:
-            encoding = chooser.first_encoding(matching_layout(pool.layout, stacks, nexts))
-            if encoding.layout != pool.layout:
-                pool.reconfigure(**encoding._asdict())
-        handles = pool.put(stacks, nexts, ended=ended)
-        # First the error bound, then the block length, because the bound changes what has to be stored.
-        for _ in range(2 if fresh and len(stacks) >= JUDGE_AFTER else 0):
-            if (better := chooser.better_for_pool(pool)) is None:
-                break
-            only_blocks = better.max_error == pool.max_error
-            pool.reconfigure(**better._asdict())
-            handles = pool.put(stacks, nexts, ended=ended)
-            if only_blocks:
-                break
-        return handles
+        self.pool.refresh()
+        if self.pool.held == 0 and self._options.n_stack is None:
+            exact = len(stacks) < LOSSY_AFTER and not (self.shared or self._in_file)
+            encoding = self._options.encoding(detect_layout(self.pool.layout, stacks, nexts), exact=exact)
+            if encoding != self.pool.encoding:
+                self.pool.reconfigure(**encoding._asdict())
+            self._next_check = 2
+        return self.pool.put(stacks, nexts, ended=ended)
 
     def _as_numpy(self, leaf: torch.Tensor, key: Key) -> npt.NDArray[Any]:
         """Return the images of a leaf as an array; refuse a dtype other than the column's."""
@@ -140,7 +129,7 @@ class FrameColumn:
         """
         if decoder is not None and decoder.can_decode(self.pool):
             both = torch.stack(handles)
-            images = self.pool.get_on_gpu(both.reshape(-1).numpy(), decoder)
+            images = decoder.decode(self.pool, both.reshape(-1).numpy())
             return list(images.reshape(*both.shape, *self.shape).unbind())
         flat = [part.reshape(-1).numpy() for part in handles]
         outs = [self._recycled.empty((len(part), *self.shape), self._numpy_dtype) for part in flat]
@@ -152,17 +141,19 @@ class FrameColumn:
         ]
 
     def reencode_if_better(self, rows: Any, length: int) -> None:
-        """Encode all elements again if another layout, codec or block length suits them.
+        """Encode all elements again if another layout suits them, or if they may become lossy.
 
         :param rows: all elements, with handles in place of images
         :param length: number of stored elements along the first dimension
         """
         held = [rows.get(key)[:length] for key in self.keys]
         flat = [part.reshape(-1).numpy() for part in held]
-        if self.shared or self._in_file or not self._next_check <= len(flat[0]) <= LAST_CHECK:
+        if self.shared or self._in_file or self._options.n_stack is not None:
+            return
+        if not self._next_check <= len(flat[0]) <= LAST_CHECK:
             return
         if sum(map(np.count_nonzero, flat)) != self.pool.held or not flat[0].all() or self.pool.lossy:
-            return  # handles exist elsewhere, places are empty, or errors of a lossy codec would add up
+            return  # handles exist elsewhere, places are empty, or errors of a lossy encoding would add up
         while self._next_check <= len(flat[0]):
             self._next_check *= 2
         # The stored elements are complete: if memory is short, they stay as they are.
@@ -171,21 +162,15 @@ class FrameColumn:
 
     def _reencode(self, held: list[torch.Tensor], flat: list[Handles]) -> None:
         """Copy all images to a new pool if another encoding is better."""
-        layout, encoding = self.pool.layout, None
-        if self._chooser.n_stack is None:
-            stacks, *following = self._decode_to_arrays([part[-COPY_BATCH:] for part in flat])
-            layout = matching_layout(layout, stacks, following[0] if following else None)
-        if layout != self.pool.layout:
-            encoding = self._chooser.first_encoding(layout)
-        elif len(flat[0]) >= JUDGE_AFTER:
-            encoding = self._chooser.better_for_pool(self.pool)
-        if encoding is None:
+        stacks, *following = self._decode_to_arrays([part[-COPY_BATCH:] for part in flat])
+        layout = detect_layout(self.pool.layout, stacks, following[0] if following else None) or self.pool.layout
+        encoding = self._options.encoding(layout, exact=len(flat[0]) < LOSSY_AFTER)
+        if encoding == self.pool.encoding:
             return
         pool, parts = self._new_pool(encoding), []
         for start in range(0, len(flat[0]), COPY_BATCH):
             parts.append(pool.put(*self._decode_to_arrays([part[start : start + COPY_BATCH] for part in flat])))
         self.pool = pool
-        encoding.log("stacks")
         for leaf, encoded in zip(held, zip(*parts, strict=True), strict=False):
             leaf.copy_(torch.from_numpy(np.concatenate(encoded)).reshape(leaf.shape))
 
@@ -232,7 +217,7 @@ class FrameColumn:
         from rl_ext_core.frames.recovery import recover
 
         if self.pool.was_interrupted:
-            self.pool.reconfigure(**self._chooser.first_encoding(self._chooser.first_layout)._asdict())
+            self.pool.reconfigure(**self._options.encoding()._asdict())
         return recover(self.pool, handles)
 
     def restore(self, description: Any) -> None:
@@ -243,9 +228,9 @@ class FrameColumn:
         :raises InvalidArgumentError: If it was made with a lossier codec than this column's options allow.
         """
         pool = self._pool_class().from_state_dict(description, self._n_handles)
-        allowed = self._chooser.loss.options
-        if pool.max_error > allowed.get("max_error", 0) or (pool.codec.lossy and allowed != {"quality": pool.quality}):
-            made_with = f"codec='jpeg', quality={pool.quality}" if pool.codec.lossy else f"max_error={pool.max_error}"
+        allowed, is_jpeg = self._options.lossy, pool.codec == "jpeg"
+        if pool.max_error > allowed.get("max_error", 0) or (is_jpeg and allowed != {"quality": pool.quality}):
+            made_with = f"codec='jpeg', quality={pool.quality}" if is_jpeg else f"max_error={pool.max_error}"
             raise InvalidArgumentError(
                 f"the saved images are lossy: they were made with {made_with}. Pass the same options to FrameStorage"
             )

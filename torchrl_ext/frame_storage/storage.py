@@ -21,11 +21,12 @@ from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.datasets import write_dataset
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
 from rl_ext_core.frames import SalvageReport
-from rl_ext_core.frames.codecs import DEFAULT_QUALITY, describe_lossiness
+from rl_ext_core.frames.codecs import describe_lossiness
 from rl_ext_core.frames.encoding import LAST_CHECK
 from rl_ext_core.frames.folder import RowArrays, StoreFolder, as_corrupt_file
 from rl_ext_core.frames.gpu_decode import GpuDecoder, check_decode_on_gpu
 from rl_ext_core.frames.journal import Journal, Places
+from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
 from rl_ext_core.frames.region import ProcessLock, RegionFile
 from torchrl_ext._compat import is_sampler
 from torchrl_ext.frame_storage.arguments import (
@@ -92,13 +93,11 @@ class FrameStorage(TensorStorage):
     :param device: Device of samples. Stored elements stay in main memory.
     :param ndim: Number of batch dimensions that ``max_size`` counts, as in ``LazyTensorStorage``.
     :param pixels: Keys of the images. None: all uint8 leaves with at least two dimensions and 1,024 bytes.
-    :param codec: ``"auto"`` (the default), ``"raw"``, ``"patch"``, ``"patch+lz4"`` (the smallest) or ``"jpeg"``.
-        JPEG is for natural images of one or three channels. It is lossy and slow, and ``"auto"`` never chooses it.
+    :param codec: ``"patch"`` (the default), ``"raw"`` (uncompressed), or ``"jpeg"``, which is lossy and slow, for
+        natural images of one or three channels.
     :param max_error: Largest error of a pixel value. 0 is lossless.
     :param quality: JPEG quality, 1 to 100, for ``codec="jpeg"`` only. ``pixels`` selects the leaves.
     :param n_stack: Number of frames in an image stack. None: detected from the data.
-    :param block_length: Number of frames in a block, a power of two. None: chosen from the data. Longer blocks take
-        less memory and more time to sample from.
     :param max_bytes: Limit on the bytes of the elements. At the limit, ``max_size`` is lowered and the oldest elements
         are dropped. Freed space that will be reused is not counted. For limits below 40 MB, it may be as large as the
         limit. Samplers that record something per place, such as ``PrioritizedSampler``, are refused.
@@ -153,11 +152,10 @@ class FrameStorage(TensorStorage):
         device: torch.device | str = "cpu",
         ndim: int = 1,
         pixels: Sequence[Key] | None = None,
-        codec: str = "auto",
+        codec: str = "patch",
         max_error: int = 0,
         quality: int = DEFAULT_QUALITY,
         n_stack: int | None = None,
-        block_length: int | None = None,
         max_bytes: int | None = None,
         storage_dir: str | os.PathLike[str] | None = None,
         num_threads: int | None = None,
@@ -186,7 +184,6 @@ class FrameStorage(TensorStorage):
             "codec": codec,
             "max_error": max_error,
             "n_stack": n_stack,
-            "block_length": block_length,
             **({} if quality == DEFAULT_QUALITY and codec != "jpeg" else {"quality": quality}),
         }
         if max_bytes is not None:

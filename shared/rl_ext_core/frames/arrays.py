@@ -30,13 +30,13 @@ STREAMS = 6
 CLOCK = 7
 NEWEST_STREAM = 8
 FRAMES, BLOCK_BYTES = 9, 10  # totals ever stored
-UNSEALED = 11  # number of full blocks that the codec has not sealed yet
+UNSEALED = 11  # number of full blocks that will be sealed
 RECENT = 12  # first of four fields: the latest references, or -1
 N_RECENT = 4
 N_HELD = 16  # number of handles that were returned and not released
-SETTINGS_VERSION = 17  # counts the changes of the next six fields
-N_STACK, AXIS, BLOCK_LENGTH, CODEC, MAX_ERROR, QUALITY = 18, 19, 20, 21, 22, 23
-SETTINGS_SUM = 30  # checksum of these six fields
+SETTINGS_VERSION = 17  # counts the changes of the next five fields
+N_STACK, AXIS, CODEC, MAX_ERROR, QUALITY = 18, 19, 20, 21, 22
+SETTINGS_SUM = 30  # checksum of these five fields
 RECONFIGURING = 31  # 1 while the settings are being changed, so that a killed process leaves a mark
 BINS, N_BINS = 32, 32  # lists of free runs by length, see ``allocator``
 N_HEAD = 64
@@ -76,10 +76,7 @@ N_SUMS = 5
 FREE = 0
 OPEN = 1  # being filled, in the buffer of a stream
 FULL = 2
-SEALED = 3  # full and compressed by the codec
-
-# When a full block is sealed: never, after the next one has started, or, for blocks of one frame, at once.
-SEAL_NEVER, SEAL_LATER, SEAL_AT_ONCE = 0, 1, 2
+SEALED = 3  # full, of one frame, and stored as a JPEG image, or uncompressed if that is not smaller
 
 # Columns of ``streams``.
 OPEN_BLOCK = 0

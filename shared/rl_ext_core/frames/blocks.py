@@ -5,9 +5,16 @@ from __future__ import annotations
 import numpy as np
 from numba import int64, njit, uint32, uint64
 
-from rl_ext_core.frames.allocator import address_of_grain, allocate_grains, free_grains, grains_of
+from rl_ext_core.frames.allocator import (
+    address_of_grain,
+    allocate_grains,
+    free_grains,
+    free_unused_grains,
+    grains_of,
+)
 from rl_ext_core.frames.arrays import (
     BLOCK_BYTES,
+    BLOCKS,
     DEPTH_SHIFT,
     FREE,
     FREE_BLOCKS,
@@ -195,6 +202,37 @@ def release_handle(p, handle, geometry):  # type: ignore[no-untyped-def]
     """Remove one user from the blocks of a stack."""
     block, place, depth = unpack_handle(handle)
     release_frames(p, block, place, depth, geometry)
+
+
+@njit(nogil=True)
+def claim_grains(p, block, used):  # type: ignore[no-untyped-def]
+    """Mark the grains of a block as used; return whether all of them were unused."""
+    first, n_bytes = block_location(p, block)
+    if first + grains_of(p, n_bytes) > used.shape[0]:
+        return False
+    for grain in range(first, first + grains_of(p, n_bytes)):
+        if used[grain]:
+            return False
+        used[grain] = True
+    return True
+
+
+@kernel
+def free_unused_blocks(state, used):  # type: ignore[no-untyped-def]
+    """Free all blocks without users, and all grains that are not in a block.
+
+    :param used: (n_grains,) zeros; output
+    :return: Whether no two blocks share a grain
+    """
+    p = pool_in(state)
+    right = True
+    for block in range(1, p.head[BLOCKS]):
+        if p.blocks[block, USERS] == 0:
+            p.blocks[block, KIND] = uint32(FREE)
+        elif p.blocks[block, KIND] != OPEN:
+            right = claim_grains(p, block, used) and right
+    free_unused_grains(p, used)
+    return right
 
 
 @kernel

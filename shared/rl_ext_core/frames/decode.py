@@ -30,13 +30,11 @@ from rl_ext_core.frames.arrays import (
 )
 from rl_ext_core.frames.blocks import block_location, read_blocks, unpack_handle, unpack_pair
 from rl_ext_core.frames.bounded import is_packed, packed_size, unpack_frame
-from rl_ext_core.frames.codecs import Codec, open_block
 from rl_ext_core.frames.geometry import (
     ENTRY_HEADER,
     GROUP,
     PATCH,
     RAW,
-    SEALED_HEADER,
     SLACK,
     WORK_FRAMES,
     Addresses,
@@ -45,14 +43,13 @@ from rl_ext_core.frames.geometry import (
     Geometry,
 )
 from rl_ext_core.frames.interleave import clear_latest_frames, interleave_latest, latest_bytes, set_latest_frame
+from rl_ext_core.frames.jpeg import JpegCodec
 from rl_ext_core.frames.kernel_primitives import (
     SUM_START,
     add_bytes,
-    call_decompressor,
     copy_bytes,
     fold_sum,
     kernel,
-    load_u32,
     prefetch,
     zero_bytes,
 )
@@ -77,7 +74,7 @@ def entry_size_of(entry, geometry, bound):  # type: ignore[no-untyped-def]
 
 @register_jitable  # type: ignore[untyped-decorator]
 def work_bytes(geometry: Geometry) -> int:
-    """Return how many bytes of scratch memory frames take. A decompressed block follows them."""
+    """Return how many bytes of scratch memory frames take."""
     frames = (WORK_FRAMES if geometry.max_error > 0 else 1) * (geometry.frame_bytes + GROUP)
     size: int = latest_bytes(geometry) + frames
     return size
@@ -132,23 +129,6 @@ def seek_frame(address, frames, reference, geometry, bound, work):  # type: igno
     for _ in range(first, frames):
         frame, address = next_frame(frame, address, geometry, bound, work)
     return frame, address
-
-
-@njit(nogil=True)
-def open_sealed(sealed, decompressor, out):  # type: ignore[no-untyped-def]
-    """Decompress a sealed block.
-
-    :param sealed: Address of the sealed block.
-    :param decompressor: Address of a C function.
-    :param out: Address to decompress to.
-    :return: Address of the contents, which may be in the sealed block, or 0 if it is damaged.
-    """
-    n_sealed, n_bytes = load_u32(sealed), load_u32(sealed + uint64(4))
-    contents = sealed + uint64(SEALED_HEADER)
-    if n_sealed == n_bytes:
-        return contents
-    written = call_decompressor(decompressor, contents, out, sealed)
-    return out if written == n_bytes else uint64(0)
 
 
 @njit(nogil=True)
@@ -212,7 +192,7 @@ def _copy_to_stacks(source, number, first, n_stacks, run, geometry):  # type: ig
 
 @njit(nogil=True)
 def _decode_run(  # type: ignore[no-untyped-def]
-    p, newest, n_frames, n_stacks, geometry, bound, decompressor, opened, work, chain, run
+    p, newest, n_frames, n_stacks, geometry, bound, opened, work, chain, run
 ):
     """Decode the frames of a run of stacks once each, and copy each frame into all stacks that contain it.
 
@@ -223,7 +203,7 @@ def _decode_run(  # type: ignore[no-untyped-def]
         Frames are numbered so that the newest frame of the first stack has number 0.
     :return: 1 if a block is damaged, else 0.
     """
-    latest, opened_block = work, work + uint64(work_bytes(geometry))
+    latest = work
     work += uint64(latest_bytes(geometry))
     in_block = 1 << geometry.block_shift
     block, place, _ = unpack_handle(newest)
@@ -240,10 +220,7 @@ def _decode_run(  # type: ignore[no-untyped-def]
         block = chain[i]
         address = _block_address(p, block)
         if p.blocks[block, KIND] == SEALED:
-            if decompressor != uint64(0):
-                address = open_sealed(address, decompressor, opened_block)
-            else:
-                address = _opened_address(opened, block)
+            address = _opened_address(opened, block)
             if address == uint64(0):
                 return 1
         reference = p.references
@@ -324,7 +301,7 @@ def handles_of_pairs(state, index, rows, envs, handles, next_handles):  # type: 
 
 @kernel
 def decode_batch(  # type: ignore[no-untyped-def]
-    start, stop, state, bound, handles, next_handles, outs, next_outs, decompressor, opened, work, chain, run
+    start, stop, state, bound, handles, next_handles, outs, next_outs, opened, work, chain, run
 ):
     """Decode the stacks ``start`` to ``stop`` of a batch.
 
@@ -333,17 +310,16 @@ def decode_batch(  # type: ignore[no-untyped-def]
     :param next_handles: Handles of the next stacks, shape ``(n,)``; or shape ``(0,)`` if they are not wanted.
     :param outs: Address of the batch.
     :param next_outs: Address of the batch of next stacks.
-    :param decompressor: Address of a C function that decompresses blocks, see :func:`call_decompressor`, or 0.
-    :param opened: Without a decompressor, sorted numbers of sealed blocks and addresses of their contents, shape
-        ``(2, blocks)``. The address of a damaged block is 0.
-    :param work: Address of scratch memory for frames, ``work_bytes()`` long, and a block after that.
+    :param opened: Sorted numbers of sealed blocks and addresses of their contents, shape ``(2, blocks)``. The address
+        of a damaged block is 0.
+    :param work: Address of scratch memory for frames, ``work_bytes()`` long.
     :param chain: Scratch array, shape ``(MAX_CHAIN + n_stack,)``.
     :param run: Scratch array, shape ``(2 * GROUP, 3)``, see :func:`_decode_run`.
     :return: Number of runs of stacks that cannot be read because a sealed block is damaged.
     """
     p, geometry = pool_in(state), geometry_in(state)
     stack_bytes = geometry.n_stack * geometry.frame_bytes
-    decompressor, work, both = uint64(decompressor), uint64(work), min(next_handles.shape[0], 1)
+    work, both = uint64(work), min(next_handles.shape[0], 1)
     interleaves = latest_bytes(geometry) > 0
     if interleaves:
         clear_latest_frames(work, geometry)
@@ -374,9 +350,7 @@ def decode_batch(  # type: ignore[no-untyped-def]
                 run[n_stacks, 0], run[n_stacks, 1], run[n_stacks, 2] = number, number - depth, int64(out)
                 newest, n_stacks, n_frames = handle, n_stacks + 1, max(n_frames, depth)
             if n_stacks > 0:
-                failed += _decode_run(
-                    p, newest, n_frames, n_stacks, geometry, bound, decompressor, opened, work, chain, run
-                )
+                failed += _decode_run(p, newest, n_frames, n_stacks, geometry, bound, opened, work, chain, run)
     return failed
 
 
@@ -452,7 +426,7 @@ def verify_contents(state, handles, unchecked, unchecked_references, right):  # 
 def decode(
     state: Counts,
     geometry: Geometry,
-    codec: Codec,
+    jpeg: JpegCodec | None,
     wanted: Sequence[tuple[Counts, int]],
     *,
     num_threads: int,
@@ -461,62 +435,57 @@ def decode(
 
     :param state: Kernel state of the pool.
     :param geometry: Sizes of the layout.
-    :param codec: The codec.
+    :param jpeg: Decoder of sealed blocks, or None if there are none.
     :param wanted: Handles and address of a batch; once, or twice for the next stacks.
     :param num_threads: Threads to decode in.
     :return: Whether all stacks could be read. If not, a block is damaged.
     """
     handles, out = wanted[0]
     nexts, next_out = wanted[1] if len(wanted) > 1 else (_NO_HANDLES, 0)
-    decompressor, opened, contents = codec.c_decompressor(), _NO_BLOCKS, np.zeros(0, dtype=np.uint8)
-    if codec.seals and not decompressor:
+    opened, contents = _NO_BLOCKS, np.zeros(0, dtype=np.uint8)
+    if jpeg is not None:
         most = geometry.n_stack // (1 << geometry.block_shift) + 2
         blocks = np.empty((len(handles) + len(nexts)) * most, dtype=np.int64)
         found = np.unique(blocks[: list_sealed_blocks(state, np.concatenate([handles, nexts]), blocks)])
-        opened, contents = _open_blocks(codec, read_blocks(state, found), found, num_threads)
+        opened, contents = _open_blocks(jpeg, read_blocks(state, found), found, geometry.frame_bytes, num_threads)
     bound = geometry.max_error or None
-    n_work = work_bytes(geometry)
-    if decompressor:
-        n_work += (1 << geometry.block_shift) * (geometry.frame_bytes + ENTRY_HEADER) + SLACK
     unreadable: list[int] = []  # a list, because threads that add to the same number would lose counts
 
     def decode_part(start: int, stop: int) -> None:
         """Decode the stacks ``start`` to ``stop`` of the batch."""
-        work = allocate(n_work)
+        work = allocate(work_bytes(geometry))
         chain = np.empty(MAX_CHAIN + geometry.n_stack, dtype=np.int64)
         places = address_of(work), chain, np.empty((2 * _PREFETCH_GROUP, 3), dtype=np.int64)
-        unreadable.append(
-            decode_batch(start, stop, state, bound, handles, nexts, out, next_out, decompressor, opened, *places)
-        )
+        unreadable.append(decode_batch(start, stop, state, bound, handles, nexts, out, next_out, opened, *places))
 
     run_in_threads(decode_part, len(handles), num_threads=num_threads)
     del contents  # must live until here: the addresses in ``opened`` point into it
     return sum(unreadable) == 0
 
 
-def _open_blocks(codec: Codec, sealed: list[Bytes], blocks: Counts, num_threads: int) -> tuple[Addresses, Bytes]:
-    """Decompress blocks in Python, in several threads.
+def _open_blocks(
+    jpeg: JpegCodec, sealed: list[Bytes], blocks: Counts, frame_bytes: int, num_threads: int
+) -> tuple[Addresses, Bytes]:
+    """Decompress sealed blocks, in several threads.
 
     :param sealed: Contents of the blocks.
     :param blocks: Numbers of the blocks.
+    :param frame_bytes: Size of a frame.
     :return: Argument ``opened`` of :func:`decode_batch`, and the buffer of the contents.
     """
-    ends = np.cumsum([int(block[4:SEALED_HEADER].view("<u4")[0]) + SLACK for block in sealed], dtype=np.int64)
-    contents = allocate(int(ends[-1]) if len(sealed) else SLACK)
-    starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])[: len(sealed)]
+    contents = allocate(len(sealed) * (frame_bytes + SLACK) + SLACK)
+    starts = np.arange(len(sealed), dtype=np.int64) * (frame_bytes + SLACK)
     opened = np.stack([blocks, starts + address_of(contents)]).astype(np.uint64)
 
     def open_part(start: int, stop: int) -> None:
         """Decompress the blocks ``start`` to ``stop``; give damaged ones the address 0."""
         for i in range(start, stop):
-            n_bytes = ends[i] - starts[i] - SLACK
             try:
-                block = np.frombuffer(open_block(codec, sealed[i].data), dtype=np.uint8)
-            except ValueError:  # raised by the decoder, or for a missing header
-                block = contents[:0]
-            if len(block) == n_bytes:
-                contents[starts[i] : starts[i] + n_bytes] = block
-            else:
+                frame = sealed[i]
+                if len(frame) != frame_bytes:  # otherwise it is uncompressed
+                    frame = np.frombuffer(jpeg.decode(frame.data), dtype=np.uint8)
+                contents[starts[i] : starts[i] + frame_bytes] = frame
+            except ValueError:  # raised by the decoder, or for another size
                 opened[1, i] = 0
 
     run_in_threads(open_part, len(sealed), num_threads=num_threads)

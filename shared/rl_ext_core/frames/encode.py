@@ -40,8 +40,6 @@ from rl_ext_core.frames.arrays import (
     RECENT,
     REFERENCE,
     REFERENCES,
-    SEAL_AT_ONCE,
-    SEAL_NEVER,
     STREAM,
     STREAMS,
     UNSEALED,
@@ -65,9 +63,9 @@ from rl_ext_core.frames.blocks import (
     unpack_pair,
 )
 from rl_ext_core.frames.bounded import append_bounded_entry
-from rl_ext_core.frames.codecs import Codec, seal_block
 from rl_ext_core.frames.geometry import GROUP, PATCH, PLANAR, SCRATCH_FRAMES, Counts
 from rl_ext_core.frames.interleave import extract_frame, extract_frames, is_interleaved_shift
+from rl_ext_core.frames.jpeg import JpegCodec
 from rl_ext_core.frames.kernel_primitives import (
     SUM_START,
     add_bytes,
@@ -185,18 +183,14 @@ def _choose_reference(p, s, before, frame, geometry, bound, scratch):  # type: i
 
 
 @njit(nogil=True)
-def _store_full_block(p, s, sealing):  # type: ignore[no-untyped-def]
-    """Move the full block of a stream from its buffer to grains, and list it for sealing."""
-    block = p.streams[s, OPEN_BLOCK]
-    store_bytes(p, block, address_in(p.open, s), p.streams[s, OPEN_BYTES], False)
+def _store_full_block(p, s):  # type: ignore[no-untyped-def]
+    """Move the full block of a stream from its buffer to grains."""
+    store_bytes(p, p.streams[s, OPEN_BLOCK], address_in(p.open, s), p.streams[s, OPEN_BYTES], False)
     p.streams[s, OPEN_BYTES] = 0
-    if sealing != SEAL_NEVER:
-        p.unsealed[p.head[UNSEALED]] = uint32(block)
-        p.head[UNSEALED] += 1
 
 
 @njit(nogil=True)
-def _start_block(p, s, frame, geometry, bound, sealing, filled, scratch):  # type: ignore[no-untyped-def]
+def _start_block(p, s, frame, geometry, bound, filled, scratch):  # type: ignore[no-untyped-def]
     """Store the full block of a stream, and start the next one.
 
     :param filled: Number of blocks that the current stack has filled.
@@ -205,7 +199,7 @@ def _start_block(p, s, frame, geometry, bound, sealing, filled, scratch):  # typ
     before = p.streams[s, OPEN_BLOCK]
     if before > 0:
         if p.blocks[before, KIND] == OPEN:
-            _store_full_block(p, s, sealing)
+            _store_full_block(p, s)
         p.filled[filled] = uint32(before)
         filled += 1
     block = allocate_number(p, BLOCKS, FREE_BLOCKS, p.free_blocks)
@@ -226,13 +220,14 @@ def _start_block(p, s, frame, geometry, bound, sealing, filled, scratch):  # typ
 
 
 @njit(nogil=True)
-def _append_frame(p, s, frame, geometry, bound, sealing, filled, scratch):  # type: ignore[no-untyped-def]
+def _append_frame(p, s, frame, geometry, bound, seals, filled, scratch):  # type: ignore[no-untyped-def]
     """Append a frame to the open block of a stream.
 
+    :param seals: Whether the frame is stored at once, and listed for sealing.
     :return: Number of blocks that the current stack has filled.
     """
     if p.streams[s, OPEN_BLOCK] == 0 or p.streams[s, OPEN_FRAMES] == 1 << geometry.block_shift:
-        filled = _start_block(p, s, frame, geometry, bound, sealing, filled, scratch)
+        filled = _start_block(p, s, frame, geometry, bound, filled, scratch)
     target = address_in(p.open, s) + uint64(p.streams[s, OPEN_BYTES])
     newest = address_in(p.frame, s)
     size = write_entry(newest, frame, target, scratch, geometry, bound)
@@ -242,8 +237,10 @@ def _append_frame(p, s, frame, geometry, bound, sealing, filled, scratch):  # ty
         p.entry_sums[s, p.streams[s, OPEN_FRAMES]] = entry
     p.streams[s, OPEN_FRAMES] += 1
     p.head[FRAMES] += 1
-    if sealing == SEAL_AT_ONCE:
-        _store_full_block(p, s, sealing)
+    if seals:
+        _store_full_block(p, s)
+        p.unsealed[p.head[UNSEALED]] = uint32(p.streams[s, OPEN_BLOCK])
+        p.head[UNSEALED] += 1
     return filled
 
 
@@ -268,7 +265,7 @@ def _is_shifted(before, after, order, geometry, shared_mask):  # type: ignore[no
 
 
 @njit(nogil=True)
-def _push_stack(p, s, stack, order, geometry, bound, shared_mask, sealing, scratch):  # type: ignore[no-untyped-def]
+def _push_stack(p, s, stack, order, geometry, bound, shared_mask, seals, scratch):  # type: ignore[no-untyped-def]
     """Append the new frames of a stack to a stream.
 
     :param stack: Address of the stack.
@@ -292,7 +289,7 @@ def _push_stack(p, s, stack, order, geometry, bound, shared_mask, sealing, scrat
         first = count_padding(frames, geometry)
         depth = n_stack - first
     for position in range(first, n_stack):
-        filled = _append_frame(p, s, frames + uint64(position * n_bytes), geometry, bound, sealing, filled, scratch)
+        filled = _append_frame(p, s, frames + uint64(position * n_bytes), geometry, bound, seals, filled, scratch)
     if geometry.keeps_stack:
         copy_bytes(last, stack, n_stack * n_bytes)
     handle = p.streams[s, OPEN_BLOCK] | ((p.streams[s, OPEN_FRAMES] - 1) << PLACE_SHIFT) | (depth << DEPTH_SHIFT)
@@ -378,7 +375,7 @@ def _has_room(p, capacity, per_stack, pushes):  # type: ignore[no-untyped-def]
 
 @kernel
 def put_stacks(  # type: ignore[no-untyped-def]
-    state, bound, capacity, per_stack, stacks, nexts, n, ended, shared_mask, sealing, scratch, handles, next_handles
+    state, bound, capacity, per_stack, stacks, nexts, n, ended, shared_mask, seals, scratch, handles, next_handles
 ):
     """Store stacks and their next stacks until the reserved memory is full.
 
@@ -390,7 +387,7 @@ def put_stacks(  # type: ignore[no-untyped-def]
     :param n: Number of stacks.
     :param ended: Shape ``(n,)``, whether a trajectory ends here, or shape ``(0,)``.
     :param shared_mask: Address of a mask, see :func:`shared_byte_mask`.
-    :param sealing: When full blocks are sealed: SEAL_NEVER, SEAL_LATER or SEAL_AT_ONCE.
+    :param seals: Whether each frame is a block, which is sealed.
     :param scratch: Address of ``SCRATCH_FRAMES`` frames, each followed by ``GROUP`` bytes, and a stack.
     :param handles: Output, shape ``(n,)``.
     :param next_handles: Output for the next stacks, shape ``(n,)``.
@@ -409,7 +406,7 @@ def put_stacks(  # type: ignore[no-untyped-def]
         for part in range(pushes):  # a loop, because a second call would take long to compile
             following = uint64(nexts) + uint64(i * stack_bytes)
             pushed = following if part else stack
-            handle = _push_stack(p, s, pushed, geometry.stored, geometry, bound, shared_mask, sealing, scratch)
+            handle = _push_stack(p, s, pushed, geometry.stored, geometry, bound, shared_mask, seals, scratch)
             retain_handle(p, handle, geometry)
             if part:
                 next_handles[i] = handle
@@ -425,7 +422,7 @@ def put_stacks(  # type: ignore[no-untyped-def]
 
 @kernel
 def put_pairs(  # type: ignore[no-untyped-def]
-    state, bound, capacity, per_stack, first, stacks, order, nexts, next_order, shared_mask, sealing, scratch, pairs
+    state, bound, capacity, per_stack, first, stacks, order, nexts, next_order, shared_mask, seals, scratch, pairs
 ):
     """Store one transition per stream until the reserved memory is full.
 
@@ -450,7 +447,7 @@ def put_pairs(  # type: ignore[no-untyped-def]
         before = after = so_far = int64(0)
         for part in range(2):  # a loop, because a second call would take long to compile
             stack, memory_order = (uint64(nexts), next_order) if part else (uint64(stacks), order)
-            after = _push_stack(p, s, stack + offset, memory_order, geometry, bound, shared_mask, sealing, scratch)
+            after = _push_stack(p, s, stack + offset, memory_order, geometry, bound, shared_mask, seals, scratch)
             if part == 0:
                 before, so_far = after, p.head[FRAMES]
                 retain_handle(p, before, geometry)
@@ -479,14 +476,14 @@ def release_pairs(state, pairs):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def end_streams(state, sealing):  # type: ignore[no-untyped-def]
+def end_streams(state):  # type: ignore[no-untyped-def]
     """Store all open blocks, and drop the newest stacks, so that later stacks share no frames with earlier ones."""
     p, geometry = pool_in(state), geometry_in(state)
     for s in range(p.head[STREAMS]):
         block = p.streams[s, OPEN_BLOCK]
         if block > 0:
             if p.blocks[block, KIND] == OPEN:
-                _store_full_block(p, s, sealing)
+                _store_full_block(p, s)
             release_handle(p, p.streams[s, NEWEST], geometry)
             release_block(p, block, geometry)
         zero_bytes(address_in(p.streams, s), 8 * N_STREAM)
@@ -501,15 +498,16 @@ def release_stacks(state, handles):  # type: ignore[no-untyped-def]
             release_handle(p, handle, geometry)
 
 
-def seal_full_blocks(state: Counts, pool: PoolArrays, codec: Codec, room: PoolMemory) -> None:
-    """Compress the blocks that have become full and are still used.
+def seal_full_blocks(state: Counts, pool: PoolArrays, jpeg: JpegCodec, room: PoolMemory) -> None:
+    """Compress the listed blocks that are still used. An image that is not smaller than its frame is not used.
 
     If memory runs out, the remaining blocks stay listed.
     """
     blocks = np.unique(pool.unsealed[: pool.head[UNSEALED]]).astype(np.int64)
     blocks = blocks[pool.blocks[blocks, KIND] == FULL]
     for block, contents in zip(blocks.tolist(), read_blocks(state, blocks), strict=True):
-        sealed = seal_block(codec, contents)
+        image = np.frombuffer(jpeg.encode(contents.data), dtype=np.uint8)
+        sealed = image if len(image) < len(contents) else contents
         room.reserve_block(len(sealed))
         seal_stored_block(state, block, address_of(sealed), len(sealed))
     pool.head[UNSEALED] = 0

@@ -37,7 +37,7 @@ from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.journal import Journal, JournalRecord, Places
 from rl_ext_core.frames.region import PrivateRegion, RegionFile, new_region, round_to_pages, storage_error
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 MANIFEST = "store.json"
 _INCOMPLETE, _JOURNAL = "making", ("journal", "journal-2")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")

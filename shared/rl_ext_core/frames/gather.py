@@ -5,11 +5,11 @@ from __future__ import annotations
 from numba import int64, njit, uint64
 
 from rl_ext_core.frames.allocator import address_of_grain
-from rl_ext_core.frames.arrays import KIND, OPEN, OPEN_BYTES, PREVIOUS, REFERENCE, SEALED, STREAM
+from rl_ext_core.frames.arrays import KIND, OPEN, OPEN_BYTES, PREVIOUS, REFERENCE, STREAM
 from rl_ext_core.frames.blocks import block_location, unpack_handle
-from rl_ext_core.frames.decode import open_sealed, prefetch_stack
-from rl_ext_core.frames.geometry import SEALED_HEADER, SLACK
-from rl_ext_core.frames.kernel_primitives import copy_bytes, kernel, load_u32
+from rl_ext_core.frames.decode import prefetch_stack
+from rl_ext_core.frames.geometry import SLACK
+from rl_ext_core.frames.kernel_primitives import copy_bytes, kernel
 from rl_ext_core.frames.views import address_in, geometry_in, pool_in
 
 ALIGNMENT = 16  # of blocks and references in the buffer
@@ -23,29 +23,12 @@ _PREFETCHED = 8  # stacks whose blocks are prefetched
 
 @njit(nogil=True)
 def _block_size(p, block):  # type: ignore[no-untyped-def]
-    """Return the address of a block's contents and their size, uncompressed if it is sealed."""
+    """Return the address of a block's contents and their size."""
     if p.blocks[block, KIND] == OPEN:
         stream = int64(p.blocks[block, STREAM])
         return address_in(p.open, stream), p.streams[stream, OPEN_BYTES]
     first, n_bytes = block_location(p, block)
-    address = address_of_grain(p, first)
-    if p.blocks[block, KIND] == SEALED:
-        n_bytes = int64(load_u32(address + uint64(4)))
-    return address, n_bytes
-
-
-@njit(nogil=True)
-def _copy_block(p, block, address, n_bytes, decompressor, target):  # type: ignore[no-untyped-def]
-    """Copy or decompress the contents of a block; return whether it is intact."""
-    if p.blocks[block, KIND] == SEALED:
-        found = open_sealed(address, decompressor, target)
-        if found == uint64(0):
-            return False
-        if found != target:
-            copy_bytes(target, address + uint64(SEALED_HEADER), n_bytes)
-        return True
-    copy_bytes(target, address, n_bytes)
-    return True
+    return address_of_grain(p, first), n_bytes
 
 
 @njit(nogil=True)
@@ -55,25 +38,24 @@ def _after(used, n_bytes):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def gather_blocks(state, handles, decompressor, buffer, start, capacity, segments, recent):  # type: ignore[no-untyped-def]
+def gather_blocks(state, handles, buffer, start, capacity, segments, recent):  # type: ignore[no-untyped-def]
     """Copy the blocks and references of stacks into a buffer, and list the segments to decode.
 
     A block that many stacks share is copied once, unless others came in between.
 
     :param handles: Handles of the stacks, shape ``(n,)``; 0 has no segments.
-    :param decompressor: Address of a C function that decompresses blocks, or 0 if none is sealed.
     :param buffer: Address of the buffer.
     :param start: First byte to write to.
     :param capacity: Size of the buffer. If it is too small, nothing is written behind it.
     :param segments: Output, ``(segments, 5)``, see ``BLOCK``. Places are in the buffer. The target is the number of the
         first frame in the batch.
     :param recent: Scratch array, shape ``(2, N_RECENT, 2)``, filled with -1.
-    :return: Number of segments, bytes that the buffer needs, number of frames without data, number of damaged blocks.
+    :return: Number of segments, bytes that the buffer needs, number of frames without data.
     """
     p, geometry = pool_in(state), geometry_in(state)
-    buffer, decompressor = uint64(buffer), uint64(decompressor)
+    buffer = uint64(buffer)
     n_stack, in_block = geometry.n_stack, 1 << geometry.block_shift
-    used, n_segments, padding, damaged = int64(start), 0, 0, 0
+    used, n_segments, padding = int64(start), 0, 0
     for k in range(handles.shape[0]):
         if k + _PREFETCHED < handles.shape[0]:
             prefetch_stack(p, handles[k + _PREFETCHED], geometry)
@@ -85,7 +67,7 @@ def gather_blocks(state, handles, decompressor, buffer, start, capacity, segment
             if recent[0, slot, 0] != block:
                 address, n_bytes = _block_size(p, block)
                 if _after(used, n_bytes) <= capacity:
-                    damaged += not _copy_block(p, block, address, n_bytes, decompressor, buffer + uint64(used))
+                    copy_bytes(buffer + uint64(used), address, n_bytes)
                 recent[0, slot, 0], recent[0, slot, 1] = block, used
                 used = _after(used, n_bytes)
             reference = int64(p.blocks[block, REFERENCE])
@@ -106,4 +88,4 @@ def gather_blocks(state, handles, decompressor, buffer, start, capacity, segment
             missing -= n_frames
             place = in_block - 1
             block = int64(p.blocks[block, PREVIOUS])
-    return n_segments, used, padding, damaged
+    return n_segments, used, padding

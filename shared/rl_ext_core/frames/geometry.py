@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.frames.layout import StackLayout
-
-if TYPE_CHECKING:
-    from rl_ext_core.frames.codecs import Codec
 
 Bytes = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.int64]
@@ -30,7 +27,6 @@ GROUP = 64  # maximum number of bytes that are predicted and packed together, se
 SCRATCH_FRAMES = 7  # for encoding
 WORK_FRAMES = 3  # for decoding: two frames, and a row in groups
 SLACK = 16  # readable and writable bytes after every buffer, because the kernels move short runs in whole words
-SEALED_HEADER = 8  # bytes before a sealed block: compressed and uncompressed size, u32 little-endian
 ENTRY_HEADER = 3  # bytes before each frame of a block of patches
 
 
@@ -52,11 +48,11 @@ class Geometry(NamedTuple):
     keeps_frame: int = 1  # whether a stream stores its newest frame separately from the open block
 
 
-def geometry_of(layout: StackLayout, *, codec: Codec, block_length: int, max_error: int) -> Geometry:
+def geometry_of(layout: StackLayout, *, codec: str, block_length: int, max_error: int) -> Geometry:
     """Compute the geometry of a layout and a codec.
 
     :param layout: How a stack is made of frames.
-    :param codec: The codec.
+    :param codec: Name of the codec.
     :param block_length: Frames per block.
     :param max_error: Maximum error per byte.
     """
@@ -67,11 +63,11 @@ def geometry_of(layout: StackLayout, *, codec: Codec, block_length: int, max_err
         frame_channels=layout.frame_channels,
         itemsize=layout.dtype.itemsize,
         stored=PLANAR if layout.planar else INTERLEAVED,
-        coder=codec.coder,
+        coder=PATCH if codec == "patch" else RAW,
         block_shift=block_length.bit_length() - 1,
         max_error=max_error,
-        keeps_stack=int(layout.n_stack > 1 or max_error > 0 or codec.lossy),
-        keeps_frame=int(codec.coder == PATCH or max_error > 0 or codec.lossy),
+        keeps_stack=int(layout.n_stack > 1 or max_error > 0 or codec == "jpeg"),
+        keeps_frame=int(codec != "raw"),
         **_neighbor_strides(layout),
     )
 

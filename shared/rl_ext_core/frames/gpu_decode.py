@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, MissingDependencyError
-from rl_ext_core.frames.geometry import PATCH, Counts
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
+from rl_ext_core.frames.geometry import Counts
 
 if TYPE_CHECKING:
-    from rl_ext_core.frames.pool import FramePool
+    from rl_ext_core.frames.pool import FramePool  # loads numba
 
 _SEGMENT_BYTES = 5 * 8  # see ``gather``
 
@@ -70,8 +70,7 @@ class GpuDecoder:
     @staticmethod
     def can_decode(pool: FramePool) -> bool:
         """Return whether the frames of a pool can be decoded on a GPU: patches without error."""
-        codec = pool.codec
-        return codec.coder == PATCH and not pool.lossy and (not codec.seals or bool(codec.c_decompressor()))
+        return pool.codec == "patch" and not pool.lossy
 
     def _reserve(self, n_bytes: int) -> Any:
         """Return a page-locked buffer in main memory that no upload reads any more."""
@@ -88,13 +87,15 @@ class GpuDecoder:
         :param pool: Pool for which :meth:`can_decode` is True.
         :param handles: Handles of the stacks, shape ``(n,)``; 0 gives zeros.
         :return: Stacks on the GPU, ``(n, *layout.shape)``, of the layout's dtype.
-        :raises CorruptFileError: If a block is damaged.
+        :raises InvalidArgumentError: If a handle names no stored stack.
+        :raises CorruptFileError: If a block in a file is damaged.
         :raises MissingDependencyError: If Triton is not installed.
         """
         _require_triton()
         from rl_ext_core.frames.gpu_kernels import decode_segments
 
-        layout = pool.layout
+        pool.refresh()
+        handles, layout = pool.check_handles(handles), pool.layout
         uploaded, n_segments, padded = self._upload(pool, handles)
         make = torch.zeros if padded else torch.empty
         n_frames = len(handles) * layout.n_stack
@@ -118,12 +119,7 @@ class GpuDecoder:
         n_bytes = len(self._staging) if self._staging is not None else 1 << 20
         while True:
             staging = self._reserve(n_bytes)
-            n_segments, used, padding, damaged = pool.gather_blocks(handles, staging.numpy())
-            if damaged:
-                raise CorruptFileError(
-                    f"{damaged} blocks cannot be read: another part of the program may have overwritten their memory. "
-                    "Start again from a checkpoint"
-                )
+            n_segments, used, padding = pool.gather_blocks(handles, staging.numpy())
             if used <= len(staging):
                 break
             n_bytes = used

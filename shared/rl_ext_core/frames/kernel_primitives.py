@@ -223,28 +223,6 @@ def prefetch(typingctx: Any, address: Any) -> Any:
     return types.void(types.uint64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def call_decompressor(typingctx: Any, function: Any, source: Any, target: Any, sizes: Any) -> Any:
-    """Call the C function of :meth:`Codec.c_decompressor` at an address.
-
-    :param sizes: Address of ``source_bytes`` and ``target_bytes``, as ``uint32``
-    :return: Its return value: bytes written, or a negative number
-    """
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        number, text = ir.IntType(32), cgutils.voidptr_t
-        kind = ir.FunctionType(number, [text, text, number, number])
-        function_pointer = builder.inttoptr(args[0], kind.as_pointer())
-        pointers = [builder.inttoptr(arg, text) for arg in args[1:3]]
-        base = builder.inttoptr(args[3], number.as_pointer())
-        lengths = [builder.load(builder.gep(base, [ir.Constant(number, i)])) for i in range(2)]
-        for length in lengths:
-            length.align = 1
-        return builder.call(function_pointer, [*pointers, *lengths])
-
-    return types.int32(types.uint64, types.uint64, types.uint64, types.uint64), codegen
-
-
 def _load_word(builder: Any, address: Any) -> Any:
     """Emit code that loads ``WORD`` bytes from an address, as a vector."""
     value = builder.load(builder.inttoptr(address, ir.VectorType(ir.IntType(8), WORD).as_pointer()))

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-import os
 import re
 import time
 import timeit
@@ -23,8 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, _missing_dependency_error
-from rl_ext_core.frames.codecs import DEFAULT_QUALITY, LossyOptions
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.frames.encoding import EncodingOptions
+from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout, stacking_axes
 from rl_ext_core.frames.store import FrameStore
 from rl_ext_core.resources import available_memory
@@ -42,16 +41,15 @@ _Transitions = Iterator[tuple[_Array, _Array]]  # observations and next observat
 _RECORDED_FRACTIONS = {
     ("raw", 0): ((1.0, 1.0, 1.03), (1.0, 1.02, 1.05)),
     ("patch", 0): ((0.014, 0.024, 0.044), (0.049, 0.25, 0.90)),
-    ("patch+lz4", 0): ((0.008, 0.014, 0.024), (0.038, 0.17, 0.77)),
     ("patch", 4): ((0.014, 0.023, 0.043), (0.040, 0.15, 0.38)),
-    ("patch+lz4", 4): ((0.008, 0.014, 0.023), (0.032, 0.12, 0.32)),
     ("jpeg", 0): ((0.15, 0.32, 0.67), (0.17, 0.21, 0.31)),
 }
 _INDEX_BYTES = 8  # per transition
 _ROW_BYTES = 20  # per transition, without frames: an action of 8 bytes, reward, done and timeout
 _DEFAULT_OPTIONS: tuple[dict[str, Any], ...] = (
-    *({"codec": name} for name in ("raw", "patch", "patch+lz4")),
-    *({"codec": name, "max_error": 4} for name in ("patch", "patch+lz4")),
+    {"codec": "raw"},
+    {"codec": "patch"},
+    {"codec": "patch", "max_error": 4},
     {"codec": "jpeg", "quality": DEFAULT_QUALITY},
 )
 
@@ -65,7 +63,6 @@ _MAX_PARTS = 10  # the steps are divided into at most this many parts, whose siz
 _ERROR_FACTOR = 2.5  # standard errors of the parts' mean that cover 95 % for so few parts
 _RELATIVE_TOLERANCE = 0.1  # playing stops once the error of each size is below this part of it
 _BATCH, _TIMED_BATCHES = 32, 32  # transitions per batch, and number of batches, whose reads are timed
-_COMPARED_TRANSITIONS = 256  # transitions that are compared to compute the PSNR
 
 
 def format_bytes(n_bytes: float) -> str:
@@ -106,7 +103,6 @@ class PlanRow:
     :param total_bytes: Bytes of all transitions
     :param times_less: Factor by which it takes less memory than Stable Baselines3's ``ReplayBuffer``
     :param sample_us: CPU time to read both observations of a transition, in microseconds; None if not measured
-    :param psnr: Peak signal-to-noise ratio of decoded observations, in dB; None if bit-exact or not measured
     :param lossy: Whether observations may change
     :param capacity: Number of transitions that fit into the budget; None without a budget
     :param fits: Whether all transitions fit into the budget; None without a budget
@@ -119,7 +115,6 @@ class PlanRow:
     total_bytes: int
     times_less: float
     sample_us: float | None
-    psnr: float | None
     lossy: bool
     capacity: int | None
     fits: bool | None
@@ -132,7 +127,6 @@ class PlanRow:
             size = f"{'' if plan.measured else '~'}{size} ({format_bytes(low)} to {format_bytes(high)})"
             if plan.budget is not None and low * plan.size <= plan.budget < high * plan.size:
                 fits = "maybe"
-        quality = "lossy" if self.psnr is None else "no error" if math.isinf(self.psnr) else f"{self.psnr:.1f} dB"
         return {
             "": self.name,
             "transition": size,
@@ -141,7 +135,7 @@ class PlanRow:
             "capacity": "?" if self.capacity is None else f"{self.capacity:,}",
             "less than SB3": f"{self.times_less:,.1f}x",
             "read": "" if self.sample_us is None else f"{self.sample_us:.0f} us",
-            "PSNR": quality if self.lossy else "exact",
+            "exact": "no" if self.lossy else "yes",
         }
 
 
@@ -158,7 +152,7 @@ _ESTIMATED = "to measure your own environment: rl-ext plan ... --env ID, or plan
 class Plan:
     """Memory that a buffer will take with each codec.
 
-    ``print(plan)`` shows a table, and :meth:`plot` draws a chart.
+    ``print(plan)`` shows a table.
 
     :param shape: Shape of an observation
     :param dtype: Dtype of an observation
@@ -226,39 +220,8 @@ class Plan:
         return "\n".join(lines) + "\n" + _TABLE_LEGEND + (_MEASURED if self.measured else _ESTIMATED)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan as plain values for JSON; an infinite PSNR is None."""
-        values = asdict(self)
-        for row in values["rows"]:
-            row["psnr"] = None if row["psnr"] == math.inf else row["psnr"]  # JSON cannot represent infinity
-        return values
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the memory of each row against the budget, and write it to a file.
-
-        :param path: Path of the file; its extension selects the format, such as ``.png``, ``.svg`` or ``.pdf``
-        :raises MissingDependencyError: If matplotlib is not installed
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise _missing_dependency_error("matplotlib", "demo", "Plan.plot()") from None
-        # A Figure made without pyplot is not shown, and leaves no global state.
-        figure = Figure(figsize=(8, 0.45 * len(self.rows) + 1.6), layout="constrained")
-        axes = figure.subplots()
-        for at, row in enumerate(self.rows):
-            color = "tab:red" if row.fits is False else "tab:blue"
-            axes.barh(f"{row.name}: {format_bytes(row.total_bytes)}", row.total_bytes, color=color)
-            if row.range is not None:
-                axes.plot([end * self.size for end in row.range], [at, at], color="black", linewidth=1, marker="|")
-        if self.budget is not None:
-            label = "free memory" if self.max_bytes is None else "max_bytes"
-            axes.axvline(self.budget, color="black", linestyle="--", label=f"{label}: {format_bytes(self.budget)}")
-            axes.legend(loc="lower right")
-        what = "bytes" if self.measured else "bytes (estimates; bars show the range of the recordings)"
-        axes.set(xscale="log", xlabel=what, title=f"{self.size:,} transitions of {self.shape} {self.dtype}")
-        axes.margins(x=0.15)
-        axes.invert_yaxis()
-        figure.savefig(path)
+        """Return the plan as plain values for JSON."""
+        return asdict(self)
 
 
 def plan(
@@ -359,21 +322,20 @@ def plan(
 def _normalize_options(option_set: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return codec options as a dict with ``codec``; raise if there are unknown ones."""
     options = {"codec": option_set} if isinstance(option_set, str) else dict(option_set)
-    if unknown := sorted(set(options) - {"codec", "max_error", "quality", "block_length"}):
+    if unknown := sorted(set(options) - {"codec", "max_error", "quality"}):
         raise InvalidArgumentError(
-            f"codecs has {option_set!r} with {unknown}; expected codec, max_error, quality or block_length, for "
+            f"codecs has {option_set!r} with {unknown}; expected codec, max_error or quality, for "
             'example {"codec": "patch", "max_error": 4}'
         )
-    return {"codec": "auto", **options}
+    return {"codec": "patch", **options}
 
 
 def _suitable_options(layout: StackLayout) -> list[dict[str, Any]]:
     """Return the default options that the observations and the installed packages allow."""
-    found, exact = [], {"max_error": 0, "quality": DEFAULT_QUALITY, "block_length": None}
-    layouts = list(candidate_layouts(layout.shape, layout.dtype, n_stack=layout.n_stack))
+    found = []
     for option_set in _DEFAULT_OPTIONS:
         with suppress(InvalidArgumentError, InvalidTypeError, ImportError):
-            LossyOptions.from_options(layouts=layouts, **{**exact, **option_set})
+            EncodingOptions.check(layout.shape, layout.dtype, n_stack=layout.n_stack, **option_set)
             found.append(option_set)
     return found
 
@@ -393,8 +355,7 @@ def _estimate_bytes(layout: StackLayout, options: Mapping[str, Any]) -> tuple[fl
     The result is None if there is no recording with these options.
     """
     channels = layout.frame_channels if layout.n_stack > 1 else min(layout.shape[0], layout.shape[-1])
-    codec = "patch" if options["codec"] == "auto" else options["codec"]
-    found = _RECORDED_FRACTIONS.get((codec, options.get("max_error", 0)))
+    found = _RECORDED_FRACTIONS.get((options["codec"], options.get("max_error", 0)))
     return found and tuple(part * layout.frame_bytes + _INDEX_BYTES for part in found[channels != 1])
 
 
@@ -409,12 +370,11 @@ def _estimate_cost(layout: StackLayout, options: Mapping[str, Any]) -> _Cost:
 
 
 class _Cost(NamedTuple):
-    """Bytes, reading time and PSNR of a transition."""
+    """Bytes and reading time of a transition."""
 
     frame_bytes: float  # of both observations
     range: tuple[float, float] | None = None  # lowest and highest frame_bytes to expect
     sample_us: float | None = None
-    psnr: float | None = None
 
 
 def _make_row(
@@ -433,7 +393,6 @@ def _make_row(
         total_bytes=total,
         times_less=(2 * layout.stack_bytes + row_bytes) / per_transition,
         sample_us=cost.sample_us,
-        psnr=cost.psnr,
         lossy=bool(options.get("max_error")) or options.get("codec") == "jpeg",
         capacity=None if plan.budget is None else max(int((plan.budget - fixed) / per_transition), 0),
         fits=None if plan.budget is None else total <= plan.budget,
@@ -595,17 +554,13 @@ def _measure_costs(sample: _Sample, option_sets: Sequence[Mapping[str, Any]]) ->
             if known or sum(sizes[-1]) > _MAX_STORED_BYTES:
                 break
     costs = zip(stores, *_bytes_per_transition(sizes), strict=True)
-    return [_measure_cost(store, sample, float(mean), float(error)) for store, mean, error in costs], count
+    return [_measure_cost(store, float(mean), float(error)) for store, mean, error in costs], count
 
 
 def _make_store(sample: _Sample, options: Mapping[str, Any]) -> FrameStore:
-    """Create an empty store, with the codec and block length that suit a sample."""
-    layout, kept = sample.layout, len(sample.before)
-    chooser = FrameStore.adaptive(kept, 1, layout.shape, layout.dtype, n_stack=layout.n_stack, **options)
-    for before, after in zip(sample.before, sample.after, strict=True):
-        chooser.append(before[None], after[None])
-    chosen = {"codec": chooser.codec, "block_length": chooser.block_length}
-    return FrameStore(max(kept, _MAX_PLAYED_STEPS), 1, layout, **{**options, **chosen})
+    """Create an empty store for a sample."""
+    layout, capacity = sample.layout, max(len(sample.before), _MAX_PLAYED_STEPS)
+    return FrameStore.adaptive(capacity, 1, layout.shape, layout.dtype, n_stack=layout.n_stack, **options)
 
 
 def _bytes_per_transition(sizes: Sequence[Sequence[int]]) -> tuple[_Array, _Array]:
@@ -617,23 +572,11 @@ def _bytes_per_transition(sizes: Sequence[Sequence[int]]) -> tuple[_Array, _Arra
     return (measured_sizes[-1] - measured_sizes[0]) / (_MEASURE_INTERVAL * n_windows), errors
 
 
-def _measure_cost(store: FrameStore, sample: _Sample, mean: float, error: float) -> _Cost:
-    """Measure the reading time of a store, and its PSNR if it is lossy."""
-
-    def read_rows(rows: npt.NDArray[np.int64], out: _Array) -> _Array:
-        """Read observations and next observations of these rows into both halves of ``out``."""
-        store.get(rows, np.zeros_like(rows), out[0], out[1])
-        return out
-
-    psnr = None
-    if store.lossy:
-        rows = np.linspace(0, len(sample.before) - 1, _COMPARED_TRANSITIONS).astype(np.int64)
-        true = np.stack([sample.before[rows], sample.after[rows]])
-        squares = np.subtract(read_rows(rows, np.empty(true.shape, true.dtype)), true, dtype=np.float32) ** 2
-        psnr = 10 * math.log10(255**2 / squares.mean(dtype=np.float64)) if squares.any() else math.inf
+def _measure_cost(store: FrameStore, mean: float, error: float) -> _Cost:
+    """Measure the reading time of a store."""
     batch = np.empty((2, _BATCH, *store.layout.shape), store.layout.dtype)
-    microseconds = _time_read_us(lambda rows: read_rows(rows, batch), store.size)
-    return _Cost(mean, (mean / (1 + error / mean), mean + error), microseconds, psnr)
+    microseconds = _time_read_us(lambda rows: store.get(rows, np.zeros_like(rows), batch[0], batch[1]), store.size)
+    return _Cost(mean, (mean / (1 + error / mean), mean + error), microseconds)
 
 
 def _time_read_us(read: Callable[[npt.NDArray[np.int64]], Any], n_rows: int) -> float:

@@ -6,7 +6,7 @@ Terms:
 - **stack**: the ``n_stack`` newest frames, oldest first: one observation. Frames that are missing at the start of an
   episode are zeros, called padding, and are not stored.
 - **stream**: a trajectory that the pool follows. A stack that continues it adds only its new frames.
-- **block**: up to ``block_length`` consecutive frames of one stream, with a link to the block before it.
+- **block**: up to 16 consecutive frames of one stream, with a link to the block before it.
 - **reference**: a whole frame from which the first patch of a block starts. Several blocks share one.
 - **grain**: the unit of memory for blocks, 32 bytes or more. A block is stored in a run of grains.
 - **handle**: an ``int64`` that names a stack: the block of its newest frame, the place there, and the number of frames
@@ -29,7 +29,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,15 +40,9 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames import arrays as fields
 from rl_ext_core.frames.allocator import list_free_runs
 from rl_ext_core.frames.arrays import COUNT_FIELDS, PoolArrays, PoolMemory, Sizes
+from rl_ext_core.frames.blocks import free_unused_blocks
 from rl_ext_core.frames.checkpoint import checksum
-from rl_ext_core.frames.codecs import (
-    DEFAULT_QUALITY,
-    Codec,
-    codec_names,
-    get_codec,
-    resolve_block_length,
-    validate_max_error,
-)
+from rl_ext_core.frames.codecs import CODECS, block_length_of, check_codec, validate_max_error
 from rl_ext_core.frames.decode import are_valid_handles, decode, handles_of_pairs, verify_contents
 from rl_ext_core.frames.encode import (
     end_streams,
@@ -70,22 +64,17 @@ from rl_ext_core.frames.geometry import (
     geometry_of,
     shared_byte_mask,
 )
+from rl_ext_core.frames.jpeg import DEFAULT_QUALITY, JpegCodec
 from rl_ext_core.frames.kernel_primitives import sum_rows
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts
-from rl_ext_core.frames.recovery import free_unused_blocks
 from rl_ext_core.frames.region import PAGE as REGION_PAGE
 from rl_ext_core.frames.region import PrivateRegion, RegionFile, address_of, copy_and_free, new_region
 
-if TYPE_CHECKING:
-    import torch
-
-    from rl_ext_core.frames.gpu_decode import GpuDecoder
-
 Handles = npt.NDArray[np.int64]
 
-POOL_FORMAT = 3
+POOL_FORMAT = 4
 MOST_STREAMS = 256  # trajectories followed at a time
-_SHORT_BLOCK_FRAMES, _USUAL_BLOCK_FRAMES = 4, 16
+_LEAST_BLOCK_FRAMES, _MOST_BLOCK_FRAMES = 8, 16  # of all layouts
 _PAGE_OUT_AFTER = 4096  # stacks read or written, each in two or three pages, before pages of a file are paged out
 _MIN_TRIM_BYTES = 1 << 16  # shortest free run that is returned to the system
 _SEALED_STACKS = 64  # stacks stored at a time, because they take their full size until their blocks are sealed
@@ -103,8 +92,7 @@ class FramePool:
 
     :param n_handles: Maximum number of stored stacks. Unused capacity takes no memory.
     :param layout: How a stack is made of frames.
-    :param codec: Codec, or its name.
-    :param block_length: Frames per block, a power of two.
+    :param codec: Name of the codec.
     :param max_error: Maximum error per byte; 0 is exact.
     :param quality: JPEG quality, 1 to 100; for the codec ``"jpeg"`` only.
     :param file: File that stores the pool, or None for memory. If it exists, the pool must be recovered before use.
@@ -113,7 +101,6 @@ class FramePool:
     :param grain: Bytes per grain, or None for the smallest size that can be numbered.
     """
 
-    _codec_argument: str | Codec = "patch"  # a child process looks codecs up by name
     _is_ring = _repair = False
 
     @defer_signals
@@ -122,8 +109,7 @@ class FramePool:
         n_handles: int,
         layout: StackLayout,
         *,
-        codec: str | Codec = "patch",
-        block_length: int = 16,
+        codec: str = "patch",
         max_error: int = 0,
         quality: int = DEFAULT_QUALITY,
         file: RegionFile | None = None,
@@ -131,13 +117,12 @@ class FramePool:
         grain: int | None = None,
     ) -> None:
         self._shape, self._dtype = layout.shape, layout.dtype
-        self._codec_argument = codec
         self._is_ring = streams is not None
         if streams is not None:
             self._sizes = fields.sizes_for_ring(
                 index(n_handles),
                 layout=layout,
-                block_length=block_length,
+                block_length=block_length_of(layout, codec),
                 streams=streams,
                 has_checksums=file is not None,
             )
@@ -146,14 +131,14 @@ class FramePool:
                 index(n_handles),
                 stack_bytes=layout.stack_bytes,
                 n_stack=max(other.n_stack for other in (layout, *candidate_layouts(layout.shape, layout.dtype))),
-                least_frames=min(block_length, _SHORT_BLOCK_FRAMES),
-                block_frames=max(block_length, _USUAL_BLOCK_FRAMES),
+                least_frames=min(block_length_of(layout, codec), _LEAST_BLOCK_FRAMES),
+                block_frames=_MOST_BLOCK_FRAMES,
                 streams=MOST_STREAMS,
                 grain=grain,
             )
         self._repair = file is not None and file.repair
         self._map_arrays(new_region(fields.region_bytes(self._sizes), file, private=self._is_ring))
-        self._initialize(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
+        self._initialize(layout, codec=codec, max_error=max_error, quality=quality)
 
     def _initialize(self, layout: StackLayout, **options: Any) -> None:
         """Configure a new pool, or check the settings of an existing file."""
@@ -196,22 +181,21 @@ class FramePool:
         self,
         layout: StackLayout,
         *,
-        codec: str | Codec,
-        block_length: int,
+        codec: str,
         max_error: int = 0,
         quality: int = DEFAULT_QUALITY,
     ) -> None:
         """Delete all stacks, free their memory, and change the settings in all processes.
 
         :param layout: A layout of the same shape and dtype.
-        :param codec: Codec, or its name.
-        :param block_length: Frames per block, a power of two.
+        :param codec: Name of the codec.
         :param max_error: Maximum error per byte; 0 is exact.
         :param quality: JPEG quality, 1 to 100.
         :raises MissingDependencyError: If the codec needs a package that is not installed.
         """
-        codec = self._check_codec(codec, quality).for_frames(layout)
-        resolve_block_length(block_length, codec, most=self._sizes.block_frames)
+        check_codec(codec, quality=quality)
+        if codec == "jpeg":
+            JpegCodec(layout, quality)  # raises if it cannot store the frames
         max_error = validate_max_error(max_error, codec=codec, dtype=layout.dtype)
         head = self._arrays["head"]
         head[fields.RECONFIGURING] = 1
@@ -220,20 +204,16 @@ class FramePool:
         head[fields.BINS : fields.BINS + fields.N_BINS] = 0
         head[fields.BLOCKS] = 1
         head[fields.RECENT : fields.RECENT + fields.N_RECENT] = -1
-        self._write_settings(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
+        self._write_settings(layout, codec=codec, max_error=max_error, quality=quality)
         head[fields.SETTINGS_VERSION] += 1
         head[fields.RECONFIGURING] = 0
         self.refresh()
         self._memory.reserve_block(0)
 
-    def _write_settings(
-        self, layout: StackLayout, *, codec: str | Codec, block_length: int, max_error: int, quality: int
-    ) -> None:
+    def _write_settings(self, layout: StackLayout, *, codec: str, max_error: int, quality: int) -> None:
         """Write the settings and their checksum into the pool's head."""
-        head, name = self._arrays["head"], codec if isinstance(codec, str) else codec.name
-        head[[fields.N_STACK, fields.AXIS, fields.BLOCK_LENGTH]] = layout.n_stack, layout.axis, block_length
-        head[[fields.MAX_ERROR, fields.QUALITY]] = max_error, quality
-        head[fields.CODEC] = zlib.crc32(name.encode())
+        head, settings = self._arrays["head"], (layout.n_stack, layout.axis, CODECS.index(codec), max_error, quality)
+        head[fields.N_STACK : fields.QUALITY + 1] = settings
         head[fields.SETTINGS_SUM] = self._settings_checksum()
 
     @property
@@ -245,13 +225,7 @@ class FramePool:
     def clear(self) -> None:
         """Delete all stacks and free their memory."""
         self.refresh()
-        self.reconfigure(
-            self.layout,
-            codec=self.codec,
-            block_length=self.block_length,
-            max_error=self.max_error,
-            quality=self.quality,
-        )
+        self.reconfigure(**self.encoding._asdict())
 
     @defer_signals
     def refresh(self) -> None:
@@ -260,17 +234,12 @@ class FramePool:
         head = self._arrays["head"]
         if head[fields.SETTINGS_VERSION] == self._known_version:
             return
-        n_stack, axis, block_length, codec, max_error, quality = map(int, head[fields.N_STACK : fields.QUALITY + 1])
-        self.block_length, self.max_error, self.quality = block_length, max_error, quality
+        n_stack, axis, codec, self.max_error, self.quality = map(int, head[fields.N_STACK : fields.QUALITY + 1])
         self.layout = layout = StackLayout(self._shape, self._dtype, n_stack, axis)
-        if isinstance(self._codec_argument, Codec) and zlib.crc32(self._codec_argument.name.encode()) == codec:
-            self.codec = self._codec_argument.for_frames(layout)
-        else:
-            name = next(name for name in codec_names() if zlib.crc32(name.encode()) == codec)
-            self.codec = self._check_codec(name, quality).for_frames(layout)
-        self._sealing = (
-            (fields.SEAL_AT_ONCE if self.codec.lossy else fields.SEAL_LATER) if self.codec.seals else fields.SEAL_NEVER
-        )
+        self.codec = CODECS[codec]
+        check_codec(self.codec, quality=self.quality)
+        self.block_length = block_length = block_length_of(layout, self.codec)
+        self._jpeg = JpegCodec(layout, self.quality) if self.codec == "jpeg" else None
         # Rows of stream arrays are as long as this layout needs, because the largest layout would waste memory.
         rows = {"frame": layout.frame_bytes + SLACK, "open": block_length * (layout.frame_bytes + ENTRY_HEADER) + SLACK}
         for name, n_bytes in rows.items():
@@ -300,22 +269,11 @@ class FramePool:
         if not COMMITS_LAZILY:
             self.reserve_rows(len(self._arrays["index"]))  # because rows that were never written are read too
 
-    def _check_codec(self, codec: str | Codec, quality: int) -> Codec:
-        """Return the codec of a name; raise if its blocks cannot be decompressed in C."""
-        if isinstance(codec, str):
-            codec = get_codec(codec, quality=quality)
-        if not self._is_ring and codec.seals and not codec.lossy and not codec.c_decompressor():
-            raise InvalidArgumentError(
-                f"codec={codec.name!r} decompresses its blocks in Python, which is too slow for reading single stacks; "
-                "expected a codec with a C decompressor. Use codec='patch'"
-            )
-        return codec
-
     def _stream_bytes(self) -> int:
         """Count the bytes that a stream stores in addition to its open block."""
         geometry, layout = self._geometry, self.layout
         # A block that is stored at once leaves its frame in the buffer of the stream.
-        frames = geometry.keeps_frame + (self._sealing == fields.SEAL_AT_ONCE)
+        frames = geometry.keeps_frame + (self._jpeg is not None)
         return geometry.keeps_stack * layout.stack_bytes + frames * layout.frame_bytes
 
     @property
@@ -326,12 +284,12 @@ class FramePool:
     @property
     def lossy(self) -> bool:
         """Whether returned stacks may differ from the stored ones."""
-        return self.max_error > 0 or self.codec.lossy
+        return self.encoding.lossy
 
     @property
     def encoding(self) -> Encoding:
         """Current encoding of stacks."""
-        return Encoding(self.layout, self.codec.name, self.block_length, self.max_error, self.quality)
+        return Encoding(self.layout, self.codec, self.max_error, self.quality)
 
     @property
     def held(self) -> int:
@@ -382,11 +340,10 @@ class FramePool:
                 self._check_array(array, len(stacks))
         n = len(stacks)
         handles, next_handles = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-        if self._pool.head[fields.UNSEALED]:  # left by a failed call or a killed process
-            seal_full_blocks(self._state, self._pool, self.codec, self._memory)
+        self._seal_full_blocks()  # left by a failed call or a killed process
         self._memory.check_capacity(n if nexts is None else 2 * n)
         flags = np.zeros(n, dtype=np.uint8) if ended is None else np.ascontiguousarray(ended).astype(np.uint8)
-        part = _SEALED_STACKS if self.codec.seals else max(n, 1)
+        part = _SEALED_STACKS if self._jpeg is not None else max(n, 1)
         try:
             for start in range(0, n, part):
                 some = slice(start, start + part)
@@ -420,7 +377,7 @@ class FramePool:
                 len(stacks) - done,
                 ended[done:],
                 self._addresses[0],
-                self._sealing,
+                self._jpeg is not None,
                 self._addresses[1],
                 handles[done:],
                 next_handles[done:],
@@ -428,8 +385,12 @@ class FramePool:
             done += int(stored)
             if done < len(stacks):
                 self._memory.reserve_stacks(2 if nexts is not None else 1)
-        if self.codec.seals:
-            seal_full_blocks(self._state, self._pool, self.codec, self._memory)
+        self._seal_full_blocks()
+
+    def _seal_full_blocks(self) -> None:
+        """Compress the frames that were stored since the last call, if the codec is JPEG."""
+        if self._jpeg is not None and self._pool.head[fields.UNSEALED]:
+            seal_full_blocks(self._state, self._pool, self._jpeg, self._memory)
 
     def put_pairs(self, stacks: int, order: int, nexts: int, next_order: int) -> Handles:
         """Store one transition of each stream. The caller must defer signals.
@@ -456,7 +417,7 @@ class FramePool:
                     nexts,
                     next_order,
                     self._addresses[0],
-                    self._sealing,
+                    self._jpeg is not None,
                     self._addresses[1],
                     pairs,
                 )
@@ -464,8 +425,7 @@ class FramePool:
                     break
                 self._memory.check_capacity(2)
                 self._memory.reserve_stacks(2)
-            if self.codec.seals:
-                seal_full_blocks(self._state, self._pool, self.codec, self._memory)
+            self._seal_full_blocks()
         except BaseException:
             release_pairs(self._state, pairs)
             raise
@@ -591,9 +551,7 @@ class FramePool:
 
     def free_stream_buffers(self) -> None:
         """Free the buffers of all streams. The next stacks share no frames with the stored ones."""
-        end_streams(self._state, self._sealing)
-        if self.codec.seals:
-            seal_full_blocks(self._state, self._pool, self.codec, self._memory)
+        end_streams(self._state)
         for name in ("last", "frame", "open"):
             start = fields.array_offset(name, self._sizes)
             self._region.discard(start, self._arrays[name].nbytes)
@@ -625,12 +583,15 @@ class FramePool:
         :raises InvalidArgumentError: If a handle names no stored stack.
         """
         self.refresh()
-        handles = self._check_handles(handles)
+        handles = self.check_handles(handles)
         release_stacks(self._state, handles)
         self._pool.head[fields.N_HELD] -= np.count_nonzero(handles)
 
-    def _check_handles(self, handles: Handles) -> Handles:
-        """Return handles as an array; raise if any of them is not in use."""
+    def check_handles(self, handles: Handles) -> Handles:
+        """Return handles as an array.
+
+        :raises InvalidArgumentError: If any of them names no stored stack.
+        """
         handles = np.ascontiguousarray(handles, dtype=np.int64).reshape(-1)
         if not are_valid_handles(self._state, handles):
             raise InvalidArgumentError(
@@ -659,28 +620,16 @@ class FramePool:
         :raises CorruptFileError: If a block is damaged.
         """
         self.refresh()
-        handles = self._check_handles(handles)
+        handles = self.check_handles(handles)
         self._check_output(out, len(handles))
         wanted = [(handles, address_of(out))]
         if next_handles is not None and next_out is not None:
-            wanted.append((self._check_handles(next_handles), address_of(next_out)))
+            wanted.append((self.check_handles(next_handles), address_of(next_out)))
             self._check_output(next_out, len(handles))
         self._check_contents([part for part, _ in wanted])
         self._decode_into(wanted, num_threads)
 
-    def get_on_gpu(self, handles: Handles, decoder: GpuDecoder) -> torch.Tensor:
-        """Decode stacks on a GPU.
-
-        :param handles: Shape ``(n,)``; 0 gives zeros.
-        :param decoder: Decoder for the GPU, whose ``can_decode`` is True for this pool.
-        :return: Stacks, ``(n, *layout.shape)``, of the layout's dtype.
-        :raises InvalidArgumentError: If a handle names no stored stack.
-        :raises CorruptFileError: If a block is damaged.
-        """
-        self.refresh()
-        return decoder.decode(self, self._check_handles(handles))
-
-    def gather_blocks(self, handles: Handles, buffer: Bytes) -> tuple[int, int, int, int]:
+    def gather_blocks(self, handles: Handles, buffer: Bytes) -> tuple[int, int, int]:
         """Copy the segments and blocks of stacks into a buffer, for a decoder on another device.
 
         :param handles: Handles of stacks, shape ``(n,)``.
@@ -696,7 +645,6 @@ class FramePool:
         found = gather_blocks(
             self._state,
             handles,
-            self.codec.c_decompressor(),
             address_of(buffer),
             start,
             len(buffer),
@@ -722,7 +670,7 @@ class FramePool:
 
     def _decode_into(self, wanted: Sequence[tuple[Handles, int]], num_threads: int) -> None:
         """Decode batches of handles to memory addresses; raise if a block is damaged."""
-        if not decode(self._state, self._geometry, self.codec, wanted, num_threads=num_threads):
+        if not decode(self._state, self._geometry, self._jpeg, wanted, num_threads=num_threads):
             raise CorruptFileError(
                 f"{len(wanted[0][0])} {self._item_name} cannot be read, because a block of at least one is damaged: "
                 "another part of the program may have overwritten its memory. Start again from a checkpoint"
@@ -762,10 +710,9 @@ class FramePool:
         description = {
             "format": POOL_FORMAT,
             "layout": (tuple(map(int, layout.shape)), layout.dtype.str, int(layout.n_stack), int(layout.axis)),
-            "codec": self.codec.name,
-            "block_length": self.block_length,
+            "codec": self.codec,
             "max_error": self.max_error,
-            **({"quality": self.quality} if self.codec.lossy else {}),
+            "quality": self.quality,
             "grain": self._sizes.grain,
             "arrays": dict(sorted(used.items())),
         }
@@ -785,9 +732,8 @@ class FramePool:
             n_handles,
             StackLayout(tuple(shape), np.dtype(dtype), n_stack, axis),
             codec=description["codec"],
-            block_length=description["block_length"],
             max_error=description["max_error"],
-            quality=description.get("quality", DEFAULT_QUALITY),
+            quality=description["quality"],
             grain=description["grain"],
         )
         pool._load_arrays(description["arrays"])

@@ -6,15 +6,13 @@ that were being filled become full blocks, cut to the frames that are needed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
-from numba import int64, njit, uint32, uint64
+from numba import int64, njit, uint64
 
 from rl_ext_core.errors import CorruptFileError
 from rl_ext_core.frames import arrays as state
-from rl_ext_core.frames.allocator import free_unused_grains, grains_of
+from rl_ext_core.frames.allocator import grains_of
 from rl_ext_core.frames.arrays import (
     BLOCKS,
     FREE,
@@ -35,6 +33,8 @@ from rl_ext_core.frames.arrays import (
 )
 from rl_ext_core.frames.blocks import (
     block_location,
+    claim_grains,
+    free_unused_blocks,
     full_sum,
     open_sum,
     retain_handle,
@@ -44,10 +44,8 @@ from rl_ext_core.frames.blocks import (
 from rl_ext_core.frames.decode import entry_size_of
 from rl_ext_core.frames.geometry import ENTRY_HEADER, PATCH
 from rl_ext_core.frames.kernel_primitives import SUM_START, add_bytes, fold_sum, kernel, mix_word
+from rl_ext_core.frames.pool import FramePool, Handles
 from rl_ext_core.frames.views import address_in, geometry_in, pool_in
-
-if TYPE_CHECKING:
-    from rl_ext_core.frames.pool import FramePool, Handles
 
 
 @njit(nogil=True)
@@ -101,19 +99,6 @@ def _are_entries_intact(p, block, frames, geometry):  # type: ignore[no-untyped-
     return True
 
 
-@njit(nogil=True)
-def _claim_grains(p, block, used):  # type: ignore[no-untyped-def]
-    """Mark the grains of a block as used; return whether all of them were unused."""
-    first, n_bytes = block_location(p, block)
-    if first + grains_of(p, n_bytes) > used.shape[0]:
-        return False
-    for grain in range(first, first + grains_of(p, n_bytes)):
-        if used[grain]:
-            return False
-        used[grain] = True
-    return True
-
-
 @kernel
 def check_places(state, newest_places, good_blocks, used):  # type: ignore[no-untyped-def]
     """Check the blocks in use, and clear ``good_blocks`` for the damaged ones.
@@ -133,7 +118,7 @@ def check_places(state, newest_places, good_blocks, used):  # type: ignore[no-un
         if p.blocks[block, KIND] == OPEN:
             right = _are_entries_intact(p, block, newest_places[block] + 1, geometry)
         else:
-            right = _claim_grains(p, block, used)
+            right = claim_grains(p, block, used)
         if not right:
             good_blocks[block] = False
             n_wrong += 1
@@ -193,24 +178,6 @@ def close_open_blocks(state, newest_places):  # type: ignore[no-untyped-def]
         store_bytes(p, block, start, n_bytes, False)
 
 
-@kernel
-def free_unused_blocks(state, used):  # type: ignore[no-untyped-def]
-    """Free all blocks without users, and all grains that are not in a block.
-
-    :param used: (n_grains,) zeros; output
-    :return: Whether no two blocks share a grain
-    """
-    p = pool_in(state)
-    right = True
-    for block in range(1, p.head[BLOCKS]):
-        if p.blocks[block, USERS] == 0:
-            p.blocks[block, KIND] = uint32(FREE)
-        elif p.blocks[block, KIND] != OPEN:
-            right = _claim_grains(p, block, used) and right
-    free_unused_grains(p, used)
-    return right
-
-
 def recover(pool: FramePool, handles: Handles, *, most: int = 0) -> npt.NDArray[np.bool_]:
     """Repair a pool so that it contains exactly the stacks of these handles.
 
@@ -232,7 +199,7 @@ def recover(pool: FramePool, handles: Handles, *, most: int = 0) -> npt.NDArray[
     _write_free_list(p.free_blocks, head, state.FREE_BLOCKS, np.r_[False, p.blocks[1:n_blocks, USERS] == 0])
     live = p.blocks[1:n_blocks][p.blocks[1:n_blocks, USERS] > 0]
     n_references = int(head[state.REFERENCES])
-    references = live[:, state.REFERENCE] if pool.codec.patches else live[:0, 0]
+    references = live[:, state.REFERENCE] if pool.codec == "patch" else live[:0, 0]
     p.users[:n_references] = np.bincount(references, minlength=n_references)[:n_references]
     _write_free_list(p.free_references, head, state.FREE_REFERENCES, p.users[:n_references] == 0)
     head[state.RECENT : state.RECENT + state.N_RECENT] = -1

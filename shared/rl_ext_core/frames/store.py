@@ -18,20 +18,19 @@ import numpy.typing as npt
 from rl_ext_core._interrupts import defer_signals, run_pending_handlers
 from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
-from rl_ext_core.frames.arrays import MOST_PLACES
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION, check_format, checksum, load, reduce_with_lock, save
-from rl_ext_core.frames.codecs import (
-    DEFAULT_QUALITY,
-    Codec,
-    check_numba,
-    describe_lossiness,
-    get_codec,
-    resolve_block_length,
-    validate_max_error,
+from rl_ext_core.frames.codecs import block_length_of, check_codec, check_numba, describe_lossiness, validate_max_error
+from rl_ext_core.frames.encoding import (
+    COPY_BATCH,
+    LAST_CHECK,
+    LOSSY_AFTER,
+    Encoding,
+    EncodingOptions,
+    detect_layout,
 )
-from rl_ext_core.frames.encoding import COPY_BATCH, LAST_CHECK, Encoding, EncodingChooser
 from rl_ext_core.frames.folder import MANIFEST, RowArrays, StoreFolder, as_corrupt_file
 from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR
+from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.region import RegionFile, address_of
 
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("rl_ext_core.frames")
 
 _LEAST_BLOCKS = 2  # uncompressed blocks per environment that max_bytes must leave room for
+_LOOK_BACK = 16  # newest transitions per environment that are used to detect the layout
 
 _open_stores: weakref.WeakSet[FrameStore] = weakref.WeakSet()
 
@@ -77,7 +77,7 @@ def _call_kernels(max_error: int) -> None:
     from rl_ext_core.frames.pool import FramePool
 
     layout = StackLayout((2, 4, 4), np.dtype(np.uint8), 2, 0)
-    pool = FramePool(4, layout, block_length=1, streams=1, max_error=max_error)
+    pool = FramePool(4, layout, streams=1, max_error=max_error)
     stacks = np.arange(4 * layout.stack_bytes, dtype=np.uint8).reshape(4, *layout.shape)
     stacks[2, 0] = stacks[1, 1]  # so that stacks[2] continues stacks[1]
     for row in range(2):
@@ -117,10 +117,8 @@ class FrameStore:
     :param capacity: Transitions per environment. A full store overwrites the oldest one.
     :param n_envs: Number of environments.
     :param layout: How an observation is stacked. :meth:`adaptive` detects it.
-    :param codec: Codec, or its name; default ``"patch"``.
-    :param block_length: Frames per block, a power of two, or None for 16. Longer blocks take less memory and are slower
-        to sample from.
-    :param max_error: Maximum error per byte, for frames of dtype uint8 and codecs that patch; default 0, bit-exact.
+    :param codec: ``"patch"`` (the default), ``"raw"`` or ``"jpeg"``.
+    :param max_error: Maximum error per byte, for frames of dtype uint8 and the codec ``"patch"``; default 0, bit-exact.
     :param quality: JPEG quality, 1 to 100; for the codec ``"jpeg"`` only.
     :param max_bytes: Size limit of the store in bytes, index and row arrays included, or None. A store that exceeds it
         drops the oldest transitions, a block at a time. Then ``size`` shrinks, and their rows read as zeros. The stored
@@ -129,10 +127,9 @@ class FrameStore:
         the process: a store with the same arguments continues with them and sets ``recovered``. A killed process loses
         the transition that it was adding. A machine that crashes may lose data that was not written to disk yet, which
         checksums detect. Only one process at a time can open the folder.
-    :param chooser: Updates the encoding while transitions are added; see :meth:`adaptive`.
+    :param options: Options to use once the layout is detected; see :meth:`adaptive`.
     :ivar layout: Current layout of observations.
     :ivar codec: Name of the current codec.
-    :ivar block_length: Frames per block.
     :ivar max_error: Current maximum error per byte.
     :ivar seen: Transitions per environment that this process has added or found.
     :ivar position: Row of the next transition.
@@ -157,14 +154,13 @@ class FrameStore:
     _pool: FramePool
     layout: StackLayout
     codec: str
-    block_length: int
     max_error: int
 
     def __new__(
-        cls, *args: Any, max_error: Any = 0, chooser: EncodingChooser | None = None, **kwargs: Any
+        cls, *args: Any, max_error: Any = 0, options: EncodingOptions | None = None, **kwargs: Any
     ) -> FrameStore:
         """Compile the kernels first, because ``__init__`` cannot be interrupted."""
-        bounds = max_error, 0 if chooser is None else chooser.loss.options.get("max_error", 0)
+        bounds = max_error, 0 if options is None else options.max_error
         load_kernels(bounded=any(isinstance(bound, int) and bound > 0 for bound in bounds))
         return super().__new__(cls)
 
@@ -175,21 +171,21 @@ class FrameStore:
         n_envs: int,
         layout: StackLayout,
         *,
-        codec: str | Codec = "patch",
-        block_length: int | None = None,
+        codec: str = "patch",
         max_error: int = 0,
         quality: int = DEFAULT_QUALITY,
         max_bytes: int | None = None,
         storage_dir: str | os.PathLike[str] | StoreFolder | None = None,
-        chooser: EncodingChooser | None = None,
+        options: EncodingOptions | None = None,
     ) -> None:
         if capacity < 1 or n_envs < 1:
             raise InvalidArgumentError(f"capacity={capacity}, n_envs={n_envs}: expected at least 1 for both")
         # Plain integers, because the pickles of NumPy's integers depend on the version of NumPy.
         self.capacity, self.n_envs = index(capacity), index(n_envs)
         self.max_bytes = max_bytes if max_bytes is None else index(max_bytes)
-        encoding = _make_encoding(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
-        self._chooser, self.seen = chooser, 0
+        check_codec(codec, quality=quality)
+        encoding = Encoding(layout, codec, validate_max_error(max_error, codec=codec, dtype=layout.dtype), quality)
+        self._options, self.seen = options, 0
         self._batch_shape = (self.n_envs, *layout.shape)
         # The kernels release the GIL, so without a lock a thread could read a block that another one is filling.
         self._lock = make_fork_safe_lock()
@@ -223,27 +219,25 @@ class FrameStore:
         shape: tuple[int, ...],
         dtype: npt.DTypeLike,
         *,
-        codec: str = "auto",
+        codec: str = "patch",
         n_stack: int | None = None,
-        block_length: int | None = None,
         max_error: int = 0,
         quality: int = DEFAULT_QUALITY,
         max_bytes: int | None = None,
         storage_dir: str | os.PathLike[str] | None = None,
     ) -> FrameStore:
-        """Create a store that detects the frame stack, the codec and the block length from the data.
+        """Create a store that detects the frame stack from the data.
 
         It does so after 1, 2, 4, 8, ... and 4096 transitions, and stores the previous ones again if the result changes.
-        A ``storage_dir`` remembers the result. A store with ``max_error`` or the codec ``"jpeg"`` stays exact until it
-        knows the layout and has enough data to choose.
+        A ``storage_dir`` remembers the result. A store with ``max_error`` or the codec ``"jpeg"`` stays exact for 64
+        transitions, or until observations change; with ``n_stack`` it is lossy at once.
 
         :param capacity: Transitions per environment.
         :param n_envs: Number of environments.
         :param shape: Shape of one observation.
         :param dtype: Dtype of the observations.
-        :param codec: Name of a codec, or ``"auto"``.
+        :param codec: ``"patch"`` (the default; frames below 512 bytes stay uncompressed), ``"raw"`` or ``"jpeg"``.
         :param n_stack: Frames per stack, or None to detect it.
-        :param block_length: Frames per block, a power of two, or None to choose it from the data.
         :param max_error: Maximum error per byte; default 0, bit-exact.
         :param quality: JPEG quality, 1 to 100; for the codec ``"jpeg"`` only.
         :param max_bytes: Size limit of the store in bytes, or None.
@@ -252,16 +246,16 @@ class FrameStore:
         :raises InvalidArgumentError: If options exclude each other, or do not fit the observations.
         :raises InvalidTypeError: If an option or the dtype has the wrong type.
         """
-        asked: dict[str, Any] = {"codec": codec, "n_stack": n_stack, "block_length": block_length}
-        chooser = EncodingChooser.from_options(shape, dtype, **asked, max_error=max_error, quality=quality)
-        first = chooser.lossless(chooser.first_layout)._asdict()
-        return cls(capacity, n_envs, **first, max_bytes=max_bytes, storage_dir=storage_dir, chooser=chooser)
+        options = EncodingOptions.check(
+            shape, dtype, codec=codec, n_stack=n_stack, max_error=max_error, quality=quality
+        )
+        first = options.encoding(exact=n_stack is None)._asdict()
+        return cls(capacity, n_envs, **first, max_bytes=max_bytes, storage_dir=storage_dir, options=options)
 
     def _set_pool(self, pool: FramePool) -> None:
         """Use a pool from now on."""
         layout = pool.layout
-        self._pool, self.layout, self.codec = pool, layout, pool.codec.name
-        self.block_length, self.max_error = pool.block_length, pool.max_error
+        self._pool, self.layout, self.codec, self.max_error = pool, layout, pool.codec, pool.max_error
         self._order = PLANAR if layout.planar else INTERLEAVED
         # VecTransposeImage returns views with these strides: channel-first over channel-last memory.
         channel_last = np.empty((self.n_envs, *layout.shape[1:], layout.shape[0]), dtype=layout.dtype)
@@ -275,25 +269,21 @@ class FrameStore:
 
     def _requested_settings(self, encoding: Encoding) -> dict[str, Any]:
         """Return the requested options as plain values. The folder can be opened with the same options only."""
-        if self._chooser is None:
+        if self._options is None:
             return self._settings(encoding)
         given = {"shape": list(map(int, encoding.layout.shape)), "dtype": encoding.layout.dtype.str}
-        return {"capacity": self.capacity, "n_envs": self.n_envs, **given, **self._chooser.options}
+        return {"capacity": self.capacity, "n_envs": self.n_envs, **given, **self._options.requested}
 
     def _settings(self, encoding: Encoding) -> dict[str, Any]:
         """Return the settings that determine how frames are stored, as plain values."""
-        layout, codec = (
-            encoding.layout,
-            encoding.codec if isinstance(encoding.codec, Codec) else get_codec(encoding.codec),
-        )
+        layout = encoding.layout
         return {
             "capacity": self.capacity,
             "n_envs": self.n_envs,
             "layout": [list(map(int, layout.shape)), layout.dtype.str, int(layout.n_stack), int(layout.axis)],
-            "codec": codec.name,
-            "block_length": encoding.block_length,
+            "codec": encoding.codec,
             **({"max_error": encoding.max_error} if encoding.max_error else {}),
-            **({"quality": encoding.quality} if codec.lossy else {}),
+            **({"quality": encoding.quality} if encoding.codec == "jpeg" else {}),
         }
 
     def _check_budget(self, encoding: Encoding) -> None:
@@ -302,12 +292,12 @@ class FrameStore:
             return
         layout = encoding.layout
         stack = layout.stack_bytes + layout.frame_bytes
-        least = (stack + _LEAST_BLOCKS * encoding.block_length * layout.frame_bytes) * self.n_envs
+        n_frames = _LEAST_BLOCKS * block_length_of(layout, encoding.codec)
+        least = (stack + n_frames * layout.frame_bytes) * self.n_envs
         if self.max_bytes < least:
             raise InvalidArgumentError(
                 f"max_bytes={self.max_bytes:,} is too little for n_envs={self.n_envs} and observations of shape "
-                f"{layout.shape}, whose open blocks take up to {least:,} bytes; pass at least that, or a smaller "
-                "block_length"
+                f"{layout.shape}, whose open blocks take up to {least:,} bytes; pass at least that"
             )
 
     def _open_in_folder(self, folder: StoreFolder, encoding: Encoding) -> None:
@@ -316,9 +306,8 @@ class FrameStore:
             self._set_pool(self._new_pool(encoding, folder.frames()))
             folder.begin(self._settings(encoding))
         else:
-            self._set_pool(
-                self._new_pool(encoding if self._chooser is None else read_settings(folder)[2], folder.frames())
-            )
+            encoding = encoding if self._options is None else read_settings(folder)[2]
+            self._set_pool(self._new_pool(encoding, folder.frames()))
             self._resume(folder)
         _open_stores.add(self)
 
@@ -398,15 +387,16 @@ class FrameStore:
     @property
     def options(self) -> dict[str, Any]:
         """Requested options: codec, stack size, and limits of loss."""
-        if self._chooser is not None:
-            return {name: value for name, value in self._chooser.options.items() if name != "block_length"}
+        if self._options is not None:
+            return self._options.requested
+        loss = {"quality": self._pool.quality} if self.codec == "jpeg" else {}
         bound = {"max_error": self.max_error} if self.max_error else {}
-        return {"codec": self.codec, "n_stack": self.layout.n_stack, **bound, **self._pool.codec.options}
+        return {"codec": self.codec, "n_stack": self.layout.n_stack, **bound, **loss}
 
     @property
     def lossy(self) -> bool:
         """Whether returned observations may differ from the stored ones, now or later."""
-        return self._pool.lossy or (self._chooser is not None and bool(self._chooser.loss.options))
+        return self._pool.lossy or (self._options is not None and bool(self._options.lossy))
 
     def __repr__(self) -> str:
         layout, options = self.layout, self.options
@@ -569,28 +559,42 @@ class FrameStore:
         if self.max_bytes is not None:
             self._enforce_max_bytes(self.max_bytes)
         self.seen += 1
-        if self._chooser is not None and self.seen <= LAST_CHECK and self.seen & (self.seen - 1) == 0:
-            self._update_encoding(self._chooser)
+        if self._options is not None and self.seen <= LAST_CHECK and self.seen & (self.seen - 1) == 0:
+            self._update_layout(self._options)
 
-    def _update_encoding(self, chooser: EncodingChooser) -> None:
-        """Change the encoding if another one suits the transitions better."""
+    def _update_layout(self, options: EncodingOptions) -> None:
+        """Store the transitions again if another layout suits them better, or if they may become lossy."""
+        if options.n_stack is not None or self._pool.lossy:
+            return
         if self.position not in (0, self.size) or self.dropped:
-            return  # reencode() needs the oldest transition in the first row
+            return  # _copy_transitions() needs the oldest transition in the first row
         # The new transition is stored already, so a failure only means that the encoding stays.
         with contextlib.suppress(MemoryError, StorageError):
-            encoding = chooser.better_for_store(self)
-            if encoding is not None:
-                self._switch_encoding(encoding)
-                encoding.log("observations")
-                if self.max_bytes is not None:
-                    self._enforce_max_bytes(self.max_bytes)
+            found = self._detect_layout()
+            exact = self.seen < (LAST_CHECK if found is None else LOSSY_AFTER)
+            encoding = options.encoding(found or self.layout, exact=exact)
+            if encoding == self.encoding:
+                return
+            self._switch_encoding(encoding)
+            message = "observations of shape %s: frames per stack: %d, codec: %r"
+            _logger.info(message, self.layout.shape, self.layout.n_stack, self.codec)
+            if self.max_bytes is not None:
+                self._enforce_max_bytes(self.max_bytes)
+
+    def _detect_layout(self) -> StackLayout | None:
+        """Detect the layout of the newest observations; return None if they do not change."""
+        before, after = self.transitions(np.arange(max(self.size - _LOOK_BACK, 0), self.size))
+        # In a rollout, the next observations are those of the next row.
+        return detect_layout(self.layout, before, after) or detect_layout(
+            self.layout, before[: -self.n_envs], before[self.n_envs :]
+        )
 
     def _switch_encoding(self, encoding: Encoding) -> None:
         """Store all transitions in another encoding. An exception leaves the old encoding in use."""
         if (folder := self._folder) is None:
-            return self._set_pool(self.reencode(encoding))
+            return self._set_pool(self._copy_transitions(encoding))
         try:
-            pool = self.reencode(encoding, folder.frames(next_generation=True))
+            pool = self._copy_transitions(encoding, folder.frames(next_generation=True))
             folder.begin(self._settings(encoding), next_generation=True)
         except BaseException:
             with contextlib.suppress(StorageError):
@@ -599,7 +603,7 @@ class FrameStore:
         self._set_pool(pool)
         folder.delete_old_frames()  # Windows could not delete files that were still mapped
 
-    def reencode(self, encoding: Encoding, file: RegionFile | None = None) -> FramePool:
+    def _copy_transitions(self, encoding: Encoding, file: RegionFile | None = None) -> FramePool:
         """Copy all transitions into a pool with another encoding. The ring must not have wrapped."""
         pool = self._new_pool(encoding, file)
         order = PLANAR if encoding.layout.planar else INTERLEAVED
@@ -807,7 +811,7 @@ class FrameStore:
     def _enforce_max_bytes(self, max_bytes: int) -> None:
         """Drop the oldest transitions until the store takes at most ``max_bytes``."""
         while self.nbytes > max_bytes and self.size > 1:
-            self._drop_oldest(min(self.block_length, self.size - 1))
+            self._drop_oldest(min(self._pool.block_length, self.size - 1))
 
     @defer_signals
     def drop_newest(self, count: int) -> None:
@@ -957,7 +961,7 @@ class FrameStore:
             "position": self.position,
             "full": self.full,
             "dropped": self.dropped,
-            **({} if self._chooser is None else {"asked": self._chooser.options}),
+            **({} if self._options is None else {"asked": self._options.requested}),
             "index": self._pool.index[: self.n_written],
             "frames": self._pool.state_dict(),
         }
@@ -982,11 +986,10 @@ class FrameStore:
             state["n_envs"],
             StackLayout(tuple(shape), np.dtype(dtype), n_stack, axis),
             codec=frames["codec"],
-            block_length=frames["block_length"],
             max_error=frames["max_error"],
-            quality=frames.get("quality", DEFAULT_QUALITY),
+            quality=frames["quality"],
             max_bytes=state.get("max_bytes"),
-            chooser=None if asked is None else EncodingChooser.from_options(tuple(shape), dtype, **asked),
+            options=None if asked is None else EncodingOptions.check(tuple(shape), dtype, **asked),
         )
         self.position, self.full, self.dropped = state["position"], state["full"], state["dropped"]
         self._pool.load_state_dict(frames)
@@ -1067,16 +1070,6 @@ def read_settings(folder: StoreFolder) -> tuple[int, int, Encoding]:
         shape, dtype, n_stack, axis = found.pop("layout")
         layout = StackLayout(tuple(shape), np.dtype(dtype), n_stack, axis)
         return found.pop("capacity"), found.pop("n_envs"), Encoding(layout, **found)
-
-
-def _make_encoding(
-    layout: StackLayout, *, codec: str | Codec, block_length: int | None, max_error: int, quality: int
-) -> Encoding:
-    """Check options, and fill in defaults."""
-    codec = (get_codec(codec, quality=quality) if isinstance(codec, str) else codec).for_frames(layout)
-    length = index(resolve_block_length(block_length, codec, most=MOST_PLACES))
-    bound = validate_max_error(max_error, codec=codec, dtype=layout.dtype)
-    return Encoding(layout, codec, length, bound, codec.options.get("quality", DEFAULT_QUALITY))
 
 
 def longest_run(good: npt.NDArray[np.bool_]) -> tuple[int, int]:

@@ -1,16 +1,9 @@
-"""Conformance tests for third parties' codecs and frame stores.
+"""Conformance tests of frame stores, and transitions to test them with.
 
 They do not need a test framework.
-
-.. code-block:: python
-
-    from rl_ext_core.testing import check_codec
-
-    def test_my_codec_is_lossless() -> None:
-        check_codec("my-codec")  # registered by rl_ext_core.frames.register_codec
 """
 
-from rl_ext_core.testing._conformance import ConformanceError, check_codec, check_contents, check_frame_store
+from rl_ext_core.testing._conformance import ConformanceError, check_contents, check_frame_store
 from rl_ext_core.testing._transitions import CONTENTS, LAYOUTS, ReferenceStore, make_transitions
 
 __all__ = [
@@ -18,7 +11,6 @@ __all__ = [
     "LAYOUTS",
     "ConformanceError",
     "ReferenceStore",
-    "check_codec",
     "check_contents",
     "check_frame_store",
     "make_transitions",

@@ -1,4 +1,4 @@
-"""Conformance tests of codecs and frame stores."""
+"""Conformance tests of frame stores."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.errors import RlExtError
-from rl_ext_core.frames.codecs import Codec, get_codec
 from rl_ext_core.frames.layout import StackLayout
-from rl_ext_core.frames.store import FrameStore
 from rl_ext_core.testing._transitions import CONTENTS, LAYOUTS, ReferenceStore, make_transitions
 
-_BLOCK_LENGTHS = {1: ("mixed",), 4: CONTENTS, 16: ("mixed", "sparse")}  # the contents to test for each block length
 _CAPACITY = 40
 _STEPS = 110  # nearly three times around the ring
 _BIG_FRAME = 1 << 14  # bytes; larger frames are tested with fewer contents
@@ -24,7 +21,7 @@ _WRAPS = 8
 
 
 class ConformanceError(RlExtError, AssertionError):
-    """A codec or store does not behave as this project requires."""
+    """A store does not behave as this project requires."""
 
 
 class _Store(Protocol):
@@ -49,47 +46,6 @@ class _Store(Protocol):
         *,
         num_threads: int = 1,
     ) -> None: ...
-
-
-def check_codec(codec: str | Codec) -> None:
-    """Check that a codec is lossless, and that stores with it pass :func:`check_frame_store`.
-
-    It takes a few seconds.
-
-    :param codec: A registered codec, or its name
-    :raises ConformanceError: If a check fails; the text names the case and the difference
-    """
-    name = codec if isinstance(codec, str) else codec.name
-    found = get_codec(name)
-    if not isinstance(codec, str) and type(found) is not type(codec):
-        raise ConformanceError(f"another codec is registered as {name!r}, so files would be read with that codec")
-    if found.name != name:
-        raise ConformanceError(f"the codec registered as {name!r} has name={found.name!r}, expected {name!r}")
-    if found.lossy:
-        raise ConformanceError(f"codec {name!r} is lossy, expected a lossless one")
-    _check_sealing(found)
-    for block_length, contents in _BLOCK_LENGTHS.items():
-
-        def make_store(capacity: int, n_envs: int, layout: StackLayout, block_length: int = block_length) -> FrameStore:
-            """Create a store that uses the codec with this block length."""
-            return FrameStore(capacity, n_envs, layout, codec=found, block_length=block_length)
-
-        check_frame_store(make_store, contents=contents, label=f"codec {name!r}, block_length={block_length}")
-
-
-def _check_sealing(codec: Codec) -> None:
-    """Check that ``unseal()`` restores blocks and ``seal()`` does not change its argument."""
-    rng = np.random.default_rng(0)
-    for block in (bytes(1), bytes(5000), b"\xff" * 300, rng.bytes(7), rng.bytes(3000), bytes(range(256)) * 20):
-        given = bytearray(block)
-        sealed = bytes(codec.seal(memoryview(given)))
-        _check_that(bytes(given) == block, f"codec {codec.name!r}: seal() changed its argument")
-        unsealed = bytes(codec.unseal(memoryview(sealed), len(block)))
-        _check_that(
-            unsealed == block,
-            f"codec {codec.name!r}: seal({_preview(block)}) returned {_preview(sealed)}, and unseal() of that returned "
-            f"{_preview(unsealed)}",
-        )
 
 
 def check_frame_store(
@@ -225,8 +181,3 @@ def _check_that(holds: bool, text: str) -> None:
     """Raise ``ConformanceError`` with this text unless a condition holds."""
     if not holds:
         raise ConformanceError(text)
-
-
-def _preview(data: bytes) -> str:
-    """Return the first bytes of data and their number as text for an error message."""
-    return f"{data[:12]!r}{'...' if len(data) > 12 else ''} ({len(data)} bytes)"
