@@ -117,15 +117,12 @@ def test_sizes_are_measured_on_a_gymnasium_id(capsys: pytest.CaptureFixture[str]
         ("plan --size 10 --env CartPole-v1 --dtype int8", "--dtype int8 cannot be used with --env"),
         ("plan --size 10 --shape 9,9 --seed 3", "--seed needs --env"),
         ("plan --size 10 --shape 9,9 --dtype O", "dtype=object is not numeric"),
-        ("plan --size 10 --shape 9,9 --plot=", "--plot is empty"),
         ("plan --size 10 --env {module}:gives_a_class", "env() returned <class 'my_planned_env.Loud'>, expected"),
         ("plan --size 10 --env {module}:str", "has no 'str'"),
         ("plan --size 10 --env builtins:str", "env() returned '', expected a gymnasium.Env"),
         ("plan --size 10 --shape 7,7 --env CartPole-v1", "neither observations of shape (7, 7) nor frames"),
         ("plan --size 10 --shape 9,9 --max-bytes many", "'many' is not a size"),
         ("plan --size 10 --shape 9,9 --dtype pixels", "--dtype 'pixels' is not a NumPy dtype"),
-        ("plan --size 10 --shape 9,9 --plot nowhere/memory.png", "cannot be written"),
-        ("plan --size 10 --shape 9,9 --plot memory.pixels", "cannot be written"),
     ],
 )
 def test_invalid_arguments_exit_with_2_and_an_error_text(

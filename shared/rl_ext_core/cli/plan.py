@@ -5,7 +5,7 @@ The exit status is 0 if a codec fits, 1 if none fits or the environment fails, a
 
 examples:
   rl-ext plan --shape 100x100x9 --size 1000000
-  rl-ext plan --env ale_py:ALE/Pong-v5 --size 1000000 --max-bytes 8GB --plot memory.png
+  rl-ext plan --env ale_py:ALE/Pong-v5 --size 1000000 --max-bytes 8GB
   rl-ext plan --env my_module:make_env --size 500000
 """
 
@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=_parse_seed, default=None, help="seed of policy and environment (default: 0)")
     parser.add_argument("--max-bytes", metavar="SIZE", help="budget: 4GB, 512MiB (default: free memory)")
     parser.add_argument("--json", action="store_true", help="write the plan as JSON")
-    parser.add_argument("--plot", metavar="FILE", help="write a chart too: memory.png")
 
 
 def _parse_shape(text: str) -> tuple[int, ...]:
@@ -90,8 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
         unused := [name for name in ("steps", "seed") if getattr(arguments, name) is not None]
     ):
         raise InvalidArgumentError(f"--{unused[0]} needs --env; pass an environment too, or leave it out")
-    if arguments.plot == "":
-        raise InvalidArgumentError("--plot is empty; for example --plot memory.png")
     with _report_env_errors(arguments.env):
         found = plan(
             arguments.shape,
@@ -104,13 +101,6 @@ def run(arguments: argparse.Namespace) -> int:
             seed=arguments.seed or 0,
             max_bytes=None if arguments.max_bytes is None else parse_bytes(arguments.max_bytes),
         )
-    if arguments.plot is not None:
-        try:
-            found.plot(arguments.plot)
-        except (OSError, ValueError) as error:
-            raise InvalidArgumentError(
-                f"--plot {arguments.plot!r} cannot be written: {error}; for example --plot memory.png"
-            ) from error
     sys.stdout.write(f"{json.dumps(found.as_dict(), indent=2) if arguments.json else found}\n")
     return 0 if found.fits else 1
 
