@@ -51,7 +51,7 @@ def test_buffers_that_change_samples_refuse_it() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
 def test_missing_triton_is_named() -> None:
     with pytest.raises(MissingDependencyError, match="pip install triton"):
-        check_decode_on_gpu(True, "cuda", codec="auto", max_error=0)
+        check_decode_on_gpu(True, "cuda", codec="patch", max_error=0)
 
 
 def test_samples_on_the_cpu_are_equal() -> None:

@@ -226,7 +226,7 @@ ROLLOUT: dict[str, tuple[Any, Any]] = {
     "recurrent": (contrib.CompressedRecurrentRolloutBuffer, recurrent.RecurrentRolloutBuffer),
     "recurrent dict": (contrib.CompressedRecurrentDictRolloutBuffer, recurrent.RecurrentDictRolloutBuffer),
 }
-_OURS_ALONE = ("codec", "n_stack", "block_length", "num_threads", "max_bytes", "storage_dir", "max_error", "quality")
+_OURS_ALONE = ("codec", "n_stack", "num_threads", "max_bytes", "storage_dir", "max_error", "quality")
 
 
 def make_buffers(kind: str, size: int, space: Any, actions: Any, n_envs: int = 2, **options: Any) -> tuple[Any, Any]:

@@ -24,9 +24,9 @@ def fill_buffers(channels: int, **options: Any) -> tuple[Any, Any]:
     return buffers
 
 
-@pytest.mark.parametrize(("codec", "channels"), [("auto", 3), pytest.param("patch+lz4", 1, marks=pytest.mark.slow)])
-def test_lossy_samples_are_within_max_error(channels: int, codec: str) -> None:
-    ours, theirs = fill_buffers(channels, max_error=4, codec=codec)
+@pytest.mark.parametrize("channels", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_lossy_samples_are_within_max_error(channels: int) -> None:
+    ours, theirs = fill_buffers(channels, max_error=4)
     assert theirs.dones.sum() > 10
     assert theirs.timeouts.sum() > 3
     max_abs_error = 0

@@ -89,7 +89,7 @@ def test_masks_of_composite_action_spaces_equal_those_of_sb3(actions: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("channels", "first", "codec"), [(1, True, "auto"), (3, False, "raw"), (3, True, "patch"), (1, False, "patch+lz4")]
+    ("channels", "first", "codec"), [(1, True, "patch"), (3, False, "raw"), (3, True, "patch"), (1, False, "patch")]
 )
 def test_consecutive_rollouts_equal_those_of_sb3(channels: int, first: bool, codec: str) -> None:
     venv = image_env(channels, 2, first=first)
@@ -179,9 +179,9 @@ def test_refused_step_leaves_rollout_usable() -> None:
 def test_like_copies_settings_of_recurrent_buffer(kind: str) -> None:
     venv = make_env(kind)
     _, theirs = make_rollout_buffers(kind, 24, venv.observation_space)
-    ours = ROLLOUT[kind][0].like(theirs, codec="patch+lz4")
+    ours = ROLLOUT[kind][0].like(theirs, codec="raw")
     assert (ours.gae_lambda, ours.gamma) == (0.9, 0.95)
-    assert (ours.codec["image"] if isinstance(ours.codec, dict) else ours.codec) == "patch+lz4"
+    assert (ours.codec["image"] if isinstance(ours.codec, dict) else ours.codec) == "raw"
     fill_rollouts((ours, theirs), collect_observations(venv, 24))
     assert_same_batches(ours, theirs, 10)
     if kind == "recurrent":

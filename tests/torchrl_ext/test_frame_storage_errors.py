@@ -26,7 +26,6 @@ WRONG = [
     ({"codec": "gzip"}, InvalidArgumentError, "codec='gzip' is unknown"),
     ({"max_error": -1}, InvalidArgumentError, "max_error=-1"),
     ({"max_error": 4, "codec": "raw"}, InvalidArgumentError, "max_error=4 has no effect on codec='raw'"),
-    ({"block_length": 3}, InvalidArgumentError, "block_length=3 is not a power of two"),
     ({"n_stack": 5}, InvalidArgumentError, "n_stack=5 does not divide"),
     ({"pixels": ["image"]}, InvalidArgumentError, "'image' is not a tensor of the data"),
     ({"pixels": ["action"]}, InvalidArgumentError, "'action' is not a tensor of the data"),

@@ -33,7 +33,7 @@ class Case:
     def __init__(
         self, kind: str, path: Path, call: Callable[[Any, Path], Any], expected: Callable[[Any], Any] | None
     ) -> None:
-        storage = FrameStorage(SIZE, storage_dir=path / "storage" if kind == "folder" else None, codec="patch+lz4")
+        storage = FrameStorage(SIZE, storage_dir=path / "storage" if kind == "folder" else None)
         self.ours = TensorDictReplayBuffer(storage=storage, batch_size=8)
         self.before, self.after = (
             TensorDictReplayBuffer(storage=LazyTensorStorage(SIZE), batch_size=8) for _ in range(2)

@@ -72,7 +72,7 @@ def open_store(
     if kind == "adaptive":
         store: Any = FrameStore.adaptive(capacity, N_ENVS, LAYOUT.shape, np.uint8, storage_dir=folder, **options)
     else:
-        store = FrameStore(capacity, N_ENVS, LAYOUT, codec=kind, block_length=4, storage_dir=folder, **options)
+        store = FrameStore(capacity, N_ENVS, LAYOUT, codec=kind, storage_dir=folder, **options)
     rows = store.rows("number", (), np.int64), store.rows("reward", (N_ENVS,), np.float32)
     for number in range(count):
         add(store, *rows, number)

@@ -20,11 +20,10 @@ from rl_ext_core.frames.checkpoint import FORMAT_VERSION
 from tests.core.frames.disk_helpers import open_store
 
 DATA = Path(__file__).with_name("data")
-EXACT = ("raw", "patch", "patch+lz4")
+EXACT = ("raw", "patch")
 ENCODINGS: dict[str, dict[str, Any]] = {
-    **{codec: {"codec": codec, "block_length": 2} for codec in EXACT},
-    "patch-lossy": {"codec": "patch", "max_error": 4, "block_length": 4},
-    "patch+lz4-lossy": {"codec": "patch+lz4", "max_error": 9, "block_length": 4},
+    **{codec: {"codec": codec} for codec in EXACT},
+    "patch-lossy": {"codec": "patch", "max_error": 4},
     "jpeg": {"codec": "jpeg", "quality": 90},
 }
 KINDS = {"store": (3, 11), "adaptive": (4, 66)}  # capacity, and transitions
@@ -63,14 +62,13 @@ def make_filled_store(encoding: str, kind: str) -> FrameStore:
     if kind == "store":
         store: FrameStore = FrameStore(capacity, N_ENVS, LAYOUT, **ENCODINGS[encoding])
     else:
-        options = {name: value for name, value in ENCODINGS[encoding].items() if name != "block_length"}
-        store = FrameStore.adaptive(capacity, N_ENVS, LAYOUT.shape, LAYOUT.dtype, **options)
+        store = FrameStore.adaptive(capacity, N_ENVS, LAYOUT.shape, LAYOUT.dtype, **ENCODINGS[encoding])
     for transition in first_transitions(n_steps):
         store.append(*transition)
     return store
 
 
-FOLDERS: dict[str, dict[str, Any]] = {"raw": {}, "patch+lz4": {}, "adaptive": {"codec": "patch", "n_stack": 3}}
+FOLDERS: dict[str, dict[str, Any]] = {"raw": {}, "patch": {}, "adaptive": {"codec": "patch", "n_stack": 3}}
 FOLDER_CAPACITY, FOLDER_STEPS = 30, 47
 
 

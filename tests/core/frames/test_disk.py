@@ -26,7 +26,7 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageEr
 from rl_ext_core.frames import FrameStore, journal, salvage
 from tests.core.frames.disk_helpers import LAYOUT, N_ENVS, add, check_store, open_store, transition
 
-KINDS = ("patch", "raw", "patch+lz4")
+KINDS = ("patch", "raw")
 
 
 def read_all_rows(store: Any) -> list[np.ndarray]:
@@ -47,7 +47,7 @@ class FolderMatchesMemory(RuleBasedStateMachine):
         self.folder, self.number, self.kind, self.capacity = Path(self.temporary.name) / "a", 0, kind, capacity
         self.noise = noise
         self.disk, *self.rows = open_store(self.folder, kind, capacity)
-        self.ram = FrameStore(capacity, N_ENVS, LAYOUT, codec=kind, block_length=4)
+        self.ram = FrameStore(capacity, N_ENVS, LAYOUT, codec=kind)
         self.numbers, self.rewards = self.ram.rows("number", (), np.int64), self.ram.rows("reward", (N_ENVS,), "f4")
         self.unsure = 0  # number of transitions that would be lost if the process were killed now
 
@@ -191,11 +191,11 @@ def test_reopened_adaptive_store_keeps_its_encoding(tmp_path: Path, n_stack: int
             assert check_store(found, *there) == number
             found.close()
             shutil.rmtree(left)
-    chosen = store.layout, store.codec, store.block_length
+    chosen = store.layout, store.codec
     assert chosen[0] == LAYOUT
     store.close()
     store, *rows = open_store(tmp_path / "a", "adaptive", 300, n_stack=n_stack)
-    assert (store.layout, store.codec, store.block_length) == chosen
+    assert (store.layout, store.codec) == chosen
     assert len(list((tmp_path / "a").iterdir())) == 8
     check_store(store, *rows, end=450)
     store.close()
@@ -364,7 +364,7 @@ def test_row_arrays_must_be_created_before_the_first_transition(tmp_path: Path) 
 
 def test_frames_of_many_unfilled_blocks_are_read_from_a_folder(tmp_path: Path) -> None:
     n_envs, n_steps = 9, 35
-    store = FrameStore(100, n_envs, LAYOUT, codec="patch", block_length=16, storage_dir=tmp_path / "a")
+    store = FrameStore(100, n_envs, LAYOUT, codec="patch", storage_dir=tmp_path / "a")
     noise = np.random.default_rng(0).integers(256, size=(n_steps + 1, n_envs, *LAYOUT.shape), dtype=np.uint8)
     for step in range(n_steps):
         store.append(noise[step], noise[step + 1])
@@ -413,8 +413,8 @@ def test_file_of_another_store_is_rejected(tmp_path: Path, name: str) -> None:
         read_all()
 
 
-@pytest.mark.parametrize("kind", ["patch+lz4", "adaptive"])
-def test_threads_read_while_another_adds_and_reencodes(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["patch", "adaptive"])
+def test_threads_read_while_another_adds(tmp_path: Path, kind: str) -> None:
     store, *_ = open_store(tmp_path / "a", kind, 200)
     store.append(*transition(0))
     failures: list[BaseException] = []

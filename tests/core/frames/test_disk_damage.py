@@ -15,7 +15,7 @@ from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.frames import salvage
 from tests.core.frames.disk_helpers import LAYOUT, N_ENVS, add, check_store, open_store, transition
 
-KINDS = ("patch", "patch+lz4", "raw", "adaptive")
+KINDS = ("patch", "raw", "adaptive")
 CAPACITY = 60
 
 

@@ -40,7 +40,7 @@ class FailingAllocation:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["patch+lz4", pytest.param("adaptive", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", ["patch", pytest.param("adaptive", marks=pytest.mark.exhaustive)])
 def test_each_failed_allocation_leaves_the_store_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from rl_ext_core.frames.store import load_kernels
 from tests.core.frames.disk_helpers import add, check_store, kill_while_adding, open_store, random_seconds
 
-KINDS = ("patch", "patch+lz4", "raw", "adaptive")
+KINDS = ("patch", "raw", "adaptive")
 
 
 # The tests fork, because imports would take longer than the tests.

@@ -43,17 +43,13 @@ def check_equal(store: Any, decoder: GpuDecoder, rows: Any, envs: Any) -> None:
 @settings(max_examples=150 if DEVICE == "cuda" else 10)
 @given(
     layout=st.sampled_from(LAYOUTS if DEVICE == "cuda" else LAYOUTS[:-2]),
-    codec=st.sampled_from(["patch", "patch+lz4"]),
-    length=st.sampled_from([1, 2, 4, 16, 64]),
     contents=st.sampled_from(CONTENTS),
     episode=st.sampled_from([0, 1, 5, 20]),
     odd=st.sampled_from([0.0, 0.5]),
     seed=st.integers(0, 1000),
 )
-def test_stacks_equal_those_of_the_cpu(
-    layout: StackLayout, codec: str, length: int, contents: str, episode: int, odd: float, seed: int
-) -> None:
-    store: Any = FrameStore(40, 2, layout, codec=codec, block_length=length)
+def test_stacks_equal_those_of_the_cpu(layout: StackLayout, contents: str, episode: int, odd: float, seed: int) -> None:
+    store: Any = FrameStore(40, 2, layout)
     append_all((store,), make_transitions(layout, n_steps=55, contents=contents, episode=episode, odd=odd, seed=seed))
     rng = np.random.default_rng(seed)
     n = 32 if DEVICE == "cuda" else 3
@@ -69,7 +65,7 @@ def test_rows_that_were_never_written_are_zero() -> None:
 
 def test_buffer_grows_with_the_batch() -> None:
     layout = StackLayout((1, 300, 300), np.dtype(np.uint8), 1, 0)
-    store: Any = FrameStore(64, 1, layout, codec="patch", block_length=1)
+    store: Any = FrameStore(64, 1, layout, codec="patch")
     append_all((store,), make_transitions(layout, n_envs=1, n_steps=30, contents="noise"))
     decoder = GpuDecoder(DEVICE)
     check_equal(store, decoder, np.array([3]), np.zeros(1, np.int64))

@@ -24,7 +24,7 @@ def make_store(kind: str, folder: Path | None) -> Any:
     """Create an empty store in memory or in a folder."""
     if kind == "adaptive":
         return FrameStore.adaptive(CAPACITY, N_ENVS, LAYOUT.shape, np.uint8, storage_dir=folder)
-    return FrameStore(CAPACITY, N_ENVS, LAYOUT, codec=kind, block_length=4, storage_dir=folder)
+    return FrameStore(CAPACITY, N_ENVS, LAYOUT, codec=kind, storage_dir=folder)
 
 
 def append_numbered(store: Any, *numbers: int) -> Any:
@@ -100,7 +100,7 @@ EVERY = [pytest.param(1, marks=pytest.mark.exhaustive), 31]
 def test_interrupted_call_leaves_state_before_or_after(name: str, kind: str, every: int, tmp_path: Path) -> None:
     call, there = CALLS[name]
     number, stores = 0, []
-    codec = "adaptive" if kind.startswith("adaptive") else "patch+lz4" if kind == "in a folder" else "patch"
+    codec = "adaptive" if kind.startswith("adaptive") else "patch"
 
     def prepare() -> Callable[[], Any]:
         """Create a filled store, and return the call that is to be interrupted."""
