@@ -1,6 +1,6 @@
 """Dict, n-step, HER and rollout buffers against Stable Baselines3's, on Atari frames.
 
-    python -m benchmarks.buffer_family [dict nstep her ppo] [--recordings mspacman pong] [--codec patch]
+    python -m benchmarks.buffer_family [dict nstep her ppo] [--recordings mspacman pong] [--codec raw]
 
 Off policy: each buffer is filled with a recording in a fresh process, whose resident memory is measured. Then both
 buffers are filled in one process, and take turns in ``sample()``. Dict observations contain the stack and a vector of
@@ -70,7 +70,7 @@ def _make_her_env() -> Any:
     )
 
 
-def make_buffer(kind: str, size: int, *, ours: bool, n_envs: int, action_space: Any, codec: str = "auto") -> Any:
+def make_buffer(kind: str, size: int, *, ours: bool, n_envs: int, action_space: Any, codec: str = "patch") -> Any:
     """Make an empty buffer for ``size`` transitions."""
     options: dict[str, Any] = {"codec": codec, "num_threads": 1} if ours else {}
     if kind == "her":
@@ -204,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.buffer_family", description=main.__doc__)
     parser.add_argument("kinds", nargs="*", default=list(CLASSES))
     parser.add_argument("--recordings", nargs="*", default=list(GAMES), metavar="NAME")
-    parser.add_argument("--codec", default="auto")
+    parser.add_argument("--codec", default="patch")
     parser.add_argument("--fill", choices=["ours", "sb3"], help="fill one buffer in this process")
     parser.add_argument("--collecting", action="store_true", help="measure the rollout before it is complete")
     options = parser.parse_args()

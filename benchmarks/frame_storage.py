@@ -1,6 +1,6 @@
 """``FrameStorage`` against TorchRL's ``LazyTensorStorage`` and ``CompressedListStorage``.
 
-    python -m benchmarks.frame_storage [game ...] [--size 200000] [--codec patch+lz4]
+    python -m benchmarks.frame_storage [game ...] [--size 200000] [--codec raw]
 
 All storages get the same Atari transitions as in ``benchmarks.memory``, in batches of 64 steps per environment, as
 collectors return them. Memory is the growth of a fresh process per transition. Times are CPU seconds of
@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.frame_storage", description=main.__doc__)
     parser.add_argument("games", nargs="*", default=GAMES)
     parser.add_argument("--size", type=int, default=200_000, help="transitions in FrameStorage")
-    parser.add_argument("--codec", default="auto")
+    parser.add_argument("--codec", default="patch")
     parser.add_argument("--fill", metavar="STORAGE", help="fill one storage in this process: lazy, list, or a codec")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -32,9 +32,8 @@ from sb3_ext import CompressedDictReplayBuffer
 from torchrl_ext import FrameStorage
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "auto": {},
-    "patch+lz4": {"codec": "patch+lz4"},
-    "patch+lz4, error 4": {"codec": "patch+lz4", "max_error": 4},
+    "exact": {},
+    "error 4": {"max_error": 4},
 }
 BACKENDS = ("pyav", "torchcodec")
 KEY = ("observation", "images_front")

@@ -1,6 +1,6 @@
 """Resident memory of ``CompressedReplayBuffer`` against SB3's ``ReplayBuffer``, on Atari.
 
-    python -m benchmarks.memory [game ...] [--size 1000000] [--codec patch+lz4] [--wraps 10]
+    python -m benchmarks.memory [game ...] [--size 1000000] [--codec raw] [--wraps 10]
 
 Each buffer is filled in a fresh process. The frames come from ``ale_py``'s vectorized environment: 84×84 gray, frame
 skip 4, stacks of 4. Actions are random, and repeat the last one with probability 3/4. SB3's buffer gets fewer
@@ -92,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=main.__doc__)
     parser.add_argument("games", nargs="*", default=GAMES)
     parser.add_argument("--size", type=int, default=1_000_000, help="transitions")
-    parser.add_argument("--codec", default="auto")
+    parser.add_argument("--codec", default="patch")
     parser.add_argument("--wraps", type=int, default=1, help="number of times that the buffer is filled")
     parser.add_argument("--fill", metavar="BUFFER", help="fill one buffer in this process: sb3, or a codec")
     options = parser.parse_args()

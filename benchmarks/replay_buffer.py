@@ -1,6 +1,6 @@
 """``sample()`` and ``add()`` of ``CompressedReplayBuffer`` against SB3's ``ReplayBuffer``.
 
-    python -m benchmarks.replay_buffer [recording ...] [--codec patch+lz4] [--draws 1]
+    python -m benchmarks.replay_buffer [recording ...] [--codec raw] [--draws 1]
 
 Both buffers contain the same recorded transitions, in one process, and take turns. ``add()`` is measured while the ring
 is filled for the first time, and when it is full, as in most of a long training. Times are CPU seconds of the calling
@@ -36,7 +36,7 @@ NATURAL = (
     "vizdoom-corridor",
 )
 DRAWS = 600  # Per competitor.
-STEPS = 100  # Part of a lap; long enough that blocks are sealed and freed in each part.
+STEPS = 100  # Part of a lap; long enough that blocks are filled and freed in each part.
 HEADER = (
     f"{'recording':18} {'codec':10} {'bytes':>7} {'full':>6} {'memory':>7} {'n=32':>6} {'n=256':>6} {'2 thr.':>6} "
     f"{'1st lap':>7} {'full':>6}"
@@ -55,12 +55,12 @@ def _time_lap(recording: Recording, buffers: dict[str, ReplayBuffer]) -> dict[st
     return {name: np.array(values[:whole]).reshape(-1, STEPS).sum(1) for name, values in seconds.items()}
 
 
-def measure(name: str, *, codec: str, block_length: int | None, draws: int, steps: int | None = None) -> str:
+def measure(name: str, *, codec: str, draws: int, steps: int | None = None) -> str:
     """Measure one recording, and return a row of the table."""
     recording = recordings.load(name, steps=steps)
     arguments = (len(recording) * 2, recording.observation_space, recording.action_space)
     plain = ReplayBuffer(*arguments, device="cpu", n_envs=2)
-    options = {"codec": codec, "block_length": block_length, "num_threads": 1}
+    options = {"codec": codec, "num_threads": 1}
     ours = CompressedReplayBuffer(*arguments, device="cpu", n_envs=2, **options)
     # The first lap fills both buffers, and allocates SB3's pages one by one. The second lap overwrites old transitions.
     laps, stored = [], []
@@ -76,20 +76,18 @@ def measure(name: str, *, codec: str, block_length: int | None, draws: int, step
     row_bytes = plain.actions.itemsize * plain.action_dim + 12
     plain_bytes = 2 * plain.observations[0, 0].nbytes + row_bytes
     columns = " ".join(f"{speed:5.2f}×" for speed in speeds) + f" {adds[0]:6.2f}× {adds[1]:5.2f}×"
-    if draws == 10 and codec == "auto":
+    if draws == 10 and codec == "patch":
         figures = {"sample_32": speeds[0], "sample_256": speeds[1], "threads_256": speeds[2], "add": adds[0]}
         record("replay_buffer", name, bytes=stored[0], plain_bytes=plain_bytes, add_full=adds[1], **figures)
-    label = f"{ours.codec}/{ours.block_length}"
     memory = f"{stored[0]:7.0f} {stored[1]:6.0f} {plain_bytes / stored[0]:6.0f}×"
-    return f"{name:18} {label:10} {memory} {columns}"
+    return f"{name:18} {ours.codec:10} {memory} {columns}"
 
 
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replay_buffer", description=main.__doc__)
     parser.add_argument("names", nargs="*", default=[*GAMES, *POLICIES, *NATURAL])
-    parser.add_argument("--codec", default="auto")
-    parser.add_argument("--block-length", type=int)
+    parser.add_argument("--codec", default="patch")
     parser.add_argument("--draws", type=int, default=10, help="batches in a row")
     parser.add_argument("--steps", type=int, help="steps of 2 transitions each, from the start (default: all)")
     options = parser.parse_args()

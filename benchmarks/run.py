@@ -25,7 +25,6 @@ from benchmarks.measure import RESULTS, machine
 COMMANDS: dict[str, float] = {
     "replay_buffer": 14,
     "replay_buffer --draws 1": 14,
-    "replay_buffer pong breakout mspacman seaquest montezuma --codec patch+lz4": 6,
     "prioritized": 8,
     "sequences": 3,
     "resume": 5,
@@ -33,7 +32,6 @@ COMMANDS: dict[str, float] = {
     "killed_runs": 7,
     "episode_log": 2,
     "memory --size {size}": 45,
-    "memory --size {size} --codec patch+lz4": 45,
     "memory seaquest --size 50000 --wraps 1": 1,
     "memory seaquest --size 50000 --wraps 10": 4,
     "buffer_family": 20,

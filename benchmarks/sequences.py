@@ -1,6 +1,6 @@
 """``sample_sequences()`` against single transitions, and against the same steps of SB3's uncompressed ``ReplayBuffer``.
 
-    python -m benchmarks.sequences [recording ...] [--codec patch+lz4] [--block-length 64]
+    python -m benchmarks.sequences [recording ...] [--codec raw]
 
 The buffers contain the same recorded transitions, in one process, and take turns. SB3 has no sequences, so its column
 indexes the arrays: ``buffer.observations[rows, envs]``, and the same for all other fields. It does not look for the
@@ -47,12 +47,12 @@ def _keep(kept: dict[str, Any], name: str, draw: Callable[[], Any]) -> None:
     kept[name] = draw()
 
 
-def measure(name: str, *, codec: str, block_length: int | None, rounds: int, steps: int | None) -> list[str]:
+def measure(name: str, *, codec: str, rounds: int, steps: int | None) -> list[str]:
     """Measure one recording, and return rows of the table."""
     recording = recordings.load(name, steps=steps)
     arguments = (len(recording) * 2, recording.observation_space, recording.action_space)
     plain = ReplayBuffer(*arguments, device="cpu", n_envs=2)
-    options = {"codec": codec, "block_length": block_length, "num_threads": 1}
+    options = {"codec": codec, "num_threads": 1}
     ours = CompressedReplayBuffer(*arguments, device="cpu", n_envs=2, **options)
     for transition in recording.transitions():
         plain.add(*transition)
@@ -70,12 +70,11 @@ def measure(name: str, *, codec: str, block_length: int | None, rounds: int, ste
         time_in_turns(competitors, rounds=3)
         seconds = time_in_turns(competitors, rounds=rounds, clock=time.thread_time)
         speeds = [speedup(seconds, "sequences", baseline=other) for other in ("batch", "singles", "plain")]
-        label = f"{ours.codec}/{ours.block_length}"
-        if codec == "auto" and block_length is None:
+        if codec == "patch":
             figures = dict(zip(("batch", "singles", "plain"), speeds, strict=True))
             record("sequences", f"{name} {batch_size}x{length}", **figures)
         columns = " ".join(f"{speed:{width}.2f}×" for speed, width in zip(speeds, (9, 13, 10), strict=True))
-        rows.append(f"{name:12} {label:12} {f'{batch_size}×{length}':>7} {columns}")
+        rows.append(f"{name:12} {ours.codec:12} {f'{batch_size}×{length}':>7} {columns}")
     return rows
 
 
@@ -83,8 +82,7 @@ def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sequences", description=main.__doc__)
     parser.add_argument("names", nargs="*", default=[*GAMES])
-    parser.add_argument("--codec", default="auto")
-    parser.add_argument("--block-length", type=int)
+    parser.add_argument("--codec", default="patch")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--steps", type=int, help="steps of 2 transitions each, from the start (default: all)")
     options = parser.parse_args()

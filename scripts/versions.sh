@@ -94,7 +94,7 @@ for python in "${pythons[@]}"; do
             touch "$venv/.made"
         fi
         versions=$("$venv/bin/python" -m pip list --format freeze 2>/dev/null | tr _ - |
-            grep -E '^(torch|torchrl|stable-baselines3|gymnasium|numpy|numba|lz4|simplejpeg|cloudpickle|rich)==' |
+            grep -E '^(torch|torchrl|stable-baselines3|gymnasium|numpy|numba|simplejpeg|cloudpickle|rich)==' |
             sed 's/==/ /; s/stable-baselines3/SB3/; s/numpy/NumPy/' | paste -sd, | sed 's/,/, /g')
         # Each numba version gets its own cache, since versions overwrite each other's code. Warnings of old versions
         # are not failures here.

@@ -15,7 +15,7 @@ export WINEPREFIX=$home/prefix WINEDEBUG=-all WINEARCH=win64 WINEDLLOVERRIDES=wi
 export KMP_AFFINITY=disabled OMP_NUM_THREADS=1
 python=${PYTHON:-python3}
 # Wine 8 lacks crealf, which later versions of NumPy call.
-packages=(numpy==2.1.3 numba==0.68.1 llvmlite==0.50.0 lz4 simplejpeg cloudpickle rich pygments markdown-it-py mdurl
+packages=(numpy==2.1.3 numba==0.68.1 llvmlite==0.50.0 simplejpeg cloudpickle rich pygments markdown-it-py mdurl
     nvidia-ml-py gymnasium==1.4.0 typing_extensions farama-notifications)
 # torch calls VCRUNTIME140_THREADS.dll, which Wine 8 lacks; msvc-runtime contains Microsoft's.
 with_torch=(torch==2.14.1 stable-baselines3==2.9.2 torchrl==0.14.1 tensordict==0.14.3 msvc-runtime pyvers hoptorch
