@@ -124,6 +124,11 @@ def make_vec_env(
                     "wrap the sub-environments before, or the result: VecMonitor(make_vec_env(env), filename=...)"
                 )
         if parallel:
+            if vec_env_kwargs:
+                raise InvalidArgumentError(
+                    f"vec_env_kwargs={vec_env_kwargs!r} is not supported with a parallel environment of PettingZoo, "
+                    "whose agents are all in this process. Leave it out"
+                )
             vec_env: VecEnv = MultiAgentVecEnv([as_factory(env_id)] * count)
             report = "All agents are in this process, played by one policy."
         else:
@@ -263,6 +268,8 @@ class AutoVecEnv:
     - If a second instance fails, or instances affect each other, each gets its own process; none is built here.
     - A single environment stays in this process. So do environments that cannot be probed, with a warning.
     - ``cwd`` starts a process for each environment, without a probe.
+    - Other options that only processes can use, such as ``restart`` and ``step_timeout``, choose processes. A single
+      environment gets one, too.
 
     :param env_fns: functions that build the environments, or anything that :func:`as_factory` takes; each different one
         is probed
@@ -336,20 +343,25 @@ def _build_vec_env(
         """Build all environments in this process, and record their episodes."""
         return _with_report(_record_crashes(build_in_process(), factories, workers.recorder), report)
 
+    # All options except the recorder need workers.
+    needed = [name for name in sorted(options) if name != "recorder" and options[name] is not None]
     if isolation == "in-process":
-        if unused := sorted(options.keys() - {"recorder"}):
+        if needed:
             raise InvalidArgumentError(
-                f'isolation="in-process" does not use {unused}, which are for processes. Leave them out'
+                f'isolation="in-process" does not use {needed}, which are for processes. Leave them out'
             )
         return build_here("All environments run in this process, as requested.")
-    if isolation == "process" or workers.cwd is not None:
+    reason = f"because only processes can use {', '.join(f'{name}=' for name in needed)}" if needed else ""
+    if isolation == "process" or workers.cwd is not None or (needed and n_envs == 1):
         vec_env = SharedMemoryVecEnv(factories(), **options)
-        report = f"{_describe_sharing(min(workers.n_workers or n_envs, n_envs), n_envs)}, as requested."
+        why = "as requested" if isolation == "process" else reason
+        report = f"{_describe_sharing(min(workers.n_workers or n_envs, n_envs), n_envs)}, {why}."
         if vec_env.working_directory is not None:
             report += f" Each process has its own working directory in {vec_env.working_directory}."
         return _with_report(vec_env, report)
     if n_envs == 1:
         return build_here("There is only one environment, so it runs in this process, without a probe.")
+    verdict = None
     try:
         verdict = probe(probe_factories(), timeout=probe_timeout)
         unknown = verdict.explanation if verdict.isolation is Isolation.UNKNOWN else ""
@@ -357,20 +369,25 @@ def _build_vec_env(
         unknown = f"The environments cannot be sent to another process: {error}."
     except (WorkerError, OSError) as error:
         unknown = f'The environments could not be probed: {error}. For one process each, write isolation="process".'
-    if unknown:  # fall back to SB3's choice, with one warning
+    if verdict is None or unknown:  # fall back to SB3's choice, with one warning, unless options need processes
+        if needed:
+            return _with_report(
+                SharedMemoryVecEnv(factories(), **{**options, "n_workers": n_envs}),
+                f"{unknown} {_describe_sharing(n_envs, n_envs)}, {reason}.",
+            )
         report = f"{unknown} All environments run in this process, although it may not support several of them."
         untried = build_here(report)
         _log.warning("%s", report)
         return untried
-    n_workers, reason = _choose_n_workers(verdict, n_envs, workers.n_workers)
+    n_workers, sentence = _choose_n_workers(verdict, n_envs, workers.n_workers, reason)
     cache_note = " (An earlier probe found this; files that the environment reads are not watched.)"
-    report = f"{verdict.explanation}{cache_note if verdict.declared_by == 'cache' else ''} {reason}"
+    report = f"{verdict.explanation}{cache_note if verdict.declared_by == 'cache' else ''} {sentence}"
     _log.info("%s", report)
     if n_workers == 0:
         return build_here(report)
     made = factories()
-    if sentence := resources.memory_warning(verdict.private_bytes or 0, n_workers):
-        _log.warning("%s", sentence)
+    if warning := resources.memory_warning(verdict.private_bytes or 0, n_workers):
+        _log.warning("%s", warning)
     return _with_report(SharedMemoryVecEnv(made, **{**options, "n_workers": n_workers}), report)
 
 
@@ -448,23 +465,29 @@ def _with_report(vec_env: VecEnv, report: str) -> VecEnv:
     return vec_env
 
 
-def _choose_n_workers(verdict: Verdict, n_envs: int, n_workers: int | None) -> tuple[int, str]:
-    """Return the number of processes, 0 for this process alone, and the reason.
+def _choose_n_workers(verdict: Verdict, n_envs: int, n_workers: int | None, reason: str) -> tuple[int, str]:
+    """Return the number of processes, 0 for this process alone, and a sentence that explains it.
 
+    :param reason: clause on options that only processes can use; empty if there are none
     :raises IsolationError: If even a single environment fails, or environments in different processes conflict.
     """
     if verdict.isolation is Isolation.BROKEN:
         raise IsolationError(f"{verdict.explanation} Test one alone: env_fn().reset()")
     if verdict.isolation is Isolation.PROCESSES_COLLIDE:
-        if verdict.in_process:
+        if verdict.in_process and not reason:
             return 0, "So they share this process."
-        raise IsolationError(f"{verdict.explanation} Or use one environment, n_envs=1")
+        advice = "Or use one environment, n_envs=1"
+        if verdict.in_process:
+            advice = f"They would share this process, but cannot {reason}. Leave these options out"
+        raise IsolationError(f"{verdict.explanation} {advice}")
     if verdict.isolation is not Isolation.INDEPENDENT:
         return n_envs, f"So each of the {n_envs} has its own process."
     if n_workers is not None:
         n_workers = min(n_workers, n_envs)
         return n_workers, f"{_describe_sharing(n_workers, n_envs)}, as requested."
     n_workers, seconds = min(n_envs, resources.usable_cores()), verdict.step_seconds
+    if reason:
+        return n_workers, f"{_describe_sharing(n_workers, n_envs)}, {reason}."
     if seconds is None or n_workers < 2:
         return 0, "So they share this process."
     process_seconds, worker_seconds = n_envs * seconds, -(-n_envs // n_workers) * seconds + _STEP_OVERHEAD_SECONDS

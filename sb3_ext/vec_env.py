@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
@@ -176,6 +176,9 @@ class PoolVecEnv(CheckedVecEnv):
         self.closed = True
         self._pool.close()  # even if closed is True: Ctrl-C may have interrupted an earlier call
 
+    def __reduce__(self) -> NoReturn:
+        raise Pool.copy_error(type(self).__name__)
+
     def _render(self) -> Sequence[Any]:
         return self._call_pool("render", None, None)
 
@@ -232,7 +235,10 @@ class PoolVecEnv(CheckedVecEnv):
         self._require_open()
         self._pool.raise_failure()
         if self.waiting:
-            raise InvalidArgumentError("a step is pending. Call step_wait() or reset() first")
+            raise InvalidArgumentError(
+                "a step is pending, as after Ctrl-C in learn(): expected its step_wait(), or a reset. Use "
+                "model.set_env(model.get_env()) before the next learn(); without a model, env.reset()"
+            )
 
 
 class SharedMemoryVecEnv(PoolVecEnv):

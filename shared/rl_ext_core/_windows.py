@@ -12,6 +12,7 @@ import msvcrt
 import os
 import struct
 import sys
+import weakref
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
@@ -169,12 +170,16 @@ class Job:
         limits = struct.pack("@qqIPPIPII6Q4P", 0, 0, _KILL_ON_JOB_CLOSE | _BREAKAWAY_OK, *[0] * 16)
         _kernel.SetInformationJobObject(self._job, _EXTENDED_LIMIT_INFORMATION, limits, len(limits))
         _kernel.AssignProcessToJobObject(self._job, self._process)
+        # Unlike __del__, it is not called after the interpreter has cleared the globals of modules.
+        weakref.finalize(self, _close_handles, self._job, self._process).atexit = False
 
     def end(self) -> None:
         """End the process and its descendants."""
         _kernel.TerminateProcess(self._process, _TERMINATED)
         _kernel.TerminateJobObject(self._job, _TERMINATED)
 
-    def __del__(self) -> None:
-        for handle in (self._job, self._process):
-            _kernel.CloseHandle(handle)
+
+def _close_handles(*handles: Any) -> None:
+    """Close handles of Windows."""
+    for handle in handles:
+        _kernel.CloseHandle(handle)

@@ -11,13 +11,13 @@ import socket
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torchrl.envs import batched_envs as upstream
 
 from rl_ext_core import processes, resources
-from rl_ext_core.errors import InvalidArgumentError, WorkerError
+from rl_ext_core.errors import InvalidArgumentError, NotCopyableError, WorkerError
 from rl_ext_core.processes.failures import require_same_process
 from rl_ext_core.vector.channel import should_spin
 from torchrl_ext.parallel.worker_plan import WorkerPlan
@@ -70,6 +70,7 @@ class SupervisedEnv(upstream.ParallelEnv):
     _plan: WorkerPlan
     _start_timeout: float | None = None
     _step_timeout: float | None = None
+    _answer_timeout: float | None = None  # _step_timeout, or the time limit of TorchRL's pipes
     _user_start_method: str | None = None
     _watch: processes.Watch | None = None
     _failure_summary: str | None = None
@@ -110,6 +111,9 @@ class SupervisedEnv(upstream.ParallelEnv):
                 self._mp_start_method = _ContextName(stack.enter_context(processes.named_context(context)))
                 super()._start_workers()
                 starting.clear()
+            limit = self.BATCHED_PIPE_TIMEOUT if self._step_timeout is None else self._step_timeout
+            # The watch names the worker that hangs. TorchRL's own limit, whose error does not, comes later.
+            self.__dict__.update(_answer_timeout=limit, BATCHED_PIPE_TIMEOUT=2 * limit)
             self._failure_summary, self._has_open_call = None, False
         except BaseException:
             if self._watch is None and started:
@@ -133,7 +137,7 @@ class SupervisedEnv(upstream.ParallelEnv):
 
     def _operation(self, phase: str, timeout: float | None = None) -> _WorkerOperation:
         """Make the context manager for a call that waits for the workers."""
-        return _WorkerOperation(self, phase, self._step_timeout if timeout is None else timeout)
+        return _WorkerOperation(self, phase, timeout)
 
     def _owning_env(self) -> SupervisedEnv:
         """Return the environment that started the workers, which this one may be a view of."""
@@ -258,6 +262,12 @@ class SupervisedEnv(upstream.ParallelEnv):
         value = super().__getattr__(attr)
         return _WorkerCall(attr, self) if isinstance(value, upstream._dispatch_caller_parallel) else value
 
+    def __copy__(self) -> NoReturn:
+        raise NotCopyableError(
+            "ParallelEnv cannot be copied by copy.copy, because both would share the workers: expected the functions "
+            "that build its environments. Use ParallelEnv(2, create_env_fn), which starts new workers"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_watch": None, "_shm_done_flags": None, "_has_open_call": False}
 
@@ -292,7 +302,8 @@ class _WorkerOperation:
             # A view of ended workers: TorchRL raises an error, unless new workers have replaced them.
             env.is_closed = env.is_closed or not owner.is_closed
             return
-        self._watch_operation = watch.operation(self._phase, timeout=self._timeout)
+        timeout = owner._answer_timeout if self._timeout is None and self._phase != "close" else self._timeout
+        self._watch_operation = watch.operation(self._phase, timeout=timeout)
         owner.__dict__["_has_open_call"] = True  # setting an attribute of an nn.Module is slow
         try:
             self._watch_operation.__enter__()

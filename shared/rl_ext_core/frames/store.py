@@ -922,7 +922,8 @@ class FrameStore:
                 _open_stores.discard(self)
 
     def __del__(self) -> None:
-        if getattr(self, "_folder", None) is not None:
+        # When the interpreter has cleared the globals of this module, _close_all has closed the store.
+        if getattr(self, "_folder", None) is not None and _close_quietly is not None:
             _close_quietly(self)
 
     @defer_signals

@@ -21,6 +21,7 @@ import select
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -502,6 +503,8 @@ class KernelEvent:
     def __init__(self, descriptor: int | None = None) -> None:
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
         self._descriptor = os.eventfd(0, flags) if descriptor is None else descriptor
+        # Unlike __del__, it is not called after the interpreter has cleared the globals of modules.
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
 
     def is_set(self) -> bool:
         return self.wait(0)
@@ -520,10 +523,6 @@ class KernelEvent:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_event, (reduction.DupFd(self._descriptor),)
-
-    def __del__(self) -> None:
-        with suppress(OSError):
-            os.close(self._descriptor)
 
 
 def _rebuild_event(descriptor: Any) -> KernelEvent:

@@ -16,6 +16,7 @@ import pickle
 import sys
 import time
 import traceback
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -124,6 +125,8 @@ class WorkerReport:
         except BaseException:
             os.close(self.fd)
             raise
+        # Unlike __del__, it is not called after the interpreter has cleared the globals of modules.
+        weakref.finalize(self, os.close, self.fd).atexit = False
 
     @property
     def progress(self) -> Progress:
@@ -169,10 +172,6 @@ class WorkerReport:
     def _read(self, start: int) -> bytes:
         """Return the bytes of the report from a position to its end."""
         return read_at(self.fd, self.size() - start, start)
-
-    def __del__(self) -> None:
-        with suppress(AttributeError, OSError):  # the constructor failed
-            os.close(self.fd)
 
 
 class ReportWriter:

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, resource_tracker, util
 from multiprocessing.forkserver import MAXFDS_TO_SEND, ForkServer, read_signed
@@ -77,8 +77,9 @@ class _Server(ForkServer):
         )
         _servers.add(self)
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # An argument, because the interpreter may have cleared the globals of this module.
+        if not is_finalizing():
             self.end()
 
     def end(self) -> None:

@@ -15,6 +15,7 @@ import os
 import pickle
 import platform
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,9 @@ class SharedMemory:
     @defer_signals
     def __init__(self, size: int = 0, descriptor: int | None = None) -> None:
         self._descriptor = new_memory_file("rl_ext_core-vector")[0] if descriptor is None else descriptor
+        # Unlike __del__, it is not called after the interpreter has cleared the globals of modules.
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._close.atexit = False
         if size:
             self.resize(size)
 
@@ -106,12 +110,8 @@ class SharedMemory:
 
     def close(self) -> None:
         """Close the file descriptor in this process. Mappings stay valid."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    def __del__(self) -> None:
-        self.close()
+        self._descriptor = -1
+        self._close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_memory, (picklable_descriptor(self._descriptor),)

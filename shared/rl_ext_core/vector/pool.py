@@ -154,9 +154,17 @@ class Pool:
         self.timings.start_seconds = time.perf_counter() - begin
 
     def __reduce__(self) -> NoReturn:
-        raise NotCopyableError(
-            "environments in worker processes cannot be copied or pickled; expected the functions that build them. "
-            "Write SharedMemoryVecEnv(env_fns), which starts new workers"
+        raise self.copy_error("SharedMemoryVecEnv")
+
+    @staticmethod
+    def copy_error(owner: str) -> NotCopyableError:
+        """Return the error for copies of an object that has a pool. A copy would share the workers.
+
+        :param owner: name of the object's class
+        """
+        return NotCopyableError(
+            f"{owner} cannot be copied or pickled, because its environments are in worker processes: expected the "
+            f"functions that build them. Use {owner}(env_fns), which starts new workers"
         )
 
     @property

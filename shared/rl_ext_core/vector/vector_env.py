@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
@@ -18,6 +18,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.recording.memory_layout import OTHER_REWARD, TERMINATED, TRUNCATED
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.environments import PoolOptions, qualified_name, store_reward
+from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.restarting_pool import make_pool
 
 __all__ = ["SharedMemoryVectorEnv"]
@@ -123,6 +124,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         except EnvironmentOutputError as error:
             raise _combined_error_class(EnvironmentOutputError, RuntimeError())(*error.args) from None
         self.closed, self._pending, self.num_envs = False, "", pool.num_envs
+        self._is_interrupted = False  # whether the pending step is one of step() that was interrupted
         self.timings = pool.timings
         self.single_observation_space, self.single_action_space = pool.spaces
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
@@ -148,6 +150,8 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         :raises InvalidTypeError: If ``reset_mask`` is not a bool array.
         :raises InvalidArgumentError: If ``reset_mask`` or the list of seeds has another length, or the mask is empty.
         """
+        if self._is_interrupted:  # the pool drops the answers
+            self._pending, self._is_interrupted = "", False
         self.reset_async(seed=seed, options=options)
         return self.reset_wait()
 
@@ -230,10 +234,16 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         """Step all environments.
 
         :param actions: ``(num_envs, ...)`` actions of ``action_space``
+        After an interrupt, such as Ctrl-C, :meth:`reset` continues.
+
         :return: as :meth:`step_wait`
         """
         self.step_async(actions)
-        return self.step_wait()
+        try:
+            return self.step_wait()
+        except BaseException:
+            self._is_interrupted = bool(self._pending)
+            raise
 
     # -- attributes and methods of environments
 
@@ -338,14 +348,22 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         else:
             self._pool.close(timeout)
 
+    def __reduce__(self) -> NoReturn:
+        raise Pool.copy_error(type(self).__name__)
+
     def __del__(self) -> None:
-        if "_pool" in vars(self) and not self.closed:  # a copy that was refused has no pool
-            self.close(terminate=True)
+        """Do nothing, because the pool ends its workers when it is garbage-collected. gymnasium's would call close."""
 
     def _require_idle(self, method: str) -> None:
         """Raise if the environments are closed, have failed, or execute an async call."""
         self._require_open()
         self._pool.raise_failure()
+        if self._is_interrupted:
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` after an interrupted step, whose result belongs to other actions: expected a "
+                "reset. Use envs.reset(), or model.set_env(model.get_env()) before learn() of Stable Baselines3",
+                self._pending,
+            )
         if self._pending:
             raise AlreadyPendingCallError(
                 f"Calling `{method}` while waiting for a pending call to `{self._pending}` to complete. Write "
@@ -379,7 +397,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             raise multiprocessing.TimeoutError(f"the environments did not {what} within {timeout:g} s")
         self._pool.wait(raise_failures=what == "call")
         # Until here, another wait can follow Ctrl-C.
-        self._pending = ""
+        self._pending, self._is_interrupted = "", False
 
 
 def _parse_reset_mask(found: Any, num_envs: int) -> Sequence[bool]:
