@@ -1,6 +1,6 @@
 """``SharedMemoryVecEnv`` against SB3's ``SubprocVecEnv``, with default start methods.
 
-    python -m benchmarks.vec_env [steps frames busy vector learn report start restart ray] [--rounds 15]
+    python -m benchmarks.vec_env [steps frames busy vector learn start restart ray] [--rounds 15]
         [--envs 8]
 
 The vectorized environments take turns in one process, with the same actions. Ratios are medians over the rounds. *Bare*
@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
-import itertools
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any
@@ -29,10 +26,10 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from benchmarks import _vec_env_environments as worlds
-from benchmarks.measure import format_ratio, machine, parse_options, ratio_interval, record, speedup, time_in_turns
+from benchmarks.measure import format_ratio, machine, parse_options, record, speedup, time_in_turns
 from benchmarks.processes import run_module
 from rl_ext_core.vector import SharedMemoryVectorEnv
-from sb3_ext import RayVecEnv, SharedMemoryVecEnv, VecEnvTimingCallback
+from sb3_ext import RayVecEnv, SharedMemoryVecEnv
 
 SUBPROC, ONE_EACH, TWO_WORKERS, DUMMY = "SubprocVecEnv", "one each", "2 workers", "DummyVecEnv"
 BARE = {ONE_EACH: "one each, bare", TWO_WORKERS: "2 workers, bare"}
@@ -48,7 +45,6 @@ TARGETS = {
     ("start", "later"): 50.0,
 }
 PRIVATE_MIB, RESTART_S = 10, 0.1
-REPORT_TIMESTEPS, MAX_REPORT_RATIO = 512, 1.01
 STARTED = 4
 WIDTH = 34
 
@@ -211,36 +207,6 @@ def learn(rounds: int, n_envs: int) -> None:
         print_row(competitor, f"{timesteps / np.median(found):,.0f}", verdict=verdict)
 
 
-def report(rounds: int, n_envs: int) -> None:
-    """Measure what the report of ``VecEnvTimingCallback`` costs, for one and for several environments in process."""
-    torch.set_num_threads(1)
-    for count in (1, n_envs):
-        print(f"\nreport: PPO's time with a report of its parts, against without, {count} CartPoles in this process")
-        runs = {name: _make_training(count, report=name == "report") for name in ("plain", "report")}
-        seconds = time_in_turns(runs, rounds=rounds, clock=time.thread_time)
-        low, ratio, high = ratio_interval(seconds, "plain", baseline="report")
-        per_step = np.median(seconds["plain"]) / REPORT_TIMESTEPS * count
-        verdict = f"(≤ {MAX_REPORT_RATIO}){'' if ratio <= MAX_REPORT_RATIO else '  missed'}"
-        print_row("", f"{per_step * 1e6:,.0f} µs", f"{ratio:.4f}", f"({low:.4f}–{high:.4f})", verdict=verdict)
-
-
-def _make_training(count: int, *, report: bool) -> Callable[[], None]:
-    """Return a function that trains with the same seeds in each competitor, so that all do the same work."""
-    venv = DummyVecEnv([worlds.cart_pole] * count)
-    model = PPO("MlpPolicy", venv, n_steps=REPORT_TIMESTEPS // count, device="cpu", seed=0)
-    model.set_logger(Logger(None, []))
-    seeds = itertools.count()
-
-    def train() -> None:
-        """Train for one rollout."""
-        model.set_random_seed(next(seeds))
-        with contextlib.redirect_stdout(io.StringIO()):
-            model.learn(REPORT_TIMESTEPS, callback=VecEnvTimingCallback(report=True) if report else None)
-
-    train()
-    return train
-
-
 def run_once(*arguments: object) -> Any:
     """Run ``benchmarks._vec_env_once`` in a fresh process, and return its result."""
     return json.loads(run_module("benchmarks._vec_env_once", *arguments))
@@ -284,7 +250,7 @@ def restart(rounds: int, n_envs: int) -> None:
 
 
 PARTS: dict[str, Callable[[int, int], None]] = {
-    part.__name__: part for part in (steps, frames, busy, vector, learn, report, start, restart, ray)
+    part.__name__: part for part in (steps, frames, busy,, vector, learn, start, restart, ray)
 }
 
 

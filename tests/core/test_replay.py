@@ -1,12 +1,12 @@
-"""``rl-ext replay``: crashes at recorded steps, shorter episodes, and scripts that crash by themselves."""
+"""``rl-ext replay``: crashes at recorded steps, actions as arrays, and no changed files."""
 
 from __future__ import annotations
 
-import bdb
 import functools
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
-import matplotlib.image
 import numpy as np
 import pytest
 
@@ -25,6 +24,7 @@ from rl_ext_core.errors import CorruptFileError
 from rl_ext_core.factory import as_factory
 from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, replay
 from rl_ext_core.recording.capsule import RecordedFailure, read_capsule, write_capsule
+from rl_ext_core.recording.episode_log import observation_checksum
 from tests.core.isolation import variants
 
 MODULE = '''
@@ -136,7 +136,6 @@ TEXTS = {
     "observation": "values that do not fit the spaces",
     "info": "values that do not fit the spaces",
 }
-SCRIPT_STATUS = {"exception": 1, "segfault": -11, "abort": -6, "exit": 7, "hang": 1, "observation": 1, "info": 1}
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals")
 
 
@@ -181,42 +180,16 @@ def has_left(env: Any, n_steps: int) -> bool:
     return bool(env.unwrapped.place > env.unwrapped.limit)
 
 
-def run_script(path: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script in another working directory."""
-    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, cwd="/", timeout=60)
-
-
 @posix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sample(quick=4)
-def test_crash_is_reproduced_and_script_crashes(
-    kind: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_crash_is_reproduced(kind: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = record(failing.Walk, tmp_path / "crashes", kind, has_left, step_timeout=0.6)
     step = read_capsule(path).step
-    assert main(["replay", str(path), "--yes", "--script", "repro.py"]) == 0
+    assert main(["replay", str(path), "--yes"]) == 0
     printed = capsys.readouterr().out
     assert f"reproduced at step {step}: {TEXTS[kind]}" in printed
     assert "executes the pickled code of the factory" in printed
-    found = run_script(tmp_path / "repro.py")
-    assert found.returncode == SCRIPT_STATUS[kind], found.stderr
-    assert {"exception": "the solver diverges", "observation": "does not fit Box"}.get(kind, "") in found.stderr
-
-
-@posix
-@pytest.mark.parametrize("kind", ["exception", "abort"])
-@pytest.mark.sample(quick=1)
-def test_minimized_capsule_crashes_with_fewer_steps(
-    kind: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = record(functools.partial(failing.Walk, limit=2.5), tmp_path / "crashes", kind, has_left, seed=4)
-    assert main(["replay", str(path), "--yes", "--minimize"]) == 0
-    short = path.with_name(f"{path.stem}-minimized.rlx")
-    assert f"instead of {read_capsule(path).step} steps" in capsys.readouterr().out
-    step = read_capsule(short).step  # it starts between 0 and 1, and action 2 moves it by 0.9
-    assert 2 <= step <= 3 < read_capsule(path).step
-    assert main(["replay", str(short), "--yes"]) == 0
-    assert f"reproduced at step {step}" in capsys.readouterr().out
 
 
 # Importing Box2D under warnings as errors kills the process.
@@ -231,9 +204,8 @@ def test_crashes_in_simulators(
     at = random.Random(f"{name} {kind}").randint(2, 9)
     make = functools.partial(failing.build, name, at=at)
     path = record(make, tmp_path / "crashes", kind, lambda env, n_steps: n_steps == at)
-    assert main(["replay", str(path), "--yes", "--script", "repro.py"]) == 0
+    assert main(["replay", str(path), "--yes"]) == 0
     assert f"reproduced at step {at}" in capsys.readouterr().out
-    assert run_script(tmp_path / "repro.py").returncode == SCRIPT_STATUS[kind]
 
 
 @posix
@@ -250,62 +222,118 @@ def test_crash_in_a_c_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     log = EpisodeLog(log.generators, log.settings, log.calls, log.checksums[:-1])
     path = write_capsule(tmp_path, factory=as_factory(bad), log=log, failure=KINDS["segfault"], environment=0)
     monkeypatch.chdir(tmp_path)
-    assert main(["replay", str(path), "--yes", "--minimize", "--script", "repro.py"]) == 0
-    printed = capsys.readouterr().out
-    assert "reproduced at step 5: SIGSEGV in step, " in printed
-    assert "no step of the episode can be left out" in printed
-    assert run_script(tmp_path / "repro.py").returncode == -11
+    assert main(["replay", str(path), "--yes"]) == 0
+    assert "reproduced at step 5: SIGSEGV in step, " in capsys.readouterr().out
 
 
-def test_long_script_reads_its_actions_from_a_file(failing: Any, tmp_path: Path) -> None:
-    build = functools.partial(failing.build, "Pendulum-v1", at=2500, max_episode_steps=-1)
-    path = record(build, tmp_path, "exit", lambda env, n_steps: n_steps == 2500)
-    assert main(["replay", str(path), "--yes", "--script", "repro.py"]) == 0
-    assert np.load(tmp_path / "repro.npy").shape == (2500, 1)
-    assert run_script(tmp_path / "repro.py").returncode == 7
+# Statements of an environment that change files: in its constructor, and in a step that writes a line each.
+WRITERS = {
+    "append": ("self.file = open('log.txt', 'a')", "self.file.write('x'); self.file.flush()"),
+    "truncate": ("self.file = Path('log.txt').open('w')", "self.file.write('x'); self.file.flush()"),
+    "new file": ("os.makedirs('new/log', exist_ok=True)", "open('new/log/a.txt', 'a').write('x')"),
+    "logging": ("self.log = logging.FileHandler('log.txt', 'w')", "self.log.emit(logging.makeLogRecord({'msg': 'x'}))"),
+    "arrays": ("np.save('array.npy', np.ones(3))", "np.save('array.npy', 2 * np.load('array.npy'))"),
+    "os": ("self.file = os.open('log.txt', os.O_RDWR | os.O_TRUNC)", "os.write(self.file, b'x')"),
+    "delete": ("os.remove('log.txt')", "Path('array.npy').unlink(missing_ok=True)"),
+    "move": ("os.replace('log.txt', 'old.txt')", "os.rename('old.txt', 'log.txt') if os.path.exists('old.txt') else 0"),
+    "trees": ("shutil.rmtree('folder', ignore_errors=True)", "shutil.copy('log.txt', 'copy.txt')"),
+    "temporary": ("self.folder = tempfile.mkdtemp()", "Path(self.folder, 'a').write_text(Path('log.txt').read_text())"),
+    "absolute": ("self.file = open(Path('log.txt').absolute(), 'r+')", "self.file.write('x'); self.file.flush()"),
+    "monitor": ("self.monitor = Monitor(gymnasium.make('CartPole-v1'), 'log')", "self.monitor.reset()"),
+    "videos": ("self.video = video(); self.video.reset(seed=1)", "self.video.step(0)[2] and self.video.reset()"),
+}
+WRITER = """
+import logging, os, shutil, sys, tempfile, types
+from pathlib import Path
+import gymnasium, numpy as np
+sys.modules.setdefault("moviepy", types.ModuleType("moviepy"))  # RecordVideo needs it only when it writes
+from failing_envs import Walk
+from gymnasium.wrappers import RecordVideo
+from stable_baselines3.common.monitor import Monitor
 
 
-def test_script_of_an_unknown_factory_has_to_be_filled_in(
-    failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def video():
+    return RecordVideo(gymnasium.make("CartPole-v1", render_mode="rgb_array"), "folder", episode_trigger=lambda n: True)
+
+
+class Writer(Walk):
+    def __init__(self):
+        super().__init__("exception")
+        {start}
+
+    def step(self, action):
+        {step}
+        return super().step(action)
+"""
+
+
+@pytest.mark.sample(quick=4)
+@pytest.mark.parametrize("kind", WRITERS)
+def test_replay_changes_no_file(
+    kind: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = record(failing.Walk, tmp_path, "exit", has_left)
-    limit = 6.0
-    factory = as_factory(lambda: failing_walk(limit))
+    path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
+    start, step = WRITERS[kind]
+    (tmp_path / "writers.py").write_text(WRITER.format(start=start, step=step))
+    for name in ("log.txt", "log.monitor.csv", "folder/rl-video-episode-0.mp4"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("written by the run\n")
+    np.save(tmp_path / "array.npy", np.arange(3))
+
+    def read_files() -> dict[str, Any]:
+        """Return the content of all files, and None for folders."""
+        paths = [path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts]
+        return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
+
+    before = read_files()
+    status, printed = main(["replay", str(path), "--env", "writers:Writer"]), capsys.readouterr()
+    assert "reproduced at step" in printed.out, printed.out + printed.err
+    assert status == 0
+    assert read_files() == before
+
+
+@pytest.mark.parametrize("seed", [None, 4])
+def test_lines_of_the_guide_repeat_a_crash(seed: int | None, failing: Any, tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "resume.md").read_text()
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "episode.npz" in code)
+    build = functools.partial(failing.build, "Pendulum-v1", at=7)
+    path = record(build, tmp_path / "crashes", "exception", lambda env, n_steps: n_steps == 7, seed=seed)
+    assert main(["replay", str(path), "--yes", "--actions", "episode.npz"]) == 0
     log = read_capsule(path).log
-    path = write_capsule(tmp_path, factory=factory, log=log, failure=KINDS["exit"], environment=0)  # type: ignore[assignment]
-    assert main(["replay", str(path), "--yes", "--script", "repro.py"]) == 0
-    assert "set build_crashing_env in it" in capsys.readouterr().out
-    found = run_script(tmp_path / "repro.py")
-    assert "set build_crashing_env in this script" in found.stderr
+    np.testing.assert_array_equal(
+        np.load("episode.npz")["actions"], [data for name, data in log.calls if name == "step"]
+    )
+    observations: list[Any] = []
 
+    class Spy(gymnasium.Wrapper):  # type: ignore[type-arg]
+        def reset(self, **options: Any) -> Any:
+            observations.append(super().reset(**options)[0])
 
-def failing_walk(limit: float) -> Any:
-    """Build a walk that ends its process."""
-    import failing_envs
+        def step(self, action: Any) -> Any:
+            observations.append(super().step(action)[0])
 
-    return failing_envs.Walk("exit", limit)
-
-
-def test_debugger_stops_before_the_call_that_fails(
-    failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = record(failing.Walk, tmp_path, "exception", has_left)
-    stops = []
-    monkeypatch.setattr("pdb.set_trace", lambda: stops.append(capsys.readouterr().out))
     with pytest.raises(ArithmeticError):
-        main(["replay", str(path), "--yes", "--pdb"])
-    (printed,) = stops
-    assert "in this process" in printed
-    assert f"next is step {read_capsule(path).step}" in printed
+        exec(code, {"make_env": lambda: Spy(build(kind="exception"))})
+    assert [observation_checksum(found) for found in observations[:1]] == log.checksums[:1]
+    assert len(observations) == 7  # the reset and six steps
 
 
-def test_debugger_can_be_quit(failing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def quit_debugger() -> None:
-        raise bdb.BdbQuit  # as 'q' does
-
-    path = record(failing.Walk, tmp_path, "exception", has_left)
-    monkeypatch.setattr("pdb.set_trace", quit_debugger)
-    assert main(["replay", str(path), "--yes", "--pdb"]) == 0
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("episode.txt", "Use --actions episode.npz"),
+        ("taken.npz", "Use --actions taken-2.npz"),
+        ("no/a.npz", "existing"),
+    ],
+)
+def test_unsuitable_files_for_actions_are_refused(
+    name: str, expected: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
+    (tmp_path / "taken.npz").write_text("taken")
+    assert main(["replay", str(path), "--yes", "--actions", name]) == 2
+    assert expected in capsys.readouterr().err
+    assert (tmp_path / "taken.npz").read_text() == "taken"
 
 
 def test_failure_of_another_function_is_another_failure() -> None:
@@ -329,7 +357,7 @@ def test_failure_of_another_function_is_another_failure() -> None:
     ("source", "expected"),
     [
         ("no_such_module:make", "no_such_module"),
-        ("CartPole-v1", "expected the same wrappers and spaces. Write --env module:function"),
+        ("CartPole-v1", "expected the same wrappers and spaces. Use --env module:function"),
         ("failing_envs:Walk", "Walk, is not built like the recorded one (0 instead of 4 wrappers); expected the same"),
     ],
 )
@@ -342,14 +370,6 @@ def test_environment_of_another_kind_is_a_wrong_argument(
     printed = capsys.readouterr().err
     assert expected in printed
     assert "Traceback" not in printed
-
-
-def test_script_of_a_crash_that_is_not_reproduced_says_so(
-    failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
-    assert main(["replay", str(path), "--env", "failing_envs:Walk", "--script", "repro.py"]) == 1
-    assert "repro.py: makes the same calls, which did not reproduce the crash" in capsys.readouterr().out
 
 
 def test_environment_that_does_not_crash(
@@ -365,25 +385,6 @@ def test_environment_that_does_not_crash(
     )
     assert main(["replay", str(path), "--env", "random_env:Drift"]) == 1
     assert "does not crash: first difference at step 1: the environment is not det" in capsys.readouterr().out
-
-
-def test_image_before_the_crash(
-    failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build = functools.partial(failing.build, "CartPole-v1", at=4)
-    path = record(build, tmp_path / "crashes", "exception", lambda env, n_steps: n_steps == 4)
-    arguments = ["replay", str(path), "--yes", "--render"]
-    assert main([*arguments, "out.png"]) == 0
-    image = matplotlib.image.imread("out.png")
-    assert image.shape == (400, 600, 3)
-    assert "out.png: the last 0.1 s before the crash" in capsys.readouterr().out
-    assert main([*arguments, "out.gif"]) == 2
-    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
-    assert main([*arguments, "out.mp4"]) == 1
-    assert "pip install imageio imageio-ffmpeg" in capsys.readouterr().err
-    path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
-    assert main(["replay", str(path), "--yes", "--render", "out.png"]) == 2
-    assert "expected 'rgb_array'" in capsys.readouterr().err
 
 
 def test_crash_at_another_step(failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -414,7 +415,7 @@ def test_factory_that_cannot_be_pickled(failing: Any, tmp_path: Path, capsys: py
     )
     assert read_capsule(path).factory_pickle is None
     assert main(["replay", str(path), "--yes"]) == 2
-    assert "Write --env module:function" in capsys.readouterr().err
+    assert "Use --env module:function" in capsys.readouterr().err
 
 
 def test_class_of_the_script_itself(failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -427,9 +428,8 @@ def test_class_of_the_script_itself(failing: Any, tmp_path: Path, capsys: pytest
     environ = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root}/shared"}
     found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environ, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
-    assert main(["replay", found.stdout.strip(), "--yes", "--script", "repro.py"]) == 0
+    assert main(["replay", found.stdout.strip(), "--yes"]) == 0
     assert "exit code 7" in capsys.readouterr().out
-    assert run_script(tmp_path / "repro.py").returncode == 7
 
 
 def test_capsule_contains_plain_data_and_marked_pickles(

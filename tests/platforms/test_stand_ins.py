@@ -59,7 +59,7 @@ def test_packages_import_and_help_is_printed(system: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("system", MISSING)
-def test_buffers_on_imitated_systems(system: str) -> None:
+def test_buffers(system: str) -> None:
     """Run ``buffers.py``, which also tests processes that share memory or are killed."""
     done = run(system, "tests/platforms/buffers.py")
 
@@ -73,8 +73,9 @@ SCRIPTS = {
     "dll.py": "test_error_names_how_a_worker_died",
     "workers.py": "test_make_vec_env_starts_one_process_per_single_instance_env",
 }
-# Probes and spawned workers take minutes. So CI tests a feature that both systems lack on one of them only.
-IN_CI = [
+# On an imitation, probes and spawned workers take minutes, so one system runs a feature that both lack.
+IMITATED = [
+    ("windows", "entries.py", ()),
     ("windows", "dll.py", ("test_make_vec_env_starts_one_process_per_instance",)),
     ("macos", "workers.py", ("test_probe_kills_hanging_env_and_its_children", "test_error_names_how_a_worker_died")),
 ]
@@ -83,14 +84,9 @@ IN_CI = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("system", "script", "names"),
-    [
-        ("windows", "entries.py", ()),
-        *IN_CI,
-        *(pytest.param("macos", script, (), marks=pytest.mark.exhaustive) for script in SCRIPTS),
-        *(pytest.param("windows", script, (), marks=pytest.mark.exhaustive) for script in ("dll.py", "workers.py")),
-    ],
+    IMITATED if sys.platform == "linux" else [("", script, ()) for script in SCRIPTS],
 )
-def test_scripts_on_imitated_systems(
+def test_scripts(
     system: str, script: str, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if script == "dll.py":

@@ -23,7 +23,7 @@ from stable_baselines3.common.vec_env import (
     VecNormalize,
 )
 
-from sb3_ext import AutoVecEnv, VecEnvTimingCallback
+from sb3_ext import AutoVecEnv
 from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, open_vec_env_pair, rollout
@@ -229,21 +229,6 @@ def train_weights(venv: VecEnv) -> list[Any]:
 def test_weights_under_wrappers_equal_those_with_subproc_vec_env() -> None:
     with open_vec_env_pair([cart_pole] * 3, n_workers=2) as (ours, theirs):
         assert_equal(train_weights(ours), train_weights(theirs))
-
-
-def test_timings_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    venv = SharedMemoryVecEnv([cart_pole] * 3, FAST)
-    model = without_logger(PPO("MlpPolicy", VecNormalize(venv), n_steps=16, batch_size=16, n_epochs=1, device="cpu"))
-    seen: dict[str, list[float]] = {}
-    monkeypatch.setattr(model.logger, "record", lambda key, value, exclude=None: seen.setdefault(key, []).append(value))
-    model.learn(16 * 3 * 3, callback=VecEnvTimingCallback())
-    timings = venv.timings
-    venv.close()
-    assert seen["time/env_restarts"] == [0, 0, 0]
-    assert all(0 < seconds < 60 for seconds in seen["time/env_step"])
-    assert set(seen["time/env_start"]) == {timings.start_seconds}
-    assert timings.steps == 48
-    assert timings.step_seconds == pytest.approx(np.mean(seen["time/env_step"]))
 
 
 def test_workers_import_neither_torch_nor_stable_baselines3() -> None:

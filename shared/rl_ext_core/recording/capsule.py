@@ -34,6 +34,7 @@ __all__ = [
     "record_crash",
     "record_exception",
     "save_capsule",
+    "write_actions",
     "write_capsule",
 ]
 
@@ -111,7 +112,6 @@ class Capsule:
     :ivar step: number of the failed step in the log, 0 for its reset
     :ivar log: the log; its calls are empty if :attr:`calls_pickle` is set
     :ivar source: source code that built the environment, with dots for parts that are not known
-    :ivar code: lines of Python that define ``build_crashing_env``; empty if they are not known
     :ivar factory_pickle: pickled factory; None if it cannot be pickled
     :ivar calls_pickle: pickled settings and calls; None if they are plain data
     :ivar step_timeout: time limit of a step in seconds; None for none
@@ -133,7 +133,6 @@ class Capsule:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     spaces: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    code: tuple[str, ...] = ()
 
     @property
     def seed(self) -> Any:
@@ -223,8 +222,6 @@ def write_capsule(
     :param spaces: observation space and action space of the environment
     :return: path of the file; None if the folder already contains :data:`MAX_CAPSULES`, or the file cannot be written
     """
-    from rl_ext_core.recording.script import code_of_factory
-
     folder = Path(folder)
     try:
         if len(list(folder.glob("crash-*.rlx"))) >= MAX_CAPSULES:
@@ -250,7 +247,6 @@ def write_capsule(
             current_versions(getattr(factory, "preload", ())),
             {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
             {} if spaces is None else {"observation": str(spaces[0]), "action": str(spaces[1])},
-            tuple(code_of_factory(factory)),
         )
         save_capsule(path, capsule)
     except Exception as error:  # spaces, factories and arguments have code of the user
@@ -316,7 +312,6 @@ def save_capsule(path: Path, capsule: Capsule) -> None:
         "step": capsule.step,
         "seed": repr(capsule.seed),
         "source": capsule.source,
-        "code": list(capsule.code),
         "step_timeout": capsule.step_timeout,
         "versions": dict(capsule.versions),
         "variables": dict(capsule.variables),
@@ -383,7 +378,6 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
             about["versions"],
             about["variables"],
             about["spaces"],
-            tuple(about["code"]),
         )
     except (
         zipfile.BadZipFile,
@@ -401,6 +395,46 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
             f"{str(path)!r} is not a complete capsule ({type(error).__name__}: {error}); expected a file that a "
             "recorder wrote. Copy it again"
         ) from error
+
+
+def write_actions(path: Path, log: EpisodeLog) -> list[str]:
+    """Write the seeds and actions of an episode to a file of NumPy, for code that does not import this package.
+
+    The arrays are ``actions``, ``seeds`` of the resets (-1 for none), ``resets``, the number of steps before each, and
+    ``np_random``, the state of the environment's generator before the first reset, as JSON.
+
+    :return: what else the episode depends on, and the file does not contain
+    :raises InvalidArgumentError: If the actions are not numbers or arrays of one shape and dtype, or the file exists.
+    """
+    steps = [number for number, (name, _) in enumerate(log.calls) if name == "step"]
+    actions = [np.asarray(log.calls[number][1]) for number in steps]
+    kinds = {(action.shape, action.dtype) for action in actions}
+    if len(kinds) > 1 or any(dtype.kind not in "biuf" for _, dtype in kinds):
+        raise InvalidArgumentError(
+            f"--actions {str(path)!r}: the actions are not numbers or arrays of one shape and dtype, so no array can "
+            "contain them. Use log.calls of rl_ext_core.recording.capsule.read_capsule(path)"
+        )
+    resets = [(number, data) for number, (name, data) in enumerate(log.calls) if name == "reset"]
+    place = max((place for place in log.generators if place[1] == "_np_random"), default=None)
+    state = None if place is None else log.generators[place]
+    try:
+        with open(path, "xb") as file:
+            np.savez(
+                file,
+                actions=np.array(actions),
+                seeds=np.array([-1 if data.get("seed") is None else data["seed"] for _, data in resets], np.int64),
+                resets=np.searchsorted(steps, [number for number, _ in resets]),
+                np_random=json.dumps(state, default=np.ndarray.tolist),
+            )
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"--actions {str(path)!r} cannot be written: {error.strerror}; expected a new file in an existing folder. "
+            f"Use --actions {path.stem}-2.npz"
+        ) from None
+    others = {name for name, _ in (*log.settings, *log.calls)} - {"step", "reset"}
+    others |= {each[1] for each in log.generators if each != place and "space" not in each[1]}
+    others |= {"options" for _, data in resets if data.get("options")}
+    return sorted(others)
 
 
 # -- plain data

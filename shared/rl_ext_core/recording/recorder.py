@@ -268,7 +268,6 @@ def repeat_calls(
     *,
     read: Callable[[Any, Any, bool], tuple[Any, set[int]]] = _read_observation,
     before_call: Callable[[int, int, str, int | None], None] = lambda call, step, name, first_difference: None,
-    stop_at_end: bool = False,
 ) -> Repetition:
     """Repeat all calls of a log, also one that did not return.
 
@@ -277,7 +276,6 @@ def repeat_calls(
         as the recorded ones were converted, and the checksums that it may have; default: without conversion
     :param before_call: function called before each call with its number, the number of steps, its name, and the first
         step that differs
-    :param stop_at_end: whether to stop at the end of an episode that another step follows
     """
 
     def make_call(name: str, data: Any) -> None:
@@ -286,21 +284,17 @@ def repeat_calls(
         else:
             RECORDED_CALLS[name](env, data)
 
-    observation, first_difference, steps, has_ended, last = None, None, 0, False, len(log.calls) - 1
+    observation, first_difference, steps, last = None, None, 0, len(log.calls) - 1
     for number, ((name, data), expected) in enumerate(itertools.zip_longest(log.calls, log.checksums)):
-        if stop_at_end and has_ended and name == "step":
-            break
         steps += name == "step"
         before_call(number, steps, name, first_difference)
         if name == "reset":
             observation, info = env.reset(**data)
             observation, found = read(observation, info, number == last)
-            has_ended = False
         elif name == "step":
             observation, reward, terminated, truncated, info = env.step(data)
             observation, sums = read(observation, info, number == last)
             found = {step_checksum(value, reward, terminated, truncated) for value in sums}
-            has_ended = bool(terminated or truncated)
         else:
             try:
                 make_call(name, data)

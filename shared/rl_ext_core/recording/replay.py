@@ -1,4 +1,4 @@
-"""Repeat the failure of a capsule in a process of its own, and shorten its episode."""
+"""Repeat the failure of a capsule in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pickle
 import re
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,24 +23,18 @@ from rl_ext_core.recording.episode_log import EpisodeLog, observation_checksum
 from rl_ext_core.recording.generators import Generators, layers_of
 from rl_ext_core.recording.memory_layout import MemoryLayout
 from rl_ext_core.recording.recorder import repeat_calls, restore_beginning
+from rl_ext_core.recording.scratch_files import redirect_written_files
 
 __all__ = [
     "DEFAULT_TIMEOUT",
-    "MAX_TRIES",
-    "OutputCheck",
     "ReplayResult",
-    "build_env",
-    "minimize",
     "play",
-    "prepare_env",
 ]
 
-DEFAULT_TIMEOUT, MAX_TRIES = 60.0, 200
+DEFAULT_TIMEOUT = 60.0
 _START_TIMEOUT = 600.0
-# Shortened episodes are tried with this limit, because each one that hangs takes all of it.
-_SHORT_TIMEOUT = 5.0
+_EXIT_TIMEOUT = 5.0
 _LABEL = "replay"
-_RENDERED_S, _DEFAULT_FPS = 10.0, 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,12 +122,11 @@ def _innermost_frame(traceback: str) -> str:
 # -- in the process of the environment
 
 
-def build_env(capsule: Capsule, source: str | None, *, render: bool = False) -> Any:
+def _build_env(capsule: Capsule, source: str | None) -> Any:
     """Build the environment of a capsule.
 
     :param source: ``--env`` of the command line; default: the pickled factory of the capsule
-    :param render: whether the environment must return images
-    :raises InvalidArgumentError: If the factory cannot be loaded, or the environment returns no images.
+    :raises InvalidArgumentError: If the factory cannot be loaded.
     """
     if not {"", os.getcwd()} & set(sys.path):  # the command of an installed package does not have it
         sys.path.insert(0, os.getcwd())
@@ -143,20 +137,10 @@ def build_env(capsule: Capsule, source: str | None, *, render: bool = False) -> 
         factory: Any = as_factory(load_source(source))
     else:
         factory = _load_factory(capsule)
-    env = None
-    if render:
-        with contextlib.suppress(InvalidArgumentError, TypeError):  # it takes no render_mode
-            env = factory(render_mode="rgb_array")
     try:
-        env = factory() if env is None else env
+        return factory()
     except ModuleNotFoundError as error:  # a factory may load the module of the environment when it is called
         raise _loading_error(error) from error
-    if render and getattr(env, "render_mode", None) != "rgb_array":
-        raise InvalidArgumentError(
-            f"--render: the environment has render_mode={getattr(env, 'render_mode', None)!r}; expected 'rgb_array'. "
-            "Write --env module:function with a function that passes render_mode='rgb_array'"
-        )
-    return env
 
 
 def _load_factory(capsule: Capsule) -> Any:
@@ -175,7 +159,7 @@ def _loading_error(error: Exception) -> InvalidArgumentError:
     )
 
 
-class OutputCheck:
+class _OutputCheck:
     """Check of what an environment returns, as workers do it."""
 
     def __init__(self, env: Any, *, in_space: bool) -> None:
@@ -205,7 +189,7 @@ class OutputCheck:
         return observation, found
 
 
-def prepare_env(env: Any, log: EpisodeLog) -> Any:
+def _prepare_env(env: Any, log: EpisodeLog) -> Any:
     """Return an environment as one of gymnasium, in the state before a recorded episode.
 
     :param env: environment that was built like the recorded one
@@ -228,7 +212,7 @@ def _unlike_error(layers: Sequence[Any], reason: str) -> InvalidArgumentError:
     """Return the exception for an environment that has other wrappers or spaces than the recorded one."""
     return InvalidArgumentError(
         f"the environment, {' of '.join(type(layer).__name__ for layer in layers)}, is not built like the recorded one "
-        f"({reason}); expected the same wrappers and spaces. Write --env module:function, with a function that builds "
+        f"({reason}); expected the same wrappers and spaces. Use --env module:function, with a function that builds "
         "them all"
     )
 
@@ -236,22 +220,18 @@ def _unlike_error(layers: Sequence[Any], reason: str) -> InvalidArgumentError:
 def _serve(connection: Connection, packed: bytes) -> None:
     """Build the environment, and repeat its calls. Target of a process.
 
-    :param packed: capsule, source, numbers of the calls or None, seconds between messages to the parent, and seconds at
-        the end whose images are sent
+    :param packed: capsule, source, seconds between messages to the parent, and folder for the files that are written
     """
     with contextlib.suppress(ImportError):  # Windows
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    capsule, source, chosen, interval, rendered = pickle.loads(packed)
-    env = build_env(capsule, source, render=rendered > 0)
+    capsule, source, interval, folder = pickle.loads(packed)
+    redirect_written_files(folder)
+    env = _build_env(capsule, source)
     log = capsule.load_log()
-    if chosen is not None:
-        log = _select_calls(log, chosen)
-    env = prepare_env(env, log)
-    fps = float(getattr(env, "metadata", {}).get("render_fps") or _DEFAULT_FPS)
-    connection.send(fps)
-    first_rendered = len(log.calls) - max(1, int(rendered * fps))
+    env = _prepare_env(env, log)
+    connection.send("playing")
     due = time.monotonic() + interval
 
     def send_progress(call: int, step: int, name: str, first_difference: int | None) -> None:
@@ -261,12 +241,10 @@ def _serve(connection: Connection, packed: bytes) -> None:
         if time.monotonic() > due:
             connection.send("playing")
             due = time.monotonic() + interval
-        if rendered and call >= max(1, first_rendered):
-            connection.send(env.render())
 
     try:
-        check = OutputCheck(env, in_space=capsule.failure.kind == "observation")
-        repetition = repeat_calls(env, log, read=check.check, before_call=send_progress, stop_at_end=chosen is not None)
+        check = _OutputCheck(env, in_space=capsule.failure.kind == "observation")
+        repetition = repeat_calls(env, log, read=check.check, before_call=send_progress)
     except Exception as error:
         kind = "observation" if isinstance(error, EnvironmentOutputError) else "exception"
         processes.set_status(failure=kind, exception=type(error).__name__)
@@ -277,39 +255,25 @@ def _serve(connection: Connection, packed: bytes) -> None:
         env.close()
 
 
-def _select_calls(log: EpisodeLog, chosen: Sequence[int]) -> EpisodeLog:
-    """Return a log with some of the calls. Only the first observation is known."""
-    calls = [log.calls[number] for number in chosen]
-    return dataclasses.replace(log, calls=calls, checksums=[*log.checksums[:1], *[None] * len(calls)][: len(calls) - 1])
-
-
 # -- in the process of the command
 
 
-def play(
-    capsule: Capsule,
-    source: str | None = None,
-    *,
-    chosen: Sequence[int] | None = None,
-    timeout: float | None = None,
-    frames: list[Any] | None = None,
-) -> ReplayResult:
+def play(capsule: Capsule, source: str | None = None) -> ReplayResult:
     """Repeat the episode of a capsule in a process of its own.
 
+    Files that the environment writes are redirected to a temporary folder, so that those of the user do not change.
+
     :param source: ``--env`` of the command line; default: the pickled factory of the capsule
-    :param chosen: numbers of the calls to make; default: all
-    :param timeout: time limit of a step in seconds; default: that of the capsule, or 60
-    :param frames: list to which the frames per second and the images of the last ten seconds are appended
     :raises WorkerError: If the environment cannot be built.
     """
-    timeout = timeout or capsule.step_timeout or DEFAULT_TIMEOUT
+    timeout = capsule.step_timeout or DEFAULT_TIMEOUT
     interval = timeout / 4
     context = processes.get_context(preload=("gymnasium", __name__), label=_LABEL)
     ours, theirs = context.Pipe()
-    packed = pickle.dumps((capsule, source, chosen, interval, 0.0 if frames is None else _RENDERED_S))
-    process = context.Process(target=_serve, args=(theirs, packed))
     is_built = False
-    with ours, theirs:
+    with ours, theirs, tempfile.TemporaryDirectory(prefix="rl-ext-replay-", ignore_cleanup_errors=True) as folder:
+        packed = pickle.dumps((capsule, source, interval, folder))
+        process = context.Process(target=_serve, args=(theirs, packed))
         process.start()
         theirs.close()
         watch = processes.Watch([process], label=_LABEL)
@@ -317,13 +281,11 @@ def play(
             with watch.operation("the constructor", _START_TIMEOUT):
                 message = ours.recv()
             is_built = True
-            while not (isinstance(message, str) and message == "done"):
-                if frames is not None and not isinstance(message, str):
-                    frames.append(message)
+            while message != "done":
                 with watch.operation("step", timeout + interval):
                     message = ours.recv()
             watch.expect_exit()
-            process.join(_SHORT_TIMEOUT)
+            process.join(_EXIT_TIMEOUT)
         except WorkerError as error:
             if not is_built:
                 if isinstance(error.__cause__, RlExtError):
@@ -348,85 +310,3 @@ def _result_of(error: WorkerError) -> ReplayResult:
         phase=notes.get("phase", failure.phase),
     )
     return ReplayResult(failure, notes.get("step", 0), notes.get("call", 0) + 1, notes.get("first_difference"))
-
-
-def minimize(
-    capsule: Capsule, source: str | None = None, advance: Callable[[int], None] = lambda tries: None
-) -> tuple[Capsule, int]:
-    """Remove steps from the episode of a capsule, as long as the environment fails in the same way.
-
-    :param source: ``--env`` of the command line; default: the pickled factory of the capsule
-    :param advance: function called with the number of episodes that were tried since its last call
-    :return: capsule with fewer steps, and the number of tries. It is the same capsule if no step can be removed
-    """
-    log, failure = capsule.load_log(), capsule.failure
-    timeout = capsule.step_timeout or DEFAULT_TIMEOUT
-    tries, last, tried = 0, len(log.calls) - 1, set[tuple[int, ...]]()
-
-    def fails(numbers: Sequence[int], limit: float) -> int | None:
-        """Return the number of calls until the same failure; None if there is none, or no tries are left."""
-        nonlocal tries
-        if tries >= MAX_TRIES:
-            return None
-        tries += 1
-        advance(1)
-        try:
-            result = play(capsule, source, chosen=numbers, timeout=limit)
-        except WorkerError:
-            return None
-        return result.n_calls if result.is_like(failure) else None
-
-    def calls_of(steps: list[int]) -> list[int]:
-        """Return the numbers of all calls if only these steps are made before the last call."""
-        return [*sorted(number for number in {*steps, *others} if number < last), last]
-
-    def shorten(steps: list[int]) -> list[int] | None:
-        """Return the steps before the failure if only these are made; None if there is no failure."""
-        nonlocal last
-        numbers = calls_of(steps)
-        count = None if tuple(numbers) in tried else fails(numbers, min(timeout, _SHORT_TIMEOUT))
-        tried.add(tuple(numbers))
-        if count is None:
-            return None
-        last = numbers[count - 1]  # it may have failed before the last call
-        return [step for step in steps if step < last]
-
-    others = [number for number, (name, _) in enumerate(log.calls[:-1]) if name != "step"]
-    steps = [number for number, (name, _) in enumerate(log.calls[:-1]) if name == "step"]
-    steps = _remove_parts(_shortest_suffix(steps, shorten), shorten)
-    numbers = calls_of(steps)
-    if len(numbers) == len(log.calls):
-        return capsule, tries
-    tries = min(tries, MAX_TRIES - 1)  # one try is left to confirm the result with the whole time limit
-    if fails(numbers, timeout) is None:
-        return capsule, tries
-    short = _select_calls(log, numbers)
-    return dataclasses.replace(capsule, log=short, step=short.steps, calls_pickle=None), tries
-
-
-def _shortest_suffix(steps: list[int], shorten: Callable[[list[int]], list[int] | None]) -> list[int]:
-    """Return the last steps, whose number is 0 or a power of two, that still lead to the failure."""
-    count = 0
-    while count < len(steps):
-        found = shorten(steps[len(steps) - count :])
-        if found is not None:
-            return found
-        count = max(1, 2 * count)
-    return steps
-
-
-def _remove_parts(steps: list[int], shorten: Callable[[list[int]], list[int] | None]) -> list[int]:
-    """Remove parts of decreasing size that the failure does not need, as in Zeller's delta debugging."""
-    size = max(1, len(steps) // 2)
-    while steps:
-        begin, length = 0, len(steps)
-        while begin < len(steps):
-            found = shorten([*steps[:begin], *steps[begin + size :]])
-            if found is None:
-                begin += size
-            else:
-                steps = found
-        if size == 1 and len(steps) == length:
-            break
-        size = max(1, size // 2)
-    return steps
