@@ -250,7 +250,7 @@ def restart(rounds: int, n_envs: int) -> None:
 
 
 PARTS: dict[str, Callable[[int, int], None]] = {
-    part.__name__: part for part in (steps, frames, busy,, vector, learn, start, restart, ray)
+    part.__name__: part for part in (steps, frames, busy, vector, learn, start, restart, ray)
 }
 
 
