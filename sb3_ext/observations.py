@@ -365,9 +365,11 @@ class Observations:
             self._gpu_decoder = GpuDecoder(device)
         return self._gpu_decoder
 
-    def _decode_part(self, part: Part, of_next_obs: bool, rows: IndexArray, envs: IndexArray) -> Array:
+    def _decode_part(
+        self, part: Part, of_next_obs: bool, rows: IndexArray, envs: IndexArray, *, reuse_memory: bool = True
+    ) -> Array:
         """Decode the observations, or the next observations, of one part."""
-        found = part.empty(len(rows))
+        found = part.empty(len(rows)) if reuse_memory else np.empty((len(rows), *part.shape), part.dtype)
         part.store.get(
             _as_int64(rows),
             _as_int64(envs),
