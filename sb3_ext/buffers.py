@@ -15,6 +15,7 @@ import os
 import pathlib
 import pickle
 from collections.abc import Callable, Generator, Iterator, Mapping
+from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -111,7 +112,10 @@ class CompressedBuffer(BaseBuffer):
             given = f"a Dict of {list(space.spaces)}" if isinstance(space, spaces.Dict) else space
             expected = "a Dict" if takes_dict else "one image or vector"
             raise InvalidTypeError(f"observation_space is {given}, expected {expected}. {self._OTHER_CLASS_HINT}")
-        self._observations = Observations(space, buffer_shape, **{**options, **self.__dict__.pop("_store_options", {})})
+        options |= self.__dict__.pop("_store_options", {})
+        if options.get("storage_dir") is not None and _is_built_by_load(self):
+            options["resume"] = True
+        self._observations = Observations(space, buffer_shape, **options)
 
     @property
     def codec(self) -> Any:
@@ -186,12 +190,14 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
     :param max_error: Maximum error of each value of an image; 0, the default, is bit-exact
     :param quality: JPEG quality, 1 to 100
     :param max_bytes: Size limit in bytes. The oldest transitions are dropped to stay within it. By default unlimited
-    :param storage_dir: Folder to store transitions in, instead of memory. The next buffer with this folder contains
-        them again, see ``recovered``
+    :param storage_dir: Folder to store transitions in, instead of memory. A saved model continues in it after
+        ``load()``; a saved replay buffer refers to it
+    :param resume: Whether a new model continues with the transitions in ``storage_dir``, see ``recovered``. By default,
+        a folder with transitions is refused
     :param num_threads: Number of threads that decode large batches; by default ``torch.get_num_threads()``
     :param decode_on_gpu: Upload images compressed, and decode them on the GPU. Samples are the same. It has no effect
         if ``device`` is the CPU, if observations are normalized, or if the codec does not compress
-    :raises InvalidArgumentError: If an argument has an invalid value.
+    :raises InvalidArgumentError: If an argument has an invalid value, or ``storage_dir`` contains transitions.
     :raises InvalidTypeError: If the observation space is a ``Dict``.
     :raises MissingDependencyError: If the codec needs a package that is not installed.
     :raises DeviceUnavailableError: If the device is not available.
@@ -225,6 +231,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         quality: int | Mapping[str, int] = 95,
         max_bytes: int | None = None,
         storage_dir: str | os.PathLike[str] | None = None,
+        resume: bool = False,
         num_threads: int | None = None,
         decode_on_gpu: bool = False,
     ) -> None:
@@ -243,12 +250,14 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
             quality=quality,
             max_bytes=max_bytes,
             storage_dir=storage_dir,
+            resume=resume,
             num_threads=num_threads,
             decode_on_gpu=check_decode_on_gpu(decode_on_gpu, self.device, codec=codec, max_error=max_error),
         )
         try:
             self._allocate_rows()
             self._observations.check_budget()
+            self._observations.check_arrays(type(self).__name__)
         except BaseException:
             self.close()
             raise
@@ -541,6 +550,8 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
     def __getstate__(self) -> dict[str, Any]:
         unsaved = (*self._UNSAVED_ATTRIBUTES, *self._observations.arrays)
         state = {name: value for name, value in self.__dict__.items() if name not in unsaved}
+        if self._observations.storage_dir is not None:
+            state["_observations"] = self._observations.folder_state()
         return {**state, "format": FORMAT_VERSION, "checksum": _checksum(state)}
 
     def __setstate__(self, state: Any) -> None:
@@ -555,7 +566,22 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         if state.pop("checksum", None) != _checksum(state):
             raise CorruptFileError("the replay buffer is damaged: its checksum does not match its contents")
         self.__dict__.update(state)
+        replaced = _find_replaced_buffer()
+        if isinstance(self._observations, dict):
+            self._open_saved(self._observations, replaced)
+        elif (folder := replaced and replaced._observations.storage_dir) is not None:
+            _logger.warning(
+                "the loaded replay buffer is in memory, so its transitions and all later ones are not stored in "
+                "storage_dir=%r of the model",
+                os.fspath(folder),
+            )
         self.__dict__.update(self._observations.arrays)
+
+    def _open_saved(self, saved: dict[str, Any], replaced: CompressedReplayBuffer | None) -> None:
+        """Continue in the folder of a saved buffer."""
+        self._observations = Observations.open_saved(saved, replaced and replaced._observations)
+        self._allocate_rows()
+        self.pos, self.full = self._observations.first.position, self._observations.first.full
 
 
 def _checksum(state: dict[str, Any]) -> int:
@@ -566,7 +592,9 @@ def _checksum(state: dict[str, Any]) -> int:
             plain[name] = value
         elif isinstance(value, (int, float, np.integer)):
             plain[name] = float(value)  # how NumPy's scalars are written depends on its version
-    observations: Observations = state["_observations"]
+    observations: Any = state["_observations"]
+    if isinstance(observations, dict):
+        return checksum([list(state), plain, observations])
     shapes = [
         state["obs_shape"],
         *((part.buffer_shape, part.shape, part.dtype.str) for part in observations.parts.values()),
@@ -701,19 +729,42 @@ def _check_matches_algorithm(name: str, given_value: Any, algorithm_value: Any) 
     return algorithm_value
 
 
+def _find_building_frame(buffer: Any) -> FrameType | None:
+    """Return the frame of the ``_setup_model`` that is creating the buffer, or None."""
+    own = inspect.currentframe()
+    frame = own and own.f_back  # f_locals of this frame itself would contain the frame: a reference cycle
+    del own
+    while frame is not None and frame.f_locals.get("self", frame.f_locals.get("buffer")) is buffer:
+        frame = frame.f_back
+    return None if frame is None or frame.f_code.co_name != "_setup_model" else frame
+
+
 def _find_building_algorithm(buffer: Any) -> OffPolicyAlgorithm | None:
     """
     Return the algorithm whose ``_setup_model`` is creating the buffer, or None.
 
     Algorithms pass ``n_steps`` and ``gamma`` only to SB3's own class. Other values would silently change training.
     """
-    own = inspect.currentframe()
-    frame = own and own.f_back  # f_locals of this frame itself would contain the frame: a reference cycle
-    del own
-    while frame is not None and frame.f_locals.get("self", frame.f_locals.get("buffer")) is buffer:
-        frame = frame.f_back
-    caller = None if frame is None or frame.f_code.co_name != "_setup_model" else frame.f_locals.get("self")
+    frame = _find_building_frame(buffer)
+    caller = frame and frame.f_locals.get("self")
     return caller if isinstance(caller, OffPolicyAlgorithm) else None
+
+
+def _is_built_by_load(buffer: Any) -> bool:
+    """Return whether ``load()`` of an algorithm is creating the buffer, with the arguments of the saved model."""
+    frame = _find_building_frame(buffer)
+    while frame is not None and frame.f_code.co_name == "_setup_model":
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "load"
+
+
+def _find_replaced_buffer() -> CompressedReplayBuffer | None:
+    """Return the buffer that ``load_replay_buffer`` is replacing, or None."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "load_replay_buffer":
+        frame = frame.f_back
+    buffer = getattr(frame and frame.f_locals.get("self"), "replay_buffer", None)
+    return buffer if isinstance(buffer, CompressedReplayBuffer) else None
 
 
 class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDictReplayBuffer):  # type: ignore[override]
@@ -802,6 +853,15 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
             past = (row - self.ep_start[row, env]) % self.buffer_size
             later = np.arange(max(self.ep_length[row, env] - past, 0))
             self._set_episode_length((row + later) % self.buffer_size, env, 0)
+
+    def _open_saved(self, saved: dict[str, Any], replaced: CompressedReplayBuffer | None) -> None:
+        """Continue in the folder of a saved buffer, with the episodes that were running when it was saved."""
+        starts = self._current_ep_start.copy()
+        super()._open_saved(saved, replaced)
+        self._restore_episodes()
+        for env, start in enumerate(starts):
+            self.ep_length[(start + np.arange((self.pos - start) % self.buffer_size)) % self.buffer_size, env] = 0
+        self._current_ep_start[:] = starts
 
     @atomic
     def reset(self) -> None:

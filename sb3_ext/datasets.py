@@ -71,6 +71,8 @@ def load_buffer(
             )
         options["env"] = env
     storage_dir = options.get("storage_dir")
+    if storage_dir is not None:
+        options["resume"] = True  # so that the error below is raised
     created = storage_dir if storage_dir is not None and not Path(storage_dir).exists() else None
     buffer = cls(buffer_size, observation_space, action_space, n_envs=n_envs, **options)
     is_empty = not buffer.size()
@@ -78,7 +80,7 @@ def load_buffer(
         if not is_empty:
             raise InvalidArgumentError(
                 f"storage_dir={str(storage_dir)!r} contains {buffer.size():,} transitions already. Open it with "
-                f"{cls.__name__}(..., storage_dir=...), or pass another storage_dir"
+                f"{cls.__name__}(..., storage_dir=..., resume=True), or pass another storage_dir"
             )
         columns = [_read_transitions(dataset, action_space, env * n_rows, n_rows) for env in range(n_envs)]
         for row in zip(*columns, strict=True):

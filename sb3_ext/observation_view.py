@@ -26,7 +26,8 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
     array; rows that were never added are zero. Arithmetic and array methods decode everything, so index first:
     ``view[:1000].mean()``. Only a rollout can be written to, row by row.
 
-    :param decode: Function that returns the observations at ``(n,)`` positions along each axis of ``buffer_shape``
+    :param decode: Function that returns the observations at ``(n,)`` positions along each axis of ``buffer_shape``. With
+        ``reuse_memory=False``, they are not a batch, whose memory later batches use again
     :param buffer_shape: ``(buffer_size, n_envs)``, or ``(n_envs * buffer_size,)`` once it is flattened
     :param shape: Shape of one observation
     :param dtype: Dtype of the observations
@@ -63,7 +64,7 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
         positions = self._positions(place)
         # Always copy, because NumPy warns of broadcast arrays if numba reads them.
         flat = [np.array(part, dtype=np.int64, order="C").reshape(-1) for part in positions]
-        found = self._decode(*flat).reshape(*positions[0].shape, *self.shape[len(self._buffer_shape) :])
+        found = self._decode(*flat, reuse_memory=False).reshape(*positions[0].shape, *self.shape[len(self._buffer_shape) :])
         part: npt.NDArray[np.generic] = found[(slice(None),) * positions[0].ndim + rest]
         return part
 
@@ -147,10 +148,12 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
         )
 
 
-def _decode_flat(decode: Decoder, n_rows: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.generic]:
+def _decode_flat(
+    decode: Decoder, n_rows: int, positions: npt.NDArray[np.int64], **options: Any
+) -> npt.NDArray[np.generic]:
     """Decode rows of a flat view, in which all steps of environment 0 come first."""
     envs, rows = np.divmod(positions, n_rows)
-    return decode(rows, envs)
+    return decode(rows, envs, **options)
 
 
 def _are_index_arrays(*keys: Any) -> bool:

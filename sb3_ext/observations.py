@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 import os
 import secrets
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,9 +23,9 @@ from stable_baselines3.common.preprocessing import get_obs_shape
 
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core._system import make_fork_safe_lock
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, RlExtError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, RlExtError, StorageError
 from rl_ext_core.frames import FrameStore
-from rl_ext_core.frames.folder import validate_path
+from rl_ext_core.frames.folder import copy_stores, validate_path
 from rl_ext_core.frames.gpu_decode import GpuDecoder
 from rl_ext_core.frames.layout import differing_rows
 from rl_ext_core.frames.planning import MemoryWatch
@@ -37,10 +39,13 @@ HandlesByPart = dict[Any, tuple[IndexArray, IndexArray]]
 
 _SINGLE_KEY = None  # key of an observation that is not a Dict
 _DEFAULTS: dict[str, Any] = {"codec": "patch", "n_stack": None, "max_error": 0, "quality": 95}
-STORE_OPTIONS = (*_DEFAULTS, "num_threads", "max_bytes", "storage_dir")
+STORE_OPTIONS = (*_DEFAULTS, "num_threads", "max_bytes", "storage_dir", "resume")
 
 _DROP_BATCH = 16  # transitions per environment that are dropped at a time
 _NUMBER_BITS = 32
+_NUMBERS = "number"  # row array with the number of each transition
+_logger = logging.getLogger("sb3_ext")
+_in_folders: weakref.WeakSet[Observations] = weakref.WeakSet()  # of this process
 
 
 def _as_int64(numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
@@ -147,6 +152,7 @@ class Observations:
     :param num_threads: Number of threads that decode large batches; None for ``torch.get_num_threads()``
     :param max_bytes: Size limit of all parts together, in bytes; None for no limit
     :param storage_dir: Folder to store the observations in; for a ``Dict``, it contains a folder for each key
+    :param resume: Whether to continue with the transitions in the folder
     :param decode_on_gpu: Whether :meth:`decode` decodes images on the GPU that it is asked for
     :param options: Arguments of :meth:`FrameStore.adaptive`. A dict sets an option by key. Any other value applies to
         the images: the keys with two or more dimensions
@@ -155,9 +161,12 @@ class Observations:
     :ivar lock: Lock of the buffer, acquired to change the buffer or to write it to a file
     :ivar arrays: Arrays that :meth:`rows` returned, by name
     :ivar recovered: Counts of transitions found in the folders, see :class:`FrameStore`; None if there were none
+    :ivar storage_dir: Folder of the observations, as passed; None if they are in memory
     :ivar watch: Warns if the buffer will not fit into memory; None for a buffer with a limit or a folder
     :raises InvalidArgumentError: If an option is given for an unknown key, or the folders belong to different buffers.
     """
+
+    storage_dir: str | os.PathLike[str] | None = None
 
     def __init__(
         self,
@@ -167,9 +176,12 @@ class Observations:
         num_threads: int | None = None,
         max_bytes: int | None = None,
         storage_dir: str | os.PathLike[str] | None = None,
+        resume: bool = False,
         decode_on_gpu: bool = False,
         **options: Any,
     ) -> None:
+        if resume and storage_dir is None:
+            raise InvalidArgumentError("resume=True needs a folder. Pass storage_dir too, or leave resume out")
         by_key: dict[Any, Any] = space.spaces if isinstance(space, spaces.Dict) else {_SINGLE_KEY: space}
         if not by_key:
             raise InvalidArgumentError(f"observation_space={space} has no keys, expected at least one")
@@ -179,6 +191,7 @@ class Observations:
         self.num_threads = None if num_threads is None else check_count("num_threads", num_threads)
         self.max_bytes = None if max_bytes is None else check_count("max_bytes", max_bytes)
         self.decode_on_gpu = decode_on_gpu
+        self._arguments = {"space": space, "buffer_shape": buffer_shape, "decode_on_gpu": decode_on_gpu, **options}
         folders = _folder_by_key(storage_dir, [*by_key])
         parts: dict[Any, Part] = {}
         try:
@@ -186,7 +199,7 @@ class Observations:
                 shape: Any = get_obs_shape(subspace)
                 try:
                     chosen = _options_for_key(key, options, image=key is _SINGLE_KEY or len(shape) > 1)
-                    chosen |= {"max_bytes": self.max_bytes, "storage_dir": folders[key]}
+                    chosen |= {"max_bytes": self.max_bytes, "storage_dir": folders[key], "resume": resume}
                     parts[key] = Part(
                         key, FrameStore.adaptive(buffer_shape[0], buffer_shape[1], shape, subspace.dtype, **chosen)
                     )
@@ -194,8 +207,10 @@ class Observations:
                     _prefix_key(key, error)
                     raise
             self._set_parts(parts, rows_in_store=max_bytes is not None or storage_dir is not None)
-            if storage_dir is not None and len(parts) > 1:
+            if storage_dir is not None:
+                self.storage_dir = storage_dir
                 self._reconcile_stores(storage_dir)
+                _in_folders.add(self)
         except BaseException:
             for part in parts.values():
                 part.store.close()
@@ -219,7 +234,7 @@ class Observations:
 
     def _reconcile_stores(self, storage_dir: Any) -> None:
         """Drop transitions that are not in all stores, as a killed process may leave them."""
-        self._transition_numbers = [store.rows("number", (), np.int64) for store in self.stores]
+        self._transition_numbers = [store.rows(_NUMBERS, (), np.int64) for store in self.stores]
         if not any(store.size for store in self.stores):
             self._newest_number = _random_start()
             return
@@ -269,6 +284,19 @@ class Observations:
             raise InvalidArgumentError(
                 f"buffer_size={n_places:,} takes {n_bytes:,} bytes of max_bytes={self.max_bytes:,} for actions, "
                 "rewards, flags and an index, expected at most half. Pass a smaller buffer_size, or a larger max_bytes"
+            )
+
+    def check_arrays(self, class_name: str) -> None:
+        """
+        Check that the owner updates all arrays in the folder. Call it after all :meth:`rows`.
+
+        :param class_name: Class of the buffer, for the error
+        :raises InvalidArgumentError: If another class of buffer has added more arrays.
+        """
+        if self.storage_dir is not None and (others := self.first.row_names - {*self.arrays, _NUMBERS}):
+            raise InvalidArgumentError(
+                f"storage_dir={str(self.storage_dir)!r} contains {sorted(others)} of another class of buffer, which "
+                f"{class_name} does not update. Pass the class that made the folder, or another storage_dir"
             )
 
     def append(self, obs: Any, next_obs: Any, *, row: int) -> None:
@@ -337,9 +365,11 @@ class Observations:
             self._gpu_decoder = GpuDecoder(device)
         return self._gpu_decoder
 
-    def _decode_part(self, part: Part, of_next_obs: bool, rows: IndexArray, envs: IndexArray) -> Array:
+    def _decode_part(
+        self, part: Part, of_next_obs: bool, rows: IndexArray, envs: IndexArray, *, reuse_memory: bool = True
+    ) -> Array:
         """Decode the observations, or the next observations, of one part."""
-        found = part.empty(len(rows))
+        found = part.empty(len(rows)) if reuse_memory else np.empty((len(rows), *part.shape), part.dtype)
         part.store.get(
             _as_int64(rows),
             _as_int64(envs),
@@ -434,6 +464,86 @@ class Observations:
         for store in self.stores:
             store.close()
 
+    def folder_state(self) -> dict[str, Any]:
+        """Return the folder and the position in it as plain values, for :meth:`open_saved`."""
+        for store in self.stores:
+            store.flush()
+        given = os.fspath(self.storage_dir)  # type: ignore[arg-type]
+        options = {"num_threads": self.num_threads, "max_bytes": self.max_bytes, **self._arguments}
+        where = {"folder": os.path.abspath(given), "given": given, "number": self._newest_number}
+        return {**where, "size": self.size, "arguments": options}
+
+    @classmethod
+    def open_saved(cls, saved: dict[str, Any], replaced: Observations | None) -> Observations:
+        """
+        Open the folder of a saved buffer, at its position when it was saved.
+
+        If the folder has newer transitions, or another buffer of this process uses it, it is copied.
+
+        :param saved: Result of :meth:`folder_state`
+        :param replaced: Observations of the buffer that the saved one replaces; they are closed if they are in the
+            folder
+        :raises StorageError: If the folder does not exist, belongs to another buffer, or another process uses it.
+        :raises InvalidArgumentError: If all saved transitions were overwritten.
+        """
+        number, start = saved["number"], saved["number"] >> _NUMBER_BITS
+        # If the folder was moved, the model may have opened it by its new name.
+        living = [found for found in _in_folders if found._is_open and found._newest_number >> _NUMBER_BITS == start]
+        opened = next((found for found in living if found is replaced), living[0] if living else None)
+        if opened is None:
+            paths = dict.fromkeys([saved["folder"], os.path.abspath(saved["given"])])
+            path = next(filter(os.path.isdir, paths), None)
+            if path is None:
+                raise StorageError(
+                    f"the saved replay buffer is in storage_dir={saved['folder']!r}, which does not exist. Restore that "
+                    "folder, or continue without its transitions: leave out load_replay_buffer"
+                )
+            opened = replaced = cls(**saved["arguments"], storage_dir=path, resume=True)
+            if opened._newest_number >> _NUMBER_BITS != start:
+                opened.close()
+                raise StorageError(
+                    f"storage_dir={path!r} does not contain the saved replay buffer, but another one. Restore the "
+                    "folder of the saved one, or leave out load_replay_buffer"
+                )
+        folder = os.path.abspath(os.fspath(opened.storage_dir))  # type: ignore[arg-type]
+        newer = opened._newest_number - number
+        if opened is replaced and newer <= 0:
+            opened.close()
+            _logger.info("the loaded replay buffer continues in %s", folder)
+            if newer < 0:
+                _logger.warning("%s lacks the newest %d transitions of the saved replay buffer", folder, -newer)
+            return cls(**saved["arguments"], storage_dir=opened.storage_dir, resume=True)
+        with opened.lock:
+            for store in opened.stores:
+                store.flush()
+            if newer >= opened.size:
+                raise InvalidArgumentError(
+                    f"storage_dir={folder!r} has overwritten the {saved['size']} transitions of the saved replay "
+                    "buffer with newer ones. To continue with those, leave out load_replay_buffer"
+                )
+            copy = _free_name(folder)
+            copy_stores(Path(folder), Path(copy))
+        if opened is replaced:
+            opened.close()
+        _logger.warning(
+            "%s %s, so the loaded replay buffer continues in a copy: %s. To continue in the folder instead, leave out "
+            "load_replay_buffer",
+            folder,
+            f"has {newer} transitions that are newer than the saved replay buffer" if newer > 0 else "is in use",
+            copy,
+        )
+        found = cls(**saved["arguments"], storage_dir=copy, resume=True)
+        if newer > 0:
+            found._newest_number = number
+            for store in found.stores:
+                store.drop_newest(newer)
+        return found
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the folder is open."""
+        return not any(store.closed for store in self.stores)
+
     def __getstate__(self) -> dict[str, Any]:
         # Views of the rows in use: pickle protocol 5 writes them without a copy.
         arrays = {name: array[: self._rows_in_use] for name, array in self.arrays.items()}
@@ -458,6 +568,14 @@ def _prefix_key(key: Any, error: RlExtError) -> None:
 def _random_start() -> int:
     """Return a random number to count transitions from, so that two buffers share no numbers."""
     return secrets.randbits(30) << _NUMBER_BITS
+
+
+def _free_name(folder: str) -> str:
+    """Return a name for a copy of a folder that does not exist yet."""
+    number = 1
+    while os.path.exists(name := f"{folder}-copy{number}"):
+        number += 1
+    return name
 
 
 def quote_key(key: Any) -> str:

@@ -39,6 +39,8 @@ def load_storage(
             "minari.MinariDataset of them"
         )
     storage_dir = options.get("storage_dir")
+    if storage_dir is not None:
+        options["resume"] = True  # so that the error below is raised
     created = storage_dir if storage_dir is not None and not Path(storage_dir).exists() else None
     storage = cls(max_size, **options)
     is_empty = not len(storage)
@@ -46,7 +48,7 @@ def load_storage(
         if not is_empty:
             raise InvalidArgumentError(
                 f"storage_dir={str(storage_dir)!r} contains {len(storage):,} elements already. Open it with "
-                f"{cls.__name__}(..., storage_dir=...), or pass another storage_dir"
+                f"{cls.__name__}(..., storage_dir=..., resume=True), or pass another storage_dir"
             )
         buffer = TensorDictReplayBuffer(storage=storage, batch_size=1)  # its writer drops the oldest at max_bytes
         for number, episode in enumerate(dataset):

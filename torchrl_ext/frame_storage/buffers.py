@@ -35,7 +35,7 @@ _SETITEM_CODE = unwrap(ReplayBuffer.__setitem__).__code__
 _MAX_CALL_DEPTH = 8
 # Share of the used memory that buffers for future elements may take before they are freed.
 _STREAM_SHARE = 0.25
-# 1/64 of the elements are dropped at a time, because all later ones have to be moved.
+# 1/64 of the elements are dropped at a time, because all others have to be moved.
 _DROP_DIVISOR = 64
 
 
@@ -140,7 +140,7 @@ def refuse_setting_key() -> None:
 class ByteBudget:
     """Limit on the memory of a storage.
 
-    At the limit, ``max_size`` is lowered and the oldest elements are dropped.
+    At the limit, the oldest elements are dropped.
 
     :param max_bytes: number of bytes that the elements may take
     """
@@ -169,15 +169,24 @@ class ByteBudget:
                     f"{type(writer).__name__}; leave max_bytes or writer= out"
                 )
 
+    def check_element(self, row: Any) -> None:
+        """Refuse elements of which a single one may exceed the limit, before any is stored.
+
+        :raises OutOfMemoryError: If an uncompressed element takes more than half of the limit.
+        """
+        n_bytes = int(row.bytes())
+        if n_bytes > self.max_bytes // 2:
+            raise OutOfMemoryError(
+                f"max_bytes={self.max_bytes} is too little: one element of this kind takes {n_bytes} bytes, expected at "
+                f"most half of max_bytes; nothing was stored. Use max_bytes={2 * n_bytes} or more"
+            )
+
     def record_use(self, storage: Any) -> None:
         """Record the memory of loaded elements, which :meth:`enforce` would take for that of one batch."""
         self._before = storage.used_nbytes
 
     def enforce(self, storage: Any) -> None:
-        """Drop the oldest elements until another batch like the last one fits.
-
-        :raises OutOfMemoryError: If a single element exceeds the limit.
-        """
+        """Drop the oldest elements until another batch like the last one fits."""
         used = storage.used_nbytes
         # Reserve at most half, so that one large batch does not drop all elements before it.
         coming = min(max(used - self._before, 0), self.max_bytes // 2)
@@ -185,14 +194,8 @@ class ByteBudget:
             # Each unrelated element keeps a block open. Without this, dropping such elements frees nothing.
             storage._free_stream_buffers(_STREAM_SHARE if len(storage) > 1 else 0)
             used = storage.used_nbytes
-            if used + coming <= self.max_bytes or (len(storage) < 2 and used <= self.max_bytes):
+            if used + coming <= self.max_bytes or len(storage) < 2:
                 break
-            if len(storage) < 2:
-                self._before = used
-                raise OutOfMemoryError(
-                    f"max_bytes={self.max_bytes} is too little: one element of this kind takes {used} bytes. Pass a "
-                    "larger max_bytes, or add fewer elements at a time"
-                )
             storage._drop_oldest(max(len(storage) // _DROP_DIVISOR, 1))
             used = storage.used_nbytes
         self._before = used

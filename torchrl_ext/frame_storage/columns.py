@@ -15,6 +15,7 @@ from tensordict.utils import unravel_key
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.codecs import check_numba
 from rl_ext_core.frames.encoding import COPY_BATCH, LAST_CHECK, LOSSY_AFTER, Encoding, EncodingOptions, detect_layout
+from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.recycle import RecycledArrays
 from rl_ext_core.frames.region import RegionFile
 from torchrl_ext.frame_storage.format import dtype_from_name, dtype_name
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from rl_ext_core.frames.pool import FramePool, Handles
 
 _MIN_IMAGE_NBYTES = 1024  # smaller leaves are not worth compressing
+_FLOATS = (torch.float16, torch.float32, torch.float64)
+_MIN_SIDE = 8  # height and width of images of floats
+_UNCHANGED = 0.5  # fraction of values that stay the same from one image to the next
 
 Key = Any  # a string, or a tuple of strings
 
@@ -122,17 +126,21 @@ class FrameColumn:
         images: npt.NDArray[Any] = leaf.detach().cpu().reshape(-1, *self.shape).contiguous().numpy()
         return images
 
-    def decode(self, handles: list[torch.Tensor], decoder: GpuDecoder | None = None) -> list[torch.Tensor]:
+    def decode(
+        self, handles: list[torch.Tensor], decoder: GpuDecoder | None = None, *, reuse_memory: bool = True
+    ) -> list[torch.Tensor]:
         """Decode the images of one or two tensors of handles, which have the same shape.
 
         :param decoder: decoder for a GPU; it is used if it can decode the column's codec
+        :param reuse_memory: whether the images are a batch, whose memory later batches use again
         """
         if decoder is not None and decoder.can_decode(self.pool):
             both = torch.stack(handles)
             images = decoder.decode(self.pool, both.reshape(-1).numpy())
             return list(images.reshape(*both.shape, *self.shape).unbind())
         flat = [part.reshape(-1).numpy() for part in handles]
-        outs = [self._recycled.empty((len(part), *self.shape), self._numpy_dtype) for part in flat]
+        empty = self._recycled.empty if reuse_memory else np.empty
+        outs = [empty((len(part), *self.shape), self._numpy_dtype) for part in flat]
         num_threads = torch.get_num_threads() if self._num_threads is None else self._num_threads
         following = (flat[1], outs[1]) if len(flat) == 2 else (None, None)
         self.pool.get(flat[0], outs[0], *following, num_threads=num_threads)
@@ -237,9 +245,9 @@ class FrameColumn:
         self.pool, self._next_check = pool, LAST_CHECK + 1
 
     @property
-    def nbytes(self) -> int:
-        """Allocated bytes, including the arrays that batches are decoded into."""
-        return self.pool.nbytes + self._recycled.nbytes
+    def recycled_nbytes(self) -> int:
+        """Bytes of the arrays that batches are decoded into."""
+        return self._recycled.nbytes
 
     def __getstate__(self) -> dict[str, Any]:
         # Only child processes receive the pickle, and share the frames from now on.
@@ -308,16 +316,17 @@ def list_items(data: Any, *, leaves_only: bool = False) -> list[tuple[Key, Any]]
         ) from error
 
 
-def describe_image_columns(row: Any, pixels: Sequence[Key] | None) -> list[dict[str, Any]]:
+def describe_image_columns(row: Any, pixels: Sequence[Key] | None, data: Any) -> list[dict[str, Any]]:
     """Describe the image columns of a storage in plain values that JSON can store.
 
     :param row: one element
-    :param pixels: keys of the images; None: all leaves of bytes that look like images
+    :param pixels: keys of the images; None: all leaves that look like images
+    :param data: first elements
     :return: per column, ``keys`` (one or two, the key under ``"next"`` last), ``shape`` and ``dtype`` of an image, and
         ``n_images``, the number of images per element
     :raises InvalidArgumentError: If a key is missing, or its value has no image dimensions.
     """
-    found = _image_shapes(row, pixels)
+    found = _image_shapes(row, pixels, data)
     kinds = []
     for key, shape in found.items():
         root, following = key, unravel_key(("next", key))
@@ -331,15 +340,18 @@ def describe_image_columns(row: Any, pixels: Sequence[Key] | None) -> list[dict[
     return kinds
 
 
-def _image_shapes(row: Any, pixels: Sequence[Key] | None) -> dict[Key, torch.Size]:
+def _image_shapes(row: Any, pixels: Sequence[Key] | None, data: Any) -> dict[Key, torch.Size]:
     """Return the keys of the leaves to compress, and the shape of an image of each."""
     leaves = {key: leaf for key, leaf in list_items(row, leaves_only=True) if isinstance(leaf, torch.Tensor)}
     shapes = {key: leaf.shape[_parent_of(row, key).batch_dims :] for key, leaf in leaves.items()}
     if pixels is None:
+        first = dict(list_items(data, leaves_only=True))
         return {
             key: shape
             for key, shape in shapes.items()
-            if leaves[key].dtype == torch.uint8 and len(shape) >= 2 and shape.numel() >= _MIN_IMAGE_NBYTES
+            if len(shape) >= 2
+            and shape.numel() * leaves[key].element_size() >= _MIN_IMAGE_NBYTES
+            and (leaves[key].dtype == torch.uint8 or _are_float_images(first, key, shape))
         }
     keys = [unravel_key(key) for key in pixels]
     for key in keys:
@@ -348,7 +360,42 @@ def _image_shapes(row: Any, pixels: Sequence[Key] | None) -> dict[Key, torch.Siz
                 f"pixels={list(pixels)!r}: {key!r} is not a tensor of the data with a dimension after the batch; "
                 f"expected keys among {sorted(shapes, key=str)}"
             )
+    for key in list(keys):
+        following = unravel_key(("next", key))
+        if following in leaves and _same_shape_and_dtype(leaves[key], leaves[following]):
+            keys.append(following)
     return {key: shapes[key] for key in keys}
+
+
+def _are_float_images(leaves: dict[Key, Any], key: Key, shape: torch.Size) -> bool:
+    """Return whether a leaf contains floating-point images: each repeats parts of the one before.
+
+    If there is one element, which is too little to tell, three axes count as an image.
+    """
+    leaf = leaves[key]
+    if leaf.dtype not in _FLOATS or sum(side >= _MIN_SIDE for side in shape) < 2:
+        return False
+    root = unravel_key(key[1:]) if isinstance(key, tuple) and key[0] == "next" else key
+    pair = [leaves.get(name) for name in (root, unravel_key(("next", root)))]
+    stacks, *nexts = [
+        part.detach().cpu().reshape(-1, *shape)[:COPY_BATCH].contiguous().numpy()
+        for part in pair
+        if part is not None and _same_shape_and_dtype(part, leaf)
+    ]
+    if len(stacks) == 1 and len(shape) >= 3:
+        return True
+    before, after = (stacks, nexts[0]) if nexts else (stacks[:-1], stacks[1:])
+    if len(before) == 0:
+        return False
+    unstacked = StackLayout(tuple(shape), stacks.dtype, 1, 0)
+    is_stacked = matching_layout(unstacked, stacks, nexts[0] if nexts else None).n_stack > 1
+    is_repeated = bool(np.mean(before == after) >= _UNCHANGED)
+    return is_stacked or is_repeated or (nexts != [] and _share_rows(stacks, nexts[0]))
+
+
+def _share_rows(stacks: npt.NDArray[Any], nexts: npt.NDArray[Any]) -> bool:
+    """Return whether an image is the next one of another element."""
+    return not {row.tobytes() for row in nexts}.isdisjoint(row.tobytes() for row in stacks)
 
 
 def _parent_of(row: Any, key: Key) -> Any:

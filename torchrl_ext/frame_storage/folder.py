@@ -29,14 +29,25 @@ _ROWS_FILE = "rows"
 _STORAGE_ARGUMENTS = ("max_size", "ndim", "pixels")
 
 
-def open_folder(path: str | os.PathLike[str], arguments: dict[str, Any], *, repair: bool = False) -> StoreFolder:
+def open_folder(
+    path: str | os.PathLike[str], arguments: dict[str, Any], *, repair: bool = False, resume: bool = False
+) -> StoreFolder:
     """Open or create the folder of a storage, and lock it.
 
     :param path: the folder
     :param arguments: arguments of the storage: ``max_size``, ``ndim``, ``pixels``, and the options of its pools
     :param repair: whether the folder is damaged; its arguments are not compared then
+    :param resume: whether to continue with the elements in the folder
     """
-    return StoreFolder(path, arguments, repair=repair, salvage="FrameStorage.salvage")
+    return StoreFolder(path, arguments, repair=repair, salvage="FrameStorage.salvage", resume=resume)
+
+
+def complete_elements(rows: RowArrays, journal: Journal) -> None:
+    """Update the checksums of elements of which the caller had views, and flush the journal."""
+    record, _ = journal.read()
+    if record.exposed:
+        rows.update_checksums(np.arange(record.length))
+    journal.flush()
 
 
 def create_rows(folder: StoreFolder, columns: list[FrameColumn], rows: Any) -> None:

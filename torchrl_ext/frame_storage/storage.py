@@ -22,7 +22,7 @@ from rl_ext_core.datasets import write_dataset
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
 from rl_ext_core.frames import SalvageReport
 from rl_ext_core.frames.codecs import describe_lossiness
-from rl_ext_core.frames.encoding import LAST_CHECK
+from rl_ext_core.frames.encoding import COPY_BATCH, LAST_CHECK
 from rl_ext_core.frames.folder import RowArrays, StoreFolder, as_corrupt_file
 from rl_ext_core.frames.gpu_decode import GpuDecoder, check_decode_on_gpu
 from rl_ext_core.frames.journal import Journal, Places
@@ -54,7 +54,14 @@ from torchrl_ext.frame_storage.buffers import (
 )
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, State, as_state, from_state
 from torchrl_ext.frame_storage.columns import FrameColumn, Key, describe_image_columns, encode_images, release_images
-from torchrl_ext.frame_storage.folder import create_rows, map_rows, open_folder, recover_rows, salvage_folder
+from torchrl_ext.frame_storage.folder import (
+    complete_elements,
+    create_rows,
+    map_rows,
+    open_folder,
+    recover_rows,
+    salvage_folder,
+)
 from torchrl_ext.frame_storage.view import FrameView
 
 _logger = logging.getLogger("torchrl_ext")
@@ -92,19 +99,21 @@ class FrameStorage(TensorStorage):
     :param max_size: Maximum number of elements, as in ``LazyTensorStorage``.
     :param device: Device of samples. Stored elements stay in main memory.
     :param ndim: Number of batch dimensions that ``max_size`` counts, as in ``LazyTensorStorage``.
-    :param pixels: Keys of the images. None: all uint8 leaves with at least two dimensions and 1,024 bytes.
+    :param pixels: Keys of the images; ``"pixels"`` includes ``("next", "pixels")``. None: all uint8 leaves with at least
+        two dimensions and 1,024 bytes, and floating-point ones whose first elements look like images or stacks of them.
     :param codec: ``"patch"`` (the default), ``"raw"`` (uncompressed), or ``"jpeg"``, which is lossy and slow, for
         natural images of one or three channels.
     :param max_error: Largest error of a pixel value. 0 is lossless.
     :param quality: JPEG quality, 1 to 100, for ``codec="jpeg"`` only. ``pixels`` selects the leaves.
     :param n_stack: Number of frames in an image stack. None: detected from the data.
-    :param max_bytes: Limit on the bytes of the elements. At the limit, ``max_size`` is lowered and the oldest elements
-        are dropped. Freed space that will be reused is not counted. For limits below 40 MB, it may be as large as the
-        limit. Samplers that record something per place, such as ``PrioritizedSampler``, are refused.
-    :param storage_dir: Folder for memory-mapped files, which may exceed main memory. Open it again with the same
-        arguments to continue, even after a crash. Only elements that were being added at that moment are lost.
+    :param max_bytes: Limit on the bytes of the elements. At the limit, the oldest elements are dropped, and the others
+        move to the first places. Freed space that will be reused is not counted. For limits below 40 MB, it may be as
+        large as the limit. Samplers that record something per place, such as ``PrioritizedSampler``, are refused.
+    :param storage_dir: Folder for memory-mapped files, which may exceed main memory. To continue with its elements, open
+        it again with the same arguments and ``resume=True``. After a crash, only elements that were being added are lost.
         Checksums are verified: those of elements on opening, those of images when they are first read. Elements that
         were returned as views, as by ``buffer[:]``, are not verified if the process was killed.
+    :param resume: Whether to continue with the elements in ``storage_dir``. By default, a folder with elements is refused.
     :param num_threads: Number of threads that decode large batches. None: ``torch.get_num_threads()``.
     :param decode_on_gpu: Whether to upload images compressed, and to decode them on the GPU. Samples are the same. It
         has no effect if ``device`` is the CPU, or if the codec does not compress.
@@ -112,7 +121,7 @@ class FrameStorage(TensorStorage):
     :param shared_init: As in ``LazyTensorStorage``. True is refused, because a shared storage must contain elements.
     :param consolidated: As in ``LazyTensorStorage``. True is refused, because frames are stored separately.
     :param cleanup_memmap: As in ``LazyTensorStorage``. It has no effect without ``shared_init``.
-    :raises InvalidArgumentError: If an argument has an invalid value.
+    :raises InvalidArgumentError: If an argument has an invalid value, or ``storage_dir`` contains elements.
     :raises InvalidTypeError: If an argument has an invalid type.
     :raises DeviceUnavailableError: If the device is a GPU that is not available.
     :raises MissingDependencyError: If numba is not installed, or a package that the codec needs.
@@ -158,6 +167,7 @@ class FrameStorage(TensorStorage):
         n_stack: int | None = None,
         max_bytes: int | None = None,
         storage_dir: str | os.PathLike[str] | None = None,
+        resume: bool = False,
         num_threads: int | None = None,
         decode_on_gpu: bool = False,
         compilable: bool = False,
@@ -197,12 +207,15 @@ class FrameStorage(TensorStorage):
                     f"max_bytes={max_bytes} is for main memory, got storage_dir={str(storage_dir)!r}. Leave one out"
                 )
         check_options(self._options)
+        if resume and storage_dir is None:
+            raise InvalidArgumentError("resume=True needs a folder. Pass storage_dir too, or leave resume out")
         if storage_dir is not None:
             keys = None if pixels is None else [unravel_key(key) for key in pixels]
             arguments = {"max_size": max_size, "ndim": ndim, "pixels": keys, **self._options}
-            self._folder = open_folder(storage_dir, arguments)
+            self._folder = open_folder(storage_dir, arguments, resume=resume)
             try:
                 self._reopen(self._folder)
+                self._folder.files.complete = complete_elements
             except BaseException:
                 self._release_folder()
                 raise
@@ -252,15 +265,18 @@ class FrameStorage(TensorStorage):
 
     # Allocation
 
-    def _init(self, row: Any) -> None:
-        """Create the columns and allocate all elements, for elements like ``row``."""
+    def _init(self, data: Any) -> None:
+        """Create the columns and allocate all elements, for elements like the first ones in ``data``."""
+        row = data[0]
         if self.device == "auto":
             self.device = row.device or torch.device("cpu")
-        kinds = describe_image_columns(row, self._pixels)
+        if self._budget is not None:
+            self._budget.check_element(row)
+        kinds = describe_image_columns(row, self._pixels, data[:COPY_BATCH])
         if not kinds:
             _logger.warning(
                 "no images were found in the data (%s), so nothing is compressed. If there are images, name them: "
-                'FrameStorage(..., pixels=["pixels"])',
+                'FrameStorage(..., pixels=["pixels", ("next", "pixels")])',
                 ", ".join(map(str, row.keys(include_nested=True, leaves_only=True))),
             )
         try:
@@ -391,7 +407,7 @@ class FrameStorage(TensorStorage):
         """Store elements at an index; if that fails, restore the previous state."""
         fresh = not self.initialized
         if fresh:
-            self._init(data if is_single_index(cursor) else data[0])
+            self._init(data.unsqueeze(0) if is_single_index(cursor) else data)
         length, last = self._len, self._last_cursor_index
         old: dict[Key, torch.Tensor] = {}
         new: dict[Key, torch.Tensor] = {}
@@ -401,6 +417,11 @@ class FrameStorage(TensorStorage):
             where = resolve_target(cursor, data, shape=self._storage.batch_size, ndim=self.ndim)
             if set_cursor and self._resume_cursor is not None and where.places[0] != self._resume_cursor:
                 raise self._writer_error(where.places[0])
+            if set_cursor and self._budget is not None and where.places.min(initial=length) > length:
+                raise InvalidArgumentError(
+                    f"index {cursor!r:.200} leaves a gap after the {length} stored elements, which max_bytes may have "
+                    "moved; nothing was stored. Add elements with buffer.extend(data)"
+                )
             may_cast = is_single_index(cursor) or is_slices(cursor)  # as torch does
             if not has_known_leaves(
                 where,
@@ -491,7 +512,7 @@ class FrameStorage(TensorStorage):
         """Decode the images of a column that have these handles."""
         self._require_open()
         with self.lock:
-            return column.decode([handles])[0]
+            return column.decode([handles], reuse_memory=False)[0]
 
     @defer_signals
     def _write_images(self, column: FrameColumn, handles: torch.Tensor, index: Any, images: torch.Tensor) -> None:
@@ -551,9 +572,6 @@ class FrameStorage(TensorStorage):
             super()._empty()
             self._empty_count += 1
             self._pending_places = self._pending_places[:0]
-            if self._budget is not None:  # which may have lowered max_size
-                self._uninitialize()
-                return
             self._finish_write()
             n_written = (
                 self._n_touched if self._journal is None else max(self._n_touched, self._journal.read()[0].n_written)
@@ -567,24 +585,21 @@ class FrameStorage(TensorStorage):
 
     @defer_signals
     def _drop_oldest(self, n: int) -> None:
-        """Drop the oldest elements, and lower ``max_size`` by their number.
-
-        :param n: their number; if they are at the end and at the beginning of the ring, only those at the end go
-        """
+        """Drop the oldest elements, and move the others to the first places, from the oldest to the newest."""
         length, rows = len(self), self._storage
-        start = (self._last_cursor_index + 1) % length
-        n = min(n, length - start)
+        order = (self._last_cursor_index + 1 + torch.arange(length)) % length
         for column in self._columns:
-            column.pool.release(column.handles(rows[start : start + n], n))
-        kept = rows[start + n : length].clone()
-        rows[start : start + len(kept)] = kept
+            column.pool.release(column.handles(rows[order[:n]], n))
+        n_kept = length - n
+        rows[:n_kept] = rows[order[n:]]
+        for column in self._columns:
+            column.clear(rows, n_kept, length)
         if (index := rows.get("index", None)) is not None:  # TorchRL's writers record the places here
-            places = torch.arange(start, start + len(kept))
-            index[start : start + len(kept)] = places.reshape(-1, *[1] * (index.ndim - 1)).expand_as(index[: len(kept)])
-        self.max_size = self._len = length - n
-        self._set_rows(rows[: self.max_size])
-        self._set_last_cursor((start - 1) % self.max_size)
-        set_writer_cursor(self, start % self.max_size)
+            places = torch.arange(n_kept)
+            index[:n_kept] = places.reshape(-1, *[1] * (index.ndim - 1)).expand_as(index[:n_kept])
+        self._len = n_kept
+        self._set_last_cursor(n_kept - 1)
+        set_writer_cursor(self, n_kept)
         self._bump_mutation_revision()
 
     @defer_signals
@@ -609,8 +624,16 @@ class FrameStorage(TensorStorage):
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes, including the arrays that batches are decoded into."""
-        return self._row_bytes + sum(column.nbytes for column in self._columns)
+        """Allocated bytes of the elements.
+
+        They exclude :attr:`recycled_nbytes`.
+        """
+        return self._row_bytes + sum(column.pool.nbytes for column in self._columns)
+
+    @property
+    def recycled_nbytes(self) -> int:
+        """Bytes of the arrays of recent batches, which later batches of that size are decoded into."""
+        return sum(column.recycled_nbytes for column in self._columns)
 
     @property
     def _row_bytes(self) -> int:
@@ -797,14 +820,7 @@ class FrameStorage(TensorStorage):
                 raise InvalidArgumentError(
                     "a FrameStorage cannot be loaded while other processes share it; load it first, then share it"
                 )
-            max_size = self.max_size
-            if is_full and self._budget is not None:  # that storage had lowered its max_size
-                self.max_size = length
-            try:
-                columns = self._restore_columns(rows, frames)
-            except BaseException:
-                self.max_size = max_size
-                raise
+            columns = self._restore_columns(rows, frames)
             self._allocate(_example_row(rows), columns)
             self._storage[: len(rows)] = rows
             self._len, self._n_touched = length, len(rows)

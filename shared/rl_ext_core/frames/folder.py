@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import gc
 import math
 import os
 import re
 import shutil
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core import _system
+from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError, StorageError
 from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.journal import Journal, JournalRecord, Places
@@ -48,6 +52,8 @@ _MUTABLE = "mutable-"  # prefix of files without checksums
 Fields = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]  # shape of a row, and dtype, by name
 
 _open_folders: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
+_opening = _system.make_fork_safe_lock()  # other threads find a locked folder in _open_folders
+_OWNER_ATTEMPTS, _OWNER_PAUSE_S = 20, 0.005  # how long an owner may take to write its id
 
 
 def validate_path(path: str | os.PathLike[str]) -> Path:
@@ -254,6 +260,31 @@ class RowArrays:
         self._map_files()
 
 
+class _OpenFiles:
+    """Files that a folder closes, and writes to once more, when its owner is closed or garbage-collected.
+
+    :ivar rows: The owner's row arrays
+    :ivar journal: Journal of the valid elements; None if there are no frames
+    :ivar complete: Completes elements that the owner could still change; None if there are none
+    :ivar lock: Lock of the owner, which another thread may use when the process exits
+    """
+
+    rows: RowArrays
+    journal: Journal | None
+    complete: Callable[[RowArrays, Journal], None] | None = None
+    lock: Any = contextlib.nullcontext()
+
+    @defer_signals
+    def close(self, descriptor: int) -> None:
+        """Complete the elements, and close the file of the lock."""
+        try:
+            if self.complete is not None and self.journal is not None:
+                with self.lock:
+                    self.complete(self.rows, self.journal)
+        finally:
+            os.close(descriptor)
+
+
 class StoreFolder:
     """Folder of a store, locked for this process and the processes that share the store.
 
@@ -262,17 +293,16 @@ class StoreFolder:
     :param capacity: Number of rows. An owner that learns it later replaces :attr:`rows`.
     :param repair: Whether to extend truncated files to their old size, and to accept any options
     :param salvage: Name of the function that salvages a damaged folder, for error texts
+    :param resume: Whether to continue with the elements in the folder; otherwise a folder with elements is refused
     :ivar repair: Whether the folder was opened to be repaired
     :ivar settings: Settings of the stored frames, as plain values of the owner; None if there are no frames
     :ivar rows: The owner's row arrays
     :ivar journal: Journal of the valid elements; None if there are no frames
-    :raises InvalidArgumentError: If the path is empty, the folder contains other files, or it was created with other
-        options. With ``repair``, if it does not contain a store.
+    :raises InvalidArgumentError: If the path is empty, the folder contains other files or, without ``resume``,
+        elements, or it was created with other options. With ``repair``, if it does not contain a store.
     :raises StorageError: If another process uses the folder, or it cannot be created
     :raises CorruptFileError: If a file in it is damaged
     """
-
-    journal: Journal | None
 
     def __init__(
         self,
@@ -282,7 +312,9 @@ class StoreFolder:
         capacity: int = 1,
         repair: bool = False,
         salvage: str = "rl_ext_core.frames.salvage",
+        resume: bool = False,
     ) -> None:
+        self.files = _OpenFiles()
         self.path, self.repair, self._salvage_name = validate_path(path).absolute(), repair, salvage
         self.options: dict[str, Any] = json.loads(json.dumps(options))
         if repair and not any(self.path.glob("frames-*")):
@@ -300,13 +332,32 @@ class StoreFolder:
                 f"storage_dir={str(self.path)!r} contains {foreign[0]!r}, which is not part of a store; pass an empty "
                 f"folder, for example storage_dir={str(self.path / 'buffer')!r}"
             )
-        self._take_lock(_open_lock_file(self.path / "lock"))
+        with _opening:
+            self._take_lock(_open_lock_file(self.path / "lock"))
         self._reset(capacity)
         try:
-            self._open()
+            self._open(resume=resume)
         except BaseException:
             self.abandon()
             raise
+
+    @property
+    def rows(self) -> RowArrays:
+        """The owner's row arrays."""
+        return self.files.rows
+
+    @rows.setter
+    def rows(self, value: RowArrays) -> None:
+        self.files.rows = value
+
+    @property
+    def journal(self) -> Journal | None:
+        """Journal of the valid elements; None if there are no frames."""
+        return self.files.journal
+
+    @journal.setter
+    def journal(self, value: Journal | None) -> None:
+        self.files.journal = value
 
     def _reset(self, capacity: int) -> None:
         """Drop the settings, rows and journal, and choose a new identity."""
@@ -314,7 +365,7 @@ class StoreFolder:
         self.settings: dict[str, Any] | None = None
         self.rows, self.journal = RowArrays(capacity), None
 
-    def _open(self) -> None:
+    def _open(self, *, resume: bool) -> None:
         """Open the store in the folder; delete it if its creation was not finished."""
         manifest = self.path / MANIFEST
         if not manifest.exists():
@@ -342,7 +393,18 @@ class StoreFolder:
                 self.rows.add(name, fields, self._region_file(name))
             self.journal = self._new_journal()
             self.settings = found["settings"]
+        if not (resume or self.repair):
+            self._check_empty()
         self.delete_old_frames()
+
+    def _check_empty(self) -> None:
+        """Raise if the folder contains elements, which another run may have added."""
+        record, _ = self.read_journal()
+        if record.length:
+            raise InvalidArgumentError(
+                f"storage_dir={str(self.path)!r} contains {record.length:,} rows of an earlier buffer, expected an "
+                "empty folder. Pass resume=True to continue with them, or another storage_dir"
+            )
 
     def _check_options(self, stored_options: dict[str, Any]) -> None:
         """Raise if the folder's store was created with other options."""
@@ -578,9 +640,10 @@ class StoreFolder:
     def _take_lock(self, descriptor: int) -> None:
         """Keep the descriptor of the locked file until the folder is closed."""
         self._pid, self._lock = os.getpid(), descriptor
+        self._thread_name = threading.current_thread().name
         # Closing the descriptor releases the lock, once all processes that share the store have closed theirs.
-        self.close = weakref.finalize(self, os.close, descriptor)
-        self.close.atexit = False  # stores close their folders at exit
+        # The folder is closed too when it is garbage-collected, and when the process exits.
+        self.close = weakref.finalize(self, self.files.close, descriptor)
         _open_folders.add(self)
 
     def abandon(self) -> None:
@@ -596,6 +659,7 @@ class StoreFolder:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.files.complete = None  # the process that opened the folder does it
         self._take_lock(state["_lock"].detach())
 
 
@@ -655,19 +719,47 @@ def _delete_file(path: Path) -> None:
         raise storage_error(path, error, doing="delete") from error
 
 
+def _find_owner(path: Path) -> StoreFolder | None:
+    """Return the open folder of this process at a path, or None."""
+    for folder in list(_open_folders):
+        with contextlib.suppress(OSError):
+            if not folder.closed and os.path.samestat(os.fstat(folder._lock), os.stat(path / "lock")):
+                return folder
+    return None
+
+
+def _in_use_error(path: Path) -> StorageError:
+    """Return the error for a folder that is locked, with the name of its owner."""
+    process = ""
+    for _ in range(_OWNER_ATTEMPTS):
+        if (owner := _find_owner(path)) is not None:
+            return StorageError(
+                f"{path} is in use by this process, {os.getpid()}: by a buffer that thread {owner._thread_name!r} "
+                "opened; close that buffer first, or pass another storage_dir"
+            )
+        with contextlib.suppress(OSError):
+            process = (path / "lock").read_text(errors="replace")[:32]
+        if process and process != str(os.getpid()):  # an id of this process is from an earlier owner
+            break
+        time.sleep(_OWNER_PAUSE_S)
+    return StorageError(
+        f"{path} is in use by another process, {process or 'of unknown id'}, or one that shares its buffer; close that "
+        "buffer first, or pass another storage_dir"
+    )
+
+
 def _open_lock_file(path: Path) -> int:
     """Open and lock a file, write this process's id to it, and return its descriptor."""
     try:
-        lock = _system.open_exclusive(path)
+        try:
+            lock = _system.open_exclusive(path)
+        except BlockingIOError:
+            # A model is a reference cycle, so its buffer exists after `del model` until garbage is collected.
+            if _find_owner(path.parent) is not None:
+                gc.collect()
+            lock = _system.open_exclusive(path)
     except BlockingIOError:
-        owner = ""
-        with contextlib.suppress(OSError):
-            owner = path.read_text(errors="replace")[:32]
-        process = "this process" if owner == str(os.getpid()) else "another process"
-        raise StorageError(
-            f"{path.parent} is in use by {process}, {owner or 'of unknown id'}, or one that shares its buffer; close "
-            "that buffer first, or pass another storage_dir"
-        ) from None
+        raise _in_use_error(path.parent) from None
     except OSError as error:
         if error.filename is not None:
             raise storage_error(path, error, doing="open") from error
@@ -684,6 +776,7 @@ def _unlock_in_child() -> None:
     """Close all folders in a forked child, so that it does not keep them locked."""
     # A forked child inherits the lock. Without this, the folder would stay locked while any child is alive.
     for folder in list(_open_folders):
+        folder.files.complete = None  # its rows and journal belong to the parent process
         folder.close()
 
 

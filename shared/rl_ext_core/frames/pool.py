@@ -77,7 +77,7 @@ MOST_STREAMS = 256  # trajectories followed at a time
 _LEAST_BLOCK_FRAMES, _MOST_BLOCK_FRAMES = 8, 16  # of all layouts
 _PAGE_OUT_AFTER = 4096  # stacks read or written, each in two or three pages, before pages of a file are paged out
 _MIN_TRIM_BYTES = 1 << 16  # shortest free run that is returned to the system
-_SEALED_STACKS = 64  # stacks stored at a time, because they take their full size until their blocks are sealed
+_SEALED_STACKS = 8  # stacks stored at a time, because they take their full size until their blocks are sealed
 
 
 class FramePool:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 _MAX_ARRAYS = 4  # observations and next observations of the current and of the previous batch, which is still in use
+_RECENT = 8  # requests; a shape is usual if it occurs more than twice among them
 
 
 def _find_unused(
@@ -30,7 +31,7 @@ _REFERENCES = _count_unused_references()
 
 
 class RecycledArrays:
-    """Factory of uninitialized arrays that reuses arrays without other references.
+    """Factory of uninitialized arrays that reuses arrays of usual shapes without other references.
 
     The system maps a new array of megabytes page by page, which takes as long as filling it. Views, and tensors made by
     ``torch.from_numpy``, keep a reference to their array, so arrays in use are never overwritten.
@@ -38,14 +39,18 @@ class RecycledArrays:
 
     def __init__(self) -> None:
         self._arrays: list[npt.NDArray[np.generic]] = []
+        self._recent: list[tuple[int, ...]] = []  # shapes of the latest requests
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
         """Return an array with undefined contents."""
+        self._recent = [*self._recent[-_RECENT + 1 :], shape]
         array = _find_unused(self._arrays, shape, dtype, _REFERENCES)
         if array is not None:
             return array
         array = np.empty(shape, dtype=dtype)
-        self._arrays = [*self._arrays[-_MAX_ARRAYS + 1 :], array]
+        if self._recent.count(shape) > 2:
+            usual = [known for known in self._arrays if known.shape in self._recent]
+            self._arrays = [*usual[-_MAX_ARRAYS + 1 :], array]
         return array
 
     def owns(self, array: npt.NDArray[np.generic]) -> bool:

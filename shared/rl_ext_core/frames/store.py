@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
 import functools
 import logging
 import os
-import weakref
 from operator import index
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -31,6 +29,7 @@ from rl_ext_core.frames.encoding import (
 from rl_ext_core.frames.folder import MANIFEST, RowArrays, StoreFolder, as_corrupt_file
 from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
+from rl_ext_core.frames.journal import Journal
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.region import RegionFile, address_of
 
@@ -44,8 +43,6 @@ _logger = logging.getLogger("rl_ext_core.frames")
 
 _LEAST_BLOCKS = 2  # uncompressed blocks per environment that max_bytes must leave room for
 _LOOK_BACK = 16  # newest transitions per environment that are used to detect the layout
-
-_open_stores: weakref.WeakSet[FrameStore] = weakref.WeakSet()
 
 Pairs = npt.NDArray[np.int64]
 
@@ -124,10 +121,11 @@ class FrameStore:
         drops the oldest transitions, a block at a time. Then ``size`` shrinks, and their rows read as zeros. The stored
         transitions are the ``size`` rows from ``first`` on, around the ring.
     :param storage_dir: Folder for the frames, or None for memory. The frames may exceed the memory, and they outlive
-        the process: a store with the same arguments continues with them and sets ``recovered``. A killed process loses
-        the transition that it was adding. A machine that crashes may lose data that was not written to disk yet, which
-        checksums detect. Only one process at a time can open the folder.
+        the process. A killed process loses the transition that it was adding. A machine that crashes may lose data that
+        was not written to disk yet, which checksums detect. Only one process at a time can open the folder.
     :param options: Options to use once the layout is detected; see :meth:`adaptive`.
+    :param resume: Whether to continue with the transitions in ``storage_dir``, and to set ``recovered``. The arguments
+        must be those of the store that added them. Without it, a folder with transitions is refused. Default False.
     :ivar layout: Current layout of observations.
     :ivar codec: Name of the current codec.
     :ivar max_error: Current maximum error per byte.
@@ -177,7 +175,10 @@ class FrameStore:
         max_bytes: int | None = None,
         storage_dir: str | os.PathLike[str] | StoreFolder | None = None,
         options: EncodingOptions | None = None,
+        resume: bool = False,
     ) -> None:
+        if resume and storage_dir is None:
+            raise InvalidArgumentError("resume=True needs a folder. Pass storage_dir too, or leave resume out")
         if capacity < 1 or n_envs < 1:
             raise InvalidArgumentError(f"capacity={capacity}, n_envs={n_envs}: expected at least 1 for both")
         # Plain integers, because the pickles of NumPy's integers depend on the version of NumPy.
@@ -198,7 +199,8 @@ class FrameStore:
         if storage_dir is None or isinstance(storage_dir, StoreFolder):
             self._folder = storage_dir
         else:
-            self._folder = StoreFolder(storage_dir, self._requested_settings(encoding), capacity=self.capacity)
+            settings = self._requested_settings(encoding)
+            self._folder = StoreFolder(storage_dir, settings, capacity=self.capacity, resume=resume)
         self._rows = RowArrays(self.capacity) if self._folder is None else self._folder.rows
         try:
             if self._folder is None:
@@ -225,6 +227,7 @@ class FrameStore:
         quality: int = DEFAULT_QUALITY,
         max_bytes: int | None = None,
         storage_dir: str | os.PathLike[str] | None = None,
+        resume: bool = False,
     ) -> FrameStore:
         """Create a store that detects the frame stack from the data.
 
@@ -242,6 +245,7 @@ class FrameStore:
         :param quality: JPEG quality, 1 to 100; for the codec ``"jpeg"`` only.
         :param max_bytes: Size limit of the store in bytes, or None.
         :param storage_dir: Folder for the frames, or None for memory.
+        :param resume: Whether to continue with the transitions in ``storage_dir``; default False.
         :return: The store.
         :raises InvalidArgumentError: If options exclude each other, or do not fit the observations.
         :raises InvalidTypeError: If an option or the dtype has the wrong type.
@@ -250,7 +254,8 @@ class FrameStore:
             shape, dtype, codec=codec, n_stack=n_stack, max_error=max_error, quality=quality
         )
         first = options.encoding(exact=n_stack is None)._asdict()
-        return cls(capacity, n_envs, **first, max_bytes=max_bytes, storage_dir=storage_dir, options=options)
+        folder: dict[str, Any] = {"storage_dir": storage_dir, "resume": resume}
+        return cls(capacity, n_envs, **first, max_bytes=max_bytes, options=options, **folder)
 
     def _set_pool(self, pool: FramePool) -> None:
         """Use a pool from now on."""
@@ -309,7 +314,7 @@ class FrameStore:
             encoding = encoding if self._options is None else read_settings(folder)[2]
             self._set_pool(self._new_pool(encoding, folder.frames()))
             self._resume(folder)
-        _open_stores.add(self)
+        folder.files.complete, folder.files.lock = _complete_newest, self._lock
 
     def _resume(self, folder: StoreFolder) -> None:
         """Continue with the transitions in the folder.
@@ -404,6 +409,16 @@ class FrameStore:
             f"{type(self).__name__}({self.capacity} x {self.n_envs} transitions of {layout.shape} {layout.dtype}, "
             f"codec={options['codec']!r}, {describe_lossiness(options)})"
         )
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``storage_dir`` was released, so that the store cannot be used."""
+        return self._folder is not None and self._folder.closed
+
+    @property
+    def row_names(self) -> set[str]:
+        """Names of all row arrays, also of those in ``storage_dir`` that were not requested."""
+        return {name for name in self._rows.arrays if name}
 
     @property
     def n_written(self) -> int:
@@ -913,18 +928,8 @@ class FrameStore:
         if folder is None or folder.closed:
             return
         with self._lock:
-            try:
-                if folder.is_writer and folder.journal is not None:
-                    self.flush()
-                    folder.journal.flush()
-            finally:
-                folder.close()
-                _open_stores.discard(self)
-
-    def __del__(self) -> None:
-        # When the interpreter has cleared the globals of this module, _close_all has closed the store.
-        if getattr(self, "_folder", None) is not None and _close_quietly is not None:
-            _close_quietly(self)
+            folder.close()
+            self._unfinished = False
 
     @defer_signals
     def save(self, file: str | os.PathLike[str] | BinaryIO) -> None:
@@ -1009,21 +1014,16 @@ def _state_checksum(state: dict[str, Any]) -> int:
     return checksum({**state, "frames": frames.get("checksum") if isinstance(frames, dict) else None})
 
 
-def _close_quietly(store: FrameStore) -> None:
-    """Close a store, and log exceptions instead of raising them."""
-    try:
-        store.close()
-    except Exception:  # a destructor and an exit handler can only log
-        _logger.exception("the newest transition in %s may be lost", store._folder.path if store._folder else "")
-
-
-def _close_all() -> None:
-    """Close all stores that are open, at exit."""
-    for store in list(_open_stores):
-        _close_quietly(store)
-
-
-atexit.register(_close_all)
+def _complete_newest(rows: RowArrays, journal: Journal) -> None:
+    """Complete the newest transition, which its owner can no longer change, and flush the journal."""
+    record, _ = journal.read()
+    if record.exposed and record.next_row < rows.n_rows:
+        rows.update_checksums(np.array([record.next_row]))
+        end = record.next_row + 1
+        n_written = max(record.n_written, end)
+        length = min(record.length + 1, n_written)
+        journal.write_all(length=length, next_row=end % rows.n_rows, n_written=n_written, exposed=False)
+    journal.flush()
 
 
 class SalvageReport(NamedTuple):
