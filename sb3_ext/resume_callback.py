@@ -5,6 +5,8 @@ Each environment is restored by repeating the actions of its current episode, se
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import io
 import json
 import os
@@ -13,6 +15,7 @@ import pickle
 import random
 import re
 import shutil
+import types
 import uuid
 import warnings
 import weakref
@@ -45,7 +48,8 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvWrapper
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.folder import copy_stores, restore_stores
 from rl_ext_core.recording import EpisodeLog, Repetition
-from rl_ext_core.recording.layers import LayerState, is_plain, restore_results_file, results_text
+from rl_ext_core.recording.attributes import Summary, differing, find_unsaved, read_state, summarize, write_state
+from rl_ext_core.recording.layers import LayerState, restore_results_file, results_file, unsaved_attributes
 from rl_ext_core.vector.environments import check_count
 from sb3_ext._recorded_environments import recorded_environments
 from sb3_ext.buffers import CompressedReplayBuffer
@@ -76,15 +80,20 @@ _MODEL_ATTRIBUTES = (
 )
 _SDE_ATTRIBUTES = ("exploration_mat", "exploration_matrices")
 _VEC_ENV_LINKS = frozenset(
-    ("venv", "num_envs", "observation_space", "action_space", "class_attributes", "results_writer", "metadata")
+    (
+        *("venv", "env", "num_envs", "observation_space", "action_space", "class_attributes", "results_writer"),
+        *("metadata", "render_mode"),
+    )
 )
 _CALLBACK_LINKS = frozenset(
     (
         *("model", "training_env", "eval_env", "logger", "parent", "locals", "globals", "callback", "callbacks"),
-        "callback_on_new_best",
+        *("callback_on_new_best", "num_timesteps"),
     )
 )
 
+# Summaries of callbacks and of wrappers of a VecEnv before their first step; None for callbacks that were used before.
+_first_seen: weakref.WeakKeyDictionary[Any, Summary | None] = weakref.WeakKeyDictionary()
 # Names of the runs, by which a folder with saves of another run is refused.
 _runs: weakref.WeakKeyDictionary[BaseAlgorithm, str] = weakref.WeakKeyDictionary()
 # State that the first rollout of a resumed model restores.
@@ -151,9 +160,19 @@ class ResumeCallback(BaseCallback):
                 "folder"
             )
         recorded_environments(self.training_env, was_reset=model.num_timesteps == 0)
+        for layer in _layers(self.training_env):
+            _see(layer, self.training_env)
         self._next_save = (model.num_timesteps // self.every + 1) * self.every
 
     def _on_training_start(self) -> None:
+        is_after = False
+        for callback in _flatten(self.locals.get("callback")):
+            is_after = is_after or callback is self
+            has_started = not is_after and type(callback)._on_training_start is not BaseCallback._on_training_start
+            if callback.n_calls or (has_started and not isinstance(callback, CallbackList)):
+                _first_seen.setdefault(callback, None)
+            else:
+                _see(callback, self.model)
         for callback in _flatten(self.locals.get("callback")):
             if callback is self:
                 break
@@ -170,7 +189,7 @@ class ResumeCallback(BaseCallback):
         state = _pending.pop(model, None)
         if state is not None:
             _restore_generators(model, state)
-            _restore_callbacks(self._callbacks(), state["callbacks"])
+            _restore_callbacks(self._callbacks(), state["callbacks"], model)
             if model._total_timesteps != state["model"]["_total_timesteps"]:
                 total = state["model"]["_total_timesteps"]
                 warnings.warn(
@@ -182,7 +201,7 @@ class ResumeCallback(BaseCallback):
             self._next_save = (model.num_timesteps // self.every + 1) * self.every
             callbacks = self._callbacks()
             if not self._warned:
-                _warn_of_unsaved_attributes(callbacks)
+                _warn_of_unsaved_attributes(callbacks, model, recorded_environments(self.training_env))
                 self._warned = True
             _write_save(self.folder, model, callbacks)
 
@@ -242,11 +261,13 @@ def resume(
     repetitions = _repeat_episodes(environments, state["logs"])
     vec_env.unwrapped._reset_seeds()
     vec_env.unwrapped._reset_options()
-    for layer, (_, attributes), text in zip(_layers(vec_env), state["layers"], state["files"], strict=True):
-        vars(layer).update(attributes)
-        restore_results_file(layer, text)
+    for layer, saved, file in zip(_layers(vec_env), state["layers"], state["files"], strict=True):
+        _see(layer, vec_env)
+        _restore_owner(layer, vec_env, saved)
+        restore_results_file(layer, file)
     for index, (layers, repetition) in enumerate(zip(state["environments"], repetitions, strict=True)):
-        environments.restore_layers(index, layers)
+        for sentence in environments.restore_layers(index, layers):
+            warnings.warn(f"Environment {index}: {sentence}.", stacklevel=2)
         differs = repetition is None or repetition.first_difference is not None
         if differs or not _equals_row(environments.observation_arrays(), state["observations"], index):
             why = "is not deterministic, or its episode depends on earlier ones"
@@ -276,7 +297,7 @@ def _check_number_of_envs(env: Any, expected: int) -> None:
 def _check_environments(found: list[list[LayerState]], expected: list[list[LayerState]], load_line: str) -> None:
     """Raise an error if an environment is built otherwise than that of the saved run."""
     for index, (ours, saved) in enumerate(zip(found, expected, strict=True)):
-        texts, saved_texts = ([text for text, _, _ in layers] for layers in (ours, saved))
+        texts, saved_texts = ([layer.description for layer in layers] for layers in (ours, saved))
         if texts != saved_texts:
             raise InvalidArgumentError(
                 f"environment {index} is {' of '.join(texts)}: expected {' of '.join(saved_texts)}, as in the saved "
@@ -330,32 +351,112 @@ def _layers(vec_env: Any) -> list[Any]:
     return found
 
 
-def _check_layers(vec_env: Any, layers: list[tuple[str, Any]]) -> None:
+def _check_layers(vec_env: Any, states: list[_OwnerState]) -> None:
     """Raise an error if the wrappers of a VecEnv are not those of the save."""
-    found, expected = [type(layer).__name__ for layer in _layers(vec_env)], [name for name, _ in layers]
+    found, expected = [type(layer).__name__ for layer in _layers(vec_env)], [state.name for state in states]
     if found != expected:
         raise InvalidArgumentError(
             f"env has the wrappers {found}: expected {expected}, as in the saved run. Build it like that of the run"
         )
 
 
-def _plain_attributes(owner: Any, links: frozenset[str]) -> dict[str, Any]:
-    """Return copies of the attributes that are data, except links to other objects."""
-    return {name: deepcopy(value) for name, value in vars(owner).items() if name not in links and _is_saved(value)}
+@dataclasses.dataclass(frozen=True)
+class _OwnerState:
+    """State of a callback, or of a wrapper of a VecEnv.
+
+    :ivar name: name of its class
+    :ivar attributes: copies of its attributes
+    :ivar first: summary of the attributes before the first step; None if it is not known
+    """
+
+    name: str
+    attributes: dict[str, Any]
+    first: Summary | None
 
 
-def _is_saved(value: Any) -> bool:
-    return is_plain(value) or type(value).__name__ == "StackedObservations"
+def _attributes_of(owner: Any, model_or_env: Any) -> dict[str, Any]:
+    """Return the attributes of a callback or wrapper, except links to other objects."""
+    names = _CALLBACK_LINKS if isinstance(owner, BaseCallback) else _VEC_ENV_LINKS
+    return {name: value for name, value in vars(owner).items() if name not in names and value is not model_or_env}
 
 
-def _warn_of_unsaved_attributes(callbacks: list[BaseCallback]) -> None:
-    """Warn if callbacks of the user have attributes that are not data."""
+def _links_of(owner: Any, model_or_env: Any) -> list[Any]:
+    """Return the objects that are not part of a callback or wrapper: the model, environments, other callbacks."""
+    vec_env = model_or_env.get_env() if isinstance(model_or_env, BaseAlgorithm) else model_or_env
+    types = (gymnasium.Env, VecEnv, BaseAlgorithm, BaseCallback)
+    found = [model_or_env, *_layers(vec_env), vec_env.unwrapped, *getattr(vec_env.unwrapped, "envs", ())]
+    return [*found, *(value for value in vars(owner).values() if isinstance(value, types))]
+
+
+def _owner_state(owner: Any, model_or_env: Any) -> _OwnerState:
+    parts = read_state(_attributes_of(owner, model_or_env), _links_of(owner, model_or_env))
+    return _OwnerState(type(owner).__name__, parts, _first_seen.get(owner))
+
+
+def _see(owner: Any, model_or_env: Any) -> None:
+    """Record the attributes of a callback or wrapper before the first step, unless that was done."""
+    if owner not in _first_seen:
+        _first_seen[owner] = summarize(_owner_state(owner, model_or_env).attributes)
+
+
+def _restore_owner(owner: Any, model_or_env: Any, saved: _OwnerState) -> None:
+    """Restore the state of a callback or wrapper. Arguments of its constructor are those of this process."""
+    present = _owner_state(owner, model_or_env)
+    first, marks, now = _first_seen.get(owner), summarize(saved.attributes), summarize(present.attributes)
+    if isinstance(owner, BaseCallback) and None not in (saved.first, first):
+        kept = differing(saved.first, first)
+    else:
+        kept = _kept_arguments(owner, saved, marks, now)
+    kept -= {path for path in kept if path in marks and marks[path].is_generator}
+    changed = kept & differing(saved.first, marks) & differing(marks, now) & marks.keys()
+    lost = write_state(owner, saved.attributes, _links_of(owner, model_or_env), kept=kept.__contains__)
+    if changed:
+        warnings.warn(
+            f"{saved.name} has other arguments than in the saved run, so these attributes, which that run has changed, "
+            f"keep the values of this process: {', '.join(sorted(changed))}.",
+            stacklevel=4,
+        )
+    if lost:
+        warnings.warn(f"{saved.name}: {', '.join(lost)} cannot be saved, and start again.", stacklevel=4)
+
+
+def _kept_arguments(owner: Any, saved: _OwnerState, marks: Summary, now: Summary) -> set[str]:
+    """Return the paths of attributes that follow from arguments of the constructor.
+
+    These are attributes with the name of an argument that differs, and absolute paths. If there are any, other
+    attributes that the saved run has not changed may follow from them, too.
+    """
+    arguments = {
+        name
+        for base in type(owner).__mro__
+        if isinstance(vars(base).get("__init__"), types.FunctionType)
+        for name in inspect.signature(vars(base)["__init__"]).parameters
+    }
+    differing_paths = differing(marks, now) & now.keys()
+    kept = {path for path in differing_paths if re.split(r"[.\[]", path)[0] in arguments}
+    kept -= set() if saved.first is None else kept - differing(saved.first, now)
+    values = {name: value for name, value in saved.attributes.items() if isinstance(value, str)}
+    kept |= {name for name, value in values.items() if os.path.isabs(value) and name in differing_paths}
+    if kept and saved.first is not None:
+        kept |= now.keys() & marks.keys() - differing(saved.first, marks)
+    return kept
+
+
+def _warn_of_unsaved_attributes(callbacks: list[BaseCallback], model: Any, environments: Any) -> None:
+    """Report attributes of environments and callbacks that are not saved."""
+    for index, layers in enumerate(environments.layer_states()):
+        if unsaved := unsaved_attributes(layers):
+            warnings.warn(
+                f"Environment {index}: these attributes have changed and cannot be saved, so they start again after "
+                f"resume(): {', '.join(unsaved)}. Use numbers, arrays, lists, dicts or objects for what must continue",
+                stacklevel=4,
+            )
+            break  # others are usually alike
     unsaved = [
-        f"{type(each).__name__}.{name} ({type(value).__name__})"
+        f"{type(each).__name__}.{path} ({name})"
         for each in callbacks
         if type(each).__module__.partition(".")[0] not in ("stable_baselines3", "sb3_contrib", "sb3_ext")
-        for name, value in vars(each).items()
-        if name not in _CALLBACK_LINKS and not (_is_saved(value) or callable(value))
+        for path, name in find_unsaved(_owner_state(each, model).attributes)
     ]
     if unsaved:
         warnings.warn(
@@ -441,19 +542,19 @@ def _flatten(callback: Any) -> Iterator[BaseCallback]:
             yield from _flatten(vars(callback).get(name))
 
 
-def _restore_callbacks(callbacks: list[BaseCallback], states: list[tuple[str, dict[str, Any]]]) -> None:
+def _restore_callbacks(callbacks: list[BaseCallback], states: list[_OwnerState], model: Any) -> None:
     """Set the attributes of callbacks, matched by class and order."""
     for kind in {type(callback).__name__ for callback in callbacks}:
         found = [callback for callback in callbacks if type(callback).__name__ == kind]
-        saved = [attributes for name, attributes in states if name == kind]
+        saved = [state for state in states if state.name == kind]
         if saved and len(found) != len(saved):
             warnings.warn(
                 f"learn() got {len(found)} callbacks {kind}, but {len(saved)} in the saved run, so they start again.",
                 stacklevel=3,
             )
             continue
-        for callback, attributes in zip(found, saved, strict=False):
-            vars(callback).update(deepcopy(attributes))
+        for callback, state in zip(found, saved, strict=False):
+            _restore_owner(callback, model, state)
 
 
 def _sde_distributions(model: Any) -> list[Any]:
@@ -516,12 +617,12 @@ def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
         "model": {name: _to_cpu(getattr(model, name)) for name in _MODEL_ATTRIBUTES if hasattr(model, name)},
         "action_generator": model.action_space._np_random,
         "generators": _generator_states(model),
-        "callbacks": [(type(each).__name__, _plain_attributes(each, _CALLBACK_LINKS)) for each in callbacks],
-        "layers": [(type(each).__name__, _plain_attributes(each, _VEC_ENV_LINKS)) for each in _layers(vec_env)],
+        "callbacks": [_owner_state(each, model) for each in callbacks],
+        "layers": [_owner_state(each, vec_env) for each in _layers(vec_env)],
         "environments": environments.layer_states(),
         "observations": {key: rows.copy() for key, rows in environments.observation_arrays().items()},
         "logs": environments.logs(),
-        "files": list(map(results_text, _layers(vec_env))),
+        "files": list(map(results_file, _layers(vec_env))),
         "storage": _storage_state(model),
         "run": _runs[model],
     }
