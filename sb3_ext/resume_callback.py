@@ -5,6 +5,7 @@ Each environment is restored by repeating the actions of its current episode, se
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import io
@@ -15,6 +16,8 @@ import pickle
 import random
 import re
 import shutil
+import sys
+import threading
 import types
 import uuid
 import warnings
@@ -32,7 +35,7 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
-from stable_baselines3.common.save_util import load_from_zip_file
+from stable_baselines3.common.save_util import is_json_serializable, load_from_zip_file
 from stable_baselines3.common.utils import check_for_correct_spaces, get_device
 from stable_baselines3.common.vec_env import (
     VecCheckNan,
@@ -45,11 +48,21 @@ from stable_baselines3.common.vec_env import (
 )
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvWrapper
 
+from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.folder import copy_stores, restore_stores
 from rl_ext_core.recording import EpisodeLog, Repetition
-from rl_ext_core.recording.attributes import Summary, differing, find_unsaved, read_state, summarize, write_state
+from rl_ext_core.recording.attributes import (
+    Summary,
+    copy_with_strides,
+    differing,
+    find_unsaved,
+    read_state,
+    summarize,
+    write_state,
+)
 from rl_ext_core.recording.layers import LayerState, restore_results_file, results_file, unsaved_attributes
+from rl_ext_core.resources import NO_SPACE, check_folder, write_problem
 from rl_ext_core.vector.environments import check_count
 from sb3_ext._recorded_environments import recorded_environments
 from sb3_ext.buffers import CompressedReplayBuffer
@@ -59,6 +72,7 @@ __all__ = ["ResumeCallback", "resume"]
 _FORMAT = "sb3_ext save 1"
 _MARKER, _MODEL, _BUFFER, _STATE = "save.json", "model.zip", "replay_buffer.pkl", "state.pkl"
 _STORAGE = "storage"  # copy of storage_dir
+_LOCK = "lock"
 _SAVE_NAME, _UNFINISHED_NAME = re.compile(r"save-(\d+)"), re.compile(r"\.unfinished-save-\d+(-old)?")
 _N_SAVES = 2
 # Attributes of a model that load() does not restore, or that setting up the model overwrites.
@@ -144,8 +158,13 @@ class ResumeCallback(BaseCallback):
                 f"algorithm on arrays. Write from stable_baselines3 import {type(model).__name__}, or use "
                 "CheckpointCallback"
             )
-        if self.folder.exists() and not self.folder.is_dir():
-            raise InvalidArgumentError(f"folder={str(self.folder)!r} is a file: expected a folder. Use another name")
+        for found in (type(model), model.policy_class):
+            if "<locals>" in found.__qualname__:
+                raise InvalidTypeError(
+                    f"{found.__qualname__} is defined inside a function, where resume() cannot find it: expected a "
+                    "class at the top level of a module or script. Move it there"
+                )
+        check_folder("folder", self.folder)
         _check_storage(model)
         saves = _saves(self.folder)
         run = _runs.setdefault(model, uuid.uuid4().hex)
@@ -160,6 +179,7 @@ class ResumeCallback(BaseCallback):
                 "folder"
             )
         recorded_environments(self.training_env, was_reset=model.num_timesteps == 0)
+        _lock_folder(self)
         for layer in _layers(self.training_env):
             _see(layer, self.training_env)
         self._next_save = (model.num_timesteps // self.every + 1) * self.every
@@ -208,6 +228,9 @@ class ResumeCallback(BaseCallback):
     def _on_step(self) -> bool:
         return True
 
+    def _on_training_end(self) -> None:
+        _unlock_folder(self.folder.resolve())
+
     def _callbacks(self) -> list[BaseCallback]:
         """Return all callbacks of this training, except this class."""
         return [found for found in _flatten(self.locals.get("callback")) if not isinstance(found, ResumeCallback)]
@@ -236,7 +259,9 @@ def resume(
         differ. Files of ``storage_dir`` are unchanged then.
     """
     save = _newest_complete_save(pathlib.Path(folder))
-    state = pickle.loads((save / _STATE).read_bytes())
+    with (save / _STATE).open("rb") as file:
+        state = _Unpickler(file).load()
+    custom_objects = {**state["objects"], **(custom_objects or {})}
     _check_number_of_envs(env, len(state["environments"]))
     vec_env = state["class"]._wrap_env(env, verbose=0)  # as load() does
     _check_layers(vec_env, state["layers"])
@@ -252,7 +277,7 @@ def resume(
     )
     if isinstance(model, OffPolicyAlgorithm):
         if state["storage"] is None:
-            model.load_replay_buffer(save / _BUFFER, truncate_last_traj=False)
+            _load_replay_buffer(model, save / _BUFFER)
         else:
             _restore_buffer_attributes(model.replay_buffer, state["storage"])
     for name, value in state["model"].items():
@@ -280,6 +305,138 @@ def resume(
     return model
 
 
+@dataclasses.dataclass(frozen=True)
+class _Lock:
+    """Lock of a folder that the training of one thread saves to."""
+
+    descriptor: int
+    thread: threading.Thread
+
+
+_locks: dict[pathlib.Path, _Lock] = {}
+
+
+def _lock_folder(callback: ResumeCallback) -> None:
+    """Lock the folder of the saves until the training ends, or the callback is deleted.
+
+    A training that an exception has ended in this thread gives up its lock.
+
+    :raises StorageError: If another training uses the folder.
+    """
+    folder, thread = callback.folder.resolve(), threading.current_thread()
+    held = _locks.get(folder)
+    if held is not None:
+        if held.thread is not thread and held.thread.is_alive():
+            raise _in_use_error(callback.folder, "another thread of this process")
+        _unlock_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / _LOCK
+    while True:
+        try:
+            descriptor = _system.open_exclusive(path)
+        except BlockingIOError:
+            owner = path.read_text(errors="replace")[:32] if path.is_file() else ""
+            raise _in_use_error(callback.folder, f"process {owner or 'of unknown id'}") from None
+        except OSError as error:
+            raise StorageError(f"cannot lock {path}: {error}. Use a folder on a local disk") from error
+        if os.name == "nt" or (path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(path))):
+            break
+        os.close(descriptor)  # the training that had the lock has deleted this file
+    os.ftruncate(descriptor, 0)
+    _system.write_at(descriptor, str(os.getpid()).encode(), 0)
+    _locks[folder] = _Lock(descriptor, thread)
+    weakref.finalize(callback, _unlock_folder, folder, descriptor)
+
+
+def _unlock_folder(folder: pathlib.Path, descriptor: int | None = None) -> None:
+    """Unlock a folder, and delete the file of the lock.
+
+    :param descriptor: the lock to end; default: the present one of this process
+    """
+    held = _locks.get(folder)
+    if held is None or descriptor not in (None, held.descriptor):
+        return
+    del _locks[folder]
+    if os.name == "nt":  # which cannot delete an open file
+        os.close(held.descriptor)
+    with contextlib.suppress(OSError):
+        (folder / _LOCK).unlink()
+    if os.name != "nt":
+        os.close(held.descriptor)
+
+
+def _forget_locks_in_child() -> None:
+    """Close the locks in a forked process, which would hold them after its parent's end."""
+    for held in _locks.values():
+        os.close(held.descriptor)
+    _locks.clear()
+
+
+_system.after_fork(_forget_locks_in_child)
+
+
+def _in_use_error(folder: pathlib.Path, user: str) -> StorageError:
+    return StorageError(
+        f"folder={str(folder)!r} is in use by {user}, which saves its training there. Wait until it ends, or use "
+        f"another folder: ResumeCallback({str(folder) + '-2'!r})"
+    )
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickler that stores classes and functions of the script by name, and the layout of arrays."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__" and "<" not in obj.__qualname__:
+            return _find_in_script, (obj.__qualname__,)
+        if type(obj) is np.ndarray and not obj.dtype.hasobject:
+            contiguous = obj.copy(order="C")
+            if obj.strides != contiguous.strides:
+                return copy_with_strides, (contiguous, obj.strides)
+        return super().reducer_override(obj)
+
+
+def _pickle(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _find_in_script(name: str) -> Any:
+    """Return a class or function of the present script."""
+    found: Any = sys.modules["__main__"]
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        raise InvalidArgumentError(
+            f"the saved run uses {name} of its script, which this script does not define. Define or import it before "
+            f"resume(...), or, if it was renamed, write {name} = NewName"
+        )
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickler that reports missing classes and modules."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except (ImportError, AttributeError) as error:
+            raise _missing_name_error(module, name, error) from error
+
+
+def _missing_name_error(module: str, name: str, error: Exception) -> InvalidArgumentError:
+    if isinstance(error, ImportError):
+        line = f'import new_name, sys; sys.modules["{module}"] = new_name'
+        return InvalidArgumentError(
+            f"the saved run uses {name} of the module {module!r}, which cannot be imported ({error}). Install it "
+            f"or add its folder to sys.path, or, if it was renamed, write {line}"
+        )
+    return InvalidArgumentError(
+        f"the saved run uses {name} of the module {module!r}, which has no such name now. Define it there, or, if it "
+        f"was renamed, write import {module}; {module}.{name} = {module}.NewName"
+    )
+
+
 def _check_number_of_envs(env: Any, expected: int) -> None:
     """Raise an error if ``env`` is not an environment, or has another number of them than the saved run."""
     if not isinstance(env, (VecEnv, gymnasium.Env)):
@@ -303,6 +460,29 @@ def _check_environments(found: list[list[LayerState]], expected: list[list[Layer
                 f"environment {index} is {' of '.join(texts)}: expected {' of '.join(saved_texts)}, as in the saved "
                 f"run. Build it like that of the run, or continue with new episodes: {load_line}"
             )
+
+
+def _load_replay_buffer(model: OffPolicyAlgorithm, path: pathlib.Path) -> None:
+    try:
+        model.load_replay_buffer(path, truncate_last_traj=False)
+    except (ImportError, AttributeError) as error:
+        raise InvalidArgumentError(
+            f"the replay buffer in {str(path)!r} uses a class that is missing: {error}. Define or import it before "
+            "resume(...), or, if it was renamed, write OldName = NewName"
+        ) from error
+
+
+def _objects_of(model: Any) -> dict[str, Any]:
+    """Return the attributes of a model that SB3 pickles."""
+    states, variables = model._get_torch_save_params()
+    left_out = {
+        *_MODEL_ATTRIBUTES,
+        *model._excluded_save_params(),
+        *(name.split(".")[0] for name in states + variables),
+    }
+    return {
+        name: value for name, value in vars(model).items() if name not in left_out and not is_json_serializable(value)
+    }
 
 
 def _check_model(
@@ -614,6 +794,7 @@ def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
     environments = recorded_environments(vec_env)
     return {
         "class": type(model),
+        "objects": _objects_of(model),
         "model": {name: _to_cpu(getattr(model, name)) for name in _MODEL_ATTRIBUTES if hasattr(model, name)},
         "action_generator": model.action_space._np_random,
         "generators": _generator_states(model),
@@ -680,7 +861,7 @@ def _write_save(folder: pathlib.Path, model: Any, callbacks: list[BaseCallback])
     temporary = folder / f".unfinished-save-{model.num_timesteps}"
     try:
         temporary.mkdir()
-        (temporary / _STATE).write_bytes(cloudpickle.dumps(_state_of_run(model, callbacks)))
+        (temporary / _STATE).write_bytes(_pickle(_state_of_run(model, callbacks)))
         model.save(temporary / _MODEL)
         if isinstance(model, OffPolicyAlgorithm):
             if (storage_dir := _storage_dir(model)) is None:
@@ -697,8 +878,10 @@ def _write_save(folder: pathlib.Path, model: Any, callbacks: list[BaseCallback])
     except OSError as error:  # a full disk, for example
         shutil.rmtree(temporary, ignore_errors=True)
         raise StorageError(
-            f"folder={str(folder)!r}: the save at {model.num_timesteps} timesteps cannot be written ({error}). Earlier "
-            "saves are complete. Free space, and continue with sb3_ext.resume(folder, env)"
+            f"folder={str(folder)!r}: the save at {model.num_timesteps} timesteps cannot be written "
+            f"({write_problem(folder.absolute(), error)}). Earlier saves are complete. "
+            f"{'Free space' if error.errno in NO_SPACE else 'Make the folder writable'}, and continue with "
+            "sb3_ext.resume(folder, env)"
         ) from error
     target = folder / f"save-{model.num_timesteps}"
     if _is_save(target):

@@ -32,6 +32,7 @@ from rl_ext_core.recording.generators import restore_generator, state_of_generat
 __all__ = [
     "Part",
     "Summary",
+    "copy_with_strides",
     "differing",
     "find_unsaved",
     "read_attributes",
