@@ -5,6 +5,8 @@ Both classes have the same methods: one for environments in this process, the ot
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -13,10 +15,24 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, Repetition
-from rl_ext_core.recording.layers import LayerState, layer_states, restore_layers
+from rl_ext_core.recording.layers import LayerState, layer_states, record_construction, restore_layers
 from sb3_ext.vec_env import PoolVecEnv
 
 __all__ = ["EnvironmentsHere", "EnvironmentsInWorkers", "recorded_environments"]
+
+
+_init = DummyVecEnv.__init__
+
+
+@functools.wraps(_init)
+def _init_and_record(self: DummyVecEnv, env_fns: list[Callable[[], gymnasium.Env[Any, Any]]]) -> None:
+    """Record how the environments are after construction, because ResumeCallback sees them after their first reset."""
+    _init(self, env_fns)
+    for env in self.envs:
+        record_construction(env)
+
+
+DummyVecEnv.__init__ = _init_and_record  # type: ignore[method-assign]
 
 
 class EnvironmentsHere:
@@ -58,9 +74,9 @@ class EnvironmentsHere:
         """Return the state of the wrappers of each environment."""
         return list(map(layer_states, self._envs))
 
-    def restore_layers(self, index: int, states: list[LayerState]) -> None:
-        """Set the state of the wrappers of an environment."""
-        restore_layers(self._envs[index], states)
+    def restore_layers(self, index: int, states: list[LayerState]) -> list[str]:
+        """Set the state of the wrappers of an environment; return sentences on what is not restored."""
+        return restore_layers(self._envs[index], states)
 
     def reset(self, index: int) -> Any:
         """Reset an environment, and return the last observations of all."""

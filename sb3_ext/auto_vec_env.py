@@ -236,6 +236,7 @@ def _monitor_wrapper(rank: int, monitor_dir: str | None, monitor_kwargs: dict[st
     if monitor_dir is None:
         return functools.partial(Monitor, **monitor_kwargs)
     folder = os.path.abspath(monitor_dir)  # workers may have another working directory
+    resources.check_folder("monitor_dir", monitor_dir)
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, str(rank))
     return functools.partial(_monitor_to_file, path=path, since=time.time(), monitor_kwargs=monitor_kwargs)

@@ -5,6 +5,9 @@ Each environment is restored by repeating the actions of its current episode, se
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import inspect
 import io
 import json
 import os
@@ -13,6 +16,9 @@ import pickle
 import random
 import re
 import shutil
+import sys
+import threading
+import types
 import uuid
 import warnings
 import weakref
@@ -29,7 +35,7 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
-from stable_baselines3.common.save_util import load_from_zip_file
+from stable_baselines3.common.save_util import is_json_serializable, load_from_zip_file
 from stable_baselines3.common.utils import check_for_correct_spaces, get_device
 from stable_baselines3.common.vec_env import (
     VecCheckNan,
@@ -42,10 +48,21 @@ from stable_baselines3.common.vec_env import (
 )
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvWrapper
 
+from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.folder import copy_stores, restore_stores
 from rl_ext_core.recording import EpisodeLog, Repetition
-from rl_ext_core.recording.layers import LayerState, is_plain, restore_results_file, results_text
+from rl_ext_core.recording.attributes import (
+    Summary,
+    copy_with_strides,
+    differing,
+    find_unsaved,
+    read_state,
+    summarize,
+    write_state,
+)
+from rl_ext_core.recording.layers import LayerState, restore_results_file, results_file, unsaved_attributes
+from rl_ext_core.resources import NO_SPACE, check_folder, write_problem
 from rl_ext_core.vector.environments import check_count
 from sb3_ext._recorded_environments import recorded_environments
 from sb3_ext.buffers import CompressedReplayBuffer
@@ -55,6 +72,7 @@ __all__ = ["ResumeCallback", "resume"]
 _FORMAT = "sb3_ext save 1"
 _MARKER, _MODEL, _BUFFER, _STATE = "save.json", "model.zip", "replay_buffer.pkl", "state.pkl"
 _STORAGE = "storage"  # copy of storage_dir
+_LOCK = "lock"
 _SAVE_NAME, _UNFINISHED_NAME = re.compile(r"save-(\d+)"), re.compile(r"\.unfinished-save-\d+(-old)?")
 _N_SAVES = 2
 # Attributes of a model that load() does not restore, or that setting up the model overwrites.
@@ -76,15 +94,20 @@ _MODEL_ATTRIBUTES = (
 )
 _SDE_ATTRIBUTES = ("exploration_mat", "exploration_matrices")
 _VEC_ENV_LINKS = frozenset(
-    ("venv", "num_envs", "observation_space", "action_space", "class_attributes", "results_writer", "metadata")
+    (
+        *("venv", "env", "num_envs", "observation_space", "action_space", "class_attributes", "results_writer"),
+        *("metadata", "render_mode"),
+    )
 )
 _CALLBACK_LINKS = frozenset(
     (
         *("model", "training_env", "eval_env", "logger", "parent", "locals", "globals", "callback", "callbacks"),
-        "callback_on_new_best",
+        *("callback_on_new_best", "num_timesteps"),
     )
 )
 
+# Summaries of callbacks and of wrappers of a VecEnv before their first step; None for callbacks that were used before.
+_first_seen: weakref.WeakKeyDictionary[Any, Summary | None] = weakref.WeakKeyDictionary()
 # Names of the runs, by which a folder with saves of another run is refused.
 _runs: weakref.WeakKeyDictionary[BaseAlgorithm, str] = weakref.WeakKeyDictionary()
 # State that the first rollout of a resumed model restores.
@@ -135,8 +158,13 @@ class ResumeCallback(BaseCallback):
                 f"algorithm on arrays. Write from stable_baselines3 import {type(model).__name__}, or use "
                 "CheckpointCallback"
             )
-        if self.folder.exists() and not self.folder.is_dir():
-            raise InvalidArgumentError(f"folder={str(self.folder)!r} is a file: expected a folder. Use another name")
+        for found in (type(model), model.policy_class):
+            if "<locals>" in found.__qualname__:
+                raise InvalidTypeError(
+                    f"{found.__qualname__} is defined inside a function, where resume() cannot find it: expected a "
+                    "class at the top level of a module or script. Move it there"
+                )
+        check_folder("folder", self.folder)
         _check_storage(model)
         saves = _saves(self.folder)
         run = _runs.setdefault(model, uuid.uuid4().hex)
@@ -151,9 +179,20 @@ class ResumeCallback(BaseCallback):
                 "folder"
             )
         recorded_environments(self.training_env, was_reset=model.num_timesteps == 0)
+        _lock_folder(self)
+        for layer in _layers(self.training_env):
+            _see(layer, self.training_env)
         self._next_save = (model.num_timesteps // self.every + 1) * self.every
 
     def _on_training_start(self) -> None:
+        is_after = False
+        for callback in _flatten(self.locals.get("callback")):
+            is_after = is_after or callback is self
+            has_started = not is_after and type(callback)._on_training_start is not BaseCallback._on_training_start
+            if callback.n_calls or (has_started and not isinstance(callback, CallbackList)):
+                _first_seen.setdefault(callback, None)
+            else:
+                _see(callback, self.model)
         for callback in _flatten(self.locals.get("callback")):
             if callback is self:
                 break
@@ -170,7 +209,7 @@ class ResumeCallback(BaseCallback):
         state = _pending.pop(model, None)
         if state is not None:
             _restore_generators(model, state)
-            _restore_callbacks(self._callbacks(), state["callbacks"])
+            _restore_callbacks(self._callbacks(), state["callbacks"], model)
             if model._total_timesteps != state["model"]["_total_timesteps"]:
                 total = state["model"]["_total_timesteps"]
                 warnings.warn(
@@ -182,12 +221,15 @@ class ResumeCallback(BaseCallback):
             self._next_save = (model.num_timesteps // self.every + 1) * self.every
             callbacks = self._callbacks()
             if not self._warned:
-                _warn_of_unsaved_attributes(callbacks)
+                _warn_of_unsaved_attributes(callbacks, model, recorded_environments(self.training_env))
                 self._warned = True
             _write_save(self.folder, model, callbacks)
 
     def _on_step(self) -> bool:
         return True
+
+    def _on_training_end(self) -> None:
+        _unlock_folder(self.folder.resolve())
 
     def _callbacks(self) -> list[BaseCallback]:
         """Return all callbacks of this training, except this class."""
@@ -217,7 +259,9 @@ def resume(
         differ. Files of ``storage_dir`` are unchanged then.
     """
     save = _newest_complete_save(pathlib.Path(folder))
-    state = pickle.loads((save / _STATE).read_bytes())
+    with (save / _STATE).open("rb") as file:
+        state = _Unpickler(file).load()
+    custom_objects = {**state["objects"], **(custom_objects or {})}
     _check_number_of_envs(env, len(state["environments"]))
     vec_env = state["class"]._wrap_env(env, verbose=0)  # as load() does
     _check_layers(vec_env, state["layers"])
@@ -233,7 +277,7 @@ def resume(
     )
     if isinstance(model, OffPolicyAlgorithm):
         if state["storage"] is None:
-            model.load_replay_buffer(save / _BUFFER, truncate_last_traj=False)
+            _load_replay_buffer(model, save / _BUFFER)
         else:
             _restore_buffer_attributes(model.replay_buffer, state["storage"])
     for name, value in state["model"].items():
@@ -242,11 +286,13 @@ def resume(
     repetitions = _repeat_episodes(environments, state["logs"])
     vec_env.unwrapped._reset_seeds()
     vec_env.unwrapped._reset_options()
-    for layer, (_, attributes), text in zip(_layers(vec_env), state["layers"], state["files"], strict=True):
-        vars(layer).update(attributes)
-        restore_results_file(layer, text)
+    for layer, saved, file in zip(_layers(vec_env), state["layers"], state["files"], strict=True):
+        _see(layer, vec_env)
+        _restore_owner(layer, vec_env, saved)
+        restore_results_file(layer, file)
     for index, (layers, repetition) in enumerate(zip(state["environments"], repetitions, strict=True)):
-        environments.restore_layers(index, layers)
+        for sentence in environments.restore_layers(index, layers):
+            warnings.warn(f"Environment {index}: {sentence}.", stacklevel=2)
         differs = repetition is None or repetition.first_difference is not None
         if differs or not _equals_row(environments.observation_arrays(), state["observations"], index):
             why = "is not deterministic, or its episode depends on earlier ones"
@@ -257,6 +303,138 @@ def resume(
     _runs[model] = state["run"]
     _pending[model] = state
     return model
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lock:
+    """Lock of a folder that the training of one thread saves to."""
+
+    descriptor: int
+    thread: threading.Thread
+
+
+_locks: dict[pathlib.Path, _Lock] = {}
+
+
+def _lock_folder(callback: ResumeCallback) -> None:
+    """Lock the folder of the saves until the training ends, or the callback is deleted.
+
+    A training that an exception has ended in this thread gives up its lock.
+
+    :raises StorageError: If another training uses the folder.
+    """
+    folder, thread = callback.folder.resolve(), threading.current_thread()
+    held = _locks.get(folder)
+    if held is not None:
+        if held.thread is not thread and held.thread.is_alive():
+            raise _in_use_error(callback.folder, "another thread of this process")
+        _unlock_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / _LOCK
+    while True:
+        try:
+            descriptor = _system.open_exclusive(path)
+        except BlockingIOError:
+            owner = path.read_text(errors="replace")[:32] if path.is_file() else ""
+            raise _in_use_error(callback.folder, f"process {owner or 'of unknown id'}") from None
+        except OSError as error:
+            raise StorageError(f"cannot lock {path}: {error}. Use a folder on a local disk") from error
+        if os.name == "nt" or (path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(path))):
+            break
+        os.close(descriptor)  # the training that had the lock has deleted this file
+    os.ftruncate(descriptor, 0)
+    _system.write_at(descriptor, str(os.getpid()).encode(), 0)
+    _locks[folder] = _Lock(descriptor, thread)
+    weakref.finalize(callback, _unlock_folder, folder, descriptor)
+
+
+def _unlock_folder(folder: pathlib.Path, descriptor: int | None = None) -> None:
+    """Unlock a folder, and delete the file of the lock.
+
+    :param descriptor: the lock to end; default: the present one of this process
+    """
+    held = _locks.get(folder)
+    if held is None or descriptor not in (None, held.descriptor):
+        return
+    del _locks[folder]
+    if os.name == "nt":  # which cannot delete an open file
+        os.close(held.descriptor)
+    with contextlib.suppress(OSError):
+        (folder / _LOCK).unlink()
+    if os.name != "nt":
+        os.close(held.descriptor)
+
+
+def _forget_locks_in_child() -> None:
+    """Close the locks in a forked process, which would hold them after its parent's end."""
+    for held in _locks.values():
+        os.close(held.descriptor)
+    _locks.clear()
+
+
+_system.after_fork(_forget_locks_in_child)
+
+
+def _in_use_error(folder: pathlib.Path, user: str) -> StorageError:
+    return StorageError(
+        f"folder={str(folder)!r} is in use by {user}, which saves its training there. Wait until it ends, or use "
+        f"another folder: ResumeCallback({str(folder) + '-2'!r})"
+    )
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickler that stores classes and functions of the script by name, and the layout of arrays."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__" and "<" not in obj.__qualname__:
+            return _find_in_script, (obj.__qualname__,)
+        if type(obj) is np.ndarray and not obj.dtype.hasobject:
+            contiguous = obj.copy(order="C")
+            if obj.strides != contiguous.strides:
+                return copy_with_strides, (contiguous, obj.strides)
+        return super().reducer_override(obj)
+
+
+def _pickle(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _find_in_script(name: str) -> Any:
+    """Return a class or function of the present script."""
+    found: Any = sys.modules["__main__"]
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        raise InvalidArgumentError(
+            f"the saved run uses {name} of its script, which this script does not define. Define or import it before "
+            f"resume(...), or, if it was renamed, write {name} = NewName"
+        )
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickler that reports missing classes and modules."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except (ImportError, AttributeError) as error:
+            raise _missing_name_error(module, name, error) from error
+
+
+def _missing_name_error(module: str, name: str, error: Exception) -> InvalidArgumentError:
+    if isinstance(error, ImportError):
+        line = f'import new_name, sys; sys.modules["{module}"] = new_name'
+        return InvalidArgumentError(
+            f"the saved run uses {name} of the module {module!r}, which cannot be imported ({error}). Install it "
+            f"or add its folder to sys.path, or, if it was renamed, write {line}"
+        )
+    return InvalidArgumentError(
+        f"the saved run uses {name} of the module {module!r}, which has no such name now. Define it there, or, if it "
+        f"was renamed, write import {module}; {module}.{name} = {module}.NewName"
+    )
 
 
 def _check_number_of_envs(env: Any, expected: int) -> None:
@@ -276,12 +454,35 @@ def _check_number_of_envs(env: Any, expected: int) -> None:
 def _check_environments(found: list[list[LayerState]], expected: list[list[LayerState]], load_line: str) -> None:
     """Raise an error if an environment is built otherwise than that of the saved run."""
     for index, (ours, saved) in enumerate(zip(found, expected, strict=True)):
-        texts, saved_texts = ([text for text, _, _ in layers] for layers in (ours, saved))
+        texts, saved_texts = ([layer.description for layer in layers] for layers in (ours, saved))
         if texts != saved_texts:
             raise InvalidArgumentError(
                 f"environment {index} is {' of '.join(texts)}: expected {' of '.join(saved_texts)}, as in the saved "
                 f"run. Build it like that of the run, or continue with new episodes: {load_line}"
             )
+
+
+def _load_replay_buffer(model: OffPolicyAlgorithm, path: pathlib.Path) -> None:
+    try:
+        model.load_replay_buffer(path, truncate_last_traj=False)
+    except (ImportError, AttributeError) as error:
+        raise InvalidArgumentError(
+            f"the replay buffer in {str(path)!r} uses a class that is missing: {error}. Define or import it before "
+            "resume(...), or, if it was renamed, write OldName = NewName"
+        ) from error
+
+
+def _objects_of(model: Any) -> dict[str, Any]:
+    """Return the attributes of a model that SB3 pickles."""
+    states, variables = model._get_torch_save_params()
+    left_out = {
+        *_MODEL_ATTRIBUTES,
+        *model._excluded_save_params(),
+        *(name.split(".")[0] for name in states + variables),
+    }
+    return {
+        name: value for name, value in vars(model).items() if name not in left_out and not is_json_serializable(value)
+    }
 
 
 def _check_model(
@@ -330,32 +531,112 @@ def _layers(vec_env: Any) -> list[Any]:
     return found
 
 
-def _check_layers(vec_env: Any, layers: list[tuple[str, Any]]) -> None:
+def _check_layers(vec_env: Any, states: list[_OwnerState]) -> None:
     """Raise an error if the wrappers of a VecEnv are not those of the save."""
-    found, expected = [type(layer).__name__ for layer in _layers(vec_env)], [name for name, _ in layers]
+    found, expected = [type(layer).__name__ for layer in _layers(vec_env)], [state.name for state in states]
     if found != expected:
         raise InvalidArgumentError(
             f"env has the wrappers {found}: expected {expected}, as in the saved run. Build it like that of the run"
         )
 
 
-def _plain_attributes(owner: Any, links: frozenset[str]) -> dict[str, Any]:
-    """Return copies of the attributes that are data, except links to other objects."""
-    return {name: deepcopy(value) for name, value in vars(owner).items() if name not in links and _is_saved(value)}
+@dataclasses.dataclass(frozen=True)
+class _OwnerState:
+    """State of a callback, or of a wrapper of a VecEnv.
+
+    :ivar name: name of its class
+    :ivar attributes: copies of its attributes
+    :ivar first: summary of the attributes before the first step; None if it is not known
+    """
+
+    name: str
+    attributes: dict[str, Any]
+    first: Summary | None
 
 
-def _is_saved(value: Any) -> bool:
-    return is_plain(value) or type(value).__name__ == "StackedObservations"
+def _attributes_of(owner: Any, model_or_env: Any) -> dict[str, Any]:
+    """Return the attributes of a callback or wrapper, except links to other objects."""
+    names = _CALLBACK_LINKS if isinstance(owner, BaseCallback) else _VEC_ENV_LINKS
+    return {name: value for name, value in vars(owner).items() if name not in names and value is not model_or_env}
 
 
-def _warn_of_unsaved_attributes(callbacks: list[BaseCallback]) -> None:
-    """Warn if callbacks of the user have attributes that are not data."""
+def _links_of(owner: Any, model_or_env: Any) -> list[Any]:
+    """Return the objects that are not part of a callback or wrapper: the model, environments, other callbacks."""
+    vec_env = model_or_env.get_env() if isinstance(model_or_env, BaseAlgorithm) else model_or_env
+    types = (gymnasium.Env, VecEnv, BaseAlgorithm, BaseCallback)
+    found = [model_or_env, *_layers(vec_env), vec_env.unwrapped, *getattr(vec_env.unwrapped, "envs", ())]
+    return [*found, *(value for value in vars(owner).values() if isinstance(value, types))]
+
+
+def _owner_state(owner: Any, model_or_env: Any) -> _OwnerState:
+    parts = read_state(_attributes_of(owner, model_or_env), _links_of(owner, model_or_env))
+    return _OwnerState(type(owner).__name__, parts, _first_seen.get(owner))
+
+
+def _see(owner: Any, model_or_env: Any) -> None:
+    """Record the attributes of a callback or wrapper before the first step, unless that was done."""
+    if owner not in _first_seen:
+        _first_seen[owner] = summarize(_owner_state(owner, model_or_env).attributes)
+
+
+def _restore_owner(owner: Any, model_or_env: Any, saved: _OwnerState) -> None:
+    """Restore the state of a callback or wrapper. Arguments of its constructor are those of this process."""
+    present = _owner_state(owner, model_or_env)
+    first, marks, now = _first_seen.get(owner), summarize(saved.attributes), summarize(present.attributes)
+    if isinstance(owner, BaseCallback) and None not in (saved.first, first):
+        kept = differing(saved.first, first)
+    else:
+        kept = _kept_arguments(owner, saved, marks, now)
+    kept -= {path for path in kept if path in marks and marks[path].is_generator}
+    changed = kept & differing(saved.first, marks) & differing(marks, now) & marks.keys()
+    lost = write_state(owner, saved.attributes, _links_of(owner, model_or_env), kept=kept.__contains__)
+    if changed:
+        warnings.warn(
+            f"{saved.name} has other arguments than in the saved run, so these attributes, which that run has changed, "
+            f"keep the values of this process: {', '.join(sorted(changed))}.",
+            stacklevel=4,
+        )
+    if lost:
+        warnings.warn(f"{saved.name}: {', '.join(lost)} cannot be saved, and start again.", stacklevel=4)
+
+
+def _kept_arguments(owner: Any, saved: _OwnerState, marks: Summary, now: Summary) -> set[str]:
+    """Return the paths of attributes that follow from arguments of the constructor.
+
+    These are attributes with the name of an argument that differs, and absolute paths. If there are any, other
+    attributes that the saved run has not changed may follow from them, too.
+    """
+    arguments = {
+        name
+        for base in type(owner).__mro__
+        if isinstance(vars(base).get("__init__"), types.FunctionType)
+        for name in inspect.signature(vars(base)["__init__"]).parameters
+    }
+    differing_paths = differing(marks, now) & now.keys()
+    kept = {path for path in differing_paths if re.split(r"[.\[]", path)[0] in arguments}
+    kept -= set() if saved.first is None else kept - differing(saved.first, now)
+    values = {name: value for name, value in saved.attributes.items() if isinstance(value, str)}
+    kept |= {name for name, value in values.items() if os.path.isabs(value) and name in differing_paths}
+    if kept and saved.first is not None:
+        kept |= now.keys() & marks.keys() - differing(saved.first, marks)
+    return kept
+
+
+def _warn_of_unsaved_attributes(callbacks: list[BaseCallback], model: Any, environments: Any) -> None:
+    """Report attributes of environments and callbacks that are not saved."""
+    for index, layers in enumerate(environments.layer_states()):
+        if unsaved := unsaved_attributes(layers):
+            warnings.warn(
+                f"Environment {index}: these attributes have changed and cannot be saved, so they start again after "
+                f"resume(): {', '.join(unsaved)}. Use numbers, arrays, lists, dicts or objects for what must continue",
+                stacklevel=4,
+            )
+            break  # others are usually alike
     unsaved = [
-        f"{type(each).__name__}.{name} ({type(value).__name__})"
+        f"{type(each).__name__}.{path} ({name})"
         for each in callbacks
         if type(each).__module__.partition(".")[0] not in ("stable_baselines3", "sb3_contrib", "sb3_ext")
-        for name, value in vars(each).items()
-        if name not in _CALLBACK_LINKS and not (_is_saved(value) or callable(value))
+        for path, name in find_unsaved(_owner_state(each, model).attributes)
     ]
     if unsaved:
         warnings.warn(
@@ -441,19 +722,19 @@ def _flatten(callback: Any) -> Iterator[BaseCallback]:
             yield from _flatten(vars(callback).get(name))
 
 
-def _restore_callbacks(callbacks: list[BaseCallback], states: list[tuple[str, dict[str, Any]]]) -> None:
+def _restore_callbacks(callbacks: list[BaseCallback], states: list[_OwnerState], model: Any) -> None:
     """Set the attributes of callbacks, matched by class and order."""
     for kind in {type(callback).__name__ for callback in callbacks}:
         found = [callback for callback in callbacks if type(callback).__name__ == kind]
-        saved = [attributes for name, attributes in states if name == kind]
+        saved = [state for state in states if state.name == kind]
         if saved and len(found) != len(saved):
             warnings.warn(
                 f"learn() got {len(found)} callbacks {kind}, but {len(saved)} in the saved run, so they start again.",
                 stacklevel=3,
             )
             continue
-        for callback, attributes in zip(found, saved, strict=False):
-            vars(callback).update(deepcopy(attributes))
+        for callback, state in zip(found, saved, strict=False):
+            _restore_owner(callback, model, state)
 
 
 def _sde_distributions(model: Any) -> list[Any]:
@@ -513,15 +794,16 @@ def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
     environments = recorded_environments(vec_env)
     return {
         "class": type(model),
+        "objects": _objects_of(model),
         "model": {name: _to_cpu(getattr(model, name)) for name in _MODEL_ATTRIBUTES if hasattr(model, name)},
         "action_generator": model.action_space._np_random,
         "generators": _generator_states(model),
-        "callbacks": [(type(each).__name__, _plain_attributes(each, _CALLBACK_LINKS)) for each in callbacks],
-        "layers": [(type(each).__name__, _plain_attributes(each, _VEC_ENV_LINKS)) for each in _layers(vec_env)],
+        "callbacks": [_owner_state(each, model) for each in callbacks],
+        "layers": [_owner_state(each, vec_env) for each in _layers(vec_env)],
         "environments": environments.layer_states(),
         "observations": {key: rows.copy() for key, rows in environments.observation_arrays().items()},
         "logs": environments.logs(),
-        "files": list(map(results_text, _layers(vec_env))),
+        "files": list(map(results_file, _layers(vec_env))),
         "storage": _storage_state(model),
         "run": _runs[model],
     }
@@ -579,7 +861,7 @@ def _write_save(folder: pathlib.Path, model: Any, callbacks: list[BaseCallback])
     temporary = folder / f".unfinished-save-{model.num_timesteps}"
     try:
         temporary.mkdir()
-        (temporary / _STATE).write_bytes(cloudpickle.dumps(_state_of_run(model, callbacks)))
+        (temporary / _STATE).write_bytes(_pickle(_state_of_run(model, callbacks)))
         model.save(temporary / _MODEL)
         if isinstance(model, OffPolicyAlgorithm):
             if (storage_dir := _storage_dir(model)) is None:
@@ -596,8 +878,10 @@ def _write_save(folder: pathlib.Path, model: Any, callbacks: list[BaseCallback])
     except OSError as error:  # a full disk, for example
         shutil.rmtree(temporary, ignore_errors=True)
         raise StorageError(
-            f"folder={str(folder)!r}: the save at {model.num_timesteps} timesteps cannot be written ({error}). Earlier "
-            "saves are complete. Free space, and continue with sb3_ext.resume(folder, env)"
+            f"folder={str(folder)!r}: the save at {model.num_timesteps} timesteps cannot be written "
+            f"({write_problem(folder.absolute(), error)}). Earlier saves are complete. "
+            f"{'Free space' if error.errno in NO_SPACE else 'Make the folder writable'}, and continue with "
+            "sb3_ext.resume(folder, env)"
         ) from error
     target = folder / f"save-{model.num_timesteps}"
     if _is_save(target):

@@ -1,17 +1,30 @@
-"""Limits of this process and its control groups: CPU cores, memory, open files."""
+"""Limits of this process and its control groups: CPU cores, memory, open files, folders that it can write to."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.errors import InvalidArgumentError, StorageError
 
-__all__ = ["available_memory", "check_open_file_limit", "memory_warning", "private_memory", "usable_cores"]
+__all__ = [
+    "NO_SPACE",
+    "available_memory",
+    "check_folder",
+    "check_open_file_limit",
+    "memory_warning",
+    "private_memory",
+    "usable_cores",
+    "write_problem",
+]
 
 _ROOT = Path("/")
+NO_SPACE = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 # File descriptors that each worker takes in this process, including its start, and that stay free for other uses.
 _DESCRIPTORS_PER_WORKER, _SPARE_DESCRIPTORS = 10, 20
 
@@ -100,6 +113,61 @@ def check_open_file_limit(n_workers: int, argument: str) -> None:
             f"process can open only {max(left, 0)} more (ulimit -n is {limit}). Use "
             f"{argument.format(max(left // _DESCRIPTORS_PER_WORKER, 1))} or fewer, or raise the limit: ulimit -n 4096"
         )
+
+
+def check_folder(argument: str, path: str | os.PathLike[str]) -> None:
+    """Raise if a folder cannot be created or written to. A file is written there, and deleted.
+
+    :param argument: Name of the argument that has the path
+    :param path: Path of a folder, which need not exist
+    :raises StorageError: If it cannot be written to
+    """
+    folder, created = Path(os.path.abspath(path)), list[Path]()
+    try:
+        for missing in reversed([each for each in (folder, *folder.parents) if not os.path.lexists(each)]):
+            with contextlib.suppress(FileExistsError):  # another process has created it meanwhile
+                missing.mkdir()
+                created.append(missing)
+        with tempfile.TemporaryFile(prefix=".rl-ext-", dir=folder) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        raise StorageError(
+            f"{argument}={os.fspath(path)!r} cannot be written to: {write_problem(folder, error)}. "
+            f"{_folder_advice(argument, error)}"
+        ) from error
+    finally:
+        for each in reversed(created):
+            with contextlib.suppress(OSError):
+                each.rmdir()
+
+
+def _folder_advice(argument: str, error: OSError) -> str:
+    """Return what to do if a folder cannot be written to."""
+    another = f"se another folder, for example {argument}={str(Path.home() / 'runs')!r}"
+    return f"Free space there, or u{another}" if error.errno in NO_SPACE else f"U{another}"
+
+
+def write_problem(path: Path, error: OSError) -> str:
+    """Return why a file or folder cannot be written to.
+
+    :param path: Absolute path
+    :param error: Error of the system
+    """
+    existing = next((each for each in (path, *path.parents) if os.path.lexists(each)), path)
+    if existing.is_symlink() and not existing.exists():
+        return f"{existing} is a link to a path that does not exist"
+    if not os.path.isdir(existing) and (existing != path or error.errno in (errno.ENOTDIR, errno.EEXIST)):
+        return f"{existing} is a file"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"{error.strerror}: {existing} belongs to {_owner_of(existing)}"
+    return f"{error.strerror or error} ({existing})"
+
+
+def _owner_of(path: Path) -> str:
+    try:
+        return f"the user {path.owner()!r}"
+    except (OSError, KeyError, NotImplementedError):  # a user without a name, or Windows
+        return "another user"
 
 
 def _control_groups(controller: str) -> Iterator[Path]:

@@ -11,6 +11,7 @@ import functools
 import io
 import itertools
 import random
+import warnings
 from typing import Any
 
 import gymnasium
@@ -22,7 +23,7 @@ from torchrl.envs.libs.gym import GymWrapper
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.recording import EpisodeRecorder
-from rl_ext_core.recording.layers import describe_layers, layer_states, restore_layers
+from rl_ext_core.recording.layers import describe_layers, layer_states, restore_layers, unsaved_attributes
 from rl_ext_core.recording.shared_log import SharedEpisodeRecorder
 
 __all__ = [
@@ -152,9 +153,12 @@ def episode_state(environment: EnvBase, with_generators: bool) -> bytes:
     :raises InvalidTypeError: If the environment is not recorded.
     """
     recorder = find_recorder(environment)
+    layers = layer_states(recorder)
+    if unsaved := unsaved_attributes(layers):
+        warnings.warn(f"Environment: {', '.join(unsaved)} cannot be saved.", stacklevel=2)
     state = {
         "log": recorder.episode_log(),
-        "layers": layer_states(recorder),
+        "layers": layers,
         "transforms": [transform.state_dict() for transform in split_transforms(environment)[0]],
         "generators": _global_generators() if with_generators else None,
     }
@@ -174,7 +178,8 @@ def restore_episode(environment: EnvBase, packed: bytes) -> str | None:
     if log is None or log.is_interrupted:
         return "has no complete record of its episode"
     repetition = recorder.repeat(log)
-    restore_layers(recorder, state["layers"])
+    for sentence in restore_layers(recorder, state["layers"]):
+        warnings.warn(f"Environment: {sentence}.", stacklevel=2)
     load_transforms(split_transforms(environment)[0], state["transforms"])
     if state["generators"] is not None:
         _restore_global_generators(state["generators"])

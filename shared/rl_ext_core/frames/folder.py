@@ -40,6 +40,7 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtErro
 from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.journal import Journal, JournalRecord, Places
 from rl_ext_core.frames.region import PrivateRegion, RegionFile, new_region, round_to_pages, storage_error
+from rl_ext_core.resources import check_folder
 
 FORMAT_VERSION = 7
 MANIFEST = "store.json"
@@ -322,6 +323,8 @@ class StoreFolder:
                 f"storage_dir={str(self.path)!r} does not contain a store; pass the storage_dir of a buffer"
             )
         self._created = not self.path.exists()
+        if self._created:
+            check_folder("storage_dir", path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             foreign = sorted(entry.name for entry in self.path.iterdir() if not _is_store_file(entry))
@@ -683,6 +686,7 @@ def restore_stores(source: Path, target: Path) -> None:
 
     :raises StorageError: If a process uses the folder, or it cannot be written
     """
+    check_folder("storage_dir", target)
     for manifest in sorted(source.rglob(MANIFEST)):
         folder = target / manifest.parent.relative_to(source)
         folder.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from rl_ext_core import _system
 from rl_ext_core._system import PAGE
 from rl_ext_core.errors import CorruptFileError, NotCopyableError, OutOfMemoryError, StorageError
+from rl_ext_core.resources import NO_SPACE, write_problem
 
 __all__ = [
     "PAGE",
@@ -84,9 +85,11 @@ def storage_error(path: Path | str, error: OSError, *, doing: str) -> StorageErr
     :param error: Error of the system.
     :param doing: Verb for the message, such as ``"open"``.
     """
+    has_space = error.errno is not None and error.errno not in NO_SPACE
+    why = write_problem(Path(os.path.abspath(path)), error) if has_space else error.strerror or error
     return StorageError(
-        f"cannot {doing} {path}: {error.strerror or error}. Data that was stored before this call is intact, and "
-        "nothing of this call was stored. Free some space there, or pass another storage_dir"
+        f"cannot {doing} {path}: {why}. Data that was stored before this call is intact, and nothing of this call was "
+        f"stored. {'P' if has_space else 'Free some space there, or p'}ass another storage_dir"
     )
 
 

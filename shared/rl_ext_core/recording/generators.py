@@ -70,7 +70,7 @@ class Generators:
             if type(generator) is np.random.Generator:  # the usual case
                 states[place] = generator.bit_generator.state
             elif generator is not None:
-                states[place] = _state_of(generator)
+                states[place] = state_of_generator(generator)
         for number in self._emulators:
             states[number, _EMULATOR] = self._layers[number].ale.cloneState(include_rng=True).__getstate__()
         return states
@@ -192,7 +192,7 @@ def _is_statistics(value: Any) -> bool:
     return type(value).__name__ == "RunningMeanStd" or type(value) is np.ndarray
 
 
-def _state_of(generator: Any) -> Any:
+def state_of_generator(generator: Any) -> Any:
     """Return the state of a generator as plain data; None for one of the operating system, and large statistics."""
     if type(generator) is np.ndarray:
         return generator.copy() if generator.nbytes <= _MAX_STATISTICS_BYTES else None

@@ -5,53 +5,75 @@ That is, what lasts over episodes: statistics, monitors and their files, levels 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
-import pickle
-import random
 import sys
+import weakref
 import zlib
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 
+from rl_ext_core.recording.attributes import Summary, differing, read_attributes, read_state, summarize, write_state
 from rl_ext_core.recording.generators import layers_of
-from rl_ext_core.recording.recorder import EpisodeRecorder
 
 __all__ = [
     "LayerState",
     "describe_layers",
-    "is_plain",
     "layer_states",
+    "record_construction",
     "restore_layers",
     "restore_results_file",
-    "results_text",
+    "results_file",
+    "unsaved_attributes",
 ]
 
-# Description of the layer, attributes, and content of the file in which a monitor writes its episodes.
-LayerState = tuple[str, dict[str, Any], str | None]
-_PLAIN = (
-    *(bool, int, float, str, bytes, np.ndarray, np.generic),
-    *(np.random.Generator, np.random.RandomState, random.Random),
-)
+
+@dataclasses.dataclass(frozen=True)
+class LayerState:
+    """State of a wrapper, or of the environment itself.
+
+    :ivar description: see :func:`describe_layers`
+    :ivar attributes: copies of its attributes
+    :ivar construction: summary of the attributes right after construction; None if it was not recorded
+    :ivar file: content and time of a monitor's file; None if there is none
+    """
+
+    description: str
+    attributes: dict[str, Any]
+    construction: Summary | None
+    file: tuple[str, float] | None
+
+
+# Summaries of living layers, by their ids.
+_constructions: dict[int, tuple[weakref.ref[Any], Summary]] = {}
 _LINKS = frozenset(
     (
         *("env", "results_writer", "_action_space", "_observation_space", "_metadata", "_cached_spec"),
+        *("spec", "metadata"),  # descriptions are compared
         *("_np_random", "_np_random_seed"),  # repeating the episode restores the generator
     )
 )
-# Larger arrays are usually maps and models, which do not change.
-_MAX_BYTES = 1 << 20
 # Number of characters of an argument in a description.
 _MAX_TEXT = 60
 
 
 def layer_states(env: Any) -> list[LayerState]:
     """Return the state of each wrapper of an environment, outermost first, and of the environment itself."""
-    return [(_describe_layer(layer), _small_attributes(layer), results_text(layer)) for layer in _all_layers(env)]
+    layers = _all_layers(env)
+    return [
+        LayerState(
+            _describe_layer(layer),
+            _layer_parts(layer, vars(layer), layers, unchanged=_construction(layer)),
+            _construction(layer),
+            results_file(layer),
+        )
+        for layer in layers
+    ]
 
 
 def describe_layers(env: Any) -> str:
@@ -91,72 +113,102 @@ def _describe_argument(value: Any) -> str:
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}... ({zlib.crc32(text.encode()):08x})"
 
 
-def _small_attributes(layer: Any) -> dict[str, Any]:
-    """Return the attributes of a layer that are data, except large arrays."""
-    return {
-        name: value
-        for name, value in getattr(layer, "__dict__", {}).items()
-        if name not in _LINKS and is_plain(value) and getattr(value, "nbytes", 0) <= _MAX_BYTES
-    }
+def record_construction(env: Any) -> None:
+    """Record the attributes of a new environment, which are compared with those of a resumed one.
+
+    What differs then belongs to the process, such as ports and temporary folders. Call this before the first reset.
+    """
+    layers = _all_layers(env)
+    for layer in layers:
+        summary = summarize(_layer_parts(layer, read_attributes(layer), layers))
+        with contextlib.suppress(TypeError):  # an object of a class without weak references
+            _constructions.setdefault(id(layer), (weakref.ref(layer, _forget(id(layer))), summary))
 
 
-def restore_layers(env: Any, states: Sequence[LayerState]) -> None:
+def _forget(key: int) -> Callable[[Any], None]:
+    return lambda _: _constructions.pop(key, None)  # type: ignore[func-returns-value]
+
+
+def _construction(layer: Any) -> Summary | None:
+    """Return the summary of a layer after its construction; None if it was not recorded."""
+    return _constructions.get(id(layer), (None, None))[1]
+
+
+def _layer_parts(layer: Any, attributes: dict[str, Any], layers: Sequence[Any], **options: Any) -> dict[str, Any]:
+    """Return copies of the attributes of a layer, except links to other layers."""
+    state = {name: value for name, value in attributes.items() if name not in _LINKS}
+    return read_state(state, layers, **options)
+
+
+def restore_layers(env: Any, states: Sequence[LayerState]) -> list[str]:
     """Set the attributes of an environment and its wrappers, and the content of their files, to recorded states.
 
-    Attributes that repeating the episode has restored stay as they are, because other objects may share them.
+    Objects are filled in place, because other objects may share them. Attributes that construction has set otherwise
+    than in the recorded process stay as they are.
+
+    :return: sentences on attributes that are not restored, although they have changed in the recorded process
     """
-    for layer, (name, values, text) in zip(_all_layers(env), states, strict=False):
-        if _describe_layer(layer) == name:
-            present = _small_attributes(layer)
-            for key, value in values.items():
-                if key not in present or not _is_equal(present[key], value):
-                    vars(layer)[key] = value
-            restore_results_file(layer, text)
+    layers, kept, lost = _all_layers(env), list[str](), list[str]()
+    for layer, state in zip(layers, states, strict=False):
+        if _describe_layer(layer) != state.description:
+            continue
+        name, saved = type(layer).__name__, summarize(state.attributes)
+        present = summarize(_layer_parts(layer, vars(layer), layers))
+        own = differing(state.construction, _construction(layer))
+        own -= {path for path in own if path in saved and saved[path].is_generator}
+        kept += [
+            f"{name}.{path}"
+            for path in sorted(own & differing(state.construction, saved) & differing(saved, present))
+            if path in saved
+        ]
+        lost += [f"{name}.{path}" for path in write_state(layer, state.attributes, layers, kept=own.__contains__)]
+        restore_results_file(layer, state.file)
+    sentences = []
+    if kept:
+        sentences.append(
+            f"construction has set {', '.join(kept)} otherwise than in the saved run, which has changed them since. "
+            "They keep the values of this process"
+        )
+    if lost:
+        sentences.append(f"{', '.join(lost)} cannot be saved, and differ from the saved run")
+    return sentences
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    """Whether two values of :func:`is_plain` are equal bit for bit.
-
-    Containers are compared by their parts, because pickles of equal ones differ if they share other objects.
-    """
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(map(_is_equal, one.values(), other.values()))
-    if isinstance(one, (list, tuple, deque)):
-        return len(one) == len(other) and all(map(_is_equal, one, other))
-    if isinstance(one, np.ndarray) and not one.dtype.hasobject:
-        return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
-    return pickle.dumps(one) == pickle.dumps(other)
+def unsaved_attributes(states: Sequence[LayerState]) -> list[str]:
+    """Return the attributes that have changed since construction and cannot be saved, with their classes."""
+    found = []
+    for state in states:
+        name, before = state.description.partition("(")[0].strip(), state.construction
+        for path, mark in summarize(state.attributes).items():
+            old = None if before is None else before.get(path)
+            has_changed = old is not None and old.unsaved is not None and old.unsaved != mark.unsaved
+            if mark.unsaved is not None and (has_changed or mark.is_unknown):
+                found.append(f"{name}.{path} ({mark.description})")
+    return found
 
 
 def _all_layers(env: Any) -> list[Any]:
     """Return the wrappers of an environment, outermost first, and the environment, without the recorder."""
-    return [layer for layer in layers_of(env) if not isinstance(layer, EpisodeRecorder)]
+    return [layer for layer in layers_of(env) if not hasattr(type(layer), "episode_log")]
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a string, an array, a generator, a running mean, or a container of them."""
-    if isinstance(value, (list, tuple, deque)):
-        return all(map(is_plain, value))
-    if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
-    return value is None or isinstance(value, _PLAIN) or type(value).__name__ == "RunningMeanStd"
+def results_file(monitor: Any) -> tuple[str, float] | None:
+    """Return the content of the file in which a monitor writes its episodes, and the origin of its times.
 
-
-def results_text(monitor: Any) -> str | None:
-    """Return the content of the file in which a monitor writes its episodes; None if it has none."""
+    :return: None if it has no file
+    """
     file = getattr(getattr(monitor, "__dict__", {}).get("results_writer"), "file_handler", None)
     if file is None:
         return None
     file.flush()
-    return Path(os.path.abspath(file.name)).read_bytes().decode()
+    return Path(os.path.abspath(file.name)).read_bytes().decode(), monitor.t_start
 
 
-def restore_results_file(monitor: Any, text: str | None) -> None:
-    """Replace the content of a monitor's file by that at the time of a save."""
+def restore_results_file(monitor: Any, saved: tuple[str, float] | None) -> None:
+    """Replace the content of a monitor's file, and the origin of its times, by those of a save."""
     file = getattr(getattr(monitor, "__dict__", {}).get("results_writer"), "file_handler", None)
-    if file is not None and text is not None:
+    if file is not None and saved is not None:
+        text, vars(monitor)["t_start"] = saved
         file.seek(0)
         file.truncate()
         file.write(text)

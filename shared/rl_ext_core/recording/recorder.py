@@ -23,6 +23,7 @@ from rl_ext_core.recording.episode_log import (
     step_checksum,
 )
 from rl_ext_core.recording.generators import Generators, Snapshot, layers_of, read_snapshot
+from rl_ext_core.recording.layers import record_construction
 
 __all__ = [
     "EpisodeRecorder",
@@ -59,6 +60,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         self, env: gymnasium.Env[Any, Any], on_failure: Callable[[Exception, str, EpisodeLog], None] | None = None
     ) -> None:
         super().__init__(env)
+        record_construction(env)
         self._on_failure = on_failure
         space = getattr(env, "observation_space", None)
         is_small = isinstance(space, gymnasium.spaces.Box) and space.low.nbytes <= _MAX_COPIED_BYTES

@@ -22,6 +22,7 @@ from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.convert import convert
 from rl_ext_core.recording.calls import RECORDED_CALLS
 from rl_ext_core.recording.layers import layer_states, restore_layers
+from rl_ext_core.resources import check_folder
 
 __all__ = [
     "CALLS",
@@ -44,10 +45,12 @@ __all__ = [
 
 def check_recorder(recorder: Any) -> None:
     """Raise an error if ``recorder`` is neither a bool nor a folder."""
-    if not isinstance(recorder, bool) and not (isinstance(recorder, (str, os.PathLike)) and os.path.isdir(recorder)):
+    if isinstance(recorder, (str, os.PathLike)):
+        check_folder("recorder", recorder)
+    elif not isinstance(recorder, bool):
         raise InvalidArgumentError(
             f"recorder={recorder!r} is not a folder: expected a folder for records of crashes, True (the working "
-            'directory), or False (no records). Create it: os.makedirs("crashes"), and pass recorder="crashes"'
+            'directory), or False (no records). Use recorder="crashes"'
         )
 
 

@@ -371,9 +371,10 @@ class Pool:
         """Return the state of the wrappers of each environment, see :mod:`rl_ext_core.recording.layers`."""
         return self.call(range(len(self.worker_by_env)), "layer_states", None)
 
-    def restore_layers(self, environment: int, states: list[LayerState]) -> None:
-        """Set the state of the wrappers of one environment."""
-        self.call([environment], "restore_layers", states)
+    def restore_layers(self, environment: int, states: list[LayerState]) -> list[str]:
+        """Set the state of the wrappers of one environment; return sentences on what is not restored."""
+        (sentences,) = self.call([environment], "restore_layers", states)
+        return sentences  # type: ignore[no-any-return]
 
     def reset_environment(self, environment: int) -> dict[str, Any]:
         """Reset one environment, and return its info."""

@@ -18,6 +18,7 @@ from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.recording.episode_log import observation_checksum
 from rl_ext_core.recording.generators import Generators, layers_of
+from rl_ext_core.recording.layers import record_construction
 from rl_ext_core.recording.memory_layout import (
     CONVERTED,
     MAX_EXACT,
@@ -146,6 +147,8 @@ class WorkerEnvironments:
             self._set_phase(number, _CONSTRUCTOR)
             env = as_gymnasium_env(env_fn())
             self._envs.append(env)
+            if head is not None:
+                record_construction(env)
             self._generators.append(Generators(layers_of(env)))
             self._write_heads.append(
                 _record_nothing if head is None else HeadWriter(self._generators[-1], head(first + number)).write
