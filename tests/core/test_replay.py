@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -536,3 +537,63 @@ def test_attributes_that_are_set_through_wrappers_are_recorded() -> None:
     copy = EpisodeRecorder(gymnasium.make("CartPole-v1"))
     assert copy.repeat(log).first_difference is None
     assert copy.get_wrapper_attr("gravity") == 3.0
+
+
+ACTIONS: dict[str, Any] = {
+    "integers": lambda step: step % 3,
+    "scalars": lambda step: np.int64(step % 3),
+    "arrays": lambda step: np.array([step % 3], np.float32),
+    "dicts": lambda step: {"move": np.array([step % 3], np.float32)},
+    "large": lambda step: 2**70 + step,
+    "mixed": lambda step: np.int64(1) if step % 2 else 1,
+}
+
+
+class Echo(gymnasium.Env):  # type: ignore[type-arg]
+    """Environment whose observations depend on its generator and its gain."""
+
+    observation_space, action_space = gymnasium.spaces.Box(-9, 9, (60,), np.float32), gymnasium.spaces.Discrete(3)
+    gain = 1.0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return self.np_random.random(60, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        return self.gain * self.np_random.random(60, np.float32), 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("kind", ACTIONS)
+def test_long_episodes_are_recorded_in_little_memory(kind: str) -> None:
+    env, make_action, count = EpisodeRecorder(Echo()), ACTIONS[kind], 5000
+    env.reset(seed=1)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for step in range(count):
+        if step == 2000:
+            env.set_wrapper_attr("gain", 2.0)
+        env.step(make_action(step))
+    used = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    # The results of the last 1,024 steps are stored with their observations, of 240 bytes.
+    assert used < 1024 * 600 + count * (60 if kind in ("integers", "scalars", "arrays") else 500)
+    log = env.episode_log()
+    assert log is not None
+    assert [name for name, _ in log.calls] == ["reset", *["step"] * 2000, "set_wrapper_attr", *["step"] * 3000]
+    steps = [data for name, data in log.calls if name == "step"]
+    assert [type(action) for action in steps] == [type(make_action(step)) for step in range(count)]
+    assert all(np.array_equal(found, make_action(step)) for step, found in enumerate(steps) if kind != "dicts")
+    assert EpisodeRecorder(Echo()).repeat(log).first_difference is None
+    other = EpisodeRecorder(Echo())
+    log.checksums[700] ^= 1  # type: ignore[operator]
+    assert other.repeat(log).first_difference == 700
+
+
+def test_too_long_episodes_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_ext_core.recording.recorder.MAX_STEPS", 2000)
+    env = EpisodeRecorder(Echo())
+    for n_steps, is_recorded in ((1500, True), (2500, False), (20, True)):
+        env.reset(seed=1)
+        for _ in range(n_steps):
+            env.step(1)
+        assert (env.episode_log() is not None) == is_recorded

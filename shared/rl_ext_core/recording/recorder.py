@@ -7,7 +7,9 @@ import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+import zlib
+from array import array
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import gymnasium
@@ -37,7 +39,9 @@ _ARRAY = np.ndarray  # each step looks it up
 # Types of actions that need no copy.
 _IMMUTABLE = frozenset((bool, int, float, np.int64, np.int32, np.float32, np.float64))
 _MAX_COPIED_BYTES = 256
-_MAX_ENTRIES = 2 * MAX_STEPS + 1
+# The results of so many calls are stored until they are replaced by checksums. Most episodes have fewer.
+_MAX_UNPACKED = 1024
+_NUMBERS = (bool, int, float)
 
 
 class RecordedCall(tuple[str, Any]):
@@ -69,8 +73,10 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._settings: dict[tuple[str, str], tuple[str, Any]] = {}
         self._head: tuple[Snapshot, list[Any]] | None = None  # generators and settings at the reset
         # For each call: the action of a step or a RecordedCall, then what it returned. For a reset, that is a checksum
-        # or a copy of the observation; for a step, also the reward and the flags. Once it is full, there is no log.
-        self._entries: collections.deque[Any] = collections.deque(maxlen=_MAX_ENTRIES)
+        # or a copy of the observation; for a step, also the reward and the flags. If it has a limit and is full, there
+        # is no log.
+        self._entries: collections.deque[Any] = collections.deque()
+        self._packed: list[_PackedCalls] = []  # earlier calls
         self._attach()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -110,7 +116,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
     def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         """Reset the environment, and begin a new log."""
         generators, settings = self._generators, self._settings
-        if not self._entries or generators.is_full_reset():
+        if self._head is None or generators.is_full_reset():
             self._start(generators.snapshot(), list(settings.values()) if settings else [])
         append = self._entries.append
         # The caller may write to the options later.
@@ -135,12 +141,13 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
 
         Each attribute that it would look up takes a tenth of the recorder's part of a step.
         """
-        env, append, array, summarize, immutable = self.env, entries.append, _ARRAY, self._summarize, _IMMUTABLE
+        env, append, ndarray, summarize, immutable = self.env, entries.append, _ARRAY, self._summarize, _IMMUTABLE
+        limit, pack = 2 * _MAX_UNPACKED, self._pack
 
         def step(action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
             # The caller may write to the array, dict or list later.
             kind = type(action)
-            append(action.copy() if kind is array else action if kind in immutable else copy_output(action))
+            append(action.copy() if kind is ndarray else action if kind in immutable else copy_output(action))
             try:
                 result: tuple[Any, Any, bool, bool, dict[str, Any]] = env.step(action)
             except BaseException as error:
@@ -150,6 +157,8 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
                 append((summarize(result[0]), result[1], result[2], result[3]))
             except TypeError:  # a small observation that is not an array
                 append((observation_checksum(result[0]), result[1], result[2], result[3]))
+            if len(entries) >= limit:
+                pack()
             return result
 
         self._entries, self._step = entries, step
@@ -172,10 +181,23 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _start(self, generators: Snapshot, settings: list[Any]) -> None:
         """Begin a new log."""
         vars(self)["_head"] = generators, settings  # without a call of our __setattr__
-        if self._entries.maxlen == _MAX_ENTRIES:
+        self._packed.clear()
+        if self._entries.maxlen is None:
             self._entries.clear()
-        else:  # the last episode was interrupted
-            self._set_entries(collections.deque(maxlen=_MAX_ENTRIES))
+        else:  # the last episode was interrupted, or too long
+            self._set_entries(collections.deque())
+
+    def _pack(self) -> None:
+        """Move all entries to less memory, or stop recording an episode of too many steps."""
+        self._packed.append(_PackedCalls(self._entries))
+        self._entries.clear()
+        if len(self._packed) * _MAX_UNPACKED > MAX_STEPS:
+            self._stop_recording()
+
+    def _stop_recording(self) -> None:
+        """Drop the log, and record nothing until the next full reset."""
+        self._packed.clear()
+        self._set_entries(collections.deque(maxlen=0))
 
     def _end_by_failure(self, error: BaseException, method: str) -> None:
         """End the log with a call that did not return, and report an exception.
@@ -226,8 +248,13 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         if self._head is None or len(entries) == self._entries.maxlen:
             return None
         generators, settings = self._head
-        calls = [tuple(call) if type(call) is RecordedCall else ("step", call) for call in entries[::2]]
-        return EpisodeLog(read_snapshot(generators), settings, calls, list(map(read_result, entries[1::2])))
+        calls: list[tuple[str, Any]] = []
+        checksums: list[int | None] = []
+        for packed in self._packed:
+            packed.append_to(calls, checksums)
+        calls += [tuple(call) if type(call) is RecordedCall else ("step", call) for call in entries[::2]]
+        checksums += map(read_result, entries[1::2])
+        return EpisodeLog(read_snapshot(generators), settings, calls, checksums)
 
     def repeat(self, log: EpisodeLog) -> Repetition:
         """Reset the environment to the beginning of a recorded episode, and repeat its calls.
@@ -245,8 +272,48 @@ def read_result(result: Any) -> int | None:
     """Return the checksum of what a call returned, from the recorder's entry for it."""
     observation, *others = result if isinstance(result, tuple) else (result,)
     if isinstance(observation, bytes):
-        observation = observation_checksum(np.frombuffer(observation, np.uint8))
+        observation = zlib.crc32(observation)  # that of a small array
     return step_checksum(observation, *others) if others else observation
+
+
+class _PackedCalls:
+    """Calls and the checksums of their results, with the actions in an array.
+
+    :param entries: entries of the recorder
+    """
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        calls = list(entries)
+        results = [read_result(result) for result in calls[1::2]]
+        self._checksums = array("q", [-1 if result is None else result for result in results])
+        # Calls other than steps, by their place. All actions are in the list or the array.
+        self._others = {place: call for place, call in enumerate(calls[::2]) if type(call) is RecordedCall}
+        actions = [call for call in calls[::2] if type(call) is not RecordedCall]
+        packed = [action for action in actions if _packs(action)]
+        kinds = {(type(action), getattr(action, "dtype", None), getattr(action, "shape", ())) for action in packed}
+        self._kind: Any = None
+        self._actions: Any = actions
+        if len(kinds) == 1 and len(packed) == len(actions):
+            self._kind, self._actions = next(iter(kinds))[0], np.array(actions)
+            if self._actions.dtype.hasobject:  # integers of more than 64 bits
+                self._kind, self._actions = None, actions
+
+    def append_to(self, calls: list[tuple[str, Any]], checksums: list[int | None]) -> None:
+        """Append the calls and the checksums to lists."""
+        actions = iter(self._actions.tolist() if self._kind in _NUMBERS else self._actions)
+        for place, checksum in enumerate(self._checksums):
+            if (other := self._others.get(place)) is not None:
+                calls.append(tuple(other))  # type: ignore[arg-type]
+            else:
+                action = next(actions)
+                calls.append(("step", action.copy() if self._kind is np.ndarray else action))
+            checksums.append(None if checksum < 0 else checksum)
+
+
+def _packs(action: Any) -> bool:
+    """Return whether an array can contain an action such that it is read unchanged."""
+    kind = type(action)
+    return kind in _NUMBERS or (isinstance(action, (np.ndarray, np.generic)) and action.dtype.kind in "biuf")
 
 
 def restore_beginning(env: Any, log: EpisodeLog, generators: Generators) -> None:
@@ -312,6 +379,6 @@ def repeat_calls(
 _OWN_ATTRIBUTES = frozenset(
     (
         *("env", "_action_space", "_observation_space", "_metadata", "_cached_spec"),
-        *("_generators", "_summarize", "_settings", "_head", "_entries", "_step", "_on_failure"),
+        *("_generators", "_summarize", "_settings", "_head", "_entries", "_packed", "_step", "_on_failure"),
     )
 )

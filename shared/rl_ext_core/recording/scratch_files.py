@@ -131,6 +131,7 @@ class _ScratchFiles:
         for name in ("stat", "lstat", "access", "mkdir", "rename", "replace", "truncate", *changing):
             self._originals[name] = getattr(os, name)
         builtins.open = io.open = open_file
+        vars(shutil)["_use_fd_functions"] = False  # rmtree then deletes by path
         self._set("open", os_open)
         for name in ("stat", "lstat", "access"):
             self._set(name, functools.partial(self._read, name))
@@ -186,8 +187,9 @@ class _ScratchFiles:
             path, _, flags = arguments
             paths = (path,) if isinstance(flags, int) and flags & _WRITE else ()
         elif count := _CHANGES.get(event, 0):
-            is_relative = event != "os.truncate" and any(number not in (-1, None) for number in arguments[-count:])
-            paths = () if is_relative else arguments[:count]  # relative to an open folder
+            paths = arguments[:count]
+            if event != "os.truncate" and any(number != -1 for number in arguments[-count:]):
+                raise PermissionError(errno.EACCES, "rl-ext replay changes no files relative to a descriptor", paths[0])
         else:
             return
         for path in paths:

@@ -36,18 +36,15 @@ class _SharedEntries(collections.deque[Any]):
     :param head: generators and settings at the reset
     """
 
-    def __init__(self, memory: Any, head: Any, maxlen: int | None) -> None:
-        super().__init__(maxlen=maxlen)
+    def __init__(self, memory: Any, head: Any) -> None:
+        super().__init__()
         self._memory, self._end = memory, memoryview(memory)[:_HEADER].cast("Q")
         self._write(head, _HEADER)
 
     def append(self, entry: Any) -> None:
-        """Append an entry, and write it unless the episode has become too long."""
+        """Append an entry, and write it unless the memory is full."""
         super().append(entry)
-        end = self._end[0]
-        if end and len(self) == self.maxlen:
-            self._end[0] = 0
-        elif end:
+        if end := self._end[0]:
             self._write(_pack_call(entry) if len(self) % 2 else read_result(entry), end)
 
     def _write(self, value: Any, begin: int) -> None:
@@ -77,7 +74,11 @@ class SharedEpisodeRecorder(EpisodeRecorder):
     def _start(self, generators: Snapshot, settings: list[Any]) -> None:
         super()._start(generators, settings)
         head = read_snapshot(generators), settings
-        self._set_entries(_SharedEntries(self._memory, head, self._entries.maxlen))
+        self._set_entries(_SharedEntries(self._memory, head))
+
+    def _stop_recording(self) -> None:
+        super()._stop_recording()
+        memoryview(self._memory)[:_HEADER].cast("Q")[0] = 0
 
 
 def read_shared_log(memory: Any) -> EpisodeLog | None:
