@@ -78,11 +78,17 @@ def create_env(name: str) -> Any:
 def as_gymnasium_env(environment: Any) -> Any:
     """Return a gymnasium environment as is, or an old gym environment inside shimmy's wrapper.
 
-    :raises InvalidTypeError: If ``environment`` is neither.
+    :raises InvalidTypeError: If ``environment`` is neither, or steps several environments at once.
     :raises MissingDependencyError: If ``environment`` is an old gym environment, and shimmy is not installed.
     """
     import gymnasium
 
+    num_envs = getattr(environment, "num_envs", None)
+    if isinstance(num_envs, int) and num_envs > 1 and not hasattr(environment, "possible_agents"):
+        raise InvalidTypeError(
+            f"{type(environment).__name__} steps {num_envs} environments at once: expected a single one. Use "
+            "make_vec_env(env) or GymVecEnv(env) of sb3_ext, or torchrl_ext.GymWrapper(env), with the instance"
+        )
     if isinstance(environment, gymnasium.Env):
         return environment
     gym_class = getattr(sys.modules.get("gym"), "Env", None)  # an old environment has imported gym
@@ -92,6 +98,8 @@ def as_gymnasium_env(environment: Any) -> Any:
     advice = "Use a class that inherits from gymnasium.Env"
     if hasattr(environment, "possible_agents"):
         advice = "For PettingZoo, hand over a parallel environment itself: make_vec_env(parallel_env())"
+    elif callable(getattr(environment, "observation_spec", None)):
+        advice = "For dm_env, use shimmy.DmControlCompatibilityV0(env)"
     raise InvalidTypeError(
         f"the environment is a {kind.__module__}.{kind.__qualname__}; expected a gymnasium.Env. {advice}"
     )

@@ -11,7 +11,14 @@ from collections.abc import Callable, Collection
 from importlib.machinery import PathFinder
 from typing import Any
 
-__all__ = ["call_when_imported", "import_path", "is_importable_elsewhere", "package_folders", "standard_folders"]
+__all__ = [
+    "call_when_imported",
+    "hide_from_warnings",
+    "import_path",
+    "is_importable_elsewhere",
+    "package_folders",
+    "standard_folders",
+]
 
 _SCRIPTS = ("__main__", "__mp_main__")
 
@@ -111,6 +118,16 @@ def _is_spec_of(spec: Any, module: Any) -> bool:
     return spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file)
 
 
+def hide_from_warnings(function: Any) -> Any:
+    """Make warnings skip the frame of a wrapper, so that their stack levels count the frames of its callers.
+
+    The ``warnings`` module skips frames of the import system, which it knows by the names of their files.
+    """
+    code = function.__code__
+    function.__code__ = code.replace(co_filename=f"{code.co_filename} <importlib._bootstrap>")
+    return function
+
+
 def call_when_imported(names: Collection[str], function: Callable[[Any], object]) -> None:
     """Call a function with each module of these names, now or once it is imported.
 
@@ -144,6 +161,7 @@ class _ImportHook:
             loader.exec_module = functools.partial(self._execute, loader.exec_module)
         return found
 
+    @hide_from_warnings
     def _execute(self, exec_module: Callable[[Any], None], module: Any) -> None:
         """Execute the module with its loader, then call ``function`` with it."""
         exec_module(module)

@@ -317,6 +317,12 @@ def test_own_working_directories_are_kept_and_reported(
     shutil.rmtree(venv.working_directory)
 
 
+class Batch(Counting):
+    """Environment that says that it steps several environments at once."""
+
+    num_envs = 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "said"),
     [
@@ -337,6 +343,12 @@ def test_own_working_directories_are_kept_and_reported(
         ({"env_kwargs": {"nonsense": 1}}, (WorkerError, TypeError, IsolationError), "nonsense"),
         ({"n_envs": 0}, InvalidArgumentError, "num_workers=0|n_envs=0"),
         ({"vec_env_kwargs": {"step_timeout": 3}}, InvalidArgumentError, "step_timeout"),
+        ({"env_id": Batch}, InvalidTypeError, r"steps 4 environments at once.*GymVecEnv\(env\)"),
+        (
+            {"env_id": Race(), "isolation": "auto", "vec_env_kwargs": {"n_workers": 2}},
+            InvalidArgumentError,
+            "vec_env_kwargs=.*is not supported with a parallel environment",
+        ),
     ],
 )
 def test_invalid_arguments_are_refused(arguments: dict[str, Any], kind: Any, said: str) -> None:
@@ -502,6 +514,41 @@ def test_explicit_isolation_is_reported_without_a_probe(
     assert venv.isolation_report.endswith(said)  # type: ignore[attr-defined]
     assert len(set(process_ids(venv))) == min(n_workers or 1, n_envs)
     venv.close()
+
+
+class Declared(Counting):
+    """Environment that may share a process with others."""
+
+    metadata = {"isolation": "independent"}  # noqa: RUF012
+
+
+@pytest.mark.parametrize("n_envs", [1, 2])
+@pytest.mark.parametrize(
+    "option",
+    [{"restart": "truncate"}, {"step_timeout": 60.0}, {"start_timeout": 60}, {"close_timeout": 60}, {"n_workers": 1}],
+    ids=lambda option: next(iter(option)),
+)
+def test_options_that_only_processes_can_use_choose_processes(option: dict[str, Any], n_envs: int) -> None:
+    (name,) = option
+    for make in (
+        lambda: make_vec_env(Declared, n_envs, vec_env_kwargs={"start_method": FAST, **option}),
+        lambda: AutoVecEnv([Declared] * n_envs, start_method=FAST, **option),
+    ):
+        venv: Any = make()
+        assert os.getpid() not in process_ids(venv)
+        if name != "n_workers":
+            assert f"because only processes can use {min(name, 'start_method')}=" in venv.isolation_report
+        venv.close()
+    with pytest.raises(InvalidArgumentError, match=rf'isolation="in-process" does not use \[.{name}'):
+        make_vec_env(Declared, n_envs, isolation="in-process", vec_env_kwargs=option)
+
+
+def test_options_without_a_value_choose_no_processes() -> None:
+    options = {"restart": None, "step_timeout": None, "recorder": False}
+    for isolation in ("auto", "in-process"):
+        venv = make_vec_env(Declared, 1, isolation=isolation, vec_env_kwargs=options)  # type: ignore[arg-type]
+        assert isinstance(venv, DummyVecEnv)
+        venv.close()
 
 
 OF_THE_SCRIPT = """

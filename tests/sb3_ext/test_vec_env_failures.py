@@ -250,7 +250,7 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
     venv.close()
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_copies_are_refused(duplicate: Any) -> None:
     venv = SharedMemoryVecEnv([Counting] * 2, FAST)
     with pytest.raises(NotCopyableError, match=r"cannot be copied or pickled.*SharedMemoryVecEnv\(env_fns\)"):

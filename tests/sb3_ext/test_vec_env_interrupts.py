@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+from gymnasium.error import AlreadyPendingCallError
+from stable_baselines3 import PPO
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecMonitor
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
-from rl_ext_core.vector import channel
-from sb3_ext import SharedMemoryVecEnv
+from rl_ext_core.vector import SharedMemoryVectorEnv, channel
+from rl_ext_core.vector.pool import Pool
+from sb3_ext import GymVecEnv, SharedMemoryVecEnv
 from tests.interrupts import interrupt_everywhere
-from tests.sb3_ext.vec_checks import FAST, no_workers
+from tests.sb3_ext.vec_checks import FAST, no_workers, raise_interrupt_in
 from tests.sb3_ext.vec_test_envs import Counting, Failing
 
 CODE_PATHS = ("rl_ext_core/vector", "rl_ext_core/processes/watch", "sb3_ext/vec_env")
@@ -193,3 +196,21 @@ def test_interrupted_restart_is_repeated_or_raises_clear_error(every: int) -> No
             assert venv.step(ACTIONS[:2])[0][:, 0].tolist() == [1, 1], where
     made[0].close()
     assert no_workers()
+
+
+@pytest.mark.parametrize("kind", ["SharedMemoryVecEnv", "GymVecEnv"])
+def test_interrupted_learn_continues_after_the_line_of_the_error(kind: str) -> None:
+    venv: Any = SharedMemoryVecEnv([Counting] * 2, FAST)
+    if kind == "GymVecEnv":
+        venv.close()
+        venv = GymVecEnv(SharedMemoryVectorEnv([Counting] * 2, context=FAST))
+    model = PPO("MlpPolicy", VecMonitor(venv), n_steps=4, batch_size=4, n_epochs=1, device="cpu")
+    model.learn(8)
+    with raise_interrupt_in(Pool, "_receive"), pytest.raises(KeyboardInterrupt):
+        model.learn(8, reset_num_timesteps=False)
+    with pytest.raises((InvalidArgumentError, AlreadyPendingCallError), match=r"model\.set_env\(model\.get_env\(\)\)"):
+        model.learn(8, reset_num_timesteps=False)
+    model.set_env(model.get_env())
+    model.learn(8, reset_num_timesteps=False)
+    assert model.rollout_buffer.observations[:, 0, 0].tolist() == [0, 1, 2, 3]  # the steps of a new episode
+    venv.close()

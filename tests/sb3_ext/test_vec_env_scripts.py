@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -161,3 +163,48 @@ def test_program_without_close_exits(program: Program) -> None:
     process = start(program, SCRIPT + "venv = SharedMemoryVecEnv([World] * 2)\nvenv.reset()\nprint('end')")
     assert (*process.communicate(timeout=4 * LIMIT_S), process.returncode) == ("end\n", "", 0)
     assert not find_session(process.pid)
+
+
+KEPT_AT_EXIT = """
+import sys, threading, types
+import gymnasium as gym
+from rl_ext_core.vector import SharedMemoryVectorEnv
+from sb3_ext import GymVecEnv, SharedMemoryVecEnv
+
+keeper = types.ModuleType("keeper")
+keeper.main = sys.modules["__main__"]  # as dill does, so that objects of the script outlive modules
+sys.modules["keeper"] = keeper
+keeper.itself = keeper
+fns = [lambda: gym.make("CartPole-v1")] * 2
+
+def start():
+    global envs
+    envs = [{make} for _ in range(2)]
+    for env in envs:
+        env.reset()
+
+if {in_thread}:
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+else:
+    start()
+del keeper, start
+"""
+
+
+@pytest.mark.sample(quick=2, ci=6)
+@pytest.mark.parametrize("in_thread", [False, True], ids=["main thread", "thread"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        "SharedMemoryVecEnv(fns)",
+        "GymVecEnv(SharedMemoryVectorEnv(fns))",
+        "SharedMemoryVectorEnv(fns, restart='truncate')",
+    ],
+)
+def test_environments_that_outlive_modules_at_exit_raise_nothing(make: str, in_thread: bool, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(KEPT_AT_EXIT.format(make=make, in_thread=in_thread))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -131,6 +131,18 @@ def test_hanging_workers_raise_timeout_errors(when: str, use_buffers: bool) -> N
     assert "in fail" in str(caught.value)  # the traceback names the function that hangs
 
 
+@buffers
+def test_limit_of_pipes_names_the_worker_that_hangs(use_buffers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = make_failing_pair("step", "hang", use_buffers=use_buffers)
+    env.reset()
+    env.close()
+    monkeypatch.setattr("torchrl._utils.BATCHED_PIPE_TIMEOUT", 3.0)
+    with expect_worker_error(env) as caught:
+        env.rollout(5)
+    assert (caught.value.worker, caught.value.kind) == (1, "timeout")
+    assert "did not answer within 3 s" in str(caught.value)
+
+
 @pytest.mark.sample(quick=1, ci=2)
 @buffers
 @pytest.mark.parametrize("then", [lambda env: env.close(), lambda env: env.rollout(3)], ids=["close", "rollout"])

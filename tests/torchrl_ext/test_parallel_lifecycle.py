@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import logging
@@ -27,7 +28,7 @@ from gymnasium import spaces
 from torchrl.envs import GymEnv
 from torchrl.envs import ParallelEnv as Upstream
 
-from rl_ext_core.errors import WorkerError
+from rl_ext_core.errors import NotCopyableError, WorkerError
 from tests.interrupts import interrupt_at
 from tests.leaks import running_workers
 from tests.torchrl_ext.parallel_checks import event_log, no_workers_left, workers_left
@@ -344,6 +345,15 @@ def continue_without_reset(env: ParallelEnv, *, stepping: bool) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def test_shallow_copies_are_refused() -> None:
+    env = ParallelEnv(2, Well)
+    env.reset()
+    with pytest.raises(NotCopyableError, match=r"share the workers.*Use ParallelEnv\(2, create_env_fn\)"):
+        copy.copy(env)
+    assert env.rollout(3).shape == (2, 3)
+    env.close()
 
 
 # -- the user's environments

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl_ext_core._import_path import call_when_imported
+from rl_ext_core._import_path import call_when_imported, hide_from_warnings
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, _combined_error_class
 from rl_ext_core.factory.walk import RECORD, full_name, globals_in, instance_dict, is_layer, layers
 
@@ -186,6 +186,7 @@ def _hook_new(owner: Any) -> None:
     """Replace the ``__new__`` of a class by a function that records the call."""
     original = getattr(vars(owner).get("__new__"), "__func__", None)
 
+    @hide_from_warnings
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """Create an instance, and store its class and arguments in it."""
         create: Any = original or super(owner, cls).__new__
@@ -208,6 +209,7 @@ def _hook_metaclass(meta: Any) -> None:
     """Record calls of the classes of a metaclass and of metaclasses derived from it."""
     if not _is_hook(meta.__call__):
         # A derived metaclass may consume arguments, so its own __call__ is patched as well.
+        @hide_from_warnings
         def hook_derived(derived: Any, /, **kwargs: Any) -> None:
             """Hook the ``__call__`` of a metaclass when it is derived."""
             super(meta, derived).__init_subclass__(**kwargs)
@@ -227,6 +229,7 @@ def _hook_call(meta: Any) -> None:
         return
 
     @functools.wraps(original)
+    @hide_from_warnings
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """Create an instance, and store its class and arguments in it."""
         frozen = _freeze_call(args, kwargs)
@@ -243,6 +246,7 @@ def _hook_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Replace a function, in all modules, by one that records the call; return that."""
 
     @functools.wraps(function)
+    @hide_from_warnings
     def maker(*args: Any, **kwargs: Any) -> Any:
         """Call the function, and store the call in the object that it returns."""
         frozen = _freeze_call(args, kwargs)

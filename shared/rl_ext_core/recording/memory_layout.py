@@ -147,9 +147,11 @@ class ObservationSlot:
         value = np.asarray(value)
         if value.shape != self.shape:
             name = f"observation{''.join(f'[{key!r}]' for key in self.path)}" if self.path else "the observation"
+            advice = "give the space the shape that reset and step return"
+            if value.shape[1:] == self.shape:
+                advice = f"if these are {len(value)} environments at once, use GymVecEnv(env) with env.num_envs set"
             raise EnvironmentOutputError(
-                f"{name} has the shape {value.shape} where the observation space says {self.shape}; give the space the "
-                "shape that reset and step return"
+                f"{name} has the shape {value.shape} where the observation space says {self.shape}; {advice}"
             )
         with np.errstate(all="ignore"):  # values that do not fit are detected below
             self.place[...] = value

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.array_frameworks import map_arrays
+from rl_ext_core.vector.spaces import find_attribute
 
 __all__ = [
     "Autoreset",
@@ -131,13 +132,20 @@ def accepts_parameter(function: Any, name: str, *, any_keyword: bool = True) -> 
 
 
 def require_synchronous(env: Any) -> None:
-    """Raise if EnvPool or ALE is asynchronous, or has several players per environment.
+    """Raise if EnvPool or ALE is asynchronous, has several players per environment, or has dm_env's interface.
 
     In asynchronous mode, a step returns only ``batch_size`` of the rows.
 
     :raises InvalidArgumentError: If a step does not return one row per environment.
+    :raises InvalidTypeError: If the environment has no spaces, but specs as in dm_env.
     """
     base = getattr(env, "unwrapped", env)
+    if callable(getattr(base, "observation_spec", None)) and find_attribute(env, "observation_space") is None:
+        raise InvalidTypeError(
+            f"{type(base).__name__} has the interface of dm_env, with observation_spec(): expected gymnasium's, with "
+            'observation_space. Use envpool.make_gymnasium("CartPole-v1", num_envs=16) in place of envpool.make_dm, or '
+            "shimmy.DmControlCompatibilityV0(env) for a single environment of dm_control"
+        )
     if not _is_defined_in("envpool.", "ale_py.")(base):
         return
     settings = getattr(getattr(base, "spec", None), "config", base)  # ALE has attributes instead of a config

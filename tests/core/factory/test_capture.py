@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import importlib
 import pickle
 import subprocess
 import sys
+import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -17,6 +20,7 @@ import numpy as np
 import pytest
 
 from rl_ext_core import _pickle
+from rl_ext_core._import_path import call_when_imported
 from rl_ext_core.errors import InvalidTypeError
 from rl_ext_core.factory import as_factory, capture_constructors
 from rl_ext_core.factory.record import Call, call_of, recorded_call
@@ -229,3 +233,49 @@ assert str(record.call_of(env)) == "gymnasium.make_vec('CartPole-v1', 2)"
 @pytest.mark.parametrize("first", ['"gymnasium" not in sys.modules', '__import__("gymnasium")'])
 def test_recording_starts_before_and_after_gymnasium_is_imported(first: str) -> None:
     subprocess.run([sys.executable, "-c", IMPORTS.format(first=first)], check=True, timeout=120)
+
+
+def warn_about_caller(level: int) -> Line:
+    """Warn about the line of a caller, and return an environment."""
+    warnings.warn("look here", stacklevel=level)
+    return Line()
+
+
+class WarningNew(Line):
+    """Environment whose ``__new__`` warns about its caller."""
+
+    def __new__(cls) -> Any:
+        warnings.warn("look here", stacklevel=2)
+        return super().__new__(cls)
+
+
+class WarningInit(Line, metaclass=Meta):
+    """Environment whose constructor warns about the caller of its metaclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        warnings.warn("look here", stacklevel=3)
+
+
+warn_about_caller = capture_constructors(warn_about_caller)
+capture_constructors(WarningNew)
+capture_constructors(WarningInit)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: warn_about_caller(2), WarningNew, WarningInit], ids=["function", "new", "metaclass"]
+)
+def test_warnings_of_captured_constructors_name_the_line_of_the_caller(make: Any) -> None:
+    with pytest.warns(UserWarning, match="look here") as caught:
+        make()
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_warnings_of_hooked_modules_name_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "module_that_warns.py").write_text("import warnings\nwarnings.warn('look here', stacklevel=2)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    call_when_imported({"module_that_warns"}, lambda module: None)
+    with pytest.warns(UserWarning, match="look here") as caught:
+        importlib.import_module("module_that_warns")
+    assert "rl_ext_core" not in caught[0].filename

@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import multiprocessing
+import pickle
 import resource
 from pathlib import Path
 from typing import Any
@@ -167,8 +168,9 @@ def test_restart_in_reset_repeats_the_reset(tmp_path: Any) -> None:
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_copies_are_refused() -> None:
     envs = SharedMemoryVectorEnv([Counting] * 2)
-    with pytest.raises(NotCopyableError, match="cannot be copied or pickled"):
-        copy.deepcopy(envs)
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(NotCopyableError, match=r"SharedMemoryVectorEnv cannot be copied or pickled.*\(env_fns\)"):
+            duplicate(envs)
     gc.collect()
     envs.reset()
     envs.close()
@@ -232,6 +234,19 @@ def test_interrupted_step_can_be_received_later(tmp_path: Path) -> None:
     (tmp_path / "gate").touch()
     assert envs.step_wait()[0][:, 0].tolist() == [1, 1]
     assert envs.step(np.zeros(2, int))[0][:, 0].tolist() == [2, 2]
+    envs.close()
+
+
+def test_reset_continues_after_an_interrupted_step() -> None:
+    envs = SharedMemoryVectorEnv([Counting] * 2, **FAST)
+    envs.reset(seed=0)
+    with raise_interrupt_in(Pool, "_receive"), pytest.raises(KeyboardInterrupt):
+        envs.step(np.zeros(2, int))
+    for call in (lambda: envs.step(np.zeros(2, int)), lambda: envs.call("close_twice")):
+        with pytest.raises(AlreadyPendingCallError, match=r"Use envs\.reset\(\), or model\.set_env"):
+            call()
+    assert envs.reset()[0][:, 0].tolist() == [0, 0]
+    assert envs.step(np.zeros(2, int))[0][:, 0].tolist() == [1, 1]
     envs.close()
 
 
