@@ -225,17 +225,13 @@ class _TrialLog:
 
 
 class Judge:
-    """Runs the trials of at least two factories, and compares them.
-
-    :ivar loaded_files: Paths of the modules and shared libraries that an instance loaded.
-    """
+    """Runs the trials of at least two factories, and compares them."""
 
     def __init__(self, factories: Sequence[EnvFactory[Any]], steps: int, timeout: float | None) -> None:
         self._factories, self._steps, self._timeout = list(factories), steps, timeout
         self._limit = _FIRST_LIMIT_S if timeout is None else timeout
         self._is_one_factory = all(factory is factories[0] for factory in factories)
         self._varying: set[str] = set()  # Names of infos and masks that differ in each run, so they are not compared.
-        self.loaded_files: list[str] = []
 
     def verdict(self) -> Verdict:
         """Run the trials and return the verdict."""
@@ -249,8 +245,6 @@ class Judge:
             return self._verdict_on_failure(alone) if declared is None else declared.verdict()
         longest = max(alone.seconds("build", "reset", "step"))
         self._limit = max(_MIN_LIMIT_S, _LIMIT_FACTOR * longest) if self._timeout is None else self._timeout
-        libraries = alone.find_entry("libraries")
-        self.loaded_files = [*alone.find_entry("modules"), *(libraries if declared is None else ())]
         times = [*alone.seconds("step")[1:], *alone.find_entry("times")]
         width = min(_AVERAGED, len(times))
         return dataclasses.replace(
@@ -259,7 +253,7 @@ class Judge:
             step_seconds=float(np.convolve(times, np.full(width, 1 / width), "valid").min()),
             build_seconds=alone.seconds("build")[0],
             private_bytes=alone.find_entry("private_bytes"),
-            libraries=tuple(libraries),
+            libraries=tuple(alone.find_entry("libraries")),
         )
 
     # -- trials

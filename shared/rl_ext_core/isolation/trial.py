@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rl_ext_core import _pickle, resources
-from rl_ext_core._import_path import package_folders, standard_folders
+from rl_ext_core._import_path import standard_folders
 from rl_ext_core.errors import InvalidTypeError
 from rl_ext_core.factory import EnvFactory, drivers, streams, walk
 from rl_ext_core.isolation.verdict import declared_by_instance
@@ -32,20 +32,6 @@ OUTPUT_FILE = "printed"
 _MAX_DEPTH = 50  # Levels of nested data that are compared.
 # Steps are timed in a loop of so many steps or seconds, because caches get cold between two operations of a trial.
 _TIMED_STEPS, _TIMED_S = 100, 5e-3
-# Packages with hundreds of modules. Only the top-level module is checked for changes, which detects a new version.
-_LARGE_PACKAGES = {
-    "jax",
-    "matplotlib",
-    "numba",
-    "numpy",
-    "pandas",
-    "scipy",
-    "sklearn",
-    "sympy",
-    "tensordict",
-    "torch",
-    "torchrl",
-}
 
 
 class Operation(NamedTuple):
@@ -134,8 +120,8 @@ class _Trial:
         if instance is None:
             return self._load() if operation.kind == "load" else self._build(operation)
         if operation.kind == "measure":
-            libraries, modules = sorted({*_libraries()} - self._libraries), sorted({*_module_files()})
-            measured = {"private_bytes": resources.private_memory(), "libraries": libraries, "modules": modules}
+            libraries = sorted({*_libraries()} - self._libraries)
+            measured = {"private_bytes": resources.private_memory(), "libraries": libraries}
             return {**measured, "times": [*instance.time_steps()]}
         if operation.kind == "close":
             return self.instances.pop((operation.source, operation.order)).close()
@@ -279,18 +265,6 @@ def _libraries() -> Iterator[str]:
     with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
         paths = ("/" + line.rstrip("\n").partition("/")[2] for line in file)
         yield from (path for path in paths if ".so" in os.path.basename(path) and not path.startswith(standard))
-
-
-def _module_files() -> Iterator[str]:
-    """Yield the files of loaded modules whose changes invalidate a verdict."""
-    for name, module in list(sys.modules.items()):
-        top = name.partition(".")[0]
-        package: Any = sys.modules.get(top) if top in _LARGE_PACKAGES else module
-        path = getattr(package, "__file__", None)
-        if not isinstance(path, str) or top == "rl_ext_core":
-            continue
-        if path.startswith(package_folders()) or not path.startswith(standard_folders()):
-            yield path
 
 
 def _format_error(error: BaseException) -> str:
