@@ -116,6 +116,11 @@ class Fingerprint:
         found = self.tokens.get(path)
         return self.tokens.get(self.canonical_path(path)) if found is None else found
 
+    def tokens_below(self, path: str) -> dict[str, Any]:
+        """Return the tokens of the object at a path, and of its parts."""
+        first = self.canonical_path(path)
+        return {each[len(first) :]: token for each, token in self.tokens.items() if each.startswith(first)}
+
     def differences(self, other: Fingerprint) -> list[str]:
         """Return the paths at which two fingerprints differ, the shortest first."""
         paths = {**self.tokens, **other.tokens, **self.aliases, **other.aliases}

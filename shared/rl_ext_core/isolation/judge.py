@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.factory import EnvFactory
+from rl_ext_core.factory import EnvFactory, files
 from rl_ext_core.isolation import trial
 from rl_ext_core.isolation.trial import RETURNED, STILL_RETURNED, Operation
 from rl_ext_core.isolation.verdict import MIN_STEPS, Isolation, Verdict, conclude
@@ -306,6 +306,8 @@ class Judge:
         operation = Operation(0, 0, "load")
         with tempfile.TemporaryDirectory(prefix="rl-ext-", ignore_cleanup_errors=True) as name:
             processes: list[_Process] = []
+            created = Path(name, trial.CREATED_FILE)
+            created.touch()
             try:
                 self._start(processes, Path(name).resolve(), len(self._factories) if apart else 1, own_cwd)
                 for process in processes:
@@ -325,6 +327,7 @@ class Judge:
             finally:
                 for process in processes:
                     process.close()
+                files.remove_created(created)
         return run
 
     def _start(self, processes: list[_Process], folder: Path, count: int, own_cwd: bool) -> None:
@@ -400,6 +403,7 @@ class Judge:
         more = " Trials have an empty working directory." if text.startswith(_MISSING) else more
         # An exception of a constructor may be due to the trial.
         early = run.failed.kind == "load" or (run.failed.kind == "build" and text.startswith("raises"))
+        early = early or files.REFUSAL in text
         if more or early:
             return conclude(Isolation.UNKNOWN, f"{which} could not be tested: {run.describe_failure('it')}.{more}")
         return conclude(Isolation.BROKEN, f"{which} fails: {run.describe_failure('it')}.")

@@ -9,8 +9,6 @@ import contextlib
 import hashlib
 import os
 import pickle
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -22,13 +20,15 @@ import numpy as np
 from rl_ext_core import _pickle, resources
 from rl_ext_core._import_path import standard_folders
 from rl_ext_core.errors import InvalidTypeError
-from rl_ext_core.factory import EnvFactory, drivers, streams, walk
+from rl_ext_core.factory import EnvFactory, drivers, files, streams, walk
 from rl_ext_core.isolation.verdict import declared_by_instance
 
 # Keys of answers: the digest of a result, and the digest of the same object when the next operation begins.
 RETURNED, STILL_RETURNED = "returned", "still returned"
 # Name of the file in a trial's folder that receives its output.
 OUTPUT_FILE = "printed"
+# Name of the file, beside the folders of all trials, that lists files that they created elsewhere.
+CREATED_FILE = "created"
 _MAX_DEPTH = 50  # Levels of nested data that are compared.
 # Steps are timed in a loop of so many steps or seconds, because caches get cold between two operations of a trial.
 _TIMED_STEPS, _TIMED_S = 100, 5e-3
@@ -103,7 +103,7 @@ def _set_up_process(folder: str, cwd: str) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     os.chdir(cwd)
     os.environ["PWD"] = cwd
-    tempfile.tempdir = None  # A preloaded module may have cached another folder than TMPDIR.
+    files.protect_files(str(Path(folder).parent), created=str(Path(folder).parent / CREATED_FILE))
 
 
 class _Trial:
@@ -134,7 +134,6 @@ class _Trial:
             if loaded is not None:
                 object.__setattr__(factory._recipe, "loaded", loaded)
             factory._adapters = adapters
-        _disable_monitor_files()
         return {}
 
     def _build(self, operation: Operation) -> dict[str, Any]:
@@ -241,19 +240,6 @@ def _digest(value: Any) -> str:
     token = walk.plain_token(value, _MAX_DEPTH)
     token = sorted(walk.fingerprint(value, code=False).tokens.items()) if token is None else token
     return hashlib.blake2b(repr(token).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-
-
-def _disable_monitor_files() -> None:
-    """Prevent SB3's Monitor from writing to the log files of the user's training run."""
-    monitor: Any = sys.modules.get("stable_baselines3.common.monitor")
-    if monitor is not None:
-        original = monitor.Monitor.__init__
-
-        def init(self: Any, env: Any, filename: str | None = None, *args: Any, **kwargs: Any) -> None:
-            """Initialize SB3's Monitor without a file."""
-            original(self, env, None, *args, **kwargs)
-
-        monitor.Monitor.__init__ = init
 
 
 def _libraries() -> Iterator[str]:

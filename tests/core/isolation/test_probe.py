@@ -202,7 +202,8 @@ def test_verdict_on_an_fmu_with_and_without_the_flag(has_flag: bool, tmp_path: P
 
 @pytest.fixture
 def empty_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give the test an empty temporary folder and an empty working directory."""
+    """Give the test an empty temporary folder, an empty working directory, and a cache folder that trials write to."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "temporary").mkdir()
     (tmp_path / "project").mkdir()
     monkeypatch.chdir(tmp_path / "project")
