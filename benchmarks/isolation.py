@@ -3,7 +3,7 @@
     python -m benchmarks.isolation [--repeats 2] [--no-hang]
 
 The environments are real ones, and variants of a toy simulator in C that differ in how they handle a second instance or
-process. Each environment is probed, and then read from the cache.
+process. Each environment is probed.
 """
 
 from __future__ import annotations
@@ -90,28 +90,23 @@ def main() -> None:
     if compiler is None:
         raise SystemExit("no C compiler (cc) for the toy simulator: apt-get install gcc libc6-dev")
     print(machine())
-    print(f"\n{'environment':34} {'verdict':18} {'cwd':5} {'probe s':>8} {'cached s':>9}")
+    print(f"\n{'environment':34} {'verdict':18} {'cwd':5} {'probe s':>8}")
     wrong = total = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sources = [*real_envs(folder, compiler), *toy_envs(folder, compiler, hanging=not arguments.no_hang)]
         for label, source, expected, helps in sources:
-            found, seconds = probe_repeatedly(functools.partial(probe, source, cache=False), arguments.repeats)
-            probe(source, cache=folder / "cache")
-            again = probe(source, cache=folder / "cache")
-            cached = f"{again.seconds:9.3f}" if again.declared_by == "cache" else f"{'-':>9}"
+            found, seconds = probe_repeatedly(functools.partial(probe, source), arguments.repeats)
             bad = [
-                one
-                for one in (*found, again)
-                if one.isolation is not expected or (_OWN_CWD_HINT in one.explanation) is not helps
+                one for one in found if one.isolation is not expected or (_OWN_CWD_HINT in one.explanation) is not helps
             ]
-            wrong, total = wrong + len(bad), total + len(found) + 1
+            wrong, total = wrong + len(bad), total + len(found)
             mark = "".join(f"  WRONG: {verdict.isolation.value}, expected {expected.value}" for verdict in bad[:1])
             cwd = "own" if _OWN_CWD_HINT in found[0].explanation else ""
-            row = f"{label:34} {found[0].isolation.value:18} {cwd:5} {seconds:8.2f} {cached}{mark}"
+            row = f"{label:34} {found[0].isolation.value:18} {cwd:5} {seconds:8.2f}{mark}"
             print(row, flush=True)
     variants.SHARED_MEMORY.unlink(missing_ok=True)
-    print(f"\n{wrong} wrong of {total} verdicts; '-': not cached, since another probe may give another verdict")
+    print(f"\n{wrong} wrong of {total} verdicts")
     raise SystemExit(1 if wrong else 0)
 
 

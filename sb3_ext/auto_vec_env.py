@@ -263,7 +263,7 @@ class AutoVecEnv:
     For ``make_vec_env(..., vec_env_cls=AutoVecEnv)`` of Stable Baselines3, and wherever a class of vectorized
     environments is expected. A declaration decides: ``metadata["isolation"]``, or FMI's
     ``canBeInstantiatedOnlyOncePerProcess``. Otherwise the environment is probed in temporary processes, see
-    :func:`rl_ext_core.isolation.probe`. The verdict is cached.
+    :func:`rl_ext_core.isolation.probe`.
 
     - Independent environments share this process while their steps are fast, and several processes otherwise.
     - If a second instance fails, or instances affect each other, each gets its own process; none is built here.
@@ -381,8 +381,7 @@ def _build_vec_env(
         _log.warning("%s", report)
         return untried
     n_workers, sentence = _choose_n_workers(verdict, n_envs, workers.n_workers, reason)
-    cache_note = " (An earlier probe found this; files that the environment reads are not watched.)"
-    report = f"{verdict.explanation}{cache_note if verdict.declared_by == 'cache' else ''} {sentence}"
+    report = f"{verdict.explanation} {sentence}"
     _log.info("%s", report)
     if n_workers == 0:
         return build_here(report)

@@ -105,8 +105,6 @@ DOCUMENTED_CLASSES = {name: cls for name, cls in CLASSES.items() if not issubcla
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DOCUMENTED_CLASSES)
 def test_docstring_example_of_a_class_passes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "frames" not in name and "Buffer" not in name and "Storage" not in name:  # numba's cache is in this folder too
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # verdicts of the probe
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # logs of Stable Baselines3
     monkeypatch.setattr(tempfile, "tempdir", None)
     examples = doctest.DocTestFinder(recurse=False).find(DOCUMENTED_CLASSES[name], name, globs={})

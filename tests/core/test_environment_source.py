@@ -68,7 +68,7 @@ def test_commands_accept_the_same_environment_names(
 ) -> None:
     assert main(["plan", "--size", "1000", "--env", f"{module}:{name}", "--steps", "150", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["shape"] == [12, 12]
-    assert main(["probe", f"{module}:{name}", "--no-cache", "--json"]) == 0
+    assert main(["probe", f"{module}:{name}", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["isolation"] == "independent"
 
 

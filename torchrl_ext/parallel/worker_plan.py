@@ -29,7 +29,7 @@ from torchrl_ext.parallel.episodes import find_gymnasium_env, start_recorder
 
 if TYPE_CHECKING:
     from rl_ext_core.factory import EnvFactory
-    from rl_ext_core.factory.compare import Examination
+    from rl_ext_core.factory.changes import Examination
     from rl_ext_core.processes.context import WorkerContext
 
 __all__ = ["WorkerEnvBuilder", "WorkerPlan"]

@@ -6,7 +6,7 @@ compared. The exit status is 0 for a verdict, 1 if the environment fails or cann
 examples:
   rl-ext probe CartPole-v1
   rl-ext probe my_module:Plant --steps 500
-  rl-ext probe ale_py:ALE/Pong-v5 --json --no-cache
+  rl-ext probe ale_py:ALE/Pong-v5 --json
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``rl-ext probe``."""
     parser.add_argument("source", metavar="SOURCE", help="my_module:make_env, or CartPole-v1, or ale_py:ALE/Pong-v5")
     parser.add_argument("--json", action="store_true", help="write the verdict as JSON")
-    parser.add_argument("--no-cache", action="store_true", help="neither read nor write the cache of verdicts")
     parser.add_argument("--steps", metavar="N", type=_parse_steps, default=100, help="number of compared steps (100)")
     parser.add_argument(
         "--timeout",
@@ -66,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = new_console()
     source = load_source(arguments.source)
-    options = {"cache": not arguments.no_cache, "steps": arguments.steps, "timeout": arguments.timeout}
+    options = {"steps": arguments.steps, "timeout": arguments.timeout}
     if console.is_terminal and not arguments.json:
         with console.status(f"building and stepping {arguments.source} in temporary processes"):
             verdict = probe(source, **options)

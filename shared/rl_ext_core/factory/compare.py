@@ -1,55 +1,41 @@
-"""Compare an instance with its copies, and find the changes that a copy needs.
+"""Compare an instance with its copies in a temporary process, and find the changes that a copy needs.
 
-The process builds two copies, steps them differently, and resets both. It compares their fingerprints path by path:
+The process builds a copy and compares fingerprints, path by path. Only if they differ, it tries two copies: it steps
+them differently, resets both, and compares them.
 
 - A setting is the same in all copies. If the original differs there, the user changed it.
 - Episode state changes with steps, and the reset restores it. A copy does not need it.
 - Kept state, such as running statistics, still differs after the reset.
 
-Changed settings and kept state are set on a copy, which is then compared once more.
+Changed settings and kept state are set on a third copy, which is then compared with the original. The user's files are
+protected meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import gc
-import importlib
-import operator
 import pickle
 import signal
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from multiprocessing.connection import Connection
+from typing import Any
 
 from rl_ext_core import _pickle, processes, resources
-from rl_ext_core.factory import simulators, streams, walk
+from rl_ext_core.factory import files, simulators, streams, walk
+from rl_ext_core.factory.changes import Change, Examination, apply_changes
 from rl_ext_core.factory.drivers import Driver, driver_for
+from rl_ext_core.factory.recipe import Recipe
 from rl_ext_core.factory.walk import Fingerprint, fingerprint
 from rl_ext_core.processes.process_groups import kill_descendants
 
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
-    from rl_ext_core.factory.factory import Recipe
-
-__all__ = [
-    "Change",
-    "Examination",
-    "apply_changes",
-    "compare_and_measure",
-    "measure",
-    "pack_values",
-    "run_in_subprocess",
-    "unpack",
-    "unpicklable",
-]
+__all__ = ["compare_and_measure", "measure", "run_in_subprocess"]
 
 _LABEL = "trial copy"
 OPTIONAL_PHASE = "testing an optional feature of a copy"  # If a process dies in this phase, a careful one is started.
@@ -66,184 +52,7 @@ _STATELESS = {
 }
 
 Reader = Callable[[Any], Any]
-Step = tuple[str, Any]
 ChangeRequest = Callable[[Sequence[str]], "list[Change | str]"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """A value to set on a copy.
-
-    :ivar path: Path of the value, as in a fingerprint.
-    :ivar steps: The way from the environment to the value. Each step is an operation and a name, a key or an index.
-    :ivar packed: Pickle of the value.
-    """
-
-    path: str
-    steps: tuple[Step, ...]
-    packed: bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Examination:
-    """Results of building and comparing a copy.
-
-    :ivar problems: Descriptions of differences between a copy and the original, or of errors. Empty if they are equal.
-    :ivar changes: Changes to set on each copy.
-    :ivar opaque: Paths of objects that cannot be inspected. Differences in their state are not detected.
-    :ivar class_attributes: Paths of globals and class attributes that differ, because workers import them again.
-    :ivar build_seconds: Seconds to build a copy.
-    :ivar private_bytes: Memory in bytes that the process did not share. None if the system does not report it.
-    :ivar read: Result of the caller's reader.
-    """
-
-    problems: Sequence[str] = ()
-    changes: tuple[Change, ...] = ()
-    opaque: Sequence[str] = ()
-    class_attributes: Sequence[str] = ()
-    build_seconds: float = 0.0
-    private_bytes: int | None = None
-    read: Any = None
-
-
-# ---- In the process of the original: pack the values that a copy needs.
-
-
-def pack_values(original: Fingerprint, paths: Sequence[str]) -> list[Change | str]:
-    """Pickle the values of an instance at some paths.
-
-    :return: For each path a change, or the reason why its value cannot be set on a copy.
-    """
-    found = ((path, part) for path, part in original.objects.items() if path not in original.aliases)
-    homes = {id(part): path for path, part in found if walk.is_layer(part)}
-    return [_pack_value(original, path, homes) for path in paths]
-
-
-def _pack_value(original: Fingerprint, path: str, homes: Mapping[int, str]) -> Change | str:
-    """Pickle the value at a path as a change; return the reason if that is impossible."""
-    while path in original.steps and original.steps[path][1] is None:  # It cannot be set itself, but its holder can.
-        path = original.steps[path][0]
-    steps = _steps_to(original, path)
-    if not steps or path not in original.objects:
-        return "it cannot be set on a copy"
-    for where, reason in original.unpicklable.items():
-        if where.startswith(path):
-            return reason
-    packed = original.objects[path]
-
-    def location_of(value: Any) -> Any:
-        """Return the location of an object in a copy, or None to pickle the object."""
-        home = homes.get(id(value))
-        if value is packed or home is None or home.startswith(path):
-            return None if value is packed else original.references.get(id(value))
-        return _steps_to(original, home)
-
-    try:
-        return Change(path, steps, _pickle.dumps(packed, location_of))
-    except Exception as error:
-        return str(error).partition("\n")[0] or type(error).__name__
-
-
-def _steps_to(original: Fingerprint, path: str) -> tuple[Step, ...] | None:
-    """Return the steps from an environment to a path; None if a copy has no such path."""
-    found: list[Step] = []
-    while path:
-        path, operation, key = original.steps.get(path, ("", None, None))
-        if operation is None:
-            return None
-        found.insert(0, (operation, key))
-    return tuple(found)
-
-
-def unpicklable(original: Fingerprint) -> str:
-    """Return the path of the innermost part of a value that cannot be pickled."""
-    found, parts = "", dict[str, list[str]]()
-    for path, (holder, _, _) in original.steps.items():
-        parts.setdefault(holder, []).append(path)
-    while True:
-        for deeper in parts.get(found, ()):
-            try:
-                _pickle.dumps(original.objects[deeper])
-            except Exception:
-                found = deeper
-                break
-        else:
-            return found
-
-
-# ---- In any process: set values on a copy.
-
-
-def unpack(packed: bytes, environment: Any = None) -> Any:
-    """Unpickle a value of :func:`pack_values`, or an environment.
-
-    :param packed: The pickle.
-    :param environment: Copy that the value is for. Parts of it that the value refers to are taken from it.
-    """
-
-    def find_object(place: Any) -> Any:
-        """Find a module's attribute or a part of the environment by its location in a pickle."""
-        if len(place) == 2 and isinstance(place[0], str):
-            return operator.attrgetter(place[1])(importlib.import_module(place[0]))
-        return functools.reduce(_follow_step, place, environment)
-
-    return _pickle.loads(packed, find_object)
-
-
-def _follow_step(holder: Any, step: Step) -> Any:
-    """Return the attribute, field or item of ``holder`` that a step names."""
-    operation, key = step
-    if operation == "attribute":
-        return walk.attributes(holder)[key]
-    return getattr(holder, key) if operation == "field" else holder[key]
-
-
-def apply_changes(environment: Any, changes: Sequence[Change]) -> None:
-    """Set the changes of the original on a copy.
-
-    :raises LookupError: If a value cannot be set. The message names the path.
-    """
-    for change in changes:
-        try:
-            _apply_change(environment, change)
-        except Exception as error:
-            raise LookupError(f"{change.path} cannot be set on a copy: {error!r}") from error
-
-
-def _apply_change(environment: Any, change: Change) -> None:
-    """Set one changed value on a copy, in place if its type and shape allow that."""
-    holder = functools.reduce(_follow_step, change.steps[:-1], environment)
-    operation, key = change.steps[-1]
-    value = unpack(change.packed, environment)
-    held: Any = None
-    with contextlib.suppress(LookupError, AttributeError):
-        held = _follow_step(holder, change.steps[-1])
-    if _fits_in_place(held, value):
-        held[...] = value  # Other objects may refer to this array, or a C library to its memory.
-    elif type(held) is type(value) and isinstance(held, (ctypes.Structure, ctypes.Union, ctypes.Array)):
-        ctypes.memmove(ctypes.byref(held), ctypes.byref(value), ctypes.sizeof(value))
-    elif operation == "attribute":
-        names = walk.instance_dict(holder)
-        if names is not None and (key in names or key not in walk.attributes(holder)):
-            names[key] = value
-        else:  # It is the attribute of a slot.
-            object.__setattr__(holder, key, value)
-    elif operation == "field":
-        setattr(holder, key, value)
-    else:
-        holder[key] = value
-
-
-def _fits_in_place(held: Any, value: Any) -> bool:
-    """Whether a value can be written into the present array or tensor."""
-    is_array = hasattr(held, "dtype") and hasattr(type(held), "__setitem__")
-    if type(held) is not type(value) or not is_array or not getattr(held, "shape", ()):
-        return False
-    is_fixed = getattr(held, "requires_grad", False) or (isinstance(held, np.ndarray) and not held.flags.writeable)
-    return bool(held.shape == value.shape and held.dtype == value.dtype and not is_fixed)
-
-
-# ---- In the temporary process.
 
 
 def run_in_subprocess(
@@ -254,6 +63,7 @@ def run_in_subprocess(
     start_method: str | None = None,
     environ: Mapping[str, str | None] | None = None,
     timeout: float | None = None,
+    protects_files: bool = False,
 ) -> Examination:
     """Call a function in a temporary process.
 
@@ -263,31 +73,41 @@ def run_in_subprocess(
     :param start_method: Start method of the process.
     :param environ: Environment variables of the process. None unsets a variable.
     :param timeout: Seconds that the task may take. None waits indefinitely.
+    :param protects_files: Whether the process must not change the user's files.
     :raises WorkerError: If the task raises, or its process dies. An exception of the task is the cause.
     """
-    context = processes.get_context(start_method, preload=preload, environs=[environ or {}], label=_LABEL)
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve_task, args=(theirs, _pickle.dumps(task)))
-    with ours, theirs:
-        process.start()
-        theirs.close()
-        watch = processes.Watch([process], label=_LABEL)
-        try:
-            with watch.operation("building and stepping a copy", timeout=timeout):
-                found = pickle.loads(ours.recv_bytes())
-                while isinstance(found, list):
-                    ours.send_bytes(pickle.dumps(answer(found)))
+    with tempfile.TemporaryDirectory(prefix="rl-ext-", ignore_cleanup_errors=True) as folder:
+        temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder) if protects_files else {}
+        environs = [{**(environ or {}), **temporary}]
+        context = processes.get_context(start_method, preload=preload, environs=environs, label=_LABEL)
+        ours, theirs = context.Pipe()
+        writable = folder if protects_files else None
+        process = context.Process(target=_serve_task, args=(theirs, _pickle.dumps(task), writable))
+        with ours, theirs:
+            process.start()
+            theirs.close()
+            watch = processes.Watch([process], label=_LABEL)
+            try:
+                with watch.operation("building and stepping a copy", timeout=timeout):
                     found = pickle.loads(ours.recv_bytes())
-                watch.expect_exit()
-        finally:
-            watch.kill()
-            watch.stop()
+                    while isinstance(found, list):
+                        ours.send_bytes(pickle.dumps(answer(found)))
+                        found = pickle.loads(ours.recv_bytes())
+                    watch.expect_exit()
+            finally:
+                watch.kill()
+                watch.stop()
     examination: Examination = found
     return examination
 
 
-def _serve_task(connection: Connection, packed: bytes) -> None:
-    """Call a function in the temporary process, and send the result to the parent."""
+def _serve_task(connection: Connection, packed: bytes, writable: str | None) -> None:
+    """Call a function in the temporary process, and send the result to the parent.
+
+    :param writable: The only folder in which it may change files. None allows all.
+    """
+    if writable is not None:
+        files.protect_files(writable)
 
     def request_changes(paths: Sequence[str]) -> Any:
         """Ask the parent for the pickled values at some paths."""
@@ -297,6 +117,30 @@ def _serve_task(connection: Connection, packed: bytes) -> None:
     connection.send_bytes(_pickle.dumps(pickle.loads(packed)(request_changes)))
     connection.close()
     kill_descendants()  # The parent may find this process ended, and would then not kill the processes that it started.
+
+
+def measure(
+    build: Callable[[], Any],
+    read: Reader | None = None,
+    request_changes: ChangeRequest | None = None,
+    *,
+    begin: Callable[[], object] | None = None,
+) -> Examination:
+    """Build an environment, and measure its memory. It is neither reset nor stepped.
+
+    :param build: Builds the environment.
+    :param read: Called with the environment. Its result is stored in ``examination.read``.
+    :param request_changes: Not used. Tasks of :func:`run_in_subprocess` receive it.
+    :param begin: Initializer, called first.
+    """
+    if begin is not None:
+        begin()
+    environment = build()
+    try:
+        result = None if read is None else read(environment)
+        return Examination(private_bytes=resources.private_memory(), read=result)
+    finally:
+        _close(environment)
 
 
 def compare_and_measure(
@@ -316,135 +160,31 @@ def compare_and_measure(
     :param careful: Whether to omit operations that may kill the process, such as rendering without a display.
     :param request_changes: Returns the changes for paths of the original, or the reasons why there are none.
     """
-    try:
-        found = (
-            _compare_pickled(recipe, original)
-            if recipe.origin == "pickle"
-            else _compare_rebuilt(recipe, original, careful, request_changes)
-        )
-    except Exception as error:
-        return Examination([f"building a copy raises {error!r}"])
-    if found.problems:
-        return found
-    recipe = dataclasses.replace(recipe, changes=found.changes)
-    measured = measure(recipe.build if adapt is None else lambda: adapt(recipe.build()), read)
-    kept = {name: getattr(found, name) for name in ("changes", "opaque", "class_attributes")}
-    return dataclasses.replace(measured, **kept)
-
-
-def _compare_pickled(recipe: Recipe, original: Fingerprint) -> Examination:
-    """Compare the original with a copy that was unpickled."""
-    with _temporary_copy(recipe) as copy:
-        copied = fingerprint(copy)
-        if (error := _reset_error(copy)) is not None:
-            return Examination([f"resetting a copy raises {error!r}"])
-    paths = original.differences(copied)
-    classes = [path for path in paths if path.startswith("<")]
-    different = [_describe_difference(path, original, copied) for path in paths if not path.startswith("<")]
-    return Examination(different, opaque=_format_opaque(original.opaque), class_attributes=classes)
-
-
-def _compare_rebuilt(
-    recipe: Recipe, original: Fingerprint, careful: bool, request_changes: ChangeRequest
-) -> Examination:
-    """Find the changes since construction, and compare a copy that has them."""
-    classifier = _StateClassifier(recipe, careful)
-    copied = classifier.fresh[0]
-    left, classes = classifier.changed_paths(original, copied)
-    hidden = {p: why for p, why in {**original.opaque, **original.unpicklable}.items() if _has_state(p, why, original)}
-    opaque = {path: name for path, name in hidden.items() if not classifier.is_episode_state(path)}
-    answers = dict(zip(left, request_changes(left) if left else (), strict=True))
-    # A value that cannot be set is ignored if steps create it, such as a window or a cache.
-    refused = {
-        path: why
-        for path, why in answers.items()
-        if isinstance(why, str) and not classifier.is_restored_by_use(path, original)
-    }
-    if refused:
-        return Examination([f"{_describe_difference(path, original, copied)} ({why})" for path, why in refused.items()])
-    changes = tuple({one.path: one for one in answers.values() if isinstance(one, Change)}.values())
-    if not careful:
-        changes += _changes_within_episode(recipe, original, classifier, changes, request_changes)
-    if left or changes:
-        with _temporary_copy(dataclasses.replace(recipe, changes=changes)) as copy:
-            copied = fingerprint(copy)
-            error = _reset_error(copy)
-        done = tuple(change.path for change in changes)
-        if error is not None:
-            with _temporary_copy(recipe) as copy:
-                if _reset_error(copy) is None:  # A change is at fault, such as a handle that only the original can use.
-                    return Examination(
-                        [f"a copy on which {', '.join(done[:3])} was set raises {error!r} when it is reset"]
-                    )
-        # Use the classes of this comparison, because both environments have loaded the same modules by now.
-        left, classes = classifier.changed_paths(original, copied)
-        left = [path for path in left if path.startswith(done) or not classifier.is_restored_by_use(path, original)]
-    different = [_describe_difference(path, original, copied) for path in left]
-    return Examination(different, changes, opaque=_format_opaque(opaque), class_attributes=classes)
-
-
-def _has_state(path: str, why: str, original: Fingerprint) -> bool:
-    """Whether an object that cannot be inspected may have state that calls change."""
-    return path.startswith("<") or not {why, *(original.token(path) or ())[:2]} & _STATELESS
-
-
-def _changes_within_episode(
-    recipe: Recipe,
-    original: Fingerprint,
-    classifier: _StateClassifier,
-    changes: Sequence[Change],
-    request_changes: ChangeRequest,
-) -> tuple[Change, ...]:
-    """Return changes of episode state that survive a reset, such as a goal that the user fixed.
-
-    Each such value is set on a copy, which is then reset. If the reset result depends on the value, it is kept.
-
-    :param changes: Changes that are already known.
-    """
-    set_already = tuple(one.path for one in changes)
-    paths = [path for path in classifier.doubtful_paths(original) if not path.startswith(set_already)][:_MAX_DOUBTFUL]
-    answers = zip(paths, request_changes(paths) if paths else (), strict=True)
-    # Changes with other paths set a whole holder.
-    doubtful = [one for path, one in answers if isinstance(one, Change) and one.path == path]
-    if not doubtful:
-        return ()
-    found = []
-    with _temporary_copy(recipe) as copy, _optional_phase():
-        driver = _driver_of(copy)
-        if driver is None:
-            return ()
-        for group in (changes, doubtful):
-            for one in group:
-                with contextlib.suppress(Exception):
-                    apply_changes(copy, [one])
-            with contextlib.suppress(Exception), _time_limit(_HISTORY_TIMEOUT_S):
-                _seeded_reset(driver, 0)
-            found.append(fingerprint(copy))
-    without, with_them = found
-    return tuple(one for one in doubtful if with_them.token(one.path) != without.token(one.path))
-
-
-def _format_opaque(opaque: Mapping[str, str]) -> list[str]:
-    """Return the path and class of each object that cannot be inspected, as text."""
-    return [f"{path} ({name})" for path, name in opaque.items()]
-
-
-def _record_histories(recipe: Recipe, careful: bool) -> Iterator[tuple[list[Fingerprint], frozenset[str]]]:
-    """Build two copies and yield the history of each.
-
-    The first one is closed before the second one is built, because some simulators allow only one instance.
-    """
-    for number in (0, 1):
+    with contextlib.ExitStack() as stack:
         try:
-            with _temporary_copy(recipe) as copy:
-                history = _record_history(copy, number, careful)
-        except Exception:
-            if number == 0:
-                raise
-            return  # Some simulators allow only one instance, even after it was closed.
-        del copy
-        gc.collect()
-        yield history
+            copy = stack.enter_context(_temporary_copy(recipe))
+            if recipe.origin == "pickle":
+                found = _compare_pickled(copy, original)
+            elif original.differences(fresh := fingerprint(copy)):
+                trial = _Trial(careful)
+                trial.use(copy, fresh)
+                copy = None
+                stack.close()
+                gc.collect()  # Some simulators allow only one instance.
+                found = _find_changes(recipe, original, trial, request_changes)
+                if found.problems:
+                    return found
+                copy = stack.enter_context(_temporary_copy(dataclasses.replace(recipe, changes=found.changes)))
+                found = _compare_changed(copy, original, trial, found)
+            else:
+                found = Examination(opaque=_describe_hidden(original))
+        except Exception as error:
+            return Examination([f"building a copy raises {error!r}"])
+        if found.problems:
+            return found
+        adapted = copy if adapt is None else adapt(copy)
+        result = None if read is None else read(adapted)
+        return dataclasses.replace(found, private_bytes=resources.private_memory(), read=result)
 
 
 @contextlib.contextmanager
@@ -458,45 +198,105 @@ def _temporary_copy(recipe: Recipe) -> Iterator[Any]:
         _close(copy)
 
 
-def _record_history(environment: Any, number: int, careful: bool) -> tuple[list[Fingerprint], frozenset[str]]:
-    """Take fingerprints of a copy before steps, after steps and after a reset.
+def _compare_pickled(copy: Any, original: Fingerprint) -> Examination:
+    """Compare the original with a copy that was unpickled."""
+    copied = fingerprint(copy)
+    if (error := _reset_error(copy)) is not None:
+        return Examination([f"resetting a copy raises {error!r}"])
+    paths = original.differences(copied)
+    classes = [path for path in paths if path.startswith("<")]
+    different = [_describe_difference(path, original, copied) for path in paths if not path.startswith("<")]
+    return Examination(different, opaque=_describe_objects(original.opaque), class_attributes=classes)
 
-    :param number: Index of the copy, which determines its seeds and steps. The first copy is also reset before steps.
-    :return: The fingerprints, and the paths at which the last reset replaced an object.
+
+def _find_changes(recipe: Recipe, original: Fingerprint, trial: _Trial, request_changes: ChangeRequest) -> Examination:
+    """Use a second copy, and return the changes since construction, or problems with setting them.
+
+    :param trial: Trial with the first copy.
     """
-    found = [fingerprint(environment)]
-    driver = _driver_of(environment, number)
-    if driver is not None:
-        with contextlib.suppress(Exception), _time_limit(_HISTORY_TIMEOUT_S):  # Keep the fingerprints taken so far.
-            if number == 0:
+    with _temporary_copy(recipe) as copy:
+        trial.use(copy, fingerprint(copy))
+        fresh = trial.fresh[0]
+        left, _ = trial.changed_paths(original, fresh)
+        answers = dict(zip(left, request_changes(left) if left else (), strict=True))
+        # A value that cannot be set is ignored if steps create it, such as a window or a cache.
+        refused = [
+            f"{_describe_difference(path, original, fresh)} ({why})"
+            for path, why in answers.items()
+            if isinstance(why, str) and not trial.is_restored_by_use(path, original)
+        ]
+        if refused:
+            return Examination(refused)
+        changes = tuple({one.path: one for one in answers.values() if isinstance(one, Change)}.values())
+        if not trial.careful:
+            changes += _changes_within_episode(copy, original, trial, changes, request_changes)
+    return Examination(changes=changes)
+
+
+def _changes_within_episode(
+    copy: Any, original: Fingerprint, trial: _Trial, changes: Sequence[Change], request_changes: ChangeRequest
+) -> tuple[Change, ...]:
+    """Return changes of episode state that survive a reset, such as a goal that the user fixed.
+
+    Each such value is set on a copy, which is then reset. If the reset result depends on the value, it is kept.
+
+    :param changes: Changes that are already known.
+    """
+    set_already = tuple(one.path for one in changes)
+    paths = [path for path in trial.doubtful_paths(original) if not path.startswith(set_already)][:_MAX_DOUBTFUL]
+    answers = zip(paths, request_changes(paths) if paths else (), strict=True)
+    # Changes with other paths set a whole holder.
+    doubtful = [one for path, one in answers if isinstance(one, Change) and one.path == path]
+    driver = _driver_of(copy)
+    if not doubtful or driver is None:
+        return ()
+    found = []
+    with _optional_phase():
+        for group in (changes, doubtful):
+            for one in group:
+                with contextlib.suppress(Exception):
+                    apply_changes(copy, [one])
+            with contextlib.suppress(Exception), _time_limit(_HISTORY_TIMEOUT_S):
                 _seeded_reset(driver, 0)
-                found.append(fingerprint(environment))
-            _seeded_reset(driver, 1 + number)
-            until = time.monotonic() + _HISTORY_S
-            for _ in range(_STEPS[number]):
-                driver.step()
-                if time.monotonic() > until:
-                    break
-            if getattr(environment, "render_mode", None) not in (None, "human") and not careful:
-                with contextlib.suppress(Exception), _optional_phase():
-                    environment.render()
-            found.append(fingerprint(environment))
-            _seeded_reset(driver, 0)
-            found.append(fingerprint(environment))
-    found += found[-1:] * (4 - number - len(found))
-    *_, used, again = found
-    replaced_at_reset = frozenset(
-        path
-        for path, (_, operation, _) in used.steps.items()
-        if operation in ("attribute", "item")
-        and path in again.objects
-        and path not in used.aliases
-        and used.tokens.get(path, ("int",))[0] not in walk.SCALAR_TOKENS  # Long paths have no token of their own.
-        and used.objects[path] is not again.objects[path]
-    )
-    for one in found:
-        one.objects.clear()
-    return found, replaced_at_reset
+            found.append(fingerprint(copy))
+    without, with_them = found
+    return tuple(one for one in doubtful if with_them.tokens_below(one.path) != without.tokens_below(one.path))
+
+
+def _compare_changed(copy: Any, original: Fingerprint, trial: _Trial, found: Examination) -> Examination:
+    """Compare the original with a copy that has its changes, and reset that copy.
+
+    :param found: The changes.
+    """
+    copied = fingerprint(copy)
+    done = tuple(change.path for change in found.changes)
+    error = _reset_error(copy) if done and trial.can_reset else None
+    if error is not None:  # A change is at fault, such as a handle that only the original can use.
+        return Examination([f"a copy on which {', '.join(done[:3])} was set raises {error!r} when it is reset"])
+    left, classes = trial.changed_paths(original, copied)
+    different = [
+        _describe_difference(path, original, copied)
+        for path in left
+        if path.startswith(done) or not trial.is_restored_by_use(path, original)
+    ]
+    opaque = _describe_hidden(original, trial)
+    own = trial.own_paths(original, copied)
+    return dataclasses.replace(found, problems=different, opaque=opaque, own=own, class_attributes=classes)
+
+
+def _describe_hidden(original: Fingerprint, trial: _Trial | None = None) -> list[str]:
+    """Describe objects that cannot be inspected, except those that steps or resets create."""
+    hidden = {
+        path: why
+        for path, why in {**original.opaque, **original.unpicklable}.items()
+        if path.startswith("<") or not {why, *(original.token(path) or ())[:2]} & _STATELESS
+    }
+    return _describe_objects({p: why for p, why in hidden.items() if trial is None or not trial.is_episode_state(p)})
+
+
+def _describe_objects(opaque: Mapping[str, str]) -> list[str]:
+    """Return the path and class of each object that cannot be inspected, as text."""
+    return [f"{path} ({name})" for path, name in opaque.items()]
 
 
 def _reset_error(environment: Any) -> Exception | None:
@@ -526,19 +326,69 @@ def _seeded_reset(driver: Driver, number: int) -> None:
     driver.reset(_SEED + number)
 
 
-class _StateClassifier:
-    """Classifies the paths of an environment as settings, episode state or kept state.
+class _Trial:
+    """Two copies, used differently. They show which paths are settings, episode state or kept state.
 
-    :ivar fresh: Fingerprints of copies that were just built.
+    :ivar careful: Whether to omit operations that may kill the process.
+    :ivar fresh: Fingerprints of the copies when they were just built.
+    :ivar can_reset: Whether the copies can be reset.
     """
 
-    def __init__(self, recipe: Recipe, careful: bool) -> None:
-        histories, replaced_at_reset = zip(*_record_histories(recipe, careful), strict=True)
-        self.fresh = [history[0] for history in histories]
-        self._all = [one for history in histories for one in history]
-        self._after_reset = [histories[0][1], *(history[-1] for history in histories)]
+    def __init__(self, careful: bool) -> None:
+        self.careful, self.can_reset = careful, False
+        self.fresh: list[Fingerprint] = []
+        self._all: list[Fingerprint] = []
+        self._after_reset: list[Fingerprint] = []
+        self._steps: dict[str, Any] = {}
+        self._replaced_at_reset: frozenset[str] = frozenset()
         self.kind = functools.cache(self._kind)
-        self._steps, self._replaced_at_reset = histories[0][2].steps, replaced_at_reset[0]
+
+    def use(self, environment: Any, fresh: Fingerprint) -> None:
+        """Step and reset a copy, and take fingerprints.
+
+        The first copy takes other actions than the second one, and is reset with another seed at first.
+        """
+        number = len(self.fresh)
+        used = again = fresh
+        self.fresh.append(fresh)
+        driver = _driver_of(environment, number)
+        if driver is not None:
+            with contextlib.suppress(Exception), _time_limit(_HISTORY_TIMEOUT_S):  # Keep what was found so far.
+                _seeded_reset(driver, number)
+                used = again = fingerprint(environment)
+                self.can_reset = True
+                if number == 0:
+                    self._after_reset.append(used)
+                self._take_steps(environment, driver, number)
+                used = again = fingerprint(environment)
+                _seeded_reset(driver, 0)
+                again = fingerprint(environment)
+        self._after_reset.append(again)
+        self._all += [fresh, *self._after_reset, used]
+        if number == 0:
+            self._steps = used.steps
+            self._replaced_at_reset = frozenset(
+                path
+                for path, (_, operation, _) in used.steps.items()
+                if operation in ("attribute", "item")
+                and path in again.objects
+                and path not in used.aliases
+                and used.tokens.get(path, ("int",))[0] not in walk.SCALAR_TOKENS  # Long paths have no token.
+                and used.objects[path] is not again.objects[path]
+            )
+        for one in self._all:
+            one.objects.clear()
+
+    def _take_steps(self, environment: Any, driver: Driver, number: int) -> None:
+        """Step a copy with random actions, and render it."""
+        until = time.monotonic() + _HISTORY_S
+        for _ in range(_STEPS[number]):
+            driver.step()
+            if time.monotonic() > until:
+                break
+        if getattr(environment, "render_mode", None) not in (None, "human") and not self.careful:
+            with contextlib.suppress(Exception), _optional_phase():
+                environment.render()
 
     def _kind(self, path: str) -> str:
         """Return the kind of state at a path.
@@ -580,16 +430,27 @@ class _StateClassifier:
                 found[path] = None
         return list(found), classes
 
-    def doubtful_paths(self, original: Fingerprint) -> Iterator[str]:
-        """Yield paths of plain episode state at which the original has a value that no reset produced."""
-        for path in self.fresh[0].differences(original):
+    def doubtful_paths(self, original: Fingerprint) -> list[str]:
+        """Return paths of episode state at which the original has a value that no reset produced."""
+        fresh, found = self.fresh[0], dict[str, None]()
+        for path in fresh.differences(original):
             token = original.token(path)
             if token is None or token[0] == "object" or path in original.aliases or path.startswith("<"):
                 continue
-            is_new = self.fresh[0].token(original.steps.get(path, ("",))[0]) is None  # Its holder is set as a whole.
-            is_doubtful = not is_new and self.kind(path) in ("episode", "fixed")
-            if is_doubtful and all(one.token(path) != token for one in self._after_reset):
-                yield path
+            # An object that fresh copies do not have yet is set as a whole.
+            while (holder := original.steps.get(path, ("",))[0]) and _is_scalar(fresh.token(holder)):
+                path = holder
+            tokens = original.tokens_below(path)
+            if self.kind(path) in ("episode", "fixed") and all(
+                one.tokens_below(path) != tokens for one in self._after_reset
+            ):
+                found[path] = None
+        return list(found)
+
+    def own_paths(self, original: Fingerprint, copy: Fingerprint) -> list[str]:
+        """Return the paths of plain values that differ in each instance, such as a port or the name of a folder."""
+        paths = (path for path in copy.differences(original) if not path.startswith("<") and self.kind(path) == "own")
+        return [path for path in paths if (original.token(path) or ("",))[0] in ("int", "str")]
 
     def _is_shared(self, path: str) -> bool:
         """Whether modules or classes refer to the object at a path, too.
@@ -634,6 +495,11 @@ class _StateClassifier:
         return token in found or any(other != found[0] for other in found)
 
 
+def _is_scalar(token: Any) -> bool:
+    """Return whether a token describes an immutable value, or is missing."""
+    return token is None or token[0] in walk.SCALAR_TOKENS
+
+
 def _describe_difference(path: str, original: Fingerprint, copy: Fingerprint) -> str:
     """Return a clause on how a value of a copy differs from the instance's."""
     expected, actual = _describe_value(original, path), _describe_value(copy, path)
@@ -653,33 +519,6 @@ def _describe_value(found: Fingerprint, path: str) -> str:
         text = repr(token[-1]) if token[0] in ("str", "bytes") else str(token[-1])
         return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
     return f"a {token[1]}" if token[0] == "object" else "other data"
-
-
-def measure(
-    build: Callable[[], Any],
-    read: Reader | None = None,
-    request_changes: ChangeRequest | None = None,
-    *,
-    begin: Callable[[], object] | None = None,
-) -> Examination:
-    """Build an environment, and measure time and memory. It is neither reset nor stepped.
-
-    :param build: Builds the environment.
-    :param read: Called with the environment. Its result is stored in ``examination.read``.
-    :param request_changes: Not used. Tasks of :func:`run_in_subprocess` receive it.
-    :param begin: Initializer, called first.
-    """
-    if begin is not None:
-        begin()
-    started = time.perf_counter()
-    environment = build()
-    built = time.perf_counter() - started
-    try:
-        result = None if read is None else read(environment)
-        private = resources.private_memory()
-    finally:
-        _close(environment)
-    return Examination(build_seconds=built, private_bytes=private, read=result)
 
 
 @contextlib.contextmanager

@@ -11,9 +11,10 @@ from typing import Any
 
 from rl_ext_core import _pickle
 from rl_ext_core.errors import InvalidTypeError, NotCopyableError, WorkerError, _missing_dependency_error
-from rl_ext_core.factory import compare, record, simulators
-from rl_ext_core.factory.compare import Examination
-from rl_ext_core.factory.factory import EnvFactory, Recipe, recipe_of_callable
+from rl_ext_core.factory import changes, compare, record, simulators
+from rl_ext_core.factory.changes import Examination
+from rl_ext_core.factory.factory import EnvFactory
+from rl_ext_core.factory.recipe import Recipe, recipe_of_callable
 from rl_ext_core.factory.walk import Fingerprint, fingerprint, full_name
 
 __all__ = ["as_factory", "convert", "examine_factory"]
@@ -183,10 +184,11 @@ def _factory_from_instance(
             """Build a copy in a temporary process, compare it with the instance, and measure it."""
             return compare.run_in_subprocess(
                 functools.partial(compare.compare_and_measure, recipe, original, adapt, read, careful),
-                functools.partial(compare.pack_values, original),
-                preload=record.merge_modules(preload, adapter_modules),
+                functools.partial(changes.pack_values, original),
+                preload=record.merge_modules(preload, adapter_modules, [compare.__name__]),
                 start_method=start_method,
                 timeout=timeout,
+                protects_files=True,
             )
 
         try:
@@ -210,13 +212,17 @@ def _factory_from_instance(
 
 def _log_warnings(examination: Examination) -> None:
     """Warn of changes to the instance that copies may lack."""
-    if examination.opaque:
-        more = f" and {len(examination.opaque) - 5} more" if len(examination.opaque) > 5 else ""
-        _log.warning(
-            "%s cannot be inspected, so copies may lack changes that were made there. To keep the changes, pass a "
-            "function that builds and configures the environment",
-            ", ".join(examination.opaque[:5]) + more,
-        )
+    for paths, text in (
+        (examination.opaque, "cannot be inspected, so copies may lack changes that were made there"),
+        (examination.own, "differs in each instance, so copies do not get the value of this one"),
+    ):
+        if paths:
+            more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+            _log.warning(
+                "%s %s. To keep changes, pass a function that builds and configures the environment",
+                ", ".join(paths[:5]) + more,
+                text,
+            )
     for path in examination.class_attributes:
         what = "the class's attribute" if path.startswith("<class ") else "the module's global"
         _log.warning(
@@ -264,7 +270,7 @@ def _recipe_from_pickle(environment: Any, line: str, original: Fingerprint, prob
         find = (lambda part: references.get(id(part))) if references else None
         return Recipe("pickle", _pickle.dumps(environment, find), line)
     except Exception as error:
-        path = compare.unpicklable(original)
+        path = changes.unpicklable(original)
         reason = str(error) or type(error).__name__
         problems.append(f"after pickling, it lacks {path} ({full_name(type(original.objects[path]))}: {reason})")
         return None

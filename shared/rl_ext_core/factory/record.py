@@ -477,7 +477,7 @@ _PRELOADABLE: dict[str, str | None] = {
     "rl_ext_core": None,
 }
 _IMPORTED_WITH = {
-    "torchrl_ext": {"gymnasium", "tensordict", "torch", "torchrl.envs"},
+    "torchrl_ext": {"gymnasium", "rl_ext_core.factory.compare", "tensordict", "torch", "torchrl.envs"},
     "torchrl.envs": {"tensordict", "torch"},
 }
 

@@ -29,7 +29,7 @@ import numpy as np
 from rl_ext_core._import_path import is_importable_elsewhere, package_folders
 from rl_ext_core.factory import simulators
 
-__all__ = ["Fingerprint", "attributes", "description", "fingerprint", "full_name", "is_installed", "layers"]
+__all__ = ["Fingerprint", "attributes", "fingerprint", "full_name", "is_installed", "layers"]
 
 RECORD = "_rl_ext_record"  # Attribute in which ``record`` stores the call that constructed an instance.
 # The step from a holder to a part: the suffix of the path, the operation that sets the part ("attribute", "item",
@@ -116,6 +116,11 @@ class Fingerprint:
         found = self.tokens.get(path)
         return self.tokens.get(self.canonical_path(path)) if found is None else found
 
+    def tokens_below(self, path: str) -> dict[str, Any]:
+        """Return the tokens of the object at a path, and of its parts."""
+        first = self.canonical_path(path)
+        return {each[len(first) :]: token for each, token in self.tokens.items() if each.startswith(first)}
+
     def differences(self, other: Fingerprint) -> list[str]:
         """Return the paths at which two fingerprints differ, the shortest first."""
         paths = {**self.tokens, **other.tokens, **self.aliases, **other.aliases}
@@ -155,19 +160,6 @@ def fingerprint(value: Any, *, code: bool = True) -> Fingerprint:
     if code:
         _CodeReader(walk).run()
     return walk.found
-
-
-def description(value: Any) -> list[tuple[str, Any]]:
-    """Return a value as plain data that is equal for equal values, in every process.
-
-    :return: Sorted pairs of path and token.
-    :raises ValueError: If a part of it cannot be described.
-    """
-    found = fingerprint(value)
-    unknown = [*found.opaque, *(path for path, token in found.tokens.items() if token[0] == "generator")]
-    if unknown:
-        raise ValueError(f"{unknown[0]} cannot be described")
-    return sorted((found.tokens | {path: ("same as", first) for path, first in found.aliases.items()}).items())
 
 
 def reachable(root: Any, is_entered: Callable[[Any], bool]) -> Iterator[Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.factory import EnvFactory
+from rl_ext_core.factory import EnvFactory, files
 from rl_ext_core.isolation import trial
 from rl_ext_core.isolation.trial import RETURNED, STILL_RETURNED, Operation
 from rl_ext_core.isolation.verdict import MIN_STEPS, Isolation, Verdict, conclude
@@ -225,17 +225,13 @@ class _TrialLog:
 
 
 class Judge:
-    """Runs the trials of at least two factories, and compares them.
-
-    :ivar loaded_files: Paths of the modules and shared libraries that an instance loaded.
-    """
+    """Runs the trials of at least two factories, and compares them."""
 
     def __init__(self, factories: Sequence[EnvFactory[Any]], steps: int, timeout: float | None) -> None:
         self._factories, self._steps, self._timeout = list(factories), steps, timeout
         self._limit = _FIRST_LIMIT_S if timeout is None else timeout
         self._is_one_factory = all(factory is factories[0] for factory in factories)
         self._varying: set[str] = set()  # Names of infos and masks that differ in each run, so they are not compared.
-        self.loaded_files: list[str] = []
 
     def verdict(self) -> Verdict:
         """Run the trials and return the verdict."""
@@ -249,8 +245,6 @@ class Judge:
             return self._verdict_on_failure(alone) if declared is None else declared.verdict()
         longest = max(alone.seconds("build", "reset", "step"))
         self._limit = max(_MIN_LIMIT_S, _LIMIT_FACTOR * longest) if self._timeout is None else self._timeout
-        libraries = alone.find_entry("libraries")
-        self.loaded_files = [*alone.find_entry("modules"), *(libraries if declared is None else ())]
         times = [*alone.seconds("step")[1:], *alone.find_entry("times")]
         width = min(_AVERAGED, len(times))
         return dataclasses.replace(
@@ -259,7 +253,7 @@ class Judge:
             step_seconds=float(np.convolve(times, np.full(width, 1 / width), "valid").min()),
             build_seconds=alone.seconds("build")[0],
             private_bytes=alone.find_entry("private_bytes"),
-            libraries=tuple(libraries),
+            libraries=tuple(alone.find_entry("libraries")),
         )
 
     # -- trials
@@ -312,6 +306,8 @@ class Judge:
         operation = Operation(0, 0, "load")
         with tempfile.TemporaryDirectory(prefix="rl-ext-", ignore_cleanup_errors=True) as name:
             processes: list[_Process] = []
+            created = Path(name, trial.CREATED_FILE)
+            created.touch()
             try:
                 self._start(processes, Path(name).resolve(), len(self._factories) if apart else 1, own_cwd)
                 for process in processes:
@@ -331,6 +327,7 @@ class Judge:
             finally:
                 for process in processes:
                     process.close()
+                files.remove_created(created)
         return run
 
     def _start(self, processes: list[_Process], folder: Path, count: int, own_cwd: bool) -> None:
@@ -406,6 +403,7 @@ class Judge:
         more = " Trials have an empty working directory." if text.startswith(_MISSING) else more
         # An exception of a constructor may be due to the trial.
         early = run.failed.kind == "load" or (run.failed.kind == "build" and text.startswith("raises"))
+        early = early or files.REFUSAL in text
         if more or early:
             return conclude(Isolation.UNKNOWN, f"{which} could not be tested: {run.describe_failure('it')}.{more}")
         return conclude(Isolation.BROKEN, f"{which} fails: {run.describe_failure('it')}.")

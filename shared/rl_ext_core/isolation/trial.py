@@ -9,8 +9,6 @@ import contextlib
 import hashlib
 import os
 import pickle
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -20,32 +18,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rl_ext_core import _pickle, resources
-from rl_ext_core._import_path import package_folders, standard_folders
+from rl_ext_core._import_path import standard_folders
 from rl_ext_core.errors import InvalidTypeError
-from rl_ext_core.factory import EnvFactory, drivers, streams, walk
+from rl_ext_core.factory import EnvFactory, drivers, files, streams, walk
 from rl_ext_core.isolation.verdict import declared_by_instance
 
 # Keys of answers: the digest of a result, and the digest of the same object when the next operation begins.
 RETURNED, STILL_RETURNED = "returned", "still returned"
 # Name of the file in a trial's folder that receives its output.
 OUTPUT_FILE = "printed"
+# Name of the file, beside the folders of all trials, that lists files that they created elsewhere.
+CREATED_FILE = "created"
 _MAX_DEPTH = 50  # Levels of nested data that are compared.
 # Steps are timed in a loop of so many steps or seconds, because caches get cold between two operations of a trial.
 _TIMED_STEPS, _TIMED_S = 100, 5e-3
-# Packages with hundreds of modules. Only the top-level module is checked for changes, which detects a new version.
-_LARGE_PACKAGES = {
-    "jax",
-    "matplotlib",
-    "numba",
-    "numpy",
-    "pandas",
-    "scipy",
-    "sklearn",
-    "sympy",
-    "tensordict",
-    "torch",
-    "torchrl",
-}
 
 
 class Operation(NamedTuple):
@@ -117,7 +103,7 @@ def _set_up_process(folder: str, cwd: str) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     os.chdir(cwd)
     os.environ["PWD"] = cwd
-    tempfile.tempdir = None  # A preloaded module may have cached another folder than TMPDIR.
+    files.protect_files(str(Path(folder).parent), created=str(Path(folder).parent / CREATED_FILE))
 
 
 class _Trial:
@@ -134,8 +120,8 @@ class _Trial:
         if instance is None:
             return self._load() if operation.kind == "load" else self._build(operation)
         if operation.kind == "measure":
-            libraries, modules = sorted({*_libraries()} - self._libraries), sorted({*_module_files()})
-            measured = {"private_bytes": resources.private_memory(), "libraries": libraries, "modules": modules}
+            libraries = sorted({*_libraries()} - self._libraries)
+            measured = {"private_bytes": resources.private_memory(), "libraries": libraries}
             return {**measured, "times": [*instance.time_steps()]}
         if operation.kind == "close":
             return self.instances.pop((operation.source, operation.order)).close()
@@ -148,7 +134,6 @@ class _Trial:
             if loaded is not None:
                 object.__setattr__(factory._recipe, "loaded", loaded)
             factory._adapters = adapters
-        _disable_monitor_files()
         return {}
 
     def _build(self, operation: Operation) -> dict[str, Any]:
@@ -257,19 +242,6 @@ def _digest(value: Any) -> str:
     return hashlib.blake2b(repr(token).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-def _disable_monitor_files() -> None:
-    """Prevent SB3's Monitor from writing to the log files of the user's training run."""
-    monitor: Any = sys.modules.get("stable_baselines3.common.monitor")
-    if monitor is not None:
-        original = monitor.Monitor.__init__
-
-        def init(self: Any, env: Any, filename: str | None = None, *args: Any, **kwargs: Any) -> None:
-            """Initialize SB3's Monitor without a file."""
-            original(self, env, None, *args, **kwargs)
-
-        monitor.Monitor.__init__ = init
-
-
 def _libraries() -> Iterator[str]:
     """Yield the paths of loaded shared libraries, except Python's own.
 
@@ -279,18 +251,6 @@ def _libraries() -> Iterator[str]:
     with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
         paths = ("/" + line.rstrip("\n").partition("/")[2] for line in file)
         yield from (path for path in paths if ".so" in os.path.basename(path) and not path.startswith(standard))
-
-
-def _module_files() -> Iterator[str]:
-    """Yield the files of loaded modules whose changes invalidate a verdict."""
-    for name, module in list(sys.modules.items()):
-        top = name.partition(".")[0]
-        package: Any = sys.modules.get(top) if top in _LARGE_PACKAGES else module
-        path = getattr(package, "__file__", None)
-        if not isinstance(path, str) or top == "rl_ext_core":
-            continue
-        if path.startswith(package_folders()) or not path.startswith(standard_folders()):
-            yield path
 
 
 def _format_error(error: BaseException) -> str:

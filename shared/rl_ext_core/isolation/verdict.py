@@ -67,8 +67,7 @@ class Verdict:
 
     :ivar isolation: The verdict.
     :ivar explanation: Sentences that describe the observations and their consequence.
-    :ivar declared_by: Origin of the verdict: ``"user"``, ``"environment"`` (its metadata or FMI flag), ``"probe"`` or
-        ``"cache"``.
+    :ivar declared_by: Origin of the verdict: ``"environment"`` (its metadata or FMI flag) or ``"probe"``.
     :ivar in_process: Whether several instances may run in one process.
     :ivar step_seconds: Seconds per step in the fastest steps of a single instance, or None if not measured. Includes
         drawing the action for environments that are not gymnasium's.

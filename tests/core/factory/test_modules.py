@@ -179,12 +179,8 @@ def test_workers_run_the_code_of_this_process(module: Any) -> None:
 
 @pytest.mark.sample(quick=2, ci=11)
 @pytest.mark.parametrize("module", [*BY_VALUE, *FINDABLE], indirect=True, ids=lambda make: make.__name__)
-def test_trials_run_the_code_of_this_process(module: Any, tmp_path: Path) -> None:
-    verdicts = [probe([module.Env] * 2, cache=tmp_path / "verdicts") for _ in range(2)]
-    assert [verdict.isolation for verdict in verdicts] == [Isolation.SHARED_STATE] * 2, verdicts
-    # A verdict is only cached if the code has a file.
-    found = is_importable_elsewhere(module.__name__)
-    assert [verdict.declared_by for verdict in verdicts] == ["probe", "cache" if found else "probe"]
+def test_trials_run_the_code_of_this_process(module: Any) -> None:
+    assert probe([module.Env] * 2).isolation is Isolation.SHARED_STATE
 
 
 @pytest.mark.parametrize("module", [*FINDABLE, *BY_VALUE], indirect=True, ids=lambda make: make.__name__)
@@ -227,7 +223,7 @@ class Cell({NAME}.Env):
     def set_level(self, value): return super().set_level(value) + 1
 for kind in ({NAME}.Env, Cell):
     envs = SharedMemoryVectorEnv([kind] * 2)
-    print(envs.call("set_level", 2.0), probe([kind] * 2, cache=False).isolation.value)
+    print(envs.call("set_level", 2.0), probe([kind] * 2).isolation.value)
     envs.close()
 """
 

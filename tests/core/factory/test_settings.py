@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import itertools
 import queue
 import types
 from collections.abc import Callable
@@ -258,10 +259,11 @@ def test_unchanged_object_in_an_environment_is_copied_or_reported(case: str, cop
 class Resetting(gym.Env[Any, Any]):
     """Environment whose resets write to attributes that contain settings."""
 
-    action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
+    action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-np.inf, np.inf, (7,), np.float64)
 
     def __init__(self) -> None:
         self.lazy: float | None = None
+        self.world: list[float] | None = None
         self.params: dict[str, float] = {"gain": 1.0}
         self.weights, self.goal, self.is_fixed = np.ones(2), 0.0, False
         self.numbers = collections.OrderedDict(a=1.0, b=2.0)
@@ -269,6 +271,7 @@ class Resetting(gym.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self.lazy = 10.0 if self.lazy is None else self.lazy
+        self.world = [1.0, 2.0] if self.world is None else self.world
         self.params = {**self.params, "time": 0.0}
         self.weights = self.weights / self.weights.sum()
         self.goal = self.goal if self.is_fixed else float(self.np_random.random())
@@ -282,6 +285,7 @@ class Resetting(gym.Env[Any, Any]):
         """Return all settings as an array."""
         held = [
             float(self.lazy or 0),
+            sum(self.world or ()),
             *self.params.values(),
             self.goal,
             self.weights[0],
@@ -295,12 +299,20 @@ class Resetting(gym.Env[Any, Any]):
     "change",
     [
         lambda env: setattr(env, "lazy", 50.0),
+        lambda env: setattr(env, "world", [9.0, 9.0]),
         lambda env: env.params.update(gain=3.0),
         lambda env: setattr(env, "weights", np.array([1.0, 9.0])),
         lambda env: [setattr(env, "is_fixed", True), setattr(env, "goal", 7.0)],
         lambda env: env.numbers.move_to_end("a"),
     ],
-    ids=["created at the first reset", "in a dict that resets replace", "normalized", "fixed goal", "order"],
+    ids=[
+        "created at the first reset",
+        "list created at the first reset",
+        "in a dict that resets replace",
+        "normalized",
+        "fixed goal",
+        "order",
+    ],
 )
 def test_setting_in_an_attribute_that_resets_write_is_copied(change: Change, used: bool, copy_outcome: Any) -> None:
     env = Resetting()
@@ -308,6 +320,26 @@ def test_setting_in_an_attribute_that_resets_write_is_copied(change: Change, use
         rollout(env)
     change(env)
     assert copy_outcome(env) == "copied"
+
+
+_ports = itertools.count(5000)
+
+
+class Connecting(Line):
+    """Environment whose constructor takes the next free port."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.port = next(_ports)
+
+    def push(self, action: Any) -> float:
+        return float(self.port)
+
+
+def test_value_that_differs_in_each_instance_is_named(copy_outcome: Any) -> None:
+    env = Connecting()
+    env.port = 7777
+    assert copy_outcome(env, ".port") == "warned"
 
 
 # -- gymnasium's wrappers, and changes of their options.

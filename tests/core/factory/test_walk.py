@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_ext_core import _pickle
-from rl_ext_core.factory.walk import description, fingerprint
+from rl_ext_core.factory.walk import fingerprint
 
 
 class Holder:
@@ -113,8 +113,3 @@ def test_shared_parts_differ_from_equal_parts() -> None:
     assert changed_paths([shared, shared], [[], []]) != []
     whole = np.zeros(4)
     assert changed_paths([whole, whole[:2]], [np.zeros(4), np.zeros(2)]) != []
-
-
-def test_description_rejects_generators() -> None:
-    with pytest.raises(ValueError, match="cannot be described"):
-        description([(part for part in ())])

@@ -1,11 +1,10 @@
-"""Fixtures that compile the toy simulator's variants, and redirect the cache of verdicts."""
+"""Fixtures that compile the toy simulator's variants."""
 
 from __future__ import annotations
 
 import functools
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,13 +13,6 @@ from tests.core.isolation import variants
 from tests.core.isolation.simulator import Simulator
 
 Variant = Callable[[str], "functools.partial[Simulator]"]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give each test an empty folder for cached verdicts."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "rl-ext" / "isolation"
 
 
 @pytest.fixture(scope="session")

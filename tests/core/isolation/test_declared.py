@@ -60,7 +60,7 @@ def test_declaration_of_a_known_class_is_used_without_building(source: Any, forb
 
 
 def test_declaration_of_a_built_instance_is_used_with_measurements() -> None:
-    verdict = probe(simulator.make_declared_single, cache=False)
+    verdict = probe(simulator.make_declared_single)
     assert (verdict.isolation, verdict.declared_by) == (SINGLE, "environment")
     assert verdict.step_seconds is not None
 
@@ -81,7 +81,7 @@ def test_declaration_accepts_values_of_make_vec_env_and_capitals(
 @pytest.mark.parametrize("source", [SaysNonsense, lambda: SaysNonsense()])
 def test_unknown_value_is_rejected_by_name(source: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r'SaysNonsense.metadata\["isolation"\] is .?True.*single-instance'):
-        probe(source, cache=False)
+        probe(source)
 
 
 def test_fmi_flag_is_found_in_nested_attributes_without_getattr() -> None:

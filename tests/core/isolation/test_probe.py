@@ -46,11 +46,10 @@ from tests.launch_modes import run_program
 
 @pytest.mark.sample(ci=4)
 @pytest.mark.parametrize("name", ["SEEDED_BY_CLOCK", *(name for name in VARIANTS if name != "SEEDED_BY_CLOCK")])
-def test_verdict_on_each_variant_of_the_simulator(name: str, variant: Variant, own_cache: Path) -> None:
+def test_verdict_on_each_variant_of_the_simulator(name: str, variant: Variant) -> None:
     expected, text = VARIANTS[name]
     verdict = probe(variant(name))
     assert verdict.isolation is expected, verdict
-    assert len(list(own_cache.glob("*"))) == (expected in (INDEPENDENT, SINGLE, SHARED))
     assert text in verdict.explanation
     assert (verdict.in_process, verdict.declared_by) == (expected in (INDEPENDENT, UNKNOWN), "probe")
 
@@ -59,14 +58,14 @@ def test_verdict_on_each_variant_of_the_simulator(name: str, variant: Variant, o
 @pytest.mark.parametrize("name", [*COLLIDING][::-1])
 def test_verdict_on_colliding_processes_says_whether_directories_help(name: str, variant: Variant) -> None:
     helps, in_process = COLLIDING[name]
-    verdict = probe(variant(name), cache=False)
+    verdict = probe(variant(name))
     assert (verdict.isolation, verdict.in_process) == (COLLIDE, in_process), verdict
     assert ('write make_vec_env(..., cwd="own")' in verdict.explanation) is helps
 
 
 @pytest.mark.slow
 def test_verdict_on_a_second_instance_that_hangs(variant: Variant) -> None:
-    verdict = probe(variant(HANGING), cache=False, timeout=2)
+    verdict = probe(variant(HANGING), timeout=2)
     assert verdict.isolation is SINGLE
     assert "building the second hangs" in verdict.explanation
 
@@ -106,14 +105,14 @@ def test_verdict_on_a_second_instance_that_hangs(variant: Variant) -> None:
     ],
 )
 def test_verdict_on_environments_written_in_python(source: Any, expected: Isolation, text: str) -> None:
-    verdict = probe(source, cache=False)
+    verdict = probe(source)
     assert verdict.isolation is expected, verdict
     assert text in verdict.explanation
 
 
 @pytest.mark.slow
 def test_fewer_steps_are_compared_if_they_are_slow() -> None:
-    verdict = probe(functools.partial(simulator.Slow, step=0.15), cache=False)
+    verdict = probe(functools.partial(simulator.Slow, step=0.15))
     assert verdict.isolation is INDEPENDENT
     assert "in 13 steps" in verdict.explanation or "in 12 steps" in verdict.explanation
     assert (verdict.step_seconds or 0) > 0.1
@@ -121,7 +120,7 @@ def test_fewer_steps_are_compared_if_they_are_slow() -> None:
 
 def test_log_line_announces_the_trials(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "rl_ext_core.isolation"):
-        probe("CartPole-v1", cache=False)
+        probe("CartPole-v1")
     (record,) = caplog.records
     assert record.getMessage() == (
         "testing 3 instances of lambda: gymnasium.make('CartPole-v1') in temporary processes. "
@@ -132,7 +131,7 @@ def test_log_line_announces_the_trials(caplog: pytest.LogCaptureFixture) -> None
 def test_verdict_is_unknown_if_a_source_cannot_be_pickled() -> None:
     lock = threading.Lock()
     for source in (lambda: lock and simulator.Plain(), as_factory(simulator.Plain).then(lambda env: (lock, env)[1])):
-        verdict = probe(source, cache=False)
+        verdict = probe(source)
         assert (verdict.isolation, verdict.in_process) == (UNKNOWN, True)
         assert "could not be tested" in verdict.explanation
 
@@ -163,7 +162,7 @@ def airstriker() -> Any:
 @pytest.mark.sample(ci=3)
 @pytest.mark.parametrize("source", ["CartPole-v1", "HalfCheetah-v5", gymnasium.spec("FrozenLake-v1"), pong])
 def test_verdict_on_independent_real_environments(source: Any) -> None:
-    verdict = probe(source, cache=False)
+    verdict = probe(source)
     assert verdict.isolation is INDEPENDENT, verdict
     assert (verdict.step_seconds or 0) > 1e-6
     assert (verdict.build_seconds or 0) > 1e-5
@@ -180,7 +179,7 @@ def test_verdict_on_independent_real_environments(source: Any) -> None:
 )
 def test_verdict_on_libraries_that_allow_a_single_instance(package: str, source: Any, text: str, library: str) -> None:
     skip_without(package)()
-    verdict = probe(source, cache=False)
+    verdict = probe(source)
     assert verdict.isolation is SINGLE
     assert text in verdict.explanation
     assert any(library in Path(path).name for path in verdict.libraries)
@@ -191,7 +190,7 @@ def test_verdict_on_libraries_that_allow_a_single_instance(package: str, source:
 def test_verdict_on_an_fmu_with_and_without_the_flag(has_flag: bool, tmp_path: Path, compiler: str) -> None:
     skip_without("fmpy")()
     fmu = make_fmu(tmp_path / "decay.fmu", compiler, **({} if has_flag else {"flag": ""}))
-    verdict = probe(functools.partial(Decay, str(fmu)), cache=False)
+    verdict = probe(functools.partial(Decay, str(fmu)))
     # FMPy unpacks a copy of the library for each instance, so they share nothing.
     assert (verdict.isolation, verdict.declared_by) == ((SINGLE, "environment") if has_flag else (INDEPENDENT, "probe"))
     assert ("canBeInstantiatedOnlyOncePerProcess" in verdict.explanation) is has_flag
@@ -203,7 +202,8 @@ def test_verdict_on_an_fmu_with_and_without_the_flag(has_flag: bool, tmp_path: P
 
 @pytest.fixture
 def empty_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give the test an empty temporary folder and an empty working directory."""
+    """Give the test an empty temporary folder, an empty working directory, and a cache folder that trials write to."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "temporary").mkdir()
     (tmp_path / "project").mkdir()
     monkeypatch.chdir(tmp_path / "project")
@@ -224,7 +224,7 @@ def test_probe_leaves_no_files_and_processes_of_a_messy_environment(
     tmp_path: Path, empty_temporary_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     notes = tmp_path / "notes.txt"
-    assert probe(functools.partial(simulator.Messy, str(notes)), cache=False).isolation is INDEPENDENT
+    assert probe(functools.partial(simulator.Messy, str(notes))).isolation is INDEPENDENT
     assert list(Path().iterdir()) == []
     assert [path for path in empty_temporary_folder.iterdir() if not path.name.startswith("pymp-")] == []
     assert wait_for_processes(notes)
@@ -237,7 +237,7 @@ def test_verdict_on_a_hanging_environment_is_unknown_and_nothing_remains(
     tmp_path: Path, empty_temporary_folder: Path
 ) -> None:
     notes = tmp_path / "notes.txt"
-    verdict = probe(functools.partial(simulator.Messy, str(notes), True), cache=False, timeout=3)
+    verdict = probe(functools.partial(simulator.Messy, str(notes), True), timeout=3)
     assert verdict.isolation is UNKNOWN
     for words in ("building it hangs, or takes more than 3 s", "timeout=", "probe_timeout=", 'isolation="process"'):
         assert words in verdict.explanation
@@ -245,7 +245,7 @@ def test_verdict_on_a_hanging_environment_is_unknown_and_nothing_remains(
 
 
 def test_trials_close_their_environments(tmp_path: Path, empty_temporary_folder: Path) -> None:
-    verdict = probe(functools.partial(simulator.LeavesALock, str(tmp_path / "lock")), cache=False)
+    verdict = probe(functools.partial(simulator.LeavesALock, str(tmp_path / "lock")))
     assert verdict.isolation is COLLIDE
     assert not (tmp_path / "lock").exists()
 
@@ -260,9 +260,9 @@ def test_probe_builds_nothing_in_the_calling_process(monkeypatch: pytest.MonkeyP
     instance.reset(seed=3)
     state, environ, path = dict(vars(instance)), dict(os.environ), list(sys.path)
     monkeypatch.setattr(simulator.Plain, "__init__", refuse)
-    assert probe(simulator.Plain, cache=False).isolation is INDEPENDENT
+    assert probe(simulator.Plain).isolation is INDEPENDENT
     descriptors = len(os.listdir("/proc/self/fd"))
-    assert probe(simulator.Plain, cache=False).isolation is INDEPENDENT
+    assert probe(simulator.Plain).isolation is INDEPENDENT
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert (dict(os.environ), list(sys.path), vars(instance)) == (environ, path, state)
 
@@ -271,7 +271,7 @@ ENDS = """
 import functools, sys
 from rl_ext_core.isolation import probe
 from tests.core.isolation import simulator
-probe(functools.partial(simulator.Messy, sys.argv[1], True), cache=False)
+probe(functools.partial(simulator.Messy, sys.argv[1], True))
 """
 
 
@@ -326,7 +326,7 @@ class World(Base):
 # %%
 step, one = Base.step, Base()
 for source in (ByGlobal, ByClass, World, Base, [lambda: World(), lambda: World()]):
-    print(probe(source, cache=False).isolation.value)
+    print(probe(source).isolation.value)
 LEVEL = 7
 print(Base.step is step, one.height(), ByClass.count, live, world)
 """
@@ -348,7 +348,7 @@ gymnasium.register("OfThisScript" + "-v0", Plain)
 def make():
     return gymnasium.make("-".join(["OfThisScript", "v0"]))
 if __name__ == "__main__":
-    print(probe(make, cache=False).isolation.value)
+    print(probe(make).isolation.value)
 """
 
 
@@ -360,8 +360,8 @@ def test_id_registered_by_the_main_module_is_known_in_trials(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_verdict_is_the_same_under_load(variant: Variant) -> None:
     with busy_cpus():
-        assert probe(functools.partial(simulator.Slow, 0.1), cache=False).isolation is INDEPENDENT
-        assert probe(variant("SHARED_RANDOM"), cache=False).isolation is SHARED
+        assert probe(functools.partial(simulator.Slow, 0.1)).isolation is INDEPENDENT
+        assert probe(variant("SHARED_RANDOM")).isolation is SHARED
 
 
 @pytest.mark.parametrize("arguments", [{"timeout": 0}, {"timeout": -1}, {"timeout": float("nan")}, {"steps": 9}])
