@@ -92,7 +92,13 @@ def on_disk(recording: Recording, n: int, folder: Path) -> dict[str, float]:
     found["on disk"] = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
     start = time.perf_counter()
     again = CompressedReplayBuffer(
-        n, recording.observation_space, recording.action_space, device="cpu", n_envs=N_ENVS, storage_dir=folder
+        n,
+        recording.observation_space,
+        recording.action_space,
+        device="cpu",
+        n_envs=N_ENVS,
+        storage_dir=folder,
+        resume=True,
     )
     found["open"] = time.perf_counter() - start
     assert again.recovered is not None

@@ -135,10 +135,10 @@ def test_checkpoint_is_loaded_and_damage_detected() -> None:
 
 def _use_folder(path: Path, codec: str) -> None:
     """Create, fill and close a store in a folder, and check its errors."""
-    store = make_store(codec, storage_dir=path)
+    store = make_store(codec, storage_dir=path, resume=True)
     append_transitions(store, 0, ADDED)
     check_transitions(store, 0, ADDED)
-    expect_error(StorageError, f"in use by this process, {os.getpid()}", lambda: make_store(codec, storage_dir=path))
+    expect_error(StorageError, f"in use by this process, {os.getpid()}", lambda: make_store(codec, storage_dir=path, resume=True))
     store.close()
     expect_error(StorageError, "was closed", lambda: check_transitions(store, 0, ADDED))
 
@@ -160,7 +160,7 @@ def test_folder_is_reopened_with_all_transitions() -> None:
 
 def test_damaged_folder_is_salvaged() -> None:
     with temporary_folder() as path:
-        store = make_store("patch", storage_dir=path / "a")
+        store = make_store("patch", storage_dir=path / "a", resume=True)
         append_transitions(store, 0, ADDED)
         store.clear()
         append_transitions(store, 0, 20)
@@ -170,13 +170,13 @@ def test_damaged_folder_is_salvaged() -> None:
         whole = bytearray((path / "a" / "row-reward").read_bytes())
         whole[1 << 16] ^= 1  # a byte of the first row, behind the file's table
         (path / "a" / "row-reward").write_bytes(whole)
-        expect_error(CorruptFileError, "salvage", lambda: make_store("patch", storage_dir=path / "a"))
+        expect_error(CorruptFileError, "salvage", lambda: make_store("patch", storage_dir=path / "a", resume=True))
         assert salvage(path / "a").kept == 19
 
 
 def _add_until_killed(path: Path) -> None:
     """Fill a store in a folder, then wait until the process is killed."""
-    store = make_store("patch", storage_dir=path)
+    store = make_store("patch", storage_dir=path, resume=True)
     append_transitions(store, 0, ADDED)
     (path.parent / "added").touch()
     while True:
@@ -205,10 +205,10 @@ def test_transitions_of_a_killed_process_are_recovered() -> None:
         expect_error(
             StorageError,
             f"in use by another process, {process.pid}",
-            lambda: make_store("patch", storage_dir=path / "a"),
+            lambda: make_store("patch", storage_dir=path / "a", resume=True),
         )
         _kill_when_file_exists(path / "added", process)
-        store = make_store("patch", storage_dir=path / "a")
+        store = make_store("patch", storage_dir=path / "a", resume=True)
         assert store.recovered is not None
         assert store.recovered.kept >= CAPACITY - 1
         check_transitions(store, ADDED - CAPACITY + 1, ADDED - 1)

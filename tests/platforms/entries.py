@@ -119,17 +119,17 @@ def test_saved_replay_buffer_samples_the_same_batches() -> None:
 def test_replay_buffer_in_a_folder_can_be_reopened() -> None:
     space, env = (Moving.observation_space, Moving.action_space), Moving()
     with temporary_folder() as path:
-        buffer = CompressedReplayBuffer(40, *space, device="cpu", storage_dir=path / "kept")
+        buffer = CompressedReplayBuffer(40, *space, device="cpu", storage_dir=path / "kept", resume=True)
         observation = env.reset(seed=0)[0]
         for _ in range(9):
             following, reward, done, _, info = env.step(1)
             action, rewards, dones = np.ones((1, 1), int), np.array([reward]), np.array([done])
             buffer.add(observation[None], following[None], action, rewards, dones, [info])
             observation = following
-        expect_error(StorageError, "in use", lambda: CompressedReplayBuffer(40, *space, storage_dir=path / "kept"))
+        expect_error(StorageError, "in use", lambda: CompressedReplayBuffer(40, *space, storage_dir=path / "kept", resume=True))
         buffer.close()
         del buffer  # its mappings keep the files in use on Windows
-        again = CompressedReplayBuffer(40, *space, device="cpu", storage_dir=path / "kept")
+        again = CompressedReplayBuffer(40, *space, device="cpu", storage_dir=path / "kept", resume=True)
         assert again.pos == 9
         assert again.dones[:9].sum() == 1
         assert again.sample(20).observations.shape == (20, 1, 36, 36)
@@ -170,11 +170,11 @@ def test_frame_storage_in_a_folder_can_be_reopened() -> None:
     every = torch.arange(50)
     expected = _fill_buffer(LazyTensorStorage(50)).storage.get(every)
     with temporary_folder() as path:
-        buffer = _fill_buffer(FrameStorage(50, storage_dir=path / "kept"))
-        expect_error(StorageError, "in use", lambda: FrameStorage(50, storage_dir=path / "kept"))
+        buffer = _fill_buffer(FrameStorage(50, storage_dir=path / "kept", resume=True))
+        expect_error(StorageError, "in use", lambda: FrameStorage(50, storage_dir=path / "kept", resume=True))
         buffer.storage.close()
         del buffer
-        opened = FrameStorage(50, storage_dir=path / "kept")
+        opened = FrameStorage(50, storage_dir=path / "kept", resume=True)
         assert (opened.get(every) == expected).all()
         opened.close()
         del opened

@@ -115,7 +115,7 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     def _open(self, folder: Path | None) -> Any:
         """Create the compressed buffer with a folder as its storage_dir."""
-        return self.cls(**self.buffer_arguments, storage_dir=folder, **self.options)
+        return self.cls(**self.buffer_arguments, storage_dir=folder, resume=folder is not None, **self.options)
 
     @rule(count=st.integers(1, 25), discontinuous=st.booleans())
     def add(self, count: int, discontinuous: bool) -> None:

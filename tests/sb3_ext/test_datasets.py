@@ -271,7 +271,7 @@ def test_storage_dir_contains_the_dataset(tmp_path: Path) -> None:
     buffer.close()
     with pytest.raises(InvalidArgumentError, match="contains 12 transitions already"):
         CompressedDictReplayBuffer.from_dataset("mine-v0", storage_dir=folder)
-    again = CompressedDictReplayBuffer(12, buffer.observation_space, SWITCH, storage_dir=folder)
+    again = CompressedDictReplayBuffer(12, buffer.observation_space, SWITCH, storage_dir=folder, resume=True)
     assert_equal_episodes(read_buffer_episodes(again), episodes)
     again.close()
 

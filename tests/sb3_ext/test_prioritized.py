@@ -294,11 +294,11 @@ def test_training_changes_priorities(name: str, tmp_path: Path) -> None:
 
 
 def test_folder_of_a_uniform_buffer_gets_priorities(tmp_path: Path) -> None:
-    buffer = make_buffer(40, cls=CompressedReplayBuffer, storage_dir=tmp_path / "run")
+    buffer = make_buffer(40, cls=CompressedReplayBuffer, storage_dir=tmp_path / "run", resume=True)
     fill(buffer, 30)
     buffer.close()
     for _ in range(2):
-        buffer = make_buffer(40, storage_dir=tmp_path / "run")
+        buffer = make_buffer(40, storage_dir=tmp_path / "run", resume=True)
         assert (buffer.size(), buffer.recovered.lost) == (20, 0)
         assert (buffer.priorities == 1).all()
         buffer.sample(8)
@@ -307,7 +307,7 @@ def test_folder_of_a_uniform_buffer_gets_priorities(tmp_path: Path) -> None:
 
 def test_hindsight_forgets_episodes_that_a_folder_has_lost(tmp_path: Path) -> None:
     venv = make_reach_vec_env()
-    options = {"env": venv, "device": "cpu", "n_envs": 2, "storage_dir": tmp_path / "run"}
+    options = {"env": venv, "device": "cpu", "n_envs": 2, "storage_dir": tmp_path / "run", "resume": True}
     arguments = 80, venv.observation_space, venv.action_space
     buffer = CompressedHerReplayBuffer(*arguments, **options)
     add_all([buffer], collect_transitions(venv, 25))
@@ -321,21 +321,21 @@ def test_hindsight_forgets_episodes_that_a_folder_has_lost(tmp_path: Path) -> No
 
 
 def test_storage_dir_keeps_priorities(tmp_path: Path) -> None:
-    buffer = make_buffer(200, storage_dir=tmp_path / "run")
+    buffer = make_buffer(200, storage_dir=tmp_path / "run", resume=True)
     fill(buffer, 60)
     for number in range(5):
         buffer.sample(32)
         buffer.update_priorities(np.linspace(0.5, 3 + number, 32))
     priorities, weights = buffer.priorities.copy(), buffer._tree.weights.copy()
     buffer.close()
-    buffer = make_buffer(200, storage_dir=tmp_path / "run")
+    buffer = make_buffer(200, storage_dir=tmp_path / "run", resume=True)
     assert np.array_equal(buffer.priorities, priorities)
     assert np.array_equal(buffer._tree.weights, weights)
     assert buffer.max_priority == priorities.max()
     fill(buffer, 70)
     buffer.priorities[5], buffer.priorities[6] = np.nan, -1
     buffer.close()
-    buffer = make_buffer(200, storage_dir=tmp_path / "run")
+    buffer = make_buffer(200, storage_dir=tmp_path / "run", resume=True)
     assert (buffer.priorities[[5, 6]] == buffer.max_priority).all()
     buffer.close()
 
@@ -497,7 +497,7 @@ def test_interrupted_training_continues() -> None:
 )
 def test_invalid_options(options: dict[str, Any], error: type[Exception], match: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=match):
-        make_buffer(storage_dir=tmp_path / "run", **options)
+        make_buffer(storage_dir=tmp_path / "run", resume=True, **options)
     assert not (tmp_path / "run").exists()
 
 

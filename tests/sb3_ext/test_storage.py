@@ -45,7 +45,7 @@ def test_storage_dir_with_other_keys_is_refused(tmp_path: Path) -> None:
 
     def open_dict_buffer(**keys: Any) -> CompressedDictReplayBuffer:
         """Open the folder as a buffer of a Dict space with these keys."""
-        return CompressedDictReplayBuffer(50, spaces.Dict(keys), actions, "cpu", storage_dir=tmp_path)
+        return CompressedDictReplayBuffer(50, spaces.Dict(keys), actions, "cpu", storage_dir=tmp_path, resume=True)
 
     buffer = open_dict_buffer(image=image, vector=vector)
     for _ in range(20):
@@ -69,13 +69,13 @@ def test_copy_info_dict_with_storage_dir_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidArgumentError, match="copy_info_dict=True stores dicts, which storage_dir does not support"
     ):
-        make_compressed("hindsight", 40, venv, copy_info_dict=True, storage_dir=tmp_path)
-    make_compressed("hindsight", 40, venv, storage_dir=tmp_path).close()
+        make_compressed("hindsight", 40, venv, copy_info_dict=True, storage_dir=tmp_path, resume=True)
+    make_compressed("hindsight", 40, venv, storage_dir=tmp_path, resume=True).close()
 
 
 def test_refused_transition_leaves_episodes_unchanged(tmp_path: Path) -> None:
     venv = make_reach_vec_env()
-    ours = make_compressed("hindsight", 20, venv, storage_dir=tmp_path)
+    ours = make_compressed("hindsight", 20, venv, storage_dir=tmp_path, resume=True)
     transitions = collect_transitions(venv, 50)  # the ring is full
     add_all([ours], transitions[:-1])
     before = ours.ep_start.copy(), ours.ep_length.copy()
@@ -85,7 +85,7 @@ def test_refused_transition_leaves_episodes_unchanged(tmp_path: Path) -> None:
     assert (ours.ep_start == before[0]).all()
     assert (ours.ep_length == before[1]).all()
     ours.close()
-    make_compressed("hindsight", 20, venv, storage_dir=tmp_path).close()
+    make_compressed("hindsight", 20, venv, storage_dir=tmp_path, resume=True).close()
 
 
 @pytest.mark.parametrize("length", [9, pytest.param(400, marks=pytest.mark.slow)])
@@ -107,13 +107,13 @@ def test_hindsight_excludes_episodes_with_dropped_start(length: int) -> None:
 @pytest.mark.filterwarnings("ignore:The last trajectory")
 def test_trajectory_truncated_after_flush_can_be_reopened(tmp_path: Path) -> None:
     venv = ENVS["hindsight"]()
-    buffer = make_compressed("hindsight", 40, venv, storage_dir=tmp_path / "a")
+    buffer = make_compressed("hindsight", 40, venv, storage_dir=tmp_path / "a", resume=True)
     add_all((buffer,), collect_transitions(venv, 22))
     buffer.flush()
     buffer.truncate_last_trajectory()
     dones = buffer.dones[: buffer.pos].copy()
     buffer.close()
-    buffer = make_compressed("hindsight", 40, venv, storage_dir=tmp_path / "a")
+    buffer = make_compressed("hindsight", 40, venv, storage_dir=tmp_path / "a", resume=True)
     np.testing.assert_array_equal(buffer.dones[: buffer.pos], dones)
     buffer.close()
 
@@ -129,7 +129,7 @@ def test_mixed_folders_of_two_buffers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidArgumentError, match=r"contains folders of different buffers for the keys .*Restore them"
     ):
-        make_compressed("dict", 40, venv, storage_dir=tmp_path / "a")
+        make_compressed("dict", 40, venv, storage_dir=tmp_path / "a", resume=True)
 
 
 @pytest.mark.parametrize(
@@ -138,16 +138,16 @@ def test_mixed_folders_of_two_buffers_are_refused(tmp_path: Path) -> None:
 def test_buffer_does_not_write_to_folder_that_replaced_its_own(leave: Any, tmp_path: Path) -> None:
     venv, path = image_env(still=False), tmp_path / "run"
     transitions = collect_transitions(venv, 140)
-    former = make_compressed("plain", 200, venv, storage_dir=path)
+    former = make_compressed("plain", 200, venv, storage_dir=path, resume=True)
     add_all([former], transitions[:50])
     leave(path)
-    latter = make_compressed("plain", 200, venv, storage_dir=path)
+    latter = make_compressed("plain", 200, venv, storage_dir=path, resume=True)
     add_all([latter], transitions[:30])
     add_all([former], transitions[50:])  # the codec is chosen again, which rewrites frames
     assert len(former.observations[:140]) == 140
     latter.close()
     former.close()
-    opened = make_compressed("plain", 200, venv, storage_dir=path)
+    opened = make_compressed("plain", 200, venv, storage_dir=path, resume=True)
     assert opened.size() == 30
     np.testing.assert_array_equal(opened.observations[:30], [transition[0] for transition in transitions[:30]])
     opened.close()
@@ -160,7 +160,7 @@ def test_process_killed_while_sampling_leaves_folder_intact(tmp_path: Path) -> N
     child = os.fork()
     if child == 0:
         try:
-            buffer = make_compressed("n-step", 40, venv, storage_dir=tmp_path / "a")
+            buffer = make_compressed("n-step", 40, venv, storage_dir=tmp_path / "a", resume=True)
             add_all((buffer,), transitions)
             buffer.flush()
             buffer._normalize_obs = lambda *args: os._exit(9)  # killed in the middle of a batch
@@ -168,7 +168,7 @@ def test_process_killed_while_sampling_leaves_folder_intact(tmp_path: Path) -> N
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    buffer = make_compressed("n-step", 40, venv, storage_dir=tmp_path / "a")
+    buffer = make_compressed("n-step", 40, venv, storage_dir=tmp_path / "a", resume=True)
     assert buffer.recovered == (30, 0, 0)
     buffer.close()
 

@@ -89,7 +89,7 @@ def test_replay_buffer_appends_to_the_dataset(tmp_path: Path) -> None:
     FrameStorage.from_dataset("mine-v0", max_size=15, storage_dir=tmp_path / "stored").close()
     with pytest.raises(InvalidArgumentError, match="contains 12 elements already"):
         FrameStorage.from_dataset("mine-v0", max_size=15, storage_dir=tmp_path / "stored")
-    storage = FrameStorage(15, storage_dir=tmp_path / "stored")
+    storage = FrameStorage(15, storage_dir=tmp_path / "stored", resume=True)
     buffer = TensorDictReplayBuffer(storage=storage, batch_size=4)
     old = storage.get(torch.arange(5))
     buffer.extend(old)

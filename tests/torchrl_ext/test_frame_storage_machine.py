@@ -50,7 +50,7 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     def _open_buffer(self, folder: Path | None) -> Any:
         """Make our buffer over a FrameStorage, in a folder or in memory."""
-        storage = FrameStorage(self.size, storage_dir=folder, **self.options)
+        storage = FrameStorage(self.size, storage_dir=folder, resume=folder is not None, **self.options)
         return self.cls(storage=storage, batch_size=8)
 
     def _collect_data(self, n: int) -> Any:

@@ -199,7 +199,7 @@ def test_reopened_folder_has_equal_priorities_until_the_sampler_is_loaded(tmp_pa
     def open_buffer() -> TensorDictReplayBuffer:
         """Open a prioritized buffer in the test's folder."""
         return TensorDictReplayBuffer(
-            storage=FrameStorage(SIZE, storage_dir=tmp_path / "frames"),
+            storage=FrameStorage(SIZE, storage_dir=tmp_path / "frames", resume=True),
             sampler=SAMPLERS["plain"](),
             batch_size=64,
             priority_key="td_error",

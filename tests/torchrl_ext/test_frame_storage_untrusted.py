@@ -39,7 +39,7 @@ def _make_data(n: int = 20) -> TensorDict:
 
 def _make_folder(folder: Path) -> Path:
     """Store 20 elements in a folder, close the storage, and return the folder."""
-    storage = FrameStorage(50, storage_dir=folder)
+    storage = FrameStorage(50, storage_dir=folder, resume=True)
     storage.set(range(20), _make_data())
     storage.close()
     return folder
@@ -54,7 +54,7 @@ def _make_checkpoint(folder: Path) -> Path:
 
 
 READERS = {
-    "open": (_make_folder, lambda folder: FrameStorage(50, storage_dir=folder)[:].clone()),
+    "open": (_make_folder, lambda folder: FrameStorage(50, storage_dir=folder, resume=True)[:].clone()),
     "salvage": (_make_folder, FrameStorage.salvage),
     "loads": (_make_checkpoint, lambda folder: FrameStorage(50).loads(folder)),
 }
@@ -100,7 +100,7 @@ def test_memory_mapped_tensordict_in_place_of_rows_is_not_executed(reader: str, 
 def test_folder_refuses_values_that_are_not_tensors(tmp_path: Path) -> None:
     data = _make_data()
     data["task"] = NonTensorData("walk", batch_size=[20])
-    storage = FrameStorage(50, storage_dir=tmp_path / "storage")
+    storage = FrameStorage(50, storage_dir=tmp_path / "storage", resume=True)
     with pytest.raises(InvalidTypeError, match=r"'task' holds NonTensor.* Leave it out: data.exclude\('task'\)"):
         storage.set(range(20), data)
     assert [path.name for path in (tmp_path / "storage").iterdir()] == ["lock"]
@@ -190,7 +190,7 @@ def test_altered_numbers_do_not_crash_the_process(way: str, tmp_path: Path) -> N
     if way == "open":
         storage.close()
     alter = _alter_stored if way == "open" else _alter_dumped
-    read = _load_checkpoint if way == "loads" else lambda folder: FrameStorage(60, storage_dir=folder)
+    read = _load_checkpoint if way == "loads" else lambda folder: FrameStorage(60, storage_dir=folder, resume=True)
     _use_altered_files(read, shutil.copytree(original, tmp_path / "warm"))
     for seed in range(30):
         folder = tmp_path / f"altered{seed}"
@@ -228,7 +228,7 @@ def test_altered_manifests_are_refused(tmp_path: Path) -> None:
             part = part[key]
         part[change[-2]] = change[-1]
         (folder / "store.json").write_text(json.dumps({**changed, "checksum": checksum(changed)}))
-        for read in (lambda: FrameStorage(50, storage_dir=folder), lambda: FrameStorage.salvage(folder)):
+        for read in (lambda: FrameStorage(50, storage_dir=folder, resume=True), lambda: FrameStorage.salvage(folder)):
             with pytest.raises(RlExtError):
                 read()
     assert [path.name for path in tmp_path.iterdir()] == ["storage"], "a file was made outside"

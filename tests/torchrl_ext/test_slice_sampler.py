@@ -197,7 +197,7 @@ STORAGES: dict[str, Any] = {
     "LazyTensorStorage": lambda path: LazyTensorStorage(60),
     "LazyMemmapStorage": lambda path: LazyMemmapStorage(60, scratch_dir=path),
     "FrameStorage": lambda path: FrameStorage(60),
-    "FrameStorage in a folder": lambda path: FrameStorage(60, pixels=["value"], storage_dir=path / "frames"),
+    "FrameStorage in a folder": lambda path: FrameStorage(60, pixels=["value"], storage_dir=path / "frames", resume=True),
 }
 
 

@@ -388,7 +388,8 @@ def _are_float_images(leaves: dict[Key, Any], key: Key, shape: torch.Size) -> bo
     if len(before) == 0:
         return False
     unstacked = StackLayout(tuple(shape), stacks.dtype, 1, 0)
-    is_stacked = matching_layout(unstacked, stacks, nexts[0] if nexts else None).n_stack > 1
+    layout = detect_layout(unstacked, stacks, nexts[0] if nexts else None)
+    is_stacked = layout is not None and layout.n_stack > 1
     is_repeated = bool(np.mean(before == after) >= _UNCHANGED)
     return is_stacked or is_repeated or (nexts != [] and _share_rows(stacks, nexts[0]))
 

@@ -259,7 +259,7 @@ class FrameStorage(TensorStorage):
         """Raise an error if the storage is closed, or its lock unusable in this process."""
         if self._closed:
             raise InvalidArgumentError(
-                "this FrameStorage is closed. Open its folder again with the same arguments: FrameStorage(...)"
+                "this FrameStorage is closed. Open its folder again with the same arguments: FrameStorage(..., resume=True)"
             )
         self.lock.check_process()
 

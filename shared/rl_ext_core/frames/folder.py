@@ -638,7 +638,9 @@ class StoreFolder:
         :raises StorageError: If the folder was closed
         """
         if self.closed:
-            raise StorageError(f"{self.path} was closed; open it again with a new buffer of the same storage_dir")
+            raise StorageError(
+                f"{self.path} was closed; open it again with a new buffer of the same storage_dir, and resume=True"
+            )
 
     def _take_lock(self, descriptor: int) -> None:
         """Keep the descriptor of the locked file until the folder is closed."""

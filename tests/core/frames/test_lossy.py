@@ -157,19 +157,19 @@ def test_longest_patches_are_not_treated_as_packed_frames(size: int) -> None:
 @pytest.mark.parametrize("options", [{"max_error": 4}, {"codec": "jpeg"}], ids=str)
 def test_reopened_lossy_folder_returns_equal_frames(tmp_path: Path, options: dict[str, Any]) -> None:
     plain = ReferenceStore(200, 2, RGB)
-    store = make_adaptive(plain, storage_dir=tmp_path / "there", **options)
+    store = make_adaptive(plain, storage_dir=tmp_path / "there", resume=True, **options)
     append_all((plain, store), drifting_transitions(RGB, 250))
     made, true = read_all(store, plain)
     if "max_error" in options:
         assert 0 < np.abs(made - true).max() <= 4
     store.close()
-    again = make_adaptive(plain, storage_dir=tmp_path / "there", **options)
+    again = make_adaptive(plain, storage_dir=tmp_path / "there", resume=True, **options)
     assert again.lossy
     assert again.max_error == options.get("max_error", 0)
     np.testing.assert_array_equal(read_all(again, plain)[0], made)
     again.close()
     with pytest.raises(InvalidArgumentError):
-        make_adaptive(plain, storage_dir=tmp_path / "there")
+        make_adaptive(plain, storage_dir=tmp_path / "there", resume=True)
 
 
 JPEGS = [

@@ -1,0 +1,167 @@
+"""Floating-point images, recycled batches and the byte limit of ``FrameStorage``."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import TensorDictReplayBuffer
+
+from rl_ext_core.errors import InvalidArgumentError, OutOfMemoryError
+from torchrl_ext import FrameStorage
+
+N = 120
+
+
+def make_frames(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return images of a fixed background with a moving dot, shape ``(n, 40, 40)``."""
+    background = torch.rand(40, 40, generator=torch.Generator().manual_seed(0))
+    frames = background.repeat(n, 1, 1)
+    frames[torch.arange(n), torch.arange(n) % 40, torch.arange(n) * 7 % 40] = 2.0
+    return frames.to(dtype)
+
+
+def make_steps(form: str, dtype: torch.dtype = torch.float32) -> TensorDict:
+    """Return steps whose images are stacked and nested as ``form`` says."""
+    frames = make_frames(N + 4, dtype)
+    stacks = frames.unfold(0, 4, 1).movedim(-1, 1)  # (N + 1, 4, 40, 40)
+    images = {"HW": frames[: N + 1], "frame": frames[: N + 1, None], "HWC": stacks.movedim(1, -1)}.get(form, stacks)
+    key: Any = ("observation", "camera") if form == "nested" else "pixels"
+    steps = TensorDict({"action": torch.zeros(N, 3)}, [N])
+    steps[key] = images[:-1].contiguous()
+    if form != "no next":
+        steps.set(("next", *key) if isinstance(key, tuple) else ("next", key), images[1:].contiguous())
+    return steps
+
+
+@pytest.mark.parametrize("batch", [1, 30])
+@pytest.mark.parametrize("form", ["stack", "HWC", "frame", "nested"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_float_images_are_compressed_by_default(form: str, batch: int, dtype: torch.dtype) -> None:
+    steps = make_steps(form, dtype)
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(N), batch_size=16)
+    for rows in steps.split(batch):
+        buffer.extend(rows)
+    for key in steps.keys(True, True):
+        assert torch.equal(buffer[:][key].clone(), steps[key])
+    assert buffer.storage.nbytes < steps.bytes() / 5
+
+
+@pytest.mark.parametrize("form", ["HW", "no next"])
+def test_float_images_are_found_by_repeated_parts(form: str) -> None:
+    storage = FrameStorage(N)
+    storage.set(range(N), make_steps(form))
+    assert storage.nbytes < make_steps(form).bytes() / 5
+
+
+@pytest.mark.parametrize(
+    "values",
+    [torch.randn(N, 4, 20, 20), torch.randn(N, 2000), torch.randn(N, 3, 400), torch.randn(N, 40, 40)],
+    ids=["noise", "vector", "few rows", "matrix"],
+)
+def test_other_floats_are_not_images(values: torch.Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    storage = FrameStorage(N)
+    with caplog.at_level(logging.WARNING):
+        storage.set(range(N), TensorDict({"values": values}, [N]))
+    assert 'pixels=["pixels", ("next", "pixels")]' in caplog.text
+    assert not storage._columns
+
+
+def test_named_key_includes_the_next_one() -> None:
+    steps = make_steps("stack", torch.float64)
+    sizes = []
+    for pixels in (["pixels"], ["pixels", ("next", "pixels")]):
+        storage = FrameStorage(N, pixels=pixels)
+        storage.set(range(N), steps)
+        sizes.append(storage.nbytes)
+    assert sizes[0] == sizes[1] < steps.bytes() / 5
+
+
+def test_only_batches_of_usual_size_are_recycled() -> None:
+    storage = FrameStorage(N)
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=16)
+    buffer.extend(make_steps("stack"))
+    before = storage.nbytes
+    for _ in range(3):
+        buffer[:]["pixels"].float().mean()
+        buffer[:]["next", "pixels"].clone()
+    buffer[list(range(N))]
+    assert (storage.nbytes, storage.recycled_nbytes) == (before, 0)
+    for _ in range(3):
+        buffer.sample()
+    assert storage.nbytes == before
+    assert storage.recycled_nbytes <= 4 * 16 * 4 * 40 * 40 * 4
+
+
+def test_max_bytes_fills_up_again_after_noise() -> None:
+    generator = torch.Generator().manual_seed(0)
+    storage = FrameStorage(3000, max_bytes=2_000_000)
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=16)
+    number = 0
+
+    def add(n: int, *, noisy: bool) -> None:
+        """Add batches of images, noise or constant."""
+        nonlocal number
+        for _ in range(0, n, 100):
+            high = 255 if noisy else 1
+            pixels = torch.randint(0, high, (100, 1, 40, 40), dtype=torch.uint8, generator=generator)
+            buffer.extend(TensorDict({"pixels": pixels, "number": torch.arange(number, number + 100)}, [100]))
+            number += 100
+            assert storage.used_nbytes <= 2_000_000
+
+    add(500, noisy=False)
+    add(3000, noisy=True)
+    assert len(buffer) < 1500
+    add(6000, noisy=False)
+    assert len(buffer) == storage.max_size == 3000
+    assert sorted(buffer[:]["number"].tolist()) == list(range(number - 3000, number))
+    assert torch.equal(buffer[:]["index"], torch.arange(3000))
+
+
+def test_max_bytes_refuses_large_elements_before_storing_them() -> None:
+    noise = torch.randint(0, 255, (4, 3, 100, 100), dtype=torch.uint8)
+    storage = FrameStorage(10, max_bytes=40_000)
+    with pytest.raises(OutOfMemoryError, match="one element of this kind takes 30000 bytes.* nothing was stored"):
+        storage.set(range(4), TensorDict({"pixels": noise}, [4]))
+    assert len(storage) == 0
+    storage.set(range(4), TensorDict({"pixels": noise[..., :10, :50]}, [4]))
+    with pytest.raises(InvalidArgumentError, match="leaves a gap"):
+        storage.set(7, TensorDict({"pixels": noise[0, :, :10, :50]}, []))
+    assert len(storage) == 4
+
+
+def test_batches_of_jpeg_images_take_as_much_as_single_ones() -> None:
+    pytest.importorskip("simplejpeg")
+    x = np.add.outer(np.arange(96), np.arange(96))
+    images = torch.from_numpy(np.stack([(x + t) % 256 // 2 for t in range(200)]).astype(np.uint8))[:, None]
+    sizes = {}
+    for batch in (1, 100):
+        storage = FrameStorage(200, codec="jpeg")
+        for start in range(0, 200, batch):
+            storage.set(range(start, start + batch), TensorDict({"pixels": images[start : start + batch]}, [batch]))
+        sizes[batch] = storage.nbytes
+    assert sizes[100] < sizes[1] + 8 * 2 * 96 * 96
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_garbage_collection_closes_a_folder(view: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(N, storage_dir=tmp_path / "a"), batch_size=16)
+    buffer.extend(make_steps("stack"))
+    if view:
+        buffer[:]["action"][3] = 5.0
+    buffer.cycle = buffer
+    del buffer
+    gc.collect()
+    with pytest.raises(InvalidArgumentError, match="contains 120 rows of an earlier buffer"):
+        FrameStorage(N, storage_dir=tmp_path / "a")
+    with caplog.at_level(logging.INFO):
+        storage = FrameStorage(N, storage_dir=tmp_path / "a", resume=True)
+    assert "was not closed" not in caplog.text
+    assert storage[3]["action"].tolist() == [5.0 if view else 0.0] * 3
+    storage.close()
