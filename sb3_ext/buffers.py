@@ -39,7 +39,7 @@ from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.datasets import write_dataset
 from rl_ext_core.devices import resolve
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames.checkpoint import as_corrupt_pickle, checksum, reduce_with_lock
+from rl_ext_core.frames.checkpoint import as_corrupt_pickle, checksum, format_error, reduce_with_lock
 from rl_ext_core.frames.gpu_decode import check_decode_on_gpu
 from rl_ext_core.frames.planning import MemoryWatch
 from rl_ext_core.vector.environments import check_count
@@ -559,10 +559,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         state.pop("held", None)
         version = state.pop("format", None)
         if version != FORMAT_VERSION:
-            raise CorruptFileError(
-                f"the replay buffer has format {version!r}, this version reads {FORMAT_VERSION}; "
-                "load it with the version of rl-ext that wrote it"
-            )
+            raise format_error("the replay buffer", version, FORMAT_VERSION)
         if state.pop("checksum", None) != _checksum(state):
             raise CorruptFileError("the replay buffer is damaged: its checksum does not match its contents")
         self.__dict__.update(state)

@@ -109,7 +109,7 @@ def test_file_of_sb3s_buffer_is_refused(tmp_path: Path) -> None:
 def test_unknown_format_version_is_refused(tmp_path: Path) -> None:
     state = make_small_buffers()[0].__getstate__()
     for version in (2, None):
-        with pytest.raises(CorruptFileError, match=f"has format {version}, this version reads 1; load it with"):
+        with pytest.raises(CorruptFileError, match=f"has format {version}, but this version reads 1; use the version"):
             CompressedReplayBuffer.__new__(CompressedReplayBuffer).__setstate__({**state, "format": version})
 
 

@@ -35,6 +35,18 @@ def checksum(state: Any) -> int:
     return zlib.crc32(repr(parts).encode())
 
 
+def format_error(what: object, found: Any, expected: int) -> CorruptFileError:
+    """Create the error for data of another format.
+
+    :param what: Subject of the error text, such as ``"the replay buffer"``
+    :param found: Format of the data
+    :param expected: Format that this version reads
+    """
+    return CorruptFileError(
+        f"{what} has format {found!r}, but this version reads {expected}; use the version of rl-ext that wrote it"
+    )
+
+
 def check_format(state: Any) -> None:
     """Raise if a state has a format that this version does not read.
 
@@ -42,10 +54,7 @@ def check_format(state: Any) -> None:
     """
     version = state.get("format") if isinstance(state, dict) else None
     if version != FORMAT_VERSION:
-        raise CorruptFileError(
-            f"the frame store has format {version!r}, but this version reads {FORMAT_VERSION}; load it with the "
-            "version of rl-ext that wrote it"
-        )
+        raise format_error("the frame store", version, FORMAT_VERSION)
 
 
 _S = TypeVar("_S")

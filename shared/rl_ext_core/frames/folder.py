@@ -37,7 +37,7 @@ import numpy.typing as npt
 from rl_ext_core import _system
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError, StorageError
-from rl_ext_core.frames.checkpoint import checksum
+from rl_ext_core.frames.checkpoint import checksum, format_error
 from rl_ext_core.frames.journal import Journal, JournalRecord, Places
 from rl_ext_core.frames.region import PrivateRegion, RegionFile, new_region, round_to_pages, storage_error
 from rl_ext_core.resources import check_folder
@@ -106,10 +106,7 @@ def read_json(path: Path, version: int) -> dict[str, Any]:
     with as_corrupt_file(f"{path} is"):
         found: dict[str, Any] = json.loads(path.read_text())
         if found["format"] != version:
-            raise CorruptFileError(
-                f"{path.parent} has format {found['format']!r}, but this version reads {version}; open the folder with "
-                "the version of rl-ext that wrote it"
-            )
+            raise format_error(path.parent, found["format"], version)
     if found.pop("checksum", None) != checksum(found):
         raise CorruptFileError(f"{path} is damaged: its checksum does not match its contents; restore it from a copy")
     return found

@@ -41,7 +41,7 @@ from rl_ext_core.frames import arrays as fields
 from rl_ext_core.frames.allocator import list_free_runs
 from rl_ext_core.frames.arrays import COUNT_FIELDS, PoolArrays, PoolMemory, Sizes
 from rl_ext_core.frames.blocks import free_unused_blocks
-from rl_ext_core.frames.checkpoint import checksum
+from rl_ext_core.frames.checkpoint import checksum, format_error
 from rl_ext_core.frames.codecs import CODECS, block_length_of, check_codec, validate_max_error
 from rl_ext_core.frames.decode import are_valid_handles, decode, handles_of_pairs, verify_contents
 from rl_ext_core.frames.encode import (
@@ -557,13 +557,15 @@ class FramePool:
             self._region.discard(start, self._arrays[name].nbytes)
         self._pool.head[fields.STREAMS] = 0
 
-    def _check_output(self, array: npt.NDArray[Any], n: int) -> None:
-        """Raise if an output array has the wrong shape or dtype, or is read-only."""
-        self._check_array(array, n)
-        if not array.flags.writeable:
+    def check_output(self, out: npt.NDArray[Any], n: int) -> None:
+        """Raise unless an output array is writable and has the right shape and dtype."""
+        expected = (n, *self.layout.shape)
+        if not (out.shape == expected and out.dtype == self.layout.dtype and out.flags.carray):
+            kind = "an" if out.flags.writeable else "a read-only"
             raise InvalidArgumentError(
-                f"an output of shape {array.shape} is read-only; expected a writable one. "
-                f"Use np.empty({array.shape}, np.{array.dtype})"
+                f"an output is {kind} array of shape {out.shape} and dtype {out.dtype}, expected a C-contiguous "
+                f"one to write to, of shape {expected} and dtype {self.layout.dtype}; for example "
+                f"np.empty({expected}, np.{self.layout.dtype})"
             )
 
     def _check_array(self, array: npt.NDArray[Any], n: int) -> None:
@@ -621,11 +623,11 @@ class FramePool:
         """
         self.refresh()
         handles = self.check_handles(handles)
-        self._check_output(out, len(handles))
+        self.check_output(out, len(handles))
         wanted = [(handles, address_of(out))]
         if next_handles is not None and next_out is not None:
             wanted.append((self.check_handles(next_handles), address_of(next_out)))
-            self._check_output(next_out, len(handles))
+            self.check_output(next_out, len(handles))
         self._check_contents([part for part, _ in wanted])
         self._decode_into(wanted, num_threads)
 
@@ -804,9 +806,6 @@ def check_state_dict(description: Any) -> None:
     """
     version = description.get("format") if isinstance(description, dict) else None
     if version != POOL_FORMAT:
-        raise CorruptFileError(
-            f"the frames have format {version!r}, expected {POOL_FORMAT}. Load them with the version of rl-ext that "
-            "wrote them"
-        )
+        raise format_error("the pool of frames", version, POOL_FORMAT)
     if checksum(description) != description.get("checksum"):
         raise CorruptFileError("the frames are damaged: their checksum does not match their contents")

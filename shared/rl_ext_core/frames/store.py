@@ -699,7 +699,7 @@ class FrameStore:
             rows, envs = (places if places.flags.carray else places.copy() for places in (rows, envs))
             for out in (observations, next_observations):
                 if out is not None:
-                    self._check_output(out, len(rows))
+                    self._pool.check_output(out, len(rows))
             if not _are_places(rows, envs) or not self._pool.get_pairs(
                 rows, envs, observations, next_observations, num_threads=num_threads
             ):
@@ -779,17 +779,6 @@ class FrameStore:
             if self._folder is not None:
                 self._folder.check_open()
             self._pool.get(handles, observations, next_handles, next_observations, num_threads=num_threads)
-
-    def _check_output(self, out: npt.NDArray[np.generic], n: int) -> None:
-        """Raise unless an output array is writable and has the right shape and dtype."""
-        expected = (n, *self.layout.shape)
-        if not (out.shape == expected and out.dtype == self.layout.dtype and out.flags.carray):
-            kind = "an" if out.flags.writeable else "a read-only"
-            raise InvalidArgumentError(
-                f"an output is {kind} array of shape {out.shape} and dtype {out.dtype}, expected a C-contiguous "
-                f"one to write to, of shape {expected} and dtype {self.layout.dtype}; for example "
-                f"np.empty({expected}, np.{self.layout.dtype})"
-            )
 
     @defer_signals
     def drop_oldest(self, count: int) -> None:

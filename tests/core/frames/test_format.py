@@ -102,7 +102,7 @@ def test_folder_of_a_later_format_is_rejected(tmp_path: Path, monkeypatch: pytes
         open_store(tmp_path / "a", "raw", 30)[0].close()
     before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     for opened in (lambda: open_store(tmp_path / "a", "raw", 30), lambda: salvage(tmp_path / "a")):
-        with pytest.raises(CorruptFileError, match="has format 8, but this version reads 7; open the folder with the"):
+        with pytest.raises(CorruptFileError, match="has format 8, but this version reads 7; use the version"):
             opened()
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
 
@@ -148,7 +148,7 @@ def test_flipped_bit_in_any_array_is_detected(codec: str, which: int, place: int
         *(({"dropped": 1}, "checksum"), ({"capacity": 10**15}, "checksum")),
         ({"index": np.zeros((9, 2), dtype=">u8")}, "checksum"),
         *(
-            ({"format": version}, rf"has format {version!r}, but this version reads {FORMAT_VERSION}; load it")
+            ({"format": version}, rf"has format {version!r}, but this version reads {FORMAT_VERSION}; use the version")
             for version in (FORMAT_VERSION + 1, 1, None, "1")
         ),
         *((state, None) for state in (None, 3, [], "text")),
