@@ -22,7 +22,7 @@ import types
 import warnings
 import zlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -211,7 +211,12 @@ class _Reader:
                 raise _TooLargeError
             part = self._parts[id(value)] = Part("", _type_name(value))
             self._originals.append(value)
-            part.kind, part.content = self._read_object(value)
+            try:
+                part.kind, part.content = self._read_object(value)
+            except (_TooLargeError, RecursionError):
+                raise
+            except Exception:  # its code may raise anything
+                part.kind, part.content = "unsaved", _UNKNOWN
         return part
 
     def read_all(self, values: Iterable[Any]) -> list[Any]:
@@ -291,7 +296,10 @@ class _Reader:
 
     def _read_instance(self, value: Any) -> tuple[str, Any]:
         cls = type(value)
-        if cls.__module__.partition(".")[0].lstrip("_") in _PROCESS_MODULES or not cls.__flags__ & _HEAP_TYPE:
+        if isinstance(value, types.SimpleNamespace):
+            return "object", {name: self.read(each) for name, each in vars(value).items()}
+        module = str(getattr(cls, "__module__", "")).partition(".")[0].lstrip("_")
+        if module in _PROCESS_MODULES or not cls.__flags__ & _HEAP_TYPE:
             is_value = cls.__hash__ not in (None, object.__hash__) and cls.__eq__ is not object.__eq__
             return self._read_value(value) if is_value else (_HANDLE, None)
         base = cls
@@ -507,6 +515,7 @@ def write_state(
     links: Iterable[Any] = (),
     *,
     kept: Callable[[str], bool] = lambda path: False,
+    replaced: Collection[str] = (),
 ) -> list[str]:
     """Fill the attributes of an object with copies, in place.
 
@@ -514,6 +523,7 @@ def write_state(
     :param parts: result of :func:`read_state`
     :param links: as for :func:`read_state`
     :param kept: whether the value at a path stays as it is
+    :param replaced: names of attributes that get a new object, because others may have the present one
     :return: paths of attributes that cannot be restored
     """
     present = _instance_attributes(owner)
@@ -521,7 +531,7 @@ def write_state(
     writer, lost = _Writer(type(owner), kept), []
     for name, part in parts.items():
         try:
-            value = writer.write(name, part, present.get(name, _MISSING))
+            value = writer.write(name, part, _MISSING if name in replaced else present.get(name, _MISSING))
         except _CannotRestoreError:
             lost.append(name)
             continue
