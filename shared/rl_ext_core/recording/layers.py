@@ -73,7 +73,7 @@ def layer_states(env: Any) -> list[LayerState]:
             _describe_layer(layer),
             _layer_parts(layer, vars(layer), layers, unchanged=_construction(layer)),
             _construction(layer),
-            _replaced(layer),
+            _find_replaced(layer),
             results_file(layer),
         )
         for layer in layers
@@ -143,7 +143,7 @@ def _refer(value: Any) -> Callable[[], Any]:
         return lambda: value
 
 
-def _replaced(layer: Any) -> frozenset[str]:
+def _find_replaced(layer: Any) -> frozenset[str]:
     """Return the containers that are not the objects that construction has made."""
     objects = _constructions[id(layer)][2] if id(layer) in _constructions else {}
     return frozenset(name for name, refer in objects.items() if vars(layer).get(name) is not refer())
@@ -185,7 +185,7 @@ def restore_layers(env: Any, states: Sequence[LayerState]) -> list[str]:
             for path in sorted(own & differing(state.construction, saved) & differing(saved, present))
             if path in saved
         ]
-        replaced = state.replaced - _replaced(layer)
+        replaced = state.replaced - _find_replaced(layer)
         paths = write_state(layer, state.attributes, layers, kept=own.__contains__, replaced=replaced)
         lost += [f"{name}.{path}" for path in paths]
         restore_results_file(layer, state.file)
