@@ -260,7 +260,7 @@ def resume(
     """
     save = _newest_complete_save(pathlib.Path(folder))
     with (save / _STATE).open("rb") as file:
-        state = _Unpickler(file).load()
+        state = _RunUnpickler(file).load()
     custom_objects = {**state["objects"], **(custom_objects or {})}
     _check_number_of_envs(env, len(state["environments"]))
     vec_env = state["class"]._wrap_env(env, verbose=0)  # as load() does
@@ -382,7 +382,7 @@ def _in_use_error(folder: pathlib.Path, user: str) -> StorageError:
     )
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _RunPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickler that stores classes and functions of the script by name, and the layout of arrays."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -397,7 +397,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 def _pickle(value: Any) -> bytes:
     file = io.BytesIO()
-    _Pickler(file).dump(value)
+    _RunPickler(file).dump(value)
     return file.getvalue()
 
 
@@ -414,7 +414,7 @@ def _find_in_script(name: str) -> Any:
     return found
 
 
-class _Unpickler(pickle.Unpickler):
+class _RunUnpickler(pickle.Unpickler):
     """Unpickler that reports missing classes and modules."""
 
     def find_class(self, module: str, name: str) -> Any:

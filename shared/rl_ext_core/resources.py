@@ -159,11 +159,11 @@ def write_problem(path: Path, error: OSError) -> str:
     if not os.path.isdir(existing) and (existing != path or error.errno in (errno.ENOTDIR, errno.EEXIST)):
         return f"{existing} is a file"
     if error.errno in (errno.EACCES, errno.EPERM):
-        return f"{error.strerror}: {existing} belongs to {_owner_of(existing)}"
+        return f"{error.strerror}: {existing} belongs to {_user_of(existing)}"
     return f"{error.strerror or error} ({existing})"
 
 
-def _owner_of(path: Path) -> str:
+def _user_of(path: Path) -> str:
     try:
         return f"the user {path.owner()!r}"
     except (OSError, KeyError, NotImplementedError):  # a user without a name, or Windows

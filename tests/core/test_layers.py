@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
+import os
 import pickle
+import random
+from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
+import torch
 
 from rl_ext_core.recording import EpisodeRecorder
-from rl_ext_core.recording.layers import layer_states, restore_layers
+from rl_ext_core.recording.layers import layer_states, restore_layers, unsaved_attributes
 
 
 def test_restored_layers_keep_objects_that_other_objects_share() -> None:
@@ -27,3 +34,89 @@ def test_restored_layers_keep_objects_that_other_objects_share() -> None:
     assert other.unwrapped.road_poly[0][0] == env.unwrapped.road_poly[0][0]
     env.close()
     other.close()
+
+
+class Helper:
+    """Object that a level is shared with."""
+
+    def __init__(self, level: Any) -> None:
+        self.level = level
+
+
+class Lasting(gymnasium.Env):
+    """Environment with attributes of all kinds, which each episode changes."""
+
+    observation_space = action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.array, self.names, self.members = np.zeros(2), ["a"], {1}
+        self.helper = Helper(self.array)
+        self.table: dict[str, Any] = {"count": 0, "double": lambda value: 2 * value, "names": self.names}
+        self.weights, self.noise = torch.zeros(2), torch.Generator().manual_seed(0)
+        self.random, self.last, self.big = np.random.default_rng(), 0.0, np.zeros(300_000)
+        self.recent: collections.deque[Any] = collections.deque(maxlen=2)
+        self.settings = {"port": os.urandom(4), "folder": f"/tmp/{os.urandom(4).hex()}"}
+        self.port = random.SystemRandom().random()
+
+    def reset(self, **_: Any) -> tuple[int, dict[str, Any]]:
+        self.helper.level += 1
+        self.table["names"].append("b")
+        self.members.add(len(self.names))
+        self.table["count"] = self.table["double"](self.table["count"]) + 1
+        self.weights += torch.rand(2, generator=self.noise)
+        self.recent.append(Helper(len(self.names)))
+        self.last, self.big[7] = self.random.random(), len(self.names)
+        return 0, {}
+
+
+def values_of(env: Any) -> list[Any]:
+    """Return what episodes have changed."""
+    state = [env.array.tolist(), env.helper.level.tolist(), env.names, env.members, env.table["count"]]
+    return [
+        *state,
+        env.weights.tolist(),
+        env.last,
+        env.big[7],
+        [each.level for each in env.recent],
+        env.random.random(),
+    ]
+
+
+def test_attributes_are_restored_in_place_and_those_of_the_process_stay() -> None:
+    envs = [EpisodeRecorder(Lasting()) for _ in range(2)]
+    for _ in range(5):
+        envs[0].reset()
+    other = envs[1].unwrapped
+    shared = other.array, other.names, other.members, other.table, other.weights, other.settings
+    before = dict(other.settings), other.port
+    states = pickle.loads(pickle.dumps(layer_states(envs[0])))
+    assert unsaved_attributes(states) == []
+    assert restore_layers(envs[1], states) == []
+    assert values_of(other) == values_of(envs[0].unwrapped)
+    after = other.array, other.names, other.members, other.table, other.weights, other.settings
+    assert all(one is two for one, two in zip(shared, after, strict=True))
+    assert other.helper.level is other.array
+    assert other.table["names"] is other.names
+    assert (other.settings, other.port) == before
+
+
+def test_attributes_that_cannot_be_restored_are_named() -> None:
+    class Counting(Lasting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numbers = itertools.count()
+
+        def reset(self, **_: Any) -> tuple[int, dict[str, Any]]:
+            self.port += next(self.numbers)
+            return 0, {}
+
+    envs = [EpisodeRecorder(Counting()) for _ in range(2)]
+    for _ in range(3):
+        envs[0].reset()
+    port = envs[1].unwrapped.port
+    states = pickle.loads(pickle.dumps(layer_states(envs[0])))
+    assert unsaved_attributes(states) == ["Counting.numbers (count)"]
+    kept, lost = restore_layers(envs[1], states)
+    assert "construction has set Counting.port otherwise" in kept
+    assert "Counting.numbers cannot be saved" in lost
+    assert envs[1].unwrapped.port == port

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ import psutil
 import pytest
 
 from rl_ext_core import resources
-from rl_ext_core.resources import available_memory, private_memory, usable_cores
+from rl_ext_core.errors import StorageError
+from rl_ext_core.resources import available_memory, check_folder, private_memory, usable_cores
 
 Tree = Callable[[dict[str, str]], None]
 
@@ -142,3 +144,38 @@ def test_resources_of_this_machine_are_plausible() -> None:
     assert private is not None
     assert 0 < private <= psutil.Process().memory_info().rss
     assert private_memory(os.getpid()) is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("file", r"\S+/file is a file\. Use another folder"),
+        ("file/a/b", r"\S+/file is a file\. Use another folder"),
+        ("link/a", r"\S+/link is a link to a path that does not exist\. Use"),
+        ("new/a/full", r"No space left on device \(\S+\)\. Free space there, or use another folder"),
+        ("new/a/read_only", r"Read-only file system \(\S+\)\. Use"),
+        ("new/a/denied", r"Permission denied: \S+ belongs to .+\. Use"),
+    ],
+)
+def test_folders_that_cannot_be_written_are_refused(
+    path: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    numbers = {"full": errno.ENOSPC, "read_only": errno.EROFS, "denied": errno.EACCES}
+    number = numbers.get(Path(path).name)
+
+    def fail(**_: object) -> None:
+        raise OSError(number, os.strerror(number or 0))
+
+    if number is not None:
+        monkeypatch.setattr("tempfile.TemporaryFile", fail)
+    with pytest.raises(StorageError, match=f"^folder='.*{path}' cannot be written to: {problem}"):
+        check_folder("folder", tmp_path / path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "link"]
+
+
+def test_check_of_a_folder_leaves_nothing(tmp_path: Path) -> None:
+    check_folder("folder", tmp_path / "a" / "b")
+    check_folder("folder", tmp_path)
+    assert not list(tmp_path.iterdir())

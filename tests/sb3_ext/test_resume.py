@@ -703,3 +703,168 @@ def test_killed_process_leaves_a_save(seconds: float, tmp_path: pathlib.Path) ->
     with pytest.warns(UserWarning, match="schedules differ"):
         model.learn(64, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 32))
     assert_equal(state_of(ppo(vec_env_of(cartpole)).learn(steps + 64)), state_of(model))
+
+
+class Served(gymnasium.Wrapper):
+    """Environment with a port and a folder of its process, and a level that a helper shares."""
+
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        self.port, self.folder, self.level = random.SystemRandom().random(), tempfile.mkdtemp(), [0]
+        self.helper = functools.partial(self.level.append, 1)
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if terminated or truncated:
+            self.helper()
+            self.port += 1
+            reward = float(reward) + len(self.level)
+        return observation, reward, terminated, truncated, info
+
+
+@pytest.mark.parametrize("kind", [DummyVecEnv, SharedMemoryVecEnv])
+def test_attributes_of_the_process_stay_and_shared_lists_are_filled(kind: Any, tmp_path: pathlib.Path) -> None:
+    def build() -> Any:
+        return kind([lambda: Monitor(Served(gymnasium.make("CartPole-v1")))])
+
+    envs = [build(), build()]
+    whole = ppo(envs[0]).learn(192, callback=ResumeCallback(tmp_path, 64))
+    before = [envs[1].get_attr(name) for name in ("port", "folder")]
+    with pytest.warns(UserWarning, match=r"Environment 0: construction has set Served\.port otherwise"):
+        model = resume(tmp_path, envs[1])
+    assert before == [envs[1].get_attr(name) for name in ("port", "folder")]
+    model.learn(192 - model.num_timesteps, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 64))
+    assert_equal(state_of(whole), state_of(model))
+    for env in envs:
+        env.close()
+
+
+class Stateful(BaseCallback):
+    """Callback with an argument, an attribute that follows from it, and state."""
+
+    def __init__(self, folder: str, limit: int = 5) -> None:
+        super().__init__()
+        self.path, self.twice, self.limit = pathlib.Path(folder), 2 * limit, limit
+        self.seen: set[int] = set()
+
+    def _on_step(self) -> bool:
+        self.seen.add(self.num_timesteps)
+        return True
+
+
+def test_callbacks_keep_their_arguments_and_continue_their_state(tmp_path: pathlib.Path) -> None:
+    ppo(vec_env_of(cartpole)).learn(96, callback=[ResumeCallback(tmp_path, 32), Stateful("a")])
+    model = resume(tmp_path, vec_env_of(cartpole))
+    callback, rest = Stateful("b", 7), 96 - model.num_timesteps
+    seen = callback.seen
+    model.learn(rest, reset_num_timesteps=False, callback=[ResumeCallback(tmp_path, 32), callback])
+    assert (callback.path, callback.twice, callback.limit) == (pathlib.Path("b"), 14, 7)
+    assert callback.seen is seen
+    assert seen == set(range(1, 97))
+
+
+def test_wrappers_of_a_vec_env_keep_their_arguments(tmp_path: pathlib.Path) -> None:
+    ppo(VecNormalize(vec_env_of(cartpole))).learn(64, callback=ResumeCallback(tmp_path, 32))
+    env = VecNormalize(vec_env_of(cartpole), clip_obs=3.0)
+    resume(tmp_path, env)
+    assert env.clip_obs == 3.0
+    assert env.obs_rms.count > 30
+
+
+def test_layout_of_the_last_observations_continues(tmp_path: pathlib.Path) -> None:
+    def build() -> Any:
+        space = gymnasium.spaces.Box(0, 255, (36, 36, 1), np.uint8)
+        env = gymnasium.make("CartPole-v1")
+        function = functools.partial(np.resize, new_shape=(36, 36, 1))
+        return vec_env_of(lambda: TransformObservation(env, lambda obs: function((50 * obs).astype(np.uint8)), space))
+
+    model = sb3.PPO("CnnPolicy", build(), n_steps=8, batch_size=8, n_epochs=1).learn(
+        16, callback=ResumeCallback(tmp_path, 8)
+    )
+    assert resume(tmp_path, build())._last_obs.strides == model._last_obs.strides
+
+
+RENAMED = """
+import sys
+from stable_baselines3 import PPO
+from sb3_ext import ResumeCallback, make_vec_env, resume
+class {name}(PPO):
+    def train(self):
+        self.trained_by = {version!r}
+        super().train()
+env = make_vec_env("CartPole-v1", isolation="in-process")
+if {version!r} == "old":
+    {name}("MlpPolicy", env, n_steps=16, batch_size=8, n_epochs=1).learn(48, callback=ResumeCallback("run", 16))
+else:
+    model = resume("run", env)
+    model.learn(16, reset_num_timesteps=False)
+    print(type(model) is {name}, model.trained_by)
+"""
+
+
+def test_classes_of_the_script_are_those_of_the_present_script(tmp_path: pathlib.Path) -> None:
+    def run(name: str, version: str) -> Any:
+        command = [sys.executable, "-c", RENAMED.format(name=name, version=version)]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+    assert run("Mine", "old").returncode == 0
+    assert run("Mine", "new").stdout == "True new\n"
+    assert "InvalidArgumentError: the saved run uses Mine of its script" in run("Other", "new").stderr
+
+
+def test_missing_modules_are_reported(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_algorithms.py").write_text("from stable_baselines3 import PPO\nclass Mine(PPO):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    from my_algorithms import Mine  # type: ignore[import-not-found]
+
+    model = Mine("MlpPolicy", vec_env_of(cartpole), n_steps=16, batch_size=8, n_epochs=1)
+    model.learn(32, callback=ResumeCallback(tmp_path / "run", 16))
+    monkeypatch.delattr("my_algorithms.Mine")
+    with pytest.raises(InvalidArgumentError, match=r"no such name now\..*my_algorithms\.Mine = my_algorithms\.NewName"):
+        resume(tmp_path / "run", vec_env_of(cartpole))
+    monkeypatch.setitem(sys.modules, "my_algorithms", None)
+    with pytest.raises(InvalidArgumentError, match=r"cannot be imported.*sys\.modules\[.my_algorithms.\] = new_name"):
+        resume(tmp_path / "run", vec_env_of(cartpole))
+
+
+def test_folder_that_cannot_be_written_is_found_before_training(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    model = ppo(vec_env_of(cartpole))
+    with pytest.raises(StorageError, match=r"file is a file\. Use another folder"):
+        model.learn(64, callback=ResumeCallback(tmp_path / "file" / "run"))
+    assert model.num_timesteps == 0
+    for options in ({"monitor_dir": str(tmp_path / "file")}, {"recorder": tmp_path / "file" / "crashes"}):
+        with pytest.raises(StorageError, match=rf"^{next(iter(options))}='.*file is a file"):
+            make_vec_env("CartPole-v1", **options)
+    options = {
+        "replay_buffer_class": CompressedReplayBuffer,
+        "replay_buffer_kwargs": {"storage_dir": tmp_path / "file/b"},
+    }
+    with pytest.raises(StorageError, match=r"^storage_dir='.*file is a file"):
+        sb3.DQN("MlpPolicy", vec_env_of(cartpole), **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_folder_of_a_living_training_is_refused(tmp_path: pathlib.Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)])
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("save-*")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        model = resume(tmp_path, vec_env_of(cartpole))
+        with pytest.raises(StorageError, match=f"in use by process {process.pid}, which saves"):
+            model.learn(64, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 32))
+    finally:
+        process.kill()
+        process.wait()
+    resume(tmp_path, vec_env_of(cartpole)).learn(
+        1_000_000, reset_num_timesteps=False, callback=[ResumeCallback(tmp_path, 32), Stop()]
+    )
+    assert not (tmp_path / "lock").exists()
+
+
+class Stop(BaseCallback):
+    """Callback that ends the training."""
+
+    def _on_step(self) -> bool:
+        return False

@@ -1,8 +1,8 @@
 """State of an object's attributes: copies of what they contain, and their restoration in place.
 
-:func:`read_state` copies attributes to :class:`Part` objects, which contain plain values and no class of the user.
-:func:`summarize` returns checksums of them by path, such as ``helper.level``. :func:`write_state` fills the present
-objects with copies, so that all objects that share them see the change.
+:func:`read_state` copies attributes to plain values and :class:`SavedValue` objects, which contain no class of the
+user. :func:`summarize` returns checksums of them by path, such as ``helper.level``. :func:`write_state` fills the
+present objects with copies, so that all objects that share them see the change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import types
 import warnings
 import zlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ import numpy as np
 from rl_ext_core.recording.generators import restore_generator, state_of_generator
 
 __all__ = [
-    "Part",
+    "SavedValue",
     "Summary",
     "copy_with_strides",
     "differing",
@@ -61,7 +61,7 @@ _HEAP_TYPE = 1 << 9  # flag of classes that Python code has defined
 _MISSING: Any = object()
 
 
-class Part:
+class SavedValue:
     """Copy of an object that is not a plain value. Objects that share one also do so in copies.
 
     :ivar kind: how it is copied, such as ``"list"``
@@ -186,7 +186,7 @@ class _Reader:
 
     def __init__(self, links: Iterable[Any]) -> None:
         self._links = {id(link) for link in links}
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, SavedValue] = {}
         self._originals: list[Any] = []  # so that their ids stay valid
         self._limit = 0
 
@@ -198,20 +198,25 @@ class _Reader:
             for original in self._originals[known:]:
                 del self._parts[id(original)]
             del self._originals[known:]
-            return Part("unsaved", _type_name(value), _UNKNOWN)
+            return SavedValue("unsaved", _type_name(value), _UNKNOWN)
 
     def read(self, value: Any) -> Any:
         if type(value) in _LEAVES or (isinstance(value, np.generic) and not value.dtype.hasobject):
             return value
         if id(value) in self._links:
-            return Part(_LINK)
+            return SavedValue(_LINK)
         part = self._parts.get(id(value))
         if part is None:
             if len(self._originals) >= self._limit:
                 raise _TooLargeError
-            part = self._parts[id(value)] = Part("", _type_name(value))
+            part = self._parts[id(value)] = SavedValue("", _type_name(value))
             self._originals.append(value)
-            part.kind, part.content = self._read_object(value)
+            try:
+                part.kind, part.content = self._read_object(value)
+            except (_TooLargeError, RecursionError):
+                raise
+            except Exception:  # its code may raise anything
+                part.kind, part.content = "unsaved", _UNKNOWN
         return part
 
     def read_all(self, values: Iterable[Any]) -> list[Any]:
@@ -248,7 +253,7 @@ class _Reader:
             return "method", (self.read(value.__self__), value.__name__)
         if isinstance(value, (type, types.BuiltinFunctionType)):
             return "class", None
-        if isinstance(value, types.ModuleType) or _is_space(value):
+        if isinstance(value, types.ModuleType) or _is_gym_space(value):
             return _LINK, None
         hidden = self._read_hidden_state(value)
         return self._read_instance(value) if hidden is None else ("unsaved", hidden)
@@ -268,7 +273,7 @@ class _Reader:
             return "ended" if frame is None else [frame.f_lasti, self.read_all(frame.f_locals.values())]
         if isinstance(value, io.IOBase):
             try:
-                return value.tell()
+                return value.tell() if value.readable() else 0  # other files are output, not state
             except (OSError, ValueError):  # a pipe, or a closed file
                 return 0
         if isinstance(value, np.random.SeedSequence):
@@ -291,7 +296,10 @@ class _Reader:
 
     def _read_instance(self, value: Any) -> tuple[str, Any]:
         cls = type(value)
-        if cls.__module__.partition(".")[0].lstrip("_") in _PROCESS_MODULES or not cls.__flags__ & _HEAP_TYPE:
+        if isinstance(value, types.SimpleNamespace):
+            return "object", {name: self.read(each) for name, each in vars(value).items()}
+        module = str(getattr(cls, "__module__", "")).partition(".")[0].lstrip("_")
+        if module in _PROCESS_MODULES or not cls.__flags__ & _HEAP_TYPE:
             is_value = cls.__hash__ not in (None, object.__hash__) and cls.__eq__ is not object.__eq__
             return self._read_value(value) if is_value else (_HANDLE, None)
         base = cls
@@ -341,7 +349,7 @@ def _code_name(function: types.FunctionType) -> str:
     return f"{code.co_firstlineno} {zlib.crc32(code.co_code + repr(code.co_names).encode())}"
 
 
-def _is_space(value: Any) -> bool:
+def _is_gym_space(value: Any) -> bool:
     import gymnasium
 
     return isinstance(value, gymnasium.Space)
@@ -362,8 +370,8 @@ def _read_torch(value: Any) -> tuple[str, Any] | None:
 def _leave_out_static_arrays(parts: dict[str, Any], unchanged: Summary) -> None:
     """Drop the copies of large arrays that have not changed since construction."""
     for path, part in _paths(parts):
-        if isinstance(part, Part) and part.kind == "array" and part.content[0].nbytes > _STATIC_BYTES:
-            checksum = _checksum(part, {})
+        if isinstance(part, SavedValue) and part.kind == "array" and part.content[0].nbytes > _STATIC_BYTES:
+            checksum = _checksum_of_value(part, {})
             if path in unchanged and unchanged[path].checksum == checksum:
                 part.kind, part.content = "static", checksum
 
@@ -390,7 +398,7 @@ def _paths(parts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _children(path: str, part: Any) -> list[tuple[str, Any]] | None:
     """Return the paths of an object's attributes or a dict's entries; None for other values."""
-    if not isinstance(part, Part):
+    if not isinstance(part, SavedValue):
         return None
     if part.kind == "object":
         return [(f"{path}.{name}", child) for name, child in part.content.items()]
@@ -404,13 +412,13 @@ def summarize(parts: dict[str, Any]) -> Summary:
     known: dict[int, bytes] = {}
     summary = {}
     for path, part in _paths(parts):
-        if not isinstance(part, Part):
-            summary[path] = Mark(_checksum(part, known))
+        if not isinstance(part, SavedValue):
+            summary[path] = Mark(_checksum_of_value(part, known))
             continue
         unsaved = list(_unsaved_parts(part, set()))
-        checksum = b"".join(_checksum(each, known) for each in unsaved) if unsaved else None
+        checksum = b"".join(_checksum_of_value(each, known) for each in unsaved) if unsaved else None
         summary[path] = Mark(
-            _checksum(part, known),
+            _checksum_of_value(part, known),
             checksum,
             unsaved[0].type_name[1] if unsaved else "",
             any(type(each.content) is str and each.content == _UNKNOWN for each in unsaved),
@@ -436,8 +444,8 @@ def differing(one: Summary | None, other: Summary | None) -> set[str]:
     return {path for path in {**one, **other} if one.get(path, ())[:1] != other.get(path, ())[:1]}
 
 
-def _unsaved_parts(part: Any, seen: set[int], kinds: tuple[str, ...] = ("unsaved",)) -> Iterator[Part]:
-    if not isinstance(part, Part) or id(part) in seen:
+def _unsaved_parts(part: Any, seen: set[int], kinds: tuple[str, ...] = ("unsaved",)) -> Iterator[SavedValue]:
+    if not isinstance(part, SavedValue) or id(part) in seen:
         return
     seen.add(id(part))
     if part.kind in kinds:
@@ -446,9 +454,9 @@ def _unsaved_parts(part: Any, seen: set[int], kinds: tuple[str, ...] = ("unsaved
         yield from _unsaved_parts(child, seen, kinds)
 
 
-def _parts_in(content: Any) -> Iterator[Part]:
+def _parts_in(content: Any) -> Iterator[SavedValue]:
     """Yield the parts in nested lists, tuples and dicts."""
-    if isinstance(content, Part):
+    if isinstance(content, SavedValue):
         yield content
     elif isinstance(content, (list, tuple)):
         for each in content:
@@ -457,9 +465,9 @@ def _parts_in(content: Any) -> Iterator[Part]:
         yield from _parts_in(list(content.values()))
 
 
-def _checksum(part: Any, known: dict[int, bytes]) -> bytes:
+def _checksum_of_value(part: Any, known: dict[int, bytes]) -> bytes:
     """Return a checksum that is equal for equal values in all processes."""
-    if isinstance(part, Part):
+    if isinstance(part, SavedValue):
         found = known.get(id(part))
         if found is None:
             known[id(part)] = b"cycle"
@@ -469,16 +477,18 @@ def _checksum(part: Any, known: dict[int, bytes]) -> bytes:
         text = repr((part.dtype.str, part.tobytes()))
     elif isinstance(part, (list, tuple)):
         text = (
-            repr([_checksum(each, known) for each in part]) if not _LEAVES.issuperset(map(type, part)) else repr(part)
+            repr([_checksum_of_value(each, known) for each in part])
+            if not _LEAVES.issuperset(map(type, part))
+            else repr(part)
         )
     elif isinstance(part, dict):
-        text = repr([(name, _checksum(each, known)) for name, each in part.items()])
+        text = repr([(name, _checksum_of_value(each, known)) for name, each in part.items()])
     else:
         text = f"{type(part).__name__} {part!r}"
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def _checksum_of_part(part: Part, known: dict[int, bytes]) -> bytes:
+def _checksum_of_part(part: SavedValue, known: dict[int, bytes]) -> bytes:
     content = part.content
     if part.kind == "static":
         return content  # type: ignore[no-any-return]
@@ -487,8 +497,8 @@ def _checksum_of_part(part: Part, known: dict[int, bytes]) -> bytes:
     elif part.kind == "generator":
         content = repr(content) if not isinstance(content, dict) else _plain_items(content)
     elif part.kind in ("set", "frozenset"):
-        content = sorted(_checksum(each, known) for each in content[0])
-    return _checksum([part.kind, *part.type_name, content], known)
+        content = sorted(_checksum_of_value(each, known) for each in content[0])
+    return _checksum_of_value([part.kind, *part.type_name, content], known)
 
 
 def _plain_items(state: dict[str, Any]) -> list[Any]:
@@ -507,6 +517,7 @@ def write_state(
     links: Iterable[Any] = (),
     *,
     kept: Callable[[str], bool] = lambda path: False,
+    replaced: Collection[str] = (),
 ) -> list[str]:
     """Fill the attributes of an object with copies, in place.
 
@@ -514,6 +525,7 @@ def write_state(
     :param parts: result of :func:`read_state`
     :param links: as for :func:`read_state`
     :param kept: whether the value at a path stays as it is
+    :param replaced: names of attributes that get a new object, because others may have the present one
     :return: paths of attributes that cannot be restored
     """
     present = _instance_attributes(owner)
@@ -521,7 +533,7 @@ def write_state(
     writer, lost = _Writer(type(owner), kept), []
     for name, part in parts.items():
         try:
-            value = writer.write(name, part, present.get(name, _MISSING))
+            value = writer.write(name, part, _MISSING if name in replaced else present.get(name, _MISSING))
         except _CannotRestoreError:
             lost.append(name)
             continue
@@ -555,14 +567,14 @@ class _Writer:
 
     def write(self, path: str, part: Any, present: Any) -> Any:
         """Return the value for a path: the present object, filled with the saved contents, or a new one."""
-        if not isinstance(part, Part):
+        if not isinstance(part, SavedValue):
             return present if present is not _MISSING and self._kept(path) else part
         if id(part) in self._values:
             return self._values[id(part)]
         if part.kind in (_LINK, _HANDLE, "unsaved", "static") or (present is not _MISSING and self._kept(path)):
             if present is _MISSING:
                 raise _CannotRestoreError
-            if part.kind == "static" and _checksum(_Reader(()).read_attribute(present), {}) != part.content:
+            if part.kind == "static" and _checksum_of_value(_Reader(()).read_attribute(present), {}) != part.content:
                 self.lost.append(path)
             self._values[id(part)] = present
             return present
@@ -572,7 +584,7 @@ class _Writer:
         self._values[id(part)] = value
         return value
 
-    def _begin(self, part: Part, present: Any, build: Callable[[], Any]) -> Any:
+    def _begin(self, part: SavedValue, present: Any, build: Callable[[], Any]) -> Any:
         """Return the object to fill, and remember it for parts that contain it."""
         fits = present is not _MISSING and _type_name(present) == part.type_name
         value = present if fits else build()
@@ -580,12 +592,12 @@ class _Writer:
         self._values[id(part)] = value
         return value
 
-    def _build(self, part: Part) -> Any:
+    def _build(self, part: SavedValue) -> Any:
         """Return a new object of the saved class, whose constructor is not called."""
         cls = self._find(part)
         return cls.__new__(cls)
 
-    def _find(self, part: Part) -> Any:
+    def _find(self, part: SavedValue) -> Any:
         """Return the class or function of a part by its name."""
         module, name = part.type_name
         found: Any = sys.modules.get(module)
@@ -603,7 +615,7 @@ class _Writer:
         olds = itertools.chain(present, itertools.repeat(_MISSING))
         return [self.write(f"{path}[]", item, old) for item, old in zip(items, olds, strict=False)]
 
-    def _write_array(self, path: str, part: Part, present: Any) -> Any:
+    def _write_array(self, path: str, part: SavedValue, present: Any) -> Any:
         saved, strides = part.content
         if isinstance(present, np.ndarray) and (present.dtype, present.shape) == (saved.dtype, saved.shape):
             value = self._begin(part, present, lambda: None)
@@ -614,7 +626,7 @@ class _Writer:
                 return value
         return copy_with_strides(saved, strides)
 
-    def _write_object_array(self, path: str, part: Part, present: Any) -> Any:
+    def _write_object_array(self, path: str, part: SavedValue, present: Any) -> Any:
         shape, items = part.content
         fits = isinstance(present, np.ndarray) and present.dtype.hasobject and present.shape == shape
         value = self._begin(part, present if fits else _MISSING, lambda: np.empty(shape, object))
@@ -622,12 +634,12 @@ class _Writer:
             value.flat[index] = item
         return value
 
-    def _write_list(self, path: str, part: Part, present: Any) -> Any:
+    def _write_list(self, path: str, part: SavedValue, present: Any) -> Any:
         value = self._begin(part, present, lambda: self._build(part))
         list.__setitem__(value, slice(None), self._items(path, part.content[0], list(value)))
         return self._write_extra(path, part, value)
 
-    def _write_deque(self, path: str, part: Part, present: Any) -> Any:
+    def _write_deque(self, path: str, part: SavedValue, present: Any) -> Any:
         items, maxlen, _ = part.content
         fits = isinstance(present, deque) and present.maxlen == maxlen
         value = self._begin(part, present if fits else _MISSING, lambda: self._find(part)(maxlen=maxlen))
@@ -636,7 +648,7 @@ class _Writer:
         deque.extend(value, merged)
         return self._write_extra(path, part, value)
 
-    def _write_tuple(self, path: str, part: Part, present: Any) -> Any:
+    def _write_tuple(self, path: str, part: SavedValue, present: Any) -> Any:
         old = present if isinstance(present, tuple) and _type_name(present) == part.type_name else ()
         items = self._items(path, part.content[0], old)
         if len(items) == len(old) and all(map(lambda one, other: one is other, items, old)) and present is not _MISSING:
@@ -644,29 +656,31 @@ class _Writer:
         cls = self._find(part)
         return cls(*items) if hasattr(cls, "_fields") else cls(items)
 
-    def _write_set(self, path: str, part: Part, present: Any) -> Any:
+    def _write_set(self, path: str, part: SavedValue, present: Any) -> Any:
         value = self._begin(part, present, lambda: self._build(part))
         merged = self._keys(path, part.content[0], value)
         set.clear(value)
         set.update(value, merged)
         return self._write_extra(path, part, value)
 
-    def _write_frozenset(self, path: str, part: Part, present: Any) -> Any:
+    def _write_frozenset(self, path: str, part: SavedValue, present: Any) -> Any:
         old = present if isinstance(present, frozenset) else ()
         return self._find(part)(self._keys(path, part.content[0], old))
 
     def _keys(self, path: str, keys: list[Any], present: Iterable[Any]) -> list[Any]:
         """Return the keys of a dict or set: the present ones that are equal to the saved ones, or new ones."""
-        if all(not isinstance(key, Part) for key in keys):
+        if all(not isinstance(key, SavedValue) for key in keys):
             return list(keys)
         reader = _Reader(())
-        olds = {_checksum(reader.read_attribute(old), {}): old for old in present}
+        olds = {_checksum_of_value(reader.read_attribute(old), {}): old for old in present}
         return [
-            self.write(f"{path}[]", key, olds.get(_checksum(key, {}), _MISSING)) if isinstance(key, Part) else key
+            self.write(f"{path}[]", key, olds.get(_checksum_of_value(key, {}), _MISSING))
+            if isinstance(key, SavedValue)
+            else key
             for key in keys
         ]
 
-    def _write_dict(self, path: str, part: Part, present: Any) -> Any:
+    def _write_dict(self, path: str, part: SavedValue, present: Any) -> Any:
         items, factory, _ = part.content
 
         def build() -> Any:
@@ -696,12 +710,12 @@ class _Writer:
         dict.update(value, merged)
         return self._write_extra(path, part, value)
 
-    def _write_extra(self, path: str, part: Part, value: Any) -> Any:
+    def _write_extra(self, path: str, part: SavedValue, value: Any) -> Any:
         for name, item in part.content[2].items():
             vars(value)[name] = self.write(f"{path}[]", item, vars(value).get(name, _MISSING))
         return value
 
-    def _write_object(self, path: str, part: Part, present: Any) -> Any:
+    def _write_object(self, path: str, part: SavedValue, present: Any) -> Any:
         value = self._begin(part, present, lambda: self._build(part))
         attributes = _instance_attributes(value)
         for name, item in part.content.items():
@@ -717,14 +731,14 @@ class _Writer:
                 _set_attribute(value, name, new)
         return value
 
-    def _write_buffer(self, path: str, part: Part, present: Any) -> Any:
+    def _write_buffer(self, path: str, part: SavedValue, present: Any) -> Any:
         typecode, data = part.content
         new: Any = array.array(typecode, data) if typecode else bytearray(data)
         value = self._begin(part, present, lambda: new)
         value[:] = new
         return value
 
-    def _write_generator(self, path: str, part: Part, present: Any) -> Any:
+    def _write_generator(self, path: str, part: SavedValue, present: Any) -> Any:
         old = None if present is _MISSING else present
         if issubclass(kind := self._find(part), np.random.BitGenerator):
             old = old if isinstance(old, kind) else kind()
@@ -734,14 +748,14 @@ class _Writer:
         self._used.add(id(old))
         return old
 
-    def _write_torch_generator(self, path: str, part: Part, present: Any) -> Any:
+    def _write_torch_generator(self, path: str, part: SavedValue, present: Any) -> Any:
         import torch
 
         value = self._begin(part, present, torch.Generator)
         value.set_state(torch.frombuffer(bytearray(part.content), dtype=torch.uint8))
         return value
 
-    def _write_tensor(self, path: str, part: Part, present: Any) -> Any:
+    def _write_tensor(self, path: str, part: SavedValue, present: Any) -> Any:
         import torch
 
         name, shape, data = part.content
@@ -758,27 +772,27 @@ class _Writer:
             return torch.nn.Parameter(saved)
         return saved.to(present.device) if isinstance(present, torch.Tensor) else saved
 
-    def _write_enum(self, path: str, part: Part, present: Any) -> Any:
+    def _write_enum(self, path: str, part: SavedValue, present: Any) -> Any:
         is_same = isinstance(present, enum.Enum) and _type_name(present) == part.type_name
         cls, (name, value) = type(present) if is_same else self._find(part), part.content
         return cls(value) if name is None else cls[name]
 
-    def _write_value(self, path: str, part: Part, present: Any) -> Any:
+    def _write_value(self, path: str, part: SavedValue, present: Any) -> Any:
         try:
             value = pickle.loads(part.content)
             return present if present is not _MISSING and value == present else value
         except Exception as error:  # its class is missing, for example
             raise _CannotRestoreError from error
 
-    def _write_class(self, path: str, part: Part, present: Any) -> Any:
+    def _write_class(self, path: str, part: SavedValue, present: Any) -> Any:
         return present if present is not _MISSING and _type_name(present) == part.type_name else self._find(part)
 
-    def _write_method(self, path: str, part: Part, present: Any) -> Any:
+    def _write_method(self, path: str, part: SavedValue, present: Any) -> Any:
         owner, name = part.content
         old = getattr(present, "__self__", _MISSING)
         return getattr(self.write(f"{path}[]", owner, old), name)
 
-    def _write_function(self, path: str, part: Part, present: Any) -> Any:
+    def _write_function(self, path: str, part: SavedValue, present: Any) -> Any:
         name, cells, _ = part.content
         if isinstance(present, types.FunctionType) and _code_name(present) == name:
             self._begin(part, present, lambda: None)

@@ -11,6 +11,7 @@ import os
 import sys
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,17 +41,19 @@ class LayerState:
     :ivar description: see :func:`describe_layers`
     :ivar attributes: copies of its attributes
     :ivar construction: summary of the attributes right after construction; None if it was not recorded
+    :ivar replaced: names of containers that were replaced since construction, instead of filled
     :ivar file: content and time of a monitor's file; None if there is none
     """
 
     description: str
     attributes: dict[str, Any]
     construction: Summary | None
+    replaced: frozenset[str]
     file: tuple[str, float] | None
 
 
-# Summaries of living layers, by their ids.
-_constructions: dict[int, tuple[weakref.ref[Any], Summary]] = {}
+# Summaries of living layers after construction, and their containers, by the ids of the layers.
+_constructions: dict[int, tuple[weakref.ref[Any], Summary, dict[str, Callable[[], Any]]]] = {}
 _LINKS = frozenset(
     (
         *("env", "results_writer", "_action_space", "_observation_space", "_metadata", "_cached_spec"),
@@ -70,6 +73,7 @@ def layer_states(env: Any) -> list[LayerState]:
             _describe_layer(layer),
             _layer_parts(layer, vars(layer), layers, unchanged=_construction(layer)),
             _construction(layer),
+            _find_replaced(layer),
             results_file(layer),
         )
         for layer in layers
@@ -120,9 +124,29 @@ def record_construction(env: Any) -> None:
     """
     layers = _all_layers(env)
     for layer in layers:
-        summary = summarize(_layer_parts(layer, read_attributes(layer), layers))
+        attributes = read_attributes(layer)
+        summary = summarize(_layer_parts(layer, attributes, layers))
+        objects = {name: _refer(value) for name, value in attributes.items() if _is_container(value)}
         with contextlib.suppress(TypeError):  # an object of a class without weak references
-            _constructions.setdefault(id(layer), (weakref.ref(layer, _forget(id(layer))), summary))
+            _constructions.setdefault(id(layer), (weakref.ref(layer, _forget(id(layer))), summary, objects))
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (list, dict, set, deque, bytearray, np.ndarray)) or type(value).__name__ == "Tensor"
+
+
+def _refer(value: Any) -> Callable[[], Any]:
+    """Return a function that returns an object, which it keeps alive only if the class has no weak references."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
+
+
+def _find_replaced(layer: Any) -> frozenset[str]:
+    """Return the containers that are not the objects that construction has made."""
+    objects = _constructions[id(layer)][2] if id(layer) in _constructions else {}
+    return frozenset(name for name, refer in objects.items() if vars(layer).get(name) is not refer())
 
 
 def _forget(key: int) -> Callable[[Any], None]:
@@ -131,7 +155,7 @@ def _forget(key: int) -> Callable[[Any], None]:
 
 def _construction(layer: Any) -> Summary | None:
     """Return the summary of a layer after its construction; None if it was not recorded."""
-    return _constructions.get(id(layer), (None, None))[1]
+    return _constructions[id(layer)][1] if id(layer) in _constructions else None
 
 
 def _layer_parts(layer: Any, attributes: dict[str, Any], layers: Sequence[Any], **options: Any) -> dict[str, Any]:
@@ -161,7 +185,9 @@ def restore_layers(env: Any, states: Sequence[LayerState]) -> list[str]:
             for path in sorted(own & differing(state.construction, saved) & differing(saved, present))
             if path in saved
         ]
-        lost += [f"{name}.{path}" for path in write_state(layer, state.attributes, layers, kept=own.__contains__)]
+        replaced = state.replaced - _find_replaced(layer)
+        paths = write_state(layer, state.attributes, layers, kept=own.__contains__, replaced=replaced)
+        lost += [f"{name}.{path}" for path in paths]
         restore_results_file(layer, state.file)
     sentences = []
     if kept:
