@@ -467,7 +467,7 @@ def _choose_n_workers(verdict: Verdict, n_envs: int, n_workers: int | None, reas
             return 0, "So they share this process."
         advice = "Or use one environment, n_envs=1"
         if verdict.in_process:
-            advice = f"They would share this process, but cannot {reason}. Leave these options out"
+            advice = f"They could share this process, but not with these options, {reason}. Leave them out"
         raise IsolationError(f"{verdict.explanation} {advice}")
     if verdict.isolation is not Isolation.INDEPENDENT:
         return n_envs, f"So each of the {n_envs} has its own process."
