@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import json
 import logging
@@ -23,7 +22,7 @@ from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from rl_ext_core import resources
 from rl_ext_core._environment_source import as_gymnasium_env
-from rl_ext_core._values import IMMUTABLE_TYPES
+from rl_ext_core._values import copy_output
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, IsolationError, NotCopyableError, WorkerError
 from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.factory.convert import convert
@@ -391,10 +390,6 @@ def _build_vec_env(
     return _with_report(SharedMemoryVecEnv(made, **{**options, "n_workers": n_workers}), report)
 
 
-# Types of values in infos that need no copy.
-_IMMUTABLE = frozenset((*IMMUTABLE_TYPES, np.bool_, np.int32, np.int64, np.uint8, np.float32, np.float64))
-
-
 class InProcessVecEnv(DummyVecEnv):
     """``DummyVecEnv`` whose steps take less time: it copies results without ``copy.deepcopy`` where it can."""
 
@@ -416,18 +411,12 @@ class InProcessVecEnv(DummyVecEnv):
                 info["terminal_observation"] = observation
                 observation, self.reset_infos[index] = env.reset()
             save(index, observation)
-        return self._obs_from_buf(), rewards.copy(), dones.copy(), [*map(_copy_info, infos)]
+        return self._obs_from_buf(), rewards.copy(), dones.copy(), [*map(copy_output, infos)]
 
     def _obs_from_buf(self) -> Any:
         """Return a copy of the last observations."""
         copied = OrderedDict((key, array.copy()) for key, array in self.buf_obs.items())
         return dict_to_obs(self.observation_space, copied)
-
-
-def _copy_info(info: dict[str, Any]) -> dict[str, Any]:
-    """Return a deep copy of an info."""
-    is_flat = type(info) is dict and _IMMUTABLE.issuperset(map(type, info.values()))
-    return info.copy() if is_flat else copy.deepcopy(info)
 
 
 def _record_crashes(
@@ -478,7 +467,7 @@ def _choose_n_workers(verdict: Verdict, n_envs: int, n_workers: int | None, reas
             return 0, "So they share this process."
         advice = "Or use one environment, n_envs=1"
         if verdict.in_process:
-            advice = f"They would share this process, but cannot {reason}. Leave these options out"
+            advice = f"They could share this process, but not with these options, {reason}. Leave them out"
         raise IsolationError(f"{verdict.explanation} {advice}")
     if verdict.isolation is not Isolation.INDEPENDENT:
         return n_envs, f"So each of the {n_envs} has its own process."

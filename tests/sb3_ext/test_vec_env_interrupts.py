@@ -18,6 +18,7 @@ from rl_ext_core.vector import SharedMemoryVectorEnv, channel
 from rl_ext_core.vector.pool import Pool
 from sb3_ext import GymVecEnv, SharedMemoryVecEnv
 from tests.interrupts import interrupt_everywhere
+from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.vec_checks import FAST, no_workers, raise_interrupt_in
 from tests.sb3_ext.vec_test_envs import Counting, Failing
 
@@ -204,7 +205,7 @@ def test_interrupted_learn_continues_after_the_line_of_the_error(kind: str) -> N
     if kind == "GymVecEnv":
         venv.close()
         venv = GymVecEnv(SharedMemoryVectorEnv([Counting] * 2, context=FAST))
-    model = PPO("MlpPolicy", VecMonitor(venv), n_steps=4, batch_size=4, n_epochs=1, device="cpu")
+    model = without_logger(PPO("MlpPolicy", VecMonitor(venv), n_steps=4, batch_size=4, n_epochs=1, device="cpu"))
     model.learn(8)
     with raise_interrupt_in(Pool, "_receive"), pytest.raises(KeyboardInterrupt):
         model.learn(8, reset_num_timesteps=False)
@@ -212,5 +213,5 @@ def test_interrupted_learn_continues_after_the_line_of_the_error(kind: str) -> N
         model.learn(8, reset_num_timesteps=False)
     model.set_env(model.get_env())
     model.learn(8, reset_num_timesteps=False)
-    assert model.rollout_buffer.observations[:, 0, 0].tolist() == [0, 1, 2, 3]  # the steps of a new episode
+    assert model.rollout_buffer.observations[:4, 0].tolist() == [0, 1, 2, 3]  # the steps of a new episode
     venv.close()

@@ -19,7 +19,10 @@ from torchrl_ext import GymEnv, GymWrapper
 
 SINGLE: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"observation": np.zeros(5, np.float32)}, r"'observation' has the shape \(5,\); its space has \(4,\)"),
-    "more axes": ({"observation": np.zeros((4, 4), np.float32)}, r"\(4, 4\); its space has \(4,\)"),
+    "more axes": (
+        {"observation": np.zeros((4, 4), np.float32)},
+        r"\(4, 4\); its space has \(4,\)\. .* write env\.num_envs = 4",
+    ),
     "None": ({"observation": None}, r"observation.* is of type NoneType, which makes no tensor"),
     "text": ({"observation": "left"}, r"'observation' is of type str, which makes no tensor.*\(4,\) of torch.float32"),
     "objects": ({"observation": [None] * 4}, r"'observation' is of type list, which makes no tensor"),

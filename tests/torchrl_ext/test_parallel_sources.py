@@ -168,6 +168,9 @@ def test_serial_for_single_builds_a_serial_env(event_log: Path) -> None:
     assert observed_depths(env) == [2.0]
     assert (count_events("built", in_this_process=True), running_workers()) == (1, [])
     env.close()
+    with_limit = ParallelEnv(1, Well, serial_for_single=True, step_timeout=1.0)  # only processes can honor it
+    assert isinstance(with_limit, ParallelEnv)
+    with_limit.close(raise_if_closed=False)
     parallel = ParallelEnv(2, Well, serial_for_single=True)
     assert isinstance(parallel, ParallelEnv)
 

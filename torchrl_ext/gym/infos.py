@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_ext_core._values import copy_output
 from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.vector.array_frameworks import to_torch
 from rl_ext_core.vector.stepper import infos_to_dict, object_array
@@ -17,7 +18,7 @@ _NUMBERS = "biufc"  # kinds of NumPy's dtypes
 
 
 def copy_info(info: Any) -> Any:
-    """Copy the arrays and tensors of an info, because environments reuse them.
+    """Copy the arrays and tensors of an info, because environments reuse them. Other objects are not copied.
 
     JAX arrays become tensors.
     """
@@ -25,12 +26,10 @@ def copy_info(info: Any) -> Any:
         return {key: copy_info(value) for key, value in info.items()}
     if isinstance(info, list):
         return [copy_info(part) for part in info]
-    if isinstance(info, np.ndarray):
-        if info.dtype != object or info.ndim != 1:
-            return info.copy()
+    if isinstance(info, np.ndarray) and info.dtype == object and info.ndim == 1:
         return object_array([copy_info(part) for part in info])
     info = to_torch(info)
-    return info.detach().clone() if isinstance(info, torch.Tensor) else info
+    return copy_output(info) if isinstance(info, (np.ndarray, torch.Tensor)) else info
 
 
 # -- rows of infos

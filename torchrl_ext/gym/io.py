@@ -76,9 +76,12 @@ def compile_value(
         fitting = _adjust_singleton_axes(found, shape)
         if fitting is None:
             hint = " (the batch axis is lost)" if tuple(found.shape) == shape[1:] else ""
+            advice = ""
             if tuple(found.shape[1:]) == shape:
-                hint = f" (a batch? If so, set env.num_envs = {len(found)} before GymWrapper(env))"
-            raise EnvironmentOutputError(f"{name!r} has the shape {(*found.shape,)}{hint}; its space has {(*shape,)}")
+                advice = f". If these are {len(found)} environments, write env.num_envs = {len(found)} first"
+            raise EnvironmentOutputError(
+                f"{name!r} has the shape {(*found.shape,)}{hint}; its space has {(*shape,)}{advice}"
+            )
         shares = hasattr(value, "__dlpack__") and not isinstance(value, array)
         return fitting.to(device=device, dtype=dtype, copy=copy and shares)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import numbers
 import os
@@ -17,6 +18,8 @@ from torchrl_ext._compat import has_supervision
 from torchrl_ext.parallel.worker_plan import WorkerPlan
 
 __all__ = ["ParallelEnv"]
+
+_log = logging.getLogger("torchrl_ext")
 
 _BaseParallelEnv: Any
 _IS_SUPERVISED = has_supervision()
@@ -37,7 +40,7 @@ class _ParallelEnvMeta(type(upstream.ParallelEnv)):  # type: ignore[misc]
         **kwargs: Any,
     ) -> EnvBase:
         kwargs.pop("auto_wrap_envs", None)
-        if kwargs.pop("serial_for_single", False) and num_workers == 1:
+        if kwargs.pop("serial_for_single", False) and num_workers == 1 and not _needs_process(kwargs):
             return _make_serial_env(create_env_fn, kwargs)
         return super().__call__(num_workers, create_env_fn, *args, auto_wrap_envs=False, **kwargs)
 
@@ -155,6 +158,15 @@ def _check_num_workers(num_workers: Any, create_env_fn: Any) -> int:
     if isinstance(num_workers, bool) or not isinstance(num_workers, numbers.Integral) or num_workers < 1:
         raise InvalidArgumentError(f"num_workers={num_workers!r} is not a number of workers; expected 1 or more")
     return int(num_workers)  # TorchRL treats NumPy's integers as lists
+
+
+def _needs_process(kwargs: Mapping[str, Any]) -> bool:
+    """Return whether arguments of ``ParallelEnv`` have an effect in processes only; log them."""
+    names = ("start_timeout", "step_timeout", "shutdown_timeout", "recorder")
+    needed = [name for name in names if not isinstance(kwargs.get(name), bool | None)]
+    if needed:
+        _log.info("serial_for_single=True has no effect, because only processes can use %s", ", ".join(needed))
+    return bool(needed)
 
 
 class _SingleSerialEnv(SerialEnv):

@@ -8,7 +8,6 @@ Source: einops' ``_backends.py``; https://data-apis.org/array-api/latest/design_
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +17,6 @@ import numpy as np
 from rl_ext_core.errors import InvalidTypeError
 
 __all__ = [
-    "copy_array",
     "framework_of",
     "keep_freed_memory",
     "leaves",
@@ -144,14 +142,6 @@ def stack_arrays(*arrays: Any) -> Any:
     if _framework(arrays[0]) == "torch":
         return sys.modules["torch"].stack([array.detach() for array in arrays])
     return np.array([to_numpy(array) for array in arrays])
-
-
-def copy_array(array: Any) -> Any:
-    """Copy an array that the environment may overwrite. Return immutable JAX arrays as is."""
-    framework = _framework(array)
-    if framework == "jax":
-        return array
-    return array.detach().clone() if framework == "torch" else copy.copy(array)
 
 
 def keep_freed_memory(nbytes: int) -> None:

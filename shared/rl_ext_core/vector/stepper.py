@@ -11,8 +11,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from rl_ext_core._values import copy_output
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
-from rl_ext_core.vector.array_frameworks import copy_array, leaves, map_arrays, stack_arrays, take_rows, to_numpy
+from rl_ext_core.vector.array_frameworks import leaves, map_arrays, stack_arrays, take_rows, to_numpy
 from rl_ext_core.vector.autoreset import (
     Autoreset,
     PartialReset,
@@ -215,7 +216,7 @@ class Stepper:
 
         Call it after resets of the environment that do not go through this stepper.
         """
-        self.current = map_arrays(copy_array, observation) if self._stores_observations else None
+        self.current = map_arrays(copy_output, observation) if self._stores_observations else None
 
     def _find_partial_reset(self) -> PartialReset:
         """Return the function that resets rows of the environment, or raise if there is none."""
