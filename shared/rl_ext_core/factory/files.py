@@ -70,7 +70,9 @@ def protect_files(folder: str, created: str | None = None) -> None:
         for place, at, needs_file in _OPERATIONS.get(event, ()):
             descriptor = -1 if at is None else args[at]
             # Python raises the usual error for a missing or an existing file.
-            is_possible = descriptor >= 0 or needs_file in (None, os.path.lexists(args[place]))
+            is_possible = not isinstance(args[place], int) and (
+                descriptor >= 0 or needs_file in (None, os.path.lexists(args[place]))
+            )
             if is_possible and is_protected(args[place], descriptor):
                 changed = args[place]
         if changed is not None and not _is_importing():

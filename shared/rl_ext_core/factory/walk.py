@@ -21,7 +21,7 @@ import types
 import typing
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -291,19 +291,17 @@ def _describer(kind: Any) -> Callable[[Any], Any] | None:
     name, torch = kind.__name__, sys.modules.get("torch")
     if kind in (str, bytes):
         return _text_token
-    of_torch = torch is not None and any(kind is getattr(torch, name, None) for name in _TORCH_SCALARS)
-    if of_torch or kind in (float, complex, type(...), type(NotImplemented)):
-        return lambda item: (name, repr(item))  # As a string, NaN equals itself.
-    if kind in _SCALARS:
+    if kind in (bool, int, type(None)):
         return lambda item: (name, item)
+    of_torch = torch is not None and any(kind is getattr(torch, name, None) for name in _TORCH_SCALARS)
+    if of_torch or kind in _SCALARS or kind in (slice, range):
+        return lambda item: (name, repr(item))  # As a string, NaN equals itself.
     if issubclass(kind, enum.Enum):
         return lambda item: ("enum", full_name(kind), str(item._name_))
     if issubclass(kind, np.generic):
         return lambda item: ("number", name, item.tobytes() if kind is np.void else repr(item))
     if issubclass(kind, np.dtype):
         return lambda item: ("dtype", repr(item))
-    if kind in (slice, range):
-        return lambda item: (name, tuple(scalar_token(part) for part in (item.start, item.stop, item.step)))
     if issubclass(kind, type):
         return lambda item: ("class", *name_of(item))
     if issubclass(kind, (types.ModuleType, logging.Logger)):
@@ -480,41 +478,48 @@ class _Walk:
         if (reason := simulators.why_unpicklable(kind)) is not None:
             found.unpicklable[path] = reason
             return
-        for step, operation, key, part in _parts_reader(kind)(self, path, item):
+        for step, operation, key, part in self._parts(path, item):
             where = path + step
             found.steps[where] = path, operation, key
             self._visit(where, part)
 
     # These methods yield the parts of an object. They set its token if the class alone does not describe it.
 
-    def parts_of_attributes(self, path: str, item: Any) -> Iterator[Part]:
-        """Yield the attributes of an object, except caches of its library."""
+    def _parts(self, path: str, item: Any) -> Iterable[Part]:
+        """Yield the parts of an object of any class."""
         kind: Any = type(item)
-        own, skipped = attributes(item), simulators.cache_attributes(kind)
+        torch = sys.modules.get("torch")
+        if kind is types.FunctionType:
+            return self._parts_of_function(path, item)
+        if kind is weakref.ref:
+            return [("()", None, None, item())]
+        if simulators.field_reader(kind) is not None:
+            fields, are_set = simulators.fields(item)
+            return [(f".{name}", "field" if are_set else None, name, part) for name, part in fields.items()]
+        if issubclass(kind, np.ndarray):
+            return self._parts_of_array(path, item)
+        if torch is not None and issubclass(kind, torch.Tensor):
+            return self._parts_of_tensor(path, item)
+        if is_generator_class(kind):
+            self.found.tokens[path] = "generator", full_name(kind)
+            return ()
+        if has_c_memory(kind):
+            return self._parts_of_foreign(path, item)
+        return (self._parts_of_container if issubclass(kind, _CONTAINERS) else self._parts_of_attributes)(path, item)
+
+    def _parts_of_attributes(self, path: str, item: Any) -> Iterator[Part]:
+        """Yield the attributes of an object, except caches of its library."""
+        own, skipped = attributes(item), simulators.cache_attributes(type(item))
         return ((f".{n}", "attribute", n, own[n]) for n in sorted(own, key=str) if n not in skipped)
 
-    def parts_of_fields(self, path: str, item: Any) -> Iterator[Part]:
-        """Yield the settings of a simulator's object."""
-        fields, are_set = simulators.fields(item)
-        return ((f".{name}", "field" if are_set else None, name, part) for name, part in fields.items())
-
-    def parts_of_reference(self, path: str, item: Any) -> Iterator[Part]:
-        """Yield the object to which a weak reference points."""
-        yield "()", None, None, item()
-
-    def parts_of_generator(self, path: str, item: Any) -> Iterator[Part]:
-        """Record the class of a random generator, and yield no parts."""
-        self.found.tokens[path] = "generator", full_name(type(item))
-        return iter(())
-
-    def parts_of_tensor(self, path: str, tensor: Any) -> Iterator[Part]:
-        """Record a hash of a tensor, and yield no parts."""
+    def _parts_of_tensor(self, path: str, tensor: Any) -> Iterable[Part]:
+        """Record a hash of a tensor. It has no parts."""
         token = self.found.tokens[path] = _tensor_token(tensor, sys.modules["torch"])
         if tensor.device.type == "cpu" and token[-1] not in ("unread", "uninitialized") and tensor.is_shared():
             self.found.unpicklable[path] = "its memory is shared by processes, and a copy would not share it"
-        return iter(())
+        return ()
 
-    def parts_of_array(self, path: str, array: Any) -> Iterator[Part]:
+    def _parts_of_array(self, path: str, array: Any) -> Iterator[Part]:
         """Record a hash of an array, and yield its objects and its attributes."""
         self.found.tokens[path] = _array_token(array)
         if array.dtype.hasobject:
@@ -524,9 +529,9 @@ class _Walk:
             start = array.__array_interface__["data"][0]
             low, high = sum(s for s in strides if s < 0), sum(s for s in strides if s > 0)
             self._arrays.append((path, start + low, start + high + array.itemsize))
-        yield from self.parts_of_attributes(path, array)
+        yield from self._parts_of_attributes(path, array)
 
-    def parts_of_function(self, path: str, function: types.FunctionType) -> Iterator[Part]:
+    def _parts_of_function(self, path: str, function: types.FunctionType) -> Iterator[Part]:
         """Record a hash of a function's code, and yield its defaults, closure and globals."""
         self.functions.append(function)
         self.found.tokens[path] = "function", code_digest(function.__code__)
@@ -546,9 +551,9 @@ class _Walk:
             if part is not None and not isinstance(part, types.ModuleType):
                 yield f".<global {name}>", None, None, part
 
-    def parts_of_foreign(self, path: str, item: Any) -> Iterator[Part]:
+    def _parts_of_foreign(self, path: str, item: Any) -> Iterator[Part]:
         """Yield the attributes of an object of a class in C, and the parts of its pickle."""
-        yield from self.parts_of_attributes(path, item)
+        yield from self._parts_of_attributes(path, item)
         kind: Any = type(item)
         if simulators.is_skipped(kind):
             return
@@ -563,9 +568,9 @@ class _Walk:
             return
         yield from ((f".<reduced {i}>", None, None, part) for i, part in enumerate(parts))
 
-    def parts_of_container(self, path: str, item: Any) -> Iterator[Part]:
+    def _parts_of_container(self, path: str, item: Any) -> Iterator[Part]:
         """Record a container's length or keys, and yield its attributes and elements."""
-        yield from self.parts_of_attributes(path, item)
+        yield from self._parts_of_attributes(path, item)
         kind: Any = type(item)
         if issubclass(kind, dict):
             flat, base = _flat_token(item), OrderedDict if issubclass(kind, OrderedDict) else dict
@@ -616,27 +621,6 @@ class _Walk:
             else:
                 first, begin = path, low
             end = max(end, high)
-
-
-@_cached_per_class
-def _parts_reader(kind: Any) -> Callable[[_Walk, str, Any], Iterator[Part]]:
-    """Return the method that yields the parts of a class's instances."""
-    torch = sys.modules.get("torch")
-    if kind is types.FunctionType:
-        return _Walk.parts_of_function
-    if kind is weakref.ref:
-        return _Walk.parts_of_reference
-    if simulators.field_reader(kind) is not None:
-        return _Walk.parts_of_fields
-    if issubclass(kind, np.ndarray):
-        return _Walk.parts_of_array
-    if torch is not None and issubclass(kind, torch.Tensor):
-        return _Walk.parts_of_tensor
-    if is_generator_class(kind):
-        return _Walk.parts_of_generator
-    if has_c_memory(kind):
-        return _Walk.parts_of_foreign
-    return _Walk.parts_of_container if issubclass(kind, _CONTAINERS) else _Walk.parts_of_attributes
 
 
 def _reduced_parts(reduced: tuple[Any, ...], known: Mapping[str, Any]) -> Iterator[Any]:

@@ -187,8 +187,11 @@ class Crashing(Line):
 
 
 def test_crash_of_a_copy_raises_worker_error() -> None:
+    env = Crashing()
+    as_factory(env)  # An unchanged instance is not stepped.
+    env.gain = 4.0
     with pytest.raises(WorkerError, match="was killed by SIGSEGV") as caught:
-        as_factory(Crashing())
+        as_factory(env)
     assert caught.value.kind == "signal"
     assert "in step" in caught.value.traceback
 

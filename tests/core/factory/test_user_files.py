@@ -83,7 +83,8 @@ class Logging(Line):
 
 def _contents(folder: Path) -> dict[str, Any]:
     """Return the contents of all files below a folder, with their times of modification."""
-    return {str(path): (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in folder.rglob("*")}
+    paths = {str(path): path for path in folder.rglob("*")}
+    return {n: (path.stat().st_mtime_ns, path.read_bytes()) if path.is_file() else None for n, path in paths.items()}
 
 
 @pytest.mark.parametrize("steps", [0, 5])
@@ -124,7 +125,10 @@ def test_probe_changes_no_file_and_removes_what_it_created(tmp_path: Path) -> No
     logs = tmp_path / "logs"
     Logging(str(logs)).reset(seed=1)
     before = _contents(tmp_path)
-    assert probe(functools.partial(Logging, str(logs))).isolation is Isolation.UNKNOWN  # It deletes a file.
+    assert probe(functools.partial(Logging, str(logs))).isolation is Isolation.INDEPENDENT
+    verdict = probe(functools.partial(Archiving, str(logs / "monitor.csv")))
+    assert verdict.isolation is Isolation.UNKNOWN
+    assert "must not change the file" in verdict.explanation
     assert probe(functools.partial(Appending, str(logs))).isolation is Isolation.INDEPENDENT
     assert probe(functools.partial(Appending, str(tmp_path / "new" / "logs"))).isolation is Isolation.INDEPENDENT
     assert _contents(tmp_path) == before
