@@ -132,7 +132,7 @@ class ResumeCallback(BaseCallback):
         if getattr(model, "uses_tensors", False):
             raise InvalidTypeError(
                 f"ResumeCallback does not save the tensors of sb3_ext.tensor.{type(model).__name__}: expected an "
-                f"algorithm on arrays. Write from stable_baselines3 import {type(model).__name__}, or use "
+                f"algorithm on arrays. Use from stable_baselines3 import {type(model).__name__}, or use "
                 "CheckpointCallback"
             )
         if self.folder.exists() and not self.folder.is_dir():

@@ -165,7 +165,7 @@ def capture_constructors(maker: _Recorded) -> _Recorded:
     if not isinstance(maker, type):
         raise InvalidTypeError(
             f"maker={maker!r} is not a class or function: expected one that builds environments. "
-            "Write capture_constructors(MyEnv)"
+            "Use capture_constructors(MyEnv)"
         )
     meta = next(base for base in inspect.getmro(type(maker)) if "__call__" in vars(base))
     if meta is not type:

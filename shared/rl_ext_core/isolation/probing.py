@@ -72,14 +72,14 @@ def probe(
     """
     start, start_ns = time.monotonic(), time.time_ns()
     if steps < MIN_STEPS:
-        raise InvalidArgumentError(f"steps={steps!r} is too small: expected at least {MIN_STEPS}. Write steps=100")
+        raise InvalidArgumentError(f"steps={steps!r} is too small: expected at least {MIN_STEPS}. Use steps=100")
     if not (timeout is None or timeout > 0):
         raise InvalidArgumentError(
-            f"timeout={timeout!r} is not valid: expected seconds above 0, or None for the default. Write timeout=60"
+            f"timeout={timeout!r} is not valid: expected seconds above 0, or None for the default. Use timeout=60"
         )
     sources = list(source) if isinstance(source, (list, tuple)) else [source, source]
     if not sources:
-        raise InvalidArgumentError("source=[] is empty: expected at least one factory. Write probe([make] * 4)")
+        raise InvalidArgumentError("source=[] is empty: expected at least one factory. Use probe([make] * 4)")
     try:
         made = {key: as_factory(one, verify=False) for key, one in {id(one): one for one in sources}.items()}
     except NotCopyableError as error:
@@ -113,7 +113,7 @@ def _run_trials(
     from rl_ext_core.isolation.judge import Judge  # A cached verdict does not need this import.
 
     what = f"{len(trial_factories) + 1} instances of {trial_factories[0].to_source()}"
-    _log.info('testing %s in temporary processes. To skip this, write isolation="process"', what)
+    _log.info('testing %s in temporary processes. To skip this, use isolation="process"', what)
     judge = Judge(trial_factories, steps, timeout)
     verdict = judge.verdict()
     if file is not None and judge.loaded_files:
