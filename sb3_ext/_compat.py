@@ -41,7 +41,7 @@ def call_in_workers(env: AsyncVectorEnv, indices: Sequence[int], name: str, /, *
     if not _CAN_CALL_SOME:
         raise InvalidArgumentError(
             f"{name!r} of environments {list(indices)}: AsyncVectorEnv of gymnasium {gymnasium.__version__} calls all "
-            "or none. Leave indices out, or write gymnasium.vector.SyncVectorEnv(env_fns)"
+            "or none. Leave indices out, or use gymnasium.vector.SyncVectorEnv(env_fns)"
         )
     for index in indices:
         env.parent_pipes[index].send(("_call", (name, args, kwargs)))

@@ -98,7 +98,7 @@ def check_layers(env: Any) -> None:
     """
     if not isinstance(env, VecEnv) and hasattr(env, "num_envs"):
         raise InvalidTypeError(
-            f"{type(env).__name__} is not a VecEnv. Write GymVecEnv(env, tensors=True), or without tensors if it steps "
+            f"{type(env).__name__} is not a VecEnv. Use GymVecEnv(env, tensors=True), or without tensors if it steps "
             "on arrays"
         )
     layers = [env]
@@ -110,7 +110,7 @@ def check_layers(env: Any) -> None:
     for layer, is_on_tensors in zip(layers, returns_tensors, strict=True):
         if isinstance(layer, VecNormalize) and not isinstance(layer, TensorVecNormalize):
             raise InvalidTypeError(
-                f"{type(layer).__name__} works on arrays. Write sb3_ext.tensor.TensorVecNormalize(env), which has the "
+                f"{type(layer).__name__} works on arrays. Use sb3_ext.tensor.TensorVecNormalize(env), which has the "
                 "same arguments and reads the same files"
             )
         if isinstance(layer, TensorVecEnv):
@@ -123,7 +123,7 @@ def check_layers(env: Any) -> None:
     base = layers[-1]
     if isinstance(base, GymVecEnv) and base.device is not None and not base.tensors:
         raise InvalidArgumentError(
-            f"GymVecEnv copies the tensors of {type(base.env).__name__} to the CPU. Write "
+            f"GymVecEnv copies the tensors of {type(base.env).__name__} to the CPU. Use "
             "GymVecEnv(env, tensors=True), or use the algorithm of stable_baselines3"
         )
     space = env.observation_space

@@ -228,7 +228,7 @@ class BatchStepper:
         if any(option != options[0] for option in options):
             raise InvalidArgumentError(
                 f"the options differ between environments, but {self._env_name} resets all of them with the same. "
-                "Write set_options({...}) with one dict"
+                "Use set_options({...}) with one dict"
             )
         given: dict[str, Any] = {"options": dict(options[0])} if options[0] else {}
         if seeds[0] is not None and accepts_parameter(self.stepper.env.reset, "seed"):
@@ -243,7 +243,7 @@ class BatchStepper:
         found = framework_of(parts)
         if self.framework is not None and found != self.framework and "jax" in (found, self.framework):
             raise InvalidArgumentError(
-                f"env_type={self.framework!r}, but the environment's observations are {found}. Write "
+                f"env_type={self.framework!r}, but the environment's observations are {found}. Use "
                 f"env_type={found!r}, or leave it out"
             )
         if self.framework is None:

@@ -175,12 +175,12 @@ def make_vec_env(
         vec_env = _build_vec_env(factories, build_in_process, probe_factories, count, isolation, options, probe_timeout)
     elif cwd is not None:
         raise InvalidArgumentError(
-            f"cwd={cwd!r} is not supported with vec_env_cls. Leave vec_env_cls out, or write "
+            f"cwd={cwd!r} is not supported with vec_env_cls. Leave vec_env_cls out, or use "
             'vec_env_kwargs={"cwd": "own"} with vec_env_cls=SharedMemoryVecEnv'
         )
     elif recorder is not None:
         raise InvalidArgumentError(
-            f"recorder={recorder!r} is not supported with vec_env_cls. Leave vec_env_cls out, or write "
+            f"recorder={recorder!r} is not supported with vec_env_cls. Leave vec_env_cls out, or use "
             f'vec_env_kwargs={{"recorder": {recorder!r}}} with vec_env_cls=SharedMemoryVecEnv'
         )
     elif isolation != "auto":
@@ -334,7 +334,7 @@ def _build_vec_env(
     """
     if isolation not in ("auto", "process", "in-process"):
         raise InvalidArgumentError(
-            f'isolation={isolation!r}, expected "auto", "process" or "in-process". Write isolation="auto"'
+            f'isolation={isolation!r}, expected "auto", "process" or "in-process". Use isolation="auto"'
         )
     check_seconds("probe_timeout", probe_timeout)
     workers = PoolOptions(**options)
@@ -368,7 +368,7 @@ def _build_vec_env(
     except NotCopyableError as error:
         unknown = f"The environments cannot be sent to another process: {error}."
     except (WorkerError, OSError) as error:
-        unknown = f'The environments could not be probed: {error}. For one process each, write isolation="process".'
+        unknown = f'The environments could not be probed: {error}. For one process each, use isolation="process".'
     if verdict is None or unknown:  # fall back to SB3's choice, with one warning, unless options need processes
         if needed:
             return _with_report(

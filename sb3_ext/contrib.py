@@ -96,7 +96,7 @@ class _RecurrentMixin(StoreOptionsMixin):
         """
         if not isinstance(buffer, (RecurrentRolloutBuffer, RecurrentDictRolloutBuffer)):
             raise InvalidTypeError(
-                f"buffer is a {type(buffer).__name__}, expected that of a RecurrentPPO. Write "
+                f"buffer is a {type(buffer).__name__}, expected that of a RecurrentPPO. Use "
                 f"model.rollout_buffer = {cls.__name__}.like(model.rollout_buffer)"
             )
         return cls(

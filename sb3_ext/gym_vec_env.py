@@ -120,9 +120,9 @@ class GymVecEnv(CheckedVecEnv):
         ):
             if value not in known:
                 expected = ", ".join(map(repr, known))
-                raise InvalidArgumentError(f'{name}={value!r}, expected one of {expected}. Write {name}="{known[0]}"')
+                raise InvalidArgumentError(f'{name}={value!r}, expected one of {expected}. Use {name}="{known[0]}"')
         if not isinstance(tensors, bool):
-            raise InvalidArgumentError(f"tensors={tensors!r}, expected True or False. Write tensors=True")
+            raise InvalidArgumentError(f"tensors={tensors!r}, expected True or False. Use tensors=True")
         self.env, num_envs = vector_env, _check_num_envs(vector_env)
         self._base = getattr(vector_env, "unwrapped", vector_env)
         device = device_of(vector_env) if env_type in ("auto", "torch") else None
@@ -144,7 +144,7 @@ class GymVecEnv(CheckedVecEnv):
         if tensors and device is None:
             raise InvalidArgumentError(
                 f"tensors=True: {type(self._base).__name__} has no device, expected an environment that steps on "
-                'tensors. If it does, write env_type="torch". If it steps on arrays, leave tensors out: the algorithms '
+                'tensors. If it does, use env_type="torch". If it steps on arrays, leave tensors out: the algorithms '
                 "of sb3_ext.tensor convert them"
             )
         self._stepper: SubEnvStepper | BatchStepper
@@ -371,8 +371,8 @@ def _check_num_envs(env: Any) -> int:
     count = num_envs_of(env)
     if not isinstance(count, int | np.integer):
         raise InvalidTypeError(
-            f"{env!r} is not a vectorized environment: it has no num_envs. Write "
-            'GymVecEnv(gymnasium.make_vec("CartPole-v1", num_envs=16)). For a single environment, write '
+            f"{env!r} is not a vectorized environment: it has no num_envs. Use "
+            'GymVecEnv(gymnasium.make_vec("CartPole-v1", num_envs=16)). For a single environment, use '
             "sb3_ext.make_vec_env(env); for Brax, copy BraxVectorEnv from the guide on vectorized environments"
         )
     return int(count)
@@ -423,13 +423,13 @@ def _wrapper_names(wrapper_class: type) -> set[str]:
 def _bound_actions(space: Any, clip: Any) -> Any:
     """Bound a Box space by ``clip_actions``; refuse a space that stays unbounded."""
     if clip is not None and not (isinstance(clip, int | float | np.number) and clip > 0):
-        raise InvalidArgumentError(f"clip_actions={clip!r} is not a positive number. Write clip_actions=1.0")
+        raise InvalidArgumentError(f"clip_actions={clip!r} is not a positive number. Use clip_actions=1.0")
     if not isinstance(space, spaces.Box) or space.is_bounded("both"):
         return space
     if clip is None:
         raise InvalidArgumentError(
             f"the action space {space} has no bounds, but Stable Baselines3 draws actions only from bounded spaces. "
-            "Write clip_actions=1.0"
+            "Use clip_actions=1.0"
         )
     low, high = np.maximum(space.low, -clip), np.minimum(space.high, clip)
     return spaces.Box(low.astype(space.dtype), high.astype(space.dtype), dtype=space.dtype)

@@ -26,7 +26,7 @@ def is_parallel_env(env: Any) -> bool:
         return False
     if hasattr(env, "agent_iter"):
         raise InvalidTypeError(
-            f"the agents of {env} act in turns, expected a parallel environment. Write "
+            f"the agents of {env} act in turns, expected a parallel environment. Use "
             "pettingzoo.utils.aec_to_parallel(env), if its rules allow that"
         )
     return hasattr(env, "step")
@@ -77,7 +77,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
                 if not is_parallel_env(self.envs[-1]):
                     raise InvalidTypeError(
                         f"{self.envs[-1]} is not a parallel environment of PettingZoo: it has no possible_agents. "
-                        "Write make_vec_env(env) for single environments"
+                        "Use make_vec_env(env) for single environments"
                     )
             self.agents: list[Any] = list(self.envs[0].possible_agents)
             spaces = self._common_spaces()

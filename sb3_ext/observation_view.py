@@ -64,7 +64,9 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
         positions = self._positions(place)
         # Always copy, because NumPy warns of broadcast arrays if numba reads them.
         flat = [np.array(part, dtype=np.int64, order="C").reshape(-1) for part in positions]
-        found = self._decode(*flat, reuse_memory=False).reshape(*positions[0].shape, *self.shape[len(self._buffer_shape) :])
+        found = self._decode(*flat, reuse_memory=False).reshape(
+            *positions[0].shape, *self.shape[len(self._buffer_shape) :]
+        )
         part: npt.NDArray[np.generic] = found[(slice(None),) * positions[0].ndim + rest]
         return part
 

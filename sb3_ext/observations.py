@@ -90,7 +90,7 @@ class Part:
             row = operator.index(row)
         except TypeError:
             raise InvalidTypeError(
-                f"observations of a rollout are assigned row by row, not by {row!r}. Write "
+                f"observations of a rollout are assigned row by row, not by {row!r}. Use "
                 "buffer.observations[row] = observations, with those of all environments"
             ) from None
         if row >= self.buffer_shape[0]:
@@ -115,7 +115,7 @@ class Part:
         if len(shape) == 4 and stack.shape == (shape[0], *shape[2:], shape[1]) != shape:
             raise InvalidArgumentError(
                 f"{name} has shape {stack.shape}, with channels last, expected {shape}; nothing was stored. Stable "
-                "Baselines3 transposes images outside of VecNormalize, whose original observations are stored. Write "
+                "Baselines3 transposes images outside of VecNormalize, whose original observations are stored. Use "
                 "VecNormalize(VecTransposeImage(env))"
             )
         return stack

@@ -155,7 +155,7 @@ class ResumeCallback(BaseCallback):
         if getattr(model, "uses_tensors", False):
             raise InvalidTypeError(
                 f"ResumeCallback does not save the tensors of sb3_ext.tensor.{type(model).__name__}: expected an "
-                f"algorithm on arrays. Write from stable_baselines3 import {type(model).__name__}, or use "
+                f"algorithm on arrays. Use from stable_baselines3 import {type(model).__name__}, or use "
                 "CheckpointCallback"
             )
         for found in (type(model), model.policy_class):

@@ -82,7 +82,7 @@ def _zeros(space: Any, device: Any, steps: int, n_envs: int) -> Any:
         return torch.zeros(shape, dtype=torch_dtype(space.dtype), device=device)
     except (MemoryError, torch.cuda.OutOfMemoryError) as error:
         raise OutOfMemoryError(
-            f"{steps} steps of {n_envs} environments do not fit on {device}. Write buffer_size={steps * n_envs // 10}"
+            f"{steps} steps of {n_envs} environments do not fit on {device}. Use buffer_size={steps * n_envs // 10}"
         ) from error
 
 

@@ -42,6 +42,7 @@ licence favour centre\\b artefact modell(?:ed|ing) labell(?:ed|ing) neighbour ca
 # A pattern, and what to write instead.
 WORDS = {
     r"(?<!there )(?<!There )\b(?:is|are|was|were) no (?!longer\b|more\b|less\b|fewer\b|doubt\b)": "is not a",
+    r"(?:[.;] |\n)Write (?=[a-z_]+[=(.])": "Use",  # the line to write instead, at the end of an error message
     r"\banew\b": "again",
     r"\bbeside\b": "next to, in addition to",
     r"\bnobody\b": "the actor's name",

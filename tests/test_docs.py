@@ -31,7 +31,7 @@ def test_error_index_contains_raised_texts(directives: Any) -> None:
     found = list(directives.raised())
     assert len(found) > 300
     texts = {place.text for place in found if place.module == "sb3_ext.gym_vec_env"}
-    assert any("is not a vectorized environment: it has no num_envs. Write" in text for text in texts)
+    assert any("is not a vectorized environment: it has no num_envs. Use" in text for text in texts)
 
 
 def test_readme_is_short_and_its_relative_links_exist() -> None:

@@ -1140,7 +1140,7 @@ def test_wrong_env_type_of_a_jax_environment_is_rejected(env_type: str, wrapper:
     """The error names the option, which JAX's own error does not."""
     skip_without("jax")
     env = gymnasium.make_vec("phys2d/CartPole-v1", num_envs=ROWS, vectorization_mode="vector_entry_point")
-    with pytest.raises(InvalidArgumentError, match=rf"env_type='{env_type}'.* jax. Write env_type='jax'"):
+    with pytest.raises(InvalidArgumentError, match=rf"env_type='{env_type}'.* jax. Use env_type='jax'"):
         run_episodes(wrapper, env, env_type=env_type)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError, _missing_dependency_error
 
+# Modules that register the ids of a namespace, for error messages.
+_REGISTERING_MODULES = {"ALE": "ale_py"}
 SOURCE_FORMS = "module:function, module:Class.method, or a gymnasium id, which may be module:id"
 
 
@@ -50,6 +52,12 @@ def load_source(text: str) -> Any:
     return found
 
 
+def qualified_id(name: str) -> str:
+    """Return a gymnasium id with the module that registers it, or with "my_module" if that is not known."""
+    env_id = name.rpartition(":")[2]
+    return f"{_REGISTERING_MODULES.get(env_id.partition('/')[0], 'my_module')}:{env_id}"
+
+
 def create_env(name: str) -> Any:
     """Create the environment that ``--env`` names.
 
@@ -69,7 +77,8 @@ def create_env(name: str) -> Any:
             unknown = isinstance(error, (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv))
             if unknown or type(error) is gymnasium.error.Error:  # gymnasium raises the base class for a malformed id
                 raise InvalidArgumentError(
-                    f"--env {name!r} cannot be created ({type(error).__name__}: {error}); expected {SOURCE_FORMS}"
+                    f"--env {name!r} cannot be created ({type(error).__name__}: {str(error).rstrip('.')}); expected "
+                    f"{SOURCE_FORMS}. Use --env {qualified_id(found)}"
                 ) from error
             raise
     return found() if callable(found) else found

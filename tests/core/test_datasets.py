@@ -94,7 +94,7 @@ def test_relative_paths_and_ids_are_distinguished(tmp_path: Path, root: Path, mo
     write("./mine-v0")
     assert (tmp_path / "mine-v0" / "metadata.json").is_file()
     assert not (root / "mine-v0").exists()
-    with pytest.raises(InvalidArgumentError, match=r"minari download mine-v0\nWrite './mine-v0' for a folder"):
+    with pytest.raises(InvalidArgumentError, match=r"minari download mine-v0\nUse './mine-v0' for a folder"):
         open_dataset("mine-v0")
 
 

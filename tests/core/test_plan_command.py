@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_planned_env.py").write_text(FACTORY)
+    (tmp_path / "my_broken_module.py").write_text("raise ValueError('one\\ntwo')")
     return "my_planned_env"
 
 
@@ -114,6 +117,9 @@ def test_sizes_are_measured_on_a_gymnasium_id(capsys: pytest.CaptureFixture[str]
     [
         ("plan --size 10", "pass --shape, for example --shape 100,100,9, or an environment with --env"),
         ("plan --size 10 --env Nope-v0", "--env 'Nope-v0' cannot be created"),
+        ("plan --size 10 --env Nope-v0", "Use --env my_module:Nope-v0"),
+        ("plan --size 10 --env {module}:nothing", "Expected module:function"),
+        ("plan --size 10 --env my_broken_module:make", "'my_broken_module' cannot be imported (ValueError: one two)"),
         ("plan --size 10 --env CartPole-v1 --dtype int8", "--dtype int8 cannot be used with --env"),
         ("plan --size 10 --shape 9,9 --seed 3", "--seed needs --env"),
         ("plan --size 10 --shape 9,9 --dtype O", "dtype=object is not numeric"),
@@ -133,6 +139,7 @@ def test_invalid_arguments_exit_with_2_and_an_error_text(
     assert printed.out == ""
     assert text in printed.err
     assert printed.err.startswith("rl-ext plan: ")
+    assert printed.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -143,3 +150,26 @@ def test_wrong_usage_exits_with_2_and_refers_to_help(capsys: pytest.CaptureFixtu
         main(line.split())
     assert ended.value.code == 2
     assert "rl-ext plan --help" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["1000000", "1_000_000", "1,000,000", "1e6", "1E+6"])
+def test_sizes_have_usual_forms(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--shape", "84,84,4", "--size", size]) == 0
+    assert "1,000,000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", ["1.5", "1e-3", "nan", "inf", "1e15", "0", "-1", "²", "1e6x"])
+def test_other_sizes_are_refused_with_an_example(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--shape", "84,84,4", f"--size={size}"])
+    assert ended.value.code == 2
+    assert "for example 1000000" in capsys.readouterr().err
+
+
+def test_id_of_a_module_that_is_not_imported_gets_its_line() -> None:
+    """The id is unknown in a new process only."""
+    for command in (["plan", "--size", "10", "--env", "ALE/Pong-v5"], ["probe", "ALE/Pong-v5"]):
+        program = [sys.executable, "-m", "rl_ext_core", *command]
+        done = subprocess.run(program, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert "se --env ale_py:ALE/Pong-v5" in done.stderr or 'use "ale_py:ALE/Pong-v5"' in done.stderr

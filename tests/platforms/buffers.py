@@ -138,7 +138,9 @@ def _use_folder(path: Path, codec: str) -> None:
     store = make_store(codec, storage_dir=path, resume=True)
     append_transitions(store, 0, ADDED)
     check_transitions(store, 0, ADDED)
-    expect_error(StorageError, f"in use by this process, {os.getpid()}", lambda: make_store(codec, storage_dir=path, resume=True))
+    expect_error(
+        StorageError, f"in use by this process, {os.getpid()}", lambda: make_store(codec, storage_dir=path, resume=True)
+    )
     store.close()
     expect_error(StorageError, "was closed", lambda: check_transitions(store, 0, ADDED))
 

@@ -126,7 +126,9 @@ def test_replay_buffer_in_a_folder_can_be_reopened() -> None:
             action, rewards, dones = np.ones((1, 1), int), np.array([reward]), np.array([done])
             buffer.add(observation[None], following[None], action, rewards, dones, [info])
             observation = following
-        expect_error(StorageError, "in use", lambda: CompressedReplayBuffer(40, *space, storage_dir=path / "kept", resume=True))
+        expect_error(
+            StorageError, "in use", lambda: CompressedReplayBuffer(40, *space, storage_dir=path / "kept", resume=True)
+        )
         buffer.close()
         del buffer  # its mappings keep the files in use on Windows
         again = CompressedReplayBuffer(40, *space, device="cpu", storage_dir=path / "kept", resume=True)

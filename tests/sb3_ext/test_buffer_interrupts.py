@@ -64,7 +64,9 @@ def make_buffer(kind: str, folder: Path | None) -> Any:
         return ROLLOUT[kind.removesuffix(" rollout")][0](SIZE, space, spaces.Discrete(3), **more)
     if kind == "hindsight":
         more |= {"env": GoalRewards(), "n_sampled_goal": 2, "goal_selection_strategy": "future"}
-    return REPLAY[kind][0](SIZE * N_ENVS, space, spaces.Discrete(3), storage_dir=folder, resume=folder is not None, **more)
+    return REPLAY[kind][0](
+        SIZE * N_ENVS, space, spaces.Discrete(3), storage_dir=folder, resume=folder is not None, **more
+    )
 
 
 def add_step(buffer: Any, time: int) -> None:

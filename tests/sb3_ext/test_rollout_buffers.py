@@ -152,7 +152,7 @@ def test_reassigned_rows_equal_those_of_sb3(row: int) -> None:
     copied = copy.deepcopy(buffers[0])
     for ours in (buffers[0], copied):
         np.testing.assert_array_equal(np.asarray(ours.observations), buffers[1].observations)
-    with pytest.raises(InvalidTypeError, match=r"assigned row by row, not by \(0, 1\)\. Write"):
+    with pytest.raises(InvalidTypeError, match=r"assigned row by row, not by \(0, 1\)\. Use"):
         copied.observations[0, 1] = other[1]
 
 

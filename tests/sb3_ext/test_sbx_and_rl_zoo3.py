@@ -20,25 +20,21 @@ def test_sbx_learns_same_weights_as_with_sb3s_classes(tmp_path: Path) -> None:
     assert found == {"DQN": True, "PPO": True, "SAC": True}
 
 
-def test_rl_zoo3_loads_buffer_class_from_python_file_and_resumes(tmp_path: Path) -> None:
-    hyperparams = str(ROOT / "examples" / "rl_zoo3_hyperparams.py")
-    short = ["--hyperparams", "learning_starts:50", "buffer_size:500", "--save-replay-buffer", "--eval-freq", "-1"]
-    command = [
-        "-m",
-        "rl_zoo3.train",
-        "--algo",
-        "dqn",
-        "--env",
-        "PongNoFrameskip-v4",
-        "--conf-file",
-        hyperparams,
-        *short,
-    ]
-    told = run(tmp_path, *command, "-n", "120")
-    assert "sb3_ext.buffers.CompressedReplayBuffer" in told
-    assert (tmp_path / "logs/dqn/PongNoFrameskip-v4_1/replay_buffer.pkl").stat().st_size < 1_000_000
-    told = run(tmp_path, *command, "-n", "40", "-i", "logs/dqn/PongNoFrameskip-v4_1/PongNoFrameskip-v4.zip")
+def test_rl_zoo3_takes_buffer_class_from_yaml_resumes_and_optimizes(tmp_path: Path) -> None:
+    hyperparams = str(ROOT / "examples" / "rl_zoo3_hyperparams.yml")
+    command = ["-m", "rl_zoo3.train", "--algo", "dqn", "--env", "PongNoFrameskip-v4", "--conf-file", hyperparams]
+    short = ["--hyperparams", "learning_starts:50", "buffer_size:500"]
+    once = [*short, "--save-replay-buffer", "--eval-freq", "-1"]
+    told = run(tmp_path, *command, *once, "-n", "120")
+    assert """'__import__("sb3_ext").CompressedReplayBuffer'""" in told
+    saved = (tmp_path / "logs/dqn/PongNoFrameskip-v4_1/replay_buffer.pkl").read_bytes()
+    assert b"CompressedReplayBuffer" in saved
+    assert len(saved) < 1_000_000
+    told = run(tmp_path, *command, *once, "-n", "40", "-i", "logs/dqn/PongNoFrameskip-v4_1/PongNoFrameskip-v4.zip")
     assert "Loading replay buffer" in told
+    search = ["-optimize", "--n-trials", "2", "--sampler", "random", "--pruner", "none", "--n-evaluations", "1"]
+    told = run(tmp_path, *command, *short, *search, "-n", "60", "--eval-episodes", "1")
+    assert "Number of finished trials:  2" in told
 
 
 def test_rl_zoo3_trains_and_evaluates_on_shared_memory_vec_env(tmp_path: Path) -> None:

@@ -961,7 +961,7 @@ def test_replay_buffer_takes_memory_when_it_is_written() -> None:
     buffer = TensorReplayBuffer(20_000, box, spaces.Discrete(3), "cpu", n_envs=4)
     assert buffer.observations.nbytes > 400e6
     assert psutil.Process().memory_info().rss - before < 100e6
-    with pytest.raises(OutOfMemoryError, match="Write buffer_size=10000000000"):
+    with pytest.raises(OutOfMemoryError, match="Use buffer_size=10000000000"):
         TensorReplayBuffer(100_000_000_000, box, spaces.Discrete(3), "cpu", n_envs=4)
 
 

@@ -183,7 +183,7 @@ def test_exceeded_close_timeout_warns(how: str, said: str, tmp_path: Path) -> No
     build = functools.partial(Writing, str(tmp_path / "video"), how, 1000)
     venv = SharedMemoryVecEnv([Counting, build], FAST, close_timeout=3)
     venv.reset()
-    text = f"environment 1 of 2 was still {said} after [\\d.]+ s of closing.*Write close_timeout=None"
+    text = f"environment 1 of 2 was still {said} after [\\d.]+ s of closing.*Use close_timeout=None"
     with pytest.warns(UserWarning, match=text) as found:
         venv.close()
     assert found[0].filename == __file__

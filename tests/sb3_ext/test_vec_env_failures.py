@@ -267,7 +267,7 @@ def test_copies_are_refused(duplicate: Any) -> None:
         ([3], {}, InvalidTypeError, "builds no environment"),
         ([Counting], {"n_workers": 1.5}, InvalidTypeError, r"n_workers=1\.5"),
         ([Counting], {"restart": "truncate", "max_restarts": -1}, InvalidArgumentError, "max_restarts=-1"),
-        ([Counting], {"start_method": "thread"}, InvalidArgumentError, "^start_method='thread'.*Write start_method="),
+        ([Counting], {"start_method": "thread"}, InvalidArgumentError, "^start_method='thread'.*Use start_method="),
         ([Counting], {"close_timeout": -1}, InvalidArgumentError, "close_timeout=-1"),
         ([Counting], {"cwd": "mine"}, InvalidArgumentError, "cwd='mine' is not a folder"),
         ([lambda: 3], {}, WorkerError, "InvalidTypeError.*the environment is a builtins.int"),

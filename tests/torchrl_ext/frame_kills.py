@@ -55,7 +55,9 @@ def add_until_killed(buffer: Any, n_complete: Any, batch: int) -> None:
 
 def open_folder(folder: Any, size: int, **options: Any) -> Any:
     """Make a buffer over a FrameStorage in a folder."""
-    return TensorDictReplayBuffer(storage=FrameStorage(size, storage_dir=folder, resume=folder is not None, **options), batch_size=16)
+    return TensorDictReplayBuffer(
+        storage=FrameStorage(size, storage_dir=folder, resume=folder is not None, **options), batch_size=16
+    )
 
 
 class KillAtLine:

@@ -81,7 +81,7 @@ def test_actions_of_wrong_shape_are_rejected(name: str, nested: bool, in_torch: 
             take(data.set(key, action))
         assert f"the shape {tuple(action.shape)}; expected {wanted}" in str(caught.value)
         is_index = isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)) and "choices" not in name
-        assert ("Write categorical_action_encoding=True" in str(caught.value)) == is_index
+        assert ("Use categorical_action_encoding=True" in str(caught.value)) == is_index
     with pytest.raises(IndexError):  # no step was taken
         received()
 

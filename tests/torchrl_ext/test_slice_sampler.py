@@ -197,7 +197,9 @@ STORAGES: dict[str, Any] = {
     "LazyTensorStorage": lambda path: LazyTensorStorage(60),
     "LazyMemmapStorage": lambda path: LazyMemmapStorage(60, scratch_dir=path),
     "FrameStorage": lambda path: FrameStorage(60),
-    "FrameStorage in a folder": lambda path: FrameStorage(60, pixels=["value"], storage_dir=path / "frames", resume=True),
+    "FrameStorage in a folder": lambda path: FrameStorage(
+        60, pixels=["value"], storage_dir=path / "frames", resume=True
+    ),
 }
 
 

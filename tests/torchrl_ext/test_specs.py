@@ -84,7 +84,7 @@ def test_unknown_spaces_are_rejected(space: Any) -> None:
 @pytest.mark.parametrize("space", [spaces.Tuple([box(2), box(2)]), spaces.Text(4), spaces.Sequence(box(2), stack=True)])
 def test_spaces_without_a_batched_form_are_rejected(space: Any) -> None:
     for observed, taken in ((spaces.Dict(a=space), spaces.Discrete(2)), (box(2), space)):
-        with pytest.raises(InvalidArgumentError, match=r"vectorized environments.*Write"):
+        with pytest.raises(InvalidArgumentError, match=r"vectorized environments.*Use"):
             GymWrapper(make_vector_env(partial(SamplingEnv, observed, taken), 2, "Disabled"))
 
 
@@ -241,7 +241,7 @@ def test_clip_actions_never_widens_bounds() -> None:
 def test_invalid_option_values_are_rejected(make: Any) -> None:
     wrong = [("env_type", "cupy"), ("copy", 1), ("copy", None), ("missing_final_obs", 0.0), ("finite_horizon", "yes")]
     for option, value in [*wrong, ("clip_actions", 0), ("clip_actions", "1"), ("clip_actions", float("nan"))]:
-        with pytest.raises(InvalidArgumentError, match=f"{option}=.*Write {option}="):
+        with pytest.raises(InvalidArgumentError, match=f"{option}=.*Use {option}="):
             make(**{option: value})
 
 
@@ -416,9 +416,9 @@ def test_multibinary_of_several_axes_keeps_its_shape(shape: tuple[int, ...], mod
 
 
 def test_error_about_a_wrong_env_type_names_the_right_one() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"env_type='torch'.*are numpy.*Write env_type='numpy'"):
+    with pytest.raises(InvalidArgumentError, match=r"env_type='torch'.*are numpy.*Use env_type='numpy'"):
         GymWrapper(Walk(), env_type="torch").reset()
-    with pytest.raises(InvalidArgumentError, match=r"env_type='numpy'.*are torch.*Write env_type='torch'"):
+    with pytest.raises(InvalidArgumentError, match=r"env_type='numpy'.*are torch.*Use env_type='torch'"):
         GymWrapper(Isaac(2), env_type="numpy").reset()
 
 
@@ -426,7 +426,7 @@ def test_error_about_a_wrong_env_type_names_the_right_one() -> None:
 def test_parts_that_do_not_fit_into_one_tensor_are_rejected(categorical: bool) -> None:
     rows, mixed = spaces.MultiDiscrete([[3, 4], [2, 5]]), spaces.Tuple([box(2), box(3)])
     for observed, taken in ((box(2), rows), (rows, spaces.Discrete(2)), (mixed, spaces.Discrete(2))):
-        with pytest.raises(InvalidArgumentError, match=r"Write gymnasium\.spaces\.Dict, with a key for each part"):
+        with pytest.raises(InvalidArgumentError, match=r"Use gymnasium\.spaces\.Dict, with a key for each part"):
             GymWrapper(SamplingEnv(observed, taken), categorical_action_encoding=categorical)
 
 

@@ -193,7 +193,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
                 "that kind, and add its elements: buffer.extend(other[:])"
             )
         if not (path / _METADATA).exists():
-            raise CorruptFileError(f"{path} contains no FrameStorage. Write one with buffer.dumps(path)")
+            raise CorruptFileError(f"{path} contains no FrameStorage. Use buffer.dumps(path) to write one")
         metadata = read_json(path / _METADATA, FORMAT)
         with as_corrupt_file(f"{path} is"):
             if not _CONTENTS.fullmatch(metadata["contents"]):

@@ -188,7 +188,7 @@ def _registration_advice(info: dict[str, Any], batch_size: torch.Size) -> str:
             tensor = torch.as_tensor(array)
             specs[key] = f"{key!r}: Unbounded({tuple(tensor.shape[len(batch_size) :])}, dtype={tensor.dtype})"
     if not specs:
-        return "Write env.set_info_dict_reader(reader) with a function reader(info, tensordict) that converts it"
+        return "Use env.set_info_dict_reader(reader) with a function reader(info, tensordict) that converts it"
     reader = f"default_info_dict_reader({[*specs]}, spec={{{', '.join(specs.values())}}})"
     return f"Name the keys to read: env.auto_register_info_dict(info_dict_reader={reader})"
 

@@ -71,7 +71,7 @@ def compile_value(
         if found.dtype is not dtype and _loses_information(found, dtype):
             raise EnvironmentOutputError(
                 f"{name!r} has the dtype {found.dtype}, which loses information as {dtype}, the dtype of its space. "
-                "Write the space with the dtype that the environment returns"
+                "Use a space with the dtype that the environment returns"
             )
         fitting = _adjust_singleton_axes(found, shape)
         if fitting is None:
@@ -258,7 +258,7 @@ def _reshape_action(action: torch.Tensor, spec: TensorSpec, path: tuple[str, ...
     advice = "categorical_action_encoding=True for indices" if isinstance(spec, OneHot) else "an action of this shape"
     raise InvalidArgumentError(
         f"the action{_quoted_path(path)} has the shape {tuple(action.shape)}; expected {tuple(spec.shape)}, the shape "
-        f"of its {type(spec).__name__} spec. Write {advice}"
+        f"of its {type(spec).__name__} spec. Use {advice}"
     )
 
 
@@ -282,7 +282,7 @@ def _nvec_of_choice(spec: TensorSpec, space: Any, batch_size: torch.Size) -> tup
     if spec.space.n != count:
         raise InvalidArgumentError(
             f"the action spec has {spec.space.n} choices; expected {count}, one for every combination of {space}. "
-            f"Write env.action_spec = Categorical({count}, shape=env.batch_size)"
+            f"Use env.action_spec = Categorical({count}, shape=env.batch_size)"
         )
     return tuple(map(int, nvec))
 

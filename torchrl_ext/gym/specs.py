@@ -144,7 +144,7 @@ def to_gymnasium(space: Any) -> Any:
             return converted
     raise InvalidArgumentError(
         f"the space {space!r} of type {type(space).__name__} is not supported; expected a space of gymnasium, or one "
-        "with the attributes low and high, n, nvec, or spaces. Write env.observation_space = "
+        "with the attributes low and high, n, nvec, or spaces. Use env.observation_space = "
         "gymnasium.spaces.Box(...), or register a conversion with "
         "torchrl.envs.libs.gym.register_gym_spec_conversion"
     )

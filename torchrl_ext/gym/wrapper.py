@@ -127,10 +127,10 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
             found = options[name]
             if not any(found is value or (isinstance(value, str) and found == value) for value in values):
                 expected = ", ".join(map(repr, values))
-                raise InvalidArgumentError(f"{name}={found!r} is not one of {expected}. Write {name}={values[0]!r}")
+                raise InvalidArgumentError(f"{name}={found!r} is not one of {expected}. Use {name}={values[0]!r}")
         clip = options["clip_actions"]
         if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
-            raise InvalidArgumentError(f"clip_actions={clip!r} is not a positive number. Write clip_actions=1.0")
+            raise InvalidArgumentError(f"clip_actions={clip!r} is not a positive number. Use clip_actions=1.0")
         if env_type == "auto" and kwargs.get("convert_actions_to_numpy") is not None:  # TorchRL's option
             options["env_type"] = "numpy" if kwargs["convert_actions_to_numpy"] else "torch"
             options["trust_env_type"] = True  # the option describes actions, not observations
@@ -184,7 +184,7 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise InvalidArgumentError(
                 f"the spaces {single.observation_space} and {single.action_space} make no spec "
-                f"({type(error).__name__}: {error}). Write gymnasium.spaces.Dict, with a key for each part, in place "
+                f"({type(error).__name__}: {error}). Use gymnasium.spaces.Dict, with a key for each part, in place "
                 "of a Tuple or of a MultiDiscrete with several axes, and dtypes that torch has"
             ) from error
         self.action_spec = with_finite_samples(self.action_spec)
@@ -225,7 +225,7 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
         if [*self.reward_keys] != ["reward"] or {*self.done_keys} != {"done", "terminated", "truncated"}:
             raise InvalidArgumentError(
                 f"the specs have the rewards {[*self.reward_keys]} and the flags {[*self.done_keys]}; expected "
-                "'reward', 'done', 'terminated' and 'truncated'. Write torchrl.envs.RenameTransform for other names"
+                "'reward', 'done', 'terminated' and 'truncated'. Use torchrl.envs.RenameTransform for other names"
             )
         # Without infos. An observation that is not a dict goes to the first entry, as in TorchRL.
         names = [name for name in spec.keys() if name in own["_observation_names"]] or [*spec.keys()]  # noqa: SIM118
@@ -236,7 +236,7 @@ class GymWrapper(_StepMixin, UpstreamGymWrapper, metaclass=_GymWrapperMeta):
             env_type = own["_detected_env_type"] or ("numpy" if device_of(self._env) is None else "torch")
         elif found not in (None, "dlpack", env_type) and "trust_env_type" not in own["_options"]:
             raise InvalidArgumentError(
-                f"env_type={env_type!r}, but the environment's observations are {found}. Write env_type={found!r}, or "
+                f"env_type={env_type!r}, but the environment's observations are {found}. Use env_type={found!r}, or "
                 "leave it out"
             )
         return Engine(self, observed, None if own["_is_dict"] else names[0], env_type)

@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 import rl_ext_core
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, RlExtError
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, RlExtError, WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,12 @@ class _Parser(argparse.ArgumentParser):
     """Parser that prints wrong usage as one line, instead of the whole usage text."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(_USAGE, f"{self.prog}: {message}. See {self.prog} --help\n")
+        self.exit(_USAGE, f"{self.prog}: {_one_line(message)}. See {self.prog} --help\n")
+
+
+def _one_line(text: str) -> str:
+    """Join the lines of a text, which exceptions of the user's modules may consist of."""
+    return " ".join(text.split())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
     except RlExtError as error:
-        print(f"rl-ext {arguments.command}: {error}", file=sys.stderr)
+        text = str(error) if isinstance(error, WorkerError) else _one_line(str(error))  # it contains a traceback
+        print(f"rl-ext {arguments.command}: {text}", file=sys.stderr)
         return _USAGE if isinstance(error, _USAGE_ERRORS) else _FAILED
     except KeyboardInterrupt:
         return _INTERRUPTED

@@ -52,11 +52,14 @@ def _parse_shape(text: str) -> tuple[int, ...]:
 
 
 def _parse_count(text: str) -> int:
-    """Parse an integer from 1 to 10**15 - 1; digits may be grouped by ``_`` or ``,``."""
-    digits = text.replace("_", "").replace(",", "")
-    if not (digits.isascii() and digits.isdigit() and 0 < int(digits) < 10**15):
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1 to 10**15 - 1")
-    return int(digits)
+    """Parse an integer from 1 to 10**15 - 1, such as ``1000000``, ``1_000_000``, ``1,000,000`` or ``1e6``."""
+    try:
+        number = float(text.replace(",", ""))
+    except ValueError:
+        number = 0.0
+    if not (1 <= number < 10**15 and number.is_integer() and text.isascii()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1 to 10**15 - 1, for example 1000000")
+    return int(number)
 
 
 def _parse_seed(text: str) -> int:

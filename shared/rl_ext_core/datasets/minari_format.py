@@ -74,7 +74,7 @@ def open_minari(source: Any, *, download: bool) -> MinariReader:
         if not folder.is_dir():
             raise InvalidArgumentError(
                 f"the Minari dataset {source!r} is not on this machine ({folder}). Download it with:\n"
-                f"    minari download {source}\nWrite './{source}' for a folder"
+                f"    minari download {source}\nUse './{source}' for a folder"
             )
     else:
         folder = Path(source).expanduser()

@@ -93,7 +93,7 @@ def convert(
     else:
         raise InvalidTypeError(
             f"{source!r} builds no environment: expected an environment, a function or class that builds one, or an "
-            "id. Write as_factory(lambda: MyEnv())"
+            "id. Use as_factory(lambda: MyEnv())"
         )
     return factory if adapt is None or factory.is_adapted else factory.then(adapt, preload=preload)
 

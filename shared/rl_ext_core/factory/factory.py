@@ -273,20 +273,20 @@ def _check_workers(num_workers: Any, seed: Any, overrides: Any, devices: Any) ->
     for name, value, least, option in checked:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
             raise InvalidArgumentError(
-                f"{name}={value!r} is not valid: expected an integer of at least {least}. Write for_workers(2{option})"
+                f"{name}={value!r} is not valid: expected an integer of at least {least}. Use for_workers(2{option})"
             )
     if overrides is not None and not (
         isinstance(overrides, Sequence) and all(isinstance(entry, Mapping) for entry in overrides)
     ):
         raise InvalidTypeError(
             f"overrides={overrides!r} is not a list of mappings: expected one per worker. "
-            f"Write overrides=[dict(name=value) for worker in range({num_workers})]"
+            f"Use overrides=[dict(name=value) for worker in range({num_workers})]"
         )
     for name, value in (("overrides", overrides), ("devices", devices)):
         if isinstance(value, Sequence) and not isinstance(value, str) and len(value) != num_workers:
             entry = "dict(name=value)" if name == "overrides" else "decision"
             raise InvalidArgumentError(
-                f"{name} has length {len(value)}: expected one entry for each of num_workers={num_workers!r}. Write "
+                f"{name} has length {len(value)}: expected one entry for each of num_workers={num_workers!r}. Use "
                 f"{name}=[{entry} for worker in range({num_workers})]"
             )
 
@@ -308,7 +308,7 @@ def _decide_for_workers(devices: Any, num_workers: int, environment: Any) -> lis
     if isinstance(devices, Sequence) and not isinstance(devices, str) and all(isinstance(d, Decision) for d in devices):
         return list(devices)
     raise InvalidArgumentError(
-        f'devices={devices!r} is not valid: expected "round-robin", a Decision, or one Decision per worker. Write '
+        f'devices={devices!r} is not valid: expected "round-robin", a Decision, or one Decision per worker. Use '
         'devices=[resolve("cuda", render="same", worker=worker) for worker in range(num_workers)]'
     )
 

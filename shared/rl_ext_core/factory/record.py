@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rl_ext_core._environment_source import qualified_id
 from rl_ext_core._import_path import call_when_imported, hide_from_warnings
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, _combined_error_class
 from rl_ext_core.factory.walk import RECORD, full_name, globals_in, instance_dict, is_layer, layers
@@ -164,7 +165,7 @@ def capture_constructors(maker: _Recorded) -> _Recorded:
     if not isinstance(maker, type):
         raise InvalidTypeError(
             f"maker={maker!r} is not a class or function: expected one that builds environments. "
-            "Write capture_constructors(MyEnv)"
+            "Use capture_constructors(MyEnv)"
         )
     meta = next(base for base in inspect.getmro(type(maker)) if "__call__" in vars(base))
     if meta is not type:
@@ -397,8 +398,8 @@ def spec_of_id(name: str) -> Any:
         return gymnasium.spec(registration.get_env_id(namespace, base, version))
     except (gymnasium.error.Error, ImportError) as error:
         raise _combined_error_class(InvalidArgumentError, error)(
-            f"gymnasium does not know the id {name!r}: {str(error).rstrip('.')}. Import the package that registers it "
-            f'first, or write "package:{env_id}"'
+            f"gymnasium does not know the id {name!r}: {str(error).rstrip('.')}. Import the module that registers it, "
+            f'or use "{qualified_id(env_id)}"'
         ) from error
 
 

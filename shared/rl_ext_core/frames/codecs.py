@@ -37,7 +37,7 @@ def check_numba(purpose: str) -> None:
     """
     if (given := os.environ.get("NUMBA_DISABLE_JIT", "0")) not in ("", "0"):
         raise InvalidArgumentError(
-            f"{purpose} needs numba's compiler, which NUMBA_DISABLE_JIT={given!r} turns off; write "
+            f"{purpose} needs numba's compiler, which NUMBA_DISABLE_JIT={given!r} turns off; use "
             "del os.environ['NUMBA_DISABLE_JIT'] before the first import of numba"
         )
     if importlib.util.find_spec("numba") is None:

@@ -49,13 +49,13 @@ _VARYING_TEXT = (
 )
 _NO_DEPENDENCE_TEXT = (
     "Within {steps} steps, nothing that it returned depended on seeds or actions, so shared state cannot be detected. "
-    "To compare more steps, write probe(source, steps=...)."
+    "To compare more steps, use probe(source, steps=...)."
 )
 _COLLISION_TEXT = "Even two instances in separate processes disturb each other: {problem}, unlike a single one."
-_OWN_CWD_ADVICE = ' With separate working directories they do not: write make_vec_env(..., cwd="own").'
+_OWN_CWD_ADVICE = ' With separate working directories they do not: use make_vec_env(..., cwd="own").'
 _ONE_PROCESS_ADVICE = " In one process they are independent."
 _NO_SOLUTION_TEXT = ' Separate working directories (cwd="own") do not help, so only one instance can run at a time.'
-_TIMEOUT_ADVICE = " To wait longer, write probe(source, timeout=...) or make_vec_env(..., probe_timeout=...)."
+_TIMEOUT_ADVICE = " To wait longer, use probe(source, timeout=...) or make_vec_env(..., probe_timeout=...)."
 
 
 def _resets_and_steps(source: int, order: int, steps: int) -> list[Operation]:

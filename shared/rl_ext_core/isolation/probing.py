@@ -53,14 +53,14 @@ def probe(source: Any, *, steps: int = 100, timeout: float | None = None) -> Ver
     """
     start = time.monotonic()
     if steps < MIN_STEPS:
-        raise InvalidArgumentError(f"steps={steps!r} is too small: expected at least {MIN_STEPS}. Write steps=100")
+        raise InvalidArgumentError(f"steps={steps!r} is too small: expected at least {MIN_STEPS}. Use steps=100")
     if not (timeout is None or timeout > 0):
         raise InvalidArgumentError(
-            f"timeout={timeout!r} is not valid: expected seconds above 0, or None for the default. Write timeout=60"
+            f"timeout={timeout!r} is not valid: expected seconds above 0, or None for the default. Use timeout=60"
         )
     sources = list(source) if isinstance(source, (list, tuple)) else [source, source]
     if not sources:
-        raise InvalidArgumentError("source=[] is empty: expected at least one factory. Write probe([make] * 4)")
+        raise InvalidArgumentError("source=[] is empty: expected at least one factory. Use probe([make] * 4)")
     try:
         made = {key: as_factory(one, verify=False) for key, one in {id(one): one for one in sources}.items()}
     except NotCopyableError as error:

@@ -98,8 +98,8 @@ class Verdict:
 
 _CONSEQUENCES = {
     Isolation.INDEPENDENT: "They may share a process.",
-    Isolation.BROKEN: 'Fix the environment first. To skip the trials, write isolation="process".',
-    Isolation.UNKNOWN: 'For one process per environment without a trial, write isolation="process".',
+    Isolation.BROKEN: 'Fix the environment first. To skip the trials, use isolation="process".',
+    Isolation.UNKNOWN: 'For one process per environment without a trial, use isolation="process".',
     Isolation.PROCESSES_COLLIDE: "",
 }
 
@@ -136,7 +136,7 @@ class Declaration(NamedTuple):
         isolation = _DECLARED.get(self.value.lower().replace("_", "-"))
         if isolation is None:
             raise InvalidArgumentError(
-                f"{self.subject} is {self.value!r}: expected one of {', '.join(map(repr, _DECLARED))}. Write "
+                f"{self.subject} is {self.value!r}: expected one of {', '.join(map(repr, _DECLARED))}. Use "
                 f'metadata = {{..., "{_KEY}": "{Isolation.SINGLE_INSTANCE.value}"}} in the environment\'s class'
             )
         return conclude(isolation, f'{self.subject[0].upper()}{self.subject[1:]} says "{self.value}".', "environment")

@@ -471,7 +471,7 @@ def get_context(
     if method not in available:
         raise InvalidArgumentError(
             f"method={method!r} does not start processes here; expected one of {', '.join(available)}. "
-            f'Write method="{_DEFAULT}"'
+            f'Use method="{_DEFAULT}"'
         )
     return WorkerContext(method, tuple(preload), environs, label, on_start)
 

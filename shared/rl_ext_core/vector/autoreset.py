@@ -59,7 +59,7 @@ class Autoreset(Enum):
             if text in (mode.value, mode.name):
                 return mode
         raise InvalidArgumentError(
-            f"autoreset_mode={requested_mode!r}: expected one of {', '.join(repr(mode.value) for mode in cls)}. Write "
+            f"autoreset_mode={requested_mode!r}: expected one of {', '.join(repr(mode.value) for mode in cls)}. Use "
             f'autoreset_mode="{suggestion}"'
         )
 
@@ -177,7 +177,7 @@ def require_time_limits_per_env(env: Any) -> None:
     if any(getattr(type(layer), "step", None) is TimeLimit.step for layer in wrapper_chain(env)):
         raise InvalidArgumentError(
             f"TimeLimit around {type(base).__name__} counts the steps of all sub-environments together; expected a "
-            "limit for each, in the environment (Isaac Lab: cfg.episode_length_s). Write "
+            "limit for each, in the environment (Isaac Lab: cfg.episode_length_s). Use "
             "gymnasium.make(..., max_episode_steps=-1), which adds no TimeLimit"
         )
 
@@ -205,7 +205,7 @@ def _reset_by_mask_in_async(env: Any, base: Any, mode: Autoreset) -> PartialRese
     """Return a function that resets rows of AsyncVectorEnv; raise if it would reset twice."""
     if mode is Autoreset.NEXT_STEP and not base.shared_memory:
         raise InvalidArgumentError(
-            "AsyncVectorEnv(shared_memory=False) resets a sub-environment again after a reset by reset_mask. Write "
+            "AsyncVectorEnv(shared_memory=False) resets a sub-environment again after a reset by reset_mask. Use "
             'autoreset_mode="SameStep", or keep shared_memory=True'
         )
     return _reset_by_mask(env, base, mode)
@@ -234,7 +234,7 @@ def _reset_by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
         if stops is not None:
             raise InvalidArgumentError(
                 f"{type(stops).__name__}.reset takes no env_ids, so that sub-environments cannot be reset alone "
-                "through it. Write def reset(self, **kwargs) and self.env.reset(**kwargs) in it"
+                "through it. Use def reset(self, **kwargs) and self.env.reset(**kwargs) in it"
             )
         return chain[0].reset(env_ids=_indices(mask, base), **kwargs)
 
@@ -268,7 +268,7 @@ def _reset_by_option(env: Any, option: str, value: Callable[[Any], Any]) -> Part
             names = ", ".join(type(layer).__name__ for layer in wrapper_chain(env)[:-1])
             raise InvalidArgumentError(
                 f"a wrapper around {type(base).__name__} ({names}) does not pass options[{option!r}] on, so that some "
-                "sub-environments cannot be reset alone. Write def reset(self, **kwargs) and "
+                "sub-environments cannot be reset alone. Use def reset(self, **kwargs) and "
                 "self.env.reset(**kwargs) in it"
             )
         is_known = True

@@ -89,7 +89,7 @@ def check_seconds(name: str, seconds: Any) -> None:
     """Raise if a time limit is neither None nor a positive number of seconds."""
     if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
         raise InvalidArgumentError(
-            f"{name}={seconds!r} is not a time; expected seconds above 0, or None for no limit. Write {name}=60"
+            f"{name}={seconds!r} is not a time; expected seconds above 0, or None for no limit. Use {name}=60"
         )
 
 
@@ -133,7 +133,7 @@ class PoolOptions:
         if self.start_method is not None and self.start_method not in methods:
             raise InvalidArgumentError(
                 f"start_method={self.start_method!r}: cannot find context for {self.start_method!r}; expected one of "
-                f'{", ".join(methods)} on this system. Write start_method="{methods[0]}", or leave it out'
+                f'{", ".join(methods)} on this system. Use start_method="{methods[0]}", or leave it out'
             )
         if self.n_workers is not None:
             check_count("n_workers", self.n_workers)
@@ -141,7 +141,7 @@ class PoolOptions:
             check_seconds(name, getattr(self, name))
         if self.restart not in (None, "truncate"):
             raise InvalidArgumentError(
-                f'restart={self.restart!r} is neither "truncate" nor None. Write restart="truncate"'
+                f'restart={self.restart!r} is neither "truncate" nor None. Use restart="truncate"'
             )
         check_count("max_restarts", self.max_restarts, least=0)
         check_recorder(self.recorder)
@@ -240,7 +240,7 @@ class EpisodeMonitor(gymnasium.Wrapper[Any, Any, Any, Any]):
         :raises EnvironmentOutputError: If the episode has ended and the environment was not reset.
         """
         if self.needs_reset:
-            raise EnvironmentOutputError("this environment needs a reset before it is stepped; write env.reset() first")
+            raise EnvironmentOutputError("this environment needs a reset before it is stepped; use env.reset() first")
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.rewards.append(float(reward))
         if terminated or truncated:

@@ -648,7 +648,7 @@ class Pool:
         """Warn that closing an environment exceeded its time limit."""
         warnings.warn(
             f"environment {environment} of {len(self.seeds)} was still {where} after {time.monotonic() - begin:.3g} s "
-            "of closing, and its worker was ended: files that it writes may be incomplete. Write close_timeout=None to "
+            "of closing, and its worker was ended: files that it writes may be incomplete. Use close_timeout=None to "
             "wait without a limit, or a larger number",
             stacklevel=5,
         )

@@ -132,7 +132,7 @@ class Stepper:
         if self._mode is None and final is None:
             raise InvalidArgumentError(
                 f"{type(self.env).__name__} does not report when it resets sub-environments whose episodes have ended, "
-                'and its info has no final_obs. Write autoreset_mode="SameStep", "Disabled" (it resets those of '
+                'and its info has no final_obs. Use autoreset_mode="SameStep", "Disabled" (it resets those of '
                 "reset(options={'reset_mask': ...})), or give it metadata[\"autoreset_mode\"]"
             )
         self._mode = self._mode or Autoreset.SAME_STEP
@@ -152,7 +152,7 @@ class Stepper:
         """Return the error for episodes that ended without last observations."""
         return EnvironmentOutputError(
             f"episodes have ended, {type(self.env).__name__} has reset itself, and its info has no final_obs: their "
-            "last observations are lost. Make it return them (Isaac Lab: cfg.compute_final_obs = True), or write "
+            "last observations are lost. Make it return them (Isaac Lab: cfg.compute_final_obs = True), or use "
             'missing_final_obs="previous", which uses the preceding ones; after an interrupted step, call reset()'
         )
 
@@ -225,7 +225,7 @@ class Stepper:
                 f"{type(self._base).__name__} resets sub-environments one step after their episodes have ended "
                 "(autoreset_mode NextStep), and is not known to support partial resets: the step in between would be a "
                 "transition that never happened. If its reset(options={'reset_mask': ...}) resets those of the mask at "
-                'once, write autoreset_mode="Disabled"; else create it from single environments: '
+                'once, use autoreset_mode="Disabled"; else create it from single environments: '
                 'gymnasium.make_vec(..., vectorization_mode="sync")'
             )
         self._reset_rows = self._rules.partial_reset(self.env, self._base, self._mode or Autoreset.SAME_STEP)
@@ -238,7 +238,7 @@ class Stepper:
             if old.tobytes() != new.tobytes():
                 raise EnvironmentOutputError(
                     f"{type(self.env).__name__}.reset(options={{'reset_mask': ...}}) also changed sub-environments "
-                    "outside the mask: it cannot reset some of them alone. Write "
+                    "outside the mask: it cannot reset some of them alone. Use "
                     'gymnasium.make_vec(..., vectorization_mode="sync"), or give its reset an argument env_ids'
                 )
 

@@ -366,7 +366,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             )
         if self._pending:
             raise AlreadyPendingCallError(
-                f"Calling `{method}` while waiting for a pending call to `{self._pending}` to complete. Write "
+                f"Calling `{method}` while waiting for a pending call to `{self._pending}` to complete. Use "
                 f"{self._pending}_wait() first",
                 self._pending,
             )
@@ -375,7 +375,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         """Raise if ``call(name)`` is not supported or cannot begin now."""
         self._require_idle(method)
         if name in ("reset", "step", "close", "_setattr", "_check_spaces"):  # AsyncVectorEnv's own commands
-            raise InvalidArgumentError(f"call({name!r}) is not supported; write envs.{name}(...)")
+            raise InvalidArgumentError(f"call({name!r}) is not supported; use envs.{name}(...)")
 
     def _require_open(self) -> None:
         """Raise if the environments are closed."""
@@ -389,7 +389,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         self._require_open()
         if self._pending != what:
             raise NoAsyncCallError(
-                f"Calling `{what}_wait` without any prior call to `{what}_async`. Write {what}_async(...) first", what
+                f"Calling `{what}_wait` without any prior call to `{what}_async`. Use {what}_async(...) first", what
             )
         if timeout is not None and not self._pool.is_ready(timeout):
             # The next command waits for late answers, and drops them.
@@ -410,7 +410,7 @@ def _parse_reset_mask(found: Any, num_envs: int) -> Sequence[bool]:
     """
     if found is None:
         return [True] * num_envs
-    advice = f"Write numpy.zeros({num_envs}, bool), with True where an environment is to be reset"
+    advice = f"Use numpy.zeros({num_envs}, bool), with True where an environment is to be reset"
     if not isinstance(found, np.ndarray) or found.dtype != np.bool_:
         kind = getattr(found, "dtype", type(found).__name__)
         raise InvalidTypeError(f"`options['reset_mask']` must be an array of booleans, got {kind}. {advice}")

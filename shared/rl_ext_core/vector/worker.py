@@ -108,7 +108,7 @@ def _require_dict(info: Any, method: str) -> None:
     """Raise if the info that ``reset`` or ``step`` returned is not a dict."""
     if not isinstance(info, dict):
         raise EnvironmentOutputError(
-            f"{method}() returned an info of type {type(info).__name__}, expected a dict; write {{}} for none"
+            f"{method}() returned an info of type {type(info).__name__}, expected a dict; use {{}} for none"
         )
 
 

@@ -211,7 +211,7 @@ def test_captured_classes_and_functions_of_the_main_module_are_pickled_by_value(
 
 @pytest.mark.parametrize("thing", ["Kept", 5, None, Line()])
 def test_capture_constructors_rejects_other_objects(thing: Any) -> None:
-    with pytest.raises(InvalidTypeError, match=r"is not a class or function.* Write capture_constructors\(MyEnv\)"):
+    with pytest.raises(InvalidTypeError, match=r"is not a class or function.* Use capture_constructors\(MyEnv\)"):
         capture_constructors(thing)
 
 

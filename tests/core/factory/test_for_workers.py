@@ -40,11 +40,11 @@ def test_round_robin_gives_each_worker_a_decision() -> None:
 
 
 INVALID: list[tuple[str, list[Any], type[Exception], str]] = [
-    ("num_workers", [0, -1, 2.0, True, "2", None], InvalidArgumentError, r"Write for_workers\(2\)"),
-    ("seed", [-1, 1.5, "a", True], InvalidArgumentError, r"Write for_workers\(2, seed=0\)"),
-    ("overrides", [{"gain": 1.0}, [1, 2], "ab", 5, [{}, None]], InvalidTypeError, r"Write overrides=\[dict\(name"),
-    ("devices", ["cuda", 5, ["cpu", "cpu"]], InvalidArgumentError, r"Write devices=\[resolve\("),
-    ("overrides", [[{}]], InvalidArgumentError, "length 1: expected one entry for each of num_workers=2. Write overr"),
+    ("num_workers", [0, -1, 2.0, True, "2", None], InvalidArgumentError, r"Use for_workers\(2\)"),
+    ("seed", [-1, 1.5, "a", True], InvalidArgumentError, r"Use for_workers\(2, seed=0\)"),
+    ("overrides", [{"gain": 1.0}, [1, 2], "ab", 5, [{}, None]], InvalidTypeError, r"Use overrides=\[dict\(name"),
+    ("devices", ["cuda", 5, ["cpu", "cpu"]], InvalidArgumentError, r"Use devices=\[resolve\("),
+    ("overrides", [[{}]], InvalidArgumentError, "length 1: expected one entry for each of num_workers=2. Use overr"),
     ("devices", [[resolve("cpu")] * 3], InvalidArgumentError, "length 3: expected one entry for each of num_workers=2"),
 ]
 

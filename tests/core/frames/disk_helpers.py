@@ -70,9 +70,13 @@ def open_store(
     :return: The store and both row arrays.
     """
     if kind == "adaptive":
-        store: Any = FrameStore.adaptive(capacity, N_ENVS, LAYOUT.shape, np.uint8, storage_dir=folder, resume=folder is not None, **options)
+        store: Any = FrameStore.adaptive(
+            capacity, N_ENVS, LAYOUT.shape, np.uint8, storage_dir=folder, resume=folder is not None, **options
+        )
     else:
-        store = FrameStore(capacity, N_ENVS, LAYOUT, codec=kind, storage_dir=folder, resume=folder is not None, **options)
+        store = FrameStore(
+            capacity, N_ENVS, LAYOUT, codec=kind, storage_dir=folder, resume=folder is not None, **options
+        )
     rows = store.rows("number", (), np.int64), store.rows("reward", (N_ENVS,), np.float32)
     for number in range(count):
         add(store, *rows, number)

@@ -23,7 +23,9 @@ NUMBERS = {(before[0].tobytes(), after[0].tobytes()): n for n in range(60) for b
 def make_store(kind: str, folder: Path | None) -> Any:
     """Create an empty store in memory or in a folder."""
     if kind == "adaptive":
-        return FrameStore.adaptive(CAPACITY, N_ENVS, LAYOUT.shape, np.uint8, storage_dir=folder, resume=folder is not None)
+        return FrameStore.adaptive(
+            CAPACITY, N_ENVS, LAYOUT.shape, np.uint8, storage_dir=folder, resume=folder is not None
+        )
     return FrameStore(CAPACITY, N_ENVS, LAYOUT, codec=kind, storage_dir=folder, resume=folder is not None)
 
 

@@ -161,7 +161,9 @@ def test_adaptive_store_respects_max_bytes(where: str, tmp_path: Path) -> None:
     def open_store() -> FrameStore:
         """Open the store in memory or in the folder."""
         folder = tmp_path / "a" if where == "disk" else None
-        return FrameStore.adaptive(3000, 2, GRAY.shape, np.uint8, max_bytes=BUDGET, storage_dir=folder, resume=folder is not None)
+        return FrameStore.adaptive(
+            3000, 2, GRAY.shape, np.uint8, max_bytes=BUDGET, storage_dir=folder, resume=folder is not None
+        )
 
     store, plain = open_store(), ReferenceStore(3000, 2, GRAY)
     for transition in make_transitions(GRAY, n_steps=1200, contents="sparse", odd=0.02):

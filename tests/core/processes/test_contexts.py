@@ -34,7 +34,7 @@ def test_context_has_the_interface_of_multiprocessing(method: str) -> None:
     ]
     assert context.Process(target=worker_functions.pid, name="mine", daemon=True).daemon
     assert get_context().get_start_method() == "forkserver"
-    with pytest.raises(InvalidArgumentError, match=r"'fork-server' does not start .*Write method=\"forkserver\""):
+    with pytest.raises(InvalidArgumentError, match=r"'fork-server' does not start .*Use method=\"forkserver\""):
         get_context("fork-server")
 
 

@@ -203,7 +203,7 @@ def test_environments_stay_usable_after_rejected_calls() -> None:
     envs.reset(seed=0)
     envs.step_async(np.zeros(2, int))
     for begin in (lambda: envs.step_async(np.zeros(2, int)), envs.reset_async, lambda: envs.set_attr("x", 1)):
-        with pytest.raises(AlreadyPendingCallError, match=r"Write step_wait\(\) first"):
+        with pytest.raises(AlreadyPendingCallError, match=r"Use step_wait\(\) first"):
             begin()
     assert envs.step_wait()[0][:, 0].tolist() == [1, 1]
     envs.close()
@@ -254,7 +254,7 @@ def test_reset_continues_after_an_interrupted_step() -> None:
     ("options", "text"),
     [
         ({"worker": print}, "worker=<built-in function print> is for gymnasium's"),
-        ({"autoreset_mode": "Never"}, 'Write autoreset_mode="NextStep"'),
+        ({"autoreset_mode": "Never"}, 'Use autoreset_mode="NextStep"'),
         ({"max_concurrency": 1, "n_workers": 2}, "mean the same"),
         ({"restart": "always"}, "restart='always'"),
     ],
