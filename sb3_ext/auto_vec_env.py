@@ -172,7 +172,10 @@ def make_vec_env(
     if vec_env_cls is None:
         options |= {} if cwd is None else {"cwd": cwd}
         options |= {} if recorder is None else {"recorder": recorder}
-        vec_env = _build_vec_env(factories, build_in_process, probe_factories, count, isolation, options, probe_timeout)
+        # One process applies one decision.
+        needed = ["devices"] if count > 1 and isinstance(devices, (str, Sequence)) else []
+        how = isolation, options, probe_timeout, needed
+        vec_env = _build_vec_env(factories, build_in_process, probe_factories, count, *how)
     elif cwd is not None:
         raise InvalidArgumentError(
             f"cwd={cwd!r} is not supported with vec_env_cls. Leave vec_env_cls out, or use "
@@ -325,12 +328,14 @@ def _build_vec_env(
     isolation: IsolationChoice,
     options: dict[str, Any],
     probe_timeout: float | None,
+    needed: Sequence[str] = (),
 ) -> VecEnv:
     """Build a vectorized environment here or in workers, as requested or as a probe decides.
 
     :param factories: returns the factories that workers call
     :param build_in_process: builds all environments in this process
     :param probe_factories: returns the factories to probe; equal environments are the same object
+    :param needed: names of arguments in addition to ``options`` that only processes can use
     """
     if isolation not in ("auto", "process", "in-process"):
         raise InvalidArgumentError(
@@ -344,7 +349,8 @@ def _build_vec_env(
         return _with_report(_record_crashes(build_in_process(), factories, workers.recorder), report)
 
     # All options except the recorder need workers.
-    needed = [name for name in sorted(options) if name != "recorder" and options[name] is not None]
+    given = [name for name, value in options.items() if name != "recorder" and value is not None]
+    needed = sorted([*needed, *given])
     if isolation == "in-process":
         if needed:
             raise InvalidArgumentError(

@@ -543,6 +543,15 @@ def test_options_that_only_processes_can_use_choose_processes(option: dict[str, 
         make_vec_env(Declared, n_envs, isolation="in-process", vec_env_kwargs=option)
 
 
+def test_devices_of_each_environment_choose_processes() -> None:
+    venv: Any = make_vec_env(Declared, 2, devices="round-robin", vec_env_kwargs={"start_method": FAST})
+    assert len(set(process_ids(venv))) == 2
+    assert "because only processes can use devices=" in venv.isolation_report
+    venv.close()
+    with pytest.raises(InvalidArgumentError, match=r'isolation="in-process" does not use \[.devices'):
+        make_vec_env(Declared, 2, devices="round-robin", isolation="in-process")
+
+
 def test_options_without_a_value_choose_no_processes() -> None:
     options = {"restart": None, "step_timeout": None, "recorder": False}
     for isolation in ("auto", "in-process"):
