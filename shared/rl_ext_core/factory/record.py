@@ -200,9 +200,9 @@ def _hook_new(owner: Any) -> None:
             _store_record(instance, cls, _freeze_call(args, kwargs))
         return instance
 
-    new._records_calls = True  # type: ignore[attr-defined]
+    new._records_calls = True
     # inspect.signature() reads __new__ for classes without their own __init__.
-    new.__signature__ = inspect.Signature([inspect.Parameter("cls", inspect.Parameter.POSITIONAL_ONLY)])  # type: ignore[attr-defined]
+    new.__signature__ = inspect.Signature([inspect.Parameter("cls", inspect.Parameter.POSITIONAL_ONLY)])
     owner.__new__ = staticmethod(new if original is None else functools.wraps(original)(new))
 
 
