@@ -417,7 +417,7 @@ class FrameStorage(TensorStorage):
             where = resolve_target(cursor, data, shape=self._storage.batch_size, ndim=self.ndim)
             if set_cursor and self._resume_cursor is not None and where.places[0] != self._resume_cursor:
                 raise self._writer_error(where.places[0])
-            if set_cursor and self._budget is not None and where.places.min(initial=length) > length:
+            if set_cursor and self._budget and where.places.max(initial=-1) >= length + len(where.places):
                 raise InvalidArgumentError(
                     f"index {cursor!r:.200} leaves a gap after the {length} stored elements, which max_bytes may have "
                     "moved; nothing was stored. Add elements with buffer.extend(data)"
