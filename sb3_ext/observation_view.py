@@ -26,8 +26,8 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
     array; rows that were never added are zero. Arithmetic and array methods decode everything, so index first:
     ``view[:1000].mean()``. Only a rollout can be written to, row by row.
 
-    :param decode: Function that returns the observations at ``(n,)`` positions along each axis of ``buffer_shape``. With
-        ``reuse_memory=False``, they are not a batch, whose memory later batches use again
+    :param decode: Function that returns the observations at ``(n,)`` positions along each axis of ``buffer_shape``.
+        With ``reuse_memory=False``, later batches do not use their memory again
     :param buffer_shape: ``(buffer_size, n_envs)``, or ``(n_envs * buffer_size,)`` once it is flattened
     :param shape: Shape of one observation
     :param dtype: Dtype of the observations

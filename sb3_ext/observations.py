@@ -495,8 +495,8 @@ class Observations:
             path = next(filter(os.path.isdir, paths), None)
             if path is None:
                 raise StorageError(
-                    f"the saved replay buffer is in storage_dir={saved['folder']!r}, which does not exist. Restore that "
-                    "folder, or continue without its transitions: leave out load_replay_buffer"
+                    f"the saved replay buffer is in storage_dir={saved['folder']!r}, which does not exist. Restore "
+                    "that folder, or continue without its transitions: leave out load_replay_buffer"
                 )
             opened = replaced = cls(**saved["arguments"], storage_dir=path, resume=True)
             if opened._newest_number >> _NUMBER_BITS != start:

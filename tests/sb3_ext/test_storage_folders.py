@@ -1,4 +1,4 @@
-"""Which buffer continues in which ``storage_dir``: new models, loaded ones, and loaded replay buffers."""
+"""New models, loaded models and loaded replay buffers continue in the right ``storage_dir``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def size_of_folder(folder: Path) -> int:
 def test_new_buffer_continues_in_a_folder_only_if_asked(tmp_path: Path) -> None:
     model = make_model(tmp_path / "a").learn(30)
     model.replay_buffer.close()
-    with pytest.raises(InvalidArgumentError, match="contains 30 rows of an earlier buffer.* Pass resume=True"):
+    with pytest.raises(InvalidArgumentError, match=r"contains 30 rows of an earlier buffer.* Pass resume=True"):
         make_model(tmp_path / "a")
     assert size_of_folder(tmp_path / "a") == 30
     with pytest.raises(InvalidArgumentError, match="resume=True needs a folder"):
@@ -87,7 +87,7 @@ def test_in_use_error_names_the_thread_that_owns_the_folder(tmp_path: Path) -> N
     thread = threading.Thread(target=lambda: buffers.append(make_model(tmp_path / "a").replay_buffer), name="trainer")
     thread.start()
     thread.join()
-    with pytest.raises(StorageError, match="in use by this process, .*thread 'trainer'"):
+    with pytest.raises(StorageError, match=r"in use by this process, .*thread 'trainer'"):
         make_model(tmp_path / "a", resume=True)
     buffers[0].close()
 

@@ -127,7 +127,7 @@ def test_max_bytes_fills_up_again_after_noise() -> None:
 def test_max_bytes_refuses_large_elements_before_storing_them() -> None:
     noise = torch.randint(0, 255, (4, 3, 100, 100), dtype=torch.uint8)
     storage = FrameStorage(10, max_bytes=40_000)
-    with pytest.raises(OutOfMemoryError, match="one element of this kind takes 30000 bytes.* nothing was stored"):
+    with pytest.raises(OutOfMemoryError, match=r"one element of this kind takes 30000 bytes.* nothing was stored"):
         storage.set(range(4), TensorDict({"pixels": noise}, [4]))
     assert len(storage) == 0
     storage.set(range(4), TensorDict({"pixels": noise[..., :10, :50]}, [4]))

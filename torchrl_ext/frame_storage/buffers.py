@@ -177,8 +177,8 @@ class ByteBudget:
         n_bytes = int(row.bytes())
         if n_bytes > self.max_bytes // 2:
             raise OutOfMemoryError(
-                f"max_bytes={self.max_bytes} is too little: one element of this kind takes {n_bytes} bytes, expected at "
-                f"most half of max_bytes; nothing was stored. Use max_bytes={2 * n_bytes} or more"
+                f"max_bytes={self.max_bytes} is too little: one element of this kind takes {n_bytes} bytes, expected "
+                f"at most half of max_bytes; nothing was stored. Use max_bytes={2 * n_bytes} or more"
             )
 
     def record_use(self, storage: Any) -> None:

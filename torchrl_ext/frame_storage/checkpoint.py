@@ -185,7 +185,8 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
             return
         if (path / MANIFEST).exists():
             raise InvalidArgumentError(
-                f"{path} is a storage_dir, not a checkpoint; open it: FrameStorage(..., storage_dir={str(path)!r}, resume=True)"
+                f"{path} is a storage_dir, not a checkpoint; open it: FrameStorage(..., storage_dir={str(path)!r}, "
+                "resume=True)"
             )
         if (path / "storage_metadata.json").exists():
             raise InvalidArgumentError(

@@ -99,21 +99,21 @@ class FrameStorage(TensorStorage):
     :param max_size: Maximum number of elements, as in ``LazyTensorStorage``.
     :param device: Device of samples. Stored elements stay in main memory.
     :param ndim: Number of batch dimensions that ``max_size`` counts, as in ``LazyTensorStorage``.
-    :param pixels: Keys of the images; ``"pixels"`` includes ``("next", "pixels")``. None: all uint8 leaves with at least
-        two dimensions and 1,024 bytes, and floating-point ones whose first elements look like images or stacks of them.
+    :param pixels: Keys of the images; ``"pixels"`` includes ``("next", "pixels")``. None: all leaves with at least two
+        dimensions and 1,024 bytes that are uint8, or floating-point and look like images in the first elements.
     :param codec: ``"patch"`` (the default), ``"raw"`` (uncompressed), or ``"jpeg"``, which is lossy and slow, for
         natural images of one or three channels.
     :param max_error: Largest error of a pixel value. 0 is lossless.
     :param quality: JPEG quality, 1 to 100, for ``codec="jpeg"`` only. ``pixels`` selects the leaves.
     :param n_stack: Number of frames in an image stack. None: detected from the data.
-    :param max_bytes: Limit on the bytes of the elements. At the limit, the oldest elements are dropped, and the others
+    :param max_bytes: Limit on the bytes of the elements. At the limit, the oldest elements are dropped, and all others
         move to the first places. Freed space that will be reused is not counted. For limits below 40 MB, it may be as
         large as the limit. Samplers that record something per place, such as ``PrioritizedSampler``, are refused.
-    :param storage_dir: Folder for memory-mapped files, which may exceed main memory. To continue with its elements, open
-        it again with the same arguments and ``resume=True``. After a crash, only elements that were being added are lost.
+    :param storage_dir: Folder for memory-mapped files, which may exceed main memory. To continue with its elements,
+        open it again with the same arguments and ``resume=True``. A crash loses only elements that were being added.
         Checksums are verified: those of elements on opening, those of images when they are first read. Elements that
         were returned as views, as by ``buffer[:]``, are not verified if the process was killed.
-    :param resume: Whether to continue with the elements in ``storage_dir``. By default, a folder with elements is refused.
+    :param resume: Whether to continue with the elements in ``storage_dir``. By default, such a folder is refused.
     :param num_threads: Number of threads that decode large batches. None: ``torch.get_num_threads()``.
     :param decode_on_gpu: Whether to upload images compressed, and to decode them on the GPU. Samples are the same. It
         has no effect if ``device`` is the CPU, or if the codec does not compress.
@@ -259,7 +259,8 @@ class FrameStorage(TensorStorage):
         """Raise an error if the storage is closed, or its lock unusable in this process."""
         if self._closed:
             raise InvalidArgumentError(
-                "this FrameStorage is closed. Open its folder again with the same arguments: FrameStorage(..., resume=True)"
+                "this FrameStorage is closed. Open its folder again with the same arguments and resume=True: "
+                "FrameStorage(..., resume=True)"
             )
         self.lock.check_process()
 
@@ -417,7 +418,7 @@ class FrameStorage(TensorStorage):
             where = resolve_target(cursor, data, shape=self._storage.batch_size, ndim=self.ndim)
             if set_cursor and self._resume_cursor is not None and where.places[0] != self._resume_cursor:
                 raise self._writer_error(where.places[0])
-            if set_cursor and self._budget is not None and where.places.min(initial=length) > length:
+            if set_cursor and self._budget and where.places.max(initial=-1) >= length + len(where.places):
                 raise InvalidArgumentError(
                     f"index {cursor!r:.200} leaves a gap after the {length} stored elements, which max_bytes may have "
                     "moved; nothing was stored. Add elements with buffer.extend(data)"

@@ -28,8 +28,8 @@ from rl_ext_core.frames.encoding import (
 )
 from rl_ext_core.frames.folder import MANIFEST, RowArrays, StoreFolder, as_corrupt_file
 from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR
-from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
 from rl_ext_core.frames.journal import Journal
+from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.region import RegionFile, address_of
 
