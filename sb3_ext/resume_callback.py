@@ -69,7 +69,7 @@ from sb3_ext.buffers import CompressedReplayBuffer
 
 __all__ = ["ResumeCallback", "resume"]
 
-_FORMAT = "sb3_ext save 1"
+_FORMAT = "sb3_ext save 2"
 _MARKER, _MODEL, _BUFFER, _STATE = "save.json", "model.zip", "replay_buffer.pkl", "state.pkl"
 _STORAGE = "storage"  # copy of storage_dir
 _LOCK = "lock"
@@ -223,7 +223,11 @@ class ResumeCallback(BaseCallback):
             if not self._warned:
                 _warn_of_unsaved_attributes(callbacks, model, recorded_environments(self.training_env))
                 self._warned = True
-            _write_save(self.folder, model, callbacks)
+            try:
+                _write_save(self.folder, model, callbacks)
+            except StorageError:
+                _unlock_folder(self.folder.resolve())
+                raise
 
     def _on_step(self) -> bool:
         return True

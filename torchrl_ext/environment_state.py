@@ -28,7 +28,7 @@ from torchrl_ext.parallel.episodes import (
 
 __all__ = ["EnvironmentState"]
 
-_FORMAT = "torchrl_ext environments 1"
+_FORMAT = "torchrl_ext environments 2"
 
 
 class EnvironmentState:

@@ -153,8 +153,8 @@ def test_recorder_is_not_visible_through_the_vec_env(tmp_path: pathlib.Path) -> 
 
 
 def test_recorder_is_refused_where_it_has_no_effect(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="recorder='missing' is not a folder"):
-        make_vec_env("CartPole-v1", recorder="missing")
+    with pytest.raises(InvalidArgumentError, match="recorder=7 is not a folder"):
+        make_vec_env("CartPole-v1", recorder=7)
     with pytest.raises(InvalidArgumentError, match="recorder=False is not supported with vec_env_cls"):
         make_vec_env("CartPole-v1", vec_env_cls=DummyVecEnv, recorder=False)
     with pytest.raises(InvalidArgumentError, match="recorder=False is for single environments"):

@@ -442,8 +442,8 @@ def test_damaged_save_is_skipped(tmp_path: pathlib.Path) -> None:
 def test_save_of_another_version_is_not_damaged(tmp_path: pathlib.Path) -> None:
     ppo(vec_env_of(cartpole)).learn(32, callback=ResumeCallback(tmp_path, 16))
     marker = max(tmp_path.iterdir()) / "save.json"
-    marker.write_text(marker.read_text().replace("sb3_ext save 1", "sb3_ext save 9"))
-    with pytest.raises(CorruptFileError, match=r"'sb3_ext save 9': expected 'sb3_ext save 1'\. Use the version"):
+    marker.write_text(marker.read_text().replace("sb3_ext save 2", "sb3_ext save 9"))
+    with pytest.raises(CorruptFileError, match=r"'sb3_ext save 9': expected 'sb3_ext save 2'\. Use the version"):
         resume(tmp_path, vec_env_of(cartpole))
 
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_ext_core.errors import InvalidArgumentError, WorkerError
+from rl_ext_core.errors import StorageError, WorkerError
 from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, vector_log
 from rl_ext_core.recording.capsule import read_capsule
 from rl_ext_core.recording.memory_layout import ENDED, MemoryLayout
@@ -194,8 +194,8 @@ def test_full_folder_is_reported_and_kept(tmp_path: Path) -> None:
 
 
 def test_recorder_must_be_a_folder() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"recorder='missing' .*os.makedirs"):
-        SharedMemoryVectorEnv([make_env], recorder="missing")
+    with pytest.raises(StorageError, match=r"recorder='/dev/null/crashes' cannot be written to: /dev/null is a file"):
+        SharedMemoryVectorEnv([make_env], recorder="/dev/null/crashes")
 
 
 class Walk(gymnasium.Env[Any, Any]):
