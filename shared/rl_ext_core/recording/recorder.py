@@ -126,7 +126,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         except BaseException as error:
             self._end_by_failure(error, "reset")
             raise
-        if getattr(result[0], "dtype", None) == np.dtype(object) and self._summarize is not observation_checksum:
+        if getattr(getattr(result[0], "dtype", None), "hasobject", False):
             self._summarize = observation_checksum  # the bytes of such an array are addresses
             self._set_entries(self._entries)
         try:
