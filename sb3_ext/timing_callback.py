@@ -32,9 +32,9 @@ class VecEnvTimingCallback(BaseCallback):
 
     - ``time/rollout`` is the mean duration of a rollout: environments, actions of the policy, and other callbacks.
     - ``time/update`` is the mean duration between two rollouts: gradients and logs.
-    - ``time/env_start``, ``time/env_step`` and ``time/env_restarts`` are the duration of the start, the mean duration
-      of a step of all environments, and the number of restarted workers, from :class:`SharedMemoryVecEnv` and
-      :class:`RayVecEnv`.
+    - ``time/env_start`` is the duration of the start of :class:`SharedMemoryVecEnv` and :class:`RayVecEnv`.
+    - ``time/env_step`` is the mean duration of their steps.
+    - ``time/env_restarts`` is the number of their restarted workers.
 
     :raises InvalidArgumentError: From ``learn()``, if it is inside an ``EventCallback``, such as ``EveryNTimesteps``
 

@@ -19,6 +19,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import torch
 
 from rl_ext_core.cli import main
 from rl_ext_core.errors import CorruptFileError
@@ -597,3 +598,50 @@ def test_too_long_episodes_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> 
         for _ in range(n_steps):
             env.step(1)
         assert (env.episode_log() is not None) == is_recorded
+
+
+class Thing:
+    """Object without a text of its own."""
+
+
+OBSERVATIONS: dict[str, Any] = {
+    "object": Thing,
+    "array of objects": lambda: np.array([Thing(), 1], object),
+    "function": lambda: lambda: 1,
+    "tensor": lambda: torch.zeros(2),
+    "tensor with a gradient": lambda: torch.zeros(2, requires_grad=True) * 2,
+    "dict of tensors": lambda: {"a": torch.zeros(2, requires_grad=True), 1: np.zeros(2)},
+    "bfloat16": lambda: (torch.zeros(2, dtype=torch.bfloat16), "text"),
+    "sparse tensor": lambda: torch.zeros(2, 2).to_sparse(),
+    "set": lambda: {1},
+}
+
+
+@pytest.mark.parametrize("kind", OBSERVATIONS)
+def test_observations_of_any_class_are_recorded(kind: str) -> None:
+    class Special(Echo):
+        def reset(self, **options: Any) -> Any:
+            super().reset(**options)
+            return OBSERVATIONS[kind](), {}
+
+        def step(self, action: Any) -> Any:
+            return OBSERVATIONS[kind](), *super().step(0)[1:]
+
+    env = EpisodeRecorder(Special())
+    env.reset(seed=1)
+    env.step(OBSERVATIONS[kind]())
+    log = env.episode_log()
+    assert log is not None
+    assert EpisodeRecorder(Special()).repeat(log).first_difference is None
+
+
+def test_recorded_actions_with_a_gradient_are_copies() -> None:
+    env, action = EpisodeRecorder(Echo()), torch.zeros(2, requires_grad=True) * 2
+    env.reset(seed=1)
+    env.step(action)
+    with torch.no_grad():
+        action += 1
+    log = env.episode_log()
+    assert log is not None
+    assert log.calls[1][1].tolist() == [0, 0]
+    assert not log.calls[1][1].requires_grad

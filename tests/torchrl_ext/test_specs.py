@@ -76,7 +76,7 @@ def test_specs_of_foreign_spaces_equal_those_of_gymnasium_spaces(name: str) -> N
 )
 def test_unknown_spaces_are_rejected(space: Any) -> None:
     for observed, taken in ((space, spaces.Discrete(2)), (box(2), space)):
-        text = "register_gym_spec_conversion" if type(space) is spaces.Space else "Write"
+        text = "register_gym_spec_conversion" if type(space) is spaces.Space else "Use"
         with pytest.raises(InvalidArgumentError, match=text):
             GymWrapper(make_env_with_spaces(observed, taken))
 

@@ -400,8 +400,8 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
 def write_actions(path: Path, log: EpisodeLog) -> list[str]:
     """Write the seeds and actions of an episode to a file of NumPy, for code that does not import this package.
 
-    The arrays are ``actions``, ``seeds`` of the resets (-1 for none), ``resets``, the number of steps before each, and
-    ``np_random``, the state of the environment's generator before the first reset, as JSON.
+    The arrays are ``actions``, ``seeds`` of the resets (-1 for none), and ``resets``, the number of steps before each.
+    ``np_random`` is the state of the environment's generator before the first reset, as JSON.
 
     :return: what else the episode depends on, and the file does not contain
     :raises InvalidArgumentError: If the actions are not numbers or arrays of one shape and dtype, or the file exists.

@@ -7,6 +7,7 @@ since. So its state can be restored by repeating these calls, without copying th
 from __future__ import annotations
 
 import dataclasses
+import re
 import struct
 import zlib
 from typing import Any
@@ -23,6 +24,7 @@ _MAX_CHECKED_BYTES, _SAMPLED_BYTES = 8192, 2048
 # Rewards that shared memory contains as float64, as in rl_ext_core.vector.worker.
 _FLOATS, _INTEGERS, _MAX_EXACT = {float, np.float64, np.float32, bool, np.bool_}, {int, np.int64}, 2**53
 _RESULT = struct.Struct("<d??")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +70,11 @@ class Repetition:
 
 
 def observation_checksum(observation: Any) -> int:
-    """Return a checksum of an observation: an array, a number, or nested dicts and tuples of them.
+    """Return a checksum of an observation: an array, a tensor, an object, or nested dicts and tuples of them.
 
     Of a large array, evenly spaced words are read, because the checksum of all takes as long as a step of Atari.
     """
-    if type(observation) is np.ndarray:
+    if type(observation) is np.ndarray and not observation.dtype.hasobject:
         if not observation.flags.c_contiguous:
             observation = np.ascontiguousarray(observation)
         if (size := observation.nbytes) > _MAX_CHECKED_BYTES:
@@ -81,12 +83,28 @@ def observation_checksum(observation: Any) -> int:
         return zlib.crc32(observation)
     if isinstance(observation, dict):
         return zlib.crc32(
-            repr([(key, observation_checksum(part)) for key, part in sorted(observation.items())]).encode()
+            repr(sorted((str(key), observation_checksum(part)) for key, part in observation.items())).encode()
         )
     if isinstance(observation, (tuple, list)):
         return zlib.crc32(repr([observation_checksum(part) for part in observation]).encode())
-    array = np.asarray(observation)
-    return zlib.crc32(repr(observation).encode()) if array.dtype.hasobject else observation_checksum(array)
+    try:
+        if callable(detach := getattr(observation, "detach", None)):  # a tensor of torch
+            observation = detach().cpu()
+        array = np.asarray(observation)
+    except Exception:  # tensors that NumPy cannot represent, such as bfloat16, and the code of the user's classes
+        return _text_checksum(observation)
+    if array.dtype.hasobject:
+        return observation_checksum(array.tolist()) if array.ndim else _text_checksum(observation)
+    return observation_checksum(array)
+
+
+def _text_checksum(value: Any) -> int:
+    """Return a checksum of an object's text, without memory addresses, which differ in each process."""
+    try:
+        text = repr(value)
+    except Exception:  # code of the user
+        text = type(value).__qualname__
+    return zlib.crc32(_ADDRESS.sub("", text).encode(errors="backslashreplace"))
 
 
 def step_checksum(observation: int, reward: Any, terminated: Any, truncated: Any) -> int:

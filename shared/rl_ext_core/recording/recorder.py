@@ -126,6 +126,9 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         except BaseException as error:
             self._end_by_failure(error, "reset")
             raise
+        if getattr(getattr(result[0], "dtype", None), "hasobject", False):
+            self._summarize = observation_checksum  # the bytes of such an array are addresses
+            self._set_entries(self._entries)
         try:
             append(self._summarize(result[0]))
         except TypeError:  # a small observation that is not an array

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.core.devices.fakes.build import skip_or_fail
+from tests.core.devices.fakes.build import require_osmesa, skip_or_fail
 from tests.core.devices.run_code import IN_CHILD, ROOT, run
 
 RENDERERS = ("mujoco", "gymnasium", "dm_control", "robosuite")
@@ -103,6 +103,8 @@ def test_apply_after_import_raises_and_names_module(
     imported: str, backend: str | None, renderer: str, says: str
 ) -> None:
     """A library that has read the same value is not a conflict."""
+    if backend == "osmesa" or "osmesa" in imported:
+        require_osmesa()
     ended = run(
         f"""
         import sys, {imported}

@@ -246,6 +246,7 @@ def test_verify_renders_on_cpu_as_predicted(
     if util.find_spec(name) is None:
         pytest.skip("it is not installed")
     if where == "OSMesa":
+        build.require_osmesa()
         without_device_variables.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", os.devnull)
     seen = verify(name)
     assert seen.problem is None, seen

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.core.devices.fakes.build import require_osmesa
 from tests.core.devices.run_code import IN_CHILD, run
 
 # Draws a small model with robosuite's own context, within a millisecond.
@@ -82,6 +83,7 @@ def test_decision_renders_where_plain_robosuite_fails(case: int) -> None:
 
 
 def test_decision_for_osmesa_renders() -> None:
+    require_osmesa()
     ended = run(DRAW, f"{WITH_OSMESA}.apply()\nanswer = [draw(7), variables()]", CUDA_VISIBLE_DEVICES="GPU-3f2a")
     assert ended.answer == ["OSMesaGLContext", ["osmesa", None, "osmesa"]]
     assert not NOISE.search(ended.stderr)
@@ -159,6 +161,7 @@ def test_failure_of_opengl_names_the_device_each_time(breaking: str, quoted: str
 
 
 def test_failure_of_opengl_under_osmesa_names_osmesa() -> None:
+    require_osmesa()
     ended = run(
         DRAW,
         f"""

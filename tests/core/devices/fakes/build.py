@@ -5,6 +5,8 @@ Programs that use them run in a new process, because the loader reads ``LD_LIBRA
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import subprocess
 import sys
@@ -28,6 +30,15 @@ def skip_or_fail(reason: str) -> NoReturn:
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+def require_osmesa() -> None:
+    """Skip a test if OSMesa's library is not installed, or fail it if ``CI`` is set."""
+    for name in ("libOSMesa.so.8", "libOSMesa.so.6", "libOSMesa.so"):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(name)
+            return
+    skip_or_fail("OSMesa is not installed; scripts/install_system_packages.sh installs it")
 
 
 def compile_into(folder: Path, compiler: str) -> None:
