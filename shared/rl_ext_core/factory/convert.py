@@ -213,16 +213,20 @@ def _factory_from_instance(
 def _log_warnings(examination: Examination) -> None:
     """Warn of changes to the instance that copies may lack."""
     for paths, text in (
-        (examination.opaque, "cannot be inspected, so copies may lack changes that were made there"),
-        (examination.own, "differs in each instance, so copies do not get the value of this one"),
+        (
+            examination.opaque,
+            "cannot be inspected, so copies may lack changes that were made there. To keep the changes, pass a "
+            "function that builds and configures the environment",
+        ),
+        (
+            examination.own,
+            "differs in each instance, so copies do not get the value of this one. To set it, use "
+            "for_workers(n, overrides=[...])",
+        ),
     ):
         if paths:
             more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
-            _log.warning(
-                "%s %s. To keep changes, pass a function that builds and configures the environment",
-                ", ".join(paths[:5]) + more,
-                text,
-            )
+            _log.warning("%s %s", ", ".join(paths[:5]) + more, text)
     for path in examination.class_attributes:
         what = "the class's attribute" if path.startswith("<class ") else "the module's global"
         _log.warning(

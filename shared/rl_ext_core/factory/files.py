@@ -10,6 +10,7 @@ import os
 import stat
 import sys
 import tempfile
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def protect_files(folder: str, created: str | None = None) -> None:
 
     original_open = io.open
     sys.addaudithook(check)
-    builtins.open = io.open = _discarding(original_open, is_protected)  # type: ignore[assignment]
+    builtins.open = io.open = _discarding(original_open, is_protected)
     tempfile.tempdir = None  # A preloaded module may have cached another folder than TMPDIR.
 
 
@@ -114,9 +115,7 @@ def _is_device(path: str) -> bool:
 
 def _is_importing() -> bool:
     """Return whether a module is being imported, as it is in workers too."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None

@@ -116,10 +116,16 @@ class Fingerprint:
         found = self.tokens.get(path)
         return self.tokens.get(self.canonical_path(path)) if found is None else found
 
-    def tokens_below(self, path: str) -> dict[str, Any]:
-        """Return the tokens of the object at a path, and of its parts."""
-        first = self.canonical_path(path)
-        return {each[len(first) :]: token for each, token in self.tokens.items() if each.startswith(first)}
+    def equals_below(self, path: str, other: Fingerprint) -> bool:
+        """Whether the object at a path, and all its parts, have the same tokens in both fingerprints."""
+        token = self.token(path)
+        if token is None or token != other.token(path) or token[0] != "object":
+            return bool(token == other.token(path))
+        firsts = [(one, one.canonical_path(path)) for one in (self, other)]
+        mine, its = (
+            {p[len(first) :]: t for p, t in one.tokens.items() if p.startswith(first)} for one, first in firsts
+        )
+        return mine == its
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Return the paths at which two fingerprints differ, the shortest first."""
@@ -509,7 +515,8 @@ class _Walk:
 
     def _parts_of_attributes(self, path: str, item: Any) -> Iterator[Part]:
         """Yield the attributes of an object, except caches of its library."""
-        own, skipped = attributes(item), simulators.cache_attributes(type(item))
+        kind: Any = type(item)
+        own, skipped = attributes(item), simulators.cache_attributes(kind)
         return ((f".{n}", "attribute", n, own[n]) for n in sorted(own, key=str) if n not in skipped)
 
     def _parts_of_tensor(self, path: str, tensor: Any) -> Iterable[Part]:

@@ -27,7 +27,7 @@ from rl_ext_core.isolation.verdict import declared_by_instance
 RETURNED, STILL_RETURNED = "returned", "still returned"
 # Name of the file in a trial's folder that receives its output.
 OUTPUT_FILE = "printed"
-# Name of the file, beside the folders of all trials, that lists files that they created elsewhere.
+# Name of the file, next to the folders of all trials, that lists files that they created elsewhere.
 CREATED_FILE = "created"
 _MAX_DEPTH = 50  # Levels of nested data that are compared.
 # Steps are timed in a loop of so many steps or seconds, because caches get cold between two operations of a trial.
