@@ -199,7 +199,6 @@ def _temporary_copy(recipe: Recipe) -> Iterator[Any]:
 
 
 def _compare_pickled(copy: Any, original: Fingerprint) -> Examination:
-    """Compare the original with a copy that was unpickled."""
     copied = fingerprint(copy)
     if (error := _reset_error(copy)) is not None:
         return Examination([f"resetting a copy raises {error!r}"])
@@ -320,7 +319,7 @@ def _driver_of(environment: Any, number: int = 0) -> Driver | None:
 
     Its interface may be unknown, or it may record videos.
     """
-    records = simulators.records_files(walk.layers(environment))
+    records = simulators.video_triggers(walk.layers(environment))
     return None if records else driver_for(environment, seed=_SEED + number)
 
 
@@ -513,7 +512,6 @@ def _describe_difference(path: str, original: Fingerprint, copy: Fingerprint) ->
 
 
 def _describe_value(found: Fingerprint, path: str) -> str:
-    """Return the value at a path as short text."""
     token = found.token(path)
     if token is None:
         return "missing"
@@ -544,7 +542,6 @@ def _time_limit(seconds: float) -> Iterator[None]:
         return
 
     def raise_timeout(*_: Any) -> None:
-        """Raise TimeoutError when the alarm signal arrives."""
         raise TimeoutError
 
     before = signal.signal(signal.SIGALRM, raise_timeout)
@@ -557,7 +554,6 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def _close(environment: Any) -> None:
-    """Close an environment, ignoring errors and warnings."""
     with warnings.catch_warnings(), contextlib.suppress(Exception):  # An error does not matter: the process ends next.
         warnings.simplefilter("ignore")
         environment.close()

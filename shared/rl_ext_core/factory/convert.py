@@ -131,21 +131,18 @@ def _is_environment(source: Any) -> bool:
 
 
 def _factory_from_callable(build: Any) -> EnvFactory[Any]:
-    """Return a factory that calls a function or a class."""
     line, origin = record.source_of_callable(build), "class" if isinstance(build, type) else "callable"
     recipe = recipe_of_callable(build, origin, line, takes_arguments=True)
     return EnvFactory(recipe, preload=record.modules_of_callable(build))
 
 
 def _factory_from_spec(spec: Any, origin: str) -> EnvFactory[Any]:
-    """Return a factory that calls ``gymnasium.make`` with a specification."""
     build = functools.partial(record.make_from_spec, copy.deepcopy(spec))
     recipe = recipe_of_callable(build, origin, f"lambda: {record.Call(build.func, build.args)}", takes_arguments=True)
     return EnvFactory(recipe, preload=("gymnasium", *record.modules_of_callable(spec)))
 
 
 def _factory_from_id(name: str) -> EnvFactory[Any]:
-    """Return a factory for a gymnasium id, or for the name of a stable-retro game."""
     try:
         import gymnasium
     except ImportError as error:

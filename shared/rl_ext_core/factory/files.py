@@ -64,7 +64,6 @@ def protect_files(folder: str, created: str | None = None) -> None:
         return False
 
     def check(event: str, args: tuple[Any, ...]) -> None:
-        """Raise PermissionError before an operation that would change a protected file."""
         changed = None
         if event == "open" and isinstance(args[2], int) and args[2] & _WRITING and is_protected(args[0]):
             changed = args[0]
@@ -97,7 +96,6 @@ def _discarding(original: Any, is_protected: Callable[[Any], bool]) -> Any:
 
     @functools.wraps(original)
     def open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """Open a file, or the null device instead."""
         if set(mode) & set("wax") and "+" not in mode and is_protected(file):
             file, mode = os.devnull, mode.replace("x", "w")
         return original(file, mode, *args, **kwargs)
@@ -106,7 +104,6 @@ def _discarding(original: Any, is_protected: Callable[[Any], bool]) -> Any:
 
 
 def _is_device(path: str) -> bool:
-    """Return whether a path is a pipe, a socket or a device."""
     with contextlib.suppress(OSError):
         mode = os.stat(path).st_mode
         return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))

@@ -210,7 +210,6 @@ def _cached_per_class(function: Callable[[Any], _Found]) -> Callable[[Any], _Fou
 
 @_cached_per_class
 def _has_reset_and_step(kind: Any) -> bool:
-    """Return whether a class defines or inherits ``reset`` and ``step``."""
     names = {name for base in kind.__mro__ for name in vars(base)}
     return "reset" in names and "step" in names
 
@@ -252,7 +251,6 @@ def instance_dict(instance: Any) -> dict[str, Any] | None:
 
 @_cached_per_class
 def _slots(kind: Any) -> dict[str, Any]:
-    """Return the descriptors of the ``__slots__`` of a Python class, by name."""
     found: dict[str, Any] = {}
     for base in kind.__mro__:
         if _is_python_class(base):
@@ -322,7 +320,6 @@ def _describer(kind: Any) -> Callable[[Any], Any] | None:
 
 
 def _text_token(text: Any) -> Any:
-    """Return the token of a str or bytes object, with a hash if it is long."""
     kind = type(text)
     if len(text) <= _MAX_TEXT:
         return kind.__name__, text
@@ -399,7 +396,6 @@ def code_digest(code: types.CodeType) -> str:
 
 
 def _array_token(array: Any) -> Any:
-    """Return the token of an array, with a hash of its data."""
     data = "objects" if array.dtype.hasobject else digest(np.ascontiguousarray(array))
     return full_name(type(array)), array.shape, repr(array.dtype), array.flags.writeable, data
 
@@ -492,7 +488,6 @@ class _Walk:
     # These methods yield the parts of an object. They set its token if the class alone does not describe it.
 
     def _parts(self, path: str, item: Any) -> Iterable[Part]:
-        """Yield the parts of an object of any class."""
         kind: Any = type(item)
         torch = sys.modules.get("torch")
         if kind is types.FunctionType:
@@ -520,14 +515,12 @@ class _Walk:
         return ((f".{n}", "attribute", n, own[n]) for n in sorted(own, key=str) if n not in skipped)
 
     def _parts_of_tensor(self, path: str, tensor: Any) -> Iterable[Part]:
-        """Record a hash of a tensor. It has no parts."""
         token = self.found.tokens[path] = _tensor_token(tensor, sys.modules["torch"])
         if tensor.device.type == "cpu" and token[-1] not in ("unread", "uninitialized") and tensor.is_shared():
             self.found.unpicklable[path] = "its memory is shared by processes, and a copy would not share it"
         return ()
 
     def _parts_of_array(self, path: str, array: Any) -> Iterator[Part]:
-        """Record a hash of an array, and yield its objects and its attributes."""
         self.found.tokens[path] = _array_token(array)
         if array.dtype.hasobject:
             yield from ((f"[{i}]", None, None, part) for i, part in enumerate(array.ravel().tolist()))
@@ -559,7 +552,6 @@ class _Walk:
                 yield f".<global {name}>", None, None, part
 
     def _parts_of_foreign(self, path: str, item: Any) -> Iterator[Part]:
-        """Yield the attributes of an object of a class in C, and the parts of its pickle."""
         yield from self._parts_of_attributes(path, item)
         kind: Any = type(item)
         if simulators.is_skipped(kind):
@@ -668,7 +660,6 @@ class _CodeReader:
         self._walk, self._found, self._done = walk, walk.found, set[int]()
 
     def run(self) -> None:
-        """Read all classes and functions that the walk visited."""
         for function in self._walk.functions:
             self._read_function(function)
         for kind in sorted({base for met in self._walk.classes for base in met.__mro__}, key=full_name):
@@ -676,7 +667,6 @@ class _CodeReader:
                 self._read_class(kind)
 
     def _read_class(self, kind: type) -> None:
-        """Add the attributes of a class, and read its functions."""
         self._done.add(id(kind))
         for name, part in list(vars(kind).items()):
             functions = list(functions_in(part))
@@ -704,7 +694,6 @@ class _CodeReader:
                     self._add_global(part.__name__, vars(part), used)
 
     def _add_global(self, module: str, space: Mapping[str, Any], name: str) -> None:
-        """Add a global variable of a module, unless it is a module itself."""
         label = f"<global {module}.{name}>"
         if name in space and label not in self._found.tokens and not issubclass(type(space[name]), types.ModuleType):
             self._add(label, space[name], sys.modules.get(module), name, module)
@@ -721,7 +710,6 @@ class _CodeReader:
             self._found.tokens[label] = token
 
     def _add_user_value(self, label: str, part: Any, owner: Any, name: str) -> None:
-        """Add a value of the user's own class or module."""
         found, functions = self._found, list(functions_in(part))
         kind: Any = type(part)
         if (reason := simulators.why_unpicklable(kind)) is not None:
