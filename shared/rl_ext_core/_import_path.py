@@ -190,4 +190,6 @@ def package_folders() -> tuple[str, ...]:
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()]
     # On Windows, they include Python's own folder, which contains the standard library.
     others = [folder for folder in site.getsitepackages() if folder != sys.prefix]
+    # A virtual environment may include packages of another one, by --system-site-packages or a .pth file.
+    others += [entry for entry in sys.path if os.path.basename(entry) in ("site-packages", "dist-packages")]
     return tuple(folder + os.sep for folder in dict.fromkeys([*folders, *others]))

@@ -1,8 +1,10 @@
 """Turn environments into picklable factories that build equal ones in workers.
 
-Importing this package starts to record how environments are constructed, see ``record``. :func:`as_factory` repeats
-that construction. In a temporary process it detects what was changed since, and sets the changes on each copy. If a
-copy would differ, it raises an error that names the attribute.
+Importing this package starts to record how environments are constructed (``record``). :func:`as_factory` (``convert``)
+takes a fingerprint of an instance (``walk``), and packs the recorded calls (``recipe``). A temporary process builds a
+copy and compares it (``compare``, ``drivers``, ``simulators``, ``files``). It sets what was changed since on each copy
+(``changes``). If a copy would differ, an error names the attribute. The result (``factory``) builds and seeds
+environments in workers (``streams``).
 """
 
 from __future__ import annotations

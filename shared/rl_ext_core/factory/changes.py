@@ -143,7 +143,6 @@ def unpack(packed: bytes, environment: Any = None) -> Any:
 
 
 def _follow_step(holder: Any, step: Step) -> Any:
-    """Return the attribute, field or item of ``holder`` that a step names."""
     operation, key = step
     if operation == "attribute":
         return walk.attributes(holder)[key]

@@ -166,16 +166,16 @@ def compare_and_measure(
             if recipe.origin == "pickle":
                 found = _compare_pickled(copy, original)
             elif original.differences(fresh := fingerprint(copy)):
-                trial = _Trial(careful)
-                trial.use(copy, fresh)
+                histories = _Histories(careful)
+                histories.use(copy, fresh)
                 copy = None
                 stack.close()
                 gc.collect()  # Some simulators allow only one instance.
-                found = _find_changes(recipe, original, trial, request_changes)
+                found = _find_changes(recipe, original, histories, request_changes)
                 if found.problems:
                     return found
                 copy = stack.enter_context(_temporary_copy(dataclasses.replace(recipe, changes=found.changes)))
-                found = _compare_changed(copy, original, trial, found)
+                found = _compare_changed(copy, original, histories, found)
             else:
                 found = Examination(opaque=_describe_hidden(original))
         except Exception as error:
@@ -199,7 +199,6 @@ def _temporary_copy(recipe: Recipe) -> Iterator[Any]:
 
 
 def _compare_pickled(copy: Any, original: Fingerprint) -> Examination:
-    """Compare the original with a copy that was unpickled."""
     copied = fingerprint(copy)
     if (error := _reset_error(copy)) is not None:
         return Examination([f"resetting a copy raises {error!r}"])
@@ -209,32 +208,34 @@ def _compare_pickled(copy: Any, original: Fingerprint) -> Examination:
     return Examination(different, opaque=_describe_objects(original.opaque), class_attributes=classes)
 
 
-def _find_changes(recipe: Recipe, original: Fingerprint, trial: _Trial, request_changes: ChangeRequest) -> Examination:
+def _find_changes(
+    recipe: Recipe, original: Fingerprint, histories: _Histories, request_changes: ChangeRequest
+) -> Examination:
     """Use a second copy, and return the changes since construction, or problems with setting them.
 
-    :param trial: Trial with the first copy.
+    :param histories: History of the first copy.
     """
     with _temporary_copy(recipe) as copy:
-        trial.use(copy, fingerprint(copy))
-        fresh = trial.fresh[0]
-        left, _ = trial.changed_paths(original, fresh)
+        histories.use(copy, fingerprint(copy))
+        fresh = histories.fresh[0]
+        left, _ = histories.changed_paths(original, fresh)
         answers = dict(zip(left, request_changes(left) if left else (), strict=True))
         # A value that cannot be set is ignored if steps create it, such as a window or a cache.
         refused = [
             f"{_describe_difference(path, original, fresh)} ({why})"
             for path, why in answers.items()
-            if isinstance(why, str) and not trial.is_restored_by_use(path, original)
+            if isinstance(why, str) and not histories.is_restored_by_use(path, original)
         ]
         if refused:
             return Examination(refused)
         changes = tuple({one.path: one for one in answers.values() if isinstance(one, Change)}.values())
-        if not trial.careful:
-            changes += _changes_within_episode(copy, original, trial, changes, request_changes)
+        if not histories.careful:
+            changes += _changes_within_episode(copy, original, histories, changes, request_changes)
     return Examination(changes=changes)
 
 
 def _changes_within_episode(
-    copy: Any, original: Fingerprint, trial: _Trial, changes: Sequence[Change], request_changes: ChangeRequest
+    copy: Any, original: Fingerprint, histories: _Histories, changes: Sequence[Change], request_changes: ChangeRequest
 ) -> tuple[Change, ...]:
     """Return changes of episode state that survive a reset, such as a goal that the user fixed.
 
@@ -243,7 +244,7 @@ def _changes_within_episode(
     :param changes: Changes that are already known.
     """
     set_already = tuple(one.path for one in changes)
-    paths = [path for path in trial.doubtful_paths(original) if not path.startswith(set_already)][:_MAX_DOUBTFUL]
+    paths = [path for path in histories.doubtful_paths(original) if not path.startswith(set_already)][:_MAX_DOUBTFUL]
     answers = zip(paths, request_changes(paths) if paths else (), strict=True)
     # Changes with other paths set a whole holder.
     doubtful = [one for path, one in answers if isinstance(one, Change) and one.path == path]
@@ -260,38 +261,40 @@ def _changes_within_episode(
                 _seeded_reset(driver, 0)
             found.append(fingerprint(copy))
     without, with_them = found
-    return tuple(one for one in doubtful if with_them.tokens_below(one.path) != without.tokens_below(one.path))
+    return tuple(one for one in doubtful if not with_them.equals_below(one.path, without))
 
 
-def _compare_changed(copy: Any, original: Fingerprint, trial: _Trial, found: Examination) -> Examination:
+def _compare_changed(copy: Any, original: Fingerprint, histories: _Histories, found: Examination) -> Examination:
     """Compare the original with a copy that has its changes, and reset that copy.
 
     :param found: The changes.
     """
     copied = fingerprint(copy)
     done = tuple(change.path for change in found.changes)
-    error = _reset_error(copy) if done and trial.can_reset else None
+    error = _reset_error(copy) if done and histories.can_reset else None
     if error is not None:  # A change is at fault, such as a handle that only the original can use.
         return Examination([f"a copy on which {', '.join(done[:3])} was set raises {error!r} when it is reset"])
-    left, classes = trial.changed_paths(original, copied)
+    left, classes = histories.changed_paths(original, copied)
     different = [
         _describe_difference(path, original, copied)
         for path in left
-        if path.startswith(done) or not trial.is_restored_by_use(path, original)
+        if path.startswith(done) or not histories.is_restored_by_use(path, original)
     ]
-    opaque = _describe_hidden(original, trial)
-    own = trial.own_paths(original, copied)
+    opaque = _describe_hidden(original, histories)
+    own = histories.own_paths(original, copied)
     return dataclasses.replace(found, problems=different, opaque=opaque, own=own, class_attributes=classes)
 
 
-def _describe_hidden(original: Fingerprint, trial: _Trial | None = None) -> list[str]:
+def _describe_hidden(original: Fingerprint, histories: _Histories | None = None) -> list[str]:
     """Describe objects that cannot be inspected, except those that steps or resets create."""
     hidden = {
         path: why
         for path, why in {**original.opaque, **original.unpicklable}.items()
         if path.startswith("<") or not {why, *(original.token(path) or ())[:2]} & _STATELESS
     }
-    return _describe_objects({p: why for p, why in hidden.items() if trial is None or not trial.is_episode_state(p)})
+    return _describe_objects(
+        {p: why for p, why in hidden.items() if histories is None or not histories.is_episode_state(p)}
+    )
 
 
 def _describe_objects(opaque: Mapping[str, str]) -> list[str]:
@@ -316,7 +319,7 @@ def _driver_of(environment: Any, number: int = 0) -> Driver | None:
 
     Its interface may be unknown, or it may record videos.
     """
-    records = simulators.records_files(walk.layers(environment))
+    records = simulators.video_triggers(walk.layers(environment))
     return None if records else driver_for(environment, seed=_SEED + number)
 
 
@@ -326,7 +329,7 @@ def _seeded_reset(driver: Driver, number: int) -> None:
     driver.reset(_SEED + number)
 
 
-class _Trial:
+class _Histories:
     """Two copies, used differently. They show which paths are settings, episode state or kept state.
 
     :ivar careful: Whether to omit operations that may kill the process.
@@ -438,12 +441,10 @@ class _Trial:
             if token is None or token[0] == "object" or path in original.aliases or path.startswith("<"):
                 continue
             # An object that fresh copies do not have yet is set as a whole.
-            while (holder := original.steps.get(path, ("",))[0]) and _is_scalar(fresh.token(holder)):
+            while (holder := original.steps.get(path, ("", None, None))[0]) and _is_scalar(fresh.token(holder)):
                 path = holder
-            tokens = original.tokens_below(path)
-            if self.kind(path) in ("episode", "fixed") and all(
-                one.tokens_below(path) != tokens for one in self._after_reset
-            ):
+            is_doubtful = self.kind(path) in ("episode", "fixed")
+            if is_doubtful and not any(original.equals_below(path, one) for one in self._after_reset):
                 found[path] = None
         return list(found)
 
@@ -511,7 +512,6 @@ def _describe_difference(path: str, original: Fingerprint, copy: Fingerprint) ->
 
 
 def _describe_value(found: Fingerprint, path: str) -> str:
-    """Return the value at a path as short text."""
     token = found.token(path)
     if token is None:
         return "missing"
@@ -542,7 +542,6 @@ def _time_limit(seconds: float) -> Iterator[None]:
         return
 
     def raise_timeout(*_: Any) -> None:
-        """Raise TimeoutError when the alarm signal arrives."""
         raise TimeoutError
 
     before = signal.signal(signal.SIGALRM, raise_timeout)
@@ -555,7 +554,6 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def _close(environment: Any) -> None:
-    """Close an environment, ignoring errors and warnings."""
     with warnings.catch_warnings(), contextlib.suppress(Exception):  # An error does not matter: the process ends next.
         warnings.simplefilter("ignore")
         environment.close()

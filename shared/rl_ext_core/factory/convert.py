@@ -131,21 +131,18 @@ def _is_environment(source: Any) -> bool:
 
 
 def _factory_from_callable(build: Any) -> EnvFactory[Any]:
-    """Return a factory that calls a function or a class."""
     line, origin = record.source_of_callable(build), "class" if isinstance(build, type) else "callable"
     recipe = recipe_of_callable(build, origin, line, takes_arguments=True)
     return EnvFactory(recipe, preload=record.modules_of_callable(build))
 
 
 def _factory_from_spec(spec: Any, origin: str) -> EnvFactory[Any]:
-    """Return a factory that calls ``gymnasium.make`` with a specification."""
     build = functools.partial(record.make_from_spec, copy.deepcopy(spec))
     recipe = recipe_of_callable(build, origin, f"lambda: {record.Call(build.func, build.args)}", takes_arguments=True)
     return EnvFactory(recipe, preload=("gymnasium", *record.modules_of_callable(spec)))
 
 
 def _factory_from_id(name: str) -> EnvFactory[Any]:
-    """Return a factory for a gymnasium id, or for the name of a stable-retro game."""
     try:
         import gymnasium
     except ImportError as error:
@@ -213,16 +210,20 @@ def _factory_from_instance(
 def _log_warnings(examination: Examination) -> None:
     """Warn of changes to the instance that copies may lack."""
     for paths, text in (
-        (examination.opaque, "cannot be inspected, so copies may lack changes that were made there"),
-        (examination.own, "differs in each instance, so copies do not get the value of this one"),
+        (
+            examination.opaque,
+            "cannot be inspected, so copies may lack changes that were made there. To keep the changes, pass a "
+            "function that builds and configures the environment",
+        ),
+        (
+            examination.own,
+            "differs in each instance, so copies do not get the value of this one. To set it, use "
+            "for_workers(n, overrides=[...])",
+        ),
     ):
         if paths:
             more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
-            _log.warning(
-                "%s %s. To keep changes, pass a function that builds and configures the environment",
-                ", ".join(paths[:5]) + more,
-                text,
-            )
+            _log.warning("%s %s", ", ".join(paths[:5]) + more, text)
     for path in examination.class_attributes:
         what = "the class's attribute" if path.startswith("<class ") else "the module's global"
         _log.warning(

@@ -241,7 +241,6 @@ class EnvFactory(Generic[_Env]):
         return adapted
 
     def _copy(self) -> EnvFactory[_Env]:
-        """Return a shallow copy of this factory."""
         other: EnvFactory[_Env] = EnvFactory.__new__(type(self))
         other.__dict__.update(self.__dict__)
         return other
@@ -256,7 +255,6 @@ class EnvFactory(Generic[_Env]):
 
 
 def _unpickle_factory(packed: bytes) -> EnvFactory[Any]:
-    """Create a factory from its pickled attributes."""
     factory: EnvFactory[Any] = EnvFactory.__new__(EnvFactory)
     factory.__dict__.update(pickle.loads(packed))
     return factory

@@ -10,6 +10,7 @@ import os
 import stat
 import sys
 import tempfile
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,6 @@ def protect_files(folder: str, created: str | None = None) -> None:
         return False
 
     def check(event: str, args: tuple[Any, ...]) -> None:
-        """Raise PermissionError before an operation that would change a protected file."""
         changed = None
         if event == "open" and isinstance(args[2], int) and args[2] & _WRITING and is_protected(args[0]):
             changed = args[0]
@@ -80,7 +80,7 @@ def protect_files(folder: str, created: str | None = None) -> None:
 
     original_open = io.open
     sys.addaudithook(check)
-    builtins.open = io.open = _discarding(original_open, is_protected)  # type: ignore[assignment]
+    builtins.open = io.open = _discarding(original_open, is_protected)
     tempfile.tempdir = None  # A preloaded module may have cached another folder than TMPDIR.
 
 
@@ -96,7 +96,6 @@ def _discarding(original: Any, is_protected: Callable[[Any], bool]) -> Any:
 
     @functools.wraps(original)
     def open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """Open a file, or the null device instead."""
         if set(mode) & set("wax") and "+" not in mode and is_protected(file):
             file, mode = os.devnull, mode.replace("x", "w")
         return original(file, mode, *args, **kwargs)
@@ -105,7 +104,6 @@ def _discarding(original: Any, is_protected: Callable[[Any], bool]) -> Any:
 
 
 def _is_device(path: str) -> bool:
-    """Return whether a path is a pipe, a socket or a device."""
     with contextlib.suppress(OSError):
         mode = os.stat(path).st_mode
         return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
@@ -114,9 +112,7 @@ def _is_device(path: str) -> bool:
 
 def _is_importing() -> bool:
     """Return whether a module is being imported, as it is in workers too."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None

@@ -135,7 +135,6 @@ def start_recording() -> None:
 
 
 def _hook_module(module: Any) -> None:
-    """Record calls of a module's classes and functions in ``_RECORDED``."""
     for name in _RECORDED[module.__name__]:
         found = vars(module).get(name)
         if isinstance(found, (type, types.FunctionType)):
@@ -176,7 +175,6 @@ def capture_constructors(maker: _Recorded) -> _Recorded:
 
 
 def _is_hook(function: Any) -> bool:
-    """Return whether a function is a replacement that records calls."""
     return getattr(function, "_records_calls", False) is True
 
 
@@ -189,7 +187,6 @@ def _hook_new(owner: Any) -> None:
 
     @hide_from_warnings
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Create an instance, and store its class and arguments in it."""
         create: Any = original or super(owner, cls).__new__
         is_call = cls.__new__ is new and type(cls).__call__ is type.__call__
         # object.__new__ rejects arguments if a class overrides __new__, as this function does.
@@ -212,7 +209,6 @@ def _hook_metaclass(meta: Any) -> None:
         # A derived metaclass may consume arguments, so its own __call__ is patched as well.
         @hide_from_warnings
         def hook_derived(derived: Any, /, **kwargs: Any) -> None:
-            """Hook the ``__call__`` of a metaclass when it is derived."""
             super(meta, derived).__init_subclass__(**kwargs)
             _hook_call(derived)
 
@@ -232,7 +228,6 @@ def _hook_call(meta: Any) -> None:
     @functools.wraps(original)
     @hide_from_warnings
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Create an instance, and store its class and arguments in it."""
         frozen = _freeze_call(args, kwargs)
         instance = original(cls, *args, **kwargs)
         if type(cls).__call__ is call:
@@ -249,7 +244,6 @@ def _hook_function(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     @hide_from_warnings
     def maker(*args: Any, **kwargs: Any) -> Any:
-        """Call the function, and store the call in the object that it returns."""
         frozen = _freeze_call(args, kwargs)
         instance = function(*args, **kwargs)
         if not any(instance is part for part in (*args, *kwargs.values())):
@@ -511,7 +505,6 @@ def modules_of_callable(build: Any) -> tuple[str, ...]:
 
 
 def _modules_of(value: Any) -> list[str]:
-    """Return the modules in which a value, its class or its base classes are defined."""
     gymnasium = sys.modules.get("gymnasium")
     if type(value) is str and gymnasium is not None:  # The string may be an id.
         value = gymnasium.registry.get(value)
@@ -580,7 +573,6 @@ def _source_of_environment(environment: Any) -> str:
 
 
 def _format_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return the source of a call's arguments."""
     return ", ".join([*map(_short_source, args), *(f"{name}={_short_source(value)}" for name, value in kwargs.items())])
 
 
@@ -595,6 +587,5 @@ def _short_source(value: Any) -> str:
 
 
 def _display_name(value: Any) -> str:
-    """Return the qualified name of a function or class, without enclosing functions."""
     name: str = getattr(value, "__qualname__", None) or type(value).__name__
     return name.rpartition("<locals>.")[2]

@@ -63,7 +63,6 @@ def field_reader(kind: Any) -> Callable[[Any], dict[str, Any]] | None:
 
 
 def _mujoco_fields(structure: Any) -> dict[str, Any]:
-    """Return the settings of a MuJoCo structure by name."""
     found = {}
     kind: Any = type(structure)
     for name in _property_names(kind):
@@ -82,7 +81,6 @@ def _property_names(kind: Any) -> tuple[str, ...]:
 
 
 def _ale_fields(emulator: Any) -> dict[str, Any]:
-    """Return the settings of an ALE emulator by name."""
     return {name: getattr(emulator, f"get{kind}")(name) for kind, names in _ALE.items() for name in names}
 
 
@@ -139,9 +137,16 @@ def name_of_output_file(item: Any) -> str | None:
     return None
 
 
-def records_files(layers: Iterable[Any]) -> bool:
-    """Whether stepping an environment writes videos, as gymnasium's RecordVideo does."""
-    return any(type(layer).__name__ == "RecordVideo" for layer in layers)
+_VIDEO_TRIGGERS = {"RecordVideo": ("episode_trigger", "step_trigger"), "VecVideoRecorder": ("record_video_trigger",)}
+
+
+def video_triggers(layers: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Return the layers that record videos, with the names of the functions that decide when.
+
+    A program in C encodes the videos, so that files cannot be protected from it.
+    """
+    found = ((layer, _VIDEO_TRIGGERS.get(base.__name__, ())) for layer in layers for base in type(layer).__mro__)
+    return [(layer, name) for layer, names in found for name in names]
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -59,7 +59,6 @@ def _seed_torch(torch: Any) -> None:
 
 
 def _seed_c_library(word: int) -> None:
-    """Seed the random number generators of the C library."""
     # Simulators in C may use these generators, which the C library seeds equally in every process.
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL("ucrtbase" if os.name == "nt" else None)  # On Windows, the C library is a separate file.
@@ -120,7 +119,6 @@ def seed_unseeded(root: Any, stream: np.random.SeedSequence) -> None:
 
 
 def _is_unseeded(item: Any) -> bool:
-    """Return whether a gymnasium environment or space has no random generator yet."""
     gymnasium = sys.modules["gymnasium"]
     seeded = (gymnasium.Env, gymnasium.vector.VectorEnv, gymnasium.Space)
     wrappers = (gymnasium.Wrapper, gymnasium.vector.VectorWrapper)
@@ -174,6 +172,5 @@ def seed_shared(stream: np.random.SeedSequence, seeded: set[int], environment: A
 
 
 def _is_space(item: Any) -> bool:
-    """Return whether a value is a gymnasium space."""
     gymnasium = sys.modules.get("gymnasium")
     return gymnasium is not None and issubclass(type(item), gymnasium.Space)

@@ -116,10 +116,16 @@ class Fingerprint:
         found = self.tokens.get(path)
         return self.tokens.get(self.canonical_path(path)) if found is None else found
 
-    def tokens_below(self, path: str) -> dict[str, Any]:
-        """Return the tokens of the object at a path, and of its parts."""
-        first = self.canonical_path(path)
-        return {each[len(first) :]: token for each, token in self.tokens.items() if each.startswith(first)}
+    def equals_below(self, path: str, other: Fingerprint) -> bool:
+        """Whether the object at a path, and all its parts, have the same tokens in both fingerprints."""
+        token = self.token(path)
+        if token is None or token != other.token(path) or token[0] != "object":
+            return bool(token == other.token(path))
+        firsts = [(one, one.canonical_path(path)) for one in (self, other)]
+        mine, its = (
+            {p[len(first) :]: t for p, t in one.tokens.items() if p.startswith(first)} for one, first in firsts
+        )
+        return mine == its
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Return the paths at which two fingerprints differ, the shortest first."""
@@ -204,7 +210,6 @@ def _cached_per_class(function: Callable[[Any], _Found]) -> Callable[[Any], _Fou
 
 @_cached_per_class
 def _has_reset_and_step(kind: Any) -> bool:
-    """Return whether a class defines or inherits ``reset`` and ``step``."""
     names = {name for base in kind.__mro__ for name in vars(base)}
     return "reset" in names and "step" in names
 
@@ -246,7 +251,6 @@ def instance_dict(instance: Any) -> dict[str, Any] | None:
 
 @_cached_per_class
 def _slots(kind: Any) -> dict[str, Any]:
-    """Return the descriptors of the ``__slots__`` of a Python class, by name."""
     found: dict[str, Any] = {}
     for base in kind.__mro__:
         if _is_python_class(base):
@@ -316,7 +320,6 @@ def _describer(kind: Any) -> Callable[[Any], Any] | None:
 
 
 def _text_token(text: Any) -> Any:
-    """Return the token of a str or bytes object, with a hash if it is long."""
     kind = type(text)
     if len(text) <= _MAX_TEXT:
         return kind.__name__, text
@@ -393,7 +396,6 @@ def code_digest(code: types.CodeType) -> str:
 
 
 def _array_token(array: Any) -> Any:
-    """Return the token of an array, with a hash of its data."""
     data = "objects" if array.dtype.hasobject else digest(np.ascontiguousarray(array))
     return full_name(type(array)), array.shape, repr(array.dtype), array.flags.writeable, data
 
@@ -486,7 +488,6 @@ class _Walk:
     # These methods yield the parts of an object. They set its token if the class alone does not describe it.
 
     def _parts(self, path: str, item: Any) -> Iterable[Part]:
-        """Yield the parts of an object of any class."""
         kind: Any = type(item)
         torch = sys.modules.get("torch")
         if kind is types.FunctionType:
@@ -509,18 +510,17 @@ class _Walk:
 
     def _parts_of_attributes(self, path: str, item: Any) -> Iterator[Part]:
         """Yield the attributes of an object, except caches of its library."""
-        own, skipped = attributes(item), simulators.cache_attributes(type(item))
+        kind: Any = type(item)
+        own, skipped = attributes(item), simulators.cache_attributes(kind)
         return ((f".{n}", "attribute", n, own[n]) for n in sorted(own, key=str) if n not in skipped)
 
     def _parts_of_tensor(self, path: str, tensor: Any) -> Iterable[Part]:
-        """Record a hash of a tensor. It has no parts."""
         token = self.found.tokens[path] = _tensor_token(tensor, sys.modules["torch"])
         if tensor.device.type == "cpu" and token[-1] not in ("unread", "uninitialized") and tensor.is_shared():
             self.found.unpicklable[path] = "its memory is shared by processes, and a copy would not share it"
         return ()
 
     def _parts_of_array(self, path: str, array: Any) -> Iterator[Part]:
-        """Record a hash of an array, and yield its objects and its attributes."""
         self.found.tokens[path] = _array_token(array)
         if array.dtype.hasobject:
             yield from ((f"[{i}]", None, None, part) for i, part in enumerate(array.ravel().tolist()))
@@ -552,7 +552,6 @@ class _Walk:
                 yield f".<global {name}>", None, None, part
 
     def _parts_of_foreign(self, path: str, item: Any) -> Iterator[Part]:
-        """Yield the attributes of an object of a class in C, and the parts of its pickle."""
         yield from self._parts_of_attributes(path, item)
         kind: Any = type(item)
         if simulators.is_skipped(kind):
@@ -661,7 +660,6 @@ class _CodeReader:
         self._walk, self._found, self._done = walk, walk.found, set[int]()
 
     def run(self) -> None:
-        """Read all classes and functions that the walk visited."""
         for function in self._walk.functions:
             self._read_function(function)
         for kind in sorted({base for met in self._walk.classes for base in met.__mro__}, key=full_name):
@@ -669,7 +667,6 @@ class _CodeReader:
                 self._read_class(kind)
 
     def _read_class(self, kind: type) -> None:
-        """Add the attributes of a class, and read its functions."""
         self._done.add(id(kind))
         for name, part in list(vars(kind).items()):
             functions = list(functions_in(part))
@@ -697,7 +694,6 @@ class _CodeReader:
                     self._add_global(part.__name__, vars(part), used)
 
     def _add_global(self, module: str, space: Mapping[str, Any], name: str) -> None:
-        """Add a global variable of a module, unless it is a module itself."""
         label = f"<global {module}.{name}>"
         if name in space and label not in self._found.tokens and not issubclass(type(space[name]), types.ModuleType):
             self._add(label, space[name], sys.modules.get(module), name, module)
@@ -714,7 +710,6 @@ class _CodeReader:
             self._found.tokens[label] = token
 
     def _add_user_value(self, label: str, part: Any, owner: Any, name: str) -> None:
-        """Add a value of the user's own class or module."""
         found, functions = self._found, list(functions_in(part))
         kind: Any = type(part)
         if (reason := simulators.why_unpicklable(kind)) is not None:

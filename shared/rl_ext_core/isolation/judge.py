@@ -136,7 +136,6 @@ class _Process:
         return answer
 
     def _describe_exit(self) -> str:
-        """Return a clause on how the process ended."""
         self._process.join(_CLOSE_TIMEOUT_S)
         code = self._process.exitcode
         if code is not None and code < 0:
@@ -253,13 +252,11 @@ class Judge:
             step_seconds=float(np.convolve(times, np.full(width, 1 / width), "valid").min()),
             build_seconds=alone.seconds("build")[0],
             private_bytes=alone.find_entry("private_bytes"),
-            libraries=tuple(alone.find_entry("libraries")),
         )
 
     # -- trials
 
     def _run_alone(self, source: int = 0, *, shorten: bool = False) -> _TrialLog:
-        """Run the trial of a single instance."""
         run = _TrialLog()
         return self._run(self._batches_alone(source, run, shorten), run)
 
@@ -349,7 +346,6 @@ class Judge:
     # -- comparisons
 
     def _compare(self, alone: _TrialLog) -> Verdict:
-        """Compare several instances with a single one."""
         apart = self._run_apart()
         if self._problem_apart(apart, alone) is not None:
             return self._judge_processes(apart, alone)

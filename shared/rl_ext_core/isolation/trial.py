@@ -18,16 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rl_ext_core import _pickle, resources
-from rl_ext_core._import_path import standard_folders
 from rl_ext_core.errors import InvalidTypeError
-from rl_ext_core.factory import EnvFactory, drivers, files, streams, walk
+from rl_ext_core.factory import EnvFactory, drivers, files, simulators, streams, walk
 from rl_ext_core.isolation.verdict import declared_by_instance
 
 # Keys of answers: the digest of a result, and the digest of the same object when the next operation begins.
 RETURNED, STILL_RETURNED = "returned", "still returned"
 # Name of the file in a trial's folder that receives its output.
 OUTPUT_FILE = "printed"
-# Name of the file, beside the folders of all trials, that lists files that they created elsewhere.
+# Name of the file, next to the folders of all trials, that lists files that they created elsewhere.
 CREATED_FILE = "created"
 _MAX_DEPTH = 50  # Levels of nested data that are compared.
 # Steps are timed in a loop of so many steps or seconds, because caches get cold between two operations of a trial.
@@ -110,7 +109,7 @@ class _Trial:
     """Instances of a trial process, and the operations on them."""
 
     def __init__(self, packed: bytes) -> None:
-        self._packed, self._libraries = packed, {*_libraries()}
+        self._packed = packed
         self._factories: list[EnvFactory[Any]] = []
         self.instances: dict[tuple[int, int], _RecordingEnv] = {}
 
@@ -120,15 +119,12 @@ class _Trial:
         if instance is None:
             return self._load() if operation.kind == "load" else self._build(operation)
         if operation.kind == "measure":
-            libraries = sorted({*_libraries()} - self._libraries)
-            measured = {"private_bytes": resources.private_memory(), "libraries": libraries}
-            return {**measured, "times": [*instance.time_steps()]}
+            return {"private_bytes": resources.private_memory(), "times": [*instance.time_steps()]}
         if operation.kind == "close":
             return self.instances.pop((operation.source, operation.order)).close()
         return instance.reset_or_step(operation)
 
     def _load(self) -> dict[str, Any]:
-        """Unpickle the factories, and return an empty answer."""
         self._factories, *parts = pickle.loads(self._packed)
         for factory, loaded, adapters in zip(self._factories, *parts, strict=True):
             if loaded is not None:
@@ -144,6 +140,8 @@ class _Trial:
         begin = time.perf_counter()
         environment = self._factories[operation.source]()
         seconds = time.perf_counter() - begin
+        for layer, name in simulators.video_triggers(walk.layers(environment)):
+            setattr(layer, name, lambda count: False)
         self.instances[operation.source, operation.order] = _RecordingEnv(environment, seed)
         return {"seconds": seconds, "declared": declared_by_instance(environment)}
 
@@ -181,7 +179,6 @@ class _RecordingEnv:
         return self._record(self._environment.step, action)
 
     def _record(self, call: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call ``reset`` or ``step``, and record its duration, results and info."""
         begin = time.perf_counter()
         result = call(*args, **kwargs)
         self._seconds += time.perf_counter() - begin
@@ -235,24 +232,11 @@ class _RecordingEnv:
 
 
 def _digest(value: Any) -> str:
-    """Return a hash of a value that is equal for equal values in every process."""
     # A pickle would differ, because it depends on which equal strings are the same object.
     token = walk.plain_token(value, _MAX_DEPTH)
     token = sorted(walk.fingerprint(value, code=False).tokens.items()) if token is None else token
     return hashlib.blake2b(repr(token).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-def _libraries() -> Iterator[str]:
-    """Yield the paths of loaded shared libraries, except Python's own.
-
-    Yield nothing if there is no ``/proc``.
-    """
-    standard = tuple(f"{folder}lib-dynload" for folder in standard_folders())
-    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
-        paths = ("/" + line.rstrip("\n").partition("/")[2] for line in file)
-        yield from (path for path in paths if ".so" in os.path.basename(path) and not path.startswith(standard))
-
-
 def _format_error(error: BaseException) -> str:
-    """Return the class and the text of an exception on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:1000].rstrip('.')}"

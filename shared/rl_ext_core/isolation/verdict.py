@@ -73,7 +73,6 @@ class Verdict:
         drawing the action for environments that are not gymnasium's.
     :ivar build_seconds: Seconds to build an instance in a new process, including imports. None if not measured.
     :ivar private_bytes: Memory in bytes that a process with one instance does not share. None if not measured.
-    :ivar libraries: Paths of the shared libraries that the environment loaded, without Python's own.
     :ivar seconds: Seconds that the probe took.
 
     >>> from rl_ext_core.isolation import probe
@@ -88,7 +87,6 @@ class Verdict:
     step_seconds: float | None = None
     build_seconds: float | None = None
     private_bytes: int | None = None
-    libraries: tuple[str, ...] = ()
     seconds: float = 0.0
 
     def to_json(self) -> str:

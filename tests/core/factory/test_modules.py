@@ -207,6 +207,20 @@ def test_import_path_contains_the_project_in_a_deleted_working_directory(
     assert str(ROOT) in [os.path.realpath(entry) for entry in import_path()]
 
 
+def test_packages_of_another_virtual_environment_are_installed_packages(tmp_path: Path) -> None:
+    folder = tmp_path / "other" / "site-packages"
+    folder.mkdir(parents=True)
+    code = f"""
+import sys
+sys.path.append({str(folder)!r})
+from rl_ext_core._import_path import package_folders
+print({str(folder / "package.py")!r}.startswith(package_folders()))
+"""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "shared")])}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
 OF_A_NOTEBOOK = f"""
 import os, sys
 sys.path.insert(0, "")

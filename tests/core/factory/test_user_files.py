@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import pytest
 
 from rl_ext_core.errors import NotCopyableError
@@ -146,3 +148,29 @@ class Appending(Line):
         with self.file.open("a") as file:
             file.write("step\n")
         return super().step(action)
+
+
+class RecordVideo(gym.Wrapper[Any, Any, Any, Any]):
+    """Wrapper with the name and trigger of gymnasium's, which needs a video encoder."""
+
+    def __init__(self, env: Any, folder: str) -> None:
+        super().__init__(env)
+        self.folder, self.episode_trigger, self.episodes = folder, lambda episode: True, 0
+
+    def reset(self, **options: Any) -> Any:
+        self.episodes += 1
+        if self.episode_trigger(self.episodes):
+            subprocess.run(["touch", f"{self.folder}/{os.getpid()}-{self.episodes}.mp4"], check=True)
+        return self.env.reset(**options)
+
+
+class SmallVideo(RecordVideo):
+    """Subclass of the wrapper."""
+
+
+def test_no_video_is_recorded_in_a_comparison_or_probe(tmp_path: Path) -> None:
+    env = SmallVideo(Line(), str(tmp_path))
+    env.unwrapped.gain = 4.0  # type: ignore[attr-defined]
+    assert as_factory(env)().unwrapped.gain == 4.0
+    assert probe(lambda: SmallVideo(Line(), str(tmp_path))).isolation is Isolation.INDEPENDENT
+    assert list(tmp_path.iterdir()) == []

@@ -171,18 +171,17 @@ def test_verdict_on_independent_real_environments(source: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("package", "source", "text", "library"),
+    ("package", "source", "text"),
     [
-        ("stable_retro", airstriker, "building the second raises RuntimeError: Cannot create multiple", "_retro"),
-        ("pyswmm", Tank, "building the second raises MultiSimulationError", "swmm"),
+        ("stable_retro", airstriker, "building the second raises RuntimeError: Cannot create multiple"),
+        ("pyswmm", Tank, "building the second raises MultiSimulationError"),
     ],
 )
-def test_verdict_on_libraries_that_allow_a_single_instance(package: str, source: Any, text: str, library: str) -> None:
+def test_verdict_on_libraries_that_allow_a_single_instance(package: str, source: Any, text: str) -> None:
     skip_without(package)()
     verdict = probe(source)
     assert verdict.isolation is SINGLE
     assert text in verdict.explanation
-    assert any(library in Path(path).name for path in verdict.libraries)
 
 
 @pytest.mark.sample
