@@ -18,8 +18,8 @@ grows with its contents.
 from __future__ import annotations
 
 import contextlib
-import json
 import gc
+import json
 import math
 import os
 import re
