@@ -331,7 +331,7 @@ def _lock_folder(callback: ResumeCallback) -> None:
     held = _locks.get(folder)
     if held is not None:
         if held.thread is not thread and held.thread.is_alive():
-            raise _in_use_error(callback.folder, "another thread of this process")
+            raise _training_error(callback.folder, "another thread of this process")
         _unlock_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _LOCK
@@ -340,7 +340,7 @@ def _lock_folder(callback: ResumeCallback) -> None:
             descriptor = _system.open_exclusive(path)
         except BlockingIOError:
             owner = path.read_text(errors="replace")[:32] if path.is_file() else ""
-            raise _in_use_error(callback.folder, f"process {owner or 'of unknown id'}") from None
+            raise _training_error(callback.folder, f"process {owner or 'of unknown id'}") from None
         except OSError as error:
             raise StorageError(f"cannot lock {path}: {error}. Use a folder on a local disk") from error
         if os.name == "nt" or (path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(path))):
@@ -379,7 +379,7 @@ def _forget_locks_in_child() -> None:
 _system.after_fork(_forget_locks_in_child)
 
 
-def _in_use_error(folder: pathlib.Path, user: str) -> StorageError:
+def _training_error(folder: pathlib.Path, user: str) -> StorageError:
     return StorageError(
         f"folder={str(folder)!r} is in use by {user}, which saves its training there. Wait until it ends, or use "
         f"another folder: ResumeCallback({str(folder) + '-2'!r})"
@@ -566,7 +566,7 @@ def _attributes_of(owner: Any, model_or_env: Any) -> dict[str, Any]:
 
 def _links_of(owner: Any, model_or_env: Any) -> list[Any]:
     """Return the objects that are not part of a callback or wrapper: the model, environments, other callbacks."""
-    vec_env = model_or_env.get_env() if isinstance(model_or_env, BaseAlgorithm) else model_or_env
+    vec_env: Any = model_or_env.get_env() if isinstance(model_or_env, BaseAlgorithm) else model_or_env
     types = (gymnasium.Env, VecEnv, BaseAlgorithm, BaseCallback)
     found = [model_or_env, *_layers(vec_env), vec_env.unwrapped, *getattr(vec_env.unwrapped, "envs", ())]
     return [*found, *(value for value in vars(owner).values() if isinstance(value, types))]

@@ -112,8 +112,9 @@ def read_attributes(owner: Any) -> dict[str, Any]:
     CPython moves the attributes to a dict when ``vars(owner)`` is called, and each later access takes longer. So they
     are read by the names in the code of its methods. If these do not include all, ``vars`` is used.
     """
-    found = {}
-    for name in _names_of(type(owner)):
+    cls: Any = type(owner)
+    found = dict[str, Any]()
+    for name in _names_of(cls):
         try:
             found[name] = object.__getattribute__(owner, name)
         except Exception:  # the attribute does not exist yet
@@ -263,7 +264,7 @@ class _Reader:
             return "object array", (value.shape, self.read_all(value.ravel().tolist()))
         if value.nbytes > _MAX_BYTES:
             sample = np.ascontiguousarray(value.reshape(-1)[:: value.nbytes // _SAMPLED_BYTES])
-            return "unsaved", zlib.crc32(sample.view(np.uint8))
+            return "unsaved", zlib.crc32(sample.tobytes())
         return "array", (value.copy(), value.strides)
 
     def _read_hidden_state(self, value: Any) -> Any:
@@ -295,7 +296,7 @@ class _Reader:
         return self.read_all(reduced[1:3]) if isinstance(reduced, tuple) else otherwise
 
     def _read_instance(self, value: Any) -> tuple[str, Any]:
-        cls = type(value)
+        cls: Any = type(value)
         if isinstance(value, types.SimpleNamespace):
             return "object", {name: self.read(each) for name, each in vars(value).items()}
         module = str(getattr(cls, "__module__", "")).partition(".")[0].lstrip("_")
@@ -357,9 +358,9 @@ def _is_gym_space(value: Any) -> bool:
 
 def _read_torch(value: Any) -> tuple[str, Any] | None:
     torch: Any = sys.modules["torch"]
-    if isinstance(value, getattr(torch, "Generator", ())):
+    if isinstance(value, torch.Generator):
         return "torch generator", value.get_state().numpy().tobytes()
-    if not isinstance(value, getattr(torch, "Tensor", ())):
+    if not isinstance(value, torch.Tensor):
         return None
     if value.layout != torch.strided or value.is_quantized or value.numel() * value.element_size() > _MAX_BYTES:
         return "unsaved", _UNKNOWN

@@ -150,7 +150,10 @@ def _find_replaced(layer: Any) -> frozenset[str]:
 
 
 def _forget(key: int) -> Callable[[Any], None]:
-    return lambda _: _constructions.pop(key, None)  # type: ignore[func-returns-value]
+    def forget(_: Any) -> None:
+        _constructions.pop(key, None)
+
+    return forget
 
 
 def _construction(layer: Any) -> Summary | None:
