@@ -566,7 +566,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         replaced = _find_replaced_buffer()
         if isinstance(self._observations, dict):
             self._open_saved(self._observations, replaced)
-        elif (folder := replaced and replaced._observations.storage_dir) is not None:
+        elif replaced is not None and (folder := replaced._observations.storage_dir) is not None:
             _logger.warning(
                 "the loaded replay buffer is in memory, so its transitions and all later ones are not stored in "
                 "storage_dir=%r of the model",
@@ -576,7 +576,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
 
     def _open_saved(self, saved: dict[str, Any], replaced: CompressedReplayBuffer | None) -> None:
         """Continue in the folder of a saved buffer."""
-        self._observations = Observations.open_saved(saved, replaced and replaced._observations)
+        self._observations = Observations.open_saved(saved, None if replaced is None else replaced._observations)
         self._allocate_rows()
         self.pos, self.full = self._observations.first.position, self._observations.first.full
 
