@@ -16,7 +16,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv
 
-from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.errors import InvalidArgumentError, StorageError
 from rl_ext_core.recording import EpisodeRecorder
 from rl_ext_core.recording.capsule import read_capsule
 from rl_ext_core.recording.replay import play
@@ -150,6 +150,17 @@ def test_recorder_is_not_visible_through_the_vec_env(tmp_path: pathlib.Path) -> 
         env.env_method("reset", seed=5)
     for one, other in zip(recorded.step(np.ones(2, int)), plain.step(np.ones(2, int)), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_folder_of_the_recorder_is_created_or_refused_at_the_start(tmp_path: pathlib.Path) -> None:
+    env = build(tmp_path / "new" / "crashes")
+    with pytest.raises(ZeroDivisionError):
+        step_until_failure(env)
+    assert len(list((tmp_path / "new" / "crashes").iterdir())) == 1
+    (tmp_path / "file").write_text("text")
+    for name in ("file", "file/crashes"):
+        with pytest.raises(StorageError, match=f"recorder='.*{name}' cannot be written to: .*file is a file"):
+            build(tmp_path / name)
 
 
 def test_recorder_is_refused_where_it_has_no_effect(tmp_path: pathlib.Path) -> None:

@@ -306,7 +306,7 @@ class _PackedCalls:
         actions = iter(self._actions.tolist() if self._kind in _NUMBERS else self._actions)
         for place, checksum in enumerate(self._checksums):
             if (other := self._others.get(place)) is not None:
-                calls.append(tuple(other))  # type: ignore[arg-type]
+                calls.append(tuple(other))
             else:
                 action = next(actions)
                 calls.append(("step", action.copy() if self._kind is np.ndarray else action))

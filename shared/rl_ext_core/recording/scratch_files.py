@@ -183,6 +183,7 @@ class _ScratchFiles:
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Raise PermissionError if a file of the user would be changed in another way."""
+        paths: tuple[Any, ...]
         if event == "open":
             path, _, flags = arguments
             paths = (path,) if isinstance(flags, int) and flags & _WRITE else ()
