@@ -27,7 +27,7 @@ from tests.core.isolation import variants
 from tests.core.isolation.fmu import Decay, make_fmu
 from tests.core.isolation.swmm import Tank
 
-_OWN_CWD_HINT = 'write make_vec_env(..., cwd="own")'
+_OWN_CWD_HINT = 'use make_vec_env(..., cwd="own")'
 INDEPENDENT, SINGLE = Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE
 
 

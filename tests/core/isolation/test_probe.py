@@ -60,7 +60,7 @@ def test_verdict_on_colliding_processes_says_whether_directories_help(name: str,
     helps, in_process = COLLIDING[name]
     verdict = probe(variant(name))
     assert (verdict.isolation, verdict.in_process) == (COLLIDE, in_process), verdict
-    assert ('write make_vec_env(..., cwd="own")' in verdict.explanation) is helps
+    assert ('use make_vec_env(..., cwd="own")' in verdict.explanation) is helps
 
 
 @pytest.mark.slow
