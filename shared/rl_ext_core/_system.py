@@ -26,6 +26,7 @@ from typing import Any
 
 __all__ = [
     "COMMITS_LAZILY",
+    "IMPORT_TIME_VARIABLES",
     "PAGE",
     "Addresses",
     "TemporaryFolder",
@@ -49,6 +50,8 @@ __all__ = [
 ]
 
 PAGE = mmap.ALLOCATIONGRANULARITY
+# Renderers read these variables once, when they are imported, so later changes have no effect in the process.
+IMPORT_TIME_VARIABLES = ("MUJOCO_GL", "PYOPENGL_PLATFORM")
 WINDOWS = importlib.util.find_spec("fcntl") is None
 # Whether reserved memory can be used without committing it, and reads as zeros.
 COMMITS_LAZILY = not WINDOWS

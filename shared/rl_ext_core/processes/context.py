@@ -34,7 +34,7 @@ from typing import Any
 from rl_ext_core import _system
 from rl_ext_core._import_path import import_path
 from rl_ext_core._interrupts import defer_signals
-from rl_ext_core._system import after_fork, picklable_descriptor
+from rl_ext_core._system import IMPORT_TIME_VARIABLES, after_fork, picklable_descriptor
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.processes import server
 from rl_ext_core.processes.process_groups import kill_process_trees
@@ -375,8 +375,6 @@ else:
 
         def _launch(self, process: Any) -> None:
             """Request a process from the fork server, and send it the worker."""
-            from rl_ext_core.devices._renderers import IMPORT_TIME_VARIABLES
-
             data = io.BytesIO()
             mp_context.set_spawning_popen(self)
             try:
