@@ -46,7 +46,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import machine
-from rl_ext_core.devices import import_robosuite, resolve
+from rl_ext_core.devices import resolve
 from rl_ext_core.errors import NotCopyableError
 from rl_ext_core.factory import as_factory
 from rl_ext_core.factory.drivers import driver_for
@@ -110,7 +110,8 @@ def dm_control_envs() -> NamedMakers:
 
 def robosuite_envs() -> NamedMakers:
     """Yield robosuite's environments with Panda robots, and two with cameras."""
-    robosuite = import_robosuite(resolve("cpu", render="cpu", renderer="robosuite"))
+    resolve("cpu", render="cpu", renderer="robosuite").apply()
+    robosuite = importlib.import_module("robosuite")
     options: dict[str, Any] = {"has_renderer": False, "has_offscreen_renderer": False, "use_camera_obs": False}
     for name in sorted(robosuite.environments.base.REGISTERED_ENVS):
         robots = ["Panda", "Panda"] if name.startswith("TwoArm") else "Panda"

@@ -1,4 +1,4 @@
-"""Time of ``resolve()`` and of the inventory, and of bound against plain factories.
+"""Time of ``resolve()`` and of the inventory, and of factories with and without a decision.
 
     python -m benchmarks.devices [--repeats 20]
 
@@ -44,8 +44,11 @@ from rl_ext_core.devices import resolve
 work = "import pickle, time; t = time.perf_counter(); pickle.loads(packed)(); answers.put(time.perf_counter() - t)"
 context = multiprocessing.get_context("forkserver")
 answers = context.SimpleQueue()
-bound = resolve("cpu", render="same", renderer="robosuite").bind(dict)
-packed = [cloudpickle.dumps(factory) for factory in (dict, bound)]
+from rl_ext_core.factory import as_factory
+decision = resolve("cpu", render="same", renderer="robosuite")
+decided, = as_factory(dict).for_workers(1, devices=decision)
+plain, = as_factory(dict).for_workers(1)
+packed = [cloudpickle.dumps(factory) for factory in (plain, decided)]
 taken = [[], []]
 for turn in range({repeats}):
     for which in (0, 1) if turn % 2 else (1, 0):
@@ -67,7 +70,7 @@ Inventory.current()
 for inventory in (None, many_gpus()):
     for worker in range(4):
         options = dict(worker=worker, inventory=inventory, on_missing="cpu")
-        resolve("auto", render="same", renderer="robosuite", **options).bind(dict)
+        resolve("auto", render="same", renderer="robosuite", **options)
 answer = len(started) + int(torch.cuda.is_initialized()) + int(mapped() and not before)
 """
 
@@ -121,7 +124,7 @@ def main() -> None:
         """Return a function that chooses a device, from this or a new inventory."""
         return lambda: resolve("auto", render="same", renderer="robosuite", on_missing="cpu", inventory=inventory)
 
-    plain, bound = run_in_fresh_process(WORKERS.format(repeats=repeats))
+    plain, decided = run_in_fresh_process(WORKERS.format(repeats=repeats))
     imported = statistics.median(run_in_fresh_process(IMPORT) for _ in range(repeats))
     first = statistics.median(run_in_fresh_process(INVENTORY) for _ in range(repeats))
     rows = [
@@ -132,12 +135,12 @@ def main() -> None:
         (f"resolve(), {len(eight.gpus)} GPUs", median_seconds(make_decision(eight), 1000)),
         ("Inventory.current(), first call in a process (queries EGL in another one)", first),
         ("import rl_ext_core.devices", imported),
-        ("unpickling and calling a factory in a forkserver worker", plain),
-        ("the same, bound to a decision (includes the import and apply())", bound),
+        ("unpickling and calling a worker's factory in a forkserver worker", plain),
+        ("the same, with a decision (includes apply())", decided),
     ]
     for name, seconds in rows:
         print(f"{name:<75} {seconds * 1e3:9.3f} ms")
-    print(f"{'number of times inventory, resolve() and bind() started CUDA':<75} {run_in_fresh_process(CUDA):9}")
+    print(f"{'number of times inventory and resolve() started CUDA':<75} {run_in_fresh_process(CUDA):9}")
 
 
 if __name__ == "__main__":

@@ -77,10 +77,11 @@ def test_only_the_devices_package_names_device_variables() -> None:
     }
     assert len(named) > 100
     devices = FOLDERS[0].relative_to(ROOT) / "devices"
-    elsewhere = {path: found for path, found in named.items() if found and devices not in path.parents}
-    assert elsewhere == {}
+    elsewhere = {str(path): len(found) for path, found in named.items() if found and devices not in path.parents}
+    # The fork server of processes, which devices do not know, needs the names of variables that are read at import.
+    assert elsewhere == {"shared/rl_ext_core/_system.py": 1}
     # The check finds variables where they are allowed.
-    assert any("CUDA_VISIBLE_DEVICES" in line for line in named[devices / "_cuda.py"])
+    assert any("CUDA_VISIBLE_DEVICES" in line for line in named[devices / "cuda.py"])
 
 
 @pytest.mark.parametrize(

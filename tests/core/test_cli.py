@@ -128,8 +128,8 @@ EXPLAINED: list[tuple[Any, str, list[str]]] = [
         [
             "compute  cuda:0 = NVIDIA H100",
             "set      MUJOCO_EGL_DEVICE_ID=1",
-            # robosuite's import rejects this device under this mask, so the fix is a line of Python.
-            '\nresolve("auto", render="same", renderer="robosuite").apply()\n',
+            # robosuite's import rejects this index under the mask "2".
+            "\nexport MUJOCO_EGL_DEVICE_ID=1 CUDA_VISIBLE_DEVICES=2,-1,1\n",
         ],
     ),
     (

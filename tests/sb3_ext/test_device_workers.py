@@ -75,7 +75,9 @@ def test_error_for_renderer_import_at_top_of_script_names_fix(tmp_path: Path) ->
         "    return gymnasium.make('CartPole-v1')\n"
         "if __name__ == '__main__':\n"
         "    from stable_baselines3.common.vec_env import SubprocVecEnv\n"
-        "    SubprocVecEnv([resolve('cpu', render='same').bind(build)]).close()\n"
+        "    from rl_ext_core.factory import as_factory\n"
+        "    decision = resolve('cpu', render='same')\n"
+        "    SubprocVecEnv(as_factory(build).for_workers(1, devices=decision)).close()\n"
     )
     for arguments, is_fixed in ([], False), (["applied"], True):
         command = [sys.executable, str(script), *arguments]

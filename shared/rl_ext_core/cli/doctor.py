@@ -7,6 +7,7 @@ examples:
   rl-ext doctor
   rl-ext doctor --renderer robosuite --device cuda:1
   rl-ext doctor --verify --json > machine.json
+  rl-ext doctor --pid 4711
 """
 
 from __future__ import annotations
@@ -15,18 +16,25 @@ import argparse
 import contextlib
 import logging
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import rl_ext_core
 from rl_ext_core.cli.console import new_console
-from rl_ext_core.devices import _renderers, _resolve
-from rl_ext_core.devices._verify import TIMEOUT_S, verify
-from rl_ext_core.devices.doctor import DoctorReport, Question, examine, print_report, replay
-from rl_ext_core.devices.inventory import installed_versions
-from rl_ext_core.errors import InvalidArgumentError, MissingDependencyError
+from rl_ext_core.devices import Inventory, renderers
+from rl_ext_core.devices._probe import PACKAGES
+from rl_ext_core.devices.decide import parse_device
+from rl_ext_core.devices.doctor import DoctorReport, ProcessReport, Question, examine, examine_process, replay
+from rl_ext_core.devices.findings import Prediction, Situation
+from rl_ext_core.devices.inventory import Gpu, installed_versions
+from rl_ext_core.devices.verify import TIMEOUT_S, verify
+from rl_ext_core.errors import InvalidArgumentError, MissingDependencyError, install_line
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "ok": "green"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked = parser.add_argument_group("the decision to explain, as arguments of rl_ext_core.devices.resolve()")
     asked.add_argument("--device", help='the device that computes: "auto", "cpu", "cuda:1", "nvidia-smi:3", "GPU-3f2a"')
     asked.add_argument("--render", help='the device that renders: "same", "cpu", "egl:2", or as for --device')
-    asked.add_argument("--renderer", help=f"the library that renders: {', '.join(_renderers.NAMES)}")
+    asked.add_argument("--renderer", help=f"the library that renders: {', '.join(renderers.NAMES)}")
     parser.add_argument("--json", action="store_true", help="write the report as JSON, for a bug report")
     parser.add_argument("--replay", metavar="FILE", help="report on the machine that wrote this JSON file")
     parser.add_argument("--verify", action="store_true", help="test every renderer, each in its own process")
+    parser.add_argument("--pid", type=int, metavar="N", help="report on the GPUs of a running process and its children")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,12 +62,29 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.verify and arguments.render == "none":
         raise InvalidArgumentError('--verify with --render "none" has nothing to test. Use --render "same"')
     console = new_console()
+    if arguments.pid is not None:
+        return _report_process(arguments, console)
     report = _create_report(arguments, console)
     if arguments.json:
         sys.stdout.write(f"{report.to_json()}\n")
     else:
         print_report(report, console)
     return 0 if report.healthy else 1
+
+
+def _report_process(arguments: argparse.Namespace, console: Console) -> int:
+    """Report on the process in ``--pid``; return 1 if it renders on a GPU on which it does not compute."""
+    others = ("device", "render", "renderer", "replay", "verify")
+    given = next((name for name in others if getattr(arguments, name)), None)
+    if given is not None:
+        raise InvalidArgumentError(f"--pid and --{given} cannot be combined. Use one of them")
+    inventory = Inventory.current()
+    report = examine_process(arguments.pid, inventory)
+    if arguments.json:
+        sys.stdout.write(f"{report.to_json()}\n")
+    else:
+        print_process(report, inventory, console)
+    return 1 if report.mismatch else 0
 
 
 def _create_report(arguments: argparse.Namespace, console: Console) -> DoctorReport:
@@ -74,7 +100,7 @@ def _create_report(arguments: argparse.Namespace, console: Console) -> DoctorRep
             ) from error
         return replay(text, question=question)
     seen = []
-    for renderer in _renderers.installed_renderers(installed_versions()) if arguments.verify else ():
+    for renderer in renderers.installed_renderers(installed_versions()) if arguments.verify else ():
         if renderer.select_egl_device is not None and arguments.renderer in (None, renderer.name):
             silent = arguments.json or not console.is_terminal
             text = f"testing {renderer.name}, {TIMEOUT_S:.0f} s at most"
@@ -94,9 +120,180 @@ def _parse_question(arguments: argparse.Namespace) -> Question | None:
     renders = arguments.renderer is not None or arguments.verify
     default = {"device": "auto", "render": "same" if renders else "none", "renderer": "mujoco"}
     question = Question(**default | {name: value for name, value in given.items() if value is not None})
-    _resolve.parse_device(question.device, "device")
-    _resolve.parse_device(question.render, "render")
+    parse_device(question.device, "device")
+    parse_device(question.render, "render")
     # A renderer that is not installed becomes part of the report.
     with contextlib.suppress(MissingDependencyError):
-        _renderers.find_renderer(question.renderer, {})
+        renderers.find_renderer(question.renderer, {})
     return question
+
+
+# The report as text
+
+
+def print_report(report: DoctorReport, console: Console) -> None:
+    """Print a report. Lines to copy are not wrapped, and no text is truncated."""
+    packages = {name: report.inventory.versions[name] for name in PACKAGES if name in report.inventory.versions}
+    if "torch" in packages:
+        cuda = report.inventory.versions.get("torch.cuda", "")
+        built = cuda if cuda.startswith("rocm") else f"CUDA {cuda}" if cuda else "without CUDA"
+        packages["torch"] += f" ({built})"
+    versions = {"rl-ext": rl_ext_core.__version__, **packages}
+    _print_line(console, "  ".join(f"{name} {version}" for name, version in versions.items()))
+    _print_table(
+        console, ("nvidia-smi", "name", "PCI", "UUID", "torch", "EGL", "DRM", "free / total"), _gpu_rows(report)
+    )
+    for text in _describe_other_devices(report.inventory):
+        _print_line(console, text)
+    _print_heading(console, str(report.question))
+    if report.refusal is not None:
+        _print_line(console, f"refused  {report.refusal}", _SEVERITY_STYLES["error"])
+    for text in report.decision.explain().splitlines() if report.decision else ():
+        _print_line(console, text)
+    _print_heading(console, "renderers with the present variables")
+    if not report.renderers:
+        _print_line(console, "no supported renderer is installed")
+        _print_line(console, install_line("mujoco"), "bold")
+    answers = {True: "yes", False: "NO", None: "-"}
+    rows = [
+        (found.renderer, _describe_place(found, report), answers[found.with_compute], found.why)
+        for found in report.renderers
+    ]
+    _print_table(console, ("renderer", "renders on", "computes there", "because"), rows)
+    if report.verified:
+        _print_heading(console, "tests with a decision, each in its own process")
+        tried = [
+            (seen.name, seen.gl_renderer or "-", seen.gl_vendor or "-", seen.place, seen.result)
+            for seen in report.verified
+        ]
+        _print_table(console, ("renderer", "GL_RENDERER", "GL_VENDOR", "EGL", "result"), tried)
+    _print_heading(console, "findings, each with the line to type")
+    if not report.findings:
+        _print_line(console, "the environment variables have no mistakes", _SEVERITY_STYLES["ok"])
+    for finding in report.findings:
+        value = "" if finding.value is None else f"={finding.value!r}"
+        named = finding.variable in ("EGL", "torch", *renderers.NAMES)
+        unset = " is not set" if finding.value is None and not named else ""
+        _print_line(
+            console,
+            f"{finding.severity} {finding.variable}{value}{unset}: {finding.effect}",
+            _SEVERITY_STYLES[finding.severity],
+        )
+        for line in finding.fix.splitlines():
+            _print_line(console, line, "bold")
+
+
+def _gpu_rows(report: DoctorReport) -> Iterator[tuple[str, ...]]:
+    """Yield a table row for every GPU, with its number in every numbering."""
+    inventory = report.inventory
+    situation = Situation(inventory, report.environ, report.environ)
+    visible, uuids = situation.visible, [gpu.uuid for gpu in inventory.gpus]
+    # The shortest prefix of the UUIDs that is unique, because resolve() accepts it as a device.
+    length = next(n for n in range(len("GPU-01234567"), 99) if len({uuid[:n] for uuid in uuids}) == len(set(uuids)))
+    for gpu in inventory.gpus:
+        if situation.machine.torch_without_cuda:
+            torch = "none"
+        elif visible is None:
+            torch = "unknown"
+        else:
+            torch = f"cuda:{visible.uuids.index(gpu.uuid)}" if gpu.uuid in visible.uuids else "hidden"
+        device = inventory.egl_of(gpu.uuid)
+        egl = "not queried" if inventory.egl is None else str(device.index) if device else "none"
+        drm = device.drm.rpartition("/")[2] if device and device.drm else "-"
+        memory = f"{gpu.memory_free / 2**30:.1f} / {gpu.memory_total / 2**30:.1f} GiB"
+        yield str(gpu.index), gpu.name, gpu.pci, gpu.uuid[:length], torch, egl, drm, memory
+
+
+def _describe_other_devices(inventory: Inventory) -> Iterator[str]:
+    """Describe MIG slices, EGL devices without a GPU in the table, and drivers that did not answer."""
+    if not inventory.gpus:
+        yield f"no GPU: {inventory.nvml_error or 'NVML lists none'}"
+    for gpu in inventory.gpus:
+        if gpu.mig:
+            yield f"nvidia-smi {gpu.index} is cut into MIG slices: {', '.join(gpu.mig)}"
+    for device in inventory.egl or ():
+        if device.uuid is None:
+            what = "software on the CPU (Mesa)" if device.software else "a device that NVML does not list"
+            yield f"EGL {device.index}: {what}{f', {device.drm}' if device.drm else ''}"
+    if inventory.egl_error:
+        yield f"EGL: {inventory.egl_error}"
+    if inventory.osmesa is not None:
+        yield f"OSMesa: {'installed' if inventory.osmesa else 'not installed'}"
+
+
+def _describe_place(found: Prediction, report: DoctorReport) -> str:
+    """Return where a renderer is predicted to render, for a table."""
+    gpu: Gpu | None = next((gpu for gpu in report.inventory.gpus if gpu.uuid == found.uuid), None)
+    egl = "" if found.egl is None else f" (EGL {found.egl})"
+    if found.where == "gpu":
+        return f"nvidia-smi {gpu.index}{egl}" if gpu else f"a GPU{egl}"
+    if found.where == "cpu":
+        return f"the CPU{egl or ' (OSMesa)'}"
+    return {"fails": "FAILS", "window": "the display"}.get(found.where, found.where)
+
+
+def print_process(report: ProcessReport, inventory: Inventory, console: Console) -> None:
+    """Print a report on a running process."""
+    _print_line(console, f"{report.pid}  {report.command}")
+    if report.uses is None:
+        why = inventory.nvml_error or "NVML lists processes by the host's IDs, which are unknown in a container"
+        _print_line(console, f"GPUs: unknown ({why})")
+    elif not report.uses:
+        _print_line(console, "GPUs: NVML lists the process and its children on no GPU")
+    numbers = {gpu.uuid: str(gpu.index) for gpu in inventory.gpus}
+    rows = [
+        (
+            str(use.pid),
+            use.kind,
+            numbers.get(use.uuid, "-"),
+            use.uuid,
+            "-" if use.memory is None else f"{use.memory / 2**20:.0f} MiB",
+        )
+        for use in report.uses or ()
+    ]
+    _print_table(console, ("process", "use", "nvidia-smi", "UUID", "memory"), rows)
+    if report.mismatch:
+        _print_line(console, f"error: {report.mismatch}", _SEVERITY_STYLES["error"])
+    _print_heading(console, "variables when the process started")
+    for name, value in report.environ.items():
+        _print_line(console, f"{name}={value}")
+    _print_heading(console, "renderers with these variables")
+    _print_table(
+        console,
+        ("renderer", "because"),
+        [(found.renderer, f"{found.where}: {found.why}") for found in report.renderers],
+    )
+
+
+def _print_heading(console: Console, text: str) -> None:
+    """Print an empty line and a colored heading."""
+    console.print()
+    _print_line(console, text, "bold cyan")
+
+
+def _print_line(console: Console, text: str, style: str = "") -> None:
+    """Print a line without wrapping it, so that it is copied from the terminal as one line."""
+    from rich.text import Text
+
+    console.print(Text(_escape_unprintable(text), style), soft_wrap=True, highlight=False)
+
+
+def _print_table(
+    console: Console, columns: Sequence[str], rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]
+) -> None:
+    """Print rows under the names of their columns; print nothing if there are no rows."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_escape_unprintable(cell)) for cell in row))
+    if table.rows:
+        console.print(table, highlight=False)
+
+
+def _escape_unprintable(text: str) -> str:
+    """Escape unprintable characters, because a report may come from an untrusted person."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -6,19 +6,21 @@ render on a GPU that the mask hides. :func:`resolve` decides for both.
 Upstream libraries fall back to the CPU silently: without CUDA, Stable Baselines3 turns ``"cuda"`` and even
 ``"cuda:99"`` into the CPU. Here only ``"auto"`` may fall back. If a device that you name is not available, that is an
 error.
+
+Data passes the files in this order. ``inventory`` reads what is there. ``cuda``, ``launchers`` and ``renderers`` have
+the rules. ``decide`` makes a ``decision`` from an inventory, variables and a request, and ``apply`` sets its variables.
+``findings`` and ``doctor`` compare variables with the rules. ``verify`` compares a decision with a rendered frame, and
+``program`` plans the variables of ``rl-ext run``.
 """
 
 from __future__ import annotations
 
-from rl_ext_core.devices._check import Finding, check_environment
-from rl_ext_core.devices._resolve import resolve, resolve_device
-from rl_ext_core.devices._robosuite import import_robosuite
+from rl_ext_core.devices.decide import resolve, resolve_device
 from rl_ext_core.devices.decision import Decision, Step
+from rl_ext_core.devices.findings import Finding, check_environment
 from rl_ext_core.devices.inventory import EglDevice, Gpu, Inventory
-from rl_ext_core.devices.workers import BoundFactory
 
 __all__ = [
-    "BoundFactory",
     "Decision",
     "EglDevice",
     "Finding",
@@ -26,7 +28,6 @@ __all__ = [
     "Inventory",
     "Step",
     "check_environment",
-    "import_robosuite",
     "resolve",
     "resolve_device",
 ]

@@ -1,21 +1,26 @@
-"""Query EGL and CUDA for their devices in a subprocess.
+"""Questions that another process answers: EGL's devices, CUDA's order, installed versions, and a rendered frame.
 
-A subprocess is used because both keep state, and a process that has started CUDA cannot fork any more. The subprocess
-runs this file as a program. It imports only the standard library, so it starts within milliseconds.
+EGL and CUDA keep state, and a process that has started CUDA cannot fork any more. So a subprocess runs this file as a
+program. It imports only the standard library, so that it starts within milliseconds, in any interpreter.
 """
 
 from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import importlib
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib import metadata, util
 from typing import Any
 
+PACKAGES = ("torch", "mujoco", "robosuite", "dm_control", "gymnasium", "pyrender", "sapien")
+ANSWER_PREFIX = "rl-ext: "
 _TIMEOUT_S = 20.0
-_ANSWER_PREFIX = "rl-ext: "
 
 # From the EGL registry: EXT_device_query, EXT_device_drm(_render_node), NV_device_cuda, EXT_device_persistent_id.
 _EGL_EXTENSIONS = 0x3055
@@ -23,6 +28,11 @@ _EGL_DRM_DEVICE_FILE = 0x3233
 _EGL_DRM_RENDER_NODE_FILE = 0x3377
 _EGL_CUDA_DEVICE_NV = 0x323A
 _EGL_DEVICE_UUID = 0x335C
+_EGL_DEVICE_EXT = 0x322C
+_MAX_EGL_DEVICES = 64
+
+_MODEL = "<mujoco><worldbody><geom size='1'/></worldbody></mujoco>"
+_IMAGE_SIZE = 64
 
 
 def query_egl() -> dict[str, Any]:
@@ -44,12 +54,26 @@ def query_cuda_order() -> tuple[str, ...] | None:
     return tuple(found) if found else None
 
 
-def _run_probe(question: str) -> dict[str, Any]:
-    """Answer ``"egl"`` or ``"cuda"`` in a new process, which a driver may kill."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+def query_versions(python: str) -> dict[str, str] | None:
+    """Query another interpreter for the versions that :func:`read_versions` reads.
+
+    :param python: path of the interpreter
+    :return: versions by package, or None if the interpreter does not answer
+    """
+    answer = _run_probe("versions", python)
+    return None if "error" in answer else answer
+
+
+def _run_probe(question: str, python: str | None = None) -> dict[str, Any]:
+    """Answer a question in a new process, which a driver may kill."""
+    python, environ = python or sys.executable, dict(os.environ)
+    options: list[str] = []
+    if question != "versions":
+        environ = {name: value for name, value in environ.items() if not name.startswith("CUDA_")}
+        options = ["-I", "-S"]
     if question == "egl":
         environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    command = [sys.executable, "-I", "-S", __file__, question]
+    command = [python, *options, __file__, question]
     try:
         done = subprocess.run(
             command, env=environ, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
@@ -57,14 +81,12 @@ def _run_probe(question: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"error": f"the driver did not answer within {_TIMEOUT_S:.0f} s"}
     except OSError as error:
-        return {"error": f"{sys.executable} could not be started: {error}"}
+        return {"error": f"{python} could not be started: {error}"}
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [""])[-1]
         return {"error": f"the driver ended the process that queried it (exit status {done.returncode}): {last}"}
     # Drivers print to the same stream, before and after the answer.
-    answers = [
-        line.removeprefix(_ANSWER_PREFIX) for line in done.stdout.splitlines() if line.startswith(_ANSWER_PREFIX)
-    ]
+    answers = [line.removeprefix(ANSWER_PREFIX) for line in done.stdout.splitlines() if line.startswith(ANSWER_PREFIX)]
     if not answers:
         return {"error": "the driver ended the process that queried it before it answered"}
     answer: dict[str, Any] = json.loads(answers[0])
@@ -184,5 +206,148 @@ def _answer_cuda() -> dict[str, Any]:
     return {"uuids": uuids}
 
 
+# Versions
+
+
+def read_versions() -> dict[str, str]:
+    """Return the versions of torch and the renderers, and the CUDA version of torch, without importing them.
+
+    :return: versions by package; ``"torch.cuda"`` is ``""`` for a build without CUDA, ``"rocm <version>"`` for AMD
+    """
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if "torch" in found:
+        found["torch.cuda"] = _read_torch_cuda_version()
+    return found
+
+
+def _read_torch_cuda_version() -> str:
+    """Read torch's CUDA or ROCm version from its files, without importing it."""
+    spec = util.find_spec("torch")
+    source = os.path.join(os.path.dirname(spec.origin), "version.py") if spec and spec.origin else ""
+    if not os.path.isfile(source):
+        return ""
+    with open(source, encoding="utf-8") as file:
+        text = file.read()
+    values = {}
+    for name in ("cuda", "hip"):
+        match = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+        values[name] = match[1] if match else ""
+    return f"rocm {values['hip']}" if values["hip"] else values["cuda"]
+
+
+# A rendered frame
+
+
+def egl_index_of(display: Any) -> int | None:
+    """Find the EGL index of the device that a display is on.
+
+    :param display: pointer of PyOpenGL or ctypes
+    :return: index in EGL's order, or None if EGL does not report the device
+    """
+    try:
+        library = ctypes.CDLL("libEGL.so.1")
+    except OSError:
+        return None
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    to_pointer, to_integer = ctypes.POINTER(pointer), ctypes.POINTER(integer)
+    query = load_egl_function(library, "eglQueryDisplayAttribEXT", ctypes.c_uint, pointer, integer, to_pointer)
+    devices_of = load_egl_function(library, "eglQueryDevicesEXT", ctypes.c_uint, integer, to_pointer, to_integer)
+    if query is None or devices_of is None:
+        return None
+    device, devices, count = pointer(), (pointer * _MAX_EGL_DEVICES)(), integer()
+    if not query(ctypes.cast(display, pointer), _EGL_DEVICE_EXT, ctypes.byref(device)):
+        return None
+    if not devices_of(_MAX_EGL_DEVICES, devices, ctypes.byref(count)):
+        return None
+    found = [devices[index] for index in range(count.value)]
+    return found.index(device.value) if device.value in found else None
+
+
+def draw(name: str, display_module: str) -> dict[str, Any]:
+    """Create a renderer's context with this process's variables, and render in it.
+
+    :param name: name of an installed renderer
+    :param display_module: module whose ``EGL_DISPLAY`` is the renderer's display
+    :return: ``gl_renderer``, ``gl_vendor`` and ``egl``, the display's index; or ``failure`` and ``missing``
+    """
+    try:
+        names, context = _create_context(name)
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        missing = isinstance(error, ModuleNotFoundError)
+        return {"failure": f"{type(error).__name__}: {first}", "missing": missing}
+    display = getattr(sys.modules.get(display_module), "EGL_DISPLAY", None)
+    return {
+        "gl_renderer": names[0],
+        "gl_vendor": names[1],
+        "egl": egl_index_of(display) if display else None,
+        "context": context,
+    }
+
+
+def _read_gl_names() -> list[str]:
+    """Return OpenGL's names of the renderer and the vendor, for the current context."""
+    gl: Any = importlib.import_module("OpenGL.GL")
+    return [(gl.glGetString(name) or b"").decode() for name in (gl.GL_RENDERER, gl.GL_VENDOR)]
+
+
+def _create_context(name: str) -> tuple[list[str], object]:
+    """Create a renderer's context; return OpenGL's names, and an object that owns the context."""
+    if name == "pyrender":
+        renderer = importlib.import_module("pyrender").OffscreenRenderer(_IMAGE_SIZE, _IMAGE_SIZE)
+        return _read_gl_names(), renderer  # its constructor makes the context current
+    if name == "robosuite":
+        importlib.import_module("robosuite")  # it checks the variables before it imports mujoco
+    mujoco: Any = importlib.import_module("mujoco")
+    model = mujoco.MjModel.from_xml_string(_MODEL)
+
+    def draw_and_read_names() -> list[str]:
+        """Create a MuJoCo context, which fails without OpenGL, and read OpenGL's names."""
+        mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
+        return _read_gl_names()
+
+    if name == "dm_control":
+        context: Any = importlib.import_module("dm_control._render").Renderer(_IMAGE_SIZE, _IMAGE_SIZE)
+        with context.make_current() as thread:  # dm_control renders in its own thread
+            return thread.call(draw_and_read_names), context
+    if name == "robosuite":
+        binding: Any = importlib.import_module("robosuite.utils.binding_utils")
+        simulation = binding.MjSim.from_xml_string(_MODEL)
+        context = binding.MjRenderContextOffscreen(
+            simulation, device_id=-1, max_width=_IMAGE_SIZE, max_height=_IMAGE_SIZE
+        )
+    elif name == "gymnasium":
+        viewer: Any = importlib.import_module("gymnasium.envs.mujoco.mujoco_rendering").OffScreenViewer
+        # Releases before 1.0 read the size from the model.
+        sized = "width" in inspect.signature(viewer).parameters
+        size = {"width": _IMAGE_SIZE, "height": _IMAGE_SIZE} if sized else {}
+        context = viewer(model, mujoco.MjData(model), **size)
+    else:
+        context = mujoco.GLContext(_IMAGE_SIZE, _IMAGE_SIZE)
+        context.make_current()
+    return draw_and_read_names(), context
+
+
+def main() -> None:
+    """Answer the question on the command line. After ``draw``, keep the context until standard input is closed."""
+    question, *arguments = sys.argv[1:]
+    answers: dict[str, Any] = {"egl": _answer_egl, "cuda": _answer_cuda, "versions": read_versions, "draw": draw}
+    if question in ("versions", "draw"):
+        folder = os.path.dirname(os.path.abspath(__file__))  # its modules are not the program's
+        sys.path[:] = [path for path in sys.path if os.path.abspath(path) != folder]
+    answer = answers[question](*arguments)
+    context = answer.pop("context", None)
+    print(f"\n{ANSWER_PREFIX}{json.dumps(answer)}", flush=True)  # noqa: T201
+    if question == "draw":
+        sys.stdin.read()
+        del context
+        os._exit(0)  # skip the exit handlers of drivers and libraries, whose failures are not part of the test
+
+
 if __name__ == "__main__":
-    print("\n" + _ANSWER_PREFIX + json.dumps(_answer_egl() if sys.argv[1] == "egl" else _answer_cuda()), flush=True)  # noqa: T201
+    main()

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from rl_ext_core.devices import apply
 from rl_ext_core.devices.inventory import EglDevice, Gpu
-from rl_ext_core.errors import _missing_dependency_error
+from rl_ext_core.errors import DeviceConflictError, _missing_dependency_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
-
-    from rl_ext_core.devices.workers import BoundFactory
 
 __all__ = ["Decision", "Step"]
 
-_Env = TypeVar("_Env")
+_log = logging.getLogger("rl_ext_core.devices")
+_has_warned = False
 
 
 @dataclass(frozen=True)
@@ -147,29 +145,42 @@ class Decision:
     def apply(self) -> None:
         """Set and unset the variables that the renderer reads, in this process and in processes that it starts later.
 
-        Call it before the first environment is created. For the renderer ``"robosuite"``, it also makes a later
-        ``import robosuite`` accept these variables. Applying a decision twice changes nothing.
+        Call it before the first environment is created. Applying a decision twice changes nothing.
 
         :raises DeviceConflictError: If a library has already read other values, or has created its display on another
             device. No variable is changed then.
         """
-        from rl_ext_core.devices import _apply
+        name = (self.renderer or "").split(" ")[0]
+        apply.set_device_variables(name, self.variables, self.egl.index if self.egl else None, self.reason)
 
-        _apply.apply(self, os.environ)
 
-    def bind(self, env_fn: Callable[[], _Env]) -> BoundFactory[_Env]:
-        """Create a factory for worker processes that applies this decision before it unpickles and calls ``env_fn``.
+def apply_in_worker(decision: Decision, *, is_creator: bool) -> None:
+    """Apply a decision in a process that builds an environment for a worker.
 
-        It works under fork, spawn and forkserver, in SB3's ``SubprocVecEnv``, gymnasium's ``AsyncVectorEnv`` and
-        TorchRL's ``ParallelEnv``. To use another GPU in each worker, write ``resolve(..., worker=i).bind(env_fn)``.
+    Vectorized environments also build one environment in the process that created the factories, to read its spaces.
+    There, a decision that was applied earlier stays in effect, which is logged once.
 
-        :param env_fn: function that creates the environment; may be a lambda or a closure, as cloudpickle pickles it
-        :return: a picklable factory without arguments
-        :raises InvalidTypeError: If ``env_fn`` is not callable, or cloudpickle cannot pickle it.
-        """
-        from rl_ext_core.devices.workers import BoundFactory
-
-        return BoundFactory(self, env_fn)
+    :param is_creator: whether this process created the worker's factory
+    :raises DeviceConflictError: If a library in this process has already read other values, or if this worker has built
+        an environment under another decision.
+    """
+    global _has_warned
+    present = apply.applied
+    if present is None or present.variables == dict(decision.variables):
+        decision.apply()
+    elif is_creator and decision.variables and not _has_warned:
+        _has_warned = True
+        _log.warning(
+            "a worker's environment is built in the parent process, under the decision that was applied here (%s) "
+            "instead of the worker's (%s). This is harmless if only its spaces are used",
+            present.reason,
+            decision.reason,
+        )
+    elif not is_creator and decision.variables:
+        raise DeviceConflictError(
+            f"this worker has applied one decision ({present.reason}), but an environment came with another "
+            f"({decision.reason}): a process has one rendering device. Use one worker for each device"
+        )
 
 
 def _gpu_identity(gpu: Gpu | None) -> str:

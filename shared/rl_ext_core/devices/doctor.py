@@ -6,29 +6,25 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import rl_ext_core
-from rl_ext_core.devices import _renderers, _resolve
-from rl_ext_core.devices._check import Finding, Prediction, Situation, check_environment, guess_variable, predict
-from rl_ext_core.devices._verify import Verification
+from rl_ext_core.devices import renderers
+from rl_ext_core.devices._probe import query_versions
+from rl_ext_core.devices.decide import resolve
 from rl_ext_core.devices.decision import Decision
-from rl_ext_core.devices.inventory import PACKAGES, Gpu, Inventory, read_record
-from rl_ext_core.errors import (
-    CorruptFileError,
-    RlExtError,
-    install_line,
-)
+from rl_ext_core.devices.findings import Finding, Prediction, Situation, check_environment, guess_variable, predict
+from rl_ext_core.devices.inventory import Inventory, read_record
+from rl_ext_core.devices.verify import GpuUse, Verification, list_gpu_uses
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["DoctorReport", "Question", "examine", "print_report", "replay"]
+__all__ = ["DoctorReport", "ProcessReport", "Question", "examine", "examine_process", "replay"]
 
 REPORT_FORMAT = 1
-_SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "ok": "green"}
 
 # Variables that a report contains. Only variables that select devices are allowed, because reports are posted in public
 # bug trackers and must not contain NVIDIA_API_KEY or paths in a home directory. The case is ignored, because names in
@@ -146,7 +142,7 @@ def examine(
     ]
     decision, refusal = None, None
     try:
-        decision = _resolve.resolve(
+        decision = resolve(
             asked.device, render=asked.render, renderer=asked.renderer, inventory=inventory, environ=variables
         )
     except RlExtError as error:
@@ -157,7 +153,7 @@ def examine(
         question=asked,
         decision=decision,
         refusal=refusal,
-        renderers=tuple(predict(renderer, situation) for renderer in _renderers.installed_renderers(machine.versions)),
+        renderers=tuple(predict(row, situation) for row in renderers.installed_renderers(machine.versions)),
         findings=tuple(sorted(found, key=lambda finding: finding.severity)),
         verified=tuple(verified),
     )
@@ -193,154 +189,91 @@ def replay(text: str, *, question: Question | None = None) -> DoctorReport:
         environ = read_record(Mapping[str, str], data["environ"], "environ")
         asked = read_record(Question, data["question"], "question")
         verified = read_record(tuple[Verification, ...], data["verified"], "verified")
-        decision = read_record(Decision | None, data["decision"], "decision")
-        if not {entry.name for entry in verified} <= set(_renderers.NAMES):  # names become part of lines to copy
+        if not {entry.name for entry in verified} <= set(renderers.NAMES):  # names become part of lines to copy
             raise ValueError(f"{[entry.name[:60] for entry in verified]} has an unknown renderer")
     except CorruptFileError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         detail = f"{error} is missing" if isinstance(error, KeyError) else error
         raise CorruptFileError(f"not a report: {detail}. Expected the output of `rl-ext doctor --json`") from error
-    report = examine(inventory, environ, question=question or asked, verified=verified)
-    if question is None and decision and not inventory.gpus and report.decision and report.decision.device == "cpu":
-        # torch had found a GPU that NVML does not list, which cannot be repeated on this machine.
-        return report if decision.device == "cpu" else dataclasses.replace(report, decision=decision)
-    return report
+    return examine(inventory, environ, question=question or asked, verified=verified)
 
 
-# The report as text
+# Running processes
 
 
-def print_report(report: DoctorReport, console: Console) -> None:
-    """Print a report. Lines to copy are not wrapped, and no text is truncated."""
-    packages = {name: report.inventory.versions[name] for name in PACKAGES if name in report.inventory.versions}
-    if "torch" in packages:
-        cuda = report.inventory.versions.get("torch.cuda", "")
-        built = cuda if cuda.startswith("rocm") else f"CUDA {cuda}" if cuda else "without CUDA"
-        packages["torch"] += f" ({built})"
-    versions = {"rl-ext": rl_ext_core.__version__, **packages}
-    _print_line(console, "  ".join(f"{name} {version}" for name, version in versions.items()))
-    _print_table(
-        console, ("nvidia-smi", "name", "PCI", "UUID", "torch", "EGL", "DRM", "free / total"), _gpu_rows(report)
-    )
-    for text in _describe_other_devices(report.inventory):
-        _print_line(console, text)
-    _print_heading(console, str(report.question))
-    if report.refusal is not None:
-        _print_line(console, f"refused  {report.refusal}", _SEVERITY_STYLES["error"])
-    for text in report.decision.explain().splitlines() if report.decision else ():
-        _print_line(console, text)
-    _print_heading(console, "renderers with the present variables")
-    if not report.renderers:
-        _print_line(console, "no supported renderer is installed")
-        _print_line(console, install_line("mujoco"), "bold")
-    answers = {True: "yes", False: "NO", None: "-"}
-    rows = [
-        (found.renderer, _describe_place(found, report), answers[found.with_compute], found.why)
-        for found in report.renderers
-    ]
-    _print_table(console, ("renderer", "renders on", "computes there", "because"), rows)
-    if report.verified:
-        _print_heading(console, "tests with a decision, each in its own process")
-        tried = [
-            (seen.name, seen.gl_renderer or "-", seen.gl_vendor or "-", seen.place, seen.result)
-            for seen in report.verified
-        ]
-        _print_table(console, ("renderer", "GL_RENDERER", "GL_VENDOR", "EGL", "result"), tried)
-    _print_heading(console, "findings, each with the line to type")
-    if not report.findings:
-        _print_line(console, "the environment variables have no mistakes", _SEVERITY_STYLES["ok"])
-    for finding in report.findings:
-        value = "" if finding.value is None else f"={finding.value!r}"
-        named = finding.variable in ("EGL", "torch", *_renderers.NAMES)
-        unset = " is not set" if finding.value is None and not named else ""
-        _print_line(
-            console,
-            f"{finding.severity} {finding.variable}{value}{unset}: {finding.effect}",
-            _SEVERITY_STYLES[finding.severity],
-        )
-        for line in finding.fix.splitlines():
-            _print_line(console, line, "bold")
+@dataclass(frozen=True)
+class ProcessReport:
+    """Report on a running process and its children.
+
+    :param pid: ID of the process
+    :param command: its command line
+    :param environ: the environment variables that select devices, as they were when the process started
+    :param uses: GPUs on which NVML lists the process and its children; None if they are unknown
+    :param renderers: where each renderer of its interpreter renders with these variables
+    """
+
+    pid: int
+    command: str
+    environ: Mapping[str, str]
+    uses: tuple[GpuUse, ...] | None
+    renderers: tuple[Prediction, ...]
+
+    @property
+    def mismatch(self) -> str | None:
+        """Sentence that names the GPUs that render without computing; None if there is none."""
+        places: dict[str, set[str]] = {"compute": set(), "graphics": set()}
+        for use in self.uses or ():
+            places[use.kind].add(use.uuid)
+        elsewhere = sorted(places["graphics"] - places["compute"])
+        if not places["compute"] or not elsewhere:
+            return None
+        return f"it renders on {', '.join(elsewhere)}, but computes on {', '.join(sorted(places['compute']))}"
+
+    def to_json(self) -> str:
+        """Return the report as JSON text."""
+        return json.dumps(_to_plain(self), indent=2, sort_keys=True)
 
 
-def _gpu_rows(report: DoctorReport) -> Iterator[tuple[str, ...]]:
-    """Yield a table row for every GPU, with its number in every numbering."""
-    inventory = report.inventory
-    situation = Situation(inventory, report.environ, report.environ)
-    visible, uuids = situation.visible, [gpu.uuid for gpu in inventory.gpus]
-    # The shortest prefix of the UUIDs that is unique, because resolve() accepts it as a device.
-    length = next(n for n in range(len("GPU-01234567"), 99) if len({uuid[:n] for uuid in uuids}) == len(set(uuids)))
-    for gpu in inventory.gpus:
-        if situation.machine.torch_without_cuda:
-            torch = "none"
-        elif visible is None:
-            torch = "unknown"
-        else:
-            torch = f"cuda:{visible.uuids.index(gpu.uuid)}" if gpu.uuid in visible.uuids else "hidden"
-        device = inventory.egl_of(gpu.uuid)
-        egl = "not queried" if inventory.egl is None else str(device.index) if device else "none"
-        drm = device.drm.rpartition("/")[2] if device and device.drm else "-"
-        memory = f"{gpu.memory_free / 2**30:.1f} / {gpu.memory_total / 2**30:.1f} GiB"
-        yield str(gpu.index), gpu.name, gpu.pci, gpu.uuid[:length], torch, egl, drm, memory
+def examine_process(pid: int, inventory: Inventory) -> ProcessReport:
+    """Examine a running process, from NVML and from the variables with which it was started.
+
+    :param pid: ID of the process
+    :param inventory: this machine
+    :return: the report
+    :raises InvalidArgumentError: If there is no such process, or another user owns it.
+    """
+    folder = Path("/proc", str(pid))
+    try:
+        entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+        command = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()
+        program = os.readlink(folder / "exe")
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"--pid {pid} cannot be read: {error.strerror}. Use the ID of a running process of this user, which "
+            "nvidia-smi lists"
+        ) from error
+    given = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    environ = {name: given[name] for name in sorted(given) if _is_reported(name)}
+    python = program if re.match(r"python[\d.]*$", os.path.basename(program)) else None
+    # A virtual environment's interpreter is a link, which only the command line names.
+    named = shutil.which(command.split(" ")[0], path=given.get("PATH"))
+    python = named if python and named and os.path.realpath(named) == program else python
+    versions = None if python is None else query_versions(python)
+    machine = inventory if versions is None else dataclasses.replace(inventory, versions=versions)
+    situation = Situation(machine, environ, environ)
+    rows = renderers.installed_renderers(machine.versions)
+    predictions = tuple(predict(row, situation) for row in rows)
+    return ProcessReport(pid, command, environ, list_gpu_uses({pid, *_find_children(pid)}), predictions)
 
 
-def _describe_other_devices(inventory: Inventory) -> Iterator[str]:
-    """Describe MIG slices, EGL devices without a GPU in the table, and drivers that did not answer."""
-    if not inventory.gpus:
-        yield f"no GPU: {inventory.nvml_error or 'NVML lists none'}"
-    for gpu in inventory.gpus:
-        if gpu.mig:
-            yield f"nvidia-smi {gpu.index} is cut into MIG slices: {', '.join(gpu.mig)}"
-    for device in inventory.egl or ():
-        if device.uuid is None:
-            what = "software on the CPU (Mesa)" if device.software else "a device that NVML does not list"
-            yield f"EGL {device.index}: {what}{f', {device.drm}' if device.drm else ''}"
-    if inventory.egl_error:
-        yield f"EGL: {inventory.egl_error}"
-    if inventory.osmesa is not None:
-        yield f"OSMesa: {'installed' if inventory.osmesa else 'not installed'}"
-
-
-def _describe_place(found: Prediction, report: DoctorReport) -> str:
-    """Return where a renderer is predicted to render, for a table."""
-    gpu: Gpu | None = next((gpu for gpu in report.inventory.gpus if gpu.uuid == found.uuid), None)
-    egl = "" if found.egl is None else f" (EGL {found.egl})"
-    if found.where == "gpu":
-        return f"nvidia-smi {gpu.index}{egl}" if gpu else f"a GPU{egl}"
-    if found.where == "cpu":
-        return f"the CPU{egl or ' (OSMesa)'}"
-    return {"fails": "FAILS", "window": "the display"}.get(found.where, found.where)
-
-
-def _print_heading(console: Console, text: str) -> None:
-    """Print an empty line and a colored heading."""
-    console.print()
-    _print_line(console, text, "bold cyan")
-
-
-def _print_line(console: Console, text: str, style: str = "") -> None:
-    """Print a line without wrapping it, so that it is copied from the terminal as one line."""
-    from rich.text import Text
-
-    console.print(Text(_escape_unprintable(text), style), soft_wrap=True, highlight=False)
-
-
-def _print_table(
-    console: Console, columns: Sequence[str], rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]
-) -> None:
-    """Print rows under the names of their columns; print nothing if there are no rows."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_escape_unprintable(cell)) for cell in row))
-    if table.rows:
-        console.print(table, highlight=False)
-
-
-def _escape_unprintable(text: str) -> str:
-    """Escape unprintable characters, because a report may come from an untrusted person."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+def _find_children(pid: int) -> set[int]:
+    """Return the IDs of the children of a process, and of their children."""
+    found: set[int] = set()
+    for path in Path("/proc", str(pid), "task").glob("*/children"):
+        try:
+            children = {int(word) for word in path.read_text().split()}
+        except OSError:
+            continue  # the thread has ended
+        found |= children.union(*map(_find_children, children))
+    return found

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
-import re
 import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -28,7 +27,6 @@ __all__ = ["EglDevice", "Gpu", "Inventory"]
 
 _FORMAT = 1
 _WSL_DEVICE = Path("/dev/dxg")  # WSL's device file of the GPU, which containers on WSL have too
-PACKAGES = ("torch", "mujoco", "robosuite", "dm_control", "gymnasium", "pyrender", "sapien")
 
 
 @dataclass(frozen=True)
@@ -94,6 +92,7 @@ class Inventory:
     :param nvml_error: why NVML failed, or None
     :param egl_error: why EGL failed, or None
     :param wsl: whether the machine is Windows Subsystem for Linux, where NVIDIA's driver has no EGL
+    :param unlisted: number of CUDA devices that torch finds although NVML fails, as on ROCm and embedded boards
 
     >>> from rl_ext_core.devices import Inventory, resolve
     >>> machine = Inventory.current()
@@ -110,6 +109,7 @@ class Inventory:
     nvml_error: str | None = None
     egl_error: str | None = None
     wsl: bool = False
+    unlisted: int = 0
 
     @classmethod
     def current(cls, *, egl: bool = True, refresh: bool = False) -> Inventory:
@@ -232,7 +232,9 @@ def _read_inventory() -> Inventory:
     try:
         gpus = read_gpus()
     except NvmlUnavailableError as error:
-        return Inventory(versions=versions, nvml_error=str(error), wsl=_WSL_DEVICE.exists())
+        # The query may start CUDA, so torch is asked only if NVML fails and torch is built for a GPU.
+        unlisted = importlib.import_module("torch").cuda.device_count() if versions.get("torch.cuda") else 0
+        return Inventory(versions=versions, nvml_error=str(error), wsl=_WSL_DEVICE.exists(), unlisted=int(unlisted))
     order = tuple(gpu.uuid for gpu in gpus)
     if len({gpu.name for gpu in gpus}) > 1:
         # CUDA counts the fastest GPU first, and equal GPUs by PCI address. So it is queried only if the GPUs differ.
@@ -354,16 +356,8 @@ def _to_str(value: str | bytes) -> str:
 
 @cache
 def _read_versions() -> tuple[tuple[str, str], ...]:
-    """Return the versions of installed packages, and the CUDA or ROCm version of torch."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    if "torch" in found:
-        found["torch.cuda"] = _read_torch_cuda_version()
-    return tuple(found.items())
+    """Return the versions of installed packages, which are read once per process."""
+    return tuple(_probe.read_versions().items())
 
 
 def installed_versions() -> dict[str, str]:
@@ -372,20 +366,3 @@ def installed_versions() -> dict[str, str]:
     :return: versions by package; ``"torch.cuda"`` is ``""`` for a build without CUDA, ``"rocm <version>"`` for AMD
     """
     return dict(_read_versions())
-
-
-def _read_torch_cuda_version() -> str:
-    """Read torch's CUDA or ROCm version from its files, without importing it."""
-    spec = util.find_spec("torch")
-    source = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
-    if source is None or not source.is_file():
-        return ""
-    text = source.read_text(encoding="utf-8")
-    hip = _read_assignment(text, "hip")
-    return f"rocm {hip}" if hip else _read_assignment(text, "cuda")
-
-
-def _read_assignment(source: str, name: str) -> str:
-    """Return the string that Python source assigns to a name; empty if there is none."""
-    match = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", source, re.MULTILINE)
-    return match[1] if match else ""

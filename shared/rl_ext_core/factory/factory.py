@@ -13,6 +13,7 @@ import numpy as np
 from rl_ext_core import _pickle
 from rl_ext_core._system import process_identity
 from rl_ext_core.devices import Decision, resolve
+from rl_ext_core.devices.decision import apply_in_worker
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.factory import record, streams, walk
 from rl_ext_core.factory.changes import Examination
@@ -37,7 +38,6 @@ class _Worker:
     :ivar entropy: Seed of the group. None draws entropy from the operating system in each process that builds.
     :ivar overrides: Arguments or attributes that differ in this worker.
     :ivar decision: Device decision of the worker.
-    :ivar apply_decision: Applies the device decision to the process that builds.
     :ivar creator_process: Process that created the factories. Its own random generators are never reseeded.
     :ivar attempt: How often the worker was started before.
     """
@@ -46,7 +46,6 @@ class _Worker:
     entropy: int | None
     overrides: Mapping[str, Any]
     decision: Decision | None
-    apply_decision: Callable[[], None]
     creator_process: uuid.UUID
     attempt: int = 0
 
@@ -185,8 +184,7 @@ class EnvFactory(Generic[_Env]):
             self._recipe.check(own, self.instance)
             if decision is not None and "device" in self._recipe.parameters:
                 own.setdefault("device", decision.device)
-            apply_decision = _do_nothing if decision is None else decision.bind(_do_nothing)
-            factory._worker = _Worker(index, entropy, own, decision, apply_decision, process_identity())
+            factory._worker = _Worker(index, entropy, own, decision, process_identity())
             factories.append(factory)
         return factories
 
@@ -211,7 +209,8 @@ class EnvFactory(Generic[_Env]):
         """
         worker, recipe = self._worker, self._recipe
         if worker is not None:
-            worker.apply_decision()
+            if worker.decision is not None:
+                apply_in_worker(worker.decision, is_creator=worker.creator_process == process_identity())
             overrides = {**worker.overrides, **overrides}
             stream = streams.seed_sequence(worker.entropy, worker.index, worker.attempt)
         elif not recipe.takes_arguments:
@@ -258,10 +257,6 @@ def _unpickle_factory(packed: bytes) -> EnvFactory[Any]:
     factory: EnvFactory[Any] = EnvFactory.__new__(EnvFactory)
     factory.__dict__.update(pickle.loads(packed))
     return factory
-
-
-def _do_nothing() -> None:
-    """Do nothing. A bound decision applies itself before it calls this."""
 
 
 def _check_workers(num_workers: Any, seed: Any, overrides: Any, devices: Any) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
+from rl_ext_core.cli.doctor import print_report
 from rl_ext_core.devices import Gpu, Inventory
-from rl_ext_core.devices.doctor import DoctorReport, examine, print_report
+from rl_ext_core.devices.doctor import DoctorReport, examine
 from tests.core.devices.machines import egl, gpus, machine, uuid
 
 EGL = {"MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "egl"}

@@ -34,7 +34,7 @@ _DEVICE_VARIABLE_PREFIXES = (
 _DEVICE_VARIABLE_PREFIXES += ("OMPI_", "MV2_", "MPI_", "PMI_")
 _PREAMBLE = """
 import logging, os
-from rl_ext_core.devices import import_robosuite, resolve
+from rl_ext_core.devices import resolve
 from tests.core.devices.machines import machine
 answer = None
 NAMES = ("MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID", "PYOPENGL_PLATFORM")

@@ -43,9 +43,9 @@ def test_apply_sets_only_the_decisions_variables_for_process_and_children(render
         decision.apply()
         changed = {{n: v for n, v in os.environ.items() if before.get(n) != v}}
         gone = sorted(set(before) - set(os.environ))
-        environ, finders = dict(os.environ), list(sys.meta_path)
+        environ = dict(os.environ)
         decision.apply()  # which changes nothing
-        again = environ == dict(os.environ) and finders == sys.meta_path
+        again = environ == dict(os.environ)
         code = "import os; print(os.environ['MUJOCO_EGL_DEVICE_ID'])"
         inherited = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True).stdout.strip()
         answer = [before == after_resolving, changed, changed == decision.variables, gone, again, inherited]
@@ -108,20 +108,20 @@ def test_apply_after_import_raises_and_names_module(
     ended = run(
         f"""
         import sys, {imported}
-        environ, finders = dict(os.environ), list(sys.meta_path)
+        environ = dict(os.environ)
         try:
             {(WITH_OSMESA if says.endswith("osmesa") else ON_MESA).format(renderer=renderer)}.apply()
             answer = variables()
         except RuntimeError as error:
-            from rl_ext_core.devices import _apply
-            unchanged = [environ == dict(os.environ), finders == sys.meta_path, _apply.applied_decision is None]
+            from rl_ext_core.devices import apply
+            unchanged = [environ == dict(os.environ), apply.applied is None]
             answer = [repr(error), *unchanged]
         """,
         **({} if backend is None else {"MUJOCO_GL": backend}),
     )
     if says:
         text, *unchanged = ended.answer
-        assert unchanged == [True, True, True]
+        assert unchanged == [True, True]
         assert re.match(f"DeviceConflictError.*{says}", text), text
     else:
         assert ended.answer == ["egl", "0", "egl"]
@@ -165,9 +165,9 @@ def test_apply_rejects_display_on_unknown_device() -> None:
     ended = run(
         f"""
         {CREATE_DISPLAY["mujoco"]}
-        from rl_ext_core.devices import _apply
-        assert _apply.egl_index_of(0) is None  # EGL does not report the device of an invalid display
-        _apply.egl_index_of = lambda display: None
+        from rl_ext_core.devices import apply
+        assert apply.egl_index_of(0) is None  # EGL does not report the device of an invalid display
+        apply.egl_index_of = lambda display: None
         {ON_MESA.format(renderer="mujoco")}.apply()
         """,
         MUJOCO_GL="egl",
@@ -225,8 +225,8 @@ def test_apply_in_fork_before_any_display_accepts_another_decision() -> None:
         import mujoco
         {ON_GPU_2.format(renderer="mujoco")}.apply()
         def other():
-            from rl_ext_core.devices import _apply
-            assert _apply.applied_decision is None
+            from rl_ext_core.devices import apply
+            assert apply.applied is None
             {ON_MESA.format(renderer="mujoco")}.apply()
             return variables(), draw() > 10
         answer = [in_child(other), variables()]
@@ -248,8 +248,8 @@ def test_mujoco_4_stores_backend_and_display_in_expected_modules() -> None:
         f"""
         import mujoco
         {ON_MESA.format(renderer="mujoco")}.apply()
-        from rl_ext_core.devices import _apply
-        answer = [draw() > 10, _apply.egl_index_of(_apply.display_of("mujoco"))]
+        from rl_ext_core.devices import apply
+        answer = [draw() > 10, apply.egl_index_of(apply.display_of("mujoco"))]
         """,
         python=python,
         MUJOCO_GL="egl",

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_ext_core.devices import Inventory, _renderers, resolve
-from rl_ext_core.devices._cuda import Machine
+from rl_ext_core.devices import Inventory, renderers, resolve
+from rl_ext_core.devices.cuda import Machine
+from rl_ext_core.devices.program import plan_program
 from tests.core.devices import machines
 from tests.core.devices.fakes import build
 
@@ -120,11 +121,11 @@ def test_render_same_selects_compute_gpu_over_all_orders_and_masks(renderer: str
 @pytest.mark.sample
 @every_renderer
 def test_rule_matches_renderer_over_all_orders_and_masks(renderer: str, select_gpus: Ask) -> None:
-    rule = _renderers.find_renderer(without_version(renderer), VERSIONS[renderer])
+    rule = renderers.find_renderer(without_version(renderer), VERSIONS[renderer])
     cases, expected = [], []
     for order, mask in orders_and_masks():
         environ = {"CUDA_VISIBLE_DEVICES": str(build.join_numbers(mask))}
-        view = _renderers.EglView.from_machine(Machine(machine_of(order, renderer), environ))
+        view = renderers.EglView.from_machine(Machine(machine_of(order, renderer), environ))
         # Each pair is tested with two values. Unusual masks have a test of their own.
         for value in VALUES[len(cases) // 2 % 5 :: 5]:
             steering = environ if value is None else {**environ, rule.index: value}
@@ -135,12 +136,12 @@ def test_rule_matches_renderer_over_all_orders_and_masks(renderer: str, select_g
 
 
 def selected_gpu(
-    rule: _renderers.Renderer, environ: Mapping[str, str], view: _renderers.EglView, order: Sequence[int]
+    rule: renderers.Renderer, environ: Mapping[str, str], view: renderers.EglView, order: Sequence[int]
 ) -> int | None:
     """Return the GPU that the project's rule selects, or None if the renderer fails."""
     try:
         return order[rule.select_egl_device(environ, view)]
-    except _renderers.RendererFailsError:
+    except renderers.RendererFailsError:
         return None
 
 
@@ -154,7 +155,7 @@ def selected_gpu(
     ],
 )
 def test_rule_matches_renderer_on_unusual_masks(renderer: str, lacks: str, select_gpus: Ask) -> None:
-    rule = _renderers.find_renderer(without_version(renderer), VERSIONS[renderer])
+    rule = renderers.find_renderer(without_version(renderer), VERSIONS[renderer])
     # The last one has eleven devices, of which renderers query ten.
     orders = ((2, 3, 0, 1, -1), (1, -1, 0, 2, 3), (-1,), (), (-1, -1, -1, 7, 6, 5, 4, 3, 2, 1, 0))
     whole = machines.uuid(3)
@@ -165,7 +166,7 @@ def test_rule_matches_renderer_on_unusual_masks(renderer: str, lacks: str, selec
         machine = machine_of(order, renderer, 8)
         egl = tuple(dataclasses.replace(device, cuda=device.cuda and not lacks) for device in machine.egl or ())
         environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
-        view = _renderers.EglView.from_machine(Machine(dataclasses.replace(machine, egl=egl), environ))
+        view = renderers.EglView.from_machine(Machine(dataclasses.replace(machine, egl=egl), environ))
         steering = environ if value is None else {**environ, rule.index: value}
         cases.append(case(order, steering, FAKE_GPUS="8", FAKE_EGL_LACKS=lacks))
         expected.append(selected_gpu(rule, steering, view, order))
@@ -202,6 +203,70 @@ def test_render_same_selects_compute_gpu_among_eight(
     assert select_gpus(renderer, cases) == wanted
 
 
+@pytest.mark.sample
+@pytest.mark.parametrize("by", ["index", "uuid"])
+def test_robosuite_imports_computes_and_renders_right_over_all_masks_and_targets(
+    by: str, select_gpus: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mask is changed only where robosuite's import check would reject the index, and never for CUDA."""
+    cases, plain, wanted, changed = [], [], [], []
+    shown = {mask: visible_to_torch(mask_text(mask, by), range(4), monkeypatch) for mask in MASKS}
+    for order, mask in [*orders_and_masks(), *(((*order, -1), None) for order in ORDERS)]:
+        machine = machine_of(order, "robosuite")
+        environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask_text(mask, by)}
+        for ordinal, gpu in enumerate(range(4) if mask is None else mask):
+            decision = resolve(
+                f"cuda:{ordinal}", render="same", renderer="robosuite", inventory=machine, environ=environ
+            )
+            after = {**environ, **decision.variables}
+            assert decision.gpu is not None
+            assert decision.gpu.index == gpu
+            if "CUDA_VISIBLE_DEVICES" in decision.variables:
+                assert mask is not None
+                assert visible_to_torch(str(after["CUDA_VISIBLE_DEVICES"]), range(4), monkeypatch) == shown[mask]
+                # A second decision does not change the mask again, and nothing is reported about it.
+                assert resolve(
+                    f"cuda:{ordinal}", render="same", renderer="robosuite", inventory=machine, environ=after
+                ).variables == {
+                    name: text for name, text in decision.variables.items() if name != "CUDA_VISIBLE_DEVICES"
+                }
+            changed.append("CUDA_VISIBLE_DEVICES" in decision.variables)
+            cases.append(case(order, after))
+            plain.append(case(order, {**environ, "MUJOCO_EGL_DEVICE_ID": decision.variables["MUJOCO_EGL_DEVICE_ID"]}))
+            wanted.append(gpu)
+    assert len(cases) == 4800
+    assert select_gpus("robosuite_import", cases) == wanted
+    assert select_gpus("mujoco", cases) == wanted
+    rejected = [choice is None for choice in select_gpus("robosuite_import", plain)]
+    assert rejected == changed
+    assert any(changed)
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("renderer", ["robosuite", "mujoco", "mujoco 4"])
+def test_program_under_rl_ext_run_computes_and_renders_on_its_gpu(
+    renderer: str, select_gpus: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks = [None, "3,1", "2,0,1,3", mask_text((3, 0), "uuid")]
+    cases, wanted = [], []
+    for order, mask in itertools.product(ORDERS, masks):
+        machine = machine_of((*order, -1), renderer)
+        environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
+        for number, gpu in enumerate(visible_to_torch(mask, range(4), monkeypatch) if mask else range(4)):
+            plan = plan_program(("python",), machine, environ, gpu=str(number), renderer=without_version(renderer))
+            after = plan.environment(environ)
+            assert visible_to_torch(after["CUDA_VISIBLE_DEVICES"], range(4), monkeypatch) == [gpu]
+            cases.append(case((*order, -1), after))
+            wanted.append(gpu)
+    assert len(cases) == 288
+    assert select_gpus("robosuite_import" if renderer == "robosuite" else renderer, cases) == wanted
+
+
+def mask_text(mask: Sequence[int], by: str) -> str:
+    """Return a mask of GPUs, by index or by UUID."""
+    return ",".join(str(number) if by == "index" else machines.uuid(number) for number in mask)
+
+
 def random_mask(draw: random.Random) -> str:
     """Create a mask of some of eight GPUs, as indices or as unique prefixes of UUIDs."""
     chosen = draw.sample(range(8), draw.randint(1, 8))
@@ -222,12 +287,12 @@ def visible_to_torch(mask: str, counted: Sequence[int], monkeypatch: pytest.Monk
 
 CONTEXT = """
 import importlib, sys
-from rl_ext_core.devices import _apply, resolve
+from rl_ext_core.devices import apply, resolve
 renderer, module, name = sys.argv[1:]
 decision = resolve("cpu", render="nvidia-smi:3", renderer=renderer)
 decision.apply()
 context = getattr(importlib.import_module(module), name)(64, 64)
-print(decision.egl.index, _apply.egl_index_of(_apply.display_of(renderer)))
+print(decision.egl.index, apply.egl_index_of(apply.display_of(renderer)))
 """
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rl_ext_core.devices import _cuda
+from rl_ext_core.devices import cuda
 from tests.core.devices import machines
 from tests.core.devices.fakes import build
 
@@ -25,7 +25,7 @@ def shown_by_torch(mask: str | None, by_pci: tuple[str, ...], in_order: tuple[st
     :param by_pci: UUIDs in NVML's order
     :param in_order: UUIDs in the order that indices refer to
     """
-    with mock.patch.dict("os.environ", {} if mask is None else {_cuda.MASK: mask}, clear=mask is None):
+    with mock.patch.dict("os.environ", {} if mask is None else {cuda.MASK: mask}, clear=mask is None):
         entries = torch.cuda._parse_visible_devices()
     if entries and isinstance(entries[0], str):
         ordinals = torch.cuda._transform_uuid_to_ordinals([str(entry) for entry in entries], list(by_pci))
@@ -63,8 +63,8 @@ masks = st.one_of(
 def test_visible_gpus_match_torch_for_any_mask(mask: str | None, count: int, order: str | None) -> None:
     fastest_first = [number for number in FASTEST_FIRST if number < count]
     machine = machines.machine(count, fastest_first=fastest_first)
-    environ = {name: text for name, text in ((_cuda.MASK, mask), (_cuda.ORDER, order)) if text is not None}
-    visible = _cuda.visible(machine, environ)
+    environ = {name: text for name, text in ((cuda.MASK, mask), (cuda.ORDER, order)) if text is not None}
+    visible = cuda.visible(machine, environ)
     by_pci = tuple(gpu.uuid for gpu in machine.gpus)
     counted = by_pci if order == "PCI_BUS_ID" else tuple(by_pci[number] for number in fastest_first)
     try:
@@ -82,7 +82,7 @@ def test_mask_that_torch_rejects_is_read_up_to_the_invalid_entry(mask: str, show
     by_pci = tuple(gpu.uuid for gpu in machine.gpus)
     with pytest.raises(ValueError, match="int"):
         shown_by_torch(mask, by_pci, by_pci)
-    visible = _cuda.visible(machine, {_cuda.MASK: mask})
+    visible = cuda.visible(machine, {cuda.MASK: mask})
     assert len(visible.uuids) == shown
     assert (visible.stop_reason is not None) == ends
 
@@ -112,8 +112,8 @@ def test_mask_shows_at_most_one_mig_slice(
     mask: str | None, gpu: int | None, mig: str | None, complete: bool, order: str
 ) -> None:
     machine = machines.machine(mig={1: [FIRST, SECOND]})
-    environ = {_cuda.ORDER: order} if mask is None else {_cuda.MASK: mask, _cuda.ORDER: order}
-    visible = _cuda.visible(machine, environ)
+    environ = {cuda.ORDER: order} if mask is None else {cuda.MASK: mask, cuda.ORDER: order}
+    visible = cuda.visible(machine, environ)
     assert visible.uuids == (() if gpu is None else (machines.uuid(gpu),))
     assert visible.mig == mig
     assert (visible.stop_reason is None) == complete
@@ -161,5 +161,5 @@ def test_visible_gpus_match_torch_with_nvml(drivers: build.Drivers) -> None:
     printed = drivers.run([sys.executable, "-c", ASK_TORCH, json.dumps(asked)], build.configuration())
     for (count, text), found in zip(asked, json.loads(printed), strict=True):
         machine = machines.machine(count)
-        visible = _cuda.visible(machine, {} if text is None else {_cuda.MASK: text})
+        visible = cuda.visible(machine, {} if text is None else {cuda.MASK: text})
         assert [machine.gpu(uuid).index for uuid in visible.uuids] == found, (count, text)

@@ -48,11 +48,9 @@ def _load_dm_control(domain: str, task: str) -> Any:
 
 def _make_robosuite(name: str = "Lift", **options: Any) -> Any:
     """Make a robosuite environment that does not render."""
-    _import_or_skip("robosuite")
-    from rl_ext_core.devices import import_robosuite, resolve
-
+    robosuite = _import_or_skip("robosuite")
     settings = {"has_renderer": False, "has_offscreen_renderer": False, "use_camera_obs": False, "horizon": 20}
-    return import_robosuite(resolve("cpu")).make(name, robots="Panda", **{**settings, **options})
+    return robosuite.make(name, robots="Panda", **{**settings, **options})
 
 
 def _make_pettingzoo(name: str, kind: str = "env", **options: Any) -> Any:

@@ -9,12 +9,14 @@ failure. The script runs in any virtual environment that has the renderer.
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 VARIABLES = (
@@ -44,11 +46,33 @@ def selection_of(renderer: str) -> tuple[Callable[[], Any], Any]:
 
         # OffscreenRenderer does the same, and then creates a context on the device.
         return lambda: egl.get_device_by_index(int(os.environ.get("EGL_DEVICE_ID", "0"))).get_display(), None
-    assert renderer == "robosuite"
+    assert renderer in ("robosuite", "robosuite_import")
     from robosuite.renderers.context import egl_context
 
-    # robosuite's environments pass -1 by default.
-    return lambda: egl_context.create_initialized_egl_device_display(device_id=-1), egl_context.EGL.EGL_NO_DISPLAY
+    check = import_check() if renderer == "robosuite_import" else None
+
+    def create_display() -> Any:
+        """Repeat the check that robosuite makes at its import, and then create the display."""
+        if check is not None:
+            exec(check, {"os": os})
+        # robosuite's environments pass -1 by default.
+        return egl_context.create_initialized_egl_device_display(device_id=-1)
+
+    return create_display, egl_context.EGL.EGL_NO_DISPLAY
+
+
+def import_check() -> CodeType:
+    """Return the statements of robosuite's module that read and check the mask when the module is imported."""
+    from robosuite.utils import binding_utils
+
+    source = Path(binding_utils.__file__).read_text(encoding="utf-8")
+    found = [
+        node
+        for node in ast.parse(source).body
+        if "CUDA_VISIBLE_DEVICES" in (ast.get_source_segment(source, node) or "")
+    ]
+    assert [type(node) for node in found] == [ast.Assign, ast.If], "robosuite checks the mask in another way"
+    return compile(ast.Module(found, []), binding_utils.__file__, "exec")
 
 
 def main(renderer: str, cases: Path, choices: Path) -> None:
@@ -65,7 +89,7 @@ def main(renderer: str, cases: Path, choices: Path) -> None:
         os.environ.update(variables)
         try:
             display = select()
-        except (RuntimeError, ValueError, IndexError):
+        except (RuntimeError, ValueError, IndexError, AssertionError):
             return None
         return None if display == no_display else int(gpu_of(ctypes.cast(display, ctypes.c_void_p)))
 

@@ -1,27 +1,30 @@
-"""Resolve the requested devices to a :class:`Decision` on a machine."""
+"""Decide which device computes and which device renders, from an inventory, variables and a request."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from rl_ext_core.devices import _cuda, _pick, _renderers
-from rl_ext_core.devices._cuda import MASK, Machine
-from rl_ext_core.devices._pick import Pick, Picker
-from rl_ext_core.devices._renderers import EglView, Renderer
+from rl_ext_core.devices import cuda, launchers, renderers
+from rl_ext_core.devices.cuda import INDEX, MASK, Machine
 from rl_ext_core.devices.decision import Decision, Step
-from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.devices.inventory import Inventory, NvmlUnavailableError, read_gpus
+from rl_ext_core.devices.launchers import Pick, Picker
+from rl_ext_core.devices.renderers import EglView, Renderer
+from rl_ext_core.errors import DeviceConflictError, DeviceUnavailableError, InvalidArgumentError, InvalidTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
-    from rl_ext_core.devices.inventory import EglDevice, Gpu, Inventory
+    from rl_ext_core.devices.inventory import EglDevice, Gpu
 
 Kind = Literal["auto", "cpu", "cuda", "uuid", "nvidia-smi", "pci", "egl", "same", "none"]
 
@@ -102,31 +105,55 @@ def resolve(
     >>> decision.device, decision.reason
     ('cpu', 'the CPU was asked for')
     """
-    if on_missing not in ("error", "cpu"):
-        raise InvalidArgumentError(
-            f'on_missing={on_missing!r} is not valid: expected "error" or "cpu". Use on_missing="error"'
-        )
-    asked, shown = parse_device(device, "device"), parse_device(render, "render")
-    picker = Picker(pick, rank, worker)
-    machine = Machine(inventory, os.environ if environ is None else environ)
-    try:
-        decision = decide_compute(asked, machine, picker)
-    except DeviceUnavailableError as error:
-        if on_missing == "error":
-            raise
-        decision = Decision("cpu", f"the CPU in place of {device}", warnings=(f"on_missing: {error}",))
-    try:
-        decision = decide_render(shown, renderer, machine, decision, picker)
-    except DeviceUnavailableError as error:
-        if on_missing == "error" or shown.kind == "cpu":
-            raise
-        rule = _renderers.find_renderer(renderer, machine.inventory.versions)
-        decision = _decide_cpu_rendering(rule, machine, shown, decision, (f"on_missing: {error}",))
-    if asked.kind == "auto" and decision.device == "cpu":
+    request = Request(device, render, renderer, Picker(pick, rank, worker), on_missing, cuda.torch_current_device())
+    variables = os.environ if environ is None else environ
+    if inventory is None:
+        inventory = read_inventory(request)
+        late = cuda.find_late_mask(Machine(inventory, variables)) if request.needs_cuda else None
+        if late is not None:
+            raise DeviceConflictError(late)
+    decision = decide(inventory, variables, request)
+    if request.compute.kind == "auto" and decision.device == "cpu":
         _log_once(logging.INFO, decision.reason)
     for warning in decision.warnings:
         _log_once(logging.WARNING, warning)
     return decision
+
+
+def read_inventory(request: Request) -> Inventory:
+    """Read as much of this machine as a request needs: nothing, GPUs and versions, or EGL's devices too."""
+    if request.compute.kind == "cpu" and request.rendering.kind == "none":
+        return Inventory()
+    inventory = Inventory.current(egl=request.rendering.kind != "none")
+    if request.picker.pick == "free-memory":
+        with contextlib.suppress(NvmlUnavailableError):  # the cached inventory's free memory is out of date
+            inventory = dataclasses.replace(inventory, gpus=read_gpus())
+    return inventory
+
+
+def decide(inventory: Inventory, environ: Mapping[str, str], request: Request) -> Decision:
+    """Decide which device computes and which renders. Nothing is imported, read or set.
+
+    :param inventory: the machine
+    :param environ: the environment variables to decide with
+    :param request: the devices that are asked for
+    :return: the decision
+    :raises DeviceUnavailableError: If a named device, or the GPU of a rank, is missing or cannot render.
+    """
+    machine, shown = Machine(inventory, environ), request.rendering
+    try:
+        decision = decide_compute(request, machine)
+    except DeviceUnavailableError as error:
+        if request.on_missing == "error":
+            raise
+        decision = Decision("cpu", f"the CPU in place of {request.device}", warnings=(f"on_missing: {error}",))
+    try:
+        return decide_render(request, machine, decision)
+    except DeviceUnavailableError as error:
+        if request.on_missing == "error" or shown.kind == "cpu":
+            raise
+        row = renderers.find_renderer(request.renderer, inventory.versions)
+        return _decide_cpu_rendering(row, machine, shown, decision, (f"on_missing: {error}",))
 
 
 def resolve_device(
@@ -160,22 +187,22 @@ def _log_once(level: int, sentence: str) -> None:
 
 
 @dataclass(frozen=True)
-class Request:
+class AskedDevice:
     """A parsed ``device`` or ``render`` argument.
 
     :param kind: form of the argument
     :param value: index, UUID or address in it, as text; empty if the form has none
     :param argument: name of the argument, for error texts
-    :param asked: the argument as the caller wrote it
+    :param original: the argument as the caller wrote it
     """
 
     kind: Kind
     value: str
     argument: str
-    asked: object
+    original: object
 
     def __str__(self) -> str:
-        return f"{self.argument}={self.asked!r}"
+        return f"{self.argument}={self.original!r}"
 
     @property
     def index(self) -> int | None:
@@ -183,11 +210,55 @@ class Request:
         return int(self.value) if self.value.isdigit() else None
 
     def step(self, verdict: str) -> Step:
-        """Create the step of a decision that answers this request."""
-        return Step("asked", self.argument, repr(self.asked), verdict)
+        """Create the step of a decision that answers this argument."""
+        return Step("asked", self.argument, repr(self.original), verdict)
 
 
-def parse_device(asked: object, argument: str) -> Request:
+@dataclass(frozen=True)
+class Request:
+    """The arguments of :func:`resolve`, and torch's current device.
+
+    :param device: the device that computes
+    :param render: the device that renders
+    :param renderer: the library that renders
+    :param picker: how ``"auto"`` chooses a GPU
+    :param on_missing: ``"error"`` or ``"cpu"``
+    :param current: torch's current device, or None if torch has not started CUDA
+    :raises InvalidArgumentError: If a value has none of the forms.
+    :raises InvalidTypeError: If a value has another type.
+    """
+
+    device: object = "auto"
+    render: object = "none"
+    renderer: str = "mujoco"
+    picker: Picker = field(default_factory=Picker)
+    on_missing: str = "error"
+    current: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.on_missing not in ("error", "cpu"):
+            raise InvalidArgumentError(
+                f'on_missing={self.on_missing!r} is not valid: expected "error" or "cpu". Use on_missing="error"'
+            )
+        _ = self.compute, self.rendering
+
+    @cached_property
+    def compute(self) -> AskedDevice:
+        """The device that computes, parsed."""
+        return parse_device(self.device, "device")
+
+    @cached_property
+    def rendering(self) -> AskedDevice:
+        """The device that renders, parsed."""
+        return parse_device(self.render, "render")
+
+    @property
+    def needs_cuda(self) -> bool:
+        """Whether the decision depends on the GPUs that CUDA shows."""
+        return self.compute.kind != "cpu" or self.rendering.kind not in ("none", "cpu", "same")
+
+
+def parse_device(asked: object, argument: str) -> AskedDevice:
     """Parse the value of the argument ``"device"`` or ``"render"``.
 
     :raises InvalidArgumentError: If the text has none of the forms.
@@ -201,10 +272,10 @@ def parse_device(asked: object, argument: str) -> Request:
     for kind, form in (_DEVICE_FORMS | (_RENDER_FORMS if argument == "render" else {})).items():
         match = re.fullmatch(form, _device_as_text(asked, argument), re.ASCII)
         if match:
-            return Request(kind, (match[1] or "") if match.lastindex else "", argument, asked)
+            return AskedDevice(kind, (match[1] or "") if match.lastindex else "", argument, asked)
     raise InvalidArgumentError(
         f"{argument}={str(asked)!r} is not the name of a device: expected {_expected_forms(argument)}. "
-        f'Use {argument}="{_guess_form(str(asked), argument)}"'
+        f'Use {argument}="{"same" if argument == "render" else "auto"}"'
     )
 
 
@@ -233,40 +304,29 @@ def _expected_forms(argument: str) -> str:
     )
 
 
-def _guess_form(asked: str, argument: str) -> str:
-    """Guess which form the caller meant, for the fix in an error text."""
-    text = asked.strip().strip("'\"[]").lower().replace(" ", "")
-    for guess in (text, f"cuda:{text}", text.replace("gpu:", "cuda:").replace("gpu-", "GPU-")):
-        if any(re.fullmatch(form, guess, re.ASCII) for form in _DEVICE_FORMS.values()):
-            return guess
-    return "same" if argument == "render" else "auto"
-
-
-def _find_gpu(request: Request, inventory: Inventory) -> Gpu:
+def _find_gpu(asked: AskedDevice, inventory: Inventory) -> Gpu:
     """Find a GPU by UUID, PCI address or nvidia-smi index, whether CUDA shows it or not."""
     if not inventory.gpus:
         raise DeviceUnavailableError(
-            f"{request} is not available: this machine has no GPU ({inventory.nvml_error or 'NVML lists none'}). "
-            f'Use {request.argument}="cpu"'
+            f"{asked} is not available: this machine has no GPU ({inventory.nvml_error or 'NVML lists none'}). "
+            f'Use {asked.argument}="cpu"'
         )
-    if request.kind == "nvidia-smi":
-        found = [gpu for gpu in inventory.gpus if gpu.index == request.index]
-    elif request.kind == "pci":
-        domain, _, rest = (request.value if request.value.count(":") == 2 else f"0:{request.value}").partition(":")
+    if asked.kind == "nvidia-smi":
+        found = [gpu for gpu in inventory.gpus if gpu.index == asked.index]
+    elif asked.kind == "pci":
+        domain, _, rest = (asked.value if asked.value.count(":") == 2 else f"0:{asked.value}").partition(":")
         address = f"{int(domain, 16):04x}:{rest.lower()}"
         found = [gpu for gpu in inventory.gpus if gpu.pci == address]
     else:
-        found = [gpu for gpu in inventory.gpus if gpu.uuid.lower().startswith(request.value.lower())]
+        found = [gpu for gpu in inventory.gpus if gpu.uuid.lower().startswith(asked.value.lower())]
     if len(found) > 1:
         uuids = " and ".join(gpu.uuid for gpu in found)
-        raise InvalidArgumentError(
-            f'{request} fits {len(found)} GPUs: {uuids}. Use {request.argument}="{found[0].uuid}"'
-        )
+        raise InvalidArgumentError(f'{asked} fits {len(found)} GPUs: {uuids}. Use {asked.argument}="{found[0].uuid}"')
     if not found:
-        form = {"nvidia-smi": "nvidia-smi:{0.index}", "pci": "pci:{0.pci}"}.get(request.kind, "{0.uuid}")
+        form = {"nvidia-smi": "nvidia-smi:{0.index}", "pci": "pci:{0.pci}"}.get(asked.kind, "{0.uuid}")
         names = [form.format(gpu) for gpu in inventory.gpus]
         raise DeviceUnavailableError(
-            f'{request} is not available: expected one of {", ".join(names)}. Use {request.argument}="{names[0]}"'
+            f'{asked} is not available: expected one of {", ".join(names)}. Use {asked.argument}="{names[0]}"'
         )
     return found[0]
 
@@ -274,34 +334,35 @@ def _find_gpu(request: Request, inventory: Inventory) -> Gpu:
 # The device that computes
 
 
-def decide_compute(request: Request, machine: Machine, picker: Picker) -> Decision:
+def decide_compute(request: Request, machine: Machine) -> Decision:
     """Decide which device computes. The decision has no rendering device yet.
 
     :raises DeviceUnavailableError: If a named GPU is not available to this process.
     """
-    if request.kind == "cpu":
-        return Decision("cpu", "the CPU was asked for", steps=(request.step("cpu"),))
+    asked = request.compute
+    if asked.kind == "cpu":
+        return Decision("cpu", "the CPU was asked for", steps=(asked.step("cpu"),))
     if machine.torch_without_cuda or not machine.count:
         why = machine.no_device_reason()
-        if request.kind == "auto":
-            return Decision("cpu", f"auto: the CPU, because {why}", steps=(request.step(f"cpu, because {why}"),))
+        if asked.kind == "auto":
+            return Decision("cpu", f"auto: the CPU, because {why}", steps=(asked.step(f"cpu, because {why}"),))
         raise DeviceUnavailableError(
-            f"{request.argument}={str(request.asked)!r} is not available: {why}. "
-            f'Use {request.argument}="cpu", or {request.argument}="auto" to use a GPU if there is one'
+            f"{asked.argument}={str(asked.original)!r} is not available: {why}. "
+            f'Use {asked.argument}="cpu", or {asked.argument}="auto" to use a GPU if there is one'
         )
-    if request.kind == "auto" and machine.visible.uuids:
-        ordinal, why = _pick.pick(picker, machine)
+    if asked.kind == "auto" and machine.visible.uuids:
+        ordinal, why = launchers.pick_gpu(request.picker, machine, request.current)
         reason = f"auto: cuda:{ordinal}, because {why}"
-    elif request.kind in ("auto", "cuda"):
-        ordinal, why = _ordinal_from_index(request, machine), f"{request.asked} was asked for"
-        reason = f"auto: cuda:{ordinal} of {machine.count}" if request.kind == "auto" else why
+    elif asked.kind in ("auto", "cuda"):
+        ordinal, why = _ordinal_from_index(asked, machine, request.current), f"{asked.original} was asked for"
+        reason = f"auto: cuda:{ordinal} of {machine.count}" if asked.kind == "auto" else why
     else:
-        ordinal, why = _ordinal_from_identity(request, machine), f"{request.asked} was asked for"
+        ordinal, why = _ordinal_from_identity(asked, machine), f"{asked.original} was asked for"
         reason = why
     device = f"cuda:{ordinal}"
     if not machine.visible.uuids:
         warning = f"NVML does not list {device} ({machine.inventory.nvml_error}), so rendering cannot be matched to it"
-        return Decision(device, reason, steps=(request.step(device),), warnings=(warning,))
+        return Decision(device, reason, steps=(asked.step(device),), warnings=(warning,))
     mask = machine.environ.get(MASK)
     shown = ", ".join(f"cuda:{i} = nvidia-smi {machine.gpu(i).index}" for i in range(len(machine.visible.uuids)))
     masked = Step("no mask", MASK, "", shown) if mask is None else Step("mask", MASK, repr(mask), shown)
@@ -309,49 +370,44 @@ def decide_compute(request: Request, machine: Machine, picker: Picker) -> Decisi
     if machine.visible.stop_reason is not None:
         how = f"without {MASK} torch sees" if mask is None else f"{MASK}={mask!r} shows"
         warnings = (f"{how} {_format_device_count(len(machine.visible.uuids))}: {machine.visible.stop_reason}",)
-    different = _pick.find_rank_contradiction(machine) if request.kind == "auto" and picker.uses_launcher_rank else None
-    if different is not None:
-        first, second = (f"{name}={machine.environ[name]!r}" for name in different)
-        use = f"Use `unset {different[0]}` if it was set for another process"
-        warnings = (*warnings, f"{first} contradicts {second} and comes first, so that {device} computes. {use}")
-    steps = (masked, request.step(f"{device}, because {why}"))
+    steps = (masked, asked.step(f"{device}, because {why}"))
     return Decision(device, reason, machine.gpu(ordinal), machine.visible.mig, steps=steps, warnings=warnings)
 
 
-def _ordinal_from_index(request: Request, machine: Machine) -> int:
+def _ordinal_from_index(asked: AskedDevice, machine: Machine, current: int | None) -> int:
     """Return the CUDA ordinal for ``"cuda"`` or ``"cuda:1"``; raise if CUDA does not show it."""
-    index = request.index if request.index is not None else _cuda.torch_current_device() or 0
+    index = asked.index if asked.index is not None else current or 0
     if index < machine.count:
         return index
-    raise DeviceUnavailableError(_index_error(request, index, machine))
+    raise DeviceUnavailableError(_index_error(asked, index, machine))
 
 
-def _index_error(request: Request, index: int, machine: Machine) -> str:
+def _index_error(asked: AskedDevice, index: int, machine: Machine) -> str:
     """Return the error text for an index beyond the visible GPUs.
 
     If the index is nvidia-smi's number of a visible GPU, the text shows how to write that.
     """
-    mask, name, last = machine.environ.get(MASK), request.argument, machine.count - 1
+    mask, name, last = machine.environ.get(MASK), asked.argument, machine.count - 1
     numbers = [machine.inventory.gpu(uuid).index for uuid in machine.visible.uuids]
-    asked = request.asked if isinstance(request.asked, int) else str(request.asked)
+    value = asked.original if isinstance(asked.original, int) else str(asked.original)
     use = f'{name}="cuda:{last}", or {name}="auto"'
     if index in numbers:
         use = f'{name}="nvidia-smi:{index}" (nvidia-smi:{index} -> cuda:{numbers.index(index)})'
     return (
-        f"{name}={asked!r} is not visible: expected cuda:0{f' to cuda:{last}' if last else ''}, because this process "
+        f"{name}={value!r} is not visible: expected cuda:0{f' to cuda:{last}' if last else ''}, because this process "
         f"sees {_format_device_count(machine.count)}{'' if mask is None else f' ({MASK}={mask!r})'}. Use {use}"
     )
 
 
-def _ordinal_from_identity(request: Request, machine: Machine) -> int:
+def _ordinal_from_identity(asked: AskedDevice, machine: Machine) -> int:
     """Return the CUDA ordinal for a UUID, PCI address or nvidia-smi index; raise if hidden."""
-    gpu = _find_gpu(request, machine.inventory)
+    gpu = _find_gpu(asked, machine.inventory)
     if gpu.uuid in machine.visible.uuids:
         return machine.visible.uuids.index(gpu.uuid)
     mask = machine.environ.get(MASK)
     hidden = "CUDA does not show next to a MIG slice" if mask is None else f"{MASK}={mask!r} hides from CUDA"
     raise DeviceUnavailableError(
-        f"{request} is {gpu.uuid}, which {hidden}. Use `export {MASK}={gpu.mig[0] if gpu.mig else gpu.uuid}`"
+        f"{asked} is {gpu.uuid}, which {hidden}. Use `export {MASK}={gpu.mig[0] if gpu.mig else gpu.uuid}`"
     )
 
 
@@ -363,111 +419,111 @@ def _format_device_count(count: int) -> str:
 # The device that renders
 
 
-def decide_render(
-    request: Request, name: str, machine: Machine, compute_decision: Decision, picker: Picker
-) -> Decision:
+def decide_render(request: Request, machine: Machine, compute_decision: Decision) -> Decision:
     """Add the device that renders to a decision.
 
     :raises DeviceUnavailableError: If that device cannot render.
     """
-    if request.kind == "none":
+    asked = request.rendering
+    if asked.kind == "none":
         return compute_decision
-    renderer = _renderers.find_renderer(name, machine.inventory.versions)
-    if request.kind == "cpu" or (request.kind == "same" and compute_decision.device == "cpu"):
-        gpus = machine.inventory.gpus if request.kind == "same" else ()
+    renderer = renderers.find_renderer(request.renderer, machine.inventory.versions)
+    if asked.kind == "cpu" or (asked.kind == "same" and compute_decision.device == "cpu"):
+        gpus = machine.inventory.gpus if asked.kind == "same" else ()
         notes = tuple(
             'render="same" renders on the CPU, because that is what computes; to render on a GPU, use '
             f'render="nvidia-smi:{gpu.index}"'
             for gpu in gpus[:1]
         )
-        return _decide_cpu_rendering(renderer, machine, request, compute_decision, notes)
-    if request.kind == "egl":
+        return _decide_cpu_rendering(renderer, machine, asked, compute_decision, notes)
+    if asked.kind == "egl":
         if renderer.select_egl_device is None:
-            raise DeviceUnavailableError(f'{request}: {renderer} does not render through EGL. Use render="same"')
-        return _decide_egl_rendering(renderer, _find_egl_device(request, machine), machine, request, compute_decision)
-    gpu = _find_rendering_gpu(request, machine, compute_decision, picker)
-    _check_not_mig(gpu, request)
+            raise DeviceUnavailableError(f'{asked}: {renderer} does not render through EGL. Use render="same"')
+        return _decide_egl_rendering(renderer, _find_egl_device(asked, machine), machine, asked, compute_decision)
+    gpu = _find_rendering_gpu(request, machine, compute_decision)
+    _check_not_mig(gpu, asked)
     if renderer.select_egl_device is None:
-        return _decide_vulkan_rendering(renderer, gpu, machine, request, compute_decision)
+        return _decide_vulkan_rendering(renderer, gpu, machine, asked, compute_decision)
     return _decide_egl_rendering(
-        renderer, _find_egl_device_of_gpu(gpu, machine, request), machine, request, compute_decision
+        renderer, _find_egl_device_of_gpu(gpu, machine, asked), machine, asked, compute_decision
     )
 
 
 def _decide_cpu_rendering(
-    renderer: Renderer, machine: Machine, request: Request, compute_decision: Decision, notes: tuple[str, ...] = ()
+    renderer: Renderer, machine: Machine, asked: AskedDevice, compute_decision: Decision, notes: tuple[str, ...] = ()
 ) -> Decision:
     """Decide for rendering on the CPU: by EGL's software device (Mesa) if there is one, else by OSMesa."""
     if renderer.select_egl_device is None:
         raise DeviceUnavailableError(
-            f"{request}: {renderer} renders on GPUs only, because Mesa's Vulkan for the CPU lacks required features. "
+            f"{asked}: {renderer} renders on GPUs only, because Mesa's Vulkan for the CPU lacks required features. "
             'Use render="none", and observations without images'
         )
-    inventory = machine.inventory_with_egl
+    inventory = machine.inventory
     compute_decision = dataclasses.replace(compute_decision, warnings=compute_decision.warnings + notes)
     device = next((device for device in inventory.egl or () if device.software), None)
     if device is not None:
         try:
-            return _decide_egl_rendering(renderer, device, machine, request, compute_decision)
+            return _decide_egl_rendering(renderer, device, machine, asked, compute_decision)
         except DeviceUnavailableError:
             if not inventory.osmesa:
                 raise
     if not inventory.osmesa:
         raise DeviceUnavailableError(
-            f"{request} needs a renderer for the CPU, but neither Mesa's EGL nor OSMesa is installed"
+            f"{asked} needs a renderer for the CPU, but neither Mesa's EGL nor OSMesa is installed"
             f"{f' ({inventory.egl_error})' if inventory.egl_error else ''}. Use `apt-get install libegl1 libegl-mesa0`"
         )
     return dataclasses.replace(
         compute_decision,
         render="cpu",
         renderer=str(renderer),
-        variables=renderer.variables("osmesa", None),
-        steps=(*compute_decision.steps, request.step("the CPU, OSMesa")),
+        variables=renderer.variables("osmesa", None, machine.environ),
+        steps=(*compute_decision.steps, asked.step("the CPU, OSMesa")),
     )
 
 
-def _find_rendering_gpu(request: Request, machine: Machine, compute_decision: Decision, picker: Picker) -> Gpu:
+def _find_rendering_gpu(request: Request, machine: Machine, compute_decision: Decision) -> Gpu:
     """Return the GPU that a ``render`` argument selects; raise if it is not available."""
-    if request.kind == "same":
+    asked = request.rendering
+    if asked.kind == "same":
         if compute_decision.gpu is None:
-            raise DeviceUnavailableError(f"{request}: {compute_decision.warnings[0]}. {_CPU_RENDERING_HINT}")
+            raise DeviceUnavailableError(f"{asked}: {compute_decision.warnings[0]}. {_CPU_RENDERING_HINT}")
         return compute_decision.gpu
-    if request.kind in ("uuid", "nvidia-smi", "pci"):
+    if asked.kind in ("uuid", "nvidia-smi", "pci"):
         # Renderers ignore the mask if they are given a device, so a GPU that is hidden from CUDA can render.
-        return _find_gpu(request, machine.inventory)
+        return _find_gpu(asked, machine.inventory)
     count = len(machine.visible.uuids)
     if not count:
         why = machine.inventory.nvml_error or "NVML lists no GPU on this machine"
         if machine.inventory.gpus:
             why = machine.no_device_reason()
-        raise DeviceUnavailableError(f"{request} is not available: {why}. {_CPU_RENDERING_HINT}")
-    if request.kind == "auto":
-        return machine.gpu(_pick.pick(picker, machine)[0])
-    ordinal = request.index or 0
+        raise DeviceUnavailableError(f"{asked} is not available: {why}. {_CPU_RENDERING_HINT}")
+    if asked.kind == "auto":
+        return machine.gpu(launchers.pick_gpu(request.picker, machine, request.current)[0])
+    ordinal = asked.index or 0
     if ordinal >= count:
-        raise DeviceUnavailableError(_index_error(request, ordinal, machine))
+        raise DeviceUnavailableError(_index_error(asked, ordinal, machine))
     return machine.gpu(ordinal)
 
 
-def _find_egl_device(request: Request, machine: Machine) -> EglDevice:
+def _find_egl_device(asked: AskedDevice, machine: Machine) -> EglDevice:
     """Return the device for ``render="egl:<index>"``; raise if EGL does not list it."""
-    devices = machine.inventory_with_egl.egl or ()
+    devices = machine.inventory.egl or ()
     for device in devices:
-        if device.index == request.index:
+        if device.index == asked.index:
             return device
     listed = f"EGL lists {len(devices)} device{'' if len(devices) == 1 else 's'}, counted from 0"
-    seen = machine.inventory_with_egl.egl_error or listed
-    raise DeviceUnavailableError(f'{request} is not available: {seen}. Use render="same"')
+    seen = machine.inventory.egl_error or listed
+    raise DeviceUnavailableError(f'{asked} is not available: {seen}. Use render="same"')
 
 
-def _find_egl_device_of_gpu(gpu: Gpu, machine: Machine, request: Request) -> EglDevice:
+def _find_egl_device_of_gpu(gpu: Gpu, machine: Machine, asked: AskedDevice) -> EglDevice:
     """Return the EGL device of a GPU; raise with the reason if EGL does not list it."""
-    inventory = machine.inventory_with_egl
+    inventory = machine.inventory
     device = inventory.egl_of(gpu.uuid)
     if device is not None:
         return device
     if is_wsl(machine):
-        raise DeviceUnavailableError(f'{request}: {gpu.name} ({gpu.uuid}) {WSL_LIMIT}. Use render="cpu"')
+        raise DeviceUnavailableError(f'{asked}: {gpu.name} ({gpu.uuid}) {WSL_LIMIT}. Use render="cpu"')
     if inventory.egl_error:
         why = inventory.egl_error
     elif any(found.uuid for found in inventory.egl or ()):
@@ -477,7 +533,7 @@ def _find_egl_device_of_gpu(gpu: Gpu, machine: Machine, request: Request) -> Egl
             "EGL lists no GPU, because NVIDIA's EGL is not installed (10_nvidia.json in /usr/share/glvnd/egl_vendor.d; "
             "a container needs NVIDIA_DRIVER_CAPABILITIES=all)"
         )
-    raise DeviceUnavailableError(f"{request}: {gpu.name} ({gpu.uuid}) cannot render: {why}. {_CPU_RENDERING_HINT}")
+    raise DeviceUnavailableError(f"{asked}: {gpu.name} ({gpu.uuid}) cannot render: {why}. {_CPU_RENDERING_HINT}")
 
 
 def is_wsl(machine: Machine) -> bool:
@@ -485,43 +541,54 @@ def is_wsl(machine: Machine) -> bool:
     return machine.inventory.wsl or any(name in machine.environ for name in ("WSL_DISTRO_NAME", "WSL_INTEROP"))
 
 
-def _check_not_mig(gpu: Gpu, request: Request) -> None:
+def _check_not_mig(gpu: Gpu, asked: AskedDevice) -> None:
     """Raise if a GPU is cut into MIG slices, which cannot render."""
     if gpu.mig:
         raise DeviceUnavailableError(
-            f"{request}: {gpu.uuid} is cut into MIG slices ({gpu.mig[0]}), which do not render. {_CPU_RENDERING_HINT}"
+            f"{asked}: {gpu.uuid} is cut into MIG slices ({gpu.mig[0]}), which do not render. {_CPU_RENDERING_HINT}"
         )
 
 
 def _decide_egl_rendering(
-    renderer: Renderer, device: EglDevice, machine: Machine, request: Request, compute_decision: Decision
+    renderer: Renderer, device: EglDevice, machine: Machine, asked: AskedDevice, compute_decision: Decision
 ) -> Decision:
     """Add an EGL device, and the variables that select it, to a decision."""
     try:
-        index = _renderers.find_index_value(renderer, device, EglView.from_machine(machine), machine.environ)
+        index = renderers.find_index_value(renderer, device, EglView.from_machine(machine), machine.environ)
     except DeviceUnavailableError as error:
-        raise DeviceUnavailableError(f"{request}: {error}") from error
+        raise DeviceUnavailableError(f"{asked}: {error}") from error
     gpu = machine.inventory.gpu(device.uuid) if device.uuid else None
     if gpu is not None:
-        _check_not_mig(gpu, request)
+        _check_not_mig(gpu, asked)
     who = "the CPU" if device.software else gpu.uuid if gpu else "a device that NVML does not list"
-    rule = Step(f"rule of {renderer}", renderer.index, index, f"EGL device {device.index}")
+    variables = renderer.variables("egl", index, machine.environ)
+    rules = [Step(f"rule of {renderer}", renderer.index, index, f"EGL device {device.index}")]
+    if f",-1,{index}" in (variables.get(MASK) or ""):
+        rules.append(
+            Step(
+                f"import check of {renderer}",
+                MASK,
+                f"{variables[MASK]}",
+                f"robosuite asserts that {INDEX} is part of this text; CUDA stops reading at -1, so it shows the same "
+                "GPUs as before. A program that splits the text at commas, such as Ray, counts two more",
+            )
+        )
     return dataclasses.replace(
         compute_decision,
         render="cpu" if device.software else "gpu",
         render_gpu=gpu,
         egl=device,
         renderer=str(renderer),
-        variables=renderer.variables("egl", index),
-        steps=(*compute_decision.steps, request.step(f"EGL device {device.index}, {who}"), rule),
+        variables=variables,
+        steps=(*compute_decision.steps, asked.step(f"EGL device {device.index}, {who}"), *rules),
     )
 
 
 def _decide_vulkan_rendering(
-    renderer: Renderer, gpu: Gpu, machine: Machine, request: Request, compute_decision: Decision
+    renderer: Renderer, gpu: Gpu, machine: Machine, asked: AskedDevice, compute_decision: Decision
 ) -> Decision:
     """Decide for rendering with Vulkan, which reads no variable: the GPU's name is passed as an argument."""
-    name = _renderers.vulkan_device_name(gpu, machine.visible.uuids)
+    name = renderers.vulkan_device_name(gpu, machine.visible.uuids)
     rule = Step(f"rule of {renderer}", "device", name, gpu.uuid)
     return dataclasses.replace(
         compute_decision,
@@ -529,5 +596,5 @@ def _decide_vulkan_rendering(
         render_gpu=gpu,
         renderer=str(renderer),
         render_device=name,
-        steps=(*compute_decision.steps, request.step(gpu.uuid), rule),
+        steps=(*compute_decision.steps, asked.step(gpu.uuid), rule),
     )

@@ -1,4 +1,4 @@
-"""Rules by which each renderer selects its device, and the variables that make it select a given device.
+"""Rules by which each renderer selects its device: one row of :data:`TABLE` for each renderer and version.
 
 A rule is a function that repeats what one version of a renderer does with its variables. The tests compare it to the
 renderer's own function, over all orders and masks of four GPUs. Values to set are found by trying the rule, so the rule
@@ -7,11 +7,13 @@ always confirms them.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from rl_ext_core.devices._cuda import MASK
+from rl_ext_core._system import IMPORT_TIME_VARIABLES
+from rl_ext_core.devices.cuda import INDEX, MASK, add_hidden_index, strip_hidden_index
 from rl_ext_core.errors import (
     DeviceUnavailableError,
     InvalidArgumentError,
@@ -22,15 +24,11 @@ from rl_ext_core.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rl_ext_core.devices._cuda import Machine
+    from rl_ext_core.devices.cuda import Machine
     from rl_ext_core.devices.inventory import EglDevice, Gpu
 
-BACKEND = "MUJOCO_GL"
-INDEX = "MUJOCO_EGL_DEVICE_ID"
-PLATFORM = "PYOPENGL_PLATFORM"
+BACKEND, PLATFORM = IMPORT_TIME_VARIABLES
 PYRENDER_INDEX = "EGL_DEVICE_ID"
-# Libraries read these variables once, when they are imported, so later changes have no effect in the process.
-IMPORT_TIME_VARIABLES = (BACKEND, PLATFORM)
 MUJOCO_NAMES = ("mujoco", "gymnasium", "dm_control", "robosuite")
 NAMES = (*MUJOCO_NAMES, "pyrender", "sapien")
 # Suites that render with another renderer's package.
@@ -73,7 +71,7 @@ class EglView:
             visible: tuple[str, ...] | None = machine.visible.uuids
         except DeviceUnavailableError:
             visible = None  # most rules do not depend on CUDA
-        return cls(machine.inventory_with_egl.egl or (), visible)
+        return cls(machine.inventory.egl or (), visible)
 
     @property
     def reachable(self) -> tuple[EglDevice, ...]:
@@ -93,119 +91,50 @@ class EglView:
 
 @dataclass(frozen=True)
 class Renderer:
-    """One version of a renderer, with its rules.
+    """One renderer from one version on, with its rules: a row of :data:`TABLE`.
 
     :param name: one of ``NAMES``
-    :param version: version of the package that has the rules
+    :param package: the package whose version selects the row
+    :param since: first major version of that package that has the rules
     :param backend: function of the variables that returns ``"egl"``, ``"osmesa"``, ``"glfw"``, ``"vulkan"`` or
         ``"none"``, and raises :class:`RendererFailsError` for other values
     :param select_egl_device: function of the variables that returns the selected EGL index, or raises
         :class:`RendererFailsError`. None for a renderer that does not use EGL
     :param switches: names of the variables that select the backend
     :param index: name of the variable that selects the EGL device
+    :param reads_at_import: attribute of a module, by module, that stores the backend when the module is imported
+    :param display: module whose ``EGL_DISPLAY`` is the display of the whole process
+    :param checks_mask: whether its import asserts that the index is a substring of the mask
+    :param reads_mask: whether a renderer that does not use EGL renders on GPUs of the mask only
+    :param version: installed version, for texts
     """
 
     name: str
-    version: str
+    package: str
+    since: int
     backend: Callable[[Mapping[str, str]], str]
     select_egl_device: Callable[[Mapping[str, str], EglView], int] | None
     switches: tuple[str, ...] = (BACKEND, PLATFORM)
     index: str = INDEX
+    reads_at_import: tuple[tuple[str, str], ...] = ()
+    display: str = ""
+    checks_mask: bool = False
+    reads_mask: bool = True
+    version: str = ""
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
 
-    def variables(self, backend: str, index: str | None) -> dict[str, str | None]:
-        """Return the variables to set (text) and to unset (None) for the backend ``"egl"`` or ``"osmesa"``."""
-        return {**dict.fromkeys(self.switches, backend), self.index: index}
+    def variables(self, backend: str, index: str | None, environ: Mapping[str, str]) -> dict[str, str | None]:
+        """Return the variables to set (text) and to unset (None) for the backend ``"egl"`` or ``"osmesa"``.
 
-
-def find_renderer(name: str, versions: Mapping[str, str]) -> Renderer:
-    """Return the installed version of a renderer, with its rules.
-
-    :raises InvalidArgumentError: If the renderer is unknown.
-    :raises MissingDependencyError: If it is not installed.
-    """
-    if name not in (*NAMES, *_RENDERS_WITH):
-        raise InvalidArgumentError(
-            f"renderer={name!r} is not known: expected one of {', '.join(map(repr, (*NAMES, *_RENDERS_WITH)))}. "
-            'Use renderer="mujoco" for other environments that render with the package mujoco'
-        )
-    found = _RENDERS_WITH.get(name, name)
-    missing = next((package for package in _required_packages(found) if package not in versions), None)
-    if missing is not None:
-        extra = "mujoco" if found == "gymnasium" else found
-        if found in MUJOCO_NAMES:
-            raise _missing_dependency_error(missing, extra, f"renderer={name!r}")
-        raise MissingDependencyError(
-            f"renderer={name!r} needs the package {missing!r}, which is not installed. Install it with:\n"
-            f"    pip install {missing}",
-            name=missing,
-        )
-    version = versions[found]
-    if found == "sapien":
-        return Renderer(found, version, lambda environ: "vulkan", None, (), "")
-    if found == "pyrender":
-        return Renderer(found, version, _pyrender_backend, _select_pyrender, (PLATFORM,), PYRENDER_INDEX)
-    if found == "robosuite":
-        return Renderer(found, version, _robosuite_backend, _select_robosuite)
-    if found == "dm_control":
-        return Renderer(found, version, _dm_control_backend, _select_by_egl_index)
-    through_cuda = int(re.match(r"\d*", versions["mujoco"])[0] or 0) >= 4  # type: ignore[index]
-    backend = mujoco_backend if found == "mujoco" else _gymnasium_backend
-    version = version if found == "mujoco" else f"{version} (mujoco {versions['mujoco']})"
-    return Renderer(found, version, backend, select_mujoco_4 if through_cuda else _select_by_egl_index)
-
-
-def installed_renderers(versions: Mapping[str, str]) -> tuple[Renderer, ...]:
-    """Return all installed renderers. gymnasium counts only if mujoco is installed too."""
-    return tuple(
-        find_renderer(name, versions)
-        for name in NAMES
-        if all(package in versions for package in _required_packages(name))
-    )
-
-
-def _required_packages(name: str) -> tuple[str, ...]:
-    """Return the packages that must be installed to use a renderer."""
-    return tuple(dict.fromkeys((name, "mujoco"))) if name in MUJOCO_NAMES else (name,)
-
-
-def find_index_value(renderer: Renderer, target: EglDevice, view: EglView, environ: Mapping[str, str]) -> str:
-    """Find the value of the renderer's index variable with which it selects ``target``.
-
-    :raises DeviceUnavailableError: If there is no such value.
-    """
-    # EGL's own index is tried first, because it is the answer for all rules except mujoco 4's.
-    numbers = [target.index, *(n for n in range(len(view.devices)) if n != target.index)]
-    for number in numbers:
-        candidate = {**environ, **dict.fromkeys(renderer.switches, "egl"), renderer.index: str(number)}
-        try:
-            if renderer.select_egl_device is not None and renderer.select_egl_device(candidate, view) == target.index:
-                return str(number)
-        except RendererFailsError:
-            continue
-    if target.index >= _EGL_LIMIT:
-        raise DeviceUnavailableError(
-            f"{renderer} asks EGL for {_EGL_LIMIT} devices, but this one has EGL index {target.index}, counted from 0. "
-            "Hide other devices from EGL (in a container, by NVIDIA_VISIBLE_DEVICES), or use another GPU"
-        )
-    raise DeviceUnavailableError(
-        f"{renderer} cannot select EGL device {target.index} by any value of {renderer.index} under "
-        f"{MASK}={environ.get(MASK)!r}. Set {MASK} to that GPU only"
-    )
-
-
-def vulkan_device_name(gpu: Gpu, visible: tuple[str, ...]) -> str:
-    """Return SAPIEN's name of a GPU: its CUDA ordinal if CUDA shows it, else its PCI address.
-
-    SAPIEN 2 defaults to the first GPU that Vulkan lists, SAPIEN 3 to the first one that CUDA shows too. It may differ
-    from ``cuda:0`` (haosulab/SAPIEN#101, #139, mani-skill/ManiSkill#161, #447, #746). The address has no domain 0000,
-    because SAPIEN reads an address with an unknown domain as bus 0.
-    """
-    if gpu.uuid in visible:
-        return f"cuda:{visible.index(gpu.uuid)}"
-    return f"pci:{gpu.pci.removeprefix('0000:')}"
+        :param environ: the present variables; the mask in them is changed only if the import check rejects it
+        """
+        variables: dict[str, str | None] = {**dict.fromkeys(self.switches, backend), self.index: index}
+        mask = environ.get(MASK, "")
+        shown = strip_hidden_index(mask, environ)
+        checked = add_hidden_index(shown, index) if self.checks_mask and shown and index is not None else shown
+        return variables if checked == mask else {**variables, MASK: checked}
 
 
 def _select_by_egl_index(environ: Mapping[str, str], view: EglView) -> int:
@@ -356,6 +285,123 @@ def _normalize_backend(value: str) -> str:
 def _invalid_backend_text(value: str) -> str:
     """Return the error text for a MUJOCO_GL that mujoco rejects."""
     return f'import ends in "RuntimeError: invalid value for environment variable MUJOCO_GL: {value}"'
+
+
+_MUJOCO_READS = (("mujoco.rendering.classic.gl_context", "_MUJOCO_GL"), ("mujoco.gl_context", "_MUJOCO_GL"))
+_DM_CONTROL_READS = (("dm_control._render", "BACKEND"),)
+_DM_CONTROL_DISPLAY = "dm_control._render.pyopengl.egl_renderer"
+_ROBOSUITE_READS = (("robosuite.utils.binding_utils", "_MUJOCO_GL"),)
+_ROBOSUITE_DISPLAY = "robosuite.renderers.context.egl_context"
+
+# Of the rows of a name, the last one whose version is not above the installed one applies. google-deepmind/mujoco#3246,
+# which is open, would change the rule of mujoco: it gets a row of its own when a release has it.
+# fmt: off
+TABLE = (
+    Renderer("mujoco", "mujoco", 0, mujoco_backend, _select_by_egl_index,
+             reads_at_import=_MUJOCO_READS, display="mujoco.egl"),
+    Renderer("mujoco", "mujoco", 4, mujoco_backend, select_mujoco_4,
+             reads_at_import=_MUJOCO_READS, display="mujoco.egl"),
+    Renderer("gymnasium", "mujoco", 0, _gymnasium_backend, _select_by_egl_index, display="mujoco.egl"),
+    Renderer("gymnasium", "mujoco", 4, _gymnasium_backend, select_mujoco_4, display="mujoco.egl"),
+    Renderer("dm_control", "dm_control", 0, _dm_control_backend, _select_by_egl_index,
+             reads_at_import=_DM_CONTROL_READS, display=_DM_CONTROL_DISPLAY),
+    Renderer("robosuite", "robosuite", 0, _robosuite_backend, _select_robosuite,
+             reads_at_import=_ROBOSUITE_READS, display=_ROBOSUITE_DISPLAY, checks_mask=True),
+    Renderer("pyrender", "pyrender", 0, _pyrender_backend, _select_pyrender, (PLATFORM,), PYRENDER_INDEX),
+    Renderer("sapien", "sapien", 0, lambda environ: "vulkan", None, (), "", reads_mask=False),
+    Renderer("sapien", "sapien", 3, lambda environ: "vulkan", None, (), ""),
+)
+# fmt: on
+
+
+def find_renderer(name: str, versions: Mapping[str, str]) -> Renderer:
+    """Return the row of a renderer's installed version.
+
+    :raises InvalidArgumentError: If the renderer is unknown.
+    :raises MissingDependencyError: If it is not installed.
+    """
+    if name not in (*NAMES, *_RENDERS_WITH):
+        raise InvalidArgumentError(
+            f"renderer={name!r} is not known: expected one of {', '.join(map(repr, (*NAMES, *_RENDERS_WITH)))}. "
+            'Use renderer="mujoco" for other environments that render with the package mujoco'
+        )
+    found = _RENDERS_WITH.get(name, name)
+    missing = next((package for package in _required_packages(found) if package not in versions), None)
+    if missing is not None:
+        if found in MUJOCO_NAMES:
+            raise _missing_dependency_error(missing, "mujoco" if found == "gymnasium" else found, f"renderer={name!r}")
+        raise MissingDependencyError(
+            f"renderer={name!r} needs the package {missing!r}, which is not installed. Install it with:\n"
+            f"    pip install {missing}",
+            name=missing,
+        )
+    rows = [row for row in TABLE if row.name == found and row.since <= _major_version(versions[row.package])]
+    version = versions[found]
+    if rows[-1].package != found:
+        version = f"{version} ({rows[-1].package} {versions[rows[-1].package]})"
+    return dataclasses.replace(rows[-1], version=version)
+
+
+def _major_version(version: str) -> int:
+    """Return the first number of a version; 0 if there is none."""
+    return int(re.match(r"\d*", version)[0] or 0)  # type: ignore[index]
+
+
+def installed_renderers(versions: Mapping[str, str]) -> tuple[Renderer, ...]:
+    """Return all installed renderers. gymnasium counts only if mujoco is installed too."""
+    return tuple(
+        find_renderer(name, versions)
+        for name in NAMES
+        if all(package in versions for package in _required_packages(name))
+    )
+
+
+def _required_packages(name: str) -> tuple[str, ...]:
+    """Return the packages that must be installed to use a renderer."""
+    return tuple(dict.fromkeys((name, "mujoco"))) if name in MUJOCO_NAMES else (name,)
+
+
+def robosuite_import_fails(environ: Mapping[str, str]) -> bool:
+    """Return whether ``import robosuite`` fails, which asserts that the index is a substring of the mask."""
+    mask, index = environ.get(MASK), environ.get(INDEX)
+    return bool(mask) and index is not None and not (index.isdigit() and index in (mask or ""))
+
+
+def find_index_value(renderer: Renderer, target: EglDevice, view: EglView, environ: Mapping[str, str]) -> str:
+    """Find the value of the renderer's index variable with which it selects ``target``.
+
+    :raises DeviceUnavailableError: If there is no such value.
+    """
+    # EGL's own index is tried first, because it is the answer for all rules except mujoco 4's.
+    numbers = [target.index, *(n for n in range(len(view.devices)) if n != target.index)]
+    for number in numbers:
+        candidate = {**environ, **cast("dict[str, str]", renderer.variables("egl", str(number), environ))}
+        try:
+            if renderer.select_egl_device is not None and renderer.select_egl_device(candidate, view) == target.index:
+                return str(number)
+        except RendererFailsError:
+            continue
+    if target.index >= _EGL_LIMIT:
+        raise DeviceUnavailableError(
+            f"{renderer} asks EGL for {_EGL_LIMIT} devices, but this one has EGL index {target.index}, counted from 0. "
+            "Hide other devices from EGL (in a container, by NVIDIA_VISIBLE_DEVICES), or use another GPU"
+        )
+    raise DeviceUnavailableError(
+        f"{renderer} cannot select EGL device {target.index} by any value of {renderer.index} under "
+        f"{MASK}={environ.get(MASK)!r}. Set {MASK} to that GPU only"
+    )
+
+
+def vulkan_device_name(gpu: Gpu, visible: tuple[str, ...]) -> str:
+    """Return SAPIEN's name of a GPU: its CUDA ordinal if CUDA shows it, else its PCI address.
+
+    SAPIEN 2 defaults to the first GPU that Vulkan lists, SAPIEN 3 to the first one that CUDA shows too. It may differ
+    from ``cuda:0`` (haosulab/SAPIEN#101, #139, mani-skill/ManiSkill#161, #447, #746). The address has no domain 0000,
+    because SAPIEN reads an address with an unknown domain as bus 0.
+    """
+    if gpu.uuid in visible:
+        return f"cuda:{visible.index(gpu.uuid)}"
+    return f"pci:{gpu.pci.removeprefix('0000:')}"
 
 
 def has_display(environ: Mapping[str, str]) -> bool:

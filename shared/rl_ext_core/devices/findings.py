@@ -7,7 +7,7 @@ masks, ranks and device orders that do not mean what they seem to, and container
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import gc
 import os
 import re
 import shlex
@@ -17,31 +17,30 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-from rl_ext_core.devices import _apply, _cuda, _pick, _renderers
-from rl_ext_core.devices._cuda import MASK, ORDER, Machine
-from rl_ext_core.devices._pick import LOCAL_RANK, RANK_VARIABLES, Picker
-from rl_ext_core.devices._renderers import (
+from rl_ext_core.devices import apply, cuda, launchers, renderers
+from rl_ext_core.devices.cuda import INDEX, MASK, ORDER, Machine
+from rl_ext_core.devices.decide import WSL_LIMIT, Request, decide_compute, decide_render, is_wsl
+from rl_ext_core.devices.decision import Decision
+from rl_ext_core.devices.inventory import Gpu, Inventory
+from rl_ext_core.devices.launchers import LOCAL_RANK, RANK_VARIABLES
+from rl_ext_core.devices.renderers import (
     BACKEND,
-    INDEX,
     PLATFORM,
     PYRENDER_INDEX,
     EglView,
     Renderer,
     RendererFailsError,
+    robosuite_import_fails,
 )
-from rl_ext_core.devices._resolve import WSL_LIMIT, decide_compute, decide_render, is_wsl, parse_device
-from rl_ext_core.devices.decision import Decision
-from rl_ext_core.devices.inventory import Gpu, Inventory
-from rl_ext_core.errors import DeviceConflictError, RlExtError
+from rl_ext_core.errors import RlExtError
 
 Severity: TypeAlias = Literal["error", "warning"]
 Changes: TypeAlias = Mapping[str, "str | None"]
 
 _KNOWN_VARIABLES = (MASK, ORDER, BACKEND, INDEX, PLATFORM, LOCAL_RANK)
-# Variables of other software with similar names.
-_SIMILAR_VARIABLES = ("MUSA_VISIBLE_DEVICES", PYRENDER_INDEX)
-# Variables that users export for MuJoCo, which ignores them, and the variables that it reads instead. Other software
-# reads some of them: pyrender and old releases of dm_control read EGL_DEVICE_ID, PyBullet EGL_VISIBLE_DEVICES.
+# Variables that users export for MuJoCo, which ignores them, and the variables that it reads instead
+# (google-deepmind/dm_control#310, #345, pytorch/rl#155). Other software reads some of them: pyrender and old releases
+# of dm_control read EGL_DEVICE_ID, PyBullet EGL_VISIBLE_DEVICES.
 _UNREAD_VARIABLES = {
     PYRENDER_INDEX: INDEX,
     "EGL_VISIBLE_DEVICE": INDEX,
@@ -57,7 +56,6 @@ _QUOTES = " \t\r\n'\"`[](){}<>"
 _NO_CUDA = 'torch.device("cuda") ends in "RuntimeError: No CUDA GPUs are available"'
 _NO_DISPLAY = "mujoco.FatalError: an OpenGL platform library has not been loaded into this process"
 _CONTAINER, _CAPABILITIES = "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"
-_VENDOR_FILES = ("__EGL_VENDOR_LIBRARY_FILENAMES", "__EGL_VENDOR_LIBRARY_DIRS")
 _MESA = "apt-get install libegl1 libegl-mesa0"
 _DOCKER = f"docker run --gpus all -e {_CAPABILITIES}=all ..."
 
@@ -131,7 +129,7 @@ class Situation:
         return Machine(self.inventory, self.environ)
 
     @cached_property
-    def visible(self) -> _cuda.VisibleGpus | None:
+    def visible(self) -> cuda.VisibleGpus | None:
         """GPUs that CUDA shows; None if CUDA's order is unknown."""
         try:
             return self.machine.visible
@@ -142,7 +140,7 @@ class Situation:
     def compute_decision(self) -> Decision | None:
         """Decision of ``resolve("auto")``; None if it would raise an error."""
         try:
-            return decide_compute(parse_device("auto", "device"), self.machine, Picker())
+            return decide_compute(Request(), self.machine)
         except RlExtError:
             return None
 
@@ -190,7 +188,7 @@ def check_environment(
     if is_this_process and "torchrl.envs.libs.dm_control" in sys.modules and "pyrender" not in machine.versions:
         variables.pop(PYRENDER_INDEX, None)  # TorchRL sets it when it is imported, but only pyrender reads it
     original = situation = Situation(machine, variables, variables)
-    applied = _apply.applied_decision.variables if is_this_process and _apply.applied_decision else {}
+    applied = apply.applied.variables if is_this_process and apply.applied else {}
     # A decision that was applied in this process has already set the renderers' variables.
     decision_in_force = bool(applied) and all(variables.get(name) == value for name, value in applied.items())
     findings: list[Finding] = []
@@ -230,14 +228,16 @@ def describe_gpu(gpu: Gpu) -> str:
 
 
 def guess_variable(name: str) -> str | None:
-    """Return the variable that a misspelled name stands for; None if the name is right, or is similar to none."""
-    if name in (*_KNOWN_VARIABLES, *_SIMILAR_VARIABLES):
+    """Return the variable that a misspelled name stands for; None if the name is right, or stands for none."""
+    if name in _KNOWN_VARIABLES:
         return None
     if name in _UNREAD_VARIABLES:
         return _UNREAD_VARIABLES[name]
     # Programs that read .env files may leave blanks and a leading "export" in names.
     letters = "".join(re.sub(r"^\s*export\s+", "", name).split()).replace("-", "_").upper()
-    return next(iter(difflib.get_close_matches(letters, _KNOWN_VARIABLES, 1, 0.88)), None)
+    if letters.startswith("CUDA_VIS"):  # CUDA_VISIBLE (open-mmlab/mmagic#1580), CUDA_VISIBLE_DEVICE, CUDA_VISIABLE_...
+        return MASK
+    return letters if letters in _KNOWN_VARIABLES else None
 
 
 def _find_misspelled_names(situation: Situation) -> Findings:
@@ -272,10 +272,8 @@ def _guess_value(known: str | None, value: str, situation: Situation) -> str:
 def _find_ignored_variables(situation: Situation) -> Findings:
     """Find variables that are set for MuJoCo, but that MuJoCo ignores."""
     environ, versions = situation.environ, situation.inventory.versions
-    mujocos = [entry for entry in _installed_renderers(situation) if entry.name in _renderers.MUJOCO_NAMES]
-    through_egl = not _renderers.has_display(environ) or any(
-        _read_backend(entry, environ) == "egl" for entry in mujocos
-    )
+    mujocos = [entry for entry in _installed_renderers(situation) if entry.name in renderers.MUJOCO_NAMES]
+    through_egl = not renderers.has_display(environ) or any(_read_backend(entry, environ) == "egl" for entry in mujocos)
     for name, known in _UNREAD_VARIABLES.items():
         if name not in environ or not mujocos or not (through_egl or known == BACKEND):
             continue
@@ -291,28 +289,6 @@ def _find_ignored_variables(situation: Situation) -> Findings:
             yield situation.finding(name, effect, {known: text}, severity)
         else:
             yield situation.finding(name, f"{effect}, for which {text!r} is not valid", {name: None}, "warning")
-    mask = _find_container_mask(situation)
-    if mask is not None:
-        effect = (
-            f"NVIDIA's container runtime reads it when a container starts, but it hides none of the "
-            f"{len(situation.inventory.gpus)} GPUs from this process"
-        )
-        yield situation.finding(_CONTAINER, effect, {MASK: mask}, "warning")
-
-
-def _find_container_mask(situation: Situation) -> str | None:
-    """Return ``NVIDIA_VISIBLE_DEVICES`` as a mask if it lists fewer GPUs than are visible, else None."""
-    gpus, value = situation.inventory.gpus, situation.environ.get(_CONTAINER, "")
-    if MASK in situation.environ or not re.fullmatch(r"\d{1,3}(,\d{1,3})*", value, re.ASCII):
-        return None
-    numbers = dict.fromkeys(int(number) for number in value.split(","))
-    if len(numbers) >= len(gpus) or max(numbers) >= len(gpus):
-        return None  # the container has only the listed GPUs, numbered from 0
-    # The variable has nvidia-smi's indices, which may differ from CUDA's.
-    uuids = [gpus[number].uuid for number in numbers]
-    text = ",".join(map(str, numbers))
-    shown = situation.with_changes({MASK: text}).visible
-    return text if shown is not None and list(shown.uuids) == uuids else ",".join(uuids)
 
 
 def _is_valid_value(name: str, value: str) -> bool:
@@ -321,7 +297,7 @@ def _is_valid_value(name: str, value: str) -> bool:
         return value.lower() not in _WORDS_FOR_ALL_GPUS
     if name == ORDER:
         return value in _CUDA_ORDERS
-    return name not in (INDEX, LOCAL_RANK) or _pick.is_rank(value)
+    return name not in (INDEX, LOCAL_RANK) or launchers.is_rank(value)
 
 
 # CUDA's device order, the mask and ranks
@@ -353,6 +329,7 @@ def _find_device_order_mistakes(situation: Situation) -> Findings:
 def _find_mask_mistakes(situation: Situation) -> Findings:
     """Find entries of CUDA_VISIBLE_DEVICES that CUDA ignores or interprets unexpectedly."""
     shown, mask, gpus = situation.visible, situation.environ.get(MASK), situation.inventory.gpus
+    mask = mask and cuda.strip_hidden_index(mask, situation.environ)
     if shown is None:
         return
     if not gpus:
@@ -363,13 +340,11 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
         return
     if mask is None:
         if shown.stop_reason:
-            own = _pick.mig_slice_of_rank(situation.machine) or shown.mig
-            yield situation.finding(MASK, f"it is not set, and {shown.stop_reason}", {MASK: own}, "warning")
+            yield situation.finding(MASK, f"it is not set, and {shown.stop_reason}", {MASK: shown.mig}, "warning")
         return
     word = mask.split(",")[0].strip(_QUOTES).lower()
-    slices = [slice_ for gpu in gpus for slice_ in gpu.mig]
-    some = (*slices, "0") if "mig" in mask.lower() else ("0", *slices)
-    one = {MASK: next((text for text in some if _guess_mask(text, situation)[0]), gpus[0].uuid)}
+    first = ("0", *(slice_ for gpu in gpus for slice_ in gpu.mig), gpus[0].uuid)
+    one = {MASK: shown.mig or next(text for text in first if _is_valid_mask(text, situation) or text is first[-1])}
     if not word or word == "nodevfiles":
         yield _empty_mask_finding(mask, word, one, situation)
     elif re.fullmatch(r"-\d+", word) or word in ("none", "void", "no", "off", "null", "nil", "false", "cpu"):
@@ -385,8 +360,8 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
         if re.search(r"[][(){}'\"]", mask):
             explanation += " (quotes and brackets are part of the value)"
         meant, complete = _guess_mask(mask, situation)
-        if shown.mig and meant and complete:
-            meant = _pick.mig_slice_of_rank(situation.machine) or meant
+        if shown.mig:
+            meant, complete = shown.mig, "," not in mask or all(text.startswith("MIG-") for text in mask.split(","))
         harmless = complete and situation.with_changes({MASK: meant}).machine.visible.uuids == shown.uuids
         effect = f"{explanation}; torch sees {_describe_visible_gpus(shown, situation)}"
         yield situation.finding(MASK, effect, {MASK: meant} if meant else one, "warning" if harmless else "error")
@@ -420,13 +395,13 @@ def _describe_misread_entry(mask: str) -> str | None:
     for entry in mask.split(","):
         text = entry.strip()
         if not text.startswith(("GPU-", "MIG-")) and not re.fullmatch(r"\d+", text, re.ASCII):
-            return f"CUDA reads {entry!r} as {_cuda.parse_leading_number(text)}"
+            return f"CUDA reads {entry!r} as {cuda.parse_leading_number(text)}"
         if entry != text:
             return f"CUDA skips the blank in {entry!r}, but other programs may not"
     return None
 
 
-def _describe_visible_gpus(shown: _cuda.VisibleGpus, situation: Situation) -> str:
+def _describe_visible_gpus(shown: cuda.VisibleGpus, situation: Situation) -> str:
     """Describe the GPUs that CUDA shows, as a part of a sentence."""
     gpus = [situation.inventory.gpu(uuid) for uuid in shown.uuids]
     if not gpus:
@@ -437,109 +412,77 @@ def _describe_visible_gpus(shown: _cuda.VisibleGpus, situation: Situation) -> st
 
 
 def _guess_mask(mask: str, situation: Situation) -> tuple[str | None, bool]:
-    """Guess the mask that was meant. It may have words, ranges, other separators, and UUIDs in any case.
+    """Guess the mask that was meant, from numbers and UUIDs in any case, with blanks, quotes or other separators.
 
-    :return: a valid mask, or None; and whether it has all GPUs of the original
+    :return: a valid mask, or None; and whether it has all entries of the original
     """
     inventory = situation.inventory
     try:
-        order = _cuda.cuda_order(inventory, situation.environ)
+        order = cuda.cuda_order(inventory, situation.environ)
     except RlExtError:
         order = tuple(gpu.uuid for gpu in inventory.gpus)
-    entries: list[str] = []  # UUIDs of GPUs or slices
+    uuids = [*order, *(slice_ for gpu in inventory.gpus for slice_ in gpu.mig)]
+    entries: list[str] = []
     by_name, complete = False, True
-    for token in filter(None, (part.strip(_QUOTES) for part in re.split(r"[,;|\s]+", mask))):
+    for token in filter(None, (part.strip(_QUOTES).lower() for part in re.split(r"[,;|\s]+", mask))):
         if re.fullmatch(r"-\d+", token):  # CUDA documents that later entries are hidden
             break
-        if token.lower() in ("gpu", "gpus", "cuda", "device", "devices"):
-            continue
-        numbers = re.fullmatch(
-            r"(?:[a-z/+-]*?[:=_#-]?)(\d{1,6})(?:(?:-|\.\.)(\d{1,3}))?", token, re.ASCII | re.IGNORECASE
-        )
-        if numbers and not token.lower().startswith(("gpu-", "mig-")):
-            wanted = range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
-            found = [order[number] for number in wanted if number < len(order)]
-            complete &= len(found) == len(wanted)
+        number = re.fullmatch(r"(?:cuda:|gpu:|\+)?(\d{1,6})", token, re.ASCII)
+        if number:
+            found = list(order[int(number[1]) :][:1])
         else:
-            found = _find_uuids_by_prefix(token, inventory)
-            complete &= bool(found)
+            # Without the prefix, fewer than four characters are too few to be a UUID.
+            named = re.fullmatch(r"(?:gpu|mig)-[0-9a-f-]+|[0-9a-f-]{4,}", token)
+            found = [uuid for uuid in uuids if named and uuid.lower().startswith((token, f"gpu-{token}"))][:1]
             by_name |= bool(found)
+        complete &= bool(found)
         entries += [uuid for uuid in found if uuid not in entries]
-    slices = {gpu.uuid: gpu.mig[0] for gpu in inventory.gpus if gpu.mig}
-    cut = next((slices.get(entry, entry) for entry in entries if entry in slices or entry.startswith("MIG-")), None)
-    if cut is not None:  # CUDA shows no other device next to a slice
-        text, complete = cut, complete and (len(entries) == 1 or all(entry.startswith("MIG-") for entry in entries))
-    else:
-        text = ",".join(entries if by_name else (str(order.index(entry)) for entry in entries))
-    shown = situation.with_changes({MASK: text}).visible
-    return (text, complete) if shown and shown.uuids and shown.stop_reason is None else (None, False)
+    text = ",".join(entries if by_name else (str(order.index(entry)) for entry in entries))
+    return (text, complete) if _is_valid_mask(text, situation) else (None, False)
 
 
-def _find_uuids_by_prefix(token: str, inventory: Inventory) -> list[str]:
-    """Find the GPUs or slices whose UUIDs begin with ``token``; return the first one at most."""
-    lower = token.lower()
-    slices = [slice_ for gpu in inventory.gpus for slice_ in gpu.mig]
-    if lower.startswith("mig-") and not lower.startswith("mig-gpu-"):
-        return [slice_ for slice_ in slices if len(token) > len("mig-") and slice_.lower().startswith(lower)][:1]
-    begin = re.sub(r"^(mig-)?(gpu-)?", "", lower).split("/")[0]
-    # Without the prefix, fewer than four characters are too few to be a UUID.
-    if not re.fullmatch("[0-9a-f-]{4,}" if begin == lower else "[0-9a-f-]+", begin):
-        return []
-    return [gpu.uuid for gpu in inventory.gpus if gpu.uuid.lower().startswith(f"gpu-{begin}")][:1]
+def _is_valid_mask(mask: str, situation: Situation) -> bool:
+    """Return whether a mask shows GPUs, and all of its entries have an effect."""
+    shown = situation.with_changes({MASK: mask}).visible
+    return bool(shown and shown.uuids and shown.stop_reason is None)
 
 
 def _find_rank_mistakes(situation: Situation) -> Findings:
-    """Find a rank that is invalid, beyond the visible GPUs, or contradicted by another launcher's rank."""
-    environ, shown, name = situation.environ, situation.visible, _pick.find_rank_variable(situation.environ)
+    """Find a rank that is invalid, or beyond the visible GPUs."""
+    environ, shown, name = situation.environ, situation.visible, launchers.find_rank_variable(situation.environ)
     if name is None:
         return
     value = environ[name]
-    if not _pick.is_rank(value):
+    if not launchers.is_rank(value):
         text = value.strip(_QUOTES)
         effect = f'{value!r} is not a rank: int(os.environ["{name}"]) and resolve("auto") reject it'
-        yield situation.finding(name, effect, {name: text if _pick.is_rank(text) else None})
+        yield situation.finding(name, effect, {name: text if launchers.is_rank(text) else None})
     elif shown and shown.uuids and situation.compute_decision is None:
         yield _high_rank_finding(name, int(value), len(shown.uuids), situation)
-    elif shown and (different := _pick.find_rank_contradiction(situation.machine)):
-        other = f"{different[1]}={environ[different[1]]!r}"
-        effect = f"it contradicts {other} and comes first, so all processes with the same {name} share a GPU"
-        yield situation.finding(name, effect, {name: None}, "warning")
 
 
 def _high_rank_finding(name: str, rank: int, count: int, situation: Situation) -> tuple[Finding, Changes]:
     """Create the finding for a launcher's rank that is beyond the visible GPUs."""
     error = f'torch.cuda.set_device({rank}) ends in "CUDA error: invalid device ordinal"'
-    changes = _pick.variables_for_high_rank(rank, situation.machine)
-    if changes is not None:
-        effect = f"it asks for cuda:{rank}, but CUDA shows one MIG slice to a process, as cuda:0: {error}"
-        return situation.finding(name, effect, changes)
-    effect = f"it asks for cuda:{rank}, but torch sees {_cuda.format_gpu_count(count)}, counted from 0: {error}"
-    return situation.finding(name, effect, _pick.launch_command(rank, situation.machine))[0], {name: "0"}
+    effect = f"it asks for cuda:{rank}, but torch sees {cuda.format_gpu_count(count)}, counted from 0: {error}"
+    return situation.finding(name, effect, launchers.launch_command(rank, situation.machine))[0], {name: "0"}
 
 
 # Missing software and devices
 
 
 def _find_missing_cuda(situation: Situation) -> Findings:
-    """Find a torch that is built without CUDA, and a container without GPUs."""
-    inventory, environ = situation.inventory, situation.environ
+    """Find a torch that is built without CUDA."""
+    inventory = situation.inventory
     if situation.machine.torch_without_cuda and situation.visible and situation.visible.uuids:
         version = inventory.versions["torch"]
-        gpus = _cuda.format_gpu_count(len(situation.visible.uuids))
+        gpus = cuda.format_gpu_count(len(situation.visible.uuids))
         effect = (
             f"torch {version} is built without CUDA, so networks run on the CPU although the machine has {gpus}, "
             'and "cuda" ends in "AssertionError: Torch not compiled with CUDA enabled"'
         )
         line = f"pip install --force-reinstall torch=={version.partition('+')[0]}"
         yield Finding("torch", version, effect, line), {}
-    if _CONTAINER in environ and not inventory.gpus:
-        effect = (
-            "the container's image requests GPUs, but there are none, so the CPU computes: the container was "
-            "started without them"
-        )
-        if environ[_CONTAINER].strip() in ("", "void", "none"):
-            effect = "it keeps NVIDIA's container runtime from giving this container a GPU, so the CPU computes"
-        yield situation.finding(_CONTAINER, effect, _DOCKER, "warning")
 
 
 def _find_unlisted_gpu(situation: Situation) -> Findings:
@@ -565,10 +508,6 @@ def _unlisted_gpu_finding(gpu: Gpu, situation: Situation, severity: Severity) ->
         line = f'resolve("auto", render="cpu", renderer="{_installed_renderers(situation)[-1].name}").apply()'
         fix = f"from rl_ext_core.devices import resolve\n{line}"
         return situation.finding("EGL", f"{describe_gpu(gpu)} {WSL_LIMIT}", fix, "warning")
-    overridden = next((name for name in _VENDOR_FILES if environ.get(name)), None)
-    if overridden:
-        effect = f"it replaces the drivers that EGL would find: {effect}"
-        return situation.finding(overridden, effect, {overridden: None}, severity)
     if _CAPABILITIES in environ and not {"all", "graphics"} & set(re.split(r"[\s,]+", environ[_CAPABILITIES])):
         effect = f"the container has no graphics driver: {effect}"
         return situation.finding(_CAPABILITIES, effect, _DOCKER, severity)
@@ -586,7 +525,7 @@ def _unlisted_gpu_finding(gpu: Gpu, situation: Situation, severity: Severity) ->
 
 def _installed_renderers(situation: Situation) -> tuple[Renderer, ...]:
     """Return the renderers that are installed on the machine of a situation."""
-    return _renderers.installed_renderers(situation.inventory.versions)
+    return renderers.installed_renderers(situation.inventory.versions)
 
 
 def _read_backend(renderer: Renderer, environ: Mapping[str, str]) -> str | None:
@@ -596,8 +535,8 @@ def _read_backend(renderer: Renderer, environ: Mapping[str, str]) -> str | None:
     mujoco requires, then only warns.
     """
     try:
-        if renderer.name in _renderers.MUJOCO_NAMES:
-            _renderers.mujoco_backend(environ)  # all of them import mujoco, which rejects unknown values
+        if renderer.name in renderers.MUJOCO_NAMES:
+            renderers.mujoco_backend(environ)  # all of them import mujoco, which rejects unknown values
         return renderer.backend(environ)
     except RendererFailsError:
         return None
@@ -625,14 +564,14 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
     inventory, environ, title = situation.inventory, situation.environ, str(renderer)
     if renderer.select_egl_device is None:
         return _predict_vulkan(renderer, situation)
-    if renderer.name in _renderers.MUJOCO_NAMES:
-        _renderers.mujoco_backend(environ)
+    if renderer.name in renderers.MUJOCO_NAMES:
+        renderers.mujoco_backend(environ)
     switch, backend = renderer.switches[0], renderer.backend(environ)
     how = f"{switch}={environ[switch]!r}" if switch in environ else f"{switch} is not set"
     if backend == "none":
         return Prediction(title, "nothing", f"{how} turns rendering off")
     if backend == "glfw":
-        if not _renderers.has_display(environ):
+        if not renderers.has_display(environ):
             error = f': "{_NO_DISPLAY}"' if switch == BACKEND else ""
             raise RendererFailsError(
                 switch, f"{how}: it uses {_window_library(switch)}, but there is no display{error}"
@@ -677,16 +616,10 @@ def _window_library(switch: str) -> str:
     return "GLFW" if switch == BACKEND else "a window of pyglet"
 
 
-def robosuite_import_fails(environ: Mapping[str, str]) -> bool:
-    """Return whether ``import robosuite`` fails, which asserts that the index is a substring of the mask."""
-    mask, index = environ.get(MASK), environ.get(INDEX)
-    return bool(mask) and index is not None and not (index.isdigit() and index in (mask or ""))
-
-
 def _predict_vulkan(renderer: Renderer, situation: Situation) -> Prediction:
     """Predict where SAPIEN renders if it gets no device argument."""
     visible = situation.visible.uuids if situation.visible else ()
-    if renderer.version.startswith(("0.", "1.", "2.")):
+    if not renderer.reads_mask:
         why = f"without a device argument, it uses the first GPU that Vulkan lists, and ignores {MASK}"
     elif len(visible) == 1:
         return Prediction(str(renderer), "gpu", "the only GPU that CUDA shows", MASK, None, visible[0])
@@ -698,7 +631,7 @@ def _predict_vulkan(renderer: Renderer, situation: Situation) -> Prediction:
 def _explain_egl_choice(renderer: Renderer, environ: Mapping[str, str], index: int) -> tuple[str, str]:
     """Return the variable that selects EGL device ``index``, and a clause that explains it."""
     mask, value = environ.get(MASK), environ.get(renderer.index)
-    through_cuda = renderer.select_egl_device is _renderers.select_mujoco_4
+    through_cuda = renderer.select_egl_device is renderers.select_mujoco_4
     where = f"EGL device {index}"
     if renderer.name == "robosuite" and environ.get(BACKEND, "egl") != "egl":
         where += f" (robosuite uses EGL instead of {BACKEND}={environ[BACKEND]!r})"
@@ -751,12 +684,12 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
         key = (dataclasses.replace(found, renderer=""), _find_rendering_fix(renderer, situation), severity)
         grouped.setdefault(key, []).append(renderer)
     prefix = "" if situation.environ == situation.original else "once the other lines are typed, "
-    for (found, fix, severity), renderers in grouped.items():
-        effect = f"{', '.join(map(str, renderers))}: {prefix}{found.why}"
+    for (found, fix, severity), affected in grouped.items():
+        effect = f"{', '.join(map(str, affected))}: {prefix}{found.why}"
         if found.where != "fails" and compute_decision:
             effect += f", while {compute_decision.device}{f', {describe_gpu(gpu)},' if gpu else ''} computes"
         # robosuite comes last, and a decision for it also suits the other renderers.
-        yield situation.finding(found.variable, effect, fix.format(renderers[-1].name), severity)
+        yield situation.finding(found.variable, effect, fix.format(affected[-1].name), severity)
 
 
 def _find_rendering_fix(renderer: Renderer, situation: Situation) -> str:
@@ -774,15 +707,14 @@ def _find_rendering_fix(renderer: Renderer, situation: Situation) -> str:
         if situation.compute_decision is None:
             return python  # its error will show why there is no decision
         try:
-            request = parse_device(render, "render")
-            decision = decide_render(request, renderer.name, situation.machine, situation.compute_decision, Picker())
+            request = Request(render=render, renderer=renderer.name)
+            decision = decide_render(request, situation.machine, situation.compute_decision)
         except RlExtError:
             continue
         changes = {name: value for name, value in decision.variables.items() if environ.get(name) != value}
         count = len(situation.visible.uuids) if situation.visible else 0
         by_process = count > 1 and any(name in environ for name in RANK_VARIABLES)
-        refused = renderer.name == "robosuite" and robosuite_import_fails(situation.with_changes(changes).environ)
-        return python if refused or by_process or render == "cpu" or not changes else _to_shell_line(changes)
+        return python if by_process or render == "cpu" or not changes else _to_shell_line(changes)
     return _MESA
 
 
@@ -792,22 +724,32 @@ def _find_rendering_fix(renderer: Renderer, situation: Situation) -> str:
 def _find_late_changes(situation: Situation, decision_in_force: bool) -> Findings:
     """Find variables that were changed in this process after a library had read them."""
     environ = situation.environ
-    try:
-        # A machine without a given inventory also compares the mask with torch's devices.
-        _ = Machine(None, environ).visible
-    except DeviceConflictError as error:
-        yield situation.finding(MASK, str(error), {MASK: environ.get(MASK)})
-    except RlExtError:
-        pass  # CUDA's order is unknown, which _find_device_order_mistakes() reports
+    late_mask = None if situation.visible is None else cuda.find_late_mask(situation.machine)
+    if late_mask is not None:
+        yield situation.finding(MASK, late_mask, {MASK: environ.get(MASK)})
     for renderer in () if decision_in_force else _installed_renderers(situation):
         backend = _read_backend(renderer, environ)
         if backend not in ("egl", "osmesa") or not any(name in environ for name in renderer.switches):
             continue
         found = predict(renderer, situation)
-        egl = None if found.egl is None else (situation.inventory.egl or ())[found.egl]
-        asked = Decision("cpu", "", egl=egl, renderer=str(renderer), variables=renderer.variables(backend, None))
-        late = [*_apply.import_conflicts(asked, "the variables ask for")]
-        if found.variable in environ and found.variable not in renderer.switches and egl:
-            late += _apply.display_conflicts(asked, "the variables ask for")
+        late = [*apply.import_conflicts(renderer.name, backend, "the variables ask for")]
+        if found.variable in environ and found.variable not in renderer.switches and found.egl is not None:
+            late += apply.display_conflicts(renderer.name, found.egl, "the variables ask for")
         for variable, sentence in late:
             yield situation.finding(variable, sentence, {variable: environ.get(variable)})
+    yield from _find_ignored_device_ids(situation)
+
+
+def _find_ignored_device_ids(situation: Situation) -> Findings:
+    """Find robosuite's environments in this process whose ``render_gpu_device_id`` has no effect."""
+    environments = sys.modules.get("robosuite.environments.base")
+    name = INDEX if INDEX in situation.environ else MASK
+    index = situation.environ.get(name, "")
+    if environments is None or not index.isdigit():
+        return
+    found = (entry for entry in gc.get_objects() if issubclass(type(entry), environments.MujocoEnv))
+    asked = {vars(environment).get("render_gpu_device_id", -1) for environment in found}
+    for number in sorted(asked - {-1, int(index)}):
+        effect = f"robosuite ignores render_gpu_device_id={number}, because this variable is set"
+        line = f'resolve("auto", render="egl:{number}", renderer="robosuite").apply()'
+        yield situation.finding(name, effect, f"from rl_ext_core.devices import resolve\n{line}", "warning")

@@ -14,13 +14,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from rl_ext_core.devices.inventory import Gpu, Inventory
-from rl_ext_core.errors import DeviceConflictError, DeviceUnavailableError
+from rl_ext_core.errors import DeviceUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MASK = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
+INDEX = "MUJOCO_EGL_DEVICE_ID"
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def visible(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus:
 def _apply_mask(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus:
     """Return the GPUs that CUDA shows with the CUDA_VISIBLE_DEVICES in ``environ``."""
     mask = environ.get(MASK)
+    mask = mask and strip_hidden_index(mask, environ)
     if mask is not None and mask.startswith("GPU-"):
         return _parse_uuid_mask(mask, [gpu.uuid for gpu in inventory.gpus])
     if mask is not None and mask.startswith("MIG-"):
@@ -58,6 +60,21 @@ def _apply_mask(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus
     if mask is None:
         return VisibleGpus(order)
     return _parse_numeric_mask(mask, order)
+
+
+def strip_hidden_index(mask: str, environ: Mapping[str, str]) -> str:
+    """Return a mask without the ending that :func:`add_hidden_index` has added to it."""
+    index = environ.get(INDEX, "")
+    return mask.removesuffix(f",-1,{index}") if index.isdigit() else mask
+
+
+def add_hidden_index(mask: str, index: str) -> str:
+    """Return a mask that shows the same GPUs to CUDA, and that contains ``index`` for programs that look for it.
+
+    CUDA stops reading at the first invalid index. Source: the CUDA Programming Guide, whose example ``0,2,-1,1`` shows
+    the devices 0 and 2.
+    """
+    return mask if index in mask else f"{mask},-1,{index}"
 
 
 def cuda_order(inventory: Inventory, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -183,75 +200,38 @@ def _parse_mig_mask(mask: str, gpus: tuple[Gpu, ...]) -> VisibleGpus:
     return VisibleGpus((), f"CUDA stops reading at {entry!r}, which is not a MIG slice of this machine")
 
 
+@dataclass(frozen=True)
 class Machine:
     """A machine with its environment variables.
 
-    :param inventory: the machine; None for this one, which is read when it is needed
+    :param inventory: the machine
     :param environ: the environment variables
     """
 
-    def __init__(self, inventory: Inventory | None, environ: Mapping[str, str]) -> None:
-        self._given_inventory = inventory
-        self.environ = environ
-
-    @cached_property
-    def inventory(self) -> Inventory:
-        """GPUs and versions. EGL's devices are included only if EGL has been queried before."""
-        return Inventory.current(egl=False) if self._given_inventory is None else self._given_inventory
-
-    @cached_property
-    def inventory_with_egl(self) -> Inventory:
-        """The inventory with EGL's devices."""
-        return Inventory.current() if self._given_inventory is None else self._given_inventory
+    inventory: Inventory
+    environ: Mapping[str, str]
 
     @cached_property
     def visible(self) -> VisibleGpus:
         """GPUs that CUDA shows to a process with these variables.
 
         :raises DeviceUnavailableError: If the mask has indices, and CUDA's order is unknown.
-        :raises DeviceConflictError: If torch has started CUDA under another mask.
         """
-        shown = visible(self.inventory, self.environ)
-        torch_uuids = None if self._given_inventory is not None else _uuids_seen_by_torch()
-        if torch_uuids is not None and self.inventory.gpus and not shown.mig and torch_uuids != shown.uuids:
-            raise DeviceConflictError(
-                f"{MASK}={self.environ.get(MASK)!r} was changed after torch had started CUDA: it shows "
-                f"{format_gpu_count(len(shown.uuids))}, but torch uses {format_gpu_count(len(torch_uuids))} (other "
-                f"ones, or in another order). Set {MASK} before the program starts"
-            )
-        return shown
+        return visible(self.inventory, self.environ)
 
-    @cached_property
-    def unlisted_device_count(self) -> int:
-        """Number of CUDA devices that NVML does not list, as on ROCm and embedded boards.
-
-        Torch is queried only if NVML fails and torch is built for a GPU, because the query may start CUDA.
-        """
-        inventory = self.inventory
-        if (
-            self._given_inventory is not None
-            or inventory.nvml_error is None
-            or not inventory.versions.get("torch.cuda")
-        ):
-            return 0
-        import torch
-
-        return int(torch.cuda.device_count())
+    @property
+    def count(self) -> int:
+        """Number of CUDA devices that torch finds."""
+        return len(self.visible.uuids) or self.inventory.unlisted
 
     def gpu(self, ordinal: int) -> Gpu:
         """Return the GPU that torch calls ``cuda:<ordinal>``."""
         return self.inventory.gpu(self.visible.uuids[ordinal])
 
-    @property
-    def count(self) -> int:
-        """Number of CUDA devices that torch finds."""
-        return len(self.visible.uuids) or self.unlisted_device_count
-
     def no_device_reason(self) -> str:
         """Return why torch finds no CUDA device, as the end of a sentence."""
-        versions = self.inventory.versions
         if self.torch_without_cuda:
-            return f"the installed torch {versions['torch']} is built without CUDA"
+            return f"the installed torch {self.inventory.versions['torch']} is built without CUDA"
         mask = self.environ.get(MASK)
         if mask is not None and (self.inventory.gpus or not self.inventory.nvml_error):
             reason = f": {self.visible.stop_reason}" if self.visible.stop_reason and mask else ""
@@ -263,6 +243,21 @@ class Machine:
         """Whether the installed torch is built without CUDA."""
         versions = self.inventory.versions
         return "torch" in versions and not versions.get("torch.cuda")
+
+
+def find_late_mask(machine: Machine) -> str | None:
+    """Return an error text if the mask was changed after torch had started CUDA in this process, else None."""
+    torch_uuids = _uuids_seen_by_torch()
+    if torch_uuids is None or not machine.inventory.gpus:
+        return None
+    shown = machine.visible
+    if shown.mig or torch_uuids == shown.uuids:
+        return None
+    return (
+        f"{MASK}={machine.environ.get(MASK)!r} was changed after torch had started CUDA: it shows "
+        f"{format_gpu_count(len(shown.uuids))}, but torch uses {format_gpu_count(len(torch_uuids))} (other "
+        f"ones, or in another order). Set {MASK} before the program starts"
+    )
 
 
 def _uuids_seen_by_torch() -> tuple[str, ...] | None:

@@ -1,0 +1,176 @@
+"""Pick one of the visible GPUs for ``"auto"``: by rank, worker or free memory.
+
+Sources: torchrun's "Environment Variables", the manuals of Open MPI's ``mpirun`` and MPICH's Hydra, and ``man srun``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from rl_ext_core.devices.cuda import MASK, Machine, format_gpu_count
+from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError, InvalidTypeError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Pick = Literal["rank", "free-memory"]
+LOCAL_RANK = "LOCAL_RANK"
+SLURM_RANK = "SLURM_LOCALID"
+# Open MPI, MVAPICH2, Intel MPI and MPICH (Hydra), Cray and other PMI launchers.
+MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+# A process inherits the variables of all launchers around it, of which the innermost one is used. torchrun runs inside
+# mpirun or srun, and mpirun inside a batch script, where SLURM_LOCALID is 0.
+RANK_VARIABLES = (LOCAL_RANK, *MPI_RANK_VARIABLES, SLURM_RANK)
+
+_TORCHRUN = "GROUP_RANK"  # only torchrun sets it
+_RAY = "RAY_JOB_ID"
+
+
+@dataclass(frozen=True)
+class Picker:
+    """Rule by which ``"auto"`` picks a GPU.
+
+    :param pick: rule to use if neither ``rank`` nor ``worker`` is given
+    :param rank: index of this process among the training processes of this machine
+    :param worker: index of this environment worker, from 0; worker ``i`` takes visible GPU ``i`` modulo their number
+    """
+
+    pick: Pick = "rank"
+    rank: int | None = None
+    worker: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pick not in ("rank", "free-memory"):
+            raise InvalidArgumentError(
+                f'pick={self.pick!r} is not valid: expected "rank" or "free-memory". Use pick="rank"'
+            )
+        for name in ("rank", "worker"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise InvalidTypeError(
+                    f"{name}={value!r} is not an index: expected an int from 0. Use {name}=0 for the first"
+                )
+            if value is not None and value < 0:
+                raise InvalidArgumentError(
+                    f"{name}={value!r} is negative: expected an int from 0. Use {name}=0 for the first"
+                )
+
+
+def pick_gpu(picker: Picker, machine: Machine, current: int | None = None) -> tuple[int, str]:
+    """Pick one of the visible GPUs, of which there must be at least one.
+
+    :param current: torch's current device, or None if torch has not started CUDA
+    :return: the torch ordinal, and the reason as the end of a sentence
+    :raises DeviceUnavailableError: If the rank is beyond the visible GPUs.
+    :raises InvalidArgumentError: If a launcher's variable is not a rank.
+    """
+    uuids = machine.visible.uuids
+    count = len(uuids)
+    if picker.worker is not None:
+        ordinal = picker.worker % count
+        return ordinal, f"worker {picker.worker} takes GPU {ordinal} of {count} visible in turn"
+    if picker.rank is not None:
+        return _pick_by_given_rank(picker.rank, f"rank={picker.rank}", machine)
+    if picker.pick == "free-memory":
+        free = [machine.inventory.gpu(uuid).memory_free for uuid in uuids]
+        return free.index(max(free)), f"it has the most free memory: {max(free) / 2**30:.1f} GiB"
+    name = find_rank_variable(machine.environ)
+    if name is not None:
+        return _pick_by_launcher_rank(name, machine)
+    if current is not None and current < count:
+        return current, "it is torch's current device"
+    return 0, f"it is the first of {count} visible" if count > 1 else "it is the only one visible"
+
+
+def find_rank_variable(environ: Mapping[str, str]) -> str | None:
+    """Return the rank variable of the innermost launcher, or None if there is no launcher."""
+    return next((name for name in RANK_VARIABLES if name in environ), None)
+
+
+def is_rank(value: str) -> bool:
+    """Return whether the value of a launcher's variable is an index from 0."""
+    return value.isascii() and value.isdigit() and len(value) < 10
+
+
+def _parse_rank(environ: Mapping[str, str], name: str) -> int | None:
+    """Return the rank in a launcher's variable; None if its value is not an index."""
+    value = environ.get(name, "")
+    return int(value) if is_rank(value) else None
+
+
+def _variables_with_other_ranks(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the rank variables that differ from the innermost launcher's."""
+    found = [name for name in RANK_VARIABLES if name in environ]
+    return tuple(outer for outer in found if _parse_rank(environ, outer) != _parse_rank(environ, found[0]))
+
+
+def _pick_by_launcher_rank(name: str, machine: Machine) -> tuple[int, str]:
+    """Return the ordinal of the GPU for the rank that a launcher set, and the reason."""
+    environ = machine.environ
+    rank = _parse_rank(environ, name)
+    if rank is None:
+        raise InvalidArgumentError(
+            f"{name}={environ[name]!r} is not a rank: expected an index from 0. Use `unset {name}`, or {name}=0"
+        )
+    ordinal, why = _pick_by_given_rank(rank, f"{name}={environ[name]!r}", machine)
+    others = " and ".join(f"{outer}={environ[outer]!r}" for outer in _variables_with_other_ranks(environ))
+    return ordinal, f"{why} ({name} comes before {others})" if others else why
+
+
+def _pick_by_given_rank(rank: int, source: str, machine: Machine) -> tuple[int, str]:
+    """Return the ordinal of the GPU for a rank, and the reason; raise if there is no such GPU."""
+    if rank < len(machine.visible.uuids):
+        return rank, f"{source} is this process's place on this machine"
+    if _has_own_gpu(rank, machine):
+        mask = f"{MASK}={machine.environ[MASK]!r}"
+        return 0, f"{source}, and {mask} shows this process one GPU of its own"
+    raise DeviceUnavailableError(_high_rank_error(rank, source, machine))
+
+
+def _has_own_gpu(rank: int, machine: Machine) -> bool:
+    """Return whether a launcher shows one GPU to a process whose rank is beyond it.
+
+    Slurm, MPI scripts and Ray set the mask of each process. torchrun's processes share the visible GPUs.
+    """
+    environ = machine.environ
+    if len(machine.visible.uuids) != 1 or MASK not in environ or (_TORCHRUN in environ and LOCAL_RANK in environ):
+        return False
+    if machine.visible.mig and machine.visible.stop_reason:
+        return False  # the mask has several slices, of which CUDA shows the first one to all processes
+    same = [name for name in RANK_VARIABLES if _parse_rank(environ, name) == rank]
+    return _RAY in environ or any(name != LOCAL_RANK for name in same)
+
+
+def launch_command(rank: int, machine: Machine) -> str:
+    """Return the command that starts one process per GPU, with the launcher that set the rank."""
+    environ, count = machine.environ, len(machine.visible.uuids)
+    name = next((name for name in RANK_VARIABLES if _parse_rank(environ, name) == rank), LOCAL_RANK)
+    if name == SLURM_RANK:
+        return f"srun --ntasks-per-node={count} python train.py"
+    if name == MPI_RANK_VARIABLES[0]:
+        return f"mpirun --map-by ppr:{count}:node python train.py"
+    if name in MPI_RANK_VARIABLES:
+        return f"mpiexec -ppn {count} python train.py"
+    return f"torchrun --nproc-per-node={count} train.py"
+
+
+def _high_rank_error(rank: int, source: str, machine: Machine) -> str:
+    """Return the error text for a rank that is beyond the visible GPUs."""
+    environ, count = machine.environ, len(machine.visible.uuids)
+    mask = environ.get(MASK)
+    shown = "" if mask is None else f" ({MASK}={mask!r})"
+    line, more = launch_command(rank, machine), ""
+    if machine.visible.mig:
+        shown += ", and CUDA shows one MIG slice to a process"
+        more = f", with a slice in {MASK} for each process"
+    elif line.startswith("srun"):
+        more = ', or `srun --gpus-per-task=1 python train.py`, or device="cuda:0" for tasks that see GPUs of their own'
+    elif line.startswith("mpi"):
+        more = ', or device="cuda:0" for processes that share a GPU'
+    elif rank < len(machine.inventory.gpus):
+        more = f", or list {format_gpu_count(rank + 1)} in {MASK}"
+    return (
+        f"{source} asks for cuda:{rank}: expected a rank below {count}, because this process sees "
+        f"{format_gpu_count(count)}{shown}. Use `{line}`{more}"
+    )

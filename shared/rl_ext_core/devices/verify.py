@@ -1,0 +1,258 @@
+"""Test a decision with a rendered frame in a new process, because a process keeps its first display."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_ext_core.devices import _probe
+from rl_ext_core.devices.decide import resolve
+from rl_ext_core.devices.decision import Decision
+from rl_ext_core.devices.inventory import NvmlUnavailableError, nvml_session
+from rl_ext_core.devices.renderers import TABLE
+from rl_ext_core.errors import MissingDependencyError, RlExtError, install_line
+
+TIMEOUT_S = 60.0
+_SOFTWARE_NAMES = ("llvmpipe", "softpipe", "swrast", "software")
+# The inode of Linux's first namespace of process IDs, which NVML's IDs belong to (include/linux/proc_ns.h).
+_HOST_PIDS = "pid:[4026531836]"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Result of testing one renderer in its own process.
+
+    :param name: name of the renderer
+    :param decided: where the decision renders: ``"gpu"``, ``"cpu"``, or empty if there was no decision
+    :param uuid: UUID of the GPU in the decision, or None
+    :param predicted: EGL index in the decision; None for OSMesa
+    :param egl: EGL index of the created display; None if EGL was not used or did not report it
+    :param gl_renderer: OpenGL's ``GL_RENDERER``; empty if no context was created
+    :param gl_vendor: OpenGL's ``GL_VENDOR``
+    :param nvml: UUIDs of the GPUs on which NVML lists the process; None if it lists it on none
+    :param failure: how it failed; None if it rendered
+    :param missing: whether it failed because a package is missing
+    :param seconds: duration of the test
+    """
+
+    name: str
+    decided: str = ""
+    uuid: str | None = None
+    predicted: int | None = None
+    egl: int | None = None
+    gl_renderer: str = ""
+    gl_vendor: str = ""
+    nvml: tuple[str, ...] | None = None
+    failure: str | None = None
+    missing: bool = False
+    seconds: float = 0.0
+
+    @property
+    def problem(self) -> str | None:
+        """The failure, or the difference from the decision, as one sentence; None if there is none."""
+        if self.failure is not None:
+            return self.failure
+        if self.decided == "gpu" and any(word in self.gl_renderer.lower() for word in _SOFTWARE_NAMES):
+            return f"expected a GPU to render, but the CPU rendered ({self.gl_renderer})"
+        if self.egl is not None and self.egl != self.predicted:
+            return f"expected EGL device {self.predicted} to render, but EGL device {self.egl} rendered"
+        if self.uuid is not None and self.nvml is not None and self.uuid not in self.nvml:
+            return f"expected {self.uuid} to render, but NVML lists the process on {', '.join(self.nvml)}"
+        return None
+
+    @property
+    def line(self) -> str:
+        """The line to type to fix the problem."""
+        if self.missing:
+            # gymnasium's own extra installs the packages that its viewers import.
+            package = {"gymnasium": "gymnasium[mujoco]", "pyrender": "pyrender"}.get(self.name)
+            return install_line(self.name) if package is None else f'pip install "{package}"'
+        if not self.decided:
+            return f"rl-ext doctor --renderer {self.name}"
+        if self.decided == "gpu":
+            line = f'resolve("auto", render="cpu", renderer="{self.name}").apply()'
+            return f"from rl_ext_core.devices import resolve\n{line}"
+        return "apt-get install libosmesa6" if self.predicted is None else "apt-get install libegl1 libegl-mesa0"
+
+    @property
+    def place(self) -> str:
+        """Index of the EGL device that rendered, ``"OSMesa"`` or ``"-"``, for a table."""
+        if self.egl is not None:
+            return str(self.egl)
+        return "OSMesa" if self.predicted is None and self.gl_renderer else "-"
+
+    @property
+    def result(self) -> str:
+        """Outcome of the test, for a table."""
+        if self.problem is not None:
+            return f"FAILS: {self.problem}" if self.failure else f"DIFFERS: {self.problem}"
+        seen = "" if self.nvml is None or self.uuid is None else ", NVML lists the process there"
+        return f"as predicted{seen} ({self.seconds:.1f} s)"
+
+
+def verify(name: str, device: str = "auto", render: str = "same", *, timeout_s: float = TIMEOUT_S) -> Verification:
+    """Create a context of a renderer under ``resolve(device, render=render, renderer=name)``, in a new process.
+
+    :param name: name of an installed renderer
+    :param device: the device that computes
+    :param render: the device that renders
+    :param timeout_s: seconds after which the process is killed
+    :return: the result, which also has all failures
+    """
+    try:
+        decision = resolve(device, render=render, renderer=name)
+    except RlExtError as error:
+        return Verification(name, failure=_first_line(error), missing=isinstance(error, MissingDependencyError))
+    return verify_decision(decision, timeout_s=timeout_s)
+
+
+def verify_decision(
+    decision: Decision,
+    environ: Mapping[str, str] | None = None,
+    *,
+    python: str = sys.executable,
+    timeout_s: float = TIMEOUT_S,
+) -> Verification:
+    """Create a context of a decision's renderer in a new process.
+
+    :param decision: a decision for a renderer that uses EGL or OSMesa
+    :param environ: variables of the process, to which the decision's are added; default: those of this process
+    :param python: interpreter in which the renderer is installed
+    :param timeout_s: seconds after which the process is killed
+    :return: the result, which also has all failures
+    """
+    began = time.monotonic()
+    name = (decision.renderer or "").split(" ")[0]
+    variables = {**(os.environ if environ is None else environ), **decision.variables}
+    display = next((row.display for row in TABLE if row.name == name), "")
+    command = [python, _probe.__file__, "draw", name, display]
+    kept = {key: value for key, value in variables.items() if value is not None}
+    seen = _run_process(command, kept, timeout_s)
+    return Verification(
+        name=name,
+        decided=decision.render,
+        uuid=decision.render_gpu.uuid if decision.render_gpu else None,
+        predicted=decision.egl.index if decision.egl else None,
+        **seen,
+        seconds=round(time.monotonic() - began, 2),
+    )
+
+
+def _run_process(command: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
+    """Run the test process and list its GPUs while it has a context; return its answer, or a ``"failure"``."""
+    with tempfile.TemporaryFile() as errors:
+        try:
+            process = subprocess.Popen(
+                command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+                errors="replace",
+            )  # fmt: skip
+        except OSError as error:
+            return {"failure": f"{command[0]} could not be started: {error}"}
+        assert process.stdin is not None
+        assert process.stdout is not None
+        # A process of another container may have the same ID. NVML then lists it before the context is created, too.
+        before = list_gpu_uses([process.pid])
+        timer = threading.Timer(timeout_s, process.kill)
+        timer.start()
+        found = _read_answer(process.stdout)
+        after = list_gpu_uses([process.pid]) if found is not None else None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        process.wait()
+        timed_out = not timer.is_alive()
+        timer.cancel()
+        process.stdout.close()
+        errors.seek(0)
+        said = errors.read().decode(errors="replace").strip().splitlines()
+    if found is not None:
+        uses = tuple(dict.fromkeys(use.uuid for use in after or ()))
+        return {**found, "nvml": uses if uses and not before else None}
+    if timed_out:
+        return {"failure": f"the process did not end within {timeout_s:.0f} s"}
+    last = said[-1] if said else "it printed no error"
+    return {"failure": f"the process ended {_describe_exit(process.returncode)}: {last}"}
+
+
+def _read_answer(lines: Any) -> dict[str, Any] | None:
+    """Return the answer in the lines that a process prints, among which libraries print their own; None at the end."""
+    for line in lines:
+        if line.startswith(_probe.ANSWER_PREFIX):
+            answer: dict[str, Any] = json.loads(line.removeprefix(_probe.ANSWER_PREFIX))
+            return answer
+    return None
+
+
+def _describe_exit(status: int) -> str:
+    """Return how a process ended, such as ``"by SIGSEGV"`` or ``"with exit status 1"``."""
+    if status >= 0:
+        return f"with exit status {status}"
+    try:
+        return f"by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"by signal {-status}"
+
+
+def _first_line(error: Exception) -> str:
+    """Return an error's first line."""
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+# Processes on GPUs
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """Use of a GPU by a process.
+
+    :param pid: ID of the process
+    :param uuid: UUID of the GPU
+    :param kind: ``"compute"`` (CUDA) or ``"graphics"`` (OpenGL, EGL, Vulkan)
+    :param memory: bytes that the process uses there; None if the driver does not report it
+    """
+
+    pid: int
+    uuid: str
+    kind: str
+    memory: int | None
+
+
+def list_gpu_uses(pids: Collection[int]) -> tuple[GpuUse, ...] | None:
+    """Return the GPUs on which NVML lists some processes.
+
+    :param pids: IDs of the processes
+    :return: their uses of GPUs; None if they are unknown, because NVML cannot be queried or its IDs are another
+        namespace's, as in a container
+    """
+    try:
+        if os.readlink("/proc/self/ns/pid") != _HOST_PIDS:
+            return None
+    except OSError:
+        pass  # not Linux
+    uses: list[GpuUse] = []
+    try:
+        with nvml_session() as nvml:
+            queries = {
+                "compute": nvml.nvmlDeviceGetComputeRunningProcesses,
+                "graphics": nvml.nvmlDeviceGetGraphicsRunningProcesses,
+            }
+            for index in range(nvml.nvmlDeviceGetCount()):
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                uuid = nvml.nvmlDeviceGetUUID(handle)
+                uuid = uuid if isinstance(uuid, str) else uuid.decode()
+                for kind, query in queries.items():
+                    with contextlib.suppress(nvml.NVMLError):  # a GPU without graphics, or without permission
+                        found = [entry for entry in query(handle) if entry.pid in pids]
+                        uses += [GpuUse(entry.pid, uuid, kind, entry.usedGpuMemory) for entry in found]
+    except NvmlUnavailableError:
+        return None
+    return tuple(uses)

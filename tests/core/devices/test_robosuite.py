@@ -1,0 +1,119 @@
+"""robosuite with and without a decision: failures of plain robosuite, and variables that prevent them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.core.devices.fakes.build import require_osmesa
+from tests.core.devices.run_code import run
+
+# Draws a small model with robosuite's own context, within a millisecond.
+DRAW = """
+def draw(device_id=-1):
+    from robosuite.utils.binding_utils import MjRenderContextOffscreen, MjSim
+    sim = MjSim.from_xml_string(
+        "<mujoco><worldbody><light pos='0 0 3'/><camera name='above' pos='0 0 2'/>"
+        "<geom type='sphere' size='.3' rgba='1 0 0 1'/></worldbody></mujoco>"
+    )
+    context = MjRenderContextOffscreen(sim, device_id=device_id)
+    assert sim.render(width=32, height=32, camera_name="above").std() > 10, "nothing was drawn"
+    return type(context.gl_ctx).__name__
+"""
+LIFT = """
+def lift(steps=3, **options):
+    import numpy, robosuite
+    env = robosuite.make(
+        "Lift", robots="Panda", has_renderer=False, use_camera_obs=True, camera_heights=84, camera_widths=84, **options
+    )
+    env.reset()
+    for _ in range(steps):
+        image = env.step(numpy.zeros(env.action_spec[0].shape))[0]["agentview_image"]
+    return float(image.std())
+"""
+ON_MESA = "resolve('cpu', render='same', renderer='robosuite')"
+WITH_OSMESA = "resolve('cpu', render='cpu', renderer='robosuite', inventory=machine(0, software=False), environ={})"
+NOISE = re.compile(r"Exception ignored|no attribute|Traceback")
+
+# Variables, render_gpu_device_id, and the error of robosuite 1.5.
+UPSTREAM_FAILURES = [
+    ({"CUDA_VISIBLE_DEVICES": "1"}, -1, r"RuntimeError: The MUJOCO_EGL_DEVICE_ID .* between 0 and 0 .* got 1"),
+    ({"CUDA_VISIBLE_DEVICES": "1,0"}, -1, r"RuntimeError: The MUJOCO_EGL_DEVICE_ID .* between 0 and 0 .* got 1"),
+    ({"CUDA_VISIBLE_DEVICES": ""}, -1, r"ValueError: invalid literal for int\(\) with base 10: ''"),
+    ({"CUDA_VISIBLE_DEVICES": "GPU-3f2a"}, -1, r"ValueError: invalid literal for int\(\) .* 'GPU-3f2a'"),
+    ({"CUDA_VISIBLE_DEVICES": "3", "MUJOCO_EGL_DEVICE_ID": "0"}, -1, r"AssertionError: MUJOCO_EGL_DEVICE_ID needs"),
+    ({"CUDA_VISIBLE_DEVICES": "0,1"}, 2, r"AssertionError: specified device id is not made visible"),
+    ({}, 1, r"ImportError: Cannot initialize a EGL device display\. .* PLATFORM_DEVICE"),
+    ({"MUJOCO_GL": "glx"}, -1, r"FatalError: gladLoadGL error"),
+    ({"PYOPENGL_PLATFORM": "osmesa"}, -1, r"ImportError: Cannot use EGL rendering platform"),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("variables", "device_id", "error"), UPSTREAM_FAILURES)
+def test_plain_robosuite_fails_with_known_errors(variables: dict[str, str], device_id: int, error: str) -> None:
+    ended = run(DRAW, f"import robosuite\nanswer = draw({device_id})", **variables)
+    assert ended.answer is None, "robosuite no longer fails in this case"
+    assert re.search(error, ended.error), ended.stderr
+    refused_at_import = "needs to be set to one of" in ended.error
+    assert ("object has no attribute 'con'" in ended.stderr) is not refused_at_import
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("case", range(len(UPSTREAM_FAILURES)))
+def test_decision_renders_where_plain_robosuite_fails(case: int) -> None:
+    variables, device_id, _ = UPSTREAM_FAILURES[case]
+    ended = run(DRAW, f"{ON_MESA}.apply()\nimport robosuite\nanswer = [draw({device_id}), variables()]", **variables)
+    assert ended.error == ""
+    assert ended.answer == ["EGLGLContext", ["egl", "0", "egl"]]
+    assert not NOISE.search(ended.stderr)
+
+
+def test_decision_for_osmesa_renders() -> None:
+    require_osmesa()
+    ended = run(DRAW, f"{WITH_OSMESA}.apply()\nanswer = [draw(7), variables()]", CUDA_VISIBLE_DEVICES="GPU-3f2a")
+    assert ended.answer == ["OSMesaGLContext", ["osmesa", None, "osmesa"]]
+    assert not NOISE.search(ended.stderr)
+
+
+def test_decision_imports_robosuite_under_a_mask_without_the_index() -> None:
+    """The import check wants the index to be part of the mask, and CUDA stops reading the mask at -1."""
+    ended = run(
+        DRAW,
+        f"""
+        try:
+            import robosuite
+        except AssertionError:
+            {ON_MESA}.apply()
+            import robosuite
+            answer = [draw(), os.environ["CUDA_VISIBLE_DEVICES"]]
+        """,
+        CUDA_VISIBLE_DEVICES="3",
+        MUJOCO_EGL_DEVICE_ID="0",
+    )
+    assert ended.answer == ["EGLGLContext", "3,-1,0"]
+
+
+def test_ignored_device_id_of_an_environment_is_a_finding() -> None:
+    ended = run(
+        f"""
+        {ON_MESA}.apply()
+        import robosuite
+        from rl_ext_core.devices import check_environment
+        options = dict(robots="Panda", has_renderer=False, has_offscreen_renderer=False, use_camera_obs=False)
+        kept = [robosuite.make("Lift", render_gpu_device_id=number, **options) for number in (-1, 0, 2)]
+        answer = [[found.variable, found.severity, found.effect] for found in check_environment()]
+        """
+    )
+    (found,) = ended.answer
+    assert found[:2] == ["MUJOCO_EGL_DEVICE_ID", "warning"]
+    assert found[2] == "robosuite ignores render_gpu_device_id=2, because this variable is set"
+
+
+@pytest.mark.slow
+def test_environments_with_cameras_render_under_a_decision() -> None:
+    drawing = "answer = [lift(render_gpu_device_id=1), lift(render_gpu_device_id=2)]"
+    ended = run(LIFT, f"{ON_MESA}.apply()", drawing, CUDA_VISIBLE_DEVICES="1,0")
+    assert min(ended.answer) > 10, "the images are blank"
+    assert not NOISE.search(ended.stderr)
