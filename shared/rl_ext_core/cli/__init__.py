@@ -24,6 +24,7 @@ __all__ = ["main"]
 
 COMMANDS = {
     "doctor": "show which GPU computes, which GPU renders, why, and how to change it",
+    "run": "run a program that computes and renders on the same GPU",
     "plan": "estimate or measure the memory of a replay buffer of images",
     "probe": "test whether instances of an environment can share a process",
     "replay": "repeat a recorded crash of an environment",
