@@ -178,6 +178,7 @@ def test_verify_renders_before_the_program_starts(renderer: str) -> None:
     assert done.stdout == "started\n"
     assert "verify: llvmpipe" in done.stderr
     assert "as predicted" in done.stderr
+    assert ("CUDA_VISIBLE_DEVICES=3,-1,0 -> robosuite asserts" in done.stderr) == (renderer == "robosuite")
     failing = start(
         "--verify", "--", sys.executable, "-c", "print('started')", LIBGL_DRIVERS_PATH="/none", GALLIUM_DRIVER="x"
     )
