@@ -14,7 +14,7 @@ help:
 	@echo "make demo    train on an Atari game and show the memory that the replay buffer needs"
 	@echo "make test    run the tests (CI=true make test: the slow ones too)"
 	@echo "make test-exhaustive  run all tests, which takes two hours"
-	@echo "make lint    check format, style and types"
+	@echo "make lint    check format, style, imports and types"
 	@echo "make docs    build the site, notebooks included, into docs/_build/html"
 	@echo "make bench   run the benchmarks of the documentation; continues an interrupted run"
 	@echo "make format  rewrite the sources in the project's format"

@@ -58,6 +58,8 @@ def main() -> None:
         run(python, "-m", "ruff", "format", "--check", ".")
         run(python, "-m", "ruff", "check", ".")
         run(python, "scripts/check_prose.py")
+        # The program, because the package importlinter cannot be run with -m.
+        run(python, "-c", "import importlinter.cli as cli; cli.lint_imports_command()", "--no-cache", "--no-logo")
         run(python, "-m", "mypy")
     elif arguments.task == "docs":
         # -W turns warnings into errors, such as missing pages and undocumented names.
