@@ -235,19 +235,36 @@ WRITERS = {
     "new file": ("os.makedirs('new/log', exist_ok=True)", "open('new/log/a.txt', 'a').write('x')"),
     "logging": ("self.log = logging.FileHandler('log.txt', 'w')", "self.log.emit(logging.makeLogRecord({'msg': 'x'}))"),
     "arrays": ("np.save('array.npy', np.ones(3))", "np.save('array.npy', 2 * np.load('array.npy'))"),
-    "os": ("self.file = os.open('log.txt', os.O_RDWR | os.O_TRUNC)", "os.write(self.file, b'x')"),
-    "delete": ("os.remove('log.txt')", "Path('array.npy').unlink(missing_ok=True)"),
-    "move": ("os.replace('log.txt', 'old.txt')", "os.rename('old.txt', 'log.txt') if os.path.exists('old.txt') else 0"),
-    "trees": ("shutil.rmtree('folder', ignore_errors=True)", "shutil.copy('log.txt', 'copy.txt')"),
+    "archive": ("np.savez('archive.npz', a=np.ones(3))", "np.savez('new.npz', a=np.ones(3)); np.load('new.npz')"),
+    "torch": ("torch.save([1], 'array.npy')", "torch.save([1], Path('log.txt')); torch.save([1], 'new.pt')"),
+    "csv": ("self.file = csv.writer(open('log.txt', 'w+', newline=''))", "self.file.writerow([1, 2])"),
+    "text": ("Path('log.txt').write_text('x')", "Path('array.npy').write_bytes(b'x')"),
+    "lock": ("self.file = os.open('empty.lock', os.O_RDWR | os.O_CREAT)", "os.write(self.file, b'x')"),
+    "empty file": ("pass", "Path('empty.lock').open('a').write('x')"),
+    "new files": ("Path('a').write_text('x'); os.rename('a', 'b')", "Path('b').read_text(); Path('b').touch()"),
+    "copy": ("shutil.copy('log.txt', 'copy.txt')", "shutil.copyfile('array.npy', 'log.txt')"),
     "temporary": ("self.folder = tempfile.mkdtemp()", "Path(self.folder, 'a').write_text(Path('log.txt').read_text())"),
-    "absolute": ("self.file = open(Path('log.txt').absolute(), 'r+')", "self.file.write('x'); self.file.flush()"),
+    "absolute": ("self.file = open(Path('log.txt').absolute(), 'a')", "self.file.write('x'); self.file.flush()"),
     "monitor": ("self.monitor = Monitor(gymnasium.make('CartPole-v1'), 'log')", "self.monitor.reset()"),
+    "new monitor": ("self.monitor = Monitor(gymnasium.make('CartPole-v1'), 'new/log')", "self.monitor.reset()"),
     "videos": ("self.video = video(); self.video.reset(seed=1)", "self.video.step(0)[2] and self.video.reset()"),
 }
+# Statements that are refused in a constructor and in a step.
+REFUSED = {
+    "os": "os.open('log.txt', os.O_RDWR | os.O_TRUNC)",
+    "in place": "open('log.txt', 'r+')",
+    "map": "np.load('array.npy', mmap_mode='r+')",
+    "delete": "Path('log.txt').unlink()",
+    "replace": "Path('part').write_text('x'); os.replace('part', 'log.txt')",
+    "move": "shutil.move('log.txt', 'old.txt')",
+    "tree": "shutil.rmtree('folder')",
+    "times": "os.utime('log.txt', (1, 1))",
+    "mode": "Path('log.txt').chmod(0o600)",
+}
 WRITER = """
-import logging, os, shutil, sys, tempfile, types
+import csv, logging, os, shutil, sys, tempfile, types
 from pathlib import Path
-import gymnasium, numpy as np
+import gymnasium, numpy as np, torch
 sys.modules.setdefault("moviepy", types.ModuleType("moviepy"))  # RecordVideo needs it only when it writes
 from failing_envs import Walk
 from gymnasium.wrappers import RecordVideo
@@ -269,29 +286,51 @@ class Writer(Walk):
 """
 
 
-@pytest.mark.sample(quick=4)
-@pytest.mark.parametrize("kind", WRITERS)
-def test_replay_changes_no_file(
-    kind: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = record(failing.Walk, tmp_path / "crashes", "exception", has_left)
-    start, step = WRITERS[kind]
-    (tmp_path / "writers.py").write_text(WRITER.format(start=start, step=step))
-    for name in ("log.txt", "log.monitor.csv", "folder/rl-video-episode-0.mp4"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("written by the run\n")
-    np.save(tmp_path / "array.npy", np.arange(3))
+def replay_writer(failing: Any, folder: Path, capsys: Any, *, start: str, step: str) -> tuple[int, str]:
+    """Replay an episode with an environment that writes files; return the status and what was printed.
+
+    Files must not change.
+    """
+    path = record(failing.Walk, folder / "crashes", "exception", has_left)
+    (folder / "writers.py").write_text(WRITER.format(start=start, step=step))
+    for name in ("log.txt", "log.monitor.csv", "folder/rl-video-episode-0.mp4", "archive.npz"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("written by the run\n")
+    (folder / "empty.lock").touch()
+    np.save(folder / "array.npy", np.arange(3))
 
     def read_files() -> dict[str, Any]:
-        """Return the content of all files, and None for folders."""
-        paths = [path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts]
-        return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
+        """Return the mode and content of all files, and None for folders."""
+        paths = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]
+        return {str(path): (path.stat().st_mode, path.read_bytes()) if path.is_file() else None for path in paths}
 
     before = read_files()
     status, printed = main(["replay", str(path), "--env", "writers:Writer"]), capsys.readouterr()
-    assert "reproduced at step" in printed.out, printed.out + printed.err
-    assert status == 0
     assert read_files() == before
+    return status, printed.out + printed.err
+
+
+@pytest.mark.sample(quick=4)
+@pytest.mark.parametrize("kind", WRITERS)
+def test_replay_changes_no_file(kind: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start, step = WRITERS[kind]
+    status, printed = replay_writer(failing, tmp_path, capsys, start=start, step=step)
+    assert "reproduced at step" in printed, printed
+    assert status == 0
+
+
+@pytest.mark.sample(quick=2)
+@pytest.mark.parametrize("place", ["start", "step"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_replay_refuses_other_changes_of_files_in_one_sentence(
+    kind: str, place: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    statements = {"start": "pass", "step": "pass", place: REFUSED[kind]}
+    status, printed = replay_writer(failing, tmp_path, capsys, **statements)
+    assert status == 1, printed
+    (line,) = (line for line in printed.splitlines() if "must not change the file" in line)
+    beginning = {"start": "rl-ext replay: ", "step": "crashed elsewhere: step 1, "}[place]
+    assert line.startswith(f"{beginning}a temporary process must not change the file '"), printed
 
 
 @pytest.mark.parametrize("seed", [None, 4])

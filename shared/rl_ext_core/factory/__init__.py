@@ -2,7 +2,7 @@
 
 Importing this package starts to record how environments are constructed (``record``). :func:`as_factory` (``convert``)
 takes a fingerprint of an instance (``walk``), and packs the recorded calls (``recipe``). A temporary process builds a
-copy and compares it (``compare``, ``drivers``, ``simulators``, ``files``). It sets what was changed since on each copy
+copy and compares it (``compare``, ``drivers``, ``simulators``). It sets what was changed since on each copy
 (``changes``). If a copy would differ, an error names the attribute. The result (``factory``) builds and seeds
 environments in workers (``streams``).
 """

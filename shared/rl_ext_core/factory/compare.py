@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rl_ext_core import _pickle, processes, resources
-from rl_ext_core.factory import files, simulators, streams, walk
+from rl_ext_core import _file_guard, _pickle, processes, resources
+from rl_ext_core.factory import streams, walk
 from rl_ext_core.factory.changes import Change, Examination, apply_changes
 from rl_ext_core.factory.drivers import Driver, driver_for
 from rl_ext_core.factory.recipe import Recipe
@@ -107,7 +107,7 @@ def _serve_task(connection: Connection, packed: bytes, writable: str | None) -> 
     :param writable: The only folder in which it may change files. None allows all.
     """
     if writable is not None:
-        files.protect_files(writable)
+        _file_guard.protect_files(writable)
 
     def request_changes(paths: Sequence[str]) -> Any:
         """Ask the parent for the pickled values at some paths."""
@@ -319,7 +319,7 @@ def _driver_of(environment: Any, number: int = 0) -> Driver | None:
 
     Its interface may be unknown, or it may record videos.
     """
-    records = simulators.video_triggers(walk.layers(environment))
+    records = _file_guard.video_triggers(walk.layers(environment))
     return None if records else driver_for(environment, seed=_SEED + number)
 
 

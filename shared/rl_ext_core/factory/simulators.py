@@ -137,18 +137,6 @@ def name_of_output_file(item: Any) -> str | None:
     return None
 
 
-_VIDEO_TRIGGERS = {"RecordVideo": ("episode_trigger", "step_trigger"), "VecVideoRecorder": ("record_video_trigger",)}
-
-
-def video_triggers(layers: Iterable[Any]) -> list[tuple[Any, str]]:
-    """Return the layers that record videos, with the names of the functions that decide when.
-
-    A program in C encodes the videos, so that files cannot be protected from it.
-    """
-    found = ((layer, _VIDEO_TRIGGERS.get(base.__name__, ())) for layer in layers for base in type(layer).__mro__)
-    return [(layer, name) for layer, names in found for name in names]
-
-
 @functools.lru_cache(maxsize=10_000)
 def has_state_in_other_processes(kind: Any) -> bool:
     """Whether instances refer to other processes, or to memory shared with them."""

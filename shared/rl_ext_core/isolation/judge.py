@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.factory import EnvFactory, files
+from rl_ext_core import _file_guard
+from rl_ext_core.factory import EnvFactory
 from rl_ext_core.isolation import trial
 from rl_ext_core.isolation.trial import RETURNED, STILL_RETURNED, Operation
 from rl_ext_core.isolation.verdict import MIN_STEPS, Isolation, Verdict, conclude
@@ -324,7 +325,7 @@ class Judge:
             finally:
                 for process in processes:
                     process.close()
-                files.remove_created(created)
+                _file_guard.remove_created(created)
         return run
 
     def _start(self, processes: list[_Process], folder: Path, count: int, own_cwd: bool) -> None:
@@ -399,7 +400,7 @@ class Judge:
         more = " Trials have an empty working directory." if text.startswith(_MISSING) else more
         # An exception of a constructor may be due to the trial.
         early = run.failed.kind == "load" or (run.failed.kind == "build" and text.startswith("raises"))
-        early = early or files.REFUSAL in text
+        early = early or _file_guard.REFUSAL in text
         if more or early:
             return conclude(Isolation.UNKNOWN, f"{which} could not be tested: {run.describe_failure('it')}.{more}")
         return conclude(Isolation.BROKEN, f"{which} fails: {run.describe_failure('it')}.")

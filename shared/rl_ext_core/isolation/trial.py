@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rl_ext_core import _pickle, resources
+from rl_ext_core import _file_guard, _pickle, resources
 from rl_ext_core.errors import InvalidTypeError
-from rl_ext_core.factory import EnvFactory, drivers, files, simulators, streams, walk
+from rl_ext_core.factory import EnvFactory, drivers, streams, walk
 from rl_ext_core.isolation.verdict import declared_by_instance
 
 # Keys of answers: the digest of a result, and the digest of the same object when the next operation begins.
@@ -102,7 +102,7 @@ def _set_up_process(folder: str, cwd: str) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     os.chdir(cwd)
     os.environ["PWD"] = cwd
-    files.protect_files(str(Path(folder).parent), created=str(Path(folder).parent / CREATED_FILE))
+    _file_guard.protect_files(str(Path(folder).parent), created=str(Path(folder).parent / CREATED_FILE))
 
 
 class _Trial:
@@ -140,7 +140,7 @@ class _Trial:
         begin = time.perf_counter()
         environment = self._factories[operation.source]()
         seconds = time.perf_counter() - begin
-        for layer, name in simulators.video_triggers(walk.layers(environment)):
+        for layer, name in _file_guard.video_triggers(walk.layers(environment)):
             setattr(layer, name, lambda count: False)
         self.instances[operation.source, operation.order] = _RecordingEnv(environment, seed)
         return {"seconds": seconds, "declared": declared_by_instance(environment)}

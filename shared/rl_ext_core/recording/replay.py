@@ -13,17 +13,18 @@ import tempfile
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from rl_ext_core import processes
 from rl_ext_core._environment_source import as_gymnasium_env
+from rl_ext_core._file_guard import ProtectedFileError, protect_files, remove_created
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, RlExtError, WorkerError
 from rl_ext_core.recording.capsule import Capsule, RecordedFailure
 from rl_ext_core.recording.episode_log import EpisodeLog, observation_checksum
 from rl_ext_core.recording.generators import Generators, layers_of
 from rl_ext_core.recording.memory_layout import MemoryLayout
 from rl_ext_core.recording.recorder import repeat_calls, restore_beginning
-from rl_ext_core.recording.scratch_files import redirect_written_files
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -95,6 +96,8 @@ def describe_failure(failure: RecordedFailure) -> str:
     """Describe a failure in a few words, with the frame that it occurred in."""
     what = {"timeout": "no answer (it hangs)", "observation": "values that do not fit the spaces"}.get(failure.kind)
     code = failure.exitcode
+    if failure.exception == ProtectedFileError.__name__:
+        return _last_line(failure).partition(": ")[2]
     if failure.kind == "signal" and code is not None:
         what = signal.Signals(-code).name if -code in signal.valid_signals() else f"exit code {code}"
     elif failure.kind == "exit":
@@ -220,14 +223,14 @@ def _unlike_error(layers: Sequence[Any], reason: str) -> InvalidArgumentError:
 def _serve(connection: Connection, packed: bytes) -> None:
     """Build the environment, and repeat its calls. Target of a process.
 
-    :param packed: capsule, source, seconds between messages to the parent, and folder for the files that are written
+    :param packed: capsule, source, seconds between messages to the parent, and arguments of ``protect_files``
     """
     with contextlib.suppress(ImportError):  # Windows
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    capsule, source, interval, folder = pickle.loads(packed)
-    redirect_written_files(folder)
+    capsule, source, interval, folder, created = pickle.loads(packed)
+    protect_files(folder, created)
     env = _build_env(capsule, source)
     log = capsule.load_log()
     env = _prepare_env(env, log)
@@ -261,18 +264,23 @@ def _serve(connection: Connection, packed: bytes) -> None:
 def play(capsule: Capsule, source: str | None = None) -> ReplayResult:
     """Repeat the episode of a capsule in a process of its own.
 
-    Files that the environment writes are redirected to a temporary folder, so that those of the user do not change.
+    What the environment writes to files of the user is discarded, and new files are removed.
 
     :param source: ``--env`` of the command line; default: the pickled factory of the capsule
     :raises WorkerError: If the environment cannot be built.
     """
     timeout = capsule.step_timeout or DEFAULT_TIMEOUT
     interval = timeout / 4
-    context = processes.get_context(preload=("gymnasium", __name__), label=_LABEL)
-    ours, theirs = context.Pipe()
     is_built = False
-    with ours, theirs, tempfile.TemporaryDirectory(prefix="rl-ext-replay-", ignore_cleanup_errors=True) as folder:
-        packed = pickle.dumps((capsule, source, interval, folder))
+    with contextlib.ExitStack() as stack:
+        options: Any = {"prefix": "rl-ext-replay-", "ignore_cleanup_errors": True}
+        folder = stack.enter_context(tempfile.TemporaryDirectory(**options))
+        created = Path(folder, "created")
+        created.touch()
+        environs = [dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)]
+        context = processes.get_context(preload=("gymnasium", __name__), environs=environs, label=_LABEL)
+        ours, theirs = map(stack.enter_context, context.Pipe())
+        packed = pickle.dumps((capsule, source, interval, folder, str(created)))
         process = context.Process(target=_serve, args=(theirs, packed))
         process.start()
         theirs.close()
@@ -295,6 +303,7 @@ def play(capsule: Capsule, source: str | None = None) -> ReplayResult:
         finally:
             watch.kill()
             watch.stop()
+            remove_created(created)
         notes = process.report.notes
     return ReplayResult(None, notes.get("step", 0), notes.get("call", -1) + 1, notes.get("first_difference"))
 
