@@ -48,8 +48,8 @@ def protect_files(folder: str, created: str | None = None) -> None:
     """Prevent Python code in this process from changing files outside a folder.
 
     ``open`` for writing returns a file in the folder, and readers still get the original. Other changes raise
-    PermissionError. Imports, caches and devices are exempt. Gymnasium's videos are dropped. Files that C code opens are
-    not protected, except those of ``torch.save``.
+    PermissionError. Caches and devices are exempt, and imports may create files. Gymnasium's videos are dropped. Files
+    that C code opens are not protected, except those of ``torch.save``.
 
     :param folder: Folder in which files may change.
     :param created: File that receives the names of new files outside of the folder, for :func:`remove_created`.
@@ -58,45 +58,49 @@ def protect_files(folder: str, created: str | None = None) -> None:
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     writable = tuple(os.path.join(os.path.realpath(each), "") for each in (folder, cache, "/dev", "/proc"))
 
-    def is_protected(path: Any, descriptor: int = -1, *, allow_empty: bool = False) -> bool:
-        """Return whether a path, in the folder of a descriptor, must not change. Record it if it is new."""
+    def find_protected(path: Any, descriptor: int = -1, *, allow_empty: bool = False) -> str:
+        """Return the full path if it must not change, else an empty string. Record it if it is new.
+
+        :param descriptor: Descriptor of the folder that the path is in. -1 means the working directory.
+        :param allow_empty: Whether empty files may change.
+        """
         if isinstance(path, int):
-            return False
+            return ""
         name = os.fsdecode(path)
         if descriptor >= 0:
             name = os.path.join(os.readlink(f"/proc/self/fd/{descriptor}"), name)
         real = os.path.realpath(name)
         if real.startswith(writable) or "__pycache__" in real or _is_device(real):
-            return False
+            return ""
         if created is None:
-            return True
+            return real
         mark = "new"
         if os.path.lexists(real):
             if ("new", real) in _read_created(Path(created)):
-                return False
+                return ""
             if not allow_empty or os.path.getsize(real) > 0:
-                return True
+                return real
             mark = "empty"
         with original_open(created, "ab") as file:
             file.write(os.fsencode(f"{mark} {real}\0"))
-        return False
+        return ""
 
     def check(event: str, args: tuple[Any, ...]) -> None:
-        changed = None
+        changed = ""
         if event == "open" and isinstance(args[2], int) and args[2] & _WRITING and not isinstance(args[0], int):
             fails = args[2] & os.O_EXCL and os.path.lexists(args[0])  # Python raises FileExistsError.
-            changed = args[0] if not fails and is_protected(args[0], allow_empty=True) else None
+            changed = "" if fails else find_protected(args[0], allow_empty=True)
         for place, at, needs_file in _OPERATIONS.get(event, ()):
             descriptor = -1 if at is None else args[at]
             # Python raises the usual error for a missing or an existing file.
             is_possible = not isinstance(args[place], int) and (
                 descriptor >= 0 or needs_file in (None, os.path.lexists(args[place]))
             )
-            if is_possible and is_protected(args[place], descriptor):
-                changed = args[place]
-        if changed is not None and not _is_importing():
+            if is_possible:
+                changed = find_protected(args[place], descriptor) or changed
+        if changed and (os.path.lexists(changed) or not _is_importing()):
             raise ProtectedFileError(
-                f"{REFUSAL} {os.fsdecode(changed)!r} ({event}); expected new files, or open() with mode 'w' or 'a', "
+                f"{REFUSAL} {changed!r} ({event}); expected new files, or open() with mode 'w' or 'a', "
                 "which discards the content"
             )
         if event == "import":
@@ -104,10 +108,11 @@ def protect_files(folder: str, created: str | None = None) -> None:
 
     def redirect(path: Any) -> Any:
         """Return the path, or that of a file in the folder which is written instead."""
-        if not is_protected(path):
+        real = find_protected(path)
+        if not real:
             return path
         # Processes that share the folder share the file, so that its locks work.
-        name = hashlib.blake2b(os.fsencode(os.path.realpath(path)), digest_size=16).hexdigest()
+        name = hashlib.blake2b(os.fsencode(real), digest_size=16).hexdigest()
         return os.path.join(os.path.realpath(folder), f"discarded-{name}")
 
     original_open = io.open

@@ -269,6 +269,7 @@ sys.modules.setdefault("moviepy", types.ModuleType("moviepy"))  # RecordVideo ne
 from failing_envs import Walk
 from gymnasium.wrappers import RecordVideo
 from stable_baselines3.common.monitor import Monitor
+{top}
 
 
 def video():
@@ -286,13 +287,15 @@ class Writer(Walk):
 """
 
 
-def replay_writer(failing: Any, folder: Path, capsys: Any, *, start: str, step: str) -> tuple[int, str]:
+def replay_writer(
+    failing: Any, folder: Path, capsys: Any, *, top: str = "", start: str = "pass", step: str = "pass"
+) -> tuple[int, str]:
     """Replay an episode with an environment that writes files; return the status and what was printed.
 
     Files must not change.
     """
     path = record(failing.Walk, folder / "crashes", "exception", has_left)
-    (folder / "writers.py").write_text(WRITER.format(start=start, step=step))
+    (folder / "writers.py").write_text(WRITER.format(top=top, start=start, step=step))
     for name in ("log.txt", "log.monitor.csv", "folder/rl-video-episode-0.mp4", "archive.npz"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("written by the run\n")
@@ -325,12 +328,19 @@ def test_replay_changes_no_file(kind: str, failing: Any, tmp_path: Path, capsys:
 def test_replay_refuses_other_changes_of_files_in_one_sentence(
     kind: str, place: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    statements = {"start": "pass", "step": "pass", place: REFUSED[kind]}
-    status, printed = replay_writer(failing, tmp_path, capsys, **statements)
+    status, printed = replay_writer(failing, tmp_path, capsys, **{place: REFUSED[kind]})
     assert status == 1, printed
     (line,) = (line for line in printed.splitlines() if "must not change the file" in line)
     beginning = {"start": "rl-ext replay: ", "step": "crashed elsewhere: step 1, "}[place]
     assert line.startswith(f"{beginning}a temporary process must not change the file '"), printed
+
+
+def test_replay_refuses_changes_of_files_by_an_import(
+    failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, printed = replay_writer(failing, tmp_path, capsys, top="shutil.rmtree('folder')")
+    assert status != 0
+    assert "must not change the file" in printed
 
 
 @pytest.mark.parametrize("seed", [None, 4])

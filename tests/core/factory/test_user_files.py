@@ -176,6 +176,7 @@ def _record_video(env: Any, folder: str) -> Any:
     return gym.wrappers.RecordVideo(env, folder, episode_trigger=lambda episode: True)
 
 
+@pytest.mark.filterwarnings("ignore:.*Overwriting existing videos")
 @pytest.mark.parametrize("wrapper", [SmallVideo, _record_video])
 def test_no_video_is_recorded_in_a_comparison_or_probe(wrapper: Any, tmp_path: Path) -> None:
     env = wrapper(Line(), str(tmp_path))
