@@ -10,11 +10,20 @@ import dataclasses
 import re
 import struct
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-__all__ = ["MAX_STEPS", "EpisodeLog", "Repetition", "observation_checksum", "step_checksum"]
+__all__ = [
+    "MAX_STEPS",
+    "RECORDED_CALLS",
+    "EpisodeLog",
+    "Repetition",
+    "observation_checksum",
+    "record_setting",
+    "step_checksum",
+]
 
 # Longer episodes are not recorded, because their logs would take much memory.
 MAX_STEPS = 100_000
@@ -117,3 +126,30 @@ def step_checksum(observation: int, reward: Any, terminated: Any, truncated: Any
     kind = type(reward)
     is_exact = kind in _FLOATS or (kind in _INTEGERS and -_MAX_EXACT <= reward <= _MAX_EXACT)
     return zlib.crc32(_RESULT.pack(reward if is_exact else 0.0, bool(terminated), bool(truncated)), observation)
+
+
+def _call_or_get(env: Any, data: Any) -> Any:
+    """Call a method of an environment, or return an attribute."""
+    name, args, kwargs = data
+    found = env.get_wrapper_attr(name)
+    return found(*args, **kwargs) if callable(found) else found
+
+
+# Calls of a vectorized environment that change an environment. Each function calls one environment with its data.
+RECORDED_CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "env_method": lambda env, data: env.get_wrapper_attr(data[0])(*data[1], **data[2]),
+    "call": _call_or_get,
+    "set_attr": lambda env, data: setattr(env, *data),
+    "set_wrapper_attr": lambda env, data: env.set_wrapper_attr(*data),
+}
+_SETTERS = ("set_attr", "set_wrapper_attr")
+
+
+def record_setting(settings: dict[tuple[str, str], tuple[str, Any]], name: str, data: Any) -> None:
+    """Record a call if it sets an attribute, in place of an earlier one for this attribute.
+
+    :param settings: calls by their name and the attribute, in the order of the last values
+    """
+    if name in _SETTERS:
+        settings.pop((name, data[0]), None)
+        settings[name, data[0]] = name, data

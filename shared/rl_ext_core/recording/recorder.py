@@ -16,12 +16,13 @@ import gymnasium
 import numpy as np
 
 from rl_ext_core._values import copy_output
-from rl_ext_core.recording.calls import RECORDED_CALLS, record_setting
 from rl_ext_core.recording.episode_log import (
     MAX_STEPS,
+    RECORDED_CALLS,
     EpisodeLog,
     Repetition,
     observation_checksum,
+    record_setting,
     step_checksum,
 )
 from rl_ext_core.recording.generators import Generators, Snapshot, layers_of, read_snapshot
@@ -219,7 +220,7 @@ class EpisodeRecorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Record a call, make it, and return its result.
 
         :param name: one of :data:`RECORDED_CALLS`
-        :param data: data of the call, as in :data:`~rl_ext_core.recording.calls.RECORDED_CALLS`
+        :param data: data of the call, as in :data:`~rl_ext_core.recording.episode_log.RECORDED_CALLS`
         """
         copied = copy_output(data)  # the caller may change the data later
         record_setting(self._settings, name, copied)

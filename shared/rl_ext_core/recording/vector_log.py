@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.recording.calls import record_setting
-from rl_ext_core.recording.episode_log import MAX_STEPS, EpisodeLog, observation_checksum, step_checksum
+from rl_ext_core.recording.episode_log import MAX_STEPS, EpisodeLog, observation_checksum, record_setting, step_checksum
 from rl_ext_core.recording.generators import Generators, Snapshot, read_snapshot
 from rl_ext_core.recording.memory_layout import OTHER_REWARD, TERMINATED, TRUNCATED, MemoryLayout
 

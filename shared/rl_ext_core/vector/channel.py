@@ -51,11 +51,10 @@ _LINE = 64  # bytes of a cache line. Each worker's cells begin a new one
 class Cell:
     """Indices of the integers in shared memory by which a worker and its parent communicate.
 
-    They are the environment and phase that the worker is in, and number and size of the last command and answer. The
-    last one is the duration of the last step in nanoseconds.
+    They are the environment and phase that the worker is in, and number and size of the last command and answer.
     """
 
-    ENVIRONMENT, PHASE, COMMAND, COMMAND_SIZE, ANSWER, ANSWER_SIZE, STEP_TIME = range(7)
+    ENVIRONMENT, PHASE, COMMAND, COMMAND_SIZE, ANSWER, ANSWER_SIZE = range(6)
 
 
 def new_cells(block: Any = None) -> memoryview:

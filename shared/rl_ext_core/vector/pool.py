@@ -26,9 +26,8 @@ from rl_ext_core.errors import (
 )
 from rl_ext_core.processes.failures import require_same_process
 from rl_ext_core.processes.report import ExceptionRecord
-from rl_ext_core.recording.calls import RECORDED_CALLS
 from rl_ext_core.recording.capsule import RecordedFailure, record_crash
-from rl_ext_core.recording.episode_log import EpisodeLog, Repetition
+from rl_ext_core.recording.episode_log import RECORDED_CALLS, EpisodeLog, Repetition
 from rl_ext_core.recording.layers import LayerState
 from rl_ext_core.recording.memory_layout import CONVERTED, ENDED, MemoryLayout
 from rl_ext_core.recording.vector_log import HEAD_BYTES, VectorLog
@@ -281,10 +280,6 @@ class Pool:
                 f"number of actions: {len(rows)}, expected {self.num_envs}, one for each environment"
             )
         return rows
-
-    def step_seconds(self) -> list[float] | None:
-        """Return how long each worker's environments took for the last step; None if that is not known."""
-        return [worker.cells[Cell.STEP_TIME] / 1e9 for worker in self.workers]
 
     def begin_reset(self, requests: ResetRequests) -> None:
         """Begin to reset environments.

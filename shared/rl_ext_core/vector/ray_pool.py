@@ -116,10 +116,6 @@ class RayPool(Pool):
         new = ray.remote(Actor).options(**actor_options).remote
         super().__init__(env_fns, options, new_worker=lambda *part: ActorHandle(new(), *part))
 
-    def step_seconds(self) -> None:
-        """Return None, because actors do not send how long steps take."""
-        return None
-
     def _start_workers(self) -> None:
         """Send the factories to the actors, which build the environments."""
         self._job = self._ray.get_runtime_context().get_job_id()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -261,7 +260,6 @@ class WorkerEnvironments:
 
     def _step(self, actions: Iterable[Any]) -> None:
         """Step all environments of this worker, write the results, and answer with the infos."""
-        begin = time.perf_counter_ns()
         cells, phase_at, environment_at = self._cells, Cell.PHASE, Cell.ENVIRONMENT
         rewards, kinds, flags, all_slots = self._rewards, self._kinds, self._flags, self._slots
         array, due, same_step = np.ndarray, self._reset_due, self._autoreset is Autoreset.SAME_STEP
@@ -317,7 +315,6 @@ class WorkerEnvironments:
             if info or reset_info is not None or kind == OTHER_REWARD:
                 entries = entries or [None] * len(self._envs)
                 entries[number] = (info, reset_info, reward if kind == OTHER_REWARD else None, final)
-        cells[Cell.STEP_TIME] = time.perf_counter_ns() - begin
         if entries is None:
             cells[phase_at] = _IDLE
             self._reply(b"")
