@@ -118,5 +118,5 @@ def test_attributes_that_cannot_be_restored_are_named() -> None:
     assert unsaved_attributes(states) == ["Counting.numbers (count)"]
     kept, lost = restore_layers(envs[1], states)
     assert "construction has set Counting.port otherwise" in kept
-    assert "Counting.numbers cannot be saved" in lost
+    assert "Counting.numbers cannot be restored" in lost
     assert envs[1].unwrapped.port == port

@@ -311,7 +311,7 @@ def test_truncated_episode_in_files_keeps_its_checksums(tmp_path: pathlib.Path) 
     row = model.replay_buffer.pos - 1
     model.replay_buffer.close()
     again = CompressedReplayBuffer(
-        200, model.observation_space, model.action_space, storage_dir=tmp_path / "b", n_envs=1
+        200, model.observation_space, model.action_space, storage_dir=tmp_path / "b", n_envs=1, resume=True
     )
     assert again.dones[row].all()
     again.close()
@@ -857,9 +857,9 @@ def test_folder_of_a_living_training_is_refused(tmp_path: pathlib.Path) -> None:
     finally:
         process.kill()
         process.wait()
-    resume(tmp_path, vec_env_of(cartpole)).learn(
-        1_000_000, reset_num_timesteps=False, callback=[ResumeCallback(tmp_path, 32), Stop()]
-    )
+    model = resume(tmp_path, vec_env_of(cartpole))
+    callbacks = [ResumeCallback(tmp_path, 32), Stop()]
+    model.learn(1_000_000 - model.num_timesteps, reset_num_timesteps=False, callback=callbacks)
     assert not (tmp_path / "lock").exists()
 
 
