@@ -50,7 +50,6 @@ from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.folder import copy_stores, restore_stores
 from rl_ext_core.recording import EpisodeLog, Repetition
-from rl_ext_core.recording.attributes import copy_with_strides
 from rl_ext_core.recording.layers import LayerState, layer_state, record_layer, restore_layer, unsaved_attributes
 from rl_ext_core.resources import NO_SPACE, check_folder, write_problem
 from rl_ext_core.vector.environments import check_count
@@ -348,8 +347,19 @@ class _RunPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is np.ndarray and not obj.dtype.hasobject:
             contiguous = obj.copy(order="C")
             if obj.strides != contiguous.strides:
-                return copy_with_strides, (contiguous, obj.strides)
+                return _copy_with_strides, (contiguous, obj.strides)
         return super().reducer_override(obj)
+
+
+def _copy_with_strides(saved: np.ndarray, strides: tuple[int, ...]) -> np.ndarray:
+    """Return a copy of an array with the layout of the original, on which the order of later sums depends."""
+    if saved.strides == strides or min(strides, default=0) < 0 or 0 in strides:
+        return saved.copy()
+    n_bytes = sum((size - 1) * step for size, step in zip(saved.shape, strides, strict=True)) + saved.itemsize
+    memory = np.zeros(max(n_bytes, saved.itemsize), np.uint8)
+    found: np.ndarray = np.ndarray(saved.shape, saved.dtype, memory, strides=strides)
+    found[...] = saved
+    return found
 
 
 def _pickle(value: Any) -> bytes:
@@ -444,7 +454,10 @@ def _links_of(owner: Any, model_or_env: Any) -> list[Any]:
 
 
 def _state_of(owner: Any, model_or_env: Any) -> LayerState:
-    return layer_state(owner, _links_of(owner, model_or_env), type(owner).__name__)
+    state = layer_state(owner, _links_of(owner, model_or_env), type(owner).__name__)
+    if isinstance(owner, BaseCallback):
+        state.attributes.pop("num_timesteps")  # the model's
+    return state
 
 
 _wrap_env = BaseAlgorithm._wrap_env
@@ -474,7 +487,7 @@ def _warn_of_unsaved_attributes(callbacks: list[BaseCallback], model: Any, envir
             break  # others are usually alike
     packages = ("stable_baselines3", "sb3_contrib", "sb3_ext")
     states = [_state_of(each, model) for each in callbacks if type(each).__module__.partition(".")[0] not in packages]
-    if unsaved := unsaved_attributes(states, unchanged=True):
+    if unsaved := unsaved_attributes(states, opaque=True):
         warnings.warn(
             f"These attributes of callbacks are not saved, and start again after resume(): {', '.join(unsaved)}. Use "
             "numbers, strings, arrays, lists or dicts for what must continue",

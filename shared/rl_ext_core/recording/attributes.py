@@ -7,13 +7,13 @@ present objects with copies, so that all objects that share them see the change.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import gc
 import hashlib
 import inspect
 import io
-import os
 import pickle
 import random
 import sys
@@ -32,7 +32,6 @@ from rl_ext_core.recording.generators import restore_generator, state_of_generat
 __all__ = [
     "SavedValue",
     "Summary",
-    "copy_with_strides",
     "differing",
     "read_attributes",
     "read_state",
@@ -42,18 +41,12 @@ __all__ = [
 
 _MAX_BYTES = 1 << 24  # of an array or tensor that is copied
 _MAX_PARTS = 20_000  # of an attribute
+_LIBRARIES = {*sys.stdlib_module_names, "rich", "tqdm"}
 _LEAVES = frozenset((type(None), bool, int, float, complex, str, bytes, type(Ellipsis)))
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-# Objects of these modules belong to the process or to a library, as handles, threads and loggers do.
-_PROCESS_MODULES = frozenset(
-    (
-        *("asyncio", "concurrent", "contextlib", "ctypes", "http", "importlib", "logging", "multiprocessing", "os"),
-        *("rich", "select", "selectors", "socket", "socketserver", "sqlite3", "ssl", "subprocess", "tempfile"),
-        *("threading", "tqdm", "weakref"),
-    )
-)
-_UNKNOWN = "unknown"  # content of a value that cannot be read
+# Kinds of values whose content is not saved, by importance
+_HIDDEN = ("unknown", "unsaved", "opaque", "reference")
 _HEAP_TYPE = 1 << 9  # flag of classes that Python code has defined
 _MISSING: Any = object()
 
@@ -62,7 +55,8 @@ class SavedValue:
     """Copy of an object that is not a plain value. Objects that share one also do so in copies.
 
     :ivar kind: how it is copied, such as ``"list"``. Nothing is copied of a ``"link"`` to an object with a state of its
-        own, of a ``"handle"``, whose state cannot be read, and of an ``"unsaved"`` value, which has a checksum.
+        own, of an ``"unsaved"`` value, of which only changes can be detected, of an ``"opaque"`` one, such as a lock,
+        and of a value that is ``"unknown"``, because it cannot be read.
     :ivar type_name: module and qualified name of its class, or of a function
     :ivar content: plain values, and parts
     """
@@ -76,7 +70,7 @@ class SavedValue:
 class Mark(NamedTuple):
     """Checksum of the value at a path.
 
-    :ivar kind: ``"generator"``, or why it is not saved: ``"unknown"``, ``"unsaved"``, or ``"reference"`` to a function
+    :ivar kind: ``"generator"``, or the kind of what is not saved in it
     :ivar description: class of what is not saved
     """
 
@@ -88,14 +82,6 @@ class Mark(NamedTuple):
 Summary = dict[str, Mark]
 
 
-class _TooLargeError(Exception):
-    """An attribute has too many parts."""
-
-
-class _CannotRestoreError(Exception):
-    """A saved value cannot be built in this process."""
-
-
 # -- reading
 
 
@@ -105,7 +91,10 @@ def read_attributes(owner: Any) -> dict[str, Any]:
     CPython moves the attributes to a dict when ``vars(owner)`` is called, and a step of CartPole takes 13 % longer
     then. So they are read by the names in the code of its methods. If these do not include all, ``vars`` is used.
     """
-    found = {name: getattr(owner, name) for name in _names_of(type(owner)) if hasattr(owner, name)}
+    found = dict[str, Any]()
+    for name in _names_of(type(owner)):
+        with contextlib.suppress(AttributeError):
+            found[name] = object.__getattribute__(owner, name)
     known = {id(value) for value in (*found.values(), type(owner))}
     return found if all(id(value) in known for value in gc.get_referents(owner)) else _instance_attributes(owner)
 
@@ -153,28 +142,27 @@ class _Reader:
         self._limit = len(known) + _MAX_PARTS
         try:
             return self.read(value)
-        except (_TooLargeError, RecursionError):
+        except RecursionError:
             self._parts = known
-            return SavedValue("unsaved", _type_name(value), _UNKNOWN)
+            return SavedValue("unknown", _type_name(value))
 
     def read(self, value: Any) -> Any:
-        is_plain = type(value) is tuple and _LEAVES.issuperset(map(type, value))
-        if is_plain or type(value) in _LEAVES or (isinstance(value, np.generic) and not value.dtype.hasobject):
+        if _is_plain(value):
             return value
         if id(value) in self._links or isinstance(value, (types.ModuleType, gymnasium.Space)):
             return SavedValue("link")
         if id(value) in self._parts:
             return self._parts[id(value)][0]
         if len(self._parts) >= self._limit:
-            raise _TooLargeError
+            raise RecursionError
         part = SavedValue("", _type_name(value))
         self._parts[id(value)] = part, value
         try:
             part.kind, part.content = self._read_object(value)
-        except (_TooLargeError, RecursionError):
+        except RecursionError:
             raise
         except Exception:  # its code may raise anything
-            part.kind, part.content = "unsaved", _UNKNOWN
+            part.kind = "unknown"
         return part
 
     def _read_object(self, value: Any) -> tuple[str, Any]:
@@ -182,56 +170,66 @@ class _Reader:
         cls, torch = type(value), sys.modules.get("torch")
         if isinstance(value, enum.Enum):
             return ("enum", value.name) if value.name in cls.__members__ else ("unsaved", repr(value))
-        if isinstance(value, (list, deque, set, frozenset, tuple, dict)):
+        if isinstance(value, (list, deque, tuple, dict, set, frozenset)):
             return self._read_container(value)
         if isinstance(value, _GENERATORS):
             state = state_of_generator(value)
-            return ("generator", state) if state is not None else ("handle", None)
+            return ("opaque" if state is None else "generator"), state
         if torch is not None and isinstance(value, torch.Generator):
             return "generator", value.get_state().numpy()
         if torch is not None and isinstance(value, torch.Tensor):
             if value.numel() * value.element_size() > _MAX_BYTES:
-                return "unsaved", _UNKNOWN
+                return "unknown", None
             data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().copy()
             return "tensor", (str(value.dtype).rpartition(".")[2], tuple(value.shape), data)
         if cls is np.ndarray and not value.dtype.hasobject:
             if value.nbytes > _MAX_BYTES:
                 return "unsaved", zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
-            return "array", (value.copy(), value.strides)
+            return "array", value.copy(order="K")
         if (held := _held_by(value)) is not None:
             return "reference", list(map(self.read, held))
         return self._read_instance(value)
 
     def _read_container(self, value: Any) -> tuple[str, Any]:
-        """Return the kind of a container, its elements, and what a constructor needs."""
-        kind = next(each.__name__ for each in (list, deque, set, frozenset, tuple, dict) if isinstance(value, each))
-        keys = list(map(self.read, value)) if kind in ("dict", "set", "frozenset") else []
-        items = list(map(self.read, value.values() if kind == "dict" else () if keys else value))
-        option = self.read(getattr(value, "default_factory", getattr(value, "maxlen", None)))
-        content = keys, items, option, {name: self.read(each) for name, each in getattr(value, "__dict__", {}).items()}
-        is_saved = not content[3] and all(not isinstance(key, SavedValue) or key.kind == "enum" for key in keys)
-        return kind if is_saved else "unsaved", content
+        kind = next(each.__name__ for each in (list, deque, tuple, dict, set, frozenset) if isinstance(value, each))
+        if kind == "dict":
+            content: Any = {key: self.read(each) for key, each in list(value.items())}
+        else:
+            content = set(value) if kind == "set" else list(map(self.read, value))
+        # Keys that are objects, and attributes of subclasses, are not saved.
+        extra = getattr(value, "__dict__", None)
+        if extra or kind == "frozenset" or (kind in ("dict", "set") and not all(map(_is_plain, value))):
+            return "unsaved", [self.read(list(value)), self.read(extra), *(content.values() if kind == "dict" else ())]
+        return kind, content
 
     def _read_instance(self, value: Any) -> tuple[str, Any]:
         cls: Any = type(value)
         if isinstance(value, io.IOBase):
             return "unsaved", value.tell() if value.readable() else 0  # other files are output, not state
-        if cls.__module__.partition(".")[0].lstrip("_") in _PROCESS_MODULES or isinstance(value, np.memmap):
-            return "handle", None
-        # Objects with a base class in C may have a state that is not in their attributes.
-        in_python = cls is not object and all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
-        in_python = (in_python or cls is types.SimpleNamespace) and not isinstance(value, os.PathLike)
-        attributes = _instance_attributes(value)
-        if in_python and attributes:
+        if isinstance(value, np.memmap):
+            return "opaque", None
+        # Objects with a base class in C may have a state that is not in their attributes. Those of Python's own modules
+        # and of progress bars belong to the process, as threads and loggers do.
+        in_python = all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
+        if cls.__module__.partition(".")[0] in _LIBRARIES:
+            in_python = cls is types.SimpleNamespace
+        attributes = _instance_attributes(value) if in_python else {}
+        if attributes:
             return "object", {name: self.read(each) for name, each in attributes.items()}
-        if in_python and not attributes and not hasattr(cls, "__array__"):
-            return "handle", None
+        if in_python and not hasattr(cls, "__array__"):
+            return "opaque", None
         try:
             with warnings.catch_warnings():  # of iterators, which later versions of Python do not pickle
                 warnings.simplefilter("ignore")
                 return "unsaved", zlib.crc32(pickle.dumps(value, 4))
         except Exception:  # its code may raise anything
-            return ("unsaved", _UNKNOWN) if hasattr(cls, "__next__") else ("handle", None)
+            return "unknown" if hasattr(cls, "__next__") else "opaque", None
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (tuple, frozenset):
+        return all(map(_is_plain, value))
+    return type(value) in _LEAVES or (isinstance(value, np.generic) and not value.dtype.hasobject)
 
 
 def _type_name(value: Any) -> tuple[str, str]:
@@ -257,8 +255,8 @@ def _children(path: str, part: Any) -> dict[str, Any] | None:
     """Return an object's attributes or a dict's entries by their paths; None for other values."""
     if isinstance(part, SavedValue) and part.kind == "object":
         return {f"{path}.{name}" if path else name: child for name, child in part.content.items()}
-    if isinstance(part, SavedValue) and part.kind == "dict" and {type(key) for key in part.content[0]} == {str}:
-        return {f"{path}[{key!r}]": child for key, child in zip(*part.content[:2], strict=True)}
+    if isinstance(part, SavedValue) and part.kind == "dict" and {type(key) for key in part.content} == {str}:
+        return {f"{path}[{key!r}]": child for key, child in part.content.items()}
     return None
 
 
@@ -271,14 +269,10 @@ def summarize(parts: dict[str, Any]) -> Summary:
     def visit(path: str, part: Any) -> None:
         children = _children(path, part)
         if children is None:
-            hidden = [each for each in _parts_in(part, set()) if each.kind in ("unsaved", "handle", "reference")]
-            hidden.sort(key=lambda each: each.kind == "reference")
-            kind = "" if not hidden else "unsaved" if hidden[0].kind == "handle" else hidden[0].kind
-            if any(type(each.content) is str and each.content == _UNKNOWN for each in hidden):
-                kind = "unknown"
-            if isinstance(part, SavedValue) and part.kind == "generator":
-                kind = "generator"
-            summary[path] = Mark(_digest(part, known), kind, hidden[0].type_name[1] if hidden else "")
+            found = (each for each in _parts_in(part, set()) if each.kind in _HIDDEN)
+            hidden = min(found, key=lambda each: _HIDDEN.index(each.kind), default=SavedValue(""))
+            kind = "generator" if getattr(part, "kind", "") == "generator" else hidden.kind
+            summary[path] = Mark(_digest(part, known), kind, hidden.type_name[1])
         elif id(part) not in seen:
             seen.add(id(part))
             for place, child in children.items():
@@ -311,17 +305,17 @@ def _digest(part: Any, known: dict[int, bytes]) -> bytes:
     if isinstance(part, SavedValue):
         if id(part) not in known:
             known[id(part)] = b"cycle"
-            content = part.content[0] if part.kind in ("array", "set", "frozenset") else part.content
-            if part.kind in ("set", "frozenset"):
-                content = sorted(_digest(each, known) for each in content)
+            content = part.content
             if part.kind == "reference":  # what it refers to is saved, except plain values
-                content = [each for each in content if not isinstance(each, SavedValue)]
+                content = list(filter(_is_plain, content))
             known[id(part)] = _digest([part.kind, *part.type_name, content], known)
         return known[id(part)]
     if isinstance(part, (np.ndarray, np.generic)):
         part = part.dtype.str, part.shape, part.tobytes()
     elif isinstance(part, dict):
         part = list(part.items())
+    elif isinstance(part, (set, frozenset)):
+        part = sorted(_digest(each, known) for each in part)
     if isinstance(part, (list, tuple)) and not _LEAVES.issuperset(map(type, part)):
         part = [_digest(each, known) for each in part]
     text = f"{type(part).__name__} {part!r}"
@@ -354,7 +348,7 @@ def write_state(
     own = {path for path in differing(first, first_here) if path not in saved or saved[path].kind != "generator"}
     present = _instance_attributes(owner)
     olds = {name: value for name, value in present.items() if name not in replaced}
-    merged = _Writer(own).merge("", SavedValue("object", content=parts), list(parts), olds)
+    merged = _Writer(own).merge("", SavedValue("object", content=parts), olds)
     for name, value in merged.items():
         if value is not present.get(name, _MISSING):
             object.__setattr__(owner, name, value)
@@ -382,9 +376,9 @@ class _Writer:
             return present if is_kept else part
         if id(part) in self._values:
             return self._values[id(part)]
-        if is_kept or part.kind in ("link", "handle", "unsaved"):
+        if is_kept or part.kind in ("link", "unknown", "unsaved", "opaque"):
             if present is _MISSING:
-                raise _CannotRestoreError
+                raise LookupError
             return self._remember(part, present)
         is_frozen = getattr(getattr(type(present), "__dataclass_params__", None), "frozen", False)
         if id(present) in self._used or _type_name(present) != part.type_name or is_frozen:
@@ -396,17 +390,13 @@ class _Writer:
         self._values[id(part)] = value
         return value
 
-    def merge(self, path: str, part: SavedValue, keys: list[Any], olds: dict[Any, Any]) -> dict[Any, Any]:
+    def merge(self, path: str, part: SavedValue, olds: dict[Any, Any]) -> dict[Any, Any]:
         """Return the restored attributes of an object, or entries of a dict."""
-        children = _children(path, part)
-        places = [f"{path}[]"] * len(keys) if children is None else children
-        merged = {}
-        for key, place, item in zip(
-            keys, places, part.content[1] if children is None else children.values(), strict=True
-        ):
+        places, merged = list(_children(path, part) or [f"{path}[]"] * len(part.content)), {}
+        for place, (key, item) in zip(places, part.content.items(), strict=True):
             try:
                 merged[key] = self.write(place, item, olds.get(key, _MISSING))
-            except _CannotRestoreError:
+            except Exception:  # an object cannot be built, or its code may raise anything
                 if not olds:  # an incomplete object would fail later
                     raise
                 merged |= {key: olds[key]} if key in olds else {}
@@ -414,25 +404,20 @@ class _Writer:
 
     def _begin(self, part: SavedValue, present: Any) -> Any:
         """Return the object to fill: the present one, or a new one, whose constructor is not called."""
-        if isinstance(present, deque) and present.maxlen != part.content[2]:
-            present = _MISSING
         if present is _MISSING:
             cls = _find(part)
-            try:
-                present = cls(maxlen=part.content[2]) if part.kind == "deque" else cls.__new__(cls)
-            except TypeError as error:
-                raise _CannotRestoreError from error
-            if isinstance(present, defaultdict):
-                present.default_factory = self.write("", part.content[2], _MISSING)
+            if issubclass(cls, (deque, defaultdict)):  # which have arguments
+                raise LookupError
+            present = cls.__new__(cls)
         return self._remember(part, present)
 
-    def _items(self, path: str, items: list[Any], present: Any = ()) -> list[Any]:
+    def _items(self, path: str, items: list[Any], present: list[Any]) -> list[Any]:
         olds = [*present, *([_MISSING] * len(items))]
         return [self.write(f"{path}[]", item, old) for item, old in zip(items, olds, strict=False)]
 
     def _write_list(self, path: str, part: SavedValue, present: Any) -> Any:
         value = self._begin(part, present)
-        items = self._items(path, part.content[1], list(value))
+        items = self._items(path, part.content, list(value))
         value.clear()
         value.extend(items)
         return value
@@ -440,17 +425,14 @@ class _Writer:
     _write_deque = _write_list
 
     def _write_set(self, path: str, part: SavedValue, present: Any) -> Any:
-        value, items = self._begin(part, present), self._items(path, part.content[0])
+        value = self._begin(part, present)
         value.clear()
-        value.update(items)
+        value.update(part.content)
         return value
-
-    def _write_frozenset(self, path: str, part: SavedValue, present: Any) -> Any:
-        return _find(part)(self._items(path, part.content[0]))
 
     def _write_tuple(self, path: str, part: SavedValue, present: Any) -> Any:
         olds = [] if present is _MISSING else list(present)
-        items = self._items(path, part.content[1], olds)
+        items = self._items(path, part.content, olds)
         if present is not _MISSING and list(map(id, olds)) == list(map(id, items)):
             return present
         cls = _find(part)
@@ -459,7 +441,7 @@ class _Writer:
     def _write_dict(self, path: str, part: SavedValue, present: Any) -> Any:
         value = self._begin(part, present)
         olds = dict(value)
-        merged = self.merge(path, part, self._items(path, part.content[0]), olds)
+        merged = self.merge(path, part, olds)
         kept = {key: old for key, old in olds.items() if key not in merged and f"{path}[{key!r}]" in self._kept}
         value.clear()
         value.update({**merged, **kept})
@@ -468,33 +450,29 @@ class _Writer:
     def _write_object(self, path: str, part: SavedValue, present: Any) -> Any:
         value = self._begin(part, present)
         olds = _instance_attributes(value)
-        for name, new in self.merge(path, part, list(part.content), olds).items():
+        for name, new in self.merge(path, part, olds).items():
             if new is not olds.get(name, _MISSING):
                 object.__setattr__(value, name, new)
         return value
 
     def _write_reference(self, path: str, part: SavedValue, present: Any) -> Any:
-        held = None if present is _MISSING else _held_by(present)
-        if held is None or len(held) != len(part.content):
-            if part.content:
-                raise _CannotRestoreError
-            return _find(part)
-        self._items(path, part.content, held)
-        return present
+        if present is _MISSING and part.content:
+            raise LookupError
+        if present is not _MISSING:
+            self._items(path, part.content, _held_by(present) or [])
+        return _find(part) if present is _MISSING else present
 
     def _write_enum(self, path: str, part: SavedValue, present: Any) -> Any:
-        members = (_find(part) if present is _MISSING else type(present)).__members__
-        if part.content not in members:
-            raise _CannotRestoreError
-        return members[part.content]
+        return (_find(part) if present is _MISSING else type(present))[part.content]
 
     def _write_array(self, path: str, part: SavedValue, present: Any) -> Any:
-        saved, strides = part.content
-        if present is _MISSING or (present.dtype, present.shape) != (saved.dtype, saved.shape):
-            return copy_with_strides(saved, strides)
-        if present.flags.writeable:
-            present[...] = saved
-        return present if present.tobytes() == saved.tobytes() else copy_with_strides(saved, strides)
+        saved = part.content
+        if present is not _MISSING and (present.dtype, present.shape) == (saved.dtype, saved.shape):
+            if present.flags.writeable:
+                present[...] = saved
+            if present.tobytes() == saved.tobytes():
+                return present
+        return saved.copy(order="K")
 
     def _write_tensor(self, path: str, part: SavedValue, present: Any) -> Any:
         torch = sys.modules["torch"]
@@ -504,7 +482,7 @@ class _Writer:
             present.detach().copy_(saved)
             return present
         if part.type_name[1] != "Tensor":
-            raise _CannotRestoreError
+            raise LookupError
         return saved
 
     def _write_generator(self, path: str, part: SavedValue, present: Any) -> Any:
@@ -523,16 +501,5 @@ def _find(part: SavedValue) -> Any:
     for each in name.split("."):
         found = getattr(found, each, None)
     if found is None:
-        raise _CannotRestoreError
-    return found
-
-
-def copy_with_strides(saved: np.ndarray, strides: tuple[int, ...]) -> np.ndarray:
-    """Return a copy of an array with the layout of the original, on which the order of later sums depends."""
-    if saved.strides == strides or min(strides, default=0) < 0 or 0 in strides:
-        return saved.copy()
-    n_bytes = sum((size - 1) * step for size, step in zip(saved.shape, strides, strict=True)) + saved.itemsize
-    memory = np.zeros(max(n_bytes, saved.itemsize), np.uint8)
-    found: np.ndarray = np.ndarray(saved.shape, saved.dtype, memory, strides=strides)
-    found[...] = saved
+        raise LookupError
     return found

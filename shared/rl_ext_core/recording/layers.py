@@ -210,10 +210,10 @@ def restore_layer(layer: Any, state: LayerState, links: Sequence[Any]) -> list[s
     return sentences
 
 
-def unsaved_attributes(states: Sequence[LayerState], *, unchanged: bool = False) -> list[str]:
+def unsaved_attributes(states: Sequence[LayerState], *, opaque: bool = False) -> list[str]:
     """Return the attributes that have changed since construction and cannot be saved, with their classes.
 
-    :param unchanged: whether to return also those whose change is not known
+    :param opaque: whether to return also those whose changes cannot be detected
     """
     found = []
     for state in states:
@@ -221,7 +221,7 @@ def unsaved_attributes(states: Sequence[LayerState], *, unchanged: bool = False)
         for path, mark in summarize(state.attributes).items():
             is_unsaved = mark.kind in ("unsaved", "reference") and path in before and mark.kind == before[path].kind
             has_changed = is_unsaved and mark.checksum != before[path].checksum
-            if mark.kind == "unknown" or has_changed or (unchanged and mark.kind == "unsaved"):
+            if mark.kind == "unknown" or has_changed or (opaque and mark.kind == "opaque"):
                 found.append(f"{name}.{path} ({mark.description})")
     return found
 
