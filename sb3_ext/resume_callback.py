@@ -324,9 +324,10 @@ def _unlock_folder(folder: pathlib.Path, descriptor: int | None = None) -> None:
     :param descriptor: the lock to end; default: the present one of this process
     """
     if folder in _locks and descriptor in (None, _locks[folder][0]):
-        with contextlib.suppress(OSError):  # Windows cannot delete an open file
-            (folder / _LOCK).unlink()
-        os.close(_locks.pop(folder)[0])
+        steps = [(folder / _LOCK).unlink, functools.partial(os.close, _locks.pop(folder)[0])]
+        for step in reversed(steps) if os.name == "nt" else steps:  # Windows cannot delete an open file
+            with contextlib.suppress(OSError):
+                step()
 
 
 def _forget_locks_in_child() -> None:
@@ -634,10 +635,6 @@ def _on_device(value: Any, device: th.device) -> Any:
     return value
 
 
-def _to_cpu(value: Any) -> Any:
-    return _on_device(value, th.device("cpu"))
-
-
 def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
     """Return the state of a run, except what SB3 saves in files."""
     vec_env = model.get_env()
@@ -645,7 +642,11 @@ def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
     return {
         "class": type(model),
         "objects": _objects_of(model),
-        "model": {name: _to_cpu(getattr(model, name)) for name in _MODEL_ATTRIBUTES if hasattr(model, name)},
+        "model": {
+            name: _on_device(getattr(model, name), th.device("cpu"))
+            for name in _MODEL_ATTRIBUTES
+            if hasattr(model, name)
+        },
         "action_generator": model.action_space._np_random,
         "generators": _generator_states(model),
         "callbacks": [_state_of(each, model) for each in callbacks],

@@ -196,6 +196,8 @@ class _Reader:
             content: Any = {key: self.read(each) for key, each in list(value.items())}
         else:
             content = set(value) if kind == "set" else list(map(self.read, value))
+        if kind == "deque":
+            content.append(value.maxlen)
         # Keys that are objects, and attributes of subclasses, are not saved.
         extra = getattr(value, "__dict__", None)
         if extra or kind == "frozenset" or (kind in ("dict", "set") and not all(map(_is_plain, value))):
@@ -406,9 +408,9 @@ class _Writer:
         """Return the object to fill: the present one, or a new one, whose constructor is not called."""
         if present is _MISSING:
             cls = _find(part)
-            if issubclass(cls, (deque, defaultdict)):  # which have arguments
+            if issubclass(cls, defaultdict):  # whose argument is a function
                 raise LookupError
-            present = cls.__new__(cls)
+            present = cls(maxlen=part.content[-1]) if issubclass(cls, deque) else cls.__new__(cls)
         return self._remember(part, present)
 
     def _items(self, path: str, items: list[Any], present: list[Any]) -> list[Any]:
@@ -417,7 +419,7 @@ class _Writer:
 
     def _write_list(self, path: str, part: SavedValue, present: Any) -> Any:
         value = self._begin(part, present)
-        items = self._items(path, part.content, list(value))
+        items = self._items(path, part.content[:-1] if part.kind == "deque" else part.content, list(value))
         value.clear()
         value.extend(items)
         return value
