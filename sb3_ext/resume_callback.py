@@ -6,8 +6,7 @@ Each environment is restored by repeating the actions of its current episode, se
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import inspect
+import functools
 import io
 import json
 import os
@@ -16,7 +15,6 @@ import pickle
 import random
 import re
 import shutil
-import sys
 import threading
 import types
 import uuid
@@ -32,10 +30,10 @@ import gymnasium
 import numpy as np
 import torch as th
 from stable_baselines3.common.base_class import BaseAlgorithm
-from stable_baselines3.common.callbacks import BaseCallback, CallbackList
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EventCallback
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
-from stable_baselines3.common.save_util import is_json_serializable, load_from_zip_file
+from stable_baselines3.common.save_util import is_json_serializable
 from stable_baselines3.common.utils import check_for_correct_spaces, get_device
 from stable_baselines3.common.vec_env import (
     VecCheckNan,
@@ -52,16 +50,7 @@ from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.folder import copy_stores, restore_stores
 from rl_ext_core.recording import EpisodeLog, Repetition
-from rl_ext_core.recording.attributes import (
-    Summary,
-    copy_with_strides,
-    differing,
-    find_unsaved,
-    read_state,
-    summarize,
-    write_state,
-)
-from rl_ext_core.recording.layers import LayerState, restore_results_file, results_file, unsaved_attributes
+from rl_ext_core.recording.layers import LayerState, layer_state, record_layer, restore_layer, unsaved_attributes
 from rl_ext_core.resources import NO_SPACE, check_folder, write_problem
 from rl_ext_core.vector.environments import check_count
 from sb3_ext._recorded_environments import recorded_environments
@@ -93,21 +82,9 @@ _MODEL_ATTRIBUTES = (
     "exploration_rate",
 )
 _SDE_ATTRIBUTES = ("exploration_mat", "exploration_matrices")
-_VEC_ENV_LINKS = frozenset(
-    (
-        *("venv", "env", "num_envs", "observation_space", "action_space", "class_attributes", "results_writer"),
-        *("metadata", "render_mode"),
-    )
-)
-_CALLBACK_LINKS = frozenset(
-    (
-        *("model", "training_env", "eval_env", "logger", "parent", "locals", "globals", "callback", "callbacks"),
-        *("callback_on_new_best", "num_timesteps"),
-    )
-)
+# Attributes of callbacks and wrappers of a VecEnv that are not their state.
+_LINKS = ("locals", "globals", "logger", "class_attributes")
 
-# Summaries of callbacks and of wrappers of a VecEnv before their first step; None for callbacks that were used before.
-_first_seen: weakref.WeakKeyDictionary[Any, Summary | None] = weakref.WeakKeyDictionary()
 # Names of the runs, by which a folder with saves of another run is refused.
 _runs: weakref.WeakKeyDictionary[BaseAlgorithm, str] = weakref.WeakKeyDictionary()
 # State that the first rollout of a resumed model restores.
@@ -180,29 +157,18 @@ class ResumeCallback(BaseCallback):
             )
         recorded_environments(self.training_env, was_reset=model.num_timesteps == 0)
         _lock_folder(self)
-        for layer in _layers(self.training_env):
-            _see(layer, self.training_env)
         self._next_save = (model.num_timesteps // self.every + 1) * self.every
 
     def _on_training_start(self) -> None:
-        is_after = False
-        for callback in _flatten(self.locals.get("callback")):
-            is_after = is_after or callback is self
-            has_started = not is_after and type(callback)._on_training_start is not BaseCallback._on_training_start
-            if callback.n_calls or (has_started and not isinstance(callback, CallbackList)):
-                _first_seen.setdefault(callback, None)
-            else:
-                _see(callback, self.model)
-        for callback in _flatten(self.locals.get("callback")):
-            if callback is self:
-                break
-            if type(callback)._on_rollout_start is not BaseCallback._on_rollout_start and not isinstance(
-                callback, CallbackList
-            ):
-                raise InvalidArgumentError(
-                    f"{type(callback).__name__} comes before ResumeCallback, so a resumed run would call its "
-                    "_on_rollout_start twice: expected ResumeCallback first. Use callback=[ResumeCallback(...), ...]"
-                )
+        for callback in self._callbacks(before=True):
+            for name in ("_on_training_start", "_on_rollout_start"):
+                if getattr(type(callback), name) not in (getattr(BaseCallback, name), getattr(EventCallback, name)):
+                    raise InvalidArgumentError(
+                        f"{type(callback).__name__} comes before ResumeCallback, so a resumed run would call its "
+                        f"{name} twice: expected ResumeCallback first. Use callback=[ResumeCallback(...), ...]"
+                    )
+        for callback in self._callbacks():
+            record_layer(callback, _links_of(callback, self.model))
 
     def _on_rollout_start(self) -> None:
         model = self.model
@@ -235,9 +201,11 @@ class ResumeCallback(BaseCallback):
     def _on_training_end(self) -> None:
         _unlock_folder(self.folder.resolve())
 
-    def _callbacks(self) -> list[BaseCallback]:
-        """Return all callbacks of this training, except this class."""
-        return [found for found in _flatten(self.locals.get("callback")) if not isinstance(found, ResumeCallback)]
+    def _callbacks(self, *, before: bool = False) -> list[BaseCallback]:
+        """Return all callbacks of this training, except this class and lists, or only those before this one."""
+        found = list(_flatten(self.locals.get("callback")))
+        found = found[: found.index(self)] if before else found
+        return [each for each in found if not isinstance(each, (ResumeCallback, CallbackList))]
 
 
 def resume(
@@ -265,23 +233,33 @@ def resume(
     save = _newest_complete_save(pathlib.Path(folder))
     with (save / _STATE).open("rb") as file:
         state = _RunUnpickler(file).load()
-    custom_objects = {**state["objects"], **(custom_objects or {})}
+    custom_objects = custom_objects or {}
+    if state["storage"] is not None and "replay_buffer_kwargs" in custom_objects:
+        raise InvalidArgumentError(
+            f"the replay buffer is not in storage_dir={state['storage']['folder']!r}, as in the saved run. Leave "
+            "replay_buffer_kwargs out of custom_objects"
+        )
+    custom_objects = {**state["objects"], **custom_objects}
     _check_number_of_envs(env, len(state["environments"]))
     vec_env = state["class"]._wrap_env(env, verbose=0)  # as load() does
-    _check_layers(vec_env, state["layers"])
-    environments = recorded_environments(vec_env)
     load_line = f"{state['class'].__name__}.load({str(save / _MODEL)!r}, env=env)"
-    _check_environments(environments.layer_states(), state["environments"], load_line)
+    names = [type(layer).__name__ for layer in _layers(vec_env)]
+    _check_descriptions("env has the wrappers", names, [layer.description for layer in state["layers"]], load_line)
+    environments = recorded_environments(vec_env)
+    for index, states in enumerate(zip(environments.layer_states(), state["environments"], strict=True)):
+        found, expected = ([layer.description for layer in layers] for layers in states)
+        _check_descriptions(f"environment {index} is", found, expected, load_line)
     device = get_device(device)
     if state["storage"] is not None:
-        _check_model(save / _MODEL, vec_env, state["storage"], custom_objects)
+        # Before files are replaced, because their newer transitions are lost then
+        check_for_correct_spaces(vec_env, custom_objects["observation_space"], custom_objects["action_space"])
         restore_stores(save / _STORAGE, pathlib.Path(state["storage"]["folder"]))
     model = state["class"].load(
         save / _MODEL, env=vec_env, device=device, custom_objects=custom_objects, force_reset=False
     )
     if isinstance(model, OffPolicyAlgorithm):
         if state["storage"] is None:
-            _load_replay_buffer(model, save / _BUFFER)
+            model.load_replay_buffer(save / _BUFFER, truncate_last_traj=False)
         else:
             _restore_buffer_attributes(model.replay_buffer, state["storage"])
     for name, value in state["model"].items():
@@ -290,10 +268,9 @@ def resume(
     repetitions = _repeat_episodes(environments, state["logs"])
     vec_env.unwrapped._reset_seeds()
     vec_env.unwrapped._reset_options()
-    for layer, saved, file in zip(_layers(vec_env), state["layers"], state["files"], strict=True):
-        _see(layer, vec_env)
-        _restore_owner(layer, vec_env, saved)
-        restore_results_file(layer, file)
+    for layer, saved in zip(_layers(vec_env), state["layers"], strict=True):
+        for sentence in restore_layer(layer, saved, _links_of(layer, vec_env)):
+            warnings.warn(f"Wrapper: {sentence}.", stacklevel=2)
     for index, (layers, repetition) in enumerate(zip(state["environments"], repetitions, strict=True)):
         for sentence in environments.restore_layers(index, layers):
             warnings.warn(f"Environment {index}: {sentence}.", stacklevel=2)
@@ -309,15 +286,8 @@ def resume(
     return model
 
 
-@dataclasses.dataclass(frozen=True)
-class _Lock:
-    """Lock of a folder that the training of one thread saves to."""
-
-    descriptor: int
-    thread: threading.Thread
-
-
-_locks: dict[pathlib.Path, _Lock] = {}
+# Locks of the folders to which this process saves: the open file, and the thread of the training.
+_locks: dict[pathlib.Path, tuple[int, threading.Thread]] = {}
 
 
 def _lock_folder(callback: ResumeCallback) -> None:
@@ -328,27 +298,23 @@ def _lock_folder(callback: ResumeCallback) -> None:
     :raises StorageError: If another training uses the folder.
     """
     folder, thread = callback.folder.resolve(), threading.current_thread()
-    held = _locks.get(folder)
-    if held is not None:
-        if held.thread is not thread and held.thread.is_alive():
-            raise _training_error(callback.folder, "another thread of this process")
+    if folder in _locks and (_locks[folder][1] is thread or not _locks[folder][1].is_alive()):
         _unlock_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _LOCK
-    while True:
-        try:
-            descriptor = _system.open_exclusive(path)
-        except BlockingIOError:
-            owner = path.read_text(errors="replace")[:32] if path.is_file() else ""
-            raise _training_error(callback.folder, f"process {owner or 'of unknown id'}") from None
-        except OSError as error:
-            raise StorageError(f"cannot lock {path}: {error}. Use a folder on a local disk") from error
-        if os.name == "nt" or (path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(path))):
-            break
-        os.close(descriptor)  # the training that had the lock has deleted this file
+    try:
+        descriptor = _system.open_exclusive(path)
+    except BlockingIOError:
+        owner = "another thread of this process" if folder in _locks else f"process {path.read_text()[:32]}"
+        raise StorageError(
+            f"folder={str(callback.folder)!r} is in use by {owner}, which saves its training there. Wait until it "
+            f"ends, or use another folder: ResumeCallback({str(callback.folder) + '-2'!r})"
+        ) from None
+    except OSError as error:
+        raise StorageError(f"cannot lock {path}: {error}. Use a folder on a local disk") from error
     os.ftruncate(descriptor, 0)
     _system.write_at(descriptor, str(os.getpid()).encode(), 0)
-    _locks[folder] = _Lock(descriptor, thread)
+    _locks[folder] = descriptor, thread
     weakref.finalize(callback, _unlock_folder, folder, descriptor)
 
 
@@ -357,33 +323,20 @@ def _unlock_folder(folder: pathlib.Path, descriptor: int | None = None) -> None:
 
     :param descriptor: the lock to end; default: the present one of this process
     """
-    held = _locks.get(folder)
-    if held is None or descriptor not in (None, held.descriptor):
-        return
-    del _locks[folder]
-    if os.name == "nt":  # which cannot delete an open file
-        os.close(held.descriptor)
-    with contextlib.suppress(OSError):
-        (folder / _LOCK).unlink()
-    if os.name != "nt":
-        os.close(held.descriptor)
+    if folder in _locks and descriptor in (None, _locks[folder][0]):
+        steps = [(folder / _LOCK).unlink, functools.partial(os.close, _locks.pop(folder)[0])]
+        for step in reversed(steps) if os.name == "nt" else steps:  # Windows cannot delete an open file
+            with contextlib.suppress(OSError):
+                step()
 
 
 def _forget_locks_in_child() -> None:
     """Close the locks in a forked process, which would hold them after its parent's end."""
-    for held in _locks.values():
-        os.close(held.descriptor)
-    _locks.clear()
+    while _locks:
+        os.close(_locks.popitem()[1][0])
 
 
 _system.after_fork(_forget_locks_in_child)
-
-
-def _training_error(folder: pathlib.Path, user: str) -> StorageError:
-    return StorageError(
-        f"folder={str(folder)!r} is in use by {user}, which saves its training there. Wait until it ends, or use "
-        f"another folder: ResumeCallback({str(folder) + '-2'!r})"
-    )
 
 
 class _RunPickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -391,12 +344,23 @@ class _RunPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__" and "<" not in obj.__qualname__:
-            return _find_in_script, (obj.__qualname__,)
+            return obj.__qualname__
         if type(obj) is np.ndarray and not obj.dtype.hasobject:
             contiguous = obj.copy(order="C")
             if obj.strides != contiguous.strides:
-                return copy_with_strides, (contiguous, obj.strides)
+                return _copy_with_strides, (contiguous, obj.strides)
         return super().reducer_override(obj)
+
+
+def _copy_with_strides(saved: np.ndarray, strides: tuple[int, ...]) -> np.ndarray:
+    """Return a copy of an array with the layout of the original, on which the order of later sums depends."""
+    if saved.strides == strides or min(strides, default=0) < 0 or 0 in strides:
+        return saved.copy()
+    n_bytes = sum((size - 1) * step for size, step in zip(saved.shape, strides, strict=True)) + saved.itemsize
+    memory = np.zeros(max(n_bytes, saved.itemsize), np.uint8)
+    found: np.ndarray = np.ndarray(saved.shape, saved.dtype, memory, strides=strides)
+    found[...] = saved
+    return found
 
 
 def _pickle(value: Any) -> bytes:
@@ -405,40 +369,21 @@ def _pickle(value: Any) -> bytes:
     return file.getvalue()
 
 
-def _find_in_script(name: str) -> Any:
-    """Return a class or function of the present script."""
-    found: Any = sys.modules["__main__"]
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is None:
-        raise InvalidArgumentError(
-            f"the saved run uses {name} of its script, which this script does not define. Define or import it before "
-            f"resume(...), or, if it was renamed, write {name} = NewName"
-        )
-    return found
-
-
 class _RunUnpickler(pickle.Unpickler):
     """Unpickler that reports missing classes and modules."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
             return super().find_class(module, name)
-        except (ImportError, AttributeError) as error:
-            raise _missing_name_error(module, name, error) from error
-
-
-def _missing_name_error(module: str, name: str, error: Exception) -> InvalidArgumentError:
-    if isinstance(error, ImportError):
-        line = f'import new_name, sys; sys.modules["{module}"] = new_name'
-        return InvalidArgumentError(
-            f"the saved run uses {name} of the module {module!r}, which cannot be imported ({error}). Install it "
-            f"or add its folder to sys.path, or, if it was renamed, write {line}"
+        except ImportError as error:
+            problem = f"cannot be imported ({error})"
+            line = f'import new_name, sys; sys.modules["{module}"] = new_name'
+        except AttributeError:
+            problem, line = "has no such name now", f"import {module}; {module}.{name} = {module}.NewName"
+        raise InvalidArgumentError(
+            f"the saved run uses {name} of the module {module!r}, which {problem}. Define or import it before "
+            f"resume(...), or, if it was renamed, write {line}"
         )
-    return InvalidArgumentError(
-        f"the saved run uses {name} of the module {module!r}, which has no such name now. Define it there, or, if it "
-        f"was renamed, write import {module}; {module}.{name} = {module}.NewName"
-    )
 
 
 def _check_number_of_envs(env: Any, expected: int) -> None:
@@ -455,25 +400,13 @@ def _check_number_of_envs(env: Any, expected: int) -> None:
         )
 
 
-def _check_environments(found: list[list[LayerState]], expected: list[list[LayerState]], load_line: str) -> None:
-    """Raise an error if an environment is built otherwise than that of the saved run."""
-    for index, (ours, saved) in enumerate(zip(found, expected, strict=True)):
-        texts, saved_texts = ([layer.description for layer in layers] for layers in (ours, saved))
-        if texts != saved_texts:
-            raise InvalidArgumentError(
-                f"environment {index} is {' of '.join(texts)}: expected {' of '.join(saved_texts)}, as in the saved "
-                f"run. Build it like that of the run, or continue with new episodes: {load_line}"
-            )
-
-
-def _load_replay_buffer(model: OffPolicyAlgorithm, path: pathlib.Path) -> None:
-    try:
-        model.load_replay_buffer(path, truncate_last_traj=False)
-    except (ImportError, AttributeError) as error:
+def _check_descriptions(name: str, found: list[str], expected: list[str], load_line: str) -> None:
+    """Raise an error if the wrappers of an environment or VecEnv differ from those of the saved run."""
+    if found != expected:
         raise InvalidArgumentError(
-            f"the replay buffer in {str(path)!r} uses a class that is missing: {error}. Define or import it before "
-            "resume(...), or, if it was renamed, write OldName = NewName"
-        ) from error
+            f"{name} {' of '.join(found) or 'nothing'}: expected {' of '.join(expected) or 'nothing'}, as in the saved "
+            f"run. Build it like that of the run, or continue with new episodes: {load_line}"
+        )
 
 
 def _objects_of(model: Any) -> dict[str, Any]:
@@ -487,28 +420,6 @@ def _objects_of(model: Any) -> dict[str, Any]:
     return {
         name: value for name, value in vars(model).items() if name not in left_out and not is_json_serializable(value)
     }
-
-
-def _check_model(
-    path: pathlib.Path, vec_env: VecEnv, storage: dict[str, Any], custom_objects: dict[str, Any] | None
-) -> None:
-    """Raise an error if a model cannot continue with the files of its replay buffer.
-
-    This is checked before the files are replaced, because their newer transitions are lost then.
-    """
-    data, _, _ = load_from_zip_file(path, device="cpu", custom_objects=custom_objects)
-    assert data is not None
-    check_for_correct_spaces(vec_env, data["observation_space"], data["action_space"])
-    found = (data["replay_buffer_kwargs"] or {}).get("storage_dir")
-    if found is None or os.fspath(found) != storage["folder"]:
-        raise _other_storage_error(storage["folder"])
-
-
-def _other_storage_error(folder: str) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"the replay buffer is not in storage_dir={folder!r}, as in the saved run. Leave replay_buffer_kwargs out of "
-        "custom_objects"
-    )
 
 
 def _repeat_episodes(environments: Any, logs: list[EpisodeLog | None]) -> list[Repetition | None]:
@@ -535,95 +446,34 @@ def _layers(vec_env: Any) -> list[Any]:
     return found
 
 
-def _check_layers(vec_env: Any, states: list[_OwnerState]) -> None:
-    """Raise an error if the wrappers of a VecEnv are not those of the save."""
-    found, expected = [type(layer).__name__ for layer in _layers(vec_env)], [state.name for state in states]
-    if found != expected:
-        raise InvalidArgumentError(
-            f"env has the wrappers {found}: expected {expected}, as in the saved run. Build it like that of the run"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class _OwnerState:
-    """State of a callback, or of a wrapper of a VecEnv.
-
-    :ivar name: name of its class
-    :ivar attributes: copies of its attributes
-    :ivar first: summary of the attributes before the first step; None if it is not known
-    """
-
-    name: str
-    attributes: dict[str, Any]
-    first: Summary | None
-
-
-def _attributes_of(owner: Any, model_or_env: Any) -> dict[str, Any]:
-    """Return the attributes of a callback or wrapper, except links to other objects."""
-    names = _CALLBACK_LINKS if isinstance(owner, BaseCallback) else _VEC_ENV_LINKS
-    return {name: value for name, value in vars(owner).items() if name not in names and value is not model_or_env}
-
-
 def _links_of(owner: Any, model_or_env: Any) -> list[Any]:
     """Return the objects that are not part of a callback or wrapper: the model, environments, other callbacks."""
     vec_env: Any = model_or_env.get_env() if isinstance(model_or_env, BaseAlgorithm) else model_or_env
     types = (gymnasium.Env, VecEnv, BaseAlgorithm, BaseCallback)
     found = [model_or_env, *_layers(vec_env), vec_env.unwrapped, *getattr(vec_env.unwrapped, "envs", ())]
-    return [*found, *(value for value in vars(owner).values() if isinstance(value, types))]
+    return [*found, *(value for name, value in vars(owner).items() if name in _LINKS or isinstance(value, types))]
 
 
-def _owner_state(owner: Any, model_or_env: Any) -> _OwnerState:
-    parts = read_state(_attributes_of(owner, model_or_env), _links_of(owner, model_or_env))
-    return _OwnerState(type(owner).__name__, parts, _first_seen.get(owner))
+def _state_of(owner: Any, model_or_env: Any) -> LayerState:
+    state = layer_state(owner, _links_of(owner, model_or_env), type(owner).__name__)
+    if isinstance(owner, BaseCallback):
+        state.attributes.pop("num_timesteps")  # the model's
+    return state
 
 
-def _see(owner: Any, model_or_env: Any) -> None:
-    """Record the attributes of a callback or wrapper before the first step, unless that was done."""
-    if owner not in _first_seen:
-        _first_seen[owner] = summarize(_owner_state(owner, model_or_env).attributes)
+_wrap_env = BaseAlgorithm._wrap_env
 
 
-def _restore_owner(owner: Any, model_or_env: Any, saved: _OwnerState) -> None:
-    """Restore the state of a callback or wrapper. Arguments of its constructor are those of this process."""
-    present = _owner_state(owner, model_or_env)
-    first, marks, now = _first_seen.get(owner), summarize(saved.attributes), summarize(present.attributes)
-    if isinstance(owner, BaseCallback) and None not in (saved.first, first):
-        kept = differing(saved.first, first)
-    else:
-        kept = _kept_arguments(owner, saved, marks, now)
-    kept -= {path for path in kept if path in marks and marks[path].is_generator}
-    changed = kept & differing(saved.first, marks) & differing(marks, now) & marks.keys()
-    lost = write_state(owner, saved.attributes, _links_of(owner, model_or_env), kept=kept.__contains__)
-    if changed:
-        warnings.warn(
-            f"{saved.name} has other arguments than in the saved run, so these attributes, which that run has changed, "
-            f"keep the values of this process: {', '.join(sorted(changed))}.",
-            stacklevel=4,
-        )
-    if lost:
-        warnings.warn(f"{saved.name}: {', '.join(lost)} cannot be saved, and start again.", stacklevel=4)
+@functools.wraps(_wrap_env)
+def _wrap_and_see(env: Any, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
+    """Record how wrappers are before the first reset, after which ResumeCallback gets them."""
+    vec_env = _wrap_env(env, verbose, monitor_wrapper)
+    for layer in _layers(vec_env):
+        record_layer(layer, _links_of(layer, vec_env))
+    return vec_env
 
 
-def _kept_arguments(owner: Any, saved: _OwnerState, marks: Summary, now: Summary) -> set[str]:
-    """Return the paths of attributes that follow from arguments of the constructor.
-
-    These are attributes with the name of an argument that differs, and absolute paths. If there are any, other
-    attributes that the saved run has not changed may follow from them, too.
-    """
-    arguments = {
-        name
-        for base in type(owner).__mro__
-        if isinstance(vars(base).get("__init__"), types.FunctionType)
-        for name in inspect.signature(vars(base)["__init__"]).parameters
-    }
-    differing_paths = differing(marks, now) & now.keys()
-    kept = {path for path in differing_paths if re.split(r"[.\[]", path)[0] in arguments}
-    kept -= set() if saved.first is None else kept - differing(saved.first, now)
-    values = {name: value for name, value in saved.attributes.items() if isinstance(value, str)}
-    kept |= {name for name, value in values.items() if os.path.isabs(value) and name in differing_paths}
-    if kept and saved.first is not None:
-        kept |= now.keys() & marks.keys() - differing(saved.first, marks)
-    return kept
+BaseAlgorithm._wrap_env = staticmethod(_wrap_and_see)  # type: ignore[method-assign]
 
 
 def _warn_of_unsaved_attributes(callbacks: list[BaseCallback], model: Any, environments: Any) -> None:
@@ -636,13 +486,9 @@ def _warn_of_unsaved_attributes(callbacks: list[BaseCallback], model: Any, envir
                 stacklevel=4,
             )
             break  # others are usually alike
-    unsaved = [
-        f"{type(each).__name__}.{path} ({name})"
-        for each in callbacks
-        if type(each).__module__.partition(".")[0] not in ("stable_baselines3", "sb3_contrib", "sb3_ext")
-        for path, name in find_unsaved(_owner_state(each, model).attributes)
-    ]
-    if unsaved:
+    packages = ("stable_baselines3", "sb3_contrib", "sb3_ext")
+    states = [_state_of(each, model) for each in callbacks if type(each).__module__.partition(".")[0] not in packages]
+    if unsaved := unsaved_attributes(states, opaque=True):
         warnings.warn(
             f"These attributes of callbacks are not saved, and start again after resume(): {', '.join(unsaved)}. Use "
             "numbers, strings, arrays, lists or dicts for what must continue",
@@ -726,11 +572,11 @@ def _flatten(callback: Any) -> Iterator[BaseCallback]:
             yield from _flatten(vars(callback).get(name))
 
 
-def _restore_callbacks(callbacks: list[BaseCallback], states: list[_OwnerState], model: Any) -> None:
+def _restore_callbacks(callbacks: list[BaseCallback], states: list[LayerState], model: Any) -> None:
     """Set the attributes of callbacks, matched by class and order."""
     for kind in {type(callback).__name__ for callback in callbacks}:
         found = [callback for callback in callbacks if type(callback).__name__ == kind]
-        saved = [state for state in states if state.name == kind]
+        saved = [state for state in states if state.description == kind]
         if saved and len(found) != len(saved):
             warnings.warn(
                 f"learn() got {len(found)} callbacks {kind}, but {len(saved)} in the saved run, so they start again.",
@@ -738,7 +584,8 @@ def _restore_callbacks(callbacks: list[BaseCallback], states: list[_OwnerState],
             )
             continue
         for callback, state in zip(found, saved, strict=False):
-            _restore_owner(callback, model, state)
+            for sentence in restore_layer(callback, state, _links_of(callback, model)):
+                warnings.warn(f"Callback: {sentence}.", stacklevel=3)
 
 
 def _sde_distributions(model: Any) -> list[Any]:
@@ -759,7 +606,7 @@ def _generator_states(model: Any) -> dict[str, Any]:
             {name: getattr(each, name).detach().cpu().numpy() for name in _SDE_ATTRIBUTES}
             for each in _sde_distributions(model)
         ],
-        "action_noise": getattr(model, "action_noise", None),
+        "action_noise": deepcopy(getattr(model, "action_noise", None)),  # the model gets another copy from its pickle
     }
 
 
@@ -788,10 +635,6 @@ def _on_device(value: Any, device: th.device) -> Any:
     return value
 
 
-def _to_cpu(value: Any) -> Any:
-    return _on_device(value, th.device("cpu"))
-
-
 def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
     """Return the state of a run, except what SB3 saves in files."""
     vec_env = model.get_env()
@@ -799,15 +642,18 @@ def _state_of_run(model: Any, callbacks: list[BaseCallback]) -> dict[str, Any]:
     return {
         "class": type(model),
         "objects": _objects_of(model),
-        "model": {name: _to_cpu(getattr(model, name)) for name in _MODEL_ATTRIBUTES if hasattr(model, name)},
+        "model": {
+            name: _on_device(getattr(model, name), th.device("cpu"))
+            for name in _MODEL_ATTRIBUTES
+            if hasattr(model, name)
+        },
         "action_generator": model.action_space._np_random,
         "generators": _generator_states(model),
-        "callbacks": [_owner_state(each, model) for each in callbacks],
-        "layers": [_owner_state(each, vec_env) for each in _layers(vec_env)],
+        "callbacks": [_state_of(each, model) for each in callbacks],
+        "layers": [_state_of(each, vec_env) for each in _layers(vec_env)],
         "environments": environments.layer_states(),
         "observations": {key: rows.copy() for key, rows in environments.observation_arrays().items()},
         "logs": environments.logs(),
-        "files": list(map(results_file, _layers(vec_env))),
         "storage": _storage_state(model),
         "run": _runs[model],
     }
@@ -848,10 +694,7 @@ def _storage_state(model: Any) -> dict[str, Any] | None:
 
 def _restore_buffer_attributes(buffer: Any, storage: dict[str, Any]) -> None:
     """Set what the files of a replay buffer do not contain."""
-    attributes = storage["attributes"]
-    if (buffer.pos, buffer.full) != (attributes["pos"], attributes["full"]):
-        raise _other_storage_error(storage["folder"])
-    vars(buffer).update(attributes)
+    vars(buffer).update(storage["attributes"])
     if storage["lengths"] is not None:
         buffer.ep_length[: len(storage["lengths"])] = storage["lengths"]
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -311,7 +312,7 @@ def test_truncated_episode_in_files_keeps_its_checksums(tmp_path: pathlib.Path) 
     row = model.replay_buffer.pos - 1
     model.replay_buffer.close()
     again = CompressedReplayBuffer(
-        200, model.observation_space, model.action_space, storage_dir=tmp_path / "b", n_envs=1
+        200, model.observation_space, model.action_space, storage_dir=tmp_path / "b", n_envs=1, resume=True
     )
     assert again.dones[row].all()
     again.close()
@@ -506,18 +507,21 @@ def test_statistics_of_normalizing_wrappers_continue(isolation: Any, tmp_path: p
 
 
 class Opaque(BaseCallback):
-    """Callback with an attribute that is data, and one that is not."""
+    """Callback with an attribute that is data, a file that changes, and a lock."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers, self.history = [1], io.StringIO()
+        self.numbers, self.history, self.lock = [1], io.StringIO(), threading.Lock()
 
     def _on_step(self) -> bool:
+        self.history.write("step")
         return True
 
 
 def test_callback_attributes_that_are_not_saved_are_reported_once(tmp_path: pathlib.Path) -> None:
-    with pytest.warns(UserWarning, match=r"not saved.*: Opaque\.history \(StringIO\)\. Use") as caught:
+    with pytest.warns(
+        UserWarning, match=r"not saved.*: Opaque\.history \(StringIO\), Opaque\.lock \(lock\)\. Use"
+    ) as caught:
         ppo(vec_env_of(cartpole)).learn(96, callback=[Opaque(), StopAt(1000), ResumeCallback(tmp_path, 32)])
     assert len(caught) == 1
 
@@ -857,9 +861,9 @@ def test_folder_of_a_living_training_is_refused(tmp_path: pathlib.Path) -> None:
     finally:
         process.kill()
         process.wait()
-    resume(tmp_path, vec_env_of(cartpole)).learn(
-        1_000_000, reset_num_timesteps=False, callback=[ResumeCallback(tmp_path, 32), Stop()]
-    )
+    model = resume(tmp_path, vec_env_of(cartpole))
+    callbacks = [ResumeCallback(tmp_path, 32), Stop()]
+    model.learn(1_000_000 - model.num_timesteps, reset_num_timesteps=False, callback=callbacks)
     assert not (tmp_path / "lock").exists()
 
 

@@ -19,17 +19,18 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from rl_ext_core.recording.attributes import Summary, differing, read_attributes, read_state, summarize, write_state
+from rl_ext_core.recording.attributes import Summary, read_attributes, read_state, summarize, write_state
 from rl_ext_core.recording.generators import layers_of
 
 __all__ = [
     "LayerState",
     "describe_layers",
+    "layer_state",
     "layer_states",
     "record_construction",
+    "record_layer",
+    "restore_layer",
     "restore_layers",
-    "restore_results_file",
-    "results_file",
     "unsaved_attributes",
 ]
 
@@ -52,8 +53,10 @@ class LayerState:
     file: tuple[str, float] | None
 
 
-# Summaries of living layers after construction, and their containers, by the ids of the layers.
-_constructions: dict[int, tuple[weakref.ref[Any], Summary, dict[str, Callable[[], Any]]]] = {}
+# Summaries of living layers after construction, and their containers by name.
+_constructions: weakref.WeakKeyDictionary[Any, tuple[Summary, dict[str, Callable[[], Any]]]] = (
+    weakref.WeakKeyDictionary()
+)
 _LINKS = frozenset(
     (
         *("env", "results_writer", "_action_space", "_observation_space", "_metadata", "_cached_spec"),
@@ -68,16 +71,19 @@ _MAX_TEXT = 60
 def layer_states(env: Any) -> list[LayerState]:
     """Return the state of each wrapper of an environment, outermost first, and of the environment itself."""
     layers = _all_layers(env)
-    return [
-        LayerState(
-            _describe_layer(layer),
-            _layer_parts(layer, vars(layer), layers, unchanged=_construction(layer)),
-            _construction(layer),
-            _find_replaced(layer),
-            results_file(layer),
-        )
-        for layer in layers
-    ]
+    return [layer_state(layer, layers, _describe_layer(layer)) for layer in layers]
+
+
+def layer_state(layer: Any, links: Sequence[Any], description: str) -> LayerState:
+    """Return the state of an object.
+
+    :param links: objects that are not part of it
+    """
+    construction, objects = _construction(layer)
+    attributes = vars(layer)
+    # Containers that are not the objects that construction has made
+    replaced = frozenset(name for name, refer in objects.items() if attributes.get(name) is not refer())
+    return LayerState(description, _read(attributes, links), construction, replaced, _results_file(layer))
 
 
 def describe_layers(env: Any) -> str:
@@ -124,15 +130,20 @@ def record_construction(env: Any) -> None:
     """
     layers = _all_layers(env)
     for layer in layers:
-        attributes = read_attributes(layer)
-        summary = summarize(_layer_parts(layer, attributes, layers))
-        objects = {name: _refer(value) for name, value in attributes.items() if _is_container(value)}
-        with contextlib.suppress(TypeError):  # an object of a class without weak references
-            _constructions.setdefault(id(layer), (weakref.ref(layer, _forget(id(layer))), summary, objects))
+        record_layer(layer, layers)
+
+
+def record_layer(layer: Any, links: Sequence[Any]) -> None:
+    """Record the attributes of a new object, unless that was done."""
+    with contextlib.suppress(TypeError):  # an object of a class without weak references
+        if layer not in _constructions:
+            attributes = read_attributes(layer)
+            objects = {name: _refer(value) for name, value in attributes.items() if _is_container(value)}
+            _constructions[layer] = summarize(_read(attributes, links)), objects
 
 
 def _is_container(value: Any) -> bool:
-    return isinstance(value, (list, dict, set, deque, bytearray, np.ndarray)) or type(value).__name__ == "Tensor"
+    return isinstance(value, (list, dict, set, deque, np.ndarray)) or type(value).__name__ == "Tensor"
 
 
 def _refer(value: Any) -> Callable[[], Any]:
@@ -143,28 +154,16 @@ def _refer(value: Any) -> Callable[[], Any]:
         return lambda: value
 
 
-def _find_replaced(layer: Any) -> frozenset[str]:
-    """Return the containers that are not the objects that construction has made."""
-    objects = _constructions[id(layer)][2] if id(layer) in _constructions else {}
-    return frozenset(name for name, refer in objects.items() if vars(layer).get(name) is not refer())
+def _construction(layer: Any) -> tuple[Summary | None, dict[str, Callable[[], Any]]]:
+    """Return the summary of a layer after its construction, None if it was not recorded, and its containers."""
+    try:
+        return _constructions[layer]
+    except (KeyError, TypeError):
+        return None, {}
 
 
-def _forget(key: int) -> Callable[[Any], None]:
-    def forget(_: Any) -> None:
-        _constructions.pop(key, None)
-
-    return forget
-
-
-def _construction(layer: Any) -> Summary | None:
-    """Return the summary of a layer after its construction; None if it was not recorded."""
-    return _constructions[id(layer)][1] if id(layer) in _constructions else None
-
-
-def _layer_parts(layer: Any, attributes: dict[str, Any], layers: Sequence[Any], **options: Any) -> dict[str, Any]:
-    """Return copies of the attributes of a layer, except links to other layers."""
-    state = {name: value for name, value in attributes.items() if name not in _LINKS}
-    return read_state(state, layers, **options)
+def _read(attributes: dict[str, Any], links: Sequence[Any]) -> dict[str, Any]:
+    return read_state({name: value for name, value in attributes.items() if name not in _LINKS}, links)
 
 
 def restore_layers(env: Any, states: Sequence[LayerState]) -> list[str]:
@@ -175,43 +174,54 @@ def restore_layers(env: Any, states: Sequence[LayerState]) -> list[str]:
 
     :return: sentences on attributes that are not restored, although they have changed in the recorded process
     """
-    layers, kept, lost = _all_layers(env), list[str](), list[str]()
-    for layer, state in zip(layers, states, strict=False):
-        if _describe_layer(layer) != state.description:
-            continue
-        name, saved = type(layer).__name__, summarize(state.attributes)
-        present = summarize(_layer_parts(layer, vars(layer), layers))
-        own = differing(state.construction, _construction(layer))
-        own -= {path for path in own if path in saved and saved[path].is_generator}
-        kept += [
-            f"{name}.{path}"
-            for path in sorted(own & differing(state.construction, saved) & differing(saved, present))
-            if path in saved
-        ]
-        replaced = state.replaced - _find_replaced(layer)
-        paths = write_state(layer, state.attributes, layers, kept=own.__contains__, replaced=replaced)
-        lost += [f"{name}.{path}" for path in paths]
-        restore_results_file(layer, state.file)
+    layers = _all_layers(env)
+    found = [
+        restore_layer(layer, state, layers)
+        for layer, state in zip(layers, states, strict=False)
+        if _describe_layer(layer) == state.description
+    ]
+    return [sentence for sentences in found for sentence in sentences]
+
+
+def restore_layer(layer: Any, state: LayerState, links: Sequence[Any]) -> list[str]:
+    """Set the attributes of an object, and the content of its file, to a recorded state.
+
+    :return: sentences on attributes that are not restored
+    """
+    present = layer_state(layer, links, "")
+    found = write_state(
+        layer,
+        state.attributes,
+        links,
+        first=state.construction,
+        first_here=present.construction,
+        replaced=state.replaced - present.replaced,
+    )
+    _restore_results_file(layer, state.file)
+    kept, lost = (", ".join(f"{type(layer).__name__}.{path}" for path in paths) for paths in found)
     sentences = []
     if kept:
         sentences.append(
-            f"construction has set {', '.join(kept)} otherwise than in the saved run, which has changed them since. "
-            "They keep the values of this process"
+            f"construction has set {kept} otherwise than in the saved run, which has changed them since. They keep the "
+            "values of this process"
         )
     if lost:
-        sentences.append(f"{', '.join(lost)} cannot be saved, and differ from the saved run")
+        sentences.append(f"{lost} cannot be restored, and may differ from the saved run")
     return sentences
 
 
-def unsaved_attributes(states: Sequence[LayerState]) -> list[str]:
-    """Return the attributes that have changed since construction and cannot be saved, with their classes."""
+def unsaved_attributes(states: Sequence[LayerState], *, opaque: bool = False) -> list[str]:
+    """Return the attributes that have changed since construction and cannot be saved, with their classes.
+
+    :param opaque: whether to return also those whose changes cannot be detected
+    """
     found = []
     for state in states:
-        name, before = state.description.partition("(")[0].strip(), state.construction
+        name, before = state.description.partition("(")[0].strip(), state.construction or {}
         for path, mark in summarize(state.attributes).items():
-            old = None if before is None else before.get(path)
-            has_changed = old is not None and old.unsaved is not None and old.unsaved != mark.unsaved
-            if mark.unsaved is not None and (has_changed or mark.is_unknown):
+            is_unsaved = mark.kind in ("unsaved", "reference") and path in before and mark.kind == before[path].kind
+            has_changed = is_unsaved and mark.checksum != before[path].checksum
+            if mark.kind == "unknown" or has_changed or (opaque and mark.kind == "opaque"):
                 found.append(f"{name}.{path} ({mark.description})")
     return found
 
@@ -221,24 +231,28 @@ def _all_layers(env: Any) -> list[Any]:
     return [layer for layer in layers_of(env) if not hasattr(type(layer), "episode_log")]
 
 
-def results_file(monitor: Any) -> tuple[str, float] | None:
+def _results_file(monitor: Any) -> tuple[str, float] | None:
     """Return the content of the file in which a monitor writes its episodes, and the origin of its times.
 
     :return: None if it has no file
     """
-    file = getattr(getattr(monitor, "__dict__", {}).get("results_writer"), "file_handler", None)
+    file = _find_results_file(monitor)
     if file is None:
         return None
     file.flush()
     return Path(os.path.abspath(file.name)).read_bytes().decode(), monitor.t_start
 
 
-def restore_results_file(monitor: Any, saved: tuple[str, float] | None) -> None:
+def _restore_results_file(monitor: Any, saved: tuple[str, float] | None) -> None:
     """Replace the content of a monitor's file, and the origin of its times, by those of a save."""
-    file = getattr(getattr(monitor, "__dict__", {}).get("results_writer"), "file_handler", None)
+    file = _find_results_file(monitor)
     if file is not None and saved is not None:
         text, vars(monitor)["t_start"] = saved
         file.seek(0)
         file.truncate()
         file.write(text)
         file.flush()
+
+
+def _find_results_file(monitor: Any) -> Any:
+    return getattr(getattr(monitor, "__dict__", {}).get("results_writer"), "file_handler", None)
