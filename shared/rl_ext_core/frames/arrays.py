@@ -36,6 +36,7 @@ N_RECENT = 4
 N_HELD = 16  # number of handles that were returned and not released
 SETTINGS_VERSION = 17  # counts the changes of the next five fields
 N_STACK, AXIS, CODEC, MAX_ERROR, QUALITY = 18, 19, 20, 21, 22
+UNLIKE = 23  # stacks stored since the last one that resembled a stream
 SETTINGS_SUM = 30  # checksum of these five fields
 RECONFIGURING = 31  # 1 while the settings are being changed, so that a killed process leaves a mark
 BINS, N_BINS = 32, 32  # lists of free runs by length, see ``allocator``
@@ -88,7 +89,8 @@ ENDED = 5  # whether the trajectory is over
 FOLLOWER = 6  # stream that was used after this one the last time
 ORDER = 7  # memory order of the newest stack in ``last``: PLANAR or INTERLEAVED
 NEWEST_FRAME = 8  # where the newest frame is: ``IN_ROW``, ``IN_REFERENCE``, or its offset in ``open`` plus 1
-N_STREAM = 9
+WHOLE_FRAMES = 9  # frames stored whole since the last patch, see ``encode``
+N_STREAM = 10
 
 IN_ROW = 0  # in ``frame``
 IN_REFERENCE = -1  # in the reference of the open block, because no frame of the block differs from it
@@ -117,7 +119,7 @@ class PoolArrays(NamedTuple):
     users: Numbers  # (references,): number of blocks that use each one
     reference_sums: Numbers  # (references,): checksums
     free_references: Numbers  # last in, first out
-    streams: Counts  # (streams, 9)
+    streams: Counts  # (streams, 10)
     last: Bytes  # (streams, stack bytes): newest stacks
     frame: Bytes  # (streams, frame bytes): newest frames, as they will be decoded, if they are stored as patches
     open: Bytes  # (streams, block bytes): contents of open blocks

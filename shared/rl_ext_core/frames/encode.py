@@ -45,8 +45,10 @@ from rl_ext_core.frames.arrays import (
     REFERENCES,
     STREAM,
     STREAMS,
+    UNLIKE,
     UNSEALED,
     USERS,
+    WHOLE_FRAMES,
     PoolArrays,
     PoolMemory,
 )
@@ -80,11 +82,13 @@ from rl_ext_core.frames.kernel_primitives import (
     mix_word,
     zero_bytes,
 )
-from rl_ext_core.frames.patch import WHOLE, append_entry, encode_runs, equal_bytes
+from rl_ext_core.frames.patch import WHOLE, append_entry, append_whole, encode_runs, equal_bytes
 from rl_ext_core.frames.region import address_of
 from rl_ext_core.frames.views import address_in, geometry_in, pool_in
 
 _RESEMBLING = 8  # frames resemble each other if the patch between them is smaller than this fraction of a frame
+# After this many unrelated frames in a row, only one of ``_RETRY`` frames is compared with earlier ones.
+_UNRELATED, _RETRY = 4, 8
 
 
 @njit(nogil=True)
@@ -119,13 +123,26 @@ def _write_entry(p, s, frame, target, scratch, geometry, bound):  # type: ignore
         copy_bytes(target, frame, n_bytes)
         p.streams[s, NEWEST_FRAME] = p.streams[s, OPEN_BYTES] + 1
         return n_bytes
-    size = append_entry(_newest_frame_address(p, s), frame, n_bytes, target, scratch, bound)
-    if load_u16(target) == WHOLE:
+    first = p.streams[s, OPEN_FRAMES] == 0  # of the block; it was compared with references already
+    if first or _is_compared(p.streams[s, WHOLE_FRAMES]):
+        size = append_entry(_newest_frame_address(p, s), frame, n_bytes, target, scratch, bound)
+    else:
+        size = append_whole(frame, n_bytes, target)
+    whole = load_u16(target) == WHOLE
+    if not first:
+        p.streams[s, WHOLE_FRAMES] = p.streams[s, WHOLE_FRAMES] + 1 if whole else 0
+    if whole:
         p.streams[s, NEWEST_FRAME] = p.streams[s, OPEN_BYTES] + ENTRY_HEADER + 1
     elif size > ENTRY_HEADER:
         copy_bytes(row, frame, n_bytes)
         p.streams[s, NEWEST_FRAME] = IN_ROW
     return size
+
+
+@njit(nogil=True, inline="always")
+def _is_compared(unrelated):  # type: ignore[no-untyped-def]
+    """Return whether a frame is compared with earlier ones after so many unrelated frames in a row."""
+    return unrelated < _UNRELATED or unrelated % _RETRY == 0
 
 
 @njit(nogil=True)
@@ -362,7 +379,8 @@ def _find_stream(p, stack, geometry, bound, shared_mask, without_nexts, scratch)
             if _stream_matches(p, s, stack, geometry, shared_mask, shifts):
                 return s, True
     if without_nexts and geometry.n_stack == 1 and geometry.coder == PATCH:
-        similar = _most_similar(p, stack, geometry, bound, scratch)
+        similar = _most_similar(p, stack, geometry, bound, scratch) if _is_compared(p.head[UNLIKE]) else -1
+        p.head[UNLIKE] = 0 if similar >= 0 else p.head[UNLIKE] + 1
         if similar >= 0:
             return similar, True
     oldest, ended = -1, -1
