@@ -124,7 +124,7 @@ def _write_entry(p, s, frame, target, scratch, geometry, bound):  # type: ignore
         p.streams[s, NEWEST_FRAME] = p.streams[s, OPEN_BYTES] + 1
         return n_bytes
     first = p.streams[s, OPEN_FRAMES] == 0  # of the block; it was compared with references already
-    if first or _is_compared(p.streams[s, WHOLE_FRAMES]):
+    if first or _should_compare(p.streams[s, WHOLE_FRAMES]):
         size = append_entry(_newest_frame_address(p, s), frame, n_bytes, target, scratch, bound)
     else:
         size = append_whole(frame, n_bytes, target)
@@ -140,7 +140,7 @@ def _write_entry(p, s, frame, target, scratch, geometry, bound):  # type: ignore
 
 
 @njit(nogil=True, inline="always")
-def _is_compared(unrelated):  # type: ignore[no-untyped-def]
+def _should_compare(unrelated):  # type: ignore[no-untyped-def]
     """Return whether a frame is compared with earlier ones after so many unrelated frames in a row."""
     return unrelated < _UNRELATED or unrelated % _RETRY == 0
 
@@ -379,7 +379,7 @@ def _find_stream(p, stack, geometry, bound, shared_mask, without_nexts, scratch)
             if _stream_matches(p, s, stack, geometry, shared_mask, shifts):
                 return s, True
     if without_nexts and geometry.n_stack == 1 and geometry.coder == PATCH:
-        similar = _most_similar(p, stack, geometry, bound, scratch) if _is_compared(p.head[UNLIKE]) else -1
+        similar = _most_similar(p, stack, geometry, bound, scratch) if _should_compare(p.head[UNLIKE]) else -1
         p.head[UNLIKE] = 0 if similar >= 0 else p.head[UNLIKE] + 1
         if similar >= 0:
             return similar, True
