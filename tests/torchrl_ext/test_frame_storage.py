@@ -419,6 +419,20 @@ def test_unrelated_images_take_at_most_their_size(shape: tuple[int, ...]) -> Non
     assert storage.used_nbytes < 1.15 * images.nbytes
 
 
+@pytest.mark.parametrize("keys", [["pixels"], ["pixels", ("next", "pixels")]])
+def test_unrelated_images_that_were_overwritten_take_no_memory(keys: list[Any]) -> None:
+    noise = torch.Generator().manual_seed(0)
+    images = {key: torch.randint(256, (600, 40, 40, 3), generator=noise, dtype=torch.uint8) for key in keys}
+    storage = FrameStorage(100)
+    for start in range(0, 600, 20):
+        rows = TensorDict({key: leaf[start : start + 20] for key, leaf in images.items()}, [20])
+        storage.set([i % 100 for i in range(start, start + 20)], rows)
+    for key, leaf in images.items():
+        assert torch.equal(storage[:][key][:], leaf[-100:])
+    # The newest frame of each of the 256 streams is kept, so that the next one can continue it.
+    assert storage.used_nbytes < 1.15 * (100 + 256) * len(keys) * images["pixels"][0].nbytes
+
+
 LIMIT = 120_000
 
 

@@ -72,7 +72,7 @@ def test_samples_equal_jpeg_of_each_frame(batch: int, quality: int) -> None:
 
 
 def test_frames_read_the_same_before_and_after_their_block_is_complete() -> None:
-    buffer, data = make_buffer(300), make_pictures(150)
+    buffer, data = make_buffer(300, n_stack=STACK), make_pictures(150)
     seen = []
     for row, made in zip(data, through_jpeg(data), strict=True):
         buffer.add(row.clone())
@@ -83,7 +83,7 @@ def test_frames_read_the_same_before_and_after_their_block_is_complete() -> None
 
 
 def test_damaged_images_are_reported() -> None:
-    buffer = make_buffer()
+    buffer = make_buffer(n_stack=STACK)
     buffer.extend(make_pictures(60))
     buffer.storage._columns[0].pool._arrays["contents"][: 60 * 256] = 7
     with pytest.raises(CorruptFileError, match="cannot be read"):
@@ -111,7 +111,7 @@ def test_loading_a_lossier_state_is_refused(saved: dict[str, Any], options: dict
 
 
 def test_failed_encoding_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer, data = make_buffer(50), make_pictures(80)
+    buffer, data = make_buffer(50, n_stack=STACK), make_pictures(80)
     buffer.extend(data[:40].clone())
     before, held = buffer[:].clone(), buffer.storage._columns[0].pool.held
 
@@ -120,7 +120,7 @@ def test_failed_encoding_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(JpegCodec, "seal", raise_memory_error)
+        patch.setattr(JpegCodec, "encode", raise_memory_error)
         with pytest.raises(MemoryError):
             buffer.storage.set(range(30, 50), data[40:60])
     assert buffer.storage._columns[0].pool.held == held

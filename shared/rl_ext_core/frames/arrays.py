@@ -36,6 +36,7 @@ N_RECENT = 4
 N_HELD = 16  # number of handles that were returned and not released
 SETTINGS_VERSION = 17  # counts the changes of the next five fields
 N_STACK, AXIS, CODEC, MAX_ERROR, QUALITY = 18, 19, 20, 21, 22
+UNLIKE = 23  # stacks stored since the last one that resembled a stream
 SETTINGS_SUM = 30  # checksum of these five fields
 RECONFIGURING = 31  # 1 while the settings are being changed, so that a killed process leaves a mark
 BINS, N_BINS = 32, 32  # lists of free runs by length, see ``allocator``
@@ -87,7 +88,12 @@ LAST_USED = 4  # value of CLOCK
 ENDED = 5  # whether the trajectory is over
 FOLLOWER = 6  # stream that was used after this one the last time
 ORDER = 7  # memory order of the newest stack in ``last``: PLANAR or INTERLEAVED
-N_STREAM = 8
+NEWEST_FRAME = 8  # where the newest frame is: ``IN_ROW``, ``IN_REFERENCE``, or its offset in ``open`` plus 1
+WHOLE_FRAMES = 9  # frames stored whole since the last patch, see ``encode``
+N_STREAM = 10
+
+IN_ROW = 0  # in ``frame``
+IN_REFERENCE = -1  # in the reference of the open block, because no frame of the block differs from it
 
 # Bits of a handle, an ``int64``: block of the newest frame, its place in the block, and the depth of the stack (its
 # frames without padding). 0 means no stack.
@@ -113,9 +119,9 @@ class PoolArrays(NamedTuple):
     users: Numbers  # (references,): number of blocks that use each one
     reference_sums: Numbers  # (references,): checksums
     free_references: Numbers  # last in, first out
-    streams: Counts  # (streams, 8)
+    streams: Counts  # (streams, 10)
     last: Bytes  # (streams, stack bytes): newest stacks
-    frame: Bytes  # (streams, frame bytes): newest frames, as they will be decoded
+    frame: Bytes  # (streams, frame bytes): newest frames, as they will be decoded, if they are stored as patches
     open: Bytes  # (streams, block bytes): contents of open blocks
     entry_sums: Numbers  # (streams, frames per block): checksums of the frames in ``open``
 
@@ -277,7 +283,7 @@ class PoolMemory:
     :param sizes: Maximum sizes.
     :param layout: How a stack is made of frames.
     :param block_length: Frames per block.
-    :param stream_bytes: Bytes per stream, in addition to its open block.
+    :param stream_bytes: Bytes per stream, in addition to its open block and its row in ``frame``.
     """
 
     def __init__(
@@ -314,7 +320,9 @@ class PoolMemory:
     @property
     def stream_nbytes(self) -> int:
         """Bytes in use by the buffers of streams and by open blocks, included in ``nbytes``."""
-        return int(self._head[STREAMS]) * self._stream_bytes + self._opened_bytes
+        n_streams = int(self._head[STREAMS])
+        rows = n_streams - int(np.count_nonzero(self._streams[:n_streams, NEWEST_FRAME]))
+        return n_streams * self._stream_bytes + rows * self._row_bytes("frame") + self._opened_bytes
 
     @property
     def unused_nbytes(self) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from rl_ext_core._interrupts import run_pending_handlers
 from rl_ext_core.errors import CorruptFileError, MissingDependencyError, RlExtError, StorageError
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 
 def checksum(state: Any) -> int:

@@ -19,11 +19,14 @@ from rl_ext_core.frames.arrays import (
     FREE_REFERENCES,
     FULL,
     GRAINS,
+    IN_REFERENCE,
+    IN_ROW,
     KIND,
     LAST_USED,
     N_RECENT,
     N_STREAM,
     NEWEST,
+    NEWEST_FRAME,
     NEWEST_STREAM,
     OPEN,
     OPEN_BLOCK,
@@ -42,8 +45,10 @@ from rl_ext_core.frames.arrays import (
     REFERENCES,
     STREAM,
     STREAMS,
+    UNLIKE,
     UNSEALED,
     USERS,
+    WHOLE_FRAMES,
     PoolArrays,
     PoolMemory,
 )
@@ -63,7 +68,7 @@ from rl_ext_core.frames.blocks import (
     unpack_pair,
 )
 from rl_ext_core.frames.bounded import append_bounded_entry
-from rl_ext_core.frames.geometry import GROUP, PATCH, PLANAR, SCRATCH_FRAMES, Counts
+from rl_ext_core.frames.geometry import ENTRY_HEADER, GROUP, PATCH, PLANAR, RAW, SCRATCH_FRAMES, Counts
 from rl_ext_core.frames.interleave import extract_frame, extract_frames, is_interleaved_shift
 from rl_ext_core.frames.jpeg import JpegCodec
 from rl_ext_core.frames.kernel_primitives import (
@@ -73,21 +78,35 @@ from rl_ext_core.frames.kernel_primitives import (
     fold_sum,
     kernel,
     load_u8,
+    load_u16,
     mix_word,
     zero_bytes,
 )
-from rl_ext_core.frames.patch import append_entry, encode_runs, equal_bytes
+from rl_ext_core.frames.patch import WHOLE, append_entry, append_whole, encode_runs, equal_bytes
 from rl_ext_core.frames.region import address_of
 from rl_ext_core.frames.views import address_in, geometry_in, pool_in
 
 _RESEMBLING = 8  # frames resemble each other if the patch between them is smaller than this fraction of a frame
+# After this many unrelated frames in a row, only one of ``_RETRY`` frames is compared with earlier ones.
+_UNRELATED, _RETRY = 4, 8
 
 
 @njit(nogil=True)
-def write_entry(newest, frame, target, scratch, geometry, bound):  # type: ignore[no-untyped-def]
-    """Write a frame as the next entry of a block.
+def _newest_frame_address(p, s):  # type: ignore[no-untyped-def]
+    """Return the address of the newest frame of a stream, as it will be decoded."""
+    place = p.streams[s, NEWEST_FRAME]
+    if place == IN_ROW:
+        return address_in(p.frame, s)
+    if place == IN_REFERENCE:
+        reference = int64(p.blocks[p.streams[s, OPEN_BLOCK], REFERENCE])
+        return p.references + uint64(reference * p.reference_bytes)
+    return address_in(p.open, s) + uint64(place - 1)
 
-    :param newest: Address of the previous frame as it will be decoded; overwritten by this frame.
+
+@njit(nogil=True)
+def _write_entry(p, s, frame, target, scratch, geometry, bound):  # type: ignore[no-untyped-def]
+    """Write a frame as the next entry of a stream's open block, which makes it the stream's newest frame.
+
     :param frame: Address of the frame.
     :param target: Address of the entry.
     :param scratch: Address of scratch memory.
@@ -96,17 +115,34 @@ def write_entry(newest, frame, target, scratch, geometry, bound):  # type: ignor
     :return: Size of the entry in bytes.
     """
     n_bytes = geometry.frame_bytes
+    row = address_in(p.frame, s)
     if bound is not None:
         # The next patch starts from the decoded frame, not from the original one, so that errors do not add up.
-        return append_bounded_entry(newest, frame, target, scratch, n_bytes + GROUP, geometry)
-    size = n_bytes
-    if geometry.coder == PATCH:
-        size = append_entry(newest, frame, n_bytes, target, scratch, bound)
-    else:
+        return append_bounded_entry(row, frame, target, scratch, n_bytes + GROUP, geometry)
+    if geometry.coder == RAW:
         copy_bytes(target, frame, n_bytes)
-    if geometry.keeps_frame:
-        copy_bytes(newest, frame, n_bytes)
+        p.streams[s, NEWEST_FRAME] = p.streams[s, OPEN_BYTES] + 1
+        return n_bytes
+    first = p.streams[s, OPEN_FRAMES] == 0  # of the block; it was compared with references already
+    if first or _should_compare(p.streams[s, WHOLE_FRAMES]):
+        size = append_entry(_newest_frame_address(p, s), frame, n_bytes, target, scratch, bound)
+    else:
+        size = append_whole(frame, n_bytes, target)
+    whole = load_u16(target) == WHOLE
+    if not first:
+        p.streams[s, WHOLE_FRAMES] = p.streams[s, WHOLE_FRAMES] + 1 if whole else 0
+    if whole:
+        p.streams[s, NEWEST_FRAME] = p.streams[s, OPEN_BYTES] + ENTRY_HEADER + 1
+    elif size > ENTRY_HEADER:
+        copy_bytes(row, frame, n_bytes)
+        p.streams[s, NEWEST_FRAME] = IN_ROW
     return size
+
+
+@njit(nogil=True, inline="always")
+def _should_compare(unrelated):  # type: ignore[no-untyped-def]
+    """Return whether a frame is compared with earlier ones after so many unrelated frames in a row."""
+    return unrelated < _UNRELATED or unrelated % _RETRY == 0
 
 
 @njit(nogil=True)
@@ -161,7 +197,7 @@ def _choose_reference(p, s, before, frame, geometry, bound, scratch):  # type: i
     if bound is not None and best < 0 and newest >= 0 and before > 0:
         # A frame that does not resemble the previous one will not resemble later ones either: a bad reference.
         part = n_bytes // _RESEMBLING
-        if patch_size(address_in(p.frame, s), frame, scratch, part, geometry, bound) == part:
+        if patch_size(_newest_frame_address(p, s), frame, scratch, part, geometry, bound) == part:
             best = newest
     if place >= 0:  # it becomes the most recent one
         for i in range(place, N_RECENT - 1):
@@ -210,7 +246,11 @@ def _start_block(p, s, frame, geometry, bound, filled, scratch):  # type: ignore
     if geometry.coder == PATCH:
         reference = _choose_reference(p, s, before, frame, geometry, bound, scratch)
         p.blocks[block, REFERENCE] = uint32(reference)
-        copy_bytes(address_in(p.frame, s), p.references + uint64(reference * p.reference_bytes), geometry.frame_bytes)
+        p.streams[s, NEWEST_FRAME] = IN_REFERENCE
+        if bound is not None:  # bounded entries are decoded in the row
+            start = p.references + uint64(reference * p.reference_bytes)
+            copy_bytes(address_in(p.frame, s), start, geometry.frame_bytes)
+            p.streams[s, NEWEST_FRAME] = IN_ROW
     if p.has_checksums:
         p.sums[block, OPEN_SUM] = open_sum(p, block)
     p.streams[s, OPEN_BLOCK] = block
@@ -220,17 +260,27 @@ def _start_block(p, s, frame, geometry, bound, filled, scratch):  # type: ignore
 
 
 @njit(nogil=True)
+def _end_stream(p, s, geometry):  # type: ignore[no-untyped-def]
+    """Store the open block of a stream, so that the next frame starts another one, and drop the newest stack."""
+    block = p.streams[s, OPEN_BLOCK]
+    if block > 0 and p.blocks[block, KIND] == OPEN:
+        _store_full_block(p, s)
+    release_handle(p, p.streams[s, NEWEST], geometry)
+    p.streams[s, NEWEST] = 0
+
+
+@njit(nogil=True)
 def _append_frame(p, s, frame, geometry, bound, seals, filled, scratch):  # type: ignore[no-untyped-def]
     """Append a frame to the open block of a stream.
 
     :param seals: Whether the frame is stored at once, and listed for sealing.
     :return: Number of blocks that the current stack has filled.
     """
-    if p.streams[s, OPEN_BLOCK] == 0 or p.streams[s, OPEN_FRAMES] == 1 << geometry.block_shift:
+    block = p.streams[s, OPEN_BLOCK]
+    if block == 0 or p.blocks[block, KIND] != OPEN or p.streams[s, OPEN_FRAMES] == 1 << geometry.block_shift:
         filled = _start_block(p, s, frame, geometry, bound, filled, scratch)
     target = address_in(p.open, s) + uint64(p.streams[s, OPEN_BYTES])
-    newest = address_in(p.frame, s)
-    size = write_entry(newest, frame, target, scratch, geometry, bound)
+    size = _write_entry(p, s, frame, target, scratch, geometry, bound)
     p.streams[s, OPEN_BYTES] += size
     if p.has_checksums:
         entry = fold_sum(add_bytes(mix_word(SUM_START, p.streams[s, OPEN_BLOCK]), target, int64(size)))
@@ -247,11 +297,7 @@ def _append_frame(p, s, frame, geometry, bound, seals, filled, scratch):  # type
 @njit(nogil=True)
 def _newest_stack_address(p, s, geometry):  # type: ignore[no-untyped-def]
     """Return the address of the newest stack of a stream."""
-    if geometry.keeps_stack:
-        return address_in(p.last, s)
-    if geometry.keeps_frame:
-        return address_in(p.frame, s)
-    return address_in(p.open, s) + uint64(p.streams[s, OPEN_BYTES] - geometry.frame_bytes)
+    return address_in(p.last, s) if geometry.keeps_stack else _newest_frame_address(p, s)
 
 
 @njit(nogil=True)
@@ -317,7 +363,7 @@ def _find_stream(p, stack, geometry, bound, shared_mask, without_nexts, scratch)
 
     :param stack: Address of the stack.
     :param without_nexts: Whether stacks are stored without next stacks.
-    :return: Number of the stream.
+    :return: Number of the stream, and whether the stack continues it.
     """
     n_streams = p.head[STREAMS]
     for shifts in range(2 if geometry.n_stack > 1 else 1):
@@ -325,17 +371,18 @@ def _find_stream(p, stack, geometry, bound, shared_mask, without_nexts, scratch)
             # Trajectories are usually stored one after the other, or take turns.
             before = p.head[NEWEST_STREAM]
             if _stream_matches(p, before, stack, geometry, shared_mask, shifts):
-                return before
+                return before, True
             follower = p.streams[before, FOLLOWER]
             if _stream_matches(p, follower, stack, geometry, shared_mask, shifts):
-                return follower
+                return follower, True
         for s in range(n_streams):
             if _stream_matches(p, s, stack, geometry, shared_mask, shifts):
-                return s
+                return s, True
     if without_nexts and geometry.n_stack == 1 and geometry.coder == PATCH:
-        similar = _most_similar(p, stack, geometry, bound, scratch)
+        similar = _most_similar(p, stack, geometry, bound, scratch) if _should_compare(p.head[UNLIKE]) else -1
+        p.head[UNLIKE] = 0 if similar >= 0 else p.head[UNLIKE] + 1
         if similar >= 0:
-            return similar
+            return similar, True
     oldest, ended = -1, -1
     for s in range(n_streams):
         if p.streams[s, ENDED] and (ended < 0 or p.streams[s, LAST_USED] > p.streams[ended, LAST_USED]):
@@ -343,12 +390,12 @@ def _find_stream(p, stack, geometry, bound, shared_mask, without_nexts, scratch)
         if oldest < 0 or p.streams[s, LAST_USED] < p.streams[oldest, LAST_USED]:
             oldest = s
     if ended >= 0:
-        return ended
+        return ended, False
     if n_streams < p.most_streams:
         p.head[STREAMS] += 1
         zero_bytes(address_in(p.streams, n_streams), 8 * N_STREAM)
-        return n_streams
-    return oldest
+        return n_streams, False
+    return oldest, False
 
 
 @njit(nogil=True)
@@ -356,7 +403,7 @@ def _most_similar(p, frame, geometry, bound, scratch):  # type: ignore[no-untype
     """Return the stream whose newest frame gives the smallest patch, or -1 if no patch is small."""
     best, size = -1, geometry.frame_bytes // 2
     for s in range(p.head[STREAMS]):
-        needed = patch_size(address_in(p.frame, s), frame, scratch, size, geometry, bound)
+        needed = patch_size(_newest_frame_address(p, s), frame, scratch, size, geometry, bound)
         if needed < size:
             best, size = s, needed
     return best
@@ -402,7 +449,10 @@ def put_stacks(  # type: ignore[no-untyped-def]
         if not _has_room(p, capacity, per_stack, pushes):
             return i
         stack = uint64(stacks) + uint64(i * stack_bytes)
-        s = _find_stream(p, stack, geometry, bound, shared_mask, nexts == 0, scratch)
+        s, continues = _find_stream(p, stack, geometry, bound, shared_mask, nexts == 0, scratch)
+        if not continues:
+            # Otherwise a stack that is still used would keep unrelated frames in the same block.
+            _end_stream(p, s, geometry)
         for part in range(pushes):  # a loop, because a second call would take long to compile
             following = uint64(nexts) + uint64(i * stack_bytes)
             pushed = following if part else stack
@@ -481,10 +531,8 @@ def end_streams(state):  # type: ignore[no-untyped-def]
     p, geometry = pool_in(state), geometry_in(state)
     for s in range(p.head[STREAMS]):
         block = p.streams[s, OPEN_BLOCK]
+        _end_stream(p, s, geometry)
         if block > 0:
-            if p.blocks[block, KIND] == OPEN:
-                _store_full_block(p, s)
-            release_handle(p, p.streams[s, NEWEST], geometry)
             release_block(p, block, geometry)
         zero_bytes(address_in(p.streams, s), 8 * N_STREAM)
 

@@ -42,7 +42,7 @@ from rl_ext_core.frames.journal import Journal, JournalRecord, Places
 from rl_ext_core.frames.region import PrivateRegion, RegionFile, new_region, round_to_pages, storage_error
 from rl_ext_core.resources import check_folder
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 MANIFEST = "store.json"
 _INCOMPLETE, _JOURNAL = "making", ("journal", "journal-2")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")

@@ -45,7 +45,6 @@ class Geometry(NamedTuple):
     row: int = 1  # bytes from a pixel to the one above
     plane: int = 0  # bytes from a pixel to the same one in the previous channel; 0 if channels are not planes
     keeps_stack: int = 1  # whether a stream stores its newest stack separately
-    keeps_frame: int = 1  # whether a stream stores its newest frame separately from the open block
 
 
 def geometry_of(layout: StackLayout, *, codec: str, block_length: int, max_error: int) -> Geometry:
@@ -67,7 +66,6 @@ def geometry_of(layout: StackLayout, *, codec: str, block_length: int, max_error
         block_shift=block_length.bit_length() - 1,
         max_error=max_error,
         keeps_stack=int(layout.n_stack > 1 or max_error > 0 or codec == "jpeg"),
-        keeps_frame=int(codec != "raw"),
         **_neighbor_strides(layout),
     )
 

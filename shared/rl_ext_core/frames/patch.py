@@ -124,6 +124,15 @@ def encode_runs(before, after, n_bytes, heads, data, limit, bound):  # type: ign
 
 
 @njit(nogil=True)
+def append_whole(frame, n_bytes, out):  # type: ignore[no-untyped-def]
+    """Write an entry with a whole frame to ``out`` and return its size."""
+    store_u16(out, uint16(WHOLE))
+    store_u8(out + uint64(2), uint8(0))
+    copy_bytes(out + uint64(ENTRY_HEADER), frame, n_bytes)
+    return ENTRY_HEADER + n_bytes
+
+
+@njit(nogil=True)
 def append_entry(before, frame, n_bytes, out, scratch, bound):  # type: ignore[no-untyped-def]
     """Write one entry to ``out`` and return its size.
 
@@ -136,10 +145,7 @@ def append_entry(before, frame, n_bytes, out, scratch, bound):  # type: ignore[n
     # The number of runs takes two more bytes if there are many, which are inserted below.
     runs, used = encode_runs(before, frame, n_bytes, contents, scratch, limit, bound)
     if runs < 0:
-        store_u16(out, uint16(WHOLE))
-        store_u8(out + uint64(2), uint8(0))
-        copy_bytes(contents, frame, n_bytes)
-        return ENTRY_HEADER + n_bytes
+        return append_whole(frame, n_bytes, out)
     heads = 2 * runs
     if runs >= _MANY_RUNS:
         for i in range(heads - 1, -1, -1):

@@ -72,7 +72,7 @@ from rl_ext_core.frames.region import PrivateRegion, RegionFile, address_of, cop
 
 Handles = npt.NDArray[np.int64]
 
-POOL_FORMAT = 4
+POOL_FORMAT = 5
 MOST_STREAMS = 256  # trajectories followed at a time
 _LEAST_BLOCK_FRAMES, _MOST_BLOCK_FRAMES = 8, 16  # of all layouts
 _PAGE_OUT_AFTER = 4096  # stacks read or written, each in two or three pages, before pages of a file are paged out
@@ -270,11 +270,10 @@ class FramePool:
             self.reserve_rows(len(self._arrays["index"]))  # because rows that were never written are read too
 
     def _stream_bytes(self) -> int:
-        """Count the bytes that a stream stores in addition to its open block."""
-        geometry, layout = self._geometry, self.layout
+        """Count the bytes that a stream stores in addition to its open block and its row in ``frame``."""
         # A block that is stored at once leaves its frame in the buffer of the stream.
-        frames = geometry.keeps_frame + (self._jpeg is not None)
-        return geometry.keeps_stack * layout.stack_bytes + frames * layout.frame_bytes
+        left = self.layout.frame_bytes if self._jpeg is not None else 0
+        return self._geometry.keeps_stack * self.layout.stack_bytes + left
 
     @property
     def _item_name(self) -> str:

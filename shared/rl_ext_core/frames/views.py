@@ -176,7 +176,6 @@ def geometry_in(state):  # type: ignore[no-untyped-def]
         state[9],
         state[10],
         state[11],
-        state[12],
     )
 
 

@@ -80,7 +80,7 @@ def test_checkpoint_of_numpy_2_asks_for_numpy_2(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_fixtures_have_current_formats() -> None:
-    assert (FORMAT_VERSION, folder.FORMAT_VERSION) == (5, 7)
+    assert (FORMAT_VERSION, folder.FORMAT_VERSION) == (6, 8)
 
 
 @pytest.mark.parametrize("kind", fixtures.FOLDERS)
@@ -98,11 +98,11 @@ def test_folder_of_this_format_is_readable(tmp_path: Path, kind: str) -> None:
 
 def test_folder_of_a_later_format_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "FORMAT_VERSION", 8)
+        patch.setattr(folder, "FORMAT_VERSION", 9)
         open_store(tmp_path / "a", "raw", 30)[0].close()
     before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     for opened in (lambda: open_store(tmp_path / "a", "raw", 30), lambda: salvage(tmp_path / "a")):
-        with pytest.raises(CorruptFileError, match="has format 8, but this version reads 7; use the version"):
+        with pytest.raises(CorruptFileError, match="has format 9, but this version reads 8; use the version"):
             opened()
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
 
