@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_ext_core.devices import apply
 from rl_ext_core.devices.inventory import EglDevice, Gpu
@@ -133,14 +133,7 @@ class Decision:
 
         :return: JSON with sorted keys
         """
-        return json.dumps(self.to_dict(), indent=2, sort_keys=True)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the content of :meth:`to_json` as dicts, tuples, numbers and strings.
-
-        :return: a new dict
-        """
-        return dataclasses.asdict(dataclasses.replace(self, variables=dict(self.variables)))
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
 
     def apply(self) -> None:
         """Set and unset the variables that the renderer reads, in this process and in processes that it starts later.

@@ -10,22 +10,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import json
 import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from rl_ext_core._system import after_fork
 from rl_ext_core.devices import _probe
-from rl_ext_core.errors import CorruptFileError
 
 __all__ = ["EglDevice", "Gpu", "Inventory"]
 
-_FORMAT = 1
 _WSL_DEVICE = Path("/dev/dxg")  # WSL's device file of the GPU, which containers on WSL have too
 
 
@@ -81,7 +78,7 @@ class EglDevice:
 class Inventory:
     """A machine's GPUs, EGL devices and installed renderers, from which :func:`resolve` decides.
 
-    ``Inventory.current()`` reads this machine. ``Inventory.from_json(text)`` loads one that was written elsewhere.
+    ``Inventory.current()`` reads this machine.
 
     :param gpus: GPUs in nvidia-smi's order
     :param egl: EGL's devices in its order; None if EGL was not queried
@@ -95,10 +92,7 @@ class Inventory:
     :param unlisted: number of CUDA devices that torch finds although NVML fails, as on ROCm and embedded boards
 
     >>> from rl_ext_core.devices import Inventory, resolve
-    >>> machine = Inventory.current()
-    >>> decision = resolve("auto", inventory=machine)
-    >>> Inventory.from_json(machine.to_json()) == machine
-    True
+    >>> decision = resolve("auto", inventory=Inventory.current())
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -127,49 +121,6 @@ class Inventory:
                 _cached_inventory = _add_egl_devices(_cached_inventory)
             return _cached_inventory
 
-    @classmethod
-    def from_json(cls, text: str) -> Inventory:
-        """Load an inventory from text that :meth:`to_json` returned on any machine.
-
-        :param text: the JSON text
-        :return: the inventory
-        :raises CorruptFileError: If the text is not an inventory, or has a format that this version does not read.
-        """
-        try:
-            data = json.loads(text)
-            if data.pop("format") != _FORMAT:
-                raise CorruptFileError(
-                    f"the format of this inventory is not {_FORMAT}, the only one that this version reads"
-                )
-            # None means "not queried" or "unknown" in these fields, so a missing field is an error.
-            for name in ("gpus", "egl", "fastest_first"):
-                if name not in data:
-                    raise KeyError(name)
-            inventory: Inventory = read_record(cls, data, "it")
-        except CorruptFileError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            detail = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise CorruptFileError(
-                f"not an inventory: {detail}. Expected the output of Inventory.current().to_json()"
-            ) from error
-        return inventory
-
-    def to_json(self) -> str:
-        """Return the inventory as JSON text, for a bug report or a test.
-
-        :return: JSON with sorted keys; it names GPUs and versions, but no user and no path
-        """
-        return json.dumps(self.to_dict(), indent=2, sort_keys=True)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the content of :meth:`to_json` as dicts, tuples, numbers and strings.
-
-        :return: a new dict
-        """
-        data = dataclasses.asdict(dataclasses.replace(self, versions=dict(self.versions)))
-        return {"format": _FORMAT, **data}
-
     def gpu(self, uuid: str) -> Gpu:
         """Return the GPU that has a UUID.
 
@@ -188,35 +139,6 @@ class Inventory:
         devices = [device for device in self.egl or () if device.uuid == uuid]
         # Mesa also lists GPUs of other drivers, on which it cannot render.
         return next((device for device in devices if device.cuda), devices[0] if devices else None)
-
-
-def read_record(hint: Any, value: Any, where: str) -> Any:
-    """Build an instance of a type hint from parsed JSON, which is not trusted.
-
-    :param hint: a dataclass, or the type of a field of one
-    :param value: the parsed JSON
-    :param where: name of the field, for the error text
-    :return: an instance of ``hint``
-    :raises TypeError: If the value does not match the hint.
-    """
-    origin, arguments = get_origin(hint), get_args(hint)
-    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        hints = get_type_hints(hint)
-        unknown = [name for name in value if name not in hints]
-        if unknown:
-            raise TypeError(f"{where} has no field {unknown[0][:60]!r}")
-        return hint(**{name: read_record(hints[name], entry, name) for name, entry in value.items()})  # type: ignore[operator]
-    if origin in (Union, types.UnionType):
-        for argument in arguments:
-            with contextlib.suppress(TypeError):
-                return read_record(argument, value, where)
-    elif origin is tuple and isinstance(value, list):
-        return tuple(read_record(arguments[0], entry, where) for entry in value)
-    elif origin is Mapping and isinstance(value, dict):
-        return {name: read_record(arguments[1], entry, where) for name, entry in value.items()}
-    elif type(value) is hint or (origin is Literal and value in arguments):  # isinstance() would accept True as an int
-        return value
-    raise TypeError(f"{where} has the invalid value {str(value)[:60]!r}")
 
 
 _lock = threading.Lock()

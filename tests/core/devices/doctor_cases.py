@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -66,18 +66,6 @@ def report_as_text(report: DoctorReport, width: int = 120) -> str:
     print_report(report, console)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text
-
-
-def corrupted_copies(data: Any) -> Iterator[Any]:
-    """Yield copies of JSON data in which one part is missing or has a wrong type."""
-    for key in list(data) if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
-        rest, copy = data.copy(), data.copy()
-        del rest[key]
-        yield rest
-        for damaged in corrupted_copies(data[key]):
-            copy[key] = damaged
-            yield copy
-    yield from (None, -1, 1.5, True, "x", [], {}, [1], {"a": 1})
 
 
 class FakeNvml(ModuleType):
