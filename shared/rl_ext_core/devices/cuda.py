@@ -31,13 +31,11 @@ class VisibleGpus:
     :param uuids: UUIDs by torch ordinal; ``cuda:0`` is the first
     :param stop_reason: why some entries of the mask have no effect; None if all of them have
     :param mig: UUID of the MIG slice that is the only device, or None; its GPU is in ``uuids``
-    :param without_duplicates: the mask without repeated entries, which hide all devices; None if no entry is repeated
     """
 
     uuids: tuple[str, ...]
     stop_reason: str | None = None
     mig: str | None = None
-    without_duplicates: str | None = None
 
 
 def visible(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus:
@@ -115,12 +113,7 @@ def _parse_numeric_mask(mask: str, order: tuple[str, ...]) -> VisibleGpus:
             stop_reason = f"CUDA stops reading at {entry!r}, {_describe_bad_entry(entry.strip())}"
             break
         if number in numbers:
-            without_duplicates = ",".join(map(str, numbers))
-            return VisibleGpus(
-                (),
-                f"{number} is listed twice, so CUDA shows no device at all",
-                without_duplicates=without_duplicates,
-            )
+            return VisibleGpus((), f"{number} is listed twice, so CUDA shows no device at all")
         numbers.append(number)
     for place, number in enumerate(numbers):
         if number >= len(order):
@@ -168,11 +161,7 @@ def _parse_uuid_mask(mask: str, uuids: list[str]) -> VisibleGpus:
     stop_reason = None
     for entry in mask.split(","):
         if entry in entries:
-            return VisibleGpus(
-                (),
-                f"{entry!r} is listed twice, so CUDA shows no device at all",
-                without_duplicates=",".join(entries),
-            )
+            return VisibleGpus((), f"{entry!r} is listed twice, so CUDA shows no device at all")
         if not entry.startswith("GPU-"):
             stop_reason = f"CUDA stops reading at {entry!r}, which is not a UUID like those before it"
             break

@@ -44,8 +44,6 @@ _EXPECTED_FORMS = (
     '"auto", "cpu", "cuda", "cuda:<index>", an index, "GPU-<uuid>", "nvidia-smi:<index>", "pci:<address>" '
     "or a torch.device of type cpu or cuda"
 )
-# On WSL, Windows's driver brings libcuda and NVML (/usr/lib/wsl/lib), but no libEGL_nvidia.
-WSL_LIMIT = "computes on WSL and does not render there, because NVIDIA's driver for WSL has CUDA and no EGL"
 _CPU_RENDERING_HINT = 'Use render="cpu" to render on the CPU'
 
 _log = logging.getLogger("rl_ext_core.devices")
@@ -132,14 +130,7 @@ def read_inventory(request: Request) -> Inventory:
 
 
 def decide(inventory: Inventory, environ: Mapping[str, str], request: Request) -> Decision:
-    """Decide which device computes and which renders. Nothing is imported, read or set.
-
-    :param inventory: the machine
-    :param environ: the environment variables to decide with
-    :param request: the devices that are asked for
-    :return: the decision
-    :raises DeviceUnavailableError: If a named device, or the GPU of a rank, is missing or cannot render.
-    """
+    """Decide which device computes and which renders. Nothing is imported, read or set."""
     machine, shown = Machine(inventory, environ), request.rendering
     try:
         decision = decide_compute(request, machine)
@@ -188,13 +179,7 @@ def _log_once(level: int, sentence: str) -> None:
 
 @dataclass(frozen=True)
 class AskedDevice:
-    """A parsed ``device`` or ``render`` argument.
-
-    :param kind: form of the argument
-    :param value: index, UUID or address in it, as text; empty if the form has none
-    :param argument: name of the argument, for error texts
-    :param original: the argument as the caller wrote it
-    """
+    """A parsed ``device`` or ``render`` argument. ``value`` is the index, UUID or address in it, or empty."""
 
     kind: Kind
     value: str
@@ -216,17 +201,7 @@ class AskedDevice:
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of :func:`resolve`, and torch's current device.
-
-    :param device: the device that computes
-    :param render: the device that renders
-    :param renderer: the library that renders
-    :param picker: how ``"auto"`` chooses a GPU
-    :param on_missing: ``"error"`` or ``"cpu"``
-    :param current: torch's current device, or None if torch has not started CUDA
-    :raises InvalidArgumentError: If a value has none of the forms.
-    :raises InvalidTypeError: If a value has another type.
-    """
+    """The arguments of :func:`resolve`, and torch's current device, which is None if torch has not started CUDA."""
 
     device: object = "auto"
     render: object = "none"
@@ -259,49 +234,35 @@ class Request:
 
 
 def parse_device(asked: object, argument: str) -> AskedDevice:
-    """Parse the value of the argument ``"device"`` or ``"render"``.
-
-    :raises InvalidArgumentError: If the text has none of the forms.
-    :raises InvalidTypeError: If it is not a string, an index or a ``torch.device``.
-    """
-    if type(asked) is int and abs(asked) >= _INDEX_LIMIT:  # Python refuses to write the longest ones in decimal
-        raise InvalidArgumentError(
-            f"{argument}={asked:#x} is not the index of a device: expected {_expected_forms(argument)}. "
-            f'Use {argument}="auto"'
-        )
-    for kind, form in (_DEVICE_FORMS | (_RENDER_FORMS if argument == "render" else {})).items():
-        match = re.fullmatch(form, _device_as_text(asked, argument), re.ASCII)
+    """Parse the value of the argument ``"device"`` or ``"render"``."""
+    forms, expected, likely = _DEVICE_FORMS, _EXPECTED_FORMS, "auto"
+    if argument == "render":
+        forms, expected, likely = forms | _RENDER_FORMS, f'{expected}, or "same", "none" or "egl:<index>"', "same"
+    text = _device_as_text(asked)
+    if text is None:
+        likely = "none" if argument == "render" and not asked else likely
+        raise InvalidTypeError(f'{argument}={asked!r} is not a device: expected {expected}. Use {argument}="{likely}"')
+    for kind, form in forms.items():
+        match = re.fullmatch(form, text, re.ASCII)
         if match:
             return AskedDevice(kind, (match[1] or "") if match.lastindex else "", argument, asked)
     raise InvalidArgumentError(
-        f"{argument}={str(asked)!r} is not the name of a device: expected {_expected_forms(argument)}. "
-        f'Use {argument}="{"same" if argument == "render" else "auto"}"'
+        f'{argument}={text!r} is not the name of a device: expected {expected}. Use {argument}="{likely}"'
     )
 
 
-def _device_as_text(asked: object, argument: str) -> str:
-    """Convert a string, an index or a ``torch.device`` to text; raise for other types."""
+def _device_as_text(asked: object) -> str | None:
+    """Convert a string, an index or a ``torch.device`` to text; None for other types."""
     if isinstance(asked, str):
         return asked
+    if type(asked) is int and abs(asked) >= _INDEX_LIMIT:
+        return hex(asked)  # Python refuses to write the longest ones in decimal
     if type(asked) is int and asked >= 0:
         return f"cuda:{asked}"
     # A torch.device is recognized by its class's name, because importing torch is slow.
     if type(asked).__module__ == "torch" and type(asked).__name__ == "device":
         return "cpu" if asked.type == "cpu" else str(asked)  # type: ignore[attr-defined]
-    likely = "auto" if argument == "device" else "same" if asked else "none"
-    what = "negative" if type(asked) is int else f"of type {type(asked).__name__}"
-    raise InvalidTypeError(
-        f'{argument}={asked!r} is {what}: expected {_expected_forms(argument)}. Use {argument}="{likely}"'
-    )
-
-
-def _expected_forms(argument: str) -> str:
-    """List the values that the argument ``"device"`` or ``"render"`` accepts, for errors."""
-    return (
-        f'{_EXPECTED_FORMS}, or for rendering "same", "none" or "egl:<index>"'
-        if argument == "render"
-        else _EXPECTED_FORMS
-    )
+    return None
 
 
 def _find_gpu(asked: AskedDevice, inventory: Inventory) -> Gpu:
@@ -312,19 +273,22 @@ def _find_gpu(asked: AskedDevice, inventory: Inventory) -> Gpu:
             f'Use {asked.argument}="cpu"'
         )
     if asked.kind == "nvidia-smi":
-        found = [gpu for gpu in inventory.gpus if gpu.index == asked.index]
+        form, wanted = "nvidia-smi:{0.index}", f"nvidia-smi:{asked.index}"
     elif asked.kind == "pci":
-        domain, _, rest = (asked.value if asked.value.count(":") == 2 else f"0:{asked.value}").partition(":")
-        address = f"{int(domain, 16):04x}:{rest.lower()}"
-        found = [gpu for gpu in inventory.gpus if gpu.pci == address]
+        form, address = "pci:{0.pci}", asked.value.lower()
+        domain, _, rest = (address if address.count(":") == 2 else f"0:{address}").partition(":")
+        wanted = f"pci:{int(domain, 16):04x}:{rest}"
     else:
-        found = [gpu for gpu in inventory.gpus if gpu.uuid.lower().startswith(asked.value.lower())]
+        form, wanted = "{0.uuid}", asked.value
+    names = [form.format(gpu) for gpu in inventory.gpus]
+    found = [
+        gpu
+        for gpu, name in zip(inventory.gpus, names, strict=True)
+        if name.lower() == wanted.lower() or (asked.kind == "uuid" and name.lower().startswith(wanted.lower()))
+    ]
     if len(found) > 1:
-        uuids = " and ".join(gpu.uuid for gpu in found)
-        raise InvalidArgumentError(f'{asked} fits {len(found)} GPUs: {uuids}. Use {asked.argument}="{found[0].uuid}"')
+        raise InvalidArgumentError(f'{asked} fits {len(found)} GPUs. Use {asked.argument}="{found[0].uuid}"')
     if not found:
-        form = {"nvidia-smi": "nvidia-smi:{0.index}", "pci": "pci:{0.pci}"}.get(asked.kind, "{0.uuid}")
-        names = [form.format(gpu) for gpu in inventory.gpus]
         raise DeviceUnavailableError(
             f'{asked} is not available: expected one of {", ".join(names)}. Use {asked.argument}="{names[0]}"'
         )
@@ -522,8 +486,6 @@ def _find_egl_device_of_gpu(gpu: Gpu, machine: Machine, asked: AskedDevice) -> E
     device = inventory.egl_of(gpu.uuid)
     if device is not None:
         return device
-    if is_wsl(machine):
-        raise DeviceUnavailableError(f'{asked}: {gpu.name} ({gpu.uuid}) {WSL_LIMIT}. Use render="cpu"')
     if inventory.egl_error:
         why = inventory.egl_error
     elif any(found.uuid for found in inventory.egl or ()):
@@ -531,14 +493,9 @@ def _find_egl_device_of_gpu(gpu: Gpu, machine: Machine, asked: AskedDevice) -> E
     else:
         why = (
             "EGL lists no GPU, because NVIDIA's EGL is not installed (10_nvidia.json in /usr/share/glvnd/egl_vendor.d; "
-            "a container needs NVIDIA_DRIVER_CAPABILITIES=all)"
+            "a container needs NVIDIA_DRIVER_CAPABILITIES=all, and NVIDIA's driver for WSL has no EGL)"
         )
     raise DeviceUnavailableError(f"{asked}: {gpu.name} ({gpu.uuid}) cannot render: {why}. {_CPU_RENDERING_HINT}")
-
-
-def is_wsl(machine: Machine) -> bool:
-    """Return whether a machine is WSL, according to its inventory or the variables that WSL sets."""
-    return machine.inventory.wsl or any(name in machine.environ for name in ("WSL_DISTRO_NAME", "WSL_INTEROP"))
 
 
 def _check_not_mig(gpu: Gpu, asked: AskedDevice) -> None:

@@ -15,15 +15,12 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from rl_ext_core._system import after_fork
 from rl_ext_core.devices import _probe
 
 __all__ = ["EglDevice", "Gpu", "Inventory"]
-
-_WSL_DEVICE = Path("/dev/dxg")  # WSL's device file of the GPU, which containers on WSL have too
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,6 @@ class Inventory:
     :param osmesa: whether OSMesa's library is installed; None if EGL was not queried
     :param nvml_error: why NVML failed, or None
     :param egl_error: why EGL failed, or None
-    :param wsl: whether the machine is Windows Subsystem for Linux, where NVIDIA's driver has no EGL
     :param unlisted: number of CUDA devices that torch finds although NVML fails, as on ROCm and embedded boards
 
     >>> from rl_ext_core.devices import Inventory, resolve
@@ -102,7 +98,6 @@ class Inventory:
     osmesa: bool | None = None
     nvml_error: str | None = None
     egl_error: str | None = None
-    wsl: bool = False
     unlisted: int = 0
 
     @classmethod
@@ -156,13 +151,13 @@ def _read_inventory() -> Inventory:
     except NvmlUnavailableError as error:
         # The query may start CUDA, so torch is asked only if NVML fails and torch is built for a GPU.
         unlisted = importlib.import_module("torch").cuda.device_count() if versions.get("torch.cuda") else 0
-        return Inventory(versions=versions, nvml_error=str(error), wsl=_WSL_DEVICE.exists(), unlisted=int(unlisted))
+        return Inventory(versions=versions, nvml_error=str(error), unlisted=int(unlisted))
     order = tuple(gpu.uuid for gpu in gpus)
     if len({gpu.name for gpu in gpus}) > 1:
         # CUDA counts the fastest GPU first, and equal GPUs by PCI address. So it is queried only if the GPUs differ.
         order = _probe.query_cuda_order() or ()
     fastest_first = order if len(order) == len(gpus) else None
-    return Inventory(gpus=gpus, versions=versions, fastest_first=fastest_first, wsl=_WSL_DEVICE.exists())
+    return Inventory(gpus=gpus, versions=versions, fastest_first=fastest_first)
 
 
 def _add_egl_devices(inventory: Inventory) -> Inventory:
@@ -277,14 +272,6 @@ def _to_str(value: str | bytes) -> str:
 
 
 @cache
-def _read_versions() -> tuple[tuple[str, str], ...]:
-    """Return the versions of installed packages, which are read once per process."""
-    return tuple(_probe.read_versions().items())
-
-
 def installed_versions() -> dict[str, str]:
-    """Return the versions of torch and the renderers, and the CUDA version of torch, without importing them.
-
-    :return: versions by package; ``"torch.cuda"`` is ``""`` for a build without CUDA, ``"rocm <version>"`` for AMD
-    """
-    return dict(_read_versions())
+    """Return what :func:`rl_ext_core.devices._probe.read_versions` returns, read once per process."""
+    return _probe.read_versions()

@@ -32,17 +32,12 @@ _HOST_PIDS = "pid:[4026531836]"
 class Verification:
     """Result of testing one renderer in its own process.
 
-    :param name: name of the renderer
     :param decided: where the decision renders: ``"gpu"``, ``"cpu"``, or empty if there was no decision
     :param uuid: UUID of the GPU in the decision, or None
     :param predicted: EGL index in the decision; None for OSMesa
     :param egl: EGL index of the created display; None if EGL was not used or did not report it
-    :param gl_renderer: OpenGL's ``GL_RENDERER``; empty if no context was created
-    :param gl_vendor: OpenGL's ``GL_VENDOR``
     :param nvml: UUIDs of the GPUs on which NVML lists the process; None if it lists it on none
-    :param failure: how it failed; None if it rendered
     :param missing: whether it failed because a package is missing
-    :param seconds: duration of the test
     """
 
     name: str
@@ -101,18 +96,12 @@ class Verification:
 
 
 def verify(name: str, device: str = "auto", render: str = "same", *, timeout_s: float = TIMEOUT_S) -> Verification:
-    """Create a context of a renderer under ``resolve(device, render=render, renderer=name)``, in a new process.
-
-    :param name: name of an installed renderer
-    :param device: the device that computes
-    :param render: the device that renders
-    :param timeout_s: seconds after which the process is killed
-    :return: the result, which also has all failures
-    """
+    """Create a context of a renderer under ``resolve(device, render=render, renderer=name)``, in a new process."""
     try:
         decision = resolve(device, render=render, renderer=name)
     except RlExtError as error:
-        return Verification(name, failure=_first_line(error), missing=isinstance(error, MissingDependencyError))
+        first = str(error).partition("\n")[0]
+        return Verification(name, failure=first, missing=isinstance(error, MissingDependencyError))
     return verify_decision(decision, timeout_s=timeout_s)
 
 
@@ -125,10 +114,8 @@ def verify_decision(
 ) -> Verification:
     """Create a context of a decision's renderer in a new process.
 
-    :param decision: a decision for a renderer that uses EGL or OSMesa
     :param environ: variables of the process, to which the decision's are added; default: those of this process
     :param python: interpreter in which the renderer is installed
-    :param timeout_s: seconds after which the process is killed
     :return: the result, which also has all failures
     """
     began = time.monotonic()
@@ -202,23 +189,12 @@ def _describe_exit(status: int) -> str:
         return f"by signal {-status}"
 
 
-def _first_line(error: Exception) -> str:
-    """Return an error's first line."""
-    return (str(error).strip().splitlines() or [""])[0]
-
-
 # Processes on GPUs
 
 
 @dataclass(frozen=True)
 class GpuUse:
-    """Use of a GPU by a process.
-
-    :param pid: ID of the process
-    :param uuid: UUID of the GPU
-    :param kind: ``"compute"`` (CUDA) or ``"graphics"`` (OpenGL, EGL, Vulkan)
-    :param memory: bytes that the process uses there; None if the driver does not report it
-    """
+    """Use of a GPU by a process: ``"compute"`` (CUDA) or ``"graphics"`` (OpenGL, EGL, Vulkan), and its bytes there."""
 
     pid: int
     uuid: str
@@ -227,11 +203,9 @@ class GpuUse:
 
 
 def list_gpu_uses(pids: Collection[int]) -> tuple[GpuUse, ...] | None:
-    """Return the GPUs on which NVML lists some processes.
+    """Return the uses of GPUs by processes with these IDs, as NVML lists them.
 
-    :param pids: IDs of the processes
-    :return: their uses of GPUs; None if they are unknown, because NVML cannot be queried or its IDs are another
-        namespace's, as in a container
+    None means unknown: NVML cannot be queried, or its IDs are another namespace's, as in a container.
     """
     try:
         if os.readlink("/proc/self/ns/pid") != _HOST_PIDS:

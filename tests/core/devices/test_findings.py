@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_ext_core.devices import EglDevice, Finding, Inventory, apply, check_environment, cuda, renderers, resolve
-from rl_ext_core.devices.doctor import examine
 from tests.core.devices.machines import egl, machine, run_shell_line, uuid
 from tests.core.devices.run_code import run
 
@@ -46,7 +45,6 @@ SOFTWARE_FIRST = dataclasses.replace(FOUR, egl=(EglDevice(0, True), *shift_indic
 _SOFTWARE = tuple(EglDevice(place, software=True) for place in range(4))
 PYRENDER = machine(4, order=(2, 3, 0, 1), versions={"pyrender": "0.1.45"}, without=RENDERERS)
 TWELVE = dataclasses.replace(machine(8), egl=_SOFTWARE + shift_indices(egl(range(8), software=False), 4))
-WSL = dataclasses.replace(machine(1), egl=(EglDevice(0, software=True),), wsl=True)
 EGL, SCREEN = {GL: "egl"}, {"DISPLAY": ":0"}
 CONTAINER = "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=all ..."
 
@@ -65,14 +63,14 @@ def find_mistakes(environ: Mapping[str, str], inventory: Inventory = FOUR) -> tu
 
 # By value of CUDA_VISIBLE_DEVICES, on a machine with four GPUs: severity, right value, part of the effect.
 MASKS: dict[str, tuple[str, str | None, str]] = {
-    "": ("error", "0", 'a blank in "export CUDA_VISIBLE_DEVICES= 1"'),
+    "": ("error", "0", 'blanks around = in "export CUDA_VISIBLE_DEVICES= 1"'),
     " 1": ("warning", "1", "skips the blank in ' 1'"),
-    "0, 1": ("warning", "0,1", "2 GPUs, nvidia-smi 0, 1"),
+    "0, 1": ("warning", "0,1", "nvidia-smi 0, 1"),
     "0 1": ("error", "0,1", "reads '0 1' as 0"),
     "0-3": ("error", "0", "reads '0-3' as 0"),
-    "'1'": ("error", "1", "quotes and brackets are part of the value"),
-    "all": ("error", None, "does not know this word"),
-    "none": ("warning", None, "hides all 4 GPUs, so"),
+    "'1'": ("error", "1", "which is not a number; torch sees no GPU"),
+    "all": ("error", None, "'all' hides all 4 GPUs"),
+    "none": ("warning", None, "hides all 4 GPUs"),
     "0,-1,2": ("warning", "0", "at any negative number"),
     "cuda:0,cuda:2": ("error", "0,2", "No CUDA GPUs are available"),
     "GPU 1": ("error", "1", "not a number"),
@@ -89,7 +87,6 @@ MASKS: dict[str, tuple[str, str | None, str]] = {
     uuid(2)[4:]: ("error", uuid(2), "not a number"),
     f"0,{uuid(2)}": ("error", f"{uuid(0)},{uuid(2)}", "not a number"),
     f"{uuid(1)}, {uuid(0)}": ("error", f"{uuid(1)},{uuid(0)}", "not a UUID like those"),
-    SLICE: ("error", "0", "not a MIG slice of this machine"),
     "²": ("error", "0", "'²', which is not a number"),
 }
 # Other mistakes: variables, machine; then the finding's variable, severity and fix as patterns, and part of its effect.
@@ -106,33 +103,10 @@ MISTAKES: list[Mistake] = [
         )
         for mask, (severity, line, effect) in MASKS.items()
     ),
-    (
-        {MASK: "0,1,00"},
-        CPU_WITHOUT_RENDERERS,
-        MASK,
-        "warning",
-        f"export {MASK}=0,1",
-        "twice, so CUDA shows no device at all, on any",
-    ),
     ({MASK: "0a0a7777"}, EIGHT, MASK, "error", f"export {MASK}={uuid(7)}", "reads '0a0a7777' as 0"),
-    ({MASK: "NoDevFiles"}, WITHOUT_RENDERERS, MASK, "*", "@ray.remote(num_gpus=1)", ""),
     ({MASK: "", "RAY_JOB_ID": "1"}, WITHOUT_RENDERERS, MASK, "*", "@ray.remote(num_gpus=1)", ""),
-    # robosuite's failure on it is a consequence, and has no finding.
-    ({MASK: "", "RAY_JOB_ID": "1", **SCREEN}, FOUR, MASK, "*", "@ray.remote(num_gpus=1)", ""),
-    (
-        {MASK: "NoDevFiles", "SLURM_JOB_ID": "1"},
-        WITHOUT_RENDERERS,
-        MASK,
-        "*",
-        "srun --gpus-per-task=1 python train.py",
-        "",
-    ),
     ({MASK: f"{SLICE},{OTHER}"}, WITH_MIG, MASK, "warning", f"export {MASK}={SLICE}", ""),
-    ({MASK: SLICE.lower()}, WITH_MIG, MASK, "error", f"export {MASK}={SLICE}", ""),
-    ({MASK: "MIG-3333"}, WITH_MIG, MASK, "error", f"export {MASK}=0", ""),
     ({MASK: "1"}, WITH_MIG, MASK, "warning", f"export {MASK}={SLICE}", ""),
-    ({MASK: f"MIG-{uuid(0)}/1/0"}, WITH_MIG, MASK, "error", f"export {MASK}=0", ""),  # that GPU is not cut
-    ({MASK: "0,1"}, WITH_MIG, MASK, "error", f"export {MASK}={SLICE}", ""),
     ({}, WITH_MIG, MASK, "warning", "*", f"{SLICE}, and no other device"),
     (
         {**SCREEN, MASK: uuid(1)},
@@ -150,8 +124,6 @@ MISTAKES: list[Mistake] = [
         f"export {ORDER}=PCI_BUS_ID",
         f"0 is NVIDIA H100 {uuid(1)} (nvidia-smi 1)",
     ),
-    ({ORDER: "pci_bus_id"}, WITHOUT_RENDERERS, ORDER, "warning", f"export {ORDER}=PCI_BUS_ID", ""),
-    ({ORDER: "fastest"}, DIFFERENT_GPUS, ORDER, "error", f"export {ORDER}=FASTEST_FIRST", ""),
     ({}, DIFFERENT_GPUS, ORDER, "warning", f"export {ORDER}=PCI_BUS_ID", "(nvidia-smi 1)"),
     ({}, UNKNOWN_ORDER, ORDER, "error", f"export {ORDER}=PCI_BUS_ID", ""),
     ({ORDER: "FASTEST_FIRST"}, UNKNOWN_ORDER, ORDER, "error", f"export {ORDER}=PCI_BUS_ID", ""),
@@ -219,8 +191,8 @@ MISTAKES: list[Mistake] = [
     ),
     (  # EGL lists that one first
         *({**EGL, MASK: "2"}, REORDERED, MASK, "*", "*"),
-        f"robosuite 1.5.1: it reads the first entry of {MASK}='2' as EGL's own index: EGL device 2, NVIDIA H100 "
-        f"{uuid(0)} (nvidia-smi 0), while cuda:0, NVIDIA H100 {uuid(2)} (nvidia-smi 2), computes",
+        f"robosuite 1.5.1: {MASK}='2' selects EGL device 2, NVIDIA H100 {uuid(0)} (nvidia-smi 0), while cuda:0, "
+        f"NVIDIA H100 {uuid(2)} (nvidia-smi 2), computes",
     ),
     (EGL, SOFTWARE_FIRST, "*", "error", "*", "EGL device 0, Mesa's on the CPU, while cuda:0"),
     ({**EGL, INDEX: "0"}, SOFTWARE_FIRST, "*", "warning", "*", ""),  # a number may be intended
@@ -240,10 +212,6 @@ MISTAKES: list[Mistake] = [
         "*.apply()",
         "while cuda:2",
     ),  # the processes need different variables, so there is no line for the shell
-    (
-        *({}, machine(2, versions=CPU_TORCH, without=RENDERERS), "torch", "*"),
-        *("*pip install --force-reinstall torch==2.13.0*", "Torch not compiled with CUDA enabled"),
-    ),
     (
         {**EGL, CAN: "compute,utility"},
         NO_NVIDIA_EGL,
@@ -278,7 +246,7 @@ MISTAKES: list[Mistake] = [
     ),
     (
         *({**EGL, "EGL_DEVICE_ID": uuid(2)}, FOUR, "EGL_DEVICE_ID", "warning", "unset EGL_DEVICE_ID"),
-        "is not valid",
+        "ignore it",
     ),
     (
         {"MUJOCO_RENDERER": "EGL"},
@@ -287,15 +255,6 @@ MISTAKES: list[Mistake] = [
         "error",
         f"export {GL}=egl",
         f"read {GL} instead",
-    ),
-    # habitat-sim#2424
-    *(
-        ({**EGL, **variables}, there, "EGL", "warning", '*render="cpu", renderer="robosuite"*', "CUDA and no EGL")
-        for variables, there in (
-            ({}, WSL),
-            ({SHOWN: "all", CAN: "compute,utility"}, WSL),
-            ({"WSL_DISTRO_NAME": "Ubuntu"}, dataclasses.replace(WSL, wsl=False)),
-        )
     ),
 ]
 
@@ -319,30 +278,11 @@ def test_mistake_is_found_and_fixed_by_its_line(
     assert fnmatchcase(found.variable, variable)
     assert fnmatchcase(found.severity, severity)
     assert fnmatchcase(found.fix, fix)
-    assert found.value == (inventory.versions["torch"] if variable == "torch" else environ.get(found.variable))
+    assert found.value == environ.get(found.variable)
     assert environ == before
     assert not caplog.records
-    if found.fix.startswith(("export", "unset")) and not found.variable.startswith(
-        "__"
-    ):  # a vendor's file changes the inventory
+    if found.fix.startswith(("export", "unset")):
         assert find_mistakes(run_shell_line(found.fix, environ), inventory) == ()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "others"),
-    [
-        ("CUDA_VISIBLE_DEVICE", "all", {}),
-        ("CUDA_VISIBLE_DEVICE", "1", {MASK: "2"}),
-        ("mujoco_egl_device_id", "-1", SCREEN),
-        ("local_rank", "one", {}),
-        ("cuda_device_order", "pci", {}),
-    ],
-)
-def test_misspelled_name_with_invalid_value_is_unset(name: str, value: str, others: dict[str, str]) -> None:
-    environ = {**others, name: value}
-    (found,) = (entry for entry in find_mistakes(environ, FOUR) if entry.variable == name)
-    assert (found.fix, found.severity) == (f"unset {name}", "warning")
-    assert find_mistakes(run_shell_line(found.fix, environ), FOUR) == find_mistakes(others, FOUR)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +294,7 @@ def test_misspelled_name_with_invalid_value_is_unset(name: str, value: str, othe
         ("CUDA_VISIBLE_DEIVCES", "1", f"export {MASK}=1"),  # Zhongdao/Towards-Realtime-MOT#73
         ("CUDA_VISABLE_DEVICES", "1", f"export {MASK}=1"),  # cBio/cbio-cluster#1
         ("export CUDA_VISIBLE_DEVICES", "1", f"export {MASK}=1"),
-        ("CUDA-VISIBLE-DEVICES", "a b", f"export {MASK}='a b'"),
+        ("CUDA-VISIBLE-DEVICES", "1", f"export {MASK}=1"),
         ("cuda_device_order", "PCI_BUS_ID", f"export {ORDER}=PCI_BUS_ID"),
         ("MUJOCO_Gl", "EGL", f"export {GL}=egl"),
         ("pyopengl_platform", "egl", f"export {PLATFORM}=egl"),
@@ -408,7 +348,7 @@ VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
     ({GL: "osmesa", PLATFORM: "osmesa", **SCREEN, "EGL_DEVICE_ID": "2"}, FOUR),
     ({"EGL_DEVICE_ID": "2"}, WITHOUT_RENDERERS),
     ({**EGL, SHOWN: "void"}, FOUR),  # Kubernetes gives GPUs in another way
-    (EGL, machine(0, versions=CPU_TORCH)),
+    (EGL, machine(2, versions=CPU_TORCH)),
     ({MASK: "1", "cuda_visible_devices": "1"}, WITHOUT_RENDERERS),
 ]
 
@@ -416,20 +356,6 @@ VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
 @pytest.mark.parametrize(("environ", "inventory"), VALID_ENVIRONMENTS, ids=str)
 def test_valid_environment_has_no_findings(environ: dict[str, str], inventory: Inventory) -> None:
     assert find_mistakes(environ, inventory) == ()
-
-
-@pytest.mark.parametrize(
-    ("version", "mask", "where", "finding"),
-    [("3.0.3", "1", "gpu", False), ("3.0.3", "1,2", "unknown", True), ("2.2.2", "1", "unknown", True)],
-)
-def test_prediction_of_sapien_without_device_argument(version: str, mask: str, where: str, finding: bool) -> None:
-    """SAPIEN 2 ignores the mask: mani-skill/ManiSkill#161, #447, haosulab/SAPIEN#101, #139."""
-    report = examine(machine(4, versions={"sapien": version}, without=RENDERERS), {MASK: mask})
-    assert [found.where for found in report.renderers if found.name == "sapien"] == [where]
-    assert len(report.findings) == finding
-    for entry in report.findings:
-        assert (entry.severity, entry.variable) == ("warning", MASK)
-        assert entry.fix.endswith('resolve("auto", render="same", renderer="sapien").render_device')
 
 
 @pytest.mark.parametrize("renderer", RENDERERS)

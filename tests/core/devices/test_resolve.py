@@ -45,7 +45,6 @@ MUJOCO_4 = machine(4, order=(2, 3, 0, 1), versions={"mujoco": "4.0.0"})
 NO_NVIDIA_EGL = dataclasses.replace(FOUR, egl=egl(()))
 NO_EGL = dataclasses.replace(FOUR, egl=(), osmesa=False, egl_error="libEGL.so.1 is not installed")
 ONLY_OSMESA = dataclasses.replace(NO_EGL, osmesa=True)
-WSL = dataclasses.replace(machine(1), egl=(EglDevice(0, software=True),), wsl=True)
 EGL_LACKS_ONE = dataclasses.replace(FOUR, egl=egl((2, 3, 0)))
 WITH_INTEGRATED = dataclasses.replace(FOUR, egl=(*(FOUR.egl or ()), EglDevice(5, False, None, "/dev/dri/renderD140")))
 FREE = dataclasses.replace(FOUR, gpus=tuple(dataclasses.replace(g, memory_free=g.index * GIB) for g in FOUR.gpus))
@@ -174,7 +173,6 @@ DECIDED: list[Decided] = [
     expect_gpu(0, 0, FOUR, render="egl:3", renders=3),
     expect_gpu(0, 0, WITH_INTEGRATED, render="egl:5", renders=5),
     expect_gpu(0, 0, FOUR, render="cpu", renders={INDEX: "4"}),
-    expect_gpu(0, 0, WSL, render="cpu", renders={INDEX: "0", BACKEND: "egl"}),
     expect_gpu(0, 0, ONLY_OSMESA, render="cpu", renders={BACKEND: "osmesa", INDEX: None}),
     expect_gpu(6, 6, CROWDED, device=6, **SAME, renders=9),
     expect_gpu(1, 1, NO_NVIDIA_EGL, device="cuda:1", **SAME, on_missing="cpu", renders=0, says="10_nvidia.json"),
@@ -256,10 +254,6 @@ REFUSED: list[Refused] = [
     ),
     expect_error(UNAVAILABLE, f"{uuid(0)}", "NVIDIA_DRIVER_CAPABILITIES=all", NO_NVIDIA_EGL, **SAME),
     expect_error(UNAVAILABLE, "libEGL.so.1 is not installed", 'render="cpu"', NO_EGL, **SAME),
-    expect_error(UNAVAILABLE, "NVIDIA's driver for WSL has CUDA and no EGL", 'Use render="cpu"', WSL, **SAME),
-    expect_error(
-        UNAVAILABLE, "on WSL", 'render="cpu"', dataclasses.replace(WSL, wsl=False), {"WSL_INTEROP": "/run/1"}, **SAME
-    ),
     expect_error(UNAVAILABLE, uuid(1), 'render="cpu"', EGL_LACKS_ONE, device="cuda:1", **SAME),
     expect_error(UNAVAILABLE, "render='cpu'", "apt-get install", NO_EGL, render="cpu", on_missing="cpu"),
     expect_error(MISSING, "renderer='mujoco'", "pip install", machine(1, without=("mujoco",)), **SAME),
