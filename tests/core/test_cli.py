@@ -123,7 +123,7 @@ EXPLAINED: list[tuple[Any, str, list[str]]] = [
     (
         CASES["all is well"],
         "--device cuda:7",
-        ["refused  device='cuda:7' is not visible: expected cuda:0, because this process sees 1 CUDA device"],
+        ["refused  device='cuda:7' is not visible: expected cuda:0, because this process sees 1 GPU"],
     ),
     (NO_ROBOSUITE, "--renderer robosuite", ["refused", "robosuite"]),
 ]

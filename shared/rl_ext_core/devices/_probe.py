@@ -281,16 +281,11 @@ def _create_context(name: str) -> tuple[list[str], object]:
             return thread.call(draw_and_read_names), context
     if name == "robosuite":
         binding: Any = importlib.import_module("robosuite.utils.binding_utils")
-        simulation = binding.MjSim.from_xml_string(_MODEL)
-        context = binding.MjRenderContextOffscreen(
-            simulation, device_id=-1, max_width=_IMAGE_SIZE, max_height=_IMAGE_SIZE
-        )
+        context = binding.MjRenderContextOffscreen(binding.MjSim.from_xml_string(_MODEL), -1, _IMAGE_SIZE, _IMAGE_SIZE)
     elif name == "gymnasium":
         viewer: Any = importlib.import_module("gymnasium.envs.mujoco.mujoco_rendering").OffScreenViewer
-        # Releases before 1.0 read the size from the model.
-        sized = "width" in inspect.signature(viewer).parameters
-        size = {"width": _IMAGE_SIZE, "height": _IMAGE_SIZE} if sized else {}
-        context = viewer(model, mujoco.MjData(model), **size)
+        sized = "width" in inspect.signature(viewer).parameters  # releases before 1.0 read the size from the model
+        context = viewer(model, mujoco.MjData(model), *([_IMAGE_SIZE] * 2 if sized else []))
     else:
         context = mujoco.GLContext(_IMAGE_SIZE, _IMAGE_SIZE)
         context.make_current()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from rl_ext_core.devices import cuda, launchers, renderers
 from rl_ext_core.devices.cuda import INDEX, MASK, Machine
 from rl_ext_core.devices.decision import Decision, Step
-from rl_ext_core.devices.inventory import Inventory, NvmlUnavailableError, read_gpus
+from rl_ext_core.devices.inventory import Inventory, NvmlUnavailableError, pci_address, read_gpus
 from rl_ext_core.devices.launchers import Pick, Picker
 from rl_ext_core.devices.renderers import EglView, Renderer
 from rl_ext_core.errors import DeviceConflictError, DeviceUnavailableError, InvalidArgumentError, InvalidTypeError
@@ -272,20 +272,14 @@ def _find_gpu(asked: AskedDevice, inventory: Inventory) -> Gpu:
             f"{asked} is not available: this machine has no GPU ({inventory.nvml_error or 'NVML lists none'}). "
             f'Use {asked.argument}="cpu"'
         )
-    if asked.kind == "nvidia-smi":
-        form, wanted = "nvidia-smi:{0.index}", f"nvidia-smi:{asked.index}"
-    elif asked.kind == "pci":
-        form, address = "pci:{0.pci}", asked.value.lower()
-        domain, _, rest = (address if address.count(":") == 2 else f"0:{address}").partition(":")
-        wanted = f"pci:{int(domain, 16):04x}:{rest}"
-    else:
-        form, wanted = "{0.uuid}", asked.value
-    names = [form.format(gpu) for gpu in inventory.gpus]
-    found = [
-        gpu
-        for gpu, name in zip(inventory.gpus, names, strict=True)
-        if name.lower() == wanted.lower() or (asked.kind == "uuid" and name.lower().startswith(wanted.lower()))
-    ]
+    wanted = str(asked.original).lower()
+    if asked.kind == "pci":
+        address = asked.value if asked.value.count(":") == 2 else f"0:{asked.value}"
+        wanted = f"pci:{pci_address(address)}"
+    forms = {"nvidia-smi": "nvidia-smi:{0.index}", "pci": "pci:{0.pci}", "uuid": "{0.uuid}"}
+    names = [forms[asked.kind].format(gpu) for gpu in inventory.gpus]
+    pairs = [(name.lower(), gpu) for name, gpu in zip(names, inventory.gpus, strict=True)]
+    found = [gpu for name, gpu in pairs if name == wanted or (asked.kind == "uuid" and name.startswith(wanted))]
     if len(found) > 1:
         raise InvalidArgumentError(f'{asked} fits {len(found)} GPUs. Use {asked.argument}="{found[0].uuid}"')
     if not found:
@@ -299,10 +293,7 @@ def _find_gpu(asked: AskedDevice, inventory: Inventory) -> Gpu:
 
 
 def decide_compute(request: Request, machine: Machine) -> Decision:
-    """Decide which device computes. The decision has no rendering device yet.
-
-    :raises DeviceUnavailableError: If a named GPU is not available to this process.
-    """
+    """Decide which device computes. The decision has no rendering device yet."""
     asked = request.compute
     if asked.kind == "cpu":
         return Decision("cpu", "the CPU was asked for", steps=(asked.step("cpu"),))
@@ -311,29 +302,25 @@ def decide_compute(request: Request, machine: Machine) -> Decision:
         if asked.kind == "auto":
             return Decision("cpu", f"auto: the CPU, because {why}", steps=(asked.step(f"cpu, because {why}"),))
         raise DeviceUnavailableError(
-            f"{asked.argument}={str(asked.original)!r} is not available: {why}. "
-            f'Use {asked.argument}="cpu", or {asked.argument}="auto" to use a GPU if there is one'
+            f'{asked.argument}={str(asked.original)!r} is not available: {why}. Use device="cpu", or device="auto"'
         )
+    why = f"{asked.original} was asked for"
     if asked.kind == "auto" and machine.visible.uuids:
         ordinal, why = launchers.pick_gpu(request.picker, machine, request.current)
-        reason = f"auto: cuda:{ordinal}, because {why}"
     elif asked.kind in ("auto", "cuda"):
-        ordinal, why = _ordinal_from_index(asked, machine, request.current), f"{asked.original} was asked for"
-        reason = f"auto: cuda:{ordinal} of {machine.count}" if asked.kind == "auto" else why
+        ordinal = _ordinal_from_index(asked, machine, request.current)
     else:
-        ordinal, why = _ordinal_from_identity(asked, machine), f"{asked.original} was asked for"
-        reason = why
+        ordinal = _ordinal_from_identity(asked, machine)
     device = f"cuda:{ordinal}"
+    reason = f"auto: {device}, because {why}" if asked.kind == "auto" else why
     if not machine.visible.uuids:
         warning = f"NVML does not list {device} ({machine.inventory.nvml_error}), so rendering cannot be matched to it"
         return Decision(device, reason, steps=(asked.step(device),), warnings=(warning,))
     mask = machine.environ.get(MASK)
     shown = ", ".join(f"cuda:{i} = nvidia-smi {machine.gpu(i).index}" for i in range(len(machine.visible.uuids)))
     masked = Step("no mask", MASK, "", shown) if mask is None else Step("mask", MASK, repr(mask), shown)
-    warnings: tuple[str, ...] = ()
-    if machine.visible.stop_reason is not None:
-        how = f"without {MASK} torch sees" if mask is None else f"{MASK}={mask!r} shows"
-        warnings = (f"{how} {_format_device_count(len(machine.visible.uuids))}: {machine.visible.stop_reason}",)
+    stop_reason, count = machine.visible.stop_reason, cuda.format_gpu_count(len(machine.visible.uuids))
+    warnings = () if stop_reason is None else (f"{MASK}={mask!r} shows {count}: {stop_reason}",)
     steps = (masked, asked.step(f"{device}, because {why}"))
     return Decision(device, reason, machine.gpu(ordinal), machine.visible.mig, steps=steps, warnings=warnings)
 
@@ -343,23 +330,16 @@ def _ordinal_from_index(asked: AskedDevice, machine: Machine, current: int | Non
     index = asked.index if asked.index is not None else current or 0
     if index < machine.count:
         return index
-    raise DeviceUnavailableError(_index_error(asked, index, machine))
-
-
-def _index_error(asked: AskedDevice, index: int, machine: Machine) -> str:
-    """Return the error text for an index beyond the visible GPUs.
-
-    If the index is nvidia-smi's number of a visible GPU, the text shows how to write that.
-    """
+    # If the index is nvidia-smi's number of a visible GPU, the error shows how to write that.
     mask, name, last = machine.environ.get(MASK), asked.argument, machine.count - 1
     numbers = [machine.inventory.gpu(uuid).index for uuid in machine.visible.uuids]
     value = asked.original if isinstance(asked.original, int) else str(asked.original)
     use = f'{name}="cuda:{last}", or {name}="auto"'
     if index in numbers:
         use = f'{name}="nvidia-smi:{index}" (nvidia-smi:{index} -> cuda:{numbers.index(index)})'
-    return (
+    raise DeviceUnavailableError(
         f"{name}={value!r} is not visible: expected cuda:0{f' to cuda:{last}' if last else ''}, because this process "
-        f"sees {_format_device_count(machine.count)}{'' if mask is None else f' ({MASK}={mask!r})'}. Use {use}"
+        f"sees {cuda.format_gpu_count(machine.count)}{'' if mask is None else f' ({MASK}={mask!r})'}. Use {use}"
     )
 
 
@@ -375,42 +355,29 @@ def _ordinal_from_identity(asked: AskedDevice, machine: Machine) -> int:
     )
 
 
-def _format_device_count(count: int) -> str:
-    """Return ``"1 CUDA device"`` or, for example, ``"4 CUDA devices"``."""
-    return f"{count} CUDA device{'' if count == 1 else 's'}"
-
-
 # The device that renders
 
 
 def decide_render(request: Request, machine: Machine, compute_decision: Decision) -> Decision:
-    """Add the device that renders to a decision.
-
-    :raises DeviceUnavailableError: If that device cannot render.
-    """
+    """Add the device that renders to a decision."""
     asked = request.rendering
     if asked.kind == "none":
         return compute_decision
     renderer = renderers.find_renderer(request.renderer, machine.inventory.versions)
     if asked.kind == "cpu" or (asked.kind == "same" and compute_decision.device == "cpu"):
         gpus = machine.inventory.gpus if asked.kind == "same" else ()
-        notes = tuple(
-            'render="same" renders on the CPU, because that is what computes; to render on a GPU, use '
-            f'render="nvidia-smi:{gpu.index}"'
-            for gpu in gpus[:1]
-        )
+        note = 'render="same" renders on the CPU, because that is what computes; to render on a GPU, use render='
+        notes = tuple(f'{note}"nvidia-smi:{gpu.index}"' for gpu in gpus[:1])
         return _decide_cpu_rendering(renderer, machine, asked, compute_decision, notes)
     if asked.kind == "egl":
-        if renderer.select_egl_device is None:
-            raise DeviceUnavailableError(f'{asked}: {renderer} does not render through EGL. Use render="same"')
-        return _decide_egl_rendering(renderer, _find_egl_device(asked, machine), machine, asked, compute_decision)
+        device = _find_egl_device(renderer, asked, machine)
+        return _decide_egl_rendering(renderer, device, machine, asked, compute_decision)
     gpu = _find_rendering_gpu(request, machine, compute_decision)
     _check_not_mig(gpu, asked)
     if renderer.select_egl_device is None:
         return _decide_vulkan_rendering(renderer, gpu, machine, asked, compute_decision)
-    return _decide_egl_rendering(
-        renderer, _find_egl_device_of_gpu(gpu, machine, asked), machine, asked, compute_decision
-    )
+    device = _find_egl_device_of_gpu(gpu, machine, asked)
+    return _decide_egl_rendering(renderer, device, machine, asked, compute_decision)
 
 
 def _decide_cpu_rendering(
@@ -457,27 +424,22 @@ def _find_rendering_gpu(request: Request, machine: Machine, compute_decision: De
         return _find_gpu(asked, machine.inventory)
     count = len(machine.visible.uuids)
     if not count:
-        why = machine.inventory.nvml_error or "NVML lists no GPU on this machine"
-        if machine.inventory.gpus:
-            why = machine.no_device_reason()
+        why = machine.inventory.nvml_error or machine.no_device_reason()
         raise DeviceUnavailableError(f"{asked} is not available: {why}. {_CPU_RENDERING_HINT}")
     if asked.kind == "auto":
         return machine.gpu(launchers.pick_gpu(request.picker, machine, request.current)[0])
-    ordinal = asked.index or 0
-    if ordinal >= count:
-        raise DeviceUnavailableError(_index_error(asked, ordinal, machine))
-    return machine.gpu(ordinal)
+    return machine.gpu(_ordinal_from_index(asked, machine, None))
 
 
-def _find_egl_device(asked: AskedDevice, machine: Machine) -> EglDevice:
+def _find_egl_device(renderer: Renderer, asked: AskedDevice, machine: Machine) -> EglDevice:
     """Return the device for ``render="egl:<index>"``; raise if EGL does not list it."""
     devices = machine.inventory.egl or ()
-    for device in devices:
-        if device.index == asked.index:
-            return device
-    listed = f"EGL lists {len(devices)} device{'' if len(devices) == 1 else 's'}, counted from 0"
-    seen = machine.inventory.egl_error or listed
-    raise DeviceUnavailableError(f'{asked} is not available: {seen}. Use render="same"')
+    why = machine.inventory.egl_error or f"EGL counts {len(devices)} from 0"
+    if renderer.select_egl_device is None:
+        why = f"{renderer} does not render through EGL"
+    elif asked.index in range(len(devices)):
+        return devices[asked.index or 0]
+    raise DeviceUnavailableError(f'{asked} is not available: {why}. Use render="same"')
 
 
 def _find_egl_device_of_gpu(gpu: Gpu, machine: Machine, asked: AskedDevice) -> EglDevice:
@@ -521,15 +483,11 @@ def _decide_egl_rendering(
     variables = renderer.variables("egl", index, machine.environ)
     rules = [Step(f"rule of {renderer}", renderer.index, index, f"EGL device {device.index}")]
     if f",-1,{index}" in (variables.get(MASK) or ""):
-        rules.append(
-            Step(
-                f"import check of {renderer}",
-                MASK,
-                f"{variables[MASK]}",
-                f"robosuite asserts that {INDEX} is part of this text; CUDA stops reading at -1, so it shows the same "
-                "GPUs as before. A program that splits the text at commas, such as Ray, counts two more",
-            )
+        why = (
+            f"robosuite asserts that {INDEX} is part of this text; CUDA stops reading at -1, so it shows the same GPUs "
+            "as before. A program that splits the text at commas, such as Ray, counts two more"
         )
+        rules.append(Step(f"import check of {renderer}", MASK, str(variables[MASK]), why))
     return dataclasses.replace(
         compute_decision,
         render="cpu" if device.software else "gpu",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -97,10 +95,7 @@ class Decision:
         return torch.device(self.device)
 
     def explain(self) -> str:
-        """Describe the decision: the devices under all their names, the variables to set, and each step.
-
-        :return: text of several lines
-        """
+        """Describe the decision: the devices under all their names, the variables to set, and each step."""
         lines = [
             f"compute  {self.device}{_gpu_identity(self.gpu)}{f', MIG slice {self.mig}' if self.mig else ''}",
             f"render   {self._describe_rendering()}",
@@ -119,21 +114,14 @@ class Decision:
             return "nothing"
         through = f" through {self.renderer}"
         same = "the same GPU" if self.gpu and self.render_gpu == self.gpu else "a GPU"
+        if self.egl is None and self.render_gpu is None:
+            return f"the CPU (OSMesa){through}"
         if self.egl is None:
-            return (
-                f"{same}{_gpu_identity(self.render_gpu)}{through}" if self.render_gpu else f"the CPU (OSMesa){through}"
-            )
+            return f"{same}{_gpu_identity(self.render_gpu)}{through}"
         place = f"EGL device {self.egl.index}{f', {self.egl.drm}' if self.egl.drm else ''}"
         if self.render == "cpu":
             return f"the CPU (Mesa, {place}){through}"
         return f"{same}{_gpu_identity(self.render_gpu)}, {place}{through}"
-
-    def to_json(self) -> str:
-        """Return the decision as JSON text, for a log or a bug report.
-
-        :return: JSON with sorted keys
-        """
-        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
 
     def apply(self) -> None:
         """Set and unset the variables that the renderer reads, in this process and in processes that it starts later.
@@ -151,11 +139,7 @@ def apply_in_worker(decision: Decision, *, is_creator: bool) -> None:
     """Apply a decision in a process that builds an environment for a worker.
 
     Vectorized environments also build one environment in the process that created the factories, to read its spaces.
-    There, a decision that was applied earlier stays in effect, which is logged once.
-
-    :param is_creator: whether this process created the worker's factory
-    :raises DeviceConflictError: If a library in this process has already read other values, or if this worker has built
-        an environment under another decision.
+    There (``is_creator``), a decision that was applied earlier stays in effect, which is logged once.
     """
     global _has_warned
     present = apply.applied

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import rl_ext_core
-from rl_ext_core.devices import renderers
 from rl_ext_core.devices._probe import query_versions
 from rl_ext_core.devices.decide import resolve
 from rl_ext_core.devices.decision import Decision
@@ -44,12 +43,7 @@ _REPORTED_PATHS = ("__EGL_VENDOR_LIBRARY_FILENAMES", "__EGL_VENDOR_LIBRARY_DIRS"
 
 @dataclass(frozen=True)
 class Question:
-    """Arguments of :func:`rl_ext_core.devices.resolve` for the decision to explain.
-
-    :param device: the device that computes
-    :param render: the device that renders
-    :param renderer: the library that renders
-    """
+    """Arguments of :func:`rl_ext_core.devices.resolve` for the decision to explain."""
 
     device: str = "auto"
     render: str = "none"
@@ -64,14 +58,9 @@ class Question:
 class DoctorReport:
     """Report of ``rl-ext doctor`` on a machine.
 
-    :param inventory: the machine
     :param environ: the environment variables that select devices
-    :param question: arguments of the decision to explain
-    :param decision: the decision; None if :func:`rl_ext_core.devices.resolve` raises an error
-    :param refusal: text of that error, or None
+    :param decision: the decision; None if :func:`rl_ext_core.devices.resolve` raises the error ``refusal``
     :param renderers: where each installed renderer renders with these variables
-    :param findings: mistakes, errors first
-    :param verified: results of ``--verify``
     """
 
     inventory: Inventory
@@ -102,15 +91,7 @@ def examine(
     question: Question | None = None,
     verified: Sequence[Verification] = (),
 ) -> DoctorReport:
-    """Examine a machine. It sets no variable, and does not initialize CUDA if NVML answers.
-
-    :param inventory: the machine; default: this machine
-    :param environ: its environment variables; default: those of this process. Only variables that select devices are
-        used
-    :param question: arguments of the decision to explain; default: ``Question()``
-    :param verified: results of testing renderers
-    :return: the report
-    """
+    """Examine a machine, by default this one. No variable is set, and CUDA is not initialized if NVML answers."""
     asked = question or Question()
     machine = Inventory.current() if inventory is None else inventory
     given = os.environ if environ is None else environ
@@ -135,7 +116,7 @@ def examine(
         question=asked,
         decision=decision,
         refusal=refusal,
-        renderers=tuple(predict(row, situation) for row in renderers.installed_renderers(machine.versions)),
+        renderers=tuple(predict(row, situation) for row in situation.renderers),
         findings=tuple(sorted(found, key=lambda finding: finding.severity)),
         verified=tuple(verified),
     )
@@ -155,8 +136,6 @@ def _is_reported(name: str) -> bool:
 class ProcessReport:
     """Report on a running process and its children.
 
-    :param pid: ID of the process
-    :param command: its command line
     :param environ: the environment variables that select devices, as they were when the process started
     :param uses: GPUs on which NVML lists the process and its children; None if they are unknown
     :param renderers: where each renderer of its interpreter renders with these variables
@@ -187,9 +166,6 @@ class ProcessReport:
 def examine_process(pid: int, inventory: Inventory) -> ProcessReport:
     """Examine a running process, from NVML and from the variables with which it was started.
 
-    :param pid: ID of the process
-    :param inventory: this machine
-    :return: the report
     :raises InvalidArgumentError: If there is no such process, or another user owns it.
     """
     folder = Path("/proc", str(pid))
@@ -211,8 +187,7 @@ def examine_process(pid: int, inventory: Inventory) -> ProcessReport:
     versions = None if python is None else query_versions(python)
     machine = inventory if versions is None else dataclasses.replace(inventory, versions=versions)
     situation = Situation(machine, environ, environ)
-    rows = renderers.installed_renderers(machine.versions)
-    predictions = tuple(predict(row, situation) for row in rows)
+    predictions = tuple(predict(row, situation) for row in situation.renderers)
     return ProcessReport(pid, command, environ, list_gpu_uses({pid, *_find_children(pid)}), predictions)
 
 

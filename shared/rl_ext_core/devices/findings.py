@@ -23,15 +23,7 @@ from rl_ext_core.devices.decide import Request, decide_compute, decide_render
 from rl_ext_core.devices.decision import Decision
 from rl_ext_core.devices.inventory import Gpu, Inventory
 from rl_ext_core.devices.launchers import LOCAL_RANK, RANK_VARIABLES
-from rl_ext_core.devices.renderers import (
-    BACKEND,
-    PLATFORM,
-    PYRENDER_INDEX,
-    EglView,
-    Renderer,
-    RendererFailsError,
-    robosuite_import_fails,
-)
+from rl_ext_core.devices.renderers import BACKEND, PLATFORM, PYRENDER_INDEX, EglView, Renderer, RendererFailsError
 from rl_ext_core.errors import RlExtError
 
 Severity: TypeAlias = Literal["error", "warning"]
@@ -39,15 +31,10 @@ Changes: TypeAlias = Mapping[str, "str | None"]
 
 _KNOWN_VARIABLES = (MASK, ORDER, BACKEND, INDEX, PLATFORM, LOCAL_RANK)
 # Variables that users export for MuJoCo, which ignores them, and the variables that it reads instead
-# (google-deepmind/dm_control#310, #345, pytorch/rl#155). Other software reads some of them: pyrender and old releases
-# of dm_control read EGL_DEVICE_ID, PyBullet EGL_VISIBLE_DEVICES.
+# (google-deepmind/dm_control#310, #345, pytorch/rl#155). PyBullet reads EGL_VISIBLE_DEVICES.
 _UNREAD_VARIABLES = {
-    PYRENDER_INDEX: INDEX,
-    "EGL_VISIBLE_DEVICE": INDEX,
-    "EGL_VISIBLE_DEVICES": INDEX,
-    "MUJOCO_GPU_ID": INDEX,
-    "RENDER_GPU_DEVICE_ID": INDEX,
-    "MUJOCO_RENDERER": BACKEND,
+    **dict.fromkeys((PYRENDER_INDEX, "EGL_VISIBLE_DEVICE", "EGL_VISIBLE_DEVICES", "MUJOCO_GPU_ID"), INDEX),
+    **{"RENDER_GPU_DEVICE_ID": INDEX, "MUJOCO_RENDERER": BACKEND},
 }
 _READ_ELSEWHERE = ("EGL_VISIBLE_DEVICES", "RENDER_GPU_DEVICE_ID")
 _WORDS_FOR_ALL_GPUS = ("all", "*", "any", "auto")  # "all" is Docker's word
@@ -85,12 +72,7 @@ class Finding:
 class Prediction:
     """Predicted rendering device of a renderer in a program that applies no decision.
 
-    :param renderer: name and version of the renderer
-    :param where: ``"gpu"``, ``"cpu"``, ``"window"`` (the display's device), ``"nothing"``, ``"fails"`` or ``"unknown"``
-    :param why: which variables select the device, or how rendering fails
-    :param variable: the variable that selects the device
-    :param egl: index of the EGL device; None if EGL is not used
-    :param uuid: UUID of the GPU, or None
+    :param where: ``"window"`` means the display's device
     :param with_compute: whether it is the device that computes; None if that is unknown
     """
 
@@ -110,10 +92,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Situation:
-    """A machine and its environment variables, before (``original``) and after the fixes of the errors found so far.
-
-    So consequences of one mistake are not reported as another.
-    """
+    """A machine and its environment variables, before (``original``) and after the fixes of the errors found so far."""
 
     inventory: Inventory
     environ: Mapping[str, str]
@@ -123,6 +102,11 @@ class Situation:
     def machine(self) -> Machine:
         """The machine with the variables ``environ``."""
         return Machine(self.inventory, self.environ)
+
+    @cached_property
+    def renderers(self) -> tuple[Renderer, ...]:
+        """Installed renderers."""
+        return renderers.installed_renderers(self.inventory.versions)
 
     @cached_property
     def visible(self) -> cuda.VisibleGpus | None:
@@ -249,7 +233,7 @@ def _find_misspelled_names(situation: Situation) -> Findings:
 def _find_ignored_variables(situation: Situation) -> Findings:
     """Find variables that are set for MuJoCo, but that MuJoCo ignores."""
     environ = situation.environ
-    mujocos = [entry for entry in _installed_renderers(situation) if entry.name in renderers.MUJOCO_NAMES]
+    mujocos = [entry for entry in situation.renderers if entry.name in renderers.MUJOCO_NAMES]
     through_egl = not renderers.has_display(environ) or any(_read_backend(entry, environ) == "egl" for entry in mujocos)
     for name, known in _UNREAD_VARIABLES.items():
         if name not in environ or not mujocos or not (through_egl or known == BACKEND):
@@ -327,10 +311,7 @@ def _describe_misread_entry(mask: str) -> str | None:
 
 
 def _guess_mask(mask: str, situation: Situation) -> tuple[str | None, bool]:
-    """Guess the mask that was meant, from numbers and UUIDs in any case, with blanks, quotes or other separators.
-
-    :return: a valid mask, or None; and whether it has all entries of the original
-    """
+    """Guess the mask that was meant, from numbers and UUIDs in any case, and whether no entry was dropped."""
     try:
         uuids = cuda.cuda_order(situation.inventory, situation.environ)
     except RlExtError:
@@ -381,14 +362,13 @@ def _find_unlisted_gpu(situation: Situation) -> Findings:
     """Find that EGL does not list the GPU that computes (TensorAuto/OpenTau#404), with the cause."""
     inventory, environ = situation.inventory, situation.environ
     gpu = situation.compute_decision.gpu if situation.compute_decision else None
-    rows = [renderer for renderer in _installed_renderers(situation) if renderer.select_egl_device]
+    rows = [renderer for renderer in situation.renderers if renderer.select_egl_device]
     if not rows or not gpu or gpu.mig or inventory.egl is None or inventory.egl_of(gpu.uuid):
         return
     severity: Severity = "error" if any(_read_backend(row, environ) == "egl" for row in rows) else "warning"
-    where = "uses Mesa's CPU device" if any(device.software for device in inventory.egl) else "fails"
     others = any(device.uuid for device in inventory.egl)
-    effect = f"EGL does not list {describe_gpu(gpu)}, which computes, so rendering "
-    effect += "uses another GPU" if others else where
+    where = "another GPU" if others else "Mesa's CPU device, if any"
+    effect = f"EGL does not list {describe_gpu(gpu)}, which computes, so rendering uses {where}"
     variable, fix = "EGL", _DOCKER
     if inventory.egl_error:
         effect, fix = f"{effect}: {inventory.egl_error}", "apt-get install libegl1"
@@ -406,17 +386,8 @@ def _find_unlisted_gpu(situation: Situation) -> Findings:
 # Predicted rendering devices, compared with the device that computes
 
 
-def _installed_renderers(situation: Situation) -> tuple[Renderer, ...]:
-    """Return the renderers that are installed on the machine of a situation."""
-    return renderers.installed_renderers(situation.inventory.versions)
-
-
 def _read_backend(renderer: Renderer, environ: Mapping[str, str]) -> str | None:
-    """Return the backend of a renderer; None if it rejects the variable's value.
-
-    Without the variable, mujoco and gymnasium select GLFW, even without a display: the Python package glfw, which
-    mujoco requires, then only warns.
-    """
+    """Return the backend of a renderer; None if it rejects the variable's value."""
     try:
         if renderer.name in renderers.MUJOCO_NAMES:
             renderers.mujoco_backend(environ)  # all of them import mujoco, which rejects unknown values
@@ -462,7 +433,7 @@ def _predict_place(renderer: Renderer, situation: Situation) -> Prediction:
         error = f'"ImportError: Cannot use {"EGL" if backend == "egl" else "OSMesa"} rendering platform"'
         error += " or \"AttributeError: module 'mujoco' has no attribute 'Renderer'\""
         raise RendererFailsError(PLATFORM, f"it contradicts {switch}={backend}, and rendering ends in {error}")
-    if renderer.checks_mask and robosuite_import_fails(environ):
+    if renderer.checks_mask and renderers.robosuite_import_fails(environ):
         error = f"AssertionError: {INDEX} needs to be set to one of the device id specified in {MASK}"
         raise RendererFailsError(
             INDEX, f'import robosuite ends in "{error}", because it is not part of {MASK}={environ[MASK]!r}'
@@ -496,7 +467,7 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
     decision = situation.compute_decision
     gpu = decision.gpu if decision and not decision.mig else None
     unlisted = gpu is not None and situation.inventory.egl_of(gpu.uuid) is None
-    for renderer in _installed_renderers(situation):
+    for renderer in situation.renderers:
         found = predict(renderer, situation)
         # A set index shows that the user wants EGL.
         index_unused = found.where == "window" and renderer.index in situation.environ
@@ -523,10 +494,7 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
 
 
 def _find_rendering_fix(renderer: Renderer, situation: Situation) -> str:
-    """Find the line for the shell, or Python code with ``{}`` for the renderer's name, that renders where it computes.
-
-    It renders on the CPU if the device that computes cannot render.
-    """
+    """Find the line for the shell, or Python code with ``{}`` for a renderer, that renders where it computes."""
     environ = situation.environ
     meant = {name: "osmesa" for name in (BACKEND, PLATFORM) if environ.get(name, "").strip().lower() == "osmesa"}
     if meant and predict(renderer, situation.with_changes(meant)).where == "cpu":
@@ -557,7 +525,7 @@ def _find_late_changes(situation: Situation, decision_in_force: bool) -> Finding
     late_mask = None if situation.visible is None else cuda.find_late_mask(situation.machine)
     if late_mask is not None:
         yield situation.finding(MASK, late_mask, {MASK: environ.get(MASK)})
-    for renderer in () if decision_in_force else _installed_renderers(situation):
+    for renderer in () if decision_in_force else situation.renderers:
         backend = _read_backend(renderer, environ)
         if backend not in ("egl", "osmesa") or not any(name in environ for name in renderer.switches):
             continue

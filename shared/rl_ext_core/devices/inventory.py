@@ -117,20 +117,11 @@ class Inventory:
             return _cached_inventory
 
     def gpu(self, uuid: str) -> Gpu:
-        """Return the GPU that has a UUID.
-
-        :param uuid: the complete UUID
-        :return: the GPU
-        :raises StopIteration: If no GPU has this UUID.
-        """
+        """Return the GPU with this complete UUID, which must exist."""
         return next(gpu for gpu in self.gpus if gpu.uuid == uuid)
 
     def egl_of(self, uuid: str) -> EglDevice | None:
-        """Return the EGL device that renders on a GPU.
-
-        :param uuid: UUID of the GPU
-        :return: the device; None if EGL does not list the GPU, or was not queried
-        """
+        """Return the EGL device that renders on the GPU with this UUID; None if EGL does not list it."""
         devices = [device for device in self.egl or () if device.uuid == uuid]
         # Mesa also lists GPUs of other drivers, on which it cannot render.
         return next((device for device in devices if device.cuda), devices[0] if devices else None)
@@ -209,10 +200,7 @@ def nvml_session() -> Iterator[types.ModuleType]:
 
 
 def read_gpus() -> tuple[Gpu, ...]:
-    """Read all GPUs and their present free memory, in nvidia-smi's order, without CUDA and its mask.
-
-    :raises NvmlUnavailableError: If NVML cannot be queried.
-    """
+    """Read all GPUs and their present free memory, in nvidia-smi's order, without CUDA and its mask."""
     with nvml_session() as nvml:
         count = nvml.nvmlDeviceGetCount()
         return tuple(_read_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index), index) for index in range(count))
@@ -266,8 +254,7 @@ def pci_address(bus_id: str) -> str:
 
 
 def _to_str(value: str | bytes) -> str:
-    """Return text, which old versions of nvidia-ml-py return as bytes, as a str."""
-    # Releases of nvidia-ml-py before 11.515 return bytes.
+    """Return text as a str, which releases of nvidia-ml-py before 11.515 return as bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 

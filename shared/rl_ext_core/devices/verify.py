@@ -72,12 +72,7 @@ class Verification:
             # gymnasium's own extra installs the packages that its viewers import.
             package = {"gymnasium": "gymnasium[mujoco]", "pyrender": "pyrender"}.get(self.name)
             return install_line(self.name) if package is None else f'pip install "{package}"'
-        if not self.decided:
-            return f"rl-ext doctor --renderer {self.name}"
-        if self.decided == "gpu":
-            line = f'resolve("auto", render="cpu", renderer="{self.name}").apply()'
-            return f"from rl_ext_core.devices import resolve\n{line}"
-        return "apt-get install libosmesa6" if self.predicted is None else "apt-get install libegl1 libegl-mesa0"
+        return f"rl-ext doctor --renderer {self.name}"
 
     @property
     def place(self) -> str:
@@ -112,12 +107,7 @@ def verify_decision(
     python: str = sys.executable,
     timeout_s: float = TIMEOUT_S,
 ) -> Verification:
-    """Create a context of a decision's renderer in a new process.
-
-    :param environ: variables of the process, to which the decision's are added; default: those of this process
-    :param python: interpreter in which the renderer is installed
-    :return: the result, which also has all failures
-    """
+    """Create a context of a decision's renderer in a new process, with its variables added to ``environ``."""
     began = time.monotonic()
     name = (decision.renderer or "").split(" ")[0]
     variables = {**(os.environ if environ is None else environ), **decision.variables}
@@ -151,7 +141,8 @@ def _run_process(command: Sequence[str], environ: Mapping[str, str], timeout_s: 
         before = list_gpu_uses([process.pid])
         timer = threading.Timer(timeout_s, process.kill)
         timer.start()
-        found = _read_answer(process.stdout)
+        lines = (line for line in process.stdout if line.startswith(_probe.ANSWER_PREFIX))  # libraries print too
+        found = next((json.loads(line.removeprefix(_probe.ANSWER_PREFIX)) for line in lines), None)
         after = list_gpu_uses([process.pid]) if found is not None else None
         with contextlib.suppress(OSError):
             process.stdin.close()
@@ -170,23 +161,10 @@ def _run_process(command: Sequence[str], environ: Mapping[str, str], timeout_s: 
     return {"failure": f"the process ended {_describe_exit(process.returncode)}: {last}"}
 
 
-def _read_answer(lines: Any) -> dict[str, Any] | None:
-    """Return the answer in the lines that a process prints, among which libraries print their own; None at the end."""
-    for line in lines:
-        if line.startswith(_probe.ANSWER_PREFIX):
-            answer: dict[str, Any] = json.loads(line.removeprefix(_probe.ANSWER_PREFIX))
-            return answer
-    return None
-
-
 def _describe_exit(status: int) -> str:
     """Return how a process ended, such as ``"by SIGSEGV"`` or ``"with exit status 1"``."""
-    if status >= 0:
-        return f"with exit status {status}"
-    try:
-        return f"by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"by signal {-status}"
+    names = {entry.value: entry.name for entry in signal.Signals}
+    return f"with exit status {status}" if status >= 0 else f"by {names.get(-status, f'signal {-status}')}"
 
 
 # Processes on GPUs

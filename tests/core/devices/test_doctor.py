@@ -52,7 +52,7 @@ def lines_to_copy(report: DoctorReport) -> list[str]:
         ("wrong mask", "cuda:0", ("gpu", 0), ("gpu", 1), "export CUDA_VISIBLE_DEVICES=1"),
         ("wrong mask", "cuda:0", ("gpu", 0), ("gpu", 1), "MUJOCO_EGL_DEVICE_ID=3"),
         ("all is well", "cuda:0", ("gpu", 0), ("gpu", 0), None),
-        ("CPU torch", "cpu", ("gpu", 0), ("gpu", 0), "pip install"),
+        ("CPU torch", "cpu", ("gpu", 0), ("gpu", 0), None),
         ("MIG", "cuda:0", ("fails", None), ("fails", None), 'render="cpu"'),
         ("no EGL", "cuda:0", ("fails", None), ("fails", None), "apt-get install"),
         ("a launcher", "cuda:2", ("gpu", 0), ("gpu", 0), "resolve("),

