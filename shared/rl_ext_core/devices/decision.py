@@ -14,8 +14,6 @@ from rl_ext_core.errors import DeviceConflictError, _missing_dependency_error
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Decision", "Step"]
-
 _log = logging.getLogger("rl_ext_core.devices")
 _has_warned = False
 

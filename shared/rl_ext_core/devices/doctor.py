@@ -20,8 +20,6 @@ from rl_ext_core.devices.inventory import Inventory
 from rl_ext_core.devices.verify import GpuUse, Verification, list_gpu_uses
 from rl_ext_core.errors import InvalidArgumentError, RlExtError
 
-__all__ = ["DoctorReport", "ProcessReport", "Question", "examine", "examine_process"]
-
 # Variables that a report contains. Only variables that select devices are allowed, because reports are posted in public
 # bug trackers and must not contain NVIDIA_API_KEY or paths in a home directory. The case is ignored, because names in
 # the wrong case are mistakes to report.

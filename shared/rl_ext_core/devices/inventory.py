@@ -20,8 +20,6 @@ from typing import Any
 from rl_ext_core._system import after_fork
 from rl_ext_core.devices import _probe
 
-__all__ = ["EglDevice", "Gpu", "Inventory"]
-
 
 @dataclass(frozen=True)
 class Gpu:

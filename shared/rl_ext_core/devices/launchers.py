@@ -89,8 +89,8 @@ def _pick_by_launcher_rank(name: str, machine: Machine) -> tuple[int, str]:
             f"{name}={environ[name]!r} is not a rank: expected an index from 0. Use `unset {name}`, or {name}=0"
         )
     ordinal, why = _pick_by_given_rank(rank, f"{name}={environ[name]!r}", machine)
-    outer = (outer for outer in RANK_VARIABLES if outer in environ and _parse_rank(environ, outer) != rank)
-    others = " and ".join(f"{variable}={environ[variable]!r}" for variable in outer)
+    outer = [other for other in RANK_VARIABLES if other in environ and _parse_rank(environ, other) != rank]
+    others = " and ".join(f"{other}={environ[other]!r}" for other in outer)
     return ordinal, f"{why} ({name} comes before {others})" if others else why
 
 
@@ -99,8 +99,7 @@ def _pick_by_given_rank(rank: int, source: str, machine: Machine) -> tuple[int, 
     if rank < len(machine.visible.uuids):
         return rank, f"{source} is this process's place on this machine"
     if _has_own_gpu(rank, machine):
-        mask = f"{MASK}={machine.environ[MASK]!r}"
-        return 0, f"{source}, and {mask} shows this process one GPU of its own"
+        return 0, f"{source}, and {MASK}={machine.environ[MASK]!r} shows this process one GPU of its own"
     count, mask = len(machine.visible.uuids), machine.environ.get(MASK)
     raise DeviceUnavailableError(
         f"{source} asks for cuda:{rank}: expected a rank below {count}, because this process sees "

@@ -18,8 +18,10 @@ from rl_ext_core.devices.renderers import installed_renderers
 from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError
 
 # Programs that start the training processes. A variable that they inherit would be the same in all of them.
-_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "horovodrun")
-_LAUNCHERS += ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+_LAUNCHERS = (
+    *("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "horovodrun"),
+    *("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"),
+)
 _PER_RANK = "torchrun --no-python --nproc-per-node=4 rl-ext run --per-rank -- python train.py"
 
 

@@ -16,15 +16,7 @@ from rl_ext_core.devices.doctor import DoctorReport, Question, examine
 from rl_ext_core.devices.inventory import installed_versions
 from rl_ext_core.devices.verify import GpuUse, Verification, list_gpu_uses, verify
 from tests.core.devices import run_code
-from tests.core.devices.doctor_cases import (
-    CASES,
-    EGL,
-    NO_GPU,
-    WITHOUT_EGL,
-    FakeNvml,
-    report_as_text,
-    report_of,
-)
+from tests.core.devices.doctor_cases import CASES, EGL, NO_GPU, WITHOUT_EGL, FakeNvml, report_as_text, report_of
 from tests.core.devices.fakes import build
 from tests.core.devices.machines import egl, gpus, machine, uuid
 

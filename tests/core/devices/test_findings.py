@@ -61,6 +61,8 @@ def find_mistakes(environ: Mapping[str, str], inventory: Inventory = FOUR) -> tu
     return check_environment(environ, inventory=inventory)
 
 
+GYMNASIUM, DM_CONTROL, ROBOSUITE = (with_renderers(FOUR, name) for name in ("gymnasium", "dm_control", "robosuite"))
+TO_EGL, TO_PCI = f"export {GL}=egl*", f"export {ORDER}=PCI_BUS_ID"
 # By value of CUDA_VISIBLE_DEVICES, on a machine with four GPUs: severity, right value, part of the effect.
 MASKS: dict[str, tuple[str, str | None, str]] = {
     "": ("error", "0", 'blanks around = in "export CUDA_VISIBLE_DEVICES= 1"'),
@@ -108,67 +110,29 @@ MISTAKES: list[Mistake] = [
     ({MASK: f"{SLICE},{OTHER}"}, WITH_MIG, MASK, "warning", f"export {MASK}={SLICE}", ""),
     ({MASK: "1"}, WITH_MIG, MASK, "warning", f"export {MASK}={SLICE}", ""),
     ({}, WITH_MIG, MASK, "warning", "*", f"{SLICE}, and no other device"),
-    (
-        {**SCREEN, MASK: uuid(1)},
-        with_renderers(FOUR, "robosuite"),
-        "*",
-        "*",
-        f"*{INDEX}=1",
-        'rendering ends in "ValueError: inv',
-    ),
-    (
-        {ORDER: "PCI"},
-        DIFFERENT_GPUS,
-        ORDER,
-        "error",
-        f"export {ORDER}=PCI_BUS_ID",
-        f"0 is NVIDIA H100 {uuid(1)} (nvidia-smi 1)",
-    ),
-    ({}, DIFFERENT_GPUS, ORDER, "warning", f"export {ORDER}=PCI_BUS_ID", "(nvidia-smi 1)"),
-    ({}, UNKNOWN_ORDER, ORDER, "error", f"export {ORDER}=PCI_BUS_ID", ""),
-    ({ORDER: "FASTEST_FIRST"}, UNKNOWN_ORDER, ORDER, "error", f"export {ORDER}=PCI_BUS_ID", ""),
+    ({**SCREEN, MASK: uuid(1)}, ROBOSUITE, "*", "*", f"*{INDEX}=1", 'rendering ends in "ValueError: inv'),
+    ({ORDER: "PCI"}, DIFFERENT_GPUS, ORDER, "error", TO_PCI, f"0 is NVIDIA H100 {uuid(1)} (nvidia-smi 1)"),
+    ({}, DIFFERENT_GPUS, ORDER, "warning", TO_PCI, "(nvidia-smi 1)"),
+    ({}, UNKNOWN_ORDER, ORDER, "error", TO_PCI, ""),
+    ({ORDER: "FASTEST_FIRST"}, UNKNOWN_ORDER, ORDER, "error", TO_PCI, ""),
     ({RANK: "one"}, WITHOUT_RENDERERS, RANK, "error", f"unset {RANK}", ""),
-    ({RANK: ""}, WITHOUT_RENDERERS, RANK, "error", f"unset {RANK}", ""),
     ({RANK: "'2'"}, WITHOUT_RENDERERS, RANK, "error", f"export {RANK}=2", ""),
     ({RANK: "9" * 5000}, WITHOUT_RENDERERS, RANK, "error", f"unset {RANK}", ""),
     ({RANK: "4"}, WITHOUT_RENDERERS, RANK, "error", "torchrun --nproc-per-node=4 train.py", ""),
-    ({RANK: "1", MASK: "3"}, WITHOUT_RENDERERS, RANK, "error", "torchrun --nproc-per-node=1 train.py", ""),
     ({"SLURM_LOCALID": "-1"}, WITHOUT_RENDERERS, "SLURM_LOCALID", "error", "unset SLURM_LOCALID", ""),
-    (
-        {"SLURM_LOCALID": "6"},
-        WITHOUT_RENDERERS,
-        "SLURM_LOCALID",
-        "error",
-        "srun --ntasks-per-node=4 python train.py",
-        "",
-    ),
-    ({**SCREEN, GL: "EGL"}, with_renderers(FOUR, "gymnasium"), GL, "error", f"export {GL}=egl*", "gymnasium 1.4.0"),
-    ({**SCREEN, GL: "egl "}, with_renderers(FOUR, "dm_control"), GL, "error", f"export {GL}=egl*", "dm_control 1.0.41"),
-    ({**SCREEN, GL: "'egl'"}, with_renderers(FOUR), GL, "error", f"export {GL}=egl*", "mujoco 3.9.0"),
-    ({**SCREEN, GL: ""}, with_renderers(FOUR, "gymnasium"), GL, "error", f"export {GL}=egl*", "gymnasium 1.4.0"),
-    (
-        {**SCREEN, GL: "OSMesa"},
-        with_renderers(FOUR, "gymnasium"),
-        GL,
-        "error",
-        f"export {GL}=osmesa*",
-        "gymnasium 1.4.0",
-    ),
-    (
-        {**SCREEN, GL: "vulkan"},
-        with_renderers(FOUR, "robosuite"),
-        GL,
-        "error",
-        f"export {GL}=egl*",
-        "robosuite 1.5.1: import",
-    ),
+    ({**SCREEN, GL: "EGL"}, GYMNASIUM, GL, "error", TO_EGL, "gymnasium 1.4.0"),
+    ({**SCREEN, GL: "egl "}, DM_CONTROL, GL, "error", TO_EGL, "dm_control 1.0.41"),
+    ({**SCREEN, GL: "'egl'"}, with_renderers(FOUR), GL, "error", TO_EGL, "mujoco 3.9.0"),
+    ({**SCREEN, GL: ""}, GYMNASIUM, GL, "error", TO_EGL, "gymnasium 1.4.0"),
+    ({**SCREEN, GL: "OSMesa"}, GYMNASIUM, GL, "error", f"export {GL}=osmesa*", "gymnasium 1.4.0"),
+    ({**SCREEN, GL: "vulkan"}, ROBOSUITE, GL, "error", TO_EGL, "robosuite 1.5.1: import"),
     ({**SCREEN, GL: "glfw", INDEX: "0"}, machine(2), "*", "warning", f"export {GL}=egl {PLATFORM}=egl", "EGL alone"),
-    ({}, FOUR, GL, "warning", f"export {GL}=egl*", f"{EVERY_MUJOCO_RENDERER}: "),
-    ({GL: "glfw"}, FOUR, GL, "error", f"export {GL}=egl*", ""),
+    ({}, FOUR, GL, "warning", TO_EGL, f"{EVERY_MUJOCO_RENDERER}: "),
+    ({GL: "glfw"}, FOUR, GL, "error", TO_EGL, ""),
     ({**EGL, PLATFORM: "osmesa"}, FOUR, PLATFORM, "error", "export *", ""),
-    ({**EGL, PLATFORM: "EGL"}, with_renderers(FOUR, "dm_control"), PLATFORM, "error", "export *", ""),
+    ({**EGL, PLATFORM: "EGL"}, DM_CONTROL, PLATFORM, "error", "export *", ""),
     ({GL: "osmesa", PLATFORM: "egl"}, FOUR, PLATFORM, "error", "export *", ""),
-    ({**SCREEN, PLATFORM: "osmesa"}, with_renderers(FOUR, "robosuite"), PLATFORM, "error", "export *", ""),
+    ({**SCREEN, PLATFORM: "osmesa"}, ROBOSUITE, PLATFORM, "error", "export *", ""),
     # An index without a device is one finding for all renderers.
     *(
         (
@@ -244,10 +208,7 @@ MISTAKES: list[Mistake] = [
         *({**EGL, "EGL_DEVICE_ID": "2", INDEX: "0"}, FOUR, "EGL_DEVICE_ID", "warning", "unset EGL_DEVICE_ID"),
         f"read {INDEX} instead, which is '0'",
     ),
-    (
-        *({**EGL, "EGL_DEVICE_ID": uuid(2)}, FOUR, "EGL_DEVICE_ID", "warning", "unset EGL_DEVICE_ID"),
-        "ignore it",
-    ),
+    (*({**EGL, "EGL_DEVICE_ID": uuid(2)}, FOUR, "EGL_DEVICE_ID", "warning", "unset EGL_DEVICE_ID"), "ignore it"),
     (
         {"MUJOCO_RENDERER": "EGL"},
         with_renderers(FOUR),
@@ -295,7 +256,7 @@ def test_mistake_is_found_and_fixed_by_its_line(
         ("CUDA_VISABLE_DEVICES", "1", f"export {MASK}=1"),  # cBio/cbio-cluster#1
         ("export CUDA_VISIBLE_DEVICES", "1", f"export {MASK}=1"),
         ("CUDA-VISIBLE-DEVICES", "1", f"export {MASK}=1"),
-        ("cuda_device_order", "PCI_BUS_ID", f"export {ORDER}=PCI_BUS_ID"),
+        ("cuda_device_order", "PCI_BUS_ID", TO_PCI),
         ("MUJOCO_Gl", "EGL", f"export {GL}=egl"),
         ("pyopengl_platform", "egl", f"export {PLATFORM}=egl"),
     ],
@@ -379,7 +340,7 @@ def test_several_mistakes_have_separate_findings() -> None:
     assert index.fix.endswith(".apply()")
     (differs,) = find_mistakes({MASK: "1", "cuda_visible_devices": "2"}, WITHOUT_RENDERERS)
     assert (differs.severity, differs.fix) == ("warning", "unset cuda_visible_devices")
-    robust, mask = find_mistakes({**SCREEN, MASK: "1,"}, with_renderers(FOUR, "robosuite"))
+    robust, mask = find_mistakes({**SCREEN, MASK: "1,"}, ROBOSUITE)
     assert "ValueError: invalid literal for int() with base 10: ''" in robust.effect
     assert (run_shell_line(robust.fix, {})[INDEX], mask.severity, mask.fix) == ("1", "warning", f"export {MASK}=1")
 

@@ -71,12 +71,7 @@ def test_auto_uses_rank_of_innermost_launcher(
         (ONE, {TASK: "3", RANK: "3", MASK: "0", **TORCHRUN}, f"{RANK}='3'", "torchrun"),
         # pytorch/torchtitan#423
         (FOUR, {RANK: "7", **TORCHRUN}, f"{RANK}='7' asks for cuda:7", "torchrun --nproc-per-node=4"),
-        (
-            FOUR,
-            {RANK: "1", MASK: "1", **TORCHRUN},
-            f"{MASK}='1'",
-            "--nproc-per-node=1",
-        ),
+        (FOUR, {RANK: "1", MASK: "1", **TORCHRUN}, f"{MASK}='1'", "--nproc-per-node=1"),
         (FOUR, {OMPI: "4"}, f"{OMPI}='4'", "mpirun --map-by ppr:4:node"),
         (FOUR, {HYDRA: "5"}, f"{HYDRA}='5'", "mpiexec -ppn 4"),
         (ONE, {PMI: "1"}, "below 1", 'device="cuda:0"'),
