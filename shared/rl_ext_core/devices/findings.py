@@ -37,7 +37,7 @@ _UNREAD_VARIABLES = {
     **{"RENDER_GPU_DEVICE_ID": INDEX, "MUJOCO_RENDERER": BACKEND},
 }
 _READ_ELSEWHERE = ("EGL_VISIBLE_DEVICES", "RENDER_GPU_DEVICE_ID")
-_WORDS_FOR_ALL_GPUS = ("all", "*", "any", "auto")  # "all" is Docker's word
+_WORDS_FOR_NO_GPU = ("none", "void", "no", "off", "null", "false", "cpu", "nodevfiles")  # Slurm, Ray: NoDevFiles
 _QUOTES = " \t\r\n'\"`[](){}<>"
 _NO_CUDA = 'torch.device("cuda") ends in "RuntimeError: No CUDA GPUs are available"'
 _NO_DISPLAY = "mujoco.FatalError: an OpenGL platform library has not been loaded into this process"
@@ -288,7 +288,7 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
         effect = f'it is empty and {hidden}; blanks around = in "export {MASK}= 1" leave it empty'
         yield situation.finding(MASK, effect, one)
     elif re.fullmatch(r"-\d+|[a-z*]+", word):
-        severity: Severity = "error" if word in _WORDS_FOR_ALL_GPUS else "warning"
+        severity: Severity = "warning" if word[0] == "-" or word in _WORDS_FOR_NO_GPU else "error"
         yield situation.finding(MASK, f"{word!r} {hidden}", {MASK: None}, severity)
     elif explanation := shown.stop_reason or _describe_misread_entry(mask):
         meant, complete = _guess_mask(mask, situation)
@@ -375,7 +375,7 @@ def _find_unlisted_gpu(situation: Situation) -> Findings:
     elif others:
         effect += " (the container has only part of /dev/dri)"
     else:
-        effect += "; NVIDIA's EGL is not installed (10_nvidia.json in /usr/share/glvnd/egl_vendor.d), as on WSL"
+        effect += "; NVIDIA's EGL is not installed (10_nvidia.json in /usr/share/glvnd/egl_vendor.d; WSL has none)"
         if {_CAPABILITIES, "NVIDIA_VISIBLE_DEVICES"} & environ.keys():
             variable = _CAPABILITIES
         else:

@@ -73,6 +73,7 @@ MASKS: dict[str, tuple[str, str | None, str]] = {
     "'1'": ("error", "1", "the number of a GPU; torch sees no GPU"),
     "all": ("error", None, "'all' hides all 4 GPUs"),
     "none": ("warning", None, "hides all 4 GPUs"),
+    "cuda": ("error", None, "hides all 4 GPUs"),
     "0,-1,2": ("warning", "0", "reading at '-1'"),
     "cuda:0,cuda:2": ("error", "0,2", "No CUDA GPUs are available"),
     "GPU 1": ("error", "1", "not the number"),
