@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import pytest
 import rl_ext_core
 from rl_ext_core.cli import doctor, main
 from rl_ext_core.devices import Inventory
-from rl_ext_core.devices.doctor import replay
 from tests.boundaries import modules_loaded_by
 from tests.core.devices.doctor_cases import CASES, EGL
 from tests.core.devices.machines import machine
@@ -66,7 +64,7 @@ def read_stdout(out: Out) -> str:
         ("--version", f"rl-ext {rl_ext_core.__version__}\n"),
         ("--help", "doctor"),
         *((f"{command} --help", f"examples:\n  rl-ext {command}") for command in ("doctor", "plan", "probe", "replay")),
-        *(("doctor --help", f"--{option}") for option in ("device", "render", "renderer", "json", "replay", "verify")),
+        *(("doctor --help", f"--{option}") for option in ("device", "render", "renderer", "json", "pid", "verify")),
     ],
 )
 def test_version_and_help_are_printed(arguments: str, text: str, capsys: Out) -> None:
@@ -102,22 +100,12 @@ def test_doctor_exits_with_1_for_an_error_or_a_failing_renderer(
     assert ("FAILS" in text) == (case == "no GPU")  # a failing renderer is not listed as a finding
 
 
-@pytest.mark.parametrize("case", ["no GPU", "wrong mask"])
-def test_json_report_can_be_replayed(case: str, install_machine: Put, capsys: Out, tmp_path: Path) -> None:
-    install_machine(*CASES[case])
-    main(["doctor"])
-    printed = read_stdout(capsys)
-    status = main(["doctor", "--json"])
-    text = read_stdout(capsys)
-    data = json.loads(text)
+def test_json_report_has_the_parts_of_the_printed_one(install_machine: Put, capsys: Out) -> None:
+    install_machine(*CASES["wrong mask"])
+    assert main(["doctor", "--json"]) == 1
+    data = json.loads(read_stdout(capsys))
     assert data["format"] == 1
     assert {"inventory", "environ", "renderers", "findings", "decision"} <= set(data)
-    assert replay(text).to_dict() == data
-    install_machine(machine(1), {})
-    path = tmp_path / "report.json"
-    path.write_text(text)
-    assert main(["doctor", "--replay", str(path)]) == status
-    assert read_stdout(capsys) == printed
 
 
 NO_ROBOSUITE = machine(2, without=["robosuite"]), {**EGL, "CUDA_VISIBLE_DEVICES": "0", "MUJOCO_EGL_DEVICE_ID": "0"}
@@ -135,7 +123,7 @@ EXPLAINED: list[tuple[Any, str, list[str]]] = [
     (
         CASES["all is well"],
         "--device cuda:7",
-        ["refused  device='cuda:7' is not visible: expected cuda:0, because this process sees 1 CUDA device"],
+        ["refused  device='cuda:7' is not visible: expected cuda:0, because this process sees 1 GPU"],
     ),
     (NO_ROBOSUITE, "--renderer robosuite", ["refused", "robosuite"]),
 ]
@@ -163,12 +151,6 @@ def test_doctor_explains_a_decision_or_refusal(
         ("doctor", "--device", "gpu"),
         ("doctor", "--device", ""),
         ("doctor", "--render", "egl:x"),
-        ("doctor", "--replay", "/nowhere/report.json"),
-        ("doctor", "--replay", __file__),
-        ("doctor", "--replay", "/"),
-        ("doctor", "--replay", sys.executable),
-        ("doctor", "--replay", "a\0b"),
-        ("doctor", "--replay", "x", "--verify"),
         ("doctor", "--verify", "--render", "none"),
     ],
 )
@@ -216,13 +198,9 @@ def test_closed_pipe_prints_no_error() -> None:
     assert done.stderr == ""
 
 
-def test_characters_that_the_terminal_lacks_are_escaped(tmp_path: Path) -> None:
-    data = json.loads(run("doctor", "--json", status=OK_OR_PROBLEM).stdout)
-    data["environ"]["MUJOCO_GL"] = "é¹"
-    path = tmp_path / "report.json"
-    path.write_text(json.dumps(data))
-    command = [sys.executable, "-m", "rl_ext_core", "doctor", "--replay", str(path)]
-    ascii_only = {**environment(), "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+def test_characters_that_the_terminal_lacks_are_escaped() -> None:
+    command = [sys.executable, "-m", "rl_ext_core", "doctor"]
+    ascii_only = {**environment(MUJOCO_GL="é¹"), "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = subprocess.run(command, env=ascii_only, capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert r"\xe9\xb9" in done.stdout

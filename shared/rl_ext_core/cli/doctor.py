@@ -17,7 +17,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rl_ext_core
@@ -25,7 +24,7 @@ from rl_ext_core.cli.console import new_console
 from rl_ext_core.devices import Inventory, renderers
 from rl_ext_core.devices._probe import PACKAGES
 from rl_ext_core.devices.decide import parse_device
-from rl_ext_core.devices.doctor import DoctorReport, ProcessReport, Question, examine, examine_process, replay
+from rl_ext_core.devices.doctor import DoctorReport, ProcessReport, Question, examine, examine_process
 from rl_ext_core.devices.findings import Prediction, Situation
 from rl_ext_core.devices.inventory import Gpu, installed_versions
 from rl_ext_core.devices.verify import TIMEOUT_S, verify
@@ -44,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--render", help='the device that renders: "same", "cpu", "egl:2", or as for --device')
     asked.add_argument("--renderer", help=f"the library that renders: {', '.join(renderers.NAMES)}")
     parser.add_argument("--json", action="store_true", help="write the report as JSON, for a bug report")
-    parser.add_argument("--replay", metavar="FILE", help="report on the machine that wrote this JSON file")
     parser.add_argument("--verify", action="store_true", help="test every renderer, each in its own process")
     parser.add_argument("--pid", type=int, metavar="N", help="report on the GPUs of a running process and its children")
 
@@ -53,12 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Run ``rl-ext doctor``.
 
     :return: the exit status
-    :raises RlExtError: If the options contradict each other, or a file is not a report.
+    :raises RlExtError: If the options contradict each other.
     """
     # The report contains everything that is logged.
     logging.getLogger("rl_ext_core").addHandler(logging.NullHandler())
-    if arguments.replay is not None and arguments.verify:
-        raise InvalidArgumentError("--replay and --verify cannot be combined. Use one of them")
     if arguments.verify and arguments.render == "none":
         raise InvalidArgumentError('--verify with --render "none" has nothing to test. Use --render "same"')
     console = new_console()
@@ -74,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _report_process(arguments: argparse.Namespace, console: Console) -> int:
     """Report on the process in ``--pid``; return 1 if it renders on a GPU on which it does not compute."""
-    others = ("device", "render", "renderer", "replay", "verify")
+    others = ("device", "render", "renderer", "verify")
     given = next((name for name in others if getattr(arguments, name)), None)
     if given is not None:
         raise InvalidArgumentError(f"--pid and --{given} cannot be combined. Use one of them")
@@ -88,17 +84,8 @@ def _report_process(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _create_report(arguments: argparse.Namespace, console: Console) -> DoctorReport:
-    """Create the report from the file in ``--replay``, or for this machine."""
+    """Create the report for this machine."""
     question = _parse_question(arguments)
-    if arguments.replay is not None:
-        try:
-            text = Path(arguments.replay).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise InvalidArgumentError(
-                f"--replay {arguments.replay!r} cannot be read: {why}. Expected the output of `rl-ext doctor --json`"
-            ) from error
-        return replay(text, question=question)
     seen = []
     for renderer in renderers.installed_renderers(installed_versions()) if arguments.verify else ():
         if renderer.select_egl_device is not None and arguments.renderer in (None, renderer.name):
@@ -295,5 +282,5 @@ def _print_table(
 
 
 def _escape_unprintable(text: str) -> str:
-    """Escape unprintable characters, because a report may come from an untrusted person."""
+    """Escape unprintable characters, which a variable may contain."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

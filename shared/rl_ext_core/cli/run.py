@@ -21,12 +21,11 @@ import shlex
 import shutil
 import signal
 import sys
-from pathlib import Path
 from typing import NoReturn
 
 from rl_ext_core.devices import Inventory, renderers
 from rl_ext_core.devices._probe import query_versions
-from rl_ext_core.devices.program import ProgramPlan, find_own_settings, plan_program
+from rl_ext_core.devices.program import ProgramPlan, plan_program
 from rl_ext_core.devices.verify import verify_decision
 from rl_ext_core.errors import InvalidArgumentError, RlExtError
 
@@ -79,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     for step in plan.decision.steps:
         if step.rule.startswith("import check"):  # the reason why the mask looks strange
             _print_note(str(step))
-    for warning in (*plan.decision.warnings, *_describe_own_settings(command, plan)):
+    for warning in plan.decision.warnings:
         _print_note(f"warning: {warning}")
     if arguments.verify and not _verify(plan, python or sys.executable):
         return 1
@@ -120,17 +119,6 @@ def _as_options(text: str) -> str:
     text = text.replace('device="cpu", or ', "")  # the program, not this command, decides to compute on the CPU
     text = re.sub(r"""\bdevice=(['"])(?:cuda:)?(.+?)\1""", r"--gpu \2", text)
     return re.sub(r"""\b(render|renderer)=(['"])(?:cuda:)?(.+?)\2""", r"--\1 \3", text)
-
-
-def _describe_own_settings(command: list[str], plan: ProgramPlan) -> list[str]:
-    """Describe lines of the program's script that override the plan's variables."""
-    script = next((word for word in command if word.endswith(".py")), None)
-    try:
-        source = Path(script).read_text(encoding="utf-8", errors="replace") if script else ""
-    except OSError:
-        return []
-    found = [(number, name) for number, name in find_own_settings(source) if name in plan.variables]
-    return [f"{script}, line {number}, sets {name} itself, which overrides this" for number, name in found[:3]]
 
 
 def _verify(plan: ProgramPlan, python: str) -> bool:

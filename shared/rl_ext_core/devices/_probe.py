@@ -36,30 +36,18 @@ _IMAGE_SIZE = 64
 
 
 def query_egl() -> dict[str, Any]:
-    """List EGL's devices without a mask, and whether OSMesa is installed.
-
-    :return: ``error`` (text or None), ``osmesa`` (bool) and ``devices``: dicts with the keys index, software, uuid,
-        drm, pci and cuda (the ordinal in PCI order)
-    """
-    result = _run_probe("egl")
-    return {"osmesa": False, "devices": [], "error": None, **result}
+    """Return EGL's ``devices`` without a mask, its ``error`` or None, and whether ``osmesa`` is installed."""
+    return {"osmesa": False, "devices": [], "error": None, **_run_probe("egl")}
 
 
 def query_cuda_order() -> tuple[str, ...] | None:
-    """Query CUDA for the UUIDs of all GPUs in its default order.
-
-    :return: the UUIDs, or None if CUDA does not report them
-    """
+    """Query CUDA for the UUIDs of all GPUs in its default order; None if CUDA does not report them."""
     found = _run_probe("cuda").get("uuids")
     return tuple(found) if found else None
 
 
 def query_versions(python: str) -> dict[str, str] | None:
-    """Query another interpreter for the versions that :func:`read_versions` reads.
-
-    :param python: path of the interpreter
-    :return: versions by package, or None if the interpreter does not answer
-    """
+    """Query another interpreter for the versions that :func:`read_versions` reads; None if it does not answer."""
     answer = _run_probe("versions", python)
     return None if "error" in answer else answer
 
@@ -100,14 +88,12 @@ def _answer_egl() -> dict[str, Any]:
         library = ctypes.CDLL("libEGL.so.1")
     except OSError:
         return {**answer, "error": "libEGL.so.1 is not installed (on Debian: apt-get install libegl1)"}
-    try:
-        return {**answer, "devices": _egl_devices(library)}
-    except _MissingFunctionError as error:
-        return {**answer, "error": f"libEGL.so.1 has no {error}"}
-
-
-class _MissingFunctionError(Exception):
-    """Raised for a function that the installed EGL lacks."""
+    handles = _egl_handles(library)
+    text = load_egl_function(library, "eglQueryDeviceStringEXT", ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int)
+    if handles is None or text is None:
+        return {**answer, "error": "libEGL.so.1 has no eglQueryDevicesEXT"}
+    devices = [_query_egl_device(library, text, index, handle) for index, handle in enumerate(handles)]
+    return {**answer, "devices": devices}
 
 
 def load_egl_function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
@@ -118,21 +104,15 @@ def load_egl_function(library: ctypes.CDLL, name: str, result: Any, *arguments: 
     return ctypes.CFUNCTYPE(result, *arguments)(address) if address else None
 
 
-def _egl_devices(library: ctypes.CDLL) -> list[dict[str, Any]]:
-    """Return a dict for each EGL device."""
+def _egl_handles(library: ctypes.CDLL) -> list[int | None] | None:
+    """Return the handles of EGL's devices; None if the installed EGL cannot list them."""
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    query = load_egl_function(
-        library, "eglQueryDevicesEXT", ctypes.c_uint, integer, ctypes.POINTER(pointer), ctypes.POINTER(integer)
-    )
-    text = load_egl_function(library, "eglQueryDeviceStringEXT", ctypes.c_char_p, pointer, integer)
-    if query is None or text is None:
-        raise _MissingFunctionError("eglQueryDevicesEXT" if query is None else "eglQueryDeviceStringEXT")
-    count = integer()
-    if not query(0, None, ctypes.byref(count)) or count.value < 1:
-        return []
-    devices = (pointer * count.value)()
-    query(count.value, devices, ctypes.byref(count))
-    return [_query_egl_device(library, text, index, devices[index]) for index in range(count.value)]
+    types = (integer, ctypes.POINTER(pointer), ctypes.POINTER(integer))
+    query = load_egl_function(library, "eglQueryDevicesEXT", ctypes.c_uint, *types)
+    handles, count = (pointer * _MAX_EGL_DEVICES)(), integer()
+    if query is None:
+        return None
+    return handles[: count.value] if query(_MAX_EGL_DEVICES, handles, ctypes.byref(count)) else []
 
 
 def _query_egl_device(library: ctypes.CDLL, text: Any, index: int, device: int | None) -> dict[str, Any]:
@@ -210,9 +190,9 @@ def _answer_cuda() -> dict[str, Any]:
 
 
 def read_versions() -> dict[str, str]:
-    """Return the versions of torch and the renderers, and the CUDA version of torch, without importing them.
+    """Return the versions of torch and the renderers, without importing them.
 
-    :return: versions by package; ``"torch.cuda"`` is ``""`` for a build without CUDA, ``"rocm <version>"`` for AMD
+    ``"torch.cuda"`` is the CUDA version of torch: ``""`` for a build without CUDA, ``"rocm <version>"`` for AMD.
     """
     found = {}
     for package in PACKAGES:
@@ -244,36 +224,24 @@ def _read_torch_cuda_version() -> str:
 
 
 def egl_index_of(display: Any) -> int | None:
-    """Find the EGL index of the device that a display is on.
-
-    :param display: pointer of PyOpenGL or ctypes
-    :return: index in EGL's order, or None if EGL does not report the device
-    """
+    """Return the EGL index of the device that a display of PyOpenGL or ctypes is on; None if EGL does not report it."""
     try:
         library = ctypes.CDLL("libEGL.so.1")
     except OSError:
         return None
-    pointer, integer = ctypes.c_void_p, ctypes.c_int
-    to_pointer, to_integer = ctypes.POINTER(pointer), ctypes.POINTER(integer)
-    query = load_egl_function(library, "eglQueryDisplayAttribEXT", ctypes.c_uint, pointer, integer, to_pointer)
-    devices_of = load_egl_function(library, "eglQueryDevicesEXT", ctypes.c_uint, integer, to_pointer, to_integer)
-    if query is None or devices_of is None:
+    pointer = ctypes.c_void_p
+    types = (pointer, ctypes.c_int, ctypes.POINTER(pointer))
+    query = load_egl_function(library, "eglQueryDisplayAttribEXT", ctypes.c_uint, *types)
+    handles, device = _egl_handles(library), pointer()
+    if query is None or not query(ctypes.cast(display, pointer), _EGL_DEVICE_EXT, ctypes.byref(device)):
         return None
-    device, devices, count = pointer(), (pointer * _MAX_EGL_DEVICES)(), integer()
-    if not query(ctypes.cast(display, pointer), _EGL_DEVICE_EXT, ctypes.byref(device)):
-        return None
-    if not devices_of(_MAX_EGL_DEVICES, devices, ctypes.byref(count)):
-        return None
-    found = [devices[index] for index in range(count.value)]
-    return found.index(device.value) if device.value in found else None
+    return handles.index(device.value) if handles and device.value in handles else None
 
 
 def draw(name: str, display_module: str) -> dict[str, Any]:
-    """Create a renderer's context with this process's variables, and render in it.
+    """Create a renderer's context with this process's variables, and return what renders, or the failure.
 
-    :param name: name of an installed renderer
-    :param display_module: module whose ``EGL_DISPLAY`` is the renderer's display
-    :return: ``gl_renderer``, ``gl_vendor`` and ``egl``, the display's index; or ``failure`` and ``missing``
+    The renderer's display is the ``EGL_DISPLAY`` of the module ``display_module``.
     """
     try:
         names, context = _create_context(name)
@@ -282,12 +250,8 @@ def draw(name: str, display_module: str) -> dict[str, Any]:
         missing = isinstance(error, ModuleNotFoundError)
         return {"failure": f"{type(error).__name__}: {first}", "missing": missing}
     display = getattr(sys.modules.get(display_module), "EGL_DISPLAY", None)
-    return {
-        "gl_renderer": names[0],
-        "gl_vendor": names[1],
-        "egl": egl_index_of(display) if display else None,
-        "context": context,
-    }
+    index = egl_index_of(display) if display else None
+    return {"gl_renderer": names[0], "gl_vendor": names[1], "egl": index, "context": context}
 
 
 def _read_gl_names() -> list[str]:
@@ -317,16 +281,11 @@ def _create_context(name: str) -> tuple[list[str], object]:
             return thread.call(draw_and_read_names), context
     if name == "robosuite":
         binding: Any = importlib.import_module("robosuite.utils.binding_utils")
-        simulation = binding.MjSim.from_xml_string(_MODEL)
-        context = binding.MjRenderContextOffscreen(
-            simulation, device_id=-1, max_width=_IMAGE_SIZE, max_height=_IMAGE_SIZE
-        )
+        context = binding.MjRenderContextOffscreen(binding.MjSim.from_xml_string(_MODEL), -1, _IMAGE_SIZE, _IMAGE_SIZE)
     elif name == "gymnasium":
         viewer: Any = importlib.import_module("gymnasium.envs.mujoco.mujoco_rendering").OffScreenViewer
-        # Releases before 1.0 read the size from the model.
-        sized = "width" in inspect.signature(viewer).parameters
-        size = {"width": _IMAGE_SIZE, "height": _IMAGE_SIZE} if sized else {}
-        context = viewer(model, mujoco.MjData(model), **size)
+        sized = "width" in inspect.signature(viewer).parameters  # releases before 1.0 read the size from the model
+        context = viewer(model, mujoco.MjData(model), *([_IMAGE_SIZE] * 2 if sized else []))
     else:
         context = mujoco.GLContext(_IMAGE_SIZE, _IMAGE_SIZE)
         context.make_current()

@@ -48,13 +48,9 @@ after_fork(_drop_parent_state)
 def set_device_variables(
     name: str, variables: Mapping[str, str | None], egl_index: int | None, reason: str = ""
 ) -> None:
-    """Set and unset the variables of a decision in this process.
+    """Set and unset the variables of a decision in this process, or none if a library has already read other values.
 
-    :param name: name of the renderer
-    :param variables: value by variable; None unsets it
-    :param egl_index: index of the EGL device that renders; None for OSMesa
-    :param reason: reason of the decision, for later error texts
-    :raises DeviceConflictError: If a library has already read other values. No variable is changed then.
+    ``egl_index`` is None for OSMesa. ``reason`` is for later error texts.
     """
     global applied
     if not variables:
@@ -67,13 +63,7 @@ def set_device_variables(
 
 
 def import_conflicts(name: str, wanted: str, needs: str = "this decision needs") -> Iterator[tuple[str, str]]:
-    """Find modules that read another backend when they were imported.
-
-    :param name: name of the renderer
-    :param wanted: the backend, ``"egl"`` or ``"osmesa"``
-    :param needs: subject and verb of the clause that states the required value
-    :return: the variable and an error text, for each conflict
-    """
+    """Find modules that read another backend when they were imported: the variable and an error text for each."""
     for module, attribute in _READS_AT_IMPORT.get(name, ()):
         taken = getattr(sys.modules.get(module), attribute, wanted)
         if taken != wanted:
@@ -100,12 +90,7 @@ def _describe_import(package: str) -> str:
 
 
 def display_conflicts(name: str, wanted: int | None, needs: str = "this decision needs") -> Iterator[tuple[str, str]]:
-    """Find a display that this process has already created on another device.
-
-    :param name: name of the renderer
-    :param wanted: index of the EGL device; None for OSMesa
-    :return: the variable and an error text, if there is a conflict
-    """
+    """Find a display that this process has created on another device than EGL index ``wanted``, or None for OSMesa."""
     hangs = inherited_display_error()
     if hangs and wanted is not None:
         yield INDEX, hangs
@@ -140,11 +125,8 @@ def clear_failed_display(name: str) -> None:
 
 
 def inherited_display_error() -> str | None:
-    """Return why rendering would hang in this process, or None.
-
-    EGL hangs in a process that was forked after its parent had created a display. The library that created it does
-    not matter, because libraries share one display per device.
-    """
+    """Return why rendering would hang in this process, or None."""
+    # Libraries share one display per device, so it does not matter which of them created it.
     if not _inherited_displays:
         return None
     return (

@@ -28,38 +28,34 @@ INDEX = "MUJOCO_EGL_DEVICE_ID"
 class VisibleGpus:
     """GPUs that CUDA shows to a process.
 
-    :param uuids: UUIDs by torch ordinal; ``cuda:0`` is the first
+    :param uuids: UUIDs by torch ordinal
     :param stop_reason: why some entries of the mask have no effect; None if all of them have
     :param mig: UUID of the MIG slice that is the only device, or None; its GPU is in ``uuids``
-    :param without_duplicates: the mask without repeated entries, which hide all devices; None if no entry is repeated
     """
 
     uuids: tuple[str, ...]
     stop_reason: str | None = None
     mig: str | None = None
-    without_duplicates: str | None = None
 
 
 def visible(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus:
-    """Apply the mask and the device order in ``environ`` to the machine's GPUs.
-
-    :raises DeviceUnavailableError: If the mask has indices, and CUDA's order is unknown.
-    """
-    return _limit_to_one_slice(_apply_mask(inventory, environ), inventory)
-
-
-def _apply_mask(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus:
-    """Return the GPUs that CUDA shows with the CUDA_VISIBLE_DEVICES in ``environ``."""
+    """Apply the mask and the device order in ``environ`` to the machine's GPUs."""
     mask = environ.get(MASK)
     mask = mask and strip_hidden_index(mask, environ)
-    if mask is not None and mask.startswith("GPU-"):
-        return _parse_uuid_mask(mask, [gpu.uuid for gpu in inventory.gpus])
     if mask is not None and mask.startswith("MIG-"):
         return _parse_mig_mask(mask, inventory.gpus)
-    order = cuda_order(inventory, environ)
-    if mask is None:
-        return VisibleGpus(order)
-    return _parse_numeric_mask(mask, order)
+    if mask is not None and mask.startswith("GPU-"):
+        shown = _parse_uuid_mask(mask, [gpu.uuid for gpu in inventory.gpus])
+    else:
+        order = cuda_order(inventory, environ)
+        shown = VisibleGpus(order) if mask is None else _parse_numeric_mask(mask, order)
+    # CUDA shows only the first MIG slice (NVIDIA's MIG User Guide, "CUDA Device Enumeration").
+    slices = {gpu.uuid: gpu.mig[0] for gpu in inventory.gpus if gpu.mig}
+    cut = next((uuid for uuid in shown.uuids if uuid in slices), None)
+    if cut is None:
+        return shown
+    reason = f"CUDA shows the first MIG slice of {cut}, {slices[cut]}, and no other device"
+    return VisibleGpus((cut,), reason, slices[cut])
 
 
 def strip_hidden_index(mask: str, environ: Mapping[str, str]) -> str:
@@ -78,10 +74,7 @@ def add_hidden_index(mask: str, index: str) -> str:
 
 
 def cuda_order(inventory: Inventory, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the UUIDs in the order in which CUDA counts without a mask.
-
-    :raises DeviceUnavailableError: If CUDA counts the fastest GPU first, and that GPU is unknown.
-    """
+    """Return the UUIDs in the order in which CUDA counts without a mask; raise if it is unknown."""
     if environ.get(ORDER) == "PCI_BUS_ID":
         return tuple(gpu.uuid for gpu in inventory.gpus)
     if inventory.fastest_first is None:
@@ -92,19 +85,6 @@ def cuda_order(inventory: Inventory, environ: Mapping[str, str]) -> tuple[str, .
     return inventory.fastest_first
 
 
-def _limit_to_one_slice(shown: VisibleGpus, inventory: Inventory) -> VisibleGpus:
-    """Show only the first MIG slice if a visible GPU is cut into slices.
-
-    Source: NVIDIA's MIG User Guide, "CUDA Device Enumeration".
-    """
-    slices = {gpu.uuid: gpu.mig[0] for gpu in inventory.gpus if gpu.mig}
-    cut = next((uuid for uuid in shown.uuids if uuid in slices), None)
-    if shown.mig or cut is None:
-        return shown
-    stop_reason = f"CUDA shows the first MIG slice of {cut}, {slices[cut]}, and no other device"
-    return VisibleGpus((cut,), stop_reason, slices[cut])
-
-
 def _parse_numeric_mask(mask: str, order: tuple[str, ...]) -> VisibleGpus:
     """Return the GPUs that CUDA shows for a mask of numbers, such as ``"0,2"``."""
     numbers: list[int] = []
@@ -112,41 +92,21 @@ def _parse_numeric_mask(mask: str, order: tuple[str, ...]) -> VisibleGpus:
     for entry in mask.split(","):
         number = parse_leading_number(entry.strip())
         if number < 0:
-            stop_reason = f"CUDA stops reading at {entry!r}, {_describe_bad_entry(entry.strip())}"
+            stop_reason = _bad_number_reason(entry)
             break
         if number in numbers:
-            without_duplicates = ",".join(map(str, numbers))
-            return VisibleGpus(
-                (),
-                f"{number} is listed twice, so CUDA shows no device at all",
-                without_duplicates=without_duplicates,
-            )
+            return VisibleGpus((), f"{number} is listed twice, so CUDA shows no device at all")
         numbers.append(number)
     for place, number in enumerate(numbers):
         if number >= len(order):
-            return _visible_from_numbers(
-                numbers[:place], order, f"CUDA stops reading at '{number}', {_out_of_range_reason(len(order))}"
-            )
-    return _visible_from_numbers(numbers, order, stop_reason)
-
-
-def _describe_bad_entry(entry: str) -> str:
-    """Return a clause on why a mask entry is not a GPU number."""
-    if not entry:
-        return "which is empty"
-    return "as at any negative number" if entry.startswith("-") else "which is not a number"
-
-
-def _visible_from_numbers(numbers: list[int], order: tuple[str, ...], stop_reason: str | None) -> VisibleGpus:
-    """Return the GPUs with these numbers in CUDA's order, and why CUDA stopped reading."""
+            numbers, stop_reason = numbers[:place], _bad_number_reason(str(number))
+            break
     return VisibleGpus(tuple(order[number] for number in numbers), stop_reason)
 
 
-def _out_of_range_reason(count: int) -> str:
-    """Return a clause that says which GPU numbers are valid."""
-    if count == 1:
-        return "because GPU 0 is the only one"
-    return f"because the GPUs are 0 to {count - 1}" if count else "because there is no GPU"
+def _bad_number_reason(entry: str) -> str:
+    """Return why CUDA stops reading a mask of numbers."""
+    return f"CUDA stops reading at {entry!r}, which is not the number of a GPU"
 
 
 def format_gpu_count(count: int) -> str:
@@ -168,11 +128,7 @@ def _parse_uuid_mask(mask: str, uuids: list[str]) -> VisibleGpus:
     stop_reason = None
     for entry in mask.split(","):
         if entry in entries:
-            return VisibleGpus(
-                (),
-                f"{entry!r} is listed twice, so CUDA shows no device at all",
-                without_duplicates=",".join(entries),
-            )
+            return VisibleGpus((), f"{entry!r} is listed twice, so CUDA shows no device at all")
         if not entry.startswith("GPU-"):
             stop_reason = f"CUDA stops reading at {entry!r}, which is not a UUID like those before it"
             break
@@ -202,21 +158,14 @@ def _parse_mig_mask(mask: str, gpus: tuple[Gpu, ...]) -> VisibleGpus:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine with its environment variables.
-
-    :param inventory: the machine
-    :param environ: the environment variables
-    """
+    """A machine with its environment variables."""
 
     inventory: Inventory
     environ: Mapping[str, str]
 
     @cached_property
     def visible(self) -> VisibleGpus:
-        """GPUs that CUDA shows to a process with these variables.
-
-        :raises DeviceUnavailableError: If the mask has indices, and CUDA's order is unknown.
-        """
+        """GPUs that CUDA shows to a process with these variables."""
         return visible(self.inventory, self.environ)
 
     @property

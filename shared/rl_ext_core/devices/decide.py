@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from rl_ext_core.devices import cuda, launchers, renderers
 from rl_ext_core.devices.cuda import INDEX, MASK, Machine
 from rl_ext_core.devices.decision import Decision, Step
-from rl_ext_core.devices.inventory import Inventory, NvmlUnavailableError, read_gpus
+from rl_ext_core.devices.inventory import Inventory, NvmlUnavailableError, pci_address, read_gpus
 from rl_ext_core.devices.launchers import Pick, Picker
 from rl_ext_core.devices.renderers import EglView, Renderer
 from rl_ext_core.errors import DeviceConflictError, DeviceUnavailableError, InvalidArgumentError, InvalidTypeError
@@ -44,8 +44,6 @@ _EXPECTED_FORMS = (
     '"auto", "cpu", "cuda", "cuda:<index>", an index, "GPU-<uuid>", "nvidia-smi:<index>", "pci:<address>" '
     "or a torch.device of type cpu or cuda"
 )
-# On WSL, Windows's driver brings libcuda and NVML (/usr/lib/wsl/lib), but no libEGL_nvidia.
-WSL_LIMIT = "computes on WSL and does not render there, because NVIDIA's driver for WSL has CUDA and no EGL"
 _CPU_RENDERING_HINT = 'Use render="cpu" to render on the CPU'
 
 _log = logging.getLogger("rl_ext_core.devices")
@@ -132,14 +130,7 @@ def read_inventory(request: Request) -> Inventory:
 
 
 def decide(inventory: Inventory, environ: Mapping[str, str], request: Request) -> Decision:
-    """Decide which device computes and which renders. Nothing is imported, read or set.
-
-    :param inventory: the machine
-    :param environ: the environment variables to decide with
-    :param request: the devices that are asked for
-    :return: the decision
-    :raises DeviceUnavailableError: If a named device, or the GPU of a rank, is missing or cannot render.
-    """
+    """Decide which device computes and which renders. Nothing is imported, read or set."""
     machine, shown = Machine(inventory, environ), request.rendering
     try:
         decision = decide_compute(request, machine)
@@ -188,13 +179,7 @@ def _log_once(level: int, sentence: str) -> None:
 
 @dataclass(frozen=True)
 class AskedDevice:
-    """A parsed ``device`` or ``render`` argument.
-
-    :param kind: form of the argument
-    :param value: index, UUID or address in it, as text; empty if the form has none
-    :param argument: name of the argument, for error texts
-    :param original: the argument as the caller wrote it
-    """
+    """A parsed ``device`` or ``render`` argument. ``value`` is the index, UUID or address in it, or empty."""
 
     kind: Kind
     value: str
@@ -216,17 +201,7 @@ class AskedDevice:
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of :func:`resolve`, and torch's current device.
-
-    :param device: the device that computes
-    :param render: the device that renders
-    :param renderer: the library that renders
-    :param picker: how ``"auto"`` chooses a GPU
-    :param on_missing: ``"error"`` or ``"cpu"``
-    :param current: torch's current device, or None if torch has not started CUDA
-    :raises InvalidArgumentError: If a value has none of the forms.
-    :raises InvalidTypeError: If a value has another type.
-    """
+    """The arguments of :func:`resolve`, and torch's current device, which is None if torch has not started CUDA."""
 
     device: object = "auto"
     render: object = "none"
@@ -259,49 +234,35 @@ class Request:
 
 
 def parse_device(asked: object, argument: str) -> AskedDevice:
-    """Parse the value of the argument ``"device"`` or ``"render"``.
-
-    :raises InvalidArgumentError: If the text has none of the forms.
-    :raises InvalidTypeError: If it is not a string, an index or a ``torch.device``.
-    """
-    if type(asked) is int and abs(asked) >= _INDEX_LIMIT:  # Python refuses to write the longest ones in decimal
-        raise InvalidArgumentError(
-            f"{argument}={asked:#x} is not the index of a device: expected {_expected_forms(argument)}. "
-            f'Use {argument}="auto"'
-        )
-    for kind, form in (_DEVICE_FORMS | (_RENDER_FORMS if argument == "render" else {})).items():
-        match = re.fullmatch(form, _device_as_text(asked, argument), re.ASCII)
+    """Parse the value of the argument ``"device"`` or ``"render"``."""
+    forms, expected, likely = _DEVICE_FORMS, _EXPECTED_FORMS, "auto"
+    if argument == "render":
+        forms, expected, likely = forms | _RENDER_FORMS, f'{expected}, or "same", "none" or "egl:<index>"', "same"
+    text = _device_as_text(asked)
+    if text is None:
+        likely = "none" if argument == "render" and not asked else likely
+        raise InvalidTypeError(f'{argument}={asked!r} is not a device: expected {expected}. Use {argument}="{likely}"')
+    for kind, form in forms.items():
+        match = re.fullmatch(form, text, re.ASCII)
         if match:
             return AskedDevice(kind, (match[1] or "") if match.lastindex else "", argument, asked)
     raise InvalidArgumentError(
-        f"{argument}={str(asked)!r} is not the name of a device: expected {_expected_forms(argument)}. "
-        f'Use {argument}="{"same" if argument == "render" else "auto"}"'
+        f'{argument}={text!r} is not the name of a device: expected {expected}. Use {argument}="{likely}"'
     )
 
 
-def _device_as_text(asked: object, argument: str) -> str:
-    """Convert a string, an index or a ``torch.device`` to text; raise for other types."""
+def _device_as_text(asked: object) -> str | None:
+    """Convert a string, an index or a ``torch.device`` to text; None for other types."""
     if isinstance(asked, str):
         return asked
+    if type(asked) is int and abs(asked) >= _INDEX_LIMIT:
+        return hex(asked)  # Python refuses to write the longest ones in decimal
     if type(asked) is int and asked >= 0:
         return f"cuda:{asked}"
     # A torch.device is recognized by its class's name, because importing torch is slow.
     if type(asked).__module__ == "torch" and type(asked).__name__ == "device":
         return "cpu" if asked.type == "cpu" else str(asked)  # type: ignore[attr-defined]
-    likely = "auto" if argument == "device" else "same" if asked else "none"
-    what = "negative" if type(asked) is int else f"of type {type(asked).__name__}"
-    raise InvalidTypeError(
-        f'{argument}={asked!r} is {what}: expected {_expected_forms(argument)}. Use {argument}="{likely}"'
-    )
-
-
-def _expected_forms(argument: str) -> str:
-    """List the values that the argument ``"device"`` or ``"render"`` accepts, for errors."""
-    return (
-        f'{_EXPECTED_FORMS}, or for rendering "same", "none" or "egl:<index>"'
-        if argument == "render"
-        else _EXPECTED_FORMS
-    )
+    return None
 
 
 def _find_gpu(asked: AskedDevice, inventory: Inventory) -> Gpu:
@@ -311,20 +272,17 @@ def _find_gpu(asked: AskedDevice, inventory: Inventory) -> Gpu:
             f"{asked} is not available: this machine has no GPU ({inventory.nvml_error or 'NVML lists none'}). "
             f'Use {asked.argument}="cpu"'
         )
-    if asked.kind == "nvidia-smi":
-        found = [gpu for gpu in inventory.gpus if gpu.index == asked.index]
-    elif asked.kind == "pci":
-        domain, _, rest = (asked.value if asked.value.count(":") == 2 else f"0:{asked.value}").partition(":")
-        address = f"{int(domain, 16):04x}:{rest.lower()}"
-        found = [gpu for gpu in inventory.gpus if gpu.pci == address]
-    else:
-        found = [gpu for gpu in inventory.gpus if gpu.uuid.lower().startswith(asked.value.lower())]
+    wanted = str(asked.original).lower()
+    if asked.kind == "pci":
+        address = asked.value if asked.value.count(":") == 2 else f"0:{asked.value}"
+        wanted = f"pci:{pci_address(address)}"
+    forms = {"nvidia-smi": "nvidia-smi:{0.index}", "pci": "pci:{0.pci}", "uuid": "{0.uuid}"}
+    names = [forms[asked.kind].format(gpu) for gpu in inventory.gpus]
+    pairs = [(name.lower(), gpu) for name, gpu in zip(names, inventory.gpus, strict=True)]
+    found = [gpu for name, gpu in pairs if name == wanted or (asked.kind == "uuid" and name.startswith(wanted))]
     if len(found) > 1:
-        uuids = " and ".join(gpu.uuid for gpu in found)
-        raise InvalidArgumentError(f'{asked} fits {len(found)} GPUs: {uuids}. Use {asked.argument}="{found[0].uuid}"')
+        raise InvalidArgumentError(f'{asked} fits {len(found)} GPUs. Use {asked.argument}="{found[0].uuid}"')
     if not found:
-        form = {"nvidia-smi": "nvidia-smi:{0.index}", "pci": "pci:{0.pci}"}.get(asked.kind, "{0.uuid}")
-        names = [form.format(gpu) for gpu in inventory.gpus]
         raise DeviceUnavailableError(
             f'{asked} is not available: expected one of {", ".join(names)}. Use {asked.argument}="{names[0]}"'
         )
@@ -335,10 +293,7 @@ def _find_gpu(asked: AskedDevice, inventory: Inventory) -> Gpu:
 
 
 def decide_compute(request: Request, machine: Machine) -> Decision:
-    """Decide which device computes. The decision has no rendering device yet.
-
-    :raises DeviceUnavailableError: If a named GPU is not available to this process.
-    """
+    """Decide which device computes. The decision has no rendering device yet."""
     asked = request.compute
     if asked.kind == "cpu":
         return Decision("cpu", "the CPU was asked for", steps=(asked.step("cpu"),))
@@ -347,29 +302,25 @@ def decide_compute(request: Request, machine: Machine) -> Decision:
         if asked.kind == "auto":
             return Decision("cpu", f"auto: the CPU, because {why}", steps=(asked.step(f"cpu, because {why}"),))
         raise DeviceUnavailableError(
-            f"{asked.argument}={str(asked.original)!r} is not available: {why}. "
-            f'Use {asked.argument}="cpu", or {asked.argument}="auto" to use a GPU if there is one'
+            f'{asked.argument}={str(asked.original)!r} is not available: {why}. Use device="cpu", or device="auto"'
         )
+    why = f"{asked.original} was asked for"
     if asked.kind == "auto" and machine.visible.uuids:
         ordinal, why = launchers.pick_gpu(request.picker, machine, request.current)
-        reason = f"auto: cuda:{ordinal}, because {why}"
     elif asked.kind in ("auto", "cuda"):
-        ordinal, why = _ordinal_from_index(asked, machine, request.current), f"{asked.original} was asked for"
-        reason = f"auto: cuda:{ordinal} of {machine.count}" if asked.kind == "auto" else why
+        ordinal = _ordinal_from_index(asked, machine, request.current)
     else:
-        ordinal, why = _ordinal_from_identity(asked, machine), f"{asked.original} was asked for"
-        reason = why
+        ordinal = _ordinal_from_identity(asked, machine)
     device = f"cuda:{ordinal}"
+    reason = f"auto: {device}, because {why}" if asked.kind == "auto" else why
     if not machine.visible.uuids:
         warning = f"NVML does not list {device} ({machine.inventory.nvml_error}), so rendering cannot be matched to it"
         return Decision(device, reason, steps=(asked.step(device),), warnings=(warning,))
     mask = machine.environ.get(MASK)
     shown = ", ".join(f"cuda:{i} = nvidia-smi {machine.gpu(i).index}" for i in range(len(machine.visible.uuids)))
     masked = Step("no mask", MASK, "", shown) if mask is None else Step("mask", MASK, repr(mask), shown)
-    warnings: tuple[str, ...] = ()
-    if machine.visible.stop_reason is not None:
-        how = f"without {MASK} torch sees" if mask is None else f"{MASK}={mask!r} shows"
-        warnings = (f"{how} {_format_device_count(len(machine.visible.uuids))}: {machine.visible.stop_reason}",)
+    stop_reason, count = machine.visible.stop_reason, cuda.format_gpu_count(len(machine.visible.uuids))
+    warnings = () if stop_reason is None else (f"{MASK}={mask!r} shows {count}: {stop_reason}",)
     steps = (masked, asked.step(f"{device}, because {why}"))
     return Decision(device, reason, machine.gpu(ordinal), machine.visible.mig, steps=steps, warnings=warnings)
 
@@ -379,23 +330,16 @@ def _ordinal_from_index(asked: AskedDevice, machine: Machine, current: int | Non
     index = asked.index if asked.index is not None else current or 0
     if index < machine.count:
         return index
-    raise DeviceUnavailableError(_index_error(asked, index, machine))
-
-
-def _index_error(asked: AskedDevice, index: int, machine: Machine) -> str:
-    """Return the error text for an index beyond the visible GPUs.
-
-    If the index is nvidia-smi's number of a visible GPU, the text shows how to write that.
-    """
+    # If the index is nvidia-smi's number of a visible GPU, the error shows how to write that.
     mask, name, last = machine.environ.get(MASK), asked.argument, machine.count - 1
     numbers = [machine.inventory.gpu(uuid).index for uuid in machine.visible.uuids]
     value = asked.original if isinstance(asked.original, int) else str(asked.original)
     use = f'{name}="cuda:{last}", or {name}="auto"'
     if index in numbers:
         use = f'{name}="nvidia-smi:{index}" (nvidia-smi:{index} -> cuda:{numbers.index(index)})'
-    return (
+    raise DeviceUnavailableError(
         f"{name}={value!r} is not visible: expected cuda:0{f' to cuda:{last}' if last else ''}, because this process "
-        f"sees {_format_device_count(machine.count)}{'' if mask is None else f' ({MASK}={mask!r})'}. Use {use}"
+        f"sees {cuda.format_gpu_count(machine.count)}{'' if mask is None else f' ({MASK}={mask!r})'}. Use {use}"
     )
 
 
@@ -411,42 +355,29 @@ def _ordinal_from_identity(asked: AskedDevice, machine: Machine) -> int:
     )
 
 
-def _format_device_count(count: int) -> str:
-    """Return ``"1 CUDA device"`` or, for example, ``"4 CUDA devices"``."""
-    return f"{count} CUDA device{'' if count == 1 else 's'}"
-
-
 # The device that renders
 
 
 def decide_render(request: Request, machine: Machine, compute_decision: Decision) -> Decision:
-    """Add the device that renders to a decision.
-
-    :raises DeviceUnavailableError: If that device cannot render.
-    """
+    """Add the device that renders to a decision."""
     asked = request.rendering
     if asked.kind == "none":
         return compute_decision
     renderer = renderers.find_renderer(request.renderer, machine.inventory.versions)
     if asked.kind == "cpu" or (asked.kind == "same" and compute_decision.device == "cpu"):
         gpus = machine.inventory.gpus if asked.kind == "same" else ()
-        notes = tuple(
-            'render="same" renders on the CPU, because that is what computes; to render on a GPU, use '
-            f'render="nvidia-smi:{gpu.index}"'
-            for gpu in gpus[:1]
-        )
+        note = 'render="same" renders on the CPU, because that is what computes; to render on a GPU, use render='
+        notes = tuple(f'{note}"nvidia-smi:{gpu.index}"' for gpu in gpus[:1])
         return _decide_cpu_rendering(renderer, machine, asked, compute_decision, notes)
     if asked.kind == "egl":
-        if renderer.select_egl_device is None:
-            raise DeviceUnavailableError(f'{asked}: {renderer} does not render through EGL. Use render="same"')
-        return _decide_egl_rendering(renderer, _find_egl_device(asked, machine), machine, asked, compute_decision)
+        device = _find_egl_device(renderer, asked, machine)
+        return _decide_egl_rendering(renderer, device, machine, asked, compute_decision)
     gpu = _find_rendering_gpu(request, machine, compute_decision)
     _check_not_mig(gpu, asked)
     if renderer.select_egl_device is None:
         return _decide_vulkan_rendering(renderer, gpu, machine, asked, compute_decision)
-    return _decide_egl_rendering(
-        renderer, _find_egl_device_of_gpu(gpu, machine, asked), machine, asked, compute_decision
-    )
+    device = _find_egl_device_of_gpu(gpu, machine, asked)
+    return _decide_egl_rendering(renderer, device, machine, asked, compute_decision)
 
 
 def _decide_cpu_rendering(
@@ -493,27 +424,22 @@ def _find_rendering_gpu(request: Request, machine: Machine, compute_decision: De
         return _find_gpu(asked, machine.inventory)
     count = len(machine.visible.uuids)
     if not count:
-        why = machine.inventory.nvml_error or "NVML lists no GPU on this machine"
-        if machine.inventory.gpus:
-            why = machine.no_device_reason()
+        why = machine.inventory.nvml_error or machine.no_device_reason()
         raise DeviceUnavailableError(f"{asked} is not available: {why}. {_CPU_RENDERING_HINT}")
     if asked.kind == "auto":
         return machine.gpu(launchers.pick_gpu(request.picker, machine, request.current)[0])
-    ordinal = asked.index or 0
-    if ordinal >= count:
-        raise DeviceUnavailableError(_index_error(asked, ordinal, machine))
-    return machine.gpu(ordinal)
+    return machine.gpu(_ordinal_from_index(asked, machine, None))
 
 
-def _find_egl_device(asked: AskedDevice, machine: Machine) -> EglDevice:
+def _find_egl_device(renderer: Renderer, asked: AskedDevice, machine: Machine) -> EglDevice:
     """Return the device for ``render="egl:<index>"``; raise if EGL does not list it."""
     devices = machine.inventory.egl or ()
-    for device in devices:
-        if device.index == asked.index:
-            return device
-    listed = f"EGL lists {len(devices)} device{'' if len(devices) == 1 else 's'}, counted from 0"
-    seen = machine.inventory.egl_error or listed
-    raise DeviceUnavailableError(f'{asked} is not available: {seen}. Use render="same"')
+    why = machine.inventory.egl_error or f"EGL counts {len(devices)} from 0"
+    if renderer.select_egl_device is None:
+        why = f"{renderer} does not render through EGL"
+    elif asked.index in range(len(devices)):
+        return devices[asked.index or 0]
+    raise DeviceUnavailableError(f'{asked} is not available: {why}. Use render="same"')
 
 
 def _find_egl_device_of_gpu(gpu: Gpu, machine: Machine, asked: AskedDevice) -> EglDevice:
@@ -522,8 +448,6 @@ def _find_egl_device_of_gpu(gpu: Gpu, machine: Machine, asked: AskedDevice) -> E
     device = inventory.egl_of(gpu.uuid)
     if device is not None:
         return device
-    if is_wsl(machine):
-        raise DeviceUnavailableError(f'{asked}: {gpu.name} ({gpu.uuid}) {WSL_LIMIT}. Use render="cpu"')
     if inventory.egl_error:
         why = inventory.egl_error
     elif any(found.uuid for found in inventory.egl or ()):
@@ -531,14 +455,9 @@ def _find_egl_device_of_gpu(gpu: Gpu, machine: Machine, asked: AskedDevice) -> E
     else:
         why = (
             "EGL lists no GPU, because NVIDIA's EGL is not installed (10_nvidia.json in /usr/share/glvnd/egl_vendor.d; "
-            "a container needs NVIDIA_DRIVER_CAPABILITIES=all)"
+            "a container needs NVIDIA_DRIVER_CAPABILITIES=all, and NVIDIA's driver for WSL has no EGL)"
         )
     raise DeviceUnavailableError(f"{asked}: {gpu.name} ({gpu.uuid}) cannot render: {why}. {_CPU_RENDERING_HINT}")
-
-
-def is_wsl(machine: Machine) -> bool:
-    """Return whether a machine is WSL, according to its inventory or the variables that WSL sets."""
-    return machine.inventory.wsl or any(name in machine.environ for name in ("WSL_DISTRO_NAME", "WSL_INTEROP"))
 
 
 def _check_not_mig(gpu: Gpu, asked: AskedDevice) -> None:
@@ -564,15 +483,11 @@ def _decide_egl_rendering(
     variables = renderer.variables("egl", index, machine.environ)
     rules = [Step(f"rule of {renderer}", renderer.index, index, f"EGL device {device.index}")]
     if f",-1,{index}" in (variables.get(MASK) or ""):
-        rules.append(
-            Step(
-                f"import check of {renderer}",
-                MASK,
-                f"{variables[MASK]}",
-                f"robosuite asserts that {INDEX} is part of this text; CUDA stops reading at -1, so it shows the same "
-                "GPUs as before. A program that splits the text at commas, such as Ray, counts two more",
-            )
+        why = (
+            f"robosuite asserts that {INDEX} is part of this text; CUDA stops reading at -1, so it shows the same GPUs "
+            "as before. A program that splits the text at commas, such as Ray, counts two more"
         )
+        rules.append(Step(f"import check of {renderer}", MASK, str(variables[MASK]), why))
     return dataclasses.replace(
         compute_decision,
         render="cpu" if device.software else "gpu",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_ext_core.devices import apply
 from rl_ext_core.devices.inventory import EglDevice, Gpu
@@ -15,8 +13,6 @@ from rl_ext_core.errors import DeviceConflictError, _missing_dependency_error
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["Decision", "Step"]
 
 _log = logging.getLogger("rl_ext_core.devices")
 _has_warned = False
@@ -97,10 +93,7 @@ class Decision:
         return torch.device(self.device)
 
     def explain(self) -> str:
-        """Describe the decision: the devices under all their names, the variables to set, and each step.
-
-        :return: text of several lines
-        """
+        """Describe the decision: the devices under all their names, the variables to set, and each step."""
         lines = [
             f"compute  {self.device}{_gpu_identity(self.gpu)}{f', MIG slice {self.mig}' if self.mig else ''}",
             f"render   {self._describe_rendering()}",
@@ -119,28 +112,14 @@ class Decision:
             return "nothing"
         through = f" through {self.renderer}"
         same = "the same GPU" if self.gpu and self.render_gpu == self.gpu else "a GPU"
+        if self.egl is None and self.render_gpu is None:
+            return f"the CPU (OSMesa){through}"
         if self.egl is None:
-            return (
-                f"{same}{_gpu_identity(self.render_gpu)}{through}" if self.render_gpu else f"the CPU (OSMesa){through}"
-            )
+            return f"{same}{_gpu_identity(self.render_gpu)}{through}"
         place = f"EGL device {self.egl.index}{f', {self.egl.drm}' if self.egl.drm else ''}"
         if self.render == "cpu":
             return f"the CPU (Mesa, {place}){through}"
         return f"{same}{_gpu_identity(self.render_gpu)}, {place}{through}"
-
-    def to_json(self) -> str:
-        """Return the decision as JSON text, for a log or a bug report.
-
-        :return: JSON with sorted keys
-        """
-        return json.dumps(self.to_dict(), indent=2, sort_keys=True)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the content of :meth:`to_json` as dicts, tuples, numbers and strings.
-
-        :return: a new dict
-        """
-        return dataclasses.asdict(dataclasses.replace(self, variables=dict(self.variables)))
 
     def apply(self) -> None:
         """Set and unset the variables that the renderer reads, in this process and in processes that it starts later.
@@ -158,11 +137,7 @@ def apply_in_worker(decision: Decision, *, is_creator: bool) -> None:
     """Apply a decision in a process that builds an environment for a worker.
 
     Vectorized environments also build one environment in the process that created the factories, to read its spaces.
-    There, a decision that was applied earlier stays in effect, which is logged once.
-
-    :param is_creator: whether this process created the worker's factory
-    :raises DeviceConflictError: If a library in this process has already read other values, or if this worker has built
-        an environment under another decision.
+    There (``is_creator``), a decision that was applied earlier stays in effect, which is logged once.
     """
     global _has_warned
     present = apply.applied

@@ -10,21 +10,15 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import rl_ext_core
-from rl_ext_core.devices import renderers
 from rl_ext_core.devices._probe import query_versions
 from rl_ext_core.devices.decide import resolve
 from rl_ext_core.devices.decision import Decision
 from rl_ext_core.devices.findings import Finding, Prediction, Situation, check_environment, guess_variable, predict
-from rl_ext_core.devices.inventory import Inventory, read_record
+from rl_ext_core.devices.inventory import Inventory
 from rl_ext_core.devices.verify import GpuUse, Verification, list_gpu_uses
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError
-
-__all__ = ["DoctorReport", "ProcessReport", "Question", "examine", "examine_process", "replay"]
-
-REPORT_FORMAT = 1
+from rl_ext_core.errors import InvalidArgumentError, RlExtError
 
 # Variables that a report contains. Only variables that select devices are allowed, because reports are posted in public
 # bug trackers and must not contain NVIDIA_API_KEY or paths in a home directory. The case is ignored, because names in
@@ -47,12 +41,7 @@ _REPORTED_PATHS = ("__EGL_VENDOR_LIBRARY_FILENAMES", "__EGL_VENDOR_LIBRARY_DIRS"
 
 @dataclass(frozen=True)
 class Question:
-    """Arguments of :func:`rl_ext_core.devices.resolve` for the decision to explain.
-
-    :param device: the device that computes
-    :param render: the device that renders
-    :param renderer: the library that renders
-    """
+    """Arguments of :func:`rl_ext_core.devices.resolve` for the decision to explain."""
 
     device: str = "auto"
     render: str = "none"
@@ -67,14 +56,9 @@ class Question:
 class DoctorReport:
     """Report of ``rl-ext doctor`` on a machine.
 
-    :param inventory: the machine
     :param environ: the environment variables that select devices
-    :param question: arguments of the decision to explain
-    :param decision: the decision; None if :func:`rl_ext_core.devices.resolve` raises an error
-    :param refusal: text of that error, or None
+    :param decision: the decision; None if :func:`rl_ext_core.devices.resolve` raises the error ``refusal``
     :param renderers: where each installed renderer renders with these variables
-    :param findings: mistakes, errors first
-    :param verified: results of ``--verify``
     """
 
     inventory: Inventory
@@ -92,25 +76,10 @@ class DoctorReport:
         renders = all(renderer.where != "fails" for renderer in self.renderers)
         return renders and self.refusal is None and all(finding.severity != "error" for finding in self.findings)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the content of :meth:`to_json` as dicts, lists, numbers and strings."""
-        plain = {field.name: _to_plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return {"format": REPORT_FORMAT, "rl_ext": rl_ext_core.__version__, **plain}
-
     def to_json(self) -> str:
-        """Return the report as JSON text, for a bug report. :func:`replay` reads it."""
-        return json.dumps(self.to_dict(), indent=2, sort_keys=True)
-
-
-def _to_plain(value: Any) -> Any:
-    """Convert dataclasses and their contents to dicts and lists, for JSON."""
-    if isinstance(value, (Decision, Inventory)):
-        value = value.to_dict()
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {name: _to_plain(entry) for name, entry in value.items()}
-    return [_to_plain(entry) for entry in value] if isinstance(value, (tuple, list)) else value
+        """Return the report as JSON text, for a bug report."""
+        plain = {"format": 1, "rl_ext": rl_ext_core.__version__, **dataclasses.asdict(self)}
+        return json.dumps(plain, indent=2, sort_keys=True)
 
 
 def examine(
@@ -120,15 +89,7 @@ def examine(
     question: Question | None = None,
     verified: Sequence[Verification] = (),
 ) -> DoctorReport:
-    """Examine a machine. It sets no variable, and does not initialize CUDA if NVML answers.
-
-    :param inventory: the machine; default: this machine
-    :param environ: its environment variables; default: those of this process. Only variables that select devices are
-        used
-    :param question: arguments of the decision to explain; default: ``Question()``
-    :param verified: results of testing renderers
-    :return: the report
-    """
+    """Examine a machine, by default this one. No variable is set, and CUDA is not initialized if NVML answers."""
     asked = question or Question()
     machine = Inventory.current() if inventory is None else inventory
     given = os.environ if environ is None else environ
@@ -153,7 +114,7 @@ def examine(
         question=asked,
         decision=decision,
         refusal=refusal,
-        renderers=tuple(predict(row, situation) for row in renderers.installed_renderers(machine.versions)),
+        renderers=tuple(predict(row, situation) for row in situation.renderers),
         findings=tuple(sorted(found, key=lambda finding: finding.severity)),
         verified=tuple(verified),
     )
@@ -166,39 +127,6 @@ def _is_reported(name: str) -> bool:
     return _REPORTED_NAMES.fullmatch(name) is not None and _PRIVATE_WORDS.search(name) is None
 
 
-def replay(text: str, *, question: Question | None = None) -> DoctorReport:
-    """Examine the machine on which a report was written. The text is not trusted.
-
-    :param text: JSON that :meth:`DoctorReport.to_json` wrote
-    :param question: arguments of the decision to explain; default: those in the report
-    :return: a new report, created by this version
-    :raises CorruptFileError: If the text is not a report, or has a format that this version does not read.
-    """
-    try:
-        data = json.loads(text)
-        if data["format"] != REPORT_FORMAT:
-            raise CorruptFileError(
-                f"the format of this report is not {REPORT_FORMAT}, the only one that this version reads"
-            )
-        inventory = Inventory.from_json(json.dumps(data["inventory"]))
-        uuids = {gpu.uuid for gpu in inventory.gpus}
-        if any(device.index != place for place, device in enumerate(inventory.egl or ())):
-            raise ValueError("EGL's devices are not in the order of their indices")
-        if not {device.uuid for device in inventory.egl or ()} | set(inventory.fastest_first or ()) <= uuids | {None}:
-            raise ValueError("a UUID does not belong to any GPU")
-        environ = read_record(Mapping[str, str], data["environ"], "environ")
-        asked = read_record(Question, data["question"], "question")
-        verified = read_record(tuple[Verification, ...], data["verified"], "verified")
-        if not {entry.name for entry in verified} <= set(renderers.NAMES):  # names become part of lines to copy
-            raise ValueError(f"{[entry.name[:60] for entry in verified]} has an unknown renderer")
-    except CorruptFileError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        detail = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise CorruptFileError(f"not a report: {detail}. Expected the output of `rl-ext doctor --json`") from error
-    return examine(inventory, environ, question=question or asked, verified=verified)
-
-
 # Running processes
 
 
@@ -206,8 +134,6 @@ def replay(text: str, *, question: Question | None = None) -> DoctorReport:
 class ProcessReport:
     """Report on a running process and its children.
 
-    :param pid: ID of the process
-    :param command: its command line
     :param environ: the environment variables that select devices, as they were when the process started
     :param uses: GPUs on which NVML lists the process and its children; None if they are unknown
     :param renderers: where each renderer of its interpreter renders with these variables
@@ -232,15 +158,12 @@ class ProcessReport:
 
     def to_json(self) -> str:
         """Return the report as JSON text."""
-        return json.dumps(_to_plain(self), indent=2, sort_keys=True)
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
 
 
 def examine_process(pid: int, inventory: Inventory) -> ProcessReport:
     """Examine a running process, from NVML and from the variables with which it was started.
 
-    :param pid: ID of the process
-    :param inventory: this machine
-    :return: the report
     :raises InvalidArgumentError: If there is no such process, or another user owns it.
     """
     folder = Path("/proc", str(pid))
@@ -262,8 +185,7 @@ def examine_process(pid: int, inventory: Inventory) -> ProcessReport:
     versions = None if python is None else query_versions(python)
     machine = inventory if versions is None else dataclasses.replace(inventory, versions=versions)
     situation = Situation(machine, environ, environ)
-    rows = renderers.installed_renderers(machine.versions)
-    predictions = tuple(predict(row, situation) for row in rows)
+    predictions = tuple(predict(row, situation) for row in situation.renderers)
     return ProcessReport(pid, command, environ, list_gpu_uses({pid, *_find_children(pid)}), predictions)
 
 

@@ -10,23 +10,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import json
 import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from rl_ext_core._system import after_fork
 from rl_ext_core.devices import _probe
-from rl_ext_core.errors import CorruptFileError
-
-__all__ = ["EglDevice", "Gpu", "Inventory"]
-
-_FORMAT = 1
-_WSL_DEVICE = Path("/dev/dxg")  # WSL's device file of the GPU, which containers on WSL have too
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,7 @@ class EglDevice:
 class Inventory:
     """A machine's GPUs, EGL devices and installed renderers, from which :func:`resolve` decides.
 
-    ``Inventory.current()`` reads this machine. ``Inventory.from_json(text)`` loads one that was written elsewhere.
+    ``Inventory.current()`` reads this machine.
 
     :param gpus: GPUs in nvidia-smi's order
     :param egl: EGL's devices in its order; None if EGL was not queried
@@ -91,14 +83,10 @@ class Inventory:
     :param osmesa: whether OSMesa's library is installed; None if EGL was not queried
     :param nvml_error: why NVML failed, or None
     :param egl_error: why EGL failed, or None
-    :param wsl: whether the machine is Windows Subsystem for Linux, where NVIDIA's driver has no EGL
     :param unlisted: number of CUDA devices that torch finds although NVML fails, as on ROCm and embedded boards
 
     >>> from rl_ext_core.devices import Inventory, resolve
-    >>> machine = Inventory.current()
-    >>> decision = resolve("auto", inventory=machine)
-    >>> Inventory.from_json(machine.to_json()) == machine
-    True
+    >>> decision = resolve("auto", inventory=Inventory.current())
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -108,7 +96,6 @@ class Inventory:
     osmesa: bool | None = None
     nvml_error: str | None = None
     egl_error: str | None = None
-    wsl: bool = False
     unlisted: int = 0
 
     @classmethod
@@ -127,96 +114,15 @@ class Inventory:
                 _cached_inventory = _add_egl_devices(_cached_inventory)
             return _cached_inventory
 
-    @classmethod
-    def from_json(cls, text: str) -> Inventory:
-        """Load an inventory from text that :meth:`to_json` returned on any machine.
-
-        :param text: the JSON text
-        :return: the inventory
-        :raises CorruptFileError: If the text is not an inventory, or has a format that this version does not read.
-        """
-        try:
-            data = json.loads(text)
-            if data.pop("format") != _FORMAT:
-                raise CorruptFileError(
-                    f"the format of this inventory is not {_FORMAT}, the only one that this version reads"
-                )
-            # None means "not queried" or "unknown" in these fields, so a missing field is an error.
-            for name in ("gpus", "egl", "fastest_first"):
-                if name not in data:
-                    raise KeyError(name)
-            inventory: Inventory = read_record(cls, data, "it")
-        except CorruptFileError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            detail = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise CorruptFileError(
-                f"not an inventory: {detail}. Expected the output of Inventory.current().to_json()"
-            ) from error
-        return inventory
-
-    def to_json(self) -> str:
-        """Return the inventory as JSON text, for a bug report or a test.
-
-        :return: JSON with sorted keys; it names GPUs and versions, but no user and no path
-        """
-        return json.dumps(self.to_dict(), indent=2, sort_keys=True)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the content of :meth:`to_json` as dicts, tuples, numbers and strings.
-
-        :return: a new dict
-        """
-        data = dataclasses.asdict(dataclasses.replace(self, versions=dict(self.versions)))
-        return {"format": _FORMAT, **data}
-
     def gpu(self, uuid: str) -> Gpu:
-        """Return the GPU that has a UUID.
-
-        :param uuid: the complete UUID
-        :return: the GPU
-        :raises StopIteration: If no GPU has this UUID.
-        """
+        """Return the GPU with this complete UUID, which must exist."""
         return next(gpu for gpu in self.gpus if gpu.uuid == uuid)
 
     def egl_of(self, uuid: str) -> EglDevice | None:
-        """Return the EGL device that renders on a GPU.
-
-        :param uuid: UUID of the GPU
-        :return: the device; None if EGL does not list the GPU, or was not queried
-        """
+        """Return the EGL device that renders on the GPU with this UUID; None if EGL does not list it."""
         devices = [device for device in self.egl or () if device.uuid == uuid]
         # Mesa also lists GPUs of other drivers, on which it cannot render.
         return next((device for device in devices if device.cuda), devices[0] if devices else None)
-
-
-def read_record(hint: Any, value: Any, where: str) -> Any:
-    """Build an instance of a type hint from parsed JSON, which is not trusted.
-
-    :param hint: a dataclass, or the type of a field of one
-    :param value: the parsed JSON
-    :param where: name of the field, for the error text
-    :return: an instance of ``hint``
-    :raises TypeError: If the value does not match the hint.
-    """
-    origin, arguments = get_origin(hint), get_args(hint)
-    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        hints = get_type_hints(hint)
-        unknown = [name for name in value if name not in hints]
-        if unknown:
-            raise TypeError(f"{where} has no field {unknown[0][:60]!r}")
-        return hint(**{name: read_record(hints[name], entry, name) for name, entry in value.items()})  # type: ignore[operator]
-    if origin in (Union, types.UnionType):
-        for argument in arguments:
-            with contextlib.suppress(TypeError):
-                return read_record(argument, value, where)
-    elif origin is tuple and isinstance(value, list):
-        return tuple(read_record(arguments[0], entry, where) for entry in value)
-    elif origin is Mapping and isinstance(value, dict):
-        return {name: read_record(arguments[1], entry, where) for name, entry in value.items()}
-    elif type(value) is hint or (origin is Literal and value in arguments):  # isinstance() would accept True as an int
-        return value
-    raise TypeError(f"{where} has the invalid value {str(value)[:60]!r}")
 
 
 _lock = threading.Lock()
@@ -234,13 +140,13 @@ def _read_inventory() -> Inventory:
     except NvmlUnavailableError as error:
         # The query may start CUDA, so torch is asked only if NVML fails and torch is built for a GPU.
         unlisted = importlib.import_module("torch").cuda.device_count() if versions.get("torch.cuda") else 0
-        return Inventory(versions=versions, nvml_error=str(error), wsl=_WSL_DEVICE.exists(), unlisted=int(unlisted))
+        return Inventory(versions=versions, nvml_error=str(error), unlisted=int(unlisted))
     order = tuple(gpu.uuid for gpu in gpus)
     if len({gpu.name for gpu in gpus}) > 1:
         # CUDA counts the fastest GPU first, and equal GPUs by PCI address. So it is queried only if the GPUs differ.
         order = _probe.query_cuda_order() or ()
     fastest_first = order if len(order) == len(gpus) else None
-    return Inventory(gpus=gpus, versions=versions, fastest_first=fastest_first, wsl=_WSL_DEVICE.exists())
+    return Inventory(gpus=gpus, versions=versions, fastest_first=fastest_first)
 
 
 def _add_egl_devices(inventory: Inventory) -> Inventory:
@@ -292,10 +198,7 @@ def nvml_session() -> Iterator[types.ModuleType]:
 
 
 def read_gpus() -> tuple[Gpu, ...]:
-    """Read all GPUs and their present free memory, in nvidia-smi's order, without CUDA and its mask.
-
-    :raises NvmlUnavailableError: If NVML cannot be queried.
-    """
+    """Read all GPUs and their present free memory, in nvidia-smi's order, without CUDA and its mask."""
     with nvml_session() as nvml:
         count = nvml.nvmlDeviceGetCount()
         return tuple(_read_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index), index) for index in range(count))
@@ -349,20 +252,11 @@ def pci_address(bus_id: str) -> str:
 
 
 def _to_str(value: str | bytes) -> str:
-    """Return text, which old versions of nvidia-ml-py return as bytes, as a str."""
-    # Releases of nvidia-ml-py before 11.515 return bytes.
+    """Return text as a str, which releases of nvidia-ml-py before 11.515 return as bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
 @cache
-def _read_versions() -> tuple[tuple[str, str], ...]:
-    """Return the versions of installed packages, which are read once per process."""
-    return tuple(_probe.read_versions().items())
-
-
 def installed_versions() -> dict[str, str]:
-    """Return the versions of torch and the renderers, and the CUDA version of torch, without importing them.
-
-    :return: versions by package; ``"torch.cuda"`` is ``""`` for a build without CUDA, ``"rocm <version>"`` for AMD
-    """
-    return dict(_read_versions())
+    """Return what :func:`rl_ext_core.devices._probe.read_versions` returns, read once per process."""
+    return _probe.read_versions()

@@ -23,18 +23,10 @@ MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK",
 # mpirun or srun, and mpirun inside a batch script, where SLURM_LOCALID is 0.
 RANK_VARIABLES = (LOCAL_RANK, *MPI_RANK_VARIABLES, SLURM_RANK)
 
-_TORCHRUN = "GROUP_RANK"  # only torchrun sets it
-_RAY = "RAY_JOB_ID"
-
 
 @dataclass(frozen=True)
 class Picker:
-    """Rule by which ``"auto"`` picks a GPU.
-
-    :param pick: rule to use if neither ``rank`` nor ``worker`` is given
-    :param rank: index of this process among the training processes of this machine
-    :param worker: index of this environment worker, from 0; worker ``i`` takes visible GPU ``i`` modulo their number
-    """
+    """Arguments of :func:`rl_ext_core.devices.resolve` by which ``"auto"`` picks a GPU."""
 
     pick: Pick = "rank"
     rank: int | None = None
@@ -47,24 +39,13 @@ class Picker:
             )
         for name in ("rank", "worker"):
             value = getattr(self, name)
-            if value is not None and type(value) is not int:
-                raise InvalidTypeError(
-                    f"{name}={value!r} is not an index: expected an int from 0. Use {name}=0 for the first"
-                )
-            if value is not None and value < 0:
-                raise InvalidArgumentError(
-                    f"{name}={value!r} is negative: expected an int from 0. Use {name}=0 for the first"
-                )
+            if value is not None and (type(value) is not int or value < 0):
+                error = InvalidArgumentError if type(value) is int else InvalidTypeError
+                raise error(f"{name}={value!r} is not an index: expected an int from 0. Use {name}=0 for the first")
 
 
 def pick_gpu(picker: Picker, machine: Machine, current: int | None = None) -> tuple[int, str]:
-    """Pick one of the visible GPUs, of which there must be at least one.
-
-    :param current: torch's current device, or None if torch has not started CUDA
-    :return: the torch ordinal, and the reason as the end of a sentence
-    :raises DeviceUnavailableError: If the rank is beyond the visible GPUs.
-    :raises InvalidArgumentError: If a launcher's variable is not a rank.
-    """
+    """Pick one of the visible GPUs; return its torch ordinal, and the reason as the end of a sentence."""
     uuids = machine.visible.uuids
     count = len(uuids)
     if picker.worker is not None:
@@ -99,12 +80,6 @@ def _parse_rank(environ: Mapping[str, str], name: str) -> int | None:
     return int(value) if is_rank(value) else None
 
 
-def _variables_with_other_ranks(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the rank variables that differ from the innermost launcher's."""
-    found = [name for name in RANK_VARIABLES if name in environ]
-    return tuple(outer for outer in found if _parse_rank(environ, outer) != _parse_rank(environ, found[0]))
-
-
 def _pick_by_launcher_rank(name: str, machine: Machine) -> tuple[int, str]:
     """Return the ordinal of the GPU for the rank that a launcher set, and the reason."""
     environ = machine.environ
@@ -114,7 +89,8 @@ def _pick_by_launcher_rank(name: str, machine: Machine) -> tuple[int, str]:
             f"{name}={environ[name]!r} is not a rank: expected an index from 0. Use `unset {name}`, or {name}=0"
         )
     ordinal, why = _pick_by_given_rank(rank, f"{name}={environ[name]!r}", machine)
-    others = " and ".join(f"{outer}={environ[outer]!r}" for outer in _variables_with_other_ranks(environ))
+    outer = [other for other in RANK_VARIABLES if other in environ and _parse_rank(environ, other) != rank]
+    others = " and ".join(f"{other}={environ[other]!r}" for other in outer)
     return ordinal, f"{why} ({name} comes before {others})" if others else why
 
 
@@ -123,23 +99,25 @@ def _pick_by_given_rank(rank: int, source: str, machine: Machine) -> tuple[int, 
     if rank < len(machine.visible.uuids):
         return rank, f"{source} is this process's place on this machine"
     if _has_own_gpu(rank, machine):
-        mask = f"{MASK}={machine.environ[MASK]!r}"
-        return 0, f"{source}, and {mask} shows this process one GPU of its own"
-    raise DeviceUnavailableError(_high_rank_error(rank, source, machine))
+        return 0, f"{source}, and {MASK}={machine.environ[MASK]!r} shows this process one GPU of its own"
+    count, mask = len(machine.visible.uuids), machine.environ.get(MASK)
+    raise DeviceUnavailableError(
+        f"{source} asks for cuda:{rank}: expected a rank below {count}, because this process sees "
+        f"{format_gpu_count(count)}{'' if mask is None else f' ({MASK}={mask!r})'}. "
+        f'Use `{launch_command(rank, machine)}`, or device="cuda:0" for processes that share a GPU or see one each'
+    )
 
 
 def _has_own_gpu(rank: int, machine: Machine) -> bool:
-    """Return whether a launcher shows one GPU to a process whose rank is beyond it.
-
-    Slurm, MPI scripts and Ray set the mask of each process. torchrun's processes share the visible GPUs.
-    """
+    """Return whether a launcher shows one GPU to a process whose rank is beyond it."""
+    # Slurm, MPI scripts and Ray set the mask of each process. torchrun's processes share the visible GPUs.
     environ = machine.environ
-    if len(machine.visible.uuids) != 1 or MASK not in environ or (_TORCHRUN in environ and LOCAL_RANK in environ):
+    if len(machine.visible.uuids) != 1 or MASK not in environ or {LOCAL_RANK, "GROUP_RANK"} <= environ.keys():
         return False
     if machine.visible.mig and machine.visible.stop_reason:
         return False  # the mask has several slices, of which CUDA shows the first one to all processes
     same = [name for name in RANK_VARIABLES if _parse_rank(environ, name) == rank]
-    return _RAY in environ or any(name != LOCAL_RANK for name in same)
+    return "RAY_JOB_ID" in environ or any(name != LOCAL_RANK for name in same)
 
 
 def launch_command(rank: int, machine: Machine) -> str:
@@ -153,24 +131,3 @@ def launch_command(rank: int, machine: Machine) -> str:
     if name in MPI_RANK_VARIABLES:
         return f"mpiexec -ppn {count} python train.py"
     return f"torchrun --nproc-per-node={count} train.py"
-
-
-def _high_rank_error(rank: int, source: str, machine: Machine) -> str:
-    """Return the error text for a rank that is beyond the visible GPUs."""
-    environ, count = machine.environ, len(machine.visible.uuids)
-    mask = environ.get(MASK)
-    shown = "" if mask is None else f" ({MASK}={mask!r})"
-    line, more = launch_command(rank, machine), ""
-    if machine.visible.mig:
-        shown += ", and CUDA shows one MIG slice to a process"
-        more = f", with a slice in {MASK} for each process"
-    elif line.startswith("srun"):
-        more = ', or `srun --gpus-per-task=1 python train.py`, or device="cuda:0" for tasks that see GPUs of their own'
-    elif line.startswith("mpi"):
-        more = ', or device="cuda:0" for processes that share a GPU'
-    elif rank < len(machine.inventory.gpus):
-        more = f", or list {format_gpu_count(rank + 1)} in {MASK}"
-    return (
-        f"{source} asks for cuda:{rank}: expected a rank below {count}, because this process sees "
-        f"{format_gpu_count(count)}{shown}. Use `{line}`{more}"
-    )

@@ -9,29 +9,25 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rl_ext_core.devices.cuda import INDEX, MASK, ORDER, Machine, cuda_order, strip_hidden_index
+from rl_ext_core.devices.cuda import MASK, Machine, cuda_order, strip_hidden_index
 from rl_ext_core.devices.decide import Request, decide
 from rl_ext_core.devices.decision import Decision
 from rl_ext_core.devices.inventory import Inventory
 from rl_ext_core.devices.launchers import Picker, find_rank_variable
-from rl_ext_core.devices.renderers import BACKEND, PLATFORM, PYRENDER_INDEX, installed_renderers
+from rl_ext_core.devices.renderers import installed_renderers
 from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError
 
 # Programs that start the training processes. A variable that they inherit would be the same in all of them.
-_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "horovodrun")
-_LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+_LAUNCHERS = (
+    *("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "horovodrun"),
+    *("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"),
+)
 _PER_RANK = "torchrun --no-python --nproc-per-node=4 rl-ext run --per-rank -- python train.py"
-_STEERING = (MASK, ORDER, INDEX, BACKEND, PLATFORM, PYRENDER_INDEX)
 
 
 @dataclass(frozen=True)
 class ProgramPlan:
-    """Variables with which a program computes and renders on the decided devices.
-
-    :param decision: the decision under these variables
-    :param variables: variables to set (text) or to unset (None)
-    :param summary: what was decided and why, one line
-    """
+    """Variables to set (text) or to unset (None), the decision under them, and one line that explains it."""
 
     decision: Decision
     variables: Mapping[str, str | None]
@@ -66,17 +62,12 @@ def plan_program(
     Without a launcher's rank, ``gpu`` restricts the program to one GPU, which it sees as ``cuda:0``. With a rank, the
     mask is kept, because the program selects its GPU by the rank, and only rendering is set.
 
-    :param command: the program and its arguments; may be empty
     :param inventory: the machine, with the versions of the program's interpreter
-    :param environ: the environment variables that the program would inherit
     :param gpu: index of a visible GPU, or another form that :func:`resolve` accepts. ``"auto"`` takes the GPU with the
         most free memory, and None leaves the mask as it is
     :param render: as in :func:`resolve`, or the index of a visible GPU; default: ``"same"`` if a renderer is installed
     :param renderer: name of the renderer; default: an installed one, robosuite first
     :param per_rank: whether the program must have been started by a launcher
-    :return: the plan
-    :raises InvalidArgumentError: If an option contradicts the variables or the program's arguments.
-    :raises DeviceUnavailableError: If a device is missing or cannot render.
     """
     rank = find_rank_variable(environ)
     _check_options(command, environ, gpu, rank, per_rank=per_rank)
@@ -126,8 +117,7 @@ def _check_options(
             f"or `env -u {rank} rl-ext run --gpu {gpu}` for a program that does not read it"
         )
     words = [os.path.basename(word) for word in command[:1]] + list(command[1:3])
-    launcher = next((word for word in words[:1] if word in _LAUNCHERS), None)
-    launcher = launcher or next((word for word in words[1:] if word in _LAUNCHER_MODULES), None)
+    launcher = next((word for word in words if word in _LAUNCHERS), None)
     if launcher is not None and gpu is None:
         raise InvalidArgumentError(
             f"{launcher} starts several processes, which would all render on one GPU. Use rl-ext inside of the "
@@ -147,10 +137,8 @@ def _check_device_arguments(command: Sequence[str], gpu: str) -> None:
 
 
 def _default_renderer(inventory: Inventory) -> str | None:
-    """Return the renderer whose decision suits most programs of an interpreter, or None if none is installed.
-
-    Under mujoco 3, all renderers of MuJoCo follow the variables of robosuite's decision, whose import check must pass.
-    """
+    """Return the renderer whose decision suits most programs of an interpreter, or None if none is installed."""
+    # Under mujoco 3, all renderers of MuJoCo follow robosuite's variables, whose import check must pass.
     names = [row.name for row in installed_renderers(inventory.versions) if row.select_egl_device is not None]
     return next((name for name in ("robosuite", "mujoco", *names) if name in names), None)
 
@@ -174,25 +162,12 @@ def _describe_plan(decision: Decision, gpu: str | None, rank: str | None) -> str
     computes = f"computes on {place},"
     if gpu is None and rank is None and decision.gpu is not None:
         computes = f"the program sees the GPUs as before; if it computes on {decision.device}, {place}, it"
+    where = "on the CPU" if decision.render == "cpu" else "on a GPU that NVML does not list"
+    if decision.render_gpu is not None:
+        where = "there" if decision.render_gpu == decision.gpu else f"on nvidia-smi {decision.render_gpu.index}"
+    egl = "" if decision.egl is None else f" (EGL {decision.egl.index})"
+    renders = f"renders {where} through {decision.renderer}{egl}"
     if decision.render == "none":
         renders = "no rendering device is set"
-    elif decision.render == "cpu":
-        renders = f"renders on the CPU through {decision.renderer}"
-    else:
-        same = decision.gpu is not None and decision.render_gpu == decision.gpu
-        other = f"nvidia-smi {decision.render_gpu.index}" if decision.render_gpu else "a GPU that NVML does not list"
-        egl = "" if decision.egl is None else f" (EGL {decision.egl.index})"
-        renders = f"renders {'there' if same else f'on {other}'} through {decision.renderer}{egl}"
     why = f"--gpu {gpu} was asked for" if gpu not in (None, "auto") else decision.reason
     return f"{computes} {renders}, because {why.partition(', because ')[2] or why}"
-
-
-def find_own_settings(source: str) -> list[tuple[int, str]]:
-    """Find lines of a Python script that set a device variable themselves, which overrides the plan.
-
-    :param source: text of the script
-    :return: number and variable, for each line
-    """
-    pattern = re.compile(rf"""^[^#]*environ\[\s*['"]({"|".join(_STEERING)})['"]\s*\]\s*=(?!=)""")
-    lines = enumerate(source.splitlines(), 1)
-    return [(number, found[1]) for number, line in lines if (found := pattern.match(line))]

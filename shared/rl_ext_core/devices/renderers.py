@@ -41,11 +41,7 @@ _OFF_VALUES = ("disable", "disabled", "off", "false", "0")
 
 
 class RendererFailsError(Exception):
-    """Raised by a rule if the renderer fails with these variables.
-
-    :ivar variable: the variable that causes the failure
-    :ivar text: how the renderer fails, as the end of a sentence
-    """
+    """Raised by a rule if ``variable`` makes the renderer fail. ``text`` says how, as the end of a sentence."""
 
     def __init__(self, variable: str, text: str) -> None:
         super().__init__(text)
@@ -55,11 +51,7 @@ class RendererFailsError(Exception):
 
 @dataclass(frozen=True)
 class EglView:
-    """Devices that a renderer sees when it queries EGL.
-
-    :param devices: EGL's devices in its order
-    :param visible: UUIDs of the visible GPUs by CUDA ordinal; None if CUDA's order is unknown
-    """
+    """EGL's devices, and the UUIDs of the visible GPUs by CUDA ordinal, which are None if CUDA's order is unknown."""
 
     devices: tuple[EglDevice, ...]
     visible: tuple[str, ...] | None
@@ -79,10 +71,7 @@ class EglView:
         return self.devices[:_EGL_LIMIT]
 
     def egl_index_by_ordinal(self) -> dict[int, int]:
-        """Map CUDA ordinals of visible GPUs to EGL indices, as ``EGL_CUDA_DEVICE_NV`` reports them.
-
-        :raises RendererFailsError: If CUDA's order is unknown.
-        """
+        """Map CUDA ordinals of visible GPUs to EGL indices, as ``EGL_CUDA_DEVICE_NV`` reports them."""
         if self.visible is None:
             raise RendererFailsError(INDEX, "the GPUs differ, and the order in which CUDA counts them is unknown")
         uuids = {device.uuid: device.index for device in self.reachable if device.cuda and device.uuid}
@@ -105,7 +94,6 @@ class Renderer:
     :param reads_at_import: attribute of a module, by module, that stores the backend when the module is imported
     :param display: module whose ``EGL_DISPLAY`` is the display of the whole process
     :param checks_mask: whether its import asserts that the index is a substring of the mask
-    :param reads_mask: whether a renderer that does not use EGL renders on GPUs of the mask only
     :param version: installed version, for texts
     """
 
@@ -119,7 +107,6 @@ class Renderer:
     reads_at_import: tuple[tuple[str, str], ...] = ()
     display: str = ""
     checks_mask: bool = False
-    reads_mask: bool = True
     version: str = ""
 
     def __str__(self) -> str:
@@ -128,7 +115,7 @@ class Renderer:
     def variables(self, backend: str, index: str | None, environ: Mapping[str, str]) -> dict[str, str | None]:
         """Return the variables to set (text) and to unset (None) for the backend ``"egl"`` or ``"osmesa"``.
 
-        :param environ: the present variables; the mask in them is changed only if the import check rejects it
+        The mask in ``environ`` is changed only if the import check rejects it.
         """
         variables: dict[str, str | None] = {**dict.fromkeys(self.switches, backend), self.index: index}
         mask = environ.get(MASK, "")
@@ -139,10 +126,7 @@ class Renderer:
 
 def _select_by_egl_index(environ: Mapping[str, str], view: EglView) -> int:
     """Select as mujoco 3 and dm_control do: by EGL's own index, else the first device."""
-    value = environ.get(INDEX)
-    if value is None:
-        return _check_index(INDEX, 0, view)
-    return _check_index(INDEX, _parse_integer(INDEX, value), view)
+    return _check_index(INDEX, _parse_integer(INDEX, environ.get(INDEX, "0")), view)
 
 
 def _select_robosuite(environ: Mapping[str, str], view: EglView) -> int:
@@ -288,10 +272,6 @@ def _invalid_backend_text(value: str) -> str:
 
 
 _MUJOCO_READS = (("mujoco.rendering.classic.gl_context", "_MUJOCO_GL"), ("mujoco.gl_context", "_MUJOCO_GL"))
-_DM_CONTROL_READS = (("dm_control._render", "BACKEND"),)
-_DM_CONTROL_DISPLAY = "dm_control._render.pyopengl.egl_renderer"
-_ROBOSUITE_READS = (("robosuite.utils.binding_utils", "_MUJOCO_GL"),)
-_ROBOSUITE_DISPLAY = "robosuite.renderers.context.egl_context"
 
 # Of the rows of a name, the last one whose version is not above the installed one applies. google-deepmind/mujoco#3246,
 # which is open, would change the rule of mujoco: it gets a row of its own when a release has it.
@@ -304,22 +284,18 @@ TABLE = (
     Renderer("gymnasium", "mujoco", 0, _gymnasium_backend, _select_by_egl_index, display="mujoco.egl"),
     Renderer("gymnasium", "mujoco", 4, _gymnasium_backend, select_mujoco_4, display="mujoco.egl"),
     Renderer("dm_control", "dm_control", 0, _dm_control_backend, _select_by_egl_index,
-             reads_at_import=_DM_CONTROL_READS, display=_DM_CONTROL_DISPLAY),
+             reads_at_import=(("dm_control._render", "BACKEND"),), display="dm_control._render.pyopengl.egl_renderer"),
     Renderer("robosuite", "robosuite", 0, _robosuite_backend, _select_robosuite,
-             reads_at_import=_ROBOSUITE_READS, display=_ROBOSUITE_DISPLAY, checks_mask=True),
+             reads_at_import=(("robosuite.utils.binding_utils", "_MUJOCO_GL"),),
+             display="robosuite.renderers.context.egl_context", checks_mask=True),
     Renderer("pyrender", "pyrender", 0, _pyrender_backend, _select_pyrender, (PLATFORM,), PYRENDER_INDEX),
-    Renderer("sapien", "sapien", 0, lambda environ: "vulkan", None, (), "", reads_mask=False),
-    Renderer("sapien", "sapien", 3, lambda environ: "vulkan", None, (), ""),
+    Renderer("sapien", "sapien", 0, lambda environ: "vulkan", None, (), ""),
 )
 # fmt: on
 
 
 def find_renderer(name: str, versions: Mapping[str, str]) -> Renderer:
-    """Return the row of a renderer's installed version.
-
-    :raises InvalidArgumentError: If the renderer is unknown.
-    :raises MissingDependencyError: If it is not installed.
-    """
+    """Return the row of a renderer's installed version; raise if the renderer is unknown or not installed."""
     if name not in (*NAMES, *_RENDERS_WITH):
         raise InvalidArgumentError(
             f"renderer={name!r} is not known: expected one of {', '.join(map(repr, (*NAMES, *_RENDERS_WITH)))}. "
@@ -368,10 +344,7 @@ def robosuite_import_fails(environ: Mapping[str, str]) -> bool:
 
 
 def find_index_value(renderer: Renderer, target: EglDevice, view: EglView, environ: Mapping[str, str]) -> str:
-    """Find the value of the renderer's index variable with which it selects ``target``.
-
-    :raises DeviceUnavailableError: If there is no such value.
-    """
+    """Find the value of the renderer's index variable with which it selects ``target``; raise if there is none."""
     # EGL's own index is tried first, because it is the answer for all rules except mujoco 4's.
     numbers = [target.index, *(n for n in range(len(view.devices)) if n != target.index)]
     for number in numbers:
@@ -393,12 +366,8 @@ def find_index_value(renderer: Renderer, target: EglDevice, view: EglView, envir
 
 
 def vulkan_device_name(gpu: Gpu, visible: tuple[str, ...]) -> str:
-    """Return SAPIEN's name of a GPU: its CUDA ordinal if CUDA shows it, else its PCI address.
-
-    SAPIEN 2 defaults to the first GPU that Vulkan lists, SAPIEN 3 to the first one that CUDA shows too. It may differ
-    from ``cuda:0`` (haosulab/SAPIEN#101, #139, mani-skill/ManiSkill#161, #447, #746). The address has no domain 0000,
-    because SAPIEN reads an address with an unknown domain as bus 0.
-    """
+    """Return SAPIEN's name of a GPU: its CUDA ordinal if CUDA shows it, else its PCI address (haosulab/SAPIEN#101)."""
+    # SAPIEN reads an address with an unknown domain as bus 0.
     if gpu.uuid in visible:
         return f"cuda:{visible.index(gpu.uuid)}"
     return f"pci:{gpu.pci.removeprefix('0000:')}"

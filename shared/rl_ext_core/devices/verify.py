@@ -32,17 +32,12 @@ _HOST_PIDS = "pid:[4026531836]"
 class Verification:
     """Result of testing one renderer in its own process.
 
-    :param name: name of the renderer
     :param decided: where the decision renders: ``"gpu"``, ``"cpu"``, or empty if there was no decision
     :param uuid: UUID of the GPU in the decision, or None
     :param predicted: EGL index in the decision; None for OSMesa
     :param egl: EGL index of the created display; None if EGL was not used or did not report it
-    :param gl_renderer: OpenGL's ``GL_RENDERER``; empty if no context was created
-    :param gl_vendor: OpenGL's ``GL_VENDOR``
     :param nvml: UUIDs of the GPUs on which NVML lists the process; None if it lists it on none
-    :param failure: how it failed; None if it rendered
     :param missing: whether it failed because a package is missing
-    :param seconds: duration of the test
     """
 
     name: str
@@ -77,12 +72,7 @@ class Verification:
             # gymnasium's own extra installs the packages that its viewers import.
             package = {"gymnasium": "gymnasium[mujoco]", "pyrender": "pyrender"}.get(self.name)
             return install_line(self.name) if package is None else f'pip install "{package}"'
-        if not self.decided:
-            return f"rl-ext doctor --renderer {self.name}"
-        if self.decided == "gpu":
-            line = f'resolve("auto", render="cpu", renderer="{self.name}").apply()'
-            return f"from rl_ext_core.devices import resolve\n{line}"
-        return "apt-get install libosmesa6" if self.predicted is None else "apt-get install libegl1 libegl-mesa0"
+        return f"rl-ext doctor --renderer {self.name}"
 
     @property
     def place(self) -> str:
@@ -101,18 +91,12 @@ class Verification:
 
 
 def verify(name: str, device: str = "auto", render: str = "same", *, timeout_s: float = TIMEOUT_S) -> Verification:
-    """Create a context of a renderer under ``resolve(device, render=render, renderer=name)``, in a new process.
-
-    :param name: name of an installed renderer
-    :param device: the device that computes
-    :param render: the device that renders
-    :param timeout_s: seconds after which the process is killed
-    :return: the result, which also has all failures
-    """
+    """Create a context of a renderer under ``resolve(device, render=render, renderer=name)``, in a new process."""
     try:
         decision = resolve(device, render=render, renderer=name)
     except RlExtError as error:
-        return Verification(name, failure=_first_line(error), missing=isinstance(error, MissingDependencyError))
+        first = str(error).partition("\n")[0]
+        return Verification(name, failure=first, missing=isinstance(error, MissingDependencyError))
     return verify_decision(decision, timeout_s=timeout_s)
 
 
@@ -123,14 +107,7 @@ def verify_decision(
     python: str = sys.executable,
     timeout_s: float = TIMEOUT_S,
 ) -> Verification:
-    """Create a context of a decision's renderer in a new process.
-
-    :param decision: a decision for a renderer that uses EGL or OSMesa
-    :param environ: variables of the process, to which the decision's are added; default: those of this process
-    :param python: interpreter in which the renderer is installed
-    :param timeout_s: seconds after which the process is killed
-    :return: the result, which also has all failures
-    """
+    """Create a context of a decision's renderer in a new process, with its variables added to ``environ``."""
     began = time.monotonic()
     name = (decision.renderer or "").split(" ")[0]
     variables = {**(os.environ if environ is None else environ), **decision.variables}
@@ -164,7 +141,8 @@ def _run_process(command: Sequence[str], environ: Mapping[str, str], timeout_s: 
         before = list_gpu_uses([process.pid])
         timer = threading.Timer(timeout_s, process.kill)
         timer.start()
-        found = _read_answer(process.stdout)
+        lines = (line for line in process.stdout if line.startswith(_probe.ANSWER_PREFIX))  # libraries print too
+        found = next((json.loads(line.removeprefix(_probe.ANSWER_PREFIX)) for line in lines), None)
         after = list_gpu_uses([process.pid]) if found is not None else None
         with contextlib.suppress(OSError):
             process.stdin.close()
@@ -183,28 +161,10 @@ def _run_process(command: Sequence[str], environ: Mapping[str, str], timeout_s: 
     return {"failure": f"the process ended {_describe_exit(process.returncode)}: {last}"}
 
 
-def _read_answer(lines: Any) -> dict[str, Any] | None:
-    """Return the answer in the lines that a process prints, among which libraries print their own; None at the end."""
-    for line in lines:
-        if line.startswith(_probe.ANSWER_PREFIX):
-            answer: dict[str, Any] = json.loads(line.removeprefix(_probe.ANSWER_PREFIX))
-            return answer
-    return None
-
-
 def _describe_exit(status: int) -> str:
     """Return how a process ended, such as ``"by SIGSEGV"`` or ``"with exit status 1"``."""
-    if status >= 0:
-        return f"with exit status {status}"
-    try:
-        return f"by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"by signal {-status}"
-
-
-def _first_line(error: Exception) -> str:
-    """Return an error's first line."""
-    return (str(error).strip().splitlines() or [""])[0]
+    names = {entry.value: entry.name for entry in signal.Signals}
+    return f"with exit status {status}" if status >= 0 else f"by {names.get(-status, f'signal {-status}')}"
 
 
 # Processes on GPUs
@@ -212,13 +172,7 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """Use of a GPU by a process.
-
-    :param pid: ID of the process
-    :param uuid: UUID of the GPU
-    :param kind: ``"compute"`` (CUDA) or ``"graphics"`` (OpenGL, EGL, Vulkan)
-    :param memory: bytes that the process uses there; None if the driver does not report it
-    """
+    """Use of a GPU by a process: ``"compute"`` (CUDA) or ``"graphics"`` (OpenGL, EGL, Vulkan), and its bytes there."""
 
     pid: int
     uuid: str
@@ -227,11 +181,9 @@ class GpuUse:
 
 
 def list_gpu_uses(pids: Collection[int]) -> tuple[GpuUse, ...] | None:
-    """Return the GPUs on which NVML lists some processes.
+    """Return the uses of GPUs by processes with these IDs, as NVML lists them.
 
-    :param pids: IDs of the processes
-    :return: their uses of GPUs; None if they are unknown, because NVML cannot be queried or its IDs are another
-        namespace's, as in a container
+    None means unknown: NVML cannot be queried, or its IDs are another namespace's, as in a container.
     """
     try:
         if os.readlink("/proc/self/ns/pid") != _HOST_PIDS:

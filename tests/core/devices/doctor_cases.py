@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from rich.console import Console
 from rl_ext_core.cli.doctor import print_report
 from rl_ext_core.devices import Gpu, Inventory
 from rl_ext_core.devices.doctor import DoctorReport, examine
-from tests.core.devices.machines import egl, gpus, machine, uuid
+from tests.core.devices.machines import gpus, machine, uuid
 
 EGL = {"MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "egl"}
 MIG = {0: ["MIG-11111111-0000", "MIG-22222222-0000"], 1: [], 2: [], 3: []}
@@ -34,23 +34,11 @@ CASES: dict[str, tuple[Inventory, dict[str, str]]] = {
     "wrong mask": (machine(4, order=[2, 3, 0, 1]), {**EGL, "CUDA_VISIBLE_DEVICES": "1,7"}),
     "other order": (machine(4, order=[3, 2, 1, 0]), {**EGL, "CUDA_VISIBLE_DEVICES": "2"}),
     "all is well": (machine(4), {**EGL, "CUDA_VISIBLE_DEVICES": "0", "MUJOCO_EGL_DEVICE_ID": "0"}),
-    "empty mask": (machine(2), {**EGL, "CUDA_VISIBLE_DEVICES": ""}),
     "CPU torch": (machine(4, versions=CPU_TORCH), EGL),
     "MIG": (machine(4, mig=MIG), {**EGL, "CUDA_VISIBLE_DEVICES": "MIG-22222222-0000"}),
     "no EGL": (WITHOUT_EGL, EGL),
     "a launcher": (machine(4, order=[1, 0, 3, 2]), {**EGL, "LOCAL_RANK": "2"}),
     "a rank too many": (machine(2), {**EGL, "LOCAL_RANK": "5"}),
-    "mujoco 4": (machine(4, order=[1, 0, 3, 2], versions={"mujoco": "4.0.0"}), {**EGL, "CUDA_VISIBLE_DEVICES": "3"}),
-    "order unknown": (Inventory(gpus(2), egl([0, 1]), None, machine(2).versions, True), EGL),
-    "EGL not queried": (Inventory(gpus(2), None, (uuid(0), uuid(1)), machine(2).versions), EGL),
-    "no renderer": (machine(2, without=["mujoco", "robosuite", "dm_control"]), {}),
-    "a display": (machine(2), {"DISPLAY": ":0"}),
-    "no rendering": (machine(2), {"MUJOCO_GL": "off"}),
-    "two platforms": (machine(2), {"MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "osmesa"}),
-    "eleven devices": (
-        machine(4, versions={"mujoco": "4.0.0"}, order=[3, 2, 1, 0]),
-        {"MUJOCO_GL": "egl", "MUJOCO_EGL_DEVICE_ID": "11"},
-    ),
 }
 
 
@@ -66,18 +54,6 @@ def report_as_text(report: DoctorReport, width: int = 120) -> str:
     print_report(report, console)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text
-
-
-def corrupted_copies(data: Any) -> Iterator[Any]:
-    """Yield copies of JSON data in which one part is missing or has a wrong type."""
-    for key in list(data) if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
-        rest, copy = data.copy(), data.copy()
-        del rest[key]
-        yield rest
-        for damaged in corrupted_copies(data[key]):
-            copy[key] = damaged
-            yield copy
-    yield from (None, -1, 1.5, True, "x", [], {}, [1], {"a": 1})
 
 
 class FakeNvml(ModuleType):
@@ -100,7 +76,6 @@ class FakeNvml(ModuleType):
         answers = {
             "Init": lambda: self._add_to_started(1),
             "Shutdown": lambda: self._add_to_started(-1),
-            "SystemGetProcessName": self._get_process_name,
             "DeviceGetCount": lambda: len(gpus),
             "DeviceGetHandleByIndex": lambda index: gpus[index],
             "DeviceGetUUID": lambda gpu: getattr(gpu, "uuid", gpu),
@@ -132,12 +107,6 @@ class FakeNvml(ModuleType):
         if place % 2 or place // 2 >= len(gpu.mig):  # indices between slices are unused
             raise self.NVMLError("Not Found")
         return gpu.mig[place // 2]
-
-    def _get_process_name(self, pid: int) -> bytes:
-        """Return a process's name as bytes, or raise pynvml's error if it has none."""
-        if self.processes[pid] is None:
-            raise self.NVMLError("Not Found")
-        return bytes(self.processes[pid].encode())
 
     def _processes_on(self, gpu: Gpu, pids: Sequence[int]) -> list[SimpleNamespace]:
         """Return the processes that use a GPU: all of them for GPU 0, none for the others."""

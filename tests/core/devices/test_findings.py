@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_ext_core.devices import EglDevice, Finding, Inventory, apply, check_environment, cuda, renderers, resolve
-from rl_ext_core.devices.doctor import examine
 from tests.core.devices.machines import egl, machine, run_shell_line, uuid
 from tests.core.devices.run_code import run
 
@@ -46,7 +45,6 @@ SOFTWARE_FIRST = dataclasses.replace(FOUR, egl=(EglDevice(0, True), *shift_indic
 _SOFTWARE = tuple(EglDevice(place, software=True) for place in range(4))
 PYRENDER = machine(4, order=(2, 3, 0, 1), versions={"pyrender": "0.1.45"}, without=RENDERERS)
 TWELVE = dataclasses.replace(machine(8), egl=_SOFTWARE + shift_indices(egl(range(8), software=False), 4))
-WSL = dataclasses.replace(machine(1), egl=(EglDevice(0, software=True),), wsl=True)
 EGL, SCREEN = {GL: "egl"}, {"DISPLAY": ":0"}
 CONTAINER = "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=all ..."
 
@@ -63,34 +61,36 @@ def find_mistakes(environ: Mapping[str, str], inventory: Inventory = FOUR) -> tu
     return check_environment(environ, inventory=inventory)
 
 
+GYMNASIUM, DM_CONTROL, ROBOSUITE = (with_renderers(FOUR, name) for name in ("gymnasium", "dm_control", "robosuite"))
+TO_EGL, TO_PCI = f"export {GL}=egl*", f"export {ORDER}=PCI_BUS_ID"
 # By value of CUDA_VISIBLE_DEVICES, on a machine with four GPUs: severity, right value, part of the effect.
 MASKS: dict[str, tuple[str, str | None, str]] = {
-    "": ("error", "0", 'a blank in "export CUDA_VISIBLE_DEVICES= 1"'),
+    "": ("error", "0", 'blanks around = in "export CUDA_VISIBLE_DEVICES= 1"'),
     " 1": ("warning", "1", "skips the blank in ' 1'"),
-    "0, 1": ("warning", "0,1", "2 GPUs, nvidia-smi 0, 1"),
+    "0, 1": ("warning", "0,1", "nvidia-smi 0, 1"),
     "0 1": ("error", "0,1", "reads '0 1' as 0"),
     "0-3": ("error", "0", "reads '0-3' as 0"),
-    "'1'": ("error", "1", "quotes and brackets are part of the value"),
-    "all": ("error", None, "does not know this word"),
-    "none": ("warning", None, "hides all 4 GPUs, so"),
-    "0,-1,2": ("warning", "0", "at any negative number"),
+    "'1'": ("error", "1", "the number of a GPU; torch sees no GPU"),
+    "all": ("error", None, "'all' hides all 4 GPUs"),
+    "none": ("warning", None, "hides all 4 GPUs"),
+    "cuda": ("error", None, "hides all 4 GPUs"),
+    "0,-1,2": ("warning", "0", "reading at '-1'"),
     "cuda:0,cuda:2": ("error", "0,2", "No CUDA GPUs are available"),
-    "GPU 1": ("error", "1", "not a number"),
-    "/dev/nvidia2": ("error", "0", "not a number"),
+    "GPU 1": ("error", "1", "not the number"),
+    "/dev/nvidia2": ("error", "0", "not the number"),
     "1gpu": ("error", "0", "reads '1gpu' as 1"),
     "+1": ("warning", "1", "reads '+1' as 1"),
     "1,1,2": ("error", "1,2", "is listed twice"),
     "1,9,2": ("error", "1,2", "stops reading at '9'"),
     "9" * 30: ("error", "0", "stops reading"),
-    "0,,1": ("error", "0,1", "which is empty"),
+    "0,,1": ("error", "0,1", "reading at ''"),
     "GPU-aaaa": ("error", uuid(0), "fits 2 GPUs"),
     "GPU-0123": ("error", "0", "fits no GPU"),
-    uuid(1).lower(): ("error", uuid(1), "not a number"),
-    uuid(2)[4:]: ("error", uuid(2), "not a number"),
-    f"0,{uuid(2)}": ("error", f"{uuid(0)},{uuid(2)}", "not a number"),
+    uuid(1).lower(): ("error", uuid(1), "not the number"),
+    uuid(2)[4:]: ("error", uuid(2), "not the number"),
+    f"0,{uuid(2)}": ("error", f"{uuid(0)},{uuid(2)}", "not the number"),
     f"{uuid(1)}, {uuid(0)}": ("error", f"{uuid(1)},{uuid(0)}", "not a UUID like those"),
-    SLICE: ("error", "0", "not a MIG slice of this machine"),
-    "²": ("error", "0", "'²', which is not a number"),
+    "²": ("error", "0", "'²', which is not the number"),
 }
 # Other mistakes: variables, machine; then the finding's variable, severity and fix as patterns, and part of its effect.
 Mistake = tuple[dict[str, str], Inventory, str, str, str, str]
@@ -106,97 +106,34 @@ MISTAKES: list[Mistake] = [
         )
         for mask, (severity, line, effect) in MASKS.items()
     ),
-    (
-        {MASK: "0,1,00"},
-        CPU_WITHOUT_RENDERERS,
-        MASK,
-        "warning",
-        f"export {MASK}=0,1",
-        "twice, so CUDA shows no device at all, on any",
-    ),
     ({MASK: "0a0a7777"}, EIGHT, MASK, "error", f"export {MASK}={uuid(7)}", "reads '0a0a7777' as 0"),
-    ({MASK: "NoDevFiles"}, WITHOUT_RENDERERS, MASK, "*", "@ray.remote(num_gpus=1)", ""),
     ({MASK: "", "RAY_JOB_ID": "1"}, WITHOUT_RENDERERS, MASK, "*", "@ray.remote(num_gpus=1)", ""),
-    # robosuite's failure on it is a consequence, and has no finding.
-    ({MASK: "", "RAY_JOB_ID": "1", **SCREEN}, FOUR, MASK, "*", "@ray.remote(num_gpus=1)", ""),
-    (
-        {MASK: "NoDevFiles", "SLURM_JOB_ID": "1"},
-        WITHOUT_RENDERERS,
-        MASK,
-        "*",
-        "srun --gpus-per-task=1 python train.py",
-        "",
-    ),
     ({MASK: f"{SLICE},{OTHER}"}, WITH_MIG, MASK, "warning", f"export {MASK}={SLICE}", ""),
-    ({MASK: SLICE.lower()}, WITH_MIG, MASK, "error", f"export {MASK}={SLICE}", ""),
-    ({MASK: "MIG-3333"}, WITH_MIG, MASK, "error", f"export {MASK}=0", ""),
     ({MASK: "1"}, WITH_MIG, MASK, "warning", f"export {MASK}={SLICE}", ""),
-    ({MASK: f"MIG-{uuid(0)}/1/0"}, WITH_MIG, MASK, "error", f"export {MASK}=0", ""),  # that GPU is not cut
-    ({MASK: "0,1"}, WITH_MIG, MASK, "error", f"export {MASK}={SLICE}", ""),
     ({}, WITH_MIG, MASK, "warning", "*", f"{SLICE}, and no other device"),
-    (
-        {**SCREEN, MASK: uuid(1)},
-        with_renderers(FOUR, "robosuite"),
-        "*",
-        "*",
-        f"*{INDEX}=1",
-        'rendering ends in "ValueError: inv',
-    ),
-    (
-        {ORDER: "PCI"},
-        DIFFERENT_GPUS,
-        ORDER,
-        "error",
-        f"export {ORDER}=PCI_BUS_ID",
-        f"0 is NVIDIA H100 {uuid(1)} (nvidia-smi 1)",
-    ),
-    ({ORDER: "pci_bus_id"}, WITHOUT_RENDERERS, ORDER, "warning", f"export {ORDER}=PCI_BUS_ID", ""),
-    ({ORDER: "fastest"}, DIFFERENT_GPUS, ORDER, "error", f"export {ORDER}=FASTEST_FIRST", ""),
-    ({}, DIFFERENT_GPUS, ORDER, "warning", f"export {ORDER}=PCI_BUS_ID", "(nvidia-smi 1)"),
-    ({}, UNKNOWN_ORDER, ORDER, "error", f"export {ORDER}=PCI_BUS_ID", ""),
-    ({ORDER: "FASTEST_FIRST"}, UNKNOWN_ORDER, ORDER, "error", f"export {ORDER}=PCI_BUS_ID", ""),
+    ({**SCREEN, MASK: uuid(1)}, ROBOSUITE, "*", "*", f"*{INDEX}=1", 'rendering ends in "ValueError: inv'),
+    ({ORDER: "PCI"}, DIFFERENT_GPUS, ORDER, "error", TO_PCI, f"0 is NVIDIA H100 {uuid(1)} (nvidia-smi 1)"),
+    ({}, DIFFERENT_GPUS, ORDER, "warning", TO_PCI, "(nvidia-smi 1)"),
+    ({}, UNKNOWN_ORDER, ORDER, "error", TO_PCI, ""),
+    ({ORDER: "FASTEST_FIRST"}, UNKNOWN_ORDER, ORDER, "error", TO_PCI, ""),
     ({RANK: "one"}, WITHOUT_RENDERERS, RANK, "error", f"unset {RANK}", ""),
-    ({RANK: ""}, WITHOUT_RENDERERS, RANK, "error", f"unset {RANK}", ""),
     ({RANK: "'2'"}, WITHOUT_RENDERERS, RANK, "error", f"export {RANK}=2", ""),
     ({RANK: "9" * 5000}, WITHOUT_RENDERERS, RANK, "error", f"unset {RANK}", ""),
     ({RANK: "4"}, WITHOUT_RENDERERS, RANK, "error", "torchrun --nproc-per-node=4 train.py", ""),
-    ({RANK: "1", MASK: "3"}, WITHOUT_RENDERERS, RANK, "error", "torchrun --nproc-per-node=1 train.py", ""),
     ({"SLURM_LOCALID": "-1"}, WITHOUT_RENDERERS, "SLURM_LOCALID", "error", "unset SLURM_LOCALID", ""),
-    (
-        {"SLURM_LOCALID": "6"},
-        WITHOUT_RENDERERS,
-        "SLURM_LOCALID",
-        "error",
-        "srun --ntasks-per-node=4 python train.py",
-        "",
-    ),
-    ({**SCREEN, GL: "EGL"}, with_renderers(FOUR, "gymnasium"), GL, "error", f"export {GL}=egl*", "gymnasium 1.4.0"),
-    ({**SCREEN, GL: "egl "}, with_renderers(FOUR, "dm_control"), GL, "error", f"export {GL}=egl*", "dm_control 1.0.41"),
-    ({**SCREEN, GL: "'egl'"}, with_renderers(FOUR), GL, "error", f"export {GL}=egl*", "mujoco 3.9.0"),
-    ({**SCREEN, GL: ""}, with_renderers(FOUR, "gymnasium"), GL, "error", f"export {GL}=egl*", "gymnasium 1.4.0"),
-    (
-        {**SCREEN, GL: "OSMesa"},
-        with_renderers(FOUR, "gymnasium"),
-        GL,
-        "error",
-        f"export {GL}=osmesa*",
-        "gymnasium 1.4.0",
-    ),
-    (
-        {**SCREEN, GL: "vulkan"},
-        with_renderers(FOUR, "robosuite"),
-        GL,
-        "error",
-        f"export {GL}=egl*",
-        "robosuite 1.5.1: import",
-    ),
+    ({**SCREEN, GL: "EGL"}, GYMNASIUM, GL, "error", TO_EGL, "gymnasium 1.4.0"),
+    ({**SCREEN, GL: "egl "}, DM_CONTROL, GL, "error", TO_EGL, "dm_control 1.0.41"),
+    ({**SCREEN, GL: "'egl'"}, with_renderers(FOUR), GL, "error", TO_EGL, "mujoco 3.9.0"),
+    ({**SCREEN, GL: ""}, GYMNASIUM, GL, "error", TO_EGL, "gymnasium 1.4.0"),
+    ({**SCREEN, GL: "OSMesa"}, GYMNASIUM, GL, "error", f"export {GL}=osmesa*", "gymnasium 1.4.0"),
+    ({**SCREEN, GL: "vulkan"}, ROBOSUITE, GL, "error", TO_EGL, "robosuite 1.5.1: import"),
     ({**SCREEN, GL: "glfw", INDEX: "0"}, machine(2), "*", "warning", f"export {GL}=egl {PLATFORM}=egl", "EGL alone"),
-    ({}, FOUR, GL, "warning", f"export {GL}=egl*", f"{EVERY_MUJOCO_RENDERER}: "),
-    ({GL: "glfw"}, FOUR, GL, "error", f"export {GL}=egl*", ""),
+    ({}, FOUR, GL, "warning", TO_EGL, f"{EVERY_MUJOCO_RENDERER}: "),
+    ({GL: "glfw"}, FOUR, GL, "error", TO_EGL, ""),
     ({**EGL, PLATFORM: "osmesa"}, FOUR, PLATFORM, "error", "export *", ""),
-    ({**EGL, PLATFORM: "EGL"}, with_renderers(FOUR, "dm_control"), PLATFORM, "error", "export *", ""),
+    ({**EGL, PLATFORM: "EGL"}, DM_CONTROL, PLATFORM, "error", "export *", ""),
     ({GL: "osmesa", PLATFORM: "egl"}, FOUR, PLATFORM, "error", "export *", ""),
-    ({**SCREEN, PLATFORM: "osmesa"}, with_renderers(FOUR, "robosuite"), PLATFORM, "error", "export *", ""),
+    ({**SCREEN, PLATFORM: "osmesa"}, ROBOSUITE, PLATFORM, "error", "export *", ""),
     # An index without a device is one finding for all renderers.
     *(
         (
@@ -219,8 +156,8 @@ MISTAKES: list[Mistake] = [
     ),
     (  # EGL lists that one first
         *({**EGL, MASK: "2"}, REORDERED, MASK, "*", "*"),
-        f"robosuite 1.5.1: it reads the first entry of {MASK}='2' as EGL's own index: EGL device 2, NVIDIA H100 "
-        f"{uuid(0)} (nvidia-smi 0), while cuda:0, NVIDIA H100 {uuid(2)} (nvidia-smi 2), computes",
+        f"robosuite 1.5.1: {MASK}='2' selects EGL device 2, NVIDIA H100 {uuid(0)} (nvidia-smi 0), while cuda:0, "
+        f"NVIDIA H100 {uuid(2)} (nvidia-smi 2), computes",
     ),
     (EGL, SOFTWARE_FIRST, "*", "error", "*", "EGL device 0, Mesa's on the CPU, while cuda:0"),
     ({**EGL, INDEX: "0"}, SOFTWARE_FIRST, "*", "warning", "*", ""),  # a number may be intended
@@ -240,10 +177,6 @@ MISTAKES: list[Mistake] = [
         "*.apply()",
         "while cuda:2",
     ),  # the processes need different variables, so there is no line for the shell
-    (
-        *({}, machine(2, versions=CPU_TORCH, without=RENDERERS), "torch", "*"),
-        *("*pip install --force-reinstall torch==2.13.0*", "Torch not compiled with CUDA enabled"),
-    ),
     (
         {**EGL, CAN: "compute,utility"},
         NO_NVIDIA_EGL,
@@ -276,10 +209,7 @@ MISTAKES: list[Mistake] = [
         *({**EGL, "EGL_DEVICE_ID": "2", INDEX: "0"}, FOUR, "EGL_DEVICE_ID", "warning", "unset EGL_DEVICE_ID"),
         f"read {INDEX} instead, which is '0'",
     ),
-    (
-        *({**EGL, "EGL_DEVICE_ID": uuid(2)}, FOUR, "EGL_DEVICE_ID", "warning", "unset EGL_DEVICE_ID"),
-        "is not valid",
-    ),
+    (*({**EGL, "EGL_DEVICE_ID": uuid(2)}, FOUR, "EGL_DEVICE_ID", "warning", "unset EGL_DEVICE_ID"), "ignore it"),
     (
         {"MUJOCO_RENDERER": "EGL"},
         with_renderers(FOUR),
@@ -287,15 +217,6 @@ MISTAKES: list[Mistake] = [
         "error",
         f"export {GL}=egl",
         f"read {GL} instead",
-    ),
-    # habitat-sim#2424
-    *(
-        ({**EGL, **variables}, there, "EGL", "warning", '*render="cpu", renderer="robosuite"*', "CUDA and no EGL")
-        for variables, there in (
-            ({}, WSL),
-            ({SHOWN: "all", CAN: "compute,utility"}, WSL),
-            ({"WSL_DISTRO_NAME": "Ubuntu"}, dataclasses.replace(WSL, wsl=False)),
-        )
     ),
 ]
 
@@ -319,30 +240,11 @@ def test_mistake_is_found_and_fixed_by_its_line(
     assert fnmatchcase(found.variable, variable)
     assert fnmatchcase(found.severity, severity)
     assert fnmatchcase(found.fix, fix)
-    assert found.value == (inventory.versions["torch"] if variable == "torch" else environ.get(found.variable))
+    assert found.value == environ.get(found.variable)
     assert environ == before
     assert not caplog.records
-    if found.fix.startswith(("export", "unset")) and not found.variable.startswith(
-        "__"
-    ):  # a vendor's file changes the inventory
+    if found.fix.startswith(("export", "unset")):
         assert find_mistakes(run_shell_line(found.fix, environ), inventory) == ()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "others"),
-    [
-        ("CUDA_VISIBLE_DEVICE", "all", {}),
-        ("CUDA_VISIBLE_DEVICE", "1", {MASK: "2"}),
-        ("mujoco_egl_device_id", "-1", SCREEN),
-        ("local_rank", "one", {}),
-        ("cuda_device_order", "pci", {}),
-    ],
-)
-def test_misspelled_name_with_invalid_value_is_unset(name: str, value: str, others: dict[str, str]) -> None:
-    environ = {**others, name: value}
-    (found,) = (entry for entry in find_mistakes(environ, FOUR) if entry.variable == name)
-    assert (found.fix, found.severity) == (f"unset {name}", "warning")
-    assert find_mistakes(run_shell_line(found.fix, environ), FOUR) == find_mistakes(others, FOUR)
 
 
 @pytest.mark.parametrize(
@@ -354,8 +256,8 @@ def test_misspelled_name_with_invalid_value_is_unset(name: str, value: str, othe
         ("CUDA_VISIBLE_DEIVCES", "1", f"export {MASK}=1"),  # Zhongdao/Towards-Realtime-MOT#73
         ("CUDA_VISABLE_DEVICES", "1", f"export {MASK}=1"),  # cBio/cbio-cluster#1
         ("export CUDA_VISIBLE_DEVICES", "1", f"export {MASK}=1"),
-        ("CUDA-VISIBLE-DEVICES", "a b", f"export {MASK}='a b'"),
-        ("cuda_device_order", "PCI_BUS_ID", f"export {ORDER}=PCI_BUS_ID"),
+        ("CUDA-VISIBLE-DEVICES", "1", f"export {MASK}=1"),
+        ("cuda_device_order", "PCI_BUS_ID", TO_PCI),
         ("MUJOCO_Gl", "EGL", f"export {GL}=egl"),
         ("pyopengl_platform", "egl", f"export {PLATFORM}=egl"),
     ],
@@ -408,7 +310,7 @@ VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
     ({GL: "osmesa", PLATFORM: "osmesa", **SCREEN, "EGL_DEVICE_ID": "2"}, FOUR),
     ({"EGL_DEVICE_ID": "2"}, WITHOUT_RENDERERS),
     ({**EGL, SHOWN: "void"}, FOUR),  # Kubernetes gives GPUs in another way
-    (EGL, machine(0, versions=CPU_TORCH)),
+    (EGL, machine(2, versions=CPU_TORCH)),
     ({MASK: "1", "cuda_visible_devices": "1"}, WITHOUT_RENDERERS),
 ]
 
@@ -416,20 +318,6 @@ VALID_ENVIRONMENTS: list[tuple[dict[str, str], Inventory]] = [
 @pytest.mark.parametrize(("environ", "inventory"), VALID_ENVIRONMENTS, ids=str)
 def test_valid_environment_has_no_findings(environ: dict[str, str], inventory: Inventory) -> None:
     assert find_mistakes(environ, inventory) == ()
-
-
-@pytest.mark.parametrize(
-    ("version", "mask", "where", "finding"),
-    [("3.0.3", "1", "gpu", False), ("3.0.3", "1,2", "unknown", True), ("2.2.2", "1", "unknown", True)],
-)
-def test_prediction_of_sapien_without_device_argument(version: str, mask: str, where: str, finding: bool) -> None:
-    """SAPIEN 2 ignores the mask: mani-skill/ManiSkill#161, #447, haosulab/SAPIEN#101, #139."""
-    report = examine(machine(4, versions={"sapien": version}, without=RENDERERS), {MASK: mask})
-    assert [found.where for found in report.renderers if found.name == "sapien"] == [where]
-    assert len(report.findings) == finding
-    for entry in report.findings:
-        assert (entry.severity, entry.variable) == ("warning", MASK)
-        assert entry.fix.endswith('resolve("auto", render="same", renderer="sapien").render_device')
 
 
 @pytest.mark.parametrize("renderer", RENDERERS)
@@ -453,7 +341,7 @@ def test_several_mistakes_have_separate_findings() -> None:
     assert index.fix.endswith(".apply()")
     (differs,) = find_mistakes({MASK: "1", "cuda_visible_devices": "2"}, WITHOUT_RENDERERS)
     assert (differs.severity, differs.fix) == ("warning", "unset cuda_visible_devices")
-    robust, mask = find_mistakes({**SCREEN, MASK: "1,"}, with_renderers(FOUR, "robosuite"))
+    robust, mask = find_mistakes({**SCREEN, MASK: "1,"}, ROBOSUITE)
     assert "ValueError: invalid literal for int() with base 10: ''" in robust.effect
     assert (run_shell_line(robust.fix, {})[INDEX], mask.severity, mask.fix) == ("1", "warning", f"export {MASK}=1")
 

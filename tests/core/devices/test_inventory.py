@@ -1,9 +1,8 @@
-"""``Inventory``: reading a machine without starting CUDA, failures of drivers, and JSON."""
+"""``Inventory``: reading a machine without starting CUDA, and failures of drivers."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -13,9 +12,8 @@ from typing import Any
 import pytest
 
 from rl_ext_core.devices import EglDevice, Gpu, Inventory, _probe, inventory
-from rl_ext_core.errors import CorruptFileError
 from tests.core.devices import machines
-from tests.core.devices.doctor_cases import FakeNvml, corrupted_copies
+from tests.core.devices.doctor_cases import FakeNvml
 from tests.core.devices.fakes import build
 
 
@@ -139,7 +137,7 @@ def test_gpu_of_egl_device_is_found_by_any_property(lacks: tuple[str, ...], driv
     settings = build.configuration(fastest_first=(3, 1, 0, 2), egl_order=(3, 0, 2, 1, -1), egl_lacks=lacks)
     # The mask and the order of this process must not matter.
     masked = {**settings, "CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
-    found = Inventory.from_json(drivers.python(code, masked))
+    found = drivers.unpickle(code, masked)
     assert found.egl == tuple(
         dataclasses.replace(
             device, drm=None if "drm" in lacks else device.drm, cuda=device.cuda and "cuda" not in lacks
@@ -153,7 +151,7 @@ def test_gpu_of_egl_device_is_found_by_any_property(lacks: tuple[str, ...], driv
     ("order", "index"), [((2, 0, 1, 3, 100, 101, 102, 103, -1), 1), ((100, 101, 102, 103, -1, 2, 0, 1, 3), 6)]
 )
 def test_egl_device_of_gpu_belongs_to_its_own_driver(order: Sequence[int], index: int, drivers: build.Drivers) -> None:
-    found = Inventory.from_json(drivers.python(WITH_NODES + build.INVENTORY, build.configuration(egl_order=order)))
+    found = drivers.unpickle(WITH_NODES + build.INVENTORY, build.configuration(egl_order=order))
     both = [device.index for device in found.egl or () if device.uuid == machines.uuid(0)]
     assert both == sorted([order.index(0), order.index(100)])
     device = found.egl_of(machines.uuid(0))
@@ -179,9 +177,7 @@ def test_failures_of_egl_are_reported_in_inventory(
     settings: dict[str, Any], without: tuple[str, ...], error: str | None, drivers: build.Drivers
 ) -> None:
     limit = "from rl_ext_core.devices import _probe; _probe._TIMEOUT_S = 3; " if "hang" in settings.values() else ""
-    found = Inventory.from_json(
-        drivers.python(limit + build.INVENTORY, build.configuration(**settings), without=without)
-    )
+    found = drivers.unpickle(limit + build.INVENTORY, build.configuration(**settings), without=without)
     assert len(found.gpus) == (0 if "nvml.c" in without else settings.get("gpus", 4))
     if error:
         assert found.egl == ()
@@ -281,70 +277,3 @@ def test_fork_while_another_thread_reads_does_not_deadlock(drivers: build.Driver
     log.touch()
     settings = build.configuration(egl_fault="hang", log=log)
     assert drivers.run([sys.executable, "-c", FORK, log], settings).strip() == "4"
-
-
-# Inventories as JSON.
-
-
-@pytest.mark.parametrize(
-    "found",
-    [
-        machines.machine(8, order=(7, 6, 5), software=False, osmesa=False),
-        machines.machine(mig={0: ["MIG-a", "MIG-b"]}, without=("torch", "torch.cuda")),
-        machines.machine(0),
-        dataclasses.replace(machines.machine(), fastest_first=None, egl=(), egl_error="the driver »hängt«"),
-        dataclasses.replace(machines.machine(), egl=None, osmesa=None),
-        Inventory(),
-    ],
-)
-def test_inventory_json_round_trip(found: Inventory) -> None:
-    text = found.to_json()
-    again = Inventory.from_json(text)
-    assert again == found
-    assert hash(again.gpus) == hash(found.gpus)
-    assert again.to_json() == text
-    again.to_dict()["versions"]["torch"] = "another"
-    assert again == found
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "null", "[1, 2]", "5", '"text"', "{}", '{"format": 1}', "\0", "[" * 100_000, '{"format": ' + "9" * 5000 + "}"],
-    ids=lambda text: repr(text[:20]),
-)
-def test_from_json_rejects_other_texts(text: str) -> None:
-    with pytest.raises(CorruptFileError, match=r"(?s)not an inventory|is not 1, the only one that this version reads"):
-        Inventory.from_json(text)
-
-
-def test_from_json_rejects_truncated_and_damaged_texts() -> None:
-    text = machines.machine(1, mig={0: ["MIG-a"]}).to_json()
-    for length in range(len(text)):
-        with pytest.raises(CorruptFileError):
-            Inventory.from_json(text[:length])
-    refused = 0
-    for data in corrupted_copies(json.loads(text)):
-        try:
-            found = Inventory.from_json(json.dumps(data))
-        except CorruptFileError:
-            refused += 1
-        else:  # a valid change: another name, another amount of memory
-            assert Inventory.from_json(found.to_json()) == found
-    assert refused > 200
-
-
-WRONG_VALUES: dict[tuple[str, ...], list[Any]] = {
-    **{("format",): [0, 2, "1", None], ("tpus",): [[]], ("osmesa",): ["yes", 1], ("nvml_error",): [5, False]},
-    **{("fastest_first",): [5, "abc", [1], True], ("versions",): [None, ["torch"], {"torch": 2}, {"torch": None}]},
-    **{("gpus", "uuid"): [None, 5], ("gpus", "index"): [None, "0", 1.5, True], ("gpus", "memory_total"): [1.5]},
-    **{("gpus", "mig"): [None, "MIG-a", [5], {"MIG-a": 1}], ("egl", "software"): [None, 0], ("egl", "cuda"): [1]},
-}
-
-
-@pytest.mark.parametrize("place", WRONG_VALUES, ids=".".join)
-def test_from_json_rejects_fields_of_wrong_type(place: tuple[str, ...]) -> None:
-    for value in WRONG_VALUES[place]:
-        data = machines.machine().to_dict()
-        (data if len(place) == 1 else data[place[0]][0])[place[-1]] = value
-        with pytest.raises(CorruptFileError):
-            Inventory.from_json(json.dumps(data))

@@ -9,7 +9,6 @@ import logging
 import pickle
 import re
 import sys
-from importlib import util
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ from rl_ext_core.errors import (
     RlExtError,
 )
 from tests.core.devices.machines import GIB, egl, machine, uuid
-from tests.core.devices.run_code import run
 
 MASK, ORDER, INDEX, BACKEND = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "MUJOCO_EGL_DEVICE_ID", "MUJOCO_GL"
 RANK, TASK = "LOCAL_RANK", "SLURM_LOCALID"
@@ -45,7 +43,6 @@ MUJOCO_4 = machine(4, order=(2, 3, 0, 1), versions={"mujoco": "4.0.0"})
 NO_NVIDIA_EGL = dataclasses.replace(FOUR, egl=egl(()))
 NO_EGL = dataclasses.replace(FOUR, egl=(), osmesa=False, egl_error="libEGL.so.1 is not installed")
 ONLY_OSMESA = dataclasses.replace(NO_EGL, osmesa=True)
-WSL = dataclasses.replace(machine(1), egl=(EglDevice(0, software=True),), wsl=True)
 EGL_LACKS_ONE = dataclasses.replace(FOUR, egl=egl((2, 3, 0)))
 WITH_INTEGRATED = dataclasses.replace(FOUR, egl=(*(FOUR.egl or ()), EglDevice(5, False, None, "/dev/dri/renderD140")))
 FREE = dataclasses.replace(FOUR, gpus=tuple(dataclasses.replace(g, memory_free=g.index * GIB) for g in FOUR.gpus))
@@ -54,10 +51,8 @@ _BEFORE = tuple(EglDevice(place, software=True) for place in range(3))
 _BEHIND = tuple(dataclasses.replace(device, index=device.index + 3) for device in egl(range(8), software=False))
 CROWDED = dataclasses.replace(machine(8), egl=_BEFORE + _BEHIND)
 # Vulkan does not depend on EGL: SAPIEN also renders on a machine whose EGL fails.
-SAPIEN = machine(4, versions={"sapien": "3.0.3"})
-SAPIEN_NO_EGL = dataclasses.replace(SAPIEN, egl=(), egl_error="libEGL.so.1 is not installed")
+SAPIEN = dataclasses.replace(machine(4, versions={"sapien": "3.0.3"}), egl=(), egl_error="no libEGL")
 FAR = dataclasses.replace(SAPIEN, gpus=tuple(dataclasses.replace(g, pci=f"0001:{g.pci[5:]}") for g in machine(4).gpus))
-SAPIEN_CUT = machine(2, mig={0: [SLICE]}, versions={"sapien": "3.0.3"})
 PYRENDER = machine(4, order=(2, 3, 0, 1), versions={"pyrender": "0.1.45"})
 
 Decided = tuple[Inventory, dict[str, str], dict[str, Any], str, int | None, Any, str]
@@ -174,16 +169,11 @@ DECIDED: list[Decided] = [
     expect_gpu(0, 0, FOUR, render="egl:3", renders=3),
     expect_gpu(0, 0, WITH_INTEGRATED, render="egl:5", renders=5),
     expect_gpu(0, 0, FOUR, render="cpu", renders={INDEX: "4"}),
-    expect_gpu(0, 0, WSL, render="cpu", renders={INDEX: "0", BACKEND: "egl"}),
     expect_gpu(0, 0, ONLY_OSMESA, render="cpu", renders={BACKEND: "osmesa", INDEX: None}),
     expect_gpu(6, 6, CROWDED, device=6, **SAME, renders=9),
     expect_gpu(1, 1, NO_NVIDIA_EGL, device="cuda:1", **SAME, on_missing="cpu", renders=0, says="10_nvidia.json"),
     expect_cpu(FOUR, device="cuda:9", on_missing="cpu", **SAME, renders=4, says="on_missing: device='cuda:9'"),
     # SAPIEN gets a name, pyrender reads its own variables, LIBERO renders with robosuite.
-    *(
-        expect_gpu(1, 1, there, {MASK: "3,1"}, device="cuda:1", **SAME, renderer="sapien", renders="cuda:1")
-        for there in (SAPIEN, SAPIEN_NO_EGL)
-    ),
     expect_gpu(1, 1, SAPIEN, {MASK: "3,1"}, device="cuda:1", **SAME, renderer="mani_skill", renders="cuda:1"),
     expect_gpu(1, 0, SAPIEN, {MASK: "1"}, render="nvidia-smi:3", renderer="sapien", renders="pci:4a:00.0"),
     expect_gpu(1, 0, FAR, {MASK: "1"}, render="nvidia-smi:3", renderer="sapien", renders="pci:0001:4a:00.0"),
@@ -256,10 +246,6 @@ REFUSED: list[Refused] = [
     ),
     expect_error(UNAVAILABLE, f"{uuid(0)}", "NVIDIA_DRIVER_CAPABILITIES=all", NO_NVIDIA_EGL, **SAME),
     expect_error(UNAVAILABLE, "libEGL.so.1 is not installed", 'render="cpu"', NO_EGL, **SAME),
-    expect_error(UNAVAILABLE, "NVIDIA's driver for WSL has CUDA and no EGL", 'Use render="cpu"', WSL, **SAME),
-    expect_error(
-        UNAVAILABLE, "on WSL", 'render="cpu"', dataclasses.replace(WSL, wsl=False), {"WSL_INTEROP": "/run/1"}, **SAME
-    ),
     expect_error(UNAVAILABLE, uuid(1), 'render="cpu"', EGL_LACKS_ONE, device="cuda:1", **SAME),
     expect_error(UNAVAILABLE, "render='cpu'", "apt-get install", NO_EGL, render="cpu", on_missing="cpu"),
     expect_error(MISSING, "renderer='mujoco'", "pip install", machine(1, without=("mujoco",)), **SAME),
@@ -282,7 +268,6 @@ REFUSED: list[Refused] = [
     expect_error(
         UNAVAILABLE, "sapien 3.0.3 does not render through EGL", "", SAPIEN, render="egl:0", renderer="sapien"
     ),
-    expect_error(UNAVAILABLE, "MIG slices", "do not render", SAPIEN_CUT, {MASK: "0"}, **SAME, renderer="sapien"),
     expect_error(UNAVAILABLE, "MIG slices", "do not render", WITH_MIG, {MASK: "0"}, render="egl:1"),
     expect_error(MISSING, "sapien", "pip install sapien", machine(1), **SAME, renderer="sapien"),
 ]
@@ -366,9 +351,7 @@ def test_on_missing_cpu_falls_back_with_a_warning(
     assert "on_missing: device='cuda:9'" in caplog.text or "10_nvidia.json" in caplog.text
 
 
-def test_resolve_works_without_torch_but_compute_raises(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_resolve_works_without_torch_but_compute_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     decision = resolve("cuda:1", inventory=NO_TORCH, render="same")
     with pytest.raises(MissingDependencyError, match=r'rl-ext\[sb3\]"'):
@@ -396,7 +379,7 @@ def test_decision_is_explained_serialized_and_frozen() -> None:
         *("robosuite 1.5.1", f"{INDEX}=3", f"{MASK}='3,1,9'", "LOCAL_RANK='1'", "CUDA stops reading at '9'"),
     ):
         assert part in text
-    data = json.loads(decision.to_json())
+    data = json.loads(json.dumps(dataclasses.asdict(decision)))
     assert (data["device"], data["variables"][INDEX]) == ("cuda:1", "3")
     with pytest.raises(dataclasses.FrozenInstanceError):
         decision.reason = "other"  # type: ignore[misc]
@@ -409,8 +392,7 @@ _PIECES += ["gres/gpu:", "single:", "none", "+", "verbose,"]
 ANY_TEXT = st.text() | st.lists(st.sampled_from([*_PIECES, "PCI_BUS_ID"]), max_size=5).map("".join)
 LAUNCHERS = ("SLURM_GPU_BIND", "SLURM_TRES_BIND", "SLURM_NTASKS_PER_GPU", "MPI_LOCALRANKID", "GROUP_RANK", "RAY_JOB_ID")
 ANY_ENVIRON = st.dictionaries(
-    st.sampled_from((MASK, ORDER, BACKEND, INDEX, "PYOPENGL_PLATFORM", RANK, TASK, *LAUNCHERS, "DISPLAY")),
-    ANY_TEXT,
+    st.sampled_from((MASK, ORDER, BACKEND, INDEX, "PYOPENGL_PLATFORM", RANK, TASK, *LAUNCHERS, "DISPLAY")), ANY_TEXT
 )
 MACHINES = (
     FOUR,
@@ -453,20 +435,3 @@ def test_any_arguments_give_a_decision_or_an_rl_ext_error(
         )
         assert re.fullmatch(r"cpu|cuda:\d+", decision.device)
         assert (decision.gpu is None) == (decision.device == "cpu")
-
-
-@pytest.mark.skipif(util.find_spec("sapien") is None, reason="sapien is not installed")
-def test_sapien_accepts_device_names() -> None:
-    ended = run(
-        """
-        from sapien import pysapien
-        answer = []
-        for name in ("cuda:7", "pci:4a:00.0", "nonsense"):
-            try:
-                answer.append(pysapien.Device(name).name)
-            except RuntimeError as error:
-                answer.append(str(error))
-        """
-    )
-    # This machine has none of these devices, but the error shows that SAPIEN reads the names.
-    assert ended.answer == [f'failed to find device "{name}"' for name in ("cuda:7", "pci:4a:00.0", "nonsense")]

@@ -17,7 +17,7 @@ from rl_ext_core.cli import main
 from rl_ext_core.cli.run import find_interpreter
 from rl_ext_core.devices import Inventory
 from rl_ext_core.devices import verify as verify_module
-from rl_ext_core.devices.program import find_own_settings, plan_program
+from rl_ext_core.devices.program import plan_program
 from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError, RlExtError
 from tests.core.devices import run_code
 from tests.core.devices.doctor_cases import FakeNvml
@@ -98,17 +98,6 @@ def test_plan_accepts_device_arguments_that_the_program_will_see() -> None:
     assert MASK not in plan_program((*PYTHON, "--device", "cuda:1"), FOUR, {}).variables
     with pytest.raises(InvalidArgumentError, match="has none"):
         plan_program(PYTHON, NO_RENDERER, {}, render="same")
-
-
-def test_lines_that_override_the_plan_are_found() -> None:
-    source = (
-        "import os\n"
-        "os.environ['CUDA_VISIBLE_DEVICES'] = '0'\n"
-        "# os.environ['MUJOCO_GL'] = 'egl'\n"
-        'if os.environ["MUJOCO_GL"] == "egl": pass\n'
-        '    environ["MUJOCO_EGL_DEVICE_ID"]=str(rank)\n'
-    )
-    assert find_own_settings(source) == [(2, MASK), (5, INDEX)]
 
 
 @pytest.mark.parametrize(
