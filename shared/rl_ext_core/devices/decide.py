@@ -304,7 +304,8 @@ def decide_compute(request: Request, machine: Machine) -> Decision:
         raise DeviceUnavailableError(
             f'{asked.argument}={str(asked.original)!r} is not available: {why}. Use device="cpu", or device="auto"'
         )
-    why = f"{asked.original} was asked for"
+    found = f"torch finds {cuda.format_gpu_count(machine.count)}"
+    why = found if asked.kind == "auto" else f"{asked.original} was asked for"
     if asked.kind == "auto" and machine.visible.uuids:
         ordinal, why = launchers.pick_gpu(request.picker, machine, request.current)
     elif asked.kind in ("auto", "cuda"):
@@ -434,7 +435,8 @@ def _find_rendering_gpu(request: Request, machine: Machine, compute_decision: De
 def _find_egl_device(renderer: Renderer, asked: AskedDevice, machine: Machine) -> EglDevice:
     """Return the device for ``render="egl:<index>"``; raise if EGL does not list it."""
     devices = machine.inventory.egl or ()
-    why = machine.inventory.egl_error or f"EGL counts {len(devices)} from 0"
+    listed = f"EGL lists devices 0 to {len(devices) - 1}" if devices else "EGL lists no device"
+    why = machine.inventory.egl_error or listed
     if renderer.select_egl_device is None:
         why = f"{renderer} does not render through EGL"
     elif asked.index in range(len(devices)):

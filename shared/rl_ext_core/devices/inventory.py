@@ -134,7 +134,7 @@ after_fork(lambda: globals().update(_lock=threading.Lock()))
 
 def _read_inventory() -> Inventory:
     """Read this machine's GPUs and package versions, but not EGL's devices."""
-    versions = installed_versions()
+    versions = dict(installed_versions())
     try:
         gpus = read_gpus()
     except NvmlUnavailableError as error:
