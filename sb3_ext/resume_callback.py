@@ -261,7 +261,9 @@ def resume(
         if state["storage"] is None:
             model.load_replay_buffer(save / _BUFFER, truncate_last_traj=False)
         else:
-            _restore_buffer_attributes(model.replay_buffer, state["storage"])
+            vars(model.replay_buffer).update(state["storage"]["attributes"])
+            if (lengths := state["storage"]["lengths"]) is not None:
+                model.replay_buffer.ep_length[: len(lengths)] = lengths  # type: ignore[union-attr]
     for name, value in state["model"].items():
         setattr(model, name, _on_device(value, model.device))
     model.action_space._np_random = state["action_generator"]
@@ -324,7 +326,7 @@ def _unlock_folder(folder: pathlib.Path, descriptor: int | None = None) -> None:
     :param descriptor: the lock to end; default: the present one of this process
     """
     if folder in _locks and descriptor in (None, _locks[folder][0]):
-        steps = [(folder / _LOCK).unlink, functools.partial(os.close, _locks.pop(folder)[0])]
+        steps: list[Any] = [(folder / _LOCK).unlink, functools.partial(os.close, _locks.pop(folder)[0])]
         for step in reversed(steps) if os.name == "nt" else steps:  # Windows cannot delete an open file
             with contextlib.suppress(OSError):
                 step()
@@ -361,12 +363,6 @@ def _copy_with_strides(saved: np.ndarray, strides: tuple[int, ...]) -> np.ndarra
     found: np.ndarray = np.ndarray(saved.shape, saved.dtype, memory, strides=strides)
     found[...] = saved
     return found
-
-
-def _pickle(value: Any) -> bytes:
-    file = io.BytesIO()
-    _RunPickler(file).dump(value)
-    return file.getvalue()
 
 
 class _RunUnpickler(pickle.Unpickler):
@@ -432,7 +428,6 @@ def _repeat_episodes(environments: Any, logs: list[EpisodeLog | None]) -> list[R
                 repetition = environments.repeat(index, log)
             except Exception as error:  # the environment's code may raise anything
                 warnings.warn(f"Environment {index} raised {error!r} when its episode was repeated.", stacklevel=3)
-                repetition = None
         repetitions.append(repetition)
     return repetitions
 
@@ -692,13 +687,6 @@ def _storage_state(model: Any) -> dict[str, Any] | None:
     return {"folder": os.fspath(_storage_dir(model)), "attributes": attributes, "lengths": lengths}
 
 
-def _restore_buffer_attributes(buffer: Any, storage: dict[str, Any]) -> None:
-    """Set what the files of a replay buffer do not contain."""
-    vars(buffer).update(storage["attributes"])
-    if storage["lengths"] is not None:
-        buffer.ep_length[: len(storage["lengths"])] = storage["lengths"]
-
-
 def _write_save(folder: pathlib.Path, model: Any, callbacks: list[BaseCallback]) -> None:
     """Write a save under a temporary name, rename it, and delete older ones."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -708,7 +696,8 @@ def _write_save(folder: pathlib.Path, model: Any, callbacks: list[BaseCallback])
     temporary = folder / f".unfinished-save-{model.num_timesteps}"
     try:
         temporary.mkdir()
-        (temporary / _STATE).write_bytes(_pickle(_state_of_run(model, callbacks)))
+        with (temporary / _STATE).open("wb") as file:
+            _RunPickler(file).dump(_state_of_run(model, callbacks))
         model.save(temporary / _MODEL)
         if isinstance(model, OffPolicyAlgorithm):
             if (storage_dir := _storage_dir(model)) is None:

@@ -54,9 +54,9 @@ _MISSING: Any = object()
 class SavedValue:
     """Copy of an object that is not a plain value. Objects that share one also do so in copies.
 
-    :ivar kind: how it is copied, such as ``"list"``. Nothing is copied of a ``"link"`` to an object with a state of its
-        own, of an ``"unsaved"`` value, of which only changes can be detected, of an ``"opaque"`` one, such as a lock,
-        and of a value that is ``"unknown"``, because it cannot be read.
+    :ivar kind: how it is copied, such as ``"list"``. A ``"link"`` refers to an object with an own state. These are
+        not copied: an ``"opaque"`` object, such as a lock, an ``"unknown"`` value, which cannot be read, and an
+        ``"unsaved"`` one. Only changes of the last are detected.
     :ivar type_name: module and qualified name of its class, or of a function
     :ivar content: plain values, and parts
     """
@@ -91,11 +91,12 @@ def read_attributes(owner: Any) -> dict[str, Any]:
     CPython moves the attributes to a dict when ``vars(owner)`` is called, and a step of CartPole takes 13 % longer
     then. So they are read by the names in the code of its methods. If these do not include all, ``vars`` is used.
     """
+    cls: Any = type(owner)
     found = dict[str, Any]()
-    for name in _names_of(type(owner)):
+    for name in _names_of(cls):
         with contextlib.suppress(AttributeError):
             found[name] = object.__getattribute__(owner, name)
-    known = {id(value) for value in (*found.values(), type(owner))}
+    known = {id(value) for value in (*found.values(), cls)}
     return found if all(id(value) in known for value in gc.get_referents(owner)) else _instance_attributes(owner)
 
 
@@ -184,7 +185,7 @@ class _Reader:
             return "tensor", (str(value.dtype).rpartition(".")[2], tuple(value.shape), data)
         if cls is np.ndarray and not value.dtype.hasobject:
             if value.nbytes > _MAX_BYTES:
-                return "unsaved", zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+                return "unsaved", zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
             return "array", value.copy(order="K")
         if (held := _held_by(value)) is not None:
             return "reference", list(map(self.read, held))
@@ -208,7 +209,7 @@ class _Reader:
         cls: Any = type(value)
         if isinstance(value, io.IOBase):
             return "unsaved", value.tell() if value.readable() else 0  # other files are output, not state
-        if isinstance(value, np.memmap):
+        if isinstance(value, np.memmap):  # the content of a file
             return "opaque", None
         # Objects with a base class in C may have a state that is not in their attributes. Those of Python's own modules
         # and of progress bars belong to the process, as threads and loggers do.
@@ -245,9 +246,9 @@ def _held_by(value: Any) -> list[Any] | None:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.FunctionType):
         return [*(cell.cell_contents for cell in value.__closure__ or ()), *(value.__defaults__ or ())]
-    if isinstance(value, _FUNCTIONS):
-        return [value.__self__]
-    return [] if isinstance(value, type) else None
+    if isinstance(value, type):
+        return []
+    return [value.__self__] if isinstance(value, (types.MethodType, types.BuiltinFunctionType)) else None
 
 
 # -- summaries
@@ -274,7 +275,7 @@ def summarize(parts: dict[str, Any]) -> Summary:
             found = (each for each in _parts_in(part, set()) if each.kind in _HIDDEN)
             hidden = min(found, key=lambda each: _HIDDEN.index(each.kind), default=SavedValue(""))
             kind = "generator" if getattr(part, "kind", "") == "generator" else hidden.kind
-            summary[path] = Mark(_digest(part, known), kind, hidden.type_name[1])
+            summary[path] = Mark(_checksum_of(part, known), kind, hidden.type_name[1])
         elif id(part) not in seen:
             seen.add(id(part))
             for place, child in children.items():
@@ -302,7 +303,7 @@ def differing(one: Summary | None, other: Summary | None) -> set[str]:
     return {path for path in {**one, **other} if one.get(path, ())[:1] != other.get(path, ())[:1]}
 
 
-def _digest(part: Any, known: dict[int, bytes]) -> bytes:
+def _checksum_of(part: Any, known: dict[int, bytes]) -> bytes:
     """Return a checksum that is equal for equal values in all processes."""
     if isinstance(part, SavedValue):
         if id(part) not in known:
@@ -310,16 +311,16 @@ def _digest(part: Any, known: dict[int, bytes]) -> bytes:
             content = part.content
             if part.kind == "reference":  # what it refers to is saved, except plain values
                 content = list(filter(_is_plain, content))
-            known[id(part)] = _digest([part.kind, *part.type_name, content], known)
+            known[id(part)] = _checksum_of([part.kind, *part.type_name, content], known)
         return known[id(part)]
     if isinstance(part, (np.ndarray, np.generic)):
         part = part.dtype.str, part.shape, part.tobytes()
     elif isinstance(part, dict):
         part = list(part.items())
     elif isinstance(part, (set, frozenset)):
-        part = sorted(_digest(each, known) for each in part)
+        part = sorted(_checksum_of(each, known) for each in part)
     if isinstance(part, (list, tuple)) and not _LEAVES.issuperset(map(type, part)):
-        part = [_digest(each, known) for each in part]
+        part = [_checksum_of(each, known) for each in part]
     text = f"{type(part).__name__} {part!r}"
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 

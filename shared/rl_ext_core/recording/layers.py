@@ -83,7 +83,7 @@ def layer_state(layer: Any, links: Sequence[Any], description: str) -> LayerStat
     attributes = vars(layer)
     # Containers that are not the objects that construction has made
     replaced = frozenset(name for name, refer in objects.items() if attributes.get(name) is not refer())
-    return LayerState(description, _read(attributes, links), construction, replaced, _results_file(layer))
+    return LayerState(description, _read_layer(attributes, links), construction, replaced, _results_file(layer))
 
 
 def describe_layers(env: Any) -> str:
@@ -139,7 +139,7 @@ def record_layer(layer: Any, links: Sequence[Any]) -> None:
         if layer not in _constructions:
             attributes = read_attributes(layer)
             objects = {name: _refer(value) for name, value in attributes.items() if _is_container(value)}
-            _constructions[layer] = summarize(_read(attributes, links)), objects
+            _constructions[layer] = summarize(_read_layer(attributes, links)), objects
 
 
 def _is_container(value: Any) -> bool:
@@ -162,7 +162,7 @@ def _construction(layer: Any) -> tuple[Summary | None, dict[str, Callable[[], An
         return None, {}
 
 
-def _read(attributes: dict[str, Any], links: Sequence[Any]) -> dict[str, Any]:
+def _read_layer(attributes: dict[str, Any], links: Sequence[Any]) -> dict[str, Any]:
     return read_state({name: value for name, value in attributes.items() if name not in _LINKS}, links)
 
 
