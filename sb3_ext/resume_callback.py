@@ -445,7 +445,8 @@ def _links_of(owner: Any, model_or_env: Any) -> list[Any]:
     """Return the objects that are not part of a callback or wrapper: the model, environments, other callbacks."""
     vec_env: Any = model_or_env.get_env() if isinstance(model_or_env, BaseAlgorithm) else model_or_env
     types = (gymnasium.Env, VecEnv, BaseAlgorithm, BaseCallback)
-    found = [model_or_env, *_layers(vec_env), vec_env.unwrapped, *getattr(vec_env.unwrapped, "envs", ())]
+    envs = getattr(vec_env.unwrapped, "envs", None)
+    found = [model_or_env, *_layers(vec_env), vec_env.unwrapped, *(envs if isinstance(envs, list) else ())]
     return [*found, *(value for name, value in vars(owner).items() if name in _LINKS or isinstance(value, types))]
 
 
