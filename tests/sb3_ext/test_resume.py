@@ -813,7 +813,8 @@ def test_classes_of_the_script_are_those_of_the_present_script(tmp_path: pathlib
 
     assert run("Mine", "old").returncode == 0
     assert run("Mine", "new").stdout == "True new\n"
-    assert "InvalidArgumentError: the saved run uses Mine of its script" in run("Other", "new").stderr
+    message = "InvalidArgumentError: the saved run uses Mine of the module '__main__', which has no such name now"
+    assert message in run("Other", "new").stderr
 
 
 def test_missing_modules_are_reported(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
