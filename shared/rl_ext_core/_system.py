@@ -35,6 +35,7 @@ __all__ = [
     "discard_pages",
     "lock",
     "make_fork_safe_lock",
+    "map_whole_file",
     "new_memory_file",
     "open_exclusive",
     "open_file",
@@ -281,6 +282,23 @@ def _map_memory(address: int | None, n_bytes: int, protection: int, flags: int, 
     if found is None or found == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return found
+
+
+def map_whole_file(descriptor: int, n_bytes: int) -> Any:
+    """Map a file to memory that is shared with it.
+
+    Python's ``mmap`` would keep a descriptor open per mapping, and a log has thousands of files.
+
+    :return: Object with the buffer protocol, which keeps the file mapped while it is referenced
+    :raises OSError: If the system refuses
+    """
+    if WINDOWS:
+        return mmap.mmap(descriptor, n_bytes)
+    start = _map_memory(None, n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    memory = (ctypes.c_char * n_bytes).from_address(start)
+    # Arrays refer to the memory, and may outlive the caller.
+    weakref.finalize(memory, _libc().munmap, start, n_bytes).atexit = False
+    return memory
 
 
 # On other systems than Linux, MADV_DONTNEED is only a hint, and the old contents may stay.

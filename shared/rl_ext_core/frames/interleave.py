@@ -174,11 +174,11 @@ def interleave_latest(latest, number, depth, frames, geometry, out):  # type: ig
         age = n_stack - 1 - position
         slot = (number - age) % n_stack if age < depth else n_stack
         frames[position] = int64(_frame_address(latest, slot, geometry))
-    _interleave(frames, geometry, out)
+    interleave_frames(frames, geometry, out)
 
 
 @njit(nogil=True)
-def _interleave(frames, geometry, out):  # type: ignore[no-untyped-def]
+def interleave_frames(frames, geometry, out):  # type: ignore[no-untyped-def]
     """Write frames, given by their addresses, to ``out`` in turn at each pixel. Nothing behind ``out`` is written."""
     n_stack, unit = geometry.n_stack, geometry.frame_channels * geometry.itemsize
     period = n_stack * unit

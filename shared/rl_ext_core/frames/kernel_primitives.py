@@ -25,10 +25,12 @@ _cache_failures: list[str] = []  # the reason that was logged, if any
 
 
 def sources_digest(folder: Path) -> str:
-    """Return a hash of all source files of a folder, which all may end up in the machine code."""
+    """Return a hash of the source files of a folder that use numba, which all may end up in the machine code."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.py")):
-        digest.update(path.read_bytes())
+        source = path.read_bytes()
+        if b"numba" in source:
+            digest.update(source)
     return digest.hexdigest()
 
 
@@ -36,18 +38,28 @@ _DIGEST = sources_digest(Path(__file__).parent)
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile a function that Python calls, without the GIL and with cached machine code.
+    """Compile a function that Python calls, without the GIL and with cached machine code."""
+    return _compile(function, nogil=True)
+
+
+def atomic_kernel(function: Callable[..., Any]) -> Any:
+    """Compile a function that Python calls, with the GIL, so that no other thread or signal handler interrupts it."""
+    return _compile(function, nogil=False)
+
+
+def _compile(function: Callable[..., Any], *, nogil: bool) -> Any:
+    """Compile a function with cached machine code.
 
     numba's cache checks only the modification time of the function's own file. These functions inline others from other
     files, and all files of a wheel have one modification time. So the cache key is a hash of all files of the folder.
     """
     try:
-        compiled = njit(nogil=True, cache=True)(function)
+        compiled = njit(nogil=nogil, cache=True)(function)
     except RuntimeError as error:  # no folder is writable, as in containers whose user has no home
         if "cannot cache" not in str(error):
             raise
         _warn_once_not_cached(str(error))
-        return njit(nogil=True)(function)
+        return njit(nogil=nogil)(function)
     cache = compiled._cache
     cache._cache_file._source_stamp = (cache._cache_file._source_stamp, _DIGEST)
     # numba has this hook to ignore file errors, but uses it on Windows only.
@@ -121,6 +133,28 @@ store_u32 = _define_store(32, types.uint32)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def publish_u32(typingctx: Any, address: Any, value: Any) -> Any:
+    """Store an integer at an aligned address, after everything that was stored before."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target = builder.inttoptr(args[0], ir.IntType(32).as_pointer())
+        builder.store_atomic(args[1], target, "release", 4)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint32), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def to_pointer(typingctx: Any, address: Any) -> Any:
+    """Convert an address to a pointer, for ``carray``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.voidptr(types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def _memcpy(typingctx: Any, target: Any, source: Any, n_bytes: Any) -> Any:
     """Copy bytes with C's ``memcpy``."""
 
@@ -175,6 +209,10 @@ def copy_bytes(target, source, n_bytes):  # type: ignore[no-untyped-def]
         target += uint64(WORD)
         source += uint64(WORD)
     _move_word(last, rest)
+
+
+# The same, but not inlined: each place where a function is inlined takes a quarter of a second to compile.
+copy_frame = njit(nogil=True)(copy_bytes.py_func)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -244,6 +282,43 @@ def words_differ(typingctx: Any, left: Any, right: Any) -> Any:
         return _is_nonzero(builder, builder.xor(_load_word(builder, args[0]), _load_word(builder, args[1])))
 
     return types.uint64(types.uint64, types.uint64), codegen
+
+
+_LINES = 128  # bytes that are compared at a time, if regions are large
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _lines_differ(typingctx: Any, left: Any, right: Any) -> Any:
+    """Return 1 if the ``_LINES`` bytes at two addresses differ, else 0."""
+    word = ir.VectorType(ir.IntType(64), _LINES // 8)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sides = [builder.load(builder.inttoptr(arg, word.as_pointer())) for arg in args]
+        for side in sides:
+            side.align = 1
+        lanes = builder.bitcast(builder.xor(*sides), ir.IntType(8 * _LINES))
+        return builder.zext(builder.icmp_unsigned("!=", lanes, ir.Constant(lanes.type, 0)), ir.IntType(64))
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+@njit(nogil=True)
+def are_equal(left, right, n_bytes):  # type: ignore[no-untyped-def]
+    """Return whether two regions contain the same bytes."""
+    i = 0
+    while i + _LINES <= n_bytes:
+        if _lines_differ(left + uint64(i), right + uint64(i)) != uint64(0):
+            return False
+        i += _LINES
+    while i + 8 <= n_bytes:
+        if load_u64(left + uint64(i)) != load_u64(right + uint64(i)):
+            return False
+        i += 8
+    while i < n_bytes:
+        if load_u8(left + uint64(i)) != load_u8(right + uint64(i)):
+            return False
+        i += 1
+    return True
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -16,9 +16,9 @@ FOLDER = Path(kernel_primitives.__file__).parent
 
 
 def test_changed_source_is_compiled_again(tmp_path: Path) -> None:
-    sources = sorted(FOLDER.glob("*.py"))
-    for path in sources:
+    for path in FOLDER.glob("*.py"):
         shutil.copy(path, tmp_path)
+    sources = sorted(path for path in FOLDER.glob("*.py") if "numba" in path.read_text())
     digests = {kernel_primitives.sources_digest(tmp_path)}
     assert digests == {kernel_primitives._DIGEST}
     for path in sources:

@@ -24,12 +24,26 @@ from rl_ext_core.frames import FrameStore, StackLayout, decode
 from rl_ext_core.frames.arrays import FRAMES
 from rl_ext_core.frames.jpeg import JpegCodec
 from rl_ext_core.frames.layout import find_layout
+from rl_ext_core.frames.log_store import LogStore, Observation
 from rl_ext_core.frames.region import allocate
 from rl_ext_core.testing import CONTENTS, LAYOUTS, ReferenceStore, check_contents, make_transitions
 from tests.core.frames.disk_helpers import append_all
 
 GRAY, RGB = LAYOUTS[0], LAYOUTS[2]
 CODECS = ["raw", "patch"]
+
+
+def open_log(capacity: int, n_envs: int, layout: StackLayout, *, codec: str = "patch", **options: Any) -> LogStore:
+    """Create a store on a log with the arguments of a ``FrameStore``."""
+    observation = Observation(layout.shape, layout.dtype, codec, layout.n_stack, axis=layout.axis)
+    return LogStore(capacity, n_envs, observation, **options)
+
+
+STORES = [
+    pytest.param((FrameStore, FrameStore.adaptive), id="blocks"),
+    pytest.param((open_log, LogStore.adaptive), id="log"),
+]
+both_stores = pytest.mark.parametrize("kind", STORES)
 # Few dtypes, to save compilation time.
 DTYPES = [np.uint8, np.uint16, np.float32, np.float64]
 BUDGET = 100_000
@@ -65,19 +79,23 @@ def save_and_load(store: Any) -> Any:
     return type(store).load(io.BytesIO(file.getvalue()))
 
 
+@both_stores
 @settings(max_examples=120 if "CI" in os.environ else 25)
 @given(data=st.data(), layout=layouts(), capacity=st.integers(1, 40), n_envs=st.integers(1, 4))
-def test_store_returns_added_transitions(data: st.DataObject, layout: StackLayout, capacity: int, n_envs: int) -> None:
+def test_store_returns_added_transitions(
+    kind: Any, data: st.DataObject, layout: StackLayout, capacity: int, n_envs: int
+) -> None:
     codec = data.draw(st.sampled_from(CODECS))
     plain = ReferenceStore(capacity, n_envs, layout)
     stores: list[Any] = [
-        FrameStore(capacity, n_envs, layout, codec=codec),
-        FrameStore.adaptive(capacity, n_envs, layout.shape, layout.dtype),
+        kind[0](capacity, n_envs, layout, codec=codec),
+        kind[1](capacity, n_envs, layout.shape, layout.dtype),
     ]
     for _ in range(data.draw(st.integers(1, 3))):
         options = data.draw(episodes())
         append_all((plain, *stores), make_transitions(layout, n_envs=n_envs, **options))
-        action = data.draw(st.sampled_from(["read", "pickle", "clear", "free_stream_buffers", "save"]))
+        actions = ["read", "pickle", "clear", "save", *(["free_stream_buffers"] if kind[0] is FrameStore else [])]
+        action = data.draw(st.sampled_from(actions))
         if action == "pickle":
             stores = [pickle.loads(pickle.dumps(store)) for store in stores]
         if action == "save":
@@ -92,11 +110,12 @@ def test_store_returns_added_transitions(data: st.DataObject, layout: StackLayou
             check_contents(store, plain, f"{store!r} after {options} and {action}")
 
 
+@both_stores
 @pytest.mark.parametrize("n_stack", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("channels", "dtype"), [(1, "u1"), (3, "u1"), (1, "u2"), (1, "f4"), (3, "f4"), (3, "c16")])
-def test_channel_last_stacks_are_decoded_within_the_output(n_stack: int, channels: int, dtype: str) -> None:
+def test_channel_last_stacks_are_decoded_within_the_output(kind: Any, n_stack: int, channels: int, dtype: str) -> None:
     layout = StackLayout((7, 9, n_stack * channels), np.dtype(dtype), n_stack, 2)
-    plain, store = (kind(40, 2, layout) for kind in (ReferenceStore, FrameStore))
+    plain, store = (make(40, 2, layout) for make in (ReferenceStore, kind[0]))
     append_all((plain, store), make_transitions(layout, n_steps=40, episode=5, odd=0.1))
     check_contents(store, plain)
     around = [np.full((42, *layout.shape), 77, layout.dtype) for _ in range(2)]
@@ -105,15 +124,16 @@ def test_channel_last_stacks_are_decoded_within_the_output(n_stack: int, channel
         assert (stacks[[0, -1]] == 77).all()
 
 
+@both_stores
 @settings(max_examples=60 if "CI" in os.environ else 20)
 @given(layout=layouts(), steps=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60))
-def test_recurring_frames_are_not_confused(layout: StackLayout, steps: list[tuple[int, bool]]) -> None:
+def test_recurring_frames_are_not_confused(kind: Any, layout: StackLayout, steps: list[tuple[int, bool]]) -> None:
     """The images repeat, so that stacks often continue each other by chance."""
     rng = np.random.default_rng(0)
     images = rng.integers(256, size=(6, *layout.shape)).astype(layout.dtype)
     images[0], images[1] = 0, images[2]
     images[3] = np.roll(images[2], -layout.frame_channels, axis=layout.axis)
-    plain, store = ReferenceStore(16, 1, layout), FrameStore(16, 1, layout, codec="patch")
+    plain, store = ReferenceStore(16, 1, layout), kind[0](16, 1, layout, codec="patch")
     before = images[:1]
     for image, together in steps:
         after = images[image][None]
@@ -135,10 +155,13 @@ def check_kept_rows(store: Any, plain: ReferenceStore) -> None:
         np.testing.assert_array_equal(out.reshape(expected.shape), expected)
 
 
+@both_stores
 @settings(max_examples=40 if "CI" in os.environ else 10)
-@given(data=st.data(), capacity=st.sampled_from([3, 50, 300]), budget=st.integers(30_000, 200_000))
-def test_store_with_max_bytes_returns_newest_transitions(data: st.DataObject, capacity: int, budget: int) -> None:
-    store: Any = FrameStore(capacity, 2, GRAY, codec="patch", max_bytes=budget)
+@given(data=st.data(), capacity=st.sampled_from([3, 50, 300]), budget=st.integers(60_000, 200_000))
+def test_store_with_max_bytes_returns_newest_transitions(
+    kind: Any, data: st.DataObject, capacity: int, budget: int
+) -> None:
+    store: Any = kind[0](capacity, 2, GRAY, codec="patch", max_bytes=budget)
     plain = ReferenceStore(capacity, 2, GRAY)
     for _ in range(data.draw(st.integers(1, 3))):
         contents = data.draw(st.sampled_from(["noise", "sparse", "mixed"]))
@@ -156,14 +179,13 @@ def test_store_with_max_bytes_returns_newest_transitions(data: st.DataObject, ca
         check_kept_rows(store, plain)
 
 
+@both_stores
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_adaptive_store_respects_max_bytes(where: str, tmp_path: Path) -> None:
-    def open_store() -> FrameStore:
+def test_adaptive_store_respects_max_bytes(kind: Any, where: str, tmp_path: Path) -> None:
+    def open_store() -> Any:
         """Open the store in memory or in the folder."""
         folder = tmp_path / "a" if where == "disk" else None
-        return FrameStore.adaptive(
-            3000, 2, GRAY.shape, np.uint8, max_bytes=BUDGET, storage_dir=folder, resume=folder is not None
-        )
+        return kind[1](3000, 2, GRAY.shape, np.uint8, max_bytes=BUDGET, storage_dir=folder, resume=folder is not None)
 
     store, plain = open_store(), ReferenceStore(3000, 2, GRAY)
     for transition in make_transitions(GRAY, n_steps=1200, contents="sparse", odd=0.02):
@@ -193,12 +215,12 @@ def test_memory_is_constant_in_a_full_ring_and_shrinks_after_free_stream_buffers
     assert store.nbytes < held[-1]
 
 
-def test_adaptive_store_keeps_detected_layout_after_clear() -> None:
-    store = FrameStore.adaptive(40, 2, GRAY.shape, GRAY.dtype)
+@both_stores
+def test_adaptive_store_keeps_detected_layout_after_clear(kind: Any) -> None:
+    store = kind[1](40, 2, GRAY.shape, GRAY.dtype)
     for _ in range(3):
         plain = ReferenceStore(40, 2, GRAY)
         append_all((store, plain), make_transitions(GRAY, n_steps=40, contents="sparse"))
-        store.free_stream_buffers()
         check_contents(store, plain)
         assert store.layout == GRAY
         store.clear()
@@ -252,9 +274,9 @@ def test_threads_return_equal_batches_and_do_not_exceed_num_threads(monkeypatch:
     assert sum(thread.name.startswith("rl-ext-frames") for thread in threading.enumerate()) <= 8
 
 
-@pytest.mark.parametrize("make", [FrameStore, FrameStore.adaptive])
+@pytest.mark.parametrize("make", [FrameStore, FrameStore.adaptive, open_log, LogStore.adaptive])
 def test_invalid_observations_are_rejected_without_changes(make: Any) -> None:
-    layout = [GRAY] if make is FrameStore else [GRAY.shape, GRAY.dtype]
+    layout = [GRAY] if make in (FrameStore, open_log) else [GRAY.shape, GRAY.dtype]
     plain, store = ReferenceStore(20, 2, GRAY), make(20, 2, *layout)
     append_all((plain, store), make_transitions(GRAY, n_steps=10))
     good = np.zeros((2, *GRAY.shape), dtype=np.uint8)
@@ -291,8 +313,9 @@ def test_invalid_sizes_are_rejected(options: dict[str, int], text: str) -> None:
         FrameStore(**{"capacity": 100, "n_envs": 2, "layout": GRAY, **options})
 
 
-def test_invalid_rows_envs_and_counts_are_rejected() -> None:
-    store = FrameStore(20, 2, GRAY)
+@both_stores
+def test_invalid_rows_envs_and_counts_are_rejected(kind: Any) -> None:
+    store = kind[0](20, 2, GRAY)
     append_all((store,), make_transitions(GRAY, n_steps=15))
     for row in (-1, 20, 2**40):
         bad, good = np.array([0, row, 0]), np.zeros(3, dtype=np.int64)
@@ -305,8 +328,9 @@ def test_invalid_rows_envs_and_counts_are_rejected() -> None:
     assert store.size == 15
 
 
-def test_outputs_of_wrong_form_or_read_only_are_rejected() -> None:
-    store = FrameStore(20, 2, GRAY)
+@both_stores
+def test_outputs_of_wrong_form_or_read_only_are_rejected(kind: Any) -> None:
+    store = kind[0](20, 2, GRAY)
     store.append(*(np.full((2, *GRAY.shape), value, GRAY.dtype) for value in (7, 9)))
     index = np.zeros(3, dtype=np.int64), np.zeros(3, dtype=np.int64)
     good = np.zeros((3, *GRAY.shape), dtype=np.uint8)
@@ -326,9 +350,9 @@ def test_outputs_of_wrong_form_or_read_only_are_rejected() -> None:
     assert not any(memory)
 
 
-@pytest.mark.parametrize("make", [FrameStore, FrameStore.adaptive])
+@pytest.mark.parametrize("make", [FrameStore, FrameStore.adaptive, open_log, LogStore.adaptive])
 def test_numpy_integers_are_accepted(make: Any) -> None:
-    args = (GRAY,) if make is FrameStore else (GRAY.shape, GRAY.dtype)
+    args = (GRAY,) if make in (FrameStore, open_log) else (GRAY.shape, GRAY.dtype)
     store, plain = make(np.int64(8), np.int64(2), *args), ReferenceStore(8, 2, GRAY)
     for row, (observations, nexts) in zip(np.arange(5), make_transitions(GRAY, n_steps=5), strict=True):
         store.append(observations, nexts, row=row)
@@ -358,8 +382,9 @@ def test_strided_indices_compile_no_more_kernels() -> None:
         store.get(rows[None], envs[None], out[:1])
 
 
-def test_store_loaded_from_read_only_buffers_accepts_transitions() -> None:
-    plain, store = ReferenceStore(30, 2, GRAY), FrameStore(30, 2, GRAY)
+@both_stores
+def test_store_loaded_from_read_only_buffers_accepts_transitions(kind: Any) -> None:
+    plain, store = ReferenceStore(30, 2, GRAY), kind[0](30, 2, GRAY)
     append_all((plain, store), make_transitions(GRAY, n_steps=20))
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(store, protocol=5, buffer_callback=buffers.append)
@@ -371,13 +396,14 @@ def test_store_loaded_from_read_only_buffers_accepts_transitions() -> None:
 # Detection of frame stacks.
 
 
-def test_n_stack_must_divide_the_channels_and_selects_the_axis() -> None:
+@both_stores
+def test_n_stack_must_divide_the_channels_and_selects_the_axis(kind: Any) -> None:
     for n_stack in (0, -1, 7, 256):
         text = rf"n_stack={n_stack}.*12 channels.*\[1, 2, 3, 4, 6, 12\].*n_stack=None"
         with pytest.raises(InvalidArgumentError, match=f"(?s){text}"):
-            FrameStore.adaptive(10, 1, (12, 8, 20), np.uint8, n_stack=n_stack)
+            kind[1](10, 1, (12, 8, 20), np.uint8, n_stack=n_stack)
     for n_stack, axis in ((4, 0), (5, 2)):
-        assert FrameStore.adaptive(10, 1, (12, 8, 20), np.uint8, n_stack=n_stack).layout.axis == axis
+        assert kind[1](10, 1, (12, 8, 20), np.uint8, n_stack=n_stack).layout.axis == axis
 
 
 def test_find_layout_detects_stacks() -> None:

@@ -1,0 +1,494 @@
+"""Append-only log of frames: segments in memory or in files, and the ring of transitions that refers to them.
+
+Nothing in a segment refers to another one. So a segment is freed once no stored transition needs it, damage stays in
+one segment, and a folder is read segment by segment.
+
+A segment begins with ``SEGMENT_HEADER`` words: magic number, format, number of the segment (two words), words in the
+file. In a file, records follow, one per transition: ``[size][checksum][number][row][stored rows]``, the pairs, the
+caller's data, the entries. The first bit of the size says whether it is a transition. A record that is not one only
+sets the position and the number of stored rows. A size of 0 is the end. In memory, there are only entries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_ext_core.errors import CorruptFileError
+from rl_ext_core.frames import log_state as fields
+from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR, shared_byte_mask
+from rl_ext_core.frames.layout import StackLayout
+from rl_ext_core.frames.log_opaque import list_new_frames
+from rl_ext_core.frames.log_patch import PADDING, WORK_SLACK
+from rl_ext_core.frames.log_recover import DAMAGED, drop_rows, replay_segment, write_note
+from rl_ext_core.frames.log_segment import Segment, SegmentFile, list_files
+from rl_ext_core.frames.log_state import N_COLUMN, N_LOG, N_STREAM, SEGMENT_HEADER
+from rl_ext_core.frames.log_write import NEEDS_SEGMENT, SCRATCH_FRAMES, SCRATCH_FRAMES_BOUNDED, header_words, push
+from rl_ext_core.frames.region import _out_of_memory_error, address_of
+
+CHAIN = 14  # entries per chain
+_LEAST_WORDS = 1 << 12
+_LEAST_RESTARTS = 6  # size of a segment, in first records
+_MOST_WORDS = 1 << 22
+_FIRST_RESTART = 2  # frames per environment that opening a segment is assumed to cost, until it was measured
+
+_COUNTERS = {"position": fields.POSITION, "stored": fields.STORED, "full": fields.FULL}
+
+Array = npt.NDArray[Any]
+
+
+def _allocate_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+    """Allocate zeros.
+
+    :raises OutOfMemoryError: If there is not enough memory.
+    """
+    try:
+        return np.zeros(shape, dtype)
+    except MemoryError:
+        raise _out_of_memory_error(math.prod(shape) * np.dtype(dtype).itemsize) from None
+
+
+class Column(NamedTuple):
+    """Frames of one kind, such as those of one key of a ``Dict`` observation.
+
+    :ivar layout: How a stack is made of frames.
+    :ivar max_error: Largest error per byte; 0 is exact.
+    :ivar patches: Whether frames are stored as patches, if these are smaller.
+    """
+
+    layout: StackLayout
+    max_error: int = 0
+    patches: bool = True
+
+
+class FrameLog:
+    """Ring of transitions in an append-only log.
+
+    :param capacity: Rows of the ring; each has one transition per environment.
+    :param n_envs: Number of environments.
+    :param columns: Kinds of frames.
+    :param row_bytes: Size of the caller's data per row.
+    :param folder: Existing folder for the segments, or None for memory.
+    :param chain: Entries per chain, up to 31. Longer chains take less memory, and are slower to read.
+    :ivar state: State that the kernels share, see ``log_state``.
+    :ivar pairs: Shape ``(capacity, n_envs, n_columns)``, see ``log_state``.
+    :ivar rows: Data of the caller, shape ``(capacity, row_bytes)``.
+    :ivar record_words: Largest number of words of a record.
+    :ivar most_words: Largest number of words of a segment; a record more may be allocated.
+    :raises OutOfMemoryError: If there is not enough memory.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        n_envs: int,
+        columns: Sequence[Column],
+        *,
+        row_bytes: int = 0,
+        folder: Path | None = None,
+        chain: int = CHAIN,
+    ) -> None:
+        self.columns, self.folder, self.capacity, self.n_envs = tuple(columns), folder, capacity, n_envs
+        self.state = np.zeros(N_LOG + N_COLUMN * len(columns), dtype=np.int64)
+        self.pairs = _allocate_zeros((capacity, n_envs, len(columns)), np.int64)
+        self.rows = _allocate_zeros((capacity, row_bytes), np.uint8)
+        self._memory: dict[tuple[int, int], Array] = {}
+        self._segments: dict[int, Segment] = {}
+        self._spare: Segment | None = None
+        state = self.state
+        state[[fields.CAPACITY, fields.N_ENVS, fields.N_COLUMNS]] = capacity, n_envs, len(columns)
+        state[[fields.ROW_BYTES, fields.FRAMED, fields.ROW_INPUT]] = row_bytes, folder is not None, -1
+        state[[fields.PAIRS, fields.ROWS]] = address_of(self.pairs), address_of(self.rows)
+        for number, column in enumerate(columns):
+            self._add_column(N_LOG + N_COLUMN * number, column, chain)
+        self.record_words = self._count_record_words()
+        self.most_words = max(_MOST_WORDS, 2 * self.record_words)
+        most = self.most_words + self.record_words + 2 * SEGMENT_HEADER
+        state[fields.SEGMENT_SHIFT] = most.bit_length()
+        self._resize_tables(16)
+        self._inputs = [N_LOG + N_COLUMN * number + fields.OBS_INPUT for number in range(len(columns))]
+        self._numbers = state.data  # items of it are set in half the time
+
+    def _allocate(self, c: int, field: int, shape: tuple[int, ...], dtype: npt.DTypeLike = np.uint8) -> Array:
+        """Allocate an array of a column, zeros, and put its address in the state."""
+        array = self._memory[c, field] = _allocate_zeros(shape, dtype)
+        self.state[c + field] = address_of(array)
+        return array
+
+    def _add_column(self, c: int, column: Column, chain: int) -> None:
+        """Initialize the state of a column, which begins at index ``c``."""
+        layout, n = column.layout, self.n_envs
+        n_bytes = layout.frame_bytes
+        padded = -(-n_bytes // PADDING) * PADDING
+        order = PLANAR if layout.planar or layout.n_stack == 1 else INTERLEAVED
+        self.state[c : c + fields.ORDER + 1] = (
+            *(layout.n_stack, n_bytes, padded, layout.pixels, layout.frame_channels),
+            *(layout.dtype.itemsize, order),
+        )
+        self.state[c + fields.CHAIN], self.state[c + fields.BUDGET] = chain * column.patches, n_bytes
+        self.state[c + fields.ENTRY_WORDS], self.state[c + fields.SHARED_KEY] = padded // 4 + 4, -1
+        self._allocate(c, fields.FRAMES, (n * (layout.n_stack + 1) * padded + 64,))
+        self._allocate(c, fields.STREAMS, (n, N_STREAM), np.int64)
+        self._allocate(c, fields.CASES, (n,))
+        self._allocate_scratch(c, SCRATCH_FRAMES)
+        self.set_max_error(column.max_error, c)
+
+    def _allocate_scratch(self, c: int, n_frames: int) -> None:
+        """Allocate work memory of a column."""
+        n_bytes = n_frames * (int(self.state[c + fields.PADDED_BYTES]) + 64) + WORK_SLACK
+        self._allocate(c, fields.SCRATCH, (n_bytes,))
+
+    def set_max_error(self, max_error: int, c: int = N_LOG) -> None:
+        """Set the largest error per byte for the frames that are added from now on, which must have been 0 before."""
+        if max_error:
+            self._allocate_scratch(c, SCRATCH_FRAMES_BOUNDED)
+            self._allocate(c, fields.DECODED, (self.n_envs * int(self.state[c + fields.PADDED_BYTES]) + 64,))
+        self.state[c + fields.BOUND] = max_error
+        self.state[fields.END] = 0  # the decoded frames of the open segment are not known
+
+    def _resize_tables(self, n_slots: int) -> None:
+        """Make the tables of segments longer."""
+        tables = []
+        for field in (fields.TABLE, fields.LIVE, fields.USED):
+            old, table = self._memory.get((0, field)), self._allocate(0, field, (n_slots,), np.int64)
+            if old is not None:
+                table[: len(old)] = old
+            tables.append(table)
+        self._table, self._live, self._used = tables
+        self.state[fields.N_SLOTS] = n_slots
+
+    def _count_record_words(self) -> int:
+        """Return the largest number of words of a record."""
+        starts = range(N_LOG, len(self.state), N_COLUMN)
+        n_frames = [2 * int(self.state[c + fields.N_STACK]) * int(self.state[c + fields.ENTRY_WORDS]) for c in starts]
+        return int(header_words.py_func(self.state)) + self.n_envs * sum(n_frames)
+
+    # Adding and dropping transitions
+
+    def set_inputs(self, number: int, obs: int, order: int, next_obs: int, next_order: int) -> None:
+        """Set the stacks of a column that the next :meth:`push` writes.
+
+        :param number: Number of the column.
+        :param obs, next_obs: Addresses of the observations and of the next observations of all environments.
+        :param order, next_order: Their memory orders.
+        """
+        numbers, at = self._numbers, self._inputs[number]
+        numbers[at], numbers[at + 1], numbers[at + 2], numbers[at + 3] = obs, order, next_obs, next_order
+        if (order | next_order) & INTERLEAVED and not numbers[at - fields.OBS_INPUT + fields.STACKS]:
+            self._allocate_stacks(at - fields.OBS_INPUT)
+
+    def push(self, *, data: int = 0, row: int = -1) -> None:
+        """Write one transition of each environment.
+
+        :param data: Address of the caller's data, ``row_bytes`` long.
+        :param row: Row to write to, or -1 for the next one.
+        :raises OutOfMemoryError: If there is not enough memory. Nothing was written.
+        :raises StorageError: If the disk is full. Nothing was written.
+        """
+        self._numbers[fields.ROW_INPUT], self._numbers[fields.DATA_INPUT] = row, data
+        while result := push(self.state):
+            if result != NEEDS_SEGMENT:
+                self._free_dead_segments()
+                return
+            self._open_segment()
+
+    def push_encoded(self, encode: Callable[[Array], bytes], *, data: int = 0, row: int = -1) -> None:
+        """Write one transition of each environment, whose frames a codec encodes. The log has one column.
+
+        :param encode: Encodes a frame, given as bytes.
+        :param data, row: As for :meth:`push`.
+        """
+        state, c = self.state, N_LOG
+        if not state[fields.END] or state[fields.NEXT] >= state[fields.END]:
+            self._open_segment()  # in a new segment, other frames are new
+        n_bytes = int(state[c + fields.FRAME_BYTES])
+        frames = np.empty((2 * self.n_envs * int(state[c + fields.N_STACK]), n_bytes), np.uint8)
+        n_frames = list_new_frames(state, 0, address_of(frames))
+        blobs = [np.frombuffer(encode(frame), np.uint8) for frame in frames[:n_frames]]
+        used = [(address_of(blob), len(blob)) if len(blob) < n_bytes else (0, 0) for blob in blobs]
+        table = np.array([(0, 0), *used], dtype=np.int64).reshape(-1)[1:].copy()
+        state[c + fields.BLOBS] = address_of(table)
+        try:
+            self.push(data=data, row=row)
+        finally:
+            state[c + fields.BLOBS] = 0
+
+    def _allocate_stacks(self, c: int) -> None:
+        """Allocate what is needed to compare interleaved stacks of a column."""
+        mask = shared_byte_mask(self.columns[(c - N_LOG) // N_COLUMN].layout)
+        self._allocate(c, fields.MASK, (len(mask),))[:] = mask
+        n_bytes = int(self.state[c + fields.N_STACK] * self.state[c + fields.FRAME_BYTES]) + 64
+        self._allocate(c, fields.STACKS, (self.n_envs * n_bytes,))
+
+    def drop(self, position: int, stored: int) -> None:
+        """Drop all transitions except the ``stored`` ones before a position, which becomes the next one.
+
+        :raises OutOfMemoryError: If there is not enough memory. Nothing was dropped.
+        :raises StorageError: If the disk is full. Nothing was dropped.
+        """
+        self._prepare_note()
+        drop_rows(self.state, position, stored)
+        if self.folder is not None:
+            write_note(self.state, False)
+        self._free_dead_segments()
+
+    def write_newest_data(self) -> None:
+        """Make a change of the caller's data in the newest row survive the process.
+
+        :raises StorageError: If the disk is full.
+        """
+        if self.folder is not None:
+            self._prepare_note()
+            write_note(self.state, True)
+
+    def _prepare_note(self) -> None:
+        """Open a segment if a note would not fit into the open one. In memory, there are no notes."""
+        state = self.state
+        if self.folder is not None and (not state[fields.END] or state[fields.NEXT] >= state[fields.END]):
+            self._open_segment()
+
+    def clear(self) -> None:
+        """Drop all transitions, and start in row 0 again."""
+        self.drop(0, 0)
+        self.state[fields.FULL] = 0
+        if self.folder is None:
+            self._close_segment()
+            self._free_dead_segments()
+
+    def count_oldest(self) -> int:
+        """Return the number of oldest rows that must be dropped to free the oldest segment, which is closed for it."""
+        shift, first = 23 + int(self.state[fields.SEGMENT_SHIFT]), self.position - self.stored
+        rows = (first + np.arange(self.stored)) % self.capacity
+        slots = self.pairs[rows, 0, 0] >> shift
+        if self.state[fields.END] and slots[0] == self._open_slot:
+            self._close_segment()
+        found = np.flatnonzero(slots != slots[0])
+        return int(found[0]) if len(found) else self.stored
+
+    # Segments
+
+    def _open_segment(self) -> None:
+        """Open a new segment, in which all streams start over."""
+        state, words = self.state, self._choose_words()
+        number = int(state[fields.SEQUENCE]) + 1
+        segment = self._new_segment(words + self.record_words + 2 * SEGMENT_HEADER, number)
+        slot = self._take_slot()
+        self._close_segment()
+        self._segments[slot], self._table[slot] = segment, segment.address
+        start = slot << int(state[fields.SEGMENT_SHIFT])
+        state[fields.SEQUENCE], state[fields.RESTART_WORDS] = number, 0
+        state[fields.NEXT], state[fields.LIMIT] = start + SEGMENT_HEADER, start + segment.n_words
+        for c in range(N_LOG, len(state), N_COLUMN):
+            state[c + fields.SHARED_KEY] = -1
+            streams = self._memory[c, fields.STREAMS]
+            streams[:, [fields.NEWEST, fields.KEY]] = -1
+            streams[:, [fields.CHAIN_LENGTH, fields.CHAIN_BYTES, fields.KEY_BYTES, fields.BACKOFF]] = 0
+        state[fields.END] = start + words  # last, because it makes the segment usable
+        self._open_slot = slot
+
+    def _new_segment(self, n_words: int, number: int) -> Segment:
+        """Return a segment of at least ``n_words``, in memory that was freed before if it fits."""
+        spare = self._spare
+        if spare is None or not n_words <= spare.n_words <= 2 * n_words:
+            return Segment(n_words, self.folder, number)
+        self._spare, spare.number = None, number
+        return spare
+
+    def _choose_words(self) -> int:
+        """Return the size of the next segment.
+
+        A segment's first record stores whole frames, so short segments take more memory. In long ones, more rows wait
+        for the last live row of their segment. The excess is smallest if both cost the same.
+        """
+        state = self.state
+        restart = int(state[fields.RESTART_WORDS]) or _FIRST_RESTART * self.record_words // 8
+        words = min(math.isqrt(2 * restart * self.n_words), _MOST_WORDS)
+        return min(max(words, _LEAST_RESTARTS * restart, _LEAST_WORDS), self.most_words)
+
+    @property
+    def n_words(self) -> int:
+        """Number of words in the segments that contain live rows."""
+        return int(self.state[fields.USED_WORDS]) + self._open_words
+
+    @property
+    def _open_words(self) -> int:
+        """Number of words in the open segment."""
+        state = self.state
+        return int(state[fields.NEXT] & ((1 << int(state[fields.SEGMENT_SHIFT])) - 1)) if state[fields.END] else 0
+
+    def _close_segment(self) -> None:
+        """Close the open segment, if there is one."""
+        state = self.state
+        if not state[fields.END]:
+            return
+        words, slot = self._open_words, self._open_slot
+        state[fields.END] = 0
+        self._used[slot] = words
+        if self._live[slot]:
+            state[fields.USED_WORDS] += words
+        else:
+            state[fields.DIED] += 1
+        self._segments[slot].truncate(words + 1)
+
+    def _free_dead_segments(self) -> None:
+        """Free the closed segments without live rows, the oldest ones first."""
+        is_dead = (self._live == 0) & (self._table != 0)
+        if self.state[fields.END]:
+            is_dead[self._open_slot] = False
+        dead = np.flatnonzero(is_dead).tolist()
+        for slot in sorted(dead, key=lambda slot: self._segments[slot].number):
+            self._used[slot] = self._table[slot] = 0
+            segment = self._segments.pop(slot)
+            segment.delete()
+            if self.folder is None:
+                self._spare = segment  # the system takes long to provide memory of zeros
+        self.state[fields.DIED] = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use by frames and the index of all written rows, in memory or in files."""
+        n_rows = self._n_written
+        kept = (fields.FRAMES, fields.STACKS, fields.DECODED, fields.STREAMS)
+        streams = sum(array.nbytes for (c, field), array in self._memory.items() if c and field in kept)
+        return 4 * self.n_words + self.pairs[:n_rows].nbytes + self.rows[:n_rows].nbytes + streams
+
+    # Files of an earlier process, and pickles
+
+    def recover(self) -> None:
+        """Find the transitions that an earlier process left in the folder.
+
+        :raises CorruptFileError: If one of them is damaged.
+        """
+        assert self.folder is not None
+        for file in list_files(self.folder):
+            if self.replay(file) == DAMAGED:
+                raise CorruptFileError(f"{file.path} is damaged: a checksum does not match its contents")
+        self.check_stored()
+
+    def replay(self, file: SegmentFile) -> int:
+        """Enter the transitions of the next segment into the ring.
+
+        :return: ``CLEAN``, or ``DAMAGED`` if only its first records are intact, or are not the next ones.
+        """
+        expected = int(self.state[fields.RECORDS]) if self._segments else -1
+        return self._replay(Segment.open(file), file.number, expected)
+
+    def _replay(self, segment: Segment, number: int, expected: int) -> int:
+        """Enter the transitions of a segment into the ring."""
+        state, slot = self.state, self._take_slot()
+        self._segments[slot], self._table[slot] = segment, segment.address
+        state[fields.SEQUENCE] = number
+        result = int(replay_segment(state, slot, segment.n_words, expected))
+        self._used[slot] = words = int(state[fields.NEXT]) & ((1 << int(state[fields.SEGMENT_SHIFT])) - 1)
+        if self._live[slot]:
+            state[fields.USED_WORDS] += words
+        else:
+            state[fields.DIED] += 1
+        return result
+
+    def check_stored(self) -> None:
+        """Drop rows that are not stored any more; raise if one of the others is missing.
+
+        :raises CorruptFileError: If one is missing.
+        """
+        position, stored = (int(self.state[field]) for field in (fields.POSITION, fields.STORED))
+        rows = (position - 1 - np.arange(stored)) % self.capacity
+        self.state[fields.FULL] |= stored > position
+        if missing := np.count_nonzero(~self.pairs[rows].all(axis=(1, 2))):
+            raise CorruptFileError(f"{self.folder} is damaged: {missing} of {stored} transitions are missing")
+        others = np.ones(self.capacity, dtype=np.bool_)
+        others[rows] = False
+        others &= self.pairs.any(axis=(1, 2))
+        if others.any():
+            drop_rows(self.state, position, stored)
+        self._free_dead_segments()
+
+    def _take_slot(self) -> int:
+        """Return a free slot, and make the tables longer if there is none."""
+        free = np.flatnonzero(self._table == 0)
+        if not len(free):
+            free = np.arange(len(self._table), 2 * len(self._table))
+            self._resize_tables(2 * len(self._table))
+        return int(free[0])
+
+    def contents(self) -> dict[str, Any]:
+        """Return everything that is stored, as plain values and views of arrays."""
+        state, n_rows = self.state, self._n_written
+        words = {slot: int(self._used[slot]) for slot in self._segments}
+        if state[fields.END]:
+            words[self._open_slot] = self._open_words
+        return {
+            **{name: int(state[field]) for name, field in _COUNTERS.items()},
+            "shift": int(state[fields.SEGMENT_SHIFT]),
+            "pairs": self.pairs[:n_rows],
+            "rows": self.rows[:n_rows],
+            "segments": {slot: self._segments[slot].words[: words[slot]] for slot in sorted(self._segments)},
+        }
+
+    def restore(self, contents: dict[str, Any]) -> None:
+        """Restore what :meth:`contents` has returned, in a new log with the same columns, in memory."""
+        state, shift = self.state, int(self.state[fields.SEGMENT_SHIFT])
+        if contents["shift"] != shift:
+            raise CorruptFileError(f"segments have 2**{contents['shift']} words, but these columns need 2**{shift}")
+        for name, field in _COUNTERS.items():
+            state[field] = contents[name]
+        n_rows = len(contents["pairs"])
+        self.pairs[:n_rows], self.rows[:n_rows] = contents["pairs"], contents["rows"]
+        pairs = self.pairs[:n_rows].reshape(-1)
+        if contents["segments"]:
+            self._resize_tables(max(2 * max(contents["segments"]) + 2, 16))
+        self._live[:] = np.bincount(pairs[pairs != 0] >> 23 >> shift, minlength=len(self._live))
+        for slot, words in contents["segments"].items():
+            segment = Segment(len(words), None, 0)
+            segment.words[:] = words
+            self._segments[slot], self._table[slot], self._used[slot] = segment, segment.address, len(words)
+        state[fields.USED_WORDS] = int(self._used[self._live > 0].sum())
+        self._free_dead_segments()
+
+    @property
+    def position(self) -> int:
+        """Row of the next transition."""
+        return self._numbers[fields.POSITION]
+
+    @property
+    def stored(self) -> int:
+        """Number of rows with transitions, which end before the position."""
+        return self._numbers[fields.STORED]
+
+    @property
+    def full(self) -> bool:
+        """Whether the position has returned to row 0."""
+        return bool(self._numbers[fields.FULL])
+
+    @property
+    def _n_written(self) -> int:
+        """Number of rows that have ever been written."""
+        return self.capacity if self.state[fields.FULL] else int(self.state[fields.POSITION])
+
+    def count_newest(self) -> int:
+        """Return the number of newest transitions before the first one that is missing."""
+        rows = (self.position - 1 - np.arange(self.stored)) % self.capacity
+        missing = np.flatnonzero(~self.pairs[rows].all(axis=(1, 2)))
+        return int(missing[0]) if len(missing) else self.stored
+
+    def ends_in(self, number: int) -> bool:
+        """Return whether a segment contains the last record that was replayed."""
+        shift, at = int(self.state[fields.SEGMENT_SHIFT]), int(self.state[fields.NEXT])
+        return self._segments[at >> shift].number == number and at & ((1 << shift) - 1) > SEGMENT_HEADER
+
+    def end_here(self) -> None:
+        """Make the last record that was replayed the end of its segment."""
+        shift, at = int(self.state[fields.SEGMENT_SHIFT]), int(self.state[fields.NEXT])
+        segment, at = self._segments.get(at >> shift), at & ((1 << shift) - 1)
+        if segment is not None:
+            segment.words[at : at + 1] = 0
+            segment.truncate(min(segment.n_words, at + 1))
+
+    def close(self) -> None:
+        """Close the open segment, so that its file takes no more space than needed."""
+        self._close_segment()

@@ -1,0 +1,228 @@
+"""Kernels that decode transitions straight into a batch, and the threads that run them.
+
+Random reads of a log are slow because of the memory's latency. So the entries of the next few samples are prefetched,
+at the positions of the rows before theirs in the table of pairs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import int64, njit, uint64
+
+from rl_ext_core.frames.geometry import PLANAR
+from rl_ext_core.frames.interleave import interleave_frames
+from rl_ext_core.frames.kernel_primitives import copy_frame, kernel, load_u32, prefetch, zero_bytes
+from rl_ext_core.frames.log_patch import apply_patch, apply_residuals
+from rl_ext_core.frames.log_state import (
+    BOUND,
+    CAPACITY,
+    DELTA,
+    FRAME_BYTES,
+    KEY_FRAME,
+    N_COLUMNS,
+    N_ENVS,
+    N_STACK,
+    OPAQUE,
+    ORDER,
+    PADDED_BYTES,
+    PAIRS,
+    RESIDUAL_DELTA,
+    RESIDUAL_START,
+    SEGMENT_SHIFT,
+    START,
+    address_at,
+    column_start,
+    int64s,
+    read_header,
+    shape_of,
+    uint8s,
+)
+
+OPAQUE_FIELDS = 5  # of an opaque entry in a batch: address, bytes, sample, side, place in the stack
+_AHEAD = 4  # samples that are prefetched together
+_LINE = 64  # bytes per cache line
+_MAX_LINES = 8  # cache lines of an entry that are prefetched
+_MARGIN = 7  # entries between the wanted ones and the start of their chain, on average
+_MAX_ENTRIES = 256
+
+
+@njit(nogil=True)
+def _prefetch_sample(state, pairs, at, step):  # type: ignore[no-untyped-def]
+    """Prefetch the entries of the transition at index ``at`` of the pairs.
+
+    :param step: Pairs per row.
+    """
+    pair, shift = pairs[at], state[SEGMENT_SHIFT]
+    n_frames = max(pair & 63, (pair >> 12 & 63) + (pair >> 6 & 63))
+    in_chain = (pair >> 18 & 31) + 1
+    n_entries = in_chain if in_chain >= n_frames else n_frames + _MARGIN
+    slot, n_lines, before = pair >> 23 >> shift, 4, pair >> 23
+    for i in range(n_entries):
+        position = pairs[at] >> 23
+        if position >> shift != slot:
+            return
+        if i:
+            n_lines = min(max((before - position) // (_LINE // 4 * step), 1), _MAX_LINES)
+        address = uint64(address_at(state, position))
+        for k in range(n_lines):
+            prefetch(address + uint64(_LINE * k))
+        before = position
+        at -= step
+        if at < 0:
+            return
+
+
+@njit(nogil=True)
+def _list_opaque(opaque, n_opaque, contents, size, sample, side, place):  # type: ignore[no-untyped-def]
+    """List an opaque entry; return the number of listed ones."""
+    opaque[n_opaque, 0], opaque[n_opaque, 1] = contents, size
+    opaque[n_opaque, 2], opaque[n_opaque, 3], opaque[n_opaque, 4] = sample, side, place
+    return n_opaque + 1
+
+
+@njit(nogil=True)
+def _decode_sample(state, c, pair, entries, work, places, out, next_out, sample, opaque, n_opaque):  # type: ignore[no-untyped-def]
+    """Decode one transition.
+
+    :param entries: Scratch array, shape ``(_MAX_ENTRIES, 4)``.
+    :param work: Address of work memory: two frames, a frame of zeros, then frames for interleaving.
+    :param places: Scratch array, shape ``(n_stack + 2 * n_stack,)``.
+    :param out, next_out: Addresses of the observation and of the next observation; 0 for one that is not wanted.
+    :param opaque: Output, see ``OPAQUE_FIELDS``.
+    :return: Number of opaque entries.
+    """
+    n_stack, n_bytes, padded = state[c + N_STACK], state[c + FRAME_BYTES], state[c + PADDED_BYTES]
+    planar, pitch, bound = state[c + ORDER] == PLANAR, padded + 64, state[c + BOUND]
+    position, back = pair >> 23, pair >> 12 & 63
+    depth, next_depth = pair >> 6 & 63 if out else 0, pair & 63 if next_out else 0
+    needed, n = max(next_depth, back + depth), 0
+    while True:
+        kind, narrow, size, distance, contents = read_header(address_at(state, position))
+        entries[n, 0], entries[n, 1], entries[n, 2], entries[n, 3] = kind, size << 1 | narrow, contents, position
+        n += 1
+        if n >= needed and kind != DELTA and kind != RESIDUAL_DELTA:
+            break
+        position -= distance
+    if planar:
+        if out and depth < n_stack:
+            zero_bytes(uint64(out), (n_stack - depth) * n_bytes)
+        if next_out and next_depth < n_stack:
+            zero_bytes(uint64(next_out), (n_stack - next_depth) * n_bytes)
+    first, second, zeros = work, work + pitch, work + 2 * pitch
+    source = int64(0)
+    for age in range(n - 1, -1, -1):
+        kind, size, contents = entries[age, 0], entries[age, 1] >> 1, entries[age, 2]
+        if kind <= KEY_FRAME:
+            source = contents
+        elif kind != OPAQUE:
+            narrow = entries[age, 1] & 1
+            if kind == START or kind == RESIDUAL_START:  # noqa: SIM109
+                key = entries[age, 3] - int64(load_u32(uint64(contents)))
+                source = read_header(address_at(state, key))[4]
+                contents += 4
+            if kind >= RESIDUAL_START:
+                target = second if source == first else first
+                apply_residuals(source, contents, size, narrow, target, padded, bound)
+                source = target
+            elif size:
+                if source != first and source != second:
+                    copy_frame(uint64(first), uint64(source), n_bytes)
+                    source = first
+                apply_patch(source, contents, narrow, padded)
+        place, next_place = n_stack - 1 - (age - back), n_stack - 1 - age
+        wanted, next_wanted = n_stack - depth <= place < n_stack, age < next_depth
+        if kind == OPAQUE:
+            if wanted:
+                n_opaque = _list_opaque(opaque, n_opaque, contents, size, sample, 0, place)
+            if next_wanted:
+                n_opaque = _list_opaque(opaque, n_opaque, contents, size, sample, 1, next_place)
+            if age < needed:
+                places[n_stack + age] = zeros
+        elif planar:
+            if wanted:
+                copy_frame(uint64(out + place * n_bytes), uint64(source), n_bytes)
+            if next_wanted:
+                copy_frame(uint64(next_out + next_place * n_bytes), uint64(source), n_bytes)
+        elif age < needed:
+            places[n_stack + age] = source
+            if source == first or source == second:  # noqa: SIM109
+                places[n_stack + age] = work + (3 + age) * pitch
+                copy_frame(uint64(work + (3 + age) * pitch), uint64(source), n_bytes)
+    if not planar:
+        shape = shape_of(state, c)
+        for side in range(2):
+            to, known = (next_out, next_depth) if side else (out, depth)
+            if to:
+                for i in range(n_stack):
+                    age = n_stack - 1 - i
+                    places[i] = places[n_stack + age + (0 if side else back)] if age < known else zeros
+                interleave_frames(places, shape, uint64(to))
+    return n_opaque
+
+
+@kernel
+def decode_transitions(state, number, rows, envs, start, stop, out, next_out, opaque):  # type: ignore[no-untyped-def]
+    """Decode a part of a batch.
+
+    :param number: Number of the column.
+    :param rows: Rows of the ring; or, if ``envs`` is empty, pairs.
+    :param envs: Environments, shape ``(batch,)``.
+    :param start, stop: Part of the batch.
+    :param out, next_out: Addresses of the observations and of the next observations of the whole batch, or 0.
+    :param opaque: Output, see ``OPAQUE_FIELDS``.
+    :return: Number of opaque entries.
+    """
+    c = column_start(number)
+    n_stack, n_bytes = state[c + N_STACK], state[c + N_STACK] * state[c + FRAME_BYTES]
+    pitch, n_opaque = state[c + PADDED_BYTES] + 64, 0
+    entries, places = np.empty((_MAX_ENTRIES, 4), np.int64), np.empty(4 * n_stack, np.int64)
+    memory = np.empty((3 if state[c + ORDER] == PLANAR else 3 + 2 * n_stack) * pitch + 64, np.uint8)
+    work = int64(memory.ctypes.data)
+    uint8s(work + 2 * pitch, pitch)[:] = 0
+    step, n_envs = state[N_ENVS] * state[N_COLUMNS], state[N_ENVS]
+    pairs = int64s(state[PAIRS], state[CAPACITY] * step)
+    direct = len(envs) == 0
+    for i in range(start, stop):
+        if not direct and (i - start) % _AHEAD == 0:
+            for k in range(i, min(i + _AHEAD, stop)):
+                _prefetch_sample(state, pairs, (rows[k] * n_envs + envs[k]) * state[N_COLUMNS] + number, step)
+        pair = rows[i] if direct else pairs[(rows[i] * n_envs + envs[i]) * state[N_COLUMNS] + number]
+        to, next_to = out + i * n_bytes if out else int64(0), next_out + i * n_bytes if next_out else int64(0)
+        if pair == 0:
+            if to:
+                zero_bytes(uint64(to), n_bytes)
+            if next_to:
+                zero_bytes(uint64(next_to), n_bytes)
+            continue
+        n_opaque = _decode_sample(state, c, pair, entries, work, places, to, next_to, i, opaque, n_opaque)
+    memory[0] = 0  # numba frees an array after its last use, and does not see that addresses refer to it
+    return n_opaque
+
+
+@kernel
+def find_handles(state, number, rows, envs, handles, next_handles):  # type: ignore[no-untyped-def]
+    """Write handles of observations and next observations: pairs of which only the next observation is read.
+
+    :param number: Number of the column.
+    :param rows, envs: Shape ``(batch,)``.
+    :param handles, next_handles: Output, shape ``(batch,)``; 0 for a row without a transition.
+    """
+    pairs = int64s(state[PAIRS], state[CAPACITY] * state[N_ENVS] * state[N_COLUMNS])
+    for i in range(len(rows)):
+        pair = pairs[(rows[i] * state[N_ENVS] + envs[i]) * state[N_COLUMNS] + number]
+        handles[i] = next_handles[i] = 0
+        if pair:
+            position = pair >> 23
+            next_handles[i] = position << 23 | (pair & 63)
+            for _ in range(pair >> 12 & 63):
+                position -= read_header(address_at(state, position))[3]
+            handles[i] = position << 23 | (pair >> 6 & 63)
+
+
+@kernel
+def are_inside(rows, envs, n_rows, n_envs):  # type: ignore[no-untyped-def]
+    """Return whether all rows and environments exist."""
+    inside = True
+    for i in range(len(rows)):
+        inside = inside and 0 <= rows[i] < n_rows and 0 <= envs[i] < n_envs
+    return inside

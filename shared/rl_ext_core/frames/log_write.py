@@ -1,0 +1,468 @@
+"""Kernel that writes one transition of each environment: finds the new frames, and encodes them as entries of the log.
+
+An entry is one frame: ``[kind: 3 bits][narrow: 1 bit][distance: 14 bits][bytes: 14 bits]`` and its contents. The
+distance leads to the previous entry of the same stream, in words. If a number needs more bits, ``bytes`` is ``0x3FFF``,
+and two words with both numbers follow. Entries begin at whole words. By kind, the contents are
+
+- RAW: the frame
+- KEY_FRAME: the same; later chains may start from it
+- START: words back to a key frame, and the patch from it
+- DELTA: the patch from the previous entry's frame
+- OPAQUE: bytes of a codec
+- RESIDUAL_START, RESIDUAL_DELTA: as START and DELTA, with residuals instead of a patch
+
+A chain is an entry that needs no previous one, and the DELTA entries after it. No entry refers to another segment.
+"""
+
+from __future__ import annotations
+
+from numba import int64, njit, uint32, uint64
+
+from rl_ext_core.frames.geometry import PLANAR
+from rl_ext_core.frames.interleave import extract_frame, is_interleaved_shift
+from rl_ext_core.frames.kernel_primitives import (
+    SUM_START,
+    add_bytes,
+    are_equal,
+    atomic_kernel,
+    copy_frame,
+    fold_sum,
+    mix_word,
+    publish_u32,
+)
+from rl_ext_core.frames.log_patch import (
+    NARROW,
+    SIZE_MASK,
+    WORK_FRAMES,
+    apply_patch,
+    encode_codes,
+    encode_patch,
+)
+from rl_ext_core.frames.log_state import (
+    BACKOFF,
+    BLOBS,
+    BOUND,
+    BUDGET,
+    CAPACITY,
+    CASES,
+    CHAIN,
+    CHAIN_BYTES,
+    CHAIN_LENGTH,
+    DATA_INPUT,
+    DECODED,
+    DELTA,
+    DEPTH,
+    DIED,
+    END,
+    ENTRIES,
+    ENTRY_WORDS,
+    FRAME_BYTES,
+    FRAMED,
+    FRAMES,
+    FULL,
+    HAS_STACK,
+    KEY,
+    KEY_BYTES,
+    KEY_FRAME,
+    LIMIT,
+    LIVE,
+    MASK,
+    MAX_CHAIN,
+    N_COLUMNS,
+    N_ENVS,
+    N_SLOTS,
+    N_STACK,
+    NEWEST,
+    NEXT,
+    OBS_INPUT,
+    OBS_ORDER,
+    OPAQUE,
+    PADDED_BYTES,
+    PAIRS,
+    POSITION,
+    RAW,
+    RECORD_HEADER,
+    RECORDS,
+    RESIDUAL_DELTA,
+    RESIDUAL_START,
+    RESTART_WORDS,
+    ROW_BYTES,
+    ROW_INPUT,
+    ROWS,
+    SCRATCH,
+    SEGMENT_HEADER,
+    SEGMENT_SHIFT,
+    SEQUENCE,
+    SHARED_KEY,
+    SIZE_BITS,
+    SLOT,
+    STACKS,
+    START,
+    STORED,
+    USED,
+    USED_WORDS,
+    address_at,
+    column_start,
+    int64s,
+    read_header,
+    shape_of,
+    stream_of,
+    uint8s,
+    uint32s,
+    write_header,
+)
+
+# Results of ``push``.
+WRITTEN, NEEDS_SEGMENT, SEGMENT_DIED = range(3)
+
+# Cases of an environment in a push: how its observation and next observation continue the newest stack.
+NEW, CONTINUED, MOVED, REPEATED = range(4)
+_KEY_RENT = 16  # a key is replaced once the patches that start from it have taken as much as so many frames
+_MAX_BACKOFF = 7
+# Work memory of a column, in padded frames; see ``scratch``.
+SCRATCH_FRAMES, SCRATCH_FRAMES_BOUNDED = 4 + WORK_FRAMES, 8 + WORK_FRAMES
+NEW_FRAME, OTHER_FRAME, _BASE, _PATCH, _WORK = range(5)
+_RESIDUAL_FRAME, _RESIDUALS = 5 + WORK_FRAMES, 6 + WORK_FRAMES
+
+
+@njit(nogil=True)
+def scratch(state, c, part):  # type: ignore[no-untyped-def]
+    """Return the address of a part of a column's work memory."""
+    return state[c + SCRATCH] + part * (state[c + PADDED_BYTES] + 64)
+
+
+@njit(nogil=True)
+def _newest_frame(state, c, env, slot):  # type: ignore[no-untyped-def]
+    """Return the address of one of the newest frames of a stream."""
+    n_slots = state[c + N_STACK] + 1
+    return state[c + FRAMES] + (env * n_slots + slot % n_slots) * state[c + PADDED_BYTES]
+
+
+@njit(nogil=True)
+def stack_bytes(state, c):  # type: ignore[no-untyped-def]
+    """Return the size of a column's stacks."""
+    return state[c + N_STACK] * state[c + FRAME_BYTES]
+
+
+@njit(nogil=True)
+def continues(state, c, env, stack, order, shift):  # type: ignore[no-untyped-def]
+    """Return whether a stack is the newest one of its stream, moved on by ``shift`` frames."""
+    stream, n_stack, n_bytes = stream_of(state, c, env), state[c + N_STACK], state[c + FRAME_BYTES]
+    if stream[NEWEST] < 0:
+        return False
+    shape, frame, n_parts = shape_of(state, c), scratch(state, c, OTHER_FRAME), n_stack - shift
+    whole = order != PLANAR and stream[HAS_STACK] != 0
+    if whole:
+        known = state[c + STACKS] + env * (stack_bytes(state, c) + 64)
+        n_bytes, n_parts = stack_bytes(state, c), 1
+        if shift:
+            unit = shape.frame_channels * shape.itemsize
+            return is_interleaved_shift(uint64(known), uint64(stack), n_bytes, unit, uint64(state[c + MASK]))
+    for i in range(n_parts):
+        part = stack + i * n_bytes
+        if not whole:
+            known = _newest_frame(state, c, env, stream[SLOT] + 2 + i + shift)
+            if order != PLANAR:  # the newest stack was given in another order
+                extract_frame(uint64(stack), order, i, shape, uint64(frame))
+                part = frame
+        if not are_equal(uint64(part), uint64(known), n_bytes):
+            return False
+    return True
+
+
+@njit(nogil=True)
+def _load_key(state, c, key):  # type: ignore[no-untyped-def]
+    """Copy a key frame to work memory, whose padding is zero, and return its address."""
+    base = scratch(state, c, _BASE)
+    copy_frame(uint64(base), uint64(read_header(address_at(state, key))[4]), state[c + FRAME_BYTES])
+    return base
+
+
+@njit(nogil=True)
+def _append_entry(state, c, env, frame, at):  # type: ignore[no-untyped-def]
+    """Write the entry of a new frame of a stream; return the position behind it.
+
+    :param frame: Address of the frame in work memory.
+    :param at: Position to write to.
+    """
+    stream, n_bytes, bound = stream_of(state, c, env), state[c + PADDED_BYTES], state[c + BOUND]
+    last = state[c + DECODED] + env * n_bytes if bound else _newest_frame(state, c, env, stream[SLOT])
+    key = stream[KEY] if stream[KEY] >= 0 else state[c + SHARED_KEY]
+    decoded, patch = scratch(state, c, _RESIDUAL_FRAME), scratch(state, c, _PATCH)
+    kind, found, contents = RAW, -1, frame
+    opaque = state[c + BLOBS] != 0
+    skipped = stream[BACKOFF] & 15 < stream[BACKOFF] >> 4 or state[c + CHAIN] == 0
+    in_chain = stream[NEWEST] >= 0 and stream[CHAIN_LENGTH] < state[c + CHAIN]
+    in_chain = in_chain and stream[CHAIN_BYTES] <= state[c + BUDGET]
+    if opaque:
+        blobs = int64s(state[c + BLOBS], 1)
+        blob = int64s(state[c + BLOBS] + 8 + 16 * blobs[0], 2)
+        blobs[0] += 1
+        if blob[1] > 0:  # otherwise the frame itself is smaller
+            kind, found, contents = OPAQUE, blob[1], blob[0]
+    elif skipped:
+        stream[BACKOFF] += 1
+    for attempt in range(3):  # one call of encode_patch, because each one is inlined
+        out = patch
+        if attempt == 0:
+            if opaque or skipped or not in_chain:
+                continue
+            base = last
+        elif attempt == 1:
+            if opaque or skipped or found >= 0 or key < 0 or stream[KEY_BYTES] >= _KEY_RENT * n_bytes:
+                continue
+            base = _load_key(state, c, key)
+        else:
+            tried = in_chain and not skipped
+            # No patch at all is a large number here.
+            if opaque or bound == 0 or found & SIZE_MASK <= n_bytes // 3 or not (tried or key >= 0):
+                continue
+            base, codes = decoded, scratch(state, c, _RESIDUALS)
+            encode_codes(last if tried else _load_key(state, c, key), frame, codes, decoded, n_bytes, bound)
+            out = codes + n_bytes // 4
+        size = encode_patch(base, frame, n_bytes, out, scratch(state, c, _WORK), bound)
+        if attempt == 1:
+            stream[KEY_BYTES] += n_bytes // 8 if size < 0 else size & SIZE_MASK
+        if attempt == 2 and size >= 0:
+            size += n_bytes // 4
+            if found < 0 or size & SIZE_MASK < found & SIZE_MASK:
+                kind, found, contents = RESIDUAL_DELTA if tried else RESIDUAL_START, size, codes
+        elif size >= 0:
+            kind, found, contents = DELTA if attempt == 0 else START, size, out
+    if not opaque and not skipped:
+        # After failures in a row, frames are stored whole without a look: 1, 3, 7, 7, ...
+        failed = found < 0 and in_chain
+        stream[BACKOFF] = min(2 * (stream[BACKOFF] >> 4) + 1, _MAX_BACKOFF) << 4 if failed else 0
+    elif kind >= RESIDUAL_START:
+        stream[BACKOFF] = 0
+    size, narrow = found & SIZE_MASK, int64(found >= NARROW)
+    if found < 0:
+        size, narrow = state[c + FRAME_BYTES], 0
+        rents = 0 < stream[KEY_BYTES] < _KEY_RENT * n_bytes
+        if not opaque and not rents and stream[BACKOFF] & 15 == 0:
+            kind = KEY_FRAME
+    distance = at - stream[NEWEST] if stream[NEWEST] >= 0 else 0
+    end = at + write_header(address_at(state, at), kind, narrow, size, distance)
+    if kind == START or kind == RESIDUAL_START:  # noqa: SIM109
+        uint32s(address_at(state, end), 1)[0] = uint32(at - key)
+        end += 1
+    copy_frame(uint64(address_at(state, end)), uint64(contents), size)
+    end += (size + 3) // 4
+    if bound and not opaque:
+        _decode_newest(state, c, kind, size, narrow, contents, last, frame)
+    if kind == KEY_FRAME:
+        stream[KEY], stream[KEY_BYTES] = at, 0
+        if state[c + SHARED_KEY] < 0:
+            state[c + SHARED_KEY] = at
+    if kind == DELTA or kind == RESIDUAL_DELTA:  # noqa: SIM109
+        stream[CHAIN_LENGTH] += 1
+        stream[CHAIN_BYTES] += size
+    else:
+        stream[CHAIN_LENGTH], stream[CHAIN_BYTES] = 1, 0
+    stream[NEWEST] = at
+    stream[ENTRIES] += 1
+    return end
+
+
+@njit(nogil=True)
+def _decode_newest(state, c, kind, size, narrow, contents, last, frame):  # type: ignore[no-untyped-def]
+    """Update the newest frame of a stream as it will be decoded.
+
+    :param kind, size, narrow, contents: Its entry. Residuals without their patch are decoded in work memory.
+    :param last: Address of the previous frame as it will be decoded, which is replaced.
+    :param frame: Address of the exact frame.
+    """
+    n_bytes = state[c + PADDED_BYTES]
+    if kind <= KEY_FRAME:
+        copy_frame(uint64(last), uint64(frame), n_bytes)
+        return
+    if kind >= RESIDUAL_START:
+        copy_frame(uint64(last), uint64(scratch(state, c, _RESIDUAL_FRAME)), n_bytes)
+        contents += n_bytes // 4
+        size -= n_bytes // 4
+    elif kind == START:
+        copy_frame(uint64(last), uint64(scratch(state, c, _BASE)), n_bytes)
+    if size:
+        apply_patch(last, contents, narrow, n_bytes)
+
+
+@njit(nogil=True)
+def is_padding(frame, n_bytes):  # type: ignore[no-untyped-def]
+    """Return whether all bytes of a frame in work memory are zero."""
+    any_bit = uint32(0)
+    words = uint32s(frame, n_bytes // 4)
+    for i in range(n_bytes // 4):
+        any_bit |= words[i]
+    return any_bit == 0
+
+
+@njit(nogil=True)
+def _write_stack(state, c, env, stack, order, moved, at):  # type: ignore[no-untyped-def]
+    """Write the new frames of a stack; return the position behind them.
+
+    :param moved: Whether the stack is the newest one, moved on by one frame.
+    """
+    stream, n_stack, shape = stream_of(state, c, env), state[c + N_STACK], shape_of(state, c)
+    depth = stream[DEPTH] if moved else 0
+    for i in range(n_stack - 1 if moved else 0, n_stack):
+        frame = _newest_frame(state, c, env, stream[SLOT] + 1)  # the newest one is still needed
+        extract_frame(uint64(stack), order, i, shape, uint64(frame))
+        if depth or i == n_stack - 1 or not is_padding(frame, state[c + PADDED_BYTES]):
+            depth += 1
+            at = _append_entry(state, c, env, frame, at)
+        else:  # zeros before the first frame of an episode
+            stream[CHAIN_LENGTH] = MAX_CHAIN  # the newest frame is not that of the newest entry any more
+        stream[SLOT] = (stream[SLOT] + 1) % (n_stack + 1)
+    stream[DEPTH], stream[HAS_STACK] = min(depth, n_stack), order != PLANAR
+    if order != PLANAR:
+        known = state[c + STACKS] + env * (stack_bytes(state, c) + 64)
+        copy_frame(uint64(known), uint64(stack), stack_bytes(state, c))
+    return at
+
+
+@njit(nogil=True)
+def find_cases(state):  # type: ignore[no-untyped-def]
+    """Find how the stacks of this push continue the newest ones; return the largest number of words of the record."""
+    n_envs, words = state[N_ENVS], 0
+    for number in range(state[N_COLUMNS]):
+        c = column_start(number)
+        n_stack, size = state[c + N_STACK], stack_bytes(state, c)
+        cases = uint8s(state[c + CASES], n_envs)
+        for env in range(n_envs):
+            case = NEW
+            for check in range(3):  # of the observation, then of the next observation; a stack of one never moves on
+                side, shift = int64(check > 0), int64(check == 1)
+                if shift and n_stack == 1:
+                    continue
+                stack = state[c + OBS_INPUT + 2 * side] + env * size
+                found = continues(state, c, env, stack, state[c + OBS_ORDER + 2 * side], shift)
+                if check == 0:
+                    if not found:
+                        break
+                    case = CONTINUED
+                elif found:
+                    case = MOVED if shift else REPEATED
+                    break
+            cases[env] = case
+            n_frames = 2 * n_stack if case == NEW else (n_stack if case == CONTINUED else int64(case == MOVED))
+            words += n_frames * state[c + ENTRY_WORDS]
+    return words
+
+
+@njit(nogil=True)
+def header_words(state):  # type: ignore[no-untyped-def]
+    """Return the number of words of a record before its entries."""
+    if not state[FRAMED]:
+        return 0
+    return RECORD_HEADER + 2 * state[N_ENVS] * state[N_COLUMNS] + (state[ROW_BYTES] + 3) // 4
+
+
+@njit(nogil=True)
+def record_checksum(state, start, size):  # type: ignore[no-untyped-def]
+    """Return the checksum of a record, which also depends on the number of its segment.
+
+    :param start: Position of the record.
+    :param size: First word of the record.
+    """
+    total = mix_word(uint64(SUM_START) ^ uint64(state[SEQUENCE]), uint64(size))
+    n_words = int64(size) & SIZE_BITS
+    return fold_sum(add_bytes(total, uint64(address_at(state, start)) + uint64(8), 4 * (n_words - 2)))
+
+
+@njit(nogil=True)
+def finish_record(state, start, end, row, is_transition):  # type: ignore[no-untyped-def]
+    """Write the header of a record. Its size is written last, because it makes the record valid."""
+    address = address_at(state, start)
+    words = uint32s(address, RECORD_HEADER)
+    uint32s(address_at(state, end), 1)[0] = uint32(0)  # so that the end of the log is found
+    words[2], words[3], words[4] = uint32(state[RECORDS]), uint32(row), uint32(state[STORED])
+    size = uint32(int64(end - start) | int64(is_transition) << 31)
+    words[1] = record_checksum(state, start, size)
+    publish_u32(uint64(address), size)
+    state[RECORDS] += 1
+
+
+@njit(nogil=True)
+def set_pair(state, at, pair):  # type: ignore[no-untyped-def]
+    """Set one entry of the pairs, and update the numbers of live pairs of both segments."""
+    shift, live = state[SEGMENT_SHIFT], int64s(state[LIVE], state[N_SLOTS])
+    place = int64s(state[PAIRS] + 8 * at, 1)
+    old = place[0]
+    place[0] = pair
+    if pair:
+        live[pair >> 23 >> shift] += 1
+    if old:
+        slot = old >> 23 >> shift
+        live[slot] -= 1
+        words = int64s(state[USED], state[N_SLOTS])[slot]
+        if live[slot] == 0 and words:  # the open segment has 0 words here
+            state[USED_WORDS] -= words
+            state[DIED] += 1
+
+
+@njit(nogil=True)
+def _advance(state, row):  # type: ignore[no-untyped-def]
+    """Count the transition in a row, if it is the next one."""
+    if row != state[POSITION]:
+        return
+    state[STORED] = min(state[STORED] + 1, state[CAPACITY])
+    state[POSITION] += 1
+    if state[POSITION] == state[CAPACITY]:
+        state[POSITION], state[FULL] = 0, 1
+
+
+@atomic_kernel
+def push(state):  # type: ignore[no-untyped-def]
+    """Write one transition of each environment, whose addresses are in the state.
+
+    It holds the GIL, so neither a signal nor another thread finds a part of it.
+
+    :return: ``NEEDS_SEGMENT`` if nothing was written, because another segment must be opened first; ``SEGMENT_DIED`` if
+        a segment can be freed; else ``WRITTEN``.
+    """
+    n_envs, n_columns, start = state[N_ENVS], state[N_COLUMNS], state[NEXT]
+    if state[END] == 0 or start >= state[END]:
+        return NEEDS_SEGMENT
+    n_header = header_words(state)
+    if start + n_header + find_cases(state) + SEGMENT_HEADER > state[LIMIT]:
+        return NEEDS_SEGMENT
+    row, at = state[ROW_INPUT] if state[ROW_INPUT] >= 0 else state[POSITION], start + n_header
+    heads = uint32s(address_at(state, start) + 4 * RECORD_HEADER, 2 * n_envs * n_columns)
+    for number in range(n_columns):
+        c = column_start(number)
+        size, cases = stack_bytes(state, c), uint8s(state[c + CASES], n_envs)
+        for env in range(n_envs):
+            stream, case = stream_of(state, c, env), cases[env]
+            depth, entries = stream[DEPTH], stream[ENTRIES]
+            for side in range(2):
+                if (side == 0 and case != NEW) or (side == 1 and case == REPEATED):
+                    continue
+                stack, order = state[c + OBS_INPUT + 2 * side] + env * size, state[c + OBS_ORDER + 2 * side]
+                shift = int64(case == MOVED)
+                if case == NEW:  # the newest stack has changed since the case was found
+                    shift = -1
+                    for other in range(2):
+                        if shift < 0 and (other == 0 or state[c + N_STACK] > 1):
+                            shift = other if continues(state, c, env, stack, order, other) else -1
+                if shift != 0 or case == CONTINUED:
+                    at = _write_stack(state, c, env, stack, order, shift == 1, at)
+                if side == 0:
+                    depth, entries = stream[DEPTH], stream[ENTRIES]
+            back, chain = stream[ENTRIES] - entries, min(stream[CHAIN_LENGTH] - 1, MAX_CHAIN)
+            pair = stream[NEWEST] << 23 | chain << 18 | back << 12 | depth << 6 | stream[DEPTH]
+            if state[FRAMED]:
+                k = 2 * (env * n_columns + number)
+                heads[k], heads[k + 1] = uint32(pair & 0xFFFFFFFF), uint32(pair >> 32)
+            set_pair(state, (row * n_envs + env) * n_columns + number, pair)
+    if state[ROW_BYTES]:
+        copy_frame(uint64(state[ROWS] + row * state[ROW_BYTES]), uint64(state[DATA_INPUT]), state[ROW_BYTES])
+    _advance(state, row)
+    if state[FRAMED]:
+        if state[ROW_BYTES]:
+            data = address_at(state, start) + 4 * (RECORD_HEADER + 2 * n_envs * n_columns)
+            copy_frame(uint64(data), uint64(state[DATA_INPUT]), state[ROW_BYTES])
+        finish_record(state, start, at, row, True)
+    if state[RESTART_WORDS] == 0:
+        state[RESTART_WORDS] = at - start
+    state[NEXT] = at
+    return SEGMENT_DIED if state[DIED] else WRITTEN

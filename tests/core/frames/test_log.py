@@ -1,0 +1,380 @@
+"""Stores on a log: Dict observations, losses, folders, kills and damage."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
+from rl_ext_core.frames import StackLayout
+from rl_ext_core.frames.log_store import LogStore, Observation, repair_log
+from rl_ext_core.testing import LAYOUTS, ReferenceStore, check_contents, make_transitions
+from tests.core.frames.disk_helpers import transition
+
+GRAY, RGB = LAYOUTS[0], LAYOUTS[2]
+ROW = np.dtype([("number", np.int64), ("reward", np.float32, (2,))])
+SMALL = Observation((3, 9, 8), np.uint8, n_stack=3)  # of ``transition``
+
+
+def observation(layout: StackLayout, **options: Any) -> Observation:
+    """Return the observations of a layout."""
+    return Observation(layout.shape, layout.dtype, n_stack=layout.n_stack, axis=layout.axis, **options)
+
+
+def row_data(number: int) -> np.ndarray:
+    """Return the data of a row, computed from the number of its transition."""
+    return np.array([(number, (number, -number))], ROW)
+
+
+def add(store: LogStore, number: int) -> None:
+    """Add a transition computed from its number."""
+    store.append(*transition(number), row_data(number))
+
+
+def check_numbered(store: LogStore) -> int:
+    """Check that the store contains successive transitions, and return the number of the newest one."""
+    rows = (store.first + np.arange(store.size)) % store.capacity
+    numbers = store.rows["number"][rows]
+    newest = int(numbers[-1]) if len(rows) else -1
+    np.testing.assert_array_equal(numbers, newest - len(rows) + 1 + np.arange(len(rows)))
+    np.testing.assert_array_equal(store.rows["reward"][rows], np.stack([numbers, -numbers], 1))
+    out = np.empty((2, 2 * len(rows), *SMALL.shape), np.uint8)
+    store.get(np.repeat(rows, 2), np.tile(np.arange(2), len(rows)), out[0], out[1])
+    for i, number in enumerate(numbers.tolist()):
+        for side, expected in enumerate(transition(number)):
+            np.testing.assert_array_equal(out[side, 2 * i : 2 * i + 2], expected)
+    return newest
+
+
+def open_numbered(folder: Path, capacity: int = 100) -> LogStore:
+    """Open a store of transitions computed from their number in a folder."""
+    return LogStore(capacity, 2, SMALL, row_dtype=ROW, storage_dir=folder, resume=True)
+
+
+def test_dict_observations_are_stored_in_one_record(tmp_path: Path) -> None:
+    layouts = {"camera": GRAY, "state": LAYOUTS[8], "wrist": LAYOUTS[5]}
+    parts = {key: observation(layout) for key, layout in layouts.items()}
+    for folder in (None, tmp_path / "a"):
+        store: Any = LogStore(50, 2, parts, storage_dir=folder)
+        plain = {key: ReferenceStore(50, 2, layout) for key, layout in layouts.items()}
+        streams = [make_transitions(layout, n_steps=130, contents="mixed", odd=0.1) for layout in layouts.values()]
+        for steps in zip(*streams, strict=True):
+            obs, next_obs = ({key: step[i] for key, step in zip(layouts, steps, strict=True)} for i in (0, 1))
+            store.append(obs, next_obs)
+            for key, step in zip(layouts, steps, strict=True):
+                plain[key].append(*step)
+        if folder is not None:
+            store.close()
+            store = LogStore(50, 2, parts, storage_dir=folder, resume=True)
+        else:
+            store = pickle.loads(pickle.dumps(store))
+        rows, envs = np.repeat(np.arange(50), 2), np.tile(np.arange(2), 50)
+        outs = [{key: np.empty((100, *part.shape), part.dtype) for key, part in parts.items()} for _ in range(2)]
+        store.get(rows, envs, *outs, num_threads=2)
+        for key, reference in plain.items():
+            for out, expected in zip(outs, (reference.observations, reference.next_observations), strict=True):
+                assert out[key].tobytes() == expected.tobytes()
+        with pytest.raises(InvalidArgumentError, match="expected a dict with the keys"):
+            store.append({"camera": obs["camera"]}, next_obs)
+        with pytest.raises(InvalidArgumentError, match="key 'state': obs has shape"):
+            store.append({**obs, "state": obs["state"][:1]}, next_obs)
+        store.close()
+
+
+@pytest.mark.parametrize("layout", [GRAY, LAYOUTS[1], LAYOUTS[3]], ids=str)
+@pytest.mark.parametrize("bound", [1, 4, 127])
+def test_errors_stay_within_the_bound_and_do_not_add_up(layout: StackLayout, bound: int) -> None:
+    rng = np.random.default_rng(0)
+    store, frame = LogStore(100, 1, observation(layout, max_error=bound)), rng.integers(256, size=layout.shape)
+    stacks = [frame]
+    for _ in range(160):  # a slow drift, smaller than the bound in each step
+        frame = np.clip(frame + rng.integers(-2, 4, size=layout.shape), 0, 255)
+        stacks.append(frame)
+    for before, after in itertools.pairwise(stacks):
+        store.append(before[None].astype(np.uint8), after[None].astype(np.uint8))
+    out = np.empty((2, 100, *layout.shape), np.uint8)
+    rows = (store.first + np.arange(100)) % 100
+    store.get(rows, np.zeros(100, np.int64), out[0], out[1])
+    for i in range(100):
+        for side in range(2):
+            assert abs(out[side, i].astype(int) - stacks[61 + i + side - 1]).max() <= bound
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_jpeg_frames_are_decoded_as_simplejpeg_decodes_them(last: bool) -> None:
+    simplejpeg = pytest.importorskip("simplejpeg")
+    layout = (
+        StackLayout((40, 30, 6), np.dtype(np.uint8), 2, 2)
+        if last
+        else StackLayout((6, 40, 30), np.dtype(np.uint8), 2, 0)
+    )
+    y, x = np.mgrid[:40, :30]
+    images = [
+        np.stack([(x * 3 + t) % 256, (y * 4 + 2 * t) % 256, (x + y + t) % 256], -1).astype(np.uint8) for t in range(60)
+    ]
+    frames = [image if last else np.moveaxis(image, -1, 0) for image in images]
+    coded = [simplejpeg.decode_jpeg(simplejpeg.encode_jpeg(image, 95, "RGB", "444"), "RGB") for image in images]
+    axis = 2 if last else 0
+    store: Any = LogStore(40, 1, observation(layout, codec="jpeg"))
+    for t in range(57):
+        obs, next_obs = (np.concatenate(frames[k : k + 2], axis)[None] for k in (t, t + 1))
+        store.append(obs, next_obs)
+    store = pickle.loads(pickle.dumps(store))
+    out = np.empty((2, 40, *layout.shape), np.uint8)
+    store.get((17 + np.arange(40)) % 40, np.zeros(40, np.int64), out[0], out[1], num_threads=2)
+    for i in range(40):
+        for side in range(2):
+            pair = [coded[17 + i + side + k] if last else np.moveaxis(coded[17 + i + side + k], -1, 0) for k in (0, 1)]
+            np.testing.assert_array_equal(out[side, i], np.concatenate(pair, axis))
+    assert store.nbytes < 0.6 * 41 * 3600 + 60_000
+
+
+def test_adaptive_store_uses_loss_only_once_the_layout_is_known() -> None:
+    store = LogStore.adaptive(500, 2, GRAY.shape, GRAY.dtype, max_error=4)
+    plain = ReferenceStore(500, 2, GRAY)
+    for step in make_transitions(GRAY, n_steps=300, contents="noise"):
+        store.append(*step)
+        plain.append(*step)
+    assert store.layout.n_stack == 4
+    out = np.empty((300, *GRAY.shape), np.uint8)
+    store.get(np.arange(300), np.zeros(300, np.int64), out)
+    assert abs(out.astype(int) - plain.observations[:300, 0]).max() <= 4
+
+
+def test_handles_of_equal_observations_are_equal() -> None:
+    store, plain = LogStore(60, 2, observation(GRAY)), ReferenceStore(60, 2, GRAY)
+    for step in make_transitions(GRAY, n_steps=100):
+        store.append(*step)
+        plain.append(*step)
+    rows, envs = np.repeat(np.arange(60), 2), np.tile(np.arange(2), 60)
+    handles, next_handles = store.handles(rows, envs)
+    for found, expected in ((handles, plain.observations), (next_handles, plain.next_observations)):
+        out = np.empty((120, *GRAY.shape), GRAY.dtype)
+        store.get_stacks(found, out)
+        np.testing.assert_array_equal(out.reshape(expected.shape), expected)
+    later = (rows + 1) % 60
+    same = (plain.next_observations[rows, envs] == plain.observations[later, envs]).all((1, 2, 3))
+    same &= later != store.position
+    following = store.handles(later, envs)[0]
+    assert (next_handles[same] == following[same]).mean() > 0.9  # a segment between them has both
+
+
+def test_large_frames_store_changes_of_any_size_and_distance() -> None:
+    layout = StackLayout((480, 640, 3), np.dtype(np.uint8), 1, 0)
+    rng = np.random.default_rng(0)
+    store, background = LogStore(40, 1, observation(layout)), rng.integers(256, size=layout.shape, dtype=np.uint8)
+    frames = []
+    for t in range(21):
+        frames.append(background.copy())
+        frames[-1][50:200, t : t + 170] = rng.integers(256, size=(150, 170, 3), dtype=np.uint8)
+        frames[-1][-1, -1] = t
+    for before, after in itertools.pairwise(frames):
+        store.append(before[None], after[None])
+    out = np.empty((20, *layout.shape), np.uint8)
+    store.get(np.arange(20), np.zeros(20, np.int64), None, out)
+    np.testing.assert_array_equal(out, frames[1:])
+    assert store.nbytes < 20 * 120_000 + 9_000_000
+
+
+def test_older_rows_can_be_replaced_in_memory() -> None:
+    store, plain, rng = LogStore(20, 2, observation(GRAY)), ReferenceStore(20, 2, GRAY), np.random.default_rng(0)
+    for i, step in enumerate(make_transitions(GRAY, n_steps=200, contents="mixed")):
+        row = None if i < 20 else int(rng.integers(20))
+        store.append(*step, row=row)
+        plain.position = (i if row is None else row) % 20
+        plain.append(*step)
+    check_contents(store, plain)
+
+
+# Folders
+
+
+def test_reopened_store_continues_and_drops(tmp_path: Path) -> None:
+    newest, size = -1, 0
+    for _ in range(6):
+        store = open_numbered(tmp_path / "a")
+        assert (store.recovered or 0) == size
+        assert check_numbered(store) == newest
+        for number in range(newest + 1, newest + 70):
+            add(store, number)
+        store.drop_oldest(7)
+        newest, size = check_numbered(store), store.size
+        with pytest.raises(StorageError, match="is in use by this process"):
+            open_numbered(tmp_path / "a")
+        store.close()
+        with pytest.raises(StorageError, match="was closed"):
+            add(store, 0)
+        with pytest.raises(InvalidArgumentError, match="rows of an earlier buffer, expected an empty"):
+            LogStore(100, 2, SMALL, row_dtype=ROW, storage_dir=tmp_path / "a")
+    with pytest.raises(InvalidArgumentError, match="was created with capacity=100, not with capacity=99"):
+        open_numbered(tmp_path / "a", 99)
+    store = open_numbered(tmp_path / "a")
+    store.drop_newest(3)
+    store.clear()
+    store.close()
+    store = open_numbered(tmp_path / "a")
+    assert (store.size, store.position, store.full) == (0, 0, False)
+    store.close()
+
+
+def test_data_of_the_newest_row_can_be_replaced(tmp_path: Path) -> None:
+    for folder in (None, tmp_path / "a"):
+        store = LogStore(100, 2, SMALL, row_dtype=ROW, storage_dir=folder)
+        for number in range(120):
+            store.append(*transition(number), row_data(number if number < 119 else 0))
+        store.write_newest_data(row_data(119))
+        if folder is not None:
+            store.close()
+            store = LogStore(100, 2, SMALL, row_dtype=ROW, storage_dir=folder, resume=True)
+        assert check_numbered(store) == 119
+        store.close()
+
+
+def test_fork_does_not_write_to_the_folder(tmp_path: Path) -> None:
+    store = open_numbered(tmp_path / "a")
+    add(store, 0)
+
+    def child() -> None:
+        try:
+            add(store, 1)
+        except StorageError as error:
+            os._exit(0 if "is a fork of it" in str(error) else 1)
+        os._exit(2)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    add(store, 1)
+    assert check_numbered(store) == 1
+    store.close()
+
+
+def _add_forever(folder: Path, first: int, done: Any) -> None:
+    """Add transitions until the process is killed."""
+    store = open_numbered(folder, 150)
+    for number in range(first, 1_000_000):
+        add(store, number)
+        done.value = number
+
+
+def count_kills(n: int, folder: Path) -> None:
+    """Kill a process that adds transitions, ``n`` times, and check what it leaves."""
+    context, rng, newest = multiprocessing.get_context("fork"), random.Random(0), -1
+    done = context.Value("q", -1, lock=False)
+    for k in range(n):
+        if k % 5 == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            newest = done.value = -1
+        process = context.Process(target=_add_forever, args=(folder, newest + 1, done))
+        process.start()
+        while done.value < newest + rng.randrange(1, 400):
+            time.sleep(0.0005)
+        time.sleep(rng.random() * 0.003)
+        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join()
+        store = open_numbered(folder, 150)
+        newest = check_numbered(store)
+        assert done.value <= newest <= done.value + 1
+        assert store.size == min(newest + 1, 150)
+        store.close()
+
+
+def test_kills_lose_at_most_the_running_push(tmp_path: Path) -> None:
+    count_kills(6, tmp_path / "a")
+
+
+@pytest.mark.slow
+def test_many_kills_lose_at_most_the_running_push(tmp_path: Path) -> None:
+    count_kills(200, tmp_path / "a")
+
+
+@settings(max_examples=120 if "CI" in os.environ else 40, deadline=None)
+@given(data=st.data())
+def test_damaged_folders_are_refused_or_intact(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("damage") / "a"
+    store = open_numbered(folder)
+    n = data.draw(st.sampled_from([30, 250]))
+    for number in range(n):
+        add(store, number)
+    if data.draw(st.booleans()):
+        store.close()
+    else:  # as after a kill
+        shutil.copytree(folder, folder.with_name("b"))
+        store.close()
+        folder = folder.with_name("b")
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "lock")
+    path = data.draw(st.sampled_from(files))
+    size = path.stat().st_size
+    kind = data.draw(st.sampled_from(["truncate", "flip", "overwrite", "delete"]))
+    at = (
+        data.draw(st.integers(0, size - 1))
+        if data.draw(st.booleans())
+        else data.draw(st.integers(0, min(size, 200) - 1))
+    )
+    if kind == "truncate":
+        os.truncate(path, at)
+    elif kind == "delete":
+        path.unlink()
+    else:
+        with path.open("r+b") as file:
+            file.seek(at)
+            old = file.read(1 if kind == "flip" else 40)
+            file.seek(at)
+            file.write(bytes([old[0] ^ 1 << data.draw(st.integers(0, 7))]) if kind == "flip" else os.urandom(len(old)))
+    try:
+        store = open_numbered(folder)
+    except (CorruptFileError, InvalidArgumentError) as error:
+        text = str(error)
+    else:
+        text = ""
+    if text:
+        assert str(folder) in text
+        if path.suffix != ".log":
+            return
+        report = repair_log(folder)
+        store = open_numbered(folder)
+        assert store.size == report.kept
+    assert check_numbered(store) < n
+    for number in range(n, n + 40):  # it can be continued, from whatever it contains
+        store.append(*transition(number), row_data(number))
+    store.close()
+
+
+def test_full_disk_leaves_the_store_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_ext_core import _system
+
+    store, number, failures = open_numbered(tmp_path / "a", 400), 0, 0
+    allocate: Callable[..., None] = _system.allocate_file_space
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for number in range(900):
+        monkeypatch.setattr(_system, "allocate_file_space", fail)
+        try:
+            add(store, number)
+        except StorageError:
+            failures += 1
+            assert check_numbered(store) == number - 1
+            with pytest.raises(StorageError, match="No space left"):
+                add(store, number)
+            monkeypatch.setattr(_system, "allocate_file_space", allocate)
+            add(store, number)
+    assert failures > 2
+    assert check_numbered(store) == number
+    store.close()
