@@ -205,7 +205,7 @@ def test_overwritten_and_dropped_transitions_are_left_out() -> None:
     np.testing.assert_array_equal(found[0].observations, episodes[0].observations[10:])
     assert [bool(episode.truncations[-1]) for episode in found] == [False, True, False, True]
 
-    small = CompressedReplayBuffer.from_dataset("mine-v0", max_bytes=9000, codec="raw")
+    small = CompressedReplayBuffer.from_dataset("mine-v0", max_bytes=5600, codec="raw")
     assert 10 < small.size() < 100
     assert sum(map(len, read_buffer_episodes(small))) == small.size()
 

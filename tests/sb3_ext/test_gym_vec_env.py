@@ -244,7 +244,7 @@ def test_invalid_arguments_are_refused() -> None:
             [venv.step(np.ones(3, int)) for _ in range(9)]
     env = AsyncVectorEnv([cart_pole], shared_memory=False, context="fork")
     given: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-        (SelfResetting("none", AutoresetMode.NEXT_STEP), {}, InvalidArgumentError, 'write autoreset_mode="Disabled"'),
+        (SelfResetting("none", AutoresetMode.NEXT_STEP), {}, InvalidArgumentError, 'use autoreset_mode="Disabled"'),
         (gym.make("CartPole-v1"), {}, InvalidTypeError, "make_vec_env"),
         (DummyVecEnv([cart_pole]), {}, InvalidTypeError, "Use it without GymVecEnv"),
         (SelfResetting("new"), {"autoreset_mode": "x"}, InvalidArgumentError, "autoreset_mode='x'"),

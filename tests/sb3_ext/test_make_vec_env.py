@@ -490,7 +490,7 @@ def test_environments_that_fail_in_probe_stay_in_this_process_with_one_warning(
         venv.close()
         assert len(caplog.records) == 1
         assert said in caplog.text
-        assert 'write isolation="process"' in caplog.text
+        assert 'use isolation="process"' in caplog.text
         caplog.clear()
 
 

@@ -206,7 +206,7 @@ def test_sequences_equal_those_of_a_loop(
                 assert_same_sequences(ours, theirs, length=length, burn_in=burn_in)
                 if reopen and in_folder:  # the environment goes on, as if it had been saved too
                     ours.close()
-                    ours = cls(**arguments, **options)
+                    ours = cls(**arguments, **options, resume=True)
                 else:
                     source.restart()
         finally:

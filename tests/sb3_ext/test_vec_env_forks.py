@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 from collections.abc import Callable
 from multiprocessing import util
 from typing import Any
@@ -51,6 +52,7 @@ def use_own_env() -> list[int]:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("options", [{}, {"restart": "truncate", "step_timeout": 60.0}], ids=["plain", "restarting"])
 def test_forked_process_cannot_use_or_end_the_workers(options: dict[str, Any]) -> None:
+    multiprocessing.active_children()  # joins ended processes of other tests, which the exit below would wait for
     venv = SharedMemoryVecEnv([Counting] * 2, "fork", **options)
     venv.reset()
     for call in REFUSED:

@@ -23,6 +23,7 @@ from stable_baselines3.common.vec_env import (
     VecNormalize,
 )
 
+from rl_ext_core.processes.server import stop_server
 from sb3_ext import AutoVecEnv
 from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.sb3_ext.buffer_envs import without_logger
@@ -232,6 +233,7 @@ def test_weights_under_wrappers_equal_those_with_subproc_vec_env() -> None:
 
 
 def test_workers_import_neither_torch_nor_stable_baselines3() -> None:
+    stop_server()  # a server that other tests have started may have imported torch for their environments
     venv = SharedMemoryVecEnv([RandomEnv] * 2)
     assert venv.env_method("loaded", ["torch", "stable_baselines3", "sb3_ext", "gymnasium"]) == [["gymnasium"]] * 2
     venv.close()

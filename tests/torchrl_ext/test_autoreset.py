@@ -340,7 +340,7 @@ def test_partial_resets_pass_through_every_wrapper(name: str) -> None:
 @pytest.mark.parametrize(
     ("wrap", "text"),
     [
-        (TenfoldWithoutKwargs, r"TenfoldWithoutKwargs\.reset takes no env_ids.*Write def reset\(self, \*\*kwargs"),
+        (TenfoldWithoutKwargs, r"TenfoldWithoutKwargs\.reset takes no env_ids.*Use def reset\(self, \*\*kwargs"),
         (
             lambda env: TenfoldObservations(OrderEnforcing(TenfoldObservations(env))),
             r"OrderEnforcing\.reset takes no env_ids",

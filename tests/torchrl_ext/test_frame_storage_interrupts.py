@@ -170,7 +170,7 @@ def test_interrupted_first_elements_are_stored_or_not(in_folder: bool, every: in
     def prepare() -> Callable[[], Any]:
         """Make an empty storage, and return a call that stores its first elements."""
         folder = tmp_path / f"storage{len(made)}" if in_folder else None
-        made.append(FrameStorage(SIZE, storage_dir=folder, resume=True))
+        made.append(FrameStorage(SIZE, storage_dir=folder))
         return lambda: made[-1].set(range(20), FIRST.clone())
 
     for where in interrupt_everywhere(prepare, code_paths=CODE_PATHS, every=every):

@@ -193,7 +193,7 @@ def test_environments_stay_usable_after_rejected_calls() -> None:
     envs = SharedMemoryVectorEnv([Counting] * 2, **FAST)
     with pytest.raises(AttributeError, match="no_such"):
         envs.get_attr("no_such")
-    with pytest.raises(InvalidArgumentError, match=r"write envs.step\("):
+    with pytest.raises(InvalidArgumentError, match=r"use envs.step\("):
         envs.call("step", 0)
     with pytest.raises(InvalidArgumentError, match="number of values: 3, expected 2"):
         envs.set_attr("label", ["a", "b", "c"])
