@@ -662,12 +662,21 @@ def _storage_dir(model: Any) -> Any:
 
 def _check_storage(model: Any) -> None:
     """Raise an error if opening the folder of the replay buffer again would change later transitions."""
-    if _storage_dir(model) is None:
+    folder = _storage_dir(model)
+    observations = getattr(getattr(model, "replay_buffer", None), "_observations", None)
+    used = getattr(observations, "storage_dir", None)
+    if used is not None and (folder is None or os.path.realpath(used) != os.path.realpath(folder)):
+        # load_replay_buffer has opened another folder, which a saved model would not find.
+        raise InvalidArgumentError(
+            f"the replay buffer is in {str(used)!r}, expected replay_buffer_kwargs['storage_dir']={folder!r}. Use "
+            f"model.replay_buffer_kwargs['storage_dir'] = {str(used)!r} before learn()"
+        )
+    if folder is None:
         return
     for store in model.replay_buffer._observations.stores:
         if store.lossy or store.max_bytes is not None:
             raise InvalidArgumentError(
-                f"ResumeCallback does not support storage_dir={str(_storage_dir(model))!r} together with max_bytes, "
+                f"ResumeCallback does not support storage_dir={str(folder)!r} together with max_bytes, "
                 "max_error or a lossy codec, whose results depend on when the folder was opened. Leave these out of "
                 "replay_buffer_kwargs"
             )

@@ -30,7 +30,7 @@ def main():
     passed = set()
     def note(frame, event, argument):
         if event == "call" and not imports(frame):
-            passed.add(frame.f_code.co_filename)
+            passed.add(frame.f_code.co_filename.partition(" <")[0])  # names that warnings skip
     def imports(frame):  # code that runs during imports does not count
         while frame is not None and frame.f_code.co_filename != __file__:
             if frame.f_code.co_name == "<module>":
@@ -53,11 +53,12 @@ if __name__ == "__main__":
 
 @pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize(
-    ("imports", "call", "most"),  # the present numbers of files
+    # The present numbers of files. Four record the state at construction, which resume() needs.
+    ("imports", "call", "most"),
     [
         ("from torchrl_ext import ParallelEnv", "ParallelEnv(2, env)", 26),
-        ("from sb3_ext import make_vec_env", 'make_vec_env("CartPole-v1", 2)', 22),
-        ("from sb3_ext import make_vec_env", "make_vec_env(Shared, 2)", 24),
+        ("from sb3_ext import make_vec_env", 'make_vec_env("CartPole-v1", 2)', 27),
+        ("from sb3_ext import make_vec_env", "make_vec_env(Shared, 2)", 27),
     ],
     ids=["ParallelEnv", "make_vec_env, in process", "make_vec_env, in workers"],
 )

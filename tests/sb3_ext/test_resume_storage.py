@@ -12,6 +12,7 @@ from gymnasium.wrappers import TimeAwareObservation, TransformObservation
 from stable_baselines3 import DQN
 from stable_baselines3.common.vec_env import VecFrameStack
 
+from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import CompressedReplayBuffer, ResumeCallback, make_vec_env, resume
 from tests.sb3_ext.buffer_envs import without_logger
 
@@ -69,3 +70,17 @@ def test_resume_restores_the_files_of_the_buffer(saved_run: pathlib.Path) -> Non
     model = resume(saved_run / "saves", cart_pole(wrapper_class=same))
     assert model.replay_buffer.size() * 2 == model.num_timesteps == 80
     model.replay_buffer.close()
+
+
+def test_copy_opened_by_load_replay_buffer_needs_its_folder_in_the_arguments(tmp_path: pathlib.Path) -> None:
+    options = {"replay_buffer_class": CompressedReplayBuffer, "replay_buffer_kwargs": {"storage_dir": tmp_path / "a"}}
+    model = without_logger(DQN("MlpPolicy", cart_pole(), buffer_size=500, policy_kwargs={"net_arch": [8]}, **options))
+    model.learn(16).save_replay_buffer(tmp_path / "saved")
+    model.learn(16, reset_num_timesteps=False).load_replay_buffer(tmp_path / "saved")
+    assert model.replay_buffer.size() == 8
+    with pytest.raises(InvalidArgumentError, match=r"is in '.*a-copy1', expected replay_buffer_kwargs") as caught:
+        model.learn(16, reset_num_timesteps=False, callback=ResumeCallback(tmp_path / "saves", 8))
+    exec(str(caught.value).partition("Use ")[2].removesuffix(" before learn()"), {"model": model})
+    model.learn(16, reset_num_timesteps=False, callback=ResumeCallback(tmp_path / "saves", 8))
+    model.replay_buffer.close()
+    assert resume(tmp_path / "saves", cart_pole()).replay_buffer.size() == 12
