@@ -516,7 +516,7 @@ class Observations:
         with opened.lock:
             for store in opened.stores:
                 store.flush()
-            if newer >= opened.size:
+            if newer > 0 and newer >= opened.size:
                 raise InvalidArgumentError(
                     f"storage_dir={folder!r} has overwritten the {saved['size']} transitions of the saved replay "
                     "buffer with newer ones. To continue with those, leave out load_replay_buffer"

@@ -149,7 +149,7 @@ def test_folder_is_reopened_with_all_transitions() -> None:
     with temporary_folder() as path:
         for codec in ("patch", "raw"):
             _use_folder(path / codec, codec)
-            store = make_store(codec, storage_dir=path / codec)
+            store = make_store(codec, storage_dir=path / codec, resume=True)
             assert store.recovered is not None
             assert store.recovered.kept == CAPACITY
             check_transitions(store, 0, ADDED)

@@ -451,6 +451,7 @@ class _Histories:
     def own_paths(self, original: Fingerprint, copy: Fingerprint) -> list[str]:
         """Return the paths of plain values that differ in each instance, such as a port or the name of a folder."""
         paths = (path for path in copy.differences(original) if not path.startswith("<") and self.kind(path) == "own")
+        paths = (path for path in paths if not self.is_replaced_at_reset(path))
         return [path for path in paths if (original.token(path) or ("",))[0] in ("int", "str")]
 
     def _is_shared(self, path: str) -> bool:

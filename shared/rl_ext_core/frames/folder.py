@@ -745,8 +745,9 @@ def _in_use_error(path: Path) -> StorageError:
         if process and process != str(os.getpid()):  # an id of this process is from an earlier owner
             break
         time.sleep(_OWNER_PAUSE_S)
+    who = "this" if process == str(os.getpid()) else "another"
     return StorageError(
-        f"{path} is in use by another process, {process or 'of unknown id'}, or one that shares its buffer; close that "
+        f"{path} is in use by {who} process, {process or 'of unknown id'}, or one that shares its buffer; close that "
         "buffer first, or pass another storage_dir"
     )
 

@@ -231,11 +231,9 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         return result
 
     def step(self, actions: Any) -> Any:
-        """Step all environments.
+        """Step all environments. After an interrupt, such as Ctrl-C, :meth:`reset` continues.
 
         :param actions: ``(num_envs, ...)`` actions of ``action_space``
-        After an interrupt, such as Ctrl-C, :meth:`reset` continues.
-
         :return: as :meth:`step_wait`
         """
         self.step_async(actions)

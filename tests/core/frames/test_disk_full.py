@@ -58,7 +58,7 @@ def test_each_failed_allocation_leaves_the_store_unchanged(
             else:
                 failing.left = 0
                 break
-    assert failures > 20
+    assert failures > 15
     check_store(store, *rows, end=1100)
     store.close()
     store, *rows = open_store(tmp_path / "a", kind, 1000)
