@@ -2,10 +2,10 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+INSTALL := @$(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 # The commands of the targets are in tasks.py, for systems without make.
-RUN := $(BIN)/python tasks.py --installed
+RUN := @$(BIN)/python tasks.py --installed
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-exhaustive lint docs bench format clean
@@ -21,18 +21,20 @@ help:
 	@echo "make clean   remove build products and caches, keep $(VENV)"
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 
 # torch first and alone: pip prefers a local build of the same version, such as 2.13.0+cpu, if a configured index or
 # wheel folder has it (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS). The default build for Linux needs gigabytes of CUDA
 # libraries.
 $(VENV)/.torch: constraints.txt | $(BIN)/python
+	@echo "Installing PyTorch into $(VENV)"
 	$(INSTALL) torch
 	@touch $@
 
 # pip compiles some requirements of the tests, so the compiler is installed first.
 $(VENV)/.extra-%: pyproject.toml constraints.txt $(VENV)/.torch
 	$(if $(filter test dev,$*),scripts/install_system_packages.sh)
+	@echo "Installing the packages and what 'make $*' needs"
 	$(INSTALL) --editable ".[$*]"
 	@touch $@
 

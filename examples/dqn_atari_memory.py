@@ -51,6 +51,7 @@ def train(buffer: str, *, game: str, steps: int) -> dict[str, Any]:
 
     from sb3_ext import CompressedReplayBuffer
 
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # else each environment prints a banner
     gymnasium.register_envs(ale_py)
     process = psutil.Process()
     memory: list[tuple[int, int]] = []
@@ -118,9 +119,9 @@ def show(results: dict[str, dict[str, Any]]) -> None:
     from rich.table import Table
 
     plain, ours = results["sb3"], results["compressed"]
-    table = Table(title="The same DQN training with two replay buffers")
+    table = Table(title="The same DQN training with two replay buffers; times are medians")
     for column in ("", *BUFFERS.values(), ""):
-        table.add_column(column, justify="left" if not column else "right")
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
 
     def add_result_row(label: str, values: list[float], unit: str, note: str) -> None:
         """Add a row to the table: a label, one value per buffer and a note."""
@@ -132,10 +133,10 @@ def show(results: dict[str, dict[str, Any]]) -> None:
         add_result_row(label, values, unit, f"{values[0] / values[1]:,.1f}× {word}")
 
     grown = [result["memory"][-1][1] / 1e6 for result in (plain, ours)]
-    add_result_row("process grew by, training included", grown, "MB", f"{grown[0] / grown[1]:,.1f}× less")
+    add_result_row("process grew by", grown, "MB", f"{grown[0] / grown[1]:,.1f}× less")
     add_ratio_row("per transition", "bytes", 1, "B", "less")
-    add_ratio_row("sample(32), median", "sample", 1e6, "µs", "as fast")
-    add_ratio_row("add(), median", "add", 1e6, "µs", "as fast")
+    add_ratio_row("sample(32)", "sample", 1e6, "µs", "as fast")
+    add_ratio_row("add()", "add", 1e6, "µs", "as fast")
     same = plain["weights"] == ours["weights"]
     table.add_row("trained weights", plain["weights"][:12], ours["weights"][:12], "identical" if same else "DIFFERENT")
     Console().print(table)
