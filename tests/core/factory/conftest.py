@@ -14,7 +14,7 @@ import pytest
 from tests.core.factory.copying import outcome
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def spawned_pool() -> Iterator[ProcessPoolExecutor]:
     """Return an executor with one spawned process, which has other imports and hash seed."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
