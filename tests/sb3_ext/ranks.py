@@ -42,7 +42,10 @@ class Cart:
         """Nothing to close."""
 
     def _fresh(self) -> torch.Tensor:
-        x = torch.sin(self.ids[:, None] * 12.9898 + self.episodes[:, None] * 78.233 + torch.arange(4) * 37.719) * 43758.5
+        x = (
+            torch.sin(self.ids[:, None] * 12.9898 + self.episodes[:, None] * 78.233 + torch.arange(4) * 37.719)
+            * 43758.5
+        )
         return (x - x.floor() - 0.5).float()
 
     def reset(self, seed: Any = None, options: Any = None) -> Any:
@@ -144,7 +147,7 @@ def main(task: str, folder: Path, rank: int) -> None:
         if task == "hang" and rank == 1:
             import time
 
-            callback = lambda *_: time.sleep(25) or True  # noqa: E731
+            callback = lambda *_: time.sleep(20) or True  # noqa: E731
         if task == "differ":
             model.gamma = 0.9 + rank * 0.05
         model.learn(100_000, callback=callback)
