@@ -369,7 +369,7 @@ class DataParallel:
     def _init_callback(self: Any, callback: Any, progress_bar: bool = False) -> BaseCallback:
         """Start the callbacks, without a progress bar on ranks other than 0."""
         found = super()._init_callback(callback, progress_bar and self._rank == 0)  # type: ignore[misc]
-        if self._rank and any(isinstance(part, EvalCallback) for part in _flatten(found)):
+        if self._rank and any(isinstance(part, EvalCallback) for part in _all_callbacks(found)):
             raise InvalidArgumentError(
                 f"EvalCallback on rank {self._rank} would write the files of rank 0: expected it on rank 0 only. Use "
                 "callback=EvalCallback(...) if torch.distributed.get_rank() == 0 else None"
@@ -436,13 +436,13 @@ def _plain(value: Any) -> Any:
     return "function" if callable(value) else value
 
 
-def _flatten(callback: Any) -> Iterator[BaseCallback]:
+def _all_callbacks(callback: Any) -> Iterator[BaseCallback]:
     """Iterate over a callback and those in it."""
     yield callback
     inner = [*getattr(callback, "callbacks", []), getattr(callback, "callback", None)]
     for part in inner:
         if isinstance(part, BaseCallback):
-            yield from _flatten(part)
+            yield from _all_callbacks(part)
 
 
 def _new_moments(statistics: TensorRunningMeanStd, before: tuple[Any, Any, float]) -> tuple[Any, Any, float]:

@@ -60,9 +60,9 @@ def test_all_algorithms_share_weights_steps_statistics_and_logs(tmp_path: Path) 
         (weights, steps, seen, statistics, infos, episodes), other = (part[name] for part in found)
         assert all(torch.equal(value, other[0][key]) for key, value in weights.items())
         assert seen[:3] == [16, 32, 48]
-        assert seen[-1] == steps == 512
+        assert seen[-1] == steps == (560 if name == "A2C" else 512)  # a rollout of A2C has 80 steps
         assert all(np.array_equal(*pair) for pair in zip(statistics, other[3], strict=True))
-        assert statistics[2] == pytest.approx(512 + 16 + 1e-4)  # steps and the reset of all environments
+        assert statistics[2] == pytest.approx(steps + 16 + 1e-4)  # steps and the reset of all environments
         assert infos == other[4]
         assert episodes == other[5] == (0 if name in ("PPO", "A2C") else len(infos))
         # Rank 0 saves, and one process of either package continues.
@@ -70,7 +70,7 @@ def test_all_algorithms_share_weights_steps_statistics_and_logs(tmp_path: Path) 
         getattr(sb3, name).load(tmp_path / f"{name}-0.zip")
         env = ranks.model_of(name, 0, 1, 2).get_env()
         model = getattr(tensor, name).load(tmp_path / f"{name}-0.zip", env=env)
-        assert model.learn(32, reset_num_timesteps=False).num_timesteps >= 512 + 32
+        assert model.learn(32, reset_num_timesteps=False).num_timesteps >= steps + 32
     assert not (tmp_path / "normalize-1.pkl").exists()
     assert found[0]["stop"] == found[1]["stop"] == 5 * ranks.N + ranks.T * ranks.N  # rank 0 stopped at its step 5
 
