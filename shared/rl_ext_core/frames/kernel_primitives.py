@@ -405,26 +405,46 @@ def narrow_8(typingctx: Any, target: Any, source: Any, shift: Any) -> Any:
     return types.void(types.uint64, types.uint64, types.uint32), codegen
 
 
+def _load_four_interleaved(builder: Any, addresses: Any) -> Any:
+    """Emit code that takes 64 bytes in turn from 16 bytes at each of four addresses."""
+    narrow, wide = ir.VectorType(ir.IntType(8), 16), ir.VectorType(ir.IntType(16), 16)
+
+    def zip_lanes(left: Any, right: Any) -> Any:
+        n = left.type.count
+        lanes = [lane for pair in zip(range(n), range(n, 2 * n), strict=True) for lane in pair]
+        return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(ir.IntType(32), 2 * n), lanes))
+
+    parts = [builder.load(builder.inttoptr(address, narrow.as_pointer())) for address in addresses]
+    for part in parts:
+        part.align = 1
+    pairs = [builder.bitcast(zip_lanes(*parts[i : i + 2]), wide) for i in (0, 2)]
+    return zip_lanes(*pairs)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def interleave_4(typingctx: Any, target: Any, first: Any, second: Any, third: Any, fourth: Any) -> Any:
     """Write 64 bytes that are taken in turn from 16 bytes at each of four addresses."""
-    narrow, wide = ir.VectorType(ir.IntType(8), 16), ir.VectorType(ir.IntType(16), 16)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def zip_lanes(left: Any, right: Any) -> Any:
-            n = left.type.count
-            lanes = [lane for pair in zip(range(n), range(n, 2 * n), strict=True) for lane in pair]
-            return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(ir.IntType(32), 2 * n), lanes))
-
-        parts = [builder.load(builder.inttoptr(arg, narrow.as_pointer())) for arg in args[1:]]
-        for part in parts:
-            part.align = 1
-        pairs = [builder.bitcast(zip_lanes(*parts[i : i + 2]), wide) for i in (0, 2)]
-        stack = zip_lanes(*pairs)
+        stack = _load_four_interleaved(builder, args[1:])
         builder.store(stack, builder.inttoptr(args[0], stack.type.as_pointer())).align = 1
         return context.get_dummy_value()
 
     return types.void(*[types.uint64] * 5), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def stack_of_four_differs(typingctx: Any, stack: Any, first: Any, second: Any, third: Any, fourth: Any) -> Any:
+    """Return 1 if 64 bytes differ from those taken in turn from 16 bytes at each of four addresses, else 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        expected = _load_four_interleaved(builder, args[1:])
+        found = builder.load(builder.inttoptr(args[0], expected.type.as_pointer()))
+        found.align = 1
+        lanes = builder.bitcast(builder.xor(expected, found), ir.IntType(512))
+        return builder.zext(builder.icmp_unsigned("!=", lanes, ir.Constant(lanes.type, 0)), ir.IntType(64))
+
+    return types.uint64(*[types.uint64] * 5), codegen
 
 
 # Checksums. A change within eight bytes goes undetected with a probability of 2**-32.

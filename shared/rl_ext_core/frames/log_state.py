@@ -33,7 +33,6 @@ from rl_ext_core.frames.kernel_primitives import load_u32, to_pointer
     STORED,  # number of rows with transitions, which end before the position
     FULL,  # whether the position has returned to row 0
     END,  # position from which on another segment is opened; 0 if none is open
-    LIMIT,  # position behind the memory of the open segment
     NEXT,  # position of the next record
     SEQUENCE,  # number of the open segment, counted from the first one ever
     RECORDS,  # number of records that were ever written
@@ -42,8 +41,8 @@ from rl_ext_core.frames.kernel_primitives import load_u32, to_pointer
     DIED,  # number of segments that have lost their last live row and are not freed yet
     ROW_INPUT,  # row of the transition to write, -1 for the position
     DATA_INPUT,  # address of the caller's data of this transition
-) = range(25)
-N_LOG = 25
+) = range(24)
+N_LOG = 24
 
 # Numbers of a column.
 (
@@ -54,19 +53,19 @@ N_LOG = 25
     CHANNELS,  # of one frame
     ITEMSIZE,
     ORDER,  # memory order of stored frames and decoded stacks, PLANAR or INTERLEAVED
-    FRAMES,  # address of the newest frames, (n_envs, n_stack + 1, padded bytes): each stream's newest stack, as a ring
-    STACKS,  # address of the newest stacks, (n_envs, stack bytes), for streams that are given interleaved stacks
+    FRAMES,  # address of the newest frames, (n_envs, slots, padded bytes): each stream's newest stack, as a ring
+    SLOTS,  # number of such frames per stream
     DECODED,  # address of the newest frames as they will be decoded, (n_envs, padded bytes), if the bound is not 0
     STREAMS,  # address of the streams, (n_envs, N_STREAM)
-    CASES,  # address of the case of each environment in this push, (n_envs,)
     SCRATCH,  # address of work memory
-    MASK,  # address of a mask of the bytes that an interleaved stack shares with the one before
+    MASK,  # address of a mask of the bytes that an interleaved stack shares with the one before, 0 if it is not needed
     BOUND,  # largest error per byte; 0 is exact
     CHAIN,  # largest number of entries per chain; 0 to store whole frames
     BUDGET,  # bytes of patches after which a chain ends
     ENTRY_WORDS,  # largest number of words per entry
     SHARED_KEY,  # first key in the open segment, -1 if there is none
     BLOBS,  # address of the opaque entries of this push, 0 if frames are patched
+    NEW_FRAMES,  # address to which new frames are copied instead of being written, 0 usually
     OBS_INPUT,  # address of this push's stacks, and their memory order
     OBS_ORDER,
     NEXT_INPUT,
@@ -83,7 +82,7 @@ N_COLUMN = 24
     KEY_BYTES,  # bytes of the patches that start from it
     DEPTH,  # frames of its newest stack that are not padding
     SLOT,  # place of its newest frame in FRAMES
-    HAS_STACK,  # whether STACKS contains its newest stack
+    HAS_STACK,  # whether FRAMES contains its newest stack as it was given, interleaved, and then its newest frame
     BACKOFF,  # frames that are stored whole without a look, and how many of these are left
     ENTRIES,  # number of its entries
 ) = range(10)

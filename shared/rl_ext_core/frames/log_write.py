@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from numba import int64, njit, uint32, uint64
 
-from rl_ext_core.frames.geometry import PLANAR
-from rl_ext_core.frames.interleave import extract_frame, is_interleaved_shift
+from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR
+from rl_ext_core.frames.interleave import extract_frame, is_interleaved_shift, is_stack_of_four
 from rl_ext_core.frames.kernel_primitives import (
     SUM_START,
     add_bytes,
@@ -29,6 +29,7 @@ from rl_ext_core.frames.kernel_primitives import (
     fold_sum,
     mix_word,
     publish_u32,
+    zero_bytes,
 )
 from rl_ext_core.frames.log_patch import (
     NARROW,
@@ -44,7 +45,6 @@ from rl_ext_core.frames.log_state import (
     BOUND,
     BUDGET,
     CAPACITY,
-    CASES,
     CHAIN,
     CHAIN_BYTES,
     CHAIN_LENGTH,
@@ -55,7 +55,6 @@ from rl_ext_core.frames.log_state import (
     DIED,
     END,
     ENTRIES,
-    ENTRY_WORDS,
     FRAME_BYTES,
     FRAMED,
     FRAMES,
@@ -64,7 +63,6 @@ from rl_ext_core.frames.log_state import (
     KEY,
     KEY_BYTES,
     KEY_FRAME,
-    LIMIT,
     LIVE,
     MASK,
     MAX_CHAIN,
@@ -72,6 +70,8 @@ from rl_ext_core.frames.log_state import (
     N_ENVS,
     N_SLOTS,
     N_STACK,
+    N_STREAM,
+    NEW_FRAMES,
     NEWEST,
     NEXT,
     OBS_INPUT,
@@ -90,15 +90,15 @@ from rl_ext_core.frames.log_state import (
     ROW_INPUT,
     ROWS,
     SCRATCH,
-    SEGMENT_HEADER,
     SEGMENT_SHIFT,
     SEQUENCE,
     SHARED_KEY,
     SIZE_BITS,
     SLOT,
-    STACKS,
+    SLOTS,
     START,
     STORED,
+    STREAMS,
     USED,
     USED_WORDS,
     address_at,
@@ -107,7 +107,6 @@ from rl_ext_core.frames.log_state import (
     read_header,
     shape_of,
     stream_of,
-    uint8s,
     uint32s,
     write_header,
 )
@@ -115,8 +114,6 @@ from rl_ext_core.frames.log_state import (
 # Results of ``push``.
 WRITTEN, NEEDS_SEGMENT, SEGMENT_DIED = range(3)
 
-# Cases of an environment in a push: how its observation and next observation continue the newest stack.
-NEW, CONTINUED, MOVED, REPEATED = range(4)
 _KEY_RENT = 16  # a key is replaced once the patches that start from it have taken as much as so many frames
 _MAX_BACKOFF = 7
 # Work memory of a column, in padded frames; see ``scratch``.
@@ -132,42 +129,58 @@ def scratch(state, c, part):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _newest_frame(state, c, env, slot):  # type: ignore[no-untyped-def]
-    """Return the address of one of the newest frames of a stream."""
-    n_slots = state[c + N_STACK] + 1
-    return state[c + FRAMES] + (env * n_slots + slot % n_slots) * state[c + PADDED_BYTES]
+def _kept_frame(state, c, env, slot):  # type: ignore[no-untyped-def]
+    """Return the address of a slot of the newest frames of a stream."""
+    return state[c + FRAMES] + (env * state[c + SLOTS] + slot % state[c + SLOTS]) * state[c + PADDED_BYTES]
 
 
 @njit(nogil=True)
-def stack_bytes(state, c):  # type: ignore[no-untyped-def]
-    """Return the size of a column's stacks."""
-    return state[c + N_STACK] * state[c + FRAME_BYTES]
+def _continues(state, c, env, stack, order, shift):  # type: ignore[no-untyped-def]
+    """Return whether a stack is the newest one of its stream, moved on by ``shift`` frames.
 
-
-@njit(nogil=True)
-def continues(state, c, env, stack, order, shift):  # type: ignore[no-untyped-def]
-    """Return whether a stack is the newest one of its stream, moved on by ``shift`` frames."""
+    Without a mask, an interleaved stack has four gray frames. The newest one is then in work memory.
+    """
     stream, n_stack, n_bytes = stream_of(state, c, env), state[c + N_STACK], state[c + FRAME_BYTES]
-    if stream[NEWEST] < 0:
-        return False
-    shape, frame, n_parts = shape_of(state, c), scratch(state, c, OTHER_FRAME), n_stack - shift
-    whole = order != PLANAR and stream[HAS_STACK] != 0
-    if whole:
-        known = state[c + STACKS] + env * (stack_bytes(state, c) + 64)
-        n_bytes, n_parts = stack_bytes(state, c), 1
-        if shift:
-            unit = shape.frame_channels * shape.itemsize
-            return is_interleaved_shift(uint64(known), uint64(stack), n_bytes, unit, uint64(state[c + MASK]))
-    for i in range(n_parts):
+    shape, has_stack, slot = shape_of(state, c), stream[HAS_STACK] != 0, stream[SLOT] + 1 + shift
+    slot += state[c + SLOTS] - n_stack  # of the oldest frame that is compared
+    new, other, whole = scratch(state, c, NEW_FRAME), scratch(state, c, OTHER_FRAME), _kept_frame(state, c, env, 0)
+    if has_stack and order != PLANAR:
+        if shift == 0:
+            return are_equal(uint64(whole), uint64(stack), n_stack * n_bytes)
+        unit = shape.frame_channels * shape.itemsize
+        return is_interleaved_shift(uint64(whole), uint64(stack), n_stack * n_bytes, unit, uint64(state[c + MASK]))
+    if order != PLANAR and state[c + MASK] == 0:
+        first, second = uint64(_kept_frame(state, c, env, slot)), uint64(_kept_frame(state, c, env, slot + 1))
+        third, fourth = uint64(_kept_frame(state, c, env, slot + 2)), uint64(_kept_frame(state, c, env, slot + 3))
+        fourth = uint64(new) if shift else fourth
+        return is_stack_of_four(uint64(stack), first, second, third, fourth, shape.pixels, uint64(new))
+    for i in range(n_stack - shift):
+        if has_stack:  # the newest stack was given in another memory order
+            known = other
+            extract_frame(uint64(whole), INTERLEAVED, i + shift, shape, uint64(other))
+        else:
+            known = _kept_frame(state, c, env, slot + i)
         part = stack + i * n_bytes
-        if not whole:
-            known = _newest_frame(state, c, env, stream[SLOT] + 2 + i + shift)
-            if order != PLANAR:  # the newest stack was given in another order
-                extract_frame(uint64(stack), order, i, shape, uint64(frame))
-                part = frame
+        if order != PLANAR:
+            part = new
+            extract_frame(uint64(stack), order, i, shape, uint64(new))
         if not are_equal(uint64(part), uint64(known), n_bytes):
             return False
     return True
+
+
+@njit(nogil=True)
+def _find_shift(state, c, env, stack, order, side):  # type: ignore[no-untyped-def]
+    """Return by how many frames a stack moves the newest one of its stream on: 0 or 1; -1 if it does not continue it.
+
+    :param side: 0 for an observation, which usually is the newest stack; 1 for a next observation, which moves it on.
+    """
+    if stream_of(state, c, env)[NEWEST] >= 0:
+        for i in range(2):
+            shift = side ^ i
+            if (shift == 0 or state[c + N_STACK] > 1) and _continues(state, c, env, stack, order, shift):
+                return shift
+    return -1
 
 
 @njit(nogil=True)
@@ -179,14 +192,20 @@ def _load_key(state, c, key):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _append_entry(state, c, env, frame, at):  # type: ignore[no-untyped-def]
+def _append_entry(state, c, env, frame, last, at):  # type: ignore[no-untyped-def]
     """Write the entry of a new frame of a stream; return the position behind it.
 
-    :param frame: Address of the frame in work memory.
+    :param frame, last: Addresses of the frame and of the one before, padded with zeros.
     :param at: Position to write to.
     """
     stream, n_bytes, bound = stream_of(state, c, env), state[c + PADDED_BYTES], state[c + BOUND]
-    last = state[c + DECODED] + env * n_bytes if bound else _newest_frame(state, c, env, stream[SLOT])
+    if state[c + NEW_FRAMES]:
+        copy_frame(uint64(state[c + NEW_FRAMES]), uint64(frame), state[c + FRAME_BYTES])
+        state[c + NEW_FRAMES] += state[c + FRAME_BYTES]
+        stream[NEWEST] = at
+        return at
+    if bound:
+        last = state[c + DECODED] + env * n_bytes
     key = stream[KEY] if stream[KEY] >= 0 else state[c + SHARED_KEY]
     decoded, patch = scratch(state, c, _RESIDUAL_FRAME), scratch(state, c, _PATCH)
     kind, found, contents = RAW, -1, frame
@@ -303,50 +322,36 @@ def _write_stack(state, c, env, stack, order, moved, at):  # type: ignore[no-unt
     :param moved: Whether the stack is the newest one, moved on by one frame.
     """
     stream, n_stack, shape = stream_of(state, c, env), state[c + N_STACK], shape_of(state, c)
-    depth = stream[DEPTH] if moved else 0
+    depth, whole, n_bytes = stream[DEPTH] if moved else 0, _kept_frame(state, c, env, 0), state[c + FRAME_BYTES]
+    keeps_stack = order != PLANAR and state[c + MASK] != 0
+    last = _kept_frame(state, c, env, n_stack if stream[HAS_STACK] else stream[SLOT])
+    if stream[HAS_STACK] and not keeps_stack:  # frames are padded with zeros, stacks are not
+        copy_frame(uint64(scratch(state, c, OTHER_FRAME)), uint64(last), n_bytes)
+        last = scratch(state, c, OTHER_FRAME)
+        zero_bytes(uint64(whole), state[c + SLOTS] * state[c + PADDED_BYTES])
+        for i in range(n_stack - 1):
+            known = _kept_frame(state, c, env, stream[SLOT] + 2 - n_stack + i + state[c + SLOTS])
+            extract_frame(uint64(stack), order, i, shape, uint64(known))
     for i in range(n_stack - 1 if moved else 0, n_stack):
-        frame = _newest_frame(state, c, env, stream[SLOT] + 1)  # the newest one is still needed
-        extract_frame(uint64(stack), order, i, shape, uint64(frame))
+        frame = _kept_frame(state, c, env, stream[SLOT] + 1)
+        if keeps_stack:
+            frame = scratch(state, c, i % 2)
+        if moved and order != PLANAR and not keeps_stack:
+            copy_frame(uint64(frame), uint64(scratch(state, c, NEW_FRAME)), n_bytes)
+        else:
+            extract_frame(uint64(stack), order, i, shape, uint64(frame))
         if depth or i == n_stack - 1 or not is_padding(frame, state[c + PADDED_BYTES]):
             depth += 1
-            at = _append_entry(state, c, env, frame, at)
+            at = _append_entry(state, c, env, frame, last, at)
         else:  # zeros before the first frame of an episode
             stream[CHAIN_LENGTH] = MAX_CHAIN  # the newest frame is not that of the newest entry any more
-        stream[SLOT] = (stream[SLOT] + 1) % (n_stack + 1)
-    stream[DEPTH], stream[HAS_STACK] = min(depth, n_stack), order != PLANAR
-    if order != PLANAR:
-        known = state[c + STACKS] + env * (stack_bytes(state, c) + 64)
-        copy_frame(uint64(known), uint64(stack), stack_bytes(state, c))
+        stream[SLOT] = (stream[SLOT] + 1) % state[c + SLOTS]
+        last = frame
+    stream[DEPTH], stream[HAS_STACK] = min(depth, n_stack), keeps_stack
+    if keeps_stack:
+        copy_frame(uint64(whole), uint64(stack), n_stack * n_bytes)
+        copy_frame(uint64(_kept_frame(state, c, env, n_stack)), uint64(last), n_bytes)
     return at
-
-
-@njit(nogil=True)
-def find_cases(state):  # type: ignore[no-untyped-def]
-    """Find how the stacks of this push continue the newest ones; return the largest number of words of the record."""
-    n_envs, words = state[N_ENVS], 0
-    for number in range(state[N_COLUMNS]):
-        c = column_start(number)
-        n_stack, size = state[c + N_STACK], stack_bytes(state, c)
-        cases = uint8s(state[c + CASES], n_envs)
-        for env in range(n_envs):
-            case = NEW
-            for check in range(3):  # of the observation, then of the next observation; a stack of one never moves on
-                side, shift = int64(check > 0), int64(check == 1)
-                if shift and n_stack == 1:
-                    continue
-                stack = state[c + OBS_INPUT + 2 * side] + env * size
-                found = continues(state, c, env, stack, state[c + OBS_ORDER + 2 * side], shift)
-                if check == 0:
-                    if not found:
-                        break
-                    case = CONTINUED
-                elif found:
-                    case = MOVED if shift else REPEATED
-                    break
-            cases[env] = case
-            n_frames = 2 * n_stack if case == NEW else (n_stack if case == CONTINUED else int64(case == MOVED))
-            words += n_frames * state[c + ENTRY_WORDS]
-    return words
 
 
 @njit(nogil=True)
@@ -415,7 +420,8 @@ def _advance(state, row):  # type: ignore[no-untyped-def]
 def push(state):  # type: ignore[no-untyped-def]
     """Write one transition of each environment, whose addresses are in the state.
 
-    It holds the GIL, so neither a signal nor another thread finds a part of it.
+    It holds the GIL, so neither a signal nor another thread finds a part of it. If ``NEW_FRAMES`` is set, nothing is
+    written: the frames that would be are copied to that address, behind space for the newest frames of a stream.
 
     :return: ``NEEDS_SEGMENT`` if nothing was written, because another segment must be opened first; ``SEGMENT_DIED`` if
         a segment can be freed; else ``WRITTEN``.
@@ -423,37 +429,39 @@ def push(state):  # type: ignore[no-untyped-def]
     n_envs, n_columns, start = state[N_ENVS], state[N_COLUMNS], state[NEXT]
     if state[END] == 0 or start >= state[END]:
         return NEEDS_SEGMENT
-    n_header = header_words(state)
-    if start + n_header + find_cases(state) + SEGMENT_HEADER > state[LIMIT]:
-        return NEEDS_SEGMENT
-    row, at = state[ROW_INPUT] if state[ROW_INPUT] >= 0 else state[POSITION], start + n_header
+    row, at = state[ROW_INPUT] if state[ROW_INPUT] >= 0 else state[POSITION], start + header_words(state)
     heads = uint32s(address_at(state, start) + 4 * RECORD_HEADER, 2 * n_envs * n_columns)
     for number in range(n_columns):
         c = column_start(number)
-        size, cases = stack_bytes(state, c), uint8s(state[c + CASES], n_envs)
+        saved, n_bytes = state[c + NEW_FRAMES], state[c + SLOTS] * state[c + PADDED_BYTES]
+        if saved:
+            state[c + NEW_FRAMES] += n_bytes + 8 * N_STREAM
         for env in range(n_envs):
-            stream, case = stream_of(state, c, env), cases[env]
+            stream, frames = stream_of(state, c, env), state[c + FRAMES] + env * n_bytes
+            if saved:
+                copy_frame(uint64(saved), uint64(frames), n_bytes)
+                copy_frame(uint64(saved + n_bytes), uint64(state[c + STREAMS] + 8 * N_STREAM * env), 8 * N_STREAM)
             depth, entries = stream[DEPTH], stream[ENTRIES]
             for side in range(2):
-                if (side == 0 and case != NEW) or (side == 1 and case == REPEATED):
-                    continue
-                stack, order = state[c + OBS_INPUT + 2 * side] + env * size, state[c + OBS_ORDER + 2 * side]
-                shift = int64(case == MOVED)
-                if case == NEW:  # the newest stack has changed since the case was found
-                    shift = -1
-                    for other in range(2):
-                        if shift < 0 and (other == 0 or state[c + N_STACK] > 1):
-                            shift = other if continues(state, c, env, stack, order, other) else -1
-                if shift != 0 or case == CONTINUED:
+                order, size = state[c + OBS_ORDER + 2 * side], state[c + N_STACK] * state[c + FRAME_BYTES]
+                stack = state[c + OBS_INPUT + 2 * side] + env * size
+                shift = _find_shift(state, c, env, stack, order, side)
+                if shift != 0:
                     at = _write_stack(state, c, env, stack, order, shift == 1, at)
                 if side == 0:
                     depth, entries = stream[DEPTH], stream[ENTRIES]
+            if saved:
+                copy_frame(uint64(frames), uint64(saved), n_bytes)
+                copy_frame(uint64(state[c + STREAMS] + 8 * N_STREAM * env), uint64(saved + n_bytes), 8 * N_STREAM)
+                continue
             back, chain = stream[ENTRIES] - entries, min(stream[CHAIN_LENGTH] - 1, MAX_CHAIN)
             pair = stream[NEWEST] << 23 | chain << 18 | back << 12 | depth << 6 | stream[DEPTH]
             if state[FRAMED]:
                 k = 2 * (env * n_columns + number)
                 heads[k], heads[k + 1] = uint32(pair & 0xFFFFFFFF), uint32(pair >> 32)
             set_pair(state, (row * n_envs + env) * n_columns + number, pair)
+        if saved:
+            return WRITTEN
     if state[ROW_BYTES]:
         copy_frame(uint64(state[ROWS] + row * state[ROW_BYTES]), uint64(state[DATA_INPUT]), state[ROW_BYTES])
     _advance(state, row)
