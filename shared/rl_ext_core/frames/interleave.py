@@ -51,24 +51,16 @@ def is_interleaved_shift(before, after, n_bytes, unit, shared_mask):  # type: ig
 
 
 @njit(nogil=True)
-def is_stack_of_four(stack, first, second, third, fourth, pixels, newest):  # type: ignore[no-untyped-def]
-    """Return whether an interleaved stack has these four gray frames, and copy its newest frame to ``newest``.
-
-    :param stack: Address of the stack.
-    :param first, second, third, fourth: Addresses of frames. ``newest`` as the fourth one compares the others only.
-    :param newest: Address to write to. The frame is complete if the result is True.
-    """
+def is_stack_of_four(stack, first, second, third, fourth, pixels):  # type: ignore[no-untyped-def]
+    """Return whether an interleaved stack has these four gray frames, given by their addresses."""
     pixel = 0
     while pixel + 16 <= pixels:
         at, words = uint64(pixel), stack + uint64(4 * pixel)
-        narrow_8(newest + at, words, uint32(24))
-        narrow_8(newest + at + uint64(8), words + uint64(32), uint32(24))
         if stack_of_four_differs(words, first + at, second + at, third + at, fourth + at) != uint64(0):
             return False
         pixel += 16
     while pixel < pixels:
         at, word = uint64(pixel), load_u32(stack + uint64(4 * pixel))
-        store_u8(newest + at, uint8(word >> uint32(24)))
         low, high = load_u8(first + at) | load_u8(second + at) << 8, load_u8(third + at) | load_u8(fourth + at) << 8
         if int64(word) != low | high << 16:
             return False

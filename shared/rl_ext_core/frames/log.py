@@ -149,15 +149,14 @@ class FrameLog:
         self._allocate(c, fields.FRAMES, (self.n_envs * n_slots * int(self.state[c + fields.PADDED_BYTES]) + 64,))
 
     def _prepare_interleaved(self, number: int) -> None:
-        """Allocate what is needed to compare interleaved stacks of a column, if they are not four gray frames."""
+        """Allocate what is needed to compare interleaved stacks of a column."""
         self._is_prepared[number] = True
         layout, c = self.columns[number].layout, N_LOG + N_COLUMN * number
-        if layout.n_stack == 4 and layout.frame_bytes == layout.pixels:
-            return
-        self._close_segment()  # the newest frames are not known any more
         mask = shared_byte_mask(layout)
         self._allocate(c, fields.MASK, (len(mask),))[:] = mask
-        self._allocate_frames(c, layout.n_stack + 1)
+        if layout.n_stack != 4 or layout.frame_bytes != layout.pixels:  # stacks are kept, too
+            self._close_segment()  # the newest frames are not known any more
+            self._allocate_frames(c, layout.n_stack + 1)
 
     def _allocate_scratch(self, c: int, n_frames: int) -> None:
         """Allocate work memory of a column."""

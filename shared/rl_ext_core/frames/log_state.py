@@ -58,7 +58,7 @@ N_LOG = 24
     DECODED,  # address of the newest frames as they will be decoded, (n_envs, padded bytes), if the bound is not 0
     STREAMS,  # address of the streams, (n_envs, N_STREAM)
     SCRATCH,  # address of work memory
-    MASK,  # address of a mask of the bytes that an interleaved stack shares with the one before, 0 if it is not needed
+    MASK,  # address of a mask of the bytes that an interleaved stack shares with the one before
     BOUND,  # largest error per byte; 0 is exact
     CHAIN,  # largest number of entries per chain; 0 to store whole frames
     BUDGET,  # bytes of patches after which a chain ends

@@ -48,6 +48,7 @@ from rl_ext_core.frames.log_state import (
     CHAIN,
     CHAIN_BYTES,
     CHAIN_LENGTH,
+    CHANNELS,
     DATA_INPUT,
     DECODED,
     DELTA,
@@ -60,6 +61,7 @@ from rl_ext_core.frames.log_state import (
     FRAMES,
     FULL,
     HAS_STACK,
+    ITEMSIZE,
     KEY,
     KEY_BYTES,
     KEY_FRAME,
@@ -79,6 +81,7 @@ from rl_ext_core.frames.log_state import (
     OPAQUE,
     PADDED_BYTES,
     PAIRS,
+    PIXELS,
     POSITION,
     RAW,
     RECORD_HEADER,
@@ -135,32 +138,39 @@ def _kept_frame(state, c, env, slot):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _continues(state, c, env, stack, order, shift):  # type: ignore[no-untyped-def]
-    """Return whether a stack is the newest one of its stream, moved on by ``shift`` frames.
+def _is_gray_of_four(state, c):  # type: ignore[no-untyped-def]
+    """Return whether stacks have four frames with one byte per pixel, the usual case."""
+    return state[c + N_STACK] == 4 and state[c + FRAME_BYTES] == state[c + PIXELS]
 
-    Without a mask, an interleaved stack has four gray frames. The newest one is then in work memory.
-    """
+
+@njit(nogil=True)
+def _is_shift(state, c, before, after, order, shift):  # type: ignore[no-untyped-def]
+    """Return whether a stack is another one of the same memory order, moved on by ``shift`` frames."""
+    n_bytes, offset = state[c + N_STACK] * state[c + FRAME_BYTES], shift * state[c + FRAME_BYTES]
+    if shift and order != PLANAR:
+        unit = state[c + CHANNELS] * state[c + ITEMSIZE]
+        return is_interleaved_shift(uint64(before), uint64(after), n_bytes, unit, uint64(state[c + MASK]))
+    return are_equal(uint64(before + offset), uint64(after), n_bytes - offset)
+
+
+@njit(nogil=True)
+def _continues(state, c, env, stack, order, shift):  # type: ignore[no-untyped-def]
+    """Return whether a stack is the newest one of its stream, moved on by ``shift`` frames."""
     stream, n_stack, n_bytes = stream_of(state, c, env), state[c + N_STACK], state[c + FRAME_BYTES]
-    shape, has_stack, slot = shape_of(state, c), stream[HAS_STACK] != 0, stream[SLOT] + 1 + shift
-    slot += state[c + SLOTS] - n_stack  # of the oldest frame that is compared
+    shape, has_stack = shape_of(state, c), stream[HAS_STACK] != 0
+    slot = stream[SLOT] + state[c + SLOTS] - n_stack + 1 + shift  # of the first frame that is compared
     new, other, whole = scratch(state, c, NEW_FRAME), scratch(state, c, OTHER_FRAME), _kept_frame(state, c, env, 0)
     if has_stack and order != PLANAR:
-        if shift == 0:
-            return are_equal(uint64(whole), uint64(stack), n_stack * n_bytes)
-        unit = shape.frame_channels * shape.itemsize
-        return is_interleaved_shift(uint64(whole), uint64(stack), n_stack * n_bytes, unit, uint64(state[c + MASK]))
-    if order != PLANAR and state[c + MASK] == 0:
+        return _is_shift(state, c, whole, stack, order, shift)
+    if shift == 0 and order != PLANAR and _is_gray_of_four(state, c):
         first, second = uint64(_kept_frame(state, c, env, slot)), uint64(_kept_frame(state, c, env, slot + 1))
         third, fourth = uint64(_kept_frame(state, c, env, slot + 2)), uint64(_kept_frame(state, c, env, slot + 3))
-        fourth = uint64(new) if shift else fourth
-        return is_stack_of_four(uint64(stack), first, second, third, fourth, shape.pixels, uint64(new))
+        return is_stack_of_four(uint64(stack), first, second, third, fourth, shape.pixels)
     for i in range(n_stack - shift):
+        known, part = _kept_frame(state, c, env, slot + i), stack + i * n_bytes
         if has_stack:  # the newest stack was given in another memory order
             known = other
             extract_frame(uint64(whole), INTERLEAVED, i + shift, shape, uint64(other))
-        else:
-            known = _kept_frame(state, c, env, slot + i)
-        part = stack + i * n_bytes
         if order != PLANAR:
             part = new
             extract_frame(uint64(stack), order, i, shape, uint64(new))
@@ -170,16 +180,25 @@ def _continues(state, c, env, stack, order, shift):  # type: ignore[no-untyped-d
 
 
 @njit(nogil=True)
-def _find_shift(state, c, env, stack, order, side):  # type: ignore[no-untyped-def]
+def _find_shift(state, c, env, stack, side):  # type: ignore[no-untyped-def]
     """Return by how many frames a stack moves the newest one of its stream on: 0 or 1; -1 if it does not continue it.
 
     :param side: 0 for an observation, which usually is the newest stack; 1 for a next observation, which moves it on.
     """
-    if stream_of(state, c, env)[NEWEST] >= 0:
-        for i in range(2):
-            shift = side ^ i
-            if (shift == 0 or state[c + N_STACK] > 1) and _continues(state, c, env, stack, order, shift):
-                return shift
+    if stream_of(state, c, env)[NEWEST] < 0:
+        return -1
+    order, obs_order = state[c + OBS_ORDER + 2 * side], state[c + OBS_ORDER]
+    obs = state[c + OBS_INPUT] + env * state[c + N_STACK] * state[c + FRAME_BYTES]
+    for i in range(2):
+        shift = side ^ i
+        if shift and state[c + N_STACK] == 1:
+            continue
+        if side and order == obs_order:  # the observation is the newest stack, and in the caches
+            found = _is_shift(state, c, obs, stack, order, shift)
+        else:
+            found = _continues(state, c, env, stack, order, shift)
+        if found:
+            return shift
     return -1
 
 
@@ -323,7 +342,7 @@ def _write_stack(state, c, env, stack, order, moved, at):  # type: ignore[no-unt
     """
     stream, n_stack, shape = stream_of(state, c, env), state[c + N_STACK], shape_of(state, c)
     depth, whole, n_bytes = stream[DEPTH] if moved else 0, _kept_frame(state, c, env, 0), state[c + FRAME_BYTES]
-    keeps_stack = order != PLANAR and state[c + MASK] != 0
+    keeps_stack = order != PLANAR and not _is_gray_of_four(state, c)
     last = _kept_frame(state, c, env, n_stack if stream[HAS_STACK] else stream[SLOT])
     if stream[HAS_STACK] and not keeps_stack:  # frames are padded with zeros, stacks are not
         copy_frame(uint64(scratch(state, c, OTHER_FRAME)), uint64(last), n_bytes)
@@ -336,10 +355,7 @@ def _write_stack(state, c, env, stack, order, moved, at):  # type: ignore[no-unt
         frame = _kept_frame(state, c, env, stream[SLOT] + 1)
         if keeps_stack:
             frame = scratch(state, c, i % 2)
-        if moved and order != PLANAR and not keeps_stack:
-            copy_frame(uint64(frame), uint64(scratch(state, c, NEW_FRAME)), n_bytes)
-        else:
-            extract_frame(uint64(stack), order, i, shape, uint64(frame))
+        extract_frame(uint64(stack), order, i, shape, uint64(frame))
         if depth or i == n_stack - 1 or not is_padding(frame, state[c + PADDED_BYTES]):
             depth += 1
             at = _append_entry(state, c, env, frame, last, at)
@@ -445,7 +461,7 @@ def push(state):  # type: ignore[no-untyped-def]
             for side in range(2):
                 order, size = state[c + OBS_ORDER + 2 * side], state[c + N_STACK] * state[c + FRAME_BYTES]
                 stack = state[c + OBS_INPUT + 2 * side] + env * size
-                shift = _find_shift(state, c, env, stack, order, side)
+                shift = _find_shift(state, c, env, stack, side)
                 if shift != 0:
                     at = _write_stack(state, c, env, stack, order, shift == 1, at)
                 if side == 0:
