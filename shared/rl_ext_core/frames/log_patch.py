@@ -15,7 +15,7 @@ bytes that are still further away than the bound.
 
 from __future__ import annotations
 
-from numba import carray, int64, njit, uint8, uint16, uint32, uint64
+from numba import int64, uint8, uint16, uint32, uint64
 
 from rl_ext_core.frames.kernel_primitives import (
     blend_16,
@@ -23,13 +23,16 @@ from rl_ext_core.frames.kernel_primitives import (
     count_different,
     count_far_apart,
     far_apart_8,
+    inner,
     load_u16,
     load_u32,
     load_u64,
     store_u8,
     store_u16,
     store_u32,
-    to_pointer,
+    uint8s,
+    uint16s,
+    uint32s,
 )
 
 PADDING = 32  # frames are compared in units of so many bytes, padded with zeros
@@ -42,13 +45,7 @@ _MAX_GAP = 3  # equal bytes inside a run, because a header costs two or three by
 _MAX_DENSE_GAP = 6  # if many bytes differ, because runs take time
 
 
-@njit(nogil=True)
-def _uint8s(address, n):  # type: ignore[no-untyped-def]
-    """Return an array of the bytes at an address."""
-    return carray(to_pointer(address), n, uint8)
-
-
-@njit(nogil=True)
+@inner
 def encode_patch(before, after, n_bytes, out, work, bound):  # type: ignore[no-untyped-def]
     """Write the patch from one frame to another.
 
@@ -62,9 +59,9 @@ def encode_patch(before, after, n_bytes, out, work, bound):  # type: ignore[no-u
     before, after, data = uint64(before), uint64(after), uint64(work)
     limit, n_words, different = n_bytes - n_bytes // 16, 0, 0
     most = n_bytes // 4 + 16  # runs: each is followed by at least four equal bytes, or is split at 255 bytes
-    lengths = _uint8s(work + n_bytes + 64, most)
-    skips = carray(to_pointer(work + n_bytes + most + 64), most, uint16)
-    words = carray(to_pointer(work + n_bytes + 3 * most + 64), n_bytes // PADDING + 1, uint32)
+    lengths = uint8s(work + n_bytes + 64, most)
+    skips = uint16s(work + n_bytes + most + 64, most)
+    words = uint32s(work + n_bytes + 3 * most + 64, n_bytes // PADDING + 1)
     for i in range(n_bytes // PADDING):
         left, right = before + uint64(PADDING * i), after + uint64(PADDING * i)
         count = count_different(left, right) if bound == 0 else count_far_apart(left, right, uint8(bound))
@@ -146,7 +143,7 @@ def encode_patch(before, after, n_bytes, out, work, bound):  # type: ignore[no-u
     return total | NARROW if narrow else total
 
 
-@njit(nogil=True)
+@inner
 def apply_patch(frame, patch, narrow, n_bytes):  # type: ignore[no-untyped-def]
     """Apply a patch in place. Both regions need 16 readable and writable bytes behind them.
 
@@ -189,7 +186,7 @@ def apply_patch(frame, patch, narrow, n_bytes):  # type: ignore[no-untyped-def]
         data += n
 
 
-@njit(nogil=True)
+@inner
 def _encode_quarter(base, frame, codes, n, bound, shift):  # type: ignore[no-untyped-def]
     """Add the codes of one quarter of a frame."""
     for i in range(n):
@@ -197,7 +194,7 @@ def _encode_quarter(base, frame, codes, n, bound, shift):  # type: ignore[no-unt
         codes[i] |= uint8((1 + int64(difference > bound) - int64(difference < -bound)) << shift)
 
 
-@njit(nogil=True)
+@inner
 def _decode_quarter(base, codes, out, n, step, low):  # type: ignore[no-untyped-def]
     """Decode one quarter of a frame, whose codes have ``low`` as their lowest bit."""
     up, both = uint8(low + low), uint8(3 * low)
@@ -209,16 +206,16 @@ def _decode_quarter(base, codes, out, n, step, low):  # type: ignore[no-untyped-
         out[i] = more if code == up else (less if code == uint8(0) else value)
 
 
-@njit(nogil=True)
+@inner
 def _decode_codes(base, codes, out, n_bytes, bound):  # type: ignore[no-untyped-def]
     """Apply the two-bit codes to a base frame. The output must not be the base."""
     n = n_bytes // 4
     for i in range(4):
-        quarter = _uint8s(base + i * n, n), _uint8s(codes, n), _uint8s(out + i * n, n)
+        quarter = uint8s(base + i * n, n), uint8s(codes, n), uint8s(out + i * n, n)
         _decode_quarter(quarter[0], quarter[1], quarter[2], n, uint8(2 * bound + 1), 1 << 2 * i)
 
 
-@njit(nogil=True)
+@inner
 def encode_codes(base, frame, codes, decoded, n_bytes, bound):  # type: ignore[no-untyped-def]
     """Write the codes of the residuals of a frame, which a patch must follow.
 
@@ -229,14 +226,14 @@ def encode_codes(base, frame, codes, decoded, n_bytes, bound):  # type: ignore[n
     :param bound: Largest error of a byte, at least 1.
     """
     n = n_bytes // 4
-    array = _uint8s(codes, n)
+    array = uint8s(codes, n)
     array[:] = 0
     for i in range(4):
-        _encode_quarter(_uint8s(base + i * n, n), _uint8s(frame + i * n, n), array, n, bound, 2 * i)
+        _encode_quarter(uint8s(base + i * n, n), uint8s(frame + i * n, n), array, n, bound, 2 * i)
     _decode_codes(base, codes, decoded, n_bytes, bound)
 
 
-@njit(nogil=True)
+@inner
 def apply_residuals(base, residuals, size, narrow, out, n_bytes, bound):  # type: ignore[no-untyped-def]
     """Decode a frame from a base frame and residuals.
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from numba import carray, int64, njit, uint8, uint32, uint64
+from numba import int64, uint32, uint64
 
-from rl_ext_core.frames.kernel_primitives import load_u32, to_pointer
+from rl_ext_core.frames.kernel_primitives import inner, int64s, load_u32, uint32s
 
 # Numbers of the log.
 (
@@ -113,31 +113,13 @@ class FrameShape(NamedTuple):
     stored: int
 
 
-@njit(nogil=True)
-def int64s(address, n):  # type: ignore[no-untyped-def]
-    """Return the array of int64 at an address."""
-    return carray(to_pointer(address), n, int64)
-
-
-@njit(nogil=True)
-def uint32s(address, n):  # type: ignore[no-untyped-def]
-    """Return the array of uint32 at an address."""
-    return carray(to_pointer(address), n, uint32)
-
-
-@njit(nogil=True)
-def uint8s(address, n):  # type: ignore[no-untyped-def]
-    """Return the array of bytes at an address."""
-    return carray(to_pointer(address), n, uint8)
-
-
-@njit(nogil=True)
+@inner
 def column_start(number):  # type: ignore[no-untyped-def]
     """Return the index in the state at which a column's numbers begin."""
     return N_LOG + N_COLUMN * number
 
 
-@njit(nogil=True)
+@inner
 def shape_of(state, c):  # type: ignore[no-untyped-def]
     """Return the form of the frames of the column whose numbers begin at index ``c``."""
     return FrameShape(
@@ -150,13 +132,13 @@ def shape_of(state, c):  # type: ignore[no-untyped-def]
     )
 
 
-@njit(nogil=True)
+@inner
 def stream_of(state, c, env):  # type: ignore[no-untyped-def]
-    """Return the numbers of one stream of a column."""
-    return int64s(state[c + STREAMS] + 8 * N_STREAM * env, N_STREAM)
+    """Return the address of the numbers of one stream of a column."""
+    return state[c + STREAMS] + 8 * N_STREAM * env
 
 
-@njit(nogil=True)
+@inner
 def address_at(state, position):  # type: ignore[no-untyped-def]
     """Return the address of a position."""
     shift = state[SEGMENT_SHIFT]
@@ -164,7 +146,7 @@ def address_at(state, position):  # type: ignore[no-untyped-def]
     return start + ((position & ((1 << shift) - 1)) << 2)
 
 
-@njit(nogil=True)
+@inner
 def read_header(address):  # type: ignore[no-untyped-def]
     """Return an entry's kind, whether it is narrow, its bytes, words to the previous entry, and the address behind."""
     word = int64(load_u32(uint64(address)))
@@ -174,7 +156,7 @@ def read_header(address):  # type: ignore[no-untyped-def]
     return word >> 29, (word >> 28) & 1, word & _LONG, (word >> 14) & _LONG, address + 4
 
 
-@njit(nogil=True)
+@inner
 def write_header(address, kind, narrow, n_bytes, distance):  # type: ignore[no-untyped-def]
     """Write an entry's header; return its number of words."""
     words = uint32s(address, 3)

@@ -16,7 +16,7 @@ A chain is an entry that needs no previous one, and the DELTA entries after it. 
 
 from __future__ import annotations
 
-from numba import int64, njit, uint32, uint64
+from numba import int64, uint32, uint64
 
 from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR
 from rl_ext_core.frames.interleave import extract_frame, is_interleaved_shift, is_stack_of_four
@@ -27,8 +27,11 @@ from rl_ext_core.frames.kernel_primitives import (
     atomic_kernel,
     copy_frame,
     fold_sum,
+    inner,
+    int64s,
     mix_word,
     publish_u32,
+    uint32s,
     zero_bytes,
 )
 from rl_ext_core.frames.log_patch import (
@@ -101,16 +104,13 @@ from rl_ext_core.frames.log_state import (
     SLOTS,
     START,
     STORED,
-    STREAMS,
     USED,
     USED_WORDS,
     address_at,
     column_start,
-    int64s,
     read_header,
     shape_of,
     stream_of,
-    uint32s,
     write_header,
 )
 
@@ -125,25 +125,25 @@ NEW_FRAME, OTHER_FRAME, _BASE, _PATCH, _WORK = range(5)
 _RESIDUAL_FRAME, _RESIDUALS = 5 + WORK_FRAMES, 6 + WORK_FRAMES
 
 
-@njit(nogil=True)
+@inner
 def scratch(state, c, part):  # type: ignore[no-untyped-def]
     """Return the address of a part of a column's work memory."""
     return state[c + SCRATCH] + part * (state[c + PADDED_BYTES] + 64)
 
 
-@njit(nogil=True)
+@inner
 def _kept_frame(state, c, env, slot):  # type: ignore[no-untyped-def]
     """Return the address of a slot of the newest frames of a stream."""
     return state[c + FRAMES] + (env * state[c + SLOTS] + slot % state[c + SLOTS]) * state[c + PADDED_BYTES]
 
 
-@njit(nogil=True)
+@inner
 def _is_gray_of_four(state, c):  # type: ignore[no-untyped-def]
     """Return whether stacks have four frames with one byte per pixel, the usual case."""
     return state[c + N_STACK] == 4 and state[c + FRAME_BYTES] == state[c + PIXELS]
 
 
-@njit(nogil=True)
+@inner
 def _is_shift(state, c, before, after, order, shift):  # type: ignore[no-untyped-def]
     """Return whether a stack is another one of the same memory order, moved on by ``shift`` frames."""
     n_bytes, offset = state[c + N_STACK] * state[c + FRAME_BYTES], shift * state[c + FRAME_BYTES]
@@ -153,10 +153,10 @@ def _is_shift(state, c, before, after, order, shift):  # type: ignore[no-untyped
     return are_equal(uint64(before + offset), uint64(after), n_bytes - offset)
 
 
-@njit(nogil=True)
+@inner
 def _continues(state, c, env, stack, order, shift):  # type: ignore[no-untyped-def]
     """Return whether a stack is the newest one of its stream, moved on by ``shift`` frames."""
-    stream, n_stack, n_bytes = stream_of(state, c, env), state[c + N_STACK], state[c + FRAME_BYTES]
+    stream, n_stack, n_bytes = int64s(stream_of(state, c, env), N_STREAM), state[c + N_STACK], state[c + FRAME_BYTES]
     shape, has_stack = shape_of(state, c), stream[HAS_STACK] != 0
     slot = stream[SLOT] + state[c + SLOTS] - n_stack + 1 + shift  # of the first frame that is compared
     new, other, whole = scratch(state, c, NEW_FRAME), scratch(state, c, OTHER_FRAME), _kept_frame(state, c, env, 0)
@@ -179,13 +179,13 @@ def _continues(state, c, env, stack, order, shift):  # type: ignore[no-untyped-d
     return True
 
 
-@njit(nogil=True)
+@inner
 def _find_shift(state, c, env, stack, side):  # type: ignore[no-untyped-def]
     """Return by how many frames a stack moves the newest one of its stream on: 0 or 1; -1 if it does not continue it.
 
     :param side: 0 for an observation, which usually is the newest stack; 1 for a next observation, which moves it on.
     """
-    if stream_of(state, c, env)[NEWEST] < 0:
+    if int64s(stream_of(state, c, env), N_STREAM)[NEWEST] < 0:
         return -1
     order, obs_order = state[c + OBS_ORDER + 2 * side], state[c + OBS_ORDER]
     obs = state[c + OBS_INPUT] + env * state[c + N_STACK] * state[c + FRAME_BYTES]
@@ -202,7 +202,7 @@ def _find_shift(state, c, env, stack, side):  # type: ignore[no-untyped-def]
     return -1
 
 
-@njit(nogil=True)
+@inner
 def _load_key(state, c, key):  # type: ignore[no-untyped-def]
     """Copy a key frame to work memory, whose padding is zero, and return its address."""
     base = scratch(state, c, _BASE)
@@ -210,14 +210,14 @@ def _load_key(state, c, key):  # type: ignore[no-untyped-def]
     return base
 
 
-@njit(nogil=True)
+@inner
 def _append_entry(state, c, env, frame, last, at):  # type: ignore[no-untyped-def]
     """Write the entry of a new frame of a stream; return the position behind it.
 
     :param frame, last: Addresses of the frame and of the one before, padded with zeros.
     :param at: Position to write to.
     """
-    stream, n_bytes, bound = stream_of(state, c, env), state[c + PADDED_BYTES], state[c + BOUND]
+    stream, n_bytes, bound = int64s(stream_of(state, c, env), N_STREAM), state[c + PADDED_BYTES], state[c + BOUND]
     if state[c + NEW_FRAMES]:
         copy_frame(uint64(state[c + NEW_FRAMES]), uint64(frame), state[c + FRAME_BYTES])
         state[c + NEW_FRAMES] += state[c + FRAME_BYTES]
@@ -302,7 +302,7 @@ def _append_entry(state, c, env, frame, last, at):  # type: ignore[no-untyped-de
     return end
 
 
-@njit(nogil=True)
+@inner
 def _decode_newest(state, c, kind, size, narrow, contents, last, frame):  # type: ignore[no-untyped-def]
     """Update the newest frame of a stream as it will be decoded.
 
@@ -324,7 +324,7 @@ def _decode_newest(state, c, kind, size, narrow, contents, last, frame):  # type
         apply_patch(last, contents, narrow, n_bytes)
 
 
-@njit(nogil=True)
+@inner
 def is_padding(frame, n_bytes):  # type: ignore[no-untyped-def]
     """Return whether all bytes of a frame in work memory are zero."""
     any_bit = uint32(0)
@@ -334,13 +334,13 @@ def is_padding(frame, n_bytes):  # type: ignore[no-untyped-def]
     return any_bit == 0
 
 
-@njit(nogil=True)
+@inner
 def _write_stack(state, c, env, stack, order, moved, at):  # type: ignore[no-untyped-def]
     """Write the new frames of a stack; return the position behind them.
 
     :param moved: Whether the stack is the newest one, moved on by one frame.
     """
-    stream, n_stack, shape = stream_of(state, c, env), state[c + N_STACK], shape_of(state, c)
+    stream, n_stack, shape = int64s(stream_of(state, c, env), N_STREAM), state[c + N_STACK], shape_of(state, c)
     depth, whole, n_bytes = stream[DEPTH] if moved else 0, _kept_frame(state, c, env, 0), state[c + FRAME_BYTES]
     keeps_stack = order != PLANAR and not _is_gray_of_four(state, c)
     last = _kept_frame(state, c, env, n_stack if stream[HAS_STACK] else stream[SLOT])
@@ -370,7 +370,7 @@ def _write_stack(state, c, env, stack, order, moved, at):  # type: ignore[no-unt
     return at
 
 
-@njit(nogil=True)
+@inner
 def header_words(state):  # type: ignore[no-untyped-def]
     """Return the number of words of a record before its entries."""
     if not state[FRAMED]:
@@ -378,7 +378,7 @@ def header_words(state):  # type: ignore[no-untyped-def]
     return RECORD_HEADER + 2 * state[N_ENVS] * state[N_COLUMNS] + (state[ROW_BYTES] + 3) // 4
 
 
-@njit(nogil=True)
+@inner
 def record_checksum(state, start, size):  # type: ignore[no-untyped-def]
     """Return the checksum of a record, which also depends on the number of its segment.
 
@@ -390,7 +390,7 @@ def record_checksum(state, start, size):  # type: ignore[no-untyped-def]
     return fold_sum(add_bytes(total, uint64(address_at(state, start)) + uint64(8), 4 * (n_words - 2)))
 
 
-@njit(nogil=True)
+@inner
 def finish_record(state, start, end, row, is_transition):  # type: ignore[no-untyped-def]
     """Write the header of a record. Its size is written last, because it makes the record valid."""
     address = address_at(state, start)
@@ -403,7 +403,7 @@ def finish_record(state, start, end, row, is_transition):  # type: ignore[no-unt
     state[RECORDS] += 1
 
 
-@njit(nogil=True)
+@inner
 def set_pair(state, at, pair):  # type: ignore[no-untyped-def]
     """Set one entry of the pairs, and update the numbers of live pairs of both segments."""
     shift, live = state[SEGMENT_SHIFT], int64s(state[LIVE], state[N_SLOTS])
@@ -421,7 +421,7 @@ def set_pair(state, at, pair):  # type: ignore[no-untyped-def]
             state[DIED] += 1
 
 
-@njit(nogil=True)
+@inner
 def _advance(state, row):  # type: ignore[no-untyped-def]
     """Count the transition in a row, if it is the next one."""
     if row != state[POSITION]:
@@ -453,10 +453,10 @@ def push(state):  # type: ignore[no-untyped-def]
         if saved:
             state[c + NEW_FRAMES] += n_bytes + 8 * N_STREAM
         for env in range(n_envs):
-            stream, frames = stream_of(state, c, env), state[c + FRAMES] + env * n_bytes
+            stream, frames = int64s(stream_of(state, c, env), N_STREAM), state[c + FRAMES] + env * n_bytes
             if saved:
                 copy_frame(uint64(saved), uint64(frames), n_bytes)
-                copy_frame(uint64(saved + n_bytes), uint64(state[c + STREAMS] + 8 * N_STREAM * env), 8 * N_STREAM)
+                copy_frame(uint64(saved + n_bytes), uint64(stream_of(state, c, env)), 8 * N_STREAM)
             depth, entries = stream[DEPTH], stream[ENTRIES]
             for side in range(2):
                 order, size = state[c + OBS_ORDER + 2 * side], state[c + N_STACK] * state[c + FRAME_BYTES]
@@ -468,7 +468,7 @@ def push(state):  # type: ignore[no-untyped-def]
                     depth, entries = stream[DEPTH], stream[ENTRIES]
             if saved:
                 copy_frame(uint64(frames), uint64(saved), n_bytes)
-                copy_frame(uint64(state[c + STREAMS] + 8 * N_STREAM * env), uint64(saved + n_bytes), 8 * N_STREAM)
+                copy_frame(uint64(stream_of(state, c, env)), uint64(saved + n_bytes), 8 * N_STREAM)
                 continue
             back, chain = stream[ENTRIES] - entries, min(stream[CHAIN_LENGTH] - 1, MAX_CHAIN)
             pair = stream[NEWEST] << 23 | chain << 18 | back << 12 | depth << 6 | stream[DEPTH]
