@@ -23,7 +23,7 @@ from rl_ext_core.errors import CorruptFileError
 from rl_ext_core.frames import log_state as fields
 from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR, shared_byte_mask
 from rl_ext_core.frames.layout import StackLayout
-from rl_ext_core.frames.log_patch import PADDING, WORK_SLACK
+from rl_ext_core.frames.log_patch import LARGE_FRAME, PADDING, WORK_SLACK
 from rl_ext_core.frames.log_recover import DAMAGED, drop_rows, replay_segment, write_note
 from rl_ext_core.frames.log_segment import Segment, SegmentFile, list_files
 from rl_ext_core.frames.log_state import N_COLUMN, N_LOG, N_STREAM, SEGMENT_HEADER
@@ -136,7 +136,9 @@ class FrameLog:
             *(layout.n_stack, n_bytes, padded, layout.pixels, layout.frame_channels),
             *(layout.dtype.itemsize, order),
         )
-        self.state[c + fields.CHAIN], self.state[c + fields.BUDGET] = chain * column.patches, n_bytes
+        self.state[c + fields.CHAIN] = chain * column.patches
+        # Patches of large frames take long to apply, but little memory compared with the frames.
+        self.state[c + fields.BUDGET] = n_bytes // 3 if padded > LARGE_FRAME else n_bytes
         self.state[c + fields.ENTRY_WORDS], self.state[c + fields.SHARED_KEY] = padded // 4 + 4, -1
         self._allocate_frames(c, max(layout.n_stack, 2))
         self._allocate(c, fields.STREAMS, (n, N_STREAM), np.int64)

@@ -42,6 +42,7 @@ SIZE_MASK = NARROW - 1
 WORK_FRAMES = 2  # work memory of encode_patch, in frames; ``WORK_SLACK`` bytes come on top
 WORK_SLACK = 512
 _MAX_GAP = 3  # equal bytes inside a run, because a header costs two or three bytes
+_EXACT_RUNS = 8  # more than begin in the last 16 bytes of a frame, because of the equal bytes between them
 _MAX_DENSE_GAP = 6  # if many bytes differ, because runs take time
 
 
@@ -144,13 +145,14 @@ def encode_patch(before, after, n_bytes, out, work, bound):  # type: ignore[no-u
 
 
 @inner
-def apply_patch(frame, patch, narrow, n_bytes):  # type: ignore[no-untyped-def]
-    """Apply a patch in place. Both regions need 16 readable and writable bytes behind them.
+def apply_patch(frame, patch, narrow, n_bytes, is_exact):  # type: ignore[no-untyped-def]
+    """Apply a patch in place. The patch needs 16 readable bytes behind it.
 
     :param frame: Address of the frame.
     :param patch: Address of a patch that is not empty.
     :param narrow: Whether its skips have one byte.
     :param n_bytes: Size of a frame, as for :func:`encode_patch`.
+    :param is_exact: Whether to leave the bytes behind the frame alone. Otherwise 16 of them must be writable.
     """
     to, header = uint64(frame), uint64(patch)
     if n_bytes > LARGE_FRAME:
@@ -159,26 +161,15 @@ def apply_patch(frame, patch, narrow, n_bytes):  # type: ignore[no-untyped-def]
     else:
         n_headers = int64(load_u16(header))
         header += uint64(2)
-    data = header + uint64((2 if narrow else 3) * n_headers)
-    if narrow:
-        for _ in range(n_headers):
-            word = uint64(load_u16(header))
-            header += uint64(2)
-            to += word & uint64(0xFF)
-            n = word >> uint64(8)
-            if n <= uint64(16):
-                blend_16(to, data, uint8(n))
-            else:
-                copy_bytes(to, data, int64(n))
-            to += n
-            data += n
-        return
-    for _ in range(n_headers):
+    step, skip_bits = uint64(2 if narrow else 3), uint64(8 if narrow else 16)
+    data, skip_mask = header + step * uint64(n_headers), (uint64(1) << skip_bits) - uint64(1)
+    n_blended = n_headers - _EXACT_RUNS if is_exact else n_headers
+    for i in range(n_headers):
         word = uint64(load_u32(header))
-        header += uint64(3)
-        to += word & uint64(0xFFFF)
-        n = (word >> uint64(16)) & uint64(0xFF)
-        if n <= uint64(16):
+        header += step
+        to += word & skip_mask
+        n = (word >> skip_bits) & uint64(0xFF)
+        if n <= uint64(16) and i < n_blended:
             blend_16(to, data, uint8(n))
         else:
             copy_bytes(to, data, int64(n))
@@ -247,4 +238,4 @@ def apply_residuals(base, residuals, size, narrow, out, n_bytes, bound):  # type
     """
     _decode_codes(base, residuals, out, n_bytes, bound)
     if size > n_bytes // 4:
-        apply_patch(out, residuals + n_bytes // 4, narrow, n_bytes)
+        apply_patch(out, residuals + n_bytes // 4, narrow, n_bytes, False)

@@ -21,7 +21,7 @@ from rl_ext_core.frames.kernel_primitives import (
     uint8s,
     zero_bytes,
 )
-from rl_ext_core.frames.log_patch import apply_patch, apply_residuals
+from rl_ext_core.frames.log_patch import LARGE_FRAME, apply_patch, apply_residuals
 from rl_ext_core.frames.log_state import (
     BOUND,
     CAPACITY,
@@ -109,8 +109,15 @@ def _decode_sample(state, c, pair, entries, work, places, out, next_out, sample,
             zero_bytes(uint64(next_out), (n_stack - next_depth) * n_bytes)
     first, second, zeros = work, work + pitch, work + 2 * pitch
     source = int64(0)
+    # Large frames are decoded in the output. Those before the oldest wanted one are decoded in its place.
+    is_direct = planar and bound == 0 and padded > LARGE_FRAME
+    home = next_out + (n_stack - next_depth) * n_bytes
+    if depth > 0 and back + depth >= next_depth:
+        home = out + (n_stack - depth) * n_bytes
     for age in range(n - 1, -1, -1):
         kind, size, contents = entries[age, 0], entries[age, 1] >> 1, entries[age, 2]
+        place, next_place = n_stack - 1 - (age - back), n_stack - 1 - age
+        wanted, next_wanted = n_stack - depth <= place < n_stack, age < next_depth
         if kind <= KEY_FRAME:
             source = contents
         elif kind != OPAQUE:
@@ -124,12 +131,14 @@ def _decode_sample(state, c, pair, entries, work, places, out, next_out, sample,
                 apply_residuals(source, contents, size, narrow, target, padded, bound)
                 source = target
             elif size:
-                if source != first and source != second:
-                    copy_frame(uint64(first), uint64(source), n_bytes)
-                    source = first
-                apply_patch(source, contents, narrow, padded)
-        place, next_place = n_stack - 1 - (age - back), n_stack - 1 - age
-        wanted, next_wanted = n_stack - depth <= place < n_stack, age < next_depth
+                target = first
+                if is_direct:
+                    target = out + place * n_bytes if wanted else next_out + next_place * n_bytes
+                    target = target if wanted or next_wanted else home
+                if source != target and source != second:
+                    copy_frame(uint64(target), uint64(source), n_bytes)
+                    source = target
+                apply_patch(source, contents, narrow, padded, is_direct)
         if kind == OPAQUE:
             for side in range(2):
                 if next_wanted if side else wanted:
@@ -139,9 +148,9 @@ def _decode_sample(state, c, pair, entries, work, places, out, next_out, sample,
             if age < needed:
                 places[n_stack + age] = zeros
         elif planar:
-            if wanted:
+            if wanted and source != out + place * n_bytes:
                 copy_frame(uint64(out + place * n_bytes), uint64(source), n_bytes)
-            if next_wanted:
+            if next_wanted and source != next_out + next_place * n_bytes:
                 copy_frame(uint64(next_out + next_place * n_bytes), uint64(source), n_bytes)
         elif age < needed:
             places[n_stack + age] = source

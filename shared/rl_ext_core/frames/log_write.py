@@ -321,7 +321,7 @@ def _decode_newest(state, c, kind, size, narrow, contents, last, frame):  # type
     elif kind == START:
         copy_frame(uint64(last), uint64(scratch(state, c, _BASE)), n_bytes)
     if size:
-        apply_patch(last, contents, narrow, n_bytes)
+        apply_patch(last, contents, narrow, n_bytes, False)
 
 
 @inner
