@@ -35,6 +35,7 @@ def sources_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
+_OPTIONS: dict[str, Any] = {"no_cfunc_wrapper": True, "no_rewrites": True, "error_model": "numpy"}
 _DIGEST = sources_digest(Path(__file__).parent)
 
 
@@ -44,8 +45,12 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def inner(function: Callable[..., Any]) -> Any:
-    """Compile a function that only kernels call. Without Python wrappers, compilation takes two thirds of the time."""
-    return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy", _nrt=False)(function)
+    """Compile a function that only kernels call.
+
+    Without what Python calls, compilation takes two thirds of the time. Pass no literal numbers, because each one would
+    be compiled separately.
+    """
+    return njit(no_cpython_wrapper=True, _nrt=False, **_OPTIONS)(function)
 
 
 def atomic_kernel(function: Callable[..., Any]) -> Any:
@@ -60,7 +65,7 @@ def _compile(function: Callable[..., Any], *, nogil: bool) -> Any:
     files, and all files of a wheel have one modification time. So the cache key is a hash of all files of the folder.
     """
     try:
-        compiled = njit(nogil=nogil, cache=True, no_cfunc_wrapper=True, error_model="numpy")(function)
+        compiled = njit(nogil=nogil, cache=True, **_OPTIONS)(function)
     except RuntimeError as error:  # no folder is writable, as in containers whose user has no home
         if "cannot cache" not in str(error):
             raise

@@ -202,8 +202,8 @@ def _decode_codes(base, codes, out, n_bytes, bound):  # type: ignore[no-untyped-
     """Apply the two-bit codes to a base frame. The output must not be the base."""
     n = n_bytes // 4
     for i in range(4):
-        quarter = uint8s(base + i * n, n), uint8s(codes, n), uint8s(out + i * n, n)
-        _decode_quarter(quarter[0], quarter[1], quarter[2], n, uint8(2 * bound + 1), 1 << 2 * i)
+        before, after = uint8s(base + i * n, n), uint8s(out + i * n, n)
+        _decode_quarter(before, uint8s(codes, n), after, n, uint8(2 * bound + 1), 1 << 2 * i)
 
 
 @inner
@@ -238,4 +238,4 @@ def apply_residuals(base, residuals, size, narrow, out, n_bytes, bound):  # type
     """
     _decode_codes(base, residuals, out, n_bytes, bound)
     if size > n_bytes // 4:
-        apply_patch(out, residuals + n_bytes // 4, narrow, n_bytes, False)
+        apply_patch(out, residuals + n_bytes // 4, narrow, n_bytes, int64(0))

@@ -124,7 +124,7 @@ def _decode_sample(state, c, pair, entries, work, places, out, next_out, sample,
             narrow = entries[age, 1] & 1
             if kind == START or kind == RESIDUAL_START:  # noqa: SIM109
                 key = entries[age, 3] - int64(load_u32(uint64(contents)))
-                source = read_header(address_at(state, key))[4]
+                _, _, _, _, source = read_header(address_at(state, key))
                 contents += 4
             if kind >= RESIDUAL_START:
                 target = second if source == first else first
@@ -138,7 +138,7 @@ def _decode_sample(state, c, pair, entries, work, places, out, next_out, sample,
                 if source != target and source != second:
                     copy_frame(uint64(target), uint64(source), n_bytes)
                     source = target
-                apply_patch(source, contents, narrow, padded, is_direct)
+                apply_patch(source, contents, narrow, padded, int64(is_direct))
         if kind == OPAQUE:
             for side in range(2):
                 if next_wanted if side else wanted:

@@ -119,16 +119,11 @@ WRITTEN, NEEDS_SEGMENT, SEGMENT_DIED = range(3)
 
 _KEY_RENT = 16  # a key is replaced once the patches that start from it have taken as much as so many frames
 _MAX_BACKOFF = 7
-# Work memory of a column, in padded frames; see ``scratch``.
+# Work memory of a column, in pitches of a padded frame and ``PITCH_SLACK`` bytes; and the parts of it.
+PITCH_SLACK = 64
 SCRATCH_FRAMES, SCRATCH_FRAMES_BOUNDED = 4 + WORK_FRAMES, 8 + WORK_FRAMES
-NEW_FRAME, OTHER_FRAME, _BASE, _PATCH, _WORK = range(5)
+_BASE, _PATCH, _WORK = range(2, 5)  # after two frames
 _RESIDUAL_FRAME, _RESIDUALS = 5 + WORK_FRAMES, 6 + WORK_FRAMES
-
-
-@inner
-def scratch(state, c, part):  # type: ignore[no-untyped-def]
-    """Return the address of a part of a column's work memory."""
-    return state[c + SCRATCH] + part * (state[c + PADDED_BYTES] + 64)
 
 
 @inner
@@ -159,7 +154,8 @@ def _continues(state, c, env, stack, order, shift):  # type: ignore[no-untyped-d
     stream, n_stack, n_bytes = int64s(stream_of(state, c, env), N_STREAM), state[c + N_STACK], state[c + FRAME_BYTES]
     shape, has_stack = shape_of(state, c), stream[HAS_STACK] != 0
     slot = stream[SLOT] + state[c + SLOTS] - n_stack + 1 + shift  # of the first frame that is compared
-    new, other, whole = scratch(state, c, NEW_FRAME), scratch(state, c, OTHER_FRAME), _kept_frame(state, c, env, 0)
+    new, other = state[c + SCRATCH], state[c + SCRATCH] + state[c + PADDED_BYTES] + PITCH_SLACK
+    whole = state[c + FRAMES] + env * state[c + SLOTS] * state[c + PADDED_BYTES]
     if has_stack and order != PLANAR:
         return _is_shift(state, c, whole, stack, order, shift)
     if shift == 0 and order != PLANAR and _is_gray_of_four(state, c):
@@ -170,7 +166,7 @@ def _continues(state, c, env, stack, order, shift):  # type: ignore[no-untyped-d
         known, part = _kept_frame(state, c, env, slot + i), stack + i * n_bytes
         if has_stack:  # the newest stack was given in another memory order
             known = other
-            extract_frame(uint64(whole), INTERLEAVED, i + shift, shape, uint64(other))
+            extract_frame(uint64(whole), int64(INTERLEAVED), i + shift, shape, uint64(other))
         if order != PLANAR:
             part = new
             extract_frame(uint64(stack), order, i, shape, uint64(new))
@@ -205,8 +201,9 @@ def _find_shift(state, c, env, stack, side):  # type: ignore[no-untyped-def]
 @inner
 def _load_key(state, c, key):  # type: ignore[no-untyped-def]
     """Copy a key frame to work memory, whose padding is zero, and return its address."""
-    base = scratch(state, c, _BASE)
-    copy_frame(uint64(base), uint64(read_header(address_at(state, key))[4]), state[c + FRAME_BYTES])
+    base = state[c + SCRATCH] + _BASE * (state[c + PADDED_BYTES] + PITCH_SLACK)
+    _, _, _, _, frame = read_header(address_at(state, key))
+    copy_frame(uint64(base), uint64(frame), state[c + FRAME_BYTES])
     return base
 
 
@@ -226,7 +223,8 @@ def _append_entry(state, c, env, frame, last, at):  # type: ignore[no-untyped-de
     if bound:
         last = state[c + DECODED] + env * n_bytes
     key = stream[KEY] if stream[KEY] >= 0 else state[c + SHARED_KEY]
-    decoded, patch = scratch(state, c, _RESIDUAL_FRAME), scratch(state, c, _PATCH)
+    work, pitch = state[c + SCRATCH], n_bytes + PITCH_SLACK
+    decoded, patch = work + _RESIDUAL_FRAME * pitch, work + _PATCH * pitch
     kind, found, contents = RAW, -1, frame
     opaque = state[c + BLOBS] != 0
     skipped = stream[BACKOFF] & 15 < stream[BACKOFF] >> 4 or state[c + CHAIN] == 0
@@ -255,10 +253,10 @@ def _append_entry(state, c, env, frame, last, at):  # type: ignore[no-untyped-de
             # No patch at all is a large number here.
             if opaque or bound == 0 or found & SIZE_MASK <= n_bytes // 3 or not (tried or key >= 0):
                 continue
-            base, codes = decoded, scratch(state, c, _RESIDUALS)
+            base, codes = decoded, work + _RESIDUALS * pitch
             encode_codes(last if tried else _load_key(state, c, key), frame, codes, decoded, n_bytes, bound)
             out = codes + n_bytes // 4
-        size = encode_patch(base, frame, n_bytes, out, scratch(state, c, _WORK), bound)
+        size = encode_patch(base, frame, n_bytes, out, work + _WORK * pitch, bound)
         if attempt == 1:
             stream[KEY_BYTES] += n_bytes // 8 if size < 0 else size & SIZE_MASK
         if attempt == 2 and size >= 0:
@@ -310,18 +308,18 @@ def _decode_newest(state, c, kind, size, narrow, contents, last, frame):  # type
     :param last: Address of the previous frame as it will be decoded, which is replaced.
     :param frame: Address of the exact frame.
     """
-    n_bytes = state[c + PADDED_BYTES]
+    n_bytes, work = state[c + PADDED_BYTES], state[c + SCRATCH]
     if kind <= KEY_FRAME:
         copy_frame(uint64(last), uint64(frame), n_bytes)
         return
     if kind >= RESIDUAL_START:
-        copy_frame(uint64(last), uint64(scratch(state, c, _RESIDUAL_FRAME)), n_bytes)
+        copy_frame(uint64(last), uint64(work + _RESIDUAL_FRAME * (n_bytes + PITCH_SLACK)), n_bytes)
         contents += n_bytes // 4
         size -= n_bytes // 4
     elif kind == START:
-        copy_frame(uint64(last), uint64(scratch(state, c, _BASE)), n_bytes)
+        copy_frame(uint64(last), uint64(work + _BASE * (n_bytes + PITCH_SLACK)), n_bytes)
     if size:
-        apply_patch(last, contents, narrow, n_bytes, False)
+        apply_patch(last, contents, narrow, n_bytes, int64(0))
 
 
 @inner
@@ -341,12 +339,13 @@ def _write_stack(state, c, env, stack, order, moved, at):  # type: ignore[no-unt
     :param moved: Whether the stack is the newest one, moved on by one frame.
     """
     stream, n_stack, shape = int64s(stream_of(state, c, env), N_STREAM), state[c + N_STACK], shape_of(state, c)
-    depth, whole, n_bytes = stream[DEPTH] if moved else 0, _kept_frame(state, c, env, 0), state[c + FRAME_BYTES]
+    depth, n_bytes, pitch = stream[DEPTH] if moved else 0, state[c + FRAME_BYTES], state[c + PADDED_BYTES] + PITCH_SLACK
+    whole = state[c + FRAMES] + env * state[c + SLOTS] * state[c + PADDED_BYTES]
     keeps_stack = order != PLANAR and not _is_gray_of_four(state, c)
     last = _kept_frame(state, c, env, n_stack if stream[HAS_STACK] else stream[SLOT])
     if stream[HAS_STACK] and not keeps_stack:  # frames are padded with zeros, stacks are not
-        copy_frame(uint64(scratch(state, c, OTHER_FRAME)), uint64(last), n_bytes)
-        last = scratch(state, c, OTHER_FRAME)
+        copy_frame(uint64(state[c + SCRATCH] + pitch), uint64(last), n_bytes)
+        last = state[c + SCRATCH] + pitch
         zero_bytes(uint64(whole), state[c + SLOTS] * state[c + PADDED_BYTES])
         for i in range(n_stack - 1):
             known = _kept_frame(state, c, env, stream[SLOT] + 2 - n_stack + i + state[c + SLOTS])
@@ -354,7 +353,7 @@ def _write_stack(state, c, env, stack, order, moved, at):  # type: ignore[no-unt
     for i in range(n_stack - 1 if moved else 0, n_stack):
         frame = _kept_frame(state, c, env, stream[SLOT] + 1)
         if keeps_stack:
-            frame = scratch(state, c, i % 2)
+            frame = state[c + SCRATCH] + i % 2 * pitch
         extract_frame(uint64(stack), order, i, shape, uint64(frame))
         if depth or i == n_stack - 1 or not is_padding(frame, state[c + PADDED_BYTES]):
             depth += 1
