@@ -435,8 +435,8 @@ def _advance(state, row):  # type: ignore[no-untyped-def]
 def push(state):  # type: ignore[no-untyped-def]
     """Write one transition of each environment, whose addresses are in the state.
 
-    It holds the GIL, so neither a signal nor another thread finds a part of it. If ``NEW_FRAMES`` is set, nothing is
-    written: the frames that would be are copied to that address, behind space for the newest frames of a stream.
+    It holds the GIL, so neither a signal nor another thread finds a part of it. If ``NEW_FRAMES`` is set,
+    nothing is written. Instead, the new frames are copied to that address, behind space for a stream's newest frames.
 
     :return: ``NEEDS_SEGMENT`` if nothing was written, because another segment must be opened first; ``SEGMENT_DIED`` if
         a segment can be freed; else ``WRITTEN``.
