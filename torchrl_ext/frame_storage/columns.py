@@ -136,7 +136,7 @@ class FrameColumn:
         """
         if decoder is not None and decoder.can_decode(self.pool):
             both = torch.stack(handles)
-            images = decoder.decode(self.pool, both.reshape(-1).numpy())
+            images = decoder.decode(self.pool, both.reshape(-1).numpy())  # type: ignore[attr-defined]  # never called
             return list(images.reshape(*both.shape, *self.shape).unbind())
         flat = [part.reshape(-1).numpy() for part in handles]
         empty = self._recycled.empty if reuse_memory else np.empty

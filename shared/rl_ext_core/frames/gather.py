@@ -1,91 +1,85 @@
-"""Kernel that gathers the compressed blocks of a batch into one buffer, to upload it to a GPU."""
+"""Kernel that gathers the entries of a batch in one buffer, to upload it to a GPU."""
 
 from __future__ import annotations
 
-from numba import int64, njit, uint64
+from numba import int64, uint64
 
-from rl_ext_core.frames.allocator import address_of_grain
-from rl_ext_core.frames.arrays import KIND, OPEN, OPEN_BYTES, PREVIOUS, REFERENCE, STREAM
-from rl_ext_core.frames.blocks import block_location, unpack_handle
-from rl_ext_core.frames.decode import prefetch_stack
-from rl_ext_core.frames.geometry import SLACK
-from rl_ext_core.frames.kernel_primitives import copy_bytes, kernel
-from rl_ext_core.frames.views import address_in, geometry_in, pool_in
+from rl_ext_core.frames.kernel_primitives import copy_frame, kernel, load_u32, prefetch
+from rl_ext_core.frames.log_state import (
+    DELTA,
+    KEY_FRAME,
+    N_STACK,
+    START,
+    address_at,
+    column_start,
+    read_header,
+)
 
-ALIGNMENT = 16  # of blocks and references in the buffer
-# Columns of a segment: consecutive frames of a stack that are in one block.
-BLOCK, START_FRAME, FIRST, LAST, TARGET = range(5)
-N_SEGMENT = 5
-# Places of the latest blocks and references. A place is overwritten by another block with the same remainder.
-N_RECENT = 4096
-_PREFETCHED = 8  # stacks whose blocks are prefetched
-
-
-@njit(nogil=True)
-def _block_size(p, block):  # type: ignore[no-untyped-def]
-    """Return the address of a block's contents and their size."""
-    if p.blocks[block, KIND] == OPEN:
-        stream = int64(p.blocks[block, STREAM])
-        return address_in(p.open, stream), p.streams[stream, OPEN_BYTES]
-    first, n_bytes = block_location(p, block)
-    return address_of_grain(p, first), n_bytes
-
-
-@njit(nogil=True)
-def _after(used, n_bytes):  # type: ignore[no-untyped-def]
-    """Return the next aligned place in the buffer after some bytes."""
-    return (used + n_bytes + SLACK + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+ALIGNMENT = 16  # of contents in the buffer, and bytes behind them
+# Numbers of a chain: its first entry, its number of entries, entries before the first wanted frame, and the number of
+# that frame in the batch.
+N_CHAIN = 4
+# Numbers of an entry: the place of its contents in the buffer; and its form, which is one of these, or the bytes per
+# header of its patch, 2 or 3.
+N_ENTRY = 2
+WHOLE, UNCHANGED = range(2)
+N_RECENT = 4096  # latest entries, whose contents are copied once. One replaces another with the same remainder.
+_AHEAD = 8  # stacks whose newest entries are prefetched
 
 
 @kernel
-def gather_blocks(state, handles, buffer, start, capacity, segments, recent):  # type: ignore[no-untyped-def]
-    """Copy the blocks and references of stacks into a buffer, and list the segments to decode.
+def gather_entries(state, number, handles, buffer, capacity, chains, entries, recent):  # type: ignore[no-untyped-def]
+    """Copy the entries of stacks to a buffer, and list the chains to decode.
 
-    A block that many stacks share is copied once, unless others came in between.
-
-    :param handles: Handles of the stacks, shape ``(n,)``; 0 has no segments.
+    :param number: Number of the column, whose frames are exact and not opaque.
+    :param handles: Handles of the stacks, shape ``(n,)``; 0 has no chains.
     :param buffer: Address of the buffer.
-    :param start: First byte to write to.
     :param capacity: Size of the buffer. If it is too small, nothing is written behind it.
-    :param segments: Output, ``(segments, 5)``, see ``BLOCK``. Places are in the buffer. The target is the number of the
-        first frame in the batch.
-    :param recent: Scratch array, shape ``(2, N_RECENT, 2)``, filled with -1.
-    :return: Number of segments, bytes that the buffer needs, number of frames without data.
+    :param chains, entries: Output, shapes ``(chains, N_CHAIN)`` and ``(entries, N_ENTRY)``.
+    :param recent: Scratch array, shape ``(N_RECENT + MAX_CHAIN + MAX_STACK, 2)``, filled with -1.
+    :return: Number of chains, number of entries, bytes that the buffer needs, number of frames without data.
     """
-    p, geometry = pool_in(state), geometry_in(state)
-    buffer = uint64(buffer)
-    n_stack, in_block = geometry.n_stack, 1 << geometry.block_shift
-    used, n_segments, padding = int64(start), 0, 0
-    for k in range(handles.shape[0]):
-        if k + _PREFETCHED < handles.shape[0]:
-            prefetch_stack(p, handles[k + _PREFETCHED], geometry)
-        block, place, missing = unpack_handle(handles[k])
-        padding += n_stack - missing
-        target = (k + 1) * n_stack
-        while missing > 0:
-            slot = block % N_RECENT
-            if recent[0, slot, 0] != block:
-                address, n_bytes = _block_size(p, block)
-                if _after(used, n_bytes) <= capacity:
-                    copy_bytes(buffer + uint64(used), address, n_bytes)
-                recent[0, slot, 0], recent[0, slot, 1] = block, used
-                used = _after(used, n_bytes)
-            reference = int64(p.blocks[block, REFERENCE])
-            other = reference % N_RECENT
-            if recent[1, other, 0] != reference:
-                n_bytes = geometry.frame_bytes
-                if _after(used, n_bytes) <= capacity:
-                    copy_bytes(buffer + uint64(used), p.references + uint64(reference * p.reference_bytes), n_bytes)
-                recent[1, other, 0], recent[1, other, 1] = reference, used
-                used = _after(used, n_bytes)
-            n_frames = min(missing, place + 1)
+    c = column_start(number)
+    n_stack, used, n_chains, n_entries, padding = state[c + N_STACK], int64(0), int64(0), int64(0), int64(0)
+    for k in range(len(handles)):
+        if k + _AHEAD < len(handles):
+            prefetch(uint64(address_at(state, handles[k + _AHEAD] >> 23)))
+        position, depth, target = handles[k] >> 23, handles[k] & 63, (k + 1) * n_stack
+        padding += n_stack - depth
+        while depth > 0:  # the newest chain first
+            n = 0
+            while True:
+                recent[N_RECENT + n, 0] = position
+                kind, _, _, distance, _ = read_header(address_at(state, position))
+                n += 1
+                position -= distance
+                if kind != DELTA:
+                    break
+            first, n_frames = n_entries, min(n, depth)
+            depth -= n_frames
             target -= n_frames
-            segments[n_segments, BLOCK] = recent[0, slot, 1]
-            segments[n_segments, START_FRAME] = recent[1, other, 1]
-            segments[n_segments, FIRST], segments[n_segments, LAST] = place + 1 - n_frames, place
-            segments[n_segments, TARGET] = target
-            n_segments += 1
-            missing -= n_frames
-            place = in_block - 1
-            block = int64(p.blocks[block, PREVIOUS])
-    return n_segments, used, padding
+            for i in range(n - 1, -1, -1):
+                at = recent[N_RECENT + i, 0]
+                for part in range(2):  # the key that the entry needs, then the entry
+                    kind, narrow, size, _, contents = read_header(address_at(state, at))
+                    entry = at
+                    if kind == START and part == 0:
+                        entry = at - int64(load_u32(uint64(contents)))
+                        kind, narrow, size, _, contents = read_header(address_at(state, entry))
+                    elif part == 0:
+                        continue
+                    elif kind == START:
+                        contents += 4
+                    slot = entry % N_RECENT
+                    if recent[slot, 0] != entry:
+                        if used + size <= capacity:
+                            copy_frame(uint64(buffer + used), uint64(contents), size)
+                        recent[slot, 0], recent[slot, 1] = entry, used
+                        used = (used + size + 2 * ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+                    form = WHOLE if kind <= KEY_FRAME else (3 - narrow if size else UNCHANGED)
+                    entries[n_entries, 0], entries[n_entries, 1] = recent[slot, 1], form
+                    n_entries += 1
+            chains[n_chains, 0], chains[n_chains, 1] = first, n_entries - first
+            chains[n_chains, 2], chains[n_chains, 3] = n_entries - first - n_frames, target
+            n_chains += 1
+    return n_chains, n_entries, used, padding

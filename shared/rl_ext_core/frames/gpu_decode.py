@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
-from rl_ext_core.frames.geometry import Counts
 
 if TYPE_CHECKING:
-    from rl_ext_core.frames.pool import FramePool  # loads numba
-
-_SEGMENT_BYTES = 5 * 8  # see ``gather``
+    from rl_ext_core.frames.log_store import LogStore  # loads numba
 
 
 def check_decode_on_gpu(value: Any, device: Any, *, codec: Any, max_error: Any) -> bool:
@@ -68,9 +66,10 @@ class GpuDecoder:
         return GpuDecoder, (self.device,)  # buffers and events belong to this process
 
     @staticmethod
-    def can_decode(pool: FramePool) -> bool:
-        """Return whether the frames of a pool can be decoded on a GPU: patches without error."""
-        return pool.codec == "patch" and not pool.lossy
+    def can_decode(store: Any, key: Any = None) -> bool:
+        """Return whether the observations of a key can be decoded on a GPU: patches without error."""
+        part = getattr(store, "_parts", {}).get(key)
+        return part is not None and part.codec == "patch" and not part.max_error
 
     def _reserve(self, n_bytes: int) -> Any:
         """Return a page-locked buffer in main memory that no upload reads any more."""
@@ -81,29 +80,47 @@ class GpuDecoder:
             self._staging = torch.empty(n_bytes * 5 // 4, dtype=torch.uint8, pin_memory=on_gpu)
         return self._staging
 
-    def decode(self, pool: FramePool, handles: Counts) -> torch.Tensor:
-        """Decode stacks.
+    def get(self, store: LogStore, rows: Any, envs: Any, key: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode a batch of transitions.
 
-        :param pool: Pool for which :meth:`can_decode` is True.
-        :param handles: Handles of the stacks, shape ``(n,)``; 0 gives zeros.
-        :return: Stacks on the GPU, ``(n, *layout.shape)``, of the layout's dtype.
-        :raises InvalidArgumentError: If a handle names no stored stack.
-        :raises CorruptFileError: If a block in a file is damaged.
+        :param store: Store for which :meth:`can_decode` is True.
+        :param rows, envs: ``int64`` rows and environments, shape ``(batch,)``. A row without a transition gives zeros.
+        :param key: Key of ``Dict`` observations.
+        :return: Observations and next observations on the GPU, shape ``(batch, *layout.shape)``.
+        :raises InvalidArgumentError: If a row or environment does not exist.
+        :raises MissingDependencyError: If Triton is not installed.
+        """
+        with store._lock:
+            handles = store.handles(rows, envs)
+            stacks = self.get_stacks(store, np.concatenate(handles if key is None else handles[key]), key)
+        return stacks[: len(rows)], stacks[len(rows) :]
+
+    def get_stacks(self, store: LogStore, handles: npt.NDArray[np.int64], key: Any = None) -> torch.Tensor:
+        """Decode observations by their handles.
+
+        :param store: Store for which :meth:`can_decode` is True.
+        :param handles: Handles that the store returned, shape ``(batch,)``. Handle 0 gives zeros.
+        :param key: Key of ``Dict`` observations.
+        :return: Observations on the GPU, shape ``(batch, *layout.shape)``.
         :raises MissingDependencyError: If Triton is not installed.
         """
         _require_triton()
-        from rl_ext_core.frames.gpu_kernels import decode_segments
+        from rl_ext_core.frames.gather import N_CHAIN
+        from rl_ext_core.frames.gpu_kernels import decode_chains
+        from rl_ext_core.frames.log_patch import LARGE_FRAME
 
-        pool.refresh()
-        handles, layout = pool.check_handles(handles), pool.layout
-        uploaded, n_segments, padded = self._upload(pool, handles)
+        layout = store._parts[key].layout
+        with store._lock:
+            uploaded, (chains_at, entries_at, end), padded = self._upload(store, handles, key)
         make = torch.zeros if padded else torch.empty
-        n_frames = len(handles) * layout.n_stack
-        out = make(n_frames * layout.frame_bytes, dtype=torch.uint8, device=self.device)
-        if n_segments:
-            segments = uploaded[: n_segments * _SEGMENT_BYTES].view(torch.int64)
+        out = make(len(handles) * layout.stack_bytes, dtype=torch.uint8, device=self.device)
+        if entries_at > chains_at:
+            chains = uploaded[chains_at:entries_at].view(torch.int64)
+            entries = uploaded[entries_at:end].view(torch.int64)
+            count_bytes = 4 if layout.frame_bytes > LARGE_FRAME else 2
             with torch.cuda.device(out.get_device()):  # Triton starts kernels on the current GPU; -1 is the CPU
-                decode_segments[(n_segments,)](uploaded, segments, out, layout.frame_bytes)
+                grid = (len(chains) // N_CHAIN,)
+                decode_chains[grid](uploaded, chains, entries, out, layout.frame_bytes, count_bytes)
         dtype = torch.from_numpy(np.empty(0, layout.dtype)).dtype
         frame_shape = list(layout.shape)
         frame_shape[layout.axis] //= layout.n_stack
@@ -111,19 +128,36 @@ class GpuDecoder:
         # Frames of a channel-last stack are joined along their last axis.
         return frames.movedim(1, layout.axis + 1).reshape(len(handles), *layout.shape)
 
-    def _upload(self, pool: FramePool, handles: Counts) -> tuple[torch.Tensor, int, bool]:
-        """Upload the segments and compressed blocks of stacks.
+    def _upload(self, store: LogStore, handles: Any, key: Any) -> tuple[torch.Tensor, tuple[int, int, int], bool]:
+        """Upload the entries of stacks, then the tables of chains and entries.
 
-        :return: Buffer on the GPU, number of segments, and whether stacks have padding.
+        :return: Buffer on the GPU; places of both tables, and the end of the second one; whether stacks have padding.
         """
+        from rl_ext_core.frames.gather import N_CHAIN, N_ENTRY, N_RECENT, gather_entries
+        from rl_ext_core.frames.log_state import MAX_CHAIN, MAX_STACK
+        from rl_ext_core.frames.region import address_of
+
+        handles, number = np.ascontiguousarray(handles, dtype=np.int64), [*store._parts].index(key)
+        n_stack = store._parts[key].layout.n_stack
+        chains = np.empty((len(handles) * n_stack, N_CHAIN), np.int64)
+        # Each chain of a stack may begin with a patch on a key, which is an entry more.
+        entries = np.empty((len(handles) * (2 * n_stack + MAX_CHAIN), N_ENTRY), np.int64)
         n_bytes = len(self._staging) if self._staging is not None else 1 << 20
         while True:
             staging = self._reserve(n_bytes)
-            n_segments, used, padding = pool.gather_blocks(handles, staging.numpy())
-            if used <= len(staging):
+            buffer, recent = staging.numpy(), np.full((N_RECENT + MAX_CHAIN + MAX_STACK, 2), -1)
+            state, address = store._log.state, address_of(buffer)
+            n_chains, n_entries, used, padding = gather_entries(
+                state, number, handles, address, len(buffer), chains, entries, recent
+            )
+            tables = [table.reshape(-1).view(np.uint8) for table in (chains[:n_chains], entries[:n_entries])]
+            places = used, used + len(tables[0]), used + len(tables[0]) + len(tables[1])
+            if places[2] <= len(buffer):
                 break
-            n_bytes = used
-        uploaded = staging[:used].to(self.device, non_blocking=True)
+            n_bytes = places[2]
+        for table, start, stop in zip(tables, places[:2], places[1:], strict=True):
+            buffer[start:stop] = table
+        uploaded = staging[: places[2]].to(self.device, non_blocking=True)
         if self.device.type == "cuda":
             self._uploaded = torch.cuda.current_stream(self.device).record_event()
-        return uploaded, n_segments, padding > 0
+        return uploaded, places, padding > 0

@@ -1,22 +1,17 @@
-"""Triton kernel that decodes frames on a GPU. ``patch`` explains the format."""
+"""Triton kernel that decodes frames on a GPU. ``log_patch`` explains the format."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-_ENTRY_HEADER = tl.constexpr(3)
-_WHOLE = tl.constexpr(0xFFFF)
-_MANY_RUNS = tl.constexpr(255)
+from rl_ext_core.frames import gather
+
+_N_CHAIN, _N_ENTRY = tl.constexpr(gather.N_CHAIN), tl.constexpr(gather.N_ENTRY)
+_WHOLE, _UNCHANGED = tl.constexpr(gather.WHOLE), tl.constexpr(gather.UNCHANGED)
 _COPIED = tl.constexpr(2048)  # bytes that are copied at a time
 _RUNS = tl.constexpr(64)  # runs that are applied at a time, and bytes of each
 _RUN_BYTES = tl.constexpr(16)
-
-
-@triton.jit
-def _load_u16(pointer):  # type: ignore[no-untyped-def]
-    """Load a little-endian number of two bytes at any alignment."""
-    return tl.load(pointer).to(tl.int32) | (tl.load(pointer + 1).to(tl.int32) << 8)
 
 
 @triton.jit
@@ -29,17 +24,20 @@ def _copy(target, source, n_bytes):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _apply_runs(target, heads, n_runs):  # type: ignore[no-untyped-def]
+def _apply_runs(target, heads, n_runs, header_bytes):  # type: ignore[no-untyped-def]
     """Overwrite the runs of a patch.
 
     :param heads: pointer to the run headers, which the bytes of all runs follow
+    :param header_bytes: bytes of a header, 2 or 3; the last one is the length, the others are the skip
     """
-    data = heads + 2 * n_runs
+    data = heads + header_bytes * n_runs
     for start in range(0, n_runs, _RUNS):
         numbers = start + tl.arange(0, _RUNS)
         inside = numbers < n_runs
-        skips = tl.load(heads + 2 * numbers, mask=inside, other=0).to(tl.int32)
-        lengths = tl.load(heads + 2 * numbers + 1, mask=inside, other=0).to(tl.int32)
+        head = heads + header_bytes * numbers
+        skips = tl.load(head, mask=inside, other=0).to(tl.int32)
+        skips += tl.load(head + 1, mask=numbers < n_runs * (header_bytes - 2), other=0).to(tl.int32) << 8
+        lengths = tl.load(head + header_bytes - 1, mask=inside, other=0).to(tl.int32)
         targets = tl.cumsum(skips + lengths, 0) - lengths
         sources = tl.cumsum(lengths, 0) - lengths
         for first in range(0, tl.max(lengths, 0), _RUN_BYTES):
@@ -52,35 +50,33 @@ def _apply_runs(target, heads, n_runs):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def decode_segments(buffer, segments, out, frame_bytes):  # type: ignore[no-untyped-def]
-    """Decode one segment per program.
+def decode_chains(buffer, chains, entries, out, frame_bytes, count_bytes):  # type: ignore[no-untyped-def]
+    """Decode one chain per program.
 
-    :param buffer: pointer to compressed blocks and references
-    :param segments: pointer to the segments, see ``gather``
+    :param buffer: pointer to the contents of entries
+    :param chains, entries: pointers to the chains and entries, see ``gather``
     :param out: pointer to the frames of the batch
     :param frame_bytes: bytes of a frame
+    :param count_bytes: bytes of a patch's number of runs, 2 or 4
     """
-    segment = segments + 5 * tl.program_id(0)
-    entry, frame = buffer + tl.load(segment), buffer + tl.load(segment + 1)
-    first, last = tl.load(segment + 2), tl.load(segment + 3)
-    target = out + tl.load(segment + 4) * frame_bytes
-    # All frames up to the first one are decoded in its place, each further one in a copy of the one before.
-    _copy(target, frame, frame_bytes)
-    tl.debug_barrier()
-    for number in range(0, last + 1):
-        if number > first:
-            _copy(target + frame_bytes, target, frame_bytes)
+    chain = chains + _N_CHAIN * tl.program_id(0)
+    entry, n_before = entries + _N_ENTRY * tl.load(chain), tl.load(chain + 2)
+    target = out + tl.load(chain + 3) * frame_bytes
+    # All frames up to the first wanted one are decoded in its place, each further one in a copy of the one before.
+    for number in range(0, tl.load(chain + 1)):
+        contents, form = buffer + tl.load(entry), tl.load(entry + 1)
+        if number > n_before:
+            if form != _WHOLE:
+                _copy(target + frame_bytes, target, frame_bytes)
             target += frame_bytes
             tl.debug_barrier()
-        size = _load_u16(entry)
-        n_runs = tl.load(entry + 2).to(tl.int32)
-        contents = entry + _ENTRY_HEADER
-        if size == _WHOLE:
+        if form == _WHOLE:
             _copy(target, contents, frame_bytes)
-            size = frame_bytes
-        elif n_runs == _MANY_RUNS:
-            _apply_runs(target, contents + 2, _load_u16(contents))
-        else:
-            _apply_runs(target, contents, n_runs)
+        elif form != _UNCHANGED:
+            n_runs = tl.load(contents).to(tl.int32) | (tl.load(contents + 1).to(tl.int32) << 8)
+            if count_bytes == 4:
+                n_runs |= tl.load(contents + 2).to(tl.int32) << 16
+                n_runs |= tl.load(contents + 3).to(tl.int32) << 24
+            _apply_runs(target, contents + count_bytes, n_runs, form.to(tl.int32))
         tl.debug_barrier()
-        entry = contents + size
+        entry += _N_ENTRY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import int64, njit, uint8, uint16, uint32, uint64
+from numba import int64, uint8, uint16, uint32, uint64
 from numba.extending import register_jitable
 
 from rl_ext_core.frames.geometry import GROUP, PLANAR, Geometry
@@ -12,9 +12,12 @@ from rl_ext_core.frames.kernel_primitives import (
     WORD,
     copy_bytes,
     define_move,
+    inner,
     interleave_4,
     load_u8,
+    load_u32,
     narrow_8,
+    stack_of_four_differs,
     store_u8,
     store_u16,
     words_differ_where,
@@ -22,7 +25,7 @@ from rl_ext_core.frames.kernel_primitives import (
 )
 
 
-@njit(nogil=True)
+@inner
 def is_interleaved_shift(before, after, n_bytes, unit, shared_mask):  # type: ignore[no-untyped-def]
     """Return whether an interleaved stack is another one moved on by one frame.
 
@@ -48,7 +51,25 @@ def is_interleaved_shift(before, after, n_bytes, unit, shared_mask):  # type: ig
     return True
 
 
-@njit(nogil=True)
+@inner
+def is_stack_of_four(stack, first, second, third, fourth, pixels):  # type: ignore[no-untyped-def]
+    """Return whether an interleaved stack has these four gray frames, given by their addresses."""
+    pixel = 0
+    while pixel + 16 <= pixels:
+        at, words = uint64(pixel), stack + uint64(4 * pixel)
+        if stack_of_four_differs(words, first + at, second + at, third + at, fourth + at) != uint64(0):
+            return False
+        pixel += 16
+    while pixel < pixels:
+        at, word = uint64(pixel), load_u32(stack + uint64(4 * pixel))
+        low, high = load_u8(first + at) | load_u8(second + at) << 8, load_u8(third + at) | load_u8(fourth + at) << 8
+        if int64(word) != low | high << 16:
+            return False
+        pixel += 1
+    return True
+
+
+@inner
 def extract_frame(stack, order, position, geometry, out):  # type: ignore[no-untyped-def]
     """Copy one frame of a stack to ``out``, in the memory order of stored frames."""
     if order == PLANAR:
@@ -72,7 +93,7 @@ def extract_frame(stack, order, position, geometry, out):  # type: ignore[no-unt
 def _define_strided_copy(move: Any) -> Any:
     """Define a kernel function that copies words with a function for one word."""
 
-    @njit(nogil=True)
+    @inner
     def copy_words(target, target_step, source, source_step, n):  # type: ignore[no-untyped-def]
         """Copy words that are a number of bytes apart."""
         for _ in range(n):
@@ -86,7 +107,7 @@ def _define_strided_copy(move: Any) -> Any:
 _copy_1, _copy_2, _copy_4, _copy_8, _copy_16 = (_define_strided_copy(define_move(2**i)) for i in range(5))
 
 
-@njit(nogil=True)
+@inner
 def _copy_strided(target, target_step, source, source_step, n, unit):  # type: ignore[no-untyped-def]
     """Copy ``n`` units of bytes that are a number of bytes apart, a word of each at a time."""
     done = 0
@@ -109,7 +130,7 @@ def _copy_strided(target, target_step, source, source_step, n, unit):  # type: i
             done += 1
 
 
-@njit(nogil=True)
+@inner
 def _take_grey_of_four(frame, position, pixels, out):  # type: ignore[no-untyped-def]
     """Copy one of four interleaved gray frames, the usual case, eight pixels at a time."""
     words = frame - uint64(position)
@@ -123,7 +144,7 @@ def _take_grey_of_four(frame, position, pixels, out):  # type: ignore[no-untyped
         pixel += 1
 
 
-@njit(nogil=True)
+@inner
 def extract_frames(stack, order, geometry, out):  # type: ignore[no-untyped-def]
     """Copy all frames of a stack to ``out``, oldest first."""
     for position in range(geometry.n_stack):
@@ -142,25 +163,25 @@ def latest_bytes(geometry: Geometry) -> int:
     return (geometry.n_stack + 1) * (geometry.frame_bytes + GROUP)
 
 
-@njit(nogil=True, inline="always")
+@inner
 def _frame_address(latest, slot, geometry):  # type: ignore[no-untyped-def]
     """Return the address of one of the latest frames: of slot ``number % n_stack``, or ``n_stack`` for zeros."""
     return latest + uint64(slot * (geometry.frame_bytes + GROUP))
 
 
-@njit(nogil=True)
+@inner
 def clear_latest_frames(latest, geometry):  # type: ignore[no-untyped-def]
     """Initialize memory for the latest frames."""
     zero_bytes(_frame_address(latest, geometry.n_stack, geometry), geometry.frame_bytes)
 
 
-@njit(nogil=True)
+@inner
 def set_latest_frame(latest, number, frame, geometry):  # type: ignore[no-untyped-def]
     """Copy a frame over the oldest one of the latest frames. Numbers of frames are consecutive."""
     copy_bytes(_frame_address(latest, number % geometry.n_stack, geometry), frame, geometry.frame_bytes)
 
 
-@njit(nogil=True)
+@inner
 def interleave_latest(latest, number, depth, frames, geometry, out):  # type: ignore[no-untyped-def]
     """Write a stack of the latest frames.
 
@@ -177,7 +198,7 @@ def interleave_latest(latest, number, depth, frames, geometry, out):  # type: ig
     interleave_frames(frames, geometry, out)
 
 
-@njit(nogil=True)
+@inner
 def interleave_frames(frames, geometry, out):  # type: ignore[no-untyped-def]
     """Write frames, given by their addresses, to ``out`` in turn at each pixel. Nothing behind ``out`` is written."""
     n_stack, unit = geometry.n_stack, geometry.frame_channels * geometry.itemsize
@@ -200,7 +221,7 @@ def interleave_frames(frames, geometry, out):  # type: ignore[no-untyped-def]
             position += 1
 
 
-@njit(nogil=True)
+@inner
 def _pair_bytes(left, right, n, target, step):  # type: ignore[no-untyped-def]
     """Write pairs of bytes of two frames, ``step`` bytes apart. One store per byte would take longer."""
     for i in range(n):

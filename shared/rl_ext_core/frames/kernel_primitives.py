@@ -18,6 +18,7 @@ from llvmlite import ir
 from numba import int64, njit, types, uint32, uint64
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 _logger = logging.getLogger("rl_ext_core.frames")
 
@@ -34,12 +35,22 @@ def sources_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
+_OPTIONS: dict[str, Any] = {"no_cfunc_wrapper": True, "no_rewrites": True, "error_model": "numpy"}
 _DIGEST = sources_digest(Path(__file__).parent)
 
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile a function that Python calls, without the GIL and with cached machine code."""
     return _compile(function, nogil=True)
+
+
+def inner(function: Callable[..., Any]) -> Any:
+    """Compile a function that only kernels call.
+
+    Without what Python calls, compilation takes two thirds of the time. Pass no literal numbers, because each one would
+    be compiled separately.
+    """
+    return njit(no_cpython_wrapper=True, _nrt=False, **_OPTIONS)(function)
 
 
 def atomic_kernel(function: Callable[..., Any]) -> Any:
@@ -54,7 +65,7 @@ def _compile(function: Callable[..., Any], *, nogil: bool) -> Any:
     files, and all files of a wheel have one modification time. So the cache key is a hash of all files of the folder.
     """
     try:
-        compiled = njit(nogil=nogil, cache=True)(function)
+        compiled = njit(nogil=nogil, cache=True, **_OPTIONS)(function)
     except RuntimeError as error:  # no folder is writable, as in containers whose user has no home
         if "cannot cache" not in str(error):
             raise
@@ -144,6 +155,28 @@ def publish_u32(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.uint64, types.uint32), codegen
 
 
+def _define_array(dtype: Any) -> Any:
+    """Define a kernel function that returns the array at an address, which must outlive it."""
+
+    def array_at(typingctx: Any, address: Any, n: Any) -> Any:
+        """Return the array of ``n`` numbers at an address."""
+        array = types.Array(dtype, 1, "C")
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            made = context.make_array(array)(context, builder)
+            itemsize = context.get_constant(types.intp, dtype.bitwidth // 8)
+            data = builder.inttoptr(args[0], made.data.type)
+            populate_array(made, data=data, shape=[args[1]], strides=[itemsize], itemsize=itemsize, meminfo=None)
+            return made._getvalue()
+
+        return array(types.int64, types.int64), codegen
+
+    return intrinsic(array_at)
+
+
+int64s, uint32s, uint16s, uint8s = map(_define_array, (types.int64, types.uint32, types.uint16, types.uint8))
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def to_pointer(typingctx: Any, address: Any) -> Any:
     """Convert an address to a pointer, for ``carray``."""
@@ -212,7 +245,7 @@ def copy_bytes(target, source, n_bytes):  # type: ignore[no-untyped-def]
 
 
 # The same, but not inlined: each place where a function is inlined takes a quarter of a second to compile.
-copy_frame = njit(nogil=True)(copy_bytes.py_func)
+copy_frame = inner(copy_bytes.py_func)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -302,7 +335,7 @@ def _lines_differ(typingctx: Any, left: Any, right: Any) -> Any:
     return types.uint64(types.uint64, types.uint64), codegen
 
 
-@njit(nogil=True)
+@inner
 def are_equal(left, right, n_bytes):  # type: ignore[no-untyped-def]
     """Return whether two regions contain the same bytes."""
     i = 0
@@ -405,26 +438,46 @@ def narrow_8(typingctx: Any, target: Any, source: Any, shift: Any) -> Any:
     return types.void(types.uint64, types.uint64, types.uint32), codegen
 
 
+def _load_four_interleaved(builder: Any, addresses: Any) -> Any:
+    """Emit code that takes 64 bytes in turn from 16 bytes at each of four addresses."""
+    narrow, wide = ir.VectorType(ir.IntType(8), 16), ir.VectorType(ir.IntType(16), 16)
+
+    def zip_lanes(left: Any, right: Any) -> Any:
+        n = left.type.count
+        lanes = [lane for pair in zip(range(n), range(n, 2 * n), strict=True) for lane in pair]
+        return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(ir.IntType(32), 2 * n), lanes))
+
+    parts = [builder.load(builder.inttoptr(address, narrow.as_pointer())) for address in addresses]
+    for part in parts:
+        part.align = 1
+    pairs = [builder.bitcast(zip_lanes(*parts[i : i + 2]), wide) for i in (0, 2)]
+    return zip_lanes(*pairs)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def interleave_4(typingctx: Any, target: Any, first: Any, second: Any, third: Any, fourth: Any) -> Any:
     """Write 64 bytes that are taken in turn from 16 bytes at each of four addresses."""
-    narrow, wide = ir.VectorType(ir.IntType(8), 16), ir.VectorType(ir.IntType(16), 16)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def zip_lanes(left: Any, right: Any) -> Any:
-            n = left.type.count
-            lanes = [lane for pair in zip(range(n), range(n, 2 * n), strict=True) for lane in pair]
-            return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(ir.IntType(32), 2 * n), lanes))
-
-        parts = [builder.load(builder.inttoptr(arg, narrow.as_pointer())) for arg in args[1:]]
-        for part in parts:
-            part.align = 1
-        pairs = [builder.bitcast(zip_lanes(*parts[i : i + 2]), wide) for i in (0, 2)]
-        stack = zip_lanes(*pairs)
+        stack = _load_four_interleaved(builder, args[1:])
         builder.store(stack, builder.inttoptr(args[0], stack.type.as_pointer())).align = 1
         return context.get_dummy_value()
 
     return types.void(*[types.uint64] * 5), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def stack_of_four_differs(typingctx: Any, stack: Any, first: Any, second: Any, third: Any, fourth: Any) -> Any:
+    """Return 1 if 64 bytes differ from those taken in turn from 16 bytes at each of four addresses, else 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        expected = _load_four_interleaved(builder, args[1:])
+        found = builder.load(builder.inttoptr(args[0], expected.type.as_pointer()))
+        found.align = 1
+        lanes = builder.bitcast(builder.xor(expected, found), ir.IntType(512))
+        return builder.zext(builder.icmp_unsigned("!=", lanes, ir.Constant(lanes.type, 0)), ir.IntType(64))
+
+    return types.uint64(*[types.uint64] * 5), codegen
 
 
 # Checksums. A change within eight bytes goes undetected with a probability of 2**-32.
@@ -439,7 +492,7 @@ def mix_word(total, word):  # type: ignore[no-untyped-def]
     return total ^ (total >> uint64(29))
 
 
-@njit(nogil=True)
+@inner
 def add_bytes(total, start, n_bytes):  # type: ignore[no-untyped-def]
     """Add bytes to a checksum.
 

@@ -23,12 +23,17 @@ from rl_ext_core.errors import CorruptFileError
 from rl_ext_core.frames import log_state as fields
 from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR, shared_byte_mask
 from rl_ext_core.frames.layout import StackLayout
-from rl_ext_core.frames.log_opaque import list_new_frames
-from rl_ext_core.frames.log_patch import PADDING, WORK_SLACK
+from rl_ext_core.frames.log_patch import LARGE_FRAME, PADDING, WORK_SLACK
 from rl_ext_core.frames.log_recover import DAMAGED, drop_rows, replay_segment, write_note
 from rl_ext_core.frames.log_segment import Segment, SegmentFile, list_files
 from rl_ext_core.frames.log_state import N_COLUMN, N_LOG, N_STREAM, SEGMENT_HEADER
-from rl_ext_core.frames.log_write import NEEDS_SEGMENT, SCRATCH_FRAMES, SCRATCH_FRAMES_BOUNDED, header_words, push
+from rl_ext_core.frames.log_write import (
+    NEEDS_SEGMENT,
+    SCRATCH_FRAMES,
+    SCRATCH_FRAMES_BOUNDED,
+    header_words,
+    push,
+)
 from rl_ext_core.frames.region import _out_of_memory_error, address_of
 
 CHAIN = 14  # entries per chain
@@ -97,6 +102,7 @@ class FrameLog:
         self.state = np.zeros(N_LOG + N_COLUMN * len(columns), dtype=np.int64)
         self.pairs = _allocate_zeros((capacity, n_envs, len(columns)), np.int64)
         self.rows = _allocate_zeros((capacity, row_bytes), np.uint8)
+        self._is_prepared = [False] * len(columns)
         self._memory: dict[tuple[int, int], Array] = {}
         self._segments: dict[int, Segment] = {}
         self._spare: Segment | None = None
@@ -130,13 +136,29 @@ class FrameLog:
             *(layout.n_stack, n_bytes, padded, layout.pixels, layout.frame_channels),
             *(layout.dtype.itemsize, order),
         )
-        self.state[c + fields.CHAIN], self.state[c + fields.BUDGET] = chain * column.patches, n_bytes
+        self.state[c + fields.CHAIN] = chain * column.patches
+        # Patches of large frames take long to apply, but little memory compared with the frames.
+        self.state[c + fields.BUDGET] = n_bytes // 3 if padded > LARGE_FRAME else n_bytes
         self.state[c + fields.ENTRY_WORDS], self.state[c + fields.SHARED_KEY] = padded // 4 + 4, -1
-        self._allocate(c, fields.FRAMES, (n * (layout.n_stack + 1) * padded + 64,))
+        self._allocate_frames(c, max(layout.n_stack, 2))
         self._allocate(c, fields.STREAMS, (n, N_STREAM), np.int64)
-        self._allocate(c, fields.CASES, (n,))
         self._allocate_scratch(c, SCRATCH_FRAMES)
         self.set_max_error(column.max_error, c)
+
+    def _allocate_frames(self, c: int, n_slots: int) -> None:
+        """Allocate memory for the newest frames of the streams of a column."""
+        self.state[c + fields.SLOTS] = n_slots
+        self._allocate(c, fields.FRAMES, (self.n_envs * n_slots * int(self.state[c + fields.PADDED_BYTES]) + 64,))
+
+    def _prepare_interleaved(self, number: int) -> None:
+        """Allocate what is needed to compare interleaved stacks of a column."""
+        self._is_prepared[number] = True
+        layout, c = self.columns[number].layout, N_LOG + N_COLUMN * number
+        mask = shared_byte_mask(layout)
+        self._allocate(c, fields.MASK, (len(mask),))[:] = mask
+        if layout.n_stack != 4 or layout.frame_bytes != layout.pixels:  # stacks are kept, too
+            self._close_segment()  # the newest frames are not known any more
+            self._allocate_frames(c, layout.n_stack + 1)
 
     def _allocate_scratch(self, c: int, n_frames: int) -> None:
         """Allocate work memory of a column."""
@@ -179,8 +201,8 @@ class FrameLog:
         """
         numbers, at = self._numbers, self._inputs[number]
         numbers[at], numbers[at + 1], numbers[at + 2], numbers[at + 3] = obs, order, next_obs, next_order
-        if (order | next_order) & INTERLEAVED and not numbers[at - fields.OBS_INPUT + fields.STACKS]:
-            self._allocate_stacks(at - fields.OBS_INPUT)
+        if (order | next_order) & INTERLEAVED and not self._is_prepared[number]:
+            self._prepare_interleaved(number)
 
     def push(self, *, data: int = 0, row: int = -1) -> None:
         """Write one transition of each environment.
@@ -191,11 +213,15 @@ class FrameLog:
         :raises StorageError: If the disk is full. Nothing was written.
         """
         self._numbers[fields.ROW_INPUT], self._numbers[fields.DATA_INPUT] = row, data
-        while result := push(self.state):
-            if result != NEEDS_SEGMENT:
-                self._free_dead_segments()
-                return
+        result = push(self.state)
+        if result == NEEDS_SEGMENT:
             self._open_segment()
+            result = push(self.state)
+            start = self.state[fields.NEXT] >> self.state[fields.SEGMENT_SHIFT] << self.state[fields.SEGMENT_SHIFT]
+            # The size of its first record is known only now.
+            self.state[fields.END] = min(self.state[fields.END], start + self._choose_words())
+        if result:
+            self._free_dead_segments()
 
     def push_encoded(self, encode: Callable[[Array], bytes], *, data: int = 0, row: int = -1) -> None:
         """Write one transition of each environment, whose frames a codec encodes. The log has one column.
@@ -207,9 +233,15 @@ class FrameLog:
         if not state[fields.END] or state[fields.NEXT] >= state[fields.END]:
             self._open_segment()  # in a new segment, other frames are new
         n_bytes = int(state[c + fields.FRAME_BYTES])
-        frames = np.empty((2 * self.n_envs * int(state[c + fields.N_STACK]), n_bytes), np.uint8)
-        n_frames = list_new_frames(state, 0, address_of(frames))
-        blobs = [np.frombuffer(encode(frame), np.uint8) for frame in frames[:n_frames]]
+        kept = int(state[c + fields.SLOTS] * state[c + fields.PADDED_BYTES]) + 8 * N_STREAM
+        found = np.empty(kept + 2 * self.n_envs * int(state[c + fields.N_STACK]) * n_bytes, np.uint8)
+        state[c + fields.NEW_FRAMES] = address_of(found)
+        try:
+            push(state)
+            frames = found[kept : int(state[c + fields.NEW_FRAMES]) - address_of(found)].reshape(-1, n_bytes)
+        finally:
+            state[c + fields.NEW_FRAMES] = 0
+        blobs = [np.frombuffer(encode(frame), np.uint8) for frame in frames]
         used = [(address_of(blob), len(blob)) if len(blob) < n_bytes else (0, 0) for blob in blobs]
         table = np.array([(0, 0), *used], dtype=np.int64).reshape(-1)[1:].copy()
         state[c + fields.BLOBS] = address_of(table)
@@ -217,13 +249,6 @@ class FrameLog:
             self.push(data=data, row=row)
         finally:
             state[c + fields.BLOBS] = 0
-
-    def _allocate_stacks(self, c: int) -> None:
-        """Allocate what is needed to compare interleaved stacks of a column."""
-        mask = shared_byte_mask(self.columns[(c - N_LOG) // N_COLUMN].layout)
-        self._allocate(c, fields.MASK, (len(mask),))[:] = mask
-        n_bytes = int(self.state[c + fields.N_STACK] * self.state[c + fields.FRAME_BYTES]) + 64
-        self._allocate(c, fields.STACKS, (self.n_envs * n_bytes,))
 
     def drop(self, position: int, stored: int) -> None:
         """Drop all transitions except the ``stored`` ones before a position, which becomes the next one.
@@ -282,7 +307,7 @@ class FrameLog:
         self._segments[slot], self._table[slot] = segment, segment.address
         start = slot << int(state[fields.SEGMENT_SHIFT])
         state[fields.SEQUENCE], state[fields.RESTART_WORDS] = number, 0
-        state[fields.NEXT], state[fields.LIMIT] = start + SEGMENT_HEADER, start + segment.n_words
+        state[fields.NEXT] = start + SEGMENT_HEADER
         for c in range(N_LOG, len(state), N_COLUMN):
             state[c + fields.SHARED_KEY] = -1
             streams = self._memory[c, fields.STREAMS]
@@ -353,7 +378,7 @@ class FrameLog:
     def nbytes(self) -> int:
         """Bytes in use by frames and the index of all written rows, in memory or in files."""
         n_rows = self._n_written
-        kept = (fields.FRAMES, fields.STACKS, fields.DECODED, fields.STREAMS)
+        kept = (fields.FRAMES, fields.DECODED, fields.STREAMS)
         streams = sum(array.nbytes for (c, field), array in self._memory.items() if c and field in kept)
         return 4 * self.n_words + self.pairs[:n_rows].nbytes + self.rows[:n_rows].nbytes + streams
 

@@ -15,7 +15,7 @@ bytes that are still further away than the bound.
 
 from __future__ import annotations
 
-from numba import carray, int64, njit, uint8, uint16, uint32, uint64
+from numba import int64, uint8, uint16, uint32, uint64
 
 from rl_ext_core.frames.kernel_primitives import (
     blend_16,
@@ -23,13 +23,16 @@ from rl_ext_core.frames.kernel_primitives import (
     count_different,
     count_far_apart,
     far_apart_8,
+    inner,
     load_u16,
     load_u32,
     load_u64,
     store_u8,
     store_u16,
     store_u32,
-    to_pointer,
+    uint8s,
+    uint16s,
+    uint32s,
 )
 
 PADDING = 32  # frames are compared in units of so many bytes, padded with zeros
@@ -39,16 +42,11 @@ SIZE_MASK = NARROW - 1
 WORK_FRAMES = 2  # work memory of encode_patch, in frames; ``WORK_SLACK`` bytes come on top
 WORK_SLACK = 512
 _MAX_GAP = 3  # equal bytes inside a run, because a header costs two or three bytes
+_EXACT_RUNS = 8  # more than begin in the last 16 bytes of a frame, because of the equal bytes between them
 _MAX_DENSE_GAP = 6  # if many bytes differ, because runs take time
 
 
-@njit(nogil=True)
-def _uint8s(address, n):  # type: ignore[no-untyped-def]
-    """Return an array of the bytes at an address."""
-    return carray(to_pointer(address), n, uint8)
-
-
-@njit(nogil=True)
+@inner
 def encode_patch(before, after, n_bytes, out, work, bound):  # type: ignore[no-untyped-def]
     """Write the patch from one frame to another.
 
@@ -62,9 +60,9 @@ def encode_patch(before, after, n_bytes, out, work, bound):  # type: ignore[no-u
     before, after, data = uint64(before), uint64(after), uint64(work)
     limit, n_words, different = n_bytes - n_bytes // 16, 0, 0
     most = n_bytes // 4 + 16  # runs: each is followed by at least four equal bytes, or is split at 255 bytes
-    lengths = _uint8s(work + n_bytes + 64, most)
-    skips = carray(to_pointer(work + n_bytes + most + 64), most, uint16)
-    words = carray(to_pointer(work + n_bytes + 3 * most + 64), n_bytes // PADDING + 1, uint32)
+    lengths = uint8s(work + n_bytes + 64, most)
+    skips = uint16s(work + n_bytes + most + 64, most)
+    words = uint32s(work + n_bytes + 3 * most + 64, n_bytes // PADDING + 1)
     for i in range(n_bytes // PADDING):
         left, right = before + uint64(PADDING * i), after + uint64(PADDING * i)
         count = count_different(left, right) if bound == 0 else count_far_apart(left, right, uint8(bound))
@@ -146,14 +144,15 @@ def encode_patch(before, after, n_bytes, out, work, bound):  # type: ignore[no-u
     return total | NARROW if narrow else total
 
 
-@njit(nogil=True)
-def apply_patch(frame, patch, narrow, n_bytes):  # type: ignore[no-untyped-def]
-    """Apply a patch in place. Both regions need 16 readable and writable bytes behind them.
+@inner
+def apply_patch(frame, patch, narrow, n_bytes, is_exact):  # type: ignore[no-untyped-def]
+    """Apply a patch in place. The patch needs 16 readable bytes behind it.
 
     :param frame: Address of the frame.
     :param patch: Address of a patch that is not empty.
     :param narrow: Whether its skips have one byte.
     :param n_bytes: Size of a frame, as for :func:`encode_patch`.
+    :param is_exact: Whether to leave the bytes behind the frame alone. Otherwise 16 of them must be writable.
     """
     to, header = uint64(frame), uint64(patch)
     if n_bytes > LARGE_FRAME:
@@ -162,26 +161,15 @@ def apply_patch(frame, patch, narrow, n_bytes):  # type: ignore[no-untyped-def]
     else:
         n_headers = int64(load_u16(header))
         header += uint64(2)
-    data = header + uint64((2 if narrow else 3) * n_headers)
-    if narrow:
-        for _ in range(n_headers):
-            word = uint64(load_u16(header))
-            header += uint64(2)
-            to += word & uint64(0xFF)
-            n = word >> uint64(8)
-            if n <= uint64(16):
-                blend_16(to, data, uint8(n))
-            else:
-                copy_bytes(to, data, int64(n))
-            to += n
-            data += n
-        return
-    for _ in range(n_headers):
+    step, skip_bits = uint64(2 if narrow else 3), uint64(8 if narrow else 16)
+    data, skip_mask = header + step * uint64(n_headers), (uint64(1) << skip_bits) - uint64(1)
+    n_blended = n_headers - _EXACT_RUNS if is_exact else n_headers
+    for i in range(n_headers):
         word = uint64(load_u32(header))
-        header += uint64(3)
-        to += word & uint64(0xFFFF)
-        n = (word >> uint64(16)) & uint64(0xFF)
-        if n <= uint64(16):
+        header += step
+        to += word & skip_mask
+        n = (word >> skip_bits) & uint64(0xFF)
+        if n <= uint64(16) and i < n_blended:
             blend_16(to, data, uint8(n))
         else:
             copy_bytes(to, data, int64(n))
@@ -189,7 +177,7 @@ def apply_patch(frame, patch, narrow, n_bytes):  # type: ignore[no-untyped-def]
         data += n
 
 
-@njit(nogil=True)
+@inner
 def _encode_quarter(base, frame, codes, n, bound, shift):  # type: ignore[no-untyped-def]
     """Add the codes of one quarter of a frame."""
     for i in range(n):
@@ -197,7 +185,7 @@ def _encode_quarter(base, frame, codes, n, bound, shift):  # type: ignore[no-unt
         codes[i] |= uint8((1 + int64(difference > bound) - int64(difference < -bound)) << shift)
 
 
-@njit(nogil=True)
+@inner
 def _decode_quarter(base, codes, out, n, step, low):  # type: ignore[no-untyped-def]
     """Decode one quarter of a frame, whose codes have ``low`` as their lowest bit."""
     up, both = uint8(low + low), uint8(3 * low)
@@ -209,16 +197,16 @@ def _decode_quarter(base, codes, out, n, step, low):  # type: ignore[no-untyped-
         out[i] = more if code == up else (less if code == uint8(0) else value)
 
 
-@njit(nogil=True)
+@inner
 def _decode_codes(base, codes, out, n_bytes, bound):  # type: ignore[no-untyped-def]
     """Apply the two-bit codes to a base frame. The output must not be the base."""
     n = n_bytes // 4
     for i in range(4):
-        quarter = _uint8s(base + i * n, n), _uint8s(codes, n), _uint8s(out + i * n, n)
-        _decode_quarter(quarter[0], quarter[1], quarter[2], n, uint8(2 * bound + 1), 1 << 2 * i)
+        before, after = uint8s(base + i * n, n), uint8s(out + i * n, n)
+        _decode_quarter(before, uint8s(codes, n), after, n, uint8(2 * bound + 1), 1 << 2 * i)
 
 
-@njit(nogil=True)
+@inner
 def encode_codes(base, frame, codes, decoded, n_bytes, bound):  # type: ignore[no-untyped-def]
     """Write the codes of the residuals of a frame, which a patch must follow.
 
@@ -229,14 +217,14 @@ def encode_codes(base, frame, codes, decoded, n_bytes, bound):  # type: ignore[n
     :param bound: Largest error of a byte, at least 1.
     """
     n = n_bytes // 4
-    array = _uint8s(codes, n)
+    array = uint8s(codes, n)
     array[:] = 0
     for i in range(4):
-        _encode_quarter(_uint8s(base + i * n, n), _uint8s(frame + i * n, n), array, n, bound, 2 * i)
+        _encode_quarter(uint8s(base + i * n, n), uint8s(frame + i * n, n), array, n, bound, 2 * i)
     _decode_codes(base, codes, decoded, n_bytes, bound)
 
 
-@njit(nogil=True)
+@inner
 def apply_residuals(base, residuals, size, narrow, out, n_bytes, bound):  # type: ignore[no-untyped-def]
     """Decode a frame from a base frame and residuals.
 
@@ -250,4 +238,4 @@ def apply_residuals(base, residuals, size, narrow, out, n_bytes, bound):  # type
     """
     _decode_codes(base, residuals, out, n_bytes, bound)
     if size > n_bytes // 4:
-        apply_patch(out, residuals + n_bytes // 4, narrow, n_bytes)
+        apply_patch(out, residuals + n_bytes // 4, narrow, n_bytes, int64(0))

@@ -7,12 +7,21 @@ at the positions of the rows before theirs in the table of pairs.
 from __future__ import annotations
 
 import numpy as np
-from numba import int64, njit, uint64
+from numba import int64, uint64
 
 from rl_ext_core.frames.geometry import PLANAR
 from rl_ext_core.frames.interleave import interleave_frames
-from rl_ext_core.frames.kernel_primitives import copy_frame, kernel, load_u32, prefetch, zero_bytes
-from rl_ext_core.frames.log_patch import apply_patch, apply_residuals
+from rl_ext_core.frames.kernel_primitives import (
+    copy_frame,
+    inner,
+    int64s,
+    kernel,
+    load_u32,
+    prefetch,
+    uint8s,
+    zero_bytes,
+)
+from rl_ext_core.frames.log_patch import LARGE_FRAME, apply_patch, apply_residuals
 from rl_ext_core.frames.log_state import (
     BOUND,
     CAPACITY,
@@ -32,10 +41,8 @@ from rl_ext_core.frames.log_state import (
     START,
     address_at,
     column_start,
-    int64s,
     read_header,
     shape_of,
-    uint8s,
 )
 
 OPAQUE_FIELDS = 5  # of an opaque entry in a batch: address, bytes, sample, side, place in the stack
@@ -46,7 +53,7 @@ _MARGIN = 7  # entries between the wanted ones and the start of their chain, on 
 _MAX_ENTRIES = 256
 
 
-@njit(nogil=True)
+@inner
 def _prefetch_sample(state, pairs, at, step):  # type: ignore[no-untyped-def]
     """Prefetch the entries of the transition at index ``at`` of the pairs.
 
@@ -72,15 +79,7 @@ def _prefetch_sample(state, pairs, at, step):  # type: ignore[no-untyped-def]
             return
 
 
-@njit(nogil=True)
-def _list_opaque(opaque, n_opaque, contents, size, sample, side, place):  # type: ignore[no-untyped-def]
-    """List an opaque entry; return the number of listed ones."""
-    opaque[n_opaque, 0], opaque[n_opaque, 1] = contents, size
-    opaque[n_opaque, 2], opaque[n_opaque, 3], opaque[n_opaque, 4] = sample, side, place
-    return n_opaque + 1
-
-
-@njit(nogil=True)
+@inner
 def _decode_sample(state, c, pair, entries, work, places, out, next_out, sample, opaque, n_opaque):  # type: ignore[no-untyped-def]
     """Decode one transition.
 
@@ -110,38 +109,48 @@ def _decode_sample(state, c, pair, entries, work, places, out, next_out, sample,
             zero_bytes(uint64(next_out), (n_stack - next_depth) * n_bytes)
     first, second, zeros = work, work + pitch, work + 2 * pitch
     source = int64(0)
+    # Large frames are decoded in the output. Those before the oldest wanted one are decoded in its place.
+    is_direct = planar and bound == 0 and padded > LARGE_FRAME
+    home = next_out + (n_stack - next_depth) * n_bytes
+    if depth > 0 and back + depth >= next_depth:
+        home = out + (n_stack - depth) * n_bytes
     for age in range(n - 1, -1, -1):
         kind, size, contents = entries[age, 0], entries[age, 1] >> 1, entries[age, 2]
+        place, next_place = n_stack - 1 - (age - back), n_stack - 1 - age
+        wanted, next_wanted = n_stack - depth <= place < n_stack, age < next_depth
         if kind <= KEY_FRAME:
             source = contents
         elif kind != OPAQUE:
             narrow = entries[age, 1] & 1
             if kind == START or kind == RESIDUAL_START:  # noqa: SIM109
                 key = entries[age, 3] - int64(load_u32(uint64(contents)))
-                source = read_header(address_at(state, key))[4]
+                _, _, _, _, source = read_header(address_at(state, key))
                 contents += 4
             if kind >= RESIDUAL_START:
                 target = second if source == first else first
                 apply_residuals(source, contents, size, narrow, target, padded, bound)
                 source = target
             elif size:
-                if source != first and source != second:
-                    copy_frame(uint64(first), uint64(source), n_bytes)
-                    source = first
-                apply_patch(source, contents, narrow, padded)
-        place, next_place = n_stack - 1 - (age - back), n_stack - 1 - age
-        wanted, next_wanted = n_stack - depth <= place < n_stack, age < next_depth
+                target = first
+                if is_direct:
+                    target = out + place * n_bytes if wanted else next_out + next_place * n_bytes
+                    target = target if wanted or next_wanted else home
+                if source != target and source != second:
+                    copy_frame(uint64(target), uint64(source), n_bytes)
+                    source = target
+                apply_patch(source, contents, narrow, padded, int64(is_direct))
         if kind == OPAQUE:
-            if wanted:
-                n_opaque = _list_opaque(opaque, n_opaque, contents, size, sample, 0, place)
-            if next_wanted:
-                n_opaque = _list_opaque(opaque, n_opaque, contents, size, sample, 1, next_place)
+            for side in range(2):
+                if next_wanted if side else wanted:
+                    opaque[n_opaque, 0], opaque[n_opaque, 1], opaque[n_opaque, 2] = contents, size, sample
+                    opaque[n_opaque, 3], opaque[n_opaque, 4] = side, next_place if side else place
+                    n_opaque += 1
             if age < needed:
                 places[n_stack + age] = zeros
         elif planar:
-            if wanted:
+            if wanted and source != out + place * n_bytes:
                 copy_frame(uint64(out + place * n_bytes), uint64(source), n_bytes)
-            if next_wanted:
+            if next_wanted and source != next_out + next_place * n_bytes:
                 copy_frame(uint64(next_out + next_place * n_bytes), uint64(source), n_bytes)
         elif age < needed:
             places[n_stack + age] = source
@@ -174,7 +183,7 @@ def decode_transitions(state, number, rows, envs, start, stop, out, next_out, op
     """
     c = column_start(number)
     n_stack, n_bytes = state[c + N_STACK], state[c + N_STACK] * state[c + FRAME_BYTES]
-    pitch, n_opaque = state[c + PADDED_BYTES] + 64, 0
+    pitch, n_opaque = state[c + PADDED_BYTES] + 64, int64(0)
     entries, places = np.empty((_MAX_ENTRIES, 4), np.int64), np.empty(4 * n_stack, np.int64)
     memory = np.empty((3 if state[c + ORDER] == PLANAR else 3 + 2 * n_stack) * pitch + 64, np.uint8)
     work = int64(memory.ctypes.data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numba import int64, uint32, uint64
 
-from rl_ext_core.frames.kernel_primitives import atomic_kernel, copy_frame, kernel
+from rl_ext_core.frames.kernel_primitives import atomic_kernel, copy_frame, int64s, kernel, uint32s
 from rl_ext_core.frames.log_state import (
     CAPACITY,
     FULL,
@@ -22,8 +22,6 @@ from rl_ext_core.frames.log_state import (
     SIZE_BITS,
     STORED,
     address_at,
-    int64s,
-    uint32s,
 )
 from rl_ext_core.frames.log_write import finish_record, header_words, record_checksum, set_pair
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from numba import carray, int64, njit, uint8, uint32, uint64
+from numba import int64, uint32, uint64
 
-from rl_ext_core.frames.kernel_primitives import load_u32, to_pointer
+from rl_ext_core.frames.kernel_primitives import inner, int64s, load_u32, uint32s
 
 # Numbers of the log.
 (
@@ -33,7 +33,6 @@ from rl_ext_core.frames.kernel_primitives import load_u32, to_pointer
     STORED,  # number of rows with transitions, which end before the position
     FULL,  # whether the position has returned to row 0
     END,  # position from which on another segment is opened; 0 if none is open
-    LIMIT,  # position behind the memory of the open segment
     NEXT,  # position of the next record
     SEQUENCE,  # number of the open segment, counted from the first one ever
     RECORDS,  # number of records that were ever written
@@ -42,8 +41,8 @@ from rl_ext_core.frames.kernel_primitives import load_u32, to_pointer
     DIED,  # number of segments that have lost their last live row and are not freed yet
     ROW_INPUT,  # row of the transition to write, -1 for the position
     DATA_INPUT,  # address of the caller's data of this transition
-) = range(25)
-N_LOG = 25
+) = range(24)
+N_LOG = 24
 
 # Numbers of a column.
 (
@@ -54,11 +53,10 @@ N_LOG = 25
     CHANNELS,  # of one frame
     ITEMSIZE,
     ORDER,  # memory order of stored frames and decoded stacks, PLANAR or INTERLEAVED
-    FRAMES,  # address of the newest frames, (n_envs, n_stack + 1, padded bytes): each stream's newest stack, as a ring
-    STACKS,  # address of the newest stacks, (n_envs, stack bytes), for streams that are given interleaved stacks
+    FRAMES,  # address of the newest frames, (n_envs, slots, padded bytes): each stream's newest stack, as a ring
+    SLOTS,  # number of such frames per stream
     DECODED,  # address of the newest frames as they will be decoded, (n_envs, padded bytes), if the bound is not 0
     STREAMS,  # address of the streams, (n_envs, N_STREAM)
-    CASES,  # address of the case of each environment in this push, (n_envs,)
     SCRATCH,  # address of work memory
     MASK,  # address of a mask of the bytes that an interleaved stack shares with the one before
     BOUND,  # largest error per byte; 0 is exact
@@ -67,6 +65,7 @@ N_LOG = 25
     ENTRY_WORDS,  # largest number of words per entry
     SHARED_KEY,  # first key in the open segment, -1 if there is none
     BLOBS,  # address of the opaque entries of this push, 0 if frames are patched
+    NEW_FRAMES,  # address to which new frames are copied instead of being written, 0 usually
     OBS_INPUT,  # address of this push's stacks, and their memory order
     OBS_ORDER,
     NEXT_INPUT,
@@ -83,7 +82,7 @@ N_COLUMN = 24
     KEY_BYTES,  # bytes of the patches that start from it
     DEPTH,  # frames of its newest stack that are not padding
     SLOT,  # place of its newest frame in FRAMES
-    HAS_STACK,  # whether STACKS contains its newest stack
+    HAS_STACK,  # whether FRAMES contains its newest stack as it was given, interleaved, and then its newest frame
     BACKOFF,  # frames that are stored whole without a look, and how many of these are left
     ENTRIES,  # number of its entries
 ) = range(10)
@@ -114,31 +113,13 @@ class FrameShape(NamedTuple):
     stored: int
 
 
-@njit(nogil=True)
-def int64s(address, n):  # type: ignore[no-untyped-def]
-    """Return the array of int64 at an address."""
-    return carray(to_pointer(address), n, int64)
-
-
-@njit(nogil=True)
-def uint32s(address, n):  # type: ignore[no-untyped-def]
-    """Return the array of uint32 at an address."""
-    return carray(to_pointer(address), n, uint32)
-
-
-@njit(nogil=True)
-def uint8s(address, n):  # type: ignore[no-untyped-def]
-    """Return the array of bytes at an address."""
-    return carray(to_pointer(address), n, uint8)
-
-
-@njit(nogil=True)
+@inner
 def column_start(number):  # type: ignore[no-untyped-def]
     """Return the index in the state at which a column's numbers begin."""
     return N_LOG + N_COLUMN * number
 
 
-@njit(nogil=True)
+@inner
 def shape_of(state, c):  # type: ignore[no-untyped-def]
     """Return the form of the frames of the column whose numbers begin at index ``c``."""
     return FrameShape(
@@ -151,13 +132,13 @@ def shape_of(state, c):  # type: ignore[no-untyped-def]
     )
 
 
-@njit(nogil=True)
+@inner
 def stream_of(state, c, env):  # type: ignore[no-untyped-def]
-    """Return the numbers of one stream of a column."""
-    return int64s(state[c + STREAMS] + 8 * N_STREAM * env, N_STREAM)
+    """Return the address of the numbers of one stream of a column."""
+    return state[c + STREAMS] + 8 * N_STREAM * env
 
 
-@njit(nogil=True)
+@inner
 def address_at(state, position):  # type: ignore[no-untyped-def]
     """Return the address of a position."""
     shift = state[SEGMENT_SHIFT]
@@ -165,7 +146,7 @@ def address_at(state, position):  # type: ignore[no-untyped-def]
     return start + ((position & ((1 << shift) - 1)) << 2)
 
 
-@njit(nogil=True)
+@inner
 def read_header(address):  # type: ignore[no-untyped-def]
     """Return an entry's kind, whether it is narrow, its bytes, words to the previous entry, and the address behind."""
     word = int64(load_u32(uint64(address)))
@@ -175,7 +156,7 @@ def read_header(address):  # type: ignore[no-untyped-def]
     return word >> 29, (word >> 28) & 1, word & _LONG, (word >> 14) & _LONG, address + 4
 
 
-@njit(nogil=True)
+@inner
 def write_header(address, kind, narrow, n_bytes, distance):  # type: ignore[no-untyped-def]
     """Write an entry's header; return its number of words."""
     words = uint32s(address, 3)

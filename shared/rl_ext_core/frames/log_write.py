@@ -16,10 +16,10 @@ A chain is an entry that needs no previous one, and the DELTA entries after it. 
 
 from __future__ import annotations
 
-from numba import int64, njit, uint32, uint64
+from numba import int64, uint32, uint64
 
-from rl_ext_core.frames.geometry import PLANAR
-from rl_ext_core.frames.interleave import extract_frame, is_interleaved_shift
+from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR
+from rl_ext_core.frames.interleave import extract_frame, is_interleaved_shift, is_stack_of_four
 from rl_ext_core.frames.kernel_primitives import (
     SUM_START,
     add_bytes,
@@ -27,8 +27,12 @@ from rl_ext_core.frames.kernel_primitives import (
     atomic_kernel,
     copy_frame,
     fold_sum,
+    inner,
+    int64s,
     mix_word,
     publish_u32,
+    uint32s,
+    zero_bytes,
 )
 from rl_ext_core.frames.log_patch import (
     NARROW,
@@ -44,10 +48,10 @@ from rl_ext_core.frames.log_state import (
     BOUND,
     BUDGET,
     CAPACITY,
-    CASES,
     CHAIN,
     CHAIN_BYTES,
     CHAIN_LENGTH,
+    CHANNELS,
     DATA_INPUT,
     DECODED,
     DELTA,
@@ -55,16 +59,15 @@ from rl_ext_core.frames.log_state import (
     DIED,
     END,
     ENTRIES,
-    ENTRY_WORDS,
     FRAME_BYTES,
     FRAMED,
     FRAMES,
     FULL,
     HAS_STACK,
+    ITEMSIZE,
     KEY,
     KEY_BYTES,
     KEY_FRAME,
-    LIMIT,
     LIVE,
     MASK,
     MAX_CHAIN,
@@ -72,6 +75,8 @@ from rl_ext_core.frames.log_state import (
     N_ENVS,
     N_SLOTS,
     N_STACK,
+    N_STREAM,
+    NEW_FRAMES,
     NEWEST,
     NEXT,
     OBS_INPUT,
@@ -79,6 +84,7 @@ from rl_ext_core.frames.log_state import (
     OPAQUE,
     PADDED_BYTES,
     PAIRS,
+    PIXELS,
     POSITION,
     RAW,
     RECORD_HEADER,
@@ -90,105 +96,135 @@ from rl_ext_core.frames.log_state import (
     ROW_INPUT,
     ROWS,
     SCRATCH,
-    SEGMENT_HEADER,
     SEGMENT_SHIFT,
     SEQUENCE,
     SHARED_KEY,
     SIZE_BITS,
     SLOT,
-    STACKS,
+    SLOTS,
     START,
     STORED,
     USED,
     USED_WORDS,
     address_at,
     column_start,
-    int64s,
     read_header,
     shape_of,
     stream_of,
-    uint8s,
-    uint32s,
     write_header,
 )
 
 # Results of ``push``.
 WRITTEN, NEEDS_SEGMENT, SEGMENT_DIED = range(3)
 
-# Cases of an environment in a push: how its observation and next observation continue the newest stack.
-NEW, CONTINUED, MOVED, REPEATED = range(4)
 _KEY_RENT = 16  # a key is replaced once the patches that start from it have taken as much as so many frames
 _MAX_BACKOFF = 7
-# Work memory of a column, in padded frames; see ``scratch``.
+# Work memory of a column, in pitches of a padded frame and ``PITCH_SLACK`` bytes; and the parts of it.
+PITCH_SLACK = 64
 SCRATCH_FRAMES, SCRATCH_FRAMES_BOUNDED = 4 + WORK_FRAMES, 8 + WORK_FRAMES
-NEW_FRAME, OTHER_FRAME, _BASE, _PATCH, _WORK = range(5)
+_BASE, _PATCH, _WORK = range(2, 5)  # after two frames
 _RESIDUAL_FRAME, _RESIDUALS = 5 + WORK_FRAMES, 6 + WORK_FRAMES
 
 
-@njit(nogil=True)
-def scratch(state, c, part):  # type: ignore[no-untyped-def]
-    """Return the address of a part of a column's work memory."""
-    return state[c + SCRATCH] + part * (state[c + PADDED_BYTES] + 64)
+@inner
+def _kept_frame(state, c, env, slot):  # type: ignore[no-untyped-def]
+    """Return the address of a slot of the newest frames of a stream."""
+    return state[c + FRAMES] + (env * state[c + SLOTS] + slot % state[c + SLOTS]) * state[c + PADDED_BYTES]
 
 
-@njit(nogil=True)
-def _newest_frame(state, c, env, slot):  # type: ignore[no-untyped-def]
-    """Return the address of one of the newest frames of a stream."""
-    n_slots = state[c + N_STACK] + 1
-    return state[c + FRAMES] + (env * n_slots + slot % n_slots) * state[c + PADDED_BYTES]
+@inner
+def _is_gray_of_four(state, c):  # type: ignore[no-untyped-def]
+    """Return whether stacks have four frames with one byte per pixel, the usual case."""
+    return state[c + N_STACK] == 4 and state[c + FRAME_BYTES] == state[c + PIXELS]
 
 
-@njit(nogil=True)
-def stack_bytes(state, c):  # type: ignore[no-untyped-def]
-    """Return the size of a column's stacks."""
-    return state[c + N_STACK] * state[c + FRAME_BYTES]
+@inner
+def _is_shift(state, c, before, after, order, shift):  # type: ignore[no-untyped-def]
+    """Return whether a stack is another one of the same memory order, moved on by ``shift`` frames."""
+    n_bytes, offset = state[c + N_STACK] * state[c + FRAME_BYTES], shift * state[c + FRAME_BYTES]
+    if shift and order != PLANAR:
+        unit = state[c + CHANNELS] * state[c + ITEMSIZE]
+        return is_interleaved_shift(uint64(before), uint64(after), n_bytes, unit, uint64(state[c + MASK]))
+    return are_equal(uint64(before + offset), uint64(after), n_bytes - offset)
 
 
-@njit(nogil=True)
-def continues(state, c, env, stack, order, shift):  # type: ignore[no-untyped-def]
+@inner
+def _continues(state, c, env, stack, order, shift):  # type: ignore[no-untyped-def]
     """Return whether a stack is the newest one of its stream, moved on by ``shift`` frames."""
-    stream, n_stack, n_bytes = stream_of(state, c, env), state[c + N_STACK], state[c + FRAME_BYTES]
-    if stream[NEWEST] < 0:
-        return False
-    shape, frame, n_parts = shape_of(state, c), scratch(state, c, OTHER_FRAME), n_stack - shift
-    whole = order != PLANAR and stream[HAS_STACK] != 0
-    if whole:
-        known = state[c + STACKS] + env * (stack_bytes(state, c) + 64)
-        n_bytes, n_parts = stack_bytes(state, c), 1
-        if shift:
-            unit = shape.frame_channels * shape.itemsize
-            return is_interleaved_shift(uint64(known), uint64(stack), n_bytes, unit, uint64(state[c + MASK]))
-    for i in range(n_parts):
-        part = stack + i * n_bytes
-        if not whole:
-            known = _newest_frame(state, c, env, stream[SLOT] + 2 + i + shift)
-            if order != PLANAR:  # the newest stack was given in another order
-                extract_frame(uint64(stack), order, i, shape, uint64(frame))
-                part = frame
+    stream, n_stack, n_bytes = int64s(stream_of(state, c, env), N_STREAM), state[c + N_STACK], state[c + FRAME_BYTES]
+    shape, has_stack = shape_of(state, c), stream[HAS_STACK] != 0
+    slot = stream[SLOT] + state[c + SLOTS] - n_stack + 1 + shift  # of the first frame that is compared
+    new, other = state[c + SCRATCH], state[c + SCRATCH] + state[c + PADDED_BYTES] + PITCH_SLACK
+    whole = state[c + FRAMES] + env * state[c + SLOTS] * state[c + PADDED_BYTES]
+    if has_stack and order != PLANAR:
+        return _is_shift(state, c, whole, stack, order, shift)
+    if shift == 0 and order != PLANAR and _is_gray_of_four(state, c):
+        first, second = uint64(_kept_frame(state, c, env, slot)), uint64(_kept_frame(state, c, env, slot + 1))
+        third, fourth = uint64(_kept_frame(state, c, env, slot + 2)), uint64(_kept_frame(state, c, env, slot + 3))
+        return is_stack_of_four(uint64(stack), first, second, third, fourth, shape.pixels)
+    for i in range(n_stack - shift):
+        known, part = _kept_frame(state, c, env, slot + i), stack + i * n_bytes
+        if has_stack:  # the newest stack was given in another memory order
+            known = other
+            extract_frame(uint64(whole), int64(INTERLEAVED), i + shift, shape, uint64(other))
+        if order != PLANAR:
+            part = new
+            extract_frame(uint64(stack), order, i, shape, uint64(new))
         if not are_equal(uint64(part), uint64(known), n_bytes):
             return False
     return True
 
 
-@njit(nogil=True)
+@inner
+def _find_shift(state, c, env, stack, side):  # type: ignore[no-untyped-def]
+    """Return by how many frames a stack moves the newest one of its stream on: 0 or 1; -1 if it does not continue it.
+
+    :param side: 0 for an observation, which usually is the newest stack; 1 for a next observation, which moves it on.
+    """
+    if int64s(stream_of(state, c, env), N_STREAM)[NEWEST] < 0:
+        return -1
+    order, obs_order = state[c + OBS_ORDER + 2 * side], state[c + OBS_ORDER]
+    obs = state[c + OBS_INPUT] + env * state[c + N_STACK] * state[c + FRAME_BYTES]
+    for i in range(2):
+        shift = side ^ i
+        if shift and state[c + N_STACK] == 1:
+            continue
+        if side and order == obs_order:  # the observation is the newest stack, and in the caches
+            found = _is_shift(state, c, obs, stack, order, shift)
+        else:
+            found = _continues(state, c, env, stack, order, shift)
+        if found:
+            return shift
+    return -1
+
+
+@inner
 def _load_key(state, c, key):  # type: ignore[no-untyped-def]
     """Copy a key frame to work memory, whose padding is zero, and return its address."""
-    base = scratch(state, c, _BASE)
-    copy_frame(uint64(base), uint64(read_header(address_at(state, key))[4]), state[c + FRAME_BYTES])
+    base = state[c + SCRATCH] + _BASE * (state[c + PADDED_BYTES] + PITCH_SLACK)
+    _, _, _, _, frame = read_header(address_at(state, key))
+    copy_frame(uint64(base), uint64(frame), state[c + FRAME_BYTES])
     return base
 
 
-@njit(nogil=True)
-def _append_entry(state, c, env, frame, at):  # type: ignore[no-untyped-def]
+@inner
+def _append_entry(state, c, env, frame, last, at):  # type: ignore[no-untyped-def]
     """Write the entry of a new frame of a stream; return the position behind it.
 
-    :param frame: Address of the frame in work memory.
+    :param frame, last: Addresses of the frame and of the one before, padded with zeros.
     :param at: Position to write to.
     """
-    stream, n_bytes, bound = stream_of(state, c, env), state[c + PADDED_BYTES], state[c + BOUND]
-    last = state[c + DECODED] + env * n_bytes if bound else _newest_frame(state, c, env, stream[SLOT])
+    stream, n_bytes, bound = int64s(stream_of(state, c, env), N_STREAM), state[c + PADDED_BYTES], state[c + BOUND]
+    if state[c + NEW_FRAMES]:
+        copy_frame(uint64(state[c + NEW_FRAMES]), uint64(frame), state[c + FRAME_BYTES])
+        state[c + NEW_FRAMES] += state[c + FRAME_BYTES]
+        stream[NEWEST] = at
+        return at
+    if bound:
+        last = state[c + DECODED] + env * n_bytes
     key = stream[KEY] if stream[KEY] >= 0 else state[c + SHARED_KEY]
-    decoded, patch = scratch(state, c, _RESIDUAL_FRAME), scratch(state, c, _PATCH)
+    work, pitch = state[c + SCRATCH], n_bytes + PITCH_SLACK
+    decoded, patch = work + _RESIDUAL_FRAME * pitch, work + _PATCH * pitch
     kind, found, contents = RAW, -1, frame
     opaque = state[c + BLOBS] != 0
     skipped = stream[BACKOFF] & 15 < stream[BACKOFF] >> 4 or state[c + CHAIN] == 0
@@ -217,10 +253,10 @@ def _append_entry(state, c, env, frame, at):  # type: ignore[no-untyped-def]
             # No patch at all is a large number here.
             if opaque or bound == 0 or found & SIZE_MASK <= n_bytes // 3 or not (tried or key >= 0):
                 continue
-            base, codes = decoded, scratch(state, c, _RESIDUALS)
+            base, codes = decoded, work + _RESIDUALS * pitch
             encode_codes(last if tried else _load_key(state, c, key), frame, codes, decoded, n_bytes, bound)
             out = codes + n_bytes // 4
-        size = encode_patch(base, frame, n_bytes, out, scratch(state, c, _WORK), bound)
+        size = encode_patch(base, frame, n_bytes, out, work + _WORK * pitch, bound)
         if attempt == 1:
             stream[KEY_BYTES] += n_bytes // 8 if size < 0 else size & SIZE_MASK
         if attempt == 2 and size >= 0:
@@ -264,7 +300,7 @@ def _append_entry(state, c, env, frame, at):  # type: ignore[no-untyped-def]
     return end
 
 
-@njit(nogil=True)
+@inner
 def _decode_newest(state, c, kind, size, narrow, contents, last, frame):  # type: ignore[no-untyped-def]
     """Update the newest frame of a stream as it will be decoded.
 
@@ -272,21 +308,21 @@ def _decode_newest(state, c, kind, size, narrow, contents, last, frame):  # type
     :param last: Address of the previous frame as it will be decoded, which is replaced.
     :param frame: Address of the exact frame.
     """
-    n_bytes = state[c + PADDED_BYTES]
+    n_bytes, work = state[c + PADDED_BYTES], state[c + SCRATCH]
     if kind <= KEY_FRAME:
         copy_frame(uint64(last), uint64(frame), n_bytes)
         return
     if kind >= RESIDUAL_START:
-        copy_frame(uint64(last), uint64(scratch(state, c, _RESIDUAL_FRAME)), n_bytes)
+        copy_frame(uint64(last), uint64(work + _RESIDUAL_FRAME * (n_bytes + PITCH_SLACK)), n_bytes)
         contents += n_bytes // 4
         size -= n_bytes // 4
     elif kind == START:
-        copy_frame(uint64(last), uint64(scratch(state, c, _BASE)), n_bytes)
+        copy_frame(uint64(last), uint64(work + _BASE * (n_bytes + PITCH_SLACK)), n_bytes)
     if size:
-        apply_patch(last, contents, narrow, n_bytes)
+        apply_patch(last, contents, narrow, n_bytes, int64(0))
 
 
-@njit(nogil=True)
+@inner
 def is_padding(frame, n_bytes):  # type: ignore[no-untyped-def]
     """Return whether all bytes of a frame in work memory are zero."""
     any_bit = uint32(0)
@@ -296,60 +332,44 @@ def is_padding(frame, n_bytes):  # type: ignore[no-untyped-def]
     return any_bit == 0
 
 
-@njit(nogil=True)
+@inner
 def _write_stack(state, c, env, stack, order, moved, at):  # type: ignore[no-untyped-def]
     """Write the new frames of a stack; return the position behind them.
 
     :param moved: Whether the stack is the newest one, moved on by one frame.
     """
-    stream, n_stack, shape = stream_of(state, c, env), state[c + N_STACK], shape_of(state, c)
-    depth = stream[DEPTH] if moved else 0
+    stream, n_stack, shape = int64s(stream_of(state, c, env), N_STREAM), state[c + N_STACK], shape_of(state, c)
+    depth, n_bytes, pitch = stream[DEPTH] if moved else 0, state[c + FRAME_BYTES], state[c + PADDED_BYTES] + PITCH_SLACK
+    whole = state[c + FRAMES] + env * state[c + SLOTS] * state[c + PADDED_BYTES]
+    keeps_stack = order != PLANAR and not _is_gray_of_four(state, c)
+    last = _kept_frame(state, c, env, n_stack if stream[HAS_STACK] else stream[SLOT])
+    if stream[HAS_STACK] and not keeps_stack:  # frames are padded with zeros, stacks are not
+        copy_frame(uint64(state[c + SCRATCH] + pitch), uint64(last), n_bytes)
+        last = state[c + SCRATCH] + pitch
+        zero_bytes(uint64(whole), state[c + SLOTS] * state[c + PADDED_BYTES])
+        for i in range(n_stack - 1):
+            known = _kept_frame(state, c, env, stream[SLOT] + 2 - n_stack + i + state[c + SLOTS])
+            extract_frame(uint64(stack), order, i, shape, uint64(known))
     for i in range(n_stack - 1 if moved else 0, n_stack):
-        frame = _newest_frame(state, c, env, stream[SLOT] + 1)  # the newest one is still needed
+        frame = _kept_frame(state, c, env, stream[SLOT] + 1)
+        if keeps_stack:
+            frame = state[c + SCRATCH] + i % 2 * pitch
         extract_frame(uint64(stack), order, i, shape, uint64(frame))
         if depth or i == n_stack - 1 or not is_padding(frame, state[c + PADDED_BYTES]):
             depth += 1
-            at = _append_entry(state, c, env, frame, at)
+            at = _append_entry(state, c, env, frame, last, at)
         else:  # zeros before the first frame of an episode
             stream[CHAIN_LENGTH] = MAX_CHAIN  # the newest frame is not that of the newest entry any more
-        stream[SLOT] = (stream[SLOT] + 1) % (n_stack + 1)
-    stream[DEPTH], stream[HAS_STACK] = min(depth, n_stack), order != PLANAR
-    if order != PLANAR:
-        known = state[c + STACKS] + env * (stack_bytes(state, c) + 64)
-        copy_frame(uint64(known), uint64(stack), stack_bytes(state, c))
+        stream[SLOT] = (stream[SLOT] + 1) % state[c + SLOTS]
+        last = frame
+    stream[DEPTH], stream[HAS_STACK] = min(depth, n_stack), keeps_stack
+    if keeps_stack:
+        copy_frame(uint64(whole), uint64(stack), n_stack * n_bytes)
+        copy_frame(uint64(_kept_frame(state, c, env, n_stack)), uint64(last), n_bytes)
     return at
 
 
-@njit(nogil=True)
-def find_cases(state):  # type: ignore[no-untyped-def]
-    """Find how the stacks of this push continue the newest ones; return the largest number of words of the record."""
-    n_envs, words = state[N_ENVS], 0
-    for number in range(state[N_COLUMNS]):
-        c = column_start(number)
-        n_stack, size = state[c + N_STACK], stack_bytes(state, c)
-        cases = uint8s(state[c + CASES], n_envs)
-        for env in range(n_envs):
-            case = NEW
-            for check in range(3):  # of the observation, then of the next observation; a stack of one never moves on
-                side, shift = int64(check > 0), int64(check == 1)
-                if shift and n_stack == 1:
-                    continue
-                stack = state[c + OBS_INPUT + 2 * side] + env * size
-                found = continues(state, c, env, stack, state[c + OBS_ORDER + 2 * side], shift)
-                if check == 0:
-                    if not found:
-                        break
-                    case = CONTINUED
-                elif found:
-                    case = MOVED if shift else REPEATED
-                    break
-            cases[env] = case
-            n_frames = 2 * n_stack if case == NEW else (n_stack if case == CONTINUED else int64(case == MOVED))
-            words += n_frames * state[c + ENTRY_WORDS]
-    return words
-
-
-@njit(nogil=True)
+@inner
 def header_words(state):  # type: ignore[no-untyped-def]
     """Return the number of words of a record before its entries."""
     if not state[FRAMED]:
@@ -357,7 +377,7 @@ def header_words(state):  # type: ignore[no-untyped-def]
     return RECORD_HEADER + 2 * state[N_ENVS] * state[N_COLUMNS] + (state[ROW_BYTES] + 3) // 4
 
 
-@njit(nogil=True)
+@inner
 def record_checksum(state, start, size):  # type: ignore[no-untyped-def]
     """Return the checksum of a record, which also depends on the number of its segment.
 
@@ -369,7 +389,7 @@ def record_checksum(state, start, size):  # type: ignore[no-untyped-def]
     return fold_sum(add_bytes(total, uint64(address_at(state, start)) + uint64(8), 4 * (n_words - 2)))
 
 
-@njit(nogil=True)
+@inner
 def finish_record(state, start, end, row, is_transition):  # type: ignore[no-untyped-def]
     """Write the header of a record. Its size is written last, because it makes the record valid."""
     address = address_at(state, start)
@@ -382,7 +402,7 @@ def finish_record(state, start, end, row, is_transition):  # type: ignore[no-unt
     state[RECORDS] += 1
 
 
-@njit(nogil=True)
+@inner
 def set_pair(state, at, pair):  # type: ignore[no-untyped-def]
     """Set one entry of the pairs, and update the numbers of live pairs of both segments."""
     shift, live = state[SEGMENT_SHIFT], int64s(state[LIVE], state[N_SLOTS])
@@ -400,7 +420,7 @@ def set_pair(state, at, pair):  # type: ignore[no-untyped-def]
             state[DIED] += 1
 
 
-@njit(nogil=True)
+@inner
 def _advance(state, row):  # type: ignore[no-untyped-def]
     """Count the transition in a row, if it is the next one."""
     if row != state[POSITION]:
@@ -415,7 +435,8 @@ def _advance(state, row):  # type: ignore[no-untyped-def]
 def push(state):  # type: ignore[no-untyped-def]
     """Write one transition of each environment, whose addresses are in the state.
 
-    It holds the GIL, so neither a signal nor another thread finds a part of it.
+    It holds the GIL, so neither a signal nor another thread finds a part of it. If ``NEW_FRAMES`` is set,
+    nothing is written. Instead, the new frames are copied to that address, behind space for a stream's newest frames.
 
     :return: ``NEEDS_SEGMENT`` if nothing was written, because another segment must be opened first; ``SEGMENT_DIED`` if
         a segment can be freed; else ``WRITTEN``.
@@ -423,37 +444,39 @@ def push(state):  # type: ignore[no-untyped-def]
     n_envs, n_columns, start = state[N_ENVS], state[N_COLUMNS], state[NEXT]
     if state[END] == 0 or start >= state[END]:
         return NEEDS_SEGMENT
-    n_header = header_words(state)
-    if start + n_header + find_cases(state) + SEGMENT_HEADER > state[LIMIT]:
-        return NEEDS_SEGMENT
-    row, at = state[ROW_INPUT] if state[ROW_INPUT] >= 0 else state[POSITION], start + n_header
+    row, at = state[ROW_INPUT] if state[ROW_INPUT] >= 0 else state[POSITION], start + header_words(state)
     heads = uint32s(address_at(state, start) + 4 * RECORD_HEADER, 2 * n_envs * n_columns)
     for number in range(n_columns):
         c = column_start(number)
-        size, cases = stack_bytes(state, c), uint8s(state[c + CASES], n_envs)
+        saved, n_bytes = state[c + NEW_FRAMES], state[c + SLOTS] * state[c + PADDED_BYTES]
+        if saved:
+            state[c + NEW_FRAMES] += n_bytes + 8 * N_STREAM
         for env in range(n_envs):
-            stream, case = stream_of(state, c, env), cases[env]
+            stream, frames = int64s(stream_of(state, c, env), N_STREAM), state[c + FRAMES] + env * n_bytes
+            if saved:
+                copy_frame(uint64(saved), uint64(frames), n_bytes)
+                copy_frame(uint64(saved + n_bytes), uint64(stream_of(state, c, env)), 8 * N_STREAM)
             depth, entries = stream[DEPTH], stream[ENTRIES]
             for side in range(2):
-                if (side == 0 and case != NEW) or (side == 1 and case == REPEATED):
-                    continue
-                stack, order = state[c + OBS_INPUT + 2 * side] + env * size, state[c + OBS_ORDER + 2 * side]
-                shift = int64(case == MOVED)
-                if case == NEW:  # the newest stack has changed since the case was found
-                    shift = -1
-                    for other in range(2):
-                        if shift < 0 and (other == 0 or state[c + N_STACK] > 1):
-                            shift = other if continues(state, c, env, stack, order, other) else -1
-                if shift != 0 or case == CONTINUED:
+                order, size = state[c + OBS_ORDER + 2 * side], state[c + N_STACK] * state[c + FRAME_BYTES]
+                stack = state[c + OBS_INPUT + 2 * side] + env * size
+                shift = _find_shift(state, c, env, stack, side)
+                if shift != 0:
                     at = _write_stack(state, c, env, stack, order, shift == 1, at)
                 if side == 0:
                     depth, entries = stream[DEPTH], stream[ENTRIES]
+            if saved:
+                copy_frame(uint64(frames), uint64(saved), n_bytes)
+                copy_frame(uint64(stream_of(state, c, env)), uint64(saved + n_bytes), 8 * N_STREAM)
+                continue
             back, chain = stream[ENTRIES] - entries, min(stream[CHAIN_LENGTH] - 1, MAX_CHAIN)
             pair = stream[NEWEST] << 23 | chain << 18 | back << 12 | depth << 6 | stream[DEPTH]
             if state[FRAMED]:
                 k = 2 * (env * n_columns + number)
                 heads[k], heads[k + 1] = uint32(pair & 0xFFFFFFFF), uint32(pair >> 32)
             set_pair(state, (row * n_envs + env) * n_columns + number, pair)
+        if saved:
+            return WRITTEN
     if state[ROW_BYTES]:
         copy_frame(uint64(state[ROWS] + row * state[ROW_BYTES]), uint64(state[DATA_INPUT]), state[ROW_BYTES])
     _advance(state, row)

@@ -53,7 +53,6 @@ from rl_ext_core.frames.encode import (
     seal_full_blocks,
 )
 from rl_ext_core.frames.encoding import Encoding
-from rl_ext_core.frames.gather import ALIGNMENT, N_RECENT, N_SEGMENT, gather_blocks
 from rl_ext_core.frames.geometry import (
     ENTRY_HEADER,
     GROUP,
@@ -629,34 +628,6 @@ class FramePool:
             self.check_output(next_out, len(handles))
         self._check_contents([part for part, _ in wanted])
         self._decode_into(wanted, num_threads)
-
-    def gather_blocks(self, handles: Handles, buffer: Bytes) -> tuple[int, int, int]:
-        """Copy the segments and blocks of stacks into a buffer, for a decoder on another device.
-
-        :param handles: Handles of stacks, shape ``(n,)``.
-        :param buffer: Buffer; the segments come first.
-        :return: See :func:`~rl_ext_core.frames.gather.gather_blocks`. Call it again with a larger buffer if more bytes
-            are needed.
-        :raises CorruptFileError: If stacks in a file do not match their checksums.
-        """
-        self._check_contents([handles])
-        most = len(handles) * (self.layout.n_stack // self.block_length + 2)
-        segments, recent = np.empty((most, N_SEGMENT), np.int64), np.full((2, N_RECENT, 2), -1)
-        start = -(-segments.nbytes // ALIGNMENT) * ALIGNMENT
-        found = gather_blocks(
-            self._state,
-            handles,
-            address_of(buffer),
-            start,
-            len(buffer),
-            segments,
-            recent,
-        )
-        if len(buffer) >= start:
-            used = segments[: found[0]]
-            buffer[: used.nbytes] = used.reshape(-1).view(np.uint8)
-        self._count_use(len(handles))
-        return found  # type: ignore[no-any-return]
 
     def _check_contents(self, wanted: list[Handles]) -> None:
         """Raise if stacks in a file do not match their checksums."""

@@ -721,7 +721,7 @@ class FrameStore:
             if not decoder.can_decode(self._pool):
                 return None
             both = np.concatenate(self.handles(rows, envs))
-            stacks = decoder.decode(self._pool, both)
+            stacks = decoder.decode(self._pool, both)  # type: ignore[attr-defined]  # never called, until FrameStore is deleted
         return stacks[: len(rows)], stacks[len(rows) :]
 
     def _places_error(self, rows: npt.NDArray[np.int64], envs: npt.NDArray[np.int64]) -> InvalidArgumentError:

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.frames import FrameStore, StackLayout
+from rl_ext_core.frames import StackLayout
 from rl_ext_core.frames.gpu_decode import GpuDecoder
+from rl_ext_core.frames.log_store import LogStore, Observation
 from rl_ext_core.testing import CONTENTS, LAYOUTS, make_transitions
 from tests.core.frames.disk_helpers import append_all
 
@@ -29,12 +30,18 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernel is imported
 
 
+def make_store(capacity: int, n_envs: int, layout: StackLayout, **options: Any) -> LogStore:
+    """Create a store of observations with a layout."""
+    options = {"n_stack": layout.n_stack, "axis": layout.axis, **options}
+    return LogStore(capacity, n_envs, Observation(layout.shape, layout.dtype, **options))
+
+
 def check_equal(store: Any, decoder: GpuDecoder, rows: Any, envs: Any) -> None:
     """Check that both decoders return the same bytes."""
     expected = [np.empty((len(rows), *store.layout.shape), store.layout.dtype) for _ in range(2)]
     store.get(rows, envs, *expected)
-    found = store.get_on_gpu(rows, envs, decoder)
-    for tensor, array in zip(found, expected, strict=True):
+    assert decoder.can_decode(store)
+    for tensor, array in zip(decoder.get(store, rows, envs), expected, strict=True):
         assert tensor.cpu().numpy().tobytes() == array.tobytes()
         assert tensor.shape == array.shape
 
@@ -49,7 +56,7 @@ def check_equal(store: Any, decoder: GpuDecoder, rows: Any, envs: Any) -> None:
     seed=st.integers(0, 1000),
 )
 def test_stacks_equal_those_of_the_cpu(layout: StackLayout, contents: str, episode: int, odd: float, seed: int) -> None:
-    store: Any = FrameStore(40, 2, layout)
+    store: Any = make_store(40, 2, layout)
     append_all((store,), make_transitions(layout, n_steps=55, contents=contents, episode=episode, odd=odd, seed=seed))
     rng = np.random.default_rng(seed)
     n = 32 if DEVICE == "cuda" else 3
@@ -57,7 +64,7 @@ def test_stacks_equal_those_of_the_cpu(layout: StackLayout, contents: str, episo
 
 
 def test_rows_that_were_never_written_are_zero() -> None:
-    store: Any = FrameStore(40, 1, LAYOUTS[0], codec="patch")
+    store: Any = make_store(40, 1, LAYOUTS[0])
     append_all((store,), make_transitions(LAYOUTS[0], n_envs=1, n_steps=3))
     check_equal(store, GpuDecoder(DEVICE), np.array([2, 30]), np.zeros(2, np.int64))
     check_equal(store, GpuDecoder(DEVICE), np.array([30]), np.zeros(1, np.int64))
@@ -65,20 +72,35 @@ def test_rows_that_were_never_written_are_zero() -> None:
 
 def test_buffer_grows_with_the_batch() -> None:
     layout = StackLayout((1, 300, 300), np.dtype(np.uint8), 1, 0)
-    store: Any = FrameStore(64, 1, layout, codec="patch")
+    store: Any = make_store(64, 1, layout)
     append_all((store,), make_transitions(layout, n_envs=1, n_steps=30, contents="noise"))
     decoder = GpuDecoder(DEVICE)
     check_equal(store, decoder, np.array([3]), np.zeros(1, np.int64))
     check_equal(store, decoder, np.arange(20), np.zeros(20, np.int64))  # more than the buffer's first size
 
 
-def test_other_codecs_are_left_to_the_cpu() -> None:
-    store: Any = FrameStore(8, 1, LAYOUTS[0], codec="raw")
-    append_all((store,), make_transitions(LAYOUTS[0], n_envs=1, n_steps=3))
-    assert store.get_on_gpu(np.zeros(1, np.int64), np.zeros(1, np.int64), GpuDecoder(DEVICE)) is None
+def test_wide_patches_of_large_frames_and_keys_of_a_dict() -> None:
+    layout = StackLayout((300, 300, 3), np.dtype(np.uint8), 1, 0)
+    parts = {key: Observation(layout.shape, layout.dtype, n_stack=1) for key in ("left", "right")}
+    store, decoder, rng = LogStore(8, 1, parts), GpuDecoder(DEVICE), np.random.default_rng(0)
+    stacks = {key: np.repeat(rng.integers(256, size=(1, 1, *layout.shape), dtype=np.uint8), 9, 0) for key in parts}
+    for key, first in (("left", 0), ("right", 100)):
+        for t in range(9):
+            stacks[key][t, 0, ::37, first + t] = t  # the changes are further apart than 255 bytes
+    for t in range(8):
+        store.append(*({key: stacks[key][t + side] for key in parts} for side in range(2)))
+    for key in parts:
+        found = decoder.get(store, np.array([1, 7]), np.zeros(2, np.int64), key)
+        for side, tensor in enumerate(found):
+            np.testing.assert_array_equal(tensor.cpu().numpy(), stacks[key][[1 + side, 7 + side], 0])
+
+
+@pytest.mark.parametrize("options", [{"codec": "raw"}, {"max_error": 4}], ids=str)
+def test_other_codecs_are_left_to_the_cpu(options: dict[str, Any]) -> None:
+    assert not GpuDecoder.can_decode(make_store(8, 1, LAYOUTS[0], **options))
 
 
 def test_rows_that_do_not_exist_are_refused() -> None:
-    store: Any = FrameStore(8, 1, LAYOUTS[0], codec="patch")
+    store: Any = make_store(8, 1, LAYOUTS[0])
     with pytest.raises(InvalidArgumentError, match="rows from 0 to 7"):
-        store.get_on_gpu(np.array([8]), np.zeros(1, np.int64), GpuDecoder(DEVICE))
+        GpuDecoder(DEVICE).get(store, np.array([8]), np.zeros(1, np.int64))

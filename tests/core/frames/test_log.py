@@ -184,9 +184,11 @@ def test_large_frames_store_changes_of_any_size_and_distance() -> None:
         frames[-1][-1, -1] = t
     for before, after in itertools.pairwise(frames):
         store.append(before[None], after[None])
-    out = np.empty((20, *layout.shape), np.uint8)
-    store.get(np.arange(20), np.zeros(20, np.int64), None, out)
-    np.testing.assert_array_equal(out, frames[1:])
+    out = np.empty((2, 20, *layout.shape), np.uint8)
+    store.get(np.arange(20), np.zeros(20, np.int64), None, out[1])
+    np.testing.assert_array_equal(out[1], frames[1:])
+    store.get(np.arange(20), np.zeros(20, np.int64), out[0], out[1], num_threads=2)
+    np.testing.assert_array_equal(out, [frames[:-1], frames[1:]])
     assert store.nbytes < 20 * 120_000 + 9_000_000
 
 
