@@ -842,7 +842,6 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
         """Set the arrays of transitions, and the lengths of their episodes."""
         super()._allocate_arrays()
         self.ep_length = self._arrays["ep_length"] = np.zeros((self.buffer_size, self.n_envs), np.int64)
-        self._row_starts = self._row["ep_start"][0]
         self._restore_episodes()
 
     def _restore_episodes(self) -> None:
@@ -873,7 +872,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
         # stay changed.
         row, before = self.pos, self.size()
         overwritten = self.ep_start[row].copy()
-        self._row_starts[:] = self._current_ep_start
+        self._row["ep_start"] = self._current_ep_start
         CompressedDictReplayBuffer.add(self, obs, next_obs, action, reward, done, infos)
         self._invalidate_rest_of_episodes(row, overwritten)
         if self.copy_info_dict:

@@ -20,6 +20,7 @@ from gymnasium import spaces
 from stable_baselines3.common.preprocessing import get_obs_shape
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, StorageError
+from rl_ext_core.frames.gpu_decode import GpuDecoder
 from rl_ext_core.frames.layout import differing_rows
 from rl_ext_core.frames.log_folder import copy_folder, validate_path
 from rl_ext_core.frames.log_store import LogStore, Observation, prefix_key
@@ -184,6 +185,7 @@ class Observations:
             found.converter = self.parts[key].match_space
         self._step: dict[Any, Any] = {}  # observations of a rollout's step, until all keys are given
         self.watch: MemoryWatch | None = None
+        self._gpu_decoder: GpuDecoder | None = None
 
     def check_budget(self, n_bytes: int) -> None:
         """
@@ -223,10 +225,25 @@ class Observations:
 
         :param device: Device of the batch, if images may be tensors on it
         """
-        before, after = ({key: part.empty(len(rows)) for key, part in self.parts.items()} for _ in range(2))
-        outs = before.get(_SINGLE_KEY, before), after.get(_SINGLE_KEY, after)
-        self.store.get(_as_int64(rows), _as_int64(envs), *outs, num_threads=self._thread_count())
-        return outs
+        rows, envs, decoder = _as_int64(rows), _as_int64(envs), self._decoder_for(device)
+        on_gpu = [key for key, part in self.parts.items() if len(part.shape) > 1 and decoder is not None]
+        on_gpu = [key for key in on_gpu if decoder.can_decode(self.store, key)]
+        before: dict[Any, Any] = {key: part.empty(len(rows)) for key, part in self.parts.items() if key not in on_gpu}
+        after: dict[Any, Any] = {key: self.parts[key].empty(len(rows)) for key in before}
+        if before:
+            outs = before.get(_SINGLE_KEY, before), after.get(_SINGLE_KEY, after)
+            self.store.get(rows, envs, *outs, num_threads=self._thread_count())
+        for key in on_gpu:
+            before[key], after[key] = decoder.get(self.store, rows, envs, key)
+        return before.get(_SINGLE_KEY, before), after.get(_SINGLE_KEY, after)
+
+    def _decoder_for(self, device: Any) -> Any:
+        """Return the decoder for a GPU; None if images are decoded on the CPU."""
+        if device is None or device.type == "cpu" or not self.decode_on_gpu:
+            return None
+        if self._gpu_decoder is None or self._gpu_decoder.device != device:
+            self._gpu_decoder = GpuDecoder(device)
+        return self._gpu_decoder
 
     def _decode_part(
         self, key: Any, of_next_obs: bool, rows: IndexArray, envs: IndexArray, *, reuse_memory: bool = True
