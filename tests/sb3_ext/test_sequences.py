@@ -215,7 +215,7 @@ def test_sequences_equal_those_of_a_loop(
 
 def test_max_bytes_ends_sequences_at_dropped_rows() -> None:
     source = Trajectories(IMAGE, 1, 0.05)
-    ours, theirs = make_buffers("plain", 300, IMAGE, ACTIONS, 1, max_bytes=18_000, n_stack=N_STACK)
+    ours, theirs = make_buffers("plain", 300, IMAGE, ACTIONS, 1, max_bytes=12_000, n_stack=N_STACK)
     for _ in range(400):
         transition = source.step()
         ours.add(*transition)

@@ -53,7 +53,7 @@ def test_storage_dir_with_other_keys_is_refused(tmp_path: Path) -> None:
         buffer.add(obs, obs, np.zeros(1), np.zeros(1), np.zeros(1), [{}])
     buffer.close()
     for keys in ({"image": image}, {"image": image, "vector": vector, "other": vector}):
-        with pytest.raises(InvalidArgumentError, match="was created with observations=.*Pass the same options"):
+        with pytest.raises(InvalidArgumentError, match=r"was created with observations=.*Pass the same options"):
             open_dict_buffer(**keys)
     buffer = open_dict_buffer(image=image, vector=vector)
     assert buffer.size() == 20
