@@ -113,19 +113,24 @@ class CompressedBuffer(BaseBuffer):
             expected = "a Dict" if takes_dict else "one image or vector"
             raise InvalidTypeError(f"observation_space is {given}, expected {expected}. {self._OTHER_CLASS_HINT}")
         options |= self.__dict__.pop("_store_options", {})
+        options["row_fields"] = self._row_fields()
         if options.get("storage_dir") is not None and _is_built_by_load(self):
             options["resume"] = True
         self._observations = Observations(space, buffer_shape, **options)
 
+    def _row_fields(self) -> list[tuple[str, Any, tuple[int, ...]]]:
+        """Return name, dtype and shape of the values that are stored with the observations of each row."""
+        return []
+
     @property
     def codec(self) -> Any:
         """Codec in use; ``"raw"`` if frames are too small for patches. A dict by key for a ``Dict``."""
-        return self._observations.map_parts(lambda part: part.store.codec)
+        return self._observations.map_parts(lambda part: part.codec)
 
     @property
     def n_stack(self) -> Any:
         """Frames per observation, as set or as detected so far. A dict by key for a ``Dict``."""
-        return self._observations.map_parts(lambda part: part.store.layout.n_stack)
+        return self._observations.map_parts(lambda part: part.layout.n_stack)
 
     @property
     def num_threads(self) -> int | None:
@@ -139,7 +144,7 @@ class CompressedBuffer(BaseBuffer):
     @property
     def stored_nbytes(self) -> int:
         """Size of all stored transitions in bytes: frames, index, actions, rewards and flags."""
-        return self._observations.nbytes
+        return self._observations.store.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -255,18 +260,46 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
             decode_on_gpu=check_decode_on_gpu(decode_on_gpu, self.device, codec=codec, max_error=max_error),
         )
         try:
-            self._allocate_rows()
-            self._observations.check_budget()
-            self._observations.check_arrays(type(self).__name__)
+            self._allocate_arrays()
+            self._observations.check_budget(sum(array.nbytes for array in self._arrays.values()))
+            if others := self._observations.store.array_names - self._arrays.keys():
+                raise InvalidArgumentError(
+                    f"storage_dir={str(storage_dir)!r} contains {sorted(others)} of another class of buffer, which "
+                    f"{type(self).__name__} does not update. Pass the class that made the folder, or another "
+                    "storage_dir"
+                )
         except BaseException:
             self.close()
             raise
-        # If storage_dir contains transitions of an earlier buffer, the next row is not the first.
-        self.pos, self.full = self._observations.first.position, self._observations.first.full
         if max_bytes is None and storage_dir is None:
-            rows = sum(array.nbytes for array in self._observations.arrays.values())
-            self._observations.watch = MemoryWatch(self._observations.stores, other_bytes=rows)
+            n_bytes = sum(array.nbytes for array in self._arrays.values())
+            self._observations.watch = MemoryWatch(self._observations.store, other_bytes=n_bytes)
             self._observations.watch.warn_if_too_large()
+
+    # The position is that of the store, which changes in the same instant as its contents.
+
+    @property
+    def pos(self) -> int:  # type: ignore[override]
+        """Row of the next transition."""
+        return self._observations.store.position
+
+    @pos.setter
+    def pos(self, value: int) -> None:
+        self._check_setter("pos", value)
+
+    @property
+    def full(self) -> bool:  # type: ignore[override]
+        """Whether all rows have been written."""
+        return self._observations.store.full
+
+    @full.setter
+    def full(self, value: bool) -> None:
+        self._check_setter("full", value)
+
+    def _check_setter(self, name: str, value: Any) -> None:
+        """Raise unless a value is what the store has. Before there is one, SB3's constructor sets it."""
+        if "_observations" in self.__dict__ and value != getattr(self, name):
+            raise InvalidArgumentError(f"{name} cannot be set to {value!r}. Use add() or reset()")
 
     @property
     def _rows_written(self) -> int:
@@ -282,18 +315,29 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         count = min(size_before + 1, self.buffer_size) - self.size()
         return (self.pos - self.size() - 1 - np.arange(count)) % self.buffer_size
 
-    def _allocate_rows(self) -> None:
-        """Allocate the arrays of actions, rewards, dones and time-outs."""
-        rows, shape = self._observations.rows, (self.n_envs,)
-        action_dtype = np.dtype(self._maybe_cast_dtype(self.action_space.dtype))
-        self.actions = rows("actions", (*shape, self.action_dim), action_dtype)
-        self.rewards, self.dones, self.timeouts = (
-            rows(name, shape, np.float32) for name in ("rewards", "dones", "timeouts")
-        )
+    def _row_fields(self) -> list[tuple[str, Any, tuple[int, ...]]]:
+        action_dtype, shape = np.dtype(self._maybe_cast_dtype(self.action_space.dtype)), (self.n_envs,)
+        others = [(name, np.dtype(np.float32), shape) for name in ("rewards", "dones", "timeouts")]
+        return [("actions", action_dtype, (*shape, self.action_dim)), *others]
+
+    def _allocate_arrays(self) -> None:
+        """Set the arrays with one row per transition. They are views of the store's rows."""
+        rows = self._observations.store.rows
+        self._arrays = {name: rows[name] for name in rows.dtype.names}
+        self.__dict__.update(self._arrays)
+        self._row = np.zeros(1, rows.dtype)
+        self._row_views = [self._row[name][0] for name in ("actions", "rewards", "dones", "timeouts")]
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Size of all stored transitions in bytes: frames, index, actions, rewards and flags."""
+        n_rows, names = self._rows_written, self._row.dtype.names
+        own = sum(array[:n_rows].nbytes for name, array in self._arrays.items() if name not in names)
+        return super().stored_nbytes + own
 
     def size(self) -> int:
         """Return the number of stored transitions per environment."""
-        return min(self._rows_written, self._observations.size)
+        return self._observations.store.size
 
     @property
     def observations(self) -> Any:  # type: ignore[override]
@@ -305,7 +349,6 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         """Next observations, with the same shape and the same lazy decoding as ``observations``."""
         return self._observations.views(of_next_obs=True)
 
-    @atomic
     def add(
         self,
         obs: np.ndarray,
@@ -331,55 +374,43 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         :raises InvalidTypeError: If a dtype cannot be cast to that of the space.
         :raises OutOfMemoryError: If there is not enough memory.
         """
-        # Everything that can fail runs before the first change.
-        action = _as_env_rows("action", action, (self.n_envs, self.action_dim), self.actions.dtype)
-        reward = _as_env_rows("reward", reward, (self.n_envs,), self.rewards.dtype)
-        done = _as_env_rows("done", done, (self.n_envs,), self.dones.dtype)
-        if self.handle_timeout_termination:
-            if len(infos) != self.n_envs:
-                raise InvalidArgumentError(
-                    f"infos has length {len(infos)}, expected {self.n_envs}: one per environment; nothing was stored"
-                )
-            truncated = [info.get("TimeLimit.truncated", False) for info in infos]
-            timeouts = _as_env_rows("TimeLimit.truncated", truncated, (self.n_envs,), self.timeouts.dtype)
-        self._observations.append(obs, next_obs, row=self.pos)
-
-        row = self.pos
-        self.actions[row] = action
-        self.rewards[row] = reward
-        self.dones[row] = done
-        if self.handle_timeout_termination:
-            self.timeouts[row] = timeouts
-        self.pos = row + 1
-        if self.pos == MemoryWatch.MEASURED_AFTER and self._observations.watch is not None:
-            self._observations.watch.warn_if_too_large()
-        if self.pos == self.buffer_size:
-            self.full = True
-            self.pos = 0
+        observations = self._observations
+        with observations.lock:
+            # Everything that can fail runs before the first change.
+            actions, rewards, dones, timeouts = self._row_views
+            actions[...] = _as_env_rows("action", action, actions)
+            rewards[...] = _as_env_rows("reward", reward, rewards)
+            dones[...] = _as_env_rows("done", done, dones)
+            if self.handle_timeout_termination:
+                if len(infos) != self.n_envs:
+                    raise InvalidArgumentError(
+                        f"infos has length {len(infos)}, expected {self.n_envs}: one per environment; nothing was "
+                        "stored"
+                    )
+                truncated = [info.get("TimeLimit.truncated", False) for info in infos]
+                timeouts[...] = _as_env_rows("TimeLimit.truncated", truncated, timeouts)
+            observations.store.append(obs, next_obs, self._row)
+            if observations.watch is not None and observations.store.position == MemoryWatch.MEASURED_AFTER:
+                observations.watch.warn_if_too_large()
 
     @property
     def recovered(self) -> Any:
         """Numbers of transitions found in ``storage_dir``, per environment, or None.
 
-        The fields are ``kept``, ``lost`` and ``overwritten``.
+        The fields are ``kept`` and ``lost``.
         """
-        return self._observations.recovered
+        return self._observations.store.recovered
 
-    @defer_signals
     def flush(self) -> None:
-        """Ensure that all transitions in ``storage_dir`` survive the end of the process."""
-        for store in self._observations.stores:
-            store.flush()
+        """Do nothing, because every transition in ``storage_dir`` survives the process once it was added."""
 
     def close(self) -> None:
         """Release ``storage_dir`` for other processes. The buffer cannot be sampled afterwards."""
-        self._observations.close()
+        self._observations.store.close()
 
-    @atomic
     def reset(self) -> None:
         """Remove all transitions and free their memory."""
-        super().reset()
-        self._observations.clear()
+        self._observations.store.clear()
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """
@@ -548,10 +579,11 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         return reduce_with_lock(self._observations.lock, functools.partial(super().__reduce_ex__, protocol))
 
     def __getstate__(self) -> dict[str, Any]:
-        unsaved = (*self._UNSAVED_ATTRIBUTES, *self._observations.arrays)
+        unsaved = ("_arrays", "_row", "_row_views", *self._arrays, *self._UNSAVED_ATTRIBUTES)
         state = {name: value for name, value in self.__dict__.items() if name not in unsaved}
+        state["saved_arrays"] = self._saved_arrays()
         if self._observations.storage_dir is not None:
-            state["_observations"] = self._observations.folder_state()
+            state["_observations"], state["saved_arrays"] = self._observations.folder_state(), {}
         return {**state, "format": FORMAT_VERSION, "checksum": _checksum(state)}
 
     def __setstate__(self, state: Any) -> None:
@@ -562,6 +594,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
             raise format_error("the replay buffer", version, FORMAT_VERSION)
         if state.pop("checksum", None) != _checksum(state):
             raise CorruptFileError("the replay buffer is damaged: its checksum does not match its contents")
+        saved_arrays = state.pop("saved_arrays")
         self.__dict__.update(state)
         replaced = _find_replaced_buffer()
         if isinstance(self._observations, dict):
@@ -572,13 +605,17 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
                 "storage_dir=%r of the model",
                 os.fspath(folder),
             )
-        self.__dict__.update(self._observations.arrays)
+        self._allocate_arrays()
+        for name, rows in saved_arrays.items():
+            self._arrays[name][: len(rows)] = rows
+
+    def _saved_arrays(self) -> dict[str, np.ndarray]:
+        """Return arrays with one row per transition that are saved, and are not part of the store's rows."""
+        return {}
 
     def _open_saved(self, saved: dict[str, Any], replaced: CompressedReplayBuffer | None) -> None:
         """Continue in the folder of a saved buffer."""
         self._observations = Observations.open_saved(saved, None if replaced is None else replaced._observations)
-        self._allocate_rows()
-        self.pos, self.full = self._observations.first.position, self._observations.first.full
 
 
 def _checksum(state: dict[str, Any]) -> int:
@@ -596,12 +633,13 @@ def _checksum(state: dict[str, Any]) -> int:
         state["obs_shape"],
         *((part.buffer_shape, part.shape, part.dtype.str) for part in observations.parts.values()),
     ]
-    known = {**observations.__getstate__(), "parts": list(observations.parts), "shapes": shapes}
-    return checksum([list(state), plain, known])
+    known = {**observations.__getstate__(), "store": shapes}  # the store has a checksum of its own
+    return checksum([list(state), plain, state["saved_arrays"], known])
 
 
-def _as_env_rows(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Return a value as an array with one row per environment. Errors contain its name."""
+def _as_env_rows(name: str, value: Any, target: np.ndarray) -> np.ndarray:
+    """Return a value as an array that can be assigned to ``target``. Errors contain its name."""
+    shape, dtype = target.shape, target.dtype
     if type(value) is np.ndarray and value.shape == shape and value.dtype in (dtype, _BOOL):
         return value  # the usual case; assigning it converts the dtype, and cannot fail
     try:
@@ -794,28 +832,30 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
             raise InvalidArgumentError(
                 "copy_info_dict=True stores dicts, which storage_dir does not support. Leave one of them out"
             )
-        self.__dict__.update(self._observations.arrays)  # SB3's constructor has replaced them
+        self.__dict__.update(self._arrays)  # SB3's constructor has replaced them
+        self._current_ep_start[:] = self.pos
+
+    def _row_fields(self) -> list[tuple[str, Any, tuple[int, ...]]]:
+        return [("ep_start", np.dtype(np.int64), (self.n_envs,)), *super()._row_fields()]
+
+    def _allocate_arrays(self) -> None:
+        """Set the arrays of transitions, and the lengths of their episodes."""
+        super()._allocate_arrays()
+        self.ep_length = self._arrays["ep_length"] = np.zeros((self.buffer_size, self.n_envs), np.int64)
         self._restore_episodes()
 
-    def _allocate_rows(self) -> None:
-        """Allocate the arrays of transitions, and the starts and lengths of their episodes."""
-        super()._allocate_rows()
-        self.ep_start = self._observations.rows("ep_start", (self.n_envs,), np.int64)
-        self.ep_length = self._observations.rows("ep_length", (self.n_envs,), np.int64, mutable=True)
-
     def _restore_episodes(self) -> None:
-        """Make complete episodes in ``storage_dir`` available to hindsight, and start a new one."""
+        """Set the lengths of episodes. Those that are still running when a buffer is saved have none."""
         rows = self._stored_rows()
-        is_stale = self.ep_length > 0  # episodes of transitions that were lost
-        is_stale[rows] = False
-        self.ep_length[is_stale] = 0
         for env in range(self.n_envs if self.size() else 0):
             starts = self.ep_start[rows, env]
             ends = [*(np.flatnonzero(starts[1:] != starts[:-1]) + 1), len(rows)]
             for first, end in zip([0, *ends[:-1]], ends, strict=True):
                 intact = starts[first] == rows[first]
                 self.ep_length[rows[first:end], env] = intact * (end - first)
-        self._current_ep_start[:] = self.pos
+            if (start := self.__dict__.get("_current_ep_start")) is not None:
+                running = (start[env] + np.arange((self.pos - start[env]) % self.buffer_size)) % self.buffer_size
+                self.ep_length[running, env] = 0
 
     @atomic
     def add(
@@ -828,37 +868,32 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
         infos: list[dict[str, Any]],
     ) -> None:
         """Add one transition of each environment, see :meth:`CompressedReplayBuffer.add`."""
-        # HerReplayBuffer.add changes the row of the oldest transition before it is overwritten. After an error, or in
-        # a folder after the end of the process, it would stay changed.
+        # HerReplayBuffer.add changes the row of the oldest transition before it is overwritten. After an error it would
+        # stay changed.
         row, before = self.pos, self.size()
+        overwritten = self.ep_start[row].copy()
+        self._row["ep_start"] = self._current_ep_start
         CompressedDictReplayBuffer.add(self, obs, next_obs, action, reward, done, infos)
-        self._invalidate_rest_of_episodes(row)
-        self.ep_start[row] = self._current_ep_start
+        self._invalidate_rest_of_episodes(row, overwritten)
         if self.copy_info_dict:
             self.infos[row] = infos
         for env in np.flatnonzero(done).tolist():
             self._compute_episode_length(env)
         dropped = self._dropped_rows(before)
         if len(dropped):  # their episodes have lost the beginning
-            self._invalidate_rest_of_episodes(dropped[0])
+            self._invalidate_rest_of_episodes(dropped[0], self.ep_start[dropped[0]])
             for env in range(self.n_envs):
                 self._set_episode_length(dropped, env, 0)
 
-    def _invalidate_rest_of_episodes(self, row: int) -> None:
-        """Set ``ep_length`` to 0 from a row to the ends of its episodes, as HER skips zeros."""
+    def _invalidate_rest_of_episodes(self, row: int, starts: np.ndarray) -> None:
+        """Set ``ep_length`` to 0 from a row to the ends of its episodes, as HER skips zeros.
+
+        :param starts: Rows in which these episodes started, one per environment
+        """
         for env in np.flatnonzero(self.ep_length[row]).tolist():
-            past = (row - self.ep_start[row, env]) % self.buffer_size
+            past = (row - starts[env]) % self.buffer_size
             later = np.arange(max(self.ep_length[row, env] - past, 0))
             self._set_episode_length((row + later) % self.buffer_size, env, 0)
-
-    def _open_saved(self, saved: dict[str, Any], replaced: CompressedReplayBuffer | None) -> None:
-        """Continue in the folder of a saved buffer, with the episodes that were running when it was saved."""
-        starts = self._current_ep_start.copy()
-        super()._open_saved(saved, replaced)
-        self._restore_episodes()
-        for env, start in enumerate(starts):
-            self.ep_length[(start + np.arange((self.pos - start) % self.buffer_size)) % self.buffer_size, env] = 0
-        self._current_ep_start[:] = starts
 
     @atomic
     def reset(self) -> None:
@@ -875,7 +910,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
     def truncate_last_trajectory(self) -> None:
         """Treat the last trajectory as ended, as SB3 does."""
         super().truncate_last_trajectory()
-        self._observations.first.update_newest_checksum()
+        self._observations.store.write_newest_data()
 
     def _compute_episode_length(self, env_idx: int) -> None:
         """End the running episode of an environment, without HER if its start was dropped."""
@@ -1008,7 +1043,7 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
             setattr(self, name, np.zeros(shape, dtype=np.float32))
         self.generator_ready = False
         BaseBuffer.reset(self)
-        self._observations.clear()
+        self._observations.store.clear()
         self.observations = self._observations.views(writable=True)
 
     @atomic
@@ -1029,18 +1064,7 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
         """
         yield from super().get(batch_size)
 
-    @atomic
-    def compute_returns_and_advantage(self, last_values: th.Tensor, dones: np.ndarray) -> None:
-        """
-        Compute returns and advantages of a complete rollout.
-
-        :param last_values: State values after the last step, one per environment
-        :param dones: Whether the last step ended an episode, one per environment
-        """
-        super().compute_returns_and_advantage(last_values, dones)
-        for store in self._observations.stores:
-            store.free_stream_buffers()
-
+    compute_returns_and_advantage = atomic(RolloutBuffer.compute_returns_and_advantage)
     _get_samples: Any = without_copy(RolloutBuffer._get_samples)
 
     @staticmethod

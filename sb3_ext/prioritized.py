@@ -325,16 +325,19 @@ class CompressedPrioritizedReplayBuffer(CompressedReplayBuffer):
         super().__init__(*args, **kwargs)
         self._build_tree()
 
-    def _allocate_rows(self) -> None:
-        """Allocate the arrays of transitions, and their priorities."""
-        super()._allocate_rows()
-        self.priorities = self._observations.rows("priorities", (self.n_envs,), np.float32, mutable=True)
+    def _allocate_arrays(self) -> None:
+        """Set the arrays of transitions, and their priorities."""
+        super()._allocate_arrays()
+        self.priorities = self._observations.store.array("priorities", (self.n_envs,), np.float32)
+        self._arrays["priorities"] = self.priorities
+
+    def _saved_arrays(self) -> dict[str, np.ndarray]:
+        return {"priorities": self.priorities[: self._rows_written]}
 
     def _build_tree(self) -> None:
         """Build the tree from the priorities. Transitions with an invalid one get the largest."""
         from rl_ext_core.frames.sum_tree import SumTree  # imported here, because it loads numba
 
-        self.priorities = self._observations.arrays["priorities"]
         rows = self._stored_rows()
         found = self.priorities[rows]
         is_valid = np.isfinite(found) & (found > 0)

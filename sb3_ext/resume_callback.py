@@ -48,7 +48,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvWrapper
 
 from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
-from rl_ext_core.frames.folder import copy_stores, restore_stores
+from rl_ext_core.frames.log_folder import copy_folder, restore_folder
 from rl_ext_core.recording import EpisodeLog, Repetition
 from rl_ext_core.recording.layers import LayerState, layer_state, record_layer, restore_layer, unsaved_attributes
 from rl_ext_core.resources import NO_SPACE, check_folder, write_problem
@@ -253,7 +253,7 @@ def resume(
     if state["storage"] is not None:
         # Before files are replaced, because their newer transitions are lost then
         check_for_correct_spaces(vec_env, custom_objects["observation_space"], custom_objects["action_space"])
-        restore_stores(save / _STORAGE, pathlib.Path(state["storage"]["folder"]))
+        restore_folder(save / _STORAGE, pathlib.Path(state["storage"]["folder"]))
     model = state["class"].load(
         save / _MODEL, env=vec_env, device=device, custom_objects=custom_objects, force_reset=False
     )
@@ -517,7 +517,7 @@ def _truncate(model: Any, environments: Any, index: int) -> None:
         if hasattr(buffer, "timeouts"):
             buffer.timeouts[row, index] = buffer.handle_timeout_termination
         if isinstance(buffer, CompressedReplayBuffer):
-            buffer._observations.first.update_newest_checksum()
+            buffer._observations.store.write_newest_data()
 
 
 def _restart_layer(layer: Any, observations: Any, index: int) -> Any:
@@ -673,13 +673,13 @@ def _check_storage(model: Any) -> None:
         )
     if folder is None:
         return
-    for store in model.replay_buffer._observations.stores:
-        if store.lossy or store.max_bytes is not None:
-            raise InvalidArgumentError(
-                f"ResumeCallback does not support storage_dir={str(folder)!r} together with max_bytes, "
-                "max_error or a lossy codec, whose results depend on when the folder was opened. Leave these out of "
-                "replay_buffer_kwargs"
-            )
+    store = model.replay_buffer._observations.store
+    if store.lossy or store.max_bytes is not None:
+        raise InvalidArgumentError(
+            f"ResumeCallback does not support storage_dir={str(folder)!r} together with max_bytes, "
+            "max_error or a lossy codec, whose results depend on when the folder was opened. Leave these out of "
+            "replay_buffer_kwargs"
+        )
 
 
 def _storage_state(model: Any) -> dict[str, Any] | None:
@@ -714,7 +714,7 @@ def _write_save(folder: pathlib.Path, model: Any, callbacks: list[BaseCallback])
                 model.save_replay_buffer(temporary / _BUFFER)
             else:
                 model.replay_buffer.flush()  # type: ignore[union-attr]
-                copy_stores(pathlib.Path(storage_dir), temporary / _STORAGE)
+                copy_folder(pathlib.Path(storage_dir), temporary / _STORAGE)
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
         checksums = {path.relative_to(temporary).as_posix(): _file_checksum(path) for path in files}
         (temporary / _MARKER).write_text(json.dumps({"format": _FORMAT, "run": _runs[model], "files": checksums}))

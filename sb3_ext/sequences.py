@@ -10,7 +10,7 @@ import torch as th
 from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.vec_env import VecNormalize
 
-from sb3_ext.observations import HandlesByPart, IndexArray, Observations
+from sb3_ext.observations import HandlesByKey, IndexArray, Observations
 
 Mask = npt.NDArray[np.bool_]
 
@@ -117,7 +117,7 @@ class _Steps(NamedTuple):
     present: Mask  # False in the padding
     episode_starts: npt.NDArray[np.float32]
     n_burn_in: IndexArray  # ``(batch,)``
-    handles: HandlesByPart  # ``(batch * steps,)``, 0 in the padding
+    handles: HandlesByKey  # ``(batch * steps,)``, 0 in the padding
 
 
 def _find_steps(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import gc
 import inspect
+import linecache
 import signal
 import sys
 from collections import Counter
@@ -47,8 +49,8 @@ class _StepTracer:
         """Handle Python's trace events: count lines and returns of the traced code."""
         if not self._is_traced(frame):
             return None
-        # Python does not handle signals when a dropped generator ends.
-        if event == "line" or (event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR):
+        # Python handles signals neither when a dropped generator ends, nor between a ``with`` block and its exit.
+        if (event == "line" and not _leaves_with_block(frame)) or (event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR):
             self._step(frame, event)
         return self._trace
 
@@ -73,6 +75,13 @@ class _StepTracer:
             sys.settrace(None)
             sys.setprofile(None)
             signal.raise_signal(signal.SIGINT)  # code that defers signals may do so here too
+
+
+def _leaves_with_block(frame: FrameType) -> bool:
+    """Return whether the next instruction is the exit of a ``with`` block, which is on the line of ``with``."""
+    opname = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return line.lstrip().startswith("with ") and not opname.startswith(("LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF"))
 
 
 def _is_finalizing(frame: FrameType | None) -> bool:

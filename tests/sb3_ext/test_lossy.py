@@ -33,7 +33,7 @@ def test_lossy_samples_are_within_max_error(channels: int) -> None:
     for name in ("observations", "next_observations"):
         off = np.abs(np.asarray(getattr(ours, name)).astype(int) - getattr(theirs, name))
         max_abs_error = max(max_abs_error, int(off.max()))
-    assert max_abs_error == 4
+    assert max_abs_error <= 4
     for name in ("actions", "rewards", "dones", "timeouts"):
         np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
     draws = []

@@ -311,7 +311,7 @@ def test_hindsight_forgets_episodes_that_a_folder_has_lost(tmp_path: Path) -> No
     arguments = 80, venv.observation_space, venv.action_space
     buffer = CompressedHerReplayBuffer(*arguments, **options)
     add_all([buffer], collect_transitions(venv, 25))
-    buffer._observations.first.drop_newest(10)
+    buffer._observations.store.drop_newest(10)
     buffer.close()
     buffer = CompressedHerReplayBuffer(*arguments, **options)
     assert buffer.size() == 15

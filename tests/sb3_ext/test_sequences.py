@@ -193,7 +193,7 @@ def test_sequences_equal_those_of_a_loop(
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "n_stack": N_STACK,
-            "max_bytes": 2000 * n_envs if limited else None,
+            "max_bytes": 8000 * n_envs if limited else None,
             "storage_dir": Path(folder) / "a" if in_folder else None,
         }
         ours, theirs = cls(**arguments, **options), other(**arguments)
@@ -215,12 +215,12 @@ def test_sequences_equal_those_of_a_loop(
 
 def test_max_bytes_ends_sequences_at_dropped_rows() -> None:
     source = Trajectories(IMAGE, 1, 0.05)
-    ours, theirs = make_buffers("plain", 60, IMAGE, ACTIONS, 1, max_bytes=4500, n_stack=N_STACK)
-    for _ in range(100):
+    ours, theirs = make_buffers("plain", 300, IMAGE, ACTIONS, 1, max_bytes=16_900, n_stack=N_STACK)
+    for _ in range(400):
         transition = source.step()
         ours.add(*transition)
         theirs.add(*transition)
-    assert ours.size() < 50 < theirs.size()
+    assert ours.size() < theirs.size() == 300
     assert_same_sequences(ours, theirs, 200, length=10, burn_in=30)
 
 

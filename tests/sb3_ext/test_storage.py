@@ -14,7 +14,7 @@ import pytest
 from gymnasium import spaces
 from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 
-from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.errors import InvalidArgumentError, StorageError
 from sb3_ext import CompressedDictReplayBuffer
 from tests.sb3_ext.buffer_envs import (
     add_all,
@@ -52,13 +52,9 @@ def test_storage_dir_with_other_keys_is_refused(tmp_path: Path) -> None:
         obs = sample_batch(buffer.observation_space, 1)
         buffer.add(obs, obs, np.zeros(1), np.zeros(1), np.zeros(1), [{}])
     buffer.close()
-    with pytest.raises(
-        InvalidArgumentError, match=r"contains \['vector'\], expected only folders of the keys \['image'\]"
-    ):
-        open_dict_buffer(image=image)
-    with pytest.raises(InvalidArgumentError, match=r"contains transitions of the other keys, but not of \['other'\]"):
-        open_dict_buffer(image=image, vector=vector, other=vector)
-    (tmp_path / "other").rename(tmp_path.parent / "gone")
+    for keys in ({"image": image}, {"image": image, "vector": vector, "other": vector}):
+        with pytest.raises(InvalidArgumentError, match=r"was created with observations=.*Pass the same options"):
+            open_dict_buffer(**keys)
     buffer = open_dict_buffer(image=image, vector=vector)
     assert buffer.size() == 20
     buffer.close()
@@ -118,20 +114,6 @@ def test_trajectory_truncated_after_flush_can_be_reopened(tmp_path: Path) -> Non
     buffer.close()
 
 
-def test_mixed_folders_of_two_buffers_are_refused(tmp_path: Path) -> None:
-    venv = ENVS["dict"]()
-    for name, count in (("a", 30), ("b", 5)):
-        buffer = make_compressed("dict", 40, venv, storage_dir=tmp_path / name)
-        add_all([buffer], collect_transitions(venv, count))
-        buffer.close()
-    shutil.rmtree(tmp_path / "a" / "place")
-    shutil.copytree(tmp_path / "b" / "place", tmp_path / "a" / "place")
-    with pytest.raises(
-        InvalidArgumentError, match=r"contains folders of different buffers for the keys .*Restore them"
-    ):
-        make_compressed("dict", 40, venv, storage_dir=tmp_path / "a", resume=True)
-
-
 @pytest.mark.parametrize(
     "leave", [lambda path: path.rename(path.with_name("old")), shutil.rmtree], ids=["move", "delete"]
 )
@@ -143,8 +125,9 @@ def test_buffer_does_not_write_to_folder_that_replaced_its_own(leave: Any, tmp_p
     leave(path)
     latter = make_compressed("plain", 200, venv, storage_dir=path, resume=True)
     add_all([latter], transitions[:30])
-    add_all([former], transitions[50:])  # the codec is chosen again, which rewrites frames
-    assert len(former.observations[:140]) == 140
+    with pytest.raises(StorageError, match="was moved or replaced"):
+        add_all([former], transitions[50:])
+    np.testing.assert_array_equal(former.observations[:50], [transition[0] for transition in transitions[:50]])
     latter.close()
     former.close()
     opened = make_compressed("plain", 200, venv, storage_dir=path, resume=True)
@@ -169,7 +152,7 @@ def test_process_killed_while_sampling_leaves_folder_intact(tmp_path: Path) -> N
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     buffer = make_compressed("n-step", 40, venv, storage_dir=tmp_path / "a", resume=True)
-    assert buffer.recovered == (30, 0, 0)
+    assert buffer.recovered == (30, 0)
     buffer.close()
 
 

@@ -16,10 +16,9 @@ import torch
 from tensordict import TensorDict
 
 from rl_ext_core.errors import InvalidTypeError
-from rl_ext_core.frames import SalvageReport
 from rl_ext_core.frames.folder import RowArrays, StoreFolder, as_corrupt_file
 from rl_ext_core.frames.journal import Journal, JournalRecord, Places
-from rl_ext_core.frames.store import longest_run
+from rl_ext_core.frames.store import SalvageReport, longest_run
 from torchrl_ext.frame_storage.columns import FrameColumn
 from torchrl_ext.frame_storage.format import describe_rows, dtype_from_name, rebuild
 

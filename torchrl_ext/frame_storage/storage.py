@@ -20,7 +20,6 @@ from torchrl.data import TensorStorage
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.datasets import write_dataset
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
-from rl_ext_core.frames import SalvageReport
 from rl_ext_core.frames.codecs import describe_lossiness
 from rl_ext_core.frames.encoding import COPY_BATCH, LAST_CHECK
 from rl_ext_core.frames.folder import RowArrays, StoreFolder, as_corrupt_file
@@ -28,6 +27,7 @@ from rl_ext_core.frames.gpu_decode import GpuDecoder, check_decode_on_gpu
 from rl_ext_core.frames.journal import Journal, Places
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
 from rl_ext_core.frames.region import ProcessLock, RegionFile
+from rl_ext_core.frames.store import SalvageReport
 from torchrl_ext._compat import is_sampler
 from torchrl_ext.frame_storage.arguments import (
     as_tensordict,

@@ -27,7 +27,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,13 @@ import numpy.typing as npt
 
 from rl_ext_core import _system
 from rl_ext_core._interrupts import defer_signals
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError, StorageError
-from rl_ext_core.frames.checkpoint import checksum, format_error
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
 from rl_ext_core.frames.journal import Journal, JournalRecord, Places
+from rl_ext_core.frames.log_folder import MANIFEST, as_corrupt_file, read_json, validate_path, write_json
 from rl_ext_core.frames.region import PrivateRegion, RegionFile, new_region, round_to_pages, storage_error
 from rl_ext_core.resources import check_folder
 
 FORMAT_VERSION = 8
-MANIFEST = "store.json"
 _INCOMPLETE, _JOURNAL = "making", ("journal", "journal-2")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _FILES = re.compile(rf"rows|(row|mutable)-{_NAME.pattern}|sums|frames-\d+|journal(-2)?")
@@ -55,61 +54,6 @@ Fields = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]  # shape of a row, and
 _open_folders: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
 _opening = _system.make_fork_safe_lock()  # other threads find a locked folder in _open_folders
 _OWNER_ATTEMPTS, _OWNER_PAUSE_S = 20, 0.005  # how long an owner may take to write its id
-
-
-def validate_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a folder; raise if it is empty.
-
-    :raises InvalidArgumentError: If the path is empty, which would be the working directory
-    """
-    if not os.fspath(path):
-        raise InvalidArgumentError(
-            f"storage_dir={path!r} is empty; pass the name of a folder, for example storage_dir='buffer', or None to "
-            "keep everything in memory"
-        )
-    return Path(path)
-
-
-@contextlib.contextmanager
-def as_corrupt_file(what: str) -> Iterator[None]:
-    """Within the context, raise ``CorruptFileError`` instead of other exceptions.
-
-    Parsing damaged data can fail in arbitrary ways.
-
-    :param what: Subject and verb of the error text, such as ``"store.json is"``
-    """
-    try:
-        yield
-    except (RlExtError, MemoryError):
-        raise
-    except Exception as error:
-        raise CorruptFileError(f"{what} damaged ({type(error).__name__}: {error})") from error
-
-
-def write_json(path: Path, fields: dict[str, Any]) -> None:
-    """Replace a file by these values and their checksum, as JSON."""
-    fields = json.loads(json.dumps(fields))
-    temporary = path.with_name(f"{path.name}.new")
-    with temporary.open("w") as file:
-        file.write(json.dumps({**fields, "checksum": checksum(fields)}))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def read_json(path: Path, version: int) -> dict[str, Any]:
-    """Read a file that :func:`write_json` wrote.
-
-    :param version: Expected value of ``format``
-    :raises CorruptFileError: If the file is damaged, or has another format
-    """
-    with as_corrupt_file(f"{path} is"):
-        found: dict[str, Any] = json.loads(path.read_text())
-        if found["format"] != version:
-            raise format_error(path.parent, found["format"], version)
-    if found.pop("checksum", None) != checksum(found):
-        raise CorruptFileError(f"{path} is damaged: its checksum does not match its contents; restore it from a copy")
-    return found
 
 
 class RowArrays:
@@ -663,49 +607,6 @@ class StoreFolder:
         self.__dict__.update(state)
         self.files.complete = None  # the process that opened the folder does it
         self._take_lock(state["_lock"].detach())
-
-
-def copy_stores(source: Path, target: Path) -> None:
-    """Copy the files of a store, or of the stores in a folder. The caller has flushed them, and writes nothing.
-
-    :param target: folder to create
-    :raises StorageError: If a file cannot be copied
-    """
-    try:
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns("lock"), copy_function=shutil.copyfile)
-    except (OSError, shutil.Error) as error:
-        raise StorageError(f"{source} cannot be copied to {target}: {error}. Free space on that disk") from error
-
-
-def restore_stores(source: Path, target: Path) -> None:
-    """Replace the contents of a storage folder by a copy that :func:`copy_stores` made.
-
-    If the process is killed meanwhile, the folder counts as a store whose creation was not finished, which is deleted
-    when it is opened.
-
-    :raises StorageError: If a process uses the folder, or it cannot be written
-    """
-    check_folder("storage_dir", target)
-    for manifest in sorted(source.rglob(MANIFEST)):
-        folder = target / manifest.parent.relative_to(source)
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = _open_lock_file(folder / "lock")
-        try:
-            (folder / _INCOMPLETE).touch()
-            _delete_file(folder / MANIFEST)
-            for entry in filter(_is_store_file, folder.iterdir()):
-                if entry.name not in ("lock", _INCOMPLETE):
-                    _delete_file(entry)
-            for entry in manifest.parent.iterdir():
-                if entry.is_file() and entry.name != MANIFEST:
-                    shutil.copyfile(entry, folder / entry.name)
-            shutil.copyfile(manifest, folder / f"{MANIFEST}.new")
-            os.replace(folder / f"{MANIFEST}.new", folder / MANIFEST)
-            _delete_file(folder / _INCOMPLETE)
-        except OSError as error:
-            raise storage_error(folder, error, doing="write") from error
-        finally:
-            os.close(descriptor)
 
 
 def _is_store_file(entry: Path) -> bool:

@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core.errors import CorruptFileError
+from rl_ext_core._interrupts import defer_signals
+from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.frames import log_state as fields
 from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR, shared_byte_mask
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.log_patch import LARGE_FRAME, PADDING, WORK_SLACK
+from rl_ext_core.frames.log_read import OPAQUE_FIELDS, are_inside, decode_transitions, find_handles
 from rl_ext_core.frames.log_recover import DAMAGED, drop_rows, replay_segment, write_note
 from rl_ext_core.frames.log_segment import Segment, SegmentFile, list_files
 from rl_ext_core.frames.log_state import N_COLUMN, N_LOG, N_STREAM, SEGMENT_HEADER
@@ -45,6 +47,7 @@ _FIRST_RESTART = 2  # frames per environment that opening a segment is assumed t
 _COUNTERS = {"position": fields.POSITION, "stored": fields.STORED, "full": fields.FULL}
 
 Array = npt.NDArray[Any]
+_NO_ENTRIES = np.zeros((0, OPAQUE_FIELDS), dtype=np.int64)
 
 
 def _allocate_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
@@ -80,6 +83,8 @@ class FrameLog:
     :param row_bytes: Size of the caller's data per row.
     :param folder: Existing folder for the segments, or None for memory.
     :param chain: Entries per chain, up to 31. Longer chains take less memory, and are slower to read.
+    :param rows: Array to use as :attr:`rows`, or None for a new one of zeros.
+    :ivar is_in_place: Returns whether ``folder`` was neither moved nor replaced.
     :ivar state: State that the kernels share, see ``log_state``.
     :ivar pairs: Shape ``(capacity, n_envs, n_columns)``, see ``log_state``.
     :ivar rows: Data of the caller, shape ``(capacity, row_bytes)``.
@@ -97,12 +102,14 @@ class FrameLog:
         row_bytes: int = 0,
         folder: Path | None = None,
         chain: int = CHAIN,
+        rows: Array | None = None,
     ) -> None:
         self.columns, self.folder, self.capacity, self.n_envs = tuple(columns), folder, capacity, n_envs
         self.state = np.zeros(N_LOG + N_COLUMN * len(columns), dtype=np.int64)
         self.pairs = _allocate_zeros((capacity, n_envs, len(columns)), np.int64)
-        self.rows = _allocate_zeros((capacity, row_bytes), np.uint8)
+        self.rows = _allocate_zeros((capacity, row_bytes), np.uint8) if rows is None else rows
         self._is_prepared = [False] * len(columns)
+        self.is_in_place: Callable[[], bool] = lambda: True
         self._memory: dict[tuple[int, int], Array] = {}
         self._segments: dict[int, Segment] = {}
         self._spare: Segment | None = None
@@ -223,33 +230,54 @@ class FrameLog:
         if result:
             self._free_dead_segments()
 
-    def push_encoded(self, encode: Callable[[Array], bytes], *, data: int = 0, row: int = -1) -> None:
-        """Write one transition of each environment, whose frames a codec encodes. The log has one column.
+    @defer_signals
+    def push_encoded(self, encoders: dict[int, Callable[[Array], bytes]], *, data: int = 0, row: int = -1) -> None:
+        """Write one transition of each environment, of which codecs encode some frames.
 
-        :param encode: Encodes a frame, given as bytes.
+        :param encoders: Functions that encode a frame, given as bytes, by the number of the column.
         :param data, row: As for :meth:`push`.
         """
-        state, c = self.state, N_LOG
+        state = self.state
         if not state[fields.END] or state[fields.NEXT] >= state[fields.END]:
             self._open_segment()  # in a new segment, other frames are new
-        n_bytes = int(state[c + fields.FRAME_BYTES])
-        kept = int(state[c + fields.SLOTS] * state[c + fields.PADDED_BYTES]) + 8 * N_STREAM
-        found = np.empty(kept + 2 * self.n_envs * int(state[c + fields.N_STACK]) * n_bytes, np.uint8)
-        state[c + fields.NEW_FRAMES] = address_of(found)
+        new = self._find_new_frames([*encoders])
+        kept = []  # until they were written
         try:
-            push(state)
-            frames = found[kept : int(state[c + fields.NEW_FRAMES]) - address_of(found)].reshape(-1, n_bytes)
-        finally:
-            state[c + fields.NEW_FRAMES] = 0
-        blobs = [np.frombuffer(encode(frame), np.uint8) for frame in frames]
-        used = [(address_of(blob), len(blob)) if len(blob) < n_bytes else (0, 0) for blob in blobs]
-        table = np.array([(0, 0), *used], dtype=np.int64).reshape(-1)[1:].copy()
-        state[c + fields.BLOBS] = address_of(table)
-        try:
+            for number, encode in encoders.items():
+                c = N_LOG + N_COLUMN * number
+                n_bytes = int(state[c + fields.FRAME_BYTES])
+                blobs = [np.frombuffer(encode(frame), np.uint8) for frame in new[number]]
+                used = [(address_of(blob), len(blob)) if len(blob) < n_bytes else (0, 0) for blob in blobs]
+                table = np.array([(0, 0), *used], dtype=np.int64).reshape(-1)[1:].copy()
+                kept.append((blobs, table))
+                state[c + fields.BLOBS] = address_of(table)
             self.push(data=data, row=row)
         finally:
-            state[c + fields.BLOBS] = 0
+            state[fields.BLOBS + N_LOG :: N_COLUMN] = 0
 
+    def _find_new_frames(self, numbers: list[int]) -> dict[int, Array]:
+        """Return the frames of some columns that the next push will write, without writing them."""
+        state = self.state
+        found = {}
+        for number in numbers:
+            c = N_LOG + N_COLUMN * number
+            n_bytes = int(state[c + fields.FRAME_BYTES])
+            kept = int(state[c + fields.SLOTS] * state[c + fields.PADDED_BYTES]) + 8 * N_STREAM
+            found[number] = np.empty(kept + 2 * self.n_envs * int(state[c + fields.N_STACK]) * n_bytes, np.uint8)
+            state[c + fields.NEW_FRAMES] = address_of(found[number])
+        try:
+            push(state)
+            new = {}
+            for number, memory in found.items():
+                c = N_LOG + N_COLUMN * number
+                kept = int(state[c + fields.SLOTS] * state[c + fields.PADDED_BYTES]) + 8 * N_STREAM
+                stop = int(state[c + fields.NEW_FRAMES]) - address_of(memory)
+                new[number] = memory[kept:stop].reshape(-1, int(state[c + fields.FRAME_BYTES]))
+        finally:
+            state[fields.NEW_FRAMES + N_LOG :: N_COLUMN] = 0
+        return new
+
+    @defer_signals
     def drop(self, position: int, stored: int) -> None:
         """Drop all transitions except the ``stored`` ones before a position, which becomes the next one.
 
@@ -277,6 +305,7 @@ class FrameLog:
         if self.folder is not None and (not state[fields.END] or state[fields.NEXT] >= state[fields.END]):
             self._open_segment()
 
+    @defer_signals
     def clear(self) -> None:
         """Drop all transitions, and start in row 0 again."""
         self.drop(0, 0)
@@ -295,10 +324,58 @@ class FrameLog:
         found = np.flatnonzero(slots != slots[0])
         return int(found[0]) if len(found) else self.stored
 
+    # Reading
+
+    def contains(self, rows: Array, envs: Array) -> bool:
+        """Return whether all these rows and environments exist.
+
+        :param rows, envs: Contiguous, int64, shape ``(n,)``.
+        """
+        return bool(are_inside(rows, envs, self.capacity, self.n_envs))
+
+    def decode(
+        self,
+        number: int,
+        rows: Array,
+        envs: Array,
+        start: int,
+        stop: int,
+        observations: int,
+        next_observations: int,
+        *,
+        opaque: bool = False,
+    ) -> Array:
+        """Decode the transitions ``start`` to ``stop`` of a batch.
+
+        :param number: Number of the column.
+        :param rows, envs: As for :meth:`contains`. Without environments, ``rows`` are handles.
+        :param observations, next_observations: Addresses of the outputs of the whole batch, or 0.
+        :param opaque: Whether frames may have been encoded by a codec.
+        :return: Entries that the codec must decode, shape ``(n, OPAQUE_FIELDS)``, see ``log_read``.
+        """
+        n_stack = self.columns[number].layout.n_stack
+        entries = np.empty((2 * n_stack * (stop - start), OPAQUE_FIELDS), np.int64) if opaque else _NO_ENTRIES
+        outs = observations, next_observations
+        n = decode_transitions(self.state, number, rows, envs, start, stop, *outs, entries)
+        return entries[:n]
+
+    def find_handles(self, number: int, rows: Array, envs: Array) -> tuple[Array, Array]:
+        """Return the handles of observations and next observations, which :meth:`decode` decodes.
+
+        :param number: Number of the column.
+        :param rows, envs: As for :meth:`contains`.
+        """
+        found = np.empty((2, len(rows)), np.int64)
+        find_handles(self.state, number, rows, envs, found[0], found[1])
+        return found[0], found[1]
+
     # Segments
 
+    @defer_signals
     def _open_segment(self) -> None:
         """Open a new segment, in which all streams start over."""
+        if not self.is_in_place():
+            raise StorageError(f"{self.folder} was moved or replaced. Move it back, or pass another storage_dir")
         state, words = self.state, self._choose_words()
         number = int(state[fields.SEQUENCE]) + 1
         segment = self._new_segment(words + self.record_words + 2 * SEGMENT_HEADER, number)
@@ -358,8 +435,10 @@ class FrameLog:
             state[fields.USED_WORDS] += words
         else:
             state[fields.DIED] += 1
-        self._segments[slot].truncate(words + 1)
+        if self.is_in_place():
+            self._segments[slot].truncate(words + 1)
 
+    @defer_signals
     def _free_dead_segments(self) -> None:
         """Free the closed segments without live rows, the oldest ones first."""
         is_dead = (self._live == 0) & (self._table != 0)
@@ -369,7 +448,8 @@ class FrameLog:
         for slot in sorted(dead, key=lambda slot: self._segments[slot].number):
             self._used[slot] = self._table[slot] = 0
             segment = self._segments.pop(slot)
-            segment.delete()
+            if self.is_in_place():
+                segment.delete()
             if self.folder is None:
                 self._spare = segment  # the system takes long to provide memory of zeros
         self.state[fields.DIED] = 0
@@ -494,6 +574,21 @@ class FrameLog:
     def _n_written(self) -> int:
         """Number of rows that have ever been written."""
         return self.capacity if self.state[fields.FULL] else int(self.state[fields.POSITION])
+
+    @property
+    def n_records(self) -> int:
+        """Number of records that were ever written, modulo 2**32."""
+        return int(self.state[fields.RECORDS]) & 0xFFFFFFFF
+
+    @n_records.setter
+    def n_records(self, value: int) -> None:
+        self.state[fields.RECORDS] = value
+
+    def has_torn_record(self) -> bool:
+        """Return whether a process was killed while it wrote a record, which follows the last one."""
+        shift, at = int(self.state[fields.SEGMENT_SHIFT]), int(self.state[fields.NEXT])
+        segment, at = self._segments.get(at >> shift), at & ((1 << shift) - 1)
+        return segment is not None and at > 0 and bool(segment.words[at : at + self.record_words].any())
 
     def count_newest(self) -> int:
         """Return the number of newest transitions before the first one that is missing."""

@@ -3,28 +3,94 @@
 - ``lock``: id of the writing process; locked while that process is alive
 - ``store.json``: options and settings of the store; written last, so that it marks a complete store
 - ``log-<generation>``: folder of segments; a new one each time that the settings change
+- ``array-<name>``: array of the caller with one row per transition, of which any row may change at any time
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
+import secrets
 import shutil
+import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from rl_ext_core import _system
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
-from rl_ext_core.frames.folder import MANIFEST, _open_lock_file, as_corrupt_file, read_json, validate_path, write_json
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError, StorageError
+from rl_ext_core.frames.checkpoint import checksum, format_error
 from rl_ext_core.frames.region import storage_error
+from rl_ext_core.resources import check_folder
 
 FORMAT_VERSION = 7
+MANIFEST = "store.json"
 _GENERATION = re.compile(r"log-(\d{4})")
+_ARRAY = re.compile(r"array-([a-z_]+)")
 
 _open_folders: weakref.WeakSet[LogFolder] = weakref.WeakSet()
+
+
+def validate_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a folder.
+
+    :raises InvalidArgumentError: If the path is empty, which would be the working directory.
+    """
+    if not os.fspath(path):
+        raise InvalidArgumentError(
+            f"storage_dir={path!r} is empty; pass the name of a folder, for example storage_dir='buffer', or None to "
+            "keep everything in memory"
+        )
+    return Path(path)
+
+
+@contextlib.contextmanager
+def as_corrupt_file(what: str) -> Iterator[None]:
+    """Within the context, raise ``CorruptFileError`` instead of other exceptions.
+
+    Parsing damaged data can fail in arbitrary ways.
+
+    :param what: Subject and verb of the error text, such as ``"store.json is"``.
+    """
+    try:
+        yield
+    except (RlExtError, MemoryError):
+        raise
+    except Exception as error:
+        raise CorruptFileError(f"{what} damaged ({type(error).__name__}: {error})") from error
+
+
+def write_json(path: Path, fields: dict[str, Any]) -> None:
+    """Replace a file by these values and their checksum, as JSON."""
+    fields = json.loads(json.dumps(fields))
+    temporary = path.with_name(f"{path.name}.new")
+    with temporary.open("w") as file:
+        file.write(json.dumps({**fields, "checksum": checksum(fields)}))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_json(path: Path, version: int) -> dict[str, Any]:
+    """Read a file that :func:`write_json` wrote.
+
+    :param version: Expected value of ``format``.
+    :raises CorruptFileError: If the file is damaged, or has another format.
+    """
+    with as_corrupt_file(f"{path} is"):
+        found: dict[str, Any] = json.loads(path.read_text())
+        if found["format"] != version:
+            raise format_error(path.parent, found["format"], version)
+    if found.pop("checksum", None) != checksum(found):
+        raise CorruptFileError(f"{path} is damaged: its checksum does not match its contents; restore it from a copy")
+    return found
 
 
 class LogFolder:
@@ -34,6 +100,7 @@ class LogFolder:
     :param options: Options of the store as plain values; an existing folder requires the same ones. None accepts any.
     :ivar options: Options of the store.
     :ivar settings: Settings of the stored frames, as plain values; None if the folder is new.
+    :ivar identity: Random name of the store. Copies of the folder have the same.
     :raises InvalidArgumentError: If the path is empty, the folder contains other files, or the options differ.
     :raises StorageError: If another process uses the folder, or it cannot be created.
     :raises CorruptFileError: If ``store.json`` is damaged or missing.
@@ -44,7 +111,11 @@ class LogFolder:
 
     def __init__(self, path: str | os.PathLike[str], options: dict[str, Any] | None) -> None:
         self.path = validate_path(path).absolute()
-        self.options: dict[str, Any] = {}
+        self.options: dict[str, Any] = {} if options is None else json.loads(json.dumps(options))
+        self.identity = secrets.token_hex(8)
+        self._is_new = not self.path.exists()
+        if self._is_new:
+            check_folder("storage_dir", path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             foreign = sorted(entry.name for entry in self.path.iterdir() if not _is_known(entry.name))
@@ -52,45 +123,39 @@ class LogFolder:
             raise storage_error(self.path, error, doing="use the folder") from error
         if foreign:
             raise InvalidArgumentError(
-                f"storage_dir={str(self.path)!r} contains {foreign[0]!r}, which is not part of a store. Pass an empty "
+                f"storage_dir={str(self.path)!r} contains {foreign[0]!r}, which is not part of a store; pass an empty "
                 f"folder, for example storage_dir={str(self.path / 'buffer')!r}"
             )
-        if any(folder.path == self.path and folder.close.alive for folder in _open_folders):
-            raise StorageError(
-                f"{self.path} is in use by this process. Close that buffer first, or pass another storage_dir"
-            )
-        descriptor = _open_lock_file(self.path / "lock")
-        self.close = weakref.finalize(self, os.close, descriptor)
+        self._descriptor = _open_lock_file(self.path / "lock")
+        self._thread_name = threading.current_thread().name
+        self.close = weakref.finalize(self, os.close, self._descriptor)
         self.close.atexit = False
         self._pid = os.getpid()
         _open_folders.add(self)
         try:
-            self.settings, self._generation = self._read(options)
+            self.settings, self._generation = self._read(options is None)
         except BaseException:
             self.close()
             raise
 
-    def _read(self, options: dict[str, Any] | None) -> tuple[dict[str, Any] | None, int]:
-        """Read the settings, and delete what an unfinished change of them has left.
-
-        :param options: Requested options, or None for any.
-        """
-        self.options = {} if options is None else json.loads(json.dumps(options))
+    def _read(self, any_options: bool) -> tuple[dict[str, Any] | None, int]:
+        """Read the settings, and delete what an unfinished change of them has left."""
         manifest = self.path / MANIFEST
-        generations = {path: int(path.name[4:]) for path in self.path.iterdir() if _GENERATION.fullmatch(path.name)}
+        generations = _generations(self.path)
         settings, current = None, -1
         if manifest.exists():
             found = read_json(manifest, FORMAT_VERSION)
-            if options is None:
-                self.options = found["options"]
-            self._check_options(found["options"])
             with as_corrupt_file(f"{manifest} is"):
-                settings, current = found["settings"], found["generation"]
-            if current not in generations.values():
-                raise CorruptFileError(f"{self.path / f'log-{current:04d}'} is missing. Restore it from a copy")
-        elif any(entry for path in generations for entry in path.iterdir()) and max(generations.values()) > 0:
+                options, settings = found["options"], found["settings"]
+                self.identity, current = found["identity"], found["generation"]
+            if any_options:
+                self.options = options
+            self._check_options(options)
+            if current not in generations:
+                raise CorruptFileError(f"{_generation_path(self.path, current)} is missing. Restore it from a copy")
+        elif any(any(path.iterdir()) for path in generations.values()):
             raise CorruptFileError(f"{manifest} is missing. Restore it from a copy, or pass another storage_dir")
-        for path, number in generations.items():
+        for number, path in generations.items():
             if number != current:
                 shutil.rmtree(path, ignore_errors=True)
         return settings, current
@@ -113,7 +178,7 @@ class LogFolder:
 
         :param new: Whether to create a new, empty one, which :meth:`use` makes current.
         """
-        path = self.path / f"log-{self._generation + new:04d}"
+        path = _generation_path(self.path, self._generation + new)
         if new:
             try:
                 shutil.rmtree(path, ignore_errors=True)
@@ -124,13 +189,48 @@ class LogFolder:
 
     def use(self, settings: dict[str, Any]) -> None:
         """Make the new folder of segments the current one, with these settings."""
-        fields = {"format": FORMAT_VERSION, "options": self.options, "settings": settings}
+        fields = {"format": FORMAT_VERSION, "identity": self.identity, "options": self.options, "settings": settings}
         try:
             write_json(self.path / MANIFEST, {**fields, "generation": self._generation + 1})
         except OSError as error:
             raise storage_error(self.path / MANIFEST, error, doing="write") from error
-        old, self._generation = self.segments(), self._generation + 1
+        old, self._generation, self.settings = self.segments(), self._generation + 1, settings
         shutil.rmtree(old, ignore_errors=True)
+
+    @property
+    def array_names(self) -> set[str]:
+        """Names of the arrays in the folder."""
+        return {found[1] for path in self.path.iterdir() if (found := _ARRAY.fullmatch(path.name))}
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Map an array to memory, and create its file if there is none. Changes are in the file at once.
+
+        :raises CorruptFileError: If the file has another size.
+        :raises StorageError: If the disk is full.
+        """
+        path, n_bytes = self.path / f"array-{name}", int(np.prod(shape)) * np.dtype(dtype).itemsize
+        try:
+            descriptor = _system.open_file(path)
+            try:
+                size = os.fstat(descriptor).st_size
+                if size not in (0, n_bytes):
+                    raise CorruptFileError(f"{path} has {size:,} bytes, expected {n_bytes:,}. Restore it from a copy")
+                _system.allocate_file_space(descriptor, 0, n_bytes)
+                memory = _system.map_whole_file(descriptor, n_bytes)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise storage_error(path, error, doing="write") from error
+        return np.frombuffer(memory, dtype).reshape(shape)
+
+    def is_in_place(self) -> bool:
+        """Return whether the folder was neither moved nor replaced since it was opened."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path / "lock"))
+        except OSError:
+            return False
 
     def check_open(self) -> None:
         """Raise if the folder is closed, or if this process is a fork of its owner.
@@ -139,16 +239,148 @@ class LogFolder:
         """
         if self._pid != os.getpid():
             raise StorageError(
-                f"{self.path} belongs to process {self._pid}. This is a fork of it, process {os.getpid()}, and the two "
+                f"{self.path} belongs to process {self._pid}; this is a fork of it, process {os.getpid()}, and the two "
                 "would overwrite each other's frames. Open another storage_dir here"
             )
         if not self.close.alive:
-            raise StorageError(f"{self.path} was closed. Open it again with a new buffer of the same storage_dir")
+            raise StorageError(
+                f"{self.path} was closed; open it again with a new buffer of the same storage_dir, and resume=True"
+            )
+
+    def abandon(self) -> None:
+        """Close the folder, and delete it if this process created it."""
+        must_delete = self._is_new and self.is_in_place()
+        self.close()
+        if must_delete:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _generation_path(folder: Path, generation: int) -> Path:
+    """Return the folder of segments of a generation."""
+    return folder / f"log-{generation:04d}"
+
+
+def _generations(folder: Path) -> dict[int, Path]:
+    """Return the folders of segments, by generation."""
+    return {int(found[1]): path for path in folder.iterdir() if (found := _GENERATION.fullmatch(path.name))}
 
 
 def _is_known(name: str) -> bool:
     """Return whether a file or folder of that name belongs to a store."""
-    return name in ("lock", MANIFEST, f"{MANIFEST}.new") or _GENERATION.fullmatch(name) is not None
+    known = name in ("lock", MANIFEST, f"{MANIFEST}.new") or _GENERATION.fullmatch(name) or _ARRAY.fullmatch(name)
+    return bool(known)
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy the folder of a store, without its lock. The caller writes nothing meanwhile.
+
+    Segments do not change once another one follows. They are hard links, if the file system supports these.
+
+    :param target: Folder to create.
+    :raises StorageError: If a file cannot be copied.
+    """
+    try:
+        generation = read_json(source / MANIFEST, FORMAT_VERSION)["generation"]
+        target.mkdir(parents=True)
+        _copy_segments(_generation_path(source, generation), _generation_path(target, generation))
+        for path in source.iterdir():
+            if path.name == MANIFEST or _ARRAY.fullmatch(path.name):
+                shutil.copyfile(path, target / path.name)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"{source} cannot be copied to {target}: {error}. Free space on that disk") from error
+
+
+def restore_folder(source: Path, target: Path) -> None:
+    """Replace the store in a folder by a copy that :func:`copy_folder` made.
+
+    If the process is killed meanwhile, the folder still contains the store that it had.
+
+    :raises StorageError: If a process uses the folder, or it cannot be written.
+    """
+    check_folder("storage_dir", target)
+    target.mkdir(parents=True, exist_ok=True)
+    descriptor = _open_lock_file(target / "lock")
+    try:
+        found = read_json(source / MANIFEST, FORMAT_VERSION)
+        new = max([-1, *_generations(target)]) + 1
+        _copy_segments(_generation_path(source, found["generation"]), _generation_path(target, new))
+        write_json(target / MANIFEST, {**found, "generation": new})
+        for path in source.iterdir():
+            if _ARRAY.fullmatch(path.name):
+                shutil.copyfile(path, target / path.name)
+        for number, path in _generations(target).items():
+            if number != new:
+                shutil.rmtree(path, ignore_errors=True)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise storage_error(target, error, doing="write") from error
+    finally:
+        os.close(descriptor)
+
+
+def _copy_segments(source: Path, target: Path) -> None:
+    """Copy all segments: hard links of those that do not change any more, and a copy of the newest one."""
+    target.mkdir()
+    paths = sorted(source.iterdir())
+    for path in paths:
+        try:
+            if path == paths[-1]:
+                raise OSError
+            os.link(path, target / path.name)
+        except OSError:
+            shutil.copyfile(path, target / path.name)
+
+
+def _find_owner(path: Path) -> LogFolder | None:
+    """Return the open folder of this process at a path, or None."""
+    for folder in list(_open_folders):
+        with contextlib.suppress(OSError):
+            if folder.close.alive and os.path.samestat(os.fstat(folder._descriptor), os.stat(path / "lock")):
+                return folder
+    return None
+
+
+def _in_use_error(path: Path) -> StorageError:
+    """Return the error for a folder that is locked, with the name of its owner."""
+    if (owner := _find_owner(path)) is not None:
+        return StorageError(
+            f"{path} is in use by this process, {os.getpid()}: by a buffer that thread {owner._thread_name!r} "
+            "opened; close that buffer first, or pass another storage_dir"
+        )
+    process = ""
+    with contextlib.suppress(OSError):
+        process = (path / "lock").read_text(errors="replace")[:32]
+    return StorageError(
+        f"{path} is in use by another process, {process or 'of unknown id'}; close that buffer first, or pass another "
+        "storage_dir"
+    )
+
+
+def _open_lock_file(path: Path) -> int:
+    """Open and lock a file, write this process's id to it, and return its descriptor."""
+    try:
+        try:
+            lock = _system.open_exclusive(path)
+        except BlockingIOError:
+            # A model is a reference cycle, so its buffer exists after `del model` until garbage is collected.
+            if _find_owner(path.parent) is not None:
+                gc.collect()
+            lock = _system.open_exclusive(path)
+    except BlockingIOError:
+        raise _in_use_error(path.parent) from None
+    except OSError as error:
+        if error.filename is not None:
+            raise storage_error(path, error, doing="open") from error
+        raise StorageError(
+            f"cannot lock {path}: {error.strerror or error}. Pass a storage_dir on a file system that supports locks, "
+            "such as a local disk; some network drives do not"
+        ) from error
+    os.ftruncate(lock, 0)
+    _system.write_at(lock, str(os.getpid()).encode(), 0)
+    return lock
 
 
 def _close_folders_in_child() -> None:

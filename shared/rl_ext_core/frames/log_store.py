@@ -5,32 +5,33 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import ctypes
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from operator import index
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from rl_ext_core._interrupts import defer_signals, run_pending_handlers
 from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, RlExtError, StorageError
 from rl_ext_core.frames.checkpoint import checksum, load, reduce_with_lock, save
-from rl_ext_core.frames.codecs import check_codec, validate_max_error
-from rl_ext_core.frames.decode import run_in_threads
+from rl_ext_core.frames.codecs import check_codec, check_numba, validate_max_error
 from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY, JpegCodec
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout
-from rl_ext_core.frames.log import Column, FrameLog
 from rl_ext_core.frames.log_folder import LogFolder
-from rl_ext_core.frames.log_read import OPAQUE_FIELDS, are_inside, decode_transitions, find_handles
-from rl_ext_core.frames.log_recover import DAMAGED
-from rl_ext_core.frames.log_segment import list_files
-from rl_ext_core.frames.log_state import MAX_STACK
 from rl_ext_core.frames.region import address_of
+from rl_ext_core.frames.threads import run_in_threads
+
+if TYPE_CHECKING:
+    from rl_ext_core.frames.log import Column, FrameLog  # loads numba
 
 FORMAT_VERSION = 5
 _LAST_CHECK = 4096  # transitions per environment after which the layout is not detected any more
@@ -39,10 +40,11 @@ _LOOK_BACK = 16  # newest transitions per environment that are used to detect th
 _COPY_BATCH = 64  # transitions per environment that are copied at a time
 _LEAST_SEGMENTS = 8  # that max_bytes must leave room for
 _SEGMENT_SHARE = 12  # a segment takes at most so much of max_bytes
+_SMALL_FRAME = 512  # bytes
+_MAX_STACK = 63  # that fits into a pair of the log
 
 _logger = logging.getLogger("rl_ext_core.frames")
 _open_stores: weakref.WeakSet[LogStore] = weakref.WeakSet()
-_NO_OPAQUE = np.zeros((0, OPAQUE_FIELDS), dtype=np.int64)
 _NO_ENVS = np.zeros(0, dtype=np.int64)
 
 Array = npt.NDArray[Any]
@@ -74,8 +76,72 @@ class Observation(NamedTuple):
     axis: int | None = None
 
 
-class _Part:
-    """Observations of one key: their layout and codec, and the form in which they are given."""
+Converter = Callable[[Any, str], Array]
+
+
+@contextlib.contextmanager
+def prefix_key(key: Any) -> Iterator[None]:
+    """Within the context, prefix errors with the ``Dict`` key they concern; without a key, do nothing."""
+    try:
+        yield
+    except RlExtError as error:
+        if key is None:
+            raise
+        raise type(error)(f"key {key!r}: {error}") from error
+
+
+@cache
+@defer_signals
+def load_kernels() -> None:
+    """Import the kernels, and compile those that every store needs. The first time takes seconds.
+
+    numba cannot be imported again after its import was interrupted. So Ctrl-C waits.
+
+    :raises MissingDependencyError: If numba is not installed.
+    """
+    check_numba("A store of frames")
+    from rl_ext_core.frames.log import Column, FrameLog
+
+    layout = StackLayout((2, 4, 4), np.dtype(np.uint8), 2, 0)
+    log, stacks = FrameLog(2, 1, [Column(layout)]), np.arange(64, dtype=np.uint8).reshape(2, *layout.shape)
+    for _ in range(3):
+        log.set_inputs(0, address_of(stacks), PLANAR, address_of(stacks[1:]), PLANAR)
+        log.push()
+        run_pending_handlers()
+    place = np.zeros(1, dtype=np.int64)
+    log.contains(place, place)
+    log.decode(0, place, place, 0, 1, address_of(stacks), address_of(stacks[1:]))
+    log.find_handles(0, place, place)
+    run_pending_handlers()
+    log.clear()
+
+
+class RecoveryReport(NamedTuple):
+    """Transitions found in a ``storage_dir`` that was opened again, per environment.
+
+    :ivar kept: Transitions in the store.
+    :ivar lost: Transitions that were being written when the previous process was killed: 0 or 1.
+
+    >>> store = FrameStore.adaptive(1000, 1, shape, dtype, storage_dir="run1", resume=True)  # doctest: +SKIP
+    >>> store.recovered  # doctest: +SKIP
+    RecoveryReport(kept=512, lost=1)
+    """
+
+    kept: int
+    lost: int
+
+
+class Part:
+    """Observations of one key: their layout and codec, and the form in which they are given.
+
+    :ivar key: Key of a ``Dict``, or None.
+    :ivar options: Options of the observations.
+    :ivar layout: Current layout.
+    :ivar converter: Function that converts observations of another form than the usual one, or None. It gets them, and
+        their name for error texts.
+    """
+
+    converter: Converter | None = None
 
     def __init__(self, key: Any, options: Observation, n_envs: int) -> None:
         dtype = np.dtype(options.dtype)
@@ -84,11 +150,11 @@ class _Part:
         layouts = list(candidate_layouts(options.shape, dtype, n_stack=given))
         if options.axis is not None and given is not None:
             layouts = [StackLayout(options.shape, dtype, given, options.axis)]
-        if given is not None and given > MAX_STACK:  # more than a pair can count
-            raise InvalidArgumentError(f"n_stack={given}: expected at most {MAX_STACK}. Pass n_stack=1")
+        if given is not None and given > _MAX_STACK:  # more than a pair can count
+            raise InvalidArgumentError(f"n_stack={given}: expected at most {_MAX_STACK}. Pass n_stack=1")
         check_codec(options.codec, quality=options.quality)
-        self.codec, self.is_jpeg = options.codec, options.codec == "jpeg"
-        self.max_error = validate_max_error(options.max_error, codec=self.codec, dtype=dtype)
+        self.is_jpeg = options.codec == "jpeg"
+        self.max_error = validate_max_error(options.max_error, codec=options.codec, dtype=dtype)
         self._lossy_layouts = [layout for layout in layouts if not self.is_jpeg or self._has_images(layout)]
         if not self._lossy_layouts:
             JpegCodec(layouts[-1], options.quality)  # raises
@@ -127,9 +193,17 @@ class _Part:
         self.set_layout(layout if layout in allowed else allowed[-1])
 
     @property
+    def codec(self) -> str:
+        """Codec in use; ``"raw"`` if frames are too small for patches."""
+        is_small = self.layout.frame_bytes < _SMALL_FRAME and not self.max_error
+        return "raw" if is_small and self.options.codec == "patch" else self.options.codec
+
+    @property
     def column(self) -> Column:
         """The column of the log in which the frames are stored."""
-        return Column(self.layout, 0 if self.waits else self.max_error, patches=self.codec != "raw")
+        from rl_ext_core.frames.log import Column
+
+        return Column(self.layout, 0 if self.waits else self.max_error, patches=self.options.codec != "raw")
 
     @property
     def settings(self) -> list[Any]:
@@ -150,6 +224,8 @@ class _Part:
         :raises InvalidArgumentError: If the shape is wrong.
         """
         if type(stacks) is not np.ndarray or stacks.shape != self.batch_shape or stacks.dtype != self.layout.dtype:
+            if self.converter is not None:
+                stacks = self.converter(stacks, name)
             stacks = self._convert(np.asarray(stacks), name)
         strides = stacks.strides
         if strides == self.strides:
@@ -171,7 +247,7 @@ class _Part:
                 f"{name} has dtype {stacks.dtype}, which cannot be converted to {dtype} without loss. "
                 f"Nothing was stored. To convert it all the same, use {name}.astype(np.{dtype})."
             )
-        return stacks.astype(dtype)
+        return stacks.astype(dtype, copy=False)
 
     def check_output(self, out: Array, n: int) -> None:
         """Raise unless an output array is writable and has the right shape and dtype."""
@@ -201,7 +277,9 @@ class LogStore:
         at most the transition that it was adding. Only one process at a time can open the folder.
     :param resume: Whether to continue with the transitions in ``storage_dir``, and to set ``recovered``. The arguments
         must be those of the store that added them. Without it, a folder with transitions is refused. Default False.
-    :ivar recovered: Number of transitions per environment found in ``storage_dir``, or None if it was new.
+    :ivar parts: Observations by key; the key is None if they are not a ``Dict``.
+    :ivar lock: Lock that is held while the store is changed or read. It can be acquired again by the same thread.
+    :ivar recovered: Transitions found in ``storage_dir``, or None if it was new.
     :ivar seen: Transitions per environment that this process has added or found.
     :raises CorruptFileError: If a file in ``storage_dir`` is damaged.
     :raises StorageError: If another process uses ``storage_dir``, or it cannot be created.
@@ -215,7 +293,7 @@ class LogStore:
     1
     """
 
-    recovered: int | None
+    recovered: RecoveryReport | None
 
     def __init__(
         self,
@@ -236,12 +314,14 @@ class LogStore:
         self.max_bytes = None if max_bytes is None else index(max_bytes)
         self.row_dtype = None if row_dtype is None else np.dtype(row_dtype)
         by_key = observation if isinstance(observation, Mapping) else {None: observation}
-        self._parts = {key: _Part(key, options, self.n_envs) for key, options in by_key.items()}
-        if len(self._parts) > 1 and any(part.is_jpeg for part in self._parts.values()):
-            raise InvalidArgumentError("codec='jpeg' is for a single kind of observations. Leave it out for a dict")
-        self._single = self._parts.get(None)
-        self._lock = make_fork_safe_lock()
+        self.parts: dict[Any, Part] = {}
+        for key, options in by_key.items():
+            with prefix_key(key):
+                self.parts[key] = Part(key, options, self.n_envs)
+        self._single = self.parts.get(None)
+        self.lock = make_fork_safe_lock()
         self.recovered, self.seen, self._folder = None, 0, None
+        self._data: Array | None = None
         if storage_dir is None:
             self._set_log(self._new_log())
             return
@@ -249,7 +329,7 @@ class LogStore:
         try:
             self._open_folder(self._folder, resume=resume)
         except BaseException:
-            self._folder.close()
+            self._folder.abandon()
             raise
         _open_stores.add(self)
 
@@ -281,7 +361,7 @@ class LogStore:
     @property
     def _options(self) -> dict[str, Any]:
         """Requested options as plain values. A folder can be opened with the same ones only."""
-        parts = [[str(part.key), *part.options._replace(dtype=part.layout.dtype.str)] for part in self._parts.values()]
+        parts = [[str(part.key), *part.options._replace(dtype=part.layout.dtype.str)] for part in self.parts.values()]
         dtype, n_bytes = (None, 0) if self.row_dtype is None else (str(self.row_dtype.descr), self.row_dtype.itemsize)
         return {
             "capacity": self.capacity,
@@ -294,13 +374,21 @@ class LogStore:
     @property
     def _settings(self) -> dict[str, Any]:
         """Settings that determine how frames are stored, as plain values."""
-        return {"parts": [part.settings for part in self._parts.values()]}
+        return {"parts": [part.settings for part in self.parts.values()]}
 
-    def _new_log(self, folder: Path | None = None) -> FrameLog:
-        """Create an empty log for the current layouts."""
+    def _new_log(self, folder: Path | None = None, rows: Array | None = None) -> FrameLog:
+        """Create an empty log for the current layouts.
+
+        :param rows: Array for the data of the caller, or None for a new one.
+        """
+        from rl_ext_core.frames.log import FrameLog
+
+        load_kernels()
         n_bytes = 0 if self.row_dtype is None else self.row_dtype.itemsize
-        columns = [part.column for part in self._parts.values()]
-        log = FrameLog(self.capacity, self.n_envs, columns, row_bytes=n_bytes, folder=folder)
+        columns = [part.column for part in self.parts.values()]
+        log = FrameLog(self.capacity, self.n_envs, columns, row_bytes=n_bytes, folder=folder, rows=rows)
+        if self._folder is not None:
+            log.is_in_place = self._folder.is_in_place
         if self.max_bytes is not None:
             least = log.nbytes + 4 * _LEAST_SEGMENTS * log.record_words
             if self.max_bytes < least:
@@ -314,7 +402,11 @@ class LogStore:
     def _set_log(self, log: FrameLog) -> None:
         """Use a log from now on."""
         self._log = log
-        self._encoder = None if self._single is None else self._single.encoder
+        self._encoders = {
+            number: partial(_encode_frame, part.encoder)
+            for number, part in enumerate(self.parts.values())
+            if part.encoder is not None
+        }
 
     def _open_folder(self, folder: LogFolder, *, resume: bool) -> None:
         """Create the log in an empty folder, or resume the one in it."""
@@ -322,7 +414,7 @@ class LogStore:
             self._set_log(self._new_log(folder.segments(new=True)))
             folder.use(self._settings)
             return
-        for part, settings in zip(self._parts.values(), folder.settings["parts"], strict=True):
+        for part, settings in zip(self.parts.values(), folder.settings["parts"], strict=True):
             part.restore(settings)
         self._set_log(self._new_log(folder.segments()))
         self._log.recover()
@@ -331,8 +423,14 @@ class LogStore:
                 f"storage_dir={str(folder.path)!r} contains {self.size:,} rows of an earlier buffer, expected an empty "
                 "folder. Pass resume=True to continue with them, or another storage_dir"
             )
-        self.recovered = self.seen = self.size
-        _logger.info("%s: recovered %d transitions per environment", folder.path, self.recovered)
+        self.seen = self.size
+        self.recovered = RecoveryReport(self.size, int(self._log.has_torn_record()))
+        _logger.info(
+            "%s: recovered %d transitions per environment; lost %d that was being written when the previous process "
+            "was killed",
+            folder.path,
+            *self.recovered,
+        )
         self._enforce_max_bytes()
 
     # Properties
@@ -349,12 +447,27 @@ class LogStore:
 
     def _map(self, read: Any) -> Any:
         """Apply a function to each part; return a dict by key, or the only result."""
-        return read(self._single) if self._single else {key: read(part) for key, part in self._parts.items()}
+        return read(self._single) if self._single else {key: read(part) for key, part in self.parts.items()}
 
     @property
     def lossy(self) -> bool:
         """Whether returned observations may differ from the stored ones, now or later."""
-        return any(part.is_jpeg or part.max_error for part in self._parts.values())
+        return any(part.is_jpeg or part.max_error for part in self.parts.values())
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``storage_dir`` was closed."""
+        return self._folder is not None and not self._folder.close.alive
+
+    @property
+    def identity(self) -> str | None:
+        """Random name of the store in ``storage_dir``, which copies of the folder share; None without a folder."""
+        return None if self._folder is None else self._folder.identity
+
+    @property
+    def n_records(self) -> int:
+        """Number of transitions that were ever added to ``storage_dir``, and of other changes, modulo 2**32."""
+        return self._log.n_records
 
     @property
     def position(self) -> int:
@@ -395,7 +508,7 @@ class LogStore:
     def __repr__(self) -> str:
         parts = ", ".join(
             f"{'' if part.key is None else f'{part.key}: '}{part.layout.shape} {part.layout.dtype}"
-            for part in self._parts.values()
+            for part in self.parts.values()
         )
         loss = "lossy" if self.lossy else "lossless"
         return f"{type(self).__name__}({self.capacity} x {self.n_envs} transitions of {parts}, {loss})"
@@ -416,7 +529,7 @@ class LogStore:
         :raises OutOfMemoryError: If there is not enough memory.
         :raises StorageError: If the disk is full.
         """
-        with self._lock:
+        with self.lock:
             log = self._log
             place = -1 if row is None else self._check_row(row)
             if self._folder is not None:
@@ -427,10 +540,11 @@ class LogStore:
                 log.set_inputs(0, address_of(obs), order, address_of(next_obs), next_order)
             else:
                 kept = self._set_dict_inputs(observations, next_observations)  # noqa: F841  # until it was read
+            if data is not self._data:
+                self._check_data(data)
             address = 0 if data is None else address_of(data)
-            if self._encoder is not None:
-                encoder = self._encoder
-                log.push_encoded(lambda frame: bytes(encoder.encode(frame.data)), data=address, row=place)
+            if self._encoders:
+                log.push_encoded(self._encoders, data=address, row=place)
             else:
                 log.push(data=address, row=place)
             if self.max_bytes is not None:
@@ -439,16 +553,45 @@ class LogStore:
             if self.seen <= _LAST_CHECK and self.seen & (self.seen - 1) == 0:
                 self._update_layouts()
 
-    def write_newest_data(self, data: Array) -> None:
+    def _check_data(self, data: Array | None) -> None:
+        """Raise unless the data of a row has the right form."""
+        if data is not None and not (
+            data.dtype == self.row_dtype and data.size == 1 and data.flags.c_contiguous and data.dtype.itemsize
+        ):
+            raise InvalidArgumentError(
+                f"data has dtype {data.dtype} and shape {data.shape}, expected one element of {self.row_dtype}. "
+                "Nothing was stored"
+            )
+        self._data = data
+
+    def write_newest_data(self, data: Array | None = None) -> None:
         """Replace the data of the newest row.
 
-        :param data: Data of the row, as for :meth:`append`.
+        :param data: Data of the row, as for :meth:`append`; or None if the caller has changed it in :attr:`rows`.
         """
-        with self._lock:
+        with self.lock:
             if self._folder is not None:
                 self._folder.check_open()
-            self.rows[(self.position - 1) % self.capacity] = data[0]
+            if data is not None:
+                self._check_data(data)
+                self.rows[(self.position - 1) % self.capacity] = data.reshape(-1)[0]
             self._log.write_newest_data()
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """Return an array of the caller that may change at any time. It is in ``storage_dir``, if there is one.
+
+        :param name: Name of lower-case letters.
+        :param shape: Shape of a row.
+        :param dtype: Dtype.
+        :return: Array of shape ``(capacity, *shape)``, zeros at first.
+        """
+        shape = (self.capacity, *shape)
+        return np.zeros(shape, dtype) if self._folder is None else self._folder.array(name, shape, dtype)
+
+    @property
+    def array_names(self) -> set[str]:
+        """Names of the arrays in ``storage_dir``."""
+        return set() if self._folder is None else self._folder.array_names
 
     def _check_row(self, row: int) -> int:
         """Return the row, or -1 for the next one; raise if it cannot be written."""
@@ -466,28 +609,27 @@ class LogStore:
         """Set the inputs of the log for ``Dict`` observations; return arrays that must live until it has read them."""
         kept = []
         for name, given in (("obs", observations), ("next_obs", next_observations)):
-            if not isinstance(given, Mapping) or not self._parts.keys() <= given.keys():
+            if not isinstance(given, Mapping) or not self.parts.keys() <= given.keys():
                 problem = f"has keys {[*given]}" if isinstance(given, Mapping) else f"is a {type(given).__name__}"
                 raise InvalidArgumentError(
-                    f"{name} {problem}, expected a dict with the keys {[*self._parts]}. Nothing was stored"
+                    f"{name} {problem}, expected a dict with the keys {[*self.parts]}. Nothing was stored"
                 )
-        for number, (key, part) in enumerate(self._parts.items()):
-            try:
+        for number, (key, part) in enumerate(self.parts.items()):
+            with prefix_key(key):
                 obs, order = part.prepare(observations[key], "obs")
                 next_obs, next_order = part.prepare(next_observations[key], "next_obs")
-            except RlExtError as error:
-                raise type(error)(f"key {key!r}: {error}") from error
             self._log.set_inputs(number, address_of(obs), order, address_of(next_obs), next_order)
             kept += [obs, next_obs]
         return kept
 
+    @defer_signals
     def _update_layouts(self) -> None:
         """Detect the layouts again, and store the transitions again if one has changed."""
-        if not any(part.detects for part in self._parts.values()) or self.position not in (0, self.size):
+        if not any(part.detects for part in self.parts.values()) or self.position not in (0, self.size):
             return
         changed = False
         settings = self._settings["parts"]
-        for number, part in enumerate(self._parts.values()):
+        for number, part in enumerate(self.parts.values()):
             if part.detects and (part.is_jpeg or part.max_error == 0 or part.waits):
                 changed |= self._update_part(number, part)
         if not changed:
@@ -495,10 +637,10 @@ class LogStore:
         try:
             self._store_again()
         except (MemoryError, StorageError):  # the new transition is stored already, so the layouts stay
-            for part, old in zip(self._parts.values(), settings, strict=True):
+            for part, old in zip(self.parts.values(), settings, strict=True):
                 part.restore(old)
 
-    def _update_part(self, number: int, part: _Part) -> bool:
+    def _update_part(self, number: int, part: Part) -> bool:
         """Detect the layout of one part; return whether it has changed."""
         if not part.waits and part.is_jpeg:
             return False
@@ -507,7 +649,7 @@ class LogStore:
         below = before[: -self.n_envs], before[self.n_envs :]  # in a rollout, the next row has the next observations
         shape, dtype = part.layout.shape, part.layout.dtype
         found = find_layout(shape, dtype, before, after) or find_layout(shape, dtype, *below)
-        if found is not None and found.n_stack > MAX_STACK:
+        if found is not None and found.n_stack > _MAX_STACK:
             found = StackLayout(shape, dtype, 1, 0)
         changed = found is not None and found != part.layout
         if found is not None and changed:
@@ -521,25 +663,32 @@ class LogStore:
     def _store_again(self) -> None:
         """Copy all transitions into a log with the current layouts. An exception leaves the old log in use."""
         folder, old = self._folder, self._log
-        new = self._new_log(None if folder is None else folder.segments(new=True))
-        encoder = None if self._single is None else self._single.encoder
+        if not old.is_in_place():
+            raise StorageError(f"{old.folder} was moved or replaced")
+        new = self._new_log(None if folder is None else folder.segments(new=True), old.rows)
+        new.n_records = old.n_records - self.size
+        encoders = {
+            number: partial(_encode_frame, part.encoder)
+            for number, part in enumerate(self.parts.values())
+            if part.encoder is not None
+        }
         for start in range(0, self.size, _COPY_BATCH):
             rows = np.arange(start, min(start + _COPY_BATCH, self.size))
-            batches = [self._read_rows(number, part, rows) for number, part in enumerate(self._parts.values())]
+            batches = [self._read_rows(number, part, rows) for number, part in enumerate(self.parts.values())]
             for i, row in enumerate(rows.tolist()):
-                for number, (part, both) in enumerate(zip(self._parts.values(), batches, strict=True)):
+                for number, (part, both) in enumerate(zip(self.parts.values(), batches, strict=True)):
                     obs, next_obs = (batch[i * self.n_envs :] for batch in both)
                     new.set_inputs(number, address_of(obs), part.order, address_of(next_obs), part.order)
                 data = address_of(old.rows[row:])
-                if encoder is None:
-                    new.push(data=data)
+                if encoders:
+                    new.push_encoded(encoders, data=data)
                 else:
-                    new.push_encoded(lambda frame: bytes(encoder.encode(frame.data)), data=data)
+                    new.push(data=data)
         if folder is not None:
             folder.use(self._settings)
         self._set_log(new)
 
-    def _read_rows(self, number: int, part: _Part, rows: Array) -> tuple[Array, Array]:
+    def _read_rows(self, number: int, part: Part, rows: Array) -> tuple[Array, Array]:
         """Return observations and next observations of all environments, row by row."""
         grid = np.repeat(rows, self.n_envs), np.tile(np.arange(self.n_envs), len(rows))
         before, after = (np.empty((len(grid[0]), *part.layout.shape), part.layout.dtype) for _ in range(2))
@@ -561,25 +710,26 @@ class LogStore:
         :param num_threads: Threads to decode in; default 1.
         :raises InvalidArgumentError: If a row or environment does not exist, or an output has the wrong form.
         """
-        with self._lock:
+        with self.lock:
             if self._folder is not None:
                 self._folder.check_open()
             rows, envs = self._check_places(rows, envs)
-            for number, (key, part) in enumerate(self._parts.items()):
+            for number, (key, part) in enumerate(self.parts.items()):
                 outs = (observations, next_observations)
                 if self._single is None:
                     outs = tuple(None if out is None else out.get(key) for out in outs)  # type: ignore[assignment]
                 for out in outs:
                     if out is not None:
                         part.check_output(out, len(rows))
-                self._decode(number, part, rows, envs, *outs, num_threads=num_threads)
+                if not (outs[0] is outs[1] is None):
+                    self._decode(number, part, rows, envs, *outs, num_threads=num_threads)
 
     def _check_places(self, rows: Array, envs: Array) -> tuple[Array, Array]:
         """Return rows and environments for the kernels; raise if one does not exist."""
         if rows.dtype == envs.dtype == np.int64 and rows.shape == envs.shape == (rows.size,):
             # HER passes strided arrays, for which the kernels would be compiled once more.
             rows, envs = (places if places.flags.carray else places.copy() for places in (rows, envs))
-            if are_inside(rows, envs, self.capacity, self.n_envs):
+            if self._log.contains(rows, envs):
                 return rows, envs
         raise InvalidArgumentError(
             f"rows={rows!r}, envs={envs!r}: expected two int64 arrays of the same length, with rows from 0 to "
@@ -589,7 +739,7 @@ class LogStore:
     def _decode(
         self,
         number: int,
-        part: _Part,
+        part: Part,
         rows: Array,
         envs: Array,
         observations: Array | None,
@@ -600,20 +750,19 @@ class LogStore:
         """Decode a batch of one part, in several threads if it is large."""
         outs = observations, next_observations
         addresses = [0 if out is None else address_of(out) for out in outs]
-        state = self._log.state
+        log = self._log
         if part.encoder is None:
 
             def decode_part(start: int, stop: int) -> None:
                 """Decode the transitions ``start`` to ``stop`` of the batch."""
-                decode_transitions(state, number, rows, envs, start, stop, *addresses, _NO_OPAQUE)
+                log.decode(number, rows, envs, start, stop, *addresses)
 
         else:
 
             def decode_part(start: int, stop: int) -> None:
                 """Decode the transitions ``start`` to ``stop`` of the batch, whose frames a codec has encoded."""
-                opaque = np.empty((2 * part.layout.n_stack * (stop - start), OPAQUE_FIELDS), np.int64)
-                n = decode_transitions(state, number, rows, envs, start, stop, *addresses, opaque)
-                _decode_opaque(part, opaque[:n], outs)
+                entries = log.decode(number, rows, envs, start, stop, *addresses, opaque=True)
+                _decode_opaque(part, entries, outs)
 
         if num_threads == 1:
             decode_part(0, len(rows))
@@ -629,13 +778,9 @@ class LogStore:
         :return: Handles of the observations and of the next observations, ``int64`` of shape ``(batch,)``. A row
             without a transition has handle 0. For ``Dict`` observations, a dict of both by key.
         """
-        with self._lock:
+        with self.lock:
             rows, envs = self._check_places(rows, envs)
-            found = {}
-            for number, key in enumerate(self._parts):
-                both = np.empty((2, len(rows)), np.int64)
-                find_handles(self._log.state, number, rows, envs, both[0], both[1])
-                found[key] = both[0], both[1]
+            found = {key: self._log.find_handles(number, rows, envs) for number, key in enumerate(self.parts)}
             return found[None] if self._single is not None else found
 
     def get_stacks(self, handles: Array, observations: Array, *, key: Any = None, num_threads: int = 1) -> None:
@@ -646,8 +791,8 @@ class LogStore:
         :param key: Key of ``Dict`` observations.
         :param num_threads: Threads to decode in; default 1.
         """
-        with self._lock:
-            number, part = [*self._parts].index(key), self._parts[key]
+        with self.lock:
+            number, part = [*self.parts].index(key), self.parts[key]
             part.check_output(observations, len(handles))
             handles = np.ascontiguousarray(handles, dtype=np.int64)
             self._decode(number, part, handles, _NO_ENVS, None, observations, num_threads=num_threads)
@@ -660,7 +805,7 @@ class LogStore:
         :param count: Number of transitions per environment.
         :raises InvalidArgumentError: If the store contains fewer.
         """
-        with self._lock:
+        with self.lock:
             if count := self._check_count(count):
                 self._log.drop(self.position, self.size - count)
 
@@ -670,7 +815,7 @@ class LogStore:
         :param count: Number of transitions per environment.
         :raises InvalidArgumentError: If the store contains fewer.
         """
-        with self._lock:
+        with self.lock:
             if count := self._check_count(count):
                 self._log.drop((self.position - count) % self.capacity, self.size - count)
 
@@ -692,7 +837,7 @@ class LogStore:
 
     def clear(self) -> None:
         """Delete all transitions and free their memory."""
-        with self._lock:
+        with self.lock:
             if self._folder is not None:
                 self._folder.check_open()
             self._log.clear()
@@ -708,7 +853,7 @@ class LogStore:
         Without ``storage_dir``, do nothing, because there is nothing to release.
         """
         if self._folder is not None and self._folder.close.alive:
-            with self._lock:
+            with self.lock:
                 self._log.close()
                 self._folder.close()
                 _open_stores.discard(self)
@@ -740,13 +885,13 @@ class LogStore:
         return copy.deepcopy(self)  # because two stores must not write to the same memory
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduce_with_lock(self._lock, lambda: super(LogStore, self).__reduce_ex__(protocol))
+        return reduce_with_lock(self.lock, lambda: super(LogStore, self).__reduce_ex__(protocol))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return numbers, a checksum, and views of arrays, which pickle protocol 5 writes without a copy."""
         parts = {
             part.key: (*part.options._replace(dtype=part.layout.dtype.str), part.settings)
-            for part in self._parts.values()
+            for part in self.parts.values()
         }
         state = {
             "format": FORMAT_VERSION,
@@ -782,7 +927,7 @@ class LogStore:
             row_dtype=state["row_dtype"],
             max_bytes=state["max_bytes"],
         )
-        for part, (*_, settings) in zip(self._parts.values(), state["parts"].values(), strict=True):
+        for part, (*_, settings) in zip(self.parts.values(), state["parts"].values(), strict=True):
             part.restore(settings)
         log = self._new_log()
         log.restore(state["log"])
@@ -790,10 +935,10 @@ class LogStore:
         self.seen = self.size
 
 
-def _decode_opaque(part: _Part, entries: Array, outs: tuple[Array | None, Array | None]) -> None:
+def _decode_opaque(part: Part, entries: Array, outs: tuple[Array | None, Array | None]) -> None:
     """Decode the entries of a batch that a codec has encoded.
 
-    :param entries: Shape ``(n, OPAQUE_FIELDS)``.
+    :param entries: Result of :meth:`FrameLog.decode`.
     :param outs: Observations and next observations of the whole batch.
     """
     layout, codec = part.layout, part.encoder
@@ -816,10 +961,13 @@ def _decode_opaque(part: _Part, entries: Array, outs: tuple[Array | None, Array 
             view[sample, :, place] = frame.reshape(layout.pixels, -1)
 
 
+def _encode_frame(encoder: JpegCodec, frame: Array) -> bytes:
+    """Encode a frame, which is given as bytes."""
+    return bytes(encoder.encode(frame.data))
+
+
 def bytes_at(address: int, size: int) -> Any:
     """Return the bytes at an address."""
-    import ctypes
-
     return (ctypes.c_char * size).from_address(address)
 
 
@@ -833,22 +981,22 @@ def _close_log_stores() -> None:
 atexit.register(_close_log_stores)
 
 
-class RepairReport(NamedTuple):
-    """Transitions that :func:`repair_log` kept and lost, per environment.
+class SalvageReport(NamedTuple):
+    """Transitions that :func:`salvage` kept and lost, per environment.
 
     :ivar kept: Transitions that are intact.
     :ivar lost: Transitions that were complete and are deleted.
 
-    >>> from rl_ext_core.frames.log_store import repair_log
-    >>> repair_log("run1")  # doctest: +SKIP
-    RepairReport(kept=498, lost=14)
+    >>> from rl_ext_core.frames import salvage
+    >>> salvage("run1")  # doctest: +SKIP
+    SalvageReport(kept=498, lost=14)
     """
 
     kept: int
     lost: int
 
 
-def repair_log(storage_dir: str | os.PathLike[str]) -> RepairReport:
+def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:
     """Repair a damaged ``storage_dir``: keep the longest run of intact transitions, and delete the others.
 
     If in doubt, copy the folder first.
@@ -865,7 +1013,7 @@ def repair_log(storage_dir: str | os.PathLike[str]) -> RepairReport:
             raise InvalidArgumentError(f"storage_dir={os.fspath(storage_dir)!r} does not contain a store")
         options = folder.options
         parts = [
-            _Part(key, Observation(tuple(shape), *rest), options["n_envs"])
+            Part(key, Observation(tuple(shape), *rest), options["n_envs"])
             for key, shape, *rest in options["observations"]
         ]
         for part, settings in zip(parts, folder.settings["parts"], strict=True):
@@ -878,8 +1026,12 @@ def repair_log(storage_dir: str | os.PathLike[str]) -> RepairReport:
     return report
 
 
-def _keep_longest_part(path: Path, options: dict[str, Any], columns: list[Column]) -> RepairReport:
+def _keep_longest_part(path: Path, options: dict[str, Any], columns: list[Column]) -> SalvageReport:
     """Delete all segments except those of the longest run of intact transitions."""
+    from rl_ext_core.frames.log import FrameLog
+    from rl_ext_core.frames.log_recover import DAMAGED
+    from rl_ext_core.frames.log_segment import list_files
+
     files = list_files(path, repair=True)
 
     def replay(first: int, stop: int) -> tuple[FrameLog, int]:
@@ -909,4 +1061,4 @@ def _keep_longest_part(path: Path, options: dict[str, Any], columns: list[Column
     log.end_here()
     log.drop(log.position, most)
     log.close()
-    return RepairReport(most, stored - most)
+    return SalvageReport(most, stored - most)

@@ -435,8 +435,8 @@ def _advance(state, row):  # type: ignore[no-untyped-def]
 def push(state):  # type: ignore[no-untyped-def]
     """Write one transition of each environment, whose addresses are in the state.
 
-    It holds the GIL, so neither a signal nor another thread finds a part of it. If ``NEW_FRAMES`` is set,
-    nothing is written. Instead, the new frames are copied to that address, behind space for a stream's newest frames.
+    It holds the GIL, so neither a signal nor another thread finds a part of it. If ``NEW_FRAMES`` of a column is set,
+    nothing is written. Instead, its new frames are copied to that address, behind space for a stream's newest frames.
 
     :return: ``NEEDS_SEGMENT`` if nothing was written, because another segment must be opened first; ``SEGMENT_DIED`` if
         a segment can be freed; else ``WRITTEN``.
@@ -446,9 +446,14 @@ def push(state):  # type: ignore[no-untyped-def]
         return NEEDS_SEGMENT
     row, at = state[ROW_INPUT] if state[ROW_INPUT] >= 0 else state[POSITION], start + header_words(state)
     heads = uint32s(address_at(state, start) + 4 * RECORD_HEADER, 2 * n_envs * n_columns)
+    collects = False
+    for number in range(n_columns):
+        collects = collects or state[column_start(number) + NEW_FRAMES] != 0
     for number in range(n_columns):
         c = column_start(number)
         saved, n_bytes = state[c + NEW_FRAMES], state[c + SLOTS] * state[c + PADDED_BYTES]
+        if collects and not saved:
+            continue
         if saved:
             state[c + NEW_FRAMES] += n_bytes + 8 * N_STREAM
         for env in range(n_envs):
@@ -475,8 +480,8 @@ def push(state):  # type: ignore[no-untyped-def]
                 k = 2 * (env * n_columns + number)
                 heads[k], heads[k + 1] = uint32(pair & 0xFFFFFFFF), uint32(pair >> 32)
             set_pair(state, (row * n_envs + env) * n_columns + number, pair)
-        if saved:
-            return WRITTEN
+    if collects:
+        return WRITTEN
     if state[ROW_BYTES]:
         copy_frame(uint64(state[ROWS] + row * state[ROW_BYTES]), uint64(state[DATA_INPUT]), state[ROW_BYTES])
     _advance(state, row)

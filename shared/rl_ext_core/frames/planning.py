@@ -22,10 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames.encoding import EncodingOptions
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout, stacking_axes
-from rl_ext_core.frames.store import FrameStore
+from rl_ext_core.frames.log_store import LogStore, Observation, Part
 from rl_ext_core.resources import available_memory
 
 if TYPE_CHECKING:
@@ -335,7 +334,7 @@ def _suitable_options(layout: StackLayout) -> list[dict[str, Any]]:
     found = []
     for option_set in _DEFAULT_OPTIONS:
         with suppress(InvalidArgumentError, InvalidTypeError, ImportError):
-            EncodingOptions.check(layout.shape, layout.dtype, n_stack=layout.n_stack, **option_set)
+            Part(None, Observation(layout.shape, layout.dtype, n_stack=layout.n_stack, **option_set), 1)
             found.append(option_set)
     return found
 
@@ -557,10 +556,10 @@ def _measure_costs(sample: _Sample, option_sets: Sequence[Mapping[str, Any]]) ->
     return [_measure_cost(store, float(mean), float(error)) for store, mean, error in costs], count
 
 
-def _make_store(sample: _Sample, options: Mapping[str, Any]) -> FrameStore:
+def _make_store(sample: _Sample, options: Mapping[str, Any]) -> LogStore:
     """Create an empty store for a sample."""
     layout, capacity = sample.layout, max(len(sample.before), _MAX_PLAYED_STEPS)
-    return FrameStore.adaptive(capacity, 1, layout.shape, layout.dtype, n_stack=layout.n_stack, **options)
+    return LogStore.adaptive(capacity, 1, layout.shape, layout.dtype, n_stack=layout.n_stack, **options)
 
 
 def _bytes_per_transition(sizes: Sequence[Sequence[int]]) -> tuple[_Array, _Array]:
@@ -572,7 +571,7 @@ def _bytes_per_transition(sizes: Sequence[Sequence[int]]) -> tuple[_Array, _Arra
     return (measured_sizes[-1] - measured_sizes[0]) / (_MEASURE_INTERVAL * n_windows), errors
 
 
-def _measure_cost(store: FrameStore, mean: float, error: float) -> _Cost:
+def _measure_cost(store: LogStore, mean: float, error: float) -> _Cost:
     """Measure the reading time of a store."""
     batch = np.empty((2, _BATCH, *store.layout.shape), store.layout.dtype)
     microseconds = _time_read_us(lambda rows: store.get(rows, np.zeros_like(rows), batch[0], batch[1]), store.size)
@@ -588,48 +587,47 @@ def _time_read_us(read: Callable[[npt.NDArray[np.int64]], Any], n_rows: int) -> 
 
 
 class MemoryWatch:
-    """Check of a buffer's memory, which warns once if the full stores will not fit.
+    """Check of a buffer's memory, which warns once if the full store will not fit.
 
-    :param stores: Stores of one buffer
-    :param other_bytes: Bytes that the buffer takes in addition to the stores
+    :param store: Store of the buffer
+    :param other_bytes: Bytes that the buffer takes in addition to the frames
     """
 
-    MEASURED_AFTER = 4096  # transitions per environment, after which sizes are measured instead of estimated
+    MEASURED_AFTER = 4096  # transitions per environment, after which the size is measured instead of estimated
 
-    def __init__(self, stores: Sequence[FrameStore], *, other_bytes: int = 0) -> None:
-        self._stores, self._other_bytes, self._warned = list(stores), other_bytes, False
+    def __init__(self, store: LogStore, *, other_bytes: int = 0) -> None:
+        self._store, self._other_bytes, self._warned = store, other_bytes, False
 
     def warn_if_too_large(self) -> None:
-        """Warn if the stores will probably not fit, unless this was done before."""
-        free, held = available_memory(), sum(store.nbytes for store in self._stores)
-        low, middle, high = map(sum, zip(*map(self._size_when_full, self._stores), strict=True))
-        if self._warned or free is None or middle + self._other_bytes <= free + held:
+        """Warn if the store will probably not fit, unless this was done before."""
+        store, free = self._store, available_memory()
+        if self._warned or free is None:
             return
-        self._warned = True
-        known = all(store.size >= self.MEASURED_AFTER for store in self._stores)
-        how = "measured so far" if known else f"estimated range {format_bytes(low)} to {format_bytes(high)}"
-        warnings.warn(self._warning_text(free + held, middle + self._other_bytes, how), stacklevel=3)
-
-    def _size_when_full(self, store: FrameStore) -> tuple[float, ...]:
-        """Return the lowest, probable and highest bytes of the full store.
-
-        They are equal if the store has enough transitions to measure its size.
-        """
         if store.size >= self.MEASURED_AFTER:
-            return (store.nbytes * store.capacity // store.size,) * 3
-        layout = store.layout
+            middle, how = store.nbytes * store.capacity // store.size, "measured so far"
+        else:
+            low, middle, high = map(sum, zip(*map(self._size_when_full, store.parts.values()), strict=True))
+            how = f"estimated range {format_bytes(low)} to {format_bytes(high)}"
+            middle += self._other_bytes
+        if middle > free + store.nbytes:
+            self._warned = True
+            warnings.warn(self._warning_text(free + store.nbytes, middle, how), stacklevel=3)
+
+    def _size_when_full(self, part: Part) -> tuple[int, ...]:
+        """Return the lowest, probable and highest bytes of the observations of one key in the full store."""
+        layout, options = part.layout, part.options._asdict()
         if layout.n_stack == 1:
-            layout = _guess_layout(layout.shape, layout.dtype, store.options["n_stack"])
-        likely = _estimate_bytes(layout, store.options) if len(layout.shape) > 1 else None
-        return tuple(store.capacity * store.n_envs * part for part in likely or (layout.frame_bytes,) * 3)
+            layout = _guess_layout(layout.shape, layout.dtype, options["n_stack"])
+        likely = _estimate_bytes(layout, options) if len(layout.shape) > 1 else None
+        return tuple(int(self._store.capacity * part.n_envs * size) for size in likely or (layout.frame_bytes,) * 3)
 
     def _warning_text(self, free: int, expected: float, how: str) -> str:
         """Return the warning, with sizes and the command that measures them."""
-        largest = max(self._stores, key=lambda store: store.layout.stack_bytes)
-        layout, n_transitions = largest.layout, largest.capacity * largest.n_envs
+        layout = max((part.layout for part in self._store.parts.values()), key=lambda layout: layout.stack_bytes)
+        n_envs, n_transitions = self._store.n_envs, self._store.capacity * self._store.n_envs
         plain = format_bytes(2 * n_transitions * layout.stack_bytes)
         stack = f" --stack {layout.n_stack}" if layout.n_stack > 1 else ""
-        envs = f" --envs {largest.n_envs}" if largest.n_envs > 1 else ""
+        envs = f" --envs {n_envs}" if n_envs > 1 else ""
         return (
             f"{n_transitions:,} transitions of {layout.shape} {layout.dtype} will take {format_bytes(expected)} "
             f"({how}), but only {format_bytes(free)} are free; uncompressed they would take {plain}. Pass a smaller "
