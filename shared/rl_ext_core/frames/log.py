@@ -79,6 +79,8 @@ class FrameLog:
     :param folder: Existing folder for the segments, or None for memory.
     :param chain: Entries per chain, up to 31. Longer chains take less memory, and are slower to read.
     :param rows: Array to use as :attr:`rows`, or None for a new one of zeros.
+    :param n_streams: Number of streams, if it is not that of the environments, see :func:`log_move.find_stream`.
+    :ivar keeps_dead: Whether segments without live rows are kept, so that :meth:`roll_back` can restore them.
     :ivar is_in_place: Returns whether ``folder`` was neither moved nor replaced.
     :ivar state: State that the kernels share, see ``log_state``.
     :ivar pairs: Shape ``(capacity, n_envs, n_columns)``, see ``log_state``.
@@ -98,8 +100,11 @@ class FrameLog:
         folder: Path | None = None,
         chain: int = CHAIN,
         rows: Array | None = None,
+        n_streams: int | None = None,
     ) -> None:
         self.columns, self.folder, self.capacity, self.n_envs = tuple(columns), folder, capacity, n_envs
+        self.n_streams, self.keeps_dead = n_streams or n_envs, False
+        self._most_live: dict[int, int] = {}
         self.state = np.zeros(N_LOG + N_COLUMN * len(columns), dtype=np.int64)
         self.pairs = _allocate_zeros((capacity, n_envs, len(columns)), np.int64)
         self.rows = _allocate_zeros((capacity, row_bytes), np.uint8) if rows is None else rows
@@ -129,7 +134,7 @@ class FrameLog:
 
     def _add_column(self, c: int, column: Column, chain: int) -> None:
         """Initialize the state of a column, which begins at index ``c``."""
-        layout, n = column.layout, self.n_envs
+        layout, n = column.layout, self.n_streams
         n_bytes = layout.frame_bytes
         padded = -(-n_bytes // PADDING) * PADDING
         order = PLANAR if layout.planar or layout.n_stack == 1 else INTERLEAVED
@@ -141,7 +146,7 @@ class FrameLog:
         self.state[c + fields.ENTRY_WORDS], self.state[c + fields.SHARED_KEY] = padded // 4 + 4, -1
         self._allocate(c, fields.FRAMES, (n * (layout.n_stack + 1) * padded + 64,))
         self._allocate(c, fields.STREAMS, (n, N_STREAM), np.int64)
-        self._allocate(c, fields.CASES, (n,))
+        self._allocate(c, fields.CASES, (self.n_envs,))
         self._allocate_scratch(c, SCRATCH_FRAMES)
         self.set_max_error(column.max_error, c)
 
@@ -154,7 +159,7 @@ class FrameLog:
         """Set the largest error per byte for the frames that are added from now on, which must have been 0 before."""
         if max_error:
             self._allocate_scratch(c, SCRATCH_FRAMES_BOUNDED)
-            self._allocate(c, fields.DECODED, (self.n_envs * int(self.state[c + fields.PADDED_BYTES]) + 64,))
+            self._allocate(c, fields.DECODED, (self.n_streams * int(self.state[c + fields.PADDED_BYTES]) + 64,))
         self.state[c + fields.BOUND] = max_error
         self.state[fields.END] = 0  # the decoded frames of the open segment are not known
 
@@ -200,7 +205,8 @@ class FrameLog:
         self._numbers[fields.ROW_INPUT], self._numbers[fields.DATA_INPUT] = row, data
         while result := push(self.state):
             if result != NEEDS_SEGMENT:
-                self._free_dead_segments()
+                if not self.keeps_dead:
+                    self._free_dead_segments()
                 return
             self._open_segment()
 
@@ -235,7 +241,7 @@ class FrameLog:
         mask = shared_byte_mask(self.columns[(c - N_LOG) // N_COLUMN].layout)
         self._allocate(c, fields.MASK, (len(mask),))[:] = mask
         n_bytes = int(self.state[c + fields.N_STACK] * self.state[c + fields.FRAME_BYTES]) + 64
-        self._allocate(c, fields.STACKS, (self.n_envs * n_bytes,))
+        self._allocate(c, fields.STACKS, (self.n_streams * n_bytes,))
 
     @defer_signals
     def drop(self, position: int, stored: int) -> None:
@@ -390,7 +396,7 @@ class FrameLog:
             return
         words, slot = self._open_words, self._open_slot
         state[fields.END] = 0
-        self._used[slot] = words
+        self._used[slot], self._most_live[slot] = words, int(self._live[slot])
         if self._live[slot]:
             state[fields.USED_WORDS] += words
         else:
@@ -406,12 +412,7 @@ class FrameLog:
             is_dead[self._open_slot] = False
         dead = np.flatnonzero(is_dead).tolist()
         for slot in sorted(dead, key=lambda slot: self._segments[slot].number):
-            self._used[slot] = self._table[slot] = 0
-            segment = self._segments.pop(slot)
-            if self.is_in_place():
-                segment.delete()
-            if self.folder is None:
-                self._spare = segment  # the system takes long to provide memory of zeros
+            self._remove_segment(slot)
         self.state[fields.DIED] = 0
 
     @property
@@ -421,6 +422,56 @@ class FrameLog:
         kept = (fields.FRAMES, fields.STACKS, fields.DECODED, fields.STREAMS)
         streams = sum(array.nbytes for (c, field), array in self._memory.items() if c and field in kept)
         return 4 * self.n_words + self.pairs[:n_rows].nbytes + self.rows[:n_rows].nbytes + streams
+
+    def _remove_segment(self, slot: int) -> None:
+        """Remove a segment, and delete its file."""
+        self._used[slot] = self._table[slot] = 0
+        segment = self._segments.pop(slot)
+        if self.is_in_place():
+            segment.delete()
+        if self.folder is None:
+            self._spare = segment  # the system takes long to provide memory of zeros
+
+    # Rows in any order
+
+    def mark(self) -> tuple[int, int, int]:
+        """Return the end of the log, for :meth:`roll_back`."""
+        state = self.state
+        slot = self._open_slot if state[fields.END] else -1
+        return slot, int(state[fields.NEXT]), int(state[fields.SEQUENCE])
+
+    def roll_back(self, mark: tuple[int, int, int], rows: Array, pairs: Array) -> None:
+        """Remove everything that was written since :meth:`mark`, while ``keeps_dead`` was set.
+
+        :param mark: Result of :meth:`mark`.
+        :param rows: Rows that may have been written since.
+        :param pairs: Their pairs before.
+        """
+        state, (slot, end, sequence) = self.state, mark
+        self.pairs[rows] = pairs
+        for number in [number for number, segment in self._segments.items() if segment.number > sequence]:
+            self._remove_segment(number)
+        state[fields.END] = 0
+        if slot >= 0:  # the streams continue frames that are gone, so the segment is closed
+            at = end & ((1 << int(state[fields.SEGMENT_SHIFT])) - 1)
+            self._segments[slot].words[at] = 0
+            self._used[slot], self._most_live[slot] = at, int(self._live[slot])
+        self.count_live()
+
+    def count_live(self) -> None:
+        """Count the live rows of all segments after pairs were changed, and free segments without any."""
+        state = self.state
+        live = self.pairs[self.pairs != 0] >> 23 >> int(state[fields.SEGMENT_SHIFT])
+        self._live[:] = np.bincount(live, minlength=len(self._live))
+        state[fields.USED_WORDS] = self._used[self._live > 0].sum()
+        self._free_dead_segments()
+
+    def closed_segments(self) -> tuple[Array, Array, Array, Array]:
+        """Return slots, words, live rows, and most live rows, of the closed segments that contain live rows."""
+        open_slot = self._open_slot if self.state[fields.END] else -1
+        slots = np.flatnonzero((self._live > 0) & (np.arange(len(self._live)) != open_slot))
+        most = np.array([max(self._most_live.get(int(slot), 0), 1) for slot in slots])
+        return slots, self._used[slots], self._live[slots], most
 
     # Files of an earlier process, and pickles
 
