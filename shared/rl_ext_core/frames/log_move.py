@@ -41,7 +41,7 @@ from rl_ext_core.frames.log_state import (
 )
 from rl_ext_core.frames.log_write import continues, finish_record, header_words, set_pair, stack_bytes
 
-_STALE = 4096  # puts after which the episode of a stream is assumed to be over
+_STALE = 1024  # puts after which the episode of a stream is assumed to be over
 _MAX_ENTRIES = 256
 
 

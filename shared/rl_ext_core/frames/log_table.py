@@ -1,4 +1,4 @@
-"""Table of stacks on a log: rows of an observation and its next observation, written and read by number in any order."""
+"""Table of stacks on a log: rows of an observation and its next observation, which are written in any order."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ class FrameTable:
     >>> table = FrameTable(100, Observation((4, 84, 84), np.uint8))
     >>> images = np.zeros((2, 4, 84, 84), np.uint8)
     >>> table.put(np.array([7, 3]), images, images)
+    >>> table.commit()
     >>> table.n_stored
     2
     """
@@ -77,6 +78,7 @@ class FrameTable:
         self._seen = 0  # rows that were put
         self._newest = np.zeros(0, dtype=np.int64)
         self._n_touched = 0  # no later row was ever written
+        self._written: tuple[Any, ...] | None = None  # what put() has written, until it is committed
         if settings is not None:
             self.part.restore(settings)
             self._seen = _LAST_CHECK + 1
@@ -110,7 +112,7 @@ class FrameTable:
     # Writing
 
     def put(self, rows: Array, stacks: Array, nexts: Array | None = None) -> None:
-        """Write rows. An exception leaves the table as it was.
+        """Write rows. :meth:`commit` or :meth:`roll_back` must follow, also if an exception was raised.
 
         :param rows: ``int64`` numbers of different rows, shape ``(n,)``.
         :param stacks: Observations, C-contiguous, shape ``(n, *shape)``.
@@ -123,25 +125,34 @@ class FrameTable:
         if not self._seen:
             self._detect_first(stacks, nexts)
         log = self.log
-        before, mark = log.pairs[rows], log.mark()
+        self._written = log.mark(), rows, log.pairs[rows], nexts is not None
         log.keeps_dead = True
-        try:
-            self._push(log, rows, stacks, stacks if nexts is None else nexts)
-        except BaseException:
-            log.roll_back(mark, rows, before)
-            raise
-        finally:
-            log.keeps_dead = False
+        self._push(log, rows, stacks, stacks if nexts is None else nexts)
+
+    def roll_back(self) -> None:
+        """Undo the last :meth:`put`, if it was not committed."""
+        if self._written is not None:
+            mark, rows, pairs, _ = self._written
+            self.log.roll_back(mark, rows, pairs)
+            self._written, self.log.keeps_dead = None, False
+
+    def commit(self) -> None:
+        """Keep the rows of the last :meth:`put`, and free the memory of those that they replaced."""
+        if self._written is None:
+            return
+        (_, _, sequence), rows, _, has_next = self._written
+        log, self._written = self.log, None
+        log.keeps_dead = False
         if log.state[fields.DIED]:
             log._free_dead_segments()
         self._n_touched = max(self._n_touched, int(rows.max()) + 1)
-        if log.state[fields.SEQUENCE] != mark[2]:
+        if log.state[fields.SEQUENCE] != sequence:
             self.compact()
         seen, self._seen = self._seen, self._seen + len(rows)
         if seen <= _LAST_CHECK and not self.fixed_layout:
             self._newest = np.concatenate([self._newest, rows])[-_COPY_BATCH:]
             if seen.bit_length() != self._seen.bit_length() and self._seen > 1:
-                self._detect_again(nexts is not None)
+                self._detect_again(has_next)
 
     def _push(self, log: FrameLog, rows: Array, stacks: Array, nexts: Array) -> None:
         """Write rows to a log."""
@@ -226,7 +237,7 @@ class FrameTable:
         """Choose the layout for the first rows, if it is to be detected."""
         part = self.part
         if part.detects:
-            found = _detect_layout(part.layout, stacks, nexts)
+            found = detect_layout(part.layout, stacks, nexts)
             before = part.settings
             if found is not None:
                 part.set_layout(found)
@@ -244,7 +255,7 @@ class FrameTable:
         shape, dtype = (len(rows), *part.layout.shape), part.layout.dtype
         stacks, nexts = np.empty(shape, dtype), np.empty(shape, dtype)
         self.get(rows, stacks, nexts)
-        found, before = _detect_layout(part.layout, stacks, nexts if has_next else None), part.settings
+        found, before = detect_layout(part.layout, stacks, nexts if has_next else None), part.settings
         if found is not None:
             part.set_layout(found)
         if part.waits and (found is not None or self._seen >= _LAST_CHECK) and self.n_stored >= _LEAST_FOR_LOSS:
@@ -314,6 +325,11 @@ class FrameTable:
         return self._pairs[rows] != 0
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether decoded images may differ from those that were put."""
+        return self.part.is_jpeg or self.part.max_error > 0
+
+    @property
     def n_stored(self) -> int:
         """Number of stored rows."""
         return int(np.count_nonzero(self._pairs[: self._n_touched]))
@@ -361,7 +377,7 @@ class FrameTable:
         self._n_touched, self._seen = n, _LAST_CHECK + 1
 
 
-def _detect_layout(layout: StackLayout, stacks: Array, nexts: Array | None) -> StackLayout | None:
+def detect_layout(layout: StackLayout, stacks: Array, nexts: Array | None) -> StackLayout | None:
     """Detect the layout of stacks from successive ones.
 
     :param layout: Any layout of the stacks.
