@@ -68,6 +68,23 @@ class FrameColumn:
         n = math.prod(inner)
         return (numbers.unsqueeze(-1) * n + torch.arange(n)).reshape(*numbers.shape, *inner)
 
+    @property
+    def per_row(self) -> int:
+        """Number of images per element of the first dimension."""
+        return math.prod(self.batch[1:])
+
+    def rows_of(self, places: Any) -> npt.NDArray[np.int64]:
+        """Return the numbers of all images of elements.
+
+        :param places: Place or places of the elements along the first dimension.
+        """
+        starts = np.atleast_1d(np.asarray(places, dtype=np.int64))[:, None] * self.per_row
+        return (starts + np.arange(self.per_row)).reshape(-1)
+
+    def detect(self, data: Any) -> None:
+        """Choose the layout for the first elements, before they are put."""
+        self.table.detect(*[self._as_numpy(data.get(key), key) for key in self.keys])
+
     def put(self, numbers: torch.Tensor, images: dict[Key, torch.Tensor]) -> None:
         """Store images. The table must be committed or rolled back afterwards, also if an exception was raised.
 
@@ -80,8 +97,8 @@ class FrameColumn:
             if array is None:  # both images of a number are stored together
                 if self.table.is_lossy:
                     raise InvalidArgumentError(
-                        f"images are stored with errors, which would add up in {key!r} if only {next(iter(images))!r} is "
-                        "written; nothing was stored. Write both"
+                        f"only {next(iter(images))!r} was given, but with max_error or codec='jpeg' the errors of {key!r} "
+                        "would add up; nothing was stored. Write both"
                     )
                 arrays[number] = np.empty((len(rows), *self.shape), self._numpy_dtype)
                 outs = [arrays[number] if other is key else None for other in self.keys]

@@ -12,6 +12,7 @@ from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from tensordict.utils import unravel_key
@@ -19,15 +20,16 @@ from torchrl.data import TensorStorage
 
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.datasets import write_dataset
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, StorageError
 from rl_ext_core.frames.codecs import describe_lossiness
-from rl_ext_core.frames.folder import StoreFolder, as_corrupt_file
 from rl_ext_core.frames.gpu_decode import GpuDecoder, check_decode_on_gpu
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
-from rl_ext_core.frames.region import ProcessLock, RegionFile
-from rl_ext_core.frames.store import SalvageReport
+from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
+from rl_ext_core.frames.log_store import SalvageReport
+from rl_ext_core.frames.region import ProcessLock
 from torchrl_ext._compat import is_sampler
 from torchrl_ext.frame_storage.arguments import (
+    Places,
     as_tensordict,
     check_device,
     check_options,
@@ -51,6 +53,15 @@ from torchrl_ext.frame_storage.buffers import (
 )
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, State, as_state, from_state
 from torchrl_ext.frame_storage.columns import _COPY_BATCH, FrameColumn, Key, describe_image_columns
+from torchrl_ext.frame_storage.folder import (
+    Marks,
+    check_images,
+    create_elements,
+    drop_torn_elements,
+    map_elements,
+    open_column,
+    salvage_folder,
+)
 from torchrl_ext.frame_storage.view import FrameView
 
 _logger = logging.getLogger("torchrl_ext")
@@ -132,11 +143,13 @@ class FrameStorage(TensorStorage):
     _len: int
     _storage: Any  # all elements, which TorchRL reads too, without images
     _budget: ByteBudget | None = None
-    _folder: StoreFolder | None = None
+    _folder: LogFolder | None = None
+    _marks: Marks | None = None  # set if another process may have to repair the elements
     _resume_cursor: int | None = None  # next place in a reopened folder, until the first element is added
     _is_shared = False
     _empty_count = 0  # number of calls of empty()
     _gpu_decoder: GpuDecoder | None = None
+
     @defer_signals
     def __init__(
         self,
@@ -196,9 +209,14 @@ class FrameStorage(TensorStorage):
         if storage_dir is not None:
             keys = None if pixels is None else [unravel_key(key) for key in pixels]
             arguments = {"max_size": max_size, "ndim": ndim, "pixels": keys, **self._options}
-            self._folder = open_folder(storage_dir, arguments, resume=resume)
+            self._folder = LogFolder(storage_dir, arguments)
             try:
-                pass
+                self._reopen(self._folder)
+                if len(self) and not resume:
+                    raise InvalidArgumentError(
+                        f"storage_dir={str(storage_dir)!r} contains {len(self):,} rows of an earlier buffer, expected "
+                        "an empty folder. Pass resume=True to continue with them, or another storage_dir"
+                    )
             except BaseException:
                 self._release_folder()
                 raise
@@ -267,7 +285,10 @@ class FrameStorage(TensorStorage):
             shape = self._shape_for(row)
             columns = [self._new_column(kind, shape[0]) for kind in kinds]
             small = row.exclude(*[key for column in columns for key in column.keys])
-            self._allocate(small.to("cpu"), columns)
+            if self._folder is not None:
+                self._create_files(self._folder, columns, small.to("cpu"), data)
+            else:
+                self._allocate(small.to("cpu"), columns)
         except BaseException:
             self._uninitialize()
             raise
@@ -296,6 +317,36 @@ class FrameStorage(TensorStorage):
         self._columns = columns
         self._set_rows(rows)
 
+    def _create_files(self, folder: LogFolder, columns: list[FrameColumn], row: Any, data: Any) -> None:
+        """Create the files of the folder.
+
+        :param row: one element without images
+        :param data: first elements
+        """
+        if not columns:
+            raise InvalidArgumentError(
+                "storage_dir is for data with images, but none were found. Use LazyMemmapStorage, or name the images: "
+                'FrameStorage(..., pixels=["pixels"])'
+            )
+        for column in columns:
+            column.detect(data)
+        create_elements(folder, columns, row.expand(self._shape_for(row)))
+        self._reopen(folder)
+
+    def _reopen(self, folder: LogFolder) -> None:
+        """Load the elements in the folder, if there are any."""
+        if folder.settings is None:
+            return
+        rows, self._marks = map_elements(folder)
+        with as_corrupt_file(f"{folder.path} is"):
+            self._columns = [
+                open_column(folder, *each, self._options, num_threads=self._num_threads)
+                for each in enumerate(folder.settings["columns"])
+            ]
+        check_images(self._columns, min(self._marks.length, len(rows)), folder, self._marks.writing)
+        self._set_rows(rows)
+        self._resume_cursor = self._recover("their process")
+
     def _set_rows(self, rows: Any) -> None:
         """Set the TensorDict of all elements, and mark the storage as initialized."""
         self._storage = rows
@@ -312,7 +363,9 @@ class FrameStorage(TensorStorage):
 
     def _drop_contents(self) -> None:
         """Drop elements and columns, and reset the attributes that describe them."""
-        self._columns = []
+        for column in self._columns:
+            column.table.close()
+        self._columns, self._marks = [], None
         self._storage, self.initialized = None, False
         self.max_size = self._initial_max_size
         self.__dict__.pop("_total_shape_value", None)
@@ -321,7 +374,7 @@ class FrameStorage(TensorStorage):
         """Drop all elements, and return to the state before the first element was stored."""
         self._drop_contents()
         if self._folder is not None:
-            self._folder.start_over()
+            self._folder.reset()
 
     # Elements
 
@@ -359,7 +412,9 @@ class FrameStorage(TensorStorage):
         """Store elements at an index; if that fails, restore the previous state."""
         fresh = not self.initialized
         if fresh:
-            self._init(data.unsqueeze(0) if is_single_index(cursor) else data)
+            first = data.unsqueeze(0) if is_single_index(cursor) else data
+            resolve_target(cursor, data, shape=self._shape_for(first[0]), ndim=self.ndim)  # raises
+            self._init(first)
         length, last = self._len, self._last_cursor_index
         undo: Callable[[], None] | None = None
         try:
@@ -383,6 +438,8 @@ class FrameStorage(TensorStorage):
                 undo = snapshot_rows(self._storage, where.cursor)
             small = where.data.exclude(*self._image_keys).to("cpu")
             numbers = number_places(where.cursor, self._storage.shape)
+            if self._marks is not None:
+                self._marks.writing[where.places] = True
             for column in self._columns:
                 images = {key: leaf for key in column.keys if (leaf := where.data.get(key, None)) is not None}
                 if images:
@@ -398,9 +455,12 @@ class FrameStorage(TensorStorage):
                 column.table.roll_back()
             self._len = length
             self._set_last_cursor(last)
+            if self._marks is not None:
+                self._marks.writing[:] = False
             if fresh:
                 self._uninitialize()
             raise
+        self._mark_written(where.places)
         for column in self._columns:
             column.table.commit()
 
@@ -501,6 +561,7 @@ class FrameStorage(TensorStorage):
             self._refresh()
             super()._empty()
             self._empty_count += 1
+            self._mark_written(np.zeros(0, dtype=np.int64))
             for column in self._columns:
                 column.table.clear()
             self._resume_cursor = None
@@ -544,7 +605,40 @@ class FrameStorage(TensorStorage):
     # Recovery by other processes, or by a later one
 
     def _refresh(self) -> None:
-        """Use what other processes have written."""
+        """Use what other processes have written.
+
+        :raises StorageError: If the folder was moved or replaced.
+        """
+        if self._folder is not None and not self._folder.is_in_place():
+            raise StorageError(
+                f"{self._folder.path} was moved, deleted or replaced since it was opened. Move it back, or pass "
+                "another storage_dir"
+            )
+
+    def _mark_written(self, places: Places) -> None:
+        """Record that elements are complete."""
+        if self._marks is not None and self._len_along_dim0 is not None:
+            last = self._last_cursor_index
+            self._marks.update(self._len_along_dim0, 0 if last is None or not len(self) else last + 1)
+            self._marks.writing[places] = False
+
+    def _recover(self, process_name: str) -> int:
+        """Repair the elements after another process ended; return the place of the next element."""
+        assert self._marks is not None
+        drop_torn_elements(self._storage, self._columns, self._marks, process_name)
+        length, next_row = self._marks.length, self._marks.next_row
+        self._len = length * (self.max_size // len(self._storage))
+        self._set_last_cursor((next_row - 1) % length if length else None)
+        return next_row
+
+    def _recover_after_kill(self, dead: int) -> None:
+        """Repair the elements after the process ``dead`` was killed while it held the lock."""
+        if self._marks is None:
+            return
+        if not self._marks.writing.any():
+            _logger.warning("process %d was killed while it used a FrameStorage; no element is lost", dead)
+        set_writer_cursor(self, self._recover(f"process {dead}"))
+        self._bump_mutation_revision()
 
     @defer_signals
     def flush(self) -> None:

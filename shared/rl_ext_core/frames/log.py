@@ -455,6 +455,7 @@ class FrameLog:
         if slot >= 0:  # the streams continue frames that are gone, so the segment is closed
             at = end & ((1 << int(state[fields.SEGMENT_SHIFT])) - 1)
             self._segments[slot].words[at] = 0
+            self._segments[slot].truncate(at + 1)
             self._used[slot], self._most_live[slot] = at, int(self._live[slot])
         self.count_live()
 
@@ -472,6 +473,35 @@ class FrameLog:
         slots = np.flatnonzero((self._live > 0) & (np.arange(len(self._live)) != open_slot))
         most = np.array([max(self._most_live.get(int(slot), 0), 1) for slot in slots])
         return slots, self._used[slots], self._live[slots], most
+
+    @property
+    def limit(self) -> int:
+        """Position behind the memory of the open segment; 0 if none is open."""
+        if not self.state[fields.END]:
+            return 0
+        return (self._open_slot << int(self.state[fields.SEGMENT_SHIFT])) + self._segments[self._open_slot].n_words
+
+    def locate(self, pairs: Array) -> Array:
+        """Return the locations of pairs, which grow with time: number of the segment and word in it; 0 without one."""
+        shift = int(self.state[fields.SEGMENT_SHIFT])
+        numbers = np.zeros(len(self._live), dtype=np.int64)
+        for slot, segment in self._segments.items():
+            numbers[slot] = segment.number
+        positions = pairs >> 23
+        return np.where(pairs == 0, 0, numbers[positions >> shift] << 32 | positions & ((1 << shift) - 1))
+
+    def replay_all(self, *, repair: bool) -> bool:
+        """Enter the rows that an earlier process left in the folder. The newest record of a row counts.
+
+        :param repair: Whether to skip damaged parts.
+        :return: Whether no file is damaged.
+        """
+        assert self.folder is not None
+        is_intact = True
+        for file in list_files(self.folder, repair=repair, has_gaps=True):
+            is_intact &= self._replay(Segment.open(file), file.number, -1) != DAMAGED
+        self.count_live()
+        return is_intact
 
     # Files of an earlier process, and pickles
 

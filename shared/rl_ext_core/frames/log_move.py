@@ -11,15 +11,20 @@ from numba import int64, njit, uint32, uint64
 
 from rl_ext_core.frames.kernel_primitives import atomic_kernel, copy_frame, kernel, load_u32
 from rl_ext_core.frames.log_state import (
+    BACKOFF,
+    CHAIN_BYTES,
+    CHAIN_LENGTH,
     DECODED,
     DELTA,
     END,
     FRAMED,
     FRAMES,
-    LIMIT,
+    KEY,
+    KEY_BYTES,
     N_LOG,
     N_STACK,
     N_STREAM,
+    NEWEST,
     NEXT,
     OBS_INPUT,
     OBS_ORDER,
@@ -36,6 +41,7 @@ from rl_ext_core.frames.log_state import (
     address_at,
     int64s,
     read_header,
+    stream_of,
     uint32s,
     write_header,
 )
@@ -89,6 +95,9 @@ def find_stream(state, first, uses):  # type: ignore[no-untyped-def]
                 if 0 < uses[stream] < uses[n] - _STALE:
                     found = stream
                     break
+        numbers = stream_of(state, c, found)  # its frames are unrelated
+        numbers[NEWEST] = numbers[KEY] = -1
+        numbers[CHAIN_LENGTH] = numbers[CHAIN_BYTES] = numbers[KEY_BYTES] = numbers[BACKOFF] = 0
     uses[n] += 1
     uses[found], uses[n + 1] = uses[n], found
     _set_stream(state, first, found)
@@ -138,20 +147,21 @@ def _copy_entry(state, position, previous, key, at):  # type: ignore[no-untyped-
 
 
 @atomic_kernel
-def copy_rows(state, sources, targets, start, copies):  # type: ignore[no-untyped-def]
+def copy_rows(state, pairs, targets, start, limit, copies):  # type: ignore[no-untyped-def]
     """Copy the entries of rows to the open segment.
 
-    :param sources: Rows whose entries one closed segment contains, in the order of their positions.
-    :param targets: Rows that refer to the copies afterwards; they may be the sources.
+    :param pairs: Pairs whose entries one closed segment contains, in ascending order.
+    :param targets: Rows that refer to the copies afterwards.
     :param start: Number of rows that were copied before.
+    :param limit: Position behind the memory of the open segment.
     :param copies: By word of the source segment: position of the copy of the entry there, 0 if there is none. Its first
         bit says whether the copy leads to a previous entry. Zeros if another segment was opened.
     :return: Number of rows that were copied, fewer than all if another segment is needed.
     """
     mask = (int64(1) << state[SEGMENT_SHIFT]) - 1
     found = np.empty(_MAX_ENTRIES, np.int64)
-    for i in range(start, len(sources)):
-        pair, row = int64s(state[PAIRS] + 8 * sources[i], 1)[0], targets[i]
+    for i in range(start, len(pairs)):
+        pair, row = pairs[i], targets[i]
         position = pair >> 23
         needed, n, words = max(pair & 63, (pair >> 12 & 63) + (pair >> 6 & 63)), 0, header_words(state)
         while True:
@@ -166,7 +176,7 @@ def copy_rows(state, sources, targets, start, copies):  # type: ignore[no-untype
                 break
             position -= distance
         begin = state[NEXT]
-        if state[END] == 0 or begin >= state[END] or begin + words + SEGMENT_HEADER > state[LIMIT]:
+        if state[END] == 0 or begin >= state[END] or begin + words + SEGMENT_HEADER > limit:
             return i
         at, previous = begin + header_words(state), int64(0)
         for k in range(n - 1, -1, -1):
@@ -190,4 +200,4 @@ def copy_rows(state, sources, targets, start, copies):  # type: ignore[no-untype
         set_pair(state, row, new)
         if state[FRAMED]:
             finish_record(state, begin, at, row, True)
-    return len(sources)
+    return len(pairs)

@@ -99,12 +99,13 @@ class SegmentFile(NamedTuple):
     is_whole: bool = True
 
 
-def list_files(folder: Path, *, repair: bool = False) -> list[SegmentFile]:
+def list_files(folder: Path, *, repair: bool = False, has_gaps: bool = False) -> list[SegmentFile]:
     """Read the headers of all segments in a folder, in order.
 
     A file whose header was not written yet is left out.
 
     :param repair: Whether to leave out damaged files, and to use what is left of truncated ones.
+    :param has_gaps: Whether files may be missing between others.
     :raises CorruptFileError: If a file is damaged or missing, or has another format.
     """
     found = []
@@ -131,7 +132,7 @@ def list_files(folder: Path, *, repair: bool = False) -> list[SegmentFile]:
             raise CorruptFileError(f"{path} is damaged: its header does not fit its name and its {size:,} bytes")
         found.append(SegmentFile(path, number, n_words))
     for before, after in itertools.pairwise(found):
-        if after.number != before.number + 1 and not repair:
+        if after.number != before.number + 1 and not (repair or has_gaps):
             raise CorruptFileError(f"{before.path} is not followed by file {before.number + 1}, which is missing")
     return found
 

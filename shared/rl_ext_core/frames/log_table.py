@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,15 @@ import numpy.typing as npt
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames import log_state as fields
 from rl_ext_core.frames.checkpoint import checksum
-from rl_ext_core.frames.threads import run_in_threads
 from rl_ext_core.frames.geometry import INTERLEAVED
 from rl_ext_core.frames.layout import StackLayout, find_layout
 from rl_ext_core.frames.log import CHAIN, FrameLog
 from rl_ext_core.frames.log_move import copy_rows, find_rows, find_stream
 from rl_ext_core.frames.log_patch import PADDING
-from rl_ext_core.frames.log_read import OPAQUE_FIELDS, decode_transitions
 from rl_ext_core.frames.log_state import MAX_STACK, N_LOG
-from rl_ext_core.frames.log_store import Observation, Part, _decode_opaque
+from rl_ext_core.frames.log_store import Observation, Part, _decode_opaque, _encode_frame, load_kernels
 from rl_ext_core.frames.region import address_of
+from rl_ext_core.frames.threads import run_in_threads
 
 _COPY_BATCH = 64  # rows that are copied, or used to detect the layout
 _LAST_CHECK = 4096  # puts of rows after which the layout is not detected any more
@@ -32,8 +32,6 @@ _MAX_EXCESS = 1.3  # words of all segments, relative to those that live rows nee
 _MOST_COPIED = 4  # segments that are copied after a put
 _SEGMENT_SHARE = 12  # a segment takes at most so much of max_bytes
 _STREAM_SHARE = 8  # and the newest stacks so much
-
-_NO_OPAQUE = np.zeros((0, OPAQUE_FIELDS), dtype=np.int64)
 
 Array = npt.NDArray[Any]
 
@@ -49,6 +47,7 @@ class FrameTable:
     :param folder: Existing folder for the segments, or None for memory.
     :param max_bytes: Limit that the caller will keep, which makes segments smaller; or None.
     :param settings: Settings of the table that left its segments in the folder, or None for a new table.
+    :ivar locations: Location of each row, as a file that the caller has mapped; None in memory.
     :ivar fixed_layout: Whether the layout that the first put detects is final.
     :raises InvalidArgumentError: If the options exclude each other.
 
@@ -82,10 +81,12 @@ class FrameTable:
         if settings is not None:
             self.part.restore(settings)
             self._seen = _LAST_CHECK + 1
+        self.locations: npt.NDArray[np.int64] | None = None
         self._use(self._new_log())
 
     def _new_log(self) -> FrameLog:
         """Create an empty log for the current layout."""
+        load_kernels()
         layout, part = self.part.layout, self.part
         padded = -(-layout.frame_bytes // PADDING) * PADDING
         n_bytes = (layout.n_stack + 1 + part.column.max_error) * padded
@@ -122,8 +123,8 @@ class FrameTable:
         """
         if not len(rows):
             return
-        if not self._seen:
-            self._detect_first(stacks, nexts)
+        if not self._seen and self._folder is None:
+            self.detect(stacks, nexts)
         log = self.log
         self._written = log.mark(), rows, log.pairs[rows], nexts is not None
         log.keeps_dead = True
@@ -143,9 +144,10 @@ class FrameTable:
         (_, _, sequence), rows, _, has_next = self._written
         log, self._written = self.log, None
         log.keeps_dead = False
+        self._n_touched = max(self._n_touched, int(rows.max()) + 1)
+        self._record(rows)
         if log.state[fields.DIED]:
             log._free_dead_segments()
-        self._n_touched = max(self._n_touched, int(rows.max()) + 1)
         if log.state[fields.SEQUENCE] != sequence:
             self.compact()
         seen, self._seen = self._seen, self._seen + len(rows)
@@ -165,55 +167,92 @@ class FrameTable:
             if encoder is None:
                 log.push(row=row)
             else:
-                log.push_encoded(lambda frame: bytes(encoder.encode(frame.data)), row=row)
+                log.push_encoded({0: partial(_encode_frame, encoder)}, row=row)
             obs += size
             next_obs += size
 
     def clear(self, start: int = 0) -> None:
         """Drop all rows from a number on."""
-        self.move(np.arange(min(start, self._n_touched)))
+        self._pairs[start : self._n_touched] = 0
+        self._n_touched = min(start, self._n_touched)
+        if not self._n_touched:
+            self.log.close()  # so that it can be freed
+        self.log.count_live()
 
     def move(self, rows: Array) -> None:
         """Drop all rows except these, which become the first ones in this order."""
         pairs = self._pairs[rows]
         self._pairs[: self._n_touched] = 0
-        self._pairs[: len(rows)] = pairs
         self._n_touched = len(rows)
-        log = self.log
-        if not log.state[fields.USED_WORDS] or not len(rows):
-            log.close()  # so that it can be copied or freed
-        log.count_live()
-
-    def copy(self, source: int, target: int) -> None:
-        """Replace a row by a copy of another one."""
-        pair = self._pairs[source]
-        if pair == 0:
-            self._pairs[target] = 0
+        if self._folder is None:
+            self._pairs[: len(rows)] = pairs
+            if not self.log.state[fields.USED_WORDS] or not len(rows):
+                self.log.close()  # so that it can be copied or freed
             self.log.count_live()
-            return
-        if pair >> 23 >> self._shift == self.log._open_slot:
-            self.log.close()
-        self._copy(pair >> 23 >> self._shift, np.array([source]), np.array([target]))
+        else:  # in files, a row changes by a record
+            self._copy(pairs, np.arange(len(rows)))
+            self.log.count_live()
+
+    def copy(self, sources: Array, targets: Array) -> None:
+        """Replace rows by copies of others."""
+        self._copy(self._pairs[sources], targets)
 
     @property
     def _shift(self) -> int:
         """Number of bits of a position within its segment."""
         return int(self.log.state[fields.SEGMENT_SHIFT])
 
-    def _copy(self, slot: int, sources: Array, targets: Array) -> None:
-        """Copy rows from one closed segment to the open one."""
-        log, done = self.log, 0
+    def _copy(self, pairs: Array, targets: Array) -> None:
+        """Write copies of the entries of pairs, and let rows refer to them."""
+        log, slots = self.log, pairs >> 23 >> self._shift
+        if log.limit and (slots[pairs != 0] == log.limit >> self._shift).any():
+            log.close()
         log.keeps_dead = True
         try:
-            while True:
-                copies = np.zeros(int(log._used[slot]), dtype=np.int64)
-                done = copy_rows(log.state, sources, targets, done, copies)
-                if done == len(sources):
-                    break
-                log._open_segment()
+            for slot in np.unique(slots[pairs != 0]).tolist():
+                some = np.flatnonzero((slots == slot) & (pairs != 0))
+                some = some[np.argsort(pairs[some], kind="stable")]
+                copies, done = np.zeros(int(log._used[slot]), dtype=np.int64), 0
+                while True:
+                    done = copy_rows(log.state, pairs[some], targets[some], done, log.limit, copies)
+                    if done == len(some):
+                        break
+                    log._open_segment()
+                    copies[:] = 0
         finally:
             log.keeps_dead = False
-        log._free_dead_segments()
+        self._record(targets)
+        if (pairs == 0).any():
+            self._pairs[targets[pairs == 0]] = 0
+            log.count_live()
+        elif log.state[fields.DIED]:
+            log._free_dead_segments()
+
+    def _record(self, rows: Array) -> None:
+        """Record where rows are stored, so that missing files are found."""
+        if self.locations is not None:
+            self.locations[rows] = self.log.locate(self._pairs[rows])
+
+    def recover(self, *, repair: bool = False) -> npt.NDArray[np.bool_]:
+        """Read the rows that an earlier process left in the folder.
+
+        :param repair: Whether to skip damaged parts.
+        :return: Which rows are found as they were written last, shape ``(n_rows,)``.
+        :raises CorruptFileError: If a file is damaged.
+        """
+        if not self.log.replay_all(repair=repair) and not repair:
+            raise CorruptFileError(
+                f"{self._folder} is damaged: a checksum does not match its contents. Keep the intact elements with "
+                "FrameStorage.salvage(storage_dir)"
+            )
+        found = np.flatnonzero(self._pairs)
+        self._n_touched = int(found[-1]) + 1 if len(found) else 0
+        assert self.locations is not None
+        return (self._pairs != 0) & (self.log.locate(self._pairs) >= self.locations)
+
+    def close(self) -> None:
+        """Close the open segment, so that its file takes no more space than needed."""
+        self.log.close()
 
     def compact(self) -> None:
         """Copy rows out of the segments that contain the fewest live ones, until the excess is permitted."""
@@ -228,12 +267,11 @@ class FrameTable:
                 return
             rows = np.empty(int(live[worst]), dtype=np.int64)
             find_rows(log.state, int(slots[worst]), self._n_touched, rows)
-            rows = rows[np.argsort(self._pairs[rows], kind="stable")]
-            self._copy(int(slots[worst]), rows, rows)
+            self._copy(self._pairs[rows], rows)
 
     # Layout
 
-    def _detect_first(self, stacks: Array, nexts: Array | None) -> None:
+    def detect(self, stacks: Array, nexts: Array | None) -> None:
         """Choose the layout for the first rows, if it is to be detected."""
         part = self.part
         if part.detects:
@@ -302,16 +340,13 @@ class FrameTable:
         :param encoder: Codec of the log's opaque entries, or None.
         """
         addresses = [0 if out is None else address_of(out) for out in outs]
-        state, part, envs = log.state, self.part, np.zeros(len(rows), dtype=np.int64)
+        part, envs = self.part, np.zeros(len(rows), dtype=np.int64)
 
         def decode_part(start: int, stop: int) -> None:
             """Decode the rows ``start`` to ``stop`` of the batch."""
-            if encoder is None:
-                decode_transitions(state, 0, rows, envs, start, stop, *addresses, _NO_OPAQUE)
-                return
-            opaque = np.empty((2 * part.layout.n_stack * (stop - start), OPAQUE_FIELDS), np.int64)
-            n = decode_transitions(state, 0, rows, envs, start, stop, *addresses, opaque)
-            _decode_opaque(part, opaque[:n], outs)
+            entries = log.decode(0, rows, envs, start, stop, *addresses, opaque=encoder is not None)
+            if encoder is not None:
+                _decode_opaque(part, entries, outs)
 
         if num_threads == 1:
             decode_part(0, len(rows))
