@@ -155,7 +155,7 @@ def test_frames_of_interleaved_and_flat_environments_are_stored_once() -> None:
             buffer.extend((data.transpose(0, 1) if time_first else data).reshape(-1))
         raw = 2 * 4000 * STACK * HEIGHT * WIDTH
         assert storage._columns[0].table.part.layout.n_stack == STACK
-        assert 4 * storage._columns[0].table.log.n_words < raw / 40
+        assert 4 * storage._columns[0].table.log.n_words < raw / 30
 
 
 def test_buffer_writes_by_index_view_and_torch_function() -> None:
@@ -612,7 +612,9 @@ def test_frames_of_collectors_are_exact_and_stored_once(make: Any, pixels: Any, 
     assert_same(buffers[0][:], buffers[1][:])
     for column in storages[0]._columns:
         raw = sum(storages[1]._storage.get(key).nbytes for key in column.keys)
-        assert column.table.part.layout.n_stack == (1 if "observation" in column.keys and make is _make_float_atari else 4)
+        assert column.table.part.layout.n_stack == (
+            1 if "observation" in column.keys and make is _make_float_atari else 4
+        )
         assert column.table.nbytes < raw / 20
 
 

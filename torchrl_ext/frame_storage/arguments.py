@@ -96,7 +96,8 @@ def number_places(index: Any, shape: Sequence[int]) -> torch.Tensor:
         index = index.long() if not index.numel() else index
     parts = index if isinstance(index, tuple) else ()
     if isinstance(index, slice):
-        numbers = torch.arange(*index.indices(size))
+        start, stop, step = index.indices(size)
+        numbers = torch.arange(start, max(start, stop), step)
     elif isinstance(index, (int, np.integer)) and not isinstance(index, bool):
         numbers = torch.tensor(int(index) + (size if index < 0 else 0))
     elif isinstance(index, torch.Tensor) and index.dtype not in (torch.bool, torch.uint8):

@@ -97,8 +97,8 @@ class FrameColumn:
             if array is None:  # both images of a number are stored together
                 if self.table.is_lossy:
                     raise InvalidArgumentError(
-                        f"only {next(iter(images))!r} was given, but with max_error or codec='jpeg' the errors of {key!r} "
-                        "would add up; nothing was stored. Write both"
+                        f"{key!r} is missing. With max_error or codec='jpeg', its errors would add up if only "
+                        f"{next(iter(images))!r} were written; nothing was stored. Write both"
                     )
                 arrays[number] = np.empty((len(rows), *self.shape), self._numpy_dtype)
                 outs = [arrays[number] if other is key else None for other in self.keys]

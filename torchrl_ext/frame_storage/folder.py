@@ -23,6 +23,7 @@ from tensordict import TensorDict
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
 from rl_ext_core.frames.log_store import SalvageReport
+from rl_ext_core.frames.shared_memory import SharedMemory
 from torchrl_ext.frame_storage.columns import FrameColumn
 from torchrl_ext.frame_storage.format import describe_rows, dtype_from_name, rebuild
 
@@ -35,12 +36,18 @@ _STORAGE_ARGUMENTS = ("max_size", "ndim", "pixels")
 class Marks:
     """Length of a storage, and the elements that are being written, which stay if a process is killed.
 
-    :param memory: ``uint8`` zeros of a new storage, shape ``(n_bytes(n_rows),)``.
+    :param memory: ``uint8`` zeros of a new storage, shape ``(n_bytes(n_rows),)``; or shared memory of that size.
     :ivar writing: Whether an element is being written, shape ``(n_rows,)``.
     """
 
-    def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, memory: npt.NDArray[np.uint8] | SharedMemory) -> None:
+        self._memory = memory
+        if isinstance(memory, SharedMemory):
+            memory = np.frombuffer(memory.map(0, memory.n_bytes), np.uint8)
         self._numbers, self.writing = memory[:16].view(np.int64), memory[16:].view(np.bool_)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Marks, (self._memory,)
 
     @staticmethod
     def n_bytes(n_rows: int) -> int:

@@ -26,7 +26,7 @@ from rl_ext_core.frames.gpu_decode import GpuDecoder, check_decode_on_gpu
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
 from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
 from rl_ext_core.frames.log_store import SalvageReport
-from rl_ext_core.frames.region import ProcessLock
+from rl_ext_core.frames.shared_memory import ProcessLock, SharedMemory
 from torchrl_ext._compat import is_sampler
 from torchrl_ext.frame_storage.arguments import (
     Places,
@@ -186,7 +186,6 @@ class FrameStorage(TensorStorage):
         self._columns: list[FrameColumn] = []
         self._closed = False
         self.lock = ProcessLock()
-        self._register_recovery()
         self._options: dict[str, Any] = {
             "codec": codec,
             "max_error": max_error,
@@ -225,9 +224,20 @@ class FrameStorage(TensorStorage):
         codec = self._options["codec"]
         return f"{super().__repr__()[:-1]}, \n    codec={codec!r}, {describe_lossiness(self._options)})"
 
-    def _register_recovery(self) -> None:
-        """Let the lock call ``_recover_after_kill`` if a process is killed while it holds it."""
+    def _share(self) -> None:
+        """Let the lock keep the images up to date with those of other processes, and repair them after a kill."""
         this = weakref.ref(self)
+
+        def for_each_table(name: str) -> Callable[..., None]:
+            """Return a function that calls a method of all tables, unless the storage has been garbage-collected."""
+
+            def call() -> None:
+                """Call the method."""
+                if (storage := this()) is not None:
+                    for column in storage._columns:
+                        getattr(column.table, name)()
+
+            return call
 
         def recover(dead: int) -> None:
             """Call ``_recover_after_kill``, unless the storage has been garbage-collected."""
@@ -235,6 +245,7 @@ class FrameStorage(TensorStorage):
                 storage._recover_after_kill(dead)
 
         self.lock.recover = recover
+        self.lock.on_enter, self.lock.on_exit = for_each_table("load"), for_each_table("save")
 
     @property
     def checkpointer(self) -> FrameStorageCheckpointer:
@@ -332,6 +343,7 @@ class FrameStorage(TensorStorage):
             column.detect(data)
         create_elements(folder, columns, row.expand(self._shape_for(row)))
         self._reopen(folder)
+        self._resume_cursor = None
 
     def _reopen(self, folder: LogFolder) -> None:
         """Load the elements in the folder, if there are any."""
@@ -633,8 +645,9 @@ class FrameStorage(TensorStorage):
 
     def _recover_after_kill(self, dead: int) -> None:
         """Repair the elements after the process ``dead`` was killed while it held the lock."""
-        if self._marks is None:
-            return
+        assert self._marks is not None
+        for column in self._columns:
+            column.table.repair()
         if not self._marks.writing.any():
             _logger.warning("process %d was killed while it used a FrameStorage; no element is lost", dead)
         set_writer_cursor(self, self._recover(f"process {dead}"))
@@ -670,6 +683,7 @@ class FrameStorage(TensorStorage):
         with self.lock:
             state: dict[str, Any] = super().__getstate__()
             del state["lock"], state["_columns"], state["_storage"]
+            state.update(_marks=None, _is_shared=False)
             if self.initialized:
                 rows, frames = self._contents()
                 state["held"] = rows.clone(), deepcopy(frames), state.pop("len__context")
@@ -683,12 +697,24 @@ class FrameStorage(TensorStorage):
                 "an empty FrameStorage cannot be shared with another process, because the shapes of its elements are "
                 "not known yet. Add elements first: buffer.extend(data), or buffer.extend(data) and buffer.empty()"
             )
+        if self._folder is not None:
+            raise NotCopyableError(
+                f"a FrameStorage in {self._folder.path} cannot be shared with another process. Leave storage_dir out, "
+                "and save the elements with storage.dumps(path)"
+            )
         if self._budget is not None:
             raise NotCopyableError(
                 "a FrameStorage with max_bytes cannot be shared with another process. Pass a max_size instead"
             )
         with self.lock:
             make_kill_safe(self)
+            if not self._is_shared:
+                for column in self._columns:
+                    column.table.share()
+                n_bytes = Marks.n_bytes(len(self._storage))
+                self._marks, self._is_shared = Marks(SharedMemory(n_bytes)), True
+                self._mark_written(np.zeros(0, dtype=np.int64))
+                self._share()
             return super().__getstate__()
 
     @defer_signals
@@ -698,7 +724,8 @@ class FrameStorage(TensorStorage):
         if not shared:
             self.lock = ProcessLock()
             make_kill_safe(self)
-        self._register_recovery()
+        if self._is_shared:
+            self._share()
         if contents is not None:
             self._replace_contents(*contents)
 

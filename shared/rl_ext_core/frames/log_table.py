@@ -15,7 +15,7 @@ from rl_ext_core.frames import log_state as fields
 from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.geometry import INTERLEAVED
 from rl_ext_core.frames.layout import StackLayout, find_layout
-from rl_ext_core.frames.log import CHAIN, FrameLog
+from rl_ext_core.frames.log import CHAIN, FrameLog, SharedLog
 from rl_ext_core.frames.log_move import copy_rows, find_rows, find_stream
 from rl_ext_core.frames.log_patch import PADDING
 from rl_ext_core.frames.log_state import MAX_STACK, N_LOG
@@ -81,6 +81,7 @@ class FrameTable:
         if settings is not None:
             self.part.restore(settings)
             self._seen = _LAST_CHECK + 1
+        self._shared: SharedLog | None = None
         self.locations: npt.NDArray[np.int64] | None = None
         self._use(self._new_log())
 
@@ -108,7 +109,6 @@ class FrameTable:
             log.set_inputs(0, 0, INTERLEAVED, 0, INTERLEAVED)  # allocates the newest stacks
         starts = [log.state[N_LOG + field] for field in (fields.FRAMES, fields.STACKS, fields.DECODED, fields.STREAMS)]
         self._first = np.array(starts, dtype=np.int64)
-        self._uses = np.zeros(log.n_streams + 2, dtype=np.int64)
 
     # Writing
 
@@ -160,7 +160,7 @@ class FrameTable:
         """Write rows to a log."""
         order, size, state = self.part.order, self.part.layout.stack_bytes, log.state
         obs, next_obs = address_of(stacks), address_of(nexts)
-        first, uses, encoder = self._first, self._uses, self.part.encoder
+        first, uses, encoder = self._first, log.uses, self.part.encoder
         for row in rows.tolist():
             log.set_inputs(0, obs, order, next_obs, order)
             find_stream(state, first, uses)
@@ -271,7 +271,7 @@ class FrameTable:
 
     # Layout
 
-    def detect(self, stacks: Array, nexts: Array | None) -> None:
+    def detect(self, stacks: Array, nexts: Array | None = None) -> None:
         """Choose the layout for the first rows, if it is to be detected."""
         part = self.part
         if part.detects:
@@ -306,7 +306,7 @@ class FrameTable:
     def _store_again(self, before: list[Any]) -> None:
         """Copy all rows to a log with the present settings. An exception leaves the old log and settings in use."""
         old, part, pairs = self.log, self.part, self._pairs[: self._n_touched]
-        kept = {name: getattr(self, name) for name in ("log", "_pairs", "_first", "_uses", "_stream_bytes")}
+        kept = {name: getattr(self, name) for name in ("log", "_pairs", "_first", "_stream_bytes")}
         rows = np.flatnonzero(pairs)
         rows = rows[np.argsort(pairs[rows], kind="stable")]
         try:
@@ -372,8 +372,40 @@ class FrameTable:
     @property
     def nbytes(self) -> int:
         """Bytes in use by frames, pairs and the newest stacks of streams."""
-        n_streams = int(np.count_nonzero(self._uses[:-2]))
+        n_streams = int(np.count_nonzero(self.log.uses[:-2]))
         return 4 * self.log.n_words + 8 * self._n_touched + self._stream_bytes * n_streams
+
+    def share(self) -> None:
+        """Let child processes share the table, to which it is sent when they are started."""
+        if self._shared is None:
+            self._shared = self.log.share()
+            self._use(self.log)
+            self.fixed_layout, self._n_touched = True, self._n_rows
+
+    def load(self) -> None:
+        """Use what other processes have written."""
+        self.log.load()
+
+    def save(self) -> None:
+        """Let other processes use what this one has written."""
+        self.log.save()
+
+    def repair(self) -> None:
+        """Repair the table after a process was killed while it wrote rows, each of which is the old or the new one."""
+        self.log.repair()
+        self.log.save()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a process that shares the table."""
+        assert self._shared is not None
+        return {**self.__dict__, "log": None, "_pairs": None, "_first": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._use(self._new_log())
+        self.log.attach(state["_shared"])
+        self._use(self.log)
+        self.load()
 
     def contents(self) -> dict[str, Any]:
         """Return everything that is stored, as plain values and views of arrays."""
