@@ -541,19 +541,25 @@ class FrameLog:
 
     # Memory that processes share
 
-    def share(self) -> SharedLog:
-        """Move everything that changes to memory that processes share, in which no segment is open."""
+    def shared_sizes(self) -> tuple[int, int]:
+        """Return the bytes of arrays, and those of a segment, for :meth:`share`."""
+        if len(self._table) != _SHARED_SLOTS:
+            self._resize_tables(_SHARED_SLOTS)
+        segment_bytes = 4 * (self.most_words + self.record_words + 2 * SEGMENT_HEADER) + SLACK_BYTES
+        return count_bytes(*self._shared_forms()), round_to_pages(segment_bytes)
+
+    def share(self, sizes: tuple[int, int]) -> SharedLog:
+        """Move everything that changes to memory that processes share, in which no segment is open.
+
+        :param sizes: Bytes of arrays and of a segment, at least :meth:`shared_sizes`.
+        """
         assert self.folder is None
         self._close_segment()
         self._free_dead_segments()
-        if len(self._table) > _SHARED_SLOTS:
+        if len(self._segments) > _SHARED_SLOTS // 2:
             raise _out_of_memory_error(4 * self.most_words)
-        self._resize_tables(_SHARED_SLOTS)
-        segment_bytes = 4 * (self.most_words + self.record_words + 2 * SEGMENT_HEADER) + SLACK_BYTES
-        shared = SharedLog(
-            SharedMemory(count_bytes(*self._shared_forms())),
-            SharedMemory(_SHARED_SLOTS * round_to_pages(segment_bytes)),
-        )
+        self.shared_sizes()
+        shared = SharedLog(SharedMemory(sizes[0]), SharedMemory(_SHARED_SLOTS * sizes[1]))
         before = self._shared_arrays()
         own, self._segments = self._segments, {}
         self.attach(shared)
@@ -566,12 +572,15 @@ class FrameLog:
         self.save()
         return shared
 
+    def _shared_keys(self) -> list[tuple[int, int]]:
+        """Return the keys of the columns' arrays that processes share."""
+        private = (fields.SCRATCH, fields.CASES, fields.MASK)
+        return sorted(key for key in self._memory if key[0] and key[1] not in private)
+
     def _shared_arrays(self) -> list[Array]:
         """Return all arrays that processes share, except counters."""
-        private = (fields.SCRATCH, fields.CASES, fields.MASK)
-        keys = sorted(key for key in self._memory if key[0] and key[1] not in private)
         tables = [self._live, self._used, self._most_live, self._numbers_by_slot]
-        return [self.pairs, self.uses, *tables, *(self._memory[key] for key in keys)]
+        return [self.pairs, self.uses, *tables, *(self._memory[key] for key in self._shared_keys())]
 
     def _shared_forms(self) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
         """Return shapes and dtypes of the counters, and of all arrays that processes share."""
@@ -581,9 +590,7 @@ class FrameLog:
         """Use the memory that another process has shared, instead of that of this log, which is empty."""
         if len(self._table) != _SHARED_SLOTS:
             self._resize_tables(_SHARED_SLOTS)
-        keys = sorted(
-            key for key in self._memory if key[0] and key[1] not in (fields.SCRATCH, fields.CASES, fields.MASK)
-        )
+        keys = self._shared_keys()
         self._counters, self.pairs, self.uses, *rest = shared.arrays.arrays(*self._shared_forms())
         self._set_tables([np.zeros(_SHARED_SLOTS, np.int64), *rest[:4]])
         for (c, field), array in zip(keys, rest[4:], strict=True):

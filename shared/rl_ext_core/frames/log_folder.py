@@ -18,6 +18,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Iterator
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ class LogFolder:
             found = read_json(manifest, FORMAT_VERSION)
             with as_corrupt_file(f"{manifest} is"):
                 options, settings = found["options"], found["settings"]
-                self.identity, current = found["identity"], found["generation"]
+                self.identity, current = found["identity"], index(found["generation"])
             if any_options:
                 self.options = options
             self._check_options(options)

@@ -21,6 +21,7 @@ from rl_ext_core.frames.log_patch import PADDING
 from rl_ext_core.frames.log_state import MAX_STACK, N_LOG
 from rl_ext_core.frames.log_store import Observation, Part, _decode_opaque, _encode_frame, load_kernels
 from rl_ext_core.frames.region import address_of
+from rl_ext_core.frames.shared_memory import SharedMemory
 from rl_ext_core.frames.threads import run_in_threads
 
 _COPY_BATCH = 64  # rows that are copied, or used to detect the layout
@@ -123,7 +124,8 @@ class FrameTable:
         """
         if not len(rows):
             return
-        if not self._seen and self._folder is None:
+        if self._folder is None and self.log.n_words == 0:
+            self._seen = 0
             self.detect(stacks, nexts)
         log = self.log
         self._written = log.mark(), rows, log.pairs[rows], nexts is not None
@@ -174,9 +176,10 @@ class FrameTable:
     def clear(self, start: int = 0) -> None:
         """Drop all rows from a number on."""
         self._pairs[start : self._n_touched] = 0
-        self._n_touched = min(start, self._n_touched)
-        if not self._n_touched:
+        if not start:
             self.log.close()  # so that it can be freed
+        if self._shared is None:  # other processes write to any row
+            self._n_touched = min(start, self._n_touched)
         self.log.count_live()
 
     def move(self, rows: Array) -> None:
@@ -283,6 +286,9 @@ class FrameTable:
                 part.use_loss()
             if part.settings != before:
                 self._use(self._new_log())
+                if self._shared is not None:
+                    self._attach(self._shared)
+                    self._shared_layout[:] = self._layout
 
     def _detect_again(self, has_next: bool) -> None:
         """Detect the layout again, and store all rows again if another one is better."""
@@ -376,14 +382,44 @@ class FrameTable:
         return 4 * self.log.n_words + 8 * self._n_touched + self._stream_bytes * n_streams
 
     def share(self) -> None:
-        """Let child processes share the table, to which it is sent when they are started."""
-        if self._shared is None:
-            self._shared = self.log.share()
-            self._use(self.log)
-            self.fixed_layout, self._n_touched = True, self._n_rows
+        """Let child processes share the table, to which it is sent when they are started.
+
+        A layout that is detected later is final.
+        """
+        if self._shared is not None:
+            return
+        part, settings, sizes = self.part, self.part.settings, [self.log.shared_sizes()]
+        for layout in part.candidates if part.detects else []:
+            part.set_layout(layout)
+            sizes.append(self._new_log().shared_sizes())
+        part.restore(settings)
+        self._shared = self.log.share((max(size for size, _ in sizes), max(size for _, size in sizes)))
+        self._layout_memory = SharedMemory(24)
+        (self._shared_layout,) = self._layout_memory.arrays(((3,), np.int64))
+        self._shared_layout[:] = self._layout
+        self._use(self.log)
+        self.fixed_layout, self._n_touched = True, self._n_rows
+
+    @property
+    def _layout(self) -> tuple[int, int, int]:
+        """Layout as numbers."""
+        layout = self.part.layout
+        return layout.n_stack, layout.axis, int(self.part.waits)
+
+    def _attach(self, shared: SharedLog) -> None:
+        """Use the memory that another process has shared."""
+        self.log.attach(shared)
+        self._use(self.log)
 
     def load(self) -> None:
         """Use what other processes have written."""
+        if tuple(self._shared_layout) != self._layout:  # another process has detected it
+            shape, dtype, *_ = self.part.settings
+            n_stack, axis, waits = self._shared_layout.tolist()
+            self.part.restore([shape, dtype, n_stack, axis, bool(waits)])
+            self._use(self._new_log())
+            assert self._shared is not None
+            self._attach(self._shared)
         self.log.load()
 
     def save(self) -> None:
@@ -392,19 +428,20 @@ class FrameTable:
 
     def repair(self) -> None:
         """Repair the table after a process was killed while it wrote rows, each of which is the old or the new one."""
+        self.load()
         self.log.repair()
         self.log.save()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a process that shares the table."""
         assert self._shared is not None
-        return {**self.__dict__, "log": None, "_pairs": None, "_first": None}
+        return {**self.__dict__, "log": None, "_pairs": None, "_first": None, "_shared_layout": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        (self._shared_layout,) = self._layout_memory.arrays(((3,), np.int64))
         self._use(self._new_log())
-        self.log.attach(state["_shared"])
-        self._use(self.log)
+        self._attach(state["_shared"])
         self.load()
 
     def contents(self) -> dict[str, Any]:
