@@ -50,7 +50,9 @@ class _StepTracer:
         if not self._is_traced(frame):
             return None
         # Python handles signals neither when a dropped generator ends, nor between a ``with`` block and its exit.
-        if (event == "line" and not _leaves_with_block(frame)) or (event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR):
+        if (event == "line" and not _leaves_with_block(frame)) or (
+            event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR
+        ):
             self._step(frame, event)
         return self._trace
 

@@ -284,8 +284,8 @@ def _map_memory(address: int | None, n_bytes: int, protection: int, flags: int, 
     return found
 
 
-def map_whole_file(descriptor: int, n_bytes: int) -> Any:
-    """Map a file to memory that is shared with it.
+def map_whole_file(descriptor: int, n_bytes: int, offset: int = 0) -> Any:
+    """Map a file, or a part that begins at a page, to memory that is shared with it.
 
     Python's ``mmap`` would keep a descriptor open per mapping, and a log has thousands of files.
 
@@ -293,8 +293,8 @@ def map_whole_file(descriptor: int, n_bytes: int) -> Any:
     :raises OSError: If the system refuses
     """
     if WINDOWS:
-        return mmap.mmap(descriptor, n_bytes)
-    start = _map_memory(None, n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+        return mmap.mmap(descriptor, n_bytes, offset=offset)
+    start = _map_memory(None, n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, offset)
     memory = (ctypes.c_char * n_bytes).from_address(start)
     # Arrays refer to the memory, and may outlive the caller.
     weakref.finalize(memory, _libc().munmap, start, n_bytes).atexit = False
@@ -303,6 +303,11 @@ def map_whole_file(descriptor: int, n_bytes: int) -> Any:
 
 # On other systems than Linux, MADV_DONTNEED is only a hint, and the old contents may stay.
 _DONTNEED_ZEROES = hasattr(mmap, "MADV_REMOVE")
+
+
+def advise(address: int, n_bytes: int, advice: int) -> None:
+    """Call ``madvise``."""
+    _libc().madvise(address, n_bytes, advice)
 
 
 def discard_pages(address: int, n_bytes: int) -> None:

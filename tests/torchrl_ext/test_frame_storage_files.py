@@ -25,7 +25,8 @@ from torchrl.data import (
 )
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, NotCopyableError, StorageError
-from rl_ext_core.frames.folder import StoreFolder
+from rl_ext_core.frames.log import FrameLog
+from rl_ext_core.frames.log_folder import LogFolder
 from tests.torchrl_ext.frame_data import Videos, assert_same, make_buffer, make_transitions
 from torchrl_ext import FrameStorage
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer
@@ -292,17 +293,17 @@ def test_folder_with_incomplete_files_is_reused(tmp_path: Path, monkeypatch: pyt
     buffer = make_buffer(150, storage_dir=tmp_path, resume=True)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", lambda *_: 1 / 0)
-        patch.setattr(StoreFolder, "start_over", lambda folder: folder.close())  # as if the process were killed
+        patch.setattr(LogFolder, "reset", lambda folder: folder.close())  # as if the process were killed
         with pytest.raises(ZeroDivisionError):
             buffer.extend(make_transitions(20))
-    assert (tmp_path / "rows").exists()
+    assert (tmp_path / "log-0000").exists()
     buffer = make_buffer(150, storage_dir=tmp_path, resume=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert {path.name for path in tmp_path.iterdir()} <= {"lock", "store.json.new"}
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             buffer.extend(make_transitions(20))
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert {path.name for path in tmp_path.iterdir()} <= {"lock", "store.json.new"}
     buffer.extend(make_transitions(20))
     assert len(buffer) == 20
 
@@ -320,7 +321,7 @@ def test_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", raise_disk_full)
         with pytest.raises(StorageError, match="No space left on device"):
-            buffer.storage.set(range(20, 120), videos.collect(100).reshape(-1))
+            buffer.storage.set(range(20, 120), Videos(100, seed=3).collect(1).reshape(-1))  # share no frames
     assert len(buffer) == 20
     assert_same(buffer[:].clone(), before)
 
@@ -331,12 +332,10 @@ def test_writes_to_views_are_not_reported_as_damage(closed: bool, tmp_path: Path
     buffer.extend(make_transitions(30))
     buffer[:]["next", "reward"][3] = 7.0
     buffer[5]["action"].fill_(3)
-    buffer.storage[0:10]["pixels"][2] = 9
     buffer.storage.close() if closed else buffer.storage._release_folder()  # as if the process were killed
     buffer = make_buffer(150, storage_dir=tmp_path, resume=True)
     assert buffer[3]["next", "reward"] == 7.0
     assert buffer[5]["action"] == 3
-    assert (buffer[torch.tensor([2])]["pixels"] == 9).all()
     buffer.storage.close()
 
 
@@ -398,8 +397,9 @@ def test_folder_can_be_used_after_a_kill_while_its_files_were_removed(tmp_path: 
                     os._exit(1)
 
             sys.addaudithook(exit_at_removal)
-            with contextlib.suppress(InvalidArgumentError):
-                storage.set(torch.arange(3), data)  # five elements for three places
+            FrameLog._new_segment = lambda *_: 1 / 0  # type: ignore[assignment,method-assign]
+            with contextlib.suppress(ZeroDivisionError):
+                storage.set(range(5), data)
             os._exit(0)
         ended = os.waitpid(child, 0)[1] == 0
         storage = FrameStorage(150, storage_dir=folder, resume=True)
@@ -407,12 +407,12 @@ def test_folder_can_be_used_after_a_kill_while_its_files_were_removed(tmp_path: 
         storage.close()
         if ended:
             break
-    assert step > 5
+    assert step > 1
 
 
 def _fill_disk(folder: Path, n_complete: Any) -> None:
     """Add random images until a file exceeds its limit; count complete batches."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
     buffer = make_buffer(3000, storage_dir=folder, resume=True, codec="patch")
     random = torch.Generator().manual_seed(0)
     try:

@@ -113,7 +113,7 @@ def test_max_bytes_fills_up_again_after_noise() -> None:
             pixels = torch.randint(0, high, (100, 1, 40, 40), dtype=torch.uint8, generator=generator)
             buffer.extend(TensorDict({"pixels": pixels, "number": torch.arange(number, number + 100)}, [100]))
             number += 100
-            assert storage.used_nbytes <= 2_000_000
+            assert storage.nbytes <= 2_000_000
 
     add(500, noisy=False)
     add(3000, noisy=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from tests.interrupts import interrupt_everywhere
@@ -54,7 +55,7 @@ class Case:
         for buffer in (self.ours, twin):
             buffer.extend(THIRD.clone())
         assert _are_equal(self.ours, twin), where
-        assert storage._columns[0].pool.held == 2 * len(storage), where
+        assert storage._columns[0].table.n_stored == len(storage), where
         if storage._folder is not None:
             storage.close()
         return after
@@ -95,9 +96,9 @@ def _set_elements(buffer: Any, *_: Any) -> None:
     )
 
 
-def _write_to_view(buffer: Any, *_: Any) -> None:
-    """Replace an image through a view of the buffer."""
-    buffer[:]["pixels"][4] = SECOND["pixels"][0]
+def _set_one_key(buffer: Any, *_: Any) -> None:
+    """Replace one of the two images of an element."""
+    buffer[4] = TensorDict({"pixels": SECOND["pixels"][0]})
 
 
 def _load_state(buffer: Any, *_: Any) -> None:
@@ -130,7 +131,7 @@ CALLS: dict[str, Any] = {
     "extend": (lambda buffer, _: buffer.extend(SECOND.clone()), lambda buffer: buffer.extend(SECOND.clone())),
     "add": (lambda buffer, _: buffer.add(SECOND[0].clone()), lambda buffer: buffer.add(SECOND[0].clone())),
     "set": (_set_elements, _set_elements),
-    "view": (_write_to_view, _write_to_view),
+    "one key": (_set_one_key, _set_one_key),
     "empty": (lambda buffer, _: buffer.empty(), lambda buffer: buffer.empty()),
     "sample": (lambda buffer, _: buffer.sample(), None),
     "get": (lambda buffer, _: buffer.storage.get(("next", "pixels"))[3].sum(), None),

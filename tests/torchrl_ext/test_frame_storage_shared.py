@@ -95,4 +95,4 @@ def test_multiprocess_collectors_fill_a_shared_storage(kind: Any) -> None:
     else:  # one process may be faster than the other
         assert sum(stored.values()) >= 400
         assert not set(stored) - set(count_elements(_collect_without_buffer(1600), FILM_KEYS))
-    assert buffer.storage._columns[0].pool.layout.n_stack == 4
+    assert buffer.storage._columns[0].table.part.layout.n_stack == 4

@@ -8,14 +8,17 @@ from operator import index as as_index
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection, lazy_stack
 
 from rl_ext_core.devices import resolve_device
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames.encoding import EncodingOptions
-from rl_ext_core.frames.journal import Places
+from rl_ext_core.frames.codecs import check_codec, validate_max_error
+from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
 from torchrl_ext.frame_storage.columns import FrameColumn, Key, list_items
+
+Places = npt.NDArray[np.int64]
 
 
 def positive_int(name: str, value: Any) -> int:
@@ -53,8 +56,8 @@ def check_options(options: dict[str, Any]) -> None:
     """
     if options["n_stack"] is not None:
         positive_int("n_stack", options["n_stack"])
-    # The shape of the images is not known yet: check against one that all codecs can store.
-    EncodingOptions.check((8, 8), np.uint8, **{**options, "n_stack": None})
+    check_codec(options["codec"], quality=options.get("quality", DEFAULT_QUALITY))
+    validate_max_error(options["max_error"], codec=options["codec"], dtype=np.uint8)
 
 
 def as_tensordict(data: Any) -> Any:
@@ -77,6 +80,37 @@ def index_to_cpu(index: Any) -> Any:
     if isinstance(index, tuple):
         return tuple(map(index_to_cpu, index))
     return index.cpu() if isinstance(index, torch.Tensor) else index
+
+
+def number_places(index: Any, shape: Sequence[int]) -> torch.Tensor:
+    """Return the flat numbers of the places that an index selects, in the shape of the result.
+
+    :param index: Any index that torch accepts.
+    :param shape: Batch dimensions of the storage.
+    """
+    size, rest = shape[0], tuple(shape[1:])
+    if isinstance(index, tuple) and len(index) == 1:
+        index = index[0]
+    if isinstance(index, (list, range, np.ndarray)):
+        index = torch.as_tensor(list(index) if isinstance(index, range) else index)
+        index = index.long() if not index.numel() else index
+    parts = index if isinstance(index, tuple) else ()
+    if isinstance(index, slice):
+        start, stop, step = index.indices(size)
+        numbers = torch.arange(start, max(start, stop), step)
+    elif isinstance(index, (int, np.integer)) and not isinstance(index, bool):
+        numbers = torch.tensor(int(index) + (size if index < 0 else 0))
+    elif isinstance(index, torch.Tensor) and index.dtype not in (torch.bool, torch.uint8):
+        numbers = torch.where(index < 0, index + size, index).long()
+    elif len(parts) == len(shape) and all(getattr(part, "dtype", None) == torch.int64 for part in parts):
+        numbers = parts[0] % size
+        for part, length in zip(parts[1:], rest, strict=True):
+            numbers = numbers * length + part % length
+        return numbers
+    else:  # rare: as slow as the storage is large
+        return torch.arange(math.prod(shape)).reshape(tuple(shape))[index]
+    n = math.prod(rest)
+    return (numbers.unsqueeze(-1) * n + torch.arange(n)).reshape(*numbers.shape, *rest) if rest else numbers
 
 
 class Target(NamedTuple):
@@ -230,7 +264,7 @@ def has_known_leaves(
     """Compare elements with the stored ones; return whether all their keys are stored.
 
     :param where: the elements and their places
-    :param stored_rows: all stored elements, with handles in place of images
+    :param stored_rows: all stored elements without images
     :param columns: columns of the images
     :param may_cast: whether leaves other than images may have another dtype
     :param may_add_keys: whether elements may have new keys
@@ -238,13 +272,18 @@ def has_known_leaves(
     :raises InvalidArgumentError: If a shape differs, or if a key is new or missing and must not be.
     :raises InvalidTypeError: If a dtype or a kind of leaf differs.
     """
-    images = {key: column.shape for column in columns for key in column.keys}
+    images = {key: column for column in columns for key in column.keys}
     known, items = True, list_items(where.data)
     for key, leaf in items:
+        if key in images and isinstance(leaf, torch.Tensor):
+            column = images[key]
+            _check_shape(key, leaf, (*column.batch[where.stored_dims :], *column.shape), where.batch_dims)
+            continue
         stored = stored_rows.get(key, None)
         if type(leaf) is type(stored) is TensorDict:
             continue
         if not isinstance(leaf, torch.Tensor) or not isinstance(stored, torch.Tensor):
+            stored = torch.zeros(0) if key in images else stored
             if stored is not None and _kind_of(leaf) != _kind_of(stored):
                 raise InvalidTypeError(
                     f"{key!r} is a {type(leaf).__name__}, expected a {type(stored).__name__} as in the storage; "
@@ -257,20 +296,24 @@ def has_known_leaves(
                 )
             known &= stored is not None and _kind_of(leaf) == "tensordict"
             continue
-        expected = (*stored.shape[where.stored_dims :], *images.get(key, ()))
-        if tuple(leaf.shape[where.batch_dims :]) != expected:
-            raise InvalidArgumentError(
-                f"{key!r} has shape {tuple(leaf.shape)}, expected {expected} after {where.batch_dims} batch "
-                "dimension(s), as in the first elements; nothing was stored. Use one shape for all elements"
-            )
-        if key not in images and leaf.dtype != stored.dtype and not may_cast:
+        _check_shape(key, leaf, tuple(stored.shape[where.stored_dims :]), where.batch_dims)
+        if leaf.dtype != stored.dtype and not may_cast:
             raise InvalidTypeError(
                 f"{key!r} has dtype {leaf.dtype}, expected {stored.dtype} as in the storage; nothing was stored. "
                 f"Use data[{key!r}] = data[{key!r}].to({stored.dtype})"
             )
     if not may_lack_keys:
-        _check_keys({key for key, _ in items}, [key for key, _ in list_items(stored_rows)])
+        _check_keys({key for key, _ in items}, [*images, *(key for key, _ in list_items(stored_rows))])
     return known
+
+
+def _check_shape(key: Key, leaf: torch.Tensor, expected: tuple[int, ...], batch_dims: int) -> None:
+    """Raise an error if a leaf differs in shape from the stored ones."""
+    if tuple(leaf.shape[batch_dims:]) != expected:
+        raise InvalidArgumentError(
+            f"{key!r} has shape {tuple(leaf.shape)}, expected {expected} after {batch_dims} batch dimension(s), as in "
+            "the first elements; nothing was stored. Use one shape for all elements"
+        )
 
 
 def _check_keys(found: set[Key], stored: list[Key]) -> None:

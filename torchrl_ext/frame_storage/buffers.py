@@ -33,8 +33,6 @@ _RECORDS_OF_PLACES = {
 _SETITEM_CODE = unwrap(ReplayBuffer.__setitem__).__code__
 # Number of calls between ReplayBuffer.__setitem__ and FrameStorage.get, decorators included.
 _MAX_CALL_DEPTH = 8
-# Share of the used memory that buffers for future elements may take before they are freed.
-_STREAM_SHARE = 0.25
 # 1/64 of the elements are dropped at a time, because all others have to be moved.
 _DROP_DIVISOR = 64
 
@@ -133,7 +131,7 @@ def refuse_setting_key() -> None:
     if is_key(key):
         raise InvalidArgumentError(
             f"buffer[{key!r}] = values would change a copy and not the stored elements. Use "
-            f"buffer[:][{key!r}][:] = values"
+            f"buffer[torch.arange(len(buffer))] = TensorDict({{{key!r}: values}}, [len(buffer)])"
         )
 
 
@@ -147,7 +145,6 @@ class ByteBudget:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._before = 0
 
     def check_buffers(self, storage: Any) -> None:
         """Refuse samplers with records per place, and writers that do not overwrite the oldest.
@@ -181,21 +178,7 @@ class ByteBudget:
                 f"at most half of max_bytes; nothing was stored. Use max_bytes={2 * n_bytes} or more"
             )
 
-    def record_use(self, storage: Any) -> None:
-        """Record the memory of loaded elements, which :meth:`enforce` would take for that of one batch."""
-        self._before = storage.used_nbytes
-
     def enforce(self, storage: Any) -> None:
-        """Drop the oldest elements until another batch like the last one fits."""
-        used = storage.used_nbytes
-        # Reserve at most half, so that one large batch does not drop all elements before it.
-        coming = min(max(used - self._before, 0), self.max_bytes // 2)
-        while used + coming > self.max_bytes:
-            # Each unrelated element keeps a block open. Without this, dropping such elements frees nothing.
-            storage._free_stream_buffers(_STREAM_SHARE if len(storage) > 1 else 0)
-            used = storage.used_nbytes
-            if used + coming <= self.max_bytes or len(storage) < 2:
-                break
+        """Drop the oldest elements until the limit is kept."""
+        while storage.nbytes > self.max_bytes and len(storage) > 1:
             storage._drop_oldest(max(len(storage) // _DROP_DIVISOR, 1))
-            used = storage.used_nbytes
-        self._before = used

@@ -65,7 +65,7 @@ def _map_tree(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
         return change(tree)
     if isinstance(tree, dict):
         return {key: _map_tree(part, kind, change) for key, part in tree.items()}
-    return [_map_tree(part, kind, change) for part in tree] if isinstance(tree, list) else tree
+    return [_map_tree(part, kind, change) for part in tree] if isinstance(tree, (list, tuple)) else tree
 
 
 def _as_tensor(array: Any) -> torch.Tensor:
@@ -234,5 +234,7 @@ def _load_arrays(packed: dict[str, Any], path: Path) -> dict[str, Any]:
 
     packed["leaves"] = _map_tree(packed["leaves"], str, read)
     for column in packed["frames"]:
-        column["pool"]["arrays"] = _map_tree(column["pool"]["arrays"], str, read)
+        table = column["table"]
+        table["pairs"] = read(table["pairs"])
+        table["segments"] = [(slot, read(name)) for slot, name in table["segments"]]
     return packed

@@ -1,29 +1,23 @@
-"""Image columns of a storage: detection of images, and handles in place of pixels."""
+"""Image columns of a storage: detection of images, and numbers in place of pixels."""
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from tensordict.utils import unravel_key
 
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.codecs import check_numba
-from rl_ext_core.frames.encoding import COPY_BATCH, LAST_CHECK, LOSSY_AFTER, Encoding, EncodingOptions, detect_layout
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.recycle import RecycledArrays
-from rl_ext_core.frames.region import RegionFile
 from torchrl_ext.frame_storage.format import dtype_from_name, dtype_name
 
-if TYPE_CHECKING:
-    from rl_ext_core.frames.gpu_decode import GpuDecoder
-    from rl_ext_core.frames.pool import FramePool, Handles
-
+_COPY_BATCH = 64  # elements in which images are looked for
 _MIN_IMAGE_NBYTES = 1024  # smaller leaves are not worth compressing
 _FLOATS = (torch.float16, torch.float32, torch.float64)
 _MIN_SIDE = 8  # height and width of images of floats
@@ -35,86 +29,81 @@ Key = Any  # a string, or a tuple of strings
 class FrameColumn:
     """Compressed images of a leaf, and of its counterpart under ``"next"``.
 
-    Both share their frames. The frame stack is detected from the first batch, and again when 2, 4, 8, ... 4096 images
-    are stored. If other processes share the column, or it is in a file, the first result is final.
+    Both share their frames. Each image of an element has a number, which the elements contain in place of images.
 
-    :param kind: description of the column by :func:`describe_image_columns`; other entries are ignored
-    :param n_rows: size of the storage along the first dimension
-    :param options: options of :class:`EncodingOptions`
-    :param num_threads: threads that decode large batches; None: ``torch.get_num_threads()``
-    :param file: file of the frames; None: memory
-    :ivar pool: the frames
-    :ivar shared: whether other processes share the column
+    :param kind: Description of the column by :func:`describe_image_columns`.
+    :param n_rows: Size of the storage along the first dimension.
+    :param options: Options of :class:`Observation`.
+    :param num_threads: Threads that decode large batches. None: ``torch.get_num_threads()``.
+    :param table: Further arguments of :class:`FrameTable`.
+    :ivar batch: Batch dimensions of all images.
+    :ivar table: The images, by number.
     """
 
-    shared = False
-
     def __init__(
-        self,
-        kind: dict[str, Any],
-        n_rows: int,
-        options: dict[str, Any],
-        *,
-        num_threads: int | None,
-        file: RegionFile | None = None,
+        self, kind: dict[str, Any], n_rows: int, options: dict[str, Any], *, num_threads: int | None, **table: Any
     ) -> None:
-        self.kind = {name: kind[name] for name in ("keys", "shape", "dtype", "n_images")}
+        self.kind = {name: kind[name] for name in ("keys", "shape", "dtype", "batch")}
         self.keys: list[Key] = [key if isinstance(key, str) else tuple(key) for key in kind["keys"]]
         self.shape, self.dtype = tuple(kind["shape"]), dtype_from_name(kind["dtype"])
         self._numpy_dtype, self._num_threads = _numpy_dtype(self.dtype), num_threads
         self._recycled = RecycledArrays()
-        # A batch is stored before the elements that it replaces are freed, hence twice as many.
-        self._n_handles = 2 * n_rows * kind["n_images"]
-        self._options = EncodingOptions.check(self.shape, self._numpy_dtype, **options)
-        self._next_check, self._in_file = 2, file is not None
-        self.pool = self._new_pool(self._options.encoding(), file)
-
-    @staticmethod
-    def _pool_class() -> type[FramePool]:
-        """Import and return ``FramePool``; raise an error if numba is missing."""
+        self.batch = (n_rows, *kind["batch"])
         check_numba("A store of frames")
-        from rl_ext_core.frames.pool import FramePool  # imports numba
+        from rl_ext_core.frames.log_store import Observation  # imports numba
+        from rl_ext_core.frames.log_table import FrameTable
 
-        return FramePool
+        observation = Observation(self.shape, self._numpy_dtype, **options)
+        self.table = FrameTable(math.prod(self.batch), observation, **table)
 
-    def _new_pool(self, encoding: Encoding, file: RegionFile | None = None) -> FramePool:
-        """Create an empty pool with an encoding."""
-        return self._pool_class()(self._n_handles, file=file, **encoding._asdict())
+    def expand(self, numbers: torch.Tensor, dims: int) -> torch.Tensor:
+        """Return the numbers of the images of elements.
 
-    def encode(
-        self, keys: list[Key], leaves: list[torch.Tensor], ended: npt.NDArray[np.bool_] | None
-    ) -> list[torch.Tensor]:
-        """Store images; return their handles in the same order.
-
-        Each handle has to be released once.
-
-        :param keys: one or both keys of the column
-        :param leaves: (*batch, *shape) images of each key
-        :param ended: (n,) whether the trajectory ends, per element; None: unknown
+        :param numbers: Flat numbers of the elements.
+        :param dims: Number of batch dimensions of the storage that these numbers count.
         """
-        batch = leaves[0].shape[: leaves[0].ndim - len(self.shape)]
-        if ended is not None:
-            ended = np.repeat(ended, batch.numel() // max(len(ended), 1))
-        arrays = [self._as_numpy(leaf, key) for key, leaf in zip(keys, leaves, strict=True)]
-        handles = self._put_frames(*arrays, ended=ended)
-        return [torch.from_numpy(part).reshape(batch) for part in handles[: len(leaves)]]
+        inner = self.batch[dims:]
+        if not inner:
+            return numbers
+        n = math.prod(inner)
+        return (numbers.unsqueeze(-1) * n + torch.arange(n)).reshape(*numbers.shape, *inner)
 
-    def _put_frames(
-        self,
-        stacks: npt.NDArray[Any],
-        nexts: npt.NDArray[Any] | None = None,
-        *,
-        ended: npt.NDArray[np.bool_] | None = None,
-    ) -> tuple[Handles, Handles]:
-        """Store stacks, and return their handles; the first ones determine the encoding."""
-        self.pool.refresh()
-        if self.pool.held == 0 and self._options.n_stack is None:
-            exact = len(stacks) < LOSSY_AFTER and not (self.shared or self._in_file)
-            encoding = self._options.encoding(detect_layout(self.pool.layout, stacks, nexts), exact=exact)
-            if encoding != self.pool.encoding:
-                self.pool.reconfigure(**encoding._asdict())
-            self._next_check = 2
-        return self.pool.put(stacks, nexts, ended=ended)
+    @property
+    def per_row(self) -> int:
+        """Number of images per element of the first dimension."""
+        return math.prod(self.batch[1:])
+
+    def rows_of(self, places: Any) -> npt.NDArray[np.int64]:
+        """Return the numbers of all images of elements.
+
+        :param places: Place or places of the elements along the first dimension.
+        """
+        starts = np.atleast_1d(np.asarray(places, dtype=np.int64))[:, None] * self.per_row
+        return (starts + np.arange(self.per_row)).reshape(-1)
+
+    def detect(self, data: Any) -> None:
+        """Choose the layout for the first elements, before they are put."""
+        self.table.detect(*[self._as_numpy(data.get(key), key) for key in self.keys])
+
+    def put(self, numbers: torch.Tensor, images: dict[Key, torch.Tensor]) -> None:
+        """Store images. The table must be committed or rolled back afterwards, also if an exception was raised.
+
+        :param numbers: Numbers of the images.
+        :param images: Images of one or both keys, by key.
+        """
+        rows = numbers.reshape(-1).numpy()
+        arrays = [self._as_numpy(images[key], key) if key in images else None for key in self.keys]
+        for number, (key, array) in enumerate(zip(self.keys, arrays, strict=True)):
+            if array is None:  # both images of a number are stored together
+                if self.table.is_lossy:
+                    raise InvalidArgumentError(
+                        f"{key!r} is missing. With max_error or codec='jpeg', its errors would add up if only "
+                        f"{next(iter(images))!r} were written; nothing was stored. Write both"
+                    )
+                arrays[number] = np.empty((len(rows), *self.shape), self._numpy_dtype)
+                outs = [arrays[number] if other is key else None for other in self.keys]
+                self.table.get(rows, *outs)
+        self.table.put(rows, *arrays)
 
     def _as_numpy(self, leaf: torch.Tensor, key: Key) -> npt.NDArray[Any]:
         """Return the images of a leaf as an array; refuse a dtype other than the column's."""
@@ -126,123 +115,20 @@ class FrameColumn:
         images: npt.NDArray[Any] = leaf.detach().cpu().reshape(-1, *self.shape).contiguous().numpy()
         return images
 
-    def decode(
-        self, handles: list[torch.Tensor], decoder: GpuDecoder | None = None, *, reuse_memory: bool = True
-    ) -> list[torch.Tensor]:
-        """Decode the images of one or two tensors of handles, which have the same shape.
+    def decode(self, numbers: torch.Tensor, keys: list[Key], *, reuse_memory: bool = True) -> list[torch.Tensor]:
+        """Decode the images of some keys.
 
-        :param decoder: decoder for a GPU; it is used if it can decode the column's codec
-        :param reuse_memory: whether the images are a batch, whose memory later batches use again
+        :param reuse_memory: Whether the images are a batch, whose memory later batches use again.
+        :raises IndexError: If a number does not exist.
         """
-        if decoder is not None and decoder.can_decode(self.pool):
-            both = torch.stack(handles)
-            images = decoder.decode(self.pool, both.reshape(-1).numpy())  # type: ignore[attr-defined]  # never called
-            return list(images.reshape(*both.shape, *self.shape).unbind())
-        flat = [part.reshape(-1).numpy() for part in handles]
+        rows = np.ascontiguousarray(numbers.reshape(-1).numpy())
+        if len(rows) and not 0 <= rows.min() <= rows.max() < math.prod(self.batch):
+            raise IndexError(f"an index is out of bounds for a storage of shape {self.batch}")
         empty = self._recycled.empty if reuse_memory else np.empty
-        outs = [empty((len(part), *self.shape), self._numpy_dtype) for part in flat]
+        outs = {key: empty((len(rows), *self.shape), self._numpy_dtype) for key in keys}
         num_threads = torch.get_num_threads() if self._num_threads is None else self._num_threads
-        following = (flat[1], outs[1]) if len(flat) == 2 else (None, None)
-        self.pool.get(flat[0], outs[0], *following, num_threads=num_threads)
-        return [
-            torch.from_numpy(out).reshape(*part.shape, *self.shape) for out, part in zip(outs, handles, strict=True)
-        ]
-
-    def reencode_if_better(self, rows: Any, length: int) -> None:
-        """Encode all elements again if another layout suits them, or if they may become lossy.
-
-        :param rows: all elements, with handles in place of images
-        :param length: number of stored elements along the first dimension
-        """
-        held = [rows.get(key)[:length] for key in self.keys]
-        flat = [part.reshape(-1).numpy() for part in held]
-        if self.shared or self._in_file or self._options.n_stack is not None:
-            return
-        if not self._next_check <= len(flat[0]) <= LAST_CHECK:
-            return
-        if sum(map(np.count_nonzero, flat)) != self.pool.held or not flat[0].all() or self.pool.lossy:
-            return  # handles exist elsewhere, places are empty, or errors of a lossy encoding would add up
-        while self._next_check <= len(flat[0]):
-            self._next_check *= 2
-        # The stored elements are complete: if memory is short, they stay as they are.
-        with contextlib.suppress(MemoryError):
-            self._reencode(held, flat)
-
-    def _reencode(self, held: list[torch.Tensor], flat: list[Handles]) -> None:
-        """Copy all images to a new pool if another encoding is better."""
-        stacks, *following = self._decode_to_arrays([part[-COPY_BATCH:] for part in flat])
-        layout = detect_layout(self.pool.layout, stacks, following[0] if following else None) or self.pool.layout
-        encoding = self._options.encoding(layout, exact=len(flat[0]) < LOSSY_AFTER)
-        if encoding == self.pool.encoding:
-            return
-        pool, parts = self._new_pool(encoding), []
-        for start in range(0, len(flat[0]), COPY_BATCH):
-            parts.append(pool.put(*self._decode_to_arrays([part[start : start + COPY_BATCH] for part in flat])))
-        self.pool = pool
-        for leaf, encoded in zip(held, zip(*parts, strict=True), strict=False):
-            leaf.copy_(torch.from_numpy(np.concatenate(encoded)).reshape(leaf.shape))
-
-    def _decode_to_arrays(self, handles: list[Handles]) -> list[npt.NDArray[Any]]:
-        """Return the decoded images of each array of handles."""
-        outs = [np.empty((len(part), *self.shape), dtype=self._numpy_dtype) for part in handles]
-        for part, out in zip(handles, outs, strict=True):
-            self.pool.get(part, out)
-        return outs
-
-    def handles(self, rows: Any, length: int) -> npt.NDArray[np.int64]:
-        """Return the handles of the first ``length`` elements, key after key."""
-        return np.concatenate([rows.get(key)[:length].reshape(-1).numpy() for key in self.keys])
-
-    def clear(self, rows: Any, start: int, end: int) -> None:
-        """Remove the images from the elements ``start`` to ``end``.
-
-        Their handles are not released.
-        """
-        for key in self.keys:
-            rows.get(key)[start:end] = 0
-
-    def recover(self, rows: Any, length: int, where: Path | None) -> None:
-        """Repair the pool after its process was killed, or after a file was opened.
-
-        :param rows: all elements, with handles in place of images
-        :param length: number of valid elements along the first dimension
-        :param where: folder of the pool, for the error; None: memory
-        :raises CorruptFileError: If an image is missing.
-        """
-        handles = self.handles(rows, length)
-        advice = "" if where is None else ". Keep the intact elements with FrameStorage.salvage(storage_dir)"
-        if lost := int(np.count_nonzero(handles[~self.recover_handles(handles)])):
-            raise CorruptFileError(
-                f"{lost} of {len(handles)} images of {self.keys} in {where or 'memory'} are missing: the data was "
-                f"truncated or overwritten{advice}"
-            )
-
-    def recover_handles(self, handles: Handles) -> npt.NDArray[np.bool_]:
-        """Repair the pool, and return which handles can be read. All other frames are dropped.
-
-        :param handles: all handles in the elements
-        """
-        from rl_ext_core.frames.recovery import recover
-
-        if self.pool.was_interrupted:
-            self.pool.reconfigure(**self._options.encoding()._asdict())
-        return recover(self.pool, handles)
-
-    def restore(self, description: Any) -> None:
-        """Replace the pool by a saved one.
-
-        :param description: description of a pool by ``FramePool``
-        :raises CorruptFileError: If it is damaged, or has a later format.
-        :raises InvalidArgumentError: If it was made with a lossier codec than this column's options allow.
-        """
-        pool = self._pool_class().from_state_dict(description, self._n_handles)
-        allowed, is_jpeg = self._options.lossy, pool.codec == "jpeg"
-        if pool.max_error > allowed.get("max_error", 0) or (is_jpeg and allowed != {"quality": pool.quality}):
-            made_with = f"codec='jpeg', quality={pool.quality}" if is_jpeg else f"max_error={pool.max_error}"
-            raise InvalidArgumentError(
-                f"the saved images are lossy: they were made with {made_with}. Pass the same options to FrameStorage"
-            )
-        self.pool, self._next_check = pool, LAST_CHECK + 1
+        self.table.get(rows, *[outs.get(key) for key in self.keys], num_threads=num_threads)
+        return [torch.from_numpy(outs[key]).reshape(*numbers.shape, *self.shape) for key in keys]
 
     @property
     def recycled_nbytes(self) -> int:
@@ -250,45 +136,7 @@ class FrameColumn:
         return self._recycled.nbytes
 
     def __getstate__(self) -> dict[str, Any]:
-        # Only child processes receive the pickle, and share the frames from now on.
-        self.shared = True
         return {**self.__dict__, "_recycled": RecycledArrays()}
-
-
-def encode_images(columns: list[FrameColumn], data: Any) -> tuple[Any, dict[Key, torch.Tensor]]:
-    """Store images; return the elements with handles in their place, and the handles.
-
-    Each handle has to be released once.
-    """
-    ended = data.get(("next", "done"), None)
-    if ended is not None:
-        n = data.batch_size.numel()
-        ended = ended.reshape(n, ended.numel() // max(n, 1)).any(-1).cpu().numpy()
-    new: dict[Key, torch.Tensor] = {}
-    try:
-        for column in columns:
-            keys = [key for key in column.keys if data.get(key, None) is not None]
-            if keys:
-                handles = column.encode(keys, [data.get(key) for key in keys], ended)
-                new.update(zip(keys, handles, strict=True))
-    except BaseException:
-        release_images(columns, new)
-        raise
-    small = data.copy()
-    for key, leaf in new.items():
-        small.set(key, leaf)
-    return small.to("cpu"), new
-
-
-def release_images(columns: list[FrameColumn], handles: dict[Key, torch.Tensor]) -> None:
-    """Free the images that these handles refer to.
-
-    :param handles: their handles, by key
-    """
-    for column in columns:
-        for key in column.keys:
-            if key in handles:
-                column.pool.release(handles[key].reshape(-1).numpy())
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
@@ -323,7 +171,7 @@ def describe_image_columns(row: Any, pixels: Sequence[Key] | None, data: Any) ->
     :param pixels: keys of the images; None: all leaves that look like images
     :param data: first elements
     :return: per column, ``keys`` (one or two, the key under ``"next"`` last), ``shape`` and ``dtype`` of an image, and
-        ``n_images``, the number of images per element
+        ``batch``, the batch dimensions of an element's images
     :raises InvalidArgumentError: If a key is missing, or its value has no image dimensions.
     """
     found = _image_shapes(row, pixels, data)
@@ -335,8 +183,8 @@ def describe_image_columns(row: Any, pixels: Sequence[Key] | None, data: Any) ->
         leaf = row.get(key)
         pair = [k for k in (root, following) if found.get(k) == shape and _same_shape_and_dtype(row.get(k), leaf)]
         if key == pair[0]:
-            n_images = len(pair) * _parent_of(row, key).batch_size.numel()
-            kinds.append({"keys": pair, "shape": list(shape), "dtype": dtype_name(leaf.dtype), "n_images": n_images})
+            batch = list(_parent_of(row, key).batch_size)
+            kinds.append({"keys": pair, "shape": list(shape), "dtype": dtype_name(leaf.dtype), "batch": batch})
     return kinds
 
 
@@ -378,7 +226,7 @@ def _are_float_images(leaves: dict[Key, Any], key: Key, shape: torch.Size) -> bo
     root = unravel_key(key[1:]) if isinstance(key, tuple) and key[0] == "next" else key
     pair = [leaves.get(name) for name in (root, unravel_key(("next", root)))]
     stacks, *nexts = [
-        part.detach().cpu().reshape(-1, *shape)[:COPY_BATCH].contiguous().numpy()
+        part.detach().cpu().reshape(-1, *shape)[:_COPY_BATCH].contiguous().numpy()
         for part in pair
         if part is not None and _same_shape_and_dtype(part, leaf)
     ]
@@ -388,6 +236,8 @@ def _are_float_images(leaves: dict[Key, Any], key: Key, shape: torch.Size) -> bo
     if len(before) == 0:
         return False
     unstacked = StackLayout(tuple(shape), stacks.dtype, 1, 0)
+    from rl_ext_core.frames.log_table import detect_layout  # imports numba
+
     layout = detect_layout(unstacked, stacks, nexts[0] if nexts else None)
     is_stacked = layout is not None and layout.n_stack > 1
     is_repeated = bool(np.mean(before == after) >= _UNCHANGED)

@@ -1,6 +1,11 @@
 """Elements of a storage in a folder: memory-mapping, recovery after a kill, salvage.
 
-The files of a folder are described in ``rl_ext_core.frames.folder``.
+In addition to the files of ``rl_ext_core.frames.log_folder``, the folder contains
+
+- ``log-<generation>/<number>``: the segments of one image column
+- ``array-elements``: all other values, leaf after leaf
+- ``array-marks``: see :class:`Marks`
+- ``array-locations``: the newest record of each image, by which missing ones are found
 """
 
 from __future__ import annotations
@@ -15,46 +20,61 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
-from rl_ext_core.errors import InvalidTypeError
-from rl_ext_core.frames.folder import RowArrays, StoreFolder, as_corrupt_file
-from rl_ext_core.frames.journal import Journal, JournalRecord, Places
-from rl_ext_core.frames.store import SalvageReport, longest_run
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
+from rl_ext_core.frames.log_store import SalvageReport
+from rl_ext_core.frames.shared_memory import SharedMemory
 from torchrl_ext.frame_storage.columns import FrameColumn
 from torchrl_ext.frame_storage.format import describe_rows, dtype_from_name, rebuild
 
 _logger = logging.getLogger("torchrl_ext")
 
-_ROWS_FILE = "rows"
+_ALIGNMENT = 64  # bytes
 _STORAGE_ARGUMENTS = ("max_size", "ndim", "pixels")
 
 
-def open_folder(
-    path: str | os.PathLike[str], arguments: dict[str, Any], *, repair: bool = False, resume: bool = False
-) -> StoreFolder:
-    """Open or create the folder of a storage, and lock it.
+class Marks:
+    """Length of a storage, and the elements that are being written, which stay if a process is killed.
 
-    :param path: the folder
-    :param arguments: arguments of the storage: ``max_size``, ``ndim``, ``pixels``, and the options of its pools
-    :param repair: whether the folder is damaged; its arguments are not compared then
-    :param resume: whether to continue with the elements in the folder
+    :param memory: ``uint8`` zeros of a new storage, shape ``(n_bytes(n_rows),)``; or shared memory of that size.
+    :ivar writing: Whether an element is being written, shape ``(n_rows,)``.
     """
-    return StoreFolder(path, arguments, repair=repair, salvage="FrameStorage.salvage", resume=resume)
+
+    def __init__(self, memory: npt.NDArray[np.uint8] | SharedMemory) -> None:
+        self._memory = memory
+        if isinstance(memory, SharedMemory):
+            memory = np.frombuffer(memory.map(0, memory.n_bytes), np.uint8)
+        self._numbers, self.writing = memory[:16].view(np.int64), memory[16:].view(np.bool_)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Marks, (self._memory,)
+
+    @staticmethod
+    def n_bytes(n_rows: int) -> int:
+        """Return the size of the memory for ``n_rows`` elements along the first dimension."""
+        return 16 + n_rows
+
+    @property
+    def length(self) -> int:
+        """Number of stored elements along the first dimension."""
+        return int(self._numbers[0])
+
+    @property
+    def next_row(self) -> int:
+        """Place of the next element."""
+        return int(self._numbers[1])
+
+    def update(self, length: int, next_row: int) -> None:
+        """Set the length and the place of the next element."""
+        self._numbers[:] = length, next_row
 
 
-def complete_elements(rows: RowArrays, journal: Journal) -> None:
-    """Update the checksums of elements of which the caller had views, and flush the journal."""
-    record, _ = journal.read()
-    if record.exposed:
-        rows.update_checksums(np.arange(record.length))
-    journal.flush()
+def create_elements(folder: LogFolder, columns: list[FrameColumn], rows: Any) -> None:
+    """Create the files of a new folder for elements like ``rows``.
 
-
-def create_rows(folder: StoreFolder, columns: list[FrameColumn], rows: Any) -> None:
-    """Create the files of a new folder for elements like ``rows``, filled with zeros.
-
-    :param folder: a new folder
-    :param columns: columns of the images
-    :param rows: TensorDict with handles in place of images, of the shape of all elements
+    :param folder: A new folder.
+    :param columns: Image columns.
+    :param rows: TensorDict without images, of the shape of all elements.
     :raises InvalidTypeError: If ``rows`` contains something else than tensors and TensorDicts.
     :raises StorageError: If the disk is full.
     """
@@ -63,164 +83,148 @@ def create_rows(folder: StoreFolder, columns: list[FrameColumn], rows: Any) -> N
             f"a storage in files stores TensorDicts, got {type(rows).__name__}. Convert the data with "
             "data.to_tensordict(), or leave storage_dir out"
         )
-    description = describe_rows(rows, values=False)[0]
-    n_bytes = (math.prod(leaf["shape"][1:]) * dtype_from_name(leaf["dtype"]).itemsize for leaf in description["leaves"])
-    folder.rows = RowArrays(len(rows))
-    # Stored as bytes, because NumPy does not have all of torch's dtypes.
-    folder.add_rows(_ROWS_FILE, {str(number): ((n,), np.dtype(np.uint8)) for number, n in enumerate(n_bytes)})
-    settings = {"columns": [column.kind for column in columns], "elements": description}
-    folder.begin(settings, kinds=len(columns))
+    kinds = [{**column.kind, "settings": column.table.part.settings} for column in columns]
+    settings = {"columns": kinds, "elements": describe_rows(rows, values=False)[0], "n_rows": len(rows)}
+    folder.segments(new=True)
+    folder.use(settings)
 
 
-def map_rows(folder: StoreFolder) -> TensorDict:
+def map_elements(folder: LogFolder) -> tuple[TensorDict, Marks]:
     """Return the elements of a folder as memory-mapped tensors, in a locked TensorDict.
 
     :raises CorruptFileError: If the description of the elements is damaged.
     """
     assert folder.settings is not None
-
-    def view(number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the file of tensor ``number`` as a tensor, without a copy."""
-        return torch.from_numpy(folder.rows.arrays[str(number)].reshape(-1)).view(dtype).reshape(shape)
-
     with as_corrupt_file(f"{folder.path} is"):
-        return rebuild(folder.settings["elements"], view).lock_()
+        description, n_rows = folder.settings["elements"], folder.settings["n_rows"]
+        starts = [0]
+        for leaf in description["leaves"]:
+            size = math.prod(leaf["shape"]) * dtype_from_name(leaf["dtype"]).itemsize
+            starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        memory = folder.array("elements", (starts[-1] + _ALIGNMENT,), np.uint8)
+
+        def view(number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+            """Return tensor ``number``, without a copy."""
+            size = math.prod(shape) * dtype.itemsize
+            if not size:
+                return torch.empty(shape, dtype=dtype)
+            return torch.from_numpy(memory[starts[number] :][:size]).view(dtype).reshape(shape)
+
+        rows = rebuild(description, view).lock_()
+        return rows, Marks(folder.array("marks", (Marks.n_bytes(n_rows),), np.uint8))
 
 
-def recover_rows(
-    rows: Any,
-    columns: list[FrameColumn],
-    journal: Journal,
-    folder: StoreFolder | None,
-    *,
-    process_name: str,
-    reopening: bool,
-) -> tuple[int, int]:
-    """Repair elements after a process was killed, or after a folder was opened.
+def open_column(
+    folder: LogFolder, number: int, kind: dict[str, Any], options: dict[str, Any], *, num_threads: int | None = None
+) -> FrameColumn:
+    """Return an image column of a folder, into which no image was read yet.
 
-    :param rows: all elements, with handles in place of images
-    :param columns: columns of the images
-    :param journal: journal of the storage
-    :param folder: folder of the elements; None: memory
-    :param process_name: name of the process that was killed, for the log
-    :param reopening: whether a closed folder is opened; elements are compared with their checksums then
-    :return: number of valid elements along the first dimension, and the place of the next one
-    :raises CorruptFileError: If elements or images are missing or damaged.
+    :param kind: Description of the column.
+    :param options: Options of the storage.
     """
-    if folder is not None:
-        folder.rows.refresh()
-    record, writing = journal.read() if folder is None or not reopening else _read_checked_record(folder)
-    length = _drop_torn_rows(rows, record, writing, process_name)
-    if folder is not None:
-        folder.rows.update_checksums(np.unique(writing))
-    for column in columns:
-        column.clear(rows, length, record.n_written)
-        column.recover(rows, length, None if folder is None else folder.path)
-    next_row = record.next_row % len(rows) if length == len(rows) else length
-    journal.end_write(length, next_row)
-    if reopening:
-        journal.flush()
-    return length, next_row
+    assert folder.settings is not None
+    path = folder.segments() / str(number)
+    path.mkdir(exist_ok=True)
+    column = FrameColumn(
+        kind, folder.settings["n_rows"], options, num_threads=num_threads, folder=path, settings=kind["settings"]
+    )
+    column.table.log.is_in_place = folder.is_in_place
+    name = "locations" + "_" * number
+    column.table.locations = folder.array(name, (math.prod(column.batch),), np.int64)
+    return column
 
 
-def _read_checked_record(folder: StoreFolder) -> tuple[JournalRecord, Places]:
-    """Read the last record of the journal, and verify the checksums of its elements."""
-    record, writing = folder.read_journal()
-    places = np.arange(record.length)
-    if record.exposed:
-        message = "%s was not closed: of its elements, only the images are checked for damage"
-        _logger.info(message, folder.path)
-        folder.rows.update_checksums(places)
-    elif n_wrong := len(folder.rows.corrupt_rows(np.setdiff1d(places, writing))):
-        raise folder.corrupt_file_error(
-            _ROWS_FILE, f"the checksums of {n_wrong} of {len(places)} elements do not match"
-        )
-    return record, writing
+def drop_torn_elements(rows: Any, columns: list[FrameColumn], marks: Marks, process_name: str) -> None:
+    """Remove elements that were partly written when a process ended.
 
-
-def _drop_torn_rows(rows: Any, record: JournalRecord, writing: Places, process_name: str) -> int:
-    """Remove elements that were partly written; return how many elements are left.
-
-    Those at the end are cut off. In the middle of a full ring, they become copies of the valid element before them.
+    Those at the end are cut off. In the middle, they become copies of the valid element before them.
     """
-    length = min(record.length, len(rows))
-    torn = np.unique(writing[writing < min(len(rows), record.n_written)])
-    if len(torn) == 0:
-        return length
+    length = min(marks.length, len(rows))
+    torn = np.flatnonzero(marks.writing)
     inside = torn[torn < length]
     whole = np.setdiff1d(np.arange(length), inside)
-    if len(whole) == 0:
+    if not len(whole):
         length, inside = 0, inside[:0]
-    if len(inside):
-        before = whole[np.searchsorted(whole, inside) - 1]
-        rows[torch.from_numpy(inside)] = rows[torch.from_numpy(before)]
-    _logger.warning(
-        "%s ended while it wrote %d of the elements: %d lost, %d replaced by a copy of the element before",
-        process_name,
-        len(torn),
-        len(torn) - len(inside),
-        len(inside),
-    )
-    return length
+    for row in inside.tolist():
+        before = int(whole[np.searchsorted(whole, row) - 1])
+        rows[row] = rows[before]
+        for column in columns:
+            sources, targets = (column.rows_of(place) for place in (before, row))
+            column.table.copy(sources, targets)
+    for column in columns:
+        column.table.clear(length * column.per_row)
+    if len(torn):
+        _logger.warning(
+            "%s ended while it wrote %d of the elements: %d lost, %d replaced by a copy of the element before",
+            process_name,
+            len(torn),
+            len(torn) - len(inside),
+            len(inside),
+        )
+    marks.update(length, marks.next_row % len(rows) if length == len(rows) else length)
+    marks.writing[:] = False
 
 
 def salvage_folder(path: str | os.PathLike[str]) -> SalvageReport:
     """Repair a damaged folder: keep the longest run of intact elements, and drop all others."""
-    folder = open_folder(path, {}, repair=True)
+    folder = LogFolder(path, None)
     try:
+        if folder.settings is None:
+            raise InvalidArgumentError(f"storage_dir={os.fspath(path)!r} does not contain a storage")
+        rows, marks = map_elements(folder)
         with as_corrupt_file(f"{folder.path} is"):
-            rows, kinds = map_rows(folder), (folder.settings or {})["columns"]
             options = {name: value for name, value in folder.options.items() if name not in _STORAGE_ARGUMENTS}
-            columns = [
-                FrameColumn(kind, len(rows), options, num_threads=None, file=folder.frames(number))
-                for number, kind in enumerate(kinds)
-            ]
-            kept, length = _keep_longest_run(folder, rows, columns)
-            # Along the first of several dimensions, one row contains several elements.
-            n = rows.shape[1 : folder.options["ndim"]].numel()
+            columns = [open_column(folder, *each, options) for each in enumerate(folder.settings["columns"])]
+            kept, length = _keep_longest_run(rows, columns, marks)
+            n = rows.shape[1 : folder.options["ndim"]].numel()  # elements per row
+            for column in columns:
+                column.table.close()
     finally:
         folder.close()
     _logger.warning("%s: number of elements kept: %d, dropped: %d", folder.path, kept * n, (length - kept) * n)
     return SalvageReport(kept * n, (length - kept) * n)
 
 
-def _keep_longest_run(folder: StoreFolder, rows: Any, columns: list[FrameColumn]) -> tuple[int, int]:
+def _keep_longest_run(rows: Any, columns: list[FrameColumn], marks: Marks) -> tuple[int, int]:
     """Move the longest run of intact rows to the beginning; return its and the old length."""
-    assert folder.journal is not None
-    n_places, held = len(rows), folder.rows.n_reserved
-    record, writing = folder.read_journal(lambda: None if folder.rows.is_full else held)
-    rows = rows[:held]
-    good = np.ones(min(record.length, held), dtype=np.bool_)
-    good[writing[writing < len(good)]] = False
-    if not record.exposed:
-        good[folder.rows.corrupt_rows(np.arange(len(good)))] = False
+    length = min(marks.length, len(rows))
+    good = ~marks.writing[:length]
     for column in columns:
-        good &= _find_readable(column, rows, good)
-    oldest = record.next_row % n_places if len(good) == n_places else 0
-    order = (oldest + np.arange(len(good))) % max(len(good), 1)
-    places = order[slice(*longest_run(good[order]))]
+        found = column.table.recover(repair=True)[: length * column.per_row]
+        good &= found.reshape(length, -1).all(axis=1)
+    oldest = marks.next_row % len(rows) if length == len(rows) else 0
+    order = (oldest + np.arange(length)) % max(length, 1)
+    places = order[slice(*_longest_run(good[order]))]
     rows[: len(places)] = rows[torch.from_numpy(places)].clone()
     for column in columns:
-        column.clear(rows, len(places), len(rows))
-        column.recover_handles(column.handles(rows, len(rows)))
-    folder.rows.update_checksums(np.arange(len(places)))
-    folder.journal.end_write(len(places), len(places))
-    folder.journal.flush()
-    folder.rows.reserve(folder.journal.read()[0].n_written)
-    return len(places), record.length
+        column.table.move(column.rows_of(places))
+    marks.update(len(places), len(places) % len(rows))
+    marks.writing[:] = False
+    return len(places), length
 
 
-def _find_readable(column: FrameColumn, rows: Any, good: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return (n,) booleans: which elements have all images of a column.
+def _longest_run(good: npt.NDArray[np.bool_]) -> tuple[int, int]:
+    """Return the start and the end of the longest run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], good, [False]]).astype(np.int8)))
+    starts, stops = edges[::2], edges[1::2]
+    if not len(starts):
+        return 0, 0
+    longest = int(np.argmax(stops - starts))
+    return int(starts[longest]), int(stops[longest])
 
-    :param good: (n,) which elements are intact so far; images of others are removed
+
+def check_images(columns: list[FrameColumn], length: int, folder: LogFolder, writing: npt.NDArray[np.bool_]) -> None:
+    """Read the images in a folder.
+
+    :param length: Number of elements along the first dimension.
+    :param writing: Elements that were being written, whose images may be missing.
+    :raises CorruptFileError: If images are missing or damaged.
     """
-    length = len(good)
-    column.clear(rows, length, len(rows))
-    for key in column.keys:
-        rows.get(key)[:length][torch.from_numpy(~good)] = 0
-    flat = column.handles(rows, length)
-    there = column.recover_handles(flat) | (flat == 0)
-    there[there] &= column.pool.are_intact(flat[there])
-    found: npt.NDArray[np.bool_] = there.reshape(len(column.keys), length, -1).all(axis=(0, 2))
-    return found
+    for column in columns:
+        found = column.table.recover()[: length * column.per_row]
+        found |= np.repeat(writing[:length], column.per_row)
+        if lost := int(np.count_nonzero(~found)):
+            raise CorruptFileError(
+                f"{lost} of {len(found)} images of {column.keys} in {folder.path} are missing: the data was "
+                "truncated or overwritten. Keep the intact elements with FrameStorage.salvage(storage_dir)"
+            )

@@ -14,22 +14,22 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from tensordict.utils import unravel_key
 from torchrl.data import TensorStorage
 
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.datasets import write_dataset
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, StorageError
 from rl_ext_core.frames.codecs import describe_lossiness
-from rl_ext_core.frames.encoding import COPY_BATCH, LAST_CHECK
-from rl_ext_core.frames.folder import RowArrays, StoreFolder, as_corrupt_file
 from rl_ext_core.frames.gpu_decode import GpuDecoder, check_decode_on_gpu
-from rl_ext_core.frames.journal import Journal, Places
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
-from rl_ext_core.frames.region import ProcessLock, RegionFile
-from rl_ext_core.frames.store import SalvageReport
+from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
+from rl_ext_core.frames.log_store import SalvageReport
+from rl_ext_core.frames.shared_memory import ProcessLock, SharedMemory
 from torchrl_ext._compat import is_sampler
 from torchrl_ext.frame_storage.arguments import (
+    Places,
     as_tensordict,
     check_device,
     check_options,
@@ -38,10 +38,9 @@ from torchrl_ext.frame_storage.arguments import (
     is_key,
     is_single_index,
     is_slices,
-    last_occurrences,
     normalize_index,
+    number_places,
     positive_int,
-    resolve_places,
     resolve_target,
     snapshot_rows,
 )
@@ -53,13 +52,14 @@ from torchrl_ext.frame_storage.buffers import (
     set_writer_cursor,
 )
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, State, as_state, from_state
-from torchrl_ext.frame_storage.columns import FrameColumn, Key, describe_image_columns, encode_images, release_images
+from torchrl_ext.frame_storage.columns import _COPY_BATCH, FrameColumn, Key, describe_image_columns
 from torchrl_ext.frame_storage.folder import (
-    complete_elements,
-    create_rows,
-    map_rows,
-    open_folder,
-    recover_rows,
+    Marks,
+    check_images,
+    create_elements,
+    drop_torn_elements,
+    map_elements,
+    open_column,
     salvage_folder,
 )
 from torchrl_ext.frame_storage.view import FrameView
@@ -141,17 +141,14 @@ class FrameStorage(TensorStorage):
     _default_checkpointer = FrameStorageCheckpointer
     device: Any
     _len: int
-    _storage: Any  # all elements, which TorchRL reads too, with int64 handles in place of images
+    _storage: Any  # all elements, which TorchRL reads too, without images
     _budget: ByteBudget | None = None
-    _folder: StoreFolder | None = None
-    _rows: RowArrays | None = None  # the elements of a storage in a folder
-    _journal: Journal | None = None  # set if another process may have to repair the elements
+    _folder: LogFolder | None = None
+    _marks: Marks | None = None  # set if another process may have to repair the elements
     _resume_cursor: int | None = None  # next place in a reopened folder, until the first element is added
-    _n_touched = 0  # this process has never written to later places
+    _is_shared = False
     _empty_count = 0  # number of calls of empty()
-    _pending_places: Places = np.zeros(0, dtype=np.int64)  # places that are being written
     _gpu_decoder: GpuDecoder | None = None
-    _has_exposed_views = False  # whether the caller has views of elements in a folder
 
     @defer_signals
     def __init__(
@@ -189,7 +186,6 @@ class FrameStorage(TensorStorage):
         self._columns: list[FrameColumn] = []
         self._closed = False
         self.lock = ProcessLock()
-        self._register_recovery()
         self._options: dict[str, Any] = {
             "codec": codec,
             "max_error": max_error,
@@ -212,10 +208,14 @@ class FrameStorage(TensorStorage):
         if storage_dir is not None:
             keys = None if pixels is None else [unravel_key(key) for key in pixels]
             arguments = {"max_size": max_size, "ndim": ndim, "pixels": keys, **self._options}
-            self._folder = open_folder(storage_dir, arguments, resume=resume)
+            self._folder = LogFolder(storage_dir, arguments)
             try:
                 self._reopen(self._folder)
-                self._folder.files.complete = complete_elements
+                if len(self) and not resume:
+                    raise InvalidArgumentError(
+                        f"storage_dir={str(storage_dir)!r} contains {len(self):,} rows of an earlier buffer, expected "
+                        "an empty folder. Pass resume=True to continue with them, or another storage_dir"
+                    )
             except BaseException:
                 self._release_folder()
                 raise
@@ -224,9 +224,20 @@ class FrameStorage(TensorStorage):
         codec = self._options["codec"]
         return f"{super().__repr__()[:-1]}, \n    codec={codec!r}, {describe_lossiness(self._options)})"
 
-    def _register_recovery(self) -> None:
-        """Let the lock call ``_recover_after_kill`` if a process is killed while it holds it."""
+    def _share(self) -> None:
+        """Let the lock keep the images up to date with those of other processes, and repair them after a kill."""
         this = weakref.ref(self)
+
+        def for_each_table(name: str) -> Callable[..., None]:
+            """Return a function that calls a method of all tables, unless the storage has been garbage-collected."""
+
+            def call() -> None:
+                """Call the method."""
+                if (storage := this()) is not None:
+                    for column in storage._columns:
+                        getattr(column.table, name)()
+
+            return call
 
         def recover(dead: int) -> None:
             """Call ``_recover_after_kill``, unless the storage has been garbage-collected."""
@@ -234,6 +245,7 @@ class FrameStorage(TensorStorage):
                 storage._recover_after_kill(dead)
 
         self.lock.recover = recover
+        self.lock.on_enter, self.lock.on_exit = for_each_table("load"), for_each_table("save")
 
     @property
     def checkpointer(self) -> FrameStorageCheckpointer:
@@ -273,7 +285,7 @@ class FrameStorage(TensorStorage):
             self.device = row.device or torch.device("cpu")
         if self._budget is not None:
             self._budget.check_element(row)
-        kinds = describe_image_columns(row, self._pixels, data[:COPY_BATCH])
+        kinds = describe_image_columns(row, self._pixels, data[:_COPY_BATCH])
         if not kinds:
             _logger.warning(
                 "no images were found in the data (%s), so nothing is compressed. If there are images, name them: "
@@ -281,13 +293,13 @@ class FrameStorage(TensorStorage):
                 ", ".join(map(str, row.keys(include_nested=True, leaves_only=True))),
             )
         try:
-            self._add_columns(kinds, self._shape_for(row)[0])
-            small = row.copy()
-            for column in self._columns:
-                for key in column.keys:
-                    shape = row.get(key).shape
-                    small.set(key, torch.zeros(shape[: len(shape) - len(column.shape)], dtype=torch.int64))
-            self._allocate(small.to("cpu"), self._columns)
+            shape = self._shape_for(row)
+            columns = [self._new_column(kind, shape[0]) for kind in kinds]
+            small = row.exclude(*[key for column in columns for key in column.keys])
+            if self._folder is not None:
+                self._create_files(self._folder, columns, small.to("cpu"), data)
+            else:
+                self._allocate(small.to("cpu"), columns)
         except BaseException:
             self._uninitialize()
             raise
@@ -298,52 +310,54 @@ class FrameStorage(TensorStorage):
             return torch.Size((self.max_size, *row.shape))
         return torch.Size((-(self.max_size // -row.shape[: self.ndim - 1].numel()), *row.shape))
 
-    def _add_columns(self, kinds: list[dict[str, Any]], n_rows: int) -> None:
-        """Append the columns that these descriptions specify."""
-        for number, kind in enumerate(kinds):
-            file = None if self._folder is None else self._folder.frames(number)
-            self._columns.append(self._new_column(kind, n_rows, file))
+    def _new_column(self, kind: dict[str, Any], n_rows: int, **table: Any) -> FrameColumn:
+        """Create the column that a description specifies, for ``n_rows`` elements.
 
-    def _new_column(self, kind: dict[str, Any], n_rows: int, file: RegionFile | None = None) -> FrameColumn:
-        """Create the column that a description specifies, for ``n_rows`` elements."""
-        return FrameColumn(kind, n_rows, self._options, num_threads=self._num_threads, file=file)
+        :param table: Further arguments of its table.
+        """
+        if self._budget is not None:
+            table["max_bytes"] = self._budget.max_bytes
+        return FrameColumn(kind, n_rows, self._options, num_threads=self._num_threads, **table)
 
     def _allocate(self, row: Any, columns: list[FrameColumn]) -> None:
         """Allocate all elements.
 
-        :param row: one element, with handles in place of images
+        :param row: one element without images
         """
-        rows: Any = row.expand(self._shape_for(row))
-        if self._folder is not None:
-            rows = self._create_files(self._folder, rows)
-        else:
-            rows = torch.empty_like(rows)
-            for key in [key for column in columns for key in column.keys]:
-                # The handle 0 is a missing image. Unlike zeros_like, zeros takes no memory before it is written.
-                rows.set(key, torch.zeros(rows.get(key).shape, dtype=torch.int64))
+        rows: Any = torch.empty_like(row.expand(self._shape_for(row)))
         self._columns = columns
         self._set_rows(rows)
 
-    def _create_files(self, folder: StoreFolder, rows: Any) -> Any:
-        """Create the files of the folder, and return the elements in them."""
-        if not self._columns:
+    def _create_files(self, folder: LogFolder, columns: list[FrameColumn], row: Any, data: Any) -> None:
+        """Create the files of the folder.
+
+        :param row: one element without images
+        :param data: first elements
+        """
+        if not columns:
             raise InvalidArgumentError(
                 "storage_dir is for data with images, but none were found. Use LazyMemmapStorage, or name the images: "
                 'FrameStorage(..., pixels=["pixels"])'
             )
-        create_rows(folder, self._columns, rows)
-        self._rows, self._journal = folder.rows, folder.journal
-        return map_rows(folder)
+        for column in columns:
+            column.detect(data)
+        create_elements(folder, columns, row.expand(self._shape_for(row)))
+        self._reopen(folder)
+        self._resume_cursor = None
 
-    def _reopen(self, folder: StoreFolder) -> None:
+    def _reopen(self, folder: LogFolder) -> None:
         """Load the elements in the folder, if there are any."""
         if folder.settings is None:
             return
-        self._rows, self._journal, rows = folder.rows, folder.journal, map_rows(folder)
+        rows, self._marks = map_elements(folder)
         with as_corrupt_file(f"{folder.path} is"):
-            self._add_columns(folder.settings["columns"], len(rows))
-            self._set_rows(rows)
-        self._resume_cursor = self._recover("their process", reopening=True)
+            self._columns = [
+                open_column(folder, *each, self._options, num_threads=self._num_threads)
+                for each in enumerate(folder.settings["columns"])
+            ]
+        check_images(self._columns, min(self._marks.length, len(rows)), folder, self._marks.writing)
+        self._set_rows(rows)
+        self._resume_cursor = self._recover("their process")
 
     def _set_rows(self, rows: Any) -> None:
         """Set the TensorDict of all elements, and mark the storage as initialized."""
@@ -361,16 +375,18 @@ class FrameStorage(TensorStorage):
 
     def _drop_contents(self) -> None:
         """Drop elements and columns, and reset the attributes that describe them."""
-        self._columns, self._journal, self._rows = [], None, None
+        for column in self._columns:
+            column.table.close()
+        self._columns, self._marks = [], None
         self._storage, self.initialized = None, False
-        self.max_size, self._n_touched, self._has_exposed_views = self._initial_max_size, 0, False
+        self.max_size = self._initial_max_size
         self.__dict__.pop("_total_shape_value", None)
 
     def _uninitialize(self) -> None:
         """Drop all elements, and return to the state before the first element was stored."""
         self._drop_contents()
         if self._folder is not None:
-            self._folder.start_over()
+            self._folder.reset()
 
     # Elements
 
@@ -408,12 +424,11 @@ class FrameStorage(TensorStorage):
         """Store elements at an index; if that fails, restore the previous state."""
         fresh = not self.initialized
         if fresh:
-            self._init(data.unsqueeze(0) if is_single_index(cursor) else data)
+            first = data.unsqueeze(0) if is_single_index(cursor) else data
+            resolve_target(cursor, data, shape=self._shape_for(first[0]), ndim=self.ndim)  # raises
+            self._init(first)
         length, last = self._len, self._last_cursor_index
-        old: dict[Key, torch.Tensor] = {}
-        new: dict[Key, torch.Tensor] = {}
         undo: Callable[[], None] | None = None
-        has_begun_write = False
         try:
             where = resolve_target(cursor, data, shape=self._storage.batch_size, ndim=self.ndim)
             if set_cursor and self._resume_cursor is not None and where.places[0] != self._resume_cursor:
@@ -433,10 +448,14 @@ class FrameStorage(TensorStorage):
                 may_lack_keys=not set_cursor,
             ):
                 undo = snapshot_rows(self._storage, where.cursor)
-            small, new = encode_images(self._columns, where.data)
-            has_begun_write = True
-            self._begin_write(where.places)
-            old = {key: self._storage.get(key)[where.cursor].clone() for key in new}
+            small = where.data.exclude(*self._image_keys).to("cpu")
+            numbers = number_places(where.cursor, self._storage.shape)
+            if self._marks is not None:
+                self._marks.writing[where.places] = True
+            for column in self._columns:
+                images = {key: leaf for key in column.keys if (leaf := where.data.get(key, None)) is not None}
+                if images:
+                    column.put(column.expand(numbers, len(self._storage.shape)), images)
             super().set(where.cursor, small, set_cursor=set_cursor)
             # TorchRL adds the number of elements, although another buffer may have written to these places.
             per_row = self.max_size // len(self._storage)
@@ -444,22 +463,23 @@ class FrameStorage(TensorStorage):
         except BaseException:
             if undo is not None:
                 undo()
-            for key, before in old.items():
-                self._storage.get(key)[where.cursor] = before
+            for column in self._columns:
+                column.table.roll_back()
             self._len = length
             self._set_last_cursor(last)
-            if has_begun_write:
-                self._finish_write()
-            release_images(self._columns, new)
+            if self._marks is not None:
+                self._marks.writing[:] = False
             if fresh:
                 self._uninitialize()
             raise
-        self._finish_write()
-        release_images(self._columns, old)
-        # While there are few elements, the encoding of their frames is reviewed.
-        if len(self) <= LAST_CHECK and self._len_along_dim0 is not None:
-            for column in self._columns:
-                column.reencode_if_better(self._storage, self._len_along_dim0)
+        self._mark_written(where.places)
+        for column in self._columns:
+            column.table.commit()
+
+    @property
+    def _image_keys(self) -> list[Key]:
+        """Keys of all images."""
+        return [key for column in self._columns for key in column.keys]
 
     def get(self, index: Any) -> Any:
         """Return the elements at an index. Images of a slice are decoded when they are used.
@@ -487,65 +507,46 @@ class FrameStorage(TensorStorage):
         self._require_open()
         with self.lock:
             self._refresh()
-            self._mark_exposed(index)
-            rows = super().get(index_to_cpu(index)).copy()
-            handles = [[rows.get(key) for key in column.keys] for column in self._columns]
+            index = index_to_cpu(index)
+            rows = super().get(index).copy()
             on_gpu = self._decode_on_gpu and self.device.type != "cpu" and not lazy
             if on_gpu:
                 rows = rows.to(self.device)
-            for column, parts in zip(self._columns, handles, strict=True):
+            shape = torch.Size((self._len_along_dim0, *self._storage.shape[1:]))
+            numbers = number_places(index, shape)
+            for column in self._columns:
+                part = column.expand(numbers, len(shape))
                 if lazy:
-                    images: list[Any] = [FrameView(part, column, self) for part in parts]
+                    images: list[Any] = [FrameView(part, column, key, self) for key in column.keys]
                 else:
-                    images = column.decode(parts, self._decoder_for_device() if on_gpu else None)
+                    images = column.decode(part, column.keys)
                 for key, image in zip(column.keys, images, strict=True):
                     rows.set(key, image)
         return rows if self.device.type == "cpu" else rows.to(self.device)
 
-    def _decoder_for_device(self) -> GpuDecoder:
-        """Return the decoder for the GPU of samples."""
-        if self._gpu_decoder is None or self._gpu_decoder.device != self.device:
-            self._gpu_decoder = GpuDecoder(self.device)
-        return self._gpu_decoder
-
     @defer_signals
-    def _read_images(self, column: FrameColumn, handles: torch.Tensor) -> torch.Tensor:
-        """Decode the images of a column that have these handles."""
+    def _read_images(self, column: FrameColumn, key: Key, numbers: torch.Tensor) -> torch.Tensor:
+        """Decode the images of a key that have these numbers."""
         self._require_open()
         with self.lock:
-            return column.decode([handles], reuse_memory=False)[0]
-
-    @defer_signals
-    def _write_images(self, column: FrameColumn, handles: torch.Tensor, index: Any, images: torch.Tensor) -> None:
-        """Replace images of a column.
-
-        :param handles: view of the handles in the elements
-        :param index: index into ``handles``
-        :param images: one image per selected handle
-        """
-        self._require_open()
-        if handles.ndim == 0:
-            handles = handles.unsqueeze(0)
-        numbers = resolve_places(index_to_cpu(index), handles.shape)
-        kept = last_occurrences(numbers.reshape(-1))
-        at = tuple(map(torch.from_numpy, np.unravel_index(numbers.reshape(-1)[kept], tuple(handles.shape))))
-        images = images.reshape(numbers.size, *column.shape)
-        with self.lock:
-            new = column.encode(column.keys[:1], [images[torch.from_numpy(kept)]], None)[0]
-            old = handles[at].clone()
-            handles[at] = new
-            column.pool.release(old.numpy())
+            return column.decode(numbers, [key], reuse_memory=False)[0]
 
     def _conditional_patch_leaf(self, key: Key) -> torch.Tensor:
-        leaf: torch.Tensor = super()._conditional_patch_leaf(key)
-        column = next((column for column in self._columns if unravel_key(key) in column.keys), None)
-        return leaf if column is None else FrameView(leaf, column, self)
+        name = unravel_key(key)
+        column = next((column for column in self._columns if name in column.keys), None)
+        if column is None:
+            leaf: torch.Tensor = super()._conditional_patch_leaf(key)
+            return leaf
+        numbers = number_places(slice(None), self._storage.shape)
+        return FrameView(column.expand(numbers, len(self._storage.shape)), column, name, self)
 
     @defer_signals
     def _apply_conditional_patch(self, index: Any, patch: Any) -> None:
+        parts = {unravel_key(key): value for key, value in patch.items()}
         with self.lock:
-            self._mark_exposed(slice(None))
-            super()._apply_conditional_patch(index, patch)
+            self._refresh()
+            coordinates = tuple(index.unbind(-1)) if index.ndim > 1 else index
+            self._set(coordinates, TensorDict(parts, [len(index)]), set_cursor=False)
 
     def flatten(self) -> TensorStorage:
         """Return a storage of one dimension that is a view of this one."""
@@ -572,16 +573,9 @@ class FrameStorage(TensorStorage):
             self._refresh()
             super()._empty()
             self._empty_count += 1
-            self._pending_places = self._pending_places[:0]
-            self._finish_write()
-            n_written = (
-                self._n_touched if self._journal is None else max(self._n_touched, self._journal.read()[0].n_written)
-            )
-            # Handles are cleared before their images, so that every handle refers to an image at any time.
+            self._mark_written(np.zeros(0, dtype=np.int64))
             for column in self._columns:
-                column.clear(self._storage, 0, n_written)
-            for column in self._columns:
-                column.pool.clear()
+                column.table.clear()
             self._resume_cursor = None
 
     @defer_signals
@@ -589,12 +583,11 @@ class FrameStorage(TensorStorage):
         """Drop the oldest elements, and move the others to the first places, from the oldest to the newest."""
         length, rows = len(self), self._storage
         order = (self._last_cursor_index + 1 + torch.arange(length)) % length
-        for column in self._columns:
-            column.pool.release(column.handles(rows[order[:n]], n))
         n_kept = length - n
         rows[:n_kept] = rows[order[n:]]
         for column in self._columns:
-            column.clear(rows, n_kept, length)
+            numbers = number_places(order[n:], rows.shape)
+            column.table.move(column.expand(numbers, len(rows.shape)).reshape(-1).numpy())
         if (index := rows.get("index", None)) is not None:  # TorchRL's writers record the places here
             places = torch.arange(n_kept)
             index[:n_kept] = places.reshape(-1, *[1] * (index.ndim - 1)).expand_as(index[:n_kept])
@@ -603,33 +596,13 @@ class FrameStorage(TensorStorage):
         set_writer_cursor(self, n_kept)
         self._bump_mutation_revision()
 
-    @defer_signals
-    def _free_stream_buffers(self, share: float = 0.0) -> None:
-        """Free buffers that only future elements would use.
-
-        Those will then share no frames with stored ones.
-
-        :param share: fraction of the used memory below which the buffers are kept
-        """
-        if sum(column.pool.stream_nbytes for column in self._columns) >= share * self.used_nbytes:
-            for column in self._columns:
-                column.pool.free_stream_buffers()
-
-    @property
-    def used_nbytes(self) -> int:
-        """Bytes that the elements take.
-
-        Unlike :attr:`nbytes`, this excludes freed space that will be reused.
-        """
-        return self._row_bytes + sum(column.pool.used_nbytes for column in self._columns)
-
     @property
     def nbytes(self) -> int:
-        """Allocated bytes of the elements.
+        """Bytes of the elements.
 
         They exclude :attr:`recycled_nbytes`.
         """
-        return self._row_bytes + sum(column.pool.nbytes for column in self._columns)
+        return self._row_bytes + sum(column.table.nbytes for column in self._columns)
 
     @property
     def recycled_nbytes(self) -> int:
@@ -638,66 +611,44 @@ class FrameStorage(TensorStorage):
 
     @property
     def _row_bytes(self) -> int:
-        """Size of all elements in bytes, with handles in place of images."""
+        """Size of all elements in bytes, without images."""
         return int(self._storage[: self._len_along_dim0].bytes()) if self.initialized else 0
 
     # Recovery by other processes, or by a later one
 
     def _refresh(self) -> None:
-        """Map the files again if other processes have extended them."""
-        if self._rows is not None:
-            self._rows.refresh()
+        """Use what other processes have written.
 
-    def _begin_write(self, places: Places) -> None:
-        """Reserve disk space for places, and mark their elements as being written.
-
-        :raises StorageError: If the disk is full.
+        :raises StorageError: If the folder was moved or replaced.
         """
-        most = int(places.max(initial=-1)) + 1
-        if self._rows is not None:
-            self._rows.reserve(most)
-        if self._journal is not None:
-            self._journal.reserve(len(places))
-        self._pending_places = places
-        if self._journal is not None:
-            self._journal.begin_write(places)
-        self._n_touched = max(self._n_touched, most)
+        if self._folder is not None and not self._folder.is_in_place():
+            raise StorageError(
+                f"{self._folder.path} was moved, deleted or replaced since it was opened. Move it back, or pass "
+                "another storage_dir"
+            )
 
-    def _finish_write(self) -> None:
-        """Record that the written elements are valid.
-
-        Images that they replaced may be freed only afterwards.
-        """
-        if self._rows is not None:
-            self._rows.update_checksums(self._pending_places)
-        if self._journal is not None:
+    def _mark_written(self, places: Places) -> None:
+        """Record that elements are complete."""
+        if self._marks is not None and self._len_along_dim0 is not None:
             last = self._last_cursor_index
-            self._journal.end_write(self._len_along_dim0, 0 if last is None or not len(self) else last + 1)
+            self._marks.update(self._len_along_dim0, 0 if last is None or not len(self) else last + 1)
+            self._marks.writing[places] = False
 
-    def _mark_exposed(self, index: Any) -> None:
-        """Record that the caller gets views of elements, and may write to them."""
-        if self._rows is None or self._journal is None or self._has_exposed_views:
-            return
-        parts = index if isinstance(index, tuple) else (index,)
-        if not any(isinstance(part, (list, range)) or getattr(part, "ndim", 0) for part in parts):
-            self._journal.mark_exposed()
-            self._has_exposed_views = True
-
-    def _recover(self, process_name: str, *, reopening: bool = False) -> int:
+    def _recover(self, process_name: str) -> int:
         """Repair the elements after another process ended; return the place of the next element."""
-        assert self._journal is not None
-        length, next_row = recover_rows(
-            self._storage, self._columns, self._journal, self._folder, process_name=process_name, reopening=reopening
-        )
+        assert self._marks is not None
+        drop_torn_elements(self._storage, self._columns, self._marks, process_name)
+        length, next_row = self._marks.length, self._marks.next_row
         self._len = length * (self.max_size // len(self._storage))
         self._set_last_cursor((next_row - 1) % length if length else None)
         return next_row
 
     def _recover_after_kill(self, dead: int) -> None:
         """Repair the elements after the process ``dead`` was killed while it held the lock."""
-        if self._journal is None:
-            return
-        if self._journal.read()[0].n_writing == 0:
+        assert self._marks is not None
+        for column in self._columns:
+            column.table.repair()
+        if not self._marks.writing.any():
             _logger.warning("process %d was killed while it used a FrameStorage; no element is lost", dead)
         set_writer_cursor(self, self._recover(f"process {dead}"))
         self._bump_mutation_revision()
@@ -708,25 +659,13 @@ class FrameStorage(TensorStorage):
 
         Without a ``storage_dir``, it has no effect.
         """
-        with self.lock:
-            self._flush_files()
-            if self._has_exposed_views and self._journal is not None:
-                self._journal.mark_exposed()  # callers may still change their views
-
-    def _flush_files(self) -> None:
-        """Update the checksums of exposed elements, and flush the journal."""
         self._require_open()
-        self._refresh()
-        if self._rows is not None and self._has_exposed_views:
-            self._rows.update_checksums(np.arange(self._len_along_dim0))
-        if self._journal is not None:
-            self._journal.flush()
 
     @defer_signals
     def close(self) -> None:
         """Free all memory. A ``storage_dir`` can then be opened again, also by another process."""
         with self.lock:
-            self._flush_files()
+            self._require_open()
             self._release_folder()
             self._closed, self._len = True, 0
 
@@ -744,7 +683,7 @@ class FrameStorage(TensorStorage):
         with self.lock:
             state: dict[str, Any] = super().__getstate__()
             del state["lock"], state["_columns"], state["_storage"]
-            state.pop("_journal", None)
+            state.update(_marks=None, _is_shared=False)
             if self.initialized:
                 rows, frames = self._contents()
                 state["held"] = rows.clone(), deepcopy(frames), state.pop("len__context")
@@ -758,18 +697,25 @@ class FrameStorage(TensorStorage):
                 "an empty FrameStorage cannot be shared with another process, because the shapes of its elements are "
                 "not known yet. Add elements first: buffer.extend(data), or buffer.extend(data) and buffer.empty()"
             )
+        if self._folder is not None:
+            raise NotCopyableError(
+                f"a FrameStorage in {self._folder.path} cannot be shared with another process. Leave storage_dir out, "
+                "and save the elements with storage.dumps(path)"
+            )
         if self._budget is not None:
             raise NotCopyableError(
                 "a FrameStorage with max_bytes cannot be shared with another process. Pass a max_size instead"
             )
         with self.lock:
             make_kill_safe(self)
-            if self._journal is None:
-                self._journal = Journal(len(self._storage))
-                self._journal.begin_write(np.arange(self._n_touched))
-                self._finish_write()
-            state: dict[str, Any] = super().__getstate__()
-            return state if self._rows is None else {**state, "_storage": None}
+            if not self._is_shared:
+                for column in self._columns:
+                    column.table.share()
+                n_bytes = Marks.n_bytes(len(self._storage))
+                self._marks, self._is_shared = Marks(SharedMemory(n_bytes)), True
+                self._mark_written(np.zeros(0, dtype=np.int64))
+                self._share()
+            return super().__getstate__()
 
     @defer_signals
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -778,18 +724,17 @@ class FrameStorage(TensorStorage):
         if not shared:
             self.lock = ProcessLock()
             make_kill_safe(self)
-        self._register_recovery()
-        if self._folder is not None:
-            self._storage = map_rows(self._folder)
+        if self._is_shared:
+            self._share()
         if contents is not None:
             self._replace_contents(*contents)
 
     def _contents(self) -> tuple[Any, list[dict[str, Any]]]:
-        """Return views of the elements, with handles in place of images, and of the pools.
+        """Return views of the elements, without images, and of the pools.
 
         The caller has to hold the lock.
         """
-        frames = [{**column.kind, "pool": column.pool.state_dict()} for column in self._columns]
+        frames = [{**column.kind, "table": column.table.contents()} for column in self._columns]
         return self._storage[: self._len_along_dim0], frames
 
     @defer_signals
@@ -817,20 +762,15 @@ class FrameStorage(TensorStorage):
             )
         rows = rows.to("cpu")
         with self.lock:
-            if any(column.shared for column in self._columns):
+            if self._is_shared:
                 raise InvalidArgumentError(
                     "a FrameStorage cannot be loaded while other processes share it; load it first, then share it"
                 )
             columns = self._restore_columns(rows, frames)
             self._allocate(_example_row(rows), columns)
             self._storage[: len(rows)] = rows
-            self._len, self._n_touched = length, len(rows)
+            self._len = length
             self._last_cursor = None
-            if self._journal is not None:
-                self._journal.begin_write(np.arange(len(rows)))
-            self._finish_write()
-            if self._budget is not None:
-                self._budget.record_use(self)
             if is_full is not None:
                 self._resume_cursor = len(rows) if len(rows) < len(self._storage) else None
                 set_writer_cursor(self, len(rows) % len(self._storage))
@@ -841,8 +781,7 @@ class FrameStorage(TensorStorage):
         with as_corrupt_file("the images are"):
             columns = [self._new_column(state, self._shape_for(_example_row(rows))[0]) for state in frames]
             for column, state in zip(columns, frames, strict=True):
-                column.restore(state["pool"])
-                column.recover(rows, len(rows), None)
+                column.table.restore(state["table"])
         return columns
 
     @defer_signals

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,10 @@ import torch
 from torch.utils._pytree import tree_map
 
 from rl_ext_core.errors import InvalidArgumentError
-from torchrl_ext.frame_storage.columns import FrameColumn
+from torchrl_ext.frame_storage.columns import FrameColumn, Key
 
 _aten = torch.ops.aten
-# Number of leading arguments that are dimensions. If all are batch dimensions, the function works on handles.
+# Number of leading arguments that are dimensions. If all are batch dimensions, the function works on numbers.
 _N_DIM_ARGUMENTS = {
     _aten.slice.Tensor: 1,
     _aten.select.int: 1,
@@ -24,43 +25,43 @@ _RESHAPES = {_aten.view.default, _aten._unsafe_view.default}
 
 
 class FrameView(torch.Tensor):
-    """Tensor that reads and writes the images of a storage, like a view of its memory.
+    """Tensor that decodes the images of a storage when they are used.
 
-    Slicing it along the batch returns another view. Assigning to an index and changing it in place store images. All
-    other operations decode the images and return copies. If an image changes in part, all of it is encoded again, so a
-    lossy codec adds to the error of the rest.
+    Slicing it along the batch returns another view. All other operations return copies. It cannot be changed in place.
 
-    :param handles: handles of the images, a view of those in the storage
-    :param column: column of the images
-    :param storage: the storage
-    :param empty_count: how often the storage had been emptied when the handles were read; default: its present count
+    :param numbers: Numbers of the images.
+    :param column: Column of the images.
+    :param key: Key of the images.
+    :param storage: The storage.
+    :param empty_count: How often the storage had been emptied when the view was made. Default: its present count.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _handles: torch.Tensor
+    _numbers: torch.Tensor
     _column: FrameColumn
+    _key: Key
     _storage: Any
     _expected_empty_count: int
 
     @staticmethod
     def __new__(
-        cls, handles: torch.Tensor, column: FrameColumn, storage: Any, empty_count: int | None = None
+        cls, numbers: torch.Tensor, column: FrameColumn, key: Key, storage: Any, empty_count: int | None = None
     ) -> FrameView:
         """Create a tensor that has a shape and a dtype, but no memory."""
-        shape = (*handles.shape, *column.shape)
+        shape = (*numbers.shape, *column.shape)
         view: FrameView = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=column.dtype)
-        view._handles, view._column, view._storage = handles, column, storage
+        view._numbers, view._column, view._key, view._storage = numbers, column, key, storage
         view._expected_empty_count = storage._empty_count if empty_count is None else empty_count
         return view
 
     def decode(self) -> torch.Tensor:
         """Return the decoded images as a plain tensor."""
-        return self._read(self._handles)
+        return self._read(self._numbers)
 
-    def _read(self, handles: torch.Tensor) -> torch.Tensor:
-        """Decode the images of these handles; raise an error if the storage was emptied."""
+    def _read(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Decode the images of these numbers; raise an error if the storage was emptied."""
         self._check_not_emptied()
-        images: torch.Tensor = self._storage._read_images(self._column, handles)
+        images: torch.Tensor = self._storage._read_images(self._column, self._key, numbers)
         return images
 
     def _check_not_emptied(self) -> None:
@@ -74,69 +75,45 @@ class FrameView(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            return _call_mutating(func, args, kwargs)
+        if func._schema.is_mutable and any(_find_written(func, args, kwargs)):
+            raise _read_only_error()
         self = args[0]
         if isinstance(self, FrameView):
-            if (handles := self._rearrange_handles(func, args, kwargs)) is not None:
-                return FrameView(handles, self._column, self._storage, self._expected_empty_count)
-            if func is _aten.index.Tensor and _n_axes(args[1]) <= self._handles.ndim:
-                return self._read(func(self._handles, args[1]))
+            if (numbers := self._rearrange(func, args, kwargs)) is not None:
+                return FrameView(numbers, self._column, self._key, self._storage, self._expected_empty_count)
+            if func is _aten.index.Tensor and _n_axes(args[1]) <= self._numbers.ndim:
+                return self._read(func(self._numbers, args[1]))
         return func(*tree_map(_decode_view, args), **tree_map(_decode_view, kwargs))
 
-    def _rearrange_handles(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Apply a function to the handles; return None if it does not move whole images."""
-        handles, n_image = self._handles, len(self._column.shape)
+    def _rearrange(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Apply a function to the numbers; return None if it does not move whole images."""
+        numbers, n_image = self._numbers, len(self._column.shape)
         if func in _UNCHANGED:
-            return handles
+            return numbers
         if func in _RESHAPES:
             shape = tuple(args[1])
             batch = len(shape) - n_image
-            # Only views: the images of copied handles could be freed.
-            return (
-                handles.view(shape[:batch]) if shape[batch:] == self._column.shape and handles.is_contiguous() else None
-            )
+            return numbers.reshape(shape[:batch]) if shape[batch:] == self._column.shape else None
         if (n_dims := _N_DIM_ARGUMENTS.get(func, 0)) == 0:
             return None
         dims = [args[i + 1] if len(args) > i + 1 else kwargs.get("dim", 0) for i in range(n_dims)]
         extra = 1 if func is _aten.unsqueeze.default else 0
         dims = [dim + self.ndim + extra if dim < 0 else dim for dim in dims]
-        if max(dims) >= handles.ndim + extra:
+        if max(dims) >= numbers.ndim + extra:
             return None
         rest = {name: value for name, value in kwargs.items() if name != "dim"}
-        result: torch.Tensor = func(handles, *dims, *args[n_dims + 1 :], **rest)
+        result: torch.Tensor = func(numbers, *dims, *args[n_dims + 1 :], **rest)
         return result
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        parts = index if isinstance(index, tuple) else (index,)
-        value = _decode_view(value)
-        if _n_axes(parts) > self._handles.ndim or any(part is None or part is ... for part in parts):
-            before = self.decode()
-            images = before.clone()
-            images[index] = value
-            return self._store(images, before)
-        images = torch.as_tensor(value).to(self.dtype)
-        self._write(parts, images.expand(*self._handles[parts].shape, *self._column.shape))
-
-    def _store(self, images: torch.Tensor, before: torch.Tensor) -> None:
-        """Write only those images that differ from ``before``."""
-        # Unchanged images are not encoded again, because a lossy codec would add to their error. Bits are compared,
-        # because 0.0 equals -0.0, and NaN does not equal itself.
-        changed = images.contiguous().view(torch.uint8) != before.contiguous().view(torch.uint8)
-        changed = changed.flatten(self._handles.ndim).any(-1)
-        self._write(changed, images[changed])
-
-    def _write(self, index: Any, images: torch.Tensor) -> None:
-        """Write images to the selected places of the storage."""
-        self._check_not_emptied()
-        self._storage._write_images(self._column, self._handles, index, images)
+        raise _read_only_error()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"FrameView(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def is_shared(self) -> bool:
-        """Return whether processes share the handles of the images."""
-        return bool(self._handles.is_shared())  # type: ignore[no-untyped-call]
+        """Return whether processes share the numbers of the images."""
+        return bool(self._numbers.is_shared())  # type: ignore[no-untyped-call]
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the decoded images as an array."""
@@ -168,31 +145,20 @@ def _n_axes(parts: Any) -> int:
     return sum(part.ndim if getattr(part, "dtype", None) in masks else 1 for part in parts)
 
 
-def _call_mutating(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function that works in place, and store the images that it changed."""
-    written: list[tuple[FrameView, torch.Tensor, torch.Tensor]] = []
+def _find_written(func: Any, args: Any, kwargs: Any) -> Iterator[bool]:
+    """Yield for each argument that the function changes in place whether it contains images of a storage."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            yield any(isinstance(part, FrameView) for part in (value if isinstance(value, (list, tuple)) else [value]))
 
-    def decode_argument(value: Any, argument: Any) -> Any:
-        """Decode the views in an argument, and record those that the function will change."""
-        if isinstance(value, (list, tuple)):
-            return [decode_argument(each, argument) for each in value]
-        if not isinstance(value, FrameView):
-            return value
-        before = value.decode()
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            return before
-        written.append((value, before.clone(), before))
-        return written[-1][1]
 
-    arguments = func._schema.arguments
-    named = {argument.name: argument for argument in arguments}
-    result = func(
-        *[decode_argument(value, argument) for value, argument in zip(args, arguments, strict=False)],
-        **{name: decode_argument(value, named[name]) for name, value in kwargs.items()},
+def _read_only_error() -> InvalidArgumentError:
+    """Return the error for a change of images in place."""
+    return InvalidArgumentError(
+        "the images of a slice such as buffer[:] cannot be changed in place, because they are stored compressed. "
+        "Change a copy, and store it: data = buffer[i].clone(), then buffer[i] = data"
     )
-    for view, images, before in written:
-        view._store(images, before)
-    return next((view for view, images, _ in written if images is result), result)
 
 
 def _decode_view(value: Any) -> Any:

@@ -27,22 +27,21 @@ from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.log_patch import LARGE_FRAME, PADDING, WORK_SLACK
 from rl_ext_core.frames.log_read import OPAQUE_FIELDS, are_inside, decode_transitions, find_handles
 from rl_ext_core.frames.log_recover import DAMAGED, drop_rows, replay_segment, write_note
-from rl_ext_core.frames.log_segment import Segment, SegmentFile, list_files
+from rl_ext_core.frames.log_segment import SLACK_BYTES, Segment, SegmentFile, list_files
 from rl_ext_core.frames.log_state import N_COLUMN, N_LOG, N_STREAM, SEGMENT_HEADER
-from rl_ext_core.frames.log_write import (
-    NEEDS_SEGMENT,
-    SCRATCH_FRAMES,
-    SCRATCH_FRAMES_BOUNDED,
-    header_words,
-    push,
-)
-from rl_ext_core.frames.region import _out_of_memory_error, address_of
+from rl_ext_core.frames.log_write import NEEDS_SEGMENT, SCRATCH_FRAMES, SCRATCH_FRAMES_BOUNDED, header_words, push
+from rl_ext_core.frames.region import _out_of_memory_error, address_of, round_to_pages
+from rl_ext_core.frames.shared_memory import SharedMemory, count_bytes, discard
 
 CHAIN = 14  # entries per chain
 _LEAST_WORDS = 1 << 12
 _LEAST_RESTARTS = 6  # size of a segment, in first records
 _MOST_WORDS = 1 << 22
 _FIRST_RESTART = 2  # frames per environment that opening a segment is assumed to cost, until it was measured
+
+_MOST_LIVE, _NUMBERS = -1, -2  # tables that kernels do not use
+_SHARED_SLOTS = 1 << 12
+_N_COUNTERS = fields.ROW_INPUT - fields.POSITION + 1
 
 _COUNTERS = {"position": fields.POSITION, "stored": fields.STORED, "full": fields.FULL}
 
@@ -59,6 +58,22 @@ def _allocate_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         return np.zeros(shape, dtype)
     except MemoryError:
         raise _out_of_memory_error(math.prod(shape) * np.dtype(dtype).itemsize) from None
+
+
+class SharedLog(NamedTuple):
+    """Memory of a log that processes share.
+
+    :ivar arrays: Counters and arrays.
+    :ivar segments: Segments, by slot.
+    """
+
+    arrays: SharedMemory
+    segments: SharedMemory
+
+    def map(self, slot: int) -> Any:
+        """Map the memory of a slot."""
+        size = self.segments.n_bytes // _SHARED_SLOTS
+        return self.segments.map(slot * size, size)
 
 
 class Column(NamedTuple):
@@ -84,6 +99,8 @@ class FrameLog:
     :param folder: Existing folder for the segments, or None for memory.
     :param chain: Entries per chain, up to 31. Longer chains take less memory, and are slower to read.
     :param rows: Array to use as :attr:`rows`, or None for a new one of zeros.
+    :param n_streams: Number of streams, if it is not that of the environments, see :func:`log_move.find_stream`.
+    :ivar keeps_dead: Whether segments without live rows are kept, so that :meth:`roll_back` can restore them.
     :ivar is_in_place: Returns whether ``folder`` was neither moved nor replaced.
     :ivar state: State that the kernels share, see ``log_state``.
     :ivar pairs: Shape ``(capacity, n_envs, n_columns)``, see ``log_state``.
@@ -103,8 +120,12 @@ class FrameLog:
         folder: Path | None = None,
         chain: int = CHAIN,
         rows: Array | None = None,
+        n_streams: int | None = None,
     ) -> None:
         self.columns, self.folder, self.capacity, self.n_envs = tuple(columns), folder, capacity, n_envs
+        self.n_streams, self.keeps_dead = n_streams or n_envs, False
+        self.uses = np.zeros(self.n_streams + 2, dtype=np.int64)  # see find_stream
+        self._shared: SharedLog | None = None
         self.state = np.zeros(N_LOG + N_COLUMN * len(columns), dtype=np.int64)
         self.pairs = _allocate_zeros((capacity, n_envs, len(columns)), np.int64)
         self.rows = _allocate_zeros((capacity, row_bytes), np.uint8) if rows is None else rows
@@ -135,7 +156,7 @@ class FrameLog:
 
     def _add_column(self, c: int, column: Column, chain: int) -> None:
         """Initialize the state of a column, which begins at index ``c``."""
-        layout, n = column.layout, self.n_envs
+        layout, n = column.layout, self.n_streams
         n_bytes = layout.frame_bytes
         padded = -(-n_bytes // PADDING) * PADDING
         order = PLANAR if layout.planar or layout.n_stack == 1 else INTERLEAVED
@@ -155,7 +176,7 @@ class FrameLog:
     def _allocate_frames(self, c: int, n_slots: int) -> None:
         """Allocate memory for the newest frames of the streams of a column."""
         self.state[c + fields.SLOTS] = n_slots
-        self._allocate(c, fields.FRAMES, (self.n_envs * n_slots * int(self.state[c + fields.PADDED_BYTES]) + 64,))
+        self._allocate(c, fields.FRAMES, (self.n_streams * n_slots * int(self.state[c + fields.PADDED_BYTES]) + 64,))
 
     def _prepare_interleaved(self, number: int) -> None:
         """Allocate what is needed to compare interleaved stacks of a column."""
@@ -176,20 +197,29 @@ class FrameLog:
         """Set the largest error per byte for the frames that are added from now on, which must have been 0 before."""
         if max_error:
             self._allocate_scratch(c, SCRATCH_FRAMES_BOUNDED)
-            self._allocate(c, fields.DECODED, (self.n_envs * int(self.state[c + fields.PADDED_BYTES]) + 64,))
+            self._allocate(c, fields.DECODED, (self.n_streams * int(self.state[c + fields.PADDED_BYTES]) + 64,))
         self.state[c + fields.BOUND] = max_error
         self.state[fields.END] = 0  # the decoded frames of the open segment are not known
 
     def _resize_tables(self, n_slots: int) -> None:
         """Make the tables of segments longer."""
+        if self._shared is not None:
+            raise _out_of_memory_error(4 * self.most_words)
         tables = []
-        for field in (fields.TABLE, fields.LIVE, fields.USED):
-            old, table = self._memory.get((0, field)), self._allocate(0, field, (n_slots,), np.int64)
+        for field in (fields.TABLE, fields.LIVE, fields.USED, _MOST_LIVE, _NUMBERS):
+            old, table = self._memory.get((0, field)), _allocate_zeros((n_slots,), np.int64)
             if old is not None:
                 table[: len(old)] = old
             tables.append(table)
-        self._table, self._live, self._used = tables
-        self.state[fields.N_SLOTS] = n_slots
+        self._set_tables(tables)
+
+    def _set_tables(self, tables: Sequence[Array]) -> None:
+        """Use these tables: addresses, live rows, words, most live rows, and numbers of segments, by slot."""
+        names = (fields.TABLE, fields.LIVE, fields.USED, _MOST_LIVE, _NUMBERS)
+        self._memory |= {(0, field): table for field, table in zip(names, tables, strict=True)}
+        self._table, self._live, self._used, self._most_live, self._numbers_by_slot = tables
+        self.state[[fields.TABLE, fields.LIVE, fields.USED]] = [address_of(table) for table in tables[:3]]
+        self.state[fields.N_SLOTS] = len(self._table)
 
     def _count_record_words(self) -> int:
         """Return the largest number of words of a record."""
@@ -227,7 +257,7 @@ class FrameLog:
             start = self.state[fields.NEXT] >> self.state[fields.SEGMENT_SHIFT] << self.state[fields.SEGMENT_SHIFT]
             # The size of its first record is known only now.
             self.state[fields.END] = min(self.state[fields.END], start + self._choose_words())
-        if result:
+        if result and not self.keeps_dead:
             self._free_dead_segments()
 
     @defer_signals
@@ -378,10 +408,10 @@ class FrameLog:
             raise StorageError(f"{self.folder} was moved or replaced. Move it back, or pass another storage_dir")
         state, words = self.state, self._choose_words()
         number = int(state[fields.SEQUENCE]) + 1
-        segment = self._new_segment(words + self.record_words + 2 * SEGMENT_HEADER, number)
         slot = self._take_slot()
+        segment = self._new_segment(words + self.record_words + 2 * SEGMENT_HEADER, number, slot)
         self._close_segment()
-        self._segments[slot], self._table[slot] = segment, segment.address
+        self._add_segment(slot, segment)
         start = slot << int(state[fields.SEGMENT_SHIFT])
         state[fields.SEQUENCE], state[fields.RESTART_WORDS] = number, 0
         state[fields.NEXT] = start + SEGMENT_HEADER
@@ -393,8 +423,15 @@ class FrameLog:
         state[fields.END] = start + words  # last, because it makes the segment usable
         self._open_slot = slot
 
-    def _new_segment(self, n_words: int, number: int) -> Segment:
+    def _add_segment(self, slot: int, segment: Segment) -> None:
+        """Add a segment in a free slot."""
+        self._segments[slot], self._table[slot] = segment, segment.address
+        self._numbers_by_slot[slot] = segment.number
+
+    def _new_segment(self, n_words: int, number: int, slot: int) -> Segment:
         """Return a segment of at least ``n_words``, in memory that was freed before if it fits."""
+        if self._shared is not None:
+            return Segment(n_words, None, number, self._shared.map(slot))
         spare = self._spare
         if spare is None or not n_words <= spare.n_words <= 2 * n_words:
             return Segment(n_words, self.folder, number)
@@ -430,7 +467,7 @@ class FrameLog:
             return
         words, slot = self._open_words, self._open_slot
         state[fields.END] = 0
-        self._used[slot] = words
+        self._used[slot], self._most_live[slot] = words, int(self._live[slot])
         if self._live[slot]:
             state[fields.USED_WORDS] += words
         else:
@@ -446,12 +483,7 @@ class FrameLog:
             is_dead[self._open_slot] = False
         dead = np.flatnonzero(is_dead).tolist()
         for slot in sorted(dead, key=lambda slot: self._segments[slot].number):
-            self._used[slot] = self._table[slot] = 0
-            segment = self._segments.pop(slot)
-            if self.is_in_place():
-                segment.delete()
-            if self.folder is None:
-                self._spare = segment  # the system takes long to provide memory of zeros
+            self._remove_segment(slot)
         self.state[fields.DIED] = 0
 
     @property
@@ -461,6 +493,187 @@ class FrameLog:
         kept = (fields.FRAMES, fields.DECODED, fields.STREAMS)
         streams = sum(array.nbytes for (c, field), array in self._memory.items() if c and field in kept)
         return 4 * self.n_words + self.pairs[:n_rows].nbytes + self.rows[:n_rows].nbytes + streams
+
+    def _remove_segment(self, slot: int) -> None:
+        """Remove a segment, and delete its file."""
+        self._used[slot] = self._table[slot] = self._numbers_by_slot[slot] = 0
+        segment = self._segments.pop(slot)
+        if self.is_in_place():
+            segment.delete()
+        if self._shared is not None:
+            discard(segment.address, 4 * segment.n_words)
+        elif self.folder is None:
+            self._spare = segment  # the system takes long to provide memory of zeros
+
+    # Rows in any order
+
+    def mark(self) -> tuple[int, int, int]:
+        """Return the end of the log, for :meth:`roll_back`."""
+        state = self.state
+        slot = self._open_slot if state[fields.END] else -1
+        return slot, int(state[fields.NEXT]), int(state[fields.SEQUENCE])
+
+    def roll_back(self, mark: tuple[int, int, int], rows: Array, pairs: Array) -> None:
+        """Remove everything that was written since :meth:`mark`, while ``keeps_dead`` was set.
+
+        :param mark: Result of :meth:`mark`.
+        :param rows: Rows that may have been written since.
+        :param pairs: Their pairs before.
+        """
+        state, (slot, end, sequence) = self.state, mark
+        self.pairs[rows] = pairs
+        for number in [number for number, segment in self._segments.items() if segment.number > sequence]:
+            self._remove_segment(number)
+        state[fields.END] = 0
+        if slot >= 0:  # the streams continue frames that are gone, so the segment is closed
+            at = end & ((1 << int(state[fields.SEGMENT_SHIFT])) - 1)
+            self._segments[slot].words[at] = 0
+            self._segments[slot].truncate(at + 1)
+            self._used[slot], self._most_live[slot] = at, int(self._live[slot])
+        self.count_live()
+
+    def count_live(self) -> None:
+        """Count the live rows of all segments after pairs were changed, and free segments without any."""
+        state = self.state
+        live = self.pairs[self.pairs != 0] >> 23 >> int(state[fields.SEGMENT_SHIFT])
+        self._live[:] = np.bincount(live, minlength=len(self._live))
+        state[fields.USED_WORDS] = self._used[self._live > 0].sum()
+        self._free_dead_segments()
+
+    def closed_segments(self) -> tuple[Array, Array, Array, Array]:
+        """Return slots, words, live rows, and most live rows, of the closed segments that contain live rows."""
+        open_slot = self._open_slot if self.state[fields.END] else -1
+        slots = np.flatnonzero((self._live > 0) & (np.arange(len(self._live)) != open_slot))
+        return slots, self._used[slots], self._live[slots], np.maximum(self._most_live[slots], 1)
+
+    @property
+    def limit(self) -> int:
+        """Position behind the memory of the open segment; 0 if none is open."""
+        if not self.state[fields.END]:
+            return 0
+        return (self._open_slot << int(self.state[fields.SEGMENT_SHIFT])) + self._segments[self._open_slot].n_words
+
+    def locate(self, pairs: Array) -> Array:
+        """Return the locations of pairs, which grow with time: number of the segment and word in it; 0 without one."""
+        shift = int(self.state[fields.SEGMENT_SHIFT])
+        positions = pairs >> 23
+        return np.where(pairs == 0, 0, self._numbers_by_slot[positions >> shift] << 32 | positions & ((1 << shift) - 1))
+
+    def replay_all(self, *, repair: bool) -> bool:
+        """Enter the rows that an earlier process left in the folder. The newest record of a row counts.
+
+        :param repair: Whether to skip damaged parts.
+        :return: Whether no file is damaged.
+        """
+        assert self.folder is not None
+        is_intact = True
+        for file in list_files(self.folder, repair=repair, has_gaps=True):
+            is_intact &= self._replay(Segment.open(file), file.number, -1) != DAMAGED
+        self.count_live()
+        return is_intact
+
+    # Memory that processes share
+
+    def shared_sizes(self) -> tuple[int, int]:
+        """Return the bytes of arrays, and those of a segment, for :meth:`share`."""
+        self._prepare_for_sharing()
+        segment_bytes = 4 * (self.most_words + self.record_words + 2 * SEGMENT_HEADER) + SLACK_BYTES
+        return count_bytes(*self._shared_forms()), round_to_pages(segment_bytes)
+
+    def _prepare_for_sharing(self) -> None:
+        """Allocate arrays of the shapes that all processes use."""
+        if len(self._table) != _SHARED_SLOTS:
+            self._resize_tables(_SHARED_SLOTS)
+        for number, is_prepared in enumerate(self._is_prepared):
+            if not is_prepared:
+                self._prepare_interleaved(number)
+
+    def share(self, sizes: tuple[int, int]) -> SharedLog:
+        """Move everything that changes to memory that processes share, in which no segment is open.
+
+        :param sizes: Bytes of arrays and of a segment, at least :meth:`shared_sizes`.
+        """
+        assert self.folder is None
+        self._close_segment()
+        self._free_dead_segments()
+        if len(self._segments) > _SHARED_SLOTS // 2:
+            raise _out_of_memory_error(4 * self.most_words)
+        self.shared_sizes()
+        shared = SharedLog(SharedMemory(sizes[0]), SharedMemory(_SHARED_SLOTS * sizes[1]))
+        before = self._shared_arrays()
+        own, self._segments = self._segments, {}
+        self.attach(shared)
+        for array, old in zip(self._shared_arrays(), before, strict=True):
+            array[...] = old
+        for slot, segment in own.items():
+            copy = Segment(segment.n_words, None, segment.number, shared.map(slot))
+            copy.words[:] = segment.words
+            self._add_segment(slot, copy)
+        self.save()
+        return shared
+
+    def _shared_keys(self) -> list[tuple[int, int]]:
+        """Return the keys of the columns' arrays that processes share."""
+        private = (fields.SCRATCH, fields.MASK)
+        return sorted(key for key in self._memory if key[0] and key[1] not in private)
+
+    def _shared_arrays(self) -> list[Array]:
+        """Return all arrays that processes share, except counters."""
+        tables = [self._live, self._used, self._most_live, self._numbers_by_slot]
+        return [self.pairs, self.uses, *tables, *(self._memory[key] for key in self._shared_keys())]
+
+    def _shared_forms(self) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Return shapes and dtypes of the counters, and of all arrays that processes share."""
+        return [((_N_COUNTERS,), np.dtype(np.int64)), *((array.shape, array.dtype) for array in self._shared_arrays())]
+
+    def attach(self, shared: SharedLog) -> None:
+        """Use the memory that another process has shared, instead of that of this log, which is empty."""
+        self._prepare_for_sharing()
+        keys = self._shared_keys()
+        self._counters, self.pairs, self.uses, *rest = shared.arrays.arrays(*self._shared_forms())
+        self._set_tables([np.zeros(_SHARED_SLOTS, np.int64), *rest[:4]])
+        for (c, field), array in zip(keys, rest[4:], strict=True):
+            self._memory[c, field] = array
+            self.state[c + field] = address_of(array)
+        self.state[fields.PAIRS] = address_of(self.pairs)
+        self._shared = shared
+
+    def save(self) -> None:
+        """Let other processes continue this log."""
+        self._counters[:-1] = self.state[fields.POSITION : fields.ROW_INPUT]
+        self._counters[-1] = self.state[N_LOG + fields.SHARED_KEY]
+
+    def load(self) -> None:
+        """Continue the log as other processes have left it."""
+        state, shared = self.state, self._shared
+        assert shared is not None
+        state[fields.POSITION : fields.ROW_INPUT] = self._counters[:-1]
+        state[N_LOG + fields.SHARED_KEY] = self._counters[-1]
+        if state[fields.END]:
+            self._open_slot = int(state[fields.END] - 1) >> int(state[fields.SEGMENT_SHIFT])
+        for slot in np.flatnonzero(self._numbers_by_slot != self._mapped_numbers()).tolist():
+            self._segments.pop(slot, None)
+            self._table[slot] = 0
+            if number := int(self._numbers_by_slot[slot]):
+                self._segments[slot] = segment = Segment.share(shared.map(slot), number)
+                self._table[slot] = segment.address
+
+    def _mapped_numbers(self) -> Array:
+        """Return the numbers of the segments that this process has mapped, by slot."""
+        numbers = np.zeros(len(self._table), dtype=np.int64)
+        for slot, segment in self._segments.items():
+            numbers[slot] = segment.number
+        return numbers
+
+    def repair(self) -> None:
+        """Continue the log after a process was killed while it wrote. Rows refer to complete entries at any time."""
+        self.load()
+        state = self.state
+        state[fields.SEQUENCE] = max(int(state[fields.SEQUENCE]), int(self._numbers_by_slot.max(initial=0)))
+        state[fields.END] = 0  # behind its end, there may be entries
+        for slot, segment in self._segments.items():
+            self._used[slot] = self._used[slot] or segment.n_words
+        self.count_live()
 
     # Files of an earlier process, and pickles
 
@@ -486,7 +699,7 @@ class FrameLog:
     def _replay(self, segment: Segment, number: int, expected: int) -> int:
         """Enter the transitions of a segment into the ring."""
         state, slot = self.state, self._take_slot()
-        self._segments[slot], self._table[slot] = segment, segment.address
+        self._add_segment(slot, segment)
         state[fields.SEQUENCE] = number
         result = int(replay_segment(state, slot, segment.n_words, expected))
         self._used[slot] = words = int(state[fields.NEXT]) & ((1 << int(state[fields.SEGMENT_SHIFT])) - 1)
@@ -549,9 +762,10 @@ class FrameLog:
             self._resize_tables(max(2 * max(contents["segments"]) + 2, 16))
         self._live[:] = np.bincount(pairs[pairs != 0] >> 23 >> shift, minlength=len(self._live))
         for slot, words in contents["segments"].items():
-            segment = Segment(len(words), None, 0)
+            segment = Segment(len(words), None, slot + 1)
             segment.words[:] = words
-            self._segments[slot], self._table[slot], self._used[slot] = segment, segment.address, len(words)
+            self._add_segment(slot, segment)
+            self._used[slot], state[fields.SEQUENCE] = len(words), max(state[fields.SEQUENCE], slot + 1)
         state[fields.USED_WORDS] = int(self._used[self._live > 0].sum())
         self._free_dead_segments()
 

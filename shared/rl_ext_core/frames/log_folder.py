@@ -18,6 +18,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Iterator
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -147,18 +148,28 @@ class LogFolder:
             found = read_json(manifest, FORMAT_VERSION)
             with as_corrupt_file(f"{manifest} is"):
                 options, settings = found["options"], found["settings"]
-                self.identity, current = found["identity"], found["generation"]
+                self.identity, current = found["identity"], index(found["generation"])
             if any_options:
                 self.options = options
             self._check_options(options)
-            if current not in generations:
+            if settings is not None and current not in generations:
                 raise CorruptFileError(f"{_generation_path(self.path, current)} is missing. Restore it from a copy")
         elif any(any(path.iterdir()) for path in generations.values()):
             raise CorruptFileError(f"{manifest} is missing. Restore it from a copy, or pass another storage_dir")
         for number, path in generations.items():
             if number != current:
                 shutil.rmtree(path, ignore_errors=True)
+        if settings is None:
+            for name in self.array_names:
+                (self.path / f"array-{name}").unlink()
         return settings, current
+
+    def reset(self) -> None:
+        """Delete the store in the folder, which stays open."""
+        if self._generation >= 0:
+            fields = {"format": FORMAT_VERSION, "identity": self.identity, "options": self.options, "settings": None}
+            write_json(self.path / MANIFEST, {**fields, "generation": -1})
+        self.settings, self._generation = self._read(True)
 
     def _check_options(self, stored: dict[str, Any]) -> None:
         """Raise if the folder's store was created with other options."""

@@ -22,7 +22,7 @@ from rl_ext_core.frames.region import _out_of_memory_error, address_of, storage_
 FORMAT = 1
 _MAGIC = 0x4C584C52
 _HEADER = struct.Struct("<IIQI")  # magic number, format, number of the segment, words
-_SLACK_BYTES = 128  # readable bytes behind the contents, because kernels read in units of up to 32 bytes
+SLACK_BYTES = 128  # readable bytes behind the contents, because kernels read in units of up to 32 bytes
 _NAME = re.compile(r"(\d{12})\.log")
 
 
@@ -32,16 +32,18 @@ class Segment:
     :param n_words: Number of words, header included.
     :param folder: Folder of its file, or None for memory.
     :param number: Number of the segment, counted from the first one ever.
+    :param memory: Shared memory to use, for at least so many words; or None.
     :ivar number: Its number.
     :ivar words: Its contents.
     :raises OutOfMemoryError: If there is not enough memory.
     :raises StorageError: If the disk is full.
     """
 
-    def __init__(self, n_words: int, folder: Path | None, number: int) -> None:
-        self.n_words, self.number, n_bytes = n_words, number, 4 * n_words + _SLACK_BYTES
+    def __init__(self, n_words: int, folder: Path | None, number: int, memory: Any = None) -> None:
+        self.n_words, self.number, n_bytes = n_words, number, 4 * n_words + SLACK_BYTES
         self._path = None if folder is None else folder / f"{number:012d}.log"
-        memory = _map_zeros(n_bytes) if self._path is None else _create_file(self._path, n_bytes)
+        if memory is None:
+            memory = _map_zeros(n_bytes) if self._path is None else _create_file(self._path, n_bytes)
         self._set_memory(memory)
         _HEADER.pack_into(self._bytes.data, 0, _MAGIC, FORMAT, number, n_words)
 
@@ -50,6 +52,15 @@ class Segment:
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
         self.words = self._bytes[: 4 * self.n_words].view(np.uint32)
         self.address = address_of(self._bytes)
+
+    @classmethod
+    def share(cls, memory: Any, number: int) -> Segment:
+        """Use the shared memory of a segment that another process has opened."""
+        segment = cls.__new__(cls)
+        segment.number, segment._path = number, None
+        segment.n_words = _HEADER.unpack_from(memory)[3]
+        segment._set_memory(memory)
+        return segment
 
     @classmethod
     def open(cls, file: SegmentFile) -> Segment:
@@ -76,7 +87,7 @@ class Segment:
         self.n_words = n_words
         _HEADER.pack_into(self._bytes.data, 0, *_HEADER.unpack_from(self._bytes.data)[:3], n_words)
         with contextlib.suppress(OSError):  # the space is only an optimization
-            os.truncate(self._path, 4 * n_words + _SLACK_BYTES)
+            os.truncate(self._path, 4 * n_words + SLACK_BYTES)
 
     def delete(self) -> None:
         """Delete the file, if there is one. The memory is freed with this object."""
@@ -99,12 +110,13 @@ class SegmentFile(NamedTuple):
     is_whole: bool = True
 
 
-def list_files(folder: Path, *, repair: bool = False) -> list[SegmentFile]:
+def list_files(folder: Path, *, repair: bool = False, has_gaps: bool = False) -> list[SegmentFile]:
     """Read the headers of all segments in a folder, in order.
 
     A file whose header was not written yet is left out.
 
     :param repair: Whether to leave out damaged files, and to use what is left of truncated ones.
+    :param has_gaps: Whether files may be missing between others.
     :raises CorruptFileError: If a file is damaged or missing, or has another format.
     """
     found = []
@@ -121,9 +133,9 @@ def list_files(folder: Path, *, repair: bool = False) -> list[SegmentFile]:
             )
         size = path.stat().st_size
         is_right = magic == _MAGIC and version == FORMAT and number == int(path.stem) and n_words >= SEGMENT_HEADER
-        is_whole = size >= 4 * n_words + _SLACK_BYTES
+        is_whole = size >= 4 * n_words + SLACK_BYTES
         if repair:
-            n_words = min(n_words, (size - _SLACK_BYTES) // 4)
+            n_words = min(n_words, (size - SLACK_BYTES) // 4)
             if is_right and n_words >= SEGMENT_HEADER:
                 found.append(SegmentFile(path, number, n_words, is_whole))
             continue
@@ -131,7 +143,7 @@ def list_files(folder: Path, *, repair: bool = False) -> list[SegmentFile]:
             raise CorruptFileError(f"{path} is damaged: its header does not fit its name and its {size:,} bytes")
         found.append(SegmentFile(path, number, n_words))
     for before, after in itertools.pairwise(found):
-        if after.number != before.number + 1 and not repair:
+        if after.number != before.number + 1 and not (repair or has_gaps):
             raise CorruptFileError(f"{before.path} is not followed by file {before.number + 1}, which is missing")
     return found
 

@@ -137,6 +137,7 @@ class Part:
     :ivar key: Key of a ``Dict``, or None.
     :ivar options: Options of the observations.
     :ivar layout: Current layout.
+    :ivar candidates: Possible layouts.
     :ivar converter: Function that converts observations of another form than the usual one, or None. It gets them, and
         their name for error texts.
     """
@@ -155,6 +156,7 @@ class Part:
         check_codec(options.codec, quality=options.quality)
         self.is_jpeg = options.codec == "jpeg"
         self.max_error = validate_max_error(options.max_error, codec=options.codec, dtype=dtype)
+        self.candidates = layouts
         self._lossy_layouts = [layout for layout in layouts if not self.is_jpeg or self._has_images(layout)]
         if not self._lossy_layouts:
             JpegCodec(layouts[-1], options.quality)  # raises

@@ -1,0 +1,508 @@
+"""Table of stacks on a log: rows of an observation and its next observation, which are written in any order."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
+from rl_ext_core.frames import log_state as fields
+from rl_ext_core.frames.checkpoint import checksum
+from rl_ext_core.frames.geometry import INTERLEAVED
+from rl_ext_core.frames.layout import StackLayout, find_layout
+from rl_ext_core.frames.log import CHAIN, FrameLog, SharedLog
+from rl_ext_core.frames.log_move import copy_rows, find_rows, find_stream
+from rl_ext_core.frames.log_patch import PADDING
+from rl_ext_core.frames.log_state import MAX_STACK, N_LOG
+from rl_ext_core.frames.log_store import Observation, Part, _decode_opaque, _encode_frame, load_kernels
+from rl_ext_core.frames.region import address_of
+from rl_ext_core.frames.shared_memory import SharedMemory
+from rl_ext_core.frames.threads import run_in_threads
+
+_COPY_BATCH = 64  # rows that are copied, or used to detect the layout
+_LAST_CHECK = 4096  # puts of rows after which the layout is not detected any more
+_LEAST_FOR_LOSS = 64  # rows before a permitted loss is used
+_MOST_STREAMS, _LEAST_STREAMS = 256, 4
+_STREAM_BYTES = 3_000_000  # newest stacks of all streams
+_MAX_EXCESS = 1.3  # words of all segments, relative to those that live rows need
+_MOST_COPIED = 4  # segments that are copied after a put
+_SEGMENT_SHARE = 12  # a segment takes at most so much of max_bytes
+_STREAM_SHARE = 8  # and the newest stacks so much
+
+Array = npt.NDArray[Any]
+
+
+class FrameTable:
+    """Rows of images, each with an observation and a next observation, in an append-only log.
+
+    Rows may be written in any order, and replaced. A row shares the frames of rows that were written shortly before.
+    Segments with few live rows are copied, so that the table takes at most 1.3 times the words that live rows need.
+
+    :param n_rows: Number of rows.
+    :param observation: Form of the images, and how to store them.
+    :param folder: Existing folder for the segments, or None for memory.
+    :param max_bytes: Limit that the caller will keep, which makes segments smaller; or None.
+    :param settings: Settings of the table that left its segments in the folder, or None for a new table.
+    :ivar locations: Location of each row, as a file that the caller has mapped; None in memory.
+    :ivar fixed_layout: Whether the layout that the first put detects is final.
+    :raises InvalidArgumentError: If the options exclude each other.
+
+    >>> import numpy as np
+    >>> from rl_ext_core.frames.log_store import Observation
+    >>> from rl_ext_core.frames.log_table import FrameTable
+    >>> table = FrameTable(100, Observation((4, 84, 84), np.uint8))
+    >>> images = np.zeros((2, 4, 84, 84), np.uint8)
+    >>> table.put(np.array([7, 3]), images, images)
+    >>> table.commit()
+    >>> table.n_stored
+    2
+    """
+
+    def __init__(
+        self,
+        n_rows: int,
+        observation: Observation,
+        *,
+        folder: Path | None = None,
+        max_bytes: int | None = None,
+        settings: list[Any] | None = None,
+    ) -> None:
+        self._n_rows, self._folder, self._max_bytes = n_rows, folder, max_bytes
+        self.part = Part(None, observation, 1)
+        self.fixed_layout = folder is not None
+        self._seen = 0  # rows that were put
+        self._newest = np.zeros(0, dtype=np.int64)
+        self._n_touched = 0  # no later row was ever written
+        self._written: tuple[Any, ...] | None = None  # what put() has written, until it is committed
+        if settings is not None:
+            self.part.restore(settings)
+            self._seen = _LAST_CHECK + 1
+        self._shared: SharedLog | None = None
+        self.locations: npt.NDArray[np.int64] | None = None
+        self._use(self._new_log())
+
+    def _new_log(self) -> FrameLog:
+        """Create an empty log for the current layout."""
+        load_kernels()
+        layout, part = self.part.layout, self.part
+        padded = -(-layout.frame_bytes // PADDING) * PADDING
+        n_bytes = (layout.n_stack + 1 + part.column.max_error) * padded
+        n_bytes += layout.stack_bytes if part.order == INTERLEAVED else 0
+        n_streams = max(min(_STREAM_BYTES // n_bytes, _MOST_STREAMS), _LEAST_STREAMS)
+        if self._max_bytes is not None:
+            n_streams = max(min(n_streams, self._max_bytes // _STREAM_SHARE // n_bytes), 1)
+        self._stream_bytes = n_bytes
+        log = FrameLog(self._n_rows, 1, [part.column], folder=self._folder, n_streams=n_streams)
+        if self._max_bytes is not None:
+            log.most_words = min(log.most_words, max(self._max_bytes // 4 // _SEGMENT_SHARE, log.record_words))
+        return log
+
+    def _use(self, log: FrameLog) -> None:
+        """Use a log from now on."""
+        self.log = log
+        self._pairs = log.pairs[:, 0, 0]
+        if self.part.order == INTERLEAVED:
+            log.set_inputs(0, 0, INTERLEAVED, 0, INTERLEAVED)  # allocates the newest stacks
+        starts = [log.state[N_LOG + field] for field in (fields.FRAMES, fields.STACKS, fields.DECODED, fields.STREAMS)]
+        self._first = np.array(starts, dtype=np.int64)
+
+    # Writing
+
+    def put(self, rows: Array, stacks: Array, nexts: Array | None = None) -> None:
+        """Write rows. :meth:`commit` or :meth:`roll_back` must follow, also if an exception was raised.
+
+        :param rows: ``int64`` numbers of different rows, shape ``(n,)``.
+        :param stacks: Observations, C-contiguous, shape ``(n, *shape)``.
+        :param nexts: Next observations, likewise; or None if rows have a single image.
+        :raises OutOfMemoryError: If there is not enough memory.
+        :raises StorageError: If the disk is full.
+        """
+        if not len(rows):
+            return
+        if self._folder is None and self.log.n_words == 0:
+            self._seen = 0
+            self.detect(stacks, nexts)
+        log = self.log
+        self._written = log.mark(), rows, log.pairs[rows], nexts is not None
+        log.keeps_dead = True
+        self._push(log, rows, stacks, stacks if nexts is None else nexts)
+
+    def roll_back(self) -> None:
+        """Undo the last :meth:`put`, if it was not committed."""
+        if self._written is not None:
+            mark, rows, pairs, _ = self._written
+            self.log.roll_back(mark, rows, pairs)
+            self._written, self.log.keeps_dead = None, False
+
+    def commit(self) -> None:
+        """Keep the rows of the last :meth:`put`, and free the memory of those that they replaced."""
+        if self._written is None:
+            return
+        (_, _, sequence), rows, _, has_next = self._written
+        log, self._written = self.log, None
+        log.keeps_dead = False
+        self._n_touched = max(self._n_touched, int(rows.max()) + 1)
+        self._record(rows)
+        if log.state[fields.DIED]:
+            log._free_dead_segments()
+        if log.state[fields.SEQUENCE] != sequence:
+            self.compact()
+        seen, self._seen = self._seen, self._seen + len(rows)
+        if seen <= _LAST_CHECK and not self.fixed_layout:
+            self._newest = np.concatenate([self._newest, rows])[-_COPY_BATCH:]
+            if seen.bit_length() != self._seen.bit_length() and self._seen > 1:
+                self._detect_again(has_next)
+
+    def _push(self, log: FrameLog, rows: Array, stacks: Array, nexts: Array) -> None:
+        """Write rows to a log."""
+        order, size, state = self.part.order, self.part.layout.stack_bytes, log.state
+        obs, next_obs = address_of(stacks), address_of(nexts)
+        first, uses, encoder = self._first, log.uses, self.part.encoder
+        for row in rows.tolist():
+            log.set_inputs(0, obs, order, next_obs, order)
+            find_stream(state, first, uses)
+            if encoder is None:
+                log.push(row=row)
+            else:
+                log.push_encoded({0: partial(_encode_frame, encoder)}, row=row)
+            obs += size
+            next_obs += size
+
+    def clear(self, start: int = 0) -> None:
+        """Drop all rows from a number on."""
+        self._pairs[start : self._n_touched] = 0
+        if not start:
+            self.log.close()  # so that it can be freed
+        if self._shared is None:  # other processes write to any row
+            self._n_touched = min(start, self._n_touched)
+        self.log.count_live()
+
+    def move(self, rows: Array) -> None:
+        """Drop all rows except these, which become the first ones in this order."""
+        pairs = self._pairs[rows]
+        self._pairs[: self._n_touched] = 0
+        self._n_touched = len(rows)
+        if self._folder is None:
+            self._pairs[: len(rows)] = pairs
+            if not self.log.state[fields.USED_WORDS] or not len(rows):
+                self.log.close()  # so that it can be copied or freed
+            self.log.count_live()
+        else:  # in files, a row changes by a record
+            self._copy(pairs, np.arange(len(rows)))
+            self.log.count_live()
+
+    def copy(self, sources: Array, targets: Array) -> None:
+        """Replace rows by copies of others."""
+        self._copy(self._pairs[sources], targets)
+
+    @property
+    def _shift(self) -> int:
+        """Number of bits of a position within its segment."""
+        return int(self.log.state[fields.SEGMENT_SHIFT])
+
+    def _copy(self, pairs: Array, targets: Array) -> None:
+        """Write copies of the entries of pairs, and let rows refer to them."""
+        log, slots = self.log, pairs >> 23 >> self._shift
+        if log.limit and (slots[pairs != 0] == log.limit >> self._shift).any():
+            log.close()
+        log.keeps_dead = True
+        try:
+            for slot in np.unique(slots[pairs != 0]).tolist():
+                some = np.flatnonzero((slots == slot) & (pairs != 0))
+                some = some[np.argsort(pairs[some], kind="stable")]
+                copies, done = np.zeros(int(log._used[slot]), dtype=np.int64), 0
+                while True:
+                    done = copy_rows(log.state, pairs[some], targets[some], done, log.limit, copies)
+                    if done == len(some):
+                        break
+                    log._open_segment()
+                    copies[:] = 0
+        finally:
+            log.keeps_dead = False
+        self._record(targets)
+        if (pairs == 0).any():
+            self._pairs[targets[pairs == 0]] = 0
+            log.count_live()
+        elif log.state[fields.DIED]:
+            log._free_dead_segments()
+
+    def _record(self, rows: Array) -> None:
+        """Record where rows are stored, so that missing files are found."""
+        if self.locations is not None:
+            self.locations[rows] = self.log.locate(self._pairs[rows])
+
+    def recover(self, *, repair: bool = False) -> npt.NDArray[np.bool_]:
+        """Read the rows that an earlier process left in the folder.
+
+        :param repair: Whether to skip damaged parts.
+        :return: Which rows are found as they were written last, shape ``(n_rows,)``.
+        :raises CorruptFileError: If a file is damaged.
+        """
+        if not self.log.replay_all(repair=repair) and not repair:
+            raise CorruptFileError(
+                f"{self._folder} is damaged: a checksum does not match its contents. Keep the intact elements with "
+                "FrameStorage.salvage(storage_dir)"
+            )
+        found = np.flatnonzero(self._pairs)
+        self._n_touched = int(found[-1]) + 1 if len(found) else 0
+        assert self.locations is not None
+        return (self._pairs != 0) & (self.log.locate(self._pairs) >= self.locations)
+
+    def close(self) -> None:
+        """Close the open segment, so that its file takes no more space than needed."""
+        self.log.close()
+
+    def compact(self) -> None:
+        """Copy rows out of the segments that contain the fewest live ones, until the excess is permitted."""
+        log, window = self.log, self.part.layout.n_stack + CHAIN // 2  # a live row needs about so many entries
+        for _ in range(_MOST_COPIED):
+            slots, words, live, most = log.closed_segments()
+            if len(slots) < 2:
+                return
+            shares = 1 - (1 - np.minimum(live / most, 1)) ** window
+            worst = int(np.argmin(shares))
+            if words.sum() <= _MAX_EXCESS * (shares * words).sum() or shares[worst] * _MAX_EXCESS > 1:
+                return
+            rows = np.empty(int(live[worst]), dtype=np.int64)
+            find_rows(log.state, int(slots[worst]), self._n_touched, rows)
+            self._copy(self._pairs[rows], rows)
+
+    # Layout
+
+    def detect(self, stacks: Array, nexts: Array | None = None) -> None:
+        """Choose the layout for the first rows, if it is to be detected."""
+        part = self.part
+        if part.detects:
+            found = detect_layout(part.layout, stacks, nexts)
+            before = part.settings
+            if found is not None:
+                part.set_layout(found)
+            if part.waits and (self.fixed_layout or (found is not None and len(stacks) >= _LEAST_FOR_LOSS)):
+                part.use_loss()
+            if part.settings != before:
+                self._use(self._new_log())
+                if self._shared is not None:
+                    self._attach(self._shared)
+                    self._shared_layout[:] = self._layout
+
+    def _detect_again(self, has_next: bool) -> None:
+        """Detect the layout again, and store all rows again if another one is better."""
+        part = self.part
+        if not part.detects or (not part.waits and (part.is_jpeg or part.max_error)):
+            return  # the errors of a lossy codec would add up
+        rows = self._newest[self._pairs[self._newest] != 0]
+        shape, dtype = (len(rows), *part.layout.shape), part.layout.dtype
+        stacks, nexts = np.empty(shape, dtype), np.empty(shape, dtype)
+        self.get(rows, stacks, nexts)
+        found, before = detect_layout(part.layout, stacks, nexts if has_next else None), part.settings
+        if found is not None:
+            part.set_layout(found)
+        if part.waits and (found is not None or self._seen >= _LAST_CHECK) and self.n_stored >= _LEAST_FOR_LOSS:
+            part.use_loss()
+        if part.settings == before:
+            return
+        with contextlib.suppress(MemoryError):  # all rows are stored already, so they stay as they are
+            self._store_again(before)
+
+    def _store_again(self, before: list[Any]) -> None:
+        """Copy all rows to a log with the present settings. An exception leaves the old log and settings in use."""
+        old, part, pairs = self.log, self.part, self._pairs[: self._n_touched]
+        kept = {name: getattr(self, name) for name in ("log", "_pairs", "_first", "_stream_bytes")}
+        rows = np.flatnonzero(pairs)
+        rows = rows[np.argsort(pairs[rows], kind="stable")]
+        try:
+            self._use(self._new_log())
+            for some in np.split(rows, range(_COPY_BATCH, len(rows), _COPY_BATCH)):
+                stacks, nexts = np.empty((2, len(some), *part.layout.shape), part.layout.dtype)
+                self._decode(old, None, some, (stacks, nexts))
+                self._push(self.log, some, stacks, nexts)
+        except BaseException:
+            part.restore(before)
+            self.__dict__.update(kept)
+            raise
+
+    # Reading
+
+    def get(self, rows: Array, stacks: Array | None, nexts: Array | None = None, *, num_threads: int = 1) -> None:
+        """Decode rows into arrays. A row that was never written gives zeros.
+
+        :param rows: ``int64`` numbers of rows, shape ``(n,)``.
+        :param stacks: Output for the observations, C-contiguous, shape ``(n, *shape)``; or None.
+        :param nexts: Output for the next observations, likewise.
+        :param num_threads: Threads to decode in; default 1.
+        """
+        self._decode(self.log, self.part.encoder, rows, (stacks, nexts), num_threads)
+
+    def _decode(
+        self, log: FrameLog, encoder: Any, rows: Array, outs: tuple[Array | None, Array | None], num_threads: int = 1
+    ) -> None:
+        """Decode rows of a log, in several threads if they are many.
+
+        :param encoder: Codec of the log's opaque entries, or None.
+        """
+        addresses = [0 if out is None else address_of(out) for out in outs]
+        part, envs = self.part, np.zeros(len(rows), dtype=np.int64)
+
+        def decode_part(start: int, stop: int) -> None:
+            """Decode the rows ``start`` to ``stop`` of the batch."""
+            entries = log.decode(0, rows, envs, start, stop, *addresses, opaque=encoder is not None)
+            if encoder is not None:
+                _decode_opaque(part, entries, outs)
+
+        if num_threads == 1:
+            decode_part(0, len(rows))
+        else:
+            run_in_threads(decode_part, len(rows), num_threads=num_threads)
+
+    # State
+
+    def are_stored(self, rows: Array) -> npt.NDArray[np.bool_]:
+        """Return which rows are stored."""
+        return self._pairs[rows] != 0
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether decoded images may differ from those that were put."""
+        return self.part.is_jpeg or self.part.max_error > 0
+
+    @property
+    def n_stored(self) -> int:
+        """Number of stored rows."""
+        return int(np.count_nonzero(self._pairs[: self._n_touched]))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use by frames, pairs and the newest stacks of streams."""
+        n_streams = int(np.count_nonzero(self.log.uses[:-2]))
+        return 4 * self.log.n_words + 8 * self._n_touched + self._stream_bytes * n_streams
+
+    def share(self) -> None:
+        """Let child processes share the table, to which it is sent when they are started.
+
+        A layout that is detected later is final.
+        """
+        if self._shared is not None:
+            return
+        part, settings, sizes = self.part, self.part.settings, [self.log.shared_sizes()]
+        for layout in part.candidates if part.detects else []:
+            part.set_layout(layout)
+            sizes.append(self._new_log().shared_sizes())
+        part.restore(settings)
+        self._shared = self.log.share((max(size for size, _ in sizes), max(size for _, size in sizes)))
+        self._layout_memory = SharedMemory(24)
+        (self._shared_layout,) = self._layout_memory.arrays(((3,), np.int64))
+        self._shared_layout[:] = self._layout
+        self._use(self.log)
+        self.fixed_layout, self._n_touched = True, self._n_rows
+
+    @property
+    def _layout(self) -> tuple[int, int, int]:
+        """Layout as numbers."""
+        layout = self.part.layout
+        return layout.n_stack, layout.axis, int(self.part.waits)
+
+    def _attach(self, shared: SharedLog) -> None:
+        """Use the memory that another process has shared."""
+        self.log.attach(shared)
+        self._use(self.log)
+
+    def load(self) -> None:
+        """Use what other processes have written."""
+        if tuple(self._shared_layout) != self._layout:  # another process has detected it
+            shape, dtype, *_ = self.part.settings
+            n_stack, axis, waits = self._shared_layout.tolist()
+            self.part.restore([shape, dtype, n_stack, axis, bool(waits)])
+            self._use(self._new_log())
+            assert self._shared is not None
+            self._attach(self._shared)
+        self.log.load()
+
+    def save(self) -> None:
+        """Let other processes use what this one has written."""
+        self.log.save()
+
+    def repair(self) -> None:
+        """Repair the table after a process was killed while it wrote rows, each of which is the old or the new one."""
+        self.load()
+        self.log.repair()
+        self.log.save()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a process that shares the table."""
+        assert self._shared is not None
+        return {**self.__dict__, "log": None, "_pairs": None, "_first": None, "_shared_layout": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        (self._shared_layout,) = self._layout_memory.arrays(((3,), np.int64))
+        self._use(self._new_log())
+        self._attach(state["_shared"])
+        self.load()
+
+    def contents(self) -> dict[str, Any]:
+        """Return everything that is stored, as plain values and views of arrays."""
+        contents = self.log.contents()
+        pairs = self._pairs[: self._n_touched]
+        state = {"settings": self.part.settings, "pairs": pairs}
+        state |= {"shift": contents["shift"], "segments": [*contents["segments"].items()]}
+        state |= {"max_error": self.part.max_error, "quality": self.part.options.quality if self.part.is_jpeg else 0}
+        return {**state, "checksum": checksum(state)}
+
+    def restore(self, contents: dict[str, Any]) -> None:
+        """Restore what :meth:`contents` has returned, in a new table in memory.
+
+        :raises CorruptFileError: If it is damaged.
+        :raises InvalidArgumentError: If the frames are lossier than this table's options allow.
+        """
+        part = self.part
+        if checksum(contents) != contents["checksum"]:
+            raise CorruptFileError("the images are damaged: their checksum does not match their contents")
+        quality = part.options.quality if part.is_jpeg else 0
+        was_lossy = contents["max_error"] > (0 if part.is_jpeg else part.max_error)
+        if was_lossy or (contents["quality"] and contents["quality"] != quality):
+            made_with = f"max_error={contents['max_error']}"
+            if contents["quality"]:
+                made_with = f"codec='jpeg', quality={contents['quality']}"
+            raise InvalidArgumentError(
+                f"the saved images are lossy: they were made with {made_with}. Pass the same options to FrameStorage"
+            )
+        part.restore(contents["settings"])
+        log, n = self._new_log(), len(contents["pairs"])
+        pairs = np.ascontiguousarray(contents["pairs"]).reshape(n, 1, 1)
+        rows = np.zeros((n, 0), dtype=np.uint8)
+        counters = {"position": 0, "stored": 0, "full": 0, "shift": contents["shift"]}
+        log.restore({**counters, "pairs": pairs, "rows": rows, "segments": dict(contents["segments"])})
+        self._use(log)
+        self._n_touched, self._seen = n, _LAST_CHECK + 1
+
+
+def detect_layout(layout: StackLayout, stacks: Array, nexts: Array | None) -> StackLayout | None:
+    """Detect the layout of stacks from successive ones.
+
+    :param layout: Any layout of the stacks.
+    :param stacks: Stacks of shape ``(n, *layout.shape)``.
+    :param nexts: Next stacks of the same shape, or None if ``stacks`` contains them.
+    :return: The layout, or None if the stacks do not change.
+    """
+    shape, dtype = layout.shape, layout.dtype
+    stacks, unstacked = stacks[:_COPY_BATCH], None
+    if nexts is not None:
+        return _limit(find_layout(shape, dtype, stacks, nexts[:_COPY_BATCH]))
+    for distance in range(1, len(stacks) // 2 + 1):  # the next stack comes later if environments take turns
+        found = _limit(find_layout(shape, dtype, stacks[:-distance], stacks[distance:]))
+        if found is not None and found.n_stack > 1:
+            return found
+        unstacked = unstacked or found
+    return unstacked
+
+
+def _limit(layout: StackLayout | None) -> StackLayout | None:
+    """Return the layout, without a stack if it is larger than a pair can count."""
+    if layout is not None and layout.n_stack > MAX_STACK:
+        return StackLayout(layout.shape, layout.dtype, 1, 0)
+    return layout
