@@ -35,7 +35,7 @@ from rl_ext_core.frames.log_state import (
     RESIDUAL_START,
     SEGMENT_HEADER,
     SEGMENT_SHIFT,
-    STACKS,
+    SLOTS,
     START,
     STREAMS,
     address_at,
@@ -45,7 +45,7 @@ from rl_ext_core.frames.log_state import (
     uint32s,
     write_header,
 )
-from rl_ext_core.frames.log_write import continues, finish_record, header_words, set_pair, stack_bytes
+from rl_ext_core.frames.log_write import continues, finish_record, header_words, set_pair
 
 _STALE = 1024  # puts after which the episode of a stream is assumed to be over
 _MAX_ENTRIES = 256
@@ -55,13 +55,12 @@ _MAX_ENTRIES = 256
 def _set_stream(state, first, stream):  # type: ignore[no-untyped-def]
     """Let the only environment of the log write to a stream.
 
-    :param first: Addresses of the frames, stacks, decoded frames and numbers of stream 0.
+    :param first: Addresses of the frames, decoded frames and numbers of stream 0.
     """
     c, padded = N_LOG, state[N_LOG + PADDED_BYTES]
-    state[c + FRAMES] = first[0] + stream * (state[c + N_STACK] + 1) * padded
-    state[c + STACKS] = first[1] + stream * (stack_bytes(state, c) + 64) if first[1] else 0
-    state[c + DECODED] = first[2] + stream * padded if first[2] else 0
-    state[c + STREAMS] = first[3] + 8 * N_STREAM * stream
+    state[c + FRAMES] = first[0] + stream * state[c + SLOTS] * padded
+    state[c + DECODED] = first[1] + stream * padded if first[1] else 0
+    state[c + STREAMS] = first[2] + 8 * N_STREAM * stream
 
 
 @atomic_kernel
@@ -78,7 +77,7 @@ def find_stream(state, first, uses):  # type: ignore[no-untyped-def]
     for shift in range(2 if state[c + N_STACK] > 1 else 1):
         for i in range(n):  # environments that take turns have consecutive streams
             stream = (last + i) % n
-            if uses[stream] == 0:
+            if uses[stream] == 0 or int64s(stream_of(state, c, stream), N_STREAM)[NEWEST] < 0:
                 continue
             if continues(state, c, stream, stack, order, shift):
                 found = stream
@@ -95,7 +94,7 @@ def find_stream(state, first, uses):  # type: ignore[no-untyped-def]
                 if 0 < uses[stream] < uses[n] - _STALE:
                     found = stream
                     break
-        numbers = stream_of(state, c, found)  # its frames are unrelated
+        numbers = int64s(stream_of(state, c, found), N_STREAM)  # its frames are unrelated
         numbers[NEWEST] = numbers[KEY] = -1
         numbers[CHAIN_LENGTH] = numbers[CHAIN_BYTES] = numbers[KEY_BYTES] = numbers[BACKOFF] = 0
     uses[n] += 1

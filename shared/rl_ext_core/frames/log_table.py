@@ -108,7 +108,7 @@ class FrameTable:
         self._pairs = log.pairs[:, 0, 0]
         if self.part.order == INTERLEAVED:
             log.set_inputs(0, 0, INTERLEAVED, 0, INTERLEAVED)  # allocates the newest stacks
-        starts = [log.state[N_LOG + field] for field in (fields.FRAMES, fields.STACKS, fields.DECODED, fields.STREAMS)]
+        starts = [log.state[N_LOG + field] for field in (fields.FRAMES, fields.DECODED, fields.STREAMS)]
         self._first = np.array(starts, dtype=np.int64)
 
     # Writing

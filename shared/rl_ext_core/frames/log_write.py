@@ -149,7 +149,7 @@ def _is_shift(state, c, before, after, order, shift):  # type: ignore[no-untyped
 
 
 @inner
-def _continues(state, c, env, stack, order, shift):  # type: ignore[no-untyped-def]
+def continues(state, c, env, stack, order, shift):  # type: ignore[no-untyped-def]
     """Return whether a stack is the newest one of its stream, moved on by ``shift`` frames."""
     stream, n_stack, n_bytes = int64s(stream_of(state, c, env), N_STREAM), state[c + N_STACK], state[c + FRAME_BYTES]
     shape, has_stack = shape_of(state, c), stream[HAS_STACK] != 0
@@ -192,7 +192,7 @@ def _find_shift(state, c, env, stack, side):  # type: ignore[no-untyped-def]
         if side and order == obs_order:  # the observation is the newest stack, and in the caches
             found = _is_shift(state, c, obs, stack, order, shift)
         else:
-            found = _continues(state, c, env, stack, order, shift)
+            found = continues(state, c, env, stack, order, shift)
         if found:
             return shift
     return -1
