@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
 from rl_ext_core._interrupts import defer_signals, run_pending_handlers
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
-from rl_ext_core.frames.folder import MANIFEST, as_corrupt_file, read_json, write_json
+from rl_ext_core.frames.log_folder import MANIFEST, as_corrupt_file, read_json, write_json
 from torchrl_ext.frame_storage.format import pack_rows, unpack_rows
 
 FORMAT = 4

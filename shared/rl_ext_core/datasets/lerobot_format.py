@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from rl_ext_core.datasets.episodes import Dataset, Episode
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, _missing_dependency_error
-from rl_ext_core.frames.folder import as_corrupt_file
+from rl_ext_core.frames.log_folder import as_corrupt_file
 
 # Describes a dataset, and has the key codebase_version.
 INFO_FILE = Path("meta", "info.json")

@@ -15,8 +15,6 @@ import numpy as np
 from rl_ext_core._interrupts import run_pending_handlers
 from rl_ext_core.errors import CorruptFileError, MissingDependencyError, RlExtError, StorageError
 
-FORMAT_VERSION = 6
-
 
 def checksum(state: Any) -> int:
     """Return the CRC-32 of nested containers of arrays and plain values.
@@ -45,16 +43,6 @@ def format_error(what: object, found: Any, expected: int) -> CorruptFileError:
     return CorruptFileError(
         f"{what} has format {found!r}, but this version reads {expected}; use the version of rl-ext that wrote it"
     )
-
-
-def check_format(state: Any) -> None:
-    """Raise if a state has a format that this version does not read.
-
-    :raises CorruptFileError: If the state has another format, or none
-    """
-    version = state.get("format") if isinstance(state, dict) else None
-    if version != FORMAT_VERSION:
-        raise format_error("the frame store", version, FORMAT_VERSION)
 
 
 _S = TypeVar("_S")

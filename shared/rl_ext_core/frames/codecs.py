@@ -19,12 +19,10 @@ import numpy.typing as npt
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, _missing_dependency_error
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY, check_simplejpeg, validate_quality
-from rl_ext_core.frames.layout import StackLayout
 
 CODECS = ("patch", "raw", "jpeg")  # files contain the position in this tuple
 
 _LARGEST_MAX_ERROR = 127
-_LARGE_FRAME = 1 << 14  # bytes; patches of larger frames take longer to apply, so their blocks are shorter
 _BLOCK_FRAMES, _BLOCK_LARGE_FRAMES = 16, 8
 
 
@@ -91,13 +89,6 @@ def validate_max_error(max_error: int, *, codec: str, dtype: npt.DTypeLike) -> i
             "out"
         )
     return int(max_error)
-
-
-def block_length_of(layout: StackLayout, codec: str) -> int:
-    """Return the number of frames per block."""
-    if codec == "jpeg":
-        return 1
-    return _BLOCK_FRAMES if layout.frame_bytes < _LARGE_FRAME else _BLOCK_LARGE_FRAMES
 
 
 def describe_lossiness(options: Mapping[str, Any]) -> str:

@@ -135,7 +135,7 @@ class GpuDecoder:
         """
         from rl_ext_core.frames.gather import N_CHAIN, N_ENTRY, N_RECENT, gather_entries
         from rl_ext_core.frames.log_state import MAX_CHAIN, MAX_STACK
-        from rl_ext_core.frames.region import address_of
+        from rl_ext_core.frames.memory import address_of
 
         handles, number = np.ascontiguousarray(handles, dtype=np.int64), [*store._parts].index(key)
         n_stack = store._parts[key].layout.n_stack

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from numba import int64, uint8, uint16, uint32, uint64
-from numba.extending import register_jitable
 
-from rl_ext_core.frames.geometry import GROUP, PLANAR, Geometry
 from rl_ext_core.frames.kernel_primitives import (
     WORD,
     copy_bytes,
@@ -21,8 +19,8 @@ from rl_ext_core.frames.kernel_primitives import (
     store_u8,
     store_u16,
     words_differ_where,
-    zero_bytes,
 )
+from rl_ext_core.frames.layout import PLANAR
 
 
 @inner
@@ -144,58 +142,8 @@ def _take_grey_of_four(frame, position, pixels, out):  # type: ignore[no-untyped
         pixel += 1
 
 
-@inner
-def extract_frames(stack, order, geometry, out):  # type: ignore[no-untyped-def]
-    """Copy all frames of a stack to ``out``, oldest first."""
-    for position in range(geometry.n_stack):
-        extract_frame(stack, order, position, geometry, out + uint64(position * geometry.frame_bytes))
-
-
 # Decoded frames are collected until their stack is complete, and then written in one pass. Writing each frame alone, to
 # every n-th place of the stack, takes longer than decoding it.
-
-
-@register_jitable  # type: ignore[untyped-decorator]
-def latest_bytes(geometry: Geometry) -> int:
-    """Return the size of memory for the ``n_stack`` latest frames and a frame of zeros; 0 if stacks are planar."""
-    if geometry.stored == PLANAR or geometry.n_stack == 1:
-        return 0
-    return (geometry.n_stack + 1) * (geometry.frame_bytes + GROUP)
-
-
-@inner
-def _frame_address(latest, slot, geometry):  # type: ignore[no-untyped-def]
-    """Return the address of one of the latest frames: of slot ``number % n_stack``, or ``n_stack`` for zeros."""
-    return latest + uint64(slot * (geometry.frame_bytes + GROUP))
-
-
-@inner
-def clear_latest_frames(latest, geometry):  # type: ignore[no-untyped-def]
-    """Initialize memory for the latest frames."""
-    zero_bytes(_frame_address(latest, geometry.n_stack, geometry), geometry.frame_bytes)
-
-
-@inner
-def set_latest_frame(latest, number, frame, geometry):  # type: ignore[no-untyped-def]
-    """Copy a frame over the oldest one of the latest frames. Numbers of frames are consecutive."""
-    copy_bytes(_frame_address(latest, number % geometry.n_stack, geometry), frame, geometry.frame_bytes)
-
-
-@inner
-def interleave_latest(latest, number, depth, frames, geometry, out):  # type: ignore[no-untyped-def]
-    """Write a stack of the latest frames.
-
-    :param number: Number of the newest frame.
-    :param depth: Number of frames; the older ones are zeros.
-    :param frames: Scratch array, shape ``(n_stack,)``.
-    :param out: Address of the stack.
-    """
-    n_stack = geometry.n_stack
-    for position in range(n_stack):
-        age = n_stack - 1 - position
-        slot = (number - age) % n_stack if age < depth else n_stack
-        frames[position] = int64(_frame_address(latest, slot, geometry))
-    interleave_frames(frames, geometry, out)
 
 
 @inner

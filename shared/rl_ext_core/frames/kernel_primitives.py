@@ -178,16 +178,6 @@ int64s, uint32s, uint16s, uint8s = map(_define_array, (types.int64, types.uint32
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def to_pointer(typingctx: Any, address: Any) -> Any:
-    """Convert an address to a pointer, for ``carray``."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.voidptr(types.int64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
 def _memcpy(typingctx: Any, target: Any, source: Any, n_bytes: Any) -> Any:
     """Copy bytes with C's ``memcpy``."""
 
@@ -305,16 +295,6 @@ def _is_nonzero(builder: Any, word: Any) -> Any:
     """Emit code that gives 1 if any byte of a vector is not zero, else 0."""
     lanes = builder.bitcast(word, ir.IntType(8 * WORD))
     return builder.zext(builder.icmp_unsigned("!=", lanes, ir.Constant(lanes.type, 0)), ir.IntType(64))
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def words_differ(typingctx: Any, left: Any, right: Any) -> Any:
-    """Return 1 if the ``WORD`` bytes at two addresses differ, else 0."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _is_nonzero(builder, builder.xor(_load_word(builder, args[0]), _load_word(builder, args[1])))
-
-    return types.uint64(types.uint64, types.uint64), codegen
 
 
 _LINES = 128  # bytes that are compared at a time, if regions are large
@@ -516,19 +496,3 @@ def add_bytes(total, start, n_bytes):  # type: ignore[no-untyped-def]
 def fold_sum(total):  # type: ignore[no-untyped-def]
     """Fold a checksum to the 32 bits that are stored."""
     return uint32((total ^ (total >> uint64(32))) & uint64(0xFFFFFFFF))
-
-
-@kernel
-def sum_rows(addresses, sizes, rows, sums):  # type: ignore[no-untyped-def]
-    """Compute checksums of rows, each over several arrays.
-
-    :param addresses: (n_arrays,) addresses of the arrays
-    :param sizes: (n_arrays,) bytes per row
-    :param rows: (n,) numbers of the rows
-    :param sums: (n,) output
-    """
-    for i in range(rows.shape[0]):
-        total = uint64(SUM_START)
-        for k in range(addresses.shape[0]):
-            total = add_bytes(total, addresses[k] + uint64(rows[i] * sizes[k]), sizes[k])
-        sums[i] = fold_sum(total)

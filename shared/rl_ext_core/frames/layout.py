@@ -11,6 +11,9 @@ import numpy.typing as npt
 
 from rl_ext_core.errors import InvalidArgumentError
 
+# Memory order of a stack: frame after frame, or pixel after pixel with the channels of all frames.
+PLANAR, INTERLEAVED = 1, 2
+
 _NEARLY_ALL = 0.75  # share of transitions that must fit a layout; some wrappers reset in the middle of an episode
 MAX_STACK = 255  # because a handle stores the depth of a stack in one byte
 
@@ -164,3 +167,10 @@ def find_layout(
         if layout.n_stack == 1 or is_continuation(layout, before, after).mean() >= _NEARLY_ALL:
             return layout
     return None
+
+
+def shared_byte_mask(layout: StackLayout) -> npt.NDArray[np.uint8]:
+    """Return a mask of an interleaved stack: 255 for bytes that it shares with the previous stack, 0 for new ones."""
+    unit = layout.frame_channels * layout.dtype.itemsize
+    period = unit * layout.n_stack
+    return np.tile(np.where(np.arange(period) < period - unit, 255, 0).astype(np.uint8), layout.pixels)

@@ -22,15 +22,14 @@ import numpy.typing as npt
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.frames import log_state as fields
-from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR, shared_byte_mask
-from rl_ext_core.frames.layout import StackLayout
+from rl_ext_core.frames.layout import INTERLEAVED, PLANAR, StackLayout, shared_byte_mask
 from rl_ext_core.frames.log_patch import LARGE_FRAME, PADDING, WORK_SLACK
 from rl_ext_core.frames.log_read import OPAQUE_FIELDS, are_inside, decode_transitions, find_handles
 from rl_ext_core.frames.log_recover import DAMAGED, drop_rows, replay_segment, write_note
 from rl_ext_core.frames.log_segment import SLACK_BYTES, Segment, SegmentFile, list_files
 from rl_ext_core.frames.log_state import N_COLUMN, N_LOG, N_STREAM, SEGMENT_HEADER
 from rl_ext_core.frames.log_write import NEEDS_SEGMENT, SCRATCH_FRAMES, SCRATCH_FRAMES_BOUNDED, header_words, push
-from rl_ext_core.frames.region import _out_of_memory_error, address_of, round_to_pages
+from rl_ext_core.frames.memory import address_of, out_of_memory_error, round_to_pages
 from rl_ext_core.frames.shared_memory import SharedMemory, count_bytes, discard
 
 CHAIN = 14  # entries per chain
@@ -57,7 +56,7 @@ def _allocate_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
     try:
         return np.zeros(shape, dtype)
     except MemoryError:
-        raise _out_of_memory_error(math.prod(shape) * np.dtype(dtype).itemsize) from None
+        raise out_of_memory_error(math.prod(shape) * np.dtype(dtype).itemsize) from None
 
 
 class SharedLog(NamedTuple):
@@ -204,7 +203,7 @@ class FrameLog:
     def _resize_tables(self, n_slots: int) -> None:
         """Make the tables of segments longer."""
         if self._shared is not None:
-            raise _out_of_memory_error(4 * self.most_words)
+            raise out_of_memory_error(4 * self.most_words)
         tables = []
         for field in (fields.TABLE, fields.LIVE, fields.USED, _MOST_LIVE, _NUMBERS):
             old, table = self._memory.get((0, field)), _allocate_zeros((n_slots,), np.int64)
@@ -597,7 +596,7 @@ class FrameLog:
         self._close_segment()
         self._free_dead_segments()
         if len(self._segments) > _SHARED_SLOTS // 2:
-            raise _out_of_memory_error(4 * self.most_words)
+            raise out_of_memory_error(4 * self.most_words)
         self.shared_sizes()
         shared = SharedLog(SharedMemory(sizes[0]), SharedMemory(_SHARED_SLOTS * sizes[1]))
         before = self._shared_arrays()

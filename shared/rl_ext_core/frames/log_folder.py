@@ -28,10 +28,10 @@ import numpy.typing as npt
 from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError, StorageError
 from rl_ext_core.frames.checkpoint import checksum, format_error
-from rl_ext_core.frames.region import storage_error
+from rl_ext_core.frames.memory import storage_error
 from rl_ext_core.resources import check_folder
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 9
 MANIFEST = "store.json"
 _GENERATION = re.compile(r"log-(\d{4})")
 _ARRAY = re.compile(r"array-([a-z_]+)")

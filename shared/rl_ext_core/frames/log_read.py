@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 from numba import int64, uint64
 
-from rl_ext_core.frames.geometry import PLANAR
 from rl_ext_core.frames.interleave import interleave_frames
 from rl_ext_core.frames.kernel_primitives import (
     copy_frame,
@@ -21,6 +20,7 @@ from rl_ext_core.frames.kernel_primitives import (
     uint8s,
     zero_bytes,
 )
+from rl_ext_core.frames.layout import PLANAR
 from rl_ext_core.frames.log_patch import LARGE_FRAME, apply_patch, apply_residuals
 from rl_ext_core.frames.log_state import (
     BOUND,

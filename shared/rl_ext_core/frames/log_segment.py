@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.frames.log_state import SEGMENT_HEADER
-from rl_ext_core.frames.region import _out_of_memory_error, address_of, storage_error
+from rl_ext_core.frames.memory import address_of, out_of_memory_error, storage_error
 
 FORMAT = 1
 _MAGIC = 0x4C584C52
@@ -155,7 +155,7 @@ def _map_zeros(n_bytes: int) -> Any:
             return mmap.mmap(-1, n_bytes)
         return mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, MemoryError):
-        raise _out_of_memory_error(n_bytes) from None
+        raise out_of_memory_error(n_bytes) from None
 
 
 def _create_file(path: Path, n_bytes: int) -> Any:

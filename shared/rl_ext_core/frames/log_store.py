@@ -23,17 +23,15 @@ from rl_ext_core._system import make_fork_safe_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, RlExtError, StorageError
 from rl_ext_core.frames.checkpoint import checksum, load, reduce_with_lock, save
 from rl_ext_core.frames.codecs import check_codec, check_numba, validate_max_error
-from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY, JpegCodec
-from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout
-from rl_ext_core.frames.log_folder import LogFolder
-from rl_ext_core.frames.region import address_of
+from rl_ext_core.frames.layout import INTERLEAVED, PLANAR, StackLayout, candidate_layouts, find_layout
+from rl_ext_core.frames.log_folder import FORMAT_VERSION, LogFolder
+from rl_ext_core.frames.memory import address_of
 from rl_ext_core.frames.threads import run_in_threads
 
 if TYPE_CHECKING:
     from rl_ext_core.frames.log import Column, FrameLog  # loads numba
 
-FORMAT_VERSION = 5
 _LAST_CHECK = 4096  # transitions per environment after which the layout is not detected any more
 _LEAST_FOR_LOSS = 64  # transitions per environment before a permitted loss is used
 _LOOK_BACK = 16  # newest transitions per environment that are used to detect the layout

@@ -13,14 +13,13 @@ import numpy.typing as npt
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames import log_state as fields
 from rl_ext_core.frames.checkpoint import checksum
-from rl_ext_core.frames.geometry import INTERLEAVED
-from rl_ext_core.frames.layout import StackLayout, find_layout
+from rl_ext_core.frames.layout import INTERLEAVED, StackLayout, find_layout
 from rl_ext_core.frames.log import CHAIN, FrameLog, SharedLog
 from rl_ext_core.frames.log_move import copy_rows, find_rows, find_stream
 from rl_ext_core.frames.log_patch import PADDING
 from rl_ext_core.frames.log_state import MAX_STACK, N_LOG
 from rl_ext_core.frames.log_store import Observation, Part, _decode_opaque, _encode_frame, load_kernels
-from rl_ext_core.frames.region import address_of
+from rl_ext_core.frames.memory import address_of
 from rl_ext_core.frames.shared_memory import SharedMemory
 from rl_ext_core.frames.threads import run_in_threads
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from numba import int64, uint32, uint64
 
-from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR
 from rl_ext_core.frames.interleave import extract_frame, is_interleaved_shift, is_stack_of_four
 from rl_ext_core.frames.kernel_primitives import (
     SUM_START,
@@ -34,6 +33,7 @@ from rl_ext_core.frames.kernel_primitives import (
     uint32s,
     zero_bytes,
 )
+from rl_ext_core.frames.layout import INTERLEAVED, PLANAR
 from rl_ext_core.frames.log_patch import (
     NARROW,
     SIZE_MASK,

@@ -1,0 +1,52 @@
+"""Addresses of arrays, and errors of memory and files."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_ext_core._system import PAGE
+from rl_ext_core.errors import OutOfMemoryError, StorageError
+from rl_ext_core.resources import NO_SPACE, write_problem
+
+_Pointer = ctypes.c_size_t
+_HEADER = object.__basicsize__
+
+
+def round_to_pages(n_bytes: int) -> int:
+    """Round a number of bytes up to whole pages."""
+    return -(-n_bytes // PAGE) * PAGE
+
+
+def address_of(array: npt.NDArray[np.generic]) -> int:
+    """Return the address of an array's memory."""
+    # This reads the first field after the object header, as ``PyArray_DATA`` does. ``__array_interface__`` takes ten
+    # times as long.
+    return _Pointer.from_address(id(array) + _HEADER).value
+
+
+def storage_error(path: Path | str, error: OSError, *, doing: str) -> StorageError:
+    """Create the error for a failed file operation.
+
+    :param path: The file.
+    :param error: Error of the system.
+    :param doing: Verb for the message, such as ``"open"``.
+    """
+    has_space = error.errno is not None and error.errno not in NO_SPACE
+    why = write_problem(Path(os.path.abspath(path)), error) if has_space else error.strerror or error
+    return StorageError(
+        f"cannot {doing} {path}: {why}. Data that was stored before this call is intact, and nothing of this call was "
+        f"stored. {'P' if has_space else 'Free some space there, or p'}ass another storage_dir"
+    )
+
+
+def out_of_memory_error(n_bytes: int) -> OutOfMemoryError:
+    """Build the error for a failed allocation of that many bytes."""
+    return OutOfMemoryError(
+        f"no memory for another {n_bytes:,} bytes. Data that was stored before this call is intact, and nothing of "
+        "this call was stored. Pass a smaller buffer_size."
+    )
