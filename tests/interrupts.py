@@ -50,9 +50,8 @@ class _StepTracer:
         if not self._is_traced(frame):
             return None
         # Python handles signals neither when a dropped generator ends, nor between a ``with`` block and its exit.
-        if (event == "line" and not _leaves_with_block(frame)) or (
-            event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR
-        ):
+        is_generator = frame.f_code.co_flags & inspect.CO_GENERATOR
+        if (event == "line" and not _leaves_with_block(frame)) or (event == "return" and not is_generator):
             self._step(frame, event)
         return self._trace
 

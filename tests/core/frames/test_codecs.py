@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.frames import FrameStore, StackLayout
-from rl_ext_core.frames.arrays import FRAMES
+from rl_ext_core.frames import FrameStore, Observation, StackLayout
 from rl_ext_core.testing import CONTENTS, ConformanceError, check_frame_store
 
 
@@ -23,7 +22,7 @@ def test_store_conforms(codec: str) -> None:
         """Create the store under test."""
         if codec == "adaptive":
             return FrameStore.adaptive(capacity, n_envs, layout.shape, layout.dtype)
-        return FrameStore(capacity, n_envs, layout, codec=codec)
+        return make_store(capacity, n_envs, layout, codec=codec)
 
     check_frame_store(make_store, contents=("mixed",) if codec == "adaptive" else CONTENTS)
 
@@ -31,8 +30,10 @@ def test_store_conforms(codec: str) -> None:
 class FaultyStore(FrameStore):
     """Store with the fault that ``fault`` names."""
 
-    def __init__(self, *args: Any, fault: str = "", **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, capacity: int, n_envs: int, layout: StackLayout, *, fault: str) -> None:
+        super().__init__(
+            capacity, n_envs, Observation(layout.shape, layout.dtype, "raw", layout.n_stack, axis=layout.axis)
+        )
         self.fault = fault
 
     def get(self, rows: Any, envs: Any, observations: Any, next_observations: Any = None, **options: Any) -> None:
@@ -51,7 +52,7 @@ class FaultyStore(FrameStore):
     @property
     def nbytes(self) -> int:
         """Memory in use, which grows with each added frame if the fault is "leak"."""
-        return super().nbytes + (int(self._pool._arrays["head"][FRAMES]) * 5000 if self.fault == "leak" else 0)
+        return super().nbytes + (self.seen * 5000 if self.fault == "leak" else 0)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ class FaultyStore(FrameStore):
     ],
 )
 def test_check_frame_store_finds_faults(fault: str, text: str) -> None:
-    factory = functools.partial(FaultyStore, codec="raw", fault=fault)
+    factory = functools.partial(FaultyStore, fault=fault)
     with pytest.raises(ConformanceError, match=text):
         check_frame_store(factory, contents=("sparse",), label="faulty")
 

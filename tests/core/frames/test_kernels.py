@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_ext_core.frames import decode, kernel_primitives
+from rl_ext_core.frames import kernel_primitives, log_read
 
 FOLDER = Path(kernel_primitives.__file__).parent
 
@@ -26,13 +26,13 @@ def test_changed_source_is_compiled_again(tmp_path: Path) -> None:
             source.write("\n")
         digests.add(kernel_primitives.sources_digest(tmp_path))
     assert len(digests) == 1 + len(sources)
-    assert decode.decode_batch._cache._cache_file._source_stamp[1] == kernel_primitives._DIGEST
+    assert log_read.decode_transitions._cache._cache_file._source_stamp[1] == kernel_primitives._DIGEST
 
 
 BOUNDS = """
 import ctypes, mmap
 import numpy as np
-from rl_ext_core.frames import FrameStore, StackLayout
+from rl_ext_core.frames import FrameStore, Observation, StackLayout
 from rl_ext_core.testing import ReferenceStore, make_transitions
 
 libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
@@ -61,7 +61,7 @@ for shape, dtype, n_stack, axis in (
     layout = StackLayout(shape, np.dtype(dtype), n_stack, axis)
     for codec, bound in (("raw", 0), ("patch", 0), ("patch", 4)):
         bound *= dtype == "u1"
-        store = FrameStore(9, 2, layout, codec=codec, max_error=bound)
+        store = FrameStore(9, 2, Observation(shape, layout.dtype, codec, n_stack, bound, axis=axis))
         plain = ReferenceStore(9, 2, layout)
         for step in make_transitions(layout, n_steps=25, contents="mixed", odd=0.1, transposed=0.3):
             plain.append(*step)
@@ -94,7 +94,7 @@ from rl_ext_core.frames.kernel_primitives import sum_rows
 source, sums = np.arange(99, dtype=np.uint8), np.zeros(1, np.uint32)
 sum_rows(np.array([source.ctypes.data], np.uint64), np.array([99]), np.zeros(1, np.int64), sums)
 assert sums[0] > 0
-from rl_ext_core.frames import decode  # more kernels, without a second warning
+from rl_ext_core.frames import log_read  # more kernels, without a second warning
 print("works")
 """
 NO_FOLDER = "from numba.core.caching import FunctionCache\nFunctionCache._impl_class._locator_classes = []\n"
@@ -113,7 +113,7 @@ def _run(code: str, *command: str, cwd: str | None = None, **environ: str) -> st
 INTERRUPTED = """
 import signal
 import numpy as np
-from rl_ext_core.frames import FrameStore, StackLayout
+from rl_ext_core.frames import FrameStore
 
 signal.signal(signal.SIGALRM, signal.default_int_handler)  # raises KeyboardInterrupt, like Ctrl-C
 rng = np.random.default_rng(0)
@@ -124,7 +124,7 @@ while added < 59:
     try:
         if times:
             signal.setitimer(signal.ITIMER_REAL, times.pop(0))
-        store = store or FrameStore(100, 1, StackLayout((4, 20, 20), np.dtype(np.uint8), 4, 0))
+        store = store or FrameStore.adaptive(100, 1, (4, 20, 20), np.uint8, n_stack=4)
         while added < 59:
             store.append(stacks[added], stacks[added + 1])
             added = store.size

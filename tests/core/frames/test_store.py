@@ -6,9 +6,6 @@ import io
 import itertools
 import os
 import pickle
-import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,30 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
-from rl_ext_core.frames import FrameStore, StackLayout, decode
-from rl_ext_core.frames.arrays import FRAMES
+from rl_ext_core.frames import FrameStore, StackLayout, log, threads
 from rl_ext_core.frames.jpeg import JpegCodec
 from rl_ext_core.frames.layout import find_layout
-from rl_ext_core.frames.log_store import LogStore, Observation
 from rl_ext_core.frames.region import allocate
 from rl_ext_core.testing import CONTENTS, LAYOUTS, ReferenceStore, check_contents, make_transitions
-from tests.core.frames.disk_helpers import append_all
+from tests.core.frames.disk_helpers import append_all, make_store
 
 GRAY, RGB = LAYOUTS[0], LAYOUTS[2]
 CODECS = ["raw", "patch"]
 
 
-def open_log(capacity: int, n_envs: int, layout: StackLayout, *, codec: str = "patch", **options: Any) -> LogStore:
-    """Create a store on a log with the arguments of a ``FrameStore``."""
-    observation = Observation(layout.shape, layout.dtype, codec, layout.n_stack, axis=layout.axis)
-    return LogStore(capacity, n_envs, observation, **options)
-
-
-STORES = [
-    pytest.param((FrameStore, FrameStore.adaptive), id="blocks"),
-    pytest.param((open_log, LogStore.adaptive), id="log"),
-]
-both_stores = pytest.mark.parametrize("kind", STORES)
 # Few dtypes, to save compilation time.
 DTYPES = [np.uint8, np.uint16, np.float32, np.float64]
 BUDGET = 100_000
@@ -79,30 +63,24 @@ def save_and_load(store: Any) -> Any:
     return type(store).load(io.BytesIO(file.getvalue()))
 
 
-@both_stores
 @settings(max_examples=120 if "CI" in os.environ else 25)
 @given(data=st.data(), layout=layouts(), capacity=st.integers(1, 40), n_envs=st.integers(1, 4))
-def test_store_returns_added_transitions(
-    kind: Any, data: st.DataObject, layout: StackLayout, capacity: int, n_envs: int
-) -> None:
+def test_store_returns_added_transitions(data: st.DataObject, layout: StackLayout, capacity: int, n_envs: int) -> None:
     codec = data.draw(st.sampled_from(CODECS))
     plain = ReferenceStore(capacity, n_envs, layout)
     stores: list[Any] = [
-        kind[0](capacity, n_envs, layout, codec=codec),
-        kind[1](capacity, n_envs, layout.shape, layout.dtype),
+        make_store(capacity, n_envs, layout, codec=codec),
+        FrameStore.adaptive(capacity, n_envs, layout.shape, layout.dtype),
     ]
     for _ in range(data.draw(st.integers(1, 3))):
         options = data.draw(episodes())
         append_all((plain, *stores), make_transitions(layout, n_envs=n_envs, **options))
-        actions = ["read", "pickle", "clear", "save", *(["free_stream_buffers"] if kind[0] is FrameStore else [])]
+        actions = ["read", "pickle", "clear", "save"]
         action = data.draw(st.sampled_from(actions))
         if action == "pickle":
             stores = [pickle.loads(pickle.dumps(store)) for store in stores]
         if action == "save":
             stores = [save_and_load(store) for store in stores]
-        if action == "free_stream_buffers":
-            for store in stores:
-                store.free_stream_buffers()
         if action == "clear":
             for store in (plain, *stores):
                 store.clear()
@@ -110,12 +88,11 @@ def test_store_returns_added_transitions(
             check_contents(store, plain, f"{store!r} after {options} and {action}")
 
 
-@both_stores
 @pytest.mark.parametrize("n_stack", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("channels", "dtype"), [(1, "u1"), (3, "u1"), (1, "u2"), (1, "f4"), (3, "f4"), (3, "c16")])
-def test_channel_last_stacks_are_decoded_within_the_output(kind: Any, n_stack: int, channels: int, dtype: str) -> None:
+def test_channel_last_stacks_are_decoded_within_the_output(n_stack: int, channels: int, dtype: str) -> None:
     layout = StackLayout((7, 9, n_stack * channels), np.dtype(dtype), n_stack, 2)
-    plain, store = (make(40, 2, layout) for make in (ReferenceStore, kind[0]))
+    plain, store = (make(40, 2, layout) for make in (ReferenceStore, make_store))
     append_all((plain, store), make_transitions(layout, n_steps=40, episode=5, odd=0.1))
     check_contents(store, plain)
     around = [np.full((42, *layout.shape), 77, layout.dtype) for _ in range(2)]
@@ -124,16 +101,15 @@ def test_channel_last_stacks_are_decoded_within_the_output(kind: Any, n_stack: i
         assert (stacks[[0, -1]] == 77).all()
 
 
-@both_stores
 @settings(max_examples=60 if "CI" in os.environ else 20)
 @given(layout=layouts(), steps=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60))
-def test_recurring_frames_are_not_confused(kind: Any, layout: StackLayout, steps: list[tuple[int, bool]]) -> None:
+def test_recurring_frames_are_not_confused(layout: StackLayout, steps: list[tuple[int, bool]]) -> None:
     """The images repeat, so that stacks often continue each other by chance."""
     rng = np.random.default_rng(0)
     images = rng.integers(256, size=(6, *layout.shape)).astype(layout.dtype)
     images[0], images[1] = 0, images[2]
     images[3] = np.roll(images[2], -layout.frame_channels, axis=layout.axis)
-    plain, store = ReferenceStore(16, 1, layout), kind[0](16, 1, layout, codec="patch")
+    plain, store = ReferenceStore(16, 1, layout), make_store(16, 1, layout, codec="patch")
     before = images[:1]
     for image, together in steps:
         after = images[image][None]
@@ -155,12 +131,11 @@ def check_kept_rows(store: Any, plain: ReferenceStore) -> None:
         np.testing.assert_array_equal(out.reshape(expected.shape), expected)
 
 
-@both_stores
 @settings(max_examples=40 if "CI" in os.environ else 10)
 @given(data=st.data(), capacity=st.sampled_from([3, 50, 300]))
-def test_store_with_max_bytes_returns_newest_transitions(kind: Any, data: st.DataObject, capacity: int) -> None:
-    budget = data.draw(st.integers(30_000 if kind[0] is FrameStore else 60_000, 200_000))
-    store: Any = kind[0](capacity, 2, GRAY, codec="patch", max_bytes=budget)
+def test_store_with_max_bytes_returns_newest_transitions(data: st.DataObject, capacity: int) -> None:
+    budget = data.draw(st.integers(30_000 if make_store is FrameStore else 60_000, 200_000))
+    store: Any = make_store(capacity, 2, GRAY, codec="patch", max_bytes=budget)
     plain = ReferenceStore(capacity, 2, GRAY)
     for _ in range(data.draw(st.integers(1, 3))):
         contents = data.draw(st.sampled_from(["noise", "sparse", "mixed"]))
@@ -178,13 +153,14 @@ def test_store_with_max_bytes_returns_newest_transitions(kind: Any, data: st.Dat
         check_kept_rows(store, plain)
 
 
-@both_stores
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_adaptive_store_respects_max_bytes(kind: Any, where: str, tmp_path: Path) -> None:
+def test_adaptive_store_respects_max_bytes(where: str, tmp_path: Path) -> None:
     def open_store() -> Any:
         """Open the store in memory or in the folder."""
         folder = tmp_path / "a" if where == "disk" else None
-        return kind[1](3000, 2, GRAY.shape, np.uint8, max_bytes=BUDGET, storage_dir=folder, resume=folder is not None)
+        return FrameStore.adaptive(
+            3000, 2, GRAY.shape, np.uint8, max_bytes=BUDGET, storage_dir=folder, resume=folder is not None
+        )
 
     store, plain = open_store(), ReferenceStore(3000, 2, GRAY)
     for transition in make_transitions(GRAY, n_steps=1200, contents="sparse", odd=0.02):
@@ -200,23 +176,8 @@ def test_adaptive_store_respects_max_bytes(kind: Any, where: str, tmp_path: Path
         store.close()
 
 
-@pytest.mark.parametrize(("codec", "contents"), [("raw", "noise"), ("patch", "sparse"), ("patch", "noise")])
-def test_memory_is_constant_in_a_full_ring_and_shrinks_after_free_stream_buffers(codec: str, contents: str) -> None:
-    capacity, held = 60, []
-    store = FrameStore(capacity, 2, GRAY, codec=codec)
-    for step, transition in enumerate(make_transitions(GRAY, n_steps=20 * capacity, contents=contents)):
-        store.append(*transition)
-        if step % capacity == capacity - 1:
-            held.append(store.nbytes)
-    assert max(held[4:]) <= 1.1 * max(held[:4])
-    assert max(held[12:]) <= 1.01 * max(held[4:12])
-    store.free_stream_buffers()
-    assert store.nbytes < held[-1]
-
-
-@both_stores
-def test_adaptive_store_keeps_detected_layout_after_clear(kind: Any) -> None:
-    store = kind[1](40, 2, GRAY.shape, GRAY.dtype)
+def test_adaptive_store_keeps_detected_layout_after_clear() -> None:
+    store = FrameStore.adaptive(40, 2, GRAY.shape, GRAY.dtype)
     for _ in range(3):
         plain = ReferenceStore(40, 2, GRAY)
         append_all((store, plain), make_transitions(GRAY, n_steps=40, contents="sparse"))
@@ -225,40 +186,9 @@ def test_adaptive_store_keeps_detected_layout_after_clear(kind: Any) -> None:
         store.clear()
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_successive_stacks_share_frames(codec: str) -> None:
-    """Stacks of another memory order share frames too. Shuffled or slightly different stacks are stored whole."""
-    steps = list(make_transitions(GRAY, n_steps=90, contents="noise", episode=0))
-    stored = {}
-    for case in ("as they are", "other memory", "shuffled", "one byte"):
-        plain, store = ReferenceStore(40, 2, GRAY), FrameStore(40, 2, GRAY, codec=codec)
-        for step, (observations, nexts) in enumerate(steps):
-            after = nexts.copy()
-            if case == "shuffled" and step % 3 == 0:
-                after = np.random.default_rng(step).permuted(after, axis=1)
-            if case == "one byte" and step % 7 == 6:
-                after[1, step % 4, -1, -1] ^= 1
-            before = np.asfortranarray(observations) if case == "other memory" else observations
-            append_all((plain, store), [(before, after)])
-        check_contents(store, plain)
-        stored[case] = int(store._pool._arrays["head"][FRAMES])
-    assert stored["as they are"] == stored["other memory"] <= 2 * 91 < min(stored["shuffled"], stored["one byte"])
-
-
-def test_stacks_of_255_frames_are_returned_unchanged() -> None:
-    layout = StackLayout((255, 2, 3), np.dtype(np.uint8), 255, 0)
-    plain = ReferenceStore(30, 1, layout)
-    stores = [FrameStore(30, 1, layout, codec=codec) for codec in CODECS]
-    append_all(
-        (plain, *stores), make_transitions(layout, n_steps=100, n_envs=1, contents="noise", odd=0.05, episode=40)
-    )
-    for store in stores:
-        check_contents(store, plain)
-
-
 def test_threads_return_equal_batches_and_do_not_exceed_num_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "_PART", 2)
-    plain, store = ReferenceStore(60, 2, RGB), FrameStore(60, 2, RGB)
+    monkeypatch.setattr(threads, "_PART", 2)
+    plain, store = ReferenceStore(60, 2, RGB), make_store(60, 2, RGB)
     append_all((plain, store), make_transitions(RGB, n_steps=100, contents="mixed"))
     rng = np.random.default_rng(0)
     for num_threads in (1, 2, 3, 7):
@@ -273,9 +203,9 @@ def test_threads_return_equal_batches_and_do_not_exceed_num_threads(monkeypatch:
     assert sum(thread.name.startswith("rl-ext-frames") for thread in threading.enumerate()) <= 8
 
 
-@pytest.mark.parametrize("make", [FrameStore, FrameStore.adaptive, open_log, LogStore.adaptive])
+@pytest.mark.parametrize("make", [make_store, FrameStore.adaptive])
 def test_invalid_observations_are_rejected_without_changes(make: Any) -> None:
-    layout = [GRAY] if make in (FrameStore, open_log) else [GRAY.shape, GRAY.dtype]
+    layout = [GRAY] if make is make_store else [GRAY.shape, GRAY.dtype]
     plain, store = ReferenceStore(20, 2, GRAY), make(20, 2, *layout)
     append_all((plain, store), make_transitions(GRAY, n_steps=10))
     good = np.zeros((2, *GRAY.shape), dtype=np.uint8)
@@ -309,12 +239,11 @@ def test_invalid_observations_are_rejected_without_changes(make: Any) -> None:
 )
 def test_invalid_sizes_are_rejected(options: dict[str, int], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
-        FrameStore(**{"capacity": 100, "n_envs": 2, "layout": GRAY, **options})
+        make_store(**{"capacity": 100, "n_envs": 2, "layout": GRAY, **options})
 
 
-@both_stores
-def test_invalid_rows_envs_and_counts_are_rejected(kind: Any) -> None:
-    store = kind[0](20, 2, GRAY)
+def test_invalid_rows_envs_and_counts_are_rejected() -> None:
+    store = make_store(20, 2, GRAY)
     append_all((store,), make_transitions(GRAY, n_steps=15))
     for row in (-1, 20, 2**40):
         bad, good = np.array([0, row, 0]), np.zeros(3, dtype=np.int64)
@@ -327,9 +256,8 @@ def test_invalid_rows_envs_and_counts_are_rejected(kind: Any) -> None:
     assert store.size == 15
 
 
-@both_stores
-def test_outputs_of_wrong_form_or_read_only_are_rejected(kind: Any) -> None:
-    store = kind[0](20, 2, GRAY)
+def test_outputs_of_wrong_form_or_read_only_are_rejected() -> None:
+    store = make_store(20, 2, GRAY)
     store.append(*(np.full((2, *GRAY.shape), value, GRAY.dtype) for value in (7, 9)))
     index = np.zeros(3, dtype=np.int64), np.zeros(3, dtype=np.int64)
     good = np.zeros((3, *GRAY.shape), dtype=np.uint8)
@@ -349,9 +277,9 @@ def test_outputs_of_wrong_form_or_read_only_are_rejected(kind: Any) -> None:
     assert not any(memory)
 
 
-@pytest.mark.parametrize("make", [FrameStore, FrameStore.adaptive, open_log, LogStore.adaptive])
+@pytest.mark.parametrize("make", [make_store, FrameStore.adaptive])
 def test_numpy_integers_are_accepted(make: Any) -> None:
-    args = (GRAY,) if make in (FrameStore, open_log) else (GRAY.shape, GRAY.dtype)
+    args = (GRAY,) if make is make_store else (GRAY.shape, GRAY.dtype)
     store, plain = make(np.int64(8), np.int64(2), *args), ReferenceStore(8, 2, GRAY)
     for row, (observations, nexts) in zip(np.arange(5), make_transitions(GRAY, n_steps=5), strict=True):
         store.append(observations, nexts, row=row)
@@ -364,26 +292,25 @@ def test_numpy_integers_are_accepted(make: Any) -> None:
 
 
 def test_strided_indices_compile_no_more_kernels() -> None:
-    store = FrameStore(8, 2, GRAY)
+    store = make_store(8, 2, GRAY)
     append_all((store,), make_transitions(GRAY, n_steps=8))
     out = np.empty((6, *GRAY.shape), GRAY.dtype)
     rows, envs = np.arange(6), np.zeros(6, dtype=np.int64)
     store.get(rows, envs, out)
-    expected, compiled = out.copy(), len(decode.decode_batch.signatures)
+    expected, compiled = out.copy(), len(log.decode_transitions.signatures)
     frozen = rows.copy()
     frozen.setflags(write=False)
     for places in ((np.repeat(rows, 2)[::2], np.zeros(12, np.int64)[::2]), (frozen, envs), (np.arange(7)[:-1], envs)):
         out[:] = 0
         store.get(*places, out)
         np.testing.assert_array_equal(out, expected)
-    assert len(decode.decode_batch.signatures) == compiled
+    assert len(log.decode_transitions.signatures) == compiled
     with pytest.raises(InvalidArgumentError, match="expected two int64 arrays of the same length"):
         store.get(rows[None], envs[None], out[:1])
 
 
-@both_stores
-def test_store_loaded_from_read_only_buffers_accepts_transitions(kind: Any) -> None:
-    plain, store = ReferenceStore(30, 2, GRAY), kind[0](30, 2, GRAY)
+def test_store_loaded_from_read_only_buffers_accepts_transitions() -> None:
+    plain, store = ReferenceStore(30, 2, GRAY), make_store(30, 2, GRAY)
     append_all((plain, store), make_transitions(GRAY, n_steps=20))
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(store, protocol=5, buffer_callback=buffers.append)
@@ -395,14 +322,13 @@ def test_store_loaded_from_read_only_buffers_accepts_transitions(kind: Any) -> N
 # Detection of frame stacks.
 
 
-@both_stores
-def test_n_stack_must_divide_the_channels_and_selects_the_axis(kind: Any) -> None:
+def test_n_stack_must_divide_the_channels_and_selects_the_axis() -> None:
     for n_stack in (0, -1, 7, 256):
         text = rf"n_stack={n_stack}.*12 channels.*\[1, 2, 3, 4, 6, 12\].*n_stack=None"
         with pytest.raises(InvalidArgumentError, match=f"(?s){text}"):
-            kind[1](10, 1, (12, 8, 20), np.uint8, n_stack=n_stack)
+            FrameStore.adaptive(10, 1, (12, 8, 20), np.uint8, n_stack=n_stack)
     for n_stack, axis in ((4, 0), (5, 2)):
-        assert kind[1](10, 1, (12, 8, 20), np.uint8, n_stack=n_stack).layout.axis == axis
+        assert FrameStore.adaptive(10, 1, (12, 8, 20), np.uint8, n_stack=n_stack).layout.axis == axis
 
 
 def test_find_layout_detects_stacks() -> None:
@@ -437,7 +363,7 @@ def test_failing_codec_leaves_the_store_unchanged(monkeypatch: pytest.MonkeyPatc
     layout = StackLayout((2, 16, 16), np.dtype(np.uint8), 2, 0)
     failure = FailingFunction(lambda _, frame: bytes(frame), error())  # images as long as frames are not used
     monkeypatch.setattr(JpegCodec, "encode", lambda *arguments: failure(*arguments))
-    store, plain = FrameStore(25, 3, layout, codec="jpeg"), ReferenceStore(25, 3, layout)
+    store, plain = make_store(25, 3, layout, codec="jpeg"), ReferenceStore(25, 3, layout)
     failures = 0
     for step in make_transitions(layout, n_envs=3, n_steps=70, contents="mixed", odd=0.1):
         for failure.left in range(1, 100):
@@ -453,29 +379,6 @@ def test_failing_codec_leaves_the_store_unchanged(monkeypatch: pytest.MonkeyPatc
     assert failures > 50
 
 
-NO_ADDRESSES = """
-import resource
-import numpy as np
-from rl_ext_core.errors import OutOfMemoryError
-from rl_ext_core.frames import FrameStore, StackLayout
-
-layout = StackLayout((4, 84, 84), np.dtype(np.uint8), 4, 0)
-FrameStore(100, 1, layout)
-resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
-FrameStore(10_000, 1, layout)
-try:
-    FrameStore(1_000_000, 1, layout)
-except OutOfMemoryError as error:
-    print(error)
-"""
-
-
 def test_allocate_raises_out_of_memory_error() -> None:
     with pytest.raises(OutOfMemoryError, match=r"no memory for another 4,611,686,018,427,387,904 bytes.*size"):
         allocate(1 << 62)
-
-
-@pytest.mark.slow
-def test_refused_address_space_raises_with_advice() -> None:
-    done = subprocess.run([sys.executable, "-c", NO_ADDRESSES], capture_output=True, text=True, check=True)
-    assert re.search(r"refuses [\d,]+ bytes of address space .*smaller max_size, or raise the limit", done.stdout)
