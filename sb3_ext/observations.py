@@ -23,9 +23,9 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, StorageEr
 from rl_ext_core.frames.gpu_decode import GpuDecoder
 from rl_ext_core.frames.layout import differing_rows
 from rl_ext_core.frames.log_folder import copy_folder, validate_path
-from rl_ext_core.frames.log_store import LogStore, Observation, prefix_key
 from rl_ext_core.frames.planning import MemoryWatch
 from rl_ext_core.frames.recycle import RecycledArrays
+from rl_ext_core.frames.store import FrameStore, Observation, prefix_key
 from rl_ext_core.vector.environments import check_count
 from sb3_ext.observation_view import ObservationView
 
@@ -162,7 +162,7 @@ class Observations:
             with prefix_key(key):
                 chosen = _options_for_key(key, options, image=key is _SINGLE_KEY or len(shape) > 1)
                 given[key] = Observation(shape, subspace.dtype, **chosen)
-        store = LogStore(
+        store = FrameStore(
             *buffer_shape,
             given.get(_SINGLE_KEY, given),
             row_dtype=np.dtype([*row_fields]) if row_fields else None,
@@ -175,7 +175,7 @@ class Observations:
             self.storage_dir = storage_dir
             _in_folders.add(self)
 
-    def _set_store(self, store: LogStore) -> None:
+    def _set_store(self, store: FrameStore) -> None:
         """Set the store, and initialize the attributes that are derived from it."""
         self.store, self.lock = store, store.lock
         shape = store.capacity, store.n_envs

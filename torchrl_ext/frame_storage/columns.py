@@ -50,8 +50,8 @@ class FrameColumn:
         self._recycled = RecycledArrays()
         self.batch = (n_rows, *kind["batch"])
         check_numba("A store of frames")
-        from rl_ext_core.frames.log_store import Observation  # imports numba
         from rl_ext_core.frames.log_table import FrameTable
+        from rl_ext_core.frames.store import Observation  # imports numba
 
         observation = Observation(self.shape, self._numpy_dtype, **options)
         self.table = FrameTable(math.prod(self.batch), observation, **table)

@@ -22,8 +22,8 @@ from tensordict import TensorDict
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
-from rl_ext_core.frames.log_store import SalvageReport
 from rl_ext_core.frames.shared_memory import SharedMemory
+from rl_ext_core.frames.store import SalvageReport
 from torchrl_ext.frame_storage.columns import FrameColumn
 from torchrl_ext.frame_storage.format import describe_rows, dtype_from_name, rebuild
 

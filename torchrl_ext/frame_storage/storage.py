@@ -25,8 +25,8 @@ from rl_ext_core.frames.codecs import describe_lossiness
 from rl_ext_core.frames.gpu_decode import GpuDecoder, check_decode_on_gpu
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
 from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
-from rl_ext_core.frames.log_store import SalvageReport
 from rl_ext_core.frames.shared_memory import ProcessLock, SharedMemory
+from rl_ext_core.frames.store import SalvageReport
 from torchrl_ext._compat import is_sampler
 from torchrl_ext.frame_storage.arguments import (
     Places,

@@ -5,9 +5,8 @@ frame stack. This package does not import a framework.
 """
 
 from rl_ext_core.frames.layout import StackLayout
-from rl_ext_core.frames.log_store import LogStore as FrameStore
-from rl_ext_core.frames.log_store import Observation, RecoveryReport, SalvageReport, salvage
 from rl_ext_core.frames.planning import Plan, plan
+from rl_ext_core.frames.store import FrameStore, Observation, RecoveryReport, SalvageReport, salvage
 
 __all__ = [
     "FrameStore",

@@ -51,7 +51,6 @@ _S = TypeVar("_S")
 _ALLOWED_GLOBALS = {
     ("builtins", "list"),
     ("rl_ext_core.frames.store", "FrameStore"),
-    ("rl_ext_core.frames.log_store", "LogStore"),
     ("numpy", "dtype"),
     ("numpy", "ndarray"),
     *(

@@ -13,7 +13,7 @@ import torch
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
 
 if TYPE_CHECKING:
-    from rl_ext_core.frames.log_store import LogStore  # loads numba
+    from rl_ext_core.frames.store import FrameStore  # loads numba
 
 
 def check_decode_on_gpu(value: Any, device: Any, *, codec: Any, max_error: Any) -> bool:
@@ -80,7 +80,7 @@ class GpuDecoder:
             self._staging = torch.empty(n_bytes * 5 // 4, dtype=torch.uint8, pin_memory=on_gpu)
         return self._staging
 
-    def get(self, store: LogStore, rows: Any, envs: Any, key: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def get(self, store: FrameStore, rows: Any, envs: Any, key: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode a batch of transitions.
 
         :param store: Store for which :meth:`can_decode` is True.
@@ -95,7 +95,7 @@ class GpuDecoder:
             stacks = self.get_stacks(store, np.concatenate(handles if key is None else handles[key]), key)
         return stacks[: len(rows)], stacks[len(rows) :]
 
-    def get_stacks(self, store: LogStore, handles: npt.NDArray[np.int64], key: Any = None) -> torch.Tensor:
+    def get_stacks(self, store: FrameStore, handles: npt.NDArray[np.int64], key: Any = None) -> torch.Tensor:
         """Decode observations by their handles.
 
         :param store: Store for which :meth:`can_decode` is True.
@@ -128,7 +128,7 @@ class GpuDecoder:
         # Frames of a channel-last stack are joined along their last axis.
         return frames.movedim(1, layout.axis + 1).reshape(len(handles), *layout.shape)
 
-    def _upload(self, store: LogStore, handles: Any, key: Any) -> tuple[torch.Tensor, tuple[int, int, int], bool]:
+    def _upload(self, store: FrameStore, handles: Any, key: Any) -> tuple[torch.Tensor, tuple[int, int, int], bool]:
         """Upload the entries of stacks, then the tables of chains and entries.
 
         :return: Buffer on the GPU; places of both tables, and the end of the second one; whether stacks have padding.

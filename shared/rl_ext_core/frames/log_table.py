@@ -18,9 +18,9 @@ from rl_ext_core.frames.log import CHAIN, FrameLog, SharedLog
 from rl_ext_core.frames.log_move import copy_rows, find_rows, find_stream
 from rl_ext_core.frames.log_patch import PADDING
 from rl_ext_core.frames.log_state import MAX_STACK, N_LOG
-from rl_ext_core.frames.log_store import Observation, Part, _decode_opaque, _encode_frame, load_kernels
 from rl_ext_core.frames.memory import address_of
 from rl_ext_core.frames.shared_memory import SharedMemory
+from rl_ext_core.frames.store import Observation, Part, _decode_opaque, _encode_frame, load_kernels
 from rl_ext_core.frames.threads import run_in_threads
 
 _COPY_BATCH = 64  # rows that are copied, or used to detect the layout
@@ -52,7 +52,7 @@ class FrameTable:
     :raises InvalidArgumentError: If the options exclude each other.
 
     >>> import numpy as np
-    >>> from rl_ext_core.frames.log_store import Observation
+    >>> from rl_ext_core.frames.store import Observation
     >>> from rl_ext_core.frames.log_table import FrameTable
     >>> table = FrameTable(100, Observation((4, 84, 84), np.uint8))
     >>> images = np.zeros((2, 4, 84, 84), np.uint8)

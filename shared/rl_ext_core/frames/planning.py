@@ -24,7 +24,7 @@ import numpy.typing as npt
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout, stacking_axes
-from rl_ext_core.frames.log_store import LogStore, Observation, Part
+from rl_ext_core.frames.store import FrameStore, Observation, Part
 from rl_ext_core.resources import available_memory
 
 if TYPE_CHECKING:
@@ -556,10 +556,10 @@ def _measure_costs(sample: _Sample, option_sets: Sequence[Mapping[str, Any]]) ->
     return [_measure_cost(store, float(mean), float(error)) for store, mean, error in costs], count
 
 
-def _make_store(sample: _Sample, options: Mapping[str, Any]) -> LogStore:
+def _make_store(sample: _Sample, options: Mapping[str, Any]) -> FrameStore:
     """Create an empty store for a sample."""
     layout, capacity = sample.layout, max(len(sample.before), _MAX_PLAYED_STEPS)
-    return LogStore.adaptive(capacity, 1, layout.shape, layout.dtype, n_stack=layout.n_stack, **options)
+    return FrameStore.adaptive(capacity, 1, layout.shape, layout.dtype, n_stack=layout.n_stack, **options)
 
 
 def _bytes_per_transition(sizes: Sequence[Sequence[int]]) -> tuple[_Array, _Array]:
@@ -571,7 +571,7 @@ def _bytes_per_transition(sizes: Sequence[Sequence[int]]) -> tuple[_Array, _Arra
     return (measured_sizes[-1] - measured_sizes[0]) / (_MEASURE_INTERVAL * n_windows), errors
 
 
-def _measure_cost(store: LogStore, mean: float, error: float) -> _Cost:
+def _measure_cost(store: FrameStore, mean: float, error: float) -> _Cost:
     """Measure the reading time of a store."""
     batch = np.empty((2, _BATCH, *store.layout.shape), store.layout.dtype)
     microseconds = _time_read_us(lambda rows: store.get(rows, np.zeros_like(rows), batch[0], batch[1]), store.size)
@@ -595,7 +595,7 @@ class MemoryWatch:
 
     MEASURED_AFTER = 4096  # transitions per environment, after which the size is measured instead of estimated
 
-    def __init__(self, store: LogStore, *, other_bytes: int = 0) -> None:
+    def __init__(self, store: FrameStore, *, other_bytes: int = 0) -> None:
         self._store, self._other_bytes, self._warned = store, other_bytes, False
 
     def warn_if_too_large(self) -> None:

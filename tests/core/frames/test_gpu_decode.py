@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.frames import StackLayout
 from rl_ext_core.frames.gpu_decode import GpuDecoder
-from rl_ext_core.frames.log_store import LogStore, Observation
+from rl_ext_core.frames.store import FrameStore, Observation
 from rl_ext_core.testing import CONTENTS, LAYOUTS, make_transitions
 from tests.core.frames.disk_helpers import append_all
 
@@ -30,10 +30,10 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernel is imported
 
 
-def make_store(capacity: int, n_envs: int, layout: StackLayout, **options: Any) -> LogStore:
+def make_store(capacity: int, n_envs: int, layout: StackLayout, **options: Any) -> FrameStore:
     """Create a store of observations with a layout."""
     options = {"n_stack": layout.n_stack, "axis": layout.axis, **options}
-    return LogStore(capacity, n_envs, Observation(layout.shape, layout.dtype, **options))
+    return FrameStore(capacity, n_envs, Observation(layout.shape, layout.dtype, **options))
 
 
 def check_equal(store: Any, decoder: GpuDecoder, rows: Any, envs: Any) -> None:
@@ -82,7 +82,7 @@ def test_buffer_grows_with_the_batch() -> None:
 def test_wide_patches_of_large_frames_and_keys_of_a_dict() -> None:
     layout = StackLayout((300, 300, 3), np.dtype(np.uint8), 1, 0)
     parts = {key: Observation(layout.shape, layout.dtype, n_stack=1) for key in ("left", "right")}
-    store, decoder, rng = LogStore(8, 1, parts), GpuDecoder(DEVICE), np.random.default_rng(0)
+    store, decoder, rng = FrameStore(8, 1, parts), GpuDecoder(DEVICE), np.random.default_rng(0)
     stacks = {key: np.repeat(rng.integers(256, size=(1, 1, *layout.shape), dtype=np.uint8), 9, 0) for key in parts}
     for key, first in (("left", 0), ("right", 100)):
         for t in range(9):

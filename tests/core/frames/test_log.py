@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
 from rl_ext_core.frames import StackLayout
-from rl_ext_core.frames.log_store import LogStore, Observation, salvage
+from rl_ext_core.frames.store import FrameStore, Observation, salvage
 from rl_ext_core.testing import LAYOUTS, ReferenceStore, check_contents, make_transitions
 from tests.core.frames.disk_helpers import transition
 
@@ -40,12 +40,12 @@ def row_data(number: int) -> np.ndarray:
     return np.array([(number, (number, -number))], ROW)
 
 
-def add(store: LogStore, number: int) -> None:
+def add(store: FrameStore, number: int) -> None:
     """Add a transition computed from its number."""
     store.append(*transition(number), row_data(number))
 
 
-def check_numbered(store: LogStore) -> int:
+def check_numbered(store: FrameStore) -> int:
     """Check that the store contains successive transitions, and return the number of the newest one."""
     rows = (store.first + np.arange(store.size)) % store.capacity
     numbers = store.rows["number"][rows]
@@ -60,16 +60,16 @@ def check_numbered(store: LogStore) -> int:
     return newest
 
 
-def open_numbered(folder: Path, capacity: int = 100) -> LogStore:
+def open_numbered(folder: Path, capacity: int = 100) -> FrameStore:
     """Open a store of transitions computed from their number in a folder."""
-    return LogStore(capacity, 2, SMALL, row_dtype=ROW, storage_dir=folder, resume=True)
+    return FrameStore(capacity, 2, SMALL, row_dtype=ROW, storage_dir=folder, resume=True)
 
 
 def test_dict_observations_are_stored_in_one_record(tmp_path: Path) -> None:
     layouts = {"camera": GRAY, "state": LAYOUTS[8], "wrist": LAYOUTS[5]}
     parts = {key: observation(layout) for key, layout in layouts.items()}
     for folder in (None, tmp_path / "a"):
-        store: Any = LogStore(50, 2, parts, storage_dir=folder)
+        store: Any = FrameStore(50, 2, parts, storage_dir=folder)
         plain = {key: ReferenceStore(50, 2, layout) for key, layout in layouts.items()}
         streams = [make_transitions(layout, n_steps=130, contents="mixed", odd=0.1) for layout in layouts.values()]
         for steps in zip(*streams, strict=True):
@@ -79,7 +79,7 @@ def test_dict_observations_are_stored_in_one_record(tmp_path: Path) -> None:
                 plain[key].append(*step)
         if folder is not None:
             store.close()
-            store = LogStore(50, 2, parts, storage_dir=folder, resume=True)
+            store = FrameStore(50, 2, parts, storage_dir=folder, resume=True)
         else:
             store = pickle.loads(pickle.dumps(store))
         rows, envs = np.repeat(np.arange(50), 2), np.tile(np.arange(2), 50)
@@ -99,7 +99,7 @@ def test_dict_observations_are_stored_in_one_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bound", [1, 4, 127])
 def test_errors_stay_within_the_bound_and_do_not_add_up(layout: StackLayout, bound: int) -> None:
     rng = np.random.default_rng(0)
-    store, frame = LogStore(100, 1, observation(layout, max_error=bound)), rng.integers(256, size=layout.shape)
+    store, frame = FrameStore(100, 1, observation(layout, max_error=bound)), rng.integers(256, size=layout.shape)
     stacks = [frame]
     for _ in range(160):  # a slow drift, smaller than the bound in each step
         frame = np.clip(frame + rng.integers(-2, 4, size=layout.shape), 0, 255)
@@ -129,7 +129,7 @@ def test_jpeg_frames_are_decoded_as_simplejpeg_decodes_them(last: bool) -> None:
     frames = [image if last else np.moveaxis(image, -1, 0) for image in images]
     coded = [simplejpeg.decode_jpeg(simplejpeg.encode_jpeg(image, 95, "RGB", "444"), "RGB") for image in images]
     axis = 2 if last else 0
-    store: Any = LogStore(40, 1, observation(layout, codec="jpeg"))
+    store: Any = FrameStore(40, 1, observation(layout, codec="jpeg"))
     for t in range(57):
         obs, next_obs = (np.concatenate(frames[k : k + 2], axis)[None] for k in (t, t + 1))
         store.append(obs, next_obs)
@@ -144,7 +144,7 @@ def test_jpeg_frames_are_decoded_as_simplejpeg_decodes_them(last: bool) -> None:
 
 
 def test_adaptive_store_uses_loss_only_once_the_layout_is_known() -> None:
-    store = LogStore.adaptive(500, 2, GRAY.shape, GRAY.dtype, max_error=4)
+    store = FrameStore.adaptive(500, 2, GRAY.shape, GRAY.dtype, max_error=4)
     plain = ReferenceStore(500, 2, GRAY)
     for step in make_transitions(GRAY, n_steps=300, contents="noise"):
         store.append(*step)
@@ -156,7 +156,7 @@ def test_adaptive_store_uses_loss_only_once_the_layout_is_known() -> None:
 
 
 def test_handles_of_equal_observations_are_equal() -> None:
-    store, plain = LogStore(60, 2, observation(GRAY)), ReferenceStore(60, 2, GRAY)
+    store, plain = FrameStore(60, 2, observation(GRAY)), ReferenceStore(60, 2, GRAY)
     for step in make_transitions(GRAY, n_steps=100):
         store.append(*step)
         plain.append(*step)
@@ -176,7 +176,7 @@ def test_handles_of_equal_observations_are_equal() -> None:
 def test_large_frames_store_changes_of_any_size_and_distance() -> None:
     layout = StackLayout((480, 640, 3), np.dtype(np.uint8), 1, 0)
     rng = np.random.default_rng(0)
-    store, background = LogStore(40, 1, observation(layout)), rng.integers(256, size=layout.shape, dtype=np.uint8)
+    store, background = FrameStore(40, 1, observation(layout)), rng.integers(256, size=layout.shape, dtype=np.uint8)
     frames = []
     for t in range(21):
         frames.append(background.copy())
@@ -193,7 +193,7 @@ def test_large_frames_store_changes_of_any_size_and_distance() -> None:
 
 
 def test_older_rows_can_be_replaced_in_memory() -> None:
-    store, plain, rng = LogStore(20, 2, observation(GRAY)), ReferenceStore(20, 2, GRAY), np.random.default_rng(0)
+    store, plain, rng = FrameStore(20, 2, observation(GRAY)), ReferenceStore(20, 2, GRAY), np.random.default_rng(0)
     for i, step in enumerate(make_transitions(GRAY, n_steps=200, contents="mixed")):
         row = None if i < 20 else int(rng.integers(20))
         store.append(*step, row=row)
@@ -221,7 +221,7 @@ def test_reopened_store_continues_and_drops(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="was closed"):
             add(store, 0)
         with pytest.raises(InvalidArgumentError, match="rows of an earlier buffer, expected an empty"):
-            LogStore(100, 2, SMALL, row_dtype=ROW, storage_dir=tmp_path / "a")
+            FrameStore(100, 2, SMALL, row_dtype=ROW, storage_dir=tmp_path / "a")
     with pytest.raises(InvalidArgumentError, match="was created with capacity=100, not with capacity=99"):
         open_numbered(tmp_path / "a", 99)
     store = open_numbered(tmp_path / "a")
@@ -235,13 +235,13 @@ def test_reopened_store_continues_and_drops(tmp_path: Path) -> None:
 
 def test_data_of_the_newest_row_can_be_replaced(tmp_path: Path) -> None:
     for folder in (None, tmp_path / "a"):
-        store = LogStore(100, 2, SMALL, row_dtype=ROW, storage_dir=folder)
+        store = FrameStore(100, 2, SMALL, row_dtype=ROW, storage_dir=folder)
         for number in range(120):
             store.append(*transition(number), row_data(number if number < 119 else 0))
         store.write_newest_data(row_data(119))
         if folder is not None:
             store.close()
-            store = LogStore(100, 2, SMALL, row_dtype=ROW, storage_dir=folder, resume=True)
+            store = FrameStore(100, 2, SMALL, row_dtype=ROW, storage_dir=folder, resume=True)
         assert check_numbered(store) == 119
         store.close()
 
@@ -323,11 +323,8 @@ def test_damaged_folders_are_refused_or_intact(data: st.DataObject, tmp_path_fac
     path = data.draw(st.sampled_from(files))
     size = path.stat().st_size
     kind = data.draw(st.sampled_from(["truncate", "flip", "overwrite", "delete"]))
-    at = (
-        data.draw(st.integers(0, size - 1))
-        if data.draw(st.booleans())
-        else data.draw(st.integers(0, min(size, 200) - 1))
-    )
+    at = data.draw(st.integers(0, 199)) if data.draw(st.booleans()) else int(data.draw(st.floats(0, 1)) * size)
+    at = min(at, size - 1)  # the sizes of files differ a little between runs
     if kind == "truncate":
         os.truncate(path, at)
     elif kind == "delete":

@@ -16,11 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames import FrameStore, StackLayout, log, threads
 from rl_ext_core.frames.jpeg import JpegCodec
 from rl_ext_core.frames.layout import find_layout
-from rl_ext_core.frames.region import allocate
 from rl_ext_core.testing import CONTENTS, LAYOUTS, ReferenceStore, check_contents, make_transitions
 from tests.core.frames.disk_helpers import append_all, make_store
 
@@ -377,8 +376,3 @@ def test_failing_codec_leaves_the_store_unchanged(monkeypatch: pytest.MonkeyPatc
         failure.left = 0
         plain.append(*step)
     assert failures > 50
-
-
-def test_allocate_raises_out_of_memory_error() -> None:
-    with pytest.raises(OutOfMemoryError, match=r"no memory for another 4,611,686,018,427,387,904 bytes.*size"):
-        allocate(1 << 62)

@@ -42,7 +42,7 @@ _SMALL_FRAME = 512  # bytes
 _MAX_STACK = 63  # that fits into a pair of the log
 
 _logger = logging.getLogger("rl_ext_core.frames")
-_open_stores: weakref.WeakSet[LogStore] = weakref.WeakSet()
+_open_stores: weakref.WeakSet[FrameStore] = weakref.WeakSet()
 _NO_ENVS = np.zeros(0, dtype=np.int64)
 
 Array = npt.NDArray[Any]
@@ -60,7 +60,7 @@ class Observation(NamedTuple):
     :ivar axis: Stacking axis, or None to derive it.
 
     >>> import numpy as np
-    >>> from rl_ext_core.frames.log_store import Observation
+    >>> from rl_ext_core.frames.store import Observation
     >>> Observation((4, 84, 84), np.uint8, n_stack=4).max_error
     0
     """
@@ -261,7 +261,7 @@ class Part:
             )
 
 
-class LogStore:
+class FrameStore:
     """A ring buffer of transitions ``(observation, next observation)``, one of each environment per row.
 
     Each frame is stored once, although up to ``2 * n_stack`` stacks contain it. The store compares contents to detect
@@ -285,8 +285,8 @@ class LogStore:
     :raises StorageError: If another process uses ``storage_dir``, or it cannot be created.
 
     >>> import numpy as np
-    >>> from rl_ext_core.frames.log_store import LogStore, Observation
-    >>> store = LogStore(100, 1, Observation((4, 84, 84), np.uint8, n_stack=4))
+    >>> from rl_ext_core.frames.store import FrameStore, Observation
+    >>> store = FrameStore(100, 1, Observation((4, 84, 84), np.uint8, n_stack=4))
     >>> observation = np.zeros((1, 4, 84, 84), np.uint8)
     >>> store.append(observation, observation)
     >>> store.size
@@ -346,7 +346,7 @@ class LogStore:
         resume: bool = False,
         row_dtype: npt.DTypeLike | None = None,
         **options: Any,
-    ) -> LogStore:
+    ) -> FrameStore:
         """Create a store of one kind of observations.
 
         :param shape: Shape of one observation.
@@ -872,7 +872,7 @@ class LogStore:
         save(self, file)
 
     @classmethod
-    def load(cls, file: str | os.PathLike[str] | BinaryIO) -> LogStore:
+    def load(cls, file: str | os.PathLike[str] | BinaryIO) -> FrameStore:
         """Load a store from a file that :meth:`save` wrote, into memory.
 
         :param file: Path, or a file opened for reading bytes.
@@ -881,11 +881,11 @@ class LogStore:
         """
         return load(cls, file)
 
-    def __copy__(self) -> LogStore:
+    def __copy__(self) -> FrameStore:
         return copy.deepcopy(self)  # because two stores must not write to the same memory
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduce_with_lock(self.lock, lambda: super(LogStore, self).__reduce_ex__(protocol))
+        return reduce_with_lock(self.lock, lambda: super(FrameStore, self).__reduce_ex__(protocol))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return numbers, a checksum, and views of arrays, which pickle protocol 5 writes without a copy."""
@@ -971,14 +971,14 @@ def bytes_at(address: int, size: int) -> Any:
     return (ctypes.c_char * size).from_address(address)
 
 
-def _close_log_stores() -> None:
+def _close_stores() -> None:
     """Close all stores that are open, at exit."""
     for store in list(_open_stores):
         with contextlib.suppress(Exception):
             store.close()
 
 
-atexit.register(_close_log_stores)
+atexit.register(_close_stores)
 
 
 class SalvageReport(NamedTuple):
