@@ -125,7 +125,7 @@ class DataParallel:
     def _check_model(self: Any) -> None:
         """Refuse what several ranks would train differently."""
         frequency = getattr(self, "train_freq", None)
-        if getattr(frequency, "unit", None) == TrainFrequencyUnit.EPISODE:
+        if frequency is not None and getattr(frequency, "unit", None) == TrainFrequencyUnit.EPISODE:
             raise InvalidArgumentError(
                 f'train_freq=({frequency.frequency}, "episode") is not supported by {self._world} ranks, whose '
                 'episodes end at different steps: expected steps. Use train_freq=(64, "step")'
@@ -201,7 +201,7 @@ class DataParallel:
             )
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         total = self._sum(torch.cat([gradient.flatten() for gradient in gradients])).div_(self._world)
-        for gradient, part in zip(gradients, total.split([part.numel() for part in gradients]), strict=True):
+        for gradient, part in zip(gradients, torch.split(total, [part.numel() for part in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
         if self._clip is not None:
             torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self._clip)
@@ -263,7 +263,7 @@ class DataParallel:
 
     def _normalizations(self) -> list[TensorRunningMeanStd]:
         """Return the statistics of all ``TensorVecNormalize`` around the environment."""
-        env, found = self.env, []
+        env, found = self.env, list[TensorRunningMeanStd]()
         while isinstance(env, VecEnvWrapper):
             if isinstance(env, TensorVecNormalize):
                 for part in env._tensor_rms.values():
@@ -456,4 +456,4 @@ def _new_moments(statistics: TensorRunningMeanStd, before: tuple[Any, Any, float
     mean = (statistics.mean * statistics.count - mean0 * count0) / count
     squares = statistics.var * statistics.count - var0 * count0
     squares = squares - (mean - mean0).square() * count0 * count / statistics.count
-    return mean.cpu(), (squares / count).clamp(min=0).cpu(), count
+    return mean.cpu(), (squares / count).clamp(min=0).cpu(), float(count)

@@ -227,7 +227,7 @@ class Observations:
         """
         rows, envs, decoder = _as_int64(rows), _as_int64(envs), self._decoder_for(device)
         on_gpu = [key for key, part in self.parts.items() if len(part.shape) > 1 and decoder is not None]
-        on_gpu = [key for key in on_gpu if decoder.can_decode(self.store, key)]
+        on_gpu = [key for key in on_gpu if decoder.can_decode(self.store.parts[key])]
         before: dict[Any, Any] = {key: part.empty(len(rows)) for key, part in self.parts.items() if key not in on_gpu}
         after: dict[Any, Any] = {key: self.parts[key].empty(len(rows)) for key in before}
         if before:

@@ -13,6 +13,7 @@ from tensordict.utils import unravel_key
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.codecs import check_numba
+from rl_ext_core.frames.gpu_decode import GpuDecoder
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.recycle import RecycledArrays
 from torchrl_ext.frame_storage.format import dtype_from_name, dtype_name
@@ -103,7 +104,7 @@ class FrameColumn:
                 arrays[number] = np.empty((len(rows), *self.shape), self._numpy_dtype)
                 outs = [arrays[number] if other is key else None for other in self.keys]
                 self.table.get(rows, *outs)
-        self.table.put(rows, *arrays)
+        self.table.put(rows, *arrays)  # type: ignore[arg-type]  # none is missing here
 
     def _as_numpy(self, leaf: torch.Tensor, key: Key) -> npt.NDArray[Any]:
         """Return the images of a leaf as an array; refuse a dtype other than the column's."""
@@ -115,15 +116,22 @@ class FrameColumn:
         images: npt.NDArray[Any] = leaf.detach().cpu().reshape(-1, *self.shape).contiguous().numpy()
         return images
 
-    def decode(self, numbers: torch.Tensor, keys: list[Key], *, reuse_memory: bool = True) -> list[torch.Tensor]:
+    def decode(
+        self, numbers: torch.Tensor, keys: list[Key], *, decoder: GpuDecoder | None = None, reuse_memory: bool = True
+    ) -> list[torch.Tensor]:
         """Decode the images of some keys.
 
+        :param decoder: Decoder for a GPU, which is used if it can decode the images.
         :param reuse_memory: Whether the images are a batch, whose memory later batches use again.
         :raises IndexError: If a number does not exist.
         """
         rows = np.ascontiguousarray(numbers.reshape(-1).numpy())
         if len(rows) and not 0 <= rows.min() <= rows.max() < math.prod(self.batch):
             raise IndexError(f"an index is out of bounds for a storage of shape {self.batch}")
+        if decoder is not None and decoder.can_decode(self.table.part):
+            handles = dict(zip(self.keys, self.table.handles(rows), strict=False))
+            images = decoder.decode(self.table.log, 0, np.concatenate([handles[key] for key in keys]))
+            return list(images.reshape(len(keys), *numbers.shape, *self.shape).unbind())
         empty = self._recycled.empty if reuse_memory else np.empty
         outs = {key: empty((len(rows), *self.shape), self._numpy_dtype) for key in keys}
         num_threads = torch.get_num_threads() if self._num_threads is None else self._num_threads

@@ -519,10 +519,16 @@ class FrameStorage(TensorStorage):
                 if lazy:
                     images: list[Any] = [FrameView(part, column, key, self) for key in column.keys]
                 else:
-                    images = column.decode(part, column.keys)
+                    images = column.decode(part, column.keys, decoder=self._decoder() if on_gpu else None)
                 for key, image in zip(column.keys, images, strict=True):
                     rows.set(key, image)
         return rows if self.device.type == "cpu" else rows.to(self.device)
+
+    def _decoder(self) -> GpuDecoder:
+        """Return the decoder for the device."""
+        if self._gpu_decoder is None or self._gpu_decoder.device != self.device:
+            self._gpu_decoder = GpuDecoder(self.device)
+        return self._gpu_decoder
 
     @defer_signals
     def _read_images(self, column: FrameColumn, key: Key, numbers: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ import torch
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
 
 if TYPE_CHECKING:
-    from rl_ext_core.frames.store import FrameStore  # loads numba
+    from rl_ext_core.frames.log import FrameLog  # loads numba
+    from rl_ext_core.frames.store import FrameStore, Part
 
 
 def check_decode_on_gpu(value: Any, device: Any, *, codec: Any, max_error: Any) -> bool:
@@ -66,10 +67,9 @@ class GpuDecoder:
         return GpuDecoder, (self.device,)  # buffers and events belong to this process
 
     @staticmethod
-    def can_decode(store: Any, key: Any = None) -> bool:
-        """Return whether the observations of a key can be decoded on a GPU: patches without error."""
-        part = getattr(store, "_parts", {}).get(key)
-        return part is not None and part.codec == "patch" and not part.max_error
+    def can_decode(part: Part) -> bool:
+        """Return whether the observations of a part of a store can be decoded on a GPU: patches without error."""
+        return part.codec == "patch" and not part.max_error
 
     def _reserve(self, n_bytes: int) -> Any:
         """Return a page-locked buffer in main memory that no upload reads any more."""
@@ -83,25 +83,32 @@ class GpuDecoder:
     def get(self, store: FrameStore, rows: Any, envs: Any, key: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode a batch of transitions.
 
-        :param store: Store for which :meth:`can_decode` is True.
+        :param store: Store for whose part :meth:`can_decode` is True.
         :param rows, envs: ``int64`` rows and environments, shape ``(batch,)``. A row without a transition gives zeros.
         :param key: Key of ``Dict`` observations.
         :return: Observations and next observations on the GPU, shape ``(batch, *layout.shape)``.
         :raises InvalidArgumentError: If a row or environment does not exist.
         :raises MissingDependencyError: If Triton is not installed.
         """
-        with store._lock:
+        with store.lock:
             handles = store.handles(rows, envs)
             stacks = self.get_stacks(store, np.concatenate(handles if key is None else handles[key]), key)
         return stacks[: len(rows)], stacks[len(rows) :]
 
     def get_stacks(self, store: FrameStore, handles: npt.NDArray[np.int64], key: Any = None) -> torch.Tensor:
-        """Decode observations by their handles.
+        """Decode observations of a store by their handles.
 
-        :param store: Store for which :meth:`can_decode` is True.
         :param handles: Handles that the store returned, shape ``(batch,)``. Handle 0 gives zeros.
         :param key: Key of ``Dict`` observations.
-        :return: Observations on the GPU, shape ``(batch, *layout.shape)``.
+        """
+        with store.lock:
+            return self.decode(store._log, [*store.parts].index(key), handles)
+
+    def decode(self, log: FrameLog, number: int, handles: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Decode stacks of a column of a log by their handles.
+
+        :param handles: Handles that the log returned, shape ``(batch,)``. Handle 0 gives zeros.
+        :return: Stacks on the GPU, shape ``(batch, *layout.shape)``.
         :raises MissingDependencyError: If Triton is not installed.
         """
         _require_triton()
@@ -109,9 +116,8 @@ class GpuDecoder:
         from rl_ext_core.frames.gpu_kernels import decode_chains
         from rl_ext_core.frames.log_patch import LARGE_FRAME
 
-        layout = store._parts[key].layout
-        with store._lock:
-            uploaded, (chains_at, entries_at, end), padded = self._upload(store, handles, key)
+        layout = log.columns[number].layout
+        uploaded, (chains_at, entries_at, end), padded = self._upload(log, number, handles)
         make = torch.zeros if padded else torch.empty
         out = make(len(handles) * layout.stack_bytes, dtype=torch.uint8, device=self.device)
         if entries_at > chains_at:
@@ -128,7 +134,7 @@ class GpuDecoder:
         # Frames of a channel-last stack are joined along their last axis.
         return frames.movedim(1, layout.axis + 1).reshape(len(handles), *layout.shape)
 
-    def _upload(self, store: FrameStore, handles: Any, key: Any) -> tuple[torch.Tensor, tuple[int, int, int], bool]:
+    def _upload(self, log: FrameLog, number: int, handles: Any) -> tuple[torch.Tensor, tuple[int, int, int], bool]:
         """Upload the entries of stacks, then the tables of chains and entries.
 
         :return: Buffer on the GPU; places of both tables, and the end of the second one; whether stacks have padding.
@@ -137,8 +143,7 @@ class GpuDecoder:
         from rl_ext_core.frames.log_state import MAX_CHAIN, MAX_STACK
         from rl_ext_core.frames.memory import address_of
 
-        handles, number = np.ascontiguousarray(handles, dtype=np.int64), [*store._parts].index(key)
-        n_stack = store._parts[key].layout.n_stack
+        handles, n_stack = np.ascontiguousarray(handles, dtype=np.int64), log.columns[number].layout.n_stack
         chains = np.empty((len(handles) * n_stack, N_CHAIN), np.int64)
         # Each chain of a stack may begin with a patch on a key, which is an entry more.
         entries = np.empty((len(handles) * (2 * n_stack + MAX_CHAIN), N_ENTRY), np.int64)
@@ -146,7 +151,7 @@ class GpuDecoder:
         while True:
             staging = self._reserve(n_bytes)
             buffer, recent = staging.numpy(), np.full((N_RECENT + MAX_CHAIN + MAX_STACK, 2), -1)
-            state, address = store._log.state, address_of(buffer)
+            state, address = log.state, address_of(buffer)
             n_chains, n_entries, used, padding = gather_entries(
                 state, number, handles, address, len(buffer), chains, entries, recent
             )

@@ -12,7 +12,7 @@ sets the position and the number of stored rows. A size of 0 is the end. In memo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -260,7 +260,7 @@ class FrameLog:
             self._free_dead_segments()
 
     @defer_signals
-    def push_encoded(self, encoders: dict[int, Callable[[Array], bytes]], *, data: int = 0, row: int = -1) -> None:
+    def push_encoded(self, encoders: Mapping[int, Callable[[Array], bytes]], *, data: int = 0, row: int = -1) -> None:
         """Write one transition of each environment, of which codecs encode some frames.
 
         :param encoders: Functions that encode a frame, given as bytes, by the number of the column.

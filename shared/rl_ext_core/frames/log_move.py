@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import int64, njit, uint32, uint64
 
-from rl_ext_core.frames.kernel_primitives import atomic_kernel, copy_frame, kernel, load_u32
+from rl_ext_core.frames.kernel_primitives import atomic_kernel, copy_frame, int64s, kernel, load_u32, uint32s
 from rl_ext_core.frames.log_state import (
     BACKOFF,
     CHAIN_BYTES,
@@ -39,10 +39,8 @@ from rl_ext_core.frames.log_state import (
     START,
     STREAMS,
     address_at,
-    int64s,
     read_header,
     stream_of,
-    uint32s,
     write_header,
 )
 from rl_ext_core.frames.log_write import continues, finish_record, header_words, set_pair

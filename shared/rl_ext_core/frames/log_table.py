@@ -250,7 +250,8 @@ class FrameTable:
         found = np.flatnonzero(self._pairs)
         self._n_touched = int(found[-1]) + 1 if len(found) else 0
         assert self.locations is not None
-        return (self._pairs != 0) & (self.log.locate(self._pairs) >= self.locations)
+        intact: npt.NDArray[np.bool_] = (self._pairs != 0) & (self.log.locate(self._pairs) >= self.locations)
+        return intact
 
     def close(self) -> None:
         """Close the open segment, so that its file takes no more space than needed."""
@@ -358,11 +359,11 @@ class FrameTable:
         else:
             run_in_threads(decode_part, len(rows), num_threads=num_threads)
 
-    # State
+    def handles(self, rows: Array) -> tuple[Array, Array]:
+        """Return handles of observations and next observations, for :meth:`GpuDecoder.decode`."""
+        return self.log.find_handles(0, rows, np.zeros(len(rows), dtype=np.int64))
 
-    def are_stored(self, rows: Array) -> npt.NDArray[np.bool_]:
-        """Return which rows are stored."""
-        return self._pairs[rows] != 0
+    # State
 
     @property
     def is_lossy(self) -> bool:

@@ -40,7 +40,7 @@ def check_equal(store: Any, decoder: GpuDecoder, rows: Any, envs: Any) -> None:
     """Check that both decoders return the same bytes."""
     expected = [np.empty((len(rows), *store.layout.shape), store.layout.dtype) for _ in range(2)]
     store.get(rows, envs, *expected)
-    assert decoder.can_decode(store)
+    assert decoder.can_decode(store.parts[None])
     for tensor, array in zip(decoder.get(store, rows, envs), expected, strict=True):
         assert tensor.cpu().numpy().tobytes() == array.tobytes()
         assert tensor.shape == array.shape
@@ -97,7 +97,7 @@ def test_wide_patches_of_large_frames_and_keys_of_a_dict() -> None:
 
 @pytest.mark.parametrize("options", [{"codec": "raw"}, {"max_error": 4}], ids=str)
 def test_other_codecs_are_left_to_the_cpu(options: dict[str, Any]) -> None:
-    assert not GpuDecoder.can_decode(make_store(8, 1, LAYOUTS[0], **options))
+    assert not GpuDecoder.can_decode(make_store(8, 1, LAYOUTS[0], **options).parts[None])
 
 
 def test_rows_that_do_not_exist_are_refused() -> None:
