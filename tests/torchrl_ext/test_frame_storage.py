@@ -26,6 +26,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
+from torchrl.data.replay_buffers.offline_to_online import prefill_replay_buffer
 from torchrl.data.replay_buffers.samplers import PromptGroupSampler, StalenessAwareSampler, prioritized
 from torchrl.envs import CatFrames, Compose, SerialEnv, ToTensorImage, TransformedEnv
 
@@ -551,6 +552,14 @@ def test_max_bytes_refuses_prioritized_samplers(monkeypatch: pytest.MonkeyPatch)
 def test_max_bytes_refuses_samplers_that_record_indices(sampler: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"Sampler records .* by place: .* Leave max_bytes out"):
         TensorDictReplayBuffer(storage=FrameStorage(100, max_bytes=LIMIT), sampler=sampler(), batch_size=4)
+
+
+def test_prefill_replay_buffer_fills_a_storage() -> None:
+    data = Videos(1).collect(60).reshape(-1)
+    dataset = TensorDictReplayBuffer(storage=LazyTensorStorage(60), sampler=SamplerWithoutReplacement(shuffle=False))
+    dataset.extend(data.clone())
+    buffer = prefill_replay_buffer(TensorDictReplayBuffer(storage=FrameStorage(100)), dataset, chunk_size=25)
+    assert_same(buffer[:].exclude("index"), data.to("cpu"))
 
 
 pytest.importorskip("ale_py")

@@ -101,7 +101,8 @@ def number_places(index: Any, shape: Sequence[int]) -> torch.Tensor:
     elif isinstance(index, (int, np.integer)) and not isinstance(index, bool):
         numbers = torch.tensor(int(index) + (size if index < 0 else 0))
     elif isinstance(index, torch.Tensor) and index.dtype not in (torch.bool, torch.uint8):
-        numbers = torch.where(index < 0, index + size, index).long()
+        places = index.numpy()  # NumPy is faster for small arrays
+        numbers = torch.from_numpy(np.where(places < 0, places + size, places).astype(np.int64, copy=False))
     elif len(parts) == len(shape) and all(getattr(part, "dtype", None) == torch.int64 for part in parts):
         numbers = parts[0] % size
         for part, length in zip(parts[1:], rest, strict=True):

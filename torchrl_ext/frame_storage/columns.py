@@ -104,7 +104,11 @@ class FrameColumn:
                 arrays[number] = np.empty((len(rows), *self.shape), self._numpy_dtype)
                 outs = [arrays[number] if other is key else None for other in self.keys]
                 self.table.get(rows, *outs)
+<<<<<<< HEAD
         self.table.put(rows, *arrays)  # type: ignore[arg-type]  # none is missing here
+=======
+        self.table.put(rows, *[array for array in arrays if array is not None])
+>>>>>>> b6891416 (FrameStorage: docs, prefill test, and the lock in its own file)
 
     def _as_numpy(self, leaf: torch.Tensor, key: Key) -> npt.NDArray[Any]:
         """Return the images of a leaf as an array; refuse a dtype other than the column's."""
@@ -244,9 +248,9 @@ def _are_float_images(leaves: dict[Key, Any], key: Key, shape: torch.Size) -> bo
     if len(before) == 0:
         return False
     unstacked = StackLayout(tuple(shape), stacks.dtype, 1, 0)
-    from rl_ext_core.frames.log_table import detect_layout  # imports numba
+    from rl_ext_core.frames.log_table import find_stack_layout  # imports numba
 
-    layout = detect_layout(unstacked, stacks, nexts[0] if nexts else None)
+    layout = find_stack_layout(unstacked, stacks, nexts[0] if nexts else None)
     is_stacked = layout is not None and layout.n_stack > 1
     is_repeated = bool(np.mean(before == after) >= _UNCHANGED)
     return is_stacked or is_repeated or (nexts != [] and _share_rows(stacks, nexts[0]))

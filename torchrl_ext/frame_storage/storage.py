@@ -88,10 +88,9 @@ class FrameStorage(TensorStorage):
     It stores TensorDicts and lists of TensorDicts. Plain tensors, dictionaries and other trees are refused: use
     ``TensorDict(data, batch_size=[n])``.
 
-    A slice, such as ``buffer[:]`` or ``buffer[2:5]``, decodes images when they are used. Assigning to its images or
-    changing them in place writes to the storage: ``buffer[:]["pixels"][3] = image``, ``buffer[:]["pixels"].add_(1)``.
-    Everything else is a copy: images of ``buffer[3]``, ``buffer[[1, 2]]`` and samples, ``buffer[:]["pixels"].numpy()``,
-    and parts of images, such as ``buffer[:]["pixels"][:, 0]``. Setting a key of ``buffer[:]`` changes that slice only.
+    A slice, such as ``buffer[:]`` or ``buffer[2:5]``, decodes images when they are used. They cannot be changed in
+    place. To change an image, assign an element: ``buffer[3] = data``. A part of the keys is enough, as in
+    ``buffer[3] = TensorDict({"pixels": image})``.
 
     Priorities are not part of the storage. Save them with ``buffer.dumps(path)``, or with
     ``buffer.sampler.dumps(path)`` if the storage has a ``storage_dir``.
@@ -107,12 +106,10 @@ class FrameStorage(TensorStorage):
     :param quality: JPEG quality, 1 to 100, for ``codec="jpeg"`` only. ``pixels`` selects the leaves.
     :param n_stack: Number of frames in an image stack. None: detected from the data.
     :param max_bytes: Limit on the bytes of the elements. At the limit, the oldest elements are dropped, and all others
-        move to the first places. Freed space that will be reused is not counted. For limits below 40 MB, it may be as
-        large as the limit. Samplers that record something per place, such as ``PrioritizedSampler``, are refused.
+        move to the first places. Samplers that record something per place, such as ``PrioritizedSampler``, are refused.
     :param storage_dir: Folder for memory-mapped files, which may exceed main memory. To continue with its elements,
         open it again with the same arguments and ``resume=True``. A crash loses only elements that were being added.
-        Checksums are verified: those of elements on opening, those of images when they are first read. Elements that
-        were returned as views, as by ``buffer[:]``, are not verified if the process was killed.
+        Checksums of images are verified on opening. Processes cannot share it.
     :param resume: Whether to continue with the elements in ``storage_dir``. By default, such a folder is refused.
     :param num_threads: Number of threads that decode large batches. None: ``torch.get_num_threads()``.
     :param decode_on_gpu: Whether to upload images compressed, and to decode them on the GPU. Samples are the same. It

@@ -250,8 +250,13 @@ class FrameTable:
         found = np.flatnonzero(self._pairs)
         self._n_touched = int(found[-1]) + 1 if len(found) else 0
         assert self.locations is not None
+<<<<<<< HEAD
         intact: npt.NDArray[np.bool_] = (self._pairs != 0) & (self.log.locate(self._pairs) >= self.locations)
         return intact
+=======
+        is_newest: npt.NDArray[np.bool_] = self.log.locate(self._pairs) >= self.locations
+        return is_newest & (self._pairs != 0)
+>>>>>>> b6891416 (FrameStorage: docs, prefill test, and the lock in its own file)
 
     def close(self) -> None:
         """Close the open segment, so that its file takes no more space than needed."""
@@ -278,7 +283,7 @@ class FrameTable:
         """Choose the layout for the first rows, if it is to be detected."""
         part = self.part
         if part.detects:
-            found = detect_layout(part.layout, stacks, nexts)
+            found = find_stack_layout(part.layout, stacks, nexts)
             before = part.settings
             if found is not None:
                 part.set_layout(found)
@@ -299,7 +304,7 @@ class FrameTable:
         shape, dtype = (len(rows), *part.layout.shape), part.layout.dtype
         stacks, nexts = np.empty(shape, dtype), np.empty(shape, dtype)
         self.get(rows, stacks, nexts)
-        found, before = detect_layout(part.layout, stacks, nexts if has_next else None), part.settings
+        found, before = find_stack_layout(part.layout, stacks, nexts if has_next else None), part.settings
         if found is not None:
             part.set_layout(found)
         if part.waits and (found is not None or self._seen >= _LAST_CHECK) and self.n_stored >= _LEAST_FOR_LOSS:
@@ -363,7 +368,14 @@ class FrameTable:
         """Return handles of observations and next observations, for :meth:`GpuDecoder.decode`."""
         return self.log.find_handles(0, rows, np.zeros(len(rows), dtype=np.int64))
 
+<<<<<<< HEAD
     # State
+=======
+    def are_stored(self, rows: Array) -> npt.NDArray[np.bool_]:
+        """Return which rows are stored."""
+        found: npt.NDArray[np.bool_] = self._pairs[rows] != 0
+        return found
+>>>>>>> b6891416 (FrameStorage: docs, prefill test, and the lock in its own file)
 
     @property
     def is_lossy(self) -> bool:
@@ -481,7 +493,7 @@ class FrameTable:
         self._n_touched, self._seen = n, _LAST_CHECK + 1
 
 
-def detect_layout(layout: StackLayout, stacks: Array, nexts: Array | None) -> StackLayout | None:
+def find_stack_layout(layout: StackLayout, stacks: Array, nexts: Array | None) -> StackLayout | None:
     """Detect the layout of stacks from successive ones.
 
     :param layout: Any layout of the stacks.

@@ -27,7 +27,7 @@ class SharedMemory:
     """
 
     def __init__(self, n_bytes: int) -> None:
-        descriptor, self._path = _system.new_memory_file("rl-ext-frames")
+        descriptor, _ = _system.new_memory_file("rl-ext-frames")
         os.ftruncate(descriptor, n_bytes)
         self._open(descriptor)
 
@@ -57,7 +57,7 @@ class SharedMemory:
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
-        return _rebuild_memory, (_system.picklable_descriptor(self.descriptor),)
+        return _open_memory, (_system.picklable_descriptor(self.descriptor),)
 
 
 def count_bytes(*forms: tuple[tuple[int, ...], npt.DTypeLike]) -> int:
@@ -66,10 +66,9 @@ def count_bytes(*forms: tuple[tuple[int, ...], npt.DTypeLike]) -> int:
     return sum(max(-(-size // _ALIGNMENT), 1) * _ALIGNMENT for size in sizes)
 
 
-def _rebuild_memory(descriptor: Any) -> SharedMemory:
+def _open_memory(descriptor: Any) -> SharedMemory:
     """Unpickle shared memory in a child process."""
     memory = SharedMemory.__new__(SharedMemory)
-    memory._path = None
     memory._open(descriptor.detach())
     return memory
 
@@ -164,10 +163,10 @@ class ProcessLock:
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
-        return _rebuild_lock, (self._memory,)
+        return _open_lock, (self._memory,)
 
 
-def _rebuild_lock(memory: SharedMemory) -> ProcessLock:
+def _open_lock(memory: SharedMemory) -> ProcessLock:
     """Unpickle a lock in a child process."""
     lock = ProcessLock.__new__(ProcessLock)
     lock._open(memory)
