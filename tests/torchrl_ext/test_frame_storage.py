@@ -621,9 +621,8 @@ def test_frames_of_collectors_are_exact_and_stored_once(make: Any, pixels: Any, 
     assert_same(buffers[0][:], buffers[1][:])
     for column in storages[0]._columns:
         raw = sum(storages[1]._storage.get(key).nbytes for key in column.keys)
-        assert column.table.part.layout.n_stack == (
-            1 if "observation" in column.keys and make is _make_float_atari else 4
-        )
+        n_stack = 1 if "observation" in column.keys and make is _make_float_atari else 4
+        assert column.table.part.layout.n_stack == n_stack
         assert column.table.nbytes < raw / 20
 
 

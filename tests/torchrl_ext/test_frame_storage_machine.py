@@ -96,15 +96,10 @@ class SameAsUpstream(RuleBasedStateMachine):
     def set_one_key(self, seed: int) -> None:
         """Replace one of the two images of an element in each buffer."""
         at = seed % len(self.theirs[:])
-        image = (
-            self.videos.collect(1)["next", "pixels"][:1, 0]
-            if self.ndim == 1
-            else self.videos.collect(1)[:, :1]["next", "pixels"].transpose(0, 1)
-        )
+        data = self._collect_data(1)
+        part = TensorDict({"pixels": data["next", "pixels"]}, data.batch_size)
         for buffer in (self.ours, self.theirs):
-            buffer.storage.set(
-                torch.tensor([at]), TensorDict({"pixels": image.clone()}, image.shape[: self.ndim]), set_cursor=False
-            )
+            buffer.storage.set(torch.tensor([at]), part.clone(), set_cursor=False)
 
     @rule(seed=st.integers(0, 99))
     def compare_samples(self, seed: int) -> None:

@@ -182,8 +182,8 @@ def describe_image_columns(row: Any, pixels: Sequence[Key] | None, data: Any) ->
     :param row: one element
     :param pixels: keys of the images; None: all leaves that look like images
     :param data: first elements
-    :return: per column, ``keys`` (one or two, the key under ``"next"`` last), ``shape`` and ``dtype`` of an image, and
-        ``batch``, the batch dimensions of an element's images
+    :return: per column, ``keys`` (the key under ``"next"`` last), ``shape`` and ``dtype`` of an image, and ``batch``,
+        the batch dimensions of an element's images
     :raises InvalidArgumentError: If a key is missing, or its value has no image dimensions.
     """
     found = _image_shapes(row, pixels, data)

@@ -117,7 +117,7 @@ class FrameTable:
 
         :param rows: ``int64`` numbers of different rows, shape ``(n,)``.
         :param stacks: Observations, C-contiguous, shape ``(n, *shape)``.
-        :param nexts: Next observations, likewise; or None if rows have a single image.
+        :param nexts: Next observations of the same form, or None if rows have a single image.
         :raises OutOfMemoryError: If there is not enough memory.
         :raises StorageError: If the disk is full.
         """
@@ -338,7 +338,7 @@ class FrameTable:
 
         :param rows: ``int64`` numbers of rows, shape ``(n,)``.
         :param stacks: Output for the observations, C-contiguous, shape ``(n, *shape)``; or None.
-        :param nexts: Output for the next observations, likewise.
+        :param nexts: The same for the next observations.
         :param num_threads: Threads to decode in; default 1.
         """
         self._decode(self.log, self.part.encoder, rows, (stacks, nexts), num_threads)
