@@ -13,27 +13,36 @@ import pytest
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.frames import FrameStore, Observation, StackLayout
 from rl_ext_core.testing import CONTENTS, ConformanceError, check_frame_store
+from tests.core.frames.disk_helpers import make_store
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["patch", pytest.param("raw", marks=pytest.mark.exhaustive), "adaptive"])
 def test_store_conforms(codec: str) -> None:
-    def make_store(capacity: int, n_envs: int, layout: StackLayout) -> FrameStore:
+    def make_tested(capacity: int, n_envs: int, layout: StackLayout) -> FrameStore:
         """Create the store under test."""
         if codec == "adaptive":
             return FrameStore.adaptive(capacity, n_envs, layout.shape, layout.dtype)
         return make_store(capacity, n_envs, layout, codec=codec)
 
-    check_frame_store(make_store, contents=("mixed",) if codec == "adaptive" else CONTENTS)
+    check_frame_store(make_tested, contents=("mixed",) if codec == "adaptive" else CONTENTS)
 
 
 class FaultyStore(FrameStore):
     """Store with the fault that ``fault`` names."""
 
+<<<<<<< HEAD
     def __init__(self, capacity: int, n_envs: int, layout: StackLayout, *, fault: str) -> None:
         super().__init__(
             capacity, n_envs, Observation(layout.shape, layout.dtype, "raw", layout.n_stack, axis=layout.axis)
         )
+=======
+    fault = ""
+
+    def __init__(self, capacity: int, n_envs: int, layout: StackLayout, *, fault: str) -> None:
+        observation = Observation(layout.shape, layout.dtype, "raw", layout.n_stack, axis=layout.axis)
+        super().__init__(capacity, n_envs, observation)
+>>>>>>> fea3e998 (tests: adapt tests of codecs, kernels and errors to the log)
         self.fault = fault
 
     def get(self, rows: Any, envs: Any, observations: Any, next_observations: Any = None, **options: Any) -> None:

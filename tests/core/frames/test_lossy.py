@@ -64,7 +64,7 @@ def make_adaptive(plain: ReferenceStore, **options: Any) -> FrameStore:
 def test_adaptive_store_is_exact_until_it_knows_the_layout(n_stack: int | None) -> None:
     plain = ReferenceStore(200, 2, RGB)
     store, exact = (make_adaptive(plain, n_stack=n_stack, max_error=bound) for bound in (4, 0))
-    for step, transition in enumerate(drifting_transitions(RGB, 200)):
+    for step, transition in enumerate(drifting_transitions(RGB, 200, speed=0)):
         plain.append(*transition)
         for each in (store, exact):
             each.append(*transition)

@@ -1,0 +1,1065 @@
+"""Store of transitions on a log: a ring whose frames are stored once each, in memory or in a folder."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import ctypes
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from operator import index
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_ext_core._interrupts import defer_signals, run_pending_handlers
+from rl_ext_core._system import make_fork_safe_lock
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, RlExtError, StorageError
+from rl_ext_core.frames.checkpoint import checksum, load, reduce_with_lock, save
+from rl_ext_core.frames.codecs import check_codec, check_numba, validate_max_error
+from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR
+from rl_ext_core.frames.jpeg import DEFAULT_QUALITY, JpegCodec
+from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout
+from rl_ext_core.frames.log_folder import LogFolder
+from rl_ext_core.frames.region import address_of
+from rl_ext_core.frames.threads import run_in_threads
+
+if TYPE_CHECKING:
+    from rl_ext_core.frames.log import Column, FrameLog  # loads numba
+
+FORMAT_VERSION = 5
+_LAST_CHECK = 4096  # transitions per environment after which the layout is not detected any more
+_LEAST_FOR_LOSS = 64  # transitions per environment before a permitted loss is used
+_LOOK_BACK = 16  # newest transitions per environment that are used to detect the layout
+_COPY_BATCH = 64  # transitions per environment that are copied at a time
+_LEAST_SEGMENTS = 8  # that max_bytes must leave room for
+_SEGMENT_SHARE = 12  # a segment takes at most so much of max_bytes
+_SMALL_FRAME = 512  # bytes
+_MAX_STACK = 63  # that fits into a pair of the log
+
+_logger = logging.getLogger("rl_ext_core.frames")
+_open_stores: weakref.WeakSet[LogStore] = weakref.WeakSet()
+_NO_ENVS = np.zeros(0, dtype=np.int64)
+
+Array = npt.NDArray[Any]
+
+
+class Observation(NamedTuple):
+    """One kind of observations, such as those of a key of a ``Dict`` space, and how to store them.
+
+    :ivar shape: Shape of one observation.
+    :ivar dtype: Dtype of the observations.
+    :ivar codec: ``"patch"``, ``"raw"`` or ``"jpeg"``.
+    :ivar n_stack: Frames per stack, or None to detect it.
+    :ivar max_error: Largest error per byte; 0 is exact.
+    :ivar quality: JPEG quality, 1 to 100.
+    :ivar axis: Stacking axis, or None to derive it.
+
+    >>> import numpy as np
+    >>> from rl_ext_core.frames.log_store import Observation
+    >>> Observation((4, 84, 84), np.uint8, n_stack=4).max_error
+    0
+    """
+
+    shape: tuple[int, ...]
+    dtype: npt.DTypeLike
+    codec: str = "patch"
+    n_stack: int | None = None
+    max_error: int = 0
+    quality: int = DEFAULT_QUALITY
+    axis: int | None = None
+
+
+Converter = Callable[[Any, str], Array]
+
+
+@contextlib.contextmanager
+def prefix_key(key: Any) -> Iterator[None]:
+    """Within the context, prefix errors with the ``Dict`` key they concern; without a key, do nothing."""
+    try:
+        yield
+    except RlExtError as error:
+        if key is None:
+            raise
+        raise type(error)(f"key {key!r}: {error}") from error
+
+
+@cache
+@defer_signals
+def load_kernels() -> None:
+    """Import the kernels, and compile those that every store needs. The first time takes seconds.
+
+    numba cannot be imported again after its import was interrupted. So Ctrl-C waits.
+
+    :raises MissingDependencyError: If numba is not installed.
+    """
+    check_numba("A store of frames")
+    from rl_ext_core.frames.log import Column, FrameLog
+
+    layout = StackLayout((2, 4, 4), np.dtype(np.uint8), 2, 0)
+    log, stacks = FrameLog(2, 1, [Column(layout)]), np.arange(64, dtype=np.uint8).reshape(2, *layout.shape)
+    for _ in range(3):
+        log.set_inputs(0, address_of(stacks), PLANAR, address_of(stacks[1:]), PLANAR)
+        log.push()
+        run_pending_handlers()
+    place = np.zeros(1, dtype=np.int64)
+    log.contains(place, place)
+    log.decode(0, place, place, 0, 1, address_of(stacks), address_of(stacks[1:]))
+    log.find_handles(0, place, place)
+    run_pending_handlers()
+    log.clear()
+
+
+class RecoveryReport(NamedTuple):
+    """Transitions found in a ``storage_dir`` that was opened again, per environment.
+
+    :ivar kept: Transitions in the store.
+    :ivar lost: Transitions that were being written when the previous process was killed: 0 or 1.
+
+    >>> store = FrameStore.adaptive(1000, 1, shape, dtype, storage_dir="run1", resume=True)  # doctest: +SKIP
+    >>> store.recovered  # doctest: +SKIP
+    RecoveryReport(kept=512, lost=1)
+    """
+
+    kept: int
+    lost: int
+
+
+class Part:
+    """Observations of one key: their layout and codec, and the form in which they are given.
+
+    :ivar key: Key of a ``Dict``, or None.
+    :ivar options: Options of the observations.
+    :ivar layout: Current layout.
+    :ivar converter: Function that converts observations of another form than the usual one, or None. It gets them, and
+        their name for error texts.
+    """
+
+    converter: Converter | None = None
+
+    def __init__(self, key: Any, options: Observation, n_envs: int) -> None:
+        dtype = np.dtype(options.dtype)
+        self.key, self.options, self.n_envs = key, options._replace(dtype=dtype), n_envs
+        given = options.n_stack
+        layouts = list(candidate_layouts(options.shape, dtype, n_stack=given))
+        if options.axis is not None and given is not None:
+            layouts = [StackLayout(options.shape, dtype, given, options.axis)]
+        if given is not None and given > _MAX_STACK:  # more than a pair can count
+            raise InvalidArgumentError(f"n_stack={given}: expected at most {_MAX_STACK}. Pass n_stack=1")
+        check_codec(options.codec, quality=options.quality)
+        self.is_jpeg = options.codec == "jpeg"
+        self.max_error = validate_max_error(options.max_error, codec=options.codec, dtype=dtype)
+        self._lossy_layouts = [layout for layout in layouts if not self.is_jpeg or self._has_images(layout)]
+        if not self._lossy_layouts:
+            JpegCodec(layouts[-1], options.quality)  # raises
+        self.detects = given is None
+        # Until the layout is known, a permitted loss is not used, because storing frames twice would add to it.
+        self.waits = self.detects and (self.is_jpeg or self.max_error > 0)
+        self.set_layout(layouts[-1] if self.detects else layouts[0])
+
+    def _has_images(self, layout: StackLayout) -> bool:
+        """Return whether the frames of a layout are images that JPEG can store."""
+        try:
+            JpegCodec(layout, self.options.quality)
+        except (InvalidArgumentError, InvalidTypeError):
+            return False
+        return True
+
+    def set_layout(self, layout: StackLayout) -> None:
+        """Use a layout from now on."""
+        self.layout = layout
+        self.batch_shape = (self.n_envs, *layout.shape)
+        batch = np.empty(self.batch_shape, layout.dtype)
+        self.order = PLANAR if layout.planar or layout.n_stack == 1 else INTERLEAVED
+        self.strides = batch.strides
+        # VecTransposeImage returns views with these strides: channel-first over channel-last memory.
+        last = np.empty((self.n_envs, *layout.shape[1:], layout.shape[0]), layout.dtype)
+        self.transposed = np.moveaxis(last, -1, 1).strides if layout.planar and len(layout.shape) > 1 else None
+        self.encoder: JpegCodec | None = None
+        if self.is_jpeg and not self.waits:
+            self.encoder = JpegCodec(layout, self.options.quality)
+
+    def use_loss(self) -> None:
+        """Use the permitted loss from now on."""
+        self.waits = False
+        allowed = self._lossy_layouts
+        layout = self.layout
+        self.set_layout(layout if layout in allowed else allowed[-1])
+
+    @property
+    def codec(self) -> str:
+        """Codec in use; ``"raw"`` if frames are too small for patches."""
+        is_small = self.layout.frame_bytes < _SMALL_FRAME and not self.max_error
+        return "raw" if is_small and self.options.codec == "patch" else self.options.codec
+
+    @property
+    def column(self) -> Column:
+        """The column of the log in which the frames are stored."""
+        from rl_ext_core.frames.log import Column
+
+        return Column(self.layout, 0 if self.waits else self.max_error, patches=self.options.codec != "raw")
+
+    @property
+    def settings(self) -> list[Any]:
+        """Plain values that determine how frames are stored, for :meth:`restore`."""
+        layout = self.layout
+        return [list(map(int, layout.shape)), layout.dtype.str, int(layout.n_stack), int(layout.axis), self.waits]
+
+    def restore(self, settings: list[Any]) -> None:
+        """Use the layout of a store that was opened or loaded."""
+        shape, dtype, n_stack, axis, self.waits = settings
+        self.set_layout(StackLayout(tuple(shape), np.dtype(dtype), n_stack, axis))
+
+    def prepare(self, stacks: Any, name: str) -> tuple[Array, int]:
+        """Check a batch of stacks, and copy it if the kernels cannot read its memory order.
+
+        :return: The batch, and its memory order.
+        :raises InvalidTypeError: If the dtype cannot be converted without loss.
+        :raises InvalidArgumentError: If the shape is wrong.
+        """
+        if type(stacks) is not np.ndarray or stacks.shape != self.batch_shape or stacks.dtype != self.layout.dtype:
+            if self.converter is not None:
+                stacks = self.converter(stacks, name)
+            stacks = self._convert(np.asarray(stacks), name)
+        strides = stacks.strides
+        if strides == self.strides:
+            return stacks, self.order
+        if strides == self.transposed:
+            return stacks, INTERLEAVED
+        return np.ascontiguousarray(stacks), self.order
+
+    def _convert(self, stacks: Array, name: str) -> Array:
+        """Return a batch with the right dtype; raise if it has the wrong shape."""
+        dtype = self.layout.dtype
+        if stacks.shape != self.batch_shape:
+            raise InvalidArgumentError(
+                f"{name} has shape {stacks.shape}, expected {self.batch_shape}: (number of environments, "
+                "*observation shape). Nothing was stored."
+            )
+        if not np.can_cast(stacks.dtype, dtype, "safe"):
+            raise InvalidTypeError(
+                f"{name} has dtype {stacks.dtype}, which cannot be converted to {dtype} without loss. "
+                f"Nothing was stored. To convert it all the same, use {name}.astype(np.{dtype})."
+            )
+        return stacks.astype(dtype, copy=False)
+
+    def check_output(self, out: Array, n: int) -> None:
+        """Raise unless an output array is writable and has the right shape and dtype."""
+        expected = (n, *self.layout.shape)
+        if not (out.shape == expected and out.dtype == self.layout.dtype and out.flags.carray):
+            kind = "an" if out.flags.writeable else "a read-only"
+            raise InvalidArgumentError(
+                f"an output is {kind} array of shape {out.shape} and dtype {out.dtype}, expected a C-contiguous "
+                f"one to write to, of shape {expected} and dtype {self.layout.dtype}; for example "
+                f"np.empty({expected}, np.{self.layout.dtype})"
+            )
+
+
+class LogStore:
+    """A ring buffer of transitions ``(observation, next observation)``, one of each environment per row.
+
+    Each frame is stored once, although up to ``2 * n_stack`` stacks contain it. The store compares contents to detect
+    shared frames. Observations are returned bit for bit, unless ``max_error`` or the codec ``"jpeg"`` is used.
+
+    :param capacity: Transitions per environment. A full store overwrites the oldest one.
+    :param n_envs: Number of environments.
+    :param observation: The observations; or, for ``Dict`` observations, a dict of them by key.
+    :param row_dtype: Dtype of the caller's data per row, such as actions and rewards; or None.
+    :param max_bytes: Size limit of the store in bytes, index and rows included, or None. A store that exceeds it drops
+        the oldest transitions, a segment at a time. Their rows read as zeros then.
+    :param storage_dir: Folder for the transitions, or None for memory. They outlive the process. A killed process loses
+        at most the transition that it was adding. Only one process at a time can open the folder.
+    :param resume: Whether to continue with the transitions in ``storage_dir``, and to set ``recovered``. The arguments
+        must be those of the store that added them. Without it, a folder with transitions is refused. Default False.
+    :ivar parts: Observations by key; the key is None if they are not a ``Dict``.
+    :ivar lock: Lock that is held while the store is changed or read. It can be acquired again by the same thread.
+    :ivar recovered: Transitions found in ``storage_dir``, or None if it was new.
+    :ivar seen: Transitions per environment that this process has added or found.
+    :raises CorruptFileError: If a file in ``storage_dir`` is damaged.
+    :raises StorageError: If another process uses ``storage_dir``, or it cannot be created.
+
+    >>> import numpy as np
+    >>> from rl_ext_core.frames.log_store import LogStore, Observation
+    >>> store = LogStore(100, 1, Observation((4, 84, 84), np.uint8, n_stack=4))
+    >>> observation = np.zeros((1, 4, 84, 84), np.uint8)
+    >>> store.append(observation, observation)
+    >>> store.size
+    1
+    """
+
+    recovered: RecoveryReport | None
+
+    def __init__(
+        self,
+        capacity: int,
+        n_envs: int,
+        observation: Observation | Mapping[Any, Observation],
+        *,
+        row_dtype: npt.DTypeLike | None = None,
+        max_bytes: int | None = None,
+        storage_dir: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+    ) -> None:
+        if resume and storage_dir is None:
+            raise InvalidArgumentError("resume=True needs a folder. Pass storage_dir too, or leave resume out")
+        if capacity < 1 or n_envs < 1:
+            raise InvalidArgumentError(f"capacity={capacity}, n_envs={n_envs}: expected at least 1 for both")
+        self.capacity, self.n_envs = index(capacity), index(n_envs)
+        self.max_bytes = None if max_bytes is None else index(max_bytes)
+        self.row_dtype = None if row_dtype is None else np.dtype(row_dtype)
+        by_key = observation if isinstance(observation, Mapping) else {None: observation}
+        self.parts: dict[Any, Part] = {}
+        for key, options in by_key.items():
+            with prefix_key(key):
+                self.parts[key] = Part(key, options, self.n_envs)
+        self._single = self.parts.get(None)
+        self.lock = make_fork_safe_lock()
+        self.recovered, self.seen, self._folder = None, 0, None
+        self._data: Array | None = None
+        if storage_dir is None:
+            self._set_log(self._new_log())
+            return
+        self._folder = LogFolder(storage_dir, self._options)
+        try:
+            self._open_folder(self._folder, resume=resume)
+        except BaseException:
+            self._folder.abandon()
+            raise
+        _open_stores.add(self)
+
+    @classmethod
+    def adaptive(
+        cls,
+        capacity: int,
+        n_envs: int,
+        shape: tuple[int, ...],
+        dtype: npt.DTypeLike,
+        *,
+        max_bytes: int | None = None,
+        storage_dir: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+        row_dtype: npt.DTypeLike | None = None,
+        **options: Any,
+    ) -> LogStore:
+        """Create a store of one kind of observations.
+
+        :param shape: Shape of one observation.
+        :param dtype: Dtype of the observations.
+        :param options: Other fields of :class:`Observation`.
+        :return: The store.
+        """
+        observation = Observation(tuple(shape), dtype, **options)
+        folder: dict[str, Any] = {"storage_dir": storage_dir, "resume": resume}
+        return cls(capacity, n_envs, observation, row_dtype=row_dtype, max_bytes=max_bytes, **folder)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Requested options as plain values. A folder can be opened with the same ones only."""
+        parts = [[str(part.key), *part.options._replace(dtype=part.layout.dtype.str)] for part in self.parts.values()]
+        dtype, n_bytes = (None, 0) if self.row_dtype is None else (str(self.row_dtype.descr), self.row_dtype.itemsize)
+        return {
+            "capacity": self.capacity,
+            "n_envs": self.n_envs,
+            "observations": parts,
+            "rows": dtype,
+            "row_bytes": n_bytes,
+        }
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """Settings that determine how frames are stored, as plain values."""
+        return {"parts": [part.settings for part in self.parts.values()]}
+
+    def _new_log(self, folder: Path | None = None, rows: Array | None = None) -> FrameLog:
+        """Create an empty log for the current layouts.
+
+        :param rows: Array for the data of the caller, or None for a new one.
+        """
+        load_kernels()
+        from rl_ext_core.frames.log import FrameLog
+
+        n_bytes = 0 if self.row_dtype is None else self.row_dtype.itemsize
+        columns = [part.column for part in self.parts.values()]
+        log = FrameLog(self.capacity, self.n_envs, columns, row_bytes=n_bytes, folder=folder, rows=rows)
+        if self._folder is not None:
+            log.is_in_place = self._folder.is_in_place
+        if self.max_bytes is not None:
+            least = log.nbytes + 4 * _LEAST_SEGMENTS * log.record_words
+            if self.max_bytes < least:
+                raise InvalidArgumentError(
+                    f"max_bytes={self.max_bytes:,} is too little for n_envs={self.n_envs} and these observations; pass "
+                    f"at least {least:,}"
+                )
+            log.most_words = min(log.most_words, max(self.max_bytes // 4 // _SEGMENT_SHARE, log.record_words))
+        return log
+
+    def _set_log(self, log: FrameLog) -> None:
+        """Use a log from now on."""
+        self._log = log
+        self._encoders = {
+            number: partial(_encode_frame, part.encoder)
+            for number, part in enumerate(self.parts.values())
+            if part.encoder is not None
+        }
+
+    def _open_folder(self, folder: LogFolder, *, resume: bool) -> None:
+        """Create the log in an empty folder, or resume the one in it."""
+        if folder.settings is None:
+            self._set_log(self._new_log(folder.segments(new=True)))
+            folder.use(self._settings)
+            return
+        for part, settings in zip(self.parts.values(), folder.settings["parts"], strict=True):
+            part.restore(settings)
+        self._set_log(self._new_log(folder.segments()))
+        self._log.recover()
+        if self.size and not resume:
+            raise InvalidArgumentError(
+                f"storage_dir={str(folder.path)!r} contains {self.size:,} rows of an earlier buffer, expected an empty "
+                "folder. Pass resume=True to continue with them, or another storage_dir"
+            )
+        self.seen = self.size
+        self.recovered = RecoveryReport(self.size, int(self._log.has_torn_record()))
+        _logger.info(
+            "%s: recovered %d transitions per environment; lost %d that was being written when the previous process "
+            "was killed",
+            folder.path,
+            *self.recovered,
+        )
+        self._enforce_max_bytes()
+
+    # Properties
+
+    @property
+    def layout(self) -> Any:
+        """Current layout of the observations; a dict by key for a ``Dict``."""
+        return self._map(lambda part: part.layout)
+
+    @property
+    def codec(self) -> Any:
+        """Name of the codec; a dict by key for a ``Dict``."""
+        return self._map(lambda part: part.codec)
+
+    def _map(self, read: Any) -> Any:
+        """Apply a function to each part; return a dict by key, or the only result."""
+        return read(self._single) if self._single else {key: read(part) for key, part in self.parts.items()}
+
+    @property
+    def lossy(self) -> bool:
+        """Whether returned observations may differ from the stored ones, now or later."""
+        return any(part.is_jpeg or part.max_error for part in self.parts.values())
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``storage_dir`` was closed."""
+        return self._folder is not None and not self._folder.close.alive
+
+    @property
+    def identity(self) -> str | None:
+        """Random name of the store in ``storage_dir``, which copies of the folder share; None without a folder."""
+        return None if self._folder is None else self._folder.identity
+
+    @property
+    def n_records(self) -> int:
+        """Number of transitions that were ever added to ``storage_dir``, and of other changes, modulo 2**32."""
+        return self._log.n_records
+
+    @property
+    def position(self) -> int:
+        """Row of the next transition."""
+        return self._log.position
+
+    @property
+    def full(self) -> bool:
+        """Whether all rows have been written."""
+        return self._log.full
+
+    @property
+    def size(self) -> int:
+        """Number of stored transitions per environment."""
+        return self._log.stored
+
+    @property
+    def first(self) -> int:
+        """Row of the oldest stored transition. The others follow it around the ring."""
+        return (self.position - self.size) % self.capacity
+
+    @property
+    def dropped(self) -> int:
+        """Number of dropped transitions whose rows have not been written again."""
+        return (self.capacity if self.full else self.position) - self.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use by frames, index and rows, in memory or in files."""
+        return self._log.nbytes
+
+    @property
+    def rows(self) -> Array:
+        """Data of the caller, shape ``(capacity,)``, of dtype ``row_dtype``. Write to it by :meth:`append` only."""
+        assert self.row_dtype is not None
+        return self._log.rows.view(self.row_dtype)[:, 0]
+
+    def __repr__(self) -> str:
+        parts = ", ".join(
+            f"{'' if part.key is None else f'{part.key}: '}{part.layout.shape} {part.layout.dtype}"
+            for part in self.parts.values()
+        )
+        loss = "lossy" if self.lossy else "lossless"
+        return f"{type(self).__name__}({self.capacity} x {self.n_envs} transitions of {parts}, {loss})"
+
+    # Adding
+
+    def append(self, observations: Any, next_observations: Any, data: Any = None, *, row: int | None = None) -> None:
+        """Store one transition of each environment. A full store overwrites the oldest one.
+
+        An exception leaves the store as it was.
+
+        :param observations: Shape ``(n_envs, *shape)``; for ``Dict`` observations, a dict of such arrays.
+        :param next_observations: The same for the next observations.
+        :param data: Data of the row: an array of dtype ``row_dtype`` with one element.
+        :param row: Row to write to, or None for the next one. An older one can be replaced in memory only.
+        :raises InvalidArgumentError: If a shape is wrong, or the row does not exist.
+        :raises InvalidTypeError: If a dtype cannot be converted without loss.
+        :raises OutOfMemoryError: If there is not enough memory.
+        :raises StorageError: If the disk is full.
+        """
+        with self.lock:
+            log = self._log
+            place = -1 if row is None else self._check_row(row)
+            if self._folder is not None:
+                self._folder.check_open()
+            if (single := self._single) is not None:
+                obs, order = single.prepare(observations, "obs")
+                next_obs, next_order = single.prepare(next_observations, "next_obs")
+                log.set_inputs(0, address_of(obs), order, address_of(next_obs), next_order)
+            else:
+                kept = self._set_dict_inputs(observations, next_observations)  # noqa: F841  # until it was read
+            if data is not self._data:
+                self._check_data(data)
+            address = 0 if data is None else address_of(data)
+            if self._encoders:
+                log.push_encoded(self._encoders, data=address, row=place)
+            else:
+                log.push(data=address, row=place)
+            if self.max_bytes is not None:
+                self._enforce_max_bytes()
+            self.seen += 1
+            if self.seen <= _LAST_CHECK and self.seen & (self.seen - 1) == 0:
+                self._update_layouts()
+
+    def _check_data(self, data: Array | None) -> None:
+        """Raise unless the data of a row has the right form."""
+        if data is not None and not (
+            data.dtype == self.row_dtype and data.size == 1 and data.flags.c_contiguous and data.dtype.itemsize
+        ):
+            raise InvalidArgumentError(
+                f"data has dtype {data.dtype} and shape {data.shape}, expected one element of {self.row_dtype}. "
+                "Nothing was stored"
+            )
+        self._data = data
+
+    def write_newest_data(self, data: Array | None = None) -> None:
+        """Replace the data of the newest row.
+
+        :param data: Data of the row, as for :meth:`append`; or None if the caller has changed it in :attr:`rows`.
+        """
+        with self.lock:
+            if self._folder is not None:
+                self._folder.check_open()
+            if data is not None:
+                self._check_data(data)
+                self.rows[(self.position - 1) % self.capacity] = data.reshape(-1)[0]
+            self._log.write_newest_data()
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """Return an array of the caller that may change at any time. It is in ``storage_dir``, if there is one.
+
+        :param name: Name of lower-case letters.
+        :param shape: Shape of a row.
+        :param dtype: Dtype.
+        :return: Array of shape ``(capacity, *shape)``, zeros at first.
+        """
+        shape = (self.capacity, *shape)
+        return np.zeros(shape, dtype) if self._folder is None else self._folder.array(name, shape, dtype)
+
+    @property
+    def array_names(self) -> set[str]:
+        """Names of the arrays in ``storage_dir``."""
+        return set() if self._folder is None else self._folder.array_names
+
+    def _check_row(self, row: int) -> int:
+        """Return the row, or -1 for the next one; raise if it cannot be written."""
+        if not 0 <= row < self.capacity:
+            raise InvalidArgumentError(f"row={row}: there are rows 0 to {self.capacity - 1}. Nothing was stored")
+        if row == self.position:
+            return -1
+        if self._folder is not None:
+            raise InvalidArgumentError(
+                f"row={row}: with storage_dir, transitions are stored one after the other; expected row {self.position}"
+            )
+        return index(row)
+
+    def _set_dict_inputs(self, observations: Any, next_observations: Any) -> list[Array]:
+        """Set the inputs of the log for ``Dict`` observations; return arrays that must live until it has read them."""
+        kept = []
+        for name, given in (("obs", observations), ("next_obs", next_observations)):
+            if not isinstance(given, Mapping) or not self.parts.keys() <= given.keys():
+                problem = f"has keys {[*given]}" if isinstance(given, Mapping) else f"is a {type(given).__name__}"
+                raise InvalidArgumentError(
+                    f"{name} {problem}, expected a dict with the keys {[*self.parts]}. Nothing was stored"
+                )
+        for number, (key, part) in enumerate(self.parts.items()):
+            with prefix_key(key):
+                obs, order = part.prepare(observations[key], "obs")
+                next_obs, next_order = part.prepare(next_observations[key], "next_obs")
+            self._log.set_inputs(number, address_of(obs), order, address_of(next_obs), next_order)
+            kept += [obs, next_obs]
+        return kept
+
+    @defer_signals
+    def _update_layouts(self) -> None:
+        """Detect the layouts again, and store the transitions again if one has changed."""
+        if not any(part.detects for part in self.parts.values()) or self.position not in (0, self.size):
+            return
+        changed = False
+        settings = self._settings["parts"]
+        for number, part in enumerate(self.parts.values()):
+            if part.detects and (part.is_jpeg or part.max_error == 0 or part.waits):
+                changed |= self._update_part(number, part)
+        if not changed:
+            return
+        try:
+            self._store_again()
+        except (MemoryError, StorageError):  # the new transition is stored already, so the layouts stay
+            for part, old in zip(self.parts.values(), settings, strict=True):
+                part.restore(old)
+
+    def _update_part(self, number: int, part: Part) -> bool:
+        """Detect the layout of one part; return whether it has changed."""
+        if not part.waits and part.is_jpeg:
+            return False
+        rows = np.arange(max(self.size - _LOOK_BACK, 0), self.size)
+        before, after = self._read_rows(number, part, rows)
+        below = before[: -self.n_envs], before[self.n_envs :]  # in a rollout, the next row has the next observations
+        shape, dtype = part.layout.shape, part.layout.dtype
+        found = find_layout(shape, dtype, before, after) or find_layout(shape, dtype, *below)
+        if found is not None and found.n_stack > _MAX_STACK:
+            found = StackLayout(shape, dtype, 1, 0)
+        changed = found is not None and found != part.layout
+        if found is not None and changed:
+            part.set_layout(found)
+            _logger.info("observations of shape %s: frames per stack: %d", shape, found.n_stack)
+        if part.waits and (found is not None or self.seen >= _LAST_CHECK) and self.seen >= _LEAST_FOR_LOSS:
+            part.use_loss()
+            changed = True
+        return changed
+
+    def _store_again(self) -> None:
+        """Copy all transitions into a log with the current layouts. An exception leaves the old log in use."""
+        folder, old = self._folder, self._log
+        if not old.is_in_place():
+            raise StorageError(f"{old.folder} was moved or replaced")
+        new = self._new_log(None if folder is None else folder.segments(new=True), old.rows)
+        new.n_records = old.n_records - self.size
+        encoders = {
+            number: partial(_encode_frame, part.encoder)
+            for number, part in enumerate(self.parts.values())
+            if part.encoder is not None
+        }
+        for start in range(0, self.size, _COPY_BATCH):
+            rows = np.arange(start, min(start + _COPY_BATCH, self.size))
+            batches = [self._read_rows(number, part, rows) for number, part in enumerate(self.parts.values())]
+            for i, row in enumerate(rows.tolist()):
+                for number, (part, both) in enumerate(zip(self.parts.values(), batches, strict=True)):
+                    obs, next_obs = (batch[i * self.n_envs :] for batch in both)
+                    new.set_inputs(number, address_of(obs), part.order, address_of(next_obs), part.order)
+                data = address_of(old.rows[row:])
+                if encoders:
+                    new.push_encoded(encoders, data=data)
+                else:
+                    new.push(data=data)
+        if folder is not None:
+            folder.use(self._settings)
+        self._set_log(new)
+
+    def _read_rows(self, number: int, part: Part, rows: Array) -> tuple[Array, Array]:
+        """Return observations and next observations of all environments, row by row."""
+        grid = np.repeat(rows, self.n_envs), np.tile(np.arange(self.n_envs), len(rows))
+        before, after = (np.empty((len(grid[0]), *part.layout.shape), part.layout.dtype) for _ in range(2))
+        self._decode(number, part, *grid, before, after, num_threads=1)
+        return before, after
+
+    # Reading
+
+    def get(
+        self, rows: Array, envs: Array, observations: Any, next_observations: Any = None, *, num_threads: int = 1
+    ) -> None:
+        """Decode a batch of transitions into arrays.
+
+        :param rows: ``int64`` positions in the ring, shape ``(batch,)``. A row that was never written gives zeros.
+        :param envs: ``int64`` environments, shape ``(batch,)``.
+        :param observations: Output, C-contiguous, shape ``(batch, *shape)``; a dict of such arrays for ``Dict``
+            observations; or None.
+        :param next_observations: The same for the next observations.
+        :param num_threads: Threads to decode in; default 1.
+        :raises InvalidArgumentError: If a row or environment does not exist, or an output has the wrong form.
+        """
+        with self.lock:
+            if self._folder is not None:
+                self._folder.check_open()
+            rows, envs = self._check_places(rows, envs)
+            for number, (key, part) in enumerate(self.parts.items()):
+                outs = (observations, next_observations)
+                if self._single is None:
+                    outs = tuple(None if out is None else out.get(key) for out in outs)  # type: ignore[assignment]
+                for out in outs:
+                    if out is not None:
+                        part.check_output(out, len(rows))
+                if not (outs[0] is outs[1] is None):
+                    self._decode(number, part, rows, envs, *outs, num_threads=num_threads)
+
+    def _check_places(self, rows: Array, envs: Array) -> tuple[Array, Array]:
+        """Return rows and environments for the kernels; raise if one does not exist."""
+        if rows.dtype == envs.dtype == np.int64 and rows.shape == envs.shape == (rows.size,):
+            # HER passes strided arrays, for which the kernels would be compiled once more.
+            rows, envs = (places if places.flags.carray else places.copy() for places in (rows, envs))
+            if self._log.contains(rows, envs):
+                return rows, envs
+        raise InvalidArgumentError(
+            f"rows={rows!r}, envs={envs!r}: expected two int64 arrays of the same length, with rows from 0 to "
+            f"{self.capacity - 1} and envs from 0 to {self.n_envs - 1}"
+        )
+
+    def _decode(
+        self,
+        number: int,
+        part: Part,
+        rows: Array,
+        envs: Array,
+        observations: Array | None,
+        next_observations: Array | None,
+        *,
+        num_threads: int,
+    ) -> None:
+        """Decode a batch of one part, in several threads if it is large."""
+        outs = observations, next_observations
+        addresses = [0 if out is None else address_of(out) for out in outs]
+        log = self._log
+        if part.encoder is None:
+
+            def decode_part(start: int, stop: int) -> None:
+                """Decode the transitions ``start`` to ``stop`` of the batch."""
+                log.decode(number, rows, envs, start, stop, *addresses)
+
+        else:
+
+            def decode_part(start: int, stop: int) -> None:
+                """Decode the transitions ``start`` to ``stop`` of the batch, whose frames a codec has encoded."""
+                entries = log.decode(number, rows, envs, start, stop, *addresses, opaque=True)
+                _decode_opaque(part, entries, outs)
+
+        if num_threads == 1:
+            decode_part(0, len(rows))
+        else:
+            run_in_threads(decode_part, len(rows), num_threads=num_threads)
+
+    def handles(self, rows: Array, envs: Array) -> Any:
+        """Return handles of transitions for :meth:`get_stacks`. They are valid until the store changes.
+
+        Equal handles refer to the same stored frames.
+
+        :param rows, envs: As for :meth:`get`.
+        :return: Handles of the observations and of the next observations, ``int64`` of shape ``(batch,)``. A row
+            without a transition has handle 0. For ``Dict`` observations, a dict of both by key.
+        """
+        with self.lock:
+            rows, envs = self._check_places(rows, envs)
+            found = {key: self._log.find_handles(number, rows, envs) for number, key in enumerate(self.parts)}
+            return found[None] if self._single is not None else found
+
+    def get_stacks(self, handles: Array, observations: Array, *, key: Any = None, num_threads: int = 1) -> None:
+        """Decode observations by their handles. Handle 0 gives zeros.
+
+        :param handles: Handles that :meth:`handles` returned, shape ``(batch,)``.
+        :param observations: Output, C-contiguous, shape ``(batch, *shape)``.
+        :param key: Key of ``Dict`` observations.
+        :param num_threads: Threads to decode in; default 1.
+        """
+        with self.lock:
+            number, part = [*self.parts].index(key), self.parts[key]
+            part.check_output(observations, len(handles))
+            handles = np.ascontiguousarray(handles, dtype=np.int64)
+            self._decode(number, part, handles, _NO_ENVS, None, observations, num_threads=num_threads)
+
+    # Dropping
+
+    def drop_oldest(self, count: int) -> None:
+        """Drop the oldest transitions. Their rows read as zeros then.
+
+        :param count: Number of transitions per environment.
+        :raises InvalidArgumentError: If the store contains fewer.
+        """
+        with self.lock:
+            if count := self._check_count(count):
+                self._log.drop(self.position, self.size - count)
+
+    def drop_newest(self, count: int) -> None:
+        """Drop the newest transitions.
+
+        :param count: Number of transitions per environment.
+        :raises InvalidArgumentError: If the store contains fewer.
+        """
+        with self.lock:
+            if count := self._check_count(count):
+                self._log.drop((self.position - count) % self.capacity, self.size - count)
+
+    def _check_count(self, count: int) -> int:
+        """Return the count as an int; raise if fewer transitions are stored."""
+        if not 0 <= count <= self.size:
+            raise InvalidArgumentError(f"count={count}: expected 0 to {self.size}, the number of stored transitions")
+        if self._folder is not None:
+            self._folder.check_open()
+        return index(count)
+
+    def _enforce_max_bytes(self) -> None:
+        """Drop the oldest transitions, a segment at a time, until the store takes at most ``max_bytes``."""
+        if self.max_bytes is None:
+            return
+        log = self._log
+        while self.size > 1 and log.nbytes > self.max_bytes:
+            log.drop(self.position, self.size - min(log.count_oldest(), self.size - 1))
+
+    def clear(self) -> None:
+        """Delete all transitions and free their memory."""
+        with self.lock:
+            if self._folder is not None:
+                self._folder.check_open()
+            self._log.clear()
+
+    # Files
+
+    def flush(self) -> None:
+        """Do nothing, because every transition survives the process once it was added."""
+
+    def close(self) -> None:
+        """Release ``storage_dir`` to other processes. A closed store cannot be read.
+
+        Without ``storage_dir``, do nothing, because there is nothing to release.
+        """
+        if self._folder is not None and self._folder.close.alive:
+            with self.lock:
+                self._log.close()
+                self._folder.close()
+                _open_stores.discard(self)
+
+    def __del__(self) -> None:
+        if getattr(self, "_folder", None) is not None and hasattr(self, "_log"):
+            with contextlib.suppress(Exception):
+                self.close()
+
+    def save(self, file: str | os.PathLike[str] | BinaryIO) -> None:
+        """Write the store to a file, without a copy in memory.
+
+        :param file: Path, which is replaced after all is written, or a file opened for writing bytes.
+        :raises StorageError: If the file cannot be written. An existing file stays as it was.
+        """
+        save(self, file)
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str] | BinaryIO) -> LogStore:
+        """Load a store from a file that :meth:`save` wrote, into memory.
+
+        :param file: Path, or a file opened for reading bytes.
+        :return: The store.
+        :raises CorruptFileError: If the file is damaged, cut short, has another format, or contains something else.
+        """
+        return load(cls, file)
+
+    def __copy__(self) -> LogStore:
+        return copy.deepcopy(self)  # because two stores must not write to the same memory
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_with_lock(self.lock, lambda: super(LogStore, self).__reduce_ex__(protocol))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return numbers, a checksum, and views of arrays, which pickle protocol 5 writes without a copy."""
+        parts = {
+            part.key: (*part.options._replace(dtype=part.layout.dtype.str), part.settings)
+            for part in self.parts.values()
+        }
+        state = {
+            "format": FORMAT_VERSION,
+            "capacity": self.capacity,
+            "n_envs": self.n_envs,
+            "max_bytes": self.max_bytes,
+            "row_dtype": None if self.row_dtype is None else self.row_dtype.descr,
+            "parts": parts,
+            "log": self._log.contents(),
+        }
+        return {**state, "checksum": checksum(state)}
+
+    def __setstate__(self, state: Any) -> None:
+        """Restore the store.
+
+        :raises CorruptFileError: If the state is damaged or has another format.
+        """
+        version = state.get("format") if isinstance(state, dict) else None
+        if version != FORMAT_VERSION:
+            raise CorruptFileError(
+                f"the frame store has format {version!r}, but this version reads {FORMAT_VERSION}. Load it with the "
+                "version of rl-ext that wrote it"
+            )
+        found = {name: value for name, value in state.items() if name != "held"}
+        if checksum(found) != found.get("checksum"):
+            raise CorruptFileError("the frame store is damaged: its checksum does not match its contents")
+        parts = {key: Observation(*options) for key, (*options, _) in state["parts"].items()}
+        single = [*parts] == [None]
+        LogStore.__init__(
+            self,
+            state["capacity"],
+            state["n_envs"],
+            parts[None] if single else parts,
+            row_dtype=state["row_dtype"],
+            max_bytes=state["max_bytes"],
+        )
+        for part, (*_, settings) in zip(self.parts.values(), state["parts"].values(), strict=True):
+            part.restore(settings)
+        log = self._new_log()
+        log.restore(state["log"])
+        self._set_log(log)
+        self.seen = self.size
+
+
+def _decode_opaque(part: Part, entries: Array, outs: tuple[Array | None, Array | None]) -> None:
+    """Decode the entries of a batch that a codec has encoded.
+
+    :param entries: Result of :meth:`FrameLog.decode`.
+    :param outs: Observations and next observations of the whole batch.
+    """
+    layout, codec = part.layout, part.encoder
+    assert codec is not None
+    form: tuple[int, ...] = (layout.n_stack, layout.frame_bytes)
+    if not layout.planar and layout.n_stack > 1:
+        form = (layout.pixels, layout.n_stack, layout.frame_bytes // layout.pixels)
+    views = [None if out is None else out.reshape(len(out), -1).view(np.uint8).reshape(-1, *form) for out in outs]
+    decoded: dict[int, Array] = {}
+    for address, size, sample, side, place in entries.tolist():
+        frame = decoded.get(address)
+        if frame is None:
+            blob = memoryview(bytes_at(address, size))
+            frame = decoded[address] = np.frombuffer(codec.decode(blob), np.uint8)
+        view = views[side]
+        assert view is not None
+        if len(form) == 2:
+            view[sample, place] = frame
+        else:
+            view[sample, :, place] = frame.reshape(layout.pixels, -1)
+
+
+def _encode_frame(encoder: JpegCodec, frame: Array) -> bytes:
+    """Encode a frame, which is given as bytes."""
+    return bytes(encoder.encode(frame.data))
+
+
+def bytes_at(address: int, size: int) -> Any:
+    """Return the bytes at an address."""
+    return (ctypes.c_char * size).from_address(address)
+
+
+def _close_log_stores() -> None:
+    """Close all stores that are open, at exit."""
+    for store in list(_open_stores):
+        with contextlib.suppress(Exception):
+            store.close()
+
+
+atexit.register(_close_log_stores)
+
+
+class SalvageReport(NamedTuple):
+    """Transitions that :func:`salvage` kept and lost, per environment.
+
+    :ivar kept: Transitions that are intact.
+    :ivar lost: Transitions that were complete and are deleted.
+
+    >>> from rl_ext_core.frames import salvage
+    >>> salvage("run1")  # doctest: +SKIP
+    SalvageReport(kept=498, lost=14)
+    """
+
+    kept: int
+    lost: int
+
+
+def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:
+    """Repair a damaged ``storage_dir``: keep the longest run of intact transitions, and delete the others.
+
+    If in doubt, copy the folder first.
+
+    :param storage_dir: Folder of a store.
+    :return: Number of kept and lost transitions per environment.
+    :raises InvalidArgumentError: If the folder contains no store.
+    :raises CorruptFileError: If ``store.json`` cannot be read.
+    :raises StorageError: If another process uses the folder.
+    """
+    folder = LogFolder(storage_dir, None)
+    try:
+        if folder.settings is None:
+            raise InvalidArgumentError(f"storage_dir={os.fspath(storage_dir)!r} does not contain a store")
+        options = folder.options
+        parts = [
+            Part(key, Observation(tuple(shape), *rest), options["n_envs"])
+            for key, shape, *rest in options["observations"]
+        ]
+        for part, settings in zip(parts, folder.settings["parts"], strict=True):
+            part.restore(settings)
+        columns = [part.column for part in parts]
+        report = _keep_longest_part(folder.segments(), options, columns)
+    finally:
+        folder.close()
+    _logger.warning("%s: transitions per environment: kept %d, deleted %d", folder.path, *report)
+    return report
+
+
+def _keep_longest_part(path: Path, options: dict[str, Any], columns: list[Column]) -> SalvageReport:
+    """Delete all segments except those of the longest run of intact transitions."""
+    from rl_ext_core.frames.log import FrameLog
+    from rl_ext_core.frames.log_recover import DAMAGED
+    from rl_ext_core.frames.log_segment import list_files
+
+    files = list_files(path, repair=True)
+
+    def replay(first: int, stop: int) -> tuple[FrameLog, int]:
+        """Replay files from ``first`` on; return the log, and the end of the run."""
+        sizes = options["capacity"], options["n_envs"]
+        log = FrameLog(*sizes, columns, row_bytes=options["row_bytes"], folder=path)
+        for at in range(first, stop):
+            if at > first and files[at].number != files[at - 1].number + 1:
+                return log, at
+            if log.replay(files[at]) == DAMAGED or not files[at].is_whole:
+                # Its first records are intact, or it continues records that are not.
+                return log, at + 1 if log.ends_in(files[at].number) or at == first else at
+        return log, stop
+
+    best, most, stop, stored = (0, 0), 0, 0, 0
+    while stop < len(files):
+        first = stop
+        log, stop = replay(first, len(files))
+        stored = max(stored, log.stored)
+        if log.count_newest() >= most:
+            best, most = (first, stop), log.count_newest()
+    kept = {file.path for file in files[best[0] : best[1]]}
+    for found in path.glob("*.log"):
+        if found not in kept:
+            found.unlink()
+    log, _ = replay(*best)
+    log.end_here()
+    log.drop(log.position, most)
+    log.close()
+    return SalvageReport(most, stored - most)
