@@ -279,7 +279,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
     # The position is that of the store, which changes in the same instant as its contents.
 
     @property
-    def pos(self) -> int:  # type: ignore[override]
+    def pos(self) -> int:
         """Row of the next transition."""
         return self._observations.store.position
 
@@ -288,7 +288,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         self._check_setter("pos", value)
 
     @property
-    def full(self) -> bool:  # type: ignore[override]
+    def full(self) -> bool:
         """Whether all rows have been written."""
         return self._observations.store.full
 
@@ -323,7 +323,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
     def _allocate_arrays(self) -> None:
         """Set the arrays with one row per transition. They are views of the store's rows."""
         rows = self._observations.store.rows
-        self._arrays = {name: rows[name] for name in rows.dtype.names}
+        self._arrays = {name: rows[name] for name in rows.dtype.names or ()}
         self.__dict__.update(self._arrays)
         self._row = np.zeros(1, rows.dtype)
         self._row_views = [self._row[name][0] for name in ("actions", "rewards", "dones", "timeouts")]
@@ -331,7 +331,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
     @property
     def stored_nbytes(self) -> int:
         """Size of all stored transitions in bytes: frames, index, actions, rewards and flags."""
-        n_rows, names = self._rows_written, self._row.dtype.names
+        n_rows, names = self._rows_written, self._row.dtype.names or ()
         own = sum(array[:n_rows].nbytes for name, array in self._arrays.items() if name not in names)
         return super().stored_nbytes + own
 

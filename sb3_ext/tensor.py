@@ -685,7 +685,7 @@ def _reset_noise(noise: Any, dones: torch.Tensor) -> None:
         noise.reset()
 
 
-class PPO(DataParallel, _OnPolicy, sb3.PPO):
+class PPO(DataParallel, _OnPolicy, sb3.PPO):  # type: ignore[misc]  # target_kl is a shared threshold in train()
     """PPO of Stable Baselines3 on tensors, with the same arguments, results and files.
 
     :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays

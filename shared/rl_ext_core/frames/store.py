@@ -381,9 +381,9 @@ class FrameStore:
 
         :param rows: Array for the data of the caller, or None for a new one.
         """
+        load_kernels()
         from rl_ext_core.frames.log import FrameLog
 
-        load_kernels()
         n_bytes = 0 if self.row_dtype is None else self.row_dtype.itemsize
         columns = [part.column for part in self.parts.values()]
         log = FrameLog(self.capacity, self.n_envs, columns, row_bytes=n_bytes, folder=folder, rows=rows)
@@ -920,7 +920,8 @@ class FrameStore:
             raise CorruptFileError("the frame store is damaged: its checksum does not match its contents")
         parts = {key: Observation(*options) for key, (*options, _) in state["parts"].items()}
         single = [*parts] == [None]
-        self.__init__(  # type: ignore[misc]
+        FrameStore.__init__(
+            self,
             state["capacity"],
             state["n_envs"],
             parts[None] if single else parts,

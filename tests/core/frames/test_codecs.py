@@ -31,18 +31,11 @@ def test_store_conforms(codec: str) -> None:
 class FaultyStore(FrameStore):
     """Store with the fault that ``fault`` names."""
 
-<<<<<<< HEAD
-    def __init__(self, capacity: int, n_envs: int, layout: StackLayout, *, fault: str) -> None:
-        super().__init__(
-            capacity, n_envs, Observation(layout.shape, layout.dtype, "raw", layout.n_stack, axis=layout.axis)
-        )
-=======
     fault = ""
 
     def __init__(self, capacity: int, n_envs: int, layout: StackLayout, *, fault: str) -> None:
         observation = Observation(layout.shape, layout.dtype, "raw", layout.n_stack, axis=layout.axis)
         super().__init__(capacity, n_envs, observation)
->>>>>>> fea3e998 (tests: adapt tests of codecs, kernels and errors to the log)
         self.fault = fault
 
     def get(self, rows: Any, envs: Any, observations: Any, next_observations: Any = None, **options: Any) -> None:

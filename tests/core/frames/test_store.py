@@ -16,11 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-<<<<<<< HEAD
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-=======
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
->>>>>>> fea3e998 (tests: adapt tests of codecs, kernels and errors to the log)
 from rl_ext_core.frames import FrameStore, StackLayout, log, threads
 from rl_ext_core.frames.jpeg import JpegCodec
 from rl_ext_core.frames.layout import find_layout
