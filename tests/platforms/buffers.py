@@ -19,11 +19,7 @@ from typing import Any
 import numpy as np
 
 from rl_ext_core.errors import CorruptFileError, StorageError
-<<<<<<< HEAD
 from rl_ext_core.frames import FrameStore, salvage
-=======
-from rl_ext_core.frames import FrameStore, StackLayout, salvage
->>>>>>> b6891416 (FrameStorage: docs, prefill test, and the lock in its own file)
 from rl_ext_core.frames.shared_memory import ProcessLock, SharedMemory
 
 CAPACITY, N_ENVS, SHAPE = 60, 2, (20, 20, 4)

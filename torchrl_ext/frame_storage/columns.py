@@ -104,11 +104,7 @@ class FrameColumn:
                 arrays[number] = np.empty((len(rows), *self.shape), self._numpy_dtype)
                 outs = [arrays[number] if other is key else None for other in self.keys]
                 self.table.get(rows, *outs)
-<<<<<<< HEAD
-        self.table.put(rows, *arrays)  # type: ignore[arg-type]  # none is missing here
-=======
         self.table.put(rows, *[array for array in arrays if array is not None])
->>>>>>> b6891416 (FrameStorage: docs, prefill test, and the lock in its own file)
 
     def _as_numpy(self, leaf: torch.Tensor, key: Key) -> npt.NDArray[Any]:
         """Return the images of a leaf as an array; refuse a dtype other than the column's."""

@@ -250,13 +250,8 @@ class FrameTable:
         found = np.flatnonzero(self._pairs)
         self._n_touched = int(found[-1]) + 1 if len(found) else 0
         assert self.locations is not None
-<<<<<<< HEAD
         intact: npt.NDArray[np.bool_] = (self._pairs != 0) & (self.log.locate(self._pairs) >= self.locations)
         return intact
-=======
-        is_newest: npt.NDArray[np.bool_] = self.log.locate(self._pairs) >= self.locations
-        return is_newest & (self._pairs != 0)
->>>>>>> b6891416 (FrameStorage: docs, prefill test, and the lock in its own file)
 
     def close(self) -> None:
         """Close the open segment, so that its file takes no more space than needed."""
@@ -368,14 +363,7 @@ class FrameTable:
         """Return handles of observations and next observations, for :meth:`GpuDecoder.decode`."""
         return self.log.find_handles(0, rows, np.zeros(len(rows), dtype=np.int64))
 
-<<<<<<< HEAD
     # State
-=======
-    def are_stored(self, rows: Array) -> npt.NDArray[np.bool_]:
-        """Return which rows are stored."""
-        found: npt.NDArray[np.bool_] = self._pairs[rows] != 0
-        return found
->>>>>>> b6891416 (FrameStorage: docs, prefill test, and the lock in its own file)
 
     @property
     def is_lossy(self) -> bool:
