@@ -377,10 +377,10 @@ def test_only_sampled_images_are_decoded_and_once(sampler: str, monkeypatch: pyt
     decoded = []
     original = FrameColumn.decode
 
-    def decode(self: Any, numbers: torch.Tensor, keys: list[Any]) -> Any:
+    def decode(self: Any, numbers: torch.Tensor, keys: list[Any], **options: Any) -> Any:
         """Record the number of images, and pass the call on."""
         decoded.append(numbers.numel() * len(keys))
-        return original(self, numbers, keys)
+        return original(self, numbers, keys, **options)
 
     monkeypatch.setattr(FrameColumn, "decode", decode)
     for _ in range(3):

@@ -203,8 +203,7 @@ def test_plan_range_contains_the_true_cost() -> None:
 def test_number_of_steps_depends_on_the_variance() -> None:
     even, uneven = (plan(None, 1000, env=env, codecs=["patch"]) for env in (Film, Track))
     steps = [int(found.source.split(", ")[1].split()[0]) for found in (even, uneven)]
-    assert 600 <= steps[0] < 700
-    assert steps[0] < steps[1] <= 3000
+    assert 600 <= steps[0] < steps[1] <= 3000
     asked = plan(None, 1000, env=Track, codecs=["patch"], steps=200)
     assert "200 steps of a random policy" in asked.source
     low, high = asked.row("patch").range or (0.0, 0.0)
