@@ -2,8 +2,8 @@
 
     python -m benchmarks.store_size [--games breakout pong] [--most 10000000]
 
-A recording is added in a loop. Prints the median time of ``append`` and ``get`` in CPU seconds of the calling thread,
-and memory, for 10,000 transitions and each larger power of ten.
+A recording is added in a loop, for 10,000 transitions and each larger power of ten. Prints memory, and median times in
+CPU seconds of the calling thread.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import numpy as np
 
 from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.frames import FrameStore, salvage
-from rl_ext_core.frames.shared_memory import ProcessLock, SharedMemory
+from rl_ext_core.frames.shared_memory import MemoryFile, ProcessLock
 
 CAPACITY, N_ENVS, SHAPE = 60, 2, (20, 20, 4)
 ADDED = 150
@@ -220,7 +220,7 @@ def test_transitions_of_a_killed_process_are_recovered() -> None:
         del store
 
 
-def _increment_under_lock(lock: ProcessLock, memory: SharedMemory, times: int) -> None:
+def _increment_under_lock(lock: ProcessLock, memory: MemoryFile, times: int) -> None:
     """Increment a number in shared memory several times, each time under a lock."""
     (number,) = memory.arrays(((1,), np.int64))
     for _ in range(times):
@@ -238,7 +238,7 @@ def _hold_lock_until_killed(lock: ProcessLock, path: Path) -> None:
 
 
 def test_processes_share_memory_and_a_lock() -> None:
-    context, lock, memory = multiprocessing.get_context("spawn"), ProcessLock(), SharedMemory(1 << 20)
+    context, lock, memory = multiprocessing.get_context("spawn"), ProcessLock(), MemoryFile(1 << 20)
     (number,) = memory.arrays(((1,), np.int64))
     process = context.Process(target=_increment_under_lock, args=(lock, memory, 500))
     process.start()

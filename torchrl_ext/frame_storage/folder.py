@@ -22,7 +22,7 @@ from tensordict import TensorDict
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
-from rl_ext_core.frames.shared_memory import SharedMemory
+from rl_ext_core.frames.shared_memory import MemoryFile
 from rl_ext_core.frames.store import SalvageReport
 from torchrl_ext.frame_storage.columns import FrameColumn
 from torchrl_ext.frame_storage.format import describe_rows, dtype_from_name, rebuild
@@ -40,9 +40,9 @@ class Marks:
     :ivar writing: Whether an element is being written, shape ``(n_rows,)``.
     """
 
-    def __init__(self, memory: npt.NDArray[np.uint8] | SharedMemory) -> None:
+    def __init__(self, memory: npt.NDArray[np.uint8] | MemoryFile) -> None:
         self._memory = memory
-        if isinstance(memory, SharedMemory):
+        if isinstance(memory, MemoryFile):
             memory = np.frombuffer(memory.map(0, memory.n_bytes), np.uint8)
         self._numbers, self.writing = memory[:16].view(np.int64), memory[16:].view(np.bool_)
 

@@ -25,7 +25,7 @@ from rl_ext_core.frames.codecs import describe_lossiness
 from rl_ext_core.frames.gpu_decode import GpuDecoder, check_decode_on_gpu
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
 from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
-from rl_ext_core.frames.shared_memory import ProcessLock, SharedMemory
+from rl_ext_core.frames.shared_memory import MemoryFile, ProcessLock
 from rl_ext_core.frames.store import SalvageReport
 from torchrl_ext._compat import is_sampler
 from torchrl_ext.frame_storage.arguments import (
@@ -715,7 +715,7 @@ class FrameStorage(TensorStorage):
                 for column in self._columns:
                     column.table.share()
                 n_bytes = Marks.n_bytes(len(self._storage))
-                self._marks, self._is_shared = Marks(SharedMemory(n_bytes)), True
+                self._marks, self._is_shared = Marks(MemoryFile(n_bytes)), True
                 self._mark_written(np.zeros(0, dtype=np.int64))
                 self._share()
             return super().__getstate__()

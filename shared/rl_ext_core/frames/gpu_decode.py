@@ -14,7 +14,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDe
 
 if TYPE_CHECKING:
     from rl_ext_core.frames.log import FrameLog  # loads numba
-    from rl_ext_core.frames.store import FrameStore, Part
+    from rl_ext_core.frames.store import FrameStore, StoredPart
 
 
 def check_decode_on_gpu(value: Any, device: Any, *, codec: Any, max_error: Any) -> bool:
@@ -67,7 +67,7 @@ class GpuDecoder:
         return GpuDecoder, (self.device,)  # buffers and events belong to this process
 
     @staticmethod
-    def can_decode(part: Part) -> bool:
+    def can_decode(part: StoredPart) -> bool:
         """Return whether the observations of a part of a store can be decoded on a GPU: patches without error."""
         return part.codec == "patch" and not part.max_error
 

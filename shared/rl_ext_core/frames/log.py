@@ -30,7 +30,7 @@ from rl_ext_core.frames.log_segment import SLACK_BYTES, Segment, SegmentFile, li
 from rl_ext_core.frames.log_state import N_COLUMN, N_LOG, N_STREAM, SEGMENT_HEADER
 from rl_ext_core.frames.log_write import NEEDS_SEGMENT, SCRATCH_FRAMES, SCRATCH_FRAMES_BOUNDED, header_words, push
 from rl_ext_core.frames.memory import address_of, out_of_memory_error, round_to_pages
-from rl_ext_core.frames.shared_memory import SharedMemory, count_bytes, discard
+from rl_ext_core.frames.shared_memory import MemoryFile, count_bytes, discard
 
 CHAIN = 14  # entries per chain
 _LEAST_WORDS = 1 << 12
@@ -66,8 +66,8 @@ class SharedLog(NamedTuple):
     :ivar segments: Segments, by slot.
     """
 
-    arrays: SharedMemory
-    segments: SharedMemory
+    arrays: MemoryFile
+    segments: MemoryFile
 
     def map(self, slot: int) -> Any:
         """Map the memory of a slot."""
@@ -598,7 +598,7 @@ class FrameLog:
         if len(self._segments) > _SHARED_SLOTS // 2:
             raise out_of_memory_error(4 * self.most_words)
         self.shared_sizes()
-        shared = SharedLog(SharedMemory(sizes[0]), SharedMemory(_SHARED_SLOTS * sizes[1]))
+        shared = SharedLog(MemoryFile(sizes[0]), MemoryFile(_SHARED_SLOTS * sizes[1]))
         before = self._shared_arrays()
         own, self._segments = self._segments, {}
         self.attach(shared)

@@ -176,7 +176,7 @@ def decode_transitions(state, number, rows, envs, start, stop, out, next_out, op
     :param number: Number of the column.
     :param rows: Rows of the ring; or, if ``envs`` is empty, pairs.
     :param envs: Environments, shape ``(batch,)``.
-    :param start, stop: Part of the batch.
+    :param start, stop: StoredPart of the batch.
     :param out, next_out: Addresses of the observations and of the next observations of the whole batch, or 0.
     :param opaque: Output, see ``OPAQUE_FIELDS``.
     :return: Number of opaque entries.

@@ -19,8 +19,8 @@ from rl_ext_core.frames.log_move import copy_rows, find_rows, find_stream
 from rl_ext_core.frames.log_patch import PADDING
 from rl_ext_core.frames.log_state import MAX_STACK, N_LOG
 from rl_ext_core.frames.memory import address_of
-from rl_ext_core.frames.shared_memory import SharedMemory
-from rl_ext_core.frames.store import Observation, Part, _decode_opaque, _encode_frame, load_kernels
+from rl_ext_core.frames.shared_memory import MemoryFile
+from rl_ext_core.frames.store import Observation, StoredPart, _decode_opaque, _encode_frame, load_kernels
 from rl_ext_core.frames.threads import run_in_threads
 
 _COPY_BATCH = 64  # rows that are copied, or used to detect the layout
@@ -72,7 +72,7 @@ class FrameTable:
         settings: list[Any] | None = None,
     ) -> None:
         self._n_rows, self._folder, self._max_bytes = n_rows, folder, max_bytes
-        self.part = Part(None, observation, 1)
+        self.part = StoredPart(None, observation, 1)
         self.fixed_layout = folder is not None
         self._seen = 0  # rows that were put
         self._newest = np.zeros(0, dtype=np.int64)
@@ -394,7 +394,7 @@ class FrameTable:
             sizes.append(self._new_log().shared_sizes())
         part.restore(settings)
         self._shared = self.log.share((max(size for size, _ in sizes), max(size for _, size in sizes)))
-        self._layout_memory = SharedMemory(24)
+        self._layout_memory = MemoryFile(24)
         (self._shared_layout,) = self._layout_memory.arrays(((3,), np.int64))
         self._shared_layout[:] = self._layout
         self._use(self.log)

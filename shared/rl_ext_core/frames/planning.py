@@ -24,7 +24,7 @@ import numpy.typing as npt
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout, stacking_axes
-from rl_ext_core.frames.store import FrameStore, Observation, Part
+from rl_ext_core.frames.store import FrameStore, Observation, StoredPart
 from rl_ext_core.resources import available_memory
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ def _suitable_options(layout: StackLayout) -> list[dict[str, Any]]:
     found = []
     for option_set in _DEFAULT_OPTIONS:
         with suppress(InvalidArgumentError, InvalidTypeError, ImportError):
-            Part(None, Observation(layout.shape, layout.dtype, n_stack=layout.n_stack, **option_set), 1)
+            StoredPart(None, Observation(layout.shape, layout.dtype, n_stack=layout.n_stack, **option_set), 1)
             found.append(option_set)
     return found
 
@@ -613,7 +613,7 @@ class MemoryWatch:
             self._warned = True
             warnings.warn(self._warning_text(free + store.nbytes, middle, how), stacklevel=3)
 
-    def _size_when_full(self, part: Part) -> tuple[int, ...]:
+    def _size_when_full(self, part: StoredPart) -> tuple[int, ...]:
         """Return the lowest, probable and highest bytes of the observations of one key in the full store."""
         layout, options = part.layout, part.options._asdict()
         if layout.n_stack == 1:

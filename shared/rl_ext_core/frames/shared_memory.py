@@ -19,7 +19,7 @@ from rl_ext_core.errors import NotCopyableError, StorageError
 _ALIGNMENT = 64  # bytes
 
 
-class SharedMemory:
+class MemoryFile:
     """Memory of zeros that child processes share, to which this object is sent when they are started.
 
     :param n_bytes: Size in bytes. A page takes memory once it was written to.
@@ -61,20 +61,20 @@ class SharedMemory:
 
 
 def count_bytes(*forms: tuple[tuple[int, ...], npt.DTypeLike]) -> int:
-    """Return the size of a :class:`SharedMemory` for arrays of these shapes and dtypes."""
+    """Return the size of a :class:`MemoryFile` for arrays of these shapes and dtypes."""
     sizes = (int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in forms)
     return sum(max(-(-size // _ALIGNMENT), 1) * _ALIGNMENT for size in sizes)
 
 
-def _open_memory(descriptor: Any) -> SharedMemory:
+def _open_memory(descriptor: Any) -> MemoryFile:
     """Unpickle shared memory in a child process."""
-    memory = SharedMemory.__new__(SharedMemory)
+    memory = MemoryFile.__new__(MemoryFile)
     memory._open(descriptor.detach())
     return memory
 
 
 def discard(address: int, n_bytes: int) -> None:
-    """Free the memory of whole pages of a :class:`SharedMemory` that is mapped at an address."""
+    """Free the memory of whole pages of a :class:`MemoryFile` that is mapped at an address."""
     if hasattr(mmap, "MADV_REMOVE"):
         _system.advise(address, n_bytes // _system.PAGE * _system.PAGE, mmap.MADV_REMOVE)
 
@@ -95,9 +95,9 @@ class ProcessLock:
     """
 
     def __init__(self) -> None:
-        self._open(SharedMemory(_system.PAGE))
+        self._open(MemoryFile(_system.PAGE))
 
-    def _open(self, memory: SharedMemory) -> None:
+    def _open(self, memory: MemoryFile) -> None:
         """Set the attributes, for a lock on shared memory."""
         self.recover: Callable[[int], None] | None = None
         self.on_enter: Callable[[], None] | None = None
@@ -166,7 +166,7 @@ class ProcessLock:
         return _open_lock, (self._memory,)
 
 
-def _open_lock(memory: SharedMemory) -> ProcessLock:
+def _open_lock(memory: MemoryFile) -> ProcessLock:
     """Unpickle a lock in a child process."""
     lock = ProcessLock.__new__(ProcessLock)
     lock._open(memory)

@@ -129,7 +129,7 @@ class RecoveryReport(NamedTuple):
     lost: int
 
 
-class Part:
+class StoredPart:
     """Observations of one key: their layout and codec, and the form in which they are given.
 
     :ivar key: Key of a ``Dict``, or None.
@@ -314,10 +314,10 @@ class FrameStore:
         self.max_bytes = None if max_bytes is None else index(max_bytes)
         self.row_dtype = None if row_dtype is None else np.dtype(row_dtype)
         by_key = observation if isinstance(observation, Mapping) else {None: observation}
-        self.parts: dict[Any, Part] = {}
+        self.parts: dict[Any, StoredPart] = {}
         for key, options in by_key.items():
             with prefix_key(key):
-                self.parts[key] = Part(key, options, self.n_envs)
+                self.parts[key] = StoredPart(key, options, self.n_envs)
         self._single = self.parts.get(None)
         self.lock = make_fork_safe_lock()
         self.recovered, self.seen, self._folder = None, 0, None
@@ -640,7 +640,7 @@ class FrameStore:
             for part, old in zip(self.parts.values(), settings, strict=True):
                 part.restore(old)
 
-    def _update_part(self, number: int, part: Part) -> bool:
+    def _update_part(self, number: int, part: StoredPart) -> bool:
         """Detect the layout of one part; return whether it has changed."""
         if not part.waits and part.is_jpeg:
             return False
@@ -688,7 +688,7 @@ class FrameStore:
             folder.use(self._settings)
         self._set_log(new)
 
-    def _read_rows(self, number: int, part: Part, rows: Array) -> tuple[Array, Array]:
+    def _read_rows(self, number: int, part: StoredPart, rows: Array) -> tuple[Array, Array]:
         """Return observations and next observations of all environments, row by row."""
         grid = np.repeat(rows, self.n_envs), np.tile(np.arange(self.n_envs), len(rows))
         before, after = (np.empty((len(grid[0]), *part.layout.shape), part.layout.dtype) for _ in range(2))
@@ -739,7 +739,7 @@ class FrameStore:
     def _decode(
         self,
         number: int,
-        part: Part,
+        part: StoredPart,
         rows: Array,
         envs: Array,
         observations: Array | None,
@@ -936,7 +936,7 @@ class FrameStore:
         self.seen = self.size
 
 
-def _decode_opaque(part: Part, entries: Array, outs: tuple[Array | None, Array | None]) -> None:
+def _decode_opaque(part: StoredPart, entries: Array, outs: tuple[Array | None, Array | None]) -> None:
     """Decode the entries of a batch that a codec has encoded.
 
     :param entries: Result of :meth:`FrameLog.decode`.
@@ -1014,7 +1014,7 @@ def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:
             raise InvalidArgumentError(f"storage_dir={os.fspath(storage_dir)!r} does not contain a store")
         options = folder.options
         parts = [
-            Part(key, Observation(tuple(shape), *rest), options["n_envs"])
+            StoredPart(key, Observation(tuple(shape), *rest), options["n_envs"])
             for key, shape, *rest in options["observations"]
         ]
         for part, settings in zip(parts, folder.settings["parts"], strict=True):
