@@ -22,7 +22,7 @@ from rl_ext_core.factory.convert import examine_factory
 from rl_ext_core.factory.record import merge_modules
 from rl_ext_core.recording.capsule import RecordedFailure, record_crash
 from rl_ext_core.recording.shared_log import LOG_BYTES, read_shared_log
-from rl_ext_core.vector.channel import MemoryFile
+from rl_ext_core.vector.channel import SharedMemory
 from rl_ext_core.vector.environments import check_recorder
 from torchrl_ext.factories import make_factory, read_metadata
 from torchrl_ext.parallel.episodes import find_gymnasium_env, start_recorder
@@ -107,7 +107,7 @@ class WorkerPlan:
         if self.recorder is False:
             return
         with contextlib.suppress(StorageError):  # a limit of file sizes: nothing is recorded
-            memory = MemoryFile(LOG_BYTES * len(self.factories))
+            memory = SharedMemory(LOG_BYTES * len(self.factories))
             self._logs = [memory.map(LOG_BYTES, LOG_BYTES * index) for index in range(len(self.factories))]
             for envs in self._envs:
                 envs.logs = memory
@@ -213,7 +213,7 @@ class WorkerEnvBuilder:
 
     def __init__(self) -> None:
         self.schema: Schema | None = None
-        self.logs: MemoryFile | None = None
+        self.logs: SharedMemory | None = None
 
     def __call__(self, *, worker: _WorkerSource, **overrides: Any) -> EnvBase:
         """Build the environment of a worker.
