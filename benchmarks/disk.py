@@ -89,7 +89,7 @@ def on_disk(recording: Recording, n: int, folder: Path) -> dict[str, float]:
     for batch_size in (32, 256):
         found[f"speed {batch_size}"] = sampling_speedup(buffer, plain, batch_size, rounds=DRAWS)
     buffer.close()
-    found["on disk"] = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+    found["on disk"] = sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))
     start = time.perf_counter()
     again = CompressedReplayBuffer(
         n,

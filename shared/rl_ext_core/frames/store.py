@@ -417,7 +417,13 @@ class FrameStore:
         for part, settings in zip(self.parts.values(), folder.settings["parts"], strict=True):
             part.restore(settings)
         self._set_log(self._new_log(folder.segments()))
-        self._log.recover()
+        try:
+            self._log.recover()
+        except CorruptFileError as error:
+            raise CorruptFileError(
+                f"{error}. Restore the folder from a copy, or keep what is intact by "
+                f"rl_ext_core.frames.salvage({str(folder.path)!r})"
+            ) from error
         if self.size and not resume:
             raise InvalidArgumentError(
                 f"storage_dir={str(folder.path)!r} contains {self.size:,} rows of an earlier buffer, expected an empty "
