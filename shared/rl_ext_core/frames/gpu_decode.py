@@ -69,7 +69,7 @@ class GpuDecoder:
     @staticmethod
     def can_decode(part: StoredPart) -> bool:
         """Return whether the observations of a part of a store can be decoded on a GPU: patches without error."""
-        return part.codec == "patch" and not part.max_error
+        return part.options.codec == "patch" and not part.max_error
 
     def _reserve(self, n_bytes: int) -> Any:
         """Return a page-locked buffer in main memory that no upload reads any more."""
