@@ -1,8 +1,7 @@
 """Interface to the operating system: forks, memory, files, locks, variables.
 
 Other systems are adapted to Linux. macOS and similar systems lack files in memory and preallocation of disk space.
-Windows (see ``_windows``) does not fork, requires memory to be committed, and can neither replace nor truncate a mapped
-file.
+Windows (see ``_windows``) does not fork, and can neither replace nor truncate a mapped file.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "COMMITS_LAZILY",
     "IMPORT_TIME_VARIABLES",
     "PAGE",
-    "Addresses",
     "TemporaryFolder",
     "after_fork",
     "allocate_file_space",
@@ -45,7 +42,6 @@ __all__ = [
     "remove_file",
     "reopen_for_locking",
     "set_variables",
-    "truncate_file",
     "unlock",
     "write_at",
 ]
@@ -54,13 +50,9 @@ PAGE = mmap.ALLOCATIONGRANULARITY
 # Renderers read these variables once, when they are imported, so later changes have no effect in the process.
 IMPORT_TIME_VARIABLES = ("MUJOCO_GL", "PYOPENGL_PLATFORM")
 WINDOWS = importlib.util.find_spec("fcntl") is None
-# Whether reserved memory can be used without committing it, and reads as zeros.
-COMMITS_LAZILY = not WINDOWS
 _windows: Any = importlib.import_module("rl_ext_core._windows") if WINDOWS else None
 _fcntl: Any = None if WINDOWS else importlib.import_module("fcntl")
 
-_MAP_FIXED = 0x10
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _CHUNK_BYTES = 1 << 20  # bytes per read or write
 # Windows does not let other processes read locked bytes, so this one is behind the contents. Offsets have 31 bits.
 _LOCK_OFFSET = 1 << 30
@@ -138,126 +130,6 @@ def set_variables(variables: Mapping[str, str | None], environ: MutableMapping[s
             environ[name] = value
 
 
-class _PosixAddresses:
-    """Range of addresses that memory and parts of files are mapped to.
-
-    :param n_bytes: Size of the range
-    :param writable: Whether unmapped parts can be written to; otherwise a write there kills the process
-    :ivar memory: Object with the buffer protocol, which keeps the range mapped while it is referenced
-    :raises OSError: If the system refuses a range of that size
-    """
-
-    def __init__(self, n_bytes: int, *, writable: bool) -> None:
-        self._n_bytes, self._protection = n_bytes, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._start = self._map_unbacked(None, n_bytes)
-        if writable and hasattr(mmap, "MADV_NOHUGEPAGE"):
-            _libc().madvise(self._start, n_bytes, mmap.MADV_NOHUGEPAGE)  # most arrays are much smaller than a huge page
-        self.memory = (ctypes.c_char * n_bytes).from_address(self._start)
-        # Arrays refer to the memory, and may outlive this object.
-        weakref.finalize(self.memory, _libc().munmap, self._start, n_bytes).atexit = False
-
-    def _map_unbacked(self, address: int | None, n_bytes: int) -> int:
-        """Map zeros without a file at an address, or at any free one; return the address."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        return _map_memory(address, n_bytes, self._protection, flags, -1, 0)
-
-    def commit(self, offset: int, n_bytes: int) -> None:
-        """Do nothing, because reserved memory can be used at once here."""
-
-    def map(self, offset: int, n_bytes: int, descriptor: int, at: int) -> None:
-        """Map ``n_bytes`` of a file, from position ``at``, to an offset in the range."""
-        _map_memory(self._start + offset, n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, at)
-
-    def empty(self) -> None:
-        """Unmap everything, but keep the range reserved."""
-        self._map_unbacked(self._start, self._n_bytes)
-
-    def discard(self, offset: int, n_bytes: int) -> None:
-        """Free whole pages of memory, which read as zeros afterwards."""
-        if _DONTNEED_ZEROES:
-            discard_pages(self._start + offset, n_bytes)
-        else:
-            self._map_unbacked(self._start + offset, n_bytes)
-
-    def page_out(self, offset: int, n_bytes: int) -> None:
-        """Remove a part of a file from this process's resident memory.
-
-        The system may still cache it.
-        """
-        discard_pages(self._start + offset, n_bytes)
-
-
-class _WindowsAddresses:
-    """Range of addresses on Windows, where unmapped parts can be neither read nor written.
-
-    Windows cannot map a file to reserved addresses. So they are released, mapped, and the rest is reserved again. If
-    another thread takes the addresses in between, mapping fails, but no data is lost.
-    """
-
-    def __init__(self, n_bytes: int, *, writable: bool) -> None:
-        self._n_bytes = n_bytes
-        self._start: int = _windows.reserve(None, n_bytes)
-        self._gaps = {self._start: n_bytes}  # sizes of reserved parts, by their first address
-        self._views: dict[int, int] = {}
-        self._used: list[tuple[int, int]] = []
-        self.memory = (ctypes.c_char * n_bytes).from_address(self._start)
-        weakref.finalize(self.memory, _release_addresses, self._gaps, self._views).atexit = False
-
-    def commit(self, offset: int, n_bytes: int) -> None:
-        """Make memory of a part usable; it reads as zeros."""
-        _windows.commit(self._start + offset, n_bytes)
-        self._used.append((offset, offset + n_bytes))
-
-    def map(self, offset: int, n_bytes: int, descriptor: int, at: int) -> None:
-        """Map ``n_bytes`` of a file, from position ``at``, to an offset in the range."""
-        first, end = self._start + offset, self._start + offset + n_bytes
-        gap = next((start for start, n in self._gaps.items() if start <= first and end <= start + n), None)
-        gap_end = 0
-        if gap is not None:
-            gap_end = gap + self._gaps.pop(gap)
-            _windows.release(gap)
-        try:
-            _windows.map_file(descriptor, at, n_bytes, first)
-            self._views[first] = n_bytes
-        finally:
-            if gap is not None:
-                edges = ((gap, first), (end, gap_end)) if first in self._views else ((gap, gap_end),)
-                for start, stop in edges:
-                    if start < stop:
-                        _windows.reserve(start, stop - start)
-                        self._gaps[start] = stop - start
-
-    def empty(self) -> None:
-        """Unmap everything, but keep the range reserved."""
-        _release_addresses(self._gaps, self._views)
-        _windows.reserve(self._start, self._n_bytes)
-        self._gaps[self._start] = self._n_bytes
-
-    def discard(self, offset: int, n_bytes: int) -> None:
-        """Free whole pages of memory, which read as zeros afterwards."""
-        for start, stop in self._used:
-            first, last = max(start, offset), min(stop, offset + n_bytes)
-            if first < last:
-                _windows.decommit(self._start + first, last - first)
-                _windows.commit(self._start + first, last - first)
-
-    def page_out(self, offset: int, n_bytes: int) -> None:
-        """Do nothing, because Windows trims unused pages itself."""
-
-
-Addresses: Any = _WindowsAddresses if WINDOWS else _PosixAddresses
-
-
-def _release_addresses(gaps: dict[int, int], views: dict[int, int]) -> None:
-    """Release the reserved gaps of an address range, and unmap its files (Windows)."""
-    for start in gaps:
-        _windows.release(start)
-    for start in views:
-        _windows.unmap(start)
-    gaps.clear()
-    views.clear()
-
-
 @functools.cache
 def _libc() -> Any:
     """Return the C library, with the signatures of the functions that map memory."""
@@ -270,20 +142,6 @@ def _libc() -> Any:
     return libc
 
 
-def _map_memory(address: int | None, n_bytes: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
-    """Call ``mmap``, at an address or at any free one.
-
-    :return: First address of the mapping
-    :raises OSError: If the system refuses
-    """
-    if address is not None:
-        flags |= _MAP_FIXED
-    found: int | None = _libc().mmap(address, n_bytes, protection, flags, descriptor, offset)
-    if found is None or found == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return found
-
-
 def map_whole_file(descriptor: int, n_bytes: int, offset: int = 0) -> Any:
     """Map a file, or a part that begins at a page, to memory that is shared with it.
 
@@ -294,26 +152,20 @@ def map_whole_file(descriptor: int, n_bytes: int, offset: int = 0) -> Any:
     """
     if WINDOWS:
         return mmap.mmap(descriptor, n_bytes, offset=offset)
-    start = _map_memory(None, n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, offset)
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
+    start: int | None = _libc().mmap(None, n_bytes, protection, flags, descriptor, offset)
+    if start is None or start == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     memory = (ctypes.c_char * n_bytes).from_address(start)
     # Arrays refer to the memory, and may outlive the caller.
     weakref.finalize(memory, _libc().munmap, start, n_bytes).atexit = False
     return memory
 
 
-# On other systems than Linux, MADV_DONTNEED is only a hint, and the old contents may stay.
-_DONTNEED_ZEROES = hasattr(mmap, "MADV_REMOVE")
-
-
-def advise(address: int, n_bytes: int, advice: int) -> None:
-    """Call ``madvise``."""
-    _libc().madvise(address, n_bytes, advice)
-
-
 def discard_pages(address: int, n_bytes: int) -> None:
-    """Discard whole pages. Pages of files are read again when needed; other contents are lost."""
-    if not WINDOWS:
-        _libc().madvise(address, n_bytes, mmap.MADV_DONTNEED)
+    """Free the memory of whole pages of a file in memory, which is mapped at an address, where the system can."""
+    if hasattr(mmap, "MADV_REMOVE"):
+        _libc().madvise(address, n_bytes // PAGE * PAGE, mmap.MADV_REMOVE)
 
 
 # Files
@@ -399,20 +251,6 @@ def allocate_file_space(descriptor: int, offset: int, n_bytes: int) -> None:
     for at in range(offset, offset + n_bytes, _CHUNK_BYTES):
         part = min(_CHUNK_BYTES, offset + n_bytes - at)
         write_at(descriptor, read_at(descriptor, min(part, max(end - at, 0)), at).ljust(part, b"\0"), at)
-
-
-def truncate_file(descriptor: int, n_bytes: int) -> None:
-    """Truncate a file to ``n_bytes``.
-
-    On Windows, the rest is filled with zeros instead if the file is mapped.
-    """
-    try:
-        os.ftruncate(descriptor, n_bytes)
-    except OSError:
-        if not WINDOWS:
-            raise
-        for at in range(n_bytes, os.fstat(descriptor).st_size, _CHUNK_BYTES):
-            write_at(descriptor, bytes(min(_CHUNK_BYTES, os.fstat(descriptor).st_size - at)), at)
 
 
 def remove_file(path: Path) -> None:

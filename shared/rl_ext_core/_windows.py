@@ -1,7 +1,6 @@
-"""Windows calls that ``_system`` uses: address ranges, locked files and jobs.
+"""Windows calls that ``_system`` uses: locked files and jobs.
 
-See VirtualAlloc, MapViewOfFileEx, CreateFileW and _locking in Microsoft's documentation. Windows 1803 and newer can map
-over reserved addresses (MapViewOfFile3). Older versions and Wine 8 cannot, so it is not used.
+See CreateFileW, _locking and CreateJobObjectW in Microsoft's documentation.
 """
 
 from __future__ import annotations
@@ -19,10 +18,6 @@ from typing import Any
 
 assert sys.platform == "win32"  # otherwise mypy rejects names that only Windows has
 
-_RESERVE, _COMMIT, _TOP_DOWN = 0x2000, 0x1000, 0x100000
-_RELEASE, _DECOMMIT = 0x8000, 0x4000
-_NOACCESS, _READWRITE = 0x01, 0x04
-_MAP_READ_WRITE = 0x06
 _GENERIC_READ, _GENERIC_WRITE = 0x80000000, 0x40000000
 _SHARE_READ, _OPEN_ALWAYS, _NORMAL = 1, 4, 0x80
 _SHARING_VIOLATION = 32
@@ -32,13 +27,8 @@ _TERMINATED = 0x10000  # multiprocessing's exit code for a process that was term
 _INVALID = ctypes.c_void_p(-1).value
 
 _kernel = ctypes.WinDLL("kernel32", use_last_error=True)
-_pointer, _size, _word = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ulong
+_pointer, _word = ctypes.c_void_p, ctypes.c_ulong
 for _name, _result, _arguments in (
-    ("VirtualAlloc", _pointer, [_pointer, _size, _word, _word]),
-    ("VirtualFree", ctypes.c_int, [_pointer, _size, _word]),
-    ("CreateFileMappingW", _pointer, [_pointer, _pointer, _word, _word, _word, ctypes.c_wchar_p]),
-    ("MapViewOfFileEx", _pointer, [_pointer, _word, _word, _word, _size, _pointer]),
-    ("UnmapViewOfFile", ctypes.c_int, [_pointer]),
     ("CloseHandle", ctypes.c_int, [_pointer]),
     ("OpenProcess", _pointer, [_word, ctypes.c_int, _word]),
     ("TerminateProcess", ctypes.c_int, [_pointer, ctypes.c_uint]),
@@ -57,51 +47,6 @@ def _check_result(result: Any) -> Any:
     if not result or result == _INVALID:
         raise ctypes.WinError(ctypes.get_last_error())
     return result
-
-
-def reserve(address: int | None, n_bytes: int) -> int:
-    """Reserve addresses, which cannot be used before memory is committed or a file is mapped.
-
-    :param address: First address; None for the highest free addresses
-    """
-    where = 0 if address is not None else _TOP_DOWN
-    start: int = _check_result(_kernel.VirtualAlloc(address, n_bytes, _RESERVE | where, _NOACCESS))
-    return start
-
-
-def release(address: int) -> None:
-    """Release addresses that :func:`reserve` has reserved, and their memory."""
-    _check_result(_kernel.VirtualFree(address, 0, _RELEASE))
-
-
-def commit(address: int, n_bytes: int) -> None:
-    """Commit memory at reserved addresses.
-
-    Memory that is already committed keeps its contents.
-    """
-    _check_result(_kernel.VirtualAlloc(address, n_bytes, _COMMIT, _READWRITE))
-
-
-def decommit(address: int, n_bytes: int) -> None:
-    """Free the memory at addresses, which stay reserved."""
-    _check_result(_kernel.VirtualFree(address, n_bytes, _DECOMMIT))
-
-
-def map_file(descriptor: int, offset: int, n_bytes: int, address: int) -> None:
-    """Map a part of a file to free addresses."""
-    end = offset + n_bytes
-    file = msvcrt.get_osfhandle(descriptor)
-    section = _check_result(_kernel.CreateFileMappingW(file, None, _READWRITE, end >> 32, end & 0xFFFFFFFF, None))
-    try:
-        high, low = offset >> 32, offset & 0xFFFFFFFF
-        _check_result(_kernel.MapViewOfFileEx(section, _MAP_READ_WRITE, high, low, n_bytes, address))
-    finally:
-        _kernel.CloseHandle(section)
-
-
-def unmap(address: int) -> None:
-    """Unmap a file that :func:`map_file` has mapped."""
-    _check_result(_kernel.UnmapViewOfFile(address))
 
 
 def open_temporary(path: str) -> int:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rl_ext_core import _system
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.frames import log_state as fields
@@ -30,7 +31,7 @@ from rl_ext_core.frames.log_segment import SLACK_BYTES, Segment, SegmentFile, li
 from rl_ext_core.frames.log_state import N_COLUMN, N_LOG, N_STREAM, SEGMENT_HEADER
 from rl_ext_core.frames.log_write import NEEDS_SEGMENT, SCRATCH_FRAMES, SCRATCH_FRAMES_BOUNDED, header_words, push
 from rl_ext_core.frames.memory import address_of, out_of_memory_error, round_to_pages
-from rl_ext_core.frames.shared_memory import MemoryFile, count_bytes, discard
+from rl_ext_core.frames.shared_memory import MemoryFile, count_bytes
 
 CHAIN = 14  # entries per chain
 _LEAST_WORDS = 1 << 12
@@ -287,21 +288,20 @@ class FrameLog:
     def _find_new_frames(self, numbers: list[int]) -> dict[int, Array]:
         """Return the frames of some columns that the next push will write, without writing them."""
         state = self.state
-        found = {}
+        places = {}
         for number in numbers:
             c = N_LOG + N_COLUMN * number
             n_bytes = int(state[c + fields.FRAME_BYTES])
             kept = int(state[c + fields.SLOTS] * state[c + fields.PADDED_BYTES]) + 8 * N_STREAM
-            found[number] = np.empty(kept + 2 * self.n_envs * int(state[c + fields.N_STACK]) * n_bytes, np.uint8)
-            state[c + fields.NEW_FRAMES] = address_of(found[number])
+            memory = np.empty(kept + 2 * self.n_envs * int(state[c + fields.N_STACK]) * n_bytes, np.uint8)
+            state[c + fields.NEW_FRAMES] = address_of(memory)
+            places[number] = memory[kept:].reshape(-1, n_bytes)
         try:
             push(state)
             new = {}
-            for number, memory in found.items():
-                c = N_LOG + N_COLUMN * number
-                kept = int(state[c + fields.SLOTS] * state[c + fields.PADDED_BYTES]) + 8 * N_STREAM
-                stop = int(state[c + fields.NEW_FRAMES]) - address_of(memory)
-                new[number] = memory[kept:stop].reshape(-1, int(state[c + fields.FRAME_BYTES]))
+            for number, frames in places.items():
+                n_bytes = int(state[N_LOG + N_COLUMN * number + fields.NEW_FRAMES]) - address_of(frames)
+                new[number] = frames[: n_bytes // frames.shape[1]]
         finally:
             state[fields.NEW_FRAMES + N_LOG :: N_COLUMN] = 0
         return new
@@ -500,7 +500,7 @@ class FrameLog:
         if self.is_in_place():
             segment.delete()
         if self._shared is not None:
-            discard(segment.address, 4 * segment.n_words)
+            _system.discard_pages(segment.address, 4 * segment.n_words)
         elif self.folder is None:
             self._spare = segment  # the system takes long to provide memory of zeros
 

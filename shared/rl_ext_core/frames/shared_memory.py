@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import weakref
@@ -71,12 +70,6 @@ def _open_memory(descriptor: Any) -> MemoryFile:
     memory = MemoryFile.__new__(MemoryFile)
     memory._open(descriptor.detach())
     return memory
-
-
-def discard(address: int, n_bytes: int) -> None:
-    """Free the memory of whole pages of a :class:`MemoryFile` that is mapped at an address."""
-    if hasattr(mmap, "MADV_REMOVE"):
-        _system.advise(address, n_bytes // _system.PAGE * _system.PAGE, mmap.MADV_REMOVE)
 
 
 _locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
