@@ -143,8 +143,8 @@ def pack_rows(rows: Any, frames: list[dict[str, Any]]) -> dict[str, Any]:
 
     The arrays are views, not copies.
 
-    :param rows: elements, with handles in place of images
-    :param frames: per column, the description of its pool, which has its own checksum
+    :param rows: elements, with numbers in place of images
+    :param frames: per column, the contents of its table, which have their own checksum
     :raises InvalidTypeError: If elements contain anything else than tensors and plain values.
     """
     description, tensors = describe_rows(rows, values=True)

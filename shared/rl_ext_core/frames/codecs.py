@@ -20,7 +20,7 @@ import numpy.typing as npt
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, _missing_dependency_error
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY, check_simplejpeg, validate_quality
 
-CODECS = ("patch", "raw", "jpeg")  # files contain the position in this tuple
+CODECS = ("patch", "raw", "jpeg")
 
 _LARGEST_MAX_ERROR = 127
 _BLOCK_FRAMES, _BLOCK_LARGE_FRAMES = 16, 8

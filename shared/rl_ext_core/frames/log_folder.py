@@ -28,7 +28,7 @@ import numpy.typing as npt
 from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError, StorageError
 from rl_ext_core.frames.checkpoint import checksum, format_error
-from rl_ext_core.frames.memory import storage_error
+from rl_ext_core.frames.memory import as_storage_error, storage_error
 from rl_ext_core.resources import check_folder
 
 FORMAT_VERSION = 9
@@ -220,7 +220,7 @@ class LogFolder:
         :raises StorageError: If the disk is full.
         """
         path, n_bytes = self.path / f"array-{name}", int(np.prod(shape)) * np.dtype(dtype).itemsize
-        try:
+        with as_storage_error(path, doing="write"):
             descriptor = _system.open_file(path)
             try:
                 size = os.fstat(descriptor).st_size
@@ -230,10 +230,6 @@ class LogFolder:
                 memory = _system.map_whole_file(descriptor, n_bytes)
             finally:
                 os.close(descriptor)
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise storage_error(path, error, doing="write") from error
         return np.frombuffer(memory, dtype).reshape(shape)
 
     def is_in_place(self) -> bool:
@@ -314,20 +310,17 @@ def restore_folder(source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     descriptor = _open_lock_file(target / "lock")
     try:
-        found = read_json(source / MANIFEST, FORMAT_VERSION)
-        new = max([-1, *_generations(target)]) + 1
-        _copy_segments(_generation_path(source, found["generation"]), _generation_path(target, new))
-        write_json(target / MANIFEST, {**found, "generation": new})
-        for path in source.iterdir():
-            if _ARRAY.fullmatch(path.name):
-                shutil.copyfile(path, target / path.name)
-        for number, path in _generations(target).items():
-            if number != new:
-                shutil.rmtree(path, ignore_errors=True)
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise storage_error(target, error, doing="write") from error
+        with as_storage_error(target, doing="write"):
+            found = read_json(source / MANIFEST, FORMAT_VERSION)
+            new = max([-1, *_generations(target)]) + 1
+            _copy_segments(_generation_path(source, found["generation"]), _generation_path(target, new))
+            write_json(target / MANIFEST, {**found, "generation": new})
+            for path in source.iterdir():
+                if _ARRAY.fullmatch(path.name):
+                    shutil.copyfile(path, target / path.name)
+            for number, path in _generations(target).items():
+                if number != new:
+                    shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(descriptor)
 

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core import _system
-from rl_ext_core.errors import CorruptFileError, StorageError
+from rl_ext_core.errors import CorruptFileError
 from rl_ext_core.frames.log_state import SEGMENT_HEADER
-from rl_ext_core.frames.memory import address_of, out_of_memory_error, storage_error
+from rl_ext_core.frames.memory import address_of, as_storage_error, out_of_memory_error, storage_error
 
 FORMAT = 1
 _MAGIC = 0x4C584C52
@@ -160,7 +160,7 @@ def _map_zeros(n_bytes: int) -> Any:
 
 def _create_file(path: Path, n_bytes: int) -> Any:
     """Create a file of zeros with all its disk space, and map it."""
-    try:
+    with as_storage_error(path, doing="write"):
         descriptor = _system.open_file(path)
         try:
             os.ftruncate(descriptor, 0)
@@ -172,7 +172,3 @@ def _create_file(path: Path, n_bytes: int) -> Any:
             raise
         finally:
             os.close(descriptor)
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise storage_error(path, error, doing="write") from error

@@ -17,11 +17,10 @@ from rl_ext_core.frames.layout import INTERLEAVED, StackLayout, find_layout
 from rl_ext_core.frames.log import CHAIN, FrameLog, SharedLog
 from rl_ext_core.frames.log_move import copy_rows, find_rows, find_stream
 from rl_ext_core.frames.log_patch import PADDING
-from rl_ext_core.frames.log_state import MAX_STACK, N_LOG
+from rl_ext_core.frames.log_state import N_LOG
 from rl_ext_core.frames.memory import address_of
 from rl_ext_core.frames.shared_memory import MemoryFile
-from rl_ext_core.frames.store import Observation, StoredPart, _decode_opaque, _encode_frame, load_kernels
-from rl_ext_core.frames.threads import run_in_threads
+from rl_ext_core.frames.store import Observation, StoredPart, _encode_frame, decode_batch, limit_stack, load_kernels
 
 _COPY_BATCH = 64  # rows that are copied, or used to detect the layout
 _LAST_CHECK = 4096  # puts of rows after which the layout is not detected any more
@@ -319,7 +318,7 @@ class FrameTable:
             self._use(self._new_log())
             for some in np.split(rows, range(_COPY_BATCH, len(rows), _COPY_BATCH)):
                 stacks, nexts = np.empty((2, len(some), *part.layout.shape), part.layout.dtype)
-                self._decode(old, None, some, (stacks, nexts))
+                self._decode(old, some, stacks, nexts)
                 self._push(self.log, some, stacks, nexts)
         except BaseException:
             part.restore(before)
@@ -336,28 +335,14 @@ class FrameTable:
         :param nexts: The same for the next observations.
         :param num_threads: Threads to decode in; default 1.
         """
-        self._decode(self.log, self.part.encoder, rows, (stacks, nexts), num_threads)
+        self._decode(self.log, rows, stacks, nexts, num_threads)
 
     def _decode(
-        self, log: FrameLog, encoder: Any, rows: Array, outs: tuple[Array | None, Array | None], num_threads: int = 1
+        self, log: FrameLog, rows: Array, stacks: Array | None, nexts: Array | None, num_threads: int = 1
     ) -> None:
-        """Decode rows of a log, in several threads if they are many.
-
-        :param encoder: Codec of the log's opaque entries, or None.
-        """
-        addresses = [0 if out is None else address_of(out) for out in outs]
-        part, envs = self.part, np.zeros(len(rows), dtype=np.int64)
-
-        def decode_part(start: int, stop: int) -> None:
-            """Decode the rows ``start`` to ``stop`` of the batch."""
-            entries = log.decode(0, rows, envs, start, stop, *addresses, opaque=encoder is not None)
-            if encoder is not None:
-                _decode_opaque(part, entries, outs)
-
-        if num_threads == 1:
-            decode_part(0, len(rows))
-        else:
-            run_in_threads(decode_part, len(rows), num_threads=num_threads)
+        """Decode rows of a log with the present layout."""
+        envs = np.zeros(len(rows), dtype=np.int64)
+        decode_batch(log, 0, self.part, rows, envs, stacks, nexts, num_threads=num_threads)
 
     def handles(self, rows: Array) -> tuple[Array, Array]:
         """Return handles of observations and next observations, for :meth:`GpuDecoder.decode`."""
@@ -492,17 +477,10 @@ def find_stack_layout(layout: StackLayout, stacks: Array, nexts: Array | None) -
     shape, dtype = layout.shape, layout.dtype
     stacks, unstacked = stacks[:_COPY_BATCH], None
     if nexts is not None:
-        return _limit(find_layout(shape, dtype, stacks, nexts[:_COPY_BATCH]))
+        return limit_stack(find_layout(shape, dtype, stacks, nexts[:_COPY_BATCH]))
     for distance in range(1, len(stacks) // 2 + 1):  # the next stack comes later if environments take turns
-        found = _limit(find_layout(shape, dtype, stacks[:-distance], stacks[distance:]))
+        found = limit_stack(find_layout(shape, dtype, stacks[:-distance], stacks[distance:]))
         if found is not None and found.n_stack > 1:
             return found
         unstacked = unstacked or found
     return unstacked
-
-
-def _limit(layout: StackLayout | None) -> StackLayout | None:
-    """Return the layout, without a stack if it is larger than a pair can count."""
-    if layout is not None and layout.n_stack > MAX_STACK:
-        return StackLayout(layout.shape, layout.dtype, 1, 0)
-    return layout

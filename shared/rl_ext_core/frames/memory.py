@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +44,17 @@ def storage_error(path: Path | str, error: OSError, *, doing: str) -> StorageErr
         f"cannot {doing} {path}: {why}. Data that was stored before this call is intact, and nothing of this call was "
         f"stored. {'P' if has_space else 'Free some space there, or p'}ass another storage_dir"
     )
+
+
+@contextlib.contextmanager
+def as_storage_error(path: Path, *, doing: str) -> Iterator[None]:
+    """Within the context, raise errors of the system as those of :func:`storage_error`."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise storage_error(path, error, doing=doing) from error
 
 
 def out_of_memory_error(n_bytes: int) -> OutOfMemoryError:

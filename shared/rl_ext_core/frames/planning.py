@@ -381,7 +381,7 @@ def _make_row(
 ) -> PlanRow:
     """Build a row of a plan; empty options are Stable Baselines3's own buffers."""
     per_transition = cost.frame_bytes + row_bytes
-    # For each environment, a store also has the newest stack and an open block.
+    # For each environment, a store also has the newest stacks and an open segment.
     fixed = plan.n_envs * (3 * layout.stack_bytes + 20 * layout.frame_bytes) if options else 0
     total = int(per_transition * plan.size + fixed)
     return PlanRow(

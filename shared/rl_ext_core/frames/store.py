@@ -88,6 +88,13 @@ def prefix_key(key: Any) -> Iterator[None]:
         raise type(error)(f"key {key!r}: {error}") from error
 
 
+def limit_stack(layout: StackLayout | None) -> StackLayout | None:
+    """Return the layout, without a stack if it is larger than a pair can count."""
+    if layout is not None and layout.n_stack > _MAX_STACK:
+        return StackLayout(layout.shape, layout.dtype, 1, 0)
+    return layout
+
+
 @cache
 @defer_signals
 def load_kernels() -> None:
@@ -401,12 +408,12 @@ class FrameStore:
 
     def _set_log(self, log: FrameLog) -> None:
         """Use a log from now on."""
-        self._log = log
-        self._encoders = {
-            number: partial(_encode_frame, part.encoder)
-            for number, part in enumerate(self.parts.values())
-            if part.encoder is not None
-        }
+        self._log, self._encoders = log, self._new_encoders()
+
+    def _new_encoders(self) -> dict[int, Callable[[Array], bytes]]:
+        """Return functions that encode the frames of the present layouts, by column."""
+        parts = enumerate(self.parts.values())
+        return {number: partial(_encode_frame, part.encoder) for number, part in parts if part.encoder is not None}
 
     def _open_folder(self, folder: LogFolder, *, resume: bool) -> None:
         """Create the log in an empty folder, or resume the one in it."""
@@ -654,9 +661,7 @@ class FrameStore:
         before, after = self._read_rows(number, part, rows)
         below = before[: -self.n_envs], before[self.n_envs :]  # in a rollout, the next row has the next observations
         shape, dtype = part.layout.shape, part.layout.dtype
-        found = find_layout(shape, dtype, before, after) or find_layout(shape, dtype, *below)
-        if found is not None and found.n_stack > _MAX_STACK:
-            found = StackLayout(shape, dtype, 1, 0)
+        found = limit_stack(find_layout(shape, dtype, before, after) or find_layout(shape, dtype, *below))
         changed = found is not None and found != part.layout
         if found is not None and changed:
             part.set_layout(found)
@@ -673,11 +678,7 @@ class FrameStore:
             raise StorageError(f"{old.folder} was moved or replaced")
         new = self._new_log(None if folder is None else folder.segments(new=True), old.rows)
         new.n_records = old.n_records - self.size
-        encoders = {
-            number: partial(_encode_frame, part.encoder)
-            for number, part in enumerate(self.parts.values())
-            if part.encoder is not None
-        }
+        encoders = self._new_encoders()
         for start in range(0, self.size, _COPY_BATCH):
             rows = np.arange(start, min(start + _COPY_BATCH, self.size))
             batches = [self._read_rows(number, part, rows) for number, part in enumerate(self.parts.values())]
@@ -698,7 +699,7 @@ class FrameStore:
         """Return observations and next observations of all environments, row by row."""
         grid = np.repeat(rows, self.n_envs), np.tile(np.arange(self.n_envs), len(rows))
         before, after = (np.empty((len(grid[0]), *part.layout.shape), part.layout.dtype) for _ in range(2))
-        self._decode(number, part, *grid, before, after, num_threads=1)
+        decode_batch(self._log, number, part, *grid, before, after)
         return before, after
 
     # Reading
@@ -728,7 +729,7 @@ class FrameStore:
                     if out is not None:
                         part.check_output(out, len(rows))
                 if not (outs[0] is outs[1] is None):
-                    self._decode(number, part, rows, envs, *outs, num_threads=num_threads)
+                    decode_batch(self._log, number, part, rows, envs, *outs, num_threads=num_threads)
 
     def _check_places(self, rows: Array, envs: Array) -> tuple[Array, Array]:
         """Return rows and environments for the kernels; raise if one does not exist."""
@@ -741,39 +742,6 @@ class FrameStore:
             f"rows={rows!r}, envs={envs!r}: expected two int64 arrays of the same length, with rows from 0 to "
             f"{self.capacity - 1} and envs from 0 to {self.n_envs - 1}"
         )
-
-    def _decode(
-        self,
-        number: int,
-        part: StoredPart,
-        rows: Array,
-        envs: Array,
-        observations: Array | None,
-        next_observations: Array | None,
-        *,
-        num_threads: int,
-    ) -> None:
-        """Decode a batch of one part, in several threads if it is large."""
-        outs = observations, next_observations
-        addresses = [0 if out is None else address_of(out) for out in outs]
-        log = self._log
-        if part.encoder is None:
-
-            def decode_part(start: int, stop: int) -> None:
-                """Decode the transitions ``start`` to ``stop`` of the batch."""
-                log.decode(number, rows, envs, start, stop, *addresses)
-
-        else:
-
-            def decode_part(start: int, stop: int) -> None:
-                """Decode the transitions ``start`` to ``stop`` of the batch, whose frames a codec has encoded."""
-                entries = log.decode(number, rows, envs, start, stop, *addresses, opaque=True)
-                _decode_opaque(part, entries, outs)
-
-        if num_threads == 1:
-            decode_part(0, len(rows))
-        else:
-            run_in_threads(decode_part, len(rows), num_threads=num_threads)
 
     def handles(self, rows: Array, envs: Array) -> Any:
         """Return handles of transitions for :meth:`get_stacks`. They are valid until the store changes.
@@ -801,7 +769,7 @@ class FrameStore:
             number, part = [*self.parts].index(key), self.parts[key]
             part.check_output(observations, len(handles))
             handles = np.ascontiguousarray(handles, dtype=np.int64)
-            self._decode(number, part, handles, _NO_ENVS, None, observations, num_threads=num_threads)
+            decode_batch(self._log, number, part, handles, _NO_ENVS, None, observations, num_threads=num_threads)
 
     # Dropping
 
@@ -942,14 +910,47 @@ class FrameStore:
         self.seen = self.size
 
 
-def _decode_opaque(part: StoredPart, entries: Array, outs: tuple[Array | None, Array | None]) -> None:
+def decode_batch(
+    log: FrameLog,
+    number: int,
+    part: StoredPart,
+    rows: Array,
+    envs: Array,
+    observations: Array | None,
+    next_observations: Array | None,
+    *,
+    num_threads: int = 1,
+) -> None:
+    """Decode a batch of one column of a log, in several threads if it is large.
+
+    :param part: Observations of the column.
+    :param rows, envs: As for :meth:`FrameLog.decode`.
+    :param observations, next_observations: Outputs, or None.
+    :param num_threads: Threads to decode in.
+    """
+    outs = observations, next_observations
+    addresses, encoder = [0 if out is None else address_of(out) for out in outs], part.encoder
+
+    def decode_part(start: int, stop: int) -> None:
+        """Decode the transitions ``start`` to ``stop`` of the batch."""
+        entries = log.decode(number, rows, envs, start, stop, *addresses, opaque=encoder is not None)
+        if encoder is not None:
+            _decode_opaque(part.layout, encoder, entries, outs)
+
+    if num_threads == 1:
+        decode_part(0, len(rows))
+    else:
+        run_in_threads(decode_part, len(rows), num_threads=num_threads)
+
+
+def _decode_opaque(
+    layout: StackLayout, codec: JpegCodec, entries: Array, outs: tuple[Array | None, Array | None]
+) -> None:
     """Decode the entries of a batch that a codec has encoded.
 
     :param entries: Result of :meth:`FrameLog.decode`.
     :param outs: Observations and next observations of the whole batch.
     """
-    layout, codec = part.layout, part.encoder
-    assert codec is not None
     form: tuple[int, ...] = (layout.n_stack, layout.frame_bytes)
     if not layout.planar and layout.n_stack > 1:
         form = (layout.pixels, layout.n_stack, layout.frame_bytes // layout.pixels)
