@@ -1,4 +1,4 @@
-"""Private names of gymnasium and Stable Baselines3 that this package uses, and what it does without them."""
+"""Private names of gymnasium, torch and Stable Baselines3 that this package uses, and what it does without them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import gymnasium
+import torch
+import torch.distributed
 from gymnasium.vector import AsyncVectorEnv, async_vector_env
 from stable_baselines3.common.base_class import BaseAlgorithm
 from torch.distributions import Distribution
 
 from rl_ext_core.errors import InvalidArgumentError
 
-__all__ = ["call_in_workers", "progress_remaining", "without_validation"]
+__all__ = ["call_in_workers", "progress_remaining", "store_of_ranks", "without_validation"]
 
 
 def _constants_of(code: Any) -> set[Any]:
@@ -53,6 +55,12 @@ def call_in_workers(env: AsyncVectorEnv, indices: Sequence[int], name: str, /, *
 def progress_remaining(algorithm: BaseAlgorithm) -> float:
     """Return the remaining progress of ``learn()``, from 1 to 0; 1 if SB3 lacks the private name."""
     return min(max(float(getattr(algorithm, "_current_progress_remaining", 1.0)), 0.0), 1.0)
+
+
+def store_of_ranks() -> Any:
+    """Return the key-value store of the process group; None if there is none, or torch lacks the private name."""
+    get_store = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
+    return get_store() if get_store is not None and torch.distributed.is_initialized() else None
 
 
 @contextmanager

@@ -342,7 +342,9 @@ class TensorVecNormalize(VecNormalize):
         self._returns_arrays = False
 
     def save(self, save_path: str) -> None:
-        """Save statistics and settings to a file for ``VecNormalize.load``."""
+        """Save statistics and settings to a file for ``VecNormalize.load``; of several ranks, rank 0 does."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+            return
         plain = VecNormalize.__new__(VecNormalize)
         state = {**vars(self), "old_obs": None, "old_reward": np.array([]), "ret_rms": self.ret_rms}
         state |= {"obs_rms": self.obs_rms} if "obs_rms" in self._tensor_rms else {}

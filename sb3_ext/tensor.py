@@ -40,9 +40,10 @@ from stable_baselines3.common.utils import should_collect_more_steps
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError, OutOfMemoryError
-from rl_ext_core.vector.array_frameworks import map_arrays, take_rows, to_numpy
+from rl_ext_core.vector.array_frameworks import leaves, map_arrays, take_rows, to_numpy
 from sb3_ext import _tensor_vec_env as vec_envs
 from sb3_ext._compat import without_validation
+from sb3_ext._distributed import DataParallel
 from sb3_ext._tensor_vec_env import TensorVecEnv, TensorVecNormalize
 from sb3_ext._vector_steps import TensorInfos, expand, torch_dtype
 
@@ -114,6 +115,7 @@ class TensorRolloutBuffer(RolloutBuffer):
     episode_starts: Any
     log_probs: Any
     values: Any
+    sum_over_ranks: Any = None  # function that adds up a tensor over all ranks, if it normalizes advantages
 
     def reset(self) -> None:
         """Discard the rollout."""
@@ -180,8 +182,21 @@ class TensorRolloutBuffer(RolloutBuffer):
         indices = torch.from_numpy(np.random.permutation(self.buffer_size * self.n_envs)).to(self.device)
         if not self.generator_ready:
             self._flatten()
-        for batch in torch.split(indices, batch_size or len(indices)):
-            yield self._get_samples(batch)
+        batches = torch.split(indices, batch_size or len(indices))
+        if self.sum_over_ranks is None:
+            yield from map(self._get_samples, batches)
+            return
+        # Advantages of each minibatch are normalized over all ranks, with two sums for all minibatches.
+        parts = [self._columns["advantages"][batch].double() for batch in batches]
+        sums = self.sum_over_ranks(
+            torch.stack([torch.stack([part.new_tensor(len(part)), part.sum()]) for part in parts])
+        )
+        means = sums[:, 1] / sums[:, 0]
+        squares = [(part - mean).square().sum() for part, mean in zip(parts, means, strict=True)]
+        scales = (self.sum_over_ranks(torch.stack(squares)) / (sums[:, 0] - 1)).sqrt().float() + 1e-8
+        for batch, mean, scale in zip(batches, means.float(), scales, strict=True):
+            samples = self._get_samples(batch)
+            yield samples._replace(advantages=(samples.advantages - mean) / scale)
 
     def _flatten(self) -> None:
         """Join the axes of environments and steps."""
@@ -325,6 +340,7 @@ class _TensorAlgorithm(BaseAlgorithm):
     """Methods that all algorithms share: environments, predictions, episode statistics and files."""
 
     uses_tensors = True
+    _world = 1  # number of processes that train one policy
     policy: Any
     env: Any
     _last_obs: Any
@@ -411,6 +427,11 @@ class _TensorAlgorithm(BaseAlgorithm):
         self.ep_success_buffer.extend(row[3] for row in found if row[3] == row[3])  # type: ignore[union-attr]
         self._episode_num += len(found) if isinstance(self, _OffPolicy) else 0
 
+    def _end_rollout(self, goes_on: bool) -> bool:
+        """Read the statistics of the rollout; return whether training goes on."""
+        self._read_episodes()
+        return goes_on
+
     def dump_logs(self, *args: Any) -> None:
         """Write the log."""
         self._read_episodes()
@@ -471,11 +492,10 @@ class _OnPolicy(_TensorAlgorithm, OnPolicyAlgorithm):
                 actions, values, log_probs = self.policy(obs_tensor)
             clipped_actions = self._to_env_actions(actions)
             new_obs, rewards, dones, infos = env.step(clipped_actions)
-            self.num_timesteps += env.num_envs
+            self.num_timesteps += env.num_envs * self._world
             callback.update_locals(vec_envs.locals_for_callbacks(locals()))
             if not callback.on_step():
-                self._read_episodes()
-                return False
+                return self._end_rollout(False)
             self._update_info_buffer(infos, dones)
             time_outs += infos.copy_time_outs(n_steps)
             n_steps += 1
@@ -485,10 +505,10 @@ class _OnPolicy(_TensorAlgorithm, OnPolicyAlgorithm):
         with torch.no_grad():
             values = self.policy.predict_values(self._on_device(new_obs))
         rollout_buffer.compute_returns_and_advantage(last_values=values, dones=dones)
-        self._read_episodes()
+        goes_on = self._end_rollout(True)
         callback.update_locals(vec_envs.locals_for_callbacks(locals()))
         callback.on_rollout_end()
-        return True
+        return goes_on
 
     def _add_values_of_time_outs(self, rollout_buffer: Any, time_outs: Sequence[Any]) -> None:
         """Add discounted values of last observations to rewards of steps that a time limit ended.
@@ -551,6 +571,13 @@ class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
         """Load a replay buffer of this class or of Stable Baselines3."""
         kind: Any = type(self.replay_buffer)
         self.replay_buffer = kind.from_arrays(load_from_pkl(path, self.verbose), self.device)
+
+    def _end_rollout(self, goes_on: bool) -> bool:
+        """Read the statistics of the rollout, except where that would wait for the device in each step."""
+        is_cpu = next(leaves(self._last_obs)).is_cpu
+        if not goes_on or is_cpu or self.num_timesteps >= self._total_timesteps:
+            self._read_episodes()
+        return goes_on
 
     def _choose_actions(self) -> torch.Tensor:
         """Return actions of the policy in the action space, with exploration."""
@@ -625,26 +652,25 @@ class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
             self._reset_sde_noise(num_collected_steps)
             actions, buffer_actions = self._sample_action(learning_starts, action_noise, env.num_envs)
             new_obs, rewards, dones, infos = env.step(actions)
-            self.num_timesteps += env.num_envs
+            self.num_timesteps += env.num_envs * self._world
             num_collected_steps += 1
             callback.update_locals(vec_envs.locals_for_callbacks(locals()))
             if not callback.on_step():
-                self._read_episodes()
-                return types.RolloutReturn(num_collected_steps * env.num_envs, num_collected_episodes, False)
+                goes_on = self._end_rollout(False)
+                return types.RolloutReturn(num_collected_steps * env.num_envs, num_collected_episodes, goes_on)
             self._update_info_buffer(infos, dones)
             self._store_transition(replay_buffer, buffer_actions, new_obs, rewards, dones, infos)
             self._update_current_progress_remaining(self.num_timesteps, self._total_timesteps)
             self._on_step()
             num_collected_episodes += int(dones) if by_episode else 0
             _reset_noise(action_noise, dones)
-        if dones.is_cpu or self.num_timesteps >= self._total_timesteps:  # other devices would wait in each step
-            self._read_episodes()
+        goes_on = self._end_rollout(True)
         callback.on_rollout_end()
         if log_interval is not None:
             self._read_episodes()
             if self._episode_num // log_interval > episodes_before // log_interval:
                 self.dump_logs()
-        return types.RolloutReturn(num_collected_steps * env.num_envs, num_collected_episodes, True)
+        return types.RolloutReturn(num_collected_steps * env.num_envs, num_collected_episodes, goes_on)
 
 
 def _reset_noise(noise: Any, dones: torch.Tensor) -> None:
@@ -659,7 +685,7 @@ def _reset_noise(noise: Any, dones: torch.Tensor) -> None:
         noise.reset()
 
 
-class PPO(_OnPolicy, sb3.PPO):
+class PPO(DataParallel, _OnPolicy, sb3.PPO):  # type: ignore[misc]  # target_kl is a shared threshold in train()
     """PPO of Stable Baselines3 on tensors, with the same arguments, results and files.
 
     :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
@@ -667,7 +693,7 @@ class PPO(_OnPolicy, sb3.PPO):
     """
 
 
-class A2C(_OnPolicy, sb3.A2C):
+class A2C(DataParallel, _OnPolicy, sb3.A2C):
     """A2C of Stable Baselines3 on tensors, with the same arguments, results and files.
 
     :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
@@ -675,7 +701,7 @@ class A2C(_OnPolicy, sb3.A2C):
     """
 
 
-class SAC(_OffPolicy, sb3.SAC):
+class SAC(DataParallel, _OffPolicy, sb3.SAC):
     """SAC of Stable Baselines3 on tensors, with the same arguments, results and files.
 
     :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
@@ -683,7 +709,7 @@ class SAC(_OffPolicy, sb3.SAC):
     """
 
 
-class TD3(_OffPolicy, sb3.TD3):
+class TD3(DataParallel, _OffPolicy, sb3.TD3):
     """TD3 of Stable Baselines3 on tensors, with the same arguments, results and files.
 
     :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays
@@ -691,7 +717,7 @@ class TD3(_OffPolicy, sb3.TD3):
     """
 
 
-class DQN(_OffPolicy, sb3.DQN):
+class DQN(DataParallel, _OffPolicy, sb3.DQN):
     """DQN of Stable Baselines3 on tensors, with the same arguments, results and files.
 
     :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays

@@ -1,0 +1,166 @@
+"""Program of one rank: trains on its part of Points-like environments. See test_distributed.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from gymnasium import spaces
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import Logger
+from torch.distributions import normal
+
+from sb3_ext import GymVecEnv, tensor
+
+N, T, B = 8, 16, 32  # environments, steps and minibatch of a rank
+
+
+class Cart:
+    """Balanced points, whose start states are a function of the environment's global index and its episode."""
+
+    metadata: dict[str, Any] = {}  # noqa: RUF012
+    render_mode = spec = None
+    single_observation_space = spaces.Box(-np.inf, np.inf, (4,), np.float32)
+
+    def __init__(self, num_envs: int, offset: int = 0, *, discrete: bool = False, fails_at: int = -1) -> None:
+        self.num_envs, self.device, self.fails_at, self.steps = num_envs, "cpu", fails_at, 0
+        self.single_action_space: Any = spaces.Discrete(2) if discrete else spaces.Box(-1, 1, (1,), np.float32)
+        self.ids = torch.arange(offset, offset + num_envs).double()
+        self.episodes = torch.zeros(num_envs).double()
+        self.ages = torch.zeros(num_envs)
+
+    @property
+    def unwrapped(self) -> Cart:
+        return self
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _fresh(self) -> torch.Tensor:
+        x = (
+            torch.sin(self.ids[:, None] * 12.9898 + self.episodes[:, None] * 78.233 + torch.arange(4) * 37.719)
+            * 43758.5
+        )
+        return (x - x.floor() - 0.5).float()
+
+    def reset(self, seed: Any = None, options: Any = None) -> Any:
+        self.state = self._fresh()
+        return self.state.clone(), {}
+
+    def step(self, action: torch.Tensor) -> Any:
+        self.steps += 1
+        if self.steps == self.fails_at:
+            raise ValueError("the simulator of this rank is broken")
+        push = action.reshape(self.num_envs).float()
+        self.state = self.state + 0.1 * torch.stack([self.state[:, 1], push, self.state[:, 3], -push], 1)
+        self.ages += 1
+        terminated = self.state[:, 0].abs() > 1.0
+        truncated = (self.ages >= 10 + self.ids.float()) & ~terminated
+        done, last = terminated | truncated, self.state.clone()
+        self.episodes += done
+        self.state = torch.where(done[:, None], self._fresh(), self.state)
+        self.ages = self.ages.masked_fill(done, 0)
+        return self.state.clone(), -last.square().sum(1), terminated, truncated, {"final_obs": last}
+
+
+def model_of(name: str, rank: int, world: int, n: int, *, normalized: bool = False, **options: Any) -> Any:
+    """Make a model whose environments are those of a rank."""
+    fails_at = options.pop("fails_at", -1)
+    env: Any = GymVecEnv(Cart(n, rank * n, discrete=name == "DQN", fails_at=fails_at), tensors=True)
+    env = tensor.TensorVecNormalize(env) if normalized else env
+    sizes: dict[str, Any] = {"PPO": {"n_steps": T, "batch_size": B, "n_epochs": 2}}.get(name, {})
+    if name in ("SAC", "TD3", "DQN"):
+        sizes = {"learning_starts": 64, "batch_size": 16}
+    model = getattr(tensor, name)(
+        "MlpPolicy", env, **{"seed": 3, "device": "cpu", "policy_kwargs": {"net_arch": [8]}, **sizes, **options}
+    )
+    model.set_logger(Logger(None, []))
+    return model
+
+
+def share_random_numbers(rank: int) -> None:
+    """Give noise and minibatches of a rank the values that a single process with all environments draws."""
+    generator = torch.Generator().manual_seed(7)
+    streams = [np.random.RandomState(100 + part) for part in range(2)]
+
+    def noise(shape: Any, dtype: Any, device: Any) -> torch.Tensor:
+        full = torch.randn(2 * N, *shape[1:], generator=generator, dtype=dtype)
+        return full if shape[0] == 2 * N else full[rank * N : (rank + 1) * N]
+
+    def permutation(count: int) -> Any:
+        if count == N * T:
+            return streams[rank].permutation(count)
+        a, b = (stream.permutation(N * T) + part * N * T for part, stream in enumerate(streams))
+        return np.concatenate([np.concatenate([a[k : k + B], b[k : k + B]]) for k in range(0, N * T, B)])
+
+    normal._standard_normal = noise  # type: ignore[attr-defined]
+    np.random.permutation = permutation  # type: ignore[assignment]
+
+
+class Record(BaseCallback):
+    """Records the number of timesteps, and stops or saves on one rank."""
+
+    def __init__(self, stop_at: int = -1) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.stop_at = stop_at
+
+    def _on_step(self) -> bool:
+        self.seen.append(self.model.num_timesteps)
+        return self.n_calls != self.stop_at
+
+
+def freeze(*_: Any) -> bool:
+    """Sleep for longer than the timeout of the group, and end the process."""
+    time.sleep(15)
+    os._exit(0)
+
+
+def main(task: str, folder: Path, rank: int) -> None:
+    """Run a task, and save what it returns."""
+    timeout = timedelta(seconds=8 if task in ("hang", "raise") else 60)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timeout)
+    found: dict[str, Any] = {}
+    if task == "equal":
+        share_random_numbers(rank)
+        for name in ("plain", "kl"):
+            model = model_of("PPO", rank, 2, N, target_kl=1e-3 if name == "kl" else None)
+            model.learn(6 * 2 * N * T)
+            found[name] = model.policy.state_dict(), model._n_updates
+    elif task == "all":
+        for name in ("PPO", "A2C", "SAC", "TD3", "DQN"):
+            record = Record()
+            model = model_of(name, rank, 2, N, normalized=True)
+            model.learn(512, callback=record)
+            env = model.get_env()
+            statistics = [part for rms in (env.obs_rms, env.ret_rms) for part in (rms.mean, rms.var, rms.count)]
+            infos = [(info["r"], info["l"]) for info in model.ep_info_buffer]
+            weights = model.policy.state_dict()
+            found[name] = weights, model.num_timesteps, record.seen, statistics, infos, model._episode_num
+            model.save(folder / f"{name}-{rank}.zip")
+            env.save(str(folder / f"normalize-{rank}.pkl"))
+        record = Record(5 if rank == 0 else -1)
+        model = model_of("PPO", rank, 2, N).learn(10_000, callback=record)
+        found["stop"] = model.num_timesteps
+    else:
+        model = model_of("PPO", rank, 2, N, fails_at=40 if rank == 1 and task == "raise" else -1)
+        callback: Any = None
+        if task == "hang" and rank == 1:
+            callback = freeze
+        if task == "differ":
+            model.gamma = 0.9 + rank * 0.05
+        model.learn(100_000, callback=callback)
+    torch.save(found, folder / f"{task}-{rank}.pt")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
