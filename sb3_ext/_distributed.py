@@ -130,6 +130,12 @@ class DataParallel:
                 f'train_freq=({frequency.frequency}, "episode") is not supported by {self._world} ranks, whose '
                 'episodes end at different steps: expected steps. Use train_freq=(64, "step")'
             )
+        buffer = getattr(self, "rollout_buffer", None)
+        if buffer is not None and type(buffer).get.__qualname__ != "TensorRolloutBuffer.get":
+            raise InvalidArgumentError(
+                f"{type(buffer).__name__}.get makes minibatches whose advantages {self._world} ranks cannot normalize "
+                "together: expected that of TensorRolloutBuffer. Override _get_samples instead"
+            )
         norm: Any = torch.nn.modules.batchnorm._BatchNorm
         for name, module in self.policy.named_modules():
             differs = isinstance(module, norm) and not isinstance(module, torch.nn.SyncBatchNorm)

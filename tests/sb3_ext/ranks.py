@@ -70,7 +70,7 @@ class Cart:
         return self.state.clone(), -last.square().sum(1), terminated, truncated, {"final_obs": last}
 
 
-def model_of(name: str, rank: int, world: int, n: int, *, normalized: bool = False, **options: Any) -> Any:
+def model_of(name: str, rank: int, n: int, *, normalized: bool = False, **options: Any) -> Any:
     """Make a model whose environments are those of a rank."""
     fails_at = options.pop("fails_at", -1)
     env: Any = GymVecEnv(Cart(n, rank * n, discrete=name == "DQN", fails_at=fails_at), tensors=True)
@@ -131,13 +131,13 @@ def main(task: str, folder: Path, rank: int) -> None:
     if task == "equal":
         share_random_numbers(rank)
         for name in ("plain", "kl"):
-            model = model_of("PPO", rank, 2, N, target_kl=1e-3 if name == "kl" else None)
+            model = model_of("PPO", rank, N, target_kl=1e-3 if name == "kl" else None)
             model.learn(6 * 2 * N * T)
             found[name] = model.policy.state_dict(), model._n_updates
     elif task == "all":
         for name in ("PPO", "A2C", "SAC", "TD3", "DQN"):
             record = Record()
-            model = model_of(name, rank, 2, N, normalized=True)
+            model = model_of(name, rank, N, normalized=True)
             model.learn(512, callback=record)
             env = model.get_env()
             statistics = [part for rms in (env.obs_rms, env.ret_rms) for part in (rms.mean, rms.var, rms.count)]
@@ -147,10 +147,10 @@ def main(task: str, folder: Path, rank: int) -> None:
             model.save(folder / f"{name}-{rank}.zip")
             env.save(str(folder / f"normalize-{rank}.pkl"))
         record = Record(5 if rank == 0 else -1)
-        model = model_of("PPO", rank, 2, N).learn(10_000, callback=record)
+        model = model_of("PPO", rank, N).learn(10_000, callback=record)
         found["stop"] = model.num_timesteps
     else:
-        model = model_of("PPO", rank, 2, N, fails_at=40 if rank == 1 and task == "raise" else -1)
+        model = model_of("PPO", rank, N, fails_at=40 if rank == 1 and task == "raise" else -1)
         callback: Any = None
         if task == "hang" and rank == 1:
             callback = freeze

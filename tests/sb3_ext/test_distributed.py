@@ -14,6 +14,7 @@ import stable_baselines3 as sb3
 import torch
 from stable_baselines3.common.logger import Logger
 
+from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import tensor
 from tests.sb3_ext import ranks
 
@@ -38,6 +39,7 @@ def run_ranks(task: str, folder: Path) -> tuple[list[Any], list[str]]:
     return found, [error.strip().splitlines()[-1] if error.strip() else "" for error in errors]
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_process_with_all_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, errors = run_ranks("equal", tmp_path)
     assert all(found), errors
@@ -46,7 +48,7 @@ def test_two_ranks_equal_one_process_with_all_environments(tmp_path: Path, monke
     ranks.share_random_numbers(0)
     for key in ("plain", "kl"):
         options = {"target_kl": 1e-3 if key == "kl" else None, "batch_size": 2 * ranks.B}
-        model = ranks.model_of("PPO", 0, 1, 2 * ranks.N, **options).learn(6 * 2 * ranks.N * ranks.T)
+        model = ranks.model_of("PPO", 0, 2 * ranks.N, **options).learn(6 * 2 * ranks.N * ranks.T)
         for weights, updates in (part[key] for part in found):
             assert updates == model._n_updates
             for name, value in model.policy.state_dict().items():
@@ -54,6 +56,7 @@ def test_two_ranks_equal_one_process_with_all_environments(tmp_path: Path, monke
             assert all(torch.equal(weights[name], value) for name, value in found[0][key][0].items())
 
 
+@pytest.mark.slow
 def test_all_algorithms_share_weights_steps_statistics_and_logs(tmp_path: Path) -> None:
     found, errors = run_ranks("all", tmp_path)
     assert all(found), errors
@@ -69,7 +72,7 @@ def test_all_algorithms_share_weights_steps_statistics_and_logs(tmp_path: Path) 
         # Rank 0 saves, and one process of either package continues.
         assert not (tmp_path / f"{name}-1.zip").exists()
         getattr(sb3, name).load(tmp_path / f"{name}-0.zip")
-        env = ranks.model_of(name, 0, 1, 2).get_env()
+        env = ranks.model_of(name, 0, 2).get_env()
         model = getattr(tensor, name).load(tmp_path / f"{name}-0.zip", env=env)
         model.set_logger(Logger(None, []))
         assert model.learn(32, reset_num_timesteps=False).num_timesteps >= steps + 32
@@ -77,6 +80,7 @@ def test_all_algorithms_share_weights_steps_statistics_and_logs(tmp_path: Path) 
     assert found[0]["stop"] == found[1]["stop"] == 5 * ranks.N + ranks.T * ranks.N  # rank 0 stopped at its step 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "expected"),
     [
@@ -91,16 +95,43 @@ def test_errors_name_the_rank(task: str, expected: list[str], tmp_path: Path) ->
         assert text in error
 
 
-def test_one_rank_of_torchrun_equals_none(tmp_path: Path) -> None:
-    program = "import sys; from tests.sb3_ext import ranks; ranks.model_of('PPO', 0, 1, 8).learn(256).save(sys.argv[1])"
-    (tmp_path / "train.py").write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+PROGRAM = """
+import sys
+import torch.distributed as dist
+from stable_baselines3.common.callbacks import EvalCallback
+from tests.sb3_ext import ranks
+
+model = ranks.model_of("PPO", 0, 8)
+rank = dist.get_rank() if dist.is_initialized() else 0
+evaluation = EvalCallback(ranks.model_of("PPO", 0, 1).get_env(), eval_freq=16, verbose=0) if rank == 0 else None
+model.learn(256, callback=evaluation).save(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_torchrun_trains_a_script(count: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     subprocess.run(
         [*command, str(tmp_path / "train.py"), str(tmp_path / "model.zip")],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
         check=True,
         timeout=180,
     )
-    weights = tensor.PPO.load(tmp_path / "model.zip").policy.state_dict()
-    expected = ranks.model_of("PPO", 0, 1, 8).learn(256).policy.state_dict()
-    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    model = tensor.PPO.load(tmp_path / "model.zip")
+    assert model.num_timesteps == 256
+    if count == 1:
+        weights = model.policy.state_dict()
+        expected = ranks.model_of("PPO", 0, 8).learn(256).policy.state_dict()
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def test_a_buffer_with_its_own_minibatches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ordered(tensor.TensorRolloutBuffer):
+        def get(self, batch_size: int | None = None) -> Any:
+            yield from super().get(batch_size)
+
+    model = ranks.model_of("PPO", 0, 8, rollout_buffer_class=Ordered)
+    monkeypatch.setattr(model, "_world", 2)
+    with pytest.raises(InvalidArgumentError, match="Ordered.get makes minibatches"):
+        model._check_model()
