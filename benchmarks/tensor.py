@@ -1,13 +1,14 @@
 """Rollouts and training of ``sb3_ext.tensor`` against Stable Baselines3 on a torch environment in Isaac Lab's style.
 
-    python -m benchmarks.tensor [rollout iteration weights transfers] [--rounds 15] [--epochs 5] [--device cpu]
+    python -m benchmarks.tensor [rollout iteration replay weights transfers] [--rounds 15] [--epochs 5] [--device cpu]
         [--envs 4096] [--steps 20000] [--isaac-wrapper PATH]
 
 ``rollout`` collects 24 steps of 4096 environments with a policy that returns constants, so that the network does not
 count. ``iteration`` is a whole iteration of PPO with the default network. Competitors take turns in one process, and
 are measured in CPU time of the calling thread, or in seconds if the device is a GPU. Ratios are medians over the
 rounds. ``weights`` trains with the same seed, and prints the largest relative difference of weights, which is 0 if they
-are equal. ``transfers`` counts copies between host and GPU, and waits for it, in one rollout and in one iteration.
+are equal. ``replay`` fills replay buffers.
+``transfers`` counts copies between host and GPU, and waits for it, in one rollout and in one iteration.
 
 ``PATH`` is Isaac Lab's ``source/isaaclab_rl/isaaclab_rl/sb3.py``; without it, its wrapper is left out. rsl_rl's PPO of
 the same sizes takes part if it is installed: ``pip install rsl-rl-lib``.
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 import stable_baselines3 as sb3
 import torch
+from gymnasium.spaces import Box
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import VecNormalize
@@ -37,6 +39,7 @@ from sb3_ext import GymVecEnv, tensor
 from tests.sb3_ext.tensor_envs import Points
 
 N_STEPS = 24
+_OBS_SIZE = 48  # of replay buffers, as in Isaac Lab's locomotion tasks
 OURS, THEIRS, ISAAC, RSL = "sb3_ext.tensor", "SB3, GymVecEnv", "SB3, Sb3VecEnvWrapper", "rsl_rl"
 TARGETS = {"rollout": {THEIRS: 3.0, ISAAC: 5.0}, "iteration": {THEIRS: 1.5, ISAAC: None, RSL: 0.8}}
 
@@ -227,9 +230,57 @@ def compare_weights(options: argparse.Namespace) -> None:
                 record("tensor", f"weights, {case}", difference=difference)
 
 
+def compare_replay(options: argparse.Namespace) -> None:
+    """Measure transitions of replay buffers: memory, and seconds to add a step and to sample a batch."""
+    torch.set_num_threads(1)
+    n_envs, steps, batch_size = options.envs, 240, 8192
+    spaces = Box(-np.inf, np.inf, (_OBS_SIZE,), np.float32), Box(-1, 1, (isaac_like.ACTION_SIZE,), np.float32)
+    found: dict[str, Any] = {
+        name: kind(n_envs * steps, *spaces, options.device, n_envs)
+        for name, kind in ((OURS, tensor.TensorReplayBuffer), (THEIRS, sb3.common.buffers.ReplayBuffer))
+    }
+    rows = torch.randn(8, n_envs, _OBS_SIZE, device=options.device)
+    rest = [torch.zeros(n_envs, *shape, device=options.device) for shape in ((isaac_like.ACTION_SIZE,), (), ())]
+    arrays, array_rest = rows.cpu().numpy(), [part.cpu().numpy() for part in rest]
+    infos = [{"TimeLimit.truncated": False}] * n_envs
+    step = dict.fromkeys(found, 0)
+
+    def add(name: str) -> None:
+        """Add a step; one episode of a hundred ends in it."""
+        step[name] += 1
+        old, new = step[name] % 8, (step[name] + 1) % 8
+        if name == OURS:
+            following = rows[new].clone()
+            following[::100] += 1.0
+            found[name].add(rows[old], following, *rest, infos)
+        else:
+            found[name].add(arrays[old], arrays[new], *array_rest, infos)
+
+    for name in found:
+        for _ in range(2 * steps):
+            add(name)
+    print(f"\nreplay: {steps} steps of {n_envs} environments on {options.device}")
+    clock = time.thread_time if options.device == "cpu" else synchronized_time
+    last = found[OURS]._last
+    nbytes = {OURS: found[OURS].observations.nbytes + last._table.nbytes + last._numbers.nbytes + last._begins.nbytes}
+    nbytes[THEIRS] = found[THEIRS].observations.nbytes + found[THEIRS].next_observations.nbytes
+    print(
+        f"{'observations':28}{nbytes[OURS] / 1e6:,.0f} MB with next ones, {nbytes[OURS] / nbytes[THEIRS]:.2f} of SB3's"
+    )
+    for part, run in (("add", add), ("sample", lambda name: found[name].sample(batch_size))):
+        calls = {name: partial(run, name) for name in found}
+        seconds = time_in_turns(calls, rounds=options.rounds, clock=clock)
+        ratio = speedup(seconds, OURS, baseline=THEIRS)
+        times = ", ".join(f"{name} {np.median(values) * 1e6:,.0f} us" for name, values in seconds.items())
+        print(f"{part:28}{times}, {ratio:.2f} times as fast")
+        record("tensor", f"replay, {part}, {options.device}, {n_envs}", ratio=ratio)
+    record("tensor", f"replay, {options.device}, {n_envs}", bytes_ratio=nbytes[OURS] / nbytes[THEIRS])
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "rollout": lambda options: compare("rollout", options),
     "iteration": lambda options: compare("iteration", options),
+    "replay": compare_replay,
     "weights": compare_weights,
     "transfers": count_transfers,
 }

@@ -14,7 +14,7 @@ Environments on arrays work too. Source: https://github.com/DLR-RM/stable-baseli
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,10 @@ import numpy as np
 import stable_baselines3 as sb3
 import torch
 from gymnasium import spaces
+from stable_baselines3.common import buffers
 from stable_baselines3.common import type_aliases as types
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.buffers import (
-    BaseBuffer,
     DictReplayBuffer,
     DictRolloutBuffer,
     ReplayBuffer,
@@ -37,15 +37,16 @@ from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 from stable_baselines3.common.utils import should_collect_more_steps
-from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+from stable_baselines3.common.vec_env import VecEnv
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError, OutOfMemoryError
+from rl_ext_core.errors import InvalidArgumentError, MissingDependencyError
 from rl_ext_core.vector.array_frameworks import leaves, map_arrays, take_rows, to_numpy
 from sb3_ext import _tensor_vec_env as vec_envs
 from sb3_ext._compat import without_validation
 from sb3_ext._distributed import DataParallel
+from sb3_ext._tensor_buffers import TensorReplayBuffer, TensorRolloutBuffer, map_data
 from sb3_ext._tensor_vec_env import TensorVecEnv, TensorVecNormalize
-from sb3_ext._vector_steps import TensorInfos, expand, torch_dtype
+from sb3_ext._vector_steps import expand
 
 __all__ = [
     "A2C",
@@ -67,273 +68,6 @@ if not hasattr(sb3.PPO, "dump_logs"):
 
 # Steps after which episode statistics are read from the device, if no log was written before.
 _MAX_UNREAD_STEPS = 256
-
-
-# -- buffers
-
-
-def _zeros(space: Any, device: Any, steps: int, n_envs: int) -> Any:
-    """Return zero tensors for observations of a space, a dict for a Dict."""
-    if isinstance(space, spaces.Dict):
-        return {key: _zeros(part, device, steps, n_envs) for key, part in space.spaces.items()}
-    shape = (steps, n_envs, *((1,) if isinstance(space, spaces.Discrete) else space.shape))
-    try:
-        if device.type == "cpu":  # np.zeros takes memory when it is written, torch.zeros takes all at once
-            return torch.from_numpy(np.zeros(shape, space.dtype))
-        return torch.zeros(shape, dtype=torch_dtype(space.dtype), device=device)
-    except (MemoryError, torch.cuda.OutOfMemoryError) as error:
-        raise OutOfMemoryError(
-            f"{steps} steps of {n_envs} environments do not fit on {device}. Use buffer_size={steps * n_envs // 10}"
-        ) from error
-
-
-def _write(position: int, batch: torch.Tensor, value: Any) -> None:
-    """Copy a tensor or array into a row of a buffer."""
-    row, value = batch[position], torch.as_tensor(value)
-    if value.shape[:1] != row.shape[:1] or value.numel() != row.numel():
-        raise InvalidArgumentError(
-            f"a part of the transition has shape {tuple(value.shape)}, expected {tuple(row.shape)}: one row per "
-            "environment. Use a buffer that was made or saved with the same n_envs and spaces"
-        )
-    row.copy_(value.view_as(row))
-
-
-class TensorRolloutBuffer(RolloutBuffer):
-    """``RolloutBuffer`` and ``DictRolloutBuffer`` with tensors on one device.
-
-    Attributes have the names and shapes of Stable Baselines3: ``observations``, (n_steps, n_envs, ...), and so on. They
-    are tensors. As an exception, ``values`` and ``returns`` are arrays from the first call of :meth:`get` until the
-    next rollout, because ``train()`` logs their variance by NumPy. Observations and actions are not copied when they
-    are added.
-
-    :param args, kwargs: see ``RolloutBuffer``
-    """
-
-    rewards: Any
-    advantages: Any
-    returns: Any
-    episode_starts: Any
-    log_probs: Any
-    values: Any
-    sum_over_ranks: Any = None  # function that adds up a tensor over all ranks, if it normalizes advantages
-
-    def reset(self) -> None:
-        """Discard the rollout."""
-        self._rows: list[tuple[Any, Any]] = []  # observations and actions of steps that are not in _by_env
-        self._by_env: dict[str, Any] = {}  # stacked, (n_envs, n_steps, ...)
-        for name in ("rewards", "returns", "episode_starts", "values", "log_probs", "advantages"):
-            setattr(self, name, torch.zeros(self.buffer_size, self.n_envs, device=self.device))
-        self.generator_ready = False
-        BaseBuffer.reset(self)
-
-    @property
-    def observations(self) -> Any:  # type: ignore[override]
-        """Observations, (n_steps, n_envs, ...), after :meth:`get` (n_envs * n_steps, ...); None if there are none."""
-        return self._stack_steps("observations")
-
-    @property
-    def actions(self) -> Any:  # type: ignore[override]
-        """Actions, in the same form."""
-        return self._stack_steps("actions")
-
-    def _stack_steps(self, name: str) -> Any:
-        """Stack observations or actions of all steps."""
-        if self._rows:
-            # All steps of an environment are contiguous, which is the order of minibatches.
-            columns = zip(*self._rows, strict=True)
-            stack = partial(map_arrays, lambda *parts: torch.stack(parts, 1))
-            self._by_env = {key: stack(*rows) for key, rows in zip(("observations", "actions"), columns, strict=True)}
-            self._rows = [] if self.full else self._rows
-        join = (lambda part: part.flatten(0, 1)) if self.generator_ready else (lambda part: part.transpose(0, 1))
-        return map_arrays(join, self._by_env[name]) if self._by_env else None
-
-    def add(self, obs: Any, action: Any, reward: Any, episode_start: Any, value: Any, log_prob: Any) -> None:
-        """Add a step: observations (n_envs, ...), actions, rewards, starts of episodes, values, log probabilities."""
-        given = {"rewards": reward, "episode_starts": episode_start, "values": value, "log_probs": log_prob}
-        for name, tensor in given.items():
-            _write(self.pos, getattr(self, name), tensor)
-        row = map_arrays(lambda part: torch.as_tensor(part, device=self.device), obs)
-        row = map_arrays(lambda part: part.view(-1, 1) if part.ndim == 1 else part, row)
-        self._rows.append((row, torch.as_tensor(action, device=self.device).reshape(self.n_envs, self.action_dim)))
-        self.pos += 1
-        self.full = self.pos == self.buffer_size
-
-    def compute_returns_and_advantage(self, last_values: torch.Tensor, dones: Any) -> None:
-        """Compute returns and advantages of the rollout.
-
-        :param last_values: values of the observations after the last step, (n_envs,) or (n_envs, 1)
-        :param dones: whether episodes ended in the last step, (n_envs,)
-        """
-        next_values = torch.cat([self.values[1:], last_values.detach().reshape(1, -1)])
-        ends = torch.as_tensor(dones, device=self.device).float()
-        next_non_terminal = 1.0 - torch.cat([self.episode_starts[1:], ends[None]])
-        # The order of operations is that of RolloutBuffer, so that results are equal bit for bit.
-        deltas = self.rewards + self.gamma * next_values * next_non_terminal - self.values
-        factors = self.gamma * self.gae_lambda * next_non_terminal
-        last_gae_lam: Any = 0
-        for step, (delta, factor) in reversed([*enumerate(zip(deltas, factors, strict=True))]):
-            last_gae_lam = delta + factor * last_gae_lam
-            self.advantages[step] = last_gae_lam
-        self.returns = self.advantages + self.values
-
-    def get(self, batch_size: int | None = None) -> Generator[Any, None, None]:
-        """Iterate over minibatches, in the random order of Stable Baselines3."""
-        assert self.full, "the rollout is incomplete"
-        indices = torch.from_numpy(np.random.permutation(self.buffer_size * self.n_envs)).to(self.device)
-        if not self.generator_ready:
-            self._flatten()
-        batches = torch.split(indices, batch_size or len(indices))
-        if self.sum_over_ranks is None:
-            yield from map(self._get_samples, batches)
-            return
-        # Advantages of each minibatch are normalized over all ranks, with two sums for all minibatches.
-        parts = [self._columns["advantages"][batch].double() for batch in batches]
-        sums = self.sum_over_ranks(
-            torch.stack([torch.stack([part.new_tensor(len(part)), part.sum()]) for part in parts])
-        )
-        means = sums[:, 1] / sums[:, 0]
-        squares = [(part - mean).square().sum() for part, mean in zip(parts, means, strict=True)]
-        scales = (self.sum_over_ranks(torch.stack(squares)) / (sums[:, 0] - 1)).sqrt().float() + 1e-8
-        for batch, mean, scale in zip(batches, means.float(), scales, strict=True):
-            samples = self._get_samples(batch)
-            yield samples._replace(advantages=(samples.advantages - mean) / scale)
-
-    def _flatten(self) -> None:
-        """Join the axes of environments and steps."""
-        names = ("values", "log_probs", "advantages", "returns")
-        self._columns = {name: getattr(self, name).T.reshape(-1) for name in names}
-        for name, column in self._columns.items():
-            flat = column.view(-1, 1)
-            setattr(self, name, to_numpy(flat) if name in ("values", "returns") else flat)
-        self.generator_ready = True
-        self._columns |= {name: self._stack_steps(name) for name in ("observations", "actions")}
-
-    def _get_samples(self, batch_inds: Any, env: VecNormalize | None = None) -> Any:
-        """Return the samples of some indices, a tensor."""
-        *columns, observations, actions = (
-            map_arrays(lambda part: part.index_select(0, batch_inds), column) for column in self._columns.values()
-        )
-        kind: Any = types.DictRolloutBufferSamples if isinstance(observations, dict) else types.RolloutBufferSamples
-        return kind(observations, actions.float(), *columns)
-
-
-class TensorReplayBuffer(ReplayBuffer):
-    """``ReplayBuffer`` and ``DictReplayBuffer`` with tensors on one device.
-
-    Attributes have the names and shapes of Stable Baselines3, and are tensors. ``n_steps`` of an algorithm and
-    ``optimize_memory_usage`` are not supported.
-
-    :param args, kwargs: see ``ReplayBuffer``
-    :raises InvalidArgumentError: If ``optimize_memory_usage`` is set.
-    :raises OutOfMemoryError: If the observations do not fit.
-    """
-
-    observations: Any
-    next_observations: Any
-    actions: Any
-    rewards: Any
-    dones: Any
-    timeouts: Any
-
-    def __init__(
-        self,
-        buffer_size: int,
-        observation_space: spaces.Space[Any],
-        action_space: spaces.Space[Any],
-        device: torch.device | str = "auto",
-        n_envs: int = 1,
-        optimize_memory_usage: bool = False,
-        handle_timeout_termination: bool = True,
-    ) -> None:
-        BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs=n_envs)
-        if optimize_memory_usage:
-            raise InvalidArgumentError(
-                "optimize_memory_usage=True is not supported on tensors, expected False. Leave it out, or use "
-                "sb3_ext.CompressedReplayBuffer with stable_baselines3's algorithm"
-            )
-        self.optimize_memory_usage, self.handle_timeout_termination = False, handle_timeout_termination
-        self.buffer_size = size = max(buffer_size // n_envs, 1)
-        self.observations = _zeros(observation_space, self.device, size, n_envs)
-        self.next_observations = _zeros(observation_space, self.device, size, n_envs)
-        dtype = torch_dtype(np.dtype(self._maybe_cast_dtype(action_space.dtype)))
-        self.actions = torch.zeros(size, n_envs, self.action_dim, dtype=dtype, device=self.device)
-        self.rewards, self.dones, self.timeouts = (torch.zeros(size, n_envs, device=self.device) for _ in range(3))
-
-    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
-        """Add a transition of each environment.
-
-        :param infos: infos of an environment on tensors, or a list of dicts
-        """
-        map_arrays(partial(_write, self.pos), self.observations, obs)
-        map_arrays(partial(_write, self.pos), self.next_observations, next_obs)
-        given = {"actions": action, "rewards": reward, "dones": done}
-        if self.handle_timeout_termination:
-            given["timeouts"] = (
-                infos.truncated
-                if isinstance(infos, TensorInfos)
-                else np.array([info.get("TimeLimit.truncated", False) for info in infos])
-            )
-        for name, tensor in given.items():
-            _write(self.pos, getattr(self, name), tensor)
-        self.pos = (self.pos + 1) % self.buffer_size
-        self.full = self.full or self.pos == 0
-
-    def _get_samples(self, batch_inds: np.ndarray[Any, Any], env: Any = None) -> Any:
-        """Return transitions of random environments at some positions."""
-        env_indices = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
-        rows = torch.from_numpy(batch_inds * self.n_envs + env_indices).to(self.device)
-
-        def select(part: torch.Tensor) -> torch.Tensor:
-            """Return the rows of a tensor."""
-            return part.flatten(0, 1).index_select(0, rows)
-
-        observations, following = (
-            self._normalize_obs(map_arrays(select, part), env) for part in (self.observations, self.next_observations)
-        )
-        rewards = select(self.rewards).view(-1, 1)
-        kind: Any = types.DictReplayBufferSamples if isinstance(observations, dict) else types.ReplayBufferSamples
-        return kind(
-            observations,
-            select(self.actions),
-            following,
-            (select(self.dones) * (1 - select(self.timeouts))).view(-1, 1),
-            rewards if env is None else env.normalize_reward(rewards),
-        )
-
-    def to_arrays(self) -> ReplayBuffer:
-        """Copy the transitions to a ``ReplayBuffer`` or ``DictReplayBuffer``."""
-        kind = DictReplayBuffer if isinstance(self.observation_space, spaces.Dict) else ReplayBuffer
-        found = kind.__new__(kind)
-        vars(found).update({name: _map_data(vec_envs.copy_to_array, value) for name, value in vars(self).items()})
-        return found
-
-    @classmethod
-    def from_arrays(cls, buffer: ReplayBuffer, device: torch.device) -> TensorReplayBuffer:
-        """Copy the transitions of a ``ReplayBuffer`` or ``DictReplayBuffer`` to a device.
-
-        :raises InvalidTypeError: If it is a buffer of another class.
-        """
-        if type(buffer) not in (ReplayBuffer, DictReplayBuffer) or buffer.optimize_memory_usage:
-            raise InvalidTypeError(
-                f"cannot read a {type(buffer).__name__}, expected a ReplayBuffer or DictReplayBuffer without "
-                "optimize_memory_usage. Use the algorithm of stable_baselines3"
-            )
-        found = cls.__new__(cls)
-        copy = partial(_map_data, partial(torch.tensor, device=device))
-        vars(found).update({name: copy(value) for name, value in vars(buffer).items()}, device=device)
-        return found
-
-
-def _map_data(function: Any, value: Any) -> Any:
-    """Apply a function to a tensor or array, or to a dict of them; return other values as is."""
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return function(value)
-    if isinstance(value, dict) and all(isinstance(part, torch.Tensor | np.ndarray) for part in value.values()):
-        return {key: function(part) for key, part in value.items()}
-    return value
-
-
-# -- algorithms
 
 
 class _TensorAlgorithm(BaseAlgorithm):
@@ -444,7 +178,7 @@ class _TensorAlgorithm(BaseAlgorithm):
         """Save the model to a file that Stable Baselines3 loads too: last observations are saved as arrays."""
         self._read_episodes()
         tensors = {name: value for name, value in vars(self).items() if name.startswith("_last_")}
-        vars(self).update({name: _map_data(vec_envs.copy_to_array, value) for name, value in tensors.items()})
+        vars(self).update({name: map_data(vec_envs.copy_to_array, value) for name, value in tensors.items()})
         try:
             super().save(*args, **kwargs)
         finally:
@@ -552,16 +286,15 @@ class _OffPolicy(_TensorAlgorithm, OffPolicyAlgorithm):
 
     def _setup_model(self) -> None:
         """Create policy and replay buffer."""
-        if self.n_steps > 1:
-            raise InvalidArgumentError(
-                f"n_steps={self.n_steps} is not supported on tensors, expected 1. Use the algorithm of "
-                "stable_baselines3 over GymVecEnv(env)"
-            )
         self._unread = []
-        given = self.replay_buffer_class  # saved files contain the user's choice
-        self.replay_buffer_class = _choose_buffer(given, TensorReplayBuffer, (ReplayBuffer, DictReplayBuffer))
+        given, n_steps = self.replay_buffer_class, getattr(self, "n_steps", 1)  # saved files contain the user's choice
+        plain = (ReplayBuffer, DictReplayBuffer, getattr(buffers, "NStepReplayBuffer", ReplayBuffer))
+        self.replay_buffer_class = _choose_buffer(given, TensorReplayBuffer, plain)
+        if n_steps > 1 and given is None:
+            self.replay_buffer_kwargs.update(n_steps=n_steps, gamma=self.gamma)
+            self.n_steps = 1  # SB3 warns that other classes of buffers ignore it
         super()._setup_model()
-        self.replay_buffer_class = given
+        self.replay_buffer_class, self.n_steps = given, n_steps
 
     def save_replay_buffer(self, path: Any) -> None:
         """Save the replay buffer to a file that Stable Baselines3 loads too."""
@@ -685,7 +418,7 @@ def _reset_noise(noise: Any, dones: torch.Tensor) -> None:
         noise.reset()
 
 
-class PPO(DataParallel, _OnPolicy, sb3.PPO):  # type: ignore[misc]  # target_kl is a shared threshold in train()
+class PPO(DataParallel, _OnPolicy, sb3.PPO):
     """PPO of Stable Baselines3 on tensors, with the same arguments, results and files.
 
     :param env: ``GymVecEnv(..., tensors=True)``, also in ``TensorVecNormalize``; or an environment on arrays

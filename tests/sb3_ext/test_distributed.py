@@ -133,5 +133,5 @@ def test_a_buffer_with_its_own_minibatches_is_refused(monkeypatch: pytest.Monkey
 
     model = ranks.model_of("PPO", 0, 8, rollout_buffer_class=Ordered)
     monkeypatch.setattr(model, "_world", 2)
-    with pytest.raises(InvalidArgumentError, match="Ordered.get makes minibatches"):
+    with pytest.raises(InvalidArgumentError, match=r"Ordered\.get makes minibatches"):
         model._check_model()

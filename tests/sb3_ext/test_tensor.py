@@ -179,6 +179,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("TD3", {"num_envs": 1, "train_freq": (2, "episode"), "gradient_steps": -1, "policy_kwargs": POLICY}),
     ("DQN", {"exploration_fraction": 0.5, "target_update_interval": 8, "tau": 0.5}),
+    ("DQN", {"n_steps": 3, "num_envs": 2}),
+    ("TD3", {"n_steps": 2, "normalized": True}),
 ]
 
 
@@ -665,7 +667,11 @@ def refusals() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
             InvalidArgumentError,
             "leave tensors out",
         ),
-        "n_steps": (lambda: sac(on_tensors, n_steps=3), InvalidArgumentError, "n_steps=3"),
+        "n_steps of a Dict": (
+            lambda: sac(make_env(True, as_dict=True), n_steps=3),
+            InvalidArgumentError,
+            "n_steps=3 is not supported for Dict",
+        ),
         "buffer": (
             lambda: sac(on_tensors, replay_buffer_class=type("Mine", (ReplayBuffer,), {})),
             InvalidArgumentError,
