@@ -170,6 +170,26 @@ QUESTIONS = {
     "resuming training of loaded model": "guides/resume",
     "VecEnv for gymnasium VectorEnv and Brax": "guides/vectorized_gpu",
     "Isaac Gym with Stable Baselines3": "guides/vectorized_gpu",
+    # Of a newcomer who found nothing, or another page.
+    "cap the memory": "guides/buffers",
+    "curve differs after resume": "guides/resume",
+    "multi gpu ddp": "guides/scale",
+    "rl zoo": "recipes",
+    "maskable ppo": "recipes",
+    "optuna": "recipes",
+    "wandb": "recipes",
+    "jupyter interrupt": "recipes",
+    "hydra submitit": "recipes",
+    "imitation": "recipes",
+    "cleanrl": "recipes",
+    "docker": "recipes",
+    "recurrent lstm": "recipes",
+    "ToTensorImage": "guides/frame_storage",
+    "float32 images": "guides/frame_storage",
+    "ray cluster": "guides/ray",
+    "egl wrong gpu": "guides/rendering_gpu",
+    "fmu": "guides/single_instance",
+    "brax": "guides/vectorized_gpu",
 }
 
 
@@ -191,5 +211,5 @@ def search(index: dict[str, Any], question: str) -> list[str]:
     found = [page for page, matched in enumerate(scores) if required <= set(matched)]
     names = {index["docnames"][page]: max(scores[page].values()) for page in found}
     for name in names:
-        names[name] += 8 if name.startswith("guides/") else 4 if name == "troubleshooting" else 0
+        names[name] += 8 if name.startswith(("guides/", "recipes")) else 4 if name == "troubleshooting" else 0
     return sorted(names, key=lambda name: -names[name])
