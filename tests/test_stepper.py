@@ -49,7 +49,7 @@ SEED, ROWS = 7, 5
 class InfoWalk(Walk):
     """Walk with infos in all steps, some steps, last steps, resets and nested dicts."""
 
-    KEYS = ("age", "number", "odd", "score", "fresh", "inner.age", "inner.score", "marks")
+    KEYS = ("age", "number", "odd", "score", "fresh", "late", "early", "inner.age", "inner.score", "marks")
 
     def _info(self, ended: bool) -> dict[str, Any]:
         """Return an info whose keys depend on the step and on the end of the episode."""
@@ -57,7 +57,8 @@ class InfoWalk(Walk):
         mark = 100.0 * number + step
         info: dict[str, Any] = {"age": step, "number": number, "marks": np.array([mark, -mark])}
         info["inner"] = {"age": -step, **({"score": mark} if ended else {})}
-        return info | ({"odd": mark} if step % 2 else {}) | ({"score": mark} if ended else {})
+        info |= ({"odd": mark} if step % 2 else {}) | ({"score": mark} if ended else {"early": mark})
+        return info | ({"late": mark} if step else {})
 
     def reset(self, **kwargs: Any) -> Any:
         observation, _ = super().reset(**kwargs)
@@ -133,7 +134,7 @@ class IsaacLabEnv(IsaacByIds):
     KEYS = ("age", "number")
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(ROWS, lengths=[3, 4, 3, 7, 6], **kwargs)
+        super().__init__(ROWS, lengths=list(LAB), **kwargs)
         self.buffers = {name: torch.zeros(ROWS, dtype=torch.long) for name in self.KEYS}
 
     def _report(self, info: dict[str, Any]) -> dict[str, Any]:
@@ -461,7 +462,7 @@ double_rewards = partial(wrappers.TransformReward, func=lambda rewards: rewards 
 halve_observations = partial(wrappers.TransformObservation, func=lambda observations: observations / 2)
 to_torch = wrappers.NumpyToTorch
 single_wrappers = gymnasium.wrappers
-LAB = (3, 4, 3, 7, 6)
+LAB = (1, 4, 3, 7, 6)
 WALK_OF_3 = (2, 3, 5)
 
 

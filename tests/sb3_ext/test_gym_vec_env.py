@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorWrapper
 from sb3_contrib import MaskablePPO
 from sb3_contrib.common.envs import InvalidActionEnvDiscrete
 from stable_baselines3 import DQN, PPO, SAC, HerReplayBuffer
@@ -29,15 +29,14 @@ from stable_baselines3.common.vec_env import (
     VecMonitor,
 )
 
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.resources import usable_cores
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import GymVecEnv, _compat, make_vec_env
 from tests.sb3_ext.buffer_envs import without_logger
 from tests.sb3_ext.vec_checks import action_of, assert_equal
 from tests.sb3_ext.vec_test_envs import OBSERVATIONS, RandomEnv, ReusedArrayEnv
-
-MODES = list(AutoresetMode)
+from tests.torchrl_ext.environments import SameStep
 
 
 class Images(gym.Env[Any, Any]):
@@ -124,16 +123,6 @@ def compare_with_dummy(
     return seen
 
 
-@pytest.mark.sample(quick=6, ci=12)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["sync", "not copied", "wrapped", "async"])
-@pytest.mark.parametrize("build", [cart_pole, Images], ids=["CartPole", "Images"])
-def test_rollouts_equal_those_of_dummy_vec_env(kind: str, mode: AutoresetMode, build: Callable[[], Any]) -> None:
-    seen = compare_with_dummy(GymVecEnv(make_vector_env(kind, build, 3, mode)), build)
-    dones = np.array([step[2] for step in seen[1:]])
-    assert 3 < dones.sum() < dones.size
-
-
 @pytest.mark.sample(quick=6)
 @pytest.mark.parametrize(("kind", "n_envs"), [("sync", 1), ("wrapped", 4)])
 @pytest.mark.parametrize("observations", list(OBSERVATIONS))
@@ -159,101 +148,20 @@ def test_last_observation_is_copied_if_environments_reuse_their_array(kind: str)
     assert_equal(roll_out(ours, actions), roll_out(sane, actions))
 
 
-# -- conventions
-
-
-class SelfResetting(VectorEnv[Any, Any, Any]):
-    """Counter that resets itself within the step, with last observations in the formats of several libraries."""
-
-    single_observation_space = spaces.Box(-100, 100, (2,), np.float32)
-    single_action_space = spaces.Discrete(3, start=1)
-
-    def __init__(self, form: str, mode: Any = None) -> None:
-        self.num_envs, self.form = 3, form
-        self.observation_space = spaces.Box(-100, 100, (3, 2), np.float32)
-        self.action_space = spaces.MultiDiscrete([3] * 3, start=[1] * 3)
-        self.metadata = {} if mode is None else {"autoreset_mode": mode}
-        self._observations = np.zeros((3, 2), np.float32)
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self._observations[:] = np.arange(3)[:, None]
-        return self._observations, {}
-
-    def step(self, actions: Any) -> Any:
-        self.given = actions
-        self._observations += 1
-        dones = self._observations[:, 0] >= 5
-        info: dict[str, Any] = {"batch": 7}
-        if dones.any() and self.form != "none":
-            each = np.array([None] * 3, object)
-            for index in np.flatnonzero(dones):
-                each[index] = self._observations[index].copy()
-            details = np.array([{"kept": index} if done else None for index, done in enumerate(dones)], object)
-            new = {"kept": np.arange(3), "_kept": dones}
-            info |= {
-                "new": {"final_obs": each, "_final_obs": dones, "final_info": new, "_final_info": dones},
-                "old": {"final_observation": each, "final_info": details, "_final_info": dones},
-                "batch": {"final_obs": self._observations.copy()},
-            }[self.form]
-        self._observations[dones] = 0
-        return self._observations, np.ones(3), np.zeros(3, bool), dones, info
-
-
-@pytest.mark.parametrize("mode", [None, AutoresetMode.SAME_STEP])
-@pytest.mark.parametrize("form", ["new", "old", "batch"])
-def test_last_observations_are_read_in_all_library_formats(form: str, mode: Any) -> None:
-    venv = GymVecEnv(SelfResetting(form, mode))
-    first = venv.reset()
-    ended = 0
-    for _ in range(9):
-        observations, rewards, dones, infos = venv.step(np.array([1, 2, 3]))
-        assert rewards.dtype == np.float32
-        for index in np.flatnonzero(dones):
-            ended += 1
-            np.testing.assert_array_equal(infos[index]["terminal_observation"], [5, 5])
-            assert infos[index]["TimeLimit.truncated"] is True
-            assert infos[index].get("kept") == (None if form == "batch" else index)
-            assert infos[index]["episode"]["l"] in (3, 4, 5)
-            assert not observations[index].any()
-    assert ended == 5
-    np.testing.assert_array_equal(
-        first, np.arange(3)[:, None] * [1, 1]
-    )  # a copy: the environment has overwritten its array
-    np.testing.assert_array_equal(venv.env.given, [1, 2, 3])
-
-
-def test_missing_last_observation_is_replaced_by_previous_one() -> None:
-    venv = GymVecEnv(SelfResetting("none", AutoresetMode.SAME_STEP), missing_final_obs="previous")
-    venv.reset()
-    infos = [venv.step(np.ones(3, int))[3] for _ in range(3)][-1]
-    np.testing.assert_array_equal(infos[2]["terminal_observation"], [4, 4])
-    venv.reset()
-    venv.env._observations[2] = 4  # its episode ends in the first step
-    np.testing.assert_array_equal(venv.step(np.ones(3, int))[3][2]["terminal_observation"], [2, 2])
-
-
 def test_invalid_arguments_are_refused() -> None:
-    for mode, asked, said in (
-        (None, None, "does not report when it resets"),
-        (AutoresetMode.NEXT_STEP, "Disabled", "cannot reset some of them alone"),  # its reset() has no mask
-        (AutoresetMode.SAME_STEP, None, 'missing_final_obs="previous"'),
-    ):
-        venv = GymVecEnv(SelfResetting("none", mode), autoreset_mode=asked)
-        venv.reset()
-        with pytest.raises((InvalidArgumentError, EnvironmentOutputError), match=said):
-            [venv.step(np.ones(3, int)) for _ in range(9)]
     env = AsyncVectorEnv([cart_pole], shared_memory=False, context="fork")
+    next_step: Any = SameStep([2], None)
+    next_step.metadata = {"autoreset_mode": "NextStep"}
     given: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-        (SelfResetting("none", AutoresetMode.NEXT_STEP), {}, InvalidArgumentError, 'use autoreset_mode="Disabled"'),
+        (next_step, {}, InvalidArgumentError, 'use autoreset_mode="Disabled"'),
         (gym.make("CartPole-v1"), {}, InvalidTypeError, "make_vec_env"),
         (DummyVecEnv([cart_pole]), {}, InvalidTypeError, "Use it without GymVecEnv"),
-        (SelfResetting("new"), {"autoreset_mode": "x"}, InvalidArgumentError, "autoreset_mode='x'"),
         (SyncVectorEnv([cart_pole]), {"autoreset_mode": "x"}, InvalidArgumentError, "autoreset_mode='x'"),
         (SyncVectorEnv([cart_pole]), {"clip_actions": "x"}, InvalidArgumentError, "clip_actions='x' is not a positive"),
         (env, {}, InvalidArgumentError, 'autoreset_mode="SameStep"'),
     ]
     for option in ("env_type", "missing_final_obs", "infos"):
-        given.append((SelfResetting("new"), {option: "x"}, InvalidArgumentError, f"{option}='x'"))
+        given.append((SameStep([2], "batch"), {option: "x"}, InvalidArgumentError, f"{option}='x'"))
     for vector_env, options, error, said in given:
         with pytest.raises(error, match=said):
             GymVecEnv(vector_env, **options)
@@ -272,6 +180,9 @@ def test_methods_and_attributes_reach_sub_environments(kind: str) -> None:
     assert venv.get_attr("mark") == [1, 0, 1]
     assert venv.get_attr("mark", indices=-1) == [1]
     assert venv.env_method("double", 4, indices=1) == [8]
+    arguments = dict.fromkeys(("name", "required_attr", "args", "kwargs", "env", "base", "func"), 1)
+    assert venv.env_method("return_arguments", **arguments) == [arguments] * 3
+    assert venv.env_method("return_arguments", indices=[2, 0], **arguments) == [arguments] * 2
     assert venv.has_attr("double")
     assert not venv.has_attr("missing")
     with pytest.raises(AttributeError):
@@ -295,16 +206,6 @@ def test_methods_and_attributes_reach_sub_environments(kind: str) -> None:
     for call in (venv.reset, lambda: venv.step(np.zeros(3, int)), lambda: venv.get_attr("mark")):
         with pytest.raises(InvalidArgumentError, match="closed"):
             call()
-
-
-@pytest.mark.parametrize("kind", ["sync", "wrapped", "async", "ours"])
-def test_env_method_passes_on_arguments_of_any_name(kind: str) -> None:
-    arguments = dict.fromkeys(("name", "required_attr", "args", "kwargs", "env", "base", "func"), 1)
-    with contextlib.closing(GymVecEnv(make_vector_env(kind, Images, 3, AutoresetMode.SAME_STEP))) as venv:
-        venv.reset()
-        assert venv.env_method("return_arguments", **arguments) == [arguments] * 3
-        assert venv.env_method("return_arguments", indices=[2, 0], **arguments) == [arguments] * 2
-        assert venv.env_method("double", 4) == [8] * 3
 
 
 def test_calls_of_some_workers_are_refused_without_private_names_of_gymnasium(monkeypatch: pytest.MonkeyPatch) -> None:

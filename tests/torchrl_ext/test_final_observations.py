@@ -13,7 +13,7 @@ from torchrl.envs import RenameTransform, TransformedEnv, check_env_specs
 
 from rl_ext_core.errors import EnvironmentOutputError
 from tests.torchrl_ext.comparison import assert_same, make_vector_env
-from tests.torchrl_ext.environments import Isaac, IsaacByIds, SameStep, Walk
+from tests.torchrl_ext.environments import IsaacByIds, SameStep, Walk
 from torchrl_ext import GymWrapper
 
 LENGTHS = {"apart": [2, 3, 5], "all at once": [3, 3, 3], "every step": [1, 1, 4], "one": [2]}
@@ -202,24 +202,6 @@ def test_final_observations_are_detached_and_cast(form: str, finds_done_rows: bo
     assert not rollout["next", "observation"].requires_grad
     assert rollout["next", "observation"].dtype is torch.float32
     check_chain(rollout)
-
-
-@ways
-@pytest.mark.parametrize("final_obs", [True, False])
-def test_final_observations_of_isaac_lab_environments_are_exact_or_nan(final_obs: bool, finds_done_rows: bool) -> None:
-    inner = Isaac(6, final_obs=final_obs)
-    env = wrap(inner, finds_done_rows=finds_done_rows)
-    check_env_specs(env)
-    rollout = env.rollout(20, break_when_any_done=False)
-    done = rollout["next", "done"].squeeze(-1)
-    expected = rollout["policy"].clone()
-    expected[..., 2] += 1
-    expected[..., 3:5] += rollout["action"]
-    following = rollout["next", "policy"]
-    assert torch.equal(following[~done], expected[~done])
-    assert torch.equal(following[done], expected[done]) if final_obs else following[done].isnan().all()
-    assert torch.equal(rollout["policy"][:, 1:][done[:, :-1]][:, 2:], torch.zeros(int(done[:, :-1].sum()), 4))
-    assert inner.state.isfinite().all()
 
 
 def test_gpu_code_path_equals_cpu_code_path() -> None:

@@ -1,26 +1,22 @@
-"""Tests of infos in the data: each belongs to its own step, in batches too."""
+"""Tests of infos in the data. tests/test_stepper.py compares them with those of single environments."""
 
 from __future__ import annotations
 
-from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 from torchrl import envs as upstream
 from torchrl.data import Composite, Unbounded
-from torchrl.envs import StepCounter, check_env_specs, default_info_dict_reader
+from torchrl.envs import check_env_specs, default_info_dict_reader
 
 from rl_ext_core.errors import EnvironmentOutputError
-from tests.torchrl_ext.comparison import assert_same, assert_same_rollouts, make_vector_env, seeded_rollout
-from tests.torchrl_ext.environments import IsaacByIds, SameStep, Walk, box
+from tests.torchrl_ext.comparison import assert_same_rollouts, make_vector_env, seeded_rollout
+from tests.torchrl_ext.environments import IsaacByIds, SameStep, Walk
 from torchrl_ext import GymEnv, GymWrapper
 
 LONG = {"age": Unbounded((), dtype=torch.int64), "length": Unbounded((), dtype=torch.int64)}
-modes = pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 
 
 def make_reader() -> Any:
@@ -63,15 +59,6 @@ class ResetInfos(Walk):
 
     def reset(self, **kwargs: Any) -> Any:
         return super().reset(**kwargs)[0], self.reset_info
-
-
-@pytest.mark.parametrize("mode", ["SameStep", "Disabled"])
-def test_infos_missing_at_batch_resets_are_zero(mode: str) -> None:
-    env = GymWrapper(make_vector_env(partial(ResetInfos, {}), 2, mode)).set_info_dict_reader(make_reader())
-    rollout = seeded_rollout(env, 12)
-    assert rollout["next", "done"].sum() == 4
-    assert torch.equal(rollout["next", "age"], rollout["next", "observation"][..., 1].long())  # at ends of episodes too
-    assert (rollout["age"][:, 5] == 0).all()  # zero at resets without infos
 
 
 def test_one_reader_serves_several_environments() -> None:
@@ -131,103 +118,6 @@ def test_info_arrays_are_copied() -> None:
         default_info_dict_reader(["count"], spec=[Unbounded((2,), dtype=torch.float64)])
     )
     assert env.rollout(6)["next", "count"].tolist() == [[step, step] for step in range(1, 7)]
-
-
-# -- keys that some steps lack: batches have the values of single environments, or zero
-
-
-class CostInfos(gymnasium.Env[Any, Any]):
-    """Environment whose infos contain episode and step, in the steps that ``when`` selects."""
-
-    observation_space = box(1)
-    action_space = spaces.Discrete(2)
-    WHEN: ClassVar[dict[str, Any]] = {
-        "always": lambda step, length: True,
-        "at the reset": lambda step, length: step == 0,
-        "at no reset": lambda step, length: step > 0,
-        "at the last step": lambda step, length: step == length,
-        "before the last step": lambda step, length: step < length,
-        "in even steps": lambda step, length: step % 2 == 0,
-    }
-
-    def __init__(self, when: str, length: int) -> None:
-        self.has, self.length, self.episode = self.WHEN[when], length, 0
-
-    def info(self) -> dict[str, Any]:
-        """Return infos that contain episode and step, or none in steps without infos."""
-        if not self.has(self.step_count, self.length):
-            return {}
-        cost = np.float64(100 * self.episode + self.step_count + 0.5)
-        return {"cost": cost, "odd": np.bool_(self.step_count % 2), "inner": {"cost": -cost}}
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self.step_count, self.episode = 0, self.episode + 1
-        return np.zeros(1, np.float32), self.info()
-
-    def step(self, action: Any) -> Any:
-        self.step_count += 1
-        ended = self.step_count == self.length
-        return np.zeros(1, np.float32), 0.0, ended, False, self.info()
-
-
-def read_costs(info: Any, data: Any) -> Any:
-    """Read infos of all forms, with zero for missing keys."""
-    if isinstance(info, list):
-        empty = data.empty()[0]
-        return data.update(torch.stack([read_costs(part, empty.copy()) for part in info]))
-    for key, values in {"cost": info, "nested": info.get("inner", {})}.items():
-        data[key] = torch.as_tensor(values.get("cost", 0.0)).double().expand(data.batch_size)
-    return data
-
-
-class ToTorch(gymnasium.vector.VectorWrapper):
-    """Wrapper that converts observations, flags and infos to tensors, except object arrays."""
-
-    def to_tensors(self, value: Any) -> Any:
-        """Convert arrays in nested dicts to tensors."""
-        if isinstance(value, dict):
-            return {key: self.to_tensors(part) for key, part in value.items()}
-        return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) and value.dtype != object else value
-
-    def step(self, actions: Any) -> Any:
-        return tuple(map(self.to_tensors, self.env.step(actions.numpy())))
-
-    def reset(self, **kwargs: Any) -> Any:
-        return tuple(map(self.to_tensors, self.env.reset(**kwargs)))
-
-
-FORMS: dict[str, Any] = {
-    "arrays": lambda env: env,
-    "torch": ToTorch,
-    "list": gymnasium.wrappers.vector.DictInfoToList,
-}
-
-
-LENGTHS = (3, 5, 9)
-COST_SPECS = {"cost": Unbounded((), dtype=torch.float64), "odd": Unbounded((), dtype=torch.bool)}
-
-
-def costs(env: Any, limit: int) -> Any:
-    """Return the infos of a rollout up to ``limit``, by TorchRL's reader and ``read_costs``."""
-    env = GymWrapper(env).set_info_dict_reader(default_info_dict_reader(list(COST_SPECS), spec=COST_SPECS))
-    env = env.set_info_dict_reader(read_costs).append_transform(StepCounter(limit))
-    rollout = env.rollout(13, break_when_any_done=False)
-    return rollout.select(*COST_SPECS, "nested", *(("next", key) for key in (*COST_SPECS, "nested")))
-
-
-@cache
-def costs_of_singles(when: str, limit: int) -> Any:
-    """Return :func:`costs` of single environments, stacked by environment."""
-    return torch.stack([costs(CostInfos(when, length), limit) for length in LENGTHS])
-
-
-@modes
-@pytest.mark.parametrize("form", FORMS)
-def test_infos_of_rows_equal_those_of_single_environments(form: str, mode: str) -> None:
-    for when in CostInfos.WHEN:
-        for limit in (99, 3):
-            env = FORMS[form](make_vector_env([partial(CostInfos, when, length) for length in LENGTHS], 3, mode))
-            assert_same(costs(env, limit), costs_of_singles(when, limit))
 
 
 def as_object_array(parts: list[Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -11,7 +10,6 @@ import pytest
 from gymnasium import spaces
 
 from rl_ext_core.factory.drivers import driver_for
-from tests.core.factory.copying import rollout
 
 
 class Recorder(gym.Env[Any, Any]):
@@ -74,33 +72,6 @@ def test_step_at_the_end_of_an_episode_also_returns_the_next_reset() -> None:
     assert (last[0].tolist(), last[1:], first.tolist()) == ([3, 3], [1.0, False, True], [0, 0])
     # Observations are copies, although the environment writes all of them into one array.
     assert [returned[0][0].tolist(), returned[1][0].tolist(), returned[3][0].tolist()] == [[1, 1], [2, 2], [1, 1]]
-
-
-def _make_vectorized(mode: str) -> Any:
-    """Make three vectorized CartPoles with an autoreset mode."""
-    return gym.make_vec(
-        "CartPole-v1", 3, vectorization_mode="sync", vector_kwargs={"autoreset_mode": gym.vector.AutoresetMode(mode)}
-    )
-
-
-WORLDS: dict[str, Callable[[], Any]] = {
-    "gymnasium": lambda: gym.make("FrozenLake-v1"),
-    "vector, next step": lambda: _make_vectorized("NextStep"),
-    "vector, same step": lambda: _make_vectorized("SameStep"),
-    "vector, by itself": lambda: _make_vectorized("Disabled"),
-}
-
-
-@pytest.mark.sample(quick=3)
-@pytest.mark.parametrize("name", WORLDS)
-def test_results_depend_only_on_the_seed(name: str) -> None:
-    lives = []
-    for seed in (4, 4, 5):
-        environment = WORLDS[name]()
-        lives.append([str(seen) for seen in rollout(environment, 40, seed)])
-        environment.close()
-    assert lives[0] == lives[1] != lives[2]
-    assert len(set(lives[0])) > 5, "all results are equal"
 
 
 def test_actions_of_dm_env_stay_within_the_limits_of_the_spec() -> None:
