@@ -6,9 +6,6 @@ in the ``ruff.toml`` of the adapters. import-linter checks imports between rooms
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.boundaries import FOLDERS, ROOT, device_variables, modules_loaded_by
@@ -43,29 +40,6 @@ def test_statement_loads_only_expected_packages(statement: str, watched: set[str
 def test_failing_import_is_an_error() -> None:
     with pytest.raises(AssertionError, match="no_such_module"):
         modules_loaded_by("import no_such_module", HEAVY)
-
-
-@pytest.mark.parametrize(
-    ("package", "statement", "refused"),
-    [
-        ("shared/rl_ext_core", "import torchrl.envs", True),
-        ("shared/rl_ext_core", "def later():\n    from stable_baselines3 import DQN", True),
-        ("shared/rl_ext_core", "import torch", False),
-        ("shared/rl_ext_core", "import torch\nok = torch.cuda.is_available()", True),
-        ("sb3_ext", "from tensordict import TensorDict", True),
-        ("sb3_ext", "from stable_baselines3 import DQN", False),
-        ("sb3_ext", "from torch.cuda import is_available", True),
-        ("torchrl_ext", "import torchrl.envs", False),
-    ],
-)
-def test_ruff_rejects_imports_across_packages(package: str, statement: str, refused: bool) -> None:
-    pytest.importorskip("ruff", reason='pip install "./rl-ext[dev]"')
-    command = ["ruff", "check", "--no-cache", "--select", "TID251", "--stdin-filename", f"{package}/offender.py", "-"]
-    done = subprocess.run(
-        [sys.executable, "-m", *command], input=statement, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert ("TID251" in done.stdout) == refused, done.stdout + done.stderr
-    assert done.returncode == refused
 
 
 def test_only_the_devices_package_names_device_variables() -> None:

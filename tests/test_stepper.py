@@ -603,8 +603,16 @@ TABLE: dict[str, TableRow] = {
     ),
     "EnvPool CartPole": TableRow(*pool("CartPole-v1"), POOL, needs="envpool"),
     "EnvPool Pendulum": TableRow(*pool("Pendulum-v1"), POOL, needs="envpool"),
+    "EnvPool HalfCheetah": TableRow(*pool("HalfCheetah-v5"), POOL, needs="envpool"),
+    "EnvPool Pong": TableRow(*pool("Pong-v5"), (*POOL, "lives"), needs="envpool", steps=45),
     "EnvPool CartPole, RecordEpisodeStatistics": TableRow(
         *pool("CartPole-v1", wrappers.RecordEpisodeStatistics), (*POOL, "episode.r", "episode.l"), needs="envpool"
+    ),
+    "EnvPool CartPole, DictInfoToList": TableRow(
+        make_wrapped(wrappers.DictInfoToList, pool("CartPole-v1")[0]), *pool("CartPole-v1")[1:], POOL, needs="envpool"
+    ),
+    "EnvPool CartPole, NumpyToTorch": TableRow(
+        make_wrapped(to_torch, pool("CartPole-v1")[0]), *pool("CartPole-v1")[1:], POOL, needs="envpool"
     ),
     # on tensors; if Isaac Lab resets rows itself, it returns no infos of resets
     "Isaac Lab": TableRow(
@@ -845,12 +853,7 @@ class TorchRLDriver:
         assert torch.equal(after["done"], after["terminated"] | after["truncated"])
         flags = torch.cat([after["terminated"], after["truncated"]], 1).tolist()
         return Turn(
-            observations,
-            after["reward"].flatten().tolist(),
-            list(map(tuple, flags)),
-            infos,
-            following,
-            reset_infos,
+            observations, after["reward"].flatten().tolist(), list(map(tuple, flags)), infos, following, reset_infos
         )  # type: ignore[arg-type]
 
     def end_episodes(self) -> None:

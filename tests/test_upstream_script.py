@@ -20,14 +20,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("upstream_tests")
 
 
-@pytest.mark.parametrize("suite", ["sb3", "sb3-contrib", "torchrl"])
-def test_replaced_classes_exist_upstream(script: Any, suite: str) -> None:
-    for old, new in script.SUITES[suite].replacements.items():
-        upstream_class, own_class = script._import_name(old), script._import_name(new)
-        assert upstream_class is not own_class
-        assert callable(own_class)
-
-
 def test_compare_reports_tests_that_fail_only_with_our_classes(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     upstream_results = {"a::passes": "passed", "a::falls[x]": "passed", "a::gone": "passed", "a::fails": "failed"}
     own_results = {"a::passes": "passed", "a::falls[x]": "failed", "a::fails": "failed"}

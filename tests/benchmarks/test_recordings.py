@@ -184,21 +184,3 @@ def test_load_records_missing_or_short_recordings_and_truncates_long_ones(tmp_pa
     np.testing.assert_array_equal(cut.frames, longer.frames[:21])
     np.testing.assert_array_equal(short.frames, longer.frames[:11])
     assert cut.n_transitions == 40 == cut.rewards.size
-
-
-@pytest.mark.slow
-def test_scripted_policy_beats_sticky_policy_at_breakout() -> None:
-    scripted = recorders.record_atari("Breakout", policy="scripted", steps=400)
-    noise = recorders.record_atari("Breakout", policy="sticky", steps=400)
-    assert scripted.rewards.sum() > 2 * noise.rewards.sum() > 0
-    assert (noise.actions[1:] == noise.actions[:-1]).mean() == pytest.approx(0.75 + 0.25 / 4, abs=0.05)
-
-
-@pytest.mark.slow
-def test_vizdoom_recording_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    recording = recorders.record_vizdoom(steps=5)
-    assert recording.observation_space.shape == (9, 100, 100)
-    assert recording.frames.std() > 10
-    assert Path.cwd() == tmp_path
-    assert list(tmp_path.iterdir()) == []

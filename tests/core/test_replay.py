@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-import random
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -27,7 +25,6 @@ from rl_ext_core.factory import as_factory
 from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, replay
 from rl_ext_core.recording.capsule import RecordedFailure, read_capsule, write_capsule
 from rl_ext_core.recording.episode_log import observation_checksum
-from tests.core.isolation import variants
 
 MODULE = '''
 """Environments that fail."""
@@ -192,40 +189,6 @@ def test_crash_is_reproduced(kind: str, failing: Any, tmp_path: Path, capsys: py
     printed = capsys.readouterr().out
     assert f"reproduced at step {step}: {TEXTS[kind]}" in printed
     assert "executes the pickled code of the factory" in printed
-
-
-# Importing Box2D under warnings as errors kills the process.
-@pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")
-@posix
-@pytest.mark.parametrize("name", ["LunarLander-v3", "HalfCheetah-v5", "CartPole-v1"])
-@pytest.mark.parametrize("kind", ["segfault", "exit"])
-@pytest.mark.sample(quick=2)
-def test_crashes_in_simulators(
-    name: str, kind: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    at = random.Random(f"{name} {kind}").randint(2, 9)
-    make = functools.partial(failing.build, name, at=at)
-    path = record(make, tmp_path / "crashes", kind, lambda env, n_steps: n_steps == at)
-    assert main(["replay", str(path), "--yes"]) == 0
-    assert f"reproduced at step {at}" in capsys.readouterr().out
-
-
-@posix
-def test_crash_in_a_c_library(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    if (compiler := shutil.which("cc")) is None:
-        pytest.skip("there is no C compiler")
-    good, bad = (variants.compiled(name, tmp_path, compiler) for name in ("GOOD", "CRASH_IN_STEP"))
-    env = EpisodeRecorder(good())
-    env.reset(seed=3)
-    for _ in range(5):  # the other variant fails in the last one of these
-        env.step(env.action_space.sample())
-    log = env.episode_log()
-    assert log is not None
-    log = EpisodeLog(log.generators, log.settings, log.calls, log.checksums[:-1])
-    path = write_capsule(tmp_path, factory=as_factory(bad), log=log, failure=KINDS["segfault"], environment=0)
-    monkeypatch.chdir(tmp_path)
-    assert main(["replay", str(path), "--yes"]) == 0
-    assert "reproduced at step 5: SIGSEGV in step, " in capsys.readouterr().out
 
 
 # Statements of an environment that change files: in its constructor, and in a step that writes a line each.
@@ -544,13 +507,7 @@ def test_capsule_with_damaged_bytes(tmp_path: Path) -> None:
         path.write_bytes(data[:place] + bytes([data[place] ^ 255]) + data[place + 1 :])
         with pytest.raises(CorruptFileError, match="is not a complete capsule"):
             read_capsule(path)
-
-
-def test_damaged_capsule(failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = record(failing.Walk, tmp_path, "exit", lambda env, n_steps: n_steps == 1)
-    path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(CorruptFileError, match="is not a complete capsule"):
-        read_capsule(path)
+    path.write_bytes(data[:-30])
     assert main(["replay", str(path), "--yes"]) == 2
     assert main(["replay", str(tmp_path / "missing.rlx"), "--yes"]) == 2
 

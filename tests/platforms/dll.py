@@ -13,14 +13,12 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium
 import numpy as np
 
 from rl_ext_core.errors import WorkerError
-from rl_ext_core.factory import EnvFactory, as_factory
 from tests.platforms.buffers import expect_error, main
 
 # The environment variable with the library's path. The caller of this script compiles it from simulator.c.
@@ -90,20 +88,6 @@ def test_second_instance_in_a_process_fails() -> None:
             expect_error(RuntimeError, "only one instance per process", Simulator)
 
 
-def _build_and_step(factory: EnvFactory[Any], seed: int) -> list[float]:
-    """Build an environment, and return the rewards of five steps."""
-    with contextlib.closing(factory()) as environment:
-        return collect_rewards(environment, seed)
-
-
-def test_factory_builds_instances_in_other_processes() -> None:
-    with contextlib.closing(Simulator()) as environment, multiprocessing.get_context("spawn").Pool(2) as pool:
-        expected = [collect_rewards(environment, seed) for seed in (3, 4)]
-        asked = [(as_factory(Simulator), seed) for seed in (3, 4)]
-        assert pool.starmap(_build_and_step, asked, chunksize=1) == expected
-    assert_no_children()
-
-
 def test_make_vec_env_starts_one_process_per_instance() -> None:
     if is_missing("sb3_ext"):
         return
@@ -144,22 +128,6 @@ def _check_error_of_dying_worker(action: int, how: str) -> None:
     expect_error(WorkerError, f", in step: {how}", functools.partial(vec_env.step, np.array([NOTHING, action])))
     assert_no_children()
     vec_env.close()
-
-
-def test_parallel_env_starts_one_process_per_instance() -> None:
-    if is_missing("torchrl", "torchrl_ext"):
-        return
-    from torchrl_ext import GymWrapper, ParallelEnv
-
-    workers = ParallelEnv(2, lambda: GymWrapper(Simulator()), mp_start_method="spawn")
-    with contextlib.closing(workers):
-        assert workers.rollout(3, policy=_make_idle_policy(workers)).shape == (2, 3)
-    assert_no_children()
-
-
-def _make_idle_policy(workers: Any) -> Callable[[Any], Any]:
-    """Return a policy whose actions are all zero."""
-    return lambda tensordict: tensordict.set("action", workers.action_spec.zero())
 
 
 if __name__ == "__main__":

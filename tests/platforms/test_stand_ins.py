@@ -83,8 +83,7 @@ IMITATED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("system", "script", "names"),
-    IMITATED if sys.platform == "linux" else [("", script, ()) for script in SCRIPTS],
+    ("system", "script", "names"), IMITATED if sys.platform == "linux" else [("", script, ()) for script in SCRIPTS]
 )
 def test_scripts(
     system: str, script: str, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

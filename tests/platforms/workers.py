@@ -76,15 +76,6 @@ def test_make_vec_env_starts_one_process_per_single_instance_env() -> None:
     assert_no_children()
 
 
-def test_auto_vec_env_starts_one_process_per_env_if_requested() -> None:
-    venv = AutoVecEnv([Single] * 2, isolation="process")
-    pids = {info["pid"] for info in (venv.reset(), venv.step(np.array([0, 0])))[1][3]}
-    venv.close()
-    assert len(pids) == 2
-    assert os.getpid() not in pids
-    assert_no_children()
-
-
 def test_probe_verdicts() -> None:
     single = Isolation.SINGLE_INSTANCE
     ends = "ends the process with" if os.name == "nt" else "kills the process by SIGABRT"

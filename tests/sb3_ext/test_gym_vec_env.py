@@ -16,18 +16,11 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorWrapper
-from sb3_contrib import MaskablePPO
-from sb3_contrib.common.envs import InvalidActionEnvDiscrete
-from stable_baselines3 import DQN, PPO, SAC, HerReplayBuffer
+from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env as upstream_make_vec_env
-from stable_baselines3.common.envs import BitFlippingEnv
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.vec_env import (
-    DummyVecEnv,
-    VecEnv,
-    VecMonitor,
-)
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecMonitor
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.resources import usable_cores
@@ -304,30 +297,6 @@ def test_ppo_learns_same_weights_as_with_dummy_vec_env(tmp_path: Path) -> None:
     without_logger(loaded).learn(256)
     mean, _ = evaluate_policy(loaded, VecMonitor(env), n_eval_episodes=4)
     assert mean > 5
-
-
-pendulum = functools.partial(gym.make, "Pendulum-v1", max_episode_steps=20)
-flipping = functools.partial(BitFlippingEnv, n_bits=4, continuous=False, max_steps=4)
-masked = functools.partial(InvalidActionEnvDiscrete, dim=8, n_invalid_actions=3)
-OFF = {"learning_starts": 20, "buffer_size": 500}
-HINDSIGHT = {**OFF, "replay_buffer_class": HerReplayBuffer, "replay_buffer_kwargs": {"copy_info_dict": True}}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("algorithm", "policy", "build", "options"),
-    [
-        (SAC, "MlpPolicy", pendulum, OFF),
-        (DQN, "MultiInputPolicy", flipping, HINDSIGHT),
-        (MaskablePPO, "MlpPolicy", masked, {"n_steps": 32, "batch_size": 32}),
-    ],
-    ids=["SAC", "DQN", "MaskablePPO"],
-)
-def test_algorithms_train_on_gym_vec_env(algorithm: Any, policy: str, build: Any, options: dict[str, Any]) -> None:
-    venv = GymVecEnv(make_vector_env("wrapped", build, 2, AutoresetMode.NEXT_STEP))
-    model = without_logger(algorithm(policy, venv, device="cpu", **options)).learn(100)
-    if algorithm is SAC:
-        assert model.replay_buffer.timeouts.sum() >= 4
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])

@@ -211,10 +211,7 @@ class BoxedReward(Reporting):
 
 @pytest.mark.parametrize(
     "build",
-    [
-        lambda envs: GymVecEnv(SyncVectorEnv(envs)),
-        lambda envs: SharedMemoryVectorEnv(envs, context="fork"),
-    ],
+    [lambda envs: GymVecEnv(SyncVectorEnv(envs)), lambda envs: SharedMemoryVectorEnv(envs, context="fork")],
     ids=["GymVecEnv", "SharedMemoryVectorEnv"],
 )
 def test_rewards_with_axes_are_refused(build: Any) -> None:

@@ -58,10 +58,7 @@ def check_chain(rollout: Any, place: Any = "observation") -> None:
 def test_final_observations_are_read_in_every_form(
     form: str, lengths: list[int], nested: bool, torch_tensors: bool, finds_done_rows: bool
 ) -> None:
-    for categorical, name in (
-        (True, "final_obs"),
-        (False, "final_observation"),
-    ):  # the older name
+    for categorical, name in ((True, "final_obs"), (False, "final_observation")):  # the older name
         inner = SameStep(lengths, form, nested=nested, torch_tensors=torch_tensors, name=name)
         env = wrap(inner, finds_done_rows=finds_done_rows, categorical_action_encoding=categorical)
         rollout = env.rollout(13, break_when_any_done=False)

@@ -337,10 +337,7 @@ def test_vectors_that_are_not_one_hot_are_decoded_as_upstream(action: list[Any],
 
 
 def test_vector_rewards_of_a_batch_follow_its_reward_space() -> None:
-    assert batch(VectorRewards, "Disabled")(GymWrapper).reward_spec.shape == (
-        3,
-        1,
-    )  # gymnasium has none
+    assert batch(VectorRewards, "Disabled")(GymWrapper).reward_spec.shape == (3, 1)  # gymnasium has none
     inner: Any = make_vector_env(Walk, 3, "Disabled")
     inner.reward_space = spaces.Box(-np.inf, np.inf, (3, 2), np.float32)
     step = inner.step

@@ -148,10 +148,7 @@ def test_final_infos_replace_those_of_the_reset(form: str) -> None:
         steps = inner.steps + 1
         done = steps >= inner.lengths
         observation, *rest, info = step(action)
-        info["age"], info["fresh"] = (
-            inner.array(inner.steps.copy()),
-            inner.array(done * 1),
-        )  # of the new episodes
+        info["age"], info["fresh"] = (inner.array(inner.steps.copy()), inner.array(done * 1))  # of the new episodes
         if done.any():
             info["final_info"] = FINAL_INFOS[form](steps, done)
         return (observation, *rest, info)

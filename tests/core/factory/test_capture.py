@@ -186,19 +186,6 @@ def test_copy_of_a_made_environment_has_its_specification(change: Any) -> None:
     assert try_rollout(copied) == try_rollout(env)
 
 
-def test_capturing_twice_has_no_effect() -> None:
-    before = gym.Env.__new__, Line.__new__, Meta.__call__, CapturedOwn.__new__, make_and_change_arguments
-    for captured in (gym.Env, Line, Doubled, CapturedOwn):
-        capture_constructors(captured)
-    assert (
-        gym.Env.__new__,
-        Line.__new__,
-        Meta.__call__,
-        CapturedOwn.__new__,
-        capture_constructors(make_and_change_arguments),
-    ) == before
-
-
 def test_captured_classes_and_functions_of_the_main_module_are_pickled_by_value() -> None:
     own: Any = type("Own", (), {"__module__": "__main__", "__init__": lambda self, gain: setattr(self, "gain", gain)})
     capture_constructors(own)

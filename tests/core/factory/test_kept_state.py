@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from gymnasium import wrappers
 
-from rl_ext_core.errors import NotCopyableError
 from rl_ext_core.factory import as_factory
 from tests.core.factory import copying, curricula
 from tests.core.factory.copying import NOT_SILENT, Line, Scaled, rollout
@@ -233,24 +232,3 @@ def test_copy_refers_to_the_objects_of_its_own_modules_and_classes(spawned_pool:
     expected = curricula.UNSET, Curriculum.START, level, level["extra"], *shared
     assert [*map(id, held)] == [*map(id, expected)]
     assert not caplog.records
-
-
-@pytest.mark.usefixtures("restored_globals")
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("level", lambda: curricula.LEVEL.update(level=7)),
-        ("budget", lambda: setattr(curricula.BUDGET, "left", 3)),
-        ("weights", lambda: curricula.WEIGHTS.fill(2)),
-        ("seen", lambda: Curriculum.history.append(1)),
-    ],
-)
-def test_changed_shared_object_is_named_in_report_or_error(name: str, change: Any) -> None:
-    env = Curriculum()
-    change()
-    try:
-        examination = as_factory(env).examination
-        report = str(examination and examination.changes)
-    except NotCopyableError as error:
-        report = str(error)
-    assert f".{name}" in report

@@ -169,7 +169,7 @@ def _change_transform(name: str, value: Any) -> Change:
 
 
 UNSOLVED = {
-    "SB3, Atari": "EpisodicLifeEnv keeps that a life was lost, and its first reset takes a step of a game that began",
+    "SB3, Atari": "EpisodicLifeEnv keeps that a life was lost, and its first reset takes a step of a game that began"
 }
 
 CHANGED: dict[str, tuple[set[str], Callable[[], Any], Change]] = {

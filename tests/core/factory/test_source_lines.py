@@ -13,12 +13,7 @@ import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 
 from rl_ext_core.factory import as_factory
-from rl_ext_core.factory.record import (
-    modules_of_callable,
-    preloadable_modules,
-    source_of_callable,
-    source_of_instance,
-)
+from rl_ext_core.factory.record import modules_of_callable, preloadable_modules, source_of_callable, source_of_instance
 from tests.core.factory import copying
 from tests.core.factory.copying import Line, Rewards, Scaled, try_rollout
 

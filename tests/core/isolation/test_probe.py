@@ -284,52 +284,7 @@ def test_trials_end_if_the_calling_process_is_killed(
     assert ending is signal.SIGKILL or list(empty_temporary_folder.iterdir()) == []
 
 
-# -- the script's own classes, and a machine under load
-
-OF_THE_SCRIPT = """
-import gymnasium, numpy as np
-from rl_ext_core.isolation import probe
-class Base(gymnasium.Env):
-    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float64)
-    action_space = gymnasium.spaces.Discrete(2)
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.x = self.np_random.random()
-        return np.array([self.x]), {}
-    def step(self, action):
-        self.x += self.height() + int(action)
-        return np.array([self.x]), 0.0, False, False, {}
-    def height(self): return LEVEL
-LEVEL, live, world = 1, [], {"x": 0.0}
-class ByGlobal(Base):
-    def __init__(self):
-        if live: raise RuntimeError("only one instance per process")
-        live.append(self)
-class ByClass(Base):
-    count = 0
-    def __init__(self):
-        type(self).count += 1
-        if type(self).count > 1: raise RuntimeError("only one instance per process")
-class World(Base):
-    def height(self):
-        world["x"] += 1
-        return world["x"]
-# %%
-step, one = Base.step, Base()
-for source in (ByGlobal, ByClass, World, Base, [lambda: World(), lambda: World()]):
-    print(probe(source).isolation.value)
-LEVEL = 7
-print(Base.step is step, one.height(), ByClass.count, live, world)
-"""
-
-
-@pytest.mark.sample(quick=0, ci=1)
-@pytest.mark.parametrize("launch_mode", ["script", "-c", "stdin", "notebook"])
-def test_verdict_on_classes_and_globals_of_the_main_module(launch_mode: str, tmp_path: Path) -> None:
-    printed = run_program(launch_mode, OF_THE_SCRIPT, tmp_path).split("\n")
-    expected = ["single-instance", "single-instance", "shared-state", "independent", "shared-state"]
-    assert printed[:6] == [*expected, "True 7 0 [] {'x': 0.0}"]
-
+# -- a script, and a machine under load
 
 REGISTERS = """
 import gymnasium
