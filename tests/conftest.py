@@ -27,6 +27,7 @@ import pytest
 from hypothesis import settings
 
 from tests.leaks import files_below, remaining_children
+from tests.programs import stop_servers
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -92,6 +93,7 @@ def check_for_leaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
         if "rl_ext_core.processes.server" in sys.modules:
             sys.modules["rl_ext_core.processes.server"].stop_server()  # otherwise it runs until the interpreter ends
+        stop_servers()
         left = [f"process {child}" for child in remaining_children()]
         own = tmp_path_factory.getbasetemp().parent
         left += [f"file {path}" for path in files_below(ROOT) - before if own not in path.parents]
@@ -100,14 +102,6 @@ def check_for_leaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         left += [f"temporary {path}" for path in scratch.iterdir() if not path.name.startswith(expected)]
     if left:
         pytest.fail("the session left behind:\n" + "\n".join(sorted(left)), pytrace=False)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def stop_device_server() -> Iterator[None]:
-    """Stop the server of the device tests, because later tests count child processes."""
-    yield
-    if "tests.core.devices.run_code" in sys.modules:
-        sys.modules["tests.core.devices.run_code"].stop_server()
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import psutil
 # Folders with files that every run creates, or that benchmarks create, which may run at the same time.
 IGNORED_FOLDERS = {"__pycache__", "build", "dist", "data", "results", "out", "_build", "notebooks"}
 # Parts of the command lines of processes that run as long as this one.
-_LONG_LIVED = ("forkserver", "resource_tracker", "tests.core.devices")
+_LONG_LIVED = ("forkserver", "resource_tracker", "tests.programs")
 # Processes of fixtures and of earlier tests, which a test must not count as its own.
 _earlier_processes: set[psutil.Process] = set()
 
@@ -84,7 +84,8 @@ def _is_orphan(process: psutil.Process) -> bool:
     """Return whether a process has this session's temporary folder and was left by a child."""
     with contextlib.suppress(psutil.Error):
         folder = os.environ.get("TMPDIR")
-        return folder is not None and not _is_long_lived(process) and process.environ().get("TMPDIR") == folder
+        is_server = _is_long_lived(process) and "tests.programs" not in process.cmdline()  # whose programs are left
+        return folder is not None and not is_server and process.environ().get("TMPDIR") == folder
     return False
 
 

@@ -12,14 +12,16 @@ import pytest
 
 from rl_ext_core.processes.server import stop_server
 from tests.leaks import files_below, ignore_running_processes, remaining_children, running_workers
+from tests.programs import stop_servers
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 @pytest.fixture(autouse=True)
 def no_servers() -> None:
-    """Stop the fork server of earlier tests, which runs until the session ends."""
+    """Stop the servers of earlier tests, which run until the session ends."""
     stop_server()
+    stop_servers()
 
 
 def test_running_child_is_reported() -> None:

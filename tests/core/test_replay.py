@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
-import subprocess
 import sys
 import threading
 import tracemalloc
@@ -25,6 +23,7 @@ from rl_ext_core.factory import as_factory
 from rl_ext_core.recording import EpisodeLog, EpisodeRecorder, replay
 from rl_ext_core.recording.capsule import RecordedFailure, read_capsule, write_capsule
 from rl_ext_core.recording.episode_log import observation_checksum
+from tests import programs
 
 MODULE = '''
 """Environments that fail."""
@@ -438,9 +437,7 @@ def test_class_of_the_script_itself(failing: Any, tmp_path: Path, capsys: pytest
         f"{MODULE}\n\nif __name__ == '__main__':\n    import functools\n    from tests.core import test_replay\n"
         "    print(test_replay.record(Walk, 'crashes', 'exit', test_replay.has_left))\n"
     )
-    root = str(Path(__file__).parents[2])
-    environ = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root}/shared"}
-    found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environ, cwd=tmp_path)
+    found = programs.run(script.read_text(), "torch", file=script, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     assert main(["replay", found.stdout.strip(), "--yes"]) == 0
     assert "exit code 7" in capsys.readouterr().out

@@ -8,7 +8,6 @@ import os
 import pathlib
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -43,6 +42,7 @@ from sb3_ext import (
     resume,
     tensor,
 )
+from tests import programs
 
 
 @pytest.fixture(autouse=True)
@@ -675,7 +675,7 @@ PPO("MlpPolicy", "CartPole-v1", seed=1, n_steps=16, batch_size=8, n_epochs=1, po
 @pytest.mark.sample(ci=2)
 @pytest.mark.parametrize("seconds", [0.0, 0.037])
 def test_killed_process_leaves_a_save_and_a_living_one_keeps_its_folder(seconds: float, tmp_path: pathlib.Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)])
+    process = programs.start(SCRIPT, "sb3", str(tmp_path))
     try:
         deadline = time.monotonic() + 120
         while not list(tmp_path.glob("save-*")) and time.monotonic() < deadline:
@@ -685,7 +685,7 @@ def test_killed_process_leaves_a_save_and_a_living_one_keeps_its_folder(seconds:
             model.learn(64, reset_num_timesteps=False, callback=ResumeCallback(tmp_path, 32))
         time.sleep(seconds)
     finally:
-        process.send_signal(signal.SIGKILL)
+        os.kill(process.pid, signal.SIGKILL)
         process.wait()
     model = resume(tmp_path, vec_env_of(cartpole))
     steps = model.num_timesteps
@@ -794,8 +794,7 @@ else:
 
 def test_classes_of_the_script_are_those_of_the_present_script(tmp_path: pathlib.Path) -> None:
     def run(name: str, version: str) -> Any:
-        command = [sys.executable, "-c", RENAMED.format(name=name, version=version)]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        return programs.run(RENAMED.format(name=name, version=version), "sb3", cwd=tmp_path)
 
     assert run("Mine", "old").returncode == 0
     assert run("Mine", "new").stdout == "True new\n"

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import select
-import signal
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests import programs
+from tests.programs import ROOT
 
 # Only Mesa's EGL, so that EGL device 0 renders on the CPU, on machines with GPUs too.
 _MESA = Path("/usr/share/glvnd/egl_vendor.d/50_mesa.json")
@@ -61,78 +59,6 @@ def in_child(function, seconds=20):
     return answer
 """
 
-# Imports the slow dependencies of renderers, but no renderer, and forks for each request.
-_SERVER = """
-import contextlib, gc, importlib, json, os, sys
-import rl_ext_core.devices, tests.core.devices.machines
-for name in %r:
-    with contextlib.suppress(ImportError):
-        importlib.import_module(name)
-gc.collect()
-gc.freeze()
-del contextlib, gc, importlib, name
-sys.argv = ["-c"]
-print(flush=True)
-for request in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        request = json.loads(request)
-        null = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((null, 0), *((os.open(path, os.O_WRONLY), n) for n, path in request["to"].items())):
-            os.dup2(source, int(target))
-            os.close(source)
-        os.environ.clear()
-        os.environ.update(request["environ"])
-        code = compile(request["code"], "<string>", "exec")
-        break
-    print(json.dumps([child]), flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-else:
-    sys.exit()
-del request, child, null, source, target
-exec(code)
-"""
-_PRELOADED = (
-    *("numpy", "scipy.spatial.transform", "scipy.interpolate", "numba", "h5py", "PIL.Image", "lxml.etree"),
-    *("gymnasium", "absl.logging", "xml.etree.ElementTree", "html.parser", "unittest.mock", "multiprocessing.pool"),
-)
-_server: subprocess.Popen[str] | None = None
-
-
-def stop_server() -> None:
-    """Stop the server process from which the others are forked."""
-    global _server
-    if _server is not None:
-        _server.communicate()
-        _server = None
-
-
-def _run_forked(code: str, environ: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run code in a process forked from a server that has imported the libraries."""
-    global _server
-    if _server is None:
-        path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "shared")])}
-        command, pipe = [sys.executable, "-c", _SERVER % (_PRELOADED,)], subprocess.PIPE
-        _server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env={**environment(), **path})
-        assert _server.stdout is not None
-        assert _server.stdout.readline() == "\n", "the server did not start"
-    assert _server.stdin is not None
-    assert _server.stdout is not None
-    with tempfile.TemporaryDirectory() as folder:
-        files = {number: Path(folder, number) for number in ("1", "2")}
-        for file in files.values():
-            file.touch()
-        request = {"code": code, "environ": environ, "to": {number: str(file) for number, file in files.items()}}
-        _server.stdin.write(json.dumps(request) + "\n")
-        _server.stdin.flush()
-        (child,) = json.loads(_server.stdout.readline())
-        if not select.select([_server.stdout], [], [], timeout_s)[0]:
-            os.kill(child, signal.SIGKILL)
-            _server.stdout.readline()
-            raise subprocess.TimeoutExpired(code, timeout_s, *(file.read_bytes() for file in files.values()))
-        status = int(_server.stdout.readline())
-        return subprocess.CompletedProcess([], status, *(file.read_text() for file in files.values()))
-
 
 @dataclass(frozen=True)
 class RunResult:
@@ -157,7 +83,7 @@ def run(*parts: str, timeout_s: float = 120, python: Path = Path(sys.executable)
     code = "\n".join((_PREAMBLE, *map(dedent, parts), "import json; print(); print(json.dumps(answer))"))
     environ = {**environment(**variables), "PYTHONPATH": str(ROOT / "shared")}
     if python == Path(sys.executable):
-        done = _run_forked(code, environ, timeout_s)
+        done = programs.run(code, "renderers", cwd=ROOT, environ=environ, timeout_s=timeout_s)
     else:
         command, pipe = [str(python), "-c", code], subprocess.PIPE
         done = subprocess.run(

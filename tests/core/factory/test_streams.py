@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import ctypes
+import json
 import pickle
 import random
 import subprocess
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 from rl_ext_core.factory import as_factory
+from tests import programs
 from tests.core.factory.copying import Line, rollout
 
 
@@ -85,14 +87,11 @@ class Drawing(Shared):
 def step_in_other_processes(*factories: Any) -> list[Any]:
     """Build each environment in its own process, and return the results of a reset and a step."""
     program = (
-        "import pickle, sys; make = pickle.load(sys.stdin.buffer); env = make(); "
-        "seen = [env.reset()[0].tolist(), env.step(0)[1]]; sys.stdout.buffer.write(pickle.dumps(seen))"
+        "import json, pickle, sys; make = pickle.loads(bytes.fromhex(sys.argv[1])); env = make(); "
+        "print(json.dumps([env.reset()[0].tolist(), env.step(0)[1]]))"
     )
-    command = [sys.executable, "-c", program]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        packed = [cloudpickle.dumps(factory) for factory in factories]
-        done = pool.map(lambda one: subprocess.run(command, input=one, stdout=subprocess.PIPE, check=True), packed)
-        return [pickle.loads(each.stdout) for each in done]
+    started = [programs.start(program, "torch", cloudpickle.dumps(factory).hex()) for factory in factories]
+    return [json.loads(each.wait().stdout) for each in started]
 
 
 @pytest.mark.sample(quick=1, ci=2)
