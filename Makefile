@@ -48,11 +48,7 @@ demo: $(VENV)/.extra-demo
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.extra-test
 	scripts/install_system_packages.sh
-	$(if $(CI),scripts/build_torchrl_extension.sh)
-	$(if $(CI),scripts/make_mujoco4_venv.sh)
-	$(if $(CI),scripts/make_meltingpot_venv.sh --if-possible)
-	$(if $(CI),scripts/make_jax_venv.sh)
-	$(if $(CI),scripts/make_lerobot_venv.sh)
+	$(if $(CI),scripts/make_venvs.sh)
 	$(RUN) test $(SELECT)
 
 test-exhaustive:

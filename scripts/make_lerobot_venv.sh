@@ -5,18 +5,16 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-venv=.venv-lerobot
-stamp=$venv/.installed
+# shellcheck source=scripts/venv_inputs.sh
+. scripts/venv_inputs.sh
 
 say() { printf 'LeRobot: %s\n' "$*"; }
 
-if [[ -e $stamp && ! $stamp -ot constraints.txt && ! $stamp -ot scripts/make_lerobot_venv.sh ]]; then
-    say "nothing to do"
-    exit 0
-fi
+begin_venv lerobot .venv/bin/python constraints.txt
 
 say "installing into $venv"
-rm -rf "$venv" # the libraries that are patched below must be new
+mkdir -p "$venv"
+find "$venv/" -mindepth 1 -delete # the libraries that are patched below must be new
 .venv/bin/python -m venv "$venv"
 site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 # addsitedir instead of the folder alone, so that editable installations work as well.
@@ -51,4 +49,4 @@ for library in "$(site "$venv")"/torchcodec/libtorchcodec_*7.so; do
 done
 
 "$venv/bin/python" -W ignore -c 'import torchcodec.decoders, lerobot.datasets.lerobot_dataset'
-touch "$stamp"
+finish_venv

@@ -5,9 +5,8 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-venv=.venv-meltingpot
-stamp=$venv/.installed
-skipped=$venv/.skipped # the reason for skipping, which the tests report
+# shellcheck source=scripts/venv_inputs.sh
+. scripts/venv_inputs.sh
 python=${PYTHON:-python3}
 needs_gb=12
 
@@ -21,11 +20,8 @@ case ${1:-} in
     ;;
 esac
 
-if [[ -e $stamp && ! $stamp -ot constraints.txt && ! $stamp -ot pyproject.toml &&
-    ! $stamp -ot scripts/make_meltingpot_venv.sh ]]; then
-    say "nothing to do"
-    exit 0
-fi
+begin_venv meltingpot "$python" constraints.txt pyproject.toml
+skipped=$venv/.skipped # the reason for skipping, which the tests report
 
 # Machines with wheels of dmlab2d 1.0.2 and tensorflow-cpu 2.21. pip cannot be used for this, since it also reports "no
 # matching distribution" without a network.
@@ -59,7 +55,7 @@ if ((free_gb < needs_gb)); then
 fi
 
 say "installing into $venv"
-rm -f "$stamp" "$skipped" # removed until everything below has succeeded
+rm -f "$skipped"
 [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
 # The versions of the other tests, except h5py's, which TensorFlow does not allow.
 grep -v '^h5py==' constraints.txt >"$venv/constraints.txt"
@@ -78,4 +74,4 @@ tar -czf "$assets/meltingpot-assets-2.3.0.tar.gz" -C "$assets" assets
 TMPDIR=$assets "${install[@]}" --no-deps "dm-meltingpot==2.4.1"
 
 TF_ENABLE_ONEDNN_OPTS=0 "$venv/bin/python" -c 'import meltingpot.substrate'
-touch "$stamp"
+finish_venv

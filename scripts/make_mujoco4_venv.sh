@@ -4,16 +4,13 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-venv=.venv-mujoco4
-stamp=$venv/.installed
+# shellcheck source=scripts/venv_inputs.sh
+. scripts/venv_inputs.sh
 python=${PYTHON:-python3}
 
 say() { printf 'mujoco 4: %s\n' "$*"; }
 
-if [[ -e $stamp && ! $stamp -ot constraints.txt && ! $stamp -ot scripts/make_mujoco4_venv.sh ]]; then
-    say "nothing to do"
-    exit 0
-fi
+begin_venv mujoco4 "$python" constraints.txt
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     say "needs Python 3.11 or newer, but $python is older; use another one: PYTHON=python3.12 $0"
     exit 1
@@ -25,4 +22,4 @@ say "installing into $venv"
 grep -v '^mujoco==' constraints.txt >"$venv/constraints.txt"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     --constraint "$venv/constraints.txt" "mujoco==4.0.0"
-touch "$stamp"
+finish_venv
