@@ -10,23 +10,17 @@ from pathlib import Path
 import nbclient
 import nbformat
 
-from tests.programs import ROOT, run
-
+ROOT = Path(__file__).resolve().parent.parent
 LAUNCH_MODES = ("script", "-c", "stdin", "notebook")
 
 
-def run_program(
-    launch_mode: str, text: str, folder: Path, *, limit_s: float = 240, preloaded: str | None = None
-) -> str:
+def run_program(launch_mode: str, text: str, folder: Path, *, limit_s: float = 240) -> str:
     """Run a program in a launch mode, and return its output.
-
-    Scripts and ``-c`` programs with ``preloaded`` are forked from a server. See tests/programs.py.
 
     :param launch_mode: one of ``LAUNCH_MODES``
     :param text: source of the program, which defines ``__main__``. Lines ``# %%`` separate the cells of a notebook
     :param folder: working directory
     :param limit_s: time limit in seconds
-    :param preloaded: libraries that a forked program has imported; default: it starts without them
     :raises AssertionError: If the program fails. The message has its output.
     """
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "shared")])}
@@ -34,11 +28,6 @@ def run_program(
         return _run_notebook(text, folder, environ, limit_s)
     script = folder / "train.py"
     script.write_text(text)
-    if preloaded is not None and launch_mode != "stdin":
-        file = script if launch_mode == "script" else None
-        done = run(text, preloaded, file=file, cwd=folder, environ=environ, timeout_s=limit_s)
-        assert done.returncode == 0, f"{launch_mode}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return str(done.stdout)
     arguments = {"script": [str(script)], "-c": ["-c", text], "stdin": ["-"]}[launch_mode]
     standard_input = text if launch_mode == "stdin" else None
     done = subprocess.run(

@@ -14,24 +14,9 @@ import pytest
 
 import rl_ext_core
 
-PACKAGES = [
-    "rl_ext_core",
-    "rl_ext_core.datasets",
-    "rl_ext_core.devices",
-    "rl_ext_core.errors",
-    "rl_ext_core.factory",
-    "rl_ext_core.frames",
-    "rl_ext_core.isolation",
-    "rl_ext_core.processes",
-    "rl_ext_core.recording",
-    "rl_ext_core.resources",
-    "rl_ext_core.testing",
-    "rl_ext_core.vector",
-    "torchrl_ext",
-    "sb3_ext",
-    "sb3_ext.contrib",
-    "sb3_ext.tensor",
-]
+CORE = ("datasets", "devices", "errors", "factory", "frames", "isolation", "processes", "recording", "resources")
+PACKAGES = ["rl_ext_core", *(f"rl_ext_core.{name}" for name in (*CORE, "testing", "vector")), "torchrl_ext"]
+PACKAGES += ["sb3_ext", "sb3_ext.contrib", "sb3_ext.tensor"]
 ADAPTERS = ("torchrl_ext", "sb3_ext")
 EXPORTED = {"sb3_ext.tensor": ("sb3_ext._tensor_vec_env",)}  # private modules whose names a module exports
 PACKAGE_ROOTS = ("rl_ext_core", *ADAPTERS)

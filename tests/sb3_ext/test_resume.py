@@ -155,7 +155,7 @@ CASES: dict[str, tuple[Any, str, Callable[[], gymnasium.Env], int, dict[str, Any
 TOTAL, EVERY = 230, 50
 
 
-@pytest.mark.sample(quick=4, ci=13)
+@pytest.mark.sample(quick=2, ci=13)
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_run_equals_the_run_that_was_not_stopped(name: str, tmp_path: pathlib.Path) -> None:
     cls, policy, env_fn, n_envs, options = CASES[name]
@@ -256,7 +256,7 @@ def small_images() -> gymnasium.Env:
     return Monitor(TransformObservation(env, lambda obs: np.resize((obs * 50).astype(np.uint8), (4, 4)), space))
 
 
-@pytest.mark.sample(quick=4, ci=7)
+@pytest.mark.sample(quick=2, ci=7)
 @pytest.mark.parametrize("name", BUFFERS)
 def test_buffers_of_files_goals_and_dicts_continue_exactly(
     name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch

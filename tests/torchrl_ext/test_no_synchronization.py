@@ -14,17 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.torchrl_ext.environments import Isaac
 from torchrl_ext import GymWrapper
 
-SYNCHRONIZING = (
-    "_local_scalar_dense",
-    "nonzero",
-    "is_nonzero",
-    "equal",
-    "masked_select",
-    "unique",
-    "cpu",
-    "numpy",
-    "tolist",
-)
+SYNCHRONIZING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
+SYNCHRONIZING += ("cpu", "numpy", "tolist")
 
 
 class OperationRecorder(TorchDispatchMode):

@@ -395,13 +395,6 @@ def test_tuples_of_different_discretes_are_joined_in_one_tensor(nested: bool, ca
         assert DISCRETES.contains(tuple(action))
 
 
-@pytest.mark.parametrize("categorical", [False, True])
-def test_blackjack_observations_are_one_tensor(categorical: bool) -> None:
-    env = GymEnv("Blackjack-v1", categorical_action_encoding=categorical)
-    check_env_specs(env)
-    assert env.rollout(5)["observation"].shape[1:] == ((3,) if categorical else (45,))
-
-
 @pytest.mark.parametrize("mode", [None, "NextStep", "SameStep"])
 @pytest.mark.parametrize("shape", [(4,), (2, 3)])
 def test_multibinary_of_several_axes_keeps_its_shape(shape: tuple[int, ...], mode: str | None) -> None:

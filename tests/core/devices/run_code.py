@@ -19,17 +19,9 @@ _MESA = Path("/usr/share/glvnd/egl_vendor.d/50_mesa.json")
 _TRACEBACK = "Traceback (most recent call last):"
 # Variables that select devices, which must not affect the process.
 _DEVICE_VARIABLE_PREFIXES = (
-    "CUDA_",
-    "MUJOCO_",
-    "PYOPENGL_",
-    "EGL_",
-    "DISPLAY",
-    "WAYLAND_",
-    "XDG_SESSION_TYPE",
-    "LOCAL_RANK",
-    "SLURM_",
+    *("CUDA_", "MUJOCO_", "PYOPENGL_", "EGL_", "DISPLAY", "WAYLAND_", "XDG_SESSION_TYPE", "LOCAL_RANK", "SLURM_"),
+    *("OMPI_", "MV2_", "MPI_", "PMI_"),
 )
-_DEVICE_VARIABLE_PREFIXES += ("OMPI_", "MV2_", "MPI_", "PMI_")
 _PREAMBLE = """
 import logging, os
 from rl_ext_core.devices import resolve

@@ -390,38 +390,11 @@ def _apply_fix(finding: Finding, renderer: str, environ: Mapping[str, str], ther
 
 PIECES = ["0", "1", "9", "-1", ",", ";", " ", "'", "GPU-", "GPU-aaaa", uuid(1), "MIG-", SLICE, "cuda:", "egl", "osmesa"]
 ANY_TEXT = st.text() | st.lists(st.sampled_from([*PIECES, "9" * 5000, "²٣", "/", "-", ".."]), max_size=5).map("".join)
-KNOWN = st.sampled_from(
-    [
-        MASK,
-        ORDER,
-        GL,
-        INDEX,
-        PLATFORM,
-        RANK,
-        "SLURM_LOCALID",
-        SHOWN,
-        CAN,
-        "DISPLAY",
-        "cuda_visible_devices",
-        "RAY_JOB_ID",
-    ]
-)
+_KNOWN = (MASK, ORDER, GL, INDEX, PLATFORM, RANK, SHOWN, CAN, "SLURM_LOCALID", "DISPLAY", "RAY_JOB_ID")
+KNOWN = st.sampled_from([*_KNOWN, "cuda_visible_devices"])
 MORE = dataclasses.replace(FOUR, egl=None), machine(2, versions={"mujoco": "4.0.0"}), machine(2, versions=CPU_TORCH)
-ANY_MACHINE = st.sampled_from(
-    [
-        FOUR,
-        REORDERED,
-        NONE,
-        WITHOUT_RENDERERS,
-        WITH_MIG,
-        DIFFERENT_GPUS,
-        UNKNOWN_ORDER,
-        NO_NVIDIA_EGL,
-        Inventory(),
-        MIG_WITHOUT_ROBOSUITE,
-        *MORE,
-    ]
-)
+_MACHINES = (FOUR, REORDERED, NONE, WITHOUT_RENDERERS, WITH_MIG, DIFFERENT_GPUS, UNKNOWN_ORDER, NO_NVIDIA_EGL)
+ANY_MACHINE = st.sampled_from([*_MACHINES, Inventory(), MIG_WITHOUT_ROBOSUITE, *MORE])
 
 
 @pytest.mark.slow

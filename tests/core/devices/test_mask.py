@@ -135,28 +135,9 @@ print(json.dumps(answers))
 
 @pytest.mark.slow
 def test_visible_gpus_match_torch_with_nvml(drivers: build.Drivers) -> None:
-    texts = [
-        None,
-        "",
-        "0",
-        "3,1",
-        "0,9,1",
-        "1,1",
-        "2x,1y",
-        " 0 , 1 ",
-        "all",
-        "-1",
-        "GPU-",
-        "GPU-aaaa",
-        "7,6,5,4,3,2,1,0",
-    ]
-    texts += [
-        "GPU-bbbb,GPU-aaaa1",
-        "GPU-cccc,GPU-x,GPU-bbbb",
-        "GPU-0a,GPU-dddd4444-0000",
-        machines.uuid(0),
-        "gpu-aaaa0",
-    ]
+    texts = [None, "", "0", "3,1", "0,9,1", "1,1", "2x,1y", " 0 , 1 ", "all", "-1", "GPU-", "GPU-aaaa"]
+    texts += ["7,6,5,4,3,2,1,0", "GPU-bbbb,GPU-aaaa1", "GPU-cccc,GPU-x,GPU-bbbb", "GPU-0a,GPU-dddd4444-0000"]
+    texts += [machines.uuid(0), "gpu-aaaa0"]
     asked = [(count, text) for count in (0, 1, 4, 8) for text in texts]
     printed = drivers.run([sys.executable, "-c", ASK_TORCH, json.dumps(asked)], build.configuration())
     for (count, text), found in zip(asked, json.loads(printed), strict=True):

@@ -395,18 +395,8 @@ ANY_ENVIRON = st.dictionaries(
     st.sampled_from((MASK, ORDER, BACKEND, INDEX, "PYOPENGL_PLATFORM", RANK, TASK, *LAUNCHERS, "DISPLAY")), ANY_TEXT
 )
 MACHINES = (
-    FOUR,
-    NONE,
-    DIFFERENT_GPUS,
-    UNKNOWN_ORDER,
-    WITH_MIG,
-    CPU_BUILD,
-    NO_TORCH,
-    MUJOCO_4,
-    NO_NVIDIA_EGL,
-    NO_EGL,
-    CROWDED,
-    Inventory(),
+    *(FOUR, NONE, DIFFERENT_GPUS, UNKNOWN_ORDER, WITH_MIG, CPU_BUILD, NO_TORCH, MUJOCO_4, NO_NVIDIA_EGL, NO_EGL),
+    *(CROWDED, Inventory()),
 )
 OPTIONS = {
     "pick": st.sampled_from(["rank", "free-memory"]),

@@ -38,40 +38,6 @@ class Rising(gym.Wrapper[Any, Any, Any, Any]):
         return observation, float(reward) * self.level, terminated, truncated or self.lengths[-1] > 4, info
 
 
-class Remembering(gym.Env[Any, Any]):
-    """Environment that stores its history in collections of many types."""
-
-    action_space, observation_space = gym.spaces.Discrete(3), gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
-
-    def __init__(self, limit: int = 5) -> None:
-        self.recent: Any = collections.deque(maxlen=limit)
-        self.visits: Any
-        self.visits, self.seen, self.log = collections.Counter(), {-1}, []
-        self.mean, self.count, self.position = np.zeros(1), 0, 0
-        self.best: float | None = None
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.position = int(self.np_random.integers(3))
-        return self._summary(), {}
-
-    def step(self, action: Any) -> Any:
-        self.position += int(action) - 1
-        self.count += 1
-        self.mean += (self.position - self.mean) / self.count
-        self.visits[self.position] += 1
-        self.seen.add(self.position)
-        for kept in (self.recent, self.log):
-            kept.append(float(self.position))
-        self.best = max(self.best or 0.0, self.position)
-        return self._summary(), float(self.position), False, self.count % 9 == 0, {}
-
-    def _summary(self) -> Any:
-        """Return a summary of the stored history as the observation."""
-        visited = self.visits.most_common(1)[0][1] if self.visits else 0
-        return np.array([sum(self.recent), visited, len(self.seen), len(self.log), self.mean[0], self.best or -1])
-
-
 def _make_cartpole() -> Any:
     return gym.make("CartPole-v1")
 
@@ -88,7 +54,6 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     ),
     "curriculum": (lambda: Rising(_make_cartpole()), lambda env: [env.level, env.episodes, env.lengths[:-1]]),
     "counter of steps": (Line, lambda env: env.ticks),
-    "collections": (Remembering, lambda env: [list(env.recent), dict(env.visits), env.seen, env.log, env.count]),
     "statistics below a wrapper": (
         lambda: Scaled(wrappers.NormalizeObservation(gym.make("copies/Line-v0"))),
         lambda env: env.env.obs_rms.var.tolist(),
