@@ -140,42 +140,6 @@ def test_interrupted_or_killed_scripts_leave_no_process(signal_: signal.Signals,
         assert err.splitlines()[-1] == "KeyboardInterrupt"
 
 
-OF_MAIN = """
-import gymnasium as gym, numpy as np
-
-LEVEL = 1
-
-class Own(gym.Env):
-    observation_space = gym.spaces.Box(-100, 100, (1,), np.float32)
-    action_space = gym.spaces.Discrete(2)
-    bonus = 10
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return np.full(1, LEVEL + self.bonus + self.own, np.float32), {}
-
-    def step(self, action):
-        return np.full(1, LEVEL + self.bonus + self.own, np.float32), 1.0, False, False, {}
-
-LEVEL = 2
-# %%
-from torchrl_ext import ParallelEnv, as_factory
-
-def main():
-    own = Own()
-    own.own = 100
-    step = Own.step
-    for source in (own, as_factory(own)):
-        env = ParallelEnv(2, source)
-        print(env.rollout(2)["next", "observation"].unique().tolist())
-        env.close()
-    print(Own.step is step and Own.step.__globals__ is globals())
-
-if __name__ == "__main__":
-    main()
-"""
-
-
 WRAPPED = """
 import gymnasium, numpy, torch
 from torchrl_ext import GymWrapper
@@ -214,9 +178,3 @@ def test_wrapper_uses_current_globals_of_the_main_module(launch_mode: str, tmp_p
     assert (
         run_program(launch_mode, WRAPPED, tmp_path).strip().endswith("[[4.0, 4.0, 4.0, 4.0], [8.0, 8.0, 8.0, 8.0]] 13")
     )
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("launch_mode", LAUNCH_MODES)
-def test_environments_of_the_main_module_reach_workers(launch_mode: str, tmp_path: Path) -> None:
-    assert run_program(launch_mode, OF_MAIN, tmp_path).split() == ["[112.0]", "[112.0]", "True"]
