@@ -372,37 +372,6 @@ def test_collecting_converts_nothing_to_numpy(name: str, normalized: bool, monke
     assert len(model.ep_info_buffer) > 0
 
 
-class MetaPoints:
-    """Environment on torch's meta device, where reading a value or mixing devices raises an error."""
-
-    metadata: dict[str, Any] = {}  # noqa: RUF012
-    render_mode = None
-    spec = None
-    device = "meta"
-    num_envs = 4
-
-    def __init__(self, as_dict: bool, discrete: bool) -> None:
-        self._as_dict = as_dict
-        box = spaces.Box(-9, 9, (4,), np.float32)
-        self.single_observation_space = spaces.Dict({"position": box, "velocity": box}) if as_dict else box
-        self.single_action_space: Any = spaces.Discrete(3) if discrete else spaces.Box(-2, 3, (2,), np.float32)
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-    def _observe(self) -> Any:
-        numbers = torch.zeros(4, 4, device="meta")
-        return {"position": numbers, "velocity": numbers} if self._as_dict else numbers
-
-    def reset(self, seed: Any = None, options: Any = None) -> Any:
-        return self._observe(), {}
-
-    def step(self, action: torch.Tensor) -> Any:
-        flags = torch.zeros(4, dtype=torch.bool, device="meta")
-        info = {"final_obs": self._observe(), "is_success": flags}
-        return self._observe(), action.reshape(4, -1).sum(1), flags, flags, info
-
-
 @pytest.mark.sample(quick=8)
 @pytest.mark.parametrize("as_dict", [False, True])
 @pytest.mark.parametrize("normalized", [False, True])
@@ -411,7 +380,7 @@ def test_collecting_reads_nothing_from_other_devices(
     name: str, normalized: bool, as_dict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the values of time-outs and the episodes of PPO and A2C are read, once per rollout."""
-    env: Any = GymVecEnv(MetaPoints(as_dict, discrete=name == "DQN"), tensors=True)
+    env: Any = GymVecEnv(Points(as_dict=as_dict, discrete=name == "DQN", device="meta"), tensors=True)
     env = TensorVecNormalize(env) if normalized else env
     options = {} if name in ("TD3", "DQN") else {"use_sde": as_dict, "sde_sample_freq": 3}
     model = make_model(name, env=env, device="meta", **options)
@@ -435,7 +404,7 @@ def test_loaded_statistics_move_to_the_device_of_the_environment(tmp_path: Path)
     for as_dict in (False, True):
         path = str(tmp_path / "normalize.pkl")
         make_env(True, normalized=True, as_dict=as_dict).save(path)
-        env = TensorVecNormalize.load(path, GymVecEnv(MetaPoints(as_dict, discrete=False), tensors=True))
+        env = TensorVecNormalize.load(path, GymVecEnv(Points(as_dict=as_dict, device="meta"), tensors=True))
         env.training = False
         env.reset()
         observations, rewards, *_, infos = env.step(torch.zeros(4, 2, device="meta"))
