@@ -25,7 +25,6 @@ from benchmarks.measure import machine
 from rl_ext_core.isolation import Isolation, Verdict, probe
 from tests.core.isolation import variants
 from tests.core.isolation.fmu import Decay, make_fmu
-from tests.core.isolation.swmm import Tank
 
 _OWN_CWD_HINT = 'use make_vec_env(..., cwd="own")'
 INDEPENDENT, SINGLE = Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE
@@ -53,7 +52,6 @@ def real_envs(folder: Path, compiler: str) -> Iterator[tuple[str, Any, Isolation
         ("mujoco", "HalfCheetah-v5", "HalfCheetah-v5", INDEPENDENT),
         ("ale_py", "ALE/Pong-v5", pong, INDEPENDENT),
         ("stable_retro", "stable-retro, Airstriker", airstriker, SINGLE),
-        ("pyswmm", "pyswmm", Tank, SINGLE),
     ):
         if importlib.util.find_spec(package) is not None:
             yield name, source, expected, False
