@@ -190,6 +190,18 @@ def test_crash_is_reproduced(kind: str, failing: Any, tmp_path: Path, capsys: py
     assert "executes the pickled code of the factory" in printed
 
 
+# Importing Box2D under warnings as errors kills the process.
+@pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")
+@posix
+@pytest.mark.parametrize("name", ["LunarLander-v3", "HalfCheetah-v5"])
+@pytest.mark.sample(quick=1)
+def test_crashes_in_simulators(name: str, failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make = functools.partial(failing.build, name, at=5)
+    path = record(make, tmp_path / "crashes", "segfault", lambda env, n_steps: n_steps == 5)
+    assert main(["replay", str(path), "--yes"]) == 0
+    assert "reproduced at step 5" in capsys.readouterr().out
+
+
 # Statements of an environment that change files: in its constructor, and in a step that writes a line each.
 WRITERS = {
     "append": ("self.file = open('log.txt', 'a')", "self.file.write('x'); self.file.flush()"),
