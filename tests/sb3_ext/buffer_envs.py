@@ -17,7 +17,6 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack,
 
 import sb3_ext
 from sb3_ext import contrib
-from sb3_ext.observations import STORE_OPTIONS
 
 
 class Sprite(gym.Env[np.ndarray, int]):
@@ -227,7 +226,7 @@ ROLLOUT: dict[str, tuple[Any, Any]] = {
     "recurrent": (contrib.CompressedRecurrentRolloutBuffer, recurrent.RecurrentRolloutBuffer),
     "recurrent dict": (contrib.CompressedRecurrentDictRolloutBuffer, recurrent.RecurrentDictRolloutBuffer),
 }
-_OURS_ALONE = ("quality", *STORE_OPTIONS)
+_OURS_ALONE = ("codec", "n_stack", "max_error", "quality", "num_threads", "max_bytes", "storage_dir", "resume")
 
 
 def make_buffers(kind: str, size: int, space: Any, actions: Any, n_envs: int = 2, **options: Any) -> tuple[Any, Any]:

@@ -30,7 +30,7 @@ from sb3_ext import (
     CompressedPrioritizedNStepReplayBuffer,
     CompressedPrioritizedReplayBuffer,
     CompressedReplayBuffer,
-    prioritized,
+    critic_hooks,
     register_critic,
 )
 from tests.sb3_ext.buffer_envs import (
@@ -106,7 +106,7 @@ def weight_explicitly(
 ) -> None:
     """Replace an algorithm's loss by one that is weighted, and that updates the priorities itself."""
     owner = next(cls for cls in type(model).__mro__ if "train" in vars(cls))
-    monkeypatch.setitem(prioritized._CRITICS, f"{owner.__module__}.{owner.__qualname__}", None)
+    monkeypatch.setitem(critic_hooks._CRITICS, f"{owner.__module__}.{owner.__qualname__}", None)
     scale = 0.5 if name in ("sac", "crossq") else 1.0
     errors: list[th.Tensor] = []
 
@@ -431,7 +431,7 @@ class OwnTrain(DQN):
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the registered algorithms after the test."""
-    monkeypatch.setattr(prioritized, "_CRITICS", dict(prioritized._CRITICS))
+    monkeypatch.setattr(critic_hooks, "_CRITICS", dict(critic_hooks._CRITICS))
 
 
 def test_unknown_algorithms_are_refused_until_registered(registry: None) -> None:
