@@ -38,15 +38,7 @@ _Buffer = TypeVar("_Buffer", bound="_RecurrentMixin")
 
 
 class CompressedMaskableRolloutBuffer(MaskableRolloutBuffer, CompressedRolloutBuffer):
-    """
-    Compressed rollout buffer for ``MaskablePPO``.
-
-    It replaces sb3-contrib's ``MaskableRolloutBuffer``, with its arguments.
-
-    :param options: Storage options, see :class:`CompressedRolloutBuffer`
-
-    >>> model = MaskablePPO("CnnPolicy", env, rollout_buffer_class=CompressedMaskableRolloutBuffer)  # doctest: +SKIP
-    """
+    """sb3-contrib\'s ``MaskableRolloutBuffer``, compressed, with the options of :class:`CompressedRolloutBuffer`."""
 
     _OTHER_CLASS_HINT = "Use rollout_buffer_class=CompressedMaskableDictRolloutBuffer"
     __init__ = CompressedRolloutBuffer.__init__  # has the storage options
@@ -56,17 +48,7 @@ class CompressedMaskableRolloutBuffer(MaskableRolloutBuffer, CompressedRolloutBu
 
 
 class CompressedMaskableDictRolloutBuffer(MaskableDictRolloutBuffer, CompressedDictRolloutBuffer):
-    """
-    Compressed rollout buffer for ``MaskablePPO`` with ``Dict`` observations.
-
-    It replaces sb3-contrib's ``MaskableDictRolloutBuffer``, with its arguments.
-
-    :param options: Storage options, see :class:`CompressedDictRolloutBuffer`
-
-    >>> model = MaskablePPO(  # doctest: +SKIP
-    ...     "MultiInputPolicy", env, rollout_buffer_class=CompressedMaskableDictRolloutBuffer
-    ... )
-    """
+    """sb3-contrib\'s ``MaskableDictRolloutBuffer``, compressed, with the options of :class:`CompressedDictRolloutBuffer`."""
 
     _OTHER_CLASS_HINT = "Use rollout_buffer_class=CompressedMaskableRolloutBuffer"
     __init__ = CompressedRolloutBuffer.__init__  # has the storage options
@@ -123,16 +105,7 @@ class _RecurrentMixin:
 
 
 class CompressedRecurrentRolloutBuffer(_RecurrentMixin, RecurrentRolloutBuffer, CompressedRolloutBuffer):
-    """
-    Compressed rollout buffer for ``RecurrentPPO``.
-
-    It replaces sb3-contrib's ``RecurrentRolloutBuffer``, with its arguments. LSTM states are stored uncompressed.
-
-    :param options: Storage options, see :class:`CompressedRolloutBuffer`
-
-    >>> model = RecurrentPPO("CnnLstmPolicy", env)  # doctest: +SKIP
-    >>> model.rollout_buffer = CompressedRecurrentRolloutBuffer.like(model.rollout_buffer)  # doctest: +SKIP
-    """
+    """sb3-contrib\'s ``RecurrentRolloutBuffer``, compressed, with the options of :class:`CompressedRolloutBuffer`."""
 
     _OTHER_CLASS_HINT = "Use CompressedRecurrentDictRolloutBuffer"
     add, reset = atomic(RecurrentRolloutBuffer.add), atomic(RecurrentRolloutBuffer.reset)
@@ -140,16 +113,7 @@ class CompressedRecurrentRolloutBuffer(_RecurrentMixin, RecurrentRolloutBuffer, 
 
 
 class CompressedRecurrentDictRolloutBuffer(_RecurrentMixin, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):
-    """
-    Compressed rollout buffer for ``RecurrentPPO`` with ``Dict`` observations.
-
-    It replaces sb3-contrib's ``RecurrentDictRolloutBuffer``, with its arguments. LSTM states are stored uncompressed.
-
-    :param options: Storage options, see :class:`CompressedDictRolloutBuffer`
-
-    >>> model = RecurrentPPO("MultiInputLstmPolicy", env)  # doctest: +SKIP
-    >>> model.rollout_buffer = CompressedRecurrentDictRolloutBuffer.like(model.rollout_buffer)  # doctest: +SKIP
-    """
+    """sb3-contrib\'s ``RecurrentDictRolloutBuffer``, compressed, with the options of :class:`CompressedDictRolloutBuffer`."""
 
     _OTHER_CLASS_HINT = "Use CompressedRecurrentRolloutBuffer"
     add, reset = atomic(RecurrentDictRolloutBuffer.add), atomic(RecurrentDictRolloutBuffer.reset)  # type: ignore[assignment]

@@ -13,7 +13,7 @@ import functools
 import inspect
 import weakref
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch as th
@@ -109,13 +109,6 @@ def find_critic(algorithm: OffPolicyAlgorithm, owner: type[OffPolicyAlgorithm]) 
     return critic
 
 
-class HasPriorities(Protocol):
-    """Buffer whose priorities a hook sets."""
-
-    def update_priorities(self, td_errors: np.ndarray | th.Tensor) -> None:
-        """Set the priorities of the last batch."""
-
-
 class CriticHook:
     """
     Forward hook that weights the loss of one batch and reads its TD errors.
@@ -134,7 +127,7 @@ class CriticHook:
 
     def __init__(
         self,
-        buffer: HasPriorities,
+        buffer: Any,
         algorithm: OffPolicyAlgorithm,
         critic: th.nn.Module,
         name: str,

@@ -114,7 +114,7 @@ class CompressedHerReplayBuffer(CompressedDictReplayBuffer, HerReplayBuffer):  #
         # stay changed.
         row, before = self.pos, self.size()
         overwritten = self.ep_start[row].copy()
-        self._row["ep_start"] = self._current_ep_start
+        self._row.data["ep_start"] = self._current_ep_start
         super().add(obs, next_obs, action, reward, done, infos)
         self._invalidate_rest_of_episodes(row, overwritten)
         if self.copy_info_dict:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 import pathlib
 import pickle
@@ -21,7 +20,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.devices import resolve
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames.checkpoint import as_corrupt_pickle, checksum, format_error, reduce_with_lock
 from rl_ext_core.frames.gpu_decode import check_decode_on_gpu
 from rl_ext_core.frames.planning import MemoryWatch
@@ -31,9 +30,9 @@ from sb3_ext.compressed_buffer import CompressedBuffer
 from sb3_ext.datasets import DatasetMethods
 from sb3_ext.saved_folders import describe_folder, open_folder
 from sb3_ext.sequences import SequenceSamples, sequences_around
+from sb3_ext.transition_row import TransitionRow
 
 FORMAT_VERSION = 1
-_BOOL = np.dtype(np.bool_)
 _Buffer = TypeVar("_Buffer", bound="CompressedReplayBuffer")
 _logger = logging.getLogger("sb3_ext")
 
@@ -186,13 +185,12 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
         rows = self._observations.store.rows
         self._arrays = {name: rows[name] for name in rows.dtype.names or ()}
         self.__dict__.update(self._arrays)
-        self._row = np.zeros(1, rows.dtype)
-        self._row_views = [self._row[name][0] for name in ("actions", "rewards", "dones", "timeouts")]
+        self._row = TransitionRow(rows.dtype)
 
     @property
     def stored_nbytes(self) -> int:
         """Size of all stored transitions in bytes: frames, index, actions, rewards and flags."""
-        n_rows, names = self._rows_written, self._row.dtype.names or ()
+        n_rows, names = self._rows_written, self._observations.store.rows.dtype.names or ()
         own = sum(array[:n_rows].nbytes for name, array in self._arrays.items() if name not in names)
         return super().stored_nbytes + own
 
@@ -238,20 +236,11 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
         observations = self._observations
         with observations.lock:
             # Everything that can fail runs before the first change.
-            actions, rewards, dones, timeouts = self._row_views
-            actions[...] = _as_env_rows("action", action, actions)
-            rewards[...] = _as_env_rows("reward", reward, rewards)
-            dones[...] = _as_env_rows("done", done, dones)
+            self._row.set_values(action, reward, done)
             if self.handle_timeout_termination:
-                if len(infos) != self.n_envs:
-                    raise InvalidArgumentError(
-                        f"infos has length {len(infos)}, expected {self.n_envs}: one per environment; nothing was "
-                        "stored"
-                    )
-                truncated = [info.get("TimeLimit.truncated", False) for info in infos]
-                timeouts[...] = _as_env_rows("TimeLimit.truncated", truncated, timeouts)
-            observations.store.append(obs, next_obs, self._row)
-            if observations.watch is not None and observations.store.position == MemoryWatch.MEASURED_AFTER:
+                self._row.set_timeouts(infos)
+            observations.store.append(obs, next_obs, self._row.data)
+            if observations.watch is not None and observations.store.seen == MemoryWatch.MEASURED_AFTER:
                 observations.watch.warn_if_too_large()
 
     @property
@@ -416,7 +405,7 @@ class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
 
     def _saved_attributes(self) -> dict[str, Any]:
         """Return everything that is saved, except the transitions."""
-        unsaved = ("_observations", "_arrays", "_row", "_row_views", *self._arrays, *self._UNSAVED_ATTRIBUTES)
+        unsaved = ("_observations", "_arrays", "_row", *self._arrays, *self._UNSAVED_ATTRIBUTES)
         folder = None if self._observations.storage_dir is None else describe_folder(self._observations)
         return {**{name: value for name, value in self.__dict__.items() if name not in unsaved}, "folder": folder}
 
@@ -447,23 +436,3 @@ class CompressedDictReplayBuffer(CompressedReplayBuffer, DictReplayBuffer):  # t
     """
 
     _OTHER_CLASS_HINT = "Use replay_buffer_class=CompressedReplayBuffer"
-
-
-def _as_env_rows(name: str, value: Any, target: np.ndarray) -> np.ndarray:
-    """Return a value as an array that can be assigned to ``target``. Errors contain its name."""
-    shape, dtype = target.shape, target.dtype
-    if type(value) is np.ndarray and value.shape == shape and value.dtype in (dtype, _BOOL):
-        return value  # the usual case; assigning it converts the dtype, and cannot fail
-    try:
-        array = np.asarray(value)
-        if array.dtype not in (dtype, _BOOL):
-            array = array.astype(dtype)
-    except (TypeError, ValueError) as error:
-        raise InvalidTypeError(f"{name} is {value!r}, expected numbers ({error}); nothing was stored") from error
-    if array.shape == shape:
-        return array
-    if array.size != math.prod(shape):
-        raise InvalidArgumentError(
-            f"{name} has shape {array.shape}, expected {shape}: one row per environment; nothing was stored"
-        )
-    return array.reshape(shape)
