@@ -38,7 +38,7 @@ _Buffer = TypeVar("_Buffer", bound="_RecurrentMixin")
 
 
 class CompressedMaskableRolloutBuffer(MaskableRolloutBuffer, CompressedRolloutBuffer):
-    """Compressed ``MaskableRolloutBuffer`` of sb3-contrib, with the options of :class:`CompressedRolloutBuffer`."""
+    """Compressed ``MaskableRolloutBuffer`` of sb3-contrib, with storage options."""
 
     _OTHER_CLASS_HINT = "Use rollout_buffer_class=CompressedMaskableDictRolloutBuffer"
     __init__ = CompressedRolloutBuffer.__init__  # has the storage options
@@ -48,7 +48,7 @@ class CompressedMaskableRolloutBuffer(MaskableRolloutBuffer, CompressedRolloutBu
 
 
 class CompressedMaskableDictRolloutBuffer(MaskableDictRolloutBuffer, CompressedDictRolloutBuffer):
-    """Compressed ``MaskableDictRolloutBuffer`` of sb3-contrib, with the options of :class:`CompressedDictRolloutBuffer`."""
+    """Compressed ``MaskableDictRolloutBuffer`` of sb3-contrib, with storage options."""
 
     _OTHER_CLASS_HINT = "Use rollout_buffer_class=CompressedMaskableRolloutBuffer"
     __init__ = CompressedRolloutBuffer.__init__  # has the storage options
@@ -105,7 +105,7 @@ class _RecurrentMixin:
 
 
 class CompressedRecurrentRolloutBuffer(_RecurrentMixin, RecurrentRolloutBuffer, CompressedRolloutBuffer):
-    """Compressed ``RecurrentRolloutBuffer`` of sb3-contrib, with the options of :class:`CompressedRolloutBuffer`."""
+    """Compressed ``RecurrentRolloutBuffer`` of sb3-contrib, with storage options."""
 
     _OTHER_CLASS_HINT = "Use CompressedRecurrentDictRolloutBuffer"
     add, reset = atomic(RecurrentRolloutBuffer.add), atomic(RecurrentRolloutBuffer.reset)
@@ -113,7 +113,7 @@ class CompressedRecurrentRolloutBuffer(_RecurrentMixin, RecurrentRolloutBuffer, 
 
 
 class CompressedRecurrentDictRolloutBuffer(_RecurrentMixin, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):
-    """Compressed ``RecurrentDictRolloutBuffer`` of sb3-contrib, with the options of :class:`CompressedDictRolloutBuffer`."""
+    """Compressed ``RecurrentDictRolloutBuffer`` of sb3-contrib, with storage options."""
 
     _OTHER_CLASS_HINT = "Use CompressedRecurrentRolloutBuffer"
     add, reset = atomic(RecurrentDictRolloutBuffer.add), atomic(RecurrentDictRolloutBuffer.reset)  # type: ignore[assignment]
