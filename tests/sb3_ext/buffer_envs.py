@@ -197,18 +197,75 @@ def sample_batch(space: spaces.Space[Any], n_envs: int) -> Any:
     return np.stack([np.asarray(space.sample()) for _ in range(n_envs)])
 
 
-def random_transitions(space: spaces.Space[Any], actions: spaces.Space[Any], n_envs: int, n_steps: int) -> list[Any]:
-    """Return transitions of random samples, with terminated and truncated episodes."""
-    space.seed(0)
-    actions.seed(0)
-    rng = np.random.default_rng(0)
-    found: list[Transition] = []
-    for _ in range(n_steps):
-        before, after, action = sample_batch(space, n_envs), sample_batch(space, n_envs), sample_batch(actions, n_envs)
-        done = rng.random(n_envs) < 0.3
-        infos = [{"TimeLimit.truncated": bool(end and rng.random() < 0.5)} for end in done]
-        found.append((before, after, action, rng.standard_normal(n_envs), done, infos))
-    return found
+class TransitionSource:
+    """Source of transitions of vectorized environments, for observations of any space.
+
+    Stacks of 3 frames change a little, and other observations are random. The next observation is the following one,
+    except after ``done``, and after :meth:`restart`.
+
+    :param channels_last: Whether images are views of channel-last memory, as those of ``VecTransposeImage``
+    """
+
+    def __init__(
+        self, space: Any, actions: Any, n_envs: int, *, end_probability: float = 0.2, channels_last: bool = False
+    ) -> None:
+        self._parts = space.spaces if isinstance(space, spaces.Dict) else {None: space}
+        self._actions, self._n_envs, self._end_probability = actions, n_envs, end_probability
+        self._channels_last, self._rng, self._time = channels_last, np.random.default_rng(0), 0
+        for part in (*self._parts.values(), actions):
+            part.seed(0)
+        self.restart()
+
+    def restart(self) -> None:
+        """Reset all environments, as ``learn()`` does at its start."""
+        self._observations = {key: self._reset_part(part) for key, part in self._parts.items()}
+
+    def _is_stack(self, part: Any) -> bool:
+        return len(part.shape) == 3 and part.shape[0] == 3
+
+    def _reset_part(self, part: Any) -> np.ndarray:
+        found = sample_batch(part, self._n_envs)
+        if self._is_stack(part):
+            found[:, :-1] = 0
+        return found
+
+    def _step_part(self, part: Any, before: np.ndarray) -> np.ndarray:
+        if not self._is_stack(part):
+            return sample_batch(part, self._n_envs)
+        after = np.concatenate([before[:, 1:], before[:, -1:]], axis=1)
+        row, column = self._rng.integers(part.shape[1:])
+        after[:, -1, row, column] = self._rng.integers(256, size=self._n_envs)
+        return after
+
+    def _export(self, parts: dict[Any, np.ndarray]) -> Any:
+        """Return observations in the form of the space."""
+        found = {key: value.copy() for key, value in parts.items()}
+        if self._channels_last:
+            for key, value in found.items():
+                if value.ndim == 4:
+                    found[key] = np.moveaxis(np.moveaxis(value, 1, -1).copy(), -1, 1)
+        return found.get(None, found)
+
+    def step(self) -> Any:
+        """Advance by one step, and return the arguments of a buffer's ``add``."""
+        before = self._observations
+        after = {key: self._step_part(part, before[key]) for key, part in self._parts.items()}
+        done = self._rng.random(self._n_envs) < self._end_probability
+        self.restart()
+        for key, fresh in self._observations.items():
+            fresh[~done] = after[key][~done]
+        self._time += 1
+        infos = [{"TimeLimit.truncated": bool(end and self._rng.random() < 0.5), "step": self._time} for end in done]
+        reward = self._time + np.arange(self._n_envs) / 8
+        return self._export(before), self._export(after), sample_batch(self._actions, self._n_envs), reward, done, infos
+
+
+class GoalRewards:
+    """Minimal environment for hindsight: it computes rewards."""
+
+    def env_method(self, name: str, achieved: np.ndarray, desired: np.ndarray, infos: Any, *, indices: Any) -> Any:
+        steps = np.array([info.get("step", 0) for info in infos])
+        return [(steps - np.abs(achieved.astype(float) - desired).reshape(len(steps), -1).sum(axis=1))]
 
 
 REPLAY: dict[str, tuple[Any, Any]] = {

@@ -34,13 +34,12 @@ from sb3_ext import (
     register_critic,
 )
 from tests.sb3_ext.buffer_envs import (
-    Transition,
+    TransitionSource,
     add_all,
     collect_transitions,
     dict_env,
     image_env,
     make_reach_vec_env,
-    random_transitions,
     without_logger,
 )
 
@@ -63,7 +62,8 @@ def make_buffer(n: int = 64, *, n_envs: int = 2, cls: Any = CompressedPrioritize
 
 def fill(buffer: Any, n_steps: int) -> None:
     """Add random transitions."""
-    add_all([buffer], random_transitions(buffer.observation_space, buffer.action_space, buffer.n_envs, n_steps))
+    source = TransitionSource(buffer.observation_space, buffer.action_space, buffer.n_envs)
+    add_all([buffer], [source.step() for _ in range(n_steps)])
 
 
 def mse_loss(given: th.Tensor, target: th.Tensor, weights: th.Tensor) -> th.Tensor:
@@ -393,13 +393,6 @@ def test_lambda_schedules_are_saved(tmp_path: Path) -> None:
     assert model.replay_buffer._current_beta() == 0.25
 
 
-def test_sequences_are_refused() -> None:
-    with pytest.raises(
-        InvalidArgumentError, match=r"drawn by priority. Use replay_buffer_class=CompressedReplayBuffer"
-    ):
-        make_buffer().sample_sequences(4, 2)
-
-
 def test_compiled_policies() -> None:
     model = make_model(DQN, "CartPole-v1")
     model.q_net = th.compile(model.q_net, backend="eager")
@@ -528,8 +521,7 @@ def test_invalid_td_errors_change_nothing() -> None:
 def test_threads_that_add_while_sampling() -> None:
     buffer = make_buffer(64)
     fill(buffer, 8)
-    transitions: list[Transition] = random_transitions(IMAGE, ACTIONS, 2, 300)
-    adder = threading.Thread(target=add_all, args=([buffer], transitions))
+    adder = threading.Thread(target=fill, args=(buffer, 300))
     adder.start()
     while adder.is_alive():
         buffer.sample(16)
