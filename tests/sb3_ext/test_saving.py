@@ -20,6 +20,7 @@ from rl_ext_core.errors import CorruptFileError
 from sb3_ext import CompressedReplayBuffer
 from tests.sb3_ext.buffer_envs import (
     REPLAY,
+    TransitionSource,
     add_all,
     assert_same,
     collect_transitions,
@@ -30,7 +31,7 @@ from tests.sb3_ext.buffer_envs import (
 )
 
 ACTIONS = spaces.Discrete(3)
-SMALL = spaces.Box(0, 255, (2, 6, 5), np.uint8)
+SMALL = spaces.Box(0, 255, (3, 6, 5), np.uint8)
 
 
 def make_model(kind: str, ours: bool, **options: Any) -> Any:
@@ -81,17 +82,12 @@ def test_model_saves_and_loads_replay_buffer(
     assert again.device == torch.device("cpu")
 
 
-def make_small_buffers(n_steps: int = 12) -> tuple[CompressedReplayBuffer, ReplayBuffer]:
+def make_small_buffers() -> tuple[CompressedReplayBuffer, ReplayBuffer]:
     """Return a compressed replay buffer and SB3's, both with the same transitions."""
-    ours, theirs = make_buffers("plain", 20, SMALL, ACTIONS, codec="raw")
-    rng = np.random.default_rng(0)
-    frames = rng.integers(256, size=(n_steps + 2, 2, 6, 5), dtype=np.uint8)
-    for step in range(n_steps):
-        before, after = (frames[at : at + 2].swapaxes(0, 1) for at in (step, step + 1))
-        rest = (np.full(2, step % 3), np.full(2, 0.3 * step), np.arange(2) == step % 4, [{}, {}])
-        for buffer in (ours, theirs):
-            buffer.add(before, after, *rest)
-    return ours, theirs
+    buffers = make_buffers("plain", 20, SMALL, ACTIONS, codec="raw")
+    source = TransitionSource(SMALL, ACTIONS, 2)
+    add_all(buffers, [source.step() for _ in range(12)])
+    return buffers
 
 
 @pytest.fixture(scope="module")
