@@ -91,7 +91,9 @@ class CompressedHerReplayBuffer(CompressedDictReplayBuffer, HerReplayBuffer):  #
         rows = self._stored_rows()
         for env in range(self.n_envs if self.size() else 0):
             starts = self.ep_start[rows, env]
-            ends = [*(np.flatnonzero(starts[1:] != starts[:-1]) + 1), len(rows)]
+            # Two episodes in succession may have the same start, if the first one went once around the ring.
+            is_first = (starts[1:] != starts[:-1]) | (starts[1:] == rows[1:])
+            ends = [*(np.flatnonzero(is_first) + 1), len(rows)]
             for first, end in zip([0, *ends[:-1]], ends, strict=True):
                 intact = starts[first] == rows[first]
                 self.ep_length[rows[first:end], env] = intact * (end - first)
