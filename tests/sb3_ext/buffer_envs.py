@@ -100,14 +100,14 @@ class Camera(gym.Wrapper[dict[str, np.ndarray], int, np.ndarray, int]):
 
 
 class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):
-    """Environment with a point that should reach a goal. The goal is a position, or an image of it."""
+    """Environment with a point that should reach a goal, a position."""
 
-    def __init__(self, size: int = 12, *, image_goal: bool = False, still: bool = True, length: int = 9) -> None:
+    def __init__(self, size: int = 12, *, still: bool = True, length: int = 9) -> None:
         image = spaces.Box(0, 255, (1, size, size), np.uint8)
-        goal = image if image_goal else spaces.Box(0, size, (2,), np.float32)
+        goal = spaces.Box(0, size, (2,), np.float32)
         self.observation_space = spaces.Dict(observation=image, achieved_goal=goal, desired_goal=goal)
         self.action_space = spaces.Box(-1, 1, (2,), np.float32)
-        self._size, self._image_goal, self._still, self._length = size, image_goal, still, length
+        self._size, self._still, self._length = size, still, length
 
     def _draw_point(self, place: np.ndarray) -> np.ndarray:
         """Return an image of a position, or noise unless images are still."""
@@ -119,8 +119,8 @@ class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):
         return image
 
     def _observe(self) -> dict[str, np.ndarray]:
-        goals = [self._draw_point(place) if self._image_goal else place.copy() for place in (self._place, self._goal)]
-        return {"observation": self._draw_point(self._place), "achieved_goal": goals[0], "desired_goal": goals[1]}
+        image = self._draw_point(self._place)
+        return {"observation": image, "achieved_goal": self._place.copy(), "desired_goal": self._goal.copy()}
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, np.ndarray], dict]:
         super().reset(seed=seed)

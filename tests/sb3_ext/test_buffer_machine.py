@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from stable_baselines3 import HerReplayBuffer
@@ -36,7 +36,6 @@ SPACES: dict[str, Any] = {
     "multi discrete": spaces.MultiDiscrete([3, 4, 2]),
     "binary": spaces.MultiBinary(5),
 }
-GOALS = spaces.Dict(observation=IMAGE, achieved_goal=PLACE, desired_goal=PLACE)
 ACTION_SPACES = [
     spaces.Box(-1, 1, (2,), np.float32),
     spaces.Box(-1, 1, (2, 3), np.float64),
@@ -104,7 +103,8 @@ class SameAsUpstream(RuleBasedStateMachine):
                 "goal_selection_strategy": strategy,
                 "copy_info_dict": data.draw(st.booleans()),
             }
-            space: Any = GOALS
+            goal = data.draw(st.sampled_from([PLACE, IMAGE]))
+            space: Any = spaces.Dict(observation=IMAGE, achieved_goal=goal, desired_goal=goal)
         elif kind == "dict":
             space = spaces.Dict({name: SPACES[name] for name in data.draw(st.permutations([*SPACES]))[:3]})
         else:
@@ -249,7 +249,9 @@ class SameAsUpstream(RuleBasedStateMachine):
             assert size == self.theirs.size() or (size > 0 and "max_bytes" in self.options)
             self._compare(self.ours, (self.ours.pos - size + np.arange(size)) % self.ours.buffer_size)
             for name in ("ep_start", "ep_length", "_current_ep_start") if size == self.theirs.size() else ():
-                np.testing.assert_array_equal(getattr(self.ours, name, ()), getattr(self.theirs, name, ()))
+                stop = size if name == "ep_start" else None  # reset() leaves the values of unused rows
+                left, right = getattr(self.ours, name, ()), getattr(self.theirs, name, ())
+                np.testing.assert_array_equal(left[:stop], right[:stop])
 
     def teardown(self) -> None:
         if self.ours is not None:
@@ -258,4 +260,8 @@ class SameAsUpstream(RuleBasedStateMachine):
 
 
 TestSameAsUpstream = SameAsUpstream.TestCase
-TestSameAsUpstream.settings = settings(max_examples=100 if "CI" in os.environ else 25, stateful_step_count=25)
+TestSameAsUpstream.settings = settings(
+    max_examples=100 if "CI" in os.environ else 25,
+    stateful_step_count=25,
+    phases=(Phase.generate,),  # shrinking takes minutes
+)
