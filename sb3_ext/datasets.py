@@ -91,7 +91,7 @@ class DatasetMethods(ReplayBuffer):
                 f"expected at least one step per environment, and buffer_size >= {max(n_rows, 1) * n_envs:,}. For a "
                 "part of the episodes, pass a minari.MinariDataset of them"
             )
-        if issubclass(cls, HerReplayBuffer):
+        if HerReplayBuffer in cls.__mro__:
             if not isinstance(env, VecEnv) or options.get("copy_info_dict"):
                 raise InvalidArgumentError(
                     f"{cls.__name__} computes rewards with env, and without infos. Use {cls.__name__}.from_dataset("
