@@ -17,14 +17,8 @@ import importlib.util
 from typing import Any, TypeVar
 
 from rl_ext_core.errors import InvalidTypeError, _missing_dependency_error
-from sb3_ext.buffers import (
-    CompressedDictRolloutBuffer,
-    CompressedRolloutBuffer,
-    StoreOptionsMixin,
-    atomic,
-    atomic_start,
-    without_copy,
-)
+from sb3_ext.compressed_buffer import atomic, atomic_start
+from sb3_ext.rollout_buffers import CompressedDictRolloutBuffer, CompressedRolloutBuffer, without_copy
 
 if importlib.util.find_spec("sb3_contrib") is None:
     raise _missing_dependency_error("sb3_contrib", "contrib", "sb3_ext.contrib")
@@ -43,44 +37,42 @@ __all__ = [
 _Buffer = TypeVar("_Buffer", bound="_RecurrentMixin")
 
 
-class CompressedMaskableRolloutBuffer(StoreOptionsMixin, MaskableRolloutBuffer, CompressedRolloutBuffer):
-    """
-    Compressed rollout buffer for ``MaskablePPO``.
-
-    It replaces sb3-contrib's ``MaskableRolloutBuffer``, with its arguments.
-
-    :param options: Storage options, see :class:`CompressedRolloutBuffer`
-
-    >>> model = MaskablePPO("CnnPolicy", env, rollout_buffer_class=CompressedMaskableRolloutBuffer)  # doctest: +SKIP
-    """
+class CompressedMaskableRolloutBuffer(MaskableRolloutBuffer, CompressedRolloutBuffer):
+    """Compressed ``MaskableRolloutBuffer`` of sb3-contrib, with storage options."""
 
     _OTHER_CLASS_HINT = "Use rollout_buffer_class=CompressedMaskableDictRolloutBuffer"
+    __init__ = CompressedRolloutBuffer.__init__  # has the storage options
     add, reset = atomic(MaskableRolloutBuffer.add), atomic(MaskableRolloutBuffer.reset)
     get = atomic_start(MaskableRolloutBuffer.get)
     _get_samples: Any = without_copy(MaskableRolloutBuffer._get_samples)
 
 
-class CompressedMaskableDictRolloutBuffer(StoreOptionsMixin, MaskableDictRolloutBuffer, CompressedDictRolloutBuffer):
-    """
-    Compressed rollout buffer for ``MaskablePPO`` with ``Dict`` observations.
-
-    It replaces sb3-contrib's ``MaskableDictRolloutBuffer``, with its arguments.
-
-    :param options: Storage options, see :class:`CompressedDictRolloutBuffer`
-
-    >>> model = MaskablePPO(  # doctest: +SKIP
-    ...     "MultiInputPolicy", env, rollout_buffer_class=CompressedMaskableDictRolloutBuffer
-    ... )
-    """
+class CompressedMaskableDictRolloutBuffer(MaskableDictRolloutBuffer, CompressedDictRolloutBuffer):
+    """Compressed ``MaskableDictRolloutBuffer`` of sb3-contrib, with storage options."""
 
     _OTHER_CLASS_HINT = "Use rollout_buffer_class=CompressedMaskableRolloutBuffer"
+    __init__ = CompressedRolloutBuffer.__init__  # has the storage options
     add, reset = atomic(MaskableDictRolloutBuffer.add), atomic(MaskableDictRolloutBuffer.reset)
     get = atomic_start(MaskableDictRolloutBuffer.get)  # type: ignore[assignment]
     _get_samples: Any = without_copy(MaskableDictRolloutBuffer._get_samples)
 
 
-class _RecurrentMixin(StoreOptionsMixin):
+class _RecurrentMixin:
     """Mixin that creates a compressed buffer like the one of a ``RecurrentPPO``."""
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: Any,
+        action_space: Any,
+        hidden_state_shape: tuple[int, int, int, int],
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        self.hidden_state_shape = hidden_state_shape
+        self.seq_start_indices = self.seq_end_indices = None
+        spaces: Any = observation_space, action_space
+        CompressedRolloutBuffer.__init__(self, buffer_size, *spaces, *args, **options)  # type: ignore[arg-type]
 
     @classmethod
     def like(
@@ -113,36 +105,16 @@ class _RecurrentMixin(StoreOptionsMixin):
 
 
 class CompressedRecurrentRolloutBuffer(_RecurrentMixin, RecurrentRolloutBuffer, CompressedRolloutBuffer):
-    """
-    Compressed rollout buffer for ``RecurrentPPO``.
-
-    It replaces sb3-contrib's ``RecurrentRolloutBuffer``, with its arguments. LSTM states are stored uncompressed.
-
-    :param options: Storage options, see :class:`CompressedRolloutBuffer`
-
-    >>> model = RecurrentPPO("CnnLstmPolicy", env)  # doctest: +SKIP
-    >>> model.rollout_buffer = CompressedRecurrentRolloutBuffer.like(model.rollout_buffer)  # doctest: +SKIP
-    """
+    """Compressed ``RecurrentRolloutBuffer`` of sb3-contrib, with storage options."""
 
     _OTHER_CLASS_HINT = "Use CompressedRecurrentDictRolloutBuffer"
     add, reset = atomic(RecurrentRolloutBuffer.add), atomic(RecurrentRolloutBuffer.reset)
     get = atomic_start(RecurrentRolloutBuffer.get)
-    _get_samples: Any = without_copy(RecurrentRolloutBuffer._get_samples)
 
 
 class CompressedRecurrentDictRolloutBuffer(_RecurrentMixin, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):
-    """
-    Compressed rollout buffer for ``RecurrentPPO`` with ``Dict`` observations.
-
-    It replaces sb3-contrib's ``RecurrentDictRolloutBuffer``, with its arguments. LSTM states are stored uncompressed.
-
-    :param options: Storage options, see :class:`CompressedDictRolloutBuffer`
-
-    >>> model = RecurrentPPO("MultiInputLstmPolicy", env)  # doctest: +SKIP
-    >>> model.rollout_buffer = CompressedRecurrentDictRolloutBuffer.like(model.rollout_buffer)  # doctest: +SKIP
-    """
+    """Compressed ``RecurrentDictRolloutBuffer`` of sb3-contrib, with storage options."""
 
     _OTHER_CLASS_HINT = "Use CompressedRecurrentRolloutBuffer"
     add, reset = atomic(RecurrentDictRolloutBuffer.add), atomic(RecurrentDictRolloutBuffer.reset)  # type: ignore[assignment]
     get = atomic_start(RecurrentDictRolloutBuffer.get)  # type: ignore[assignment]
-    _get_samples: Any = without_copy(RecurrentDictRolloutBuffer._get_samples)

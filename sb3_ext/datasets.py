@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,13 @@ from stable_baselines3.common.preprocessing import is_image_space, is_image_spac
 from stable_baselines3.common.vec_env import VecEnv, VecTransposeImage
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
-from rl_ext_core.datasets import Dataset, Episode, open_dataset
+from rl_ext_core.datasets import Dataset, Episode, open_dataset, write_dataset
 from rl_ext_core.datasets.episodes import Steps, map_values, split_episodes
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.environments import check_count
+from sb3_ext.observations import Observations
 
-_Buffer = TypeVar("_Buffer", bound=ReplayBuffer)
+_Buffer = TypeVar("_Buffer", bound="DatasetMethods")
 _ROWS_PER_CHUNK = 512  # decoded at a time
 _ROUNDING = 1e-6  # of scaled actions in float32
 
@@ -35,66 +37,106 @@ class _Transition(NamedTuple):
     truncated: bool
 
 
-def load_buffer(
-    cls: type[_Buffer],
-    source: Any,
-    *,
-    env: Any = None,
-    buffer_size: int | None = None,
-    n_envs: int | None = None,
-    download: bool = False,
-    **options: Any,
-) -> _Buffer:
-    """Create a buffer of a dataset's steps, see :meth:`sb3_ext.CompressedReplayBuffer.from_dataset`."""
-    dataset = open_dataset(source, download=download)
-    observation_space = _as_sb3_space(dataset.observation_space, f"{dataset.name}: observation_space")
-    if env is not None:
-        _check_same_spaces(env, observation_space, dataset)
-        observation_space, action_space = _as_sb3_space(env.observation_space, "env"), env.action_space
-    else:
-        action_space = dataset.action_space
-    _check_action_space(action_space, dataset.name)
-    n_envs = getattr(env, "num_envs", 1) if n_envs is None else check_count("n_envs", n_envs)
-    buffer_size = dataset.n_steps if buffer_size is None else check_count("buffer_size", buffer_size)
-    n_rows = dataset.n_steps // n_envs
-    if not n_rows or buffer_size // n_envs < n_rows:
-        raise InvalidArgumentError(
-            f"buffer_size={buffer_size:,} and n_envs={n_envs}, but {dataset.name} has {dataset.n_steps:,} steps: "
-            f"expected at least one step per environment, and buffer_size >= {max(n_rows, 1) * n_envs:,}. For a part "
-            "of the episodes, pass a minari.MinariDataset of them"
-        )
-    if issubclass(cls, HerReplayBuffer):
-        if not isinstance(env, VecEnv) or options.get("copy_info_dict"):
+class DatasetMethods(ReplayBuffer):
+    """Methods of compressed replay buffers that read and write datasets."""
+
+    _observations: Observations
+
+    @classmethod
+    def from_dataset(
+        cls: type[_Buffer],
+        source: Any,
+        *,
+        env: Any = None,
+        buffer_size: int | None = None,
+        n_envs: int | None = None,
+        download: bool = False,
+        **options: Any,
+    ) -> _Buffer:
+        """
+        Create a buffer that contains the steps of a dataset, one episode after the other.
+
+        They are stored as Stable Baselines3 stores those of an environment: ``Box`` actions scaled to [-1, 1], rewards
+        as float32, and images channels-first. With several environments, each gets an equal part of consecutive
+        steps; up to ``n_envs - 1`` steps at the end are left out.
+
+        :param source: Minari id, such as ``"atari/pong/expert-v0"``, folder of a dataset, or ``minari.MinariDataset``
+        :param env: Environment to train in later, such as ``model.get_env()``. Its spaces must be those of the
+            dataset. Required by :class:`CompressedHerReplayBuffer`
+        :param buffer_size: Maximum number of transitions; by default the number of steps in the dataset
+        :param n_envs: Number of parallel environments; by default that of ``env``, or 1
+        :param download: Whether to download a Minari id that is not on this machine
+        :param options: Further arguments of the class, such as ``codec`` or ``storage_dir``
+        :return: The buffer, to be assigned to ``model.replay_buffer``
+        :raises InvalidArgumentError: If there is no such dataset, its spaces differ from those of ``env``, it does not
+            fit into ``buffer_size``, or ``storage_dir`` contains transitions already.
+        :raises InvalidTypeError: If a space of the dataset is not supported, such as a Tuple.
+        :raises MissingDependencyError: If ``minari`` is not installed.
+        :raises CorruptFileError: If the dataset is damaged.
+        """
+        dataset = open_dataset(source, download=download)
+        observation_space = _as_sb3_space(dataset.observation_space, f"{dataset.name}: observation_space")
+        if env is not None:
+            _check_same_spaces(env, observation_space, dataset)
+            observation_space, action_space = _as_sb3_space(env.observation_space, "env"), env.action_space
+        else:
+            action_space = dataset.action_space
+        _check_action_space(action_space, dataset.name)
+        n_envs = getattr(env, "num_envs", 1) if n_envs is None else check_count("n_envs", n_envs)
+        buffer_size = dataset.n_steps if buffer_size is None else check_count("buffer_size", buffer_size)
+        n_rows = dataset.n_steps // n_envs
+        if not n_rows or buffer_size // n_envs < n_rows:
             raise InvalidArgumentError(
-                f"{cls.__name__} computes rewards with env, and without infos. Use {cls.__name__}.from_dataset(..., "
-                "env=model.get_env()), without copy_info_dict"
+                f"buffer_size={buffer_size:,} and n_envs={n_envs}, but {dataset.name} has {dataset.n_steps:,} steps: "
+                f"expected at least one step per environment, and buffer_size >= {max(n_rows, 1) * n_envs:,}. For a "
+                "part of the episodes, pass a minari.MinariDataset of them"
             )
-        options["env"] = env
-    storage_dir = options.get("storage_dir")
-    if storage_dir is not None:
-        options["resume"] = True  # so that the error below is raised
-    created = storage_dir if storage_dir is not None and not Path(storage_dir).exists() else None
-    buffer = cls(buffer_size, observation_space, action_space, n_envs=n_envs, **options)
-    is_empty = not buffer.size()
-    try:
-        if not is_empty:
+        if HerReplayBuffer in cls.__mro__:
+            if not isinstance(env, VecEnv) or options.get("copy_info_dict"):
+                raise InvalidArgumentError(
+                    f"{cls.__name__} computes rewards with env, and without infos. Use {cls.__name__}.from_dataset("
+                    "..., env=model.get_env()), without copy_info_dict"
+                )
+            options["env"] = env
+        if options.get("resume"):
             raise InvalidArgumentError(
-                f"storage_dir={str(storage_dir)!r} contains {buffer.size():,} transitions already. Open it with "
-                f"{cls.__name__}(..., storage_dir=..., resume=True), or pass another storage_dir"
+                f"resume=True is not for from_dataset(), which starts with an empty folder. Use {cls.__name__}(..., "
+                "storage_dir=..., resume=True)"
             )
-        columns = [_read_transitions(dataset, action_space, env * n_rows, n_rows) for env in range(n_envs)]
-        for row in zip(*columns, strict=True):
-            obs, next_obs, action, reward, done, truncated = zip(*row, strict=True)
-            infos = [{"TimeLimit.truncated": value} for value in truncated]
-            buffer.add(_stack(obs), _stack(next_obs), _stack(action), _stack(reward), np.array(done), infos)
-    except BaseException:
-        if is_empty:
+        storage_dir = options.get("storage_dir")
+        created = storage_dir if storage_dir is not None and not Path(storage_dir).exists() else None
+        buffer = cls(buffer_size, observation_space, action_space, n_envs=n_envs, **options)
+        try:
+            columns = [_read_transitions(dataset, action_space, env * n_rows, n_rows) for env in range(n_envs)]
+            for row in zip(*columns, strict=True):
+                obs, next_obs, action, reward, done, truncated = zip(*row, strict=True)
+                infos = [{"TimeLimit.truncated": value} for value in truncated]
+                buffer.add(_stack(obs), _stack(next_obs), _stack(action), _stack(reward), np.array(done), infos)
+        except BaseException:
             buffer.reset()
-        getattr(buffer, "close", lambda: None)()
-        if created is not None:
-            shutil.rmtree(created, ignore_errors=True)
-        raise
-    return buffer
+            buffer._observations.store.close()
+            if created is not None:
+                shutil.rmtree(created, ignore_errors=True)
+            raise
+        return buffer
+
+    def to_dataset(self, target: str | os.PathLike[str], *, data_format: str = "hdf5") -> Path:
+        """
+        Write all transitions as a Minari dataset, of one environment after the other, from the oldest to the newest.
+
+        Episodes without their beginning or end are included. An episode that was not finished is marked as truncated.
+        ``Box`` actions are scaled back, images stay channels-first, and no image is stored as JPEG.
+
+        :param target: Minari id, such as ``"cartpole/mine-v0"``, or folder. It must not exist
+        :param data_format: ``"hdf5"``, ``"arrow"`` or ``"parquet"``
+        :return: Folder that ``minari.MinariDataset`` loads
+        :raises InvalidArgumentError: If the target exists, or the buffer is empty.
+        :raises MissingDependencyError: If ``minari`` is not installed.
+        :raises StorageError: If the folder cannot be written.
+        """
+        with self._observations.lock:  # another thread could add
+            episodes = read_buffer_episodes(self)
+            return write_dataset(target, episodes, self.observation_space, self.action_space, data_format=data_format)
 
 
 def _stack(values: tuple[Any, ...]) -> Any:

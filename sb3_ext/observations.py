@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,10 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.preprocessing import get_obs_shape
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, StorageError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.gpu_decode import GpuDecoder
 from rl_ext_core.frames.layout import differing_rows
-from rl_ext_core.frames.log_folder import copy_folder, validate_path
+from rl_ext_core.frames.log_folder import validate_path
 from rl_ext_core.frames.planning import MemoryWatch
 from rl_ext_core.frames.recycle import RecycledArrays
 from rl_ext_core.frames.store import FrameStore, Observation, prefix_key
@@ -35,10 +34,9 @@ HandlesByKey = dict[Any, tuple[IndexArray, IndexArray]]
 
 _SINGLE_KEY = None  # key of an observation that is not a Dict
 _DEFAULTS: dict[str, Any] = {"codec": "patch", "n_stack": None, "max_error": 0, "quality": 95}
-STORE_OPTIONS = (*_DEFAULTS, "num_threads", "max_bytes", "storage_dir", "resume")
 
 _logger = logging.getLogger("sb3_ext")
-_in_folders: weakref.WeakSet[Observations] = weakref.WeakSet()  # of this process
+in_folders: weakref.WeakSet[Observations] = weakref.WeakSet()  # of this process
 
 
 def _as_int64(numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
@@ -147,7 +145,7 @@ class Observations:
         self.num_threads = None if num_threads is None else check_count("num_threads", num_threads)
         self.max_bytes = None if max_bytes is None else check_count("max_bytes", max_bytes)
         self.decode_on_gpu = decode_on_gpu
-        self._arguments = {
+        self.arguments = {
             "space": space,
             "buffer_shape": buffer_shape,
             "row_fields": row_fields,
@@ -173,7 +171,7 @@ class Observations:
         self._set_store(store)
         if storage_dir is not None:
             self.storage_dir = storage_dir
-            _in_folders.add(self)
+            in_folders.add(self)
 
     def _set_store(self, store: FrameStore) -> None:
         """Set the store, and initialize the attributes that are derived from it."""
@@ -309,86 +307,10 @@ class Observations:
         found = {key: view(key, part) for key, part in self.parts.items()}
         return found.get(_SINGLE_KEY, found)
 
-    def is_decoded_batch(self, array: Array) -> bool:
-        """Return whether a batch was decoded into this array, or into the array that it views."""
-        owner = array if array.base is None else array.base
-        return any(part.recycled.owns(owner) for part in self.parts.values())
-
     @property
     def recycled_nbytes(self) -> int:
         """Size of the arrays that batches are decoded into, in bytes."""
         return sum(part.recycled.nbytes for part in self.parts.values())
-
-    def folder_state(self) -> dict[str, Any]:
-        """Return the folder and the position in it as plain values, for :meth:`open_saved`."""
-        store, given = self.store, os.fspath(self.storage_dir)  # type: ignore[arg-type]
-        options = {"num_threads": self.num_threads, "max_bytes": self.max_bytes, **self._arguments}
-        where = {"folder": os.path.abspath(given), "given": given, "identity": store.identity}
-        state = {"n_records": store.n_records, "position": store.position, "size": store.size}
-        return {**where, **state, "arguments": options}
-
-    @classmethod
-    def open_saved(cls, saved: dict[str, Any], replaced: Observations | None) -> Observations:
-        """
-        Open the folder of a saved buffer, at its position when it was saved.
-
-        If the folder has newer transitions, or another buffer of this process uses it, it is copied.
-
-        :param saved: Result of :meth:`folder_state`
-        :param replaced: Observations of the buffer that the saved one replaces; they are closed if they are in the
-            folder
-        :raises StorageError: If the folder does not exist, belongs to another buffer, or another process uses it.
-        :raises InvalidArgumentError: If all saved transitions were overwritten.
-        """
-        # If the folder was moved, the model may have opened it by its new name.
-        same = [found for found in _in_folders if found.store.identity == saved["identity"]]
-        living = [found for found in same if not found.store.closed]
-        opened = next((found for found in living if found is replaced), living[0] if living else None)
-        if opened is None:
-            paths = dict.fromkeys([saved["folder"], os.path.abspath(saved["given"])])
-            path = next(filter(os.path.isdir, paths), None)
-            if path is None:
-                raise StorageError(
-                    f"the saved replay buffer is in storage_dir={saved['folder']!r}, which does not exist. Restore "
-                    "that folder, or continue without its transitions: leave out load_replay_buffer"
-                )
-            opened = replaced = cls(**saved["arguments"], storage_dir=path, resume=True)
-            if opened.store.identity != saved["identity"]:
-                opened.store.close()
-                raise StorageError(
-                    f"storage_dir={path!r} does not contain the saved replay buffer, but another one. Restore the "
-                    "folder of the saved one, or leave out load_replay_buffer"
-                )
-        store, folder = opened.store, os.path.abspath(os.fspath(opened.storage_dir))  # type: ignore[arg-type]
-        with opened.lock:
-            n_records = (store.n_records - saved["n_records"] + 2**31) % 2**32 - 2**31
-            newer = (store.position - saved["position"]) % store.capacity
-            if opened is replaced and n_records <= 0:
-                store.close()
-                _logger.info("the loaded replay buffer continues in %s", folder)
-                if n_records < 0:
-                    _logger.warning("%s lacks the newest %d transitions of the saved replay buffer", folder, -n_records)
-                return cls(**saved["arguments"], storage_dir=opened.storage_dir, resume=True)
-            # Other records than transitions are rare, such as those of reset().
-            if n_records > 0 and max(n_records, newer) >= store.size:
-                raise InvalidArgumentError(
-                    f"storage_dir={folder!r} has overwritten the {saved['size']} transitions of the saved replay "
-                    "buffer with newer ones. To continue with those, leave out load_replay_buffer"
-                )
-            copy = _free_name(folder)
-            copy_folder(Path(folder), Path(copy))
-        if opened is replaced:
-            store.close()
-        _logger.warning(
-            "%s %s, so the loaded replay buffer continues in a copy: %s. To continue in the folder instead, leave out "
-            "load_replay_buffer",
-            folder,
-            f"has {newer} transitions that are newer than the saved replay buffer" if newer > 0 else "is in use",
-            copy,
-        )
-        found = cls(**saved["arguments"], storage_dir=copy, resume=True)
-        found.store.drop_newest(newer)
-        return found
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("store", "num_threads", "max_bytes", "decode_on_gpu")}
@@ -397,14 +319,6 @@ class Observations:
         self.num_threads, self.max_bytes = state["num_threads"], state["max_bytes"]
         self.decode_on_gpu = state["decode_on_gpu"]
         self._set_store(state["store"])
-
-
-def _free_name(folder: str) -> str:
-    """Return a name for a copy of a folder that does not exist yet."""
-    number = 1
-    while os.path.exists(name := f"{folder}-copy{number}"):
-        number += 1
-    return name
 
 
 def _options_for_key(key: Any, options: Mapping[str, Any], *, image: bool) -> dict[str, Any]:

@@ -54,7 +54,7 @@ from rl_ext_core.recording.layers import LayerState, layer_state, record_layer, 
 from rl_ext_core.resources import NO_SPACE, check_folder, write_problem
 from rl_ext_core.vector.environments import check_count
 from sb3_ext._recorded_environments import recorded_environments
-from sb3_ext.buffers import CompressedReplayBuffer
+from sb3_ext.replay_buffers import CompressedReplayBuffer
 
 __all__ = ["ResumeCallback", "resume"]
 
@@ -261,7 +261,7 @@ def resume(
         if state["storage"] is None:
             model.load_replay_buffer(save / _BUFFER, truncate_last_traj=False)
         else:
-            vars(model.replay_buffer).update(state["storage"]["attributes"])
+            model.replay_buffer._restore_attributes(state["storage"]["attributes"])  # type: ignore[union-attr]
             if (lengths := state["storage"]["lengths"]) is not None:
                 model.replay_buffer.ep_length[: len(lengths)] = lengths  # type: ignore[union-attr]
     for name, value in state["model"].items():
@@ -687,11 +687,7 @@ def _storage_state(model: Any) -> dict[str, Any] | None:
     if _storage_dir(model) is None:
         return None
     buffer = model.replay_buffer
-    attributes = {
-        name: value
-        for name, value in buffer.__getstate__().items()
-        if name not in ("_observations", "device", "format", "checksum")
-    }
+    attributes = {name: value for name, value in buffer._saved_attributes().items() if name not in ("device", "folder")}
     # Opening the folder ends the running episodes of hindsight.
     lengths = buffer.ep_length[: buffer._rows_written].copy() if hasattr(buffer, "ep_length") else None
     return {"folder": os.fspath(_storage_dir(model)), "attributes": attributes, "lengths": lengths}

@@ -17,7 +17,6 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack,
 
 import sb3_ext
 from sb3_ext import contrib
-from sb3_ext.observations import STORE_OPTIONS
 
 
 class Sprite(gym.Env[np.ndarray, int]):
@@ -101,14 +100,14 @@ class Camera(gym.Wrapper[dict[str, np.ndarray], int, np.ndarray, int]):
 
 
 class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):
-    """Environment with a point that should reach a goal. The goal is a position, or an image of it."""
+    """Environment with a point that should reach a goal, a position."""
 
-    def __init__(self, size: int = 12, *, image_goal: bool = False, still: bool = True, length: int = 9) -> None:
+    def __init__(self, size: int = 12, *, still: bool = True, length: int = 9) -> None:
         image = spaces.Box(0, 255, (1, size, size), np.uint8)
-        goal = image if image_goal else spaces.Box(0, size, (2,), np.float32)
+        goal = spaces.Box(0, size, (2,), np.float32)
         self.observation_space = spaces.Dict(observation=image, achieved_goal=goal, desired_goal=goal)
         self.action_space = spaces.Box(-1, 1, (2,), np.float32)
-        self._size, self._image_goal, self._still, self._length = size, image_goal, still, length
+        self._size, self._still, self._length = size, still, length
 
     def _draw_point(self, place: np.ndarray) -> np.ndarray:
         """Return an image of a position, or noise unless images are still."""
@@ -120,8 +119,8 @@ class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):
         return image
 
     def _observe(self) -> dict[str, np.ndarray]:
-        goals = [self._draw_point(place) if self._image_goal else place.copy() for place in (self._place, self._goal)]
-        return {"observation": self._draw_point(self._place), "achieved_goal": goals[0], "desired_goal": goals[1]}
+        image = self._draw_point(self._place)
+        return {"observation": image, "achieved_goal": self._place.copy(), "desired_goal": self._goal.copy()}
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, np.ndarray], dict]:
         super().reset(seed=seed)
@@ -198,18 +197,75 @@ def sample_batch(space: spaces.Space[Any], n_envs: int) -> Any:
     return np.stack([np.asarray(space.sample()) for _ in range(n_envs)])
 
 
-def random_transitions(space: spaces.Space[Any], actions: spaces.Space[Any], n_envs: int, n_steps: int) -> list[Any]:
-    """Return transitions of random samples, with terminated and truncated episodes."""
-    space.seed(0)
-    actions.seed(0)
-    rng = np.random.default_rng(0)
-    found: list[Transition] = []
-    for _ in range(n_steps):
-        before, after, action = sample_batch(space, n_envs), sample_batch(space, n_envs), sample_batch(actions, n_envs)
-        done = rng.random(n_envs) < 0.3
-        infos = [{"TimeLimit.truncated": bool(end and rng.random() < 0.5)} for end in done]
-        found.append((before, after, action, rng.standard_normal(n_envs), done, infos))
-    return found
+class TransitionSource:
+    """Source of transitions of vectorized environments, for observations of any space.
+
+    Stacks of 3 frames change a little, and other observations are random. The next observation is the following one,
+    except after ``done``, and after :meth:`restart`.
+
+    :param channels_last: Whether images are views of channel-last memory, as those of ``VecTransposeImage``
+    """
+
+    def __init__(
+        self, space: Any, actions: Any, n_envs: int, *, end_probability: float = 0.2, channels_last: bool = False
+    ) -> None:
+        self._parts = space.spaces if isinstance(space, spaces.Dict) else {None: space}
+        self._actions, self._n_envs, self._end_probability = actions, n_envs, end_probability
+        self._channels_last, self._rng, self._time = channels_last, np.random.default_rng(0), 0
+        for part in (*self._parts.values(), actions):
+            part.seed(0)
+        self.restart()
+
+    def restart(self) -> None:
+        """Reset all environments, as ``learn()`` does at its start."""
+        self._observations = {key: self._reset_part(part) for key, part in self._parts.items()}
+
+    def _is_stack(self, part: Any) -> bool:
+        return len(part.shape) == 3 and part.shape[0] == 3
+
+    def _reset_part(self, part: Any) -> np.ndarray:
+        found = sample_batch(part, self._n_envs)
+        if self._is_stack(part):
+            found[:, :-1] = 0
+        return found
+
+    def _step_part(self, part: Any, before: np.ndarray) -> np.ndarray:
+        if not self._is_stack(part):
+            return sample_batch(part, self._n_envs)
+        after = np.concatenate([before[:, 1:], before[:, -1:]], axis=1)
+        row, column = self._rng.integers(part.shape[1:])
+        after[:, -1, row, column] = self._rng.integers(256, size=self._n_envs)
+        return after
+
+    def _export(self, parts: dict[Any, np.ndarray]) -> Any:
+        """Return observations in the form of the space."""
+        found = {key: value.copy() for key, value in parts.items()}
+        if self._channels_last:
+            for key, value in found.items():
+                if value.ndim == 4:
+                    found[key] = np.moveaxis(np.moveaxis(value, 1, -1).copy(), -1, 1)
+        return found.get(None, found)
+
+    def step(self) -> Any:
+        """Advance by one step, and return the arguments of a buffer's ``add``."""
+        before = self._observations
+        after = {key: self._step_part(part, before[key]) for key, part in self._parts.items()}
+        done = self._rng.random(self._n_envs) < self._end_probability
+        self.restart()
+        for key, fresh in self._observations.items():
+            fresh[~done] = after[key][~done]
+        self._time += 1
+        infos = [{"TimeLimit.truncated": bool(end and self._rng.random() < 0.5), "step": self._time} for end in done]
+        reward = self._time + np.arange(self._n_envs) / 8
+        return self._export(before), self._export(after), sample_batch(self._actions, self._n_envs), reward, done, infos
+
+
+class GoalRewards:
+    """Minimal environment for hindsight: it computes rewards."""
+
+    def env_method(self, name: str, achieved: np.ndarray, desired: np.ndarray, infos: Any, *, indices: Any) -> Any:
+        steps = np.array([info.get("step", 0) for info in infos])
+        return [(steps - np.abs(achieved.astype(float) - desired).reshape(len(steps), -1).sum(axis=1))]
 
 
 REPLAY: dict[str, tuple[Any, Any]] = {
@@ -227,7 +283,7 @@ ROLLOUT: dict[str, tuple[Any, Any]] = {
     "recurrent": (contrib.CompressedRecurrentRolloutBuffer, recurrent.RecurrentRolloutBuffer),
     "recurrent dict": (contrib.CompressedRecurrentDictRolloutBuffer, recurrent.RecurrentDictRolloutBuffer),
 }
-_OURS_ALONE = ("quality", *STORE_OPTIONS)
+_OURS_ALONE = ("codec", "n_stack", "max_error", "quality", "num_threads", "max_bytes", "storage_dir", "resume")
 
 
 def make_buffers(kind: str, size: int, space: Any, actions: Any, n_envs: int = 2, **options: Any) -> tuple[Any, Any]:

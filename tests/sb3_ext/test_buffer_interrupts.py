@@ -16,42 +16,16 @@ from gymnasium import spaces
 from sb3_contrib.common.recurrent.type_aliases import RNNStates
 
 from tests.interrupts import interrupt_everywhere
-from tests.sb3_ext.buffer_envs import REPLAY, ROLLOUT
+from tests.sb3_ext.buffer_envs import REPLAY, ROLLOUT, GoalRewards, TransitionSource
 
 CODE_PATHS = ("sb3_ext/", "rl_ext_core/frames/", "_interrupts.py", "common/buffers.py", "her_replay_buffer.py")
 CODE_PATHS += ("maskable/buffers.py", "recurrent/buffers.py")
 EVERY = [pytest.param(1, marks=pytest.mark.exhaustive), 41]
 SIZE, N_ENVS = 6, 2
-BOX = spaces.Box(0, 255, (2, 8, 8), np.uint8)
+BOX = spaces.Box(0, 255, (3, 8, 8), np.uint8)
 VECTOR = spaces.Box(-9, 99, (3,), np.float32)
 DICT = spaces.Dict(camera=BOX, place=VECTOR)
 GOALS = spaces.Dict(observation=BOX, achieved_goal=VECTOR, desired_goal=VECTOR)
-
-
-class GoalRewards:
-    """Minimal environment for hindsight: it computes rewards."""
-
-    num_envs = N_ENVS
-
-    def env_method(self, name: str, achieved: np.ndarray, desired: np.ndarray, infos: Any, **_: Any) -> list[Any]:
-        return [-np.abs(achieved - desired).sum(axis=1)]
-
-
-def make_box_observation(space: spaces.Box, time: int) -> np.ndarray:
-    """Return the observation of all environments at a time, for a Box space."""
-    if space is BOX:
-        frames = [np.arange(64).reshape(8, 8) + 7 * max(at, 0) for at in (time - 1, time)]
-        return np.stack([np.stack(frames)] * N_ENVS).astype(np.uint8)
-    return np.full((N_ENVS, 3), time, dtype=np.float32)
-
-
-def make_observation(space: Any, time: int) -> Any:
-    """Return the observation of all environments at a time, for a Box or Dict space."""
-    return (
-        {key: make_box_observation(part, time) for key, part in space.items()}
-        if isinstance(space, spaces.Dict)
-        else make_box_observation(space, time)
-    )
 
 
 def make_buffer(kind: str, folder: Path | None) -> Any:
@@ -69,21 +43,30 @@ def make_buffer(kind: str, folder: Path | None) -> Any:
     )
 
 
+def make_transitions(space: Any) -> list[Any]:
+    """Return transitions of an observation space."""
+    source = TransitionSource(space, spaces.Discrete(3), N_ENVS, end_probability=0.4)
+    return [source.step() for _ in range(40)]
+
+
+TRANSITIONS = [(space, make_transitions(space)) for space in (BOX, DICT, GOALS)]
+
+
 def add_step(buffer: Any, time: int) -> None:
     """Add the transition, or the rollout step, of a time to a buffer."""
-    numbers, ends = np.full(N_ENVS, time), np.array([time % 3 == 2, time % 4 == 3])
-    if hasattr(buffer, "log_probs"):
-        logs = th.full((N_ENVS,), float(time))
-        more: dict[str, Any] = {}
-        if hasattr(buffer, "action_masks"):
-            more["action_masks"] = np.arange(N_ENVS * 3).reshape(N_ENVS, 3) % 5 != time % 5
-        if hasattr(buffer, "hidden_states_pi"):
-            states = th.full((1, N_ENVS, 4), float(time))
-            more["lstm_states"] = RNNStates((states, -states), (2 * states, 3 * states))
-        buffer.add(make_observation(buffer.observation_space, time), numbers % 3, numbers, ends, logs, logs, **more)
-    else:
-        before, after = (make_observation(buffer.observation_space, at) for at in (time, time + 1))
-        buffer.add(before, after, numbers % 3, numbers, ends, [{"TimeLimit.truncated": time % 6 == 5}] * N_ENVS)
+    transitions = next(found for space, found in TRANSITIONS if space == buffer.observation_space)
+    obs, next_obs, action, reward, done, infos = transitions[time]
+    if not hasattr(buffer, "log_probs"):
+        buffer.add(obs, next_obs, action, reward, done, infos)
+        return
+    logs = th.full((N_ENVS,), float(time))
+    more: dict[str, Any] = {}
+    if hasattr(buffer, "action_masks"):
+        more["action_masks"] = np.arange(N_ENVS * 3).reshape(N_ENVS, 3) % 5 != time % 5
+    if hasattr(buffer, "hidden_states_pi"):
+        states = th.full((1, N_ENVS, 4), float(time))
+        more["lstm_states"] = RNNStates((states, -states), (2 * states, 3 * states))
+    buffer.add(obs, action, reward, done, logs, logs, **more)
 
 
 def read_state_in_thread(buffer: Any) -> Any:

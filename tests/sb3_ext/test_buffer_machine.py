@@ -13,73 +13,53 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from stable_baselines3 import HerReplayBuffer
 from stable_baselines3.common.save_util import save_to_pkl
 
-from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from tests.interrupts import interrupt_at
-from tests.sb3_ext.buffer_envs import REPLAY, assert_same_draws
+from tests.sb3_ext.buffer_envs import REPLAY, GoalRewards, TransitionSource, assert_same_draws
+from tests.sb3_ext.test_sequences import assert_same_sequences
 
-N_STACK, FRAME = 3, (6, 5)
-IMAGE = spaces.Box(0, 255, (N_STACK, *FRAME), np.uint8)
+IMAGE = spaces.Box(0, 255, (3, 6, 5), np.uint8)
 PLACE = spaces.Box(-np.inf, np.inf, (2,), np.float32)
-ACTIONS = spaces.Box(-1, 1, (2,), np.float32)
+SPACES: dict[str, Any] = {
+    "image": IMAGE,
+    "vector": spaces.Box(-1, 1, (7,), np.float32),
+    "one value": spaces.Box(-1, 1, (1,), np.float32),
+    "matrix": spaces.Box(-np.inf, np.inf, (3, 2), np.float64),
+    "camera": spaces.Box(0, 255, (5, 6, 3), np.uint8),
+    "discrete": spaces.Discrete(9),
+    "multi discrete": spaces.MultiDiscrete([3, 4, 2]),
+    "binary": spaces.MultiBinary(5),
+}
+ACTION_SPACES = [
+    spaces.Box(-1, 1, (2,), np.float32),
+    spaces.Box(-1, 1, (2, 3), np.float64),
+    spaces.Discrete(4),
+    spaces.MultiBinary(3),
+    spaces.MultiDiscrete([2, 3]),
+]
 ROWS = ("actions", "rewards", "dones", "timeouts")
 CODE_PATHS = ("/sb3_ext/", "/rl_ext_core/")
-
-
-class GoalRewards:
-    """Minimal environment for hindsight: it computes rewards."""
-
-    def env_method(
-        self, name: str, achieved: np.ndarray, desired: np.ndarray, infos: Any, *, indices: Any
-    ) -> list[Any]:
-        return [-np.abs(achieved - desired).sum(axis=1)]
-
-
-KINDS: dict[str, Any] = {
-    "plain": (IMAGE, {}),
-    "dict": (spaces.Dict(image=IMAGE, place=PLACE), {}),
-    "n-step": (IMAGE, {"n_steps": 3, "gamma": 0.9}),
-    "hindsight": (spaces.Dict(observation=IMAGE, achieved_goal=PLACE, desired_goal=PLACE), {"env": GoalRewards()}),
-}
-
-
-class TransitionSource:
-    """Source of transitions whose frames change a little and whose episodes end."""
-
-    def __init__(self, n_envs: int, space: spaces.Space[Any]) -> None:
-        self._rng = np.random.default_rng(0)
-        self._space = space
-        self._time = 0
-        self._stacks = self._rng.integers(256, size=(n_envs, *IMAGE.shape), dtype=np.uint8)
-
-    def _observe(self) -> Any:
-        """Return the observation of all environments in the form of the space."""
-        image = self._stacks.copy()
-        if not isinstance(self._space, spaces.Dict):
-            return image
-        place = np.stack([np.full(len(image), self._time), image[:, -1, 0, 0]], axis=1).astype(np.float32)
-        return {key: image if part == IMAGE else place for key, part in self._space.items()}
-
-    def transition(self, *, discontinuous: bool) -> tuple[Any, ...]:
-        """Advance by one step, and return the arguments for a buffer's ``add``."""
-        rng, stacks, n_envs = self._rng, self._stacks, len(self._stacks)
-        if discontinuous:
-            stacks[:] = rng.integers(256, size=stacks.shape)
-        before = self._observe()
-        self._time += 1
-        stacks[:, :-1] = stacks[:, 1:]
-        stacks[:, -1, rng.integers(FRAME[0]), rng.integers(FRAME[1])] = rng.integers(256, size=n_envs)
-        after = self._observe()
-        done = rng.random(n_envs) < 0.2
-        stacks[done, :-1] = 0
-        infos = [{"TimeLimit.truncated": bool(end and rng.random() < 0.5)} for end in done]
-        action = rng.uniform(-1, 1, (n_envs, 2)).astype(np.float32)
-        return before, after, action, np.full(n_envs, float(self._time)), done, infos
+ARGUMENTS = ("obs", "next_obs", "action", "reward", "done", "infos")
+SHAPE, TYPE = InvalidArgumentError, InvalidTypeError
+# Argument, how it is changed, and the error.
+REFUSED: list[tuple[str, Any, type[Exception], str]] = [
+    ("obs", lambda obs: np.stack([obs] * 2), SHAPE, r"obs has shape \(2, .*, expected "),
+    ("next_obs", lambda obs: obs[[0, *range(len(obs))]], SHAPE, r"next_obs has shape .*, expected "),
+    ("next_obs", lambda obs: np.full(obs.shape, "black"), TYPE, "next_obs has dtype <U5, expected "),
+    ("action", lambda action: np.zeros(99, int), SHAPE, r"action has shape \(99,\), expected "),
+    ("action", lambda action: np.full(action.shape, "up"), TYPE, "(?s)action is .*'up'.*expected numbers"),
+    ("reward", lambda reward: [*reward, 1.0], SHAPE, "(?s)reward has shape .*: one row per environment"),
+    ("reward", lambda reward: [{}] * len(reward), TYPE, r"(?s)reward is \[\{\}.*, expected numbers"),
+    ("done", lambda done: np.zeros((len(done), 2)), SHAPE, "done has shape .*, 2\\), expected "),
+    ("infos", lambda infos: [*infos, {}], SHAPE, "infos has length .*: one per environment"),
+    ("infos", lambda infos: [{"TimeLimit.truncated": "no"}] * len(infos), TYPE, "TimeLimit.truncated is"),
+]
 
 
 class SameAsUpstream(RuleBasedStateMachine):
@@ -88,63 +68,101 @@ class SameAsUpstream(RuleBasedStateMachine):
     ours: Any = None
 
     @initialize(
-        kind=st.sampled_from([*KINDS]),
+        data=st.data(),
+        kind=st.sampled_from([*REPLAY]),
         in_folder=st.booleans(),
-        rows=st.integers(1, 40),
-        n_envs=st.integers(1, 2),
+        size=st.integers(1, 80),
+        n_envs=st.integers(1, 3),
         codec=st.sampled_from(["raw", "patch"]),
-        n_stack=st.sampled_from([None, N_STACK]),
         limited=st.booleans(),
+        channels_last=st.booleans(),
+        actions=st.sampled_from(ACTION_SPACES),
+        handle_timeouts=st.booleans(),
     )
     def begin(
-        self, kind: str, in_folder: bool, rows: int, n_envs: int, codec: str, n_stack: int | None, limited: bool
+        self,
+        data: Any,
+        kind: str,
+        in_folder: bool,
+        size: int,
+        n_envs: int,
+        codec: str,
+        limited: bool,
+        channels_last: bool,
+        actions: Any,
+        handle_timeouts: bool,
     ) -> None:
         """Create the compressed buffer and SB3's, both empty."""
-        (self.space, self.her_options), (self.cls, theirs) = KINDS[kind], REPLAY[kind]
-        self.buffer_arguments = {"buffer_size": rows * n_envs, "observation_space": self.space, "action_space": ACTIONS}
-        self.buffer_arguments |= {"device": "cpu", "n_envs": n_envs, **self.her_options}
-        self.options: dict[str, Any] = {"codec": codec, "n_stack": n_stack}
+        self.kind, (self.cls, theirs) = kind, REPLAY[kind]
+        self.options: dict[str, Any] = {"codec": codec}
+        own: dict[str, Any] = {}
+        if kind == "hindsight":
+            strategy = data.draw(st.sampled_from(["future", "final", "episode"]))
+            own = {
+                "env": GoalRewards(),
+                "goal_selection_strategy": strategy,
+                "copy_info_dict": data.draw(st.booleans()),
+            }
+            goal = data.draw(st.sampled_from([PLACE, IMAGE]))
+            space: Any = spaces.Dict(observation=IMAGE, achieved_goal=goal, desired_goal=goal)
+        elif kind == "dict":
+            space = spaces.Dict({name: SPACES[name] for name in data.draw(st.permutations([*SPACES]))[:3]})
+        else:
+            space = SPACES[data.draw(st.sampled_from([*SPACES, *["image"] * 6]))]
+            self.options["n_stack"] = data.draw(st.sampled_from([None, 3])) if space is IMAGE else None
+        if kind == "n-step":
+            own = {"n_steps": data.draw(st.integers(1, 5)), "gamma": 0.9}
+        self.buffer_arguments = {"buffer_size": size, "observation_space": space, "action_space": actions, **own}
+        self.buffer_arguments |= {"device": "cpu", "n_envs": n_envs, "handle_timeout_termination": handle_timeouts}
         if limited:
-            self.options["max_bytes"] = 16_000 if kind == "hindsight" else 12_000
+            self.options["max_bytes"] = (30_000 if kind == "dict" else 8_000) * (n_envs + 1)
         self.temporary = Path(tempfile.mkdtemp())
         # A reopened folder starts new episodes, so hindsight would differ from SB3.
         self.folder = self.temporary / "a" if in_folder and kind != "hindsight" else None
         self.ours = self._open(self.folder)
         self.theirs: Any = theirs(**self.buffer_arguments)
-        self.world = TransitionSource(n_envs, self.space)
+        self.source = TransitionSource(space, actions, n_envs, channels_last=channels_last)
 
     def _open(self, folder: Path | None) -> Any:
         """Create the compressed buffer with a folder as its storage_dir."""
         return self.cls(**self.buffer_arguments, storage_dir=folder, resume=folder is not None, **self.options)
 
-    @rule(count=st.integers(1, 25), discontinuous=st.booleans())
-    def add(self, count: int, discontinuous: bool) -> None:
+    @rule(count=st.integers(1, 25), restart=st.booleans())
+    def add(self, count: int, restart: bool) -> None:
         """Add the same transitions to both buffers."""
-        for time in range(count):
-            transition = self.world.transition(discontinuous=discontinuous and time == 0)
+        if restart:
+            self.source.restart()
+        for _ in range(count):
+            transition = self.source.step()
             self.ours.add(*transition)
             self.theirs.add(*transition)
 
     @rule(at=st.integers(1, 250))
     def interrupt_add(self, at: int) -> None:
         """Interrupt an ``add``; repeat it in SB3's buffer only if it took effect."""
-        transition = self.world.transition(discontinuous=False)
+        transition = self.source.step()
         before = self.ours.pos, self.ours.full
         interrupt_at(lambda: self.ours.add(*transition), at, code_paths=CODE_PATHS)
         newest = self.ours.rewards[(self.ours.pos - 1) % self.ours.buffer_size]
         if (self.ours.pos, self.ours.full) != before or (newest == transition[3]).all():
             self.theirs.add(*transition)
 
-    @rule(part=st.integers(0, 3))
-    def fail_to_add(self, part: int) -> None:
-        """Check that a transition with a wrong shape is refused."""
-        transition = [*self.world.transition(discontinuous=False)]
-        value = transition[part]
-        wrong = {key: array[..., 1:] for key, array in value.items()} if isinstance(value, dict) else value[..., 1:]
-        transition[part] = wrong
-        if np.size(transition[part]) or isinstance(value, dict):
-            with pytest.raises(InvalidArgumentError, match=r"[nN]othing was stored"):
-                self.ours.add(*transition)
+    @rule(refused=st.sampled_from(REFUSED))
+    def fail_to_add(self, refused: Any) -> None:
+        """Check that a transition with a wrong argument is refused."""
+        name, change, error, text = refused
+        if name == "infos" and not self.ours.handle_timeout_termination:
+            return  # as SB3, do not read infos
+        transition = dict(zip(ARGUMENTS, self.source.step(), strict=True))
+        value = transition[name]
+        if name.endswith("obs") and isinstance(value, dict):
+            key = next(iter(value))
+            for wrong in ({**value, key: change(value[key])}, {}):
+                with pytest.raises(error if wrong else SHAPE, match=text if wrong else "expected a dict with the keys"):
+                    self.ours.add(**{**transition, name: wrong})
+            return
+        with pytest.raises(error, match=text):
+            self.ours.add(**{**transition, name: change(value)})
 
     @rule(batch_size=st.integers(1, 50), seed=st.integers(0, 99))
     def sample(self, batch_size: int, seed: int) -> None:
@@ -153,17 +171,18 @@ class SameAsUpstream(RuleBasedStateMachine):
         if self.theirs.size() and known:
             assert_same_draws(lambda buffer: buffer.sample(batch_size), self.ours, self.theirs, seed)
 
+    @rule(length=st.integers(1, 12), burn_in=st.integers(0, 30))
+    def sample_sequences(self, length: int, burn_in: int) -> None:
+        """Check that sequences equal those of a loop over SB3's arrays."""
+        if self.kind in ("plain", "dict") and self.ours.size():
+            assert_same_sequences(self.ours, self.theirs, 5, length=length, burn_in=burn_in)
+
     @rule(start=st.integers(-45, 45), stop=st.integers(-45, 45), step=st.sampled_from([-2, -1, 1, 3]))
     def slice(self, start: int, stop: int, step: int) -> None:
         """Check that both buffers return the same slices of observations."""
-        if self.ours.size() < self.theirs.size():
-            return
-        rows = np.arange(self.theirs.size())[start:stop:step]
-        for name in ("observations", "next_observations"):
-            ours, theirs = getattr(self.ours, name), getattr(self.theirs, name)
-            for key in ours if isinstance(ours, dict) else [None]:
-                left, right = (ours, theirs) if key is None else (ours[key], theirs[key])
-                np.testing.assert_array_equal(left[: self.theirs.size()][start:stop:step], right[rows], strict=True)
+        if self.ours.size() == self.theirs.size():
+            rows = np.arange(self.theirs.size())[start:stop:step]
+            self._compare(self.ours, rows, read=lambda view: view[: self.theirs.size()][start:stop:step])
 
     @rule()
     def reset(self) -> None:
@@ -184,12 +203,13 @@ class SameAsUpstream(RuleBasedStateMachine):
         else:
             save_to_pkl(self.temporary / "b.pkl", self.ours)  # as model.save_replay_buffer() does
             other = self.cls.load(self.temporary / "b.pkl", "cpu")
-        if "env" in self.her_options:
-            other.set_env(self.her_options["env"])
+        if self.kind == "hindsight":
+            other.set_env(self.buffer_arguments["env"])
         if goes_on and self.folder is None:
             other, self.ours = self.ours, other
         # Changes of one copy do not affect the other.
-        other.add(*self.world.transition(discontinuous=True))
+        other.add(*self.source.step())
+        other.close()
 
     @rule()
     def open_again(self) -> None:
@@ -198,33 +218,27 @@ class SameAsUpstream(RuleBasedStateMachine):
             self.ours.close()
             self.ours = self._open(self.folder)
 
-    @rule(flushed=st.booleans())
-    def recover_copy_of_folder(self, flushed: bool) -> None:
-        """Copy the folder of the open buffer, and check that the copy opens with true data."""
-        if self.folder is None:
-            return
-        if flushed:
-            self.ours.flush()
-        left = self._open(shutil.copytree(self.folder, self.temporary / "left"))
-        try:
-            n_rows, size = self.theirs.buffer_size, left.size()
-            lost = (self.theirs.pos - left.pos) % n_rows
-            assert lost == 0 or not flushed
-            assert size + lost <= self.theirs.size() or not size
-            self._compare(left, (left.pos - size + np.arange(size)) % n_rows)
-        finally:
+    @rule()
+    def recover_copy_of_folder(self) -> None:
+        """Copy the folder of the open buffer, and check that the copy contains the same transitions."""
+        if self.folder is not None:
+            left = self._open(shutil.copytree(self.folder, self.temporary / "left"))
+            assert (left.pos, left.size()) == (self.ours.pos, self.ours.size())
+            self._compare(left, (left.pos - left.size() + np.arange(left.size())) % left.buffer_size)
             left.close()
             shutil.rmtree(self.temporary / "left")
 
-    def _compare(self, ours: Any, rows: np.ndarray) -> None:
+    def _compare(self, ours: Any, rows: np.ndarray, read: Any = None) -> None:
         """Check that rows of a compressed buffer equal those of SB3's."""
         for name in ROWS:
-            np.testing.assert_array_equal(getattr(ours, name)[rows], getattr(self.theirs, name)[rows], name)
+            left, right = getattr(ours, name), getattr(self.theirs, name)
+            assert (left.dtype, left.shape) == (right.dtype, right.shape), name
+            np.testing.assert_array_equal(left[rows], right[rows], name)
         for name in ("observations", "next_observations"):
             left, right = getattr(ours, name), getattr(self.theirs, name)
             for key in left if isinstance(left, dict) else [None]:
                 seen, true = (left, right) if key is None else (left[key], right[key])
-                np.testing.assert_array_equal(seen[rows], true[rows], strict=True)
+                np.testing.assert_array_equal(read(seen) if read else seen[rows], true[rows], strict=True)
 
     @invariant()
     def buffers_are_equal(self) -> None:
@@ -234,6 +248,10 @@ class SameAsUpstream(RuleBasedStateMachine):
             size = self.ours.size()
             assert size == self.theirs.size() or (size > 0 and "max_bytes" in self.options)
             self._compare(self.ours, (self.ours.pos - size + np.arange(size)) % self.ours.buffer_size)
+            for name in ("ep_start", "ep_length", "_current_ep_start") if size == self.theirs.size() else ():
+                stop = size if name == "ep_start" else None  # reset() leaves the values of unused rows
+                left, right = getattr(self.ours, name, ()), getattr(self.theirs, name, ())
+                np.testing.assert_array_equal(left[:stop], right[:stop])
 
     def teardown(self) -> None:
         if self.ours is not None:
@@ -242,4 +260,8 @@ class SameAsUpstream(RuleBasedStateMachine):
 
 
 TestSameAsUpstream = SameAsUpstream.TestCase
-TestSameAsUpstream.settings = settings(max_examples=50 if "CI" in os.environ else 10, stateful_step_count=25)
+TestSameAsUpstream.settings = settings(
+    max_examples=100 if "CI" in os.environ else 25,
+    stateful_step_count=25,
+    phases=(Phase.generate,),  # shrinking takes minutes
+)

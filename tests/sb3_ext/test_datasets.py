@@ -269,8 +269,9 @@ def test_storage_dir_contains_the_dataset(tmp_path: Path) -> None:
     buffer = CompressedDictReplayBuffer.from_dataset("mine-v0", storage_dir=folder)
     episodes = list(read_buffer_episodes(buffer))
     buffer.close()
-    with pytest.raises(InvalidArgumentError, match="contains 12 transitions already"):
-        CompressedDictReplayBuffer.from_dataset("mine-v0", storage_dir=folder)
+    for options, text in (({}, "contains 12 rows of an earlier buffer"), ({"resume": True}, "resume=True is not for")):
+        with pytest.raises(InvalidArgumentError, match=text):
+            CompressedDictReplayBuffer.from_dataset("mine-v0", storage_dir=folder, **options)
     again = CompressedDictReplayBuffer(12, buffer.observation_space, SWITCH, storage_dir=folder, resume=True)
     assert_equal_episodes(read_buffer_episodes(again), episodes)
     again.close()

@@ -30,17 +30,16 @@ from sb3_ext import (
     CompressedPrioritizedNStepReplayBuffer,
     CompressedPrioritizedReplayBuffer,
     CompressedReplayBuffer,
-    prioritized,
+    critic_hooks,
     register_critic,
 )
 from tests.sb3_ext.buffer_envs import (
-    Transition,
+    TransitionSource,
     add_all,
     collect_transitions,
     dict_env,
     image_env,
     make_reach_vec_env,
-    random_transitions,
     without_logger,
 )
 
@@ -63,7 +62,8 @@ def make_buffer(n: int = 64, *, n_envs: int = 2, cls: Any = CompressedPrioritize
 
 def fill(buffer: Any, n_steps: int) -> None:
     """Add random transitions."""
-    add_all([buffer], random_transitions(buffer.observation_space, buffer.action_space, buffer.n_envs, n_steps))
+    source = TransitionSource(buffer.observation_space, buffer.action_space, buffer.n_envs)
+    add_all([buffer], [source.step() for _ in range(n_steps)])
 
 
 def mse_loss(given: th.Tensor, target: th.Tensor, weights: th.Tensor) -> th.Tensor:
@@ -106,7 +106,7 @@ def weight_explicitly(
 ) -> None:
     """Replace an algorithm's loss by one that is weighted, and that updates the priorities itself."""
     owner = next(cls for cls in type(model).__mro__ if "train" in vars(cls))
-    monkeypatch.setitem(prioritized._CRITICS, f"{owner.__module__}.{owner.__qualname__}", None)
+    monkeypatch.setitem(critic_hooks._CRITICS, f"{owner.__module__}.{owner.__qualname__}", None)
     scale = 0.5 if name in ("sac", "crossq") else 1.0
     errors: list[th.Tensor] = []
 
@@ -245,20 +245,10 @@ def test_hindsight_draws_complete_episodes(options: dict[str, Any]) -> None:
         if number > 20:
             buffer.sample(8)
             buffer.update_priorities(np.full(8, 0.01 * number))
-    buffer.ep_length.sum()
     loaded = pickle.loads(pickle.dumps(buffer))
     loaded.set_env(venv)
     assert np.array_equal(loaded._tree.weights, buffer._tree.weights)
     loaded.sample(8)
-
-
-def run_hindsight(env: Any) -> Any:
-    """Return a SAC with hindsight replay."""
-    options = {
-        "replay_buffer_class": CompressedPrioritizedHerReplayBuffer,
-        "replay_buffer_kwargs": {"n_sampled_goal": 4},
-    }
-    return make_model(SAC, env, "MultiInputPolicy", **options)
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -272,7 +262,13 @@ MODELS: dict[str, Callable[[], Any]] = {
         replay_buffer_class=CompressedPrioritizedNStepReplayBuffer,
         replay_buffer_kwargs={"n_steps": 3},
     ),
-    "hindsight": lambda: run_hindsight(make_reach_vec_env(size=36)),
+    "hindsight": lambda: make_model(
+        SAC,
+        make_reach_vec_env(size=36),
+        "MultiInputPolicy",
+        replay_buffer_class=CompressedPrioritizedHerReplayBuffer,
+        replay_buffer_kwargs={"n_sampled_goal": 4},
+    ),
     "normalized": lambda: make_model(SAC, VecNormalize(DummyVecEnv([lambda: gym.make("Pendulum-v1")]))),
 }
 
@@ -393,13 +389,6 @@ def test_lambda_schedules_are_saved(tmp_path: Path) -> None:
     assert model.replay_buffer._current_beta() == 0.25
 
 
-def test_sequences_are_refused() -> None:
-    with pytest.raises(
-        InvalidArgumentError, match=r"drawn by priority. Use replay_buffer_class=CompressedReplayBuffer"
-    ):
-        make_buffer().sample_sequences(4, 2)
-
-
 def test_compiled_policies() -> None:
     model = make_model(DQN, "CartPole-v1")
     model.q_net = th.compile(model.q_net, backend="eager")
@@ -431,7 +420,7 @@ class OwnTrain(DQN):
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the registered algorithms after the test."""
-    monkeypatch.setattr(prioritized, "_CRITICS", dict(prioritized._CRITICS))
+    monkeypatch.setattr(critic_hooks, "_CRITICS", dict(critic_hooks._CRITICS))
 
 
 def test_unknown_algorithms_are_refused_until_registered(registry: None) -> None:
@@ -466,24 +455,6 @@ def test_losses_that_cannot_be_weighted_are_refused(registry: None) -> None:
         model.learn(100)
 
 
-def test_interrupted_training_continues() -> None:
-    model = make_model(DQN, "CartPole-v1")
-    forward = model.q_net.forward
-
-    def interrupted(*args: Any) -> Any:
-        """Raise, as Ctrl-C does, in the first forward pass of training."""
-        if th.is_grad_enabled():
-            raise KeyboardInterrupt
-        return forward(*args)
-
-    model.q_net.forward = interrupted
-    for _ in range(4):
-        with pytest.raises(KeyboardInterrupt):
-            model.learn(60)
-    model.q_net.forward = forward
-    model.learn(60)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
@@ -501,14 +472,11 @@ def test_invalid_options(options: dict[str, Any], error: type[Exception], match:
     assert not (tmp_path / "run").exists()
 
 
-def test_schedules_outside_0_to_1_are_refused() -> None:
+def test_invalid_schedules_and_td_errors_change_nothing() -> None:
     buffer = make_buffer(beta=lambda progress: 3.0)
-    fill(buffer, 3)
+    fill(buffer, 10)
     with pytest.raises(InvalidArgumentError, match=r"beta\(progress\)=3.0: expected a number from 0 to 1"):
         buffer.sample(2)
-
-
-def test_invalid_td_errors_change_nothing() -> None:
     buffer = make_buffer()
     fill(buffer, 10)
     with pytest.raises(InvalidArgumentError, match="there is no batch to update"):
@@ -528,8 +496,7 @@ def test_invalid_td_errors_change_nothing() -> None:
 def test_threads_that_add_while_sampling() -> None:
     buffer = make_buffer(64)
     fill(buffer, 8)
-    transitions: list[Transition] = random_transitions(IMAGE, ACTIONS, 2, 300)
-    adder = threading.Thread(target=add_all, args=([buffer], transitions))
+    adder = threading.Thread(target=fill, args=(buffer, 300))
     adder.start()
     while adder.is_alive():
         buffer.sample(16)

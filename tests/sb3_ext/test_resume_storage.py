@@ -13,7 +13,7 @@ from stable_baselines3 import DQN
 from stable_baselines3.common.vec_env import VecFrameStack
 
 from rl_ext_core.errors import InvalidArgumentError
-from sb3_ext import CompressedReplayBuffer, ResumeCallback, make_vec_env, resume
+from sb3_ext import CompressedPrioritizedReplayBuffer, CompressedReplayBuffer, ResumeCallback, make_vec_env, resume
 from tests.sb3_ext.buffer_envs import without_logger
 
 
@@ -84,3 +84,18 @@ def test_copy_opened_by_load_replay_buffer_needs_its_folder_in_the_arguments(tmp
     model.learn(16, reset_num_timesteps=False, callback=ResumeCallback(tmp_path / "saves", 8))
     model.replay_buffer.close()
     assert resume(tmp_path / "saves", cart_pole()).replay_buffer.size() == 12
+
+
+def schedule(progress: float) -> float:
+    return 0.25
+
+
+def test_resume_restores_schedule_of_prioritized_buffer_in_a_folder(tmp_path: pathlib.Path) -> None:
+    arguments = {"replay_buffer_class": CompressedPrioritizedReplayBuffer, "learning_starts": 8, "batch_size": 4}
+    options = {"storage_dir": tmp_path / "a", "beta": schedule}
+    model = DQN("MlpPolicy", cart_pole(), buffer_size=500, replay_buffer_kwargs=options, **arguments)
+    without_logger(model).learn(16, callback=ResumeCallback(tmp_path / "saves", 8))
+    model.replay_buffer.close()
+    model = resume(tmp_path / "saves", cart_pole())
+    assert model.replay_buffer.beta(1.0) == 0.25
+    without_logger(model).learn(16, reset_num_timesteps=False)

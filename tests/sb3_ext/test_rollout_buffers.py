@@ -17,7 +17,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from tests.sb3_ext.buffer_envs import ROLLOUT, assert_same_batches, dict_env, image_env, sample_batch
-from tests.sb3_ext.test_replay_buffer import ALL
+from tests.sb3_ext.test_buffer_machine import SPACES
 
 ACTIONS = spaces.Discrete(3)
 
@@ -102,9 +102,9 @@ def test_consecutive_rollouts_equal_those_of_sb3(channels: int, first: bool, cod
 
 
 def test_rollout_of_dict_of_all_spaces_equals_that_of_sb3() -> None:
-    buffers = make_rollout_buffers("dict", 20, ALL, n_envs=3)
-    ALL.seed(0)
-    fill_rollouts(buffers, [sample_batch(ALL, 3) for _ in range(20)])
+    space = spaces.Dict(SPACES, seed=0)
+    buffers = make_rollout_buffers("dict", 20, space, n_envs=3)
+    fill_rollouts(buffers, [sample_batch(space, 3) for _ in range(20)])
     assert_same_batches(*buffers, 7)
 
 

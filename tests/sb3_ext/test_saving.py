@@ -20,6 +20,7 @@ from rl_ext_core.errors import CorruptFileError
 from sb3_ext import CompressedReplayBuffer
 from tests.sb3_ext.buffer_envs import (
     REPLAY,
+    TransitionSource,
     add_all,
     assert_same,
     collect_transitions,
@@ -30,7 +31,7 @@ from tests.sb3_ext.buffer_envs import (
 )
 
 ACTIONS = spaces.Discrete(3)
-SMALL = spaces.Box(0, 255, (2, 6, 5), np.uint8)
+SMALL = spaces.Box(0, 255, (3, 6, 5), np.uint8)
 
 
 def make_model(kind: str, ours: bool, **options: Any) -> Any:
@@ -81,17 +82,23 @@ def test_model_saves_and_loads_replay_buffer(
     assert again.device == torch.device("cpu")
 
 
-def make_small_buffers(n_steps: int = 12) -> tuple[CompressedReplayBuffer, ReplayBuffer]:
+def test_copy_of_hindsight_buffer_separates_episodes_with_the_same_first_row() -> None:
+    image, place = SMALL, spaces.Box(-1, 1, (2,), np.float32)
+    goals = spaces.Dict(observation=image, achieved_goal=place, desired_goal=place)
+    ours, theirs = make_buffers("hindsight", 3, goals, ACTIONS, 1, env=None)
+    source = TransitionSource(goals, ACTIONS, 1)
+    for done in (False, False, True, False, True):
+        obs, next_obs, action, reward, _, infos = source.step()
+        add_all((ours, theirs), [(obs, next_obs, action, reward, np.array([done]), infos)])
+    assert pickle.loads(pickle.dumps(ours)).ep_length.tolist() == theirs.ep_length.tolist() == [[2], [2], [0]]
+
+
+def make_small_buffers() -> tuple[CompressedReplayBuffer, ReplayBuffer]:
     """Return a compressed replay buffer and SB3's, both with the same transitions."""
-    ours, theirs = make_buffers("plain", 20, SMALL, ACTIONS, codec="raw")
-    rng = np.random.default_rng(0)
-    frames = rng.integers(256, size=(n_steps + 2, 2, 6, 5), dtype=np.uint8)
-    for step in range(n_steps):
-        before, after = (frames[at : at + 2].swapaxes(0, 1) for at in (step, step + 1))
-        rest = (np.full(2, step % 3), np.full(2, 0.3 * step), np.arange(2) == step % 4, [{}, {}])
-        for buffer in (ours, theirs):
-            buffer.add(before, after, *rest)
-    return ours, theirs
+    buffers = make_buffers("plain", 20, SMALL, ACTIONS, codec="raw")
+    source = TransitionSource(SMALL, ACTIONS, 2)
+    add_all(buffers, [source.step() for _ in range(12)])
+    return buffers
 
 
 @pytest.fixture(scope="module")

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from stable_baselines3 import DQN
 from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecNormalize
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from sb3_ext import CompressedReplayBuffer, SequenceSamples
+from sb3_ext import CompressedPrioritizedReplayBuffer, CompressedReplayBuffer, SequenceSamples
 from tests.sb3_ext.buffer_envs import (
     REPLAY,
+    TransitionSource,
+    add_all,
     assert_equal_bits,
     collect_transitions,
     image_env,
@@ -30,47 +28,9 @@ from tests.sb3_ext.buffer_envs import (
     without_logger,
 )
 
-N_STACK, FRAME = 3, (7, 6)
-IMAGE = spaces.Box(0, 255, (N_STACK, *FRAME), np.uint8)
+IMAGE = spaces.Box(0, 255, (3, 7, 6), np.uint8)
 PLACE = spaces.Box(-np.inf, np.inf, (2,), np.float32)
-BOTH = spaces.Dict(image=IMAGE, place=PLACE)
 ACTIONS = spaces.Box(-1, 1, (2,), np.float32)
-
-
-class Trajectories:
-    """Source of transitions. Observations are continuous, except after ``done`` and after :meth:`restart`."""
-
-    def __init__(self, space: spaces.Space[Any], n_envs: int, end_probability: float) -> None:
-        self._space, self._n_envs, self._end_probability = space, n_envs, end_probability
-        self._rng = np.random.default_rng(0)
-        self._time = 0.0
-        self.restart()
-
-    def restart(self) -> None:
-        """Reset all environments, as ``learn()`` does at its start."""
-        self._stacks = np.zeros((self._n_envs, *IMAGE.shape), np.uint8)
-        self._stacks[:, -1] = self._rng.integers(1, 255, (self._n_envs, *FRAME))
-
-    def _observe(self) -> Any:
-        """Return the observations in the form of the space."""
-        image = self._stacks.copy()
-        place = image[:, -1, :2, 0].astype(np.float32) / 7
-        return image if self._space is IMAGE else {"image": image, "place": place}
-
-    def step(self) -> tuple[Any, ...]:
-        """Advance by one step, and return the arguments of a buffer's ``add``."""
-        rng, n_envs = self._rng, self._n_envs
-        before = self._observe()
-        self._stacks[:, :-1] = self._stacks[:, 1:]
-        self._stacks[:, -1, rng.integers(FRAME[0])] = rng.integers(255, size=FRAME[1])
-        after = self._observe()
-        self._time += 1
-        done = rng.random(n_envs) < self._end_probability
-        self._stacks[done, :-1] = 0
-        self._stacks[done, -1] = rng.integers(1, 255, (done.sum(), *FRAME))
-        infos = [{"TimeLimit.truncated": bool(end and rng.random() < 0.5)} for end in done]
-        action = rng.uniform(-1, 1, (n_envs, 2)).astype(np.float32)
-        return before, after, action, self._time + np.arange(n_envs) / 8, done, infos
 
 
 def pick(observations: Any, key: Any, row: int, env: int) -> Any:
@@ -161,80 +121,6 @@ def assert_same_sequences(ours: Any, theirs: Any, batch_size: int = 9, *, length
             np.testing.assert_array_equal(left, right, strict=True)
 
 
-@settings(max_examples=40)
-@given(
-    space=st.sampled_from([IMAGE, BOTH]),
-    n_rows=st.integers(1, 24),
-    n_envs=st.integers(1, 3),
-    counts=st.lists(st.integers(1, 25), min_size=1, max_size=3),
-    end_probability=st.sampled_from([0.0, 0.1, 0.4, 1.0]),
-    reopened=st.lists(st.booleans(), min_size=3, max_size=3),
-    in_folder=st.booleans(),
-    limited=st.booleans(),
-    length=st.integers(1, 12),
-    burn_in=st.integers(0, 30),
-)
-def test_sequences_equal_those_of_a_loop(
-    space: Any,
-    n_rows: int,
-    n_envs: int,
-    counts: list[int],
-    end_probability: float,
-    reopened: list[bool],
-    in_folder: bool,
-    limited: bool,
-    length: int,
-    burn_in: int,
-) -> None:
-    arguments: dict[str, Any] = {"buffer_size": n_rows * n_envs, "observation_space": space, "action_space": ACTIONS}
-    arguments |= {"device": "cpu", "n_envs": n_envs}
-    cls, other = (CompressedReplayBuffer, ReplayBuffer) if space is IMAGE else REPLAY["dict"]
-    source = Trajectories(space, n_envs, end_probability)
-    with tempfile.TemporaryDirectory() as folder:
-        options = {
-            "n_stack": N_STACK,
-            "max_bytes": 8000 * n_envs if limited else None,
-            "storage_dir": Path(folder) / "a" if in_folder else None,
-        }
-        ours, theirs = cls(**arguments, **options), other(**arguments)
-        try:
-            for count, reopen in zip(counts, reopened, strict=False):
-                for _ in range(count):
-                    transition = source.step()
-                    ours.add(*transition)
-                    theirs.add(*transition)
-                assert_same_sequences(ours, theirs, length=length, burn_in=burn_in)
-                if reopen and in_folder:  # the environment goes on, as if it had been saved too
-                    ours.close()
-                    ours = cls(**arguments, **options, resume=True)
-                else:
-                    source.restart()
-        finally:
-            ours.close()
-
-
-def test_max_bytes_ends_sequences_at_dropped_rows() -> None:
-    source = Trajectories(IMAGE, 1, 0.05)
-    ours, theirs = make_buffers("plain", 300, IMAGE, ACTIONS, 1, max_bytes=16_900, n_stack=N_STACK)
-    for _ in range(400):
-        transition = source.step()
-        ours.add(*transition)
-        theirs.add(*transition)
-    assert ours.size() < theirs.size() == 300
-    assert_same_sequences(ours, theirs, 200, length=10, burn_in=30)
-
-
-@pytest.mark.parametrize(("codec", "n_stack"), [("raw", 1), ("raw", 3), ("patch", 1), ("patch", 3), ("patch", None)])
-def test_sequences_of_all_codecs_equal_those_of_a_loop(codec: str, n_stack: int | None) -> None:
-    source = Trajectories(IMAGE, 2, 0.1)
-    ours, theirs = make_buffers("plain", 100, IMAGE, ACTIONS, 2, codec=codec, n_stack=n_stack)
-    for _ in range(70):
-        transition = source.step()
-        ours.add(*transition)
-        theirs.add(*transition)
-    assert_same_sequences(ours, theirs, 50, length=12, burn_in=9)
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_sequences_end_where_learn_has_reset_the_environment(first: bool) -> None:
     buffers = []
@@ -249,23 +135,6 @@ def test_sequences_end_where_learn_has_reset_the_environment(first: bool) -> Non
         buffers.append(model.replay_buffer)
     assert_same_sequences(*buffers, 60, length=20, burn_in=20)
     assert 0 < buffers[0].sample_sequences(60, 20, 20).episode_starts.sum() < 60
-
-
-def test_sequences_of_one_step_are_samples() -> None:
-    ours, _ = make_buffers("dict", 50, BOTH, ACTIONS, 2)
-    source = Trajectories(BOTH, 2, 0.2)
-    for _ in range(40):
-        ours.add(*source.step())
-    np.random.seed(3)
-    samples = ours.sample(12)
-    np.random.seed(3)
-    sequences = ours.sample_sequences(12, 1)
-    assert sequences.mask.all()
-    for name in ("observations", "next_observations"):
-        for key, part in getattr(sequences, name).items():
-            assert th.equal(part[:, 0], getattr(samples, name)[key])
-    for name in ("actions", "dones", "rewards"):
-        assert th.equal(getattr(sequences, name)[:, 0], getattr(samples, name))
 
 
 @pytest.mark.parametrize("kind", ["plain", "rewards"])
@@ -306,27 +175,26 @@ def test_invalid_arguments_are_refused(arguments: Any, error: type[Exception], t
         ours.sample_sequences(*arguments)
 
 
-@pytest.mark.skipif("n-step" not in REPLAY, reason="Stable Baselines3 has n-step returns since version 2.7")
-def test_n_step_buffer_refuses_sequences() -> None:
-    ours, _ = make_buffers("n-step", 10, IMAGE, ACTIONS, n_steps=3)
-    with pytest.raises(InvalidArgumentError, match=r"CompressedNStepReplayBuffer.* Use .*=CompressedReplayBuffer"):
-        ours.sample_sequences(2, 3)
-
-
-def test_hindsight_buffer_refuses_sequences() -> None:
-    space = spaces.Dict(observation=IMAGE, achieved_goal=PLACE, desired_goal=PLACE)
-    ours, _ = make_buffers("hindsight", 10, space, ACTIONS, env=None)
-    with pytest.raises(InvalidArgumentError, match=r"CompressedHerReplayBuffer.* Use .*=CompressedDictReplayBuffer"):
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("n-step", r"CompressedNStepReplayBuffer.* Use .*=CompressedReplayBuffer"),
+        ("hindsight", r"CompressedHerReplayBuffer.* Use .*=CompressedDictReplayBuffer"),
+        ("prioritized", r"drawn by priority. Use replay_buffer_class=CompressedReplayBuffer"),
+    ],
+)
+def test_buffers_of_other_samples_refuse_sequences(kind: str, text: str) -> None:
+    goals = spaces.Dict(observation=IMAGE, achieved_goal=PLACE, desired_goal=PLACE)
+    cls = CompressedPrioritizedReplayBuffer if kind == "prioritized" else REPLAY[kind][0]
+    ours = cls(10, goals, ACTIONS, env=None) if kind == "hindsight" else cls(10, IMAGE, ACTIONS)
+    with pytest.raises(InvalidArgumentError, match=text):
         ours.sample_sequences(2, 3)
 
 
 def test_sequences_of_32_bit_draws_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = make_buffers("plain", 20, IMAGE, ACTIONS, 2)
-    source = Trajectories(IMAGE, 2, 0.2)
-    for _ in range(17):
-        transition = source.step()
-        ours.add(*transition)
-        theirs.add(*transition)
+    source = TransitionSource(IMAGE, ACTIONS, 2)
+    add_all((ours, theirs), (source.step() for _ in range(17)))
     randint = np.random.randint
     # as on Windows with NumPy 1
     monkeypatch.setattr(np.random, "randint", lambda *args, **options: randint(*args, dtype=np.int32, **options))
@@ -334,8 +202,8 @@ def test_sequences_of_32_bit_draws_are_the_same(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_sequences_are_consistent_while_other_threads_add() -> None:
-    ours, _ = make_buffers("plain", 40, IMAGE, ACTIONS, 2, n_stack=N_STACK)
-    source = Trajectories(IMAGE, 2, 0.05)
+    ours, _ = make_buffers("plain", 40, IMAGE, ACTIONS, 2, n_stack=3)
+    source = TransitionSource(IMAGE, ACTIONS, 2, end_probability=0.05)
     ours.add(*source.step())
     stop, turn = threading.Event(), threading.Lock()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import shutil
 import threading
 from pathlib import Path
@@ -69,21 +68,6 @@ def test_copy_info_dict_with_storage_dir_is_refused(tmp_path: Path) -> None:
     make_compressed("hindsight", 40, venv, storage_dir=tmp_path, resume=True).close()
 
 
-def test_refused_transition_leaves_episodes_unchanged(tmp_path: Path) -> None:
-    venv = make_reach_vec_env()
-    ours = make_compressed("hindsight", 20, venv, storage_dir=tmp_path, resume=True)
-    transitions = collect_transitions(venv, 50)  # the ring is full
-    add_all([ours], transitions[:-1])
-    before = ours.ep_start.copy(), ours.ep_length.copy()
-    obs, next_obs, action, reward, _, infos = transitions[-1]
-    with pytest.raises(InvalidArgumentError, match="done has shape"):
-        ours.add(obs, next_obs, action, reward, np.zeros(7), infos)
-    assert (ours.ep_start == before[0]).all()
-    assert (ours.ep_length == before[1]).all()
-    ours.close()
-    make_compressed("hindsight", 20, venv, storage_dir=tmp_path, resume=True).close()
-
-
 @pytest.mark.parametrize("length", [9, pytest.param(400, marks=pytest.mark.slow)])
 def test_hindsight_excludes_episodes_with_dropped_start(length: int) -> None:
     venv = make_reach_vec_env(size=36, still=False, length=length)
@@ -134,26 +118,6 @@ def test_buffer_does_not_write_to_folder_that_replaced_its_own(leave: Any, tmp_p
     assert opened.size() == 30
     np.testing.assert_array_equal(opened.observations[:30], [transition[0] for transition in transitions[:30]])
     opened.close()
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_process_killed_while_sampling_leaves_folder_intact(tmp_path: Path) -> None:
-    venv = ENVS["n-step"]()
-    transitions = collect_transitions(venv, 30)
-    child = os.fork()
-    if child == 0:
-        try:
-            buffer = make_compressed("n-step", 40, venv, storage_dir=tmp_path / "a", resume=True)
-            add_all((buffer,), transitions)
-            buffer.flush()
-            buffer._normalize_obs = lambda *args: os._exit(9)  # killed in the middle of a batch
-            buffer.sample(8)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    buffer = make_compressed("n-step", 40, venv, storage_dir=tmp_path / "a", resume=True)
-    assert buffer.recovered == (30, 0)
-    buffer.close()
 
 
 @pytest.mark.parametrize("kind", ["plain", "dict", "hindsight"])

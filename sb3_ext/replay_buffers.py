@@ -1,0 +1,438 @@
+"""Replay buffers that store images compressed. They replace those of :mod:`stable_baselines3.common.buffers`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import pathlib
+import pickle
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import BaseBuffer, DictReplayBuffer
+from stable_baselines3.common.save_util import open_path
+from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
+from stable_baselines3.common.vec_env import VecNormalize
+
+from rl_ext_core._interrupts import defer_signals
+from rl_ext_core.devices import resolve
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
+from rl_ext_core.frames.checkpoint import as_corrupt_pickle, checksum, format_error, reduce_with_lock
+from rl_ext_core.frames.gpu_decode import check_decode_on_gpu
+from rl_ext_core.frames.planning import MemoryWatch
+from rl_ext_core.vector.environments import check_count
+from sb3_ext.caller_frames import find_creating_algorithm, find_replaced_buffer
+from sb3_ext.compressed_buffer import CompressedBuffer
+from sb3_ext.datasets import DatasetMethods
+from sb3_ext.saved_folders import describe_folder, open_folder
+from sb3_ext.sequences import SequenceSamples, sequences_around
+from sb3_ext.transition_row import TransitionRow
+
+FORMAT_VERSION = 1
+_Buffer = TypeVar("_Buffer", bound="CompressedReplayBuffer")
+_logger = logging.getLogger("sb3_ext")
+
+
+class CompressedReplayBuffer(CompressedBuffer, DatasetMethods):
+    """
+    Replay buffer that stores each frame once and compressed.
+
+    With the same seed, its samples are bit-identical to those of
+    :class:`stable_baselines3.common.buffers.ReplayBuffer`.
+
+    Terminal observations are stored, so ``optimize_memory_usage`` and ``handle_timeout_termination`` may both be set.
+    Stable Baselines3 refuses that, see its issue #934.
+
+    :param buffer_size: Maximum number of transitions, over all environments
+    :param observation_space: Observation space; not a ``Dict``
+    :param action_space: Action space
+    :param device: PyTorch device of the samples
+    :param n_envs: Number of parallel environments
+    :param optimize_memory_usage: Accepted, without effect: memory is saved in any case, and every transition can be
+        sampled
+    :param handle_timeout_termination: Handle timeout termination (due to timelimit) separately and treat the task as
+        infinite horizon task
+    :param codec: ``"patch"`` (the default) or ``"raw"`` (uncompressed), both lossless; or ``"jpeg"``, which is lossy
+    :param n_stack: Frames per observation; by default detected from the data
+    :param max_error: Maximum error of each value of an image; 0, the default, is bit-exact
+    :param quality: JPEG quality, 1 to 100
+    :param max_bytes: Size limit in bytes. The oldest transitions are dropped to stay within it. By default unlimited
+    :param storage_dir: Folder to store transitions in, instead of memory. A saved model continues in it after
+        ``load()``; a saved replay buffer refers to it
+    :param resume: Whether a new model continues with the transitions in ``storage_dir``, see ``recovered``. By default,
+        a folder with transitions is refused
+    :param num_threads: Number of threads that decode large batches; by default ``torch.get_num_threads()``
+    :param decode_on_gpu: Upload images compressed, and decode them on the GPU. Samples are the same. It has no effect
+        if ``device`` is the CPU, if observations are normalized, or if the codec does not compress
+    :raises InvalidArgumentError: If an argument has an invalid value, or ``storage_dir`` contains transitions.
+    :raises InvalidTypeError: If the observation space is a ``Dict``.
+    :raises MissingDependencyError: If the codec needs a package that is not installed.
+    :raises DeviceUnavailableError: If the device is not available.
+    :raises StorageError: If ``storage_dir`` is in use, or cannot be written.
+    :raises CorruptFileError: If a file in ``storage_dir`` is damaged.
+
+    >>> from stable_baselines3 import DQN
+    >>> from sb3_ext import CompressedReplayBuffer
+    >>> model = DQN("MlpPolicy", "CartPole-v1", buffer_size=1000, replay_buffer_class=CompressedReplayBuffer)
+    >>> model.learn(200).replay_buffer.size()
+    200
+    """
+
+    _OTHER_CLASS_HINT = "Use replay_buffer_class=CompressedDictReplayBuffer"
+    _NO_SEQUENCES: str | None = None  # why sequences are refused, and what to use instead
+    _UNSAVED_ATTRIBUTES: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        device: th.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        *,
+        codec: str | Mapping[str, str] = "patch",
+        n_stack: int | Mapping[str, int] | None = None,
+        max_error: int | Mapping[str, int] = 0,
+        quality: int | Mapping[str, int] = 95,
+        max_bytes: int | None = None,
+        storage_dir: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+        num_threads: int | None = None,
+        decode_on_gpu: bool = False,
+    ) -> None:
+        buffer_size, n_envs = check_count("buffer_size", buffer_size), check_count("n_envs", n_envs)
+        # ReplayBuffer's constructor would allocate uncompressed observations.
+        BaseBuffer.__init__(self, buffer_size, observation_space, action_space, resolve(device).compute, n_envs=n_envs)
+        self.buffer_size = max(buffer_size // n_envs, 1)
+        self.optimize_memory_usage = False  # SB3's sampling methods read it; no row is invalid here
+        self.handle_timeout_termination = handle_timeout_termination
+        decode_on_gpu = check_decode_on_gpu(decode_on_gpu, self.device, codec=codec, max_error=max_error)
+        # load() creates the buffer with the arguments of the saved model, which may have created the folder.
+        is_loading = storage_dir is not None and find_creating_algorithm(self)[1]
+        folder = {"storage_dir": storage_dir, "resume": resume or is_loading, "row_fields": self._row_fields()}
+        options = {"codec": codec, "n_stack": n_stack, "max_error": max_error, "quality": quality, **folder}
+        options |= {"max_bytes": max_bytes, "num_threads": num_threads, "decode_on_gpu": decode_on_gpu}
+        self._create_observations(observation_space, (self.buffer_size, n_envs), **options)
+        try:
+            self._allocate_arrays()
+            self._observations.check_budget(sum(array.nbytes for array in self._arrays.values()))
+            if others := self._observations.store.array_names - self._arrays.keys():
+                raise InvalidArgumentError(
+                    f"storage_dir={str(storage_dir)!r} contains {sorted(others)} of another class of buffer, which "
+                    f"{type(self).__name__} does not update. Pass the class that made the folder, or another "
+                    "storage_dir"
+                )
+        except BaseException:
+            self.close()
+            raise
+        if max_bytes is None and storage_dir is None:
+            n_bytes = sum(array.nbytes for array in self._arrays.values())
+            self._observations.watch = MemoryWatch(self._observations.store, other_bytes=n_bytes)
+            self._observations.watch.warn_if_too_large()
+
+    # The position is that of the store, which changes in the same instant as its contents.
+
+    @property
+    def pos(self) -> int:
+        """Row of the next transition."""
+        return self._observations.store.position
+
+    @pos.setter
+    def pos(self, value: int) -> None:
+        self._check_setter("pos", value)
+
+    @property
+    def full(self) -> bool:
+        """Whether all rows have been written."""
+        return self._observations.store.full
+
+    @full.setter
+    def full(self, value: bool) -> None:
+        self._check_setter("full", value)
+
+    def _check_setter(self, name: str, value: Any) -> None:
+        """Raise unless a value is what the store has. Before there is one, SB3's constructor sets it."""
+        if "_observations" in self.__dict__ and value != getattr(self, name):
+            raise InvalidArgumentError(f"{name} cannot be set to {value!r}. Use add() or reset()")
+
+    @property
+    def _rows_written(self) -> int:
+        """Number of rows that contain transitions."""
+        return self.buffer_size if self.full else self.pos
+
+    def _stored_rows(self) -> np.ndarray:
+        """Return the rows of the stored transitions, from the oldest to the newest."""
+        return (self.pos - self.size() + np.arange(self.size())) % self.buffer_size
+
+    def _dropped_rows(self, size_before: int) -> np.ndarray:
+        """Return the rows that the last ``add`` has dropped because of ``max_bytes``, the newest first."""
+        count = min(size_before + 1, self.buffer_size) - self.size()
+        return (self.pos - self.size() - 1 - np.arange(count)) % self.buffer_size
+
+    def _row_fields(self) -> list[tuple[str, Any, tuple[int, ...]]]:
+        action_dtype, shape = np.dtype(self._maybe_cast_dtype(self.action_space.dtype)), (self.n_envs,)
+        others = [(name, np.dtype(np.float32), shape) for name in ("rewards", "dones", "timeouts")]
+        return [("actions", action_dtype, (*shape, self.action_dim)), *others]
+
+    def _allocate_arrays(self) -> None:
+        """Set the arrays with one row per transition. They are views of the store's rows."""
+        rows = self._observations.store.rows
+        self._arrays = {name: rows[name] for name in rows.dtype.names or ()}
+        self.__dict__.update(self._arrays)
+        self._row = TransitionRow(rows.dtype)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Size of all stored transitions in bytes: frames, index, actions, rewards and flags."""
+        n_rows, names = self._rows_written, self._observations.store.rows.dtype.names or ()
+        own = sum(array[:n_rows].nbytes for name, array in self._arrays.items() if name not in names)
+        return super().stored_nbytes + own
+
+    def size(self) -> int:
+        """Return the number of stored transitions per environment."""
+        return self._observations.store.size
+
+    @property
+    def observations(self) -> Any:  # type: ignore[override]
+        """Observations, ``(buffer_size, n_envs, *obs_shape)``; read-only, decoded when indexed."""
+        return self._observations.views()
+
+    @property
+    def next_observations(self) -> Any:  # type: ignore[override]
+        """Next observations, with the same shape and the same lazy decoding as ``observations``."""
+        return self._observations.views(of_next_obs=True)
+
+    def add(
+        self,
+        obs: np.ndarray,
+        next_obs: np.ndarray,
+        action: np.ndarray,
+        reward: np.ndarray,
+        done: np.ndarray,
+        infos: list[dict[str, Any]],
+    ) -> None:
+        """
+        Add one transition of each environment.
+
+        After an error, the buffer is unchanged.
+
+        :param obs: Observations, shape ``(n_envs, *obs_shape)``, cast to the dtype of the space. The first axis may be
+            omitted for a single environment
+        :param next_obs: Next observations, with the same shape; the terminal observation if an episode ended
+        :param action: Actions, shape ``(n_envs, action_dim)``
+        :param reward: Rewards, shape ``(n_envs,)``
+        :param done: Whether each episode ended, shape ``(n_envs,)``
+        :param infos: One info dict per environment
+        :raises InvalidArgumentError: If a shape or the number of environments does not match.
+        :raises InvalidTypeError: If a dtype cannot be cast to that of the space.
+        :raises OutOfMemoryError: If there is not enough memory.
+        """
+        observations = self._observations
+        with observations.lock:
+            # Everything that can fail runs before the first change.
+            self._row.set_values(action, reward, done)
+            if self.handle_timeout_termination:
+                self._row.set_timeouts(infos)
+            observations.store.append(obs, next_obs, self._row.data)
+            if observations.watch is not None and observations.store.seen == MemoryWatch.MEASURED_AFTER:
+                observations.watch.warn_if_too_large()
+
+    @property
+    def recovered(self) -> Any:
+        """Numbers of transitions found in ``storage_dir``, per environment, or None.
+
+        The fields are ``kept`` and ``lost``.
+        """
+        return self._observations.store.recovered
+
+    def flush(self) -> None:
+        """Do nothing, because every transition in ``storage_dir`` survives the process once it was added."""
+
+    def close(self) -> None:
+        """Release ``storage_dir`` for other processes. The buffer cannot be sampled afterwards."""
+        self._observations.store.close()
+
+    def reset(self) -> None:
+        """Remove all transitions and free their memory."""
+        self._observations.store.clear()
+
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
+        """
+        Sample transitions.
+
+        :param batch_size: Number of transitions
+        :param env: Environment to normalize observations and rewards with
+        :return: Samples
+        """
+        with self._observations.lock:  # another thread could add, and drop the rows that are drawn here
+            return self._get_samples(self._draw_rows(batch_size), env)
+
+    def _draw_rows(self, batch_size: int) -> np.ndarray:
+        """Draw rows that contain transitions."""
+        held = self.size()
+        rows = np.random.randint(0, held, size=batch_size)
+        if held < self._rows_written:  # the oldest were dropped
+            rows = (self.pos - held + rows) % self.buffer_size
+        return rows
+
+    def sample_sequences(
+        self, batch_size: int, length: int, burn_in: int = 0, env: VecNormalize | None = None
+    ) -> SequenceSamples:
+        """
+        Sample sequences of consecutive steps, for recurrent networks.
+
+        A sequence never crosses the end of an episode, or a place where the environment was reset without one.
+
+        :param batch_size: Number of sequences
+        :param length: Number of steps to learn from. The first is drawn as in :meth:`sample`
+        :param burn_in: Number of steps before these, fewer if the episode starts later
+        :param env: Environment to normalize observations and rewards with
+        :return: Sequences, padded with zeros to ``burn_in + length`` steps
+        :raises InvalidArgumentError: If an argument is too small, or the buffer is empty.
+        :raises InvalidTypeError: If a number is not an integer.
+        """
+        if self._NO_SEQUENCES is not None:
+            raise InvalidArgumentError(
+                f"sample_sequences() is not supported by {type(self).__name__}, because {self._NO_SEQUENCES}"
+            )
+        batch_size, length = check_count("batch_size", batch_size), check_count("length", length)
+        burn_in = check_count("burn_in", burn_in, least=0)
+        with self._observations.lock:  # another thread could add, and overwrite the rows that are drawn here
+            if not self.size():
+                raise InvalidArgumentError(
+                    "the buffer is empty, expected transitions. Call add() before sample_sequences()"
+                )
+            rows = self._draw_rows(batch_size)
+            # The calls to the generator are those of sample(), so the same transitions are drawn.
+            envs = np.random.randint(0, self.n_envs, size=batch_size)
+            return sequences_around(self, self._observations, rows, envs, length=length, burn_in=burn_in, env=env)
+
+    def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
+        # SB3 makes the same call to the generator, so the same rows are drawn.
+        env_indices = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
+        return self._samples_at(batch_inds, env_indices, env)
+
+    def _samples_at(self, rows: np.ndarray, envs: np.ndarray, env: VecNormalize | None) -> Any:
+        """Return SB3's samples of these transitions, which are ``(n,)`` rows and environments."""
+        is_normalized = env is not None and env.norm_obs
+        obs, next_obs = self._observations.decode(rows, envs, None if is_normalized else th.device(self.device))
+        return self._make_samples(rows, envs, obs, next_obs, self.rewards[rows, envs], env)
+
+    def _make_samples(
+        self, rows: np.ndarray, envs: np.ndarray, obs: Any, next_obs: Any, rewards: np.ndarray, env: VecNormalize | None
+    ) -> Any:
+        """Build SB3's samples from decoded observations and the other values of their rows."""
+        dones = self.dones[rows, envs] * (1 - self.timeouts[rows, envs])
+        rewards = rewards.reshape(-1, 1)
+        if env is not None:
+            obs, next_obs = self._normalize_obs(obs, env), self._normalize_obs(next_obs, env)
+            rewards = self._normalize_reward(rewards, env)
+        actions = self.actions[rows, envs, :]
+        # These arrays are new, or recycled and used by no other batch: no copy is needed.
+        on_cpu = th.device(self.device).type == "cpu"
+        tensor = th.from_numpy if on_cpu else functools.partial(self.to_torch, copy=False)
+        parts = tensor(actions), tensor(dones.reshape(-1, 1)), tensor(rewards)
+        if not isinstance(obs, dict):
+            return ReplayBufferSamples(tensor(obs), parts[0], tensor(next_obs), *parts[1:])
+        obs_tensors, next_obs_tensors = [
+            {key: tensor(array) for key, array in part.items()} for part in (obs, next_obs)
+        ]
+        return DictReplayBufferSamples(obs_tensors, parts[0], next_obs_tensors, *parts[1:])
+
+    @classmethod
+    def load(cls: type[_Buffer], path: str | pathlib.Path, device: th.device | str = "auto") -> _Buffer:
+        """
+        Load a buffer that ``model.save_replay_buffer(path)`` wrote.
+
+        ``model.load_replay_buffer(path)`` does the same, but raises pickle's own errors for damaged files.
+
+        :param path: File to load; ``.pkl`` may be omitted
+        :param device: PyTorch device of the samples
+        :return: The buffer
+        :raises CorruptFileError: If the file is damaged, incomplete, or contains something else.
+        """
+        # SB3's load_from_pkl leaves the file open if it fails.
+        with (
+            as_corrupt_pickle(path, "replay buffer", written_by="model.save_replay_buffer(path)"),
+            open_path(path, "r", suffix="pkl") as file,
+        ):
+            buffer = pickle.load(file)
+        if not isinstance(buffer, cls) or not hasattr(buffer, "actions"):  # a damaged file may lack the state
+            raise CorruptFileError(
+                f"{path} contains a {type(buffer).__name__}, expected a {cls.__name__} with its state"
+            )
+        buffer.device = resolve(device).compute
+        return buffer
+
+    @defer_signals
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Other threads cannot add until everything is written: the file could mix two states of the buffer.
+        return reduce_with_lock(self._observations.lock, functools.partial(super().__reduce_ex__, protocol))
+
+    def __getstate__(self) -> dict[str, Any]:
+        attributes = pickle.dumps(self._saved_attributes(), pickle.HIGHEST_PROTOCOL)
+        observations = self._observations if self._observations.storage_dir is None else None
+        parts = {"attributes": np.frombuffer(attributes, np.uint8), "observations": observations}
+        return {"format": FORMAT_VERSION, "checksum": _checksum(parts), **parts}
+
+    def __setstate__(self, state: Any) -> None:
+        state = state if isinstance(state, dict) else {}
+        if (version := state.get("format")) != FORMAT_VERSION:
+            raise format_error("the replay buffer", version, FORMAT_VERSION)
+        if state.get("checksum") != _checksum(state):
+            raise CorruptFileError("the replay buffer is damaged: its checksum does not match its contents")
+        attributes = pickle.loads(state["attributes"])
+        replaced = find_replaced_buffer()
+        replaced = replaced._observations if isinstance(replaced, CompressedReplayBuffer) else None
+        if (folder := attributes.pop("folder")) is not None:
+            self._observations = open_folder(folder, replaced)
+        else:
+            self._observations = state["observations"]
+            if replaced is not None and replaced.storage_dir is not None:
+                _logger.warning(
+                    "the loaded replay buffer is in memory, so its transitions and all later ones are not stored in "
+                    "storage_dir=%r of the model",
+                    os.fspath(replaced.storage_dir),
+                )
+        self._restore_attributes(attributes)
+        self._allocate_arrays()
+
+    def _saved_attributes(self) -> dict[str, Any]:
+        """Return everything that is saved, except the transitions."""
+        unsaved = ("_observations", "_arrays", "_row", *self._arrays, *self._UNSAVED_ATTRIBUTES)
+        folder = None if self._observations.storage_dir is None else describe_folder(self._observations)
+        return {**{name: value for name, value in self.__dict__.items() if name not in unsaved}, "folder": folder}
+
+    def _restore_attributes(self, attributes: dict[str, Any]) -> None:
+        """Set attributes that :meth:`_saved_attributes` returned, without the folder."""
+        self.__dict__.update(attributes)
+
+
+def _checksum(state: dict[str, Any]) -> int:
+    """Return a checksum of what is saved of a buffer, except the store, which has its own."""
+    observations = state["observations"]
+    options = None if observations is None else {**observations.__getstate__(), "store": None}
+    return checksum([state["attributes"], options])
+
+
+class CompressedDictReplayBuffer(CompressedReplayBuffer, DictReplayBuffer):  # type: ignore[misc,override]
+    """
+    :class:`CompressedReplayBuffer` for ``Dict`` observations.
+
+    It replaces :class:`stable_baselines3.common.buffers.DictReplayBuffer`. Each key is stored separately. Images are
+    compressed; short vectors are not, but a next observation that is also the following observation is stored once.
+
+    :param options: As in :class:`CompressedReplayBuffer`. A dict sets an option by key, such as
+        ``codec={"camera": "jpeg"}``. Any other value applies to the images: the keys with two or more dimensions
+    :raises InvalidTypeError: If the observation space is not a ``Dict``.
+
+    >>> model = SAC("MultiInputPolicy", env, replay_buffer_class=CompressedDictReplayBuffer)  # doctest: +SKIP
+    """
+
+    _OTHER_CLASS_HINT = "Use replay_buffer_class=CompressedReplayBuffer"

@@ -1,0 +1,162 @@
+"""Rollout buffers that store images compressed. They replace those of :mod:`stable_baselines3.common.buffers`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import BaseBuffer, DictRolloutBuffer, RolloutBuffer
+
+from rl_ext_core.devices import resolve
+from rl_ext_core.vector.environments import check_count
+from sb3_ext.compressed_buffer import CompressedBuffer, atomic, atomic_start
+from sb3_ext.observation_view import ObservationView
+
+_ROWS = ("rewards", "returns", "episode_starts", "values", "log_probs", "advantages")
+
+
+class _Uncopied:
+    """Rollout buffer whose ``to_torch`` does not copy. SB3's ``_get_samples`` passes it only new arrays."""
+
+    def __init__(self, buffer: CompressedRolloutBuffer) -> None:
+        self._buffer = buffer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._buffer, name)
+
+    def to_torch(self, array: np.ndarray, copy: bool = False) -> th.Tensor:
+        """Convert an array to a tensor, without a copy."""
+        return self._buffer.to_torch(array, copy)
+
+
+def without_copy(get_samples: Callable[..., Any]) -> Callable[..., Any]:
+    """Let SB3's ``_get_samples`` use arrays of a minibatch as they are, which it would copy."""
+
+    @functools.wraps(get_samples)
+    def call(self: CompressedRolloutBuffer, *args: Any, **kwargs: Any) -> Any:
+        """Return the minibatch."""
+        return get_samples(_Uncopied(self), *args, **kwargs)
+
+    return call
+
+
+class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
+    """
+    Rollout buffer that stores frames once and compressed, and decodes a minibatch at a time.
+
+    With the same seed, its minibatches are bit-identical to those of
+    :class:`stable_baselines3.common.buffers.RolloutBuffer`.
+
+    :param buffer_size: Number of steps in a rollout
+    :param observation_space: Observation space; not a ``Dict``
+    :param action_space: Action space
+    :param device: PyTorch device of the minibatches
+    :param gae_lambda: Factor for trade-off of bias vs variance for Generalized Advantage Estimator
+    :param gamma: Discount factor
+    :param n_envs: Number of parallel environments
+    :param codec, n_stack, max_error, quality, num_threads: Storage options, see
+        :class:`CompressedReplayBuffer`
+    :raises InvalidArgumentError: If an argument has an invalid value.
+    :raises InvalidTypeError: If the observation space is a ``Dict``.
+    :raises MissingDependencyError: If the codec needs a package that is not installed.
+    :raises DeviceUnavailableError: If the device is not available.
+
+    >>> from stable_baselines3 import PPO
+    >>> from sb3_ext import CompressedRolloutBuffer
+    >>> model = PPO("MlpPolicy", "CartPole-v1", n_steps=64, rollout_buffer_class=CompressedRolloutBuffer)
+    >>> model.learn(64).num_timesteps
+    64
+    """
+
+    _OTHER_CLASS_HINT = "Use rollout_buffer_class=CompressedDictRolloutBuffer"
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        device: th.device | str = "auto",
+        gae_lambda: float = 1,
+        gamma: float = 0.99,
+        n_envs: int = 1,
+        *,
+        codec: str | Mapping[str, str] = "patch",
+        n_stack: int | Mapping[str, int] | None = None,
+        max_error: int | Mapping[str, int] = 0,
+        quality: int | Mapping[str, int] = 95,
+        num_threads: int | None = None,
+    ) -> None:
+        size, n_envs = check_count("buffer_size", buffer_size), check_count("n_envs", n_envs)
+        options = {"codec": codec, "n_stack": n_stack, "max_error": max_error, "quality": quality}
+        self._create_observations(observation_space, (size, n_envs), num_threads=num_threads, **options)
+        device = resolve(device).compute
+        RolloutBuffer.__init__(self, size, observation_space, action_space, device, gae_lambda, gamma, n_envs=n_envs)
+
+    @atomic
+    def reset(self) -> None:
+        """Remove the rollout, before the next one."""
+        # RolloutBuffer.reset would allocate uncompressed observations.
+        shape = (self.buffer_size, self.n_envs)
+        self.actions = np.zeros((*shape, self.action_dim), dtype=self.action_space.dtype)
+        for name in _ROWS:
+            setattr(self, name, np.zeros(shape, dtype=np.float32))
+        self.generator_ready = False
+        BaseBuffer.reset(self)
+        self._observations.store.clear()
+        self.observations = self._observations.views(writable=True)
+
+    @atomic
+    def add(self, *args: Any, **kwargs: Any) -> None:
+        """
+        Add one step of each environment.
+
+        :param args, kwargs: Arguments of the SB3 class that this class replaces
+        """
+        super().add(*args, **kwargs)
+
+    @atomic_start
+    def get(self, batch_size: int | None = None) -> Generator[Any, None, None]:
+        """
+        Yield minibatches of a complete rollout, in random order.
+
+        :param batch_size: Number of steps per minibatch; by default all
+        """
+        yield from super().get(batch_size)
+
+    compute_returns_and_advantage = atomic(RolloutBuffer.compute_returns_and_advantage)
+    _get_samples: Any = without_copy(RolloutBuffer._get_samples)
+
+    @staticmethod
+    def swap_and_flatten(arr: Any) -> Any:
+        """
+        Swap and flatten axes 0 (buffer_size) and 1 (n_envs) of an array or of observations.
+
+        :param arr: Shape ``(buffer_size, n_envs, ...)``
+        :return: Shape ``(buffer_size * n_envs, ...)``
+        """
+        return arr.swap_and_flatten() if isinstance(arr, ObservationView) else RolloutBuffer.swap_and_flatten(arr)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Size of the rollout in bytes: frames, index, actions, rewards and flags."""
+        return super().stored_nbytes + sum(part.nbytes for part in vars(self).values() if isinstance(part, np.ndarray))
+
+
+class CompressedDictRolloutBuffer(CompressedRolloutBuffer, DictRolloutBuffer):
+    """
+    :class:`CompressedRolloutBuffer` for ``Dict`` observations.
+
+    It replaces :class:`stable_baselines3.common.buffers.DictRolloutBuffer`.
+
+    :param options: Storage options, see :class:`CompressedDictReplayBuffer`
+    :raises InvalidTypeError: If the observation space is not a ``Dict``.
+
+    >>> model = PPO("MultiInputPolicy", env, rollout_buffer_class=CompressedDictRolloutBuffer)  # doctest: +SKIP
+    """
+
+    _OTHER_CLASS_HINT = "Use rollout_buffer_class=CompressedRolloutBuffer"
+    _get_samples: Any = without_copy(DictRolloutBuffer._get_samples)
