@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,7 +53,7 @@ from torchrl_ext.frame_storage.buffers import (
     set_writer_cursor,
 )
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, State, as_state, from_state
-from torchrl_ext.frame_storage.columns import _COPY_BATCH, FrameColumn, Key, describe_image_columns
+from torchrl_ext.frame_storage.columns import _COPY_BATCH, FrameColumn, Key, describe_image_columns, has_bytes
 from torchrl_ext.frame_storage.folder import (
     Marks,
     check_images,
@@ -67,13 +68,9 @@ from torchrl_ext.frame_storage.view import FrameView
 _logger = logging.getLogger("torchrl_ext")
 _Storage = TypeVar("_Storage", bound="FrameStorage")
 
-_UNSUPPORTED = {
-    "shared_init": "because compressed images are stored in anonymous memory; add elements before the processes start: "
-    "buffer.extend(data), or buffer.extend(data) and buffer.empty()",
-    "compilable": "because torch.compile cannot compile the decoder; leave it out, and sample outside of compiled "
-    "functions",
-    "consolidated": "because frames are stored compressed and separately; leave it out",
-}
+# Arguments of LazyTensorStorage that must be False. The lines between images and TensorDicts cannot be compiled; the
+# first elements must exist before processes share them; and frames are not stored in one piece of memory.
+_UNSUPPORTED = "compilable", "shared_init", "consolidated"
 
 
 class FrameStorage(TensorStorage):
@@ -114,10 +111,8 @@ class FrameStorage(TensorStorage):
     :param num_threads: Number of threads that decode large batches. None: ``torch.get_num_threads()``.
     :param decode_on_gpu: Whether to upload images compressed, and to decode them on the GPU. Samples are the same. It
         has no effect if ``device`` is the CPU, or if the codec does not compress.
-    :param compilable: As in ``LazyTensorStorage``. True is refused, because the decoder cannot be compiled.
-    :param shared_init: As in ``LazyTensorStorage``. True is refused, because a shared storage must contain elements.
-    :param consolidated: As in ``LazyTensorStorage``. True is refused, because frames are stored separately.
-    :param cleanup_memmap: As in ``LazyTensorStorage``. It has no effect without ``shared_init``.
+    :param compilable, shared_init, consolidated, cleanup_memmap: Arguments of ``LazyTensorStorage``. True is refused
+        for the first three, because images are not stored as tensors. The last one has no effect without the second.
     :raises InvalidArgumentError: If an argument has an invalid value, or ``storage_dir`` contains elements.
     :raises InvalidTypeError: If an argument has an invalid type.
     :raises DeviceUnavailableError: If the device is a GPU that is not available.
@@ -169,10 +164,12 @@ class FrameStorage(TensorStorage):
         consolidated: bool = False,
         cleanup_memmap: bool = True,
     ) -> None:
-        asked = {"shared_init": shared_init, "compilable": compilable, "consolidated": consolidated}
-        for name, why in _UNSUPPORTED.items():
-            if asked[name]:
-                raise InvalidArgumentError(f"{name}=True is not possible, {why}")
+        for name, value in zip(_UNSUPPORTED, (compilable, shared_init, consolidated), strict=True):
+            if value:
+                raise InvalidArgumentError(
+                    f"{name}=True is not possible, because images are not stored as tensors; leave it out. Sample "
+                    "outside of compiled functions, and add elements before processes share the buffer"
+                )
         max_size, ndim = positive_int("max_size", max_size), positive_int("ndim", ndim)
         check_device(device)
         super().__init__(None, max_size, device=device, ndim=ndim)
@@ -214,7 +211,8 @@ class FrameStorage(TensorStorage):
                         "an empty folder. Pass resume=True to continue with them, or another storage_dir"
                     )
             except BaseException:
-                self._release_folder()
+                self._drop_contents()
+                self._folder.close()
                 raise
 
     def __repr__(self) -> str:
@@ -224,25 +222,14 @@ class FrameStorage(TensorStorage):
     def _share(self) -> None:
         """Let the lock keep the images up to date with those of other processes, and repair them after a kill."""
         this = weakref.ref(self)
+        self.lock.recover = partial(_call_weakly, this, "_recover_after_kill")
+        self.lock.on_enter = partial(_call_weakly, this, "_call_tables", "load")
+        self.lock.on_exit = partial(_call_weakly, this, "_call_tables", "save")
 
-        def for_each_table(name: str) -> Callable[..., None]:
-            """Return a function that calls a method of all tables, unless the storage has been garbage-collected."""
-
-            def call() -> None:
-                """Call the method."""
-                if (storage := this()) is not None:
-                    for column in storage._columns:
-                        getattr(column.table, name)()
-
-            return call
-
-        def recover(dead: int) -> None:
-            """Call ``_recover_after_kill``, unless the storage has been garbage-collected."""
-            if (storage := this()) is not None:
-                storage._recover_after_kill(dead)
-
-        self.lock.recover = recover
-        self.lock.on_enter, self.lock.on_exit = for_each_table("load"), for_each_table("save")
+    def _call_tables(self, name: str) -> None:
+        """Call a method of all tables of images."""
+        for column in self._columns:
+            getattr(column.table, name)()
 
     @property
     def checkpointer(self) -> FrameStorageCheckpointer:
@@ -265,7 +252,7 @@ class FrameStorage(TensorStorage):
             set_writer_cursor(self, self._resume_cursor)
 
     def _require_open(self) -> None:
-        """Raise an error if the storage is closed, or its lock unusable in this process."""
+        """Raise an error if the storage is closed, or if this process was forked from the one that created it."""
         if self._closed:
             raise InvalidArgumentError(
                 "this FrameStorage is closed. Open its folder again with the same arguments and resume=True: "
@@ -283,6 +270,9 @@ class FrameStorage(TensorStorage):
         if self._budget is not None:
             self._budget.check_element(row)
         kinds = describe_image_columns(row, self._pixels, data[:_COPY_BATCH])
+        if self._may_scale:
+            for kind in kinds:
+                kind["scaled"] = has_bytes(data[:_COPY_BATCH], kind["keys"])
         if not kinds:
             _logger.warning(
                 "no images were found in the data (%s), so nothing is compressed. If there are images, name them: "
@@ -300,6 +290,11 @@ class FrameStorage(TensorStorage):
         except BaseException:
             self._uninitialize()
             raise
+
+    @property
+    def _may_scale(self) -> bool:
+        """Whether floats of n/255 may be stored as bytes: losslessly, and where all images can be stored again."""
+        return self._folder is None and not self._options["max_error"] and self._options["codec"] != "jpeg"
 
     def _shape_for(self, row: Any) -> torch.Size:
         """Return the shape of the whole storage for elements like ``row``."""
@@ -364,16 +359,9 @@ class FrameStorage(TensorStorage):
         self.__dict__.pop("_total_shape_value", None)
         self.initialized = True
 
-    def _release_folder(self) -> None:
-        """Drop all elements, and unlock the folder."""
-        self._drop_contents()
-        if self._folder is not None:
-            self._folder.close()
-
     def _drop_contents(self) -> None:
         """Drop elements and columns, and reset the attributes that describe them."""
-        for column in self._columns:
-            column.table.close()
+        self._call_tables("close")
         self._columns, self._marks = [], None
         self._storage, self.initialized = None, False
         self.max_size = self._initial_max_size
@@ -460,8 +448,7 @@ class FrameStorage(TensorStorage):
         except BaseException:
             if undo is not None:
                 undo()
-            for column in self._columns:
-                column.table.roll_back()
+            self._call_tables("roll_back")
             self._len = length
             self._set_last_cursor(last)
             if self._marks is not None:
@@ -470,8 +457,7 @@ class FrameStorage(TensorStorage):
                 self._uninitialize()
             raise
         self._mark_written(where.places)
-        for column in self._columns:
-            column.table.commit()
+        self._call_tables("commit")
 
     @property
     def _image_keys(self) -> list[Key]:
@@ -557,16 +543,11 @@ class FrameStorage(TensorStorage):
 
     def _writer_error(self, place: int) -> InvalidArgumentError:
         """Return the error for a first element after loading that would leave a gap, or overwrite elements."""
-        expected = self._resume_cursor
-        if self._folder is None:
-            return InvalidArgumentError(
-                f"{len(self)} elements were loaded into FrameStorage({self.max_size}), and the next one is for place "
-                f"{place}, as in the saved buffer, which was full: expected place {expected}. Use FrameStorage("
-                f'{len(self)}), or load only the storage: buffer.storage.loads(path + "/storage")'
-            )
         return InvalidArgumentError(
-            f"this storage was opened again and goes on at {expected}, got elements for {place}, since a writer is in "
-            "use that cannot continue. Leave out writer=, or pass another storage_dir"
+            f"{len(self)} elements were loaded into FrameStorage({self.max_size}), and the next one is for place "
+            f"{self._resume_cursor}, got {place}, since the buffer's writer was saved when it was full, or cannot "
+            f"continue. Use FrameStorage({len(self)}), leave out writer=, or load only the storage: "
+            'buffer.storage.loads(path + "/storage")'
         )
 
     @defer_signals
@@ -577,8 +558,7 @@ class FrameStorage(TensorStorage):
             super()._empty()
             self._empty_count += 1
             self._mark_written(np.zeros(0, dtype=np.int64))
-            for column in self._columns:
-                column.table.clear()
+            self._call_tables("clear")
             self._resume_cursor = None
 
     @defer_signals
@@ -605,17 +585,13 @@ class FrameStorage(TensorStorage):
 
         They exclude :attr:`recycled_nbytes`.
         """
-        return self._row_bytes + sum(column.table.nbytes for column in self._columns)
+        rows = int(self._storage[: self._len_along_dim0].bytes()) if self.initialized else 0
+        return rows + sum(column.table.nbytes for column in self._columns)
 
     @property
     def recycled_nbytes(self) -> int:
         """Bytes of the arrays of recent batches, which later batches of that size are decoded into."""
         return sum(column.recycled_nbytes for column in self._columns)
-
-    @property
-    def _row_bytes(self) -> int:
-        """Size of all elements in bytes, without images."""
-        return int(self._storage[: self._len_along_dim0].bytes()) if self.initialized else 0
 
     # Recovery by other processes, or by a later one
 
@@ -649,27 +625,20 @@ class FrameStorage(TensorStorage):
     def _recover_after_kill(self, dead: int) -> None:
         """Repair the elements after the process ``dead`` was killed while it held the lock."""
         assert self._marks is not None
-        for column in self._columns:
-            column.table.repair()
+        self._call_tables("repair")
         if not self._marks.writing.any():
             _logger.warning("process %d was killed while it used a FrameStorage; no element is lost", dead)
         set_writer_cursor(self, self._recover(f"process {dead}"))
         self._bump_mutation_revision()
 
     @defer_signals
-    def flush(self) -> None:
-        """Update the checksums in ``storage_dir`` for elements that were changed in place.
-
-        Without a ``storage_dir``, it has no effect.
-        """
-        self._require_open()
-
-    @defer_signals
     def close(self) -> None:
         """Free all memory. A ``storage_dir`` can then be opened again, also by another process."""
         with self.lock:
             self._require_open()
-            self._release_folder()
+            self._drop_contents()
+            if self._folder is not None:
+                self._folder.close()
             self._closed, self._len = True, 0
 
     # Other processes, copies and checkpoints
@@ -713,6 +682,7 @@ class FrameStorage(TensorStorage):
             make_kill_safe(self)
             if not self._is_shared:
                 for column in self._columns:
+                    column.store_as_floats()
                     column.table.share()
                 n_bytes = Marks.n_bytes(len(self._storage))
                 self._marks, self._is_shared = Marks(MemoryFile(n_bytes)), True
@@ -785,6 +755,8 @@ class FrameStorage(TensorStorage):
             columns = [self._new_column(state, self._shape_for(_example_row(rows))[0]) for state in frames]
             for column, state in zip(columns, frames, strict=True):
                 column.table.restore(state["table"])
+                if not self._may_scale:
+                    column.store_as_floats()
         return columns
 
     @defer_signals
@@ -894,6 +866,12 @@ class FrameStorage(TensorStorage):
         :raises StorageError: If another process uses the folder.
         """
         return salvage_folder(storage_dir)
+
+
+def _call_weakly(this: Callable[[], Any], name: str, *arguments: Any) -> None:
+    """Call a method of a weakly referenced storage, unless it has been garbage-collected."""
+    if (storage := this()) is not None:
+        getattr(storage, name)(*arguments)
 
 
 def _example_row(rows: Any) -> Any:
