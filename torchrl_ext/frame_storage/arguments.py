@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection, lazy_stack
+from tensordict import TensorDictBase, is_non_tensor, is_tensor_collection, lazy_stack
 
 from rl_ext_core.devices import resolve_device
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.codecs import check_codec, validate_max_error
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
-from torchrl_ext.frame_storage.columns import FrameColumn, Key, list_items
+from torchrl_ext.frame_storage.columns import FrameColumn, list_items
 
 Places = npt.NDArray[np.int64]
 

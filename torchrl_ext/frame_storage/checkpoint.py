@@ -124,9 +124,11 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
             path.mkdir(parents=True, exist_ok=True)
             with storage.lock:
                 contents = pack_rows(*storage._contents())
-                _write(path / _FILE, {"len": len(storage), "full": storage._is_full, "contents": contents})
+                write_tree(path / _FILE, {"len": len(storage), "full": storage._is_full, "contents": contents})
+        except StorageError:
+            raise
         except OSError as error:
-            raise error if isinstance(error, StorageError) else StorageError(
+            raise StorageError(
                 f"cannot write to {path}: {error.strerror}. A previous checkpoint is intact. Free space on the disk, "
                 "or pass another folder"
             ) from error
@@ -160,12 +162,12 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
         if not (path / _FILE).exists():
             raise CorruptFileError(f"{path} contains no FrameStorage. Use buffer.dumps(path) to write one")
         with as_corrupt_file(f"{path / _FILE} is"):
-            found = _read(path / _FILE)
+            found = read_tree(path / _FILE)
             rows, frames = unpack_rows(found["contents"])
         storage._replace_contents(rows, frames, found["len"], found["full"])
 
 
-def _write(path: Path, tree: dict[str, Any]) -> None:
+def write_tree(path: Path, tree: dict[str, Any]) -> None:
     """Replace a file by nested dictionaries and lists of arrays and plain values."""
     arrays: list[Any] = []
     end = 0
@@ -195,8 +197,8 @@ def _write(path: Path, tree: dict[str, Any]) -> None:
         new.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return what :func:`_write` has written, with memory-mapped arrays."""
+def read_tree(path: Path) -> dict[str, Any]:
+    """Return what :func:`write_tree` has written, with memory-mapped arrays."""
     memory = np.memmap(path, np.uint8, mode="r")
     start = _LENGTH_DIGITS + int(memory[:_LENGTH_DIGITS].tobytes())
     header = json.loads(memory[_LENGTH_DIGITS:start].tobytes())

@@ -239,8 +239,8 @@ def describe_image_columns(row: Any, pixels: Sequence[Key] | None, data: Any) ->
     :param row: one element
     :param pixels: keys of the images; None: all leaves that look like images
     :param data: first elements
-    :return: per column, ``keys`` (the key under ``"next"`` last), ``shape`` and ``dtype`` of an image, ``batch``, the
-        batch dimensions of an element's images, and ``scaled``, see :class:`FrameColumn`
+    :return: Dictionary per column: ``keys``, the one under ``"next"`` last; ``shape`` and ``dtype`` of an image;
+        ``batch``, the batch dimensions of an element's images; ``scaled``, see :class:`FrameColumn`.
     :raises InvalidArgumentError: If a key is missing, or its value has no image dimensions.
     """
     found = _image_shapes(row, pixels, data)
@@ -253,7 +253,8 @@ def describe_image_columns(row: Any, pixels: Sequence[Key] | None, data: Any) ->
         pair = [k for k in (root, following) if found.get(k) == shape and _same_shape_and_dtype(row.get(k), leaf)]
         if key == pair[0]:
             batch = list(_parent_of(row, key).batch_size)
-            kinds.append({"keys": pair, "shape": list(shape), "dtype": dtype_name(leaf.dtype), "batch": batch, "scaled": False})
+            kind = {"keys": pair, "shape": list(shape), "dtype": dtype_name(leaf.dtype), "batch": batch}
+            kinds.append({**kind, "scaled": False})
     return kinds
 
 

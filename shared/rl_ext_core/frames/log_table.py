@@ -481,7 +481,7 @@ def order_by_successors(stacks: Array, nexts: Array) -> list[int]:
 
     :param stacks: Observations, C-contiguous, shape ``(n, *shape)``.
     :param nexts: Next observations of the same form.
-    :return: Positions of the rows in that order. Rows that are in order already stay so.
+    :return: Positions of the rows in that order. Rows of one environment that are in order already stay so.
     """
     n = len(stacks)
     n_words = stacks[0].nbytes // 8
@@ -490,19 +490,16 @@ def order_by_successors(stacks: Array, nexts: Array) -> list[int]:
     # Hashes that differ by mistake, or not, cost compression only.
     hashes, next_hashes = ((np.ascontiguousarray(part).view(np.uint64) @ weights).tolist() for part in parts)
     waiting: dict[int, list[int]] = {}
-    for row in reversed(range(n)):
+    # Of equal observations, those that do not change come first, because the others lead on.
+    for row in sorted(range(n), key=lambda row: (hashes[row] == next_hashes[row], -row)):
         waiting.setdefault(hashes[row], []).append(row)
-    follow, found, done = set(next_hashes), [], [False] * n
-    for row in [*(row for row in range(n) if hashes[row] not in follow), *range(n)]:
-        while not done[row]:
-            done[row] = True
-            found.append(row)
-            rows = waiting.get(next_hashes[row], [])
-            while rows and done[rows[-1]]:
-                rows.pop()
-            if not rows:
-                break
-            row = rows.pop()  # noqa: PLW2901
+    reached = {after for before, after in zip(hashes, next_hashes, strict=True) if before != after}
+    found: list[int] = []
+    for start in [*(row for row in range(n) if hashes[row] not in reached), *range(n)]:
+        value = hashes[start]
+        while rows := waiting.get(value):
+            found.append(rows.pop())
+            value = next_hashes[found[-1]]
     return found
 
 
