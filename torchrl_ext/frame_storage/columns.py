@@ -239,8 +239,8 @@ def describe_image_columns(row: Any, pixels: Sequence[Key] | None, data: Any) ->
     :param row: one element
     :param pixels: keys of the images; None: all leaves that look like images
     :param data: first elements
-    :return: Dictionary per column: ``keys``, the one under ``"next"`` last; ``shape`` and ``dtype`` of an image;
-        ``batch``, the batch dimensions of an element's images; ``scaled``, see :class:`FrameColumn`.
+    :return: Dictionary per column: ``keys``, the one under ``"next"`` last; ``shape`` and ``dtype`` of an image; its
+        other dimensions, ``batch``; ``scaled``, see :class:`FrameColumn`.
     :raises InvalidArgumentError: If a key is missing, or its value has no image dimensions.
     """
     found = _image_shapes(row, pixels, data)

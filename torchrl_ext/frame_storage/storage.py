@@ -410,6 +410,8 @@ class FrameStorage(TensorStorage):
         fresh = not self.initialized
         if fresh:
             first = data.unsqueeze(0) if is_single_index(cursor) else data
+            if not len(first):
+                raise InvalidArgumentError("the first batch has no elements; nothing was stored. Pass one or more")
             resolve_target(cursor, data, shape=self._shape_for(first[0]), ndim=self.ndim)  # raises
             self._init(first)
         length, last = self._len, self._last_cursor_index
