@@ -11,7 +11,7 @@ from copy import deepcopy
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +20,7 @@ from tensordict.utils import unravel_key
 from torchrl.data import TensorStorage
 
 from rl_ext_core._interrupts import defer_signals
-from rl_ext_core.datasets import write_dataset
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, StorageError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, OutOfMemoryError, StorageError
 from rl_ext_core.frames.codecs import describe_lossiness
 from rl_ext_core.frames.gpu_decode import GpuDecoder, check_decode_on_gpu
 from rl_ext_core.frames.jpeg import DEFAULT_QUALITY
@@ -29,6 +28,7 @@ from rl_ext_core.frames.log_folder import LogFolder, as_corrupt_file
 from rl_ext_core.frames.shared_memory import MemoryFile, ProcessLock
 from rl_ext_core.frames.store import SalvageReport
 from torchrl_ext._compat import is_sampler
+from torchrl_ext.datasets import load_storage, save_storage
 from torchrl_ext.frame_storage.arguments import (
     Places,
     as_tensordict,
@@ -46,7 +46,7 @@ from torchrl_ext.frame_storage.arguments import (
     snapshot_rows,
 )
 from torchrl_ext.frame_storage.buffers import (
-    ByteBudget,
+    check_max_bytes,
     make_kill_safe,
     refuse_setting_key,
     rewind_writer,
@@ -66,7 +66,7 @@ from torchrl_ext.frame_storage.folder import (
 from torchrl_ext.frame_storage.view import FrameView
 
 _logger = logging.getLogger("torchrl_ext")
-_Storage = TypeVar("_Storage", bound="FrameStorage")
+_DROP_DIVISOR = 64  # at max_bytes, 1/64 of the elements is dropped at a time, because all others have to be moved
 
 # Arguments of LazyTensorStorage that must be False. The lines between images and TensorDicts cannot be compiled; the
 # first elements must exist before processes share them; and frames are not stored in one piece of memory.
@@ -134,7 +134,7 @@ class FrameStorage(TensorStorage):
     device: Any
     _len: int
     _storage: Any  # all elements, which TorchRL reads too, without images
-    _budget: ByteBudget | None = None
+    _max_bytes: int | None = None
     _folder: LogFolder | None = None
     _marks: Marks | None = None  # set if another process may have to repair the elements
     _resume_cursor: int | None = None  # next place in a reopened folder, until the first element is added
@@ -187,7 +187,7 @@ class FrameStorage(TensorStorage):
             **({} if quality == DEFAULT_QUALITY and codec != "jpeg" else {"quality": quality}),
         }
         if max_bytes is not None:
-            self._budget = ByteBudget(positive_int("max_bytes", max_bytes))
+            self._max_bytes = positive_int("max_bytes", max_bytes)
             if ndim > 1:
                 raise InvalidArgumentError(
                     f"max_bytes={max_bytes} is for storages of one dimension, got ndim={ndim}. Leave one of them out"
@@ -244,8 +244,8 @@ class FrameStorage(TensorStorage):
                 "the default. Leave checkpointer= out"
             )
         self._checkpointer = FrameStorageCheckpointer() if value is None else value
-        if self._budget is not None:
-            self._budget.check_buffers(self)
+        if self._max_bytes is not None:
+            check_max_bytes(self, self._max_bytes)
         # A buffer's constructor sets the checkpointer last. The writer exists by now.
         make_kill_safe(self)
         if self._resume_cursor is not None:
@@ -267,8 +267,11 @@ class FrameStorage(TensorStorage):
         row = data[0]
         if self.device == "auto":
             self.device = row.device or torch.device("cpu")
-        if self._budget is not None:
-            self._budget.check_element(row)
+        if self._max_bytes is not None and (n_bytes := int(row.bytes())) > self._max_bytes // 2:
+            raise OutOfMemoryError(
+                f"max_bytes={self._max_bytes} is too little: one element of this kind takes {n_bytes} bytes, expected "
+                f"at most half of max_bytes; nothing was stored. Use max_bytes={2 * n_bytes} or more"
+            )
         kinds = describe_image_columns(row, self._pixels, data[:_COPY_BATCH])
         if self._may_scale:
             for kind in kinds:
@@ -307,9 +310,8 @@ class FrameStorage(TensorStorage):
 
         :param table: Further arguments of its table.
         """
-        if self._budget is not None:
-            table["max_bytes"] = self._budget.max_bytes
-        return FrameColumn(kind, n_rows, self._options, num_threads=self._num_threads, **table)
+        options = {**table, "max_bytes": self._max_bytes}
+        return FrameColumn(kind, n_rows, self._options, num_threads=self._num_threads, **options)
 
     def _allocate(self, row: Any, columns: list[FrameColumn]) -> None:
         """Allocate all elements.
@@ -390,8 +392,8 @@ class FrameStorage(TensorStorage):
         :raises StorageError: If the disk of ``storage_dir`` is full.
         """
         self._require_open()
-        if self._budget is not None:
-            self._budget.check_buffers(self)
+        if self._max_bytes is not None:
+            check_max_bytes(self, self._max_bytes)
         with self.lock:
             try:
                 self._refresh()
@@ -402,8 +404,8 @@ class FrameStorage(TensorStorage):
                 raise
             if set_cursor:
                 self._resume_cursor = None
-                if self._budget is not None:
-                    self._budget.enforce(self)
+                while self._max_bytes is not None and self.nbytes > self._max_bytes and len(self) > 1:
+                    self._drop_oldest(max(len(self) // _DROP_DIVISOR, 1))
 
     def _set(self, cursor: Any, data: Any, *, set_cursor: bool) -> None:
         """Store elements at an index; if that fails, restore the previous state."""
@@ -420,7 +422,7 @@ class FrameStorage(TensorStorage):
             where = resolve_target(cursor, data, shape=self._storage.batch_size, ndim=self.ndim)
             if set_cursor and self._resume_cursor is not None and where.places[0] != self._resume_cursor:
                 raise self._writer_error(where.places[0])
-            if set_cursor and self._budget and where.places.max(initial=-1) >= length + len(where.places):
+            if set_cursor and self._max_bytes and where.places.max(initial=-1) >= length + len(where.places):
                 raise InvalidArgumentError(
                     f"index {cursor!r:.200} leaves a gap after the {length} stored elements, which max_bytes may have "
                     "moved; nothing was stored. Add elements with buffer.extend(data)"
@@ -676,7 +678,7 @@ class FrameStorage(TensorStorage):
                 f"a FrameStorage in {self._folder.path} cannot be shared with another process. Leave storage_dir out, "
                 "and save the elements with storage.dumps(path)"
             )
-        if self._budget is not None:
+        if self._max_bytes is not None:
             raise NotCopyableError(
                 "a FrameStorage with max_bytes cannot be shared with another process. Pass a max_size instead"
             )
@@ -796,64 +798,8 @@ class FrameStorage(TensorStorage):
         """Return whether ``path`` is the ``storage_dir`` of this storage."""
         return self._folder is not None and Path(path).absolute() == self._folder.path
 
-    @classmethod
-    def from_dataset(
-        cls: type[_Storage], source: Any, *, max_size: int | None = None, download: bool = False, **options: Any
-    ) -> _Storage:
-        """Create a storage that contains the steps of a dataset.
-
-        Elements have the keys of TorchRL's ``MinariExperienceReplay``: ``"observation"``, ``"action"``, ``"episode"``,
-        ``"info"``, and under ``"next"`` the following observation and info, ``"reward"``, ``"done"``,
-        ``"terminated"`` and ``"truncated"``. Every value has the dtype of the dataset. A ``TensorDictReplayBuffer``
-        with this storage appends to it.
-
-        :param source: Minari id, such as ``"atari/pong/expert-v0"``, folder of a dataset, or ``minari.MinariDataset``
-        :param max_size: Maximum number of elements. None: the number of steps in the dataset.
-        :param download: Whether to download a Minari id that is not on this machine.
-        :param options: Further arguments of the class, such as ``codec`` or ``storage_dir``.
-        :return: The storage.
-        :raises InvalidArgumentError: If there is no such dataset, it does not fit into ``max_size``, or ``storage_dir``
-            contains elements already.
-        :raises InvalidTypeError: If a space of the dataset is not supported, such as a Tuple.
-        :raises MissingDependencyError: If ``minari`` is not installed.
-        :raises CorruptFileError: If the dataset is damaged.
-        """
-        from torchrl_ext.datasets import load_storage
-
-        return load_storage(cls, source, max_size=max_size, download=download, **options)
-
-    def to_dataset(
-        self,
-        target: str | os.PathLike[str],
-        action_space: Any,
-        *,
-        observation_space: Any = None,
-        data_format: str = "hdf5",
-    ) -> Path:
-        """Write all elements as a Minari dataset, from the oldest to the newest.
-
-        Episodes without their beginning or end are included. Where an observation is not the next one of the step
-        before, a new episode begins. An episode that was not finished is marked as truncated. No image is stored as
-        JPEG. Infos are left out.
-
-        :param target: Minari id, such as ``"cartpole/mine-v0"``, or folder. It must not exist.
-        :param action_space: Gymnasium space of the actions, such as ``gymnasium.spaces.Discrete(6)``. One-hot actions
-            are written as numbers.
-        :param observation_space: Gymnasium space of the observations. None: a space of their shapes and dtypes, a
-            ``Dict`` if there are several keys.
-        :param data_format: ``"hdf5"``, ``"arrow"`` or ``"parquet"``.
-        :return: Folder that ``minari.MinariDataset`` loads.
-        :raises InvalidArgumentError: If the target exists, the storage is empty, or values do not fit the spaces.
-        :raises MissingDependencyError: If ``minari`` is not installed.
-        :raises StorageError: If the folder cannot be written.
-        """
-        from torchrl_ext.datasets import infer_observation_space, read_storage_episodes
-
-        self._require_open()
-        with self.lock:  # other threads and processes could add
-            space = infer_observation_space(self) if observation_space is None else observation_space
-            episodes = read_storage_episodes(self, space, action_space)
-            return write_dataset(target, episodes, space, action_space, data_format=data_format)
+    from_dataset = classmethod(load_storage)
+    to_dataset = save_storage
 
     @staticmethod
     def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:
