@@ -167,7 +167,8 @@ class FrameColumn:
         if decoder is not None and decoder.can_decode(self.table.part):
             handles = dict(zip(self.keys, self.table.handles(rows), strict=False))
             images = decoder.decode(self.table.log, 0, np.concatenate([handles[key] for key in keys]))
-            images = images.to(self.dtype).div_(255) if self.is_scaled else images
+            if self.is_scaled:  # on a GPU, torch multiplies by the rounded inverse of a number
+                images = images.to(self.dtype).div_(torch.tensor(255, dtype=self.dtype, device=images.device))
             return list(images.reshape(len(keys), *numbers.shape, *self.shape).unbind())
         empty = self._recycled.empty if reuse_memory else np.empty
         outs = {key: empty((len(rows), *self.shape), self._stored_dtype) for key in keys}
