@@ -28,7 +28,7 @@ _logger = logging.getLogger("torchrl_ext")
 
 
 def load_storage(
-    cls: type[_Storage], source: Any, *, max_size: int | None = None, download: bool = False, **options: Any
+    cls: type[_Storage], /, source: Any, *, max_size: int | None = None, download: bool = False, **options: Any
 ) -> _Storage:
     """Create a storage that contains the steps of a dataset.
 

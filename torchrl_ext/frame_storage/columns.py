@@ -125,11 +125,11 @@ class FrameColumn:
         rows = numbers.reshape(-1).numpy()
         checked = {key: self._check(leaf, key) for key, leaf in images.items()}
         if self.is_scaled:
-            scaled = {key: to_bytes(leaf) for key, leaf in checked.items()}
-            if any(leaf is None for leaf in scaled.values()):
-                self.store_as_floats()
-            else:
+            scaled = {key: part for key, leaf in checked.items() if (part := to_bytes(leaf)) is not None}
+            if len(scaled) == len(checked):
                 checked = scaled
+            else:
+                self.store_as_floats()
         arrays = [checked[key].numpy() if key in checked else None for key in self.keys]
         for number, (key, array) in enumerate(zip(self.keys, arrays, strict=True)):
             if array is None:  # both images of a number are stored together
@@ -192,7 +192,8 @@ class FrameColumn:
 def to_bytes(images: torch.Tensor) -> torch.Tensor | None:
     """Return the numerators of floats that are bit for bit n/255, as of ``ToTensorImage``; None if one is not."""
     found = torch.empty(images.shape, dtype=torch.uint8)
-    for part, out in zip(images.split(_SCALED_AT_ONCE), found.split(_SCALED_AT_ONCE), strict=True):
+    for start in range(0, len(images), _SCALED_AT_ONCE):
+        part, out = (tensor[start : start + _SCALED_AT_ONCE] for tensor in (images, found))
         scaled = (part * 255).round_()
         out.copy_(scaled.clamp_(0, 255))
         if not torch.equal(scaled.copy_(out).div_(255).view(torch.int32), part.view(torch.int32)):
@@ -206,7 +207,8 @@ def has_bytes(data: Any, keys: list[Key]) -> bool:
     if any(leaf.dtype != torch.float32 for leaf in leaves):
         return False
     found = [to_bytes(leaf.detach().cpu().contiguous()) for leaf in leaves]
-    return all(part is not None for part in found) and found[0] is not None and len(found[0].unique()) > 2
+    values = [np.unique(part.numpy()) for part in found if part is not None]
+    return len(values) == len(leaves) and len(values[0]) > 2
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:

@@ -798,7 +798,7 @@ class FrameStorage(TensorStorage):
         """Return whether ``path`` is the ``storage_dir`` of this storage."""
         return self._folder is not None and Path(path).absolute() == self._folder.path
 
-    from_dataset = classmethod(load_storage)
+    from_dataset: Any = classmethod(load_storage)
     to_dataset = save_storage
 
     @staticmethod
