@@ -23,7 +23,7 @@ _COPY_BATCH = 64  # elements in which images are looked for
 _MIN_IMAGE_NBYTES = 1024  # smaller leaves are not worth compressing
 _FLOATS = (torch.float16, torch.float32, torch.float64)
 _MIN_SIDE = 8  # height and width of images of floats
-_SCALED_AT_ONCE = 8  # images whose floats fit into the cache of a CPU
+_SCALED_AT_ONCE = 4  # images whose floats fit into the cache of a CPU
 _UNCHANGED = 0.5  # fraction of values that stay the same from one image to the next
 
 Key = Any  # a string, or a tuple of strings
@@ -177,8 +177,14 @@ class FrameColumn:
         found = [torch.from_numpy(outs[key]).reshape(*numbers.shape, *self.shape) for key in keys]
         if not self.is_scaled:
             return found
-        floats = [torch.from_numpy(empty(tuple(images.shape), self._numpy_dtype)) for images in found]
-        return [out.copy_(images).div_(255) for out, images in zip(floats, found, strict=True)]
+        floats = []
+        for images in found:
+            out = torch.from_numpy(empty((len(rows), *self.shape), self._numpy_dtype))
+            flat = images.reshape(-1, *self.shape)
+            for start in range(0, len(flat), _SCALED_AT_ONCE):
+                out[start : start + _SCALED_AT_ONCE].copy_(flat[start : start + _SCALED_AT_ONCE]).div_(255)
+            floats.append(out.reshape(images.shape))
+        return floats
 
     @property
     def recycled_nbytes(self) -> int:
@@ -192,11 +198,12 @@ class FrameColumn:
 def to_bytes(images: torch.Tensor) -> torch.Tensor | None:
     """Return the numerators of floats that are bit for bit n/255, as of ``ToTensorImage``; None if one is not."""
     found = torch.empty(images.shape, dtype=torch.uint8)
+    scaled = torch.empty_like(images[:_SCALED_AT_ONCE])
     for start in range(0, len(images), _SCALED_AT_ONCE):
         part, out = (tensor[start : start + _SCALED_AT_ONCE] for tensor in (images, found))
-        scaled = (part * 255).round_()
-        out.copy_(scaled.clamp_(0, 255))
-        if not torch.equal(scaled.copy_(out).div_(255).view(torch.int32), part.view(torch.int32)):
+        again = scaled[: len(part)]
+        out.copy_(torch.mul(part, 255, out=again).round_())
+        if not torch.equal(again.copy_(out).div_(255).view(torch.int32), part.view(torch.int32)):
             return None
     return found
 
